@@ -18,7 +18,8 @@ from model_adapters.ops.compressed_weight import quantized_of
 from model_adapters.ops.cpu import ffi
 from model_adapters.ops.grouped_matmul import OP as GROUPED_OP
 from model_adapters.ops.grouped_matmul import Layout, over_tiles
-from model_adapters.ops.linear import OP, finish, product_sums
+from model_adapters.ops.linear import OP as LINEAR_OP
+from model_adapters.ops.linear import finish, product_sums
 from model_adapters.ops.quantized_weight import QuantizedWeight, dequantize
 
 LARGEST_INT8 = 127.0
@@ -113,7 +114,9 @@ def _unsupported_reason(x: jax.Array, weight: jax.Array, bias: jax.Array | None 
     return "the weight is not quantized" if found is None or found.scheme.transposed else None
 
 
-@registry.register(OP, "quantized", registry.PLATFORMS, unsupported_reason=_unsupported_reason, takes_precedence=True)
+@registry.register(
+    LINEAR_OP, "quantized", registry.PLATFORMS, unsupported_reason=_unsupported_reason, takes_precedence=True
+)
 def quantized(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
     """Computes with a quantized weight, on any platform and mesh."""
     found = quantized_of(weight)
@@ -153,7 +156,9 @@ def _kernel_product(x: jax.Array, weight: QuantizedWeight, bias: jax.Array | Non
     )
 
 
-@registry.register(OP, "cpu-quantized", ("cpu",), unsupported_reason=_kernel_unsupported_reason, takes_precedence=True)
+@registry.register(
+    LINEAR_OP, "cpu-quantized", ("cpu",), unsupported_reason=_kernel_unsupported_reason, takes_precedence=True
+)
 def streamed(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
     """Computes with the C++ kernel, which reads a quantized weight as it is stored."""
     found = quantized_of(weight)

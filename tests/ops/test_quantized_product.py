@@ -14,7 +14,7 @@ import pytest
 
 from model_adapters.ops import grouped_matmul, linear, registry
 from model_adapters.ops.compressed_weight import note_turned, quantized_of, substituted
-from model_adapters.ops.cpu import ffi
+from model_adapters.ops.cpu import build, ffi
 from model_adapters.ops.linear import addmm, matmul
 from model_adapters.ops.quantized_weight import Scheme, dequantize, make_quantized, take_rows
 from model_adapters.quantization.cpu_layout import lay_out
@@ -149,9 +149,11 @@ print("all equal")
 
 @needs_kernel
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="flags of x86 processors")
-@pytest.mark.parametrize("flags", ["-mavx2 -mfma -mf16c", "-msse2"])
+@pytest.mark.parametrize("flags", ["-mavx2 -mfma -mf16c", "-msse2", "-march=skylake-avx512"])
 def test_smaller_instruction_sets_give_the_same_products(flags, tmp_path):
-    """Of AVX2, and of the compiler's own vectors, in a process of its own: a library is registered once."""
+    """Of AVX2, AVX-512 without VNNI, and the compiler's own vectors; a process registers one library."""
+    if "avx512" in flags and "avx512bw" not in build.processor():
+        pytest.skip("this processor has no AVX-512")
     arguments = [sys.executable, "-c", PASSES, flags, str(Path(__file__).parent), str(tmp_path / "kernel.so")]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(arguments, capture_output=True, text=True, env=environment, timeout=600, check=False)

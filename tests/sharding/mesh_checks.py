@@ -151,7 +151,7 @@ def states(family, degree):
     compiled = []
 
     def listen(event, duration_secs, **about):
-        if event.endswith("backend_compile_duration") and about.get("fun_name") == "jit(gathered)":
+        if event.endswith("backend_compile_duration") and about.get("fun_name") == "jit(per_sequence)":
             compiled.append(event)
 
     options = EngineOptions(max_model_len=64, max_num_seqs=4)

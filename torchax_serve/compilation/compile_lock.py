@@ -1,4 +1,4 @@
-"""A lock around compiling that tells a signal handler instead of letting it wait for the code that it interrupted."""
+"""Lock around compiling; raises in a signal handler that would wait for its own thread."""
 
 from __future__ import annotations
 
@@ -8,10 +8,16 @@ from types import TracebackType
 from model_adapters.errors import TorchaxServeError
 
 _this_thread = threading.local()
+_compiling: set[int] = set()  # ids of the locks that are held; set operations are atomic
+
+
+def num_compiling() -> int:
+    """Returns how many programs are being compiled or loaded in this process."""
+    return len(_compiling)
 
 
 def check_not_compiling() -> None:
-    """Raises TorchaxServeError in a thread that compiles: what it would wait for may wait for that."""
+    """Raises TorchaxServeError in a thread that is compiling, which would deadlock."""
     if getattr(_this_thread, "depth", 0):
         raise TorchaxServeError(
             "expected a call outside of a compilation, got one, as from a signal handler, that interrupted it; call "
@@ -31,6 +37,7 @@ class CompileLock:
             check_not_compiling()
         self._lock.acquire()
         self._owner = threading.get_ident()
+        _compiling.add(id(self))
         _this_thread.depth = getattr(_this_thread, "depth", 0) + 1
 
     def __exit__(
@@ -38,4 +45,5 @@ class CompileLock:
     ) -> None:
         _this_thread.depth -= 1
         self._owner = None
+        _compiling.discard(id(self))
         self._lock.release()

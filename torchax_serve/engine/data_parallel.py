@@ -18,6 +18,7 @@ from torchax_serve.compilation.executable_cache import ExecutableCache
 from torchax_serve.engine.engine import Engine
 from torchax_serve.engine.factory import build_engine
 from torchax_serve.engine.options import EngineOptions
+from torchax_serve.engine.progress import EngineProgress
 from torchax_serve.engine.request import EngineRequest
 from torchax_serve.engine.request_handle import RequestHandle, cancel_on_error
 from torchax_serve.outputs import EngineStats
@@ -126,6 +127,21 @@ class DataParallelEngines:
     def can_hold(self, length: int) -> bool:
         """As `Engine.can_hold`."""
         return self.engines[0].can_hold(length)
+
+    @property
+    def vocab_size(self) -> int:
+        """As `Engine.vocab_size`."""
+        return self.engines[0].vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        """As `Engine.max_model_len`."""
+        return self.engines[0].max_model_len
+
+    def progress(self) -> EngineProgress:
+        """As `Engine.progress`, of the engine that has stood still for longest while it has something to do."""
+        each = [engine.progress() for engine in self.engines]
+        return max(each, key=lambda progress: (not progress.is_alive, progress.is_due, progress.still_s))
 
     @property
     def max_encoder_len(self) -> int | None:

@@ -15,8 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from model_adapters.errors import QueueFullError, TorchaxServeError
 from model_adapters.program.trace_context import programs_run
 from torchax_serve.engine.dispatch_queue import DispatchQueue
+from torchax_serve.engine.masked_requests import MaskedRequests
 from torchax_serve.engine.model_runner import InFlightStep, ModelRunner
 from torchax_serve.engine.output_processor import OutputProcessor, describe
+from torchax_serve.engine.progress import ProgressClock
 from torchax_serve.engine.request import EngineRequest
 from torchax_serve.engine.request_handle import RequestHandle, RequestOutput
 from torchax_serve.executors.request_input import SequenceEnded
@@ -42,6 +44,10 @@ class Engine:
         description: The executor and the sizes of the cache in one line.
         ids: Ids of the requests to come; 0, 1, ... by default.
         max_num_waiting: Maximum number of requests that wait for a slot.
+
+    Attributes:
+        max_model_len, vocab_size: Most tokens of a request, prompt and answer; number of columns of the logits.
+        progress: Called, returns `torchax_serve.engine.progress.EngineProgress`: whether the engine moves.
     """
 
     def __init__(
@@ -54,10 +60,12 @@ class Engine:
     ) -> None:
         self.description = description
         self.max_num_waiting = max_num_waiting
+        self.max_model_len, self.vocab_size = scheduler.config.max_model_len, runner.vocab_size
         self._num_entering = 0  # requests in commands
         self._process = OwnerProcess()
         self._scheduler, self._runner = scheduler, runner
         self._output_processor = OutputProcessor(runner)
+        self._masked = MaskedRequests(runner.vocab_size)
         self._dispatched = DispatchQueue()
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
         self._wake = threading.Condition()
@@ -67,7 +75,9 @@ class Engine:
         self._num_steps = 0
         self._wait_s = self._busy_s = 0.0
         self.check_integrity = False  # after every step: for tests
+        self.progress = ProgressClock(lambda: bool(self._commands or self._dispatched or len(self._scheduler)))
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self.progress.watch(self._thread)
         self._thread.start()
         # A thread that is inside XLA while the interpreter is taken down brings the process down with it.
         atexit.register(self.close, "the process ends")
@@ -132,11 +142,14 @@ class Engine:
             try:
                 parent = None if scheduled.fork_of is None else self._scheduler.find(scheduled.fork_of)
                 # A parent that has ended has left its prompt in the prefix cache.
-                self._scheduler.add(scheduled if parent else dataclasses.replace(scheduled, fork_of=None))
+                handle.state = self._scheduler.add(
+                    scheduled if parent else dataclasses.replace(scheduled, fork_of=None)
+                )
             except Exception as error:  # its reader's, not the engine's
                 handle.put(RequestOutput((), finish_reason="error", error=describe(error)))
             else:
                 self._output_processor.add(request_id, request, handle)
+                self._masked.add(request_id, request.masks)
 
         return enter, handle
 
@@ -250,6 +263,7 @@ class Engine:
             while not (self._closed or self._commands or len(self._scheduler) or self._dispatched):
                 self._wake.wait()
                 began = time.monotonic()
+            self.progress.moved()
             rest_s = self._dispatched.seconds_until_next()
             if rest_s > 0:
                 self._wake.wait_for(lambda: self._closed or self._commands, rest_s)
@@ -260,6 +274,7 @@ class Engine:
             commands = _drained(self._commands)
         for command in commands:
             command()
+            self.progress.moved()
         return True
 
     def step(self) -> None:
@@ -268,6 +283,7 @@ class Engine:
         plan = self._scheduler.schedule(began)
         if plan is not None:
             self._execute(plan)
+            self.progress.moved()
         self._output_processor.deliver(self._scheduler.pop_finished())
         most = MAX_IN_FLIGHT if self._runner.runs_ahead else 1
         if len(self._dispatched) >= most or (plan is None and self._dispatched):
@@ -289,7 +305,10 @@ class Engine:
                 if row.slot in plan.fresh_slots
             }
             outputs = {slot: [] if state is None else state.output_ids for slot, state in fresh.items()}
-            step = self._runner.execute(plan, requests, outputs)
+            failures: dict[int, Exception] = {}
+            masks = self._masked.words(plan, self._scheduler.find, failures)
+            step = self._runner.execute(plan, requests, outputs, masks)
+            step.failures |= failures
         except SequenceEnded as end:
             while self._dispatched:  # tokens that the request has got come first
                 self._retire_oldest()

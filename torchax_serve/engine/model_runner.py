@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -11,27 +10,12 @@ import numpy as np
 
 from model_adapters.bridge.host_arrays import to_device
 from torchax_serve.engine.request import EngineRequest
-from torchax_serve.executors.base import Executor
+from torchax_serve.executors.base import Executor, InFlightStep
 from torchax_serve.outputs import TokenLogprobs
 from torchax_serve.sampling.sampler import Sampler
-from torchax_serve.sampling.types import Logprobs, Sampled
+from torchax_serve.sampling.token_masks import mask_logits
+from torchax_serve.sampling.types import Logprobs
 from torchax_serve.scheduler import PlanRow, StepPlan
-
-
-@dataclasses.dataclass
-class InFlightStep:
-    """A plan that was dispatched, and its results on the device."""
-
-    plan: StepPlan
-    sampled: list[Sampled] = dataclasses.field(default_factory=list)  # one for each step of the plan
-    tokens: jax.Array | None = None  # int32[>= num_steps, S] of fused decode steps; `sampled` is then empty
-    prompt: Logprobs | None = None  # log-probabilities of all prompt tokens of the step
-    failures: dict[int, Exception] = dataclasses.field(default_factory=dict)  # errors by slot, each of one request
-
-    @property
-    def has_logprobs(self) -> bool:
-        """Whether any row's log-probabilities were asked for."""
-        return any(sampled.logprobs is not None for sampled in self.sampled)
 
 
 class ModelRunner:
@@ -45,6 +29,7 @@ class ModelRunner:
     """
 
     def __init__(self, executor: Executor, *, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
         self._executor, self._cache = executor, executor.cache
         self._sampler = Sampler(executor.limits.max_num_seqs, vocab_size)
 
@@ -82,7 +67,11 @@ class ModelRunner:
         self._executor.warm_up(self._sampler)
 
     def execute(
-        self, plan: StepPlan, requests: Mapping[int, EngineRequest], outputs: Mapping[int, Sequence[int]]
+        self,
+        plan: StepPlan,
+        requests: Mapping[int, EngineRequest],
+        outputs: Mapping[int, Sequence[int]],
+        masks: np.ndarray | None = None,
     ) -> InFlightStep:
         """Sends a plan to the device.
 
@@ -90,6 +79,8 @@ class ModelRunner:
             plan: the next one.
             requests: by slot, of the plan's prefill rows.
             outputs: by slot, of fresh slots: tokens that the request has been given before it was preempted.
+            masks: int32[num_rows, ceil(vocab / 32)], tokens that each row may sample; None: all. Such a plan has one
+                step.
         """
         if plan.page_copies:
             self._cache.copy(plan.page_copies)
@@ -97,7 +88,7 @@ class ModelRunner:
             self._sampler.assign_slot(slot, requests[slot].sampling, requests[slot].prompt_ids, outputs[slot])
             self._executor.assign(slot, requests[slot].source)
         step = InFlightStep(plan)
-        if not plan.prefill_rows and self._executor.limits.fused_decode_steps:
+        if masks is None and not plan.prefill_rows and self._executor.limits.fused_decode_steps:
             step.tokens = self._executor.run_decode(plan, self._sampler)
             if step.tokens is not None:
                 return step
@@ -109,6 +100,8 @@ class ModelRunner:
             )
             if asked is not None:
                 logits = self._prompt_logprobs(step, requests, logits, asked)
+            if masks is not None:
+                logits = mask_logits(logits, masks)
             step.sampled.append(self._sampler.sample(plan.rows, logits, ahead))
         step.failures = self._sampler.take_failures()
         return step

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import secrets
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ import numpy as np
 
 from torchax_serve.executors.request_input import RequestInput, SequenceSteps
 from torchax_serve.sampling.row_params import RowSamplingParams
+from torchax_serve.sampling.token_masks import TokenMasks
 from torchax_serve.sampling_params import SamplingParams
 from torchax_serve.scheduler import RequestId, SchedulerRequest
 
@@ -33,6 +33,7 @@ class EngineRequest:
         encoder_ids: Token ids for the encoder of an encoder-decoder model.
         encoder_output: Output of the encoder, float[1, len, width] on the host, in place of `encoder_ids`.
         steps: All steps of a request that runs by itself, with its images or audio.
+        masks: Tokens that may be sampled, step by step; None: all.
     """
 
     prompt_ids: tuple[int, ...]
@@ -44,6 +45,7 @@ class EngineRequest:
     encoder_ids: tuple[int, ...] = ()
     encoder_output: np.ndarray | None = dataclasses.field(default=None, repr=False, compare=False)
     steps: SequenceSteps | None = dataclasses.field(default=None, repr=False, compare=False)
+    masks: TokenMasks | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
     def source(self) -> RequestInput:
@@ -102,6 +104,7 @@ class EngineRequest:
         else:
             most = max(1, int(config.max_length or 0) - num_prompt)
         least = min(row.num_forced_tokens(num_prompt), most)
+        row = dataclasses.replace(row, max_new_tokens=most)
         return cls(tuple(prompt_ids), most, least, params, row, fork_of, tuple(source_ids), encoded, steps)
 
     def within(self, max_len: int) -> Self:
@@ -112,13 +115,11 @@ class EngineRequest:
         room = max(1, max_len - len(self.prompt_ids))
         if self.max_new_tokens <= room:
             return self
-        row = self.sampling
-        if row.history_config is not None:
-            config = copy.deepcopy(row.history_config)
-            config.max_new_tokens = room
-            row = dataclasses.replace(row, history_config=config)
         return dataclasses.replace(
-            self, max_new_tokens=room, min_new_tokens=min(self.min_new_tokens, room), sampling=row
+            self,
+            max_new_tokens=room,
+            min_new_tokens=min(self.min_new_tokens, room),
+            sampling=dataclasses.replace(self.sampling, max_new_tokens=room),
         )
 
     def to_scheduler(self, request_id: RequestId, now: float) -> SchedulerRequest:
@@ -135,4 +136,5 @@ class EngineRequest:
             salt=params.cache_salt or "",
             cache_prompt=params.prompt_logprobs is None,  # cached tokens have no logits
             fork_of=self.fork_of,
+            waits_for_tokens=self.masks is not None,
         )

@@ -13,6 +13,7 @@ from model_adapters.errors import TorchaxServeError
 from torchax_serve.compilation.compile_lock import check_not_compiling
 from torchax_serve.outputs import FinishReason, TokenLogprobs
 from torchax_serve.scheduler import RequestId, RowResult
+from torchax_serve.scheduler.request import RequestState
 from torchax_serve.validation.owner_process import OwnerProcess
 
 
@@ -41,6 +42,7 @@ class RequestHandle:
         self.prompt_len = prompt_len
         self.token_ids: list[int] = []  # so far read
         self.finish_reason: FinishReason | None = None  # once the end was read
+        self.state: RequestState | None = None  # the scheduler's, once the request has entered; read-only
         self._cancel = cancel
         self._arrivals: queue.SimpleQueue[RequestOutput | RowResult] = queue.SimpleQueue()
         self._waiter: asyncio.Future[None] | None = None  # what an asynchronous reader waits for
@@ -53,6 +55,11 @@ class RequestHandle:
             f"<RequestHandle {self.request_id}: {self.prompt_len} prompt tokens, {len(self.token_ids)} tokens read, "
             f"{state}>"
         )
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of the prompt that were found in the prefix cache; 0 until the request runs."""
+        return 0 if self.state is None else self.state.num_cached or 0
 
     def __del__(self) -> None:
         """Cancels the request: its output has no reader any more."""
@@ -153,6 +160,11 @@ class TokenStream(Iterator[int]):
 
     def __repr__(self) -> str:
         return f"<TokenStream of {self._handle!r}>"
+
+    @property
+    def handle(self) -> RequestHandle:
+        """Handle of the request, for a reader that takes its tokens by step in place of this iterator."""
+        return self._handle
 
     @property
     def finish_reason(self) -> FinishReason | None:

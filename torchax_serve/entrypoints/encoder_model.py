@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from torchax_serve.entrypoints.served_model import ServedModel
 from torchax_serve.pooling import classification
 from torchax_serve.pooling.batching import Text
@@ -51,3 +53,7 @@ class EncoderModel(ServedModel):
         return classification.rerank(
             self._followed(), self._runtimes[0], query, documents, top_k=top_k, truncate=truncate
         )
+
+    def score_pairs(self, pairs: Sequence[tuple[str, str]], *, truncate: bool | None = None) -> np.ndarray:
+        """Returns the scores of pairs of a query and a document, float32[num_pairs]; see `rerank`."""
+        return classification.score_pairs(self._followed(), self._runtimes[0], pairs, truncate=truncate)

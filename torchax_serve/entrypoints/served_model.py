@@ -42,6 +42,7 @@ from torchax_serve.multimodal.placeholders import check_has_media
 from torchax_serve.outputs import Completion, EngineStats
 from torchax_serve.runtime.model_generate import overrides_generate
 from torchax_serve.runtime.model_runtime import ModelRuntime
+from torchax_serve.sampling.token_masks import TokenMasks
 from torchax_serve.sampling_params import SamplingParams
 from torchax_serve.text import TextStream, chat, generate_batch, stream
 from torchax_serve.text.call_hints import refuses_unknown_options
@@ -67,7 +68,9 @@ class ServedModel(BaseModel):
         self._engine_changes = 0
         super().__init__(loaded, leader)
         if overrides_generate(self.torch_model):
-            vars(self.torch_model)["_engine_rows"] = EngineRows(self.torch_model, lambda: self.engine)
+            vars(self.torch_model)["_engine_rows"] = EngineRows(
+                self.torch_model, lambda: self.engine, lambda: self.static_engine
+            )
 
     def __repr__(self) -> str:
         described, engine = super().__repr__(), vars(self).get("_engine")
@@ -198,6 +201,7 @@ class ServedModel(BaseModel):
         inputs: Mapping[str, torch.Tensor] | None = None,
         seed: int | None = None,
         params: SamplingParams | None = None,
+        masks: TokenMasks | None = None,
     ) -> TokenStream:
         """Yields the new token ids of one prompt as they come, the one that ends the answer included.
 
@@ -212,6 +216,7 @@ class ServedModel(BaseModel):
             inputs: All tensors of the prompt by argument of ``generate``, where it has more than token ids.
             seed: Seed of sampling.
             params: Sampling parameters, merged into `generation_config`.
+            masks: Tokens that may be sampled, step by step, such as those of a grammar; None: all.
 
         Raises:
             InvalidArgumentError: token ids outside the vocabulary.
@@ -237,9 +242,13 @@ class ServedModel(BaseModel):
                 if seed is None:  # torch.manual_seed makes it repeatable, as in transformers
                     seed = int(torch.randint(2**63 - 1, ())) if config.do_sample else 0
                 if (request := engine_request_for(model, prompt_ids, config, params, seed)) is not None:
-                    return TokenStream(self.engine.submit(request))
+                    return TokenStream(self.engine.submit(dataclasses.replace(request, masks=masks)))
                 chosen = route(facts, dataclasses.replace(call, ends_in_loop=False))
             inputs = {"input_ids": torch.tensor([list(prompt_ids)], dtype=torch.long)}
+        if masks is not None:
+            raise UnsupportedArgumentError(
+                f"masks: expected a request that the engine takes, and this one is not ({chosen.reason}); leave it out"
+            )
         return TokenStream(self.static_engine.submit(single_request(model, chosen, inputs, config, params, seed)))
 
     @overload

@@ -94,8 +94,19 @@ def rerank(
     if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1):
         raise InvalidArgumentError(f"top_k: expected a positive number or None for all, got {top_k!r}")
     pairs = list(documents)
+    scores = score_pairs(loaded, runtime, [(query, document) for document in pairs], truncate=truncate)
+    order = sorted(range(len(pairs)), key=lambda index: -scores[index])
+    return [RankedDocument(index, pairs[index], float(scores[index])) for index in order[:top_k]]
+
+
+def score_pairs(
+    loaded: LoadedModel, runtime: ModelRuntime, pairs: Sequence[tuple[str, str]], *, truncate: bool | None
+) -> np.ndarray:
+    """Returns the scores of pairs of texts by a cross-encoder, float32[num_pairs]; errors as in `rerank`."""
+    _require(loaded, runtime, "ForSequenceClassification", "rerank", "scores pairs of texts")
     tokenizer, max_len = _tokenizer(loaded), limit_of(loaded, runtime)
-    rows, cut = rows_of(tokenizer, [query] * len(pairs), pairs, max_len=max_len, truncate=truncate is not False)
+    queries, documents = [query for query, _ in pairs], [document for _, document in pairs]
+    rows, cut = rows_of(tokenizer, queries, documents, max_len=max_len, truncate=truncate is not False)
     if cut and truncate is None:
         tokenizer.warn_once(
             f"{loaded.source.name}: pairs are cut to {max_len} tokens, as by sentence-transformers; {len(cut)} of "
@@ -107,9 +118,7 @@ def rerank(
             f"rerank: expected a cross-encoder with one score for a pair, got {type(runtime.program.module).__name__} "
             f"with {logits.shape[-1]} labels; call classify()"
         )
-    scores = _scores_of_pairs(loaded, runtime, logits[:, 0])
-    order = sorted(range(len(pairs)), key=lambda index: -scores[index])
-    return [RankedDocument(index, pairs[index], float(scores[index])) for index in order[:top_k]]
+    return _scores_of_pairs(loaded, runtime, logits[:, 0])
 
 
 def text_logits(loaded: LoadedModel, runtime: ModelRuntime, rows: Sequence[Row]) -> np.ndarray:

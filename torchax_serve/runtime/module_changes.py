@@ -1,4 +1,4 @@
-"""What a model that has changed since it came to JAX needs there: whether it still runs, and its weights."""
+"""Follows changes of a model after it was put on JAX: whether it still runs, its weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from model_adapters.program.module_watch import Change
 
 
 def check_can_follow(program: ModelProgram, weights: Weights, change: Change) -> None:
-    """Raises an error where the module of `program`, whose `change` was noticed, cannot run here any more."""
+    """Raises an error if the module of `program` cannot run on JAX after `change`."""
     module = program.module
     if program.sharding is not None:
         raise UnsupportedModelError(
@@ -50,7 +50,7 @@ def _check_quantized(tensors: dict[str, torch.Tensor], weights: Weights, change:
 
 
 def _check_on_device(name: str, tensor: torch.Tensor, weights: Weights, change: Change) -> None:
-    """Raises InvalidArgumentError if `tensor` without values is not the one whose values lie on the device."""
+    """Raises InvalidArgumentError if the meta `tensor` is not the one that the device has."""
     array = weights.get(name)
     if array is None:
         if name not in change.tensors:  # of a part that is not served, before as after
@@ -77,7 +77,7 @@ def check_evaluates(module: torch.nn.Module) -> None:
 
 
 def _check_parts_evaluate(module: torch.nn.Module) -> None:
-    """Raises InvalidArgumentError if a part of `module` that behaves otherwise in training is in training mode."""
+    """Raises InvalidArgumentError if a submodule whose result it changes is in training mode."""
     for name, child in module.named_modules():
         if child.training and _differs_in_training(child):
             raise InvalidArgumentError(
@@ -94,7 +94,7 @@ def _differs_in_training(child: torch.nn.Module) -> bool:
 
 
 def weights_of(module: torch.nn.Module, weights: Weights, change: Change) -> dict[str, Any]:
-    """The arrays of all tensors of `module` by name: those of `weights` where nothing has changed."""
+    """Returns the arrays of all tensors of `module` by name, those of `weights` if unchanged."""
     arrays: dict[int, Any] = {}
     found: dict[str, Any] = {}
     tensors = named_tensors(module)

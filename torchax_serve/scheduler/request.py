@@ -35,6 +35,7 @@ class SchedulerRequest:
     salt: str = ""  # prefixes are shared among requests of equal salt only
     cache_prompt: bool = True  # False: shares nothing (token ids that do not say all, such as those of images)
     fork_of: RequestId | None = None  # a live request with the same prompt, whose computed prompt is shared if possible
+    waits_for_tokens: bool = False  # a step is planned only when all tokens of the request so far are known
 
     def __post_init__(self) -> None:
         name = f"request {self.request_id!r}"
@@ -96,6 +97,7 @@ class RequestState:
     published_len: float = 0  # computed tokens with which the cache's allocator has something to note
     arrived_step: int = 0  # the plan that was to be made next when it arrived
     started_step: int | None = None  # the same when it was given its first token
+    num_cached: int | None = None  # tokens found in the prefix cache when it was first given a slot
 
     @property
     def slot(self) -> int | None:
@@ -110,6 +112,8 @@ class RequestState:
     @property
     def wants_decode(self) -> bool:
         """Whether the next token to compute was sampled in the slot, and one more may be sampled after it."""
+        if self.num_unread_tokens and self.request.waits_for_tokens:
+            return False
         return self.num_prefill_tokens <= self.num_planned < self.max_total_len - 1
 
     @property

@@ -106,7 +106,8 @@ class StepPlanner:
         if not states:
             return None
         running, rows = self._queues.running, (*draft.decode_rows, *draft.prefill_rows)
-        if len(draft.decoding) == len(running) and not self._queues.waiting:
+        repeats = not any(state.request.waits_for_tokens for state in running)
+        if repeats and len(draft.decoding) == len(running) and not self._queues.waiting:
             self._steady_batch = SteadyDecodeBatch(states, running, self._config.page_size)
         plan = self._build(rows, len(draft.decode_rows), num_steps, draft.fresh_slots, draft.copies)
         if not is_burst:
@@ -170,7 +171,7 @@ class StepPlanner:
                 continue  # it had to make room
             if start < state.num_prefill_tokens:
                 self._continue_prefill(draft, state)
-            elif start < state.max_total_len - 1 and not holds_decode:
+            elif state.wants_decode and not holds_decode:
                 assert pages is not None
                 if state.steps_to_recompute <= 0:
                     self._queues.preempt(state)
@@ -305,6 +306,8 @@ class StepPlanner:
             pages = self._allocator.allocate_slot(match, salt, shares)
             num_computed = len(match.nodes) * self._config.page_size
         self._queues.start(state, pages, num_computed)
+        if state.num_cached is None:
+            state.num_cached = num_computed
         draft.fresh_slots.append(pages.slot)
         self.num_prompt_tokens += len(state.tokens)
         self.num_hit_tokens += num_computed
@@ -317,6 +320,8 @@ class StepPlanner:
         """
         config, running = self._config, self._queues.running
         if config.max_num_steps == 1 or len(self._queues.waiting) or not 0 < num_decode == len(running):
+            return 1
+        if any(state.request.waits_for_tokens for state in running):
             return 1
         longest = max(state.num_planned for state in running)
         to_come = (

@@ -52,6 +52,7 @@ class TextModel(Protocol):
         inputs: Mapping[str, Any] | None = None,
         seed: int | None = None,
         params: SamplingParams | None = None,
+        masks: Any = None,
     ) -> Iterator[int]:
         """Yields the new token ids, the end-of-sequence token included; closing it stops the decoding."""
 
@@ -67,6 +68,7 @@ class PreparedPrompt:
         seed: Seed of this request, or None.
         params: The caller's parameters, for options that a generation config does not have.
         inputs: Tensors by argument of ``generate``, for a prompt with images or audio; None for text.
+        masks: `torchax_serve.sampling.token_masks.TokenMasks` of this request; None for all tokens.
     """
 
     prompt_ids: tuple[int, ...]
@@ -75,6 +77,7 @@ class PreparedPrompt:
     seed: int | None
     params: SamplingParams = field(default_factory=SamplingParams)
     inputs: Mapping[str, Any] | None = field(default=None, repr=False)
+    masks: Any = field(default=None, repr=False)
 
     @property
     def eos_token_ids(self) -> frozenset[int]:

@@ -208,6 +208,8 @@ def new_tokens(model: TextModel, request: PreparedPrompt) -> Iterator[int]:
     kwargs: dict[str, Any] = {} if request.seed is None else {"seed": request.seed}
     if request.inputs is not None:
         kwargs["inputs"] = request.inputs
+    if request.masks is not None:
+        kwargs["masks"] = request.masks
     if request.params.engine_only():
         kwargs["params"] = request.params.only_engine_options()  # the config has the others
     return model.iter_tokens(request.prompt_ids, request.generation_config, **kwargs)

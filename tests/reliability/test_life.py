@@ -1,0 +1,171 @@
+"""Start, drain and end of the process, as its supervisor sees them."""
+
+import concurrent.futures
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import httpx
+import openai
+import psutil
+import pytest
+from ports import free_port
+
+from torchax_serve.server.context import Stage
+
+START = "from torchax_serve.cli.main import main; import sys; sys.argv = ['torchax-serve', *sys.argv[1:]]; main()"
+QUESTION = [{"role": "user", "content": "What is 3 plus 4?"}]
+
+
+class Process:
+    """``torchax-serve serve`` of the embedded model."""
+
+    def __init__(self, *arguments, **environment):
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        command = [sys.executable, "-c", START, "serve", "--port", str(self.port), "--no-warm-up", *arguments]
+        self.process = subprocess.Popen(
+            command, stderr=subprocess.PIPE, env={**os.environ, "JAX_PLATFORMS": "cpu", **environment}, text=True
+        )
+
+    def wait_until_ready(self):
+        until = time.monotonic() + 120
+        while time.monotonic() < until:
+            assert self.process.poll() is None, self.process.stderr.read()
+            try:
+                if httpx.get(f"{self.url}/readyz").status_code == 200:
+                    return self
+            except httpx.HTTPError:
+                time.sleep(0.2)
+        raise AssertionError("it is not ready")
+
+    def end(self):
+        """Returns the exit status and stderr."""
+        _, errors = self.process.communicate(timeout=60)
+        return self.process.returncode, errors
+
+
+@pytest.fixture
+def started():
+    processes = []
+
+    def start(*arguments, **environment):
+        processes.append(Process(*arguments, **environment))
+        return processes[-1]
+
+    yield start
+    for each in processes:
+        if each.process.poll() is None:
+            each.process.kill()
+        each.process.communicate()
+
+
+def test_sigterm_drains(started):
+    server = started("--served-model-name", "tiny", "--pre-stop", "0.5").wait_until_ready()
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+    def ask(index):
+        return client.completions.create(
+            model="tiny",
+            prompt="Once upon a time",
+            max_tokens=300,
+            temperature=1,
+            seed=index,
+            extra_body={"ignore_eos": True},
+        )
+
+    known = [choice.choices[0].text for choice in map(ask, range(3))]
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+        asked = [pool.submit(ask, index % 3) for index in range(12)]
+        time.sleep(0.3)
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.1)
+        assert httpx.get(f"{server.url}/readyz").json()["status"] == "draining"
+        assert httpx.get(f"{server.url}/livez").status_code == 200
+        time.sleep(0.6)
+        refused = httpx.post(f"{server.url}/v1/completions", json={"model": "tiny", "prompt": "Hi"})
+        assert [each.result().choices[0].text for each in asked] == [known[index % 3] for index in range(12)]
+    client.close()
+    assert refused.status_code == 503
+    assert (refused.headers["retry-after"], refused.headers["connection"]) == ("5", "close")
+    assert server.end()[0] == 0
+    psutil.wait_procs(children, timeout=5)
+    assert not [child for child in children if child.is_running()]
+
+
+def test_a_second_signal_ends_at_once(started):
+    server = started("--pre-stop", "30").wait_until_ready()
+    server.process.send_signal(signal.SIGTERM)
+    time.sleep(0.3)
+    began = time.monotonic()
+    server.process.send_signal(signal.SIGTERM)
+    assert server.end()[0] == 1
+    assert time.monotonic() - began < 1
+
+
+def test_a_model_that_cannot_be_loaded_is_one_line(started, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    server = started(str(tmp_path))
+    status, errors = server.end()
+    assert status == 2
+    assert errors.strip().splitlines()[-1].startswith("error: ")
+    assert "Traceback" not in errors
+
+
+def test_options_come_from_the_environment(started):
+    server = started(TORCHAX_SERVE_API_KEY="from-the-environment", TORCHAX_SERVE_LOG_FORMAT="json").wait_until_ready()
+    assert httpx.get(f"{server.url}/v1/models").status_code == 401
+    headers = {"Authorization": "Bearer from-the-environment"}
+    assert httpx.get(f"{server.url}/v1/models", headers=headers).status_code == 200
+    version = httpx.get(f"{server.url}/version", headers=headers)
+    assert "from-the-environment" not in version.text
+    server.process.send_signal(signal.SIGINT)
+    status, errors = server.end()
+    assert status == 0
+    assert "from-the-environment" not in errors
+
+
+def test_a_port_in_use_is_one_line(started):
+    server = started()
+    server.wait_until_ready()
+    second = Process()
+    second.process.kill()
+    second.process.communicate()
+    result = subprocess.run(
+        [sys.executable, "-c", START, "serve", "--port", str(server.port)], capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 2
+    assert "error:" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_an_engine_that_does_not_move_is_reported_dead(start_server, model):
+    guarded = start_server(watchdog_s=0.5)
+    model.engine._run_on_engine_thread(lambda: time.sleep(4))
+    with httpx.Client(base_url=guarded.url, timeout=30) as http:
+        answer = http.post("/v1/completions", json={"model": "tiny", "prompt": "Hi", "max_tokens": 2})
+        assert answer.status_code == 503
+        assert http.get("/livez").status_code == 503
+    guarded.thread.join(30)
+    assert guarded.status == 70
+    assert guarded.context.stage is Stage.DEAD
+
+
+def test_a_long_compilation_is_not_taken_for_death(start_server, model):
+    from torchax_serve.compilation.compile_lock import CompileLock
+
+    while model.engine.progress().is_due:  # the step of the test before
+        time.sleep(0.1)
+    patient = start_server(watchdog_s=0.5)
+
+    def compile_for_long():
+        with CompileLock():
+            time.sleep(2)
+
+    model.engine._run_on_engine_thread(compile_for_long)
+    with httpx.Client(base_url=patient.url, timeout=30) as http:
+        answer = http.post("/v1/completions", json={"model": "tiny", "prompt": "Hi", "max_tokens": 2})
+        assert answer.status_code == 200
+        assert http.get("/livez").status_code == 200

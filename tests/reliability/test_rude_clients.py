@@ -1,0 +1,106 @@
+"""Clients that leave, and clients that do not read: their pages come back, and others notice nothing."""
+
+import json
+import random
+import socket
+import time
+
+import pytest
+
+from torchax_serve.server.options import ConnectionLimits
+
+LONG = {"ignore_eos": True, "max_tokens": 400}
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Tell me a story."}]}
+PLAIN = {"model": "tiny", "prompt": "Once upon a time"}
+
+
+def send(server, path, body):
+    connection = socket.create_connection(server.address, timeout=10)
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
+    connection.sendall(head.encode() + b"\r\n\r\n" + data)
+    return connection
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", PLAIN)])
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_client_that_leaves_frees_its_pages(server, model, path, body, stream, n):
+    with send(server, path, {**body, **LONG, "stream": stream, "n": n, "temperature": 1}) as connection:
+        until = time.monotonic() + 10
+        while not model.engine.stats().scheduler.num_running:
+            assert time.monotonic() < until
+        if stream:
+            assert connection.recv(1000)
+    assert server.pages_are_back(model, within_s=2)
+
+
+def test_clients_cut_at_random_leave_a_server_that_is_well(server, model, http):
+    rng = random.Random(5)
+    known = http.post("/v1/completions", json={**PLAIN, "max_tokens": 8}).json()["choices"]
+    for _ in range(60):
+        path, body = rng.choice([("/v1/chat/completions", CHAT), ("/v1/completions", PLAIN)])
+        connection = send(server, path, {**body, **LONG, "stream": rng.random() < 0.5})
+        time.sleep(rng.random() * 0.05)
+        if rng.random() < 0.5:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # a reset
+        connection.close()
+    assert server.pages_are_back(model, within_s=5)
+    assert http.post("/v1/completions", json={**PLAIN, "max_tokens": 8}).json()["choices"] == known
+    assert server.context.num_in_flight == 0
+
+
+def test_clients_that_do_not_read_are_dropped(start_server, model):
+    impatient = start_server(connection=ConnectionLimits(write_timeout_s=0.5))
+    stalled = []
+    for _ in range(4):
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        connection.connect(impatient.address)
+        body = json.dumps({**PLAIN, "max_tokens": 400, "ignore_eos": True, "stream": True, "logprobs": 20, "n": 4})
+        head = "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        stalled.append(connection)
+    assert impatient.pages_are_back(model, within_s=60)
+    for connection in stalled:
+        connection.close()
+    until = time.monotonic() + 5
+    while impatient.context.num_in_flight and time.monotonic() < until:
+        time.sleep(0.01)
+    assert impatient.context.num_in_flight == 0
+
+
+def test_silence_is_filled_with_comments(start_server, model):
+    patient = start_server(keep_alive_s=0.05)
+    model.engine._run_on_engine_thread(lambda: time.sleep(0.6))
+    with send(patient, "/v1/completions", {**PLAIN, "max_tokens": 4, "stream": True}) as connection:
+        received = b""
+        while b"data: [DONE]" not in received:
+            piece = connection.recv(65536)
+            assert piece
+            received += piece
+    before, _, after = received.partition(b"data: {")
+    assert before.count(b": keep-alive\n\n") >= 5
+    assert after
+
+
+def test_a_full_queue_is_429_with_a_time_to_retry(start_server, model):
+    few = start_server()
+    held = []
+    answers = []
+    for _ in range(90):  # 8 run, 64 wait
+        held.append(send(few, "/v1/completions", {**PLAIN, **LONG}))
+    for connection in held:
+        connection.settimeout(0.01)
+    until = time.monotonic() + 20
+    while not any(b" 429 " in answer for answer in answers) and time.monotonic() < until:
+        for connection in held:
+            try:
+                answers.append(connection.recv(4096))
+            except TimeoutError:
+                continue
+    refused = next(answer for answer in answers if b" 429 " in answer)
+    assert b"retry-after: 1" in refused and b"rate_limit_exceeded" in refused
+    for connection in held:
+        connection.close()
+    assert few.pages_are_back(model, within_s=5)

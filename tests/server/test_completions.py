@@ -1,0 +1,85 @@
+"""``/v1/completions`` by OpenAI's own client, and lm-eval's requests for log-likelihoods."""
+
+import pytest
+
+from torchax_serve import SamplingParams
+
+PROMPT = "Once upon a time"
+
+
+@pytest.mark.parametrize("kind", ["text", "ids", "texts", "lists of ids"])
+def test_prompts_of_every_kind(client, model, kind):
+    ids = model.tokenizer(PROMPT)["input_ids"]
+    prompt = {"text": PROMPT, "ids": ids, "texts": [PROMPT, "Hello"], "lists of ids": [ids, ids]}[kind]
+    answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=6)
+    prompts = prompt if kind in ("texts", "lists of ids") else [prompt]
+    expected = model.generate_batch(prompts, SamplingParams(max_new_tokens=6))
+    assert [choice.text for choice in answer.choices] == [each.text for each in expected]
+    assert answer.usage.completion_tokens == sum(len(each.token_ids) for each in expected)
+    assert answer.usage.prompt_tokens == sum(each.prompt_len for each in expected)
+
+
+def test_sixteen_tokens_by_default(client):
+    answer = client.completions.create(model="tiny", prompt=PROMPT, extra_body={"ignore_eos": True})
+    assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (16, "length")
+
+
+def test_a_streamed_completion_equals_a_complete_one(client):
+    fields = {"model": "tiny", "prompt": [PROMPT, "Hello"], "max_tokens": 8, "logprobs": 2}
+    complete = client.completions.create(**fields)
+    texts, tokens = {0: "", 1: ""}, {0: [], 1: []}
+    for chunk in client.completions.create(**fields, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+            tokens[choice.index] += choice.logprobs.tokens if choice.logprobs else []
+    assert list(texts.values()) == [choice.text for choice in complete.choices]
+    assert list(tokens.values()) == [choice.logprobs.tokens for choice in complete.choices]
+
+
+def test_echo_with_log_probabilities_of_the_prompt(client, model):
+    ids = model.tokenizer(PROMPT)["input_ids"]
+    answer = client.completions.create(model="tiny", prompt=ids, max_tokens=1, echo=True, logprobs=1, temperature=0)
+    found = answer.choices[0].logprobs
+    completion = model.generate_batch([ids], SamplingParams(max_new_tokens=1, logprobs=1, prompt_logprobs=1))[0]
+    expected = [None if each is None else each.logprob for each in completion.prompt_logprobs]
+    assert found.token_logprobs[0] is None
+    assert found.token_logprobs[1:-1] == pytest.approx(expected[1:])
+    assert len(found.tokens) == len(found.top_logprobs) == len(ids) + 1
+    assert answer.choices[0].text.endswith(completion.text)
+
+
+def test_a_prompt_can_be_scored_without_an_answer(client):
+    answer = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=0, echo=True, logprobs=1)
+    assert answer.choices[0].text == PROMPT
+    assert len(answer.choices[0].logprobs.tokens) == answer.usage.prompt_tokens
+    assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (0, "length")
+
+
+def test_prompt_log_probabilities_as_vllm_spells_them(client, model):
+    answer = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=1, extra_body={"prompt_logprobs": 2})
+    first, second, *_ = answer.choices[0].prompt_logprobs
+    ids = model.tokenizer(PROMPT)["input_ids"]
+    assert first is None and str(ids[1]) in second
+    assert sorted(entry["rank"] for entry in second.values() if entry["rank"]) == [1, 2]
+
+
+def test_bad_words_are_never_written(client, model):
+    full = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=8).choices[0].text
+    word = full.split()[0]
+    text = client.completions.create(
+        model="tiny", prompt=PROMPT, max_tokens=8, extra_body={"bad_words": [word]}
+    ).choices[0]
+    assert word not in text.text.split()
+
+
+@pytest.mark.parametrize("ids", [[-1], [1536], [2**40], []])
+def test_token_ids_outside_of_the_vocabulary_are_refused(http, ids):
+    response = http.post("/v1/completions", json={"model": "tiny", "prompt": ids, "max_tokens": 1})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "prompt"
+
+
+def test_a_prompt_longer_than_the_context_is_refused(http):
+    response = http.post("/v1/completions", json={"model": "tiny", "prompt": [5] * 600, "max_tokens": 1})
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "context_length_exceeded"

@@ -1,0 +1,43 @@
+"""The documents and the description of the interface agree with the code."""
+
+import re
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from torchax_serve.server.app import ROUTES
+from torchax_serve.server.field_docs import with_tables
+from torchax_serve.server.openapi import description
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_tables_of_fields_are_current():
+    text = (DOCS / "server.md").read_text()
+    assert with_tables(text) == text, "run python -m torchax_serve.server.field_docs docs/server.md"
+
+
+def test_every_route_is_in_the_document():
+    text = (DOCS / "server.md").read_text().split("## Errors")[0]
+    for _, path, _ in ROUTES:
+        last = path.replace(":path}", "}")
+        assert f"`{last}`" in text or f"{last}`" in text or last.rpartition("/")[2] in text, path
+
+
+def test_every_metric_is_in_the_document(http, client):
+    client.completions.create(model="tiny", prompt="Hi", max_tokens=2)
+    text = (DOCS / "server.md").read_text()
+    found = set(re.findall(r"^# HELP torchax_serve_(\w+)", http.get("/metrics").text, re.MULTILINE))
+    assert {name for name in found if name not in text and not name.endswith("_created")} == set()
+    assert found >= {"time_to_first_token_seconds", "num_requests_running", "prefix_cache_hits"} or found
+
+
+def test_the_description_is_true(http):
+    found = http.get("/openapi.json").json()
+    assert found == description(ROUTES)
+    assert set(found["paths"]) == {path.replace(":path}", "}") for _, path, _ in ROUTES}
+    schema = {"$ref": "#/components/schemas/ChatRequest", "components": found["components"]}
+    jsonschema.validate({"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}, schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"model": "tiny", "messages": [], "audio": {}}, schema)

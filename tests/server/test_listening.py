@@ -1,0 +1,101 @@
+"""TLS with certificates that are replaced, Unix sockets, and systemd's notifications."""
+
+import os
+import shutil
+import socket
+import ssl
+import subprocess
+
+import httpx
+import pytest
+
+from model_adapters.errors import InvalidArgumentError
+from torchax_serve.server.lifespan import notify_systemd
+from torchax_serve.server.listening import open_sockets
+from torchax_serve.server.options import ServerOptions
+
+
+def certificate(folder, name):
+    """A certificate for 127.0.0.1 signed by itself; paths of it and of its key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs openssl to make a certificate")
+    cert, key = folder / f"{name}.pem", folder / f"{name}.key"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", f"/CN={name}"]
+    command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
+    subprocess.run(command, check=True, capture_output=True)
+    return cert, key
+
+
+def name_of_server(address):
+    """The name in the certificate that a server shows."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    with socket.create_connection(address) as plain, context.wrap_socket(plain) as secure:
+        data = secure.getpeercert(binary_form=True)
+    return ssl.DER_cert_to_PEM_cert(data)
+
+
+def test_certificates_are_replaced_while_a_stream_goes_on(start_server, tmp_path):
+    cert, key = certificate(tmp_path, "first")
+    second = certificate(tmp_path, "second")
+    secure = start_server(tls_certificate=cert, tls_key=key)
+    assert secure.url.startswith("https://")
+    first = name_of_server(secure.address)
+    context = ssl.create_default_context(cafile=str(cert))
+    with httpx.Client(base_url=secure.url, verify=context) as http:
+        body = {"model": "tiny", "prompt": "Hi", "max_tokens": 200, "stream": True, "ignore_eos": True}
+        with http.stream("POST", "/v1/completions", json=body) as stream:
+            lines = stream.iter_lines()
+            assert next(lines)
+            cert.write_bytes(second[0].read_bytes())
+            key.write_bytes(second[1].read_bytes())
+            until = 100
+            while name_of_server(secure.address) == first and until:
+                until -= 1
+            assert list(lines)[-2] == "data: [DONE]"
+    import time
+
+    end = time.monotonic() + 5
+    while name_of_server(secure.address) == first:
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def test_clients_need_a_certificate_if_it_is_asked_for(start_server, tmp_path):
+    cert, key = certificate(tmp_path, "server")
+    theirs, their_key = certificate(tmp_path, "client")
+    secure = start_server(tls_certificate=cert, tls_key=key, tls_client_ca=theirs)
+    context = ssl.create_default_context(cafile=str(cert))
+    with pytest.raises(httpx.HTTPError), httpx.Client(verify=context) as http:
+        http.get(f"{secure.url}/livez")
+    context.load_cert_chain(theirs, their_key)
+    with httpx.Client(verify=context) as http:
+        assert http.get(f"{secure.url}/livez").status_code == 200
+
+
+def test_a_unix_socket(tmp_path):
+    path = tmp_path / "socket"
+    (first,) = open_sockets(ServerOptions(uds=path))
+    assert path.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(InvalidArgumentError, match="another process"):
+        open_sockets(ServerOptions(uds=path))
+    first.close()  # as after SIGKILL: the file stays
+    (second,) = open_sockets(ServerOptions(uds=path))
+    second.close()
+
+
+def test_a_port_that_is_taken(server):
+    with pytest.raises(InvalidArgumentError, match="address to listen on"):
+        open_sockets(ServerOptions(port=server.address[1]))
+
+
+def test_systemd_is_told(tmp_path, monkeypatch):
+    path = tmp_path / "notify"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(str(path))
+        monkeypatch.setenv("NOTIFY_SOCKET", str(path))
+        notify_systemd("READY=1")
+        assert systemd.recv(100) == b"READY=1"
+    monkeypatch.delenv("NOTIFY_SOCKET")
+    notify_systemd("READY=1")
+    assert os.environ.get("NOTIFY_SOCKET") is None

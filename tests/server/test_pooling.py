@@ -1,0 +1,153 @@
+"""Embeddings, labels and scores: those of the model's own calls, by the clients of each dialect."""
+
+import base64
+import concurrent.futures
+import sys
+from pathlib import Path
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from running_server import serving
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "pooling"))
+
+from encoder_models import TEXTS, folder
+
+
+def served(tmp_path_factory, class_name, **options):
+    path = tmp_path_factory.mktemp(class_name)
+    folder(path, class_name, **options)
+    return serving(path)
+
+
+@pytest.fixture(scope="module")
+def embedder(tmp_path_factory):
+    with served(tmp_path_factory, "BertModel") as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def ranker(tmp_path_factory):
+    with served(tmp_path_factory, "BertForSequenceClassification", num_labels=1) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory):
+    with served(tmp_path_factory, "BertForSequenceClassification", num_labels=3) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def labeller(tmp_path_factory):
+    with served(tmp_path_factory, "BertForTokenClassification", num_labels=3) as found:
+        yield found
+
+
+def post(server, path, **body):
+    return httpx.post(f"{server.url}{path}", json={"model": "tiny", **body}, timeout=60)
+
+
+def test_embeddings_are_those_of_the_model(embedder):
+    server, model = embedder
+    expected = model.embed(TEXTS, pooling="mean")
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        for form in ("float", "base64", None):
+            options = {} if form is None else {"encoding_format": form}
+            answer = client.embeddings.create(model="tiny", input=TEXTS, extra_body={"pooling": "mean"}, **options)
+            rows = [each.embedding for each in answer.data]
+            if form == "base64":
+                rows = [np.frombuffer(base64.b64decode(row), "<f4") for row in rows]
+            np.testing.assert_allclose(rows, expected, atol=1e-6)
+        assert answer.usage.prompt_tokens == sum(len(ids) for ids in model.tokenizer(TEXTS)["input_ids"])
+        one = client.embeddings.create(model="tiny", input="a dog ran", dimensions=8, extra_body={"pooling": "mean"})
+        np.testing.assert_allclose(one.data[0].embedding, model.embed("a dog ran", pooling="mean")[:8], atol=1e-6)
+        ids = model.tokenizer(TEXTS)["input_ids"]
+        by_ids = client.embeddings.create(model="tiny", input=ids, extra_body={"pooling": "mean"})
+        np.testing.assert_allclose([each.embedding for each in by_ids.data], expected, atol=1e-6)
+
+
+def test_requests_at_the_same_time_share_batches(embedder):
+    server, model = embedder
+    texts = [f"{text} {word}" for text in TEXTS for word in ("cat", "dog", "rain", "home")] * 4
+    expected = model.embed(texts, pooling="mean")
+
+    def ask(text):
+        answer = post(server, "/v1/embeddings", input=text, pooling="mean")
+        return answer.json()["data"][0]["embedding"]
+
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        np.testing.assert_allclose(list(pool.map(ask, texts)), expected, atol=1e-5)
+
+
+def test_a_bad_text_fails_its_own_request_alone(embedder):
+    server, _ = embedder
+    good, bad = {"input": "a dog ran", "pooling": "mean"}, {"input": ["a cat", " "], "pooling": "mean"}
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda body: post(server, "/v1/embeddings", **body), [good, bad] * 8))
+    for index, answer in enumerate(answers):
+        assert answer.status_code == (400 if index % 2 else 200)
+        if index % 2:
+            assert answer.json()["error"]["param"] == "input"
+    for fields, param in (
+        ({"pooling": "sideways"}, "pooling"),
+        ({"dimensions": 10_000}, "dimensions"),
+        ({"input": []}, "input"),
+    ):
+        answer = post(server, "/v1/embeddings", **{**good, **fields})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_documents_are_ranked(ranker):
+    server, model = ranker
+    query, documents = "a dog", [*TEXTS, "red rain"]
+    expected = model.rerank(query, documents)
+    for path in ("/v1/rerank", "/v2/rerank", "/rerank"):
+        results = post(server, path, query=query, documents=documents).json()["results"]
+        assert [each["index"] for each in results] == [each.index for each in expected]
+        assert [each["relevance_score"] for each in results] == pytest.approx([each.score for each in expected])
+        assert results[0]["document"]["text"] == expected[0].document
+    few = post(
+        server,
+        "/rerank",
+        query=query,
+        documents=[{"text": each} for each in documents],
+        top_n=1,
+        return_documents=False,
+    )
+    assert few.json()["results"] == [{"index": expected[0].index, "relevance_score": pytest.approx(expected[0].score)}]
+    scores = {each.index: each.score for each in expected}
+    pairs = post(server, "/v1/score", text_1=query, text_2=documents).json()["data"]
+    assert [each["score"] for each in pairs] == pytest.approx([scores[index] for index in range(len(documents))])
+    same = post(server, "/score", queries=[query, query], documents=documents[:2]).json()["data"]
+    assert [each["score"] for each in same] == pytest.approx([scores[0], scores[1]])
+
+
+def test_texts_are_classified(classifier):
+    server, model = classifier
+    data = post(server, "/classify", input=TEXTS).json()["data"]
+    for entry, expected in zip(data, model.classify(TEXTS), strict=True):
+        assert entry["label"] == expected.label
+        assert entry["probs"] == pytest.approx(list(expected.scores.values()))
+
+
+def test_tokens_are_labelled(labeller):
+    server, model = labeller
+    data = post(server, "/pooling", input=TEXTS).json()["data"]
+    for entry, expected in zip(data, model.classify_tokens(TEXTS), strict=True):
+        assert [each["label"] for each in entry["data"]] == [each.label for each in expected]
+
+
+def test_endpoints_of_other_models_are_404(classifier, server):
+    for path, body in (
+        ("/v1/chat/completions", {"messages": []}),
+        ("/v1/embeddings", {"input": "a"}),
+        ("/rerank", {"query": "a", "documents": ["b"]}),
+        ("/pooling", {"input": "a"}),
+    ):
+        answer = post(classifier[0], path, **body)
+        assert answer.status_code == 404, path
+        assert "classify" in answer.json()["error"]["message"]
+    assert post(server, "/classify", input="a").status_code == 404

@@ -1,0 +1,237 @@
+"""Reasoning and tool calls of each family, from transcripts cut anywhere; what does not parse is content."""
+
+# ruff: noqa: RUF001
+import json
+import random
+import time
+
+import pytest
+
+from torchax_serve.server.response_families import FAMILIES, response_template_for
+from torchax_serve.server.response_parsing import AnswerParser
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
+        },
+    },
+    {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}},
+]
+BY_NAME = {family.name: family for family in FAMILIES}
+ARGUMENTS = {"city": "Łódź", "days": 3}
+JSON = json.dumps(ARGUMENTS, ensure_ascii=False)
+
+# (family, prompt, answer, content, reasoning, calls)
+TRANSCRIPTS = [
+    ("hermes", "<|im_start|>assistant\n", "Hello!", "Hello!", "", []),
+    (
+        "hermes",
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n",
+        f"<think>\nLet me see.\n</think>\n\nI look.\n<tool_call>\n"
+        f'{{"name": "weather", "arguments": {JSON}}}\n</tool_call>\n<tool_call>\n'
+        '{"name": "clock", "arguments": {}}\n</tool_call>',
+        "I look.",
+        "Let me see.",
+        [("weather", ARGUMENTS), ("clock", {})],
+    ),
+    ("hermes", "<|im_start|>assistant\n<think>\n", "Deep thought.\n</think>\n\n42", "42", "Deep thought.", []),
+    ("hermes", "<|im_start|>assistant\n<think>\n\n</think>\n\n", "42", "42", "", []),
+    (
+        "qwen-xml",
+        "<|im_start|>assistant\n",
+        "<tool_call>\n<function=weather>\n<parameter=city>\nŁódź\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
+        "</function>\n</tool_call>",
+        "",
+        "",
+        [("weather", ARGUMENTS)],
+    ),
+    (
+        "glm",
+        "<|assistant|>\n",
+        "<think>Hm.</think>Look:\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Łódź</arg_value>\n"
+        "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>",
+        "Look:",
+        "Hm.",
+        [("weather", ARGUMENTS)],
+    ),
+    (
+        "deepseek",
+        "<｜User｜>hi<｜Assistant｜>",
+        f"Sure.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{JSON}\n```<｜tool▁call▁end｜>\n"
+        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>clock\n```json\n{{}}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "Sure.",
+        "",
+        [("weather", ARGUMENTS), ("clock", {})],
+    ),
+    (
+        "deepseek",
+        "<｜Assistant｜><think>\n",
+        f"Hm.\n</think>\n<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{JSON}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "",
+        "Hm.",
+        [("weather", ARGUMENTS)],
+    ),
+    (
+        "kimi",
+        "<|im_assistant|>assistant<|im_middle|>",
+        f"Look.<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{JSON}<|tool_call_end|>"
+        "<|tool_call_begin|>functions.clock:1<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+        "Look.",
+        "",
+        [("weather", ARGUMENTS), ("clock", {})],
+    ),
+    (
+        "gpt-oss",
+        "<|start|>user<|message|>hi<|end|><|start|>assistant",
+        "<|channel|>analysis<|message|>I need the weather.<|end|><|start|>assistant<|channel|>commentary "
+        f"to=functions.weather <|constrain|>json<|message|>{JSON}<|call|>",
+        "",
+        "I need the weather.",
+        [("weather", ARGUMENTS)],
+    ),
+    (
+        "gpt-oss",
+        "<|start|>assistant",
+        "<|channel|>analysis<|message|>Easy.<|end|><|start|>assistant<|channel|>final<|message|>42<|return|>",
+        "42",
+        "Easy.",
+        [],
+    ),
+    (
+        "gemma4",
+        "<|turn>model\n",
+        '<|channel>thought\nHm.<channel|><|tool_call>call:weather{city:<|"|>Łódź<|"|>,days:3}<tool_call|>',
+        "",
+        "Hm.",
+        [("weather", ARGUMENTS)],
+    ),
+    (
+        "mistral",
+        "[INST]hi[/INST]",
+        f"Sure.[TOOL_CALLS]weather[ARGS]{JSON}[TOOL_CALLS]clock[ARGS]{{}}",
+        "Sure.",
+        "",
+        [("weather", ARGUMENTS), ("clock", {})],
+    ),
+    ("mistral", "[INST]hi[/INST]", "[THINK]Hm.[/THINK]42", "42", "Hm.", []),
+    (
+        "mistral-list",
+        "[INST]hi[/INST]",
+        f'[TOOL_CALLS] [{{"name": "weather", "arguments": {JSON}}}, {{"name": "clock", "arguments": {{}}}}]',
+        "",
+        "",
+        [("weather", ARGUMENTS), ("clock", {})],
+    ),
+    (
+        "llama",
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        f'{{"name": "weather", "parameters": {JSON}}}',
+        "",
+        "",
+        [("weather", ARGUMENTS)],
+    ),
+    (
+        "llama",
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        'JSON is like {"name": 1}.',
+        'JSON is like {"name": 1}.',
+        "",
+        [],
+    ),
+    ("think", "Question: hi\n<think>\n", "Hm.</think>42", "42", "Hm.", []),
+]
+
+
+def parsed(family, prompt, pieces, **options):
+    parser = AnswerParser(BY_NAME[family], prompt, options.pop("tools", TOOLS), **options)
+    content, reasoning, calls = [], [], []
+    for step in [*map(parser.push, pieces), parser.flush()]:
+        content.append(step.content)
+        reasoning.append(step.reasoning)
+        calls += [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in step.tool_calls]
+    return "".join(content), "".join(reasoning), calls
+
+
+def cuts(text, rng):
+    places = sorted(rng.sample(range(len(text) + 1), min(len(text), rng.randint(0, 12))))
+    return [text[begin:end] for begin, end in zip([0, *places], [*places, len(text)], strict=True)]
+
+
+@pytest.mark.parametrize("transcript", TRANSCRIPTS, ids=lambda each: each[0])
+def test_transcripts_of_each_family(transcript):
+    family, prompt, answer, *expected = transcript
+    assert list(parsed(family, prompt, [answer])) == expected
+    assert list(parsed(family, prompt, list(answer))) == expected
+    rng = random.Random(answer)
+    for _ in range(30):
+        assert list(parsed(family, prompt, cuts(answer, rng))) == expected
+
+
+def test_every_family_has_a_transcript_and_is_recognised():
+    assert {transcript[0] for transcript in TRANSCRIPTS} == set(BY_NAME)
+
+    class Tokenizer:
+        response_template = None
+
+    for family in FAMILIES:
+        Tokenizer.chat_template = " ".join(family.signs)
+        assert response_template_for(Tokenizer).name == family.name
+    Tokenizer.chat_template = "plain"
+    assert response_template_for(Tokenizer) is None
+
+
+BROKEN = [
+    ("hermes", "<tool_call>\nno json\n</tool_call> rest"),
+    ("hermes", '<tool_call>{"name": 5}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "weather", "arguments": "text"}</tool_call>'),
+    ("hermes", "<tool_call><tool_call><think></tool_call>"),
+    ("hermes", "<think>" * 50),
+    ("llama", '{"name": "weather", "parameters": '),
+    ("mistral-list", "[TOOL_CALLS] [1, 2]"),
+    ("gemma4", "<|tool_call>call:weather{{{{<tool_call|>"),
+    ("kimi", "<|tool_call_begin|>functions.a:0<|tool_call_argument_begin|>nonsense"),
+    ("gpt-oss", "<|channel|>commentary to=functions.a<|message|>\x01\x02{"),
+]
+
+
+@pytest.mark.parametrize(("family", "answer"), BROKEN)
+def test_answers_that_do_not_parse_are_content(family, answer):
+    whole = parsed(family, "", [answer])
+    rng = random.Random(answer)
+    for _ in range(30):
+        assert parsed(family, "", cuts(answer, rng)) == whole
+    assert whole[2] == []
+
+
+@pytest.mark.parametrize("family", sorted(BY_NAME))
+def test_random_texts_raise_nothing_and_do_not_depend_on_cuts(family):
+    rng = random.Random(family)
+    text = "".join(transcript[2] for transcript in TRANSCRIPTS if transcript[0] == family)
+    markers = [text[start : start + rng.randint(1, 30)] for start in rng.sample(range(len(text)), min(20, len(text)))]
+    for _ in range(60):
+        answer = "".join(rng.choice([*markers, "{", '"', "x", "\n", "🦊"]) for _ in range(rng.randint(1, 15)))
+        assert parsed(family, "", list(answer)) == parsed(family, "", [answer])
+
+
+def test_time_is_linear_in_the_length():
+    def seconds(num_pieces):
+        began = time.process_time()
+        parsed("hermes", "", ["<think>", *["some words "] * num_pieces, "</think>", *["more words "] * num_pieces])
+        return time.process_time() - began
+
+    seconds(1000)
+    short, long = seconds(10_000), seconds(80_000)
+    assert long < 24 * short
+
+
+def test_without_tools_a_call_is_content():
+    content, _, calls = parsed("hermes", "", ['<tool_call>{"name": "a", "arguments": {}}</tool_call>'], tools=[])
+    assert calls == [] and '"name"' in content
+
+
+def test_only_so_many_calls():
+    family, prompt, answer, *_ = TRANSCRIPTS[1]
+    assert len(parsed(family, prompt, [answer], max_tool_calls=1)[2]) == 1

@@ -1,0 +1,147 @@
+"""Structured output: every answer follows its grammar, and a bad grammar is a 400 within seconds."""
+
+import concurrent.futures
+import json
+import re
+import time
+
+import httpx
+import pydantic
+import pytest
+
+QUESTION = [{"role": "user", "content": "What is 3 plus 4?"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+def ask(client, **fields):
+    answer = client.chat.completions.create(model="tiny", messages=QUESTION, max_tokens=200, **fields)
+    return answer.choices[0]
+
+
+@pytest.mark.parametrize("temperature", [0, 1.5])
+def test_a_json_schema_is_followed(client, temperature):
+    schema = {"name": "person", "schema": SCHEMA, "strict": True}
+    choice = ask(
+        client, response_format={"type": "json_schema", "json_schema": schema}, temperature=temperature, seed=1
+    )
+    value = json.loads(choice.message.content)
+    assert set(value) == {"name", "age"} and 0 <= value["age"] <= 99 and len(value["name"]) <= 8
+    assert choice.finish_reason == "stop"
+
+
+def test_the_clients_own_parse_reads_the_answer(client):
+    class Person(pydantic.BaseModel):
+        model_config = pydantic.ConfigDict(extra="forbid")
+        good: bool
+        grade: int = pydantic.Field(ge=1, le=5)
+
+    answer = client.chat.completions.parse(model="tiny", messages=QUESTION, response_format=Person, max_tokens=50)
+    assert isinstance(answer.choices[0].message.parsed, Person)
+
+
+def test_any_json_object(client):
+    choice = ask(client, response_format={"type": "json_object"}, temperature=1, seed=3)
+    if choice.finish_reason == "stop":
+        assert isinstance(json.loads(choice.message.content), dict)
+    else:
+        assert choice.message.content.startswith("{")
+
+
+@pytest.mark.parametrize(
+    ("fields", "pattern"),
+    [
+        ({"guided_regex": r"[0-9]{3}-[a-f]{2}"}, r"\d{3}-[a-f]{2}"),
+        ({"structured_outputs": {"regex": r"(yes|no)!"}}, r"(yes|no)!"),
+        ({"guided_choice": ["red", "green and blue", 'a "quoted" one']}, r'red|green and blue|a "quoted" one'),
+        ({"structured_outputs": {"choice": ["ł", "ó🦊"]}}, "ł|ó🦊"),
+        ({"structured_outputs": {"grammar": 'start: "a" B\nB: /[0-9]{2}/'}}, r"a\d\d"),
+        ({"guided_grammar": 'root ::= "x" [0-9] [0-9]'}, r"x\d\d"),
+        ({"structured_outputs": {"json": {"enum": ["on", "off"]}}}, '"on"|"off"'),
+    ],
+)
+def test_grammars_of_every_kind(client, fields, pattern):
+    for seed in range(3):
+        choice = ask(client, temperature=1.2, seed=seed, extra_body=fields)
+        assert re.fullmatch(pattern, choice.message.content), choice.message.content
+        assert choice.finish_reason == "stop"
+    text = client.completions.create(model="tiny", prompt="Hi", max_tokens=50, extra_body=fields).choices[0].text
+    assert re.fullmatch(pattern, text)
+
+
+def test_a_streamed_answer_follows_its_grammar_too(client):
+    pieces = [
+        chunk.choices[0].delta.content or ""
+        for chunk in client.chat.completions.create(
+            model="tiny", messages=QUESTION, stream=True, extra_body={"guided_regex": "[a-z]{5}"}
+        )
+    ]
+    assert re.fullmatch("[a-z]{5}", "".join(pieces))
+
+
+def test_answers_next_to_it_are_not_changed(client, model):
+    questions = [f"What is {number} plus 4?" for number in range(6)]
+    expected = [model.chat(question) for question in questions]
+
+    def plain(question):
+        answer = client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": question}])
+        return answer.choices[0].message.content
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        held = [pool.submit(ask, client, extra_body={"guided_regex": "[0-9]{30}"}) for _ in range(3)]
+        assert list(pool.map(plain, questions)) == expected
+        assert all(re.fullmatch("[0-9]{30}", each.result().message.content) for each in held)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"guided_regex": "(unclosed"}, "guided_regex"),
+        ({"guided_regex": "(?<=look)behind"}, "guided_regex"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_grammar": "start: undefined"}, "guided_grammar"),
+        ({"structured_outputs": {"shape": "round"}}, "structured_outputs"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"guided_json": {"type": "object", "patternProperties": {"(": {}}}}, "guided_json"),
+        ({"guided_json": {"type": "string", "unevaluatedItems": False, "not": {}}}, "guided_json"),
+        ({"guided_json": {"$ref": "https://example.com/schema"}}, "guided_json"),
+        ({"guided_json": {"enum": ["x" * 9] * 40_000}}, "guided_json"),
+    ],
+)
+def test_bad_grammars_are_named(http, fields, param):
+    response = http.post("/v1/chat/completions", json={"model": "tiny", "messages": QUESTION, **fields})
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == param
+
+
+HOSTILE = [
+    {"guided_regex": "(a+)+b"},
+    {"guided_regex": "((a{1,100}){1,100}){1,100}"},
+    {"guided_regex": "(" * 30_000 + "a" + ")" * 30_000},
+    {"guided_regex": "(.*a){30}.{500}"},
+    {"guided_grammar": "start: " + "(" * 5000 + '"a"' + ")" * 5000},
+    {"guided_json": {"type": "array", "items": {"type": "array", "items": {}}, "minItems": 10**9}},
+    {"guided_json": {"allOf": [{"anyOf": [{"properties": {f"p{i}": {"type": "string"}}} for i in range(40)]}] * 8}},
+    {"guided_choice": [f"{index:05d}" for index in range(1024)]},
+]
+
+
+@pytest.mark.parametrize("fields", HOSTILE, ids=range(len(HOSTILE)))
+def test_hostile_grammars_are_answered_within_seconds(server, http, fields):
+    began = time.monotonic()
+    response = http.post(
+        "/v1/chat/completions", json={"model": "tiny", "messages": QUESTION, "max_tokens": 8, **fields}
+    )
+    assert time.monotonic() - began < 9
+    assert response.status_code in (200, 400, 500), response.text
+    began = time.monotonic()
+    assert httpx.get(f"{server.url}/livez").status_code == 200
+    assert time.monotonic() - began < 0.5
+    known = http.post("/v1/completions", json={"model": "tiny", "prompt": "Hi", "max_tokens": 2})
+    assert known.status_code == 200

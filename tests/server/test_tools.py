@@ -1,0 +1,166 @@
+"""Tools and reasoning over HTTP, with a model whose chat template is Qwen's in small; forced calls always parse."""
+
+import json
+import shutil
+from pathlib import Path
+
+import openai
+import pytest
+from running_server import serving
+
+import torchax_serve
+
+TEMPLATE = """{%- if tools %}<|im_start|>system
+Tools: {% for tool in tools %}{{ tool | tojson }}{% endfor %}
+Write <tool_call>{"name": ..., "arguments": ...}</tool_call><|im_end|>
+{% endif %}{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content or '' }}{% for call in message.tool_calls or [] %}<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% if enable_thinking %}<think>
+{% endif %}{% endif %}"""
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "Weather of a city.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "city": {"enum": ["Łódź", "Rome"]},
+                    "days": {"type": "integer", "minimum": 1, "maximum": 9},
+                },
+                "required": ["city", "days"],
+                "additionalProperties": False,
+            },
+        },
+    },
+    {
+        "type": "function",
+        "function": {
+            "name": "clock",
+            "parameters": {"type": "object", "properties": {}, "additionalProperties": False},
+        },
+    },
+]
+QUESTION = [{"role": "user", "content": "How is the weather?"}]
+
+
+@pytest.fixture(scope="module")
+def tooled(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tooled")
+    for file in (Path(torchax_serve.__file__).parent / "embedded").iterdir():
+        shutil.copy(file, path)
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    with serving(path) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(tooled):
+    with openai.OpenAI(base_url=f"{tooled[0].url}/v1", api_key="none", max_retries=0, timeout=60) as found:
+        yield found
+
+
+def ask(client, **fields):
+    return client.chat.completions.create(
+        **{"model": "tiny", "messages": QUESTION, "tools": TOOLS, "max_tokens": 150, **fields}
+    )
+
+
+@pytest.mark.parametrize("temperature", [0, 1.5])
+def test_a_named_tool_is_called_with_arguments_that_parse(client, temperature):
+    choice = {"type": "function", "function": {"name": "weather"}}
+    answer = ask(client, tool_choice=choice, temperature=temperature, seed=2).choices[0]
+    (call,) = answer.message.tool_calls
+    arguments = json.loads(call.function.arguments)
+    assert call.function.name == "weather" and arguments["city"] in ("Łódź", "Rome") and 1 <= arguments["days"] <= 9
+    assert (answer.finish_reason, answer.message.content) == ("tool_calls", None)
+
+
+def test_a_required_call_is_of_one_of_the_tools(client):
+    for seed in range(4):
+        answer = ask(client, tool_choice="required", parallel_tool_calls=False, temperature=1.2, seed=seed).choices[0]
+        (call,) = answer.message.tool_calls
+        assert call.function.name in ("weather", "clock")
+        json.loads(call.function.arguments)
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [TOOLS[1]]}}
+    answer = ask(client, tool_choice=allowed, parallel_tool_calls=False).choices[0]
+    assert [call.function.name for call in answer.message.tool_calls] == ["clock"]
+
+
+def test_streamed_calls_join_to_the_complete_ones(client):
+    choice = {"type": "function", "function": {"name": "weather"}}
+    complete = ask(client, tool_choice=choice).choices[0].message.tool_calls[0]
+    names, ids, arguments, reasons = [], [], "", []
+    for chunk in ask(client, tool_choice=choice, stream=True):
+        delta = chunk.choices[0].delta
+        reasons.append(chunk.choices[0].finish_reason)
+        assert not delta.content
+        for piece in delta.tool_calls or ():
+            assert piece.index == 0
+            names += [piece.function.name] if piece.function.name else []
+            ids += [piece.id] if piece.id else []
+            arguments += piece.function.arguments
+    assert (names, arguments) == (["weather"], complete.function.arguments)
+    assert len(ids) == 1 and reasons[-1] == "tool_calls"
+
+
+def test_auto_and_none_answer_with_text(client):
+    for choice in ("auto", "none"):
+        answer = ask(client, tool_choice=choice, max_tokens=12).choices[0]
+        assert answer.message.tool_calls is None and isinstance(answer.message.content, str)
+    strict = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
+    assert ask(client, tools=strict, max_tokens=12).choices[0].finish_reason in ("stop", "length")
+
+
+def test_reasoning_is_kept_apart(client):
+    fields = {
+        "tools": openai.NOT_GIVEN,
+        "max_tokens": 20,
+        "extra_body": {"chat_template_kwargs": {"enable_thinking": True}},
+    }
+    answer = ask(client, **fields)
+    message = answer.choices[0].message
+    assert message.content == "" and message.reasoning_content == message.reasoning != ""
+    assert answer.usage.completion_tokens_details.reasoning_tokens == 20
+    streamed = "".join(
+        getattr(chunk.choices[0].delta, "reasoning_content", None) or "" for chunk in ask(client, stream=True, **fields)
+    )
+    assert streamed.strip() == message.reasoning_content.strip()
+
+
+def test_results_and_malformed_arguments_are_replayed(client):
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": '}}
+    messages = [
+        *QUESTION,
+        {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None, "annotations": []},
+        {"role": "tool", "tool_call_id": "c1", "content": "Sunny."},
+    ]
+    assert isinstance(ask(client, messages=messages, max_tokens=5).choices[0].message.content, str)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0]"),
+        ({"tools": TOOLS * 65}, "tools"),
+        ({"tool_choice": "sometimes"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format"),
+    ],
+)
+def test_bad_tools_are_named(client, fields, param):
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, **fields)
+    assert caught.value.param == param
+
+
+def test_tools_of_a_model_without_them_are_refused(server):
+    plain = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    with plain, pytest.raises(openai.BadRequestError, match="response-template"):
+        ask(plain)

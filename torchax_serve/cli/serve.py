@@ -1,0 +1,233 @@
+"""``torchax-serve serve``: an OpenAI-compatible HTTP server."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from torchax_serve.cli.shared.command import Command
+from torchax_serve.cli.shared.load_model import end_if_explained
+from torchax_serve.cli.shared.load_options import DeviceOptions, MaxModelLen, option_groups
+from torchax_serve.cli.shared.model_name import check_model, complete_model
+
+if TYPE_CHECKING:
+    from torchax_serve.server.options import ServerOptions
+
+
+def _option(*names: str, help: str, panel: str, **further: Any) -> Any:
+    variable = "TORCHAX_SERVE_" + names[0].lstrip("-").upper().replace("-", "_")
+    return typer.Option(*names, envvar=variable, show_envvar=False, help=help, rich_help_panel=panel, **further)
+
+
+_address = functools.partial(_option, panel="Address")
+_access = functools.partial(_option, panel="Access")
+_limits = functools.partial(_option, panel="Limits")
+_life = functools.partial(_option, panel="Start and end")
+
+
+@dataclass(frozen=True)
+class AddressOptions:
+    """Where the server listens."""
+
+    host: Annotated[str, _address("--host", help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1"
+    port: Annotated[int, _address("--port", help="Port; 0 chooses a free one.", min=0, max=65535)] = 8000
+    uds: Annotated[Path | None, _address("--uds", help="Unix socket, in place of host and port.")] = None
+    served_model_name: Annotated[
+        list[str] | None,
+        _address("--served-model-name", help="Name of the model in requests; may be given several times."),
+    ] = None
+    allowed_host: Annotated[
+        list[str] | None, _address("--allowed-host", help="Further header Host that is taken on a loopback address.")
+    ] = None
+    tls_certificate: Annotated[
+        Path | None, _address("--tls-certificate", "--ssl-certfile", help="Certificate chain (PEM).")
+    ] = None
+    tls_key: Annotated[Path | None, _address("--tls-key", "--ssl-keyfile", help="Its private key (PEM).")] = None
+    tls_client_ca: Annotated[
+        Path | None, _address("--tls-client-ca", "--ssl-ca-certs", help="Ask clients for a certificate signed by it.")
+    ] = None
+
+
+@dataclass(frozen=True)
+class AccessOptions:
+    """Who may use the server, and what it writes down."""
+
+    api_key: Annotated[
+        list[str] | None,
+        _access("--api-key", help="Key that requests need, KEY or NAME:KEY; better by variable or file."),
+    ] = None
+    api_key_file: Annotated[
+        Path | None, _access("--api-key-file", help="File with a key a line; read again when it changes.")
+    ] = None
+    cors_origin: Annotated[
+        list[str] | None, _access("--cors-origin", help="Origin whose pages may call the server from a browser.")
+    ] = None
+    log_format: Annotated[str, _access("--log-format", help="text or json.")] = "text"
+    no_access_log: Annotated[bool, _access("--no-access-log", help="No line for each request.")] = False
+    response_template: Annotated[
+        str | None,
+        _access("--response-template", help="Format of reasoning and tool calls: a family, a JSON file, or none."),
+    ] = None
+    metrics_compat: Annotated[
+        str | None, _access("--metrics-compat", help="vllm: vLLM's metric names next to our own.")
+    ] = None
+
+
+@dataclass(frozen=True)
+class LimitOptions:
+    """Limits of requests and connections."""
+
+    max_num_seqs: Annotated[int, _limits("--max-num-seqs", help="Requests that run at once.", min=1)] = 32
+    max_num_waiting: Annotated[
+        int, _limits("--max-num-waiting", help="Requests that wait; one more is answered with 429.", min=1)
+    ] = 256
+    max_body_mib: Annotated[int, _limits("--max-body-mib", help="MiB of a request's body.", min=1)] = 32
+    max_connections: Annotated[int, _limits("--max-connections", help="Open connections.", min=1)] = 4096
+    max_connections_per_address: Annotated[
+        int, _limits("--max-connections-per-address", help="Open connections of one client address.", min=1)
+    ] = 2048
+    request_timeout: Annotated[
+        float | None, _limits("--request-timeout", help="Seconds that a request may take, waiting included.")
+    ] = None
+    keep_alive: Annotated[
+        float, _limits("--keep-alive", help="Seconds of silence of a stream after which a comment is sent.")
+    ] = 15.0
+
+
+@dataclass(frozen=True)
+class LifeOptions:
+    """Start and end of the server."""
+
+    pre_stop: Annotated[float, _life("--pre-stop", help="Seconds after SIGTERM with requests still accepted.")] = 0.0
+    drain_timeout: Annotated[float, _life("--drain-timeout", help="Seconds for requests to finish after that.")] = 30.0
+    watchdog: Annotated[
+        float, _life("--watchdog", help="Seconds without progress of the engine that end the process; 0: none.")
+    ] = 300.0
+    no_warm_up: Annotated[bool, _life("--no-warm-up", help="Compile at the first requests, not before.")] = False
+
+
+@option_groups
+def serve(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            show_default=False,
+            autocompletion=complete_model,
+            help="Short name, hub id or folder; without it the small model of the package.",
+        ),
+    ] = None,
+    *,
+    address: AddressOptions,
+    access: AccessOptions,
+    limits: LimitOptions,
+    life: LifeOptions,
+    max_model_len: MaxModelLen = None,
+    load: DeviceOptions,
+) -> int:
+    """Serve a model over HTTP, with OpenAI's interface.
+
+    torchax-serve serve qwen3-0.6b --port 8000
+
+    Each option has a variable, such as TORCHAX_SERVE_PORT for --port.
+    """
+    from torchax_serve.server import require_packages
+
+    end_if_explained(model, load)
+    require_packages()
+    check_model(model, load.revision)
+    options = _server_options(address, access, limits, life)
+    _log_to_stderr(options.log_format)
+    from torchax_serve import EngineOptions
+    from torchax_serve import serve as load_model
+    from torchax_serve.server.lifespan import Server
+    from torchax_serve.text.template_renderer import shared_renderer
+
+    engine = EngineOptions(
+        max_num_seqs=limits.max_num_seqs, max_num_waiting=limits.max_num_waiting, max_model_len=max_model_len
+    )
+    load.show_details()
+    _warn_if_open(options)
+    server = Server(options, lambda: load_model(model, engine=engine, **load.serve_kwargs()))
+    for each in server.addresses:
+        print(f"listening on {each}", file=sys.stderr, flush=True)
+    try:
+        status = server.run()
+    finally:
+        shared_renderer().close()
+    # A thread that still compiles must not keep the process, and an orderly end of torch and jax takes seconds.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _server_options(
+    address: AddressOptions, access: AccessOptions, limits: LimitOptions, life: LifeOptions
+) -> ServerOptions:
+    from torchax_serve.server.options import MIB, ConnectionLimits, ServerOptions
+
+    return ServerOptions(
+        host=address.host,
+        port=address.port,
+        uds=address.uds,
+        served_model_names=tuple(address.served_model_name or ()),
+        allowed_hosts=tuple(address.allowed_host or ()),
+        tls_certificate=address.tls_certificate,
+        tls_key=address.tls_key,
+        tls_client_ca=address.tls_client_ca,
+        api_keys=tuple(_named_key(index, key) for index, key in enumerate(access.api_key or ())),
+        api_key_file=access.api_key_file,
+        cors_origins=tuple(access.cors_origin or ()),
+        log_format=access.log_format,
+        access_log=not access.no_access_log,
+        metrics_compat=access.metrics_compat,
+        response_template=access.response_template,
+        request_timeout_s=limits.request_timeout,
+        keep_alive_s=limits.keep_alive,
+        pre_stop_s=life.pre_stop,
+        drain_timeout_s=life.drain_timeout,
+        watchdog_s=life.watchdog,
+        warm_up=not life.no_warm_up,
+        connection=ConnectionLimits(
+            max_body_bytes=limits.max_body_mib * MIB,
+            max_connections=limits.max_connections,
+            max_connections_per_address=limits.max_connections_per_address,
+        ),
+    )
+
+
+def _named_key(index: int, text: str) -> tuple[str, str]:
+    name, colon, key = text.partition(":")
+    return (name, key) if colon else (f"key-{index}", text)
+
+
+def _log_to_stderr(log_format: str) -> None:
+    from torchax_serve.server.logs import handler
+
+    for name in ("torchax_serve.server", "torchax_serve.access"):
+        logger = logging.getLogger(name)
+        logger.setLevel(logging.INFO)
+        logger.addHandler(handler(log_format))
+        logger.propagate = False
+
+
+def _warn_if_open(options: ServerOptions) -> None:
+    if not options.is_loopback and not options.api_keys and options.api_key_file is None:
+        logging.getLogger("torchax_serve.server").warning(
+            "the server listens on %s and needs no key: whoever reaches it can use it; --api-key-file sets keys",
+            options.host,
+        )
+
+
+COMMAND = Command(
+    "serve",
+    serve,
+    position=15,
+    examples=(("serve qwen3-0.6b", "an OpenAI-compatible server on port 8000"),),
+)

@@ -1,0 +1,47 @@
+"""Checks a grammar in a process of its own, which is killed if it takes too long; run as a program by itself.
+
+It reads a JSON object from stdin (``path`` for imports, ``grammar``, ``seconds``, ``bytes``) and writes one with
+``error``: a text, empty for a valid grammar.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+DEADLINE_S = 5.0
+"""Most seconds that a check may take."""
+MAX_BYTES = 2 << 30
+"""Most bytes of address space that a check may take."""
+
+
+def grammar_error(grammar: str, deadline_s: float = DEADLINE_S) -> str | None:
+    """Returns why a grammar of llguidance is not valid; None if it is."""
+    job = json.dumps({"path": sys.path, "grammar": grammar, "seconds": deadline_s, "bytes": MAX_BYTES})
+    command = [sys.executable, "-I", str(Path(__file__))]
+    try:
+        done = subprocess.run(command, input=job.encode(), capture_output=True, timeout=deadline_s + 2.0, check=False)
+    except subprocess.TimeoutExpired:
+        return f"it takes more than {deadline_s:g} s to compile"
+    if done.returncode != 0:
+        return f"it takes too much time or memory to compile (exit status {done.returncode})"
+    error: str = json.loads(done.stdout)["error"]
+    return error or None
+
+
+def _main() -> None:
+    job = json.load(sys.stdin)
+    resource.setrlimit(resource.RLIMIT_CPU, (int(job["seconds"]) + 1, int(job["seconds"]) + 1))
+    resource.setrlimit(resource.RLIMIT_AS, (job["bytes"], job["bytes"]))
+    sys.path[:] = job["path"]
+    from llguidance import LLMatcher
+
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(job["grammar"])
+    json.dump({"error": messages[0] if is_error else ""}, sys.stdout)
+
+
+if __name__ == "__main__":
+    _main()

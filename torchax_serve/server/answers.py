@@ -1,0 +1,151 @@
+"""Answers to prompts, as steps in an event loop."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import secrets
+import time
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from torchax_serve.engine.request_handle import RequestHandle, TokenStream
+from torchax_serve.outputs import FinishReason, TokenLogprobs
+from torchax_serve.sampling_params import MAX_SEED, SamplingParams
+from torchax_serve.text.detokenizer import Detokenizer, NoText
+from torchax_serve.text.prompt import PreparedPrompt, TextModel, make_request
+from torchax_serve.text.step_decoder import AnswerStep, StepDecoder
+from torchax_serve.text.text_stream import new_tokens
+
+
+class Answer:
+    """One answer, from its submission on. Iterate over it once, with ``async for``; leaving the loop ends the request.
+
+    Attributes:
+        index: Number of the answer among those of its HTTP request.
+        prompt_ids: Token ids of its prompt.
+        num_tokens: New tokens so far.
+        prompt_logprobs: Those of the prompt's tokens, None for the first one; with the first step, if requested.
+        finish_reason: Why it ended; None while it runs.
+        submitted_s, first_s, previous_s, last_s: Seconds on the clock `time.perf_counter`: of submission, of the first
+            step, of the one before the last and of the last; None before there is one.
+    """
+
+    def __init__(self, index: int, prepared: PreparedPrompt, handle: RequestHandle, decoder: StepDecoder) -> None:
+        self.index = index
+        self.prompt_ids = prepared.prompt_ids
+        self.num_tokens = 0
+        self.prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+        self.finish_reason: FinishReason | None = None
+        self.submitted_s = time.perf_counter()
+        self.first_s: float | None = None
+        self.last_s: float | None = None
+        self.previous_s: float | None = None
+        self._handle, self._decoder = handle, decoder
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of the prompt that were found in the prefix cache."""
+        return self._handle.num_cached_tokens
+
+    def cancel(self) -> None:
+        """Ends the request, whether or not it is being iterated over."""
+        self._handle.cancel()
+
+    async def __aiter__(self) -> AsyncGenerator[AnswerStep]:
+        """Yields the steps; the last one has a finish reason.
+
+        Raises:
+            RequestError: The request failed.
+        """
+        outputs: Any = aiter(self._handle)
+        async with contextlib.aclosing(outputs):
+            async for output in outputs:
+                self.prompt_logprobs = self.prompt_logprobs or output.prompt_logprobs
+                step = self._decoder.push(output.token_ids, output.logprobs, output.finish_reason)
+                if step.finish_reason == "stop" and output.finish_reason is None:
+                    self._handle.cancel("stop")  # at a stop string, which the engine does not see
+                self._record(step)
+                yield step
+                if step.finish_reason is not None:
+                    return
+
+    def _record(self, step: AnswerStep) -> None:
+        self.previous_s, self.last_s = self.last_s, time.perf_counter()
+        if self.first_s is None:
+            self.first_s = self.last_s
+        self.num_tokens += len(step.token_ids)
+        self.finish_reason = step.finish_reason
+
+
+@dataclasses.dataclass(frozen=True)
+class AnswerOptions:
+    """How answers are decoded, apart from their sampling.
+
+    Attributes:
+        num_answers: Answers to each prompt.
+        skip_special_tokens: Whether texts leave special tokens out.
+        include_stop: Whether texts have the stop string.
+        is_parsed: Whether texts are parsed: special tokens are part of them, those that end an answer are not.
+        default_max_new_tokens: Most tokens where neither the request nor the model says.
+    """
+
+    num_answers: int = 1
+    skip_special_tokens: bool = True
+    include_stop: bool = False
+    is_parsed: bool = False
+    default_max_new_tokens: int = 16
+
+
+def prepare(
+    model: TextModel, prompt_ids: Sequence[int], params: SamplingParams, options: AnswerOptions
+) -> list[PreparedPrompt]:
+    """Returns a checked request for each answer to one prompt; answer i samples with ``seed + i``."""
+    prepared = make_request(model, prompt_ids, params, default_max_new_tokens=options.default_max_new_tokens)
+    if options.num_answers == 1:
+        return [prepared]
+    seed = secrets.randbits(63) if params.seed is None else params.seed
+    config = copy.deepcopy(prepared.generation_config)
+    config.num_return_sequences = None
+    return [
+        dataclasses.replace(prepared, generation_config=config, seed=(seed + index) % (MAX_SEED + 1))
+        for index in range(options.num_answers)
+    ]
+
+
+def submit(model: TextModel, prepared: Sequence[PreparedPrompt], options: AnswerOptions) -> list[Answer]:
+    """Submits requests; all of them or, on an error, none.
+
+    Raises:
+        QueueFullError: Too many requests are waiting.
+        TorchaxServeError: One cannot run.
+    """
+    answers: list[Answer] = []
+    try:
+        for index, request in enumerate(prepared):
+            tokens = new_tokens(model, request)
+            assert isinstance(tokens, TokenStream)
+            answers.append(Answer(index, request, tokens.handle, _decoder(model, request, options)))
+    except BaseException:
+        for answer in answers:
+            answer.cancel()
+        raise
+    return answers
+
+
+def _decoder(model: TextModel, request: PreparedPrompt, options: AnswerOptions) -> StepDecoder:
+    tokenizer = model.tokenizer
+    if tokenizer is None:
+        detokenizer: Detokenizer | NoText = NoText()
+    else:
+        skips = options.skip_special_tokens and not options.is_parsed
+        detokenizer = Detokenizer(tokenizer, skip_special_tokens=skips)
+    return StepDecoder(
+        detokenizer,
+        request.stop_strings,
+        request.eos_token_ids,
+        request.params.stop_token_ids or (),
+        include_stop=options.include_stop,
+        silent_ids=request.eos_token_ids if options.is_parsed else (),
+    )

@@ -1,0 +1,221 @@
+"""The ASGI application: routes, and what holds for every request: id, host, key, errors, log and counts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from torchax_serve.server import audio, health, openapi, pooling, tokens
+from torchax_serve.server.chat import chat_completions
+from torchax_serve.server.completions import completions
+from torchax_serve.server.context import ServerContext, Stage
+from torchax_serve.server.errors import ApiError, api_error_of, where_of
+from torchax_serve.server.options import LOOPBACK
+
+logger = logging.getLogger("torchax_serve.server")
+access_logger = logging.getLogger("torchax_serve.access")
+
+PUBLIC = frozenset({"/livez", "/readyz", "/health", "/ping"})
+"""Paths that need no key and count as no work."""
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?")
+
+ROUTES: tuple[tuple[str, str, Callable[..., Awaitable[Any]]], ...] = (
+    ("GET", "/livez", health.livez),
+    ("GET", "/readyz", health.readyz),
+    ("GET", "/health", health.readyz),
+    ("GET", "/ping", health.livez),
+    ("GET", "/version", health.version),
+    ("GET", "/openapi.json", openapi.openapi),
+    ("GET", "/metrics", health.metrics),
+    ("GET", "/v1/models", health.models),
+    ("GET", "/v1/models/{model:path}", health.model),
+    ("POST", "/v1/chat/completions", chat_completions),
+    ("POST", "/v1/chat/completions/render", tokens.render),
+    ("POST", "/v1/completions", completions),
+    ("POST", "/v1/embeddings", pooling.embeddings),
+    ("POST", "/v1/rerank", pooling.rerank),
+    ("POST", "/v2/rerank", pooling.rerank),
+    ("POST", "/rerank", pooling.rerank),
+    ("POST", "/v1/score", pooling.score),
+    ("POST", "/score", pooling.score),
+    ("POST", "/classify", pooling.classify),
+    ("POST", "/pooling", pooling.pooling),
+    ("POST", "/v1/audio/transcriptions", audio.transcriptions),
+    ("POST", "/v1/audio/translations", audio.translations),
+    ("POST", "/tokenize", tokens.tokenize),
+    ("POST", "/detokenize", tokens.detokenize),
+)
+"""Method, path and function of each endpoint."""
+
+
+class Application:
+    """The server's ASGI application.
+
+    Args:
+        context: State of the server.
+    """
+
+    def __init__(self, context: ServerContext) -> None:
+        self.context, self.routes = context, ROUTES
+        routes = [Route(path, function, methods=[method]) for method, path, function in ROUTES]
+        self._labels = {path for _, path, _ in ROUTES if "{" not in path}
+        inner: ASGIApp = Router(routes, redirect_slashes=False)
+        if context.options.cors_origins:
+            inner = CORSMiddleware(
+                inner,
+                allow_origins=list(context.options.cors_origins),
+                allow_methods=["GET", "POST"],
+                allow_headers=["Authorization", "Content-Type", "X-API-Key", "X-Request-Id"],
+                expose_headers=["X-Request-Id"],
+            )
+        self._inner = inner
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a request."""
+        if scope["type"] != "http":
+            raise RuntimeError(f"expected requests of HTTP, got {scope['type']}")
+        await _Exchange(self, scope, receive, send).run()
+
+    async def dispatch(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Checks host and key, and calls the endpoint."""
+        self._check_host(scope)
+        if scope["path"] not in PUBLIC and not self._is_preflight(scope):
+            scope["state"]["key_name"] = self.context.keys.name_of(scope["headers"])
+        await self._inner(scope, receive, send)
+
+    def _is_preflight(self, scope: Scope) -> bool:
+        return scope["method"] == "OPTIONS" and bool(self.context.options.cors_origins)
+
+    def _check_host(self, scope: Scope) -> None:
+        """Raises ApiError for a Host that is none and, on a loopback address, for a foreign one (DNS rebinding)."""
+        host = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"host"), None)
+        if host is None:
+            return
+        match = _HOST.fullmatch(host)
+        if match is None:
+            raise ApiError(400, "expected a header Host with a name and a port, got something else")
+        options = self.context.options
+        name = match[1].strip("[]").lower()
+        if options.uds is None and options.is_loopback and name not in (*LOOPBACK, *options.allowed_hosts):
+            raise ApiError(403, "expected the header Host to name this machine, got another; add it by --allowed-host")
+
+    def label(self, scope: Scope) -> str:
+        """Returns the route of a request, for logs and metrics; one of a fixed set."""
+        path = scope["path"]
+        if path in self._labels:
+            return str(path)
+        return "/v1/models/{model}" if path.startswith("/v1/models/") else "other"
+
+
+class _Exchange:
+    """One request and its response."""
+
+    def __init__(self, app: Application, scope: Scope, receive: Receive, send: Send) -> None:
+        self._app, self._context = app, app.context
+        self._scope, self._receive, self._send = scope, receive, send
+        self._status = 0
+        scope["app"] = app
+        scope["state"] = {"request_id": _request_id(scope), "key_name": None}
+
+    async def run(self) -> None:
+        """Answers the request, with an error if the endpoint raises one."""
+        context = self._context
+        is_work = self._scope["path"] not in PUBLIC
+        began = time.perf_counter()
+        context.num_in_flight += is_work
+        context.metrics.in_flight.set(context.num_in_flight)
+        try:
+            await self._app.dispatch(self._scope, self._receive, self._send_with_id)
+            if (error := self._scope["state"].pop("error", None)) is not None:
+                await self._fail(error)  # of a stream, which has sent it
+        except ClientDisconnect:
+            self._status = self._status or 499
+        except asyncio.CancelledError:
+            if context.stage not in (Stage.DEAD, Stage.DRAINING):
+                raise
+            await self._fail(ApiError(503, "the server ends; send the request to another one"))
+        except HTTPException as error:
+            await self._fail(_of_router(error))
+        except Exception as error:
+            await self._fail(error)
+        finally:
+            context.num_in_flight -= is_work
+            context.metrics.in_flight.set(context.num_in_flight)
+            self._record(time.perf_counter() - began)
+
+    async def _send_with_id(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+            message["headers"] = [
+                *message.get("headers", ()),
+                (b"x-request-id", self._scope["state"]["request_id"].encode()),
+            ]
+            if self._context.refuses_new and all(name != b"connection" for name, _ in message["headers"]):
+                message["headers"].append((b"connection", b"close"))
+        await self._send(message)
+
+    async def _fail(self, error: BaseException) -> None:
+        """Sends an error; one that comes when the answer has begun can only be logged."""
+        answer = api_error_of(error)
+        if answer.status >= 500 and not isinstance(error, ApiError):
+            logger.error("%s: the request failed: %s", self._scope["state"]["request_id"], where_of(error))
+        self._context.metrics.errors.labels(answer.type).inc()
+        if self._status:
+            return
+        body = answer.body()
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        headers += [(name.lower().encode(), value.encode()) for name, value in answer.headers.items()]
+        await self._send_with_id({"type": "http.response.start", "status": answer.status, "headers": headers})
+        await self._send({"type": "http.response.body", "body": b"" if self._is_head else body, "more_body": False})
+
+    @property
+    def _is_head(self) -> bool:
+        return bool(self._scope["method"] == "HEAD")
+
+    def _record(self, duration_s: float) -> None:
+        label, metrics, state = self._app.label(self._scope), self._context.metrics, self._scope["state"]
+        metrics.requests.labels(label, str(self._status)).inc()
+        metrics.request_s.labels(label).observe(duration_s)
+        if state["key_name"] is not None:
+            metrics.by_key.labels(state["key_name"]).inc()
+        if self._context.options.access_log and self._scope["path"] not in PUBLIC:
+            line = {
+                "request_id": state["request_id"],
+                "method": self._scope["method"][:16],
+                "route": label,
+                "status": self._status,
+                "duration_ms": round(1000 * duration_s, 1),
+                "key": state["key_name"],
+            }
+            access_logger.info("%s", json.dumps(line))
+
+
+def _request_id(scope: Scope) -> str:
+    for name, value in scope["headers"]:
+        if name == b"x-request-id" and _REQUEST_ID.fullmatch(text := value.decode("latin-1")):
+            return text
+    return f"req-{uuid.uuid4().hex}"
+
+
+def _of_router(error: HTTPException) -> ApiError:
+    headers = dict(error.headers or {})
+    if error.status_code == 404:
+        return ApiError(
+            404, "expected a URL of this server, got another; docs/server.md lists them", code="unknown_url"
+        )
+    if error.status_code == 405:
+        return ApiError(405, f"expected the method {headers.get('Allow', 'of the URL')}, got another", headers=headers)
+    return ApiError(error.status_code, str(error.detail), headers=headers)

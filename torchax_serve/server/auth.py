@@ -1,0 +1,129 @@
+"""API keys: read from options and a file, compared in constant time."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import os
+import secrets
+from collections.abc import Iterable
+from pathlib import Path
+
+from model_adapters.errors import InvalidArgumentError
+from torchax_serve.server.errors import ApiError
+
+logger = logging.getLogger("torchax_serve.server")
+
+MIN_KEY_CHARS = 8
+"""Shortest key, in characters."""
+
+
+class ApiKeys:
+    """The keys with which requests may come. None at all: any request may.
+
+    A file of keys is read again when it changes; while it cannot be read, the keys of before stay.
+
+    Args:
+        keys: Names and keys.
+        file: File with ``NAME:KEY`` or ``KEY`` a line, or None.
+
+    Raises:
+        InvalidArgumentError: The file is not readable, or a key is too short.
+    """
+
+    def __init__(self, keys: Iterable[tuple[str, str]] = (), file: Path | None = None) -> None:
+        self._secret = secrets.token_bytes(32)  # digests say nothing about keys, and are all of one length
+        self._given = {self._digest(key): name for name, key in _checked(keys)}
+        self._file = file
+        self._stamp: tuple[int, int] | None = None
+        self._from_file: dict[bytes, str] = {}
+        if file is not None:
+            self._from_file, self._stamp = self._read(file), _stamp_of(file)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether requests need no key."""
+        return self._file is None and not self._given
+
+    def name_of(self, headers: Iterable[tuple[bytes, bytes]]) -> str | None:
+        """Returns the name of the key in a request's headers; None if no key is needed.
+
+        Raises:
+            ApiError: 401 without a key, or with one that is unknown.
+        """
+        if self.is_open:
+            return None
+        given = _keys_in(headers)
+        if len(given) != 1:
+            raise _refused("expected one API key in the header Authorization: Bearer, got none or several")
+        digest = self._digest(given[0])
+        self._refresh()
+        found = None
+        for known, name in (*self._given.items(), *self._from_file.items()):  # all, so that times tell nothing
+            if hmac.compare_digest(known, digest):
+                found = name
+        if found is None:
+            raise _refused("Incorrect API key provided.")
+        return found
+
+    def _digest(self, key: str) -> bytes:
+        return hmac.new(self._secret, key.encode("utf-8", "surrogateescape"), hashlib.sha256).digest()
+
+    def _refresh(self) -> None:
+        if self._file is None:
+            return
+        try:
+            stamp = _stamp_of(self._file)
+            if stamp != self._stamp:
+                self._from_file, self._stamp = self._read(self._file), stamp
+                logger.info("the file of API keys was read again: %d keys", len(self._from_file))
+        except (InvalidArgumentError, OSError):
+            logger.warning("the file of API keys cannot be read; those of before stay")
+            self._stamp = None
+
+    def _read(self, file: Path) -> dict[bytes, str]:
+        try:
+            lines = file.read_text().splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidArgumentError(f"api_key_file: expected a file of text, got {file} ({error})") from error
+        pairs = []
+        for number, line in enumerate(lines):
+            line = line.strip()
+            if line and not line.startswith("#"):
+                name, colon, key = line.partition(":")
+                pairs.append((name, key) if colon else (f"key-{number}", line))
+        return {self._digest(key): name for name, key in _checked(pairs)}
+
+
+def _checked(keys: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    found = list(keys)
+    for name, key in found:
+        if len(key) < MIN_KEY_CHARS or not key.isascii() or any(char.isspace() for char in key):
+            raise InvalidArgumentError(
+                f"API key {name!r}: expected at least {MIN_KEY_CHARS} ASCII characters without spaces, got others; "
+                "make one: openssl rand -hex 32"
+            )
+    return found
+
+
+def _stamp_of(file: Path) -> tuple[int, int]:
+    stat = os.stat(file)
+    return stat.st_mtime_ns, stat.st_size
+
+
+def _keys_in(headers: Iterable[tuple[bytes, bytes]]) -> list[str]:
+    found = []
+    for name, value in headers:
+        text = value.decode("latin-1").strip()
+        if name == b"authorization":
+            kind, _, key = text.partition(" ")
+            found.append(key.strip() if kind.lower() == "bearer" else "")
+        elif name in (b"x-api-key", b"api-key"):
+            found.append(text)
+    # Clients of several dialects send the same key in both headers.
+    return list(dict.fromkeys(found))
+
+
+def _refused(message: str) -> ApiError:
+    return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})

@@ -1,0 +1,124 @@
+"""``/v1/chat/completions``."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from torchax_serve.server.answers import Answer, AnswerOptions
+from torchax_serve.server.body import read_json
+from torchax_serve.server.chat_answer import ChatCompletion
+from torchax_serve.server.context import ServerContext, context_of
+from torchax_serve.server.errors import ApiError, bad_request
+from torchax_serve.server.messages import plain_messages
+from torchax_serve.server.model_service import ModelService, scoped_salt
+from torchax_serve.server.request_checks import check_counts
+from torchax_serve.server.response_parsing import AnswerParser
+from torchax_serve.server.sampling import renamed_error, sampling_params
+from torchax_serve.server.schemas import ChatRequest
+from torchax_serve.server.sse import EventStream, until_disconnect
+from torchax_serve.server.structured import Grammar, grammar_of, masks_of
+from torchax_serve.server.tools import ToolPlan, plan_tools, reasoning_end
+from torchax_serve.text.chat_template import ChatOptions
+from torchax_serve.text.prompt import DEFAULT_CHAT_MAX_NEW_TOKENS
+
+PROMPT_END_TOKENS = 256
+"""Tokens at the end of a prompt whose text shows how the answer begins."""
+
+
+class _Started(NamedTuple):
+    answers: list[Answer]
+    parsers: list[AnswerParser | None]
+
+
+async def chat_completions(request: Request) -> Any:
+    """Answers a conversation."""
+    context = context_of(request)
+    service = context.service()
+    service.require("chat", "/v1/chat/completions")
+    body = ChatRequest.parse(await read_json(request, context.options))
+    service.check_name(body.model)
+    check_counts(body, context.options.request)
+    try:
+        work = service.run(_start_answers, context, service, body, request.state.key_name)
+        started = await until_disconnect(request.receive, work)
+    except ValueError as error:
+        raise renamed_error(error, body) from error
+    completion = ChatCompletion(context, service, body, *started)
+    if body.stream:
+        return EventStream(completion.events(), context.options.keep_alive_s)
+    return JSONResponse(await until_disconnect(request.receive, completion.complete()))
+
+
+def chat_options(service: ModelService, body: ChatRequest, plan: ToolPlan) -> ChatOptions:
+    """Returns the options of the chat template in a request."""
+    variables = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        if "reasoning_effort" in service.template:
+            variables.setdefault("reasoning_effort", body.reasoning_effort)
+        if "enable_thinking" in service.template:
+            variables.setdefault("enable_thinking", body.reasoning_effort != "none")
+    return ChatOptions.of(list(plan.tools) or None, body.documents, variables, bool(body.continue_final_message))
+
+
+def render_chat(service: ModelService, body: ChatRequest, plan: ToolPlan) -> list[int]:
+    """Returns the token ids of a request's conversation."""
+    if body.add_generation_prompt is False and not body.continue_final_message:
+        raise bad_request(
+            "add_generation_prompt: expected true, or continue_final_message with it; an answer begins a message",
+            "add_generation_prompt",
+            "invalid_value",
+        )
+    return service.chat_prompt(plain_messages(body.messages, service.template), chat_options(service, body, plan))
+
+
+def _start_answers(context: ServerContext, service: ModelService, body: ChatRequest, key_name: str | None) -> _Started:
+    """Renders, tokenizes and submits a request; called in a thread."""
+    params = sampling_params(
+        body,
+        service.model.tokenizer,
+        max_new_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+        cache_salt=scoped_salt(key_name, body.cache_salt),
+        timeout_s=context.options.request_timeout_s,
+    )
+    plan = plan_tools(body, service.family)
+    prompt = render_chat(service, body, plan)
+    is_parsed = service.family is not None and body.skip_special_tokens is not False
+    prompt_end = _text_of(service, prompt[-PROMPT_END_TOKENS:]) if is_parsed else ""
+    options = AnswerOptions(
+        num_answers=body.n or 1,
+        skip_special_tokens=body.skip_special_tokens is not False,
+        include_stop=bool(body.include_stop_str_in_output),
+        is_parsed=is_parsed,
+        default_max_new_tokens=service.max_model_len or DEFAULT_CHAT_MAX_NEW_TOKENS,
+    )
+    grammar = _grammar(context, body, plan)
+    after = None
+    if grammar is not None and service.family is not None:
+        after = reasoning_end(service.family, prompt_end, lambda ids: _text_of(service, ids))
+    masks = masks_of(lambda: service.grammars, grammar, after)
+    answers = service.start([prompt], params, options, masks)
+    parsers = [_parser(service, prompt_end, plan) if is_parsed else None for _ in answers]
+    return _Started(answers, parsers)
+
+
+def _grammar(context: ServerContext, body: ChatRequest, plan: ToolPlan) -> Grammar | None:
+    asked = grammar_of(body, context.options.request)
+    if asked is not None and plan.grammar is not None:
+        raise ApiError(
+            400, f"{asked.field}: expected none with forced or strict tool calls, got both", param=asked.field
+        )
+    return asked or plan.grammar
+
+
+def _parser(service: ModelService, prompt_end: str, plan: ToolPlan) -> AnswerParser:
+    assert service.family is not None
+    return AnswerParser(service.family, prompt_end, plan.tools, plan.max_calls)
+
+
+def _text_of(service: ModelService, token_ids: Any) -> str:
+    tokenizer: Any = service.model.tokenizer
+    text: str = tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return text

@@ -1,0 +1,217 @@
+"""``/v1/completions``."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from torchax_serve.outputs import TokenLogprobs
+from torchax_serve.server.answers import Answer, AnswerOptions
+from torchax_serve.server.body import read_json
+from torchax_serve.server.context import ServerContext, context_of
+from torchax_serve.server.errors import ApiError, bad_request
+from torchax_serve.server.formats import LogprobFormat, finish_reason_of, usage_of
+from torchax_serve.server.model_service import ModelService, scoped_salt
+from torchax_serve.server.request_checks import check_counts
+from torchax_serve.server.sampling import renamed_error, sampling_params
+from torchax_serve.server.schemas import CompletionRequest
+from torchax_serve.server.sse import DONE, EventStream, event, until_disconnect
+from torchax_serve.server.streams import merged_steps
+from torchax_serve.server.structured import grammar_of, masks_of
+from torchax_serve.text.step_decoder import AnswerStep
+
+DEFAULT_MAX_TOKENS = 16
+"""Most tokens of a plain completion without `max_tokens`, as in OpenAI's interface."""
+
+
+async def completions(request: Request) -> Any:
+    """Continues prompts."""
+    context = context_of(request)
+    service = context.service()
+    service.require("generate", "/v1/completions")
+    body = CompletionRequest.parse(await read_json(request, context.options))
+    service.check_name(body.model)
+    check_counts(body, context.options.request)
+    num_prompts = len(body.prompts())
+    if not 1 <= num_prompts <= context.options.request.max_answers:
+        raise bad_request(
+            f"prompt: expected 1 to {context.options.request.max_answers} prompts, got {num_prompts}",
+            "prompt",
+            "invalid_value",
+        )
+    if body.max_tokens == 0 and not body.echo:
+        raise bad_request("max_tokens: expected at least 1, or echo true with 0", "max_tokens", "invalid_value")
+    try:
+        work = service.run(_start, context, service, body, request.state.key_name)
+        prompts, answers = await until_disconnect(request.receive, work)
+    except ValueError as error:
+        raise renamed_error(error, body) from error
+    completion = TextCompletion(context, service, body, prompts, answers)
+    if body.stream:
+        return EventStream(completion.events(), context.options.keep_alive_s)
+    return JSONResponse(await until_disconnect(request.receive, completion.complete()))
+
+
+def _start(
+    context: ServerContext, service: ModelService, body: CompletionRequest, key_name: str | None
+) -> tuple[list[list[int]], list[Answer]]:
+    """Returns the token ids of the prompts, and their answers."""
+    params = sampling_params(
+        _with_prompt_logprobs(body),
+        service.model.tokenizer,
+        max_new_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else max(1, body.max_tokens),
+        cache_salt=scoped_salt(key_name, body.cache_salt),
+        timeout_s=context.options.request_timeout_s,
+    )
+    prompts = [_prompt_ids(service, index, prompt) for index, prompt in enumerate(body.prompts())]
+    masks = masks_of(lambda: service.grammars, grammar_of(body, context.options.request))
+    options = AnswerOptions(
+        num_answers=body.n or 1,
+        skip_special_tokens=body.skip_special_tokens is not False,
+        include_stop=bool(body.include_stop_str_in_output),
+        default_max_new_tokens=DEFAULT_MAX_TOKENS,
+    )
+    return prompts, service.start(prompts, params, options, masks)
+
+
+def _prompt_ids(service: ModelService, index: int, prompt: str | Sequence[int]) -> list[int]:
+    try:
+        return service.plain_prompt(prompt)
+    except ApiError:
+        raise
+    except ValueError as error:
+        raise bad_request(
+            f"prompt[{index}]: {str(error).removeprefix('prompt: ')}", "prompt", "invalid_value"
+        ) from error
+
+
+def _with_prompt_logprobs(body: CompletionRequest) -> CompletionRequest:
+    """Returns the request with log-probabilities of the prompt where the repeated prompt needs them."""
+    if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
+        return body.model_copy(update={"prompt_logprobs": body.logprobs})
+    return body
+
+
+class TextCompletion:
+    """A plain completion, streamed or complete."""
+
+    def __init__(
+        self,
+        context: ServerContext,
+        service: ModelService,
+        request: CompletionRequest,
+        prompts: list[list[int]],
+        answers: list[Answer],
+    ) -> None:
+        self._context, self._service = context, service
+        self._request, self._prompts, self._answers = request, prompts, answers
+        self._id, self._created = f"cmpl-{uuid.uuid4().hex}", int(time.time())
+        self._format = LogprobFormat(service.token_bytes, as_ids=bool(request.return_tokens_as_token_ids))
+        self._offsets = [0] * len(answers)  # characters sent so far, by answer
+
+    def _envelope(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": "text_completion",
+            "created": self._created,
+            "model": self._request.model,
+            "system_fingerprint": self._context.fingerprint,
+            "choices": choices,
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        usage = usage_of(self._answers, sum(len(prompt) for prompt in self._prompts))
+        if self._request.max_tokens == 0:
+            usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
+        return usage
+
+    async def complete(self) -> dict[str, Any]:
+        """Returns the body of the complete answer."""
+        parts: list[list[AnswerStep]] = [[] for _ in self._answers]
+        async with contextlib.aclosing(merged_steps(self._answers)) as batches:
+            async for batch in batches:
+                for answer, step in batch:
+                    parts[answer.index].append(step)
+                    self._context.metrics.step(answer, step)
+        choices = [
+            self._choice(answer, parts[answer.index], with_prompt=bool(self._request.echo)) for answer in self._answers
+        ]
+        return self._envelope(choices) | {"usage": self._usage()}
+
+    def _prompt_text(self, answer: Answer) -> str:
+        """Returns the text of an answer's prompt, as it was given if it was text."""
+        index = answer.index // (self._request.n or 1)
+        prompt = self._request.prompts()[index]
+        if isinstance(prompt, str):
+            return prompt
+        return "".join(self._format.text(token_id) for token_id in answer.prompt_ids)
+
+    def _choice(self, answer: Answer, steps: list[AnswerStep], *, with_prompt: bool) -> dict[str, Any]:
+        if self._request.max_tokens == 0:  # one token was computed for the prompt's log-probabilities
+            steps = [AnswerStep("", (), (), step.finish_reason and "length") for step in steps]
+        text = "".join(step.text for step in steps)
+        shown = (self._prompt_text(answer) if with_prompt else "") + text
+        choice: dict[str, Any] = {
+            "index": answer.index,
+            "text": shown,
+            "logprobs": self._logprobs(answer, steps, with_prompt),
+            "finish_reason": finish_reason_of(steps[-1].finish_reason),
+            "stop_reason": steps[-1].stop,
+        }
+        self._offsets[answer.index] += len(shown)
+        if self._request.return_token_ids:
+            choice["token_ids"] = [token_id for step in steps for token_id in step.token_ids]
+        if with_prompt or steps[-1].finish_reason is not None or not self._request.stream:
+            choice |= self._prompt_fields(answer)
+        return choice
+
+    def _prompt_fields(self, answer: Answer) -> dict[str, Any]:
+        """Returns vLLM's fields about the prompt, as far as they were requested."""
+        fields: dict[str, Any] = {}
+        if self._request.return_token_ids:
+            fields["prompt_token_ids"] = list(answer.prompt_ids)
+        if self._request.prompt_logprobs is not None:
+            fields["prompt_logprobs"] = self._format.prompt(answer.prompt_logprobs or ())
+        return fields
+
+    def _logprobs(self, answer: Answer, steps: list[AnswerStep], with_prompt: bool) -> dict[str, Any] | None:
+        num_top = self._request.num_top
+        if num_top is None:
+            return None
+        found: list[TokenLogprobs | None] = list(answer.prompt_logprobs or ()) if with_prompt else []
+        ids = list(answer.prompt_ids) if with_prompt else []
+        found += [each for step in steps for each in step.logprobs or ()]
+        ids += [token_id for step in steps for token_id in step.token_ids]
+        return self._format.completion(found, ids, num_top, self._offsets[answer.index])
+
+    async def events(self) -> AsyncGenerator[bytes]:
+        """Yields the events of a streamed answer; those of one step are one piece."""
+        options = self._request.stream_options
+        opened: set[int] = set()
+        async with contextlib.aclosing(merged_steps(self._answers)) as batches:
+            async for batch in batches:
+                pieces = []
+                for answer, step in batch:
+                    self._context.metrics.step(answer, step)
+                    with_prompt = bool(self._request.echo) and answer.index not in opened
+                    opened.add(answer.index)
+                    is_silent = not (step.text or step.logprobs or self._request.return_token_ids or with_prompt)
+                    if is_silent and step.finish_reason is None:
+                        continue
+                    chunk = self._envelope([self._choice(answer, [step], with_prompt=with_prompt)])
+                    if options and options.continuous_usage_stats:
+                        chunk["usage"] = self._usage()
+                    elif options and options.include_usage:
+                        chunk["usage"] = None
+                    pieces.append(event(chunk))
+                if pieces:
+                    yield b"".join(pieces)
+        if options and options.include_usage:
+            yield event(self._envelope([]) | {"usage": self._usage()})
+        yield DONE

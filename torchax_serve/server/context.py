@@ -1,0 +1,80 @@
+"""What the parts of a running server share."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import time
+
+from starlette.requests import Request
+
+from torchax_serve import __version__
+from torchax_serve.server.auth import ApiKeys
+from torchax_serve.server.errors import ApiError
+from torchax_serve.server.metrics import Metrics
+from torchax_serve.server.model_service import ModelService
+from torchax_serve.server.options import ServerOptions
+
+
+class Stage(enum.Enum):
+    """How far the server is."""
+
+    LOADING = "loading the model"
+    WARMING_UP = "compiling programs"
+    READY = "ready"
+    DRAINING = "draining"
+    DEAD = "dead"  # the engine does not move, or has ended
+
+
+class ServerContext:
+    """State of a server: its options, its model, and the requests that run.
+
+    Attributes:
+        stage: How far it is.
+        num_in_flight: Requests that are being answered, apart from those of health and metrics.
+        fingerprint: ``system_fingerprint`` of answers: equal for equal versions and models.
+    """
+
+    def __init__(self, options: ServerOptions) -> None:
+        self.options = options
+        self.keys = ApiKeys(options.api_keys, options.api_key_file)
+        self.metrics = Metrics(compat=options.metrics_compat)
+        self.stage = Stage.LOADING
+        self.refuses_new = False  # after the time in which a draining server still accepts
+        self.num_in_flight = 0
+        self.started_s = time.time()
+        self.fingerprint = "fp_" + hashlib.sha256(__version__.encode()).hexdigest()[:10]
+        self._service: ModelService | None = None
+
+    def set_service(self, service: ModelService) -> None:
+        """Sets the model, from which on requests are answered."""
+        self._service = service
+        digest = hashlib.sha256(f"{__version__} {service.name} {service.model.dtype}".encode())
+        self.fingerprint = f"fp_{digest.hexdigest()[:10]}"
+        self.metrics.watch(service)
+
+    @property
+    def loaded(self) -> ModelService | None:
+        """The model; None while it is loaded."""
+        return self._service
+
+    def service(self) -> ModelService:
+        """Returns the model.
+
+        Raises:
+            ApiError: 503 while there is none, and when no more requests are taken.
+        """
+        if self.refuses_new:
+            headers = {"Retry-After": "5", "Connection": "close"}
+            raise ApiError(503, "the server is shutting down; send the request to another one", headers=headers)
+        if self._service is None or self.stage in (Stage.LOADING, Stage.WARMING_UP):
+            raise ApiError(503, f"the server is {self.stage.value}; send the request again later")
+        if self.stage is Stage.DEAD:
+            raise ApiError(503, "the model's engine has ended; send the request to another server")
+        return self._service
+
+
+def context_of(request: Request) -> ServerContext:
+    """Returns the state of the server that answers `request`."""
+    found: ServerContext = request.scope["app"].context
+    return found

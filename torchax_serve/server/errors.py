@@ -1,0 +1,122 @@
+"""Errors in the form of OpenAI's interface: ``{"error": {"message", "type", "param", "code"}}``."""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from model_adapters.errors import (
+    ChatTemplateError,
+    InvalidArgumentError,
+    OutOfMemoryError,
+    QueueFullError,
+    TorchaxServeError,
+    UnsupportedArgumentError,
+    UnsupportedModelError,
+)
+from torchax_serve.engine.request_handle import RequestError
+
+MAX_MESSAGE_CHARS = 2000
+"""Longest message of an error, in characters."""
+
+_BLAMES_REQUEST = (InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError, ChatTemplateError)
+
+_TYPES: Mapping[int, str] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+_CODES: Mapping[int, str] = {
+    404: "not_found",
+    405: "method_not_allowed",
+    408: "request_timeout",
+    413: "request_too_large",
+    415: "unsupported_media_type",
+    429: "rate_limit_exceeded",
+    431: "headers_too_large",
+    500: "internal_error",
+    503: "service_unavailable",
+    504: "deadline_exceeded",
+}
+
+
+class ApiError(Exception):
+    """An answer with an error.
+
+    Attributes:
+        status: HTTP status.
+        message: Text: expected, got, remedy.
+        param: Field of the request with the error; None for none.
+        code: Error code for programs, a string or None.
+        headers: Further headers of the answer.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = " ".join(message.encode("utf-8", "backslashreplace").decode().split())[:MAX_MESSAGE_CHARS]
+        self.param = param
+        self.code = code or _CODES.get(status)
+        self.headers = dict(headers or {})
+        if status in (429, 503):
+            self.headers.setdefault("Retry-After", "1")
+
+    @property
+    def type(self) -> str:
+        """OpenAI's kind of error, which follows from the status."""
+        return _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+
+    def content(self) -> dict[str, Any]:
+        """Returns the body of the answer."""
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def body(self) -> bytes:
+        """Returns the body of the answer as JSON."""
+        return json.dumps(self.content()).encode()
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """Returns an error with status 400."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def api_error_of(error: BaseException) -> ApiError:
+    """Returns the answer to an error of the model or the engine; nothing of an unexpected error is shown.
+
+    An error about a Python argument keeps its text; its `param` is the text before the first colon.
+    """
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, QueueFullError):
+        return ApiError(429, "expected room in the queue of requests, found it full; send the request again later")
+    if isinstance(error, OutOfMemoryError):
+        return ApiError(503, "expected enough memory for the request, found too little; send it again later")
+    if isinstance(error, _BLAMES_REQUEST):
+        return bad_request(str(error))
+    if isinstance(error, RequestError):
+        return ApiError(500, "the request failed while it ran; send it again")
+    if isinstance(error, TorchaxServeError):
+        return ApiError(
+            503, "expected a model that takes requests, got one that does not; send the request again later"
+        )
+    return ApiError(500, "the server failed to answer; the log has the reason under the request's id")
+
+
+def where_of(error: BaseException) -> str:
+    """Returns the type of an error and where it was raised, for the log; its message may have parts of a prompt."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno} in {frames[-1].name}" if frames else "no frame"
+    cause = "" if error.__cause__ is None else f", from {where_of(error.__cause__)}"
+    return f"{type(error).__name__} at {where}{cause}"

@@ -1,0 +1,71 @@
+"""``/livez``, ``/readyz`` and their other names, ``/version``, ``/metrics`` and ``/v1/models``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from torchax_serve import __version__
+from torchax_serve.server.context import Stage, context_of
+from torchax_serve.server.errors import ApiError
+
+
+async def livez(request: Request) -> Response:
+    """Returns 200 as long as the process is worth keeping."""
+    stage = context_of(request).stage
+    return JSONResponse({"status": stage.value}, status_code=503 if stage is Stage.DEAD else 200)
+
+
+async def readyz(request: Request) -> Response:
+    """Returns 200 while requests are answered; 503 before and after, with how far the server is."""
+    context = context_of(request)
+    status: dict[str, Any] = {"status": context.stage.value}
+    service = context.loaded
+    if context.stage is Stage.WARMING_UP and service is not None:
+        stats = service.model.stats()
+        status["num_programs"] = 0 if stats is None else stats.num_programs
+    is_ready = context.stage is Stage.READY
+    return JSONResponse(status, 200 if is_ready else 503, None if is_ready else {"Retry-After": "1"})
+
+
+async def version(request: Request) -> Response:
+    """Returns versions and the effective options, without secrets."""
+    return JSONResponse({"version": __version__, "options": context_of(request).options.public()})
+
+
+async def metrics(request: Request) -> Response:
+    """Returns metrics in Prometheus' text format."""
+    return Response(context_of(request).metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def models(request: Request) -> Response:
+    """Lists the models."""
+    return JSONResponse({"object": "list", "data": _models(request)})
+
+
+async def model(request: Request) -> Response:
+    """Returns one model."""
+    wanted = request.path_params["model"]
+    for entry in _models(request):
+        if entry["id"] == wanted:
+            return JSONResponse(entry)
+    raise ApiError(404, f"the model {wanted[:100]!r} does not exist", param="model", code="model_not_found")
+
+
+def _models(request: Request) -> list[dict[str, Any]]:
+    service = context_of(request).service()
+    return [
+        {
+            "id": name,
+            "object": "model",
+            "created": service.created,
+            "owned_by": "torchax-serve",
+            "root": service.model.name,
+            "parent": None,
+            "max_model_len": service.max_model_len,
+            "tasks": list(service.tasks),
+        }
+        for name in service.names
+    ]

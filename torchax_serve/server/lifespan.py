@@ -1,0 +1,209 @@
+"""The life of a server: loading, warm-up, serving, draining, the end; and the watchdog of the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from model_adapters.errors import UnsupportedModelError
+from torchax_serve.compilation import gc_pause
+from torchax_serve.entrypoints.encoder_model import EncoderModel
+from torchax_serve.entrypoints.served_model import ServedModel
+from torchax_serve.server.app import Application
+from torchax_serve.server.context import ServerContext, Stage
+from torchax_serve.server.listening import HttpListener
+from torchax_serve.server.model_service import ModelService, progress_of
+from torchax_serve.server.options import ServerOptions
+
+logger = logging.getLogger("torchax_serve.server")
+
+TICK_S = 0.5
+"""Seconds between looks at the engine, at the certificate's files and at the lag of the event loop."""
+DEAD_S = 2.0
+"""Seconds that requests have to read their error after the engine has died."""
+EXIT_DONE, EXIT_CUT, EXIT_DEAD = 0, 1, 70
+
+
+class Server:
+    """Serves one model until a signal ends it.
+
+    Args:
+        options: Of the server.
+        load: Loads the model; called in a thread while the health routes already answer.
+
+    Attributes:
+        context: State of the server, for tests.
+    """
+
+    def __init__(self, options: ServerOptions, load: Callable[[], ServedModel]) -> None:
+        self.context = ServerContext(options)
+        self._options, self._load = options, load
+        self._listener = HttpListener(Application(self.context), options)
+        self._error: BaseException | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ended: asyncio.Event | None = None
+        self._num_signals = 0
+
+    @property
+    def addresses(self) -> list[str]:
+        """Addresses that clients can use."""
+        return self._listener.addresses
+
+    def run(self) -> int:
+        """Serves until SIGTERM or SIGINT, or until the engine dies; returns the exit status.
+
+        0: all requests were finished; 1: some were cut off at the end of the time for them; 70: the engine died.
+
+        Raises:
+            TorchaxServeError: The model cannot be loaded.
+        """
+        status = asyncio.run(self._main())
+        if self._error is not None:
+            raise self._error
+        return status
+
+    def stop(self) -> None:
+        """Ends the server as SIGTERM does; from any thread, once it runs."""
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._on_signal)
+
+    def _on_signal(self) -> None:
+        self._num_signals += 1
+        if self._num_signals > 1:
+            logger.warning("a second signal: the server ends at once")
+            os._exit(EXIT_CUT)
+        assert self._ended is not None
+        self._ended.set()
+
+    async def _main(self) -> int:
+        self._loop, self._ended = asyncio.get_running_loop(), asyncio.Event()
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._loop.add_signal_handler(number, self._on_signal)
+        await self._listener.start()
+        logger.info("listening on %s", ", ".join(self.addresses))
+        threading.Thread(target=self._load_model, args=(self._loop,), name="load", daemon=True).start()
+        ticker = asyncio.create_task(self._tick())
+        try:
+            await self._ended.wait()
+            return EXIT_DEAD if self.context.stage is Stage.DEAD else await self._drain()
+        finally:
+            ticker.cancel()
+            self._listener.close()
+            self._listener.cancel_requests()
+            await asyncio.sleep(0)
+            await asyncio.to_thread(self._close_model)
+
+    def _close_model(self) -> None:
+        service = self.context.loaded
+        if service is not None and self.context.stage is not Stage.DEAD:
+            service.close()
+
+    def _load_model(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Loads and warms up the model, in a thread of its own."""
+        try:
+            began = time.monotonic()
+            service = ModelService(self._load(), self._options)
+            loop.call_soon_threadsafe(self._set_loaded, service)
+            if self._options.warm_up:
+                warm_up(service.model)
+            service.prepare()
+            gc_pause.freeze_for_serving()
+            loop.call_soon_threadsafe(self._set_ready, time.monotonic() - began)
+        except BaseException as error:
+            self._error = error
+            with contextlib.suppress(RuntimeError):  # the loop has ended before
+                loop.call_soon_threadsafe(self._on_signal)
+
+    def _set_loaded(self, service: ModelService) -> None:
+        self.context.set_service(service)
+        if self.context.stage is Stage.LOADING:
+            self.context.stage = Stage.WARMING_UP
+
+    def _set_ready(self, duration_s: float) -> None:
+        if self.context.stage is Stage.WARMING_UP:
+            self.context.stage = Stage.READY
+            assert self.context.loaded is not None
+            logger.info("%s is ready after %.1f s", self.context.loaded.name, duration_s)
+            notify_systemd("READY=1")
+
+    async def _drain(self) -> int:
+        """Refuses new requests and waits for those that run; returns the exit status."""
+        context = self.context
+        was_ready = context.stage is Stage.READY
+        context.stage = Stage.DRAINING
+        notify_systemd("STOPPING=1")
+        if not was_ready:
+            return EXIT_DONE
+        await asyncio.sleep(self._options.pre_stop_s)
+        context.refuses_new = True
+        until = time.monotonic() + self._options.drain_timeout_s
+        while context.num_in_flight and time.monotonic() < until:
+            await asyncio.sleep(0.02)
+        if context.num_in_flight:
+            logger.warning("%d requests were cut off", context.num_in_flight)
+            return EXIT_CUT
+        return EXIT_DONE
+
+    async def _tick(self) -> None:
+        """Looks at the engine, the certificate and the event loop from time to time."""
+        while True:
+            began = time.monotonic()
+            await asyncio.sleep(TICK_S)
+            self.context.metrics.loop_lag_s.set(max(0.0, time.monotonic() - began - TICK_S))
+            try:
+                if self._listener.reload_certificate():
+                    logger.info("the certificate was read again")
+            except OSError:
+                logger.warning("the certificate cannot be read; connections use that of before")
+            if (reason := self._dead_reason()) is not None:
+                await self._die(reason)
+                return
+            notify_systemd("WATCHDOG=1")
+
+    def _dead_reason(self) -> str | None:
+        """Returns why the engine will not answer any more; None as long as it does."""
+        service = self.context.loaded
+        if service is None or self.context.stage is not Stage.READY:
+            return None
+        limit_s = self._options.watchdog_s
+        for progress in progress_of(service):
+            if not progress.is_alive:
+                return "the engine's thread has ended"
+            if limit_s and progress.is_due and not progress.is_compiling and progress.still_s > limit_s:
+                return f"the engine has not moved for {progress.still_s:.0f} s"
+        return None
+
+    async def _die(self, reason: str) -> None:
+        logger.error("%s; the process ends", reason)
+        self.context.stage = Stage.DEAD
+        self._listener.cancel_requests()
+        await asyncio.sleep(DEAD_S)
+        assert self._ended is not None
+        self._ended.set()
+
+
+def warm_up(model: ServedModel) -> None:
+    """Compiles the programs of the model's engine; models without one compile at their first request."""
+    if isinstance(model, EncoderModel):
+        return
+    try:
+        model.engine.warm_up()
+    except UnsupportedModelError as error:
+        logger.warning("requests run one at a time: %s", error)
+
+
+def notify_systemd(message: str) -> None:
+    """Sends a message to systemd, if it started the process and waits for one (sd_notify)."""
+    path = os.environ.get("NOTIFY_SOCKET")
+    if not path:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notifier, contextlib.suppress(OSError):
+        notifier.sendto(message.encode(), "\0" + path[1:] if path.startswith("@") else path)

@@ -1,0 +1,169 @@
+"""Sockets of the server, and the connections that come through them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import socket
+import ssl
+from pathlib import Path
+from typing import Any
+
+from uvicorn.config import Config
+from uvicorn.server import ServerState
+
+from model_adapters.errors import InvalidArgumentError
+from torchax_serve.server.options import ServerOptions
+from torchax_serve.server.protocol import ConnectionCounts, GuardedProtocol
+
+_SYSTEMD_FIRST_FD = 3
+BACKLOG = 2048
+
+
+class HttpListener:
+    """Listens on the addresses of the options and runs an application on every connection.
+
+    Args:
+        app: ASGI application.
+        options: Of the server.
+    """
+
+    def __init__(self, app: Any, options: ServerOptions) -> None:
+        self._options = options
+        self.state = ServerState()
+        self._config = Config(
+            app,
+            http=GuardedProtocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            date_header=False,
+            timeout_keep_alive=int(options.connection.keep_alive_timeout_s),
+        )
+        self._config.load()
+        self._counts = ConnectionCounts()
+        self._servers: list[asyncio.Server] = []
+        self._tls = _tls_context(options)
+        self._tls_stamp = _stamps(options)
+        self._sockets = open_sockets(options)
+
+    @property
+    def addresses(self) -> list[str]:
+        """Addresses that clients can use."""
+        scheme = "http" if self._tls is None else "https"
+        found = []
+        for each in self._sockets:
+            name = each.getsockname()
+            if isinstance(name, tuple):
+                host = f"[{name[0]}]" if ":" in name[0] else name[0]
+                found.append(f"{scheme}://{host}:{name[1]}")
+            else:
+                found.append(f"unix:{name}")
+        return found
+
+    async def start(self) -> None:
+        """Accepts connections."""
+        loop = asyncio.get_running_loop()
+        make = functools.partial(
+            GuardedProtocol, self._config, self.state, loop, self._options.connection, self._counts
+        )
+        for each in self._sockets:
+            self._servers.append(await loop.create_server(make, sock=each, ssl=self._tls, backlog=BACKLOG))
+
+    def reload_certificate(self) -> bool:
+        """Reads the certificate again if its files have changed; open connections go on. Returns whether it did."""
+        stamps = _stamps(self._options)
+        if self._tls is None or stamps == self._tls_stamp or None in stamps:
+            return False
+        self._tls.load_cert_chain(*_certificate(self._options))
+        self._tls_stamp = stamps
+        return True
+
+    def close(self) -> None:
+        """Accepts no more connections, and closes those without a request."""
+        for server in self._servers:
+            server.close()
+        for connection in list(self.state.connections):
+            connection.shutdown()
+        if self._options.uds is not None:
+            with contextlib.suppress(OSError):
+                self._options.uds.unlink()
+
+    def cancel_requests(self) -> None:
+        """Ends the requests that run."""
+        for task in list(self.state.tasks):
+            task.cancel()
+
+
+def open_sockets(options: ServerOptions) -> list[socket.socket]:
+    """Returns listening sockets: those that systemd gave, a Unix socket, or one for each address of the host.
+
+    Raises:
+        InvalidArgumentError: An address cannot be listened on.
+    """
+    if os.environ.get("LISTEN_PID") == str(os.getpid()):
+        count = int(os.environ.get("LISTEN_FDS", "0"))
+        given = [socket.socket(fileno=_SYSTEMD_FIRST_FD + index) for index in range(count)]
+        if given:
+            return given
+    try:
+        if options.uds is not None:
+            return [_unix_socket(options.uds)]
+        infos = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        found = {(family, address) for family, _, _, _, address in infos}
+        return [socket.create_server(address, family=family, backlog=BACKLOG) for family, address in sorted(found)]
+    except OSError as error:
+        where = options.uds or f"{options.host}:{options.port}"
+        raise InvalidArgumentError(
+            f"host and port: expected an address to listen on, got {where} ({error.strerror}); choose another"
+        ) from error
+
+
+def _unix_socket(path: Path) -> socket.socket:
+    if path.is_socket():
+        with socket.socket(socket.AF_UNIX) as probe:
+            if probe.connect_ex(str(path)) == 0:
+                raise OSError(98, "another process listens on it")
+        path.unlink()  # of a server that was killed
+    made = socket.socket(socket.AF_UNIX)
+    made.bind(str(path))
+    os.chmod(path, 0o600)
+    made.listen(BACKLOG)
+    return made
+
+
+def _certificate(options: ServerOptions) -> tuple[str, str]:
+    return str(options.tls_certificate), str(options.tls_key)
+
+
+def _tls_context(options: ServerOptions) -> ssl.SSLContext | None:
+    if options.tls_certificate is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_cert_chain(*_certificate(options))
+        if options.tls_client_ca is not None:
+            context.load_verify_locations(str(options.tls_client_ca))
+            context.verify_mode = ssl.CERT_REQUIRED
+    except OSError as error:  # ssl.SSLError is one
+        raise InvalidArgumentError(
+            f"tls_certificate, tls_key and tls_client_ca: expected PEM files, got others ({error})"
+        ) from error
+    return context
+
+
+def _stamps(options: ServerOptions) -> tuple[int | None, ...]:
+    """Returns when the files of the certificate were written; None for one that is missing."""
+    found: list[int | None] = []
+    for path in (options.tls_certificate, options.tls_key):
+        try:
+            found.append(None if path is None else path.stat().st_mtime_ns)
+        except OSError:
+            found.append(None)
+    return tuple(found)

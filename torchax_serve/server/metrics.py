@@ -1,0 +1,130 @@
+"""Prometheus metrics, under our names and, if asked for, vLLM's. Label values come from fixed sets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from torchax_serve.text.step_decoder import AnswerStep
+
+if TYPE_CHECKING:
+    from torchax_serve.server.answers import Answer
+    from torchax_serve.server.model_service import ModelService
+
+_LATENCY_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300)
+_TOKEN_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
+_LENGTHS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
+
+
+class Metrics:
+    """Counters and histograms of a server.
+
+    Args:
+        compat: ``vllm`` for vLLM's metric names next to our own; None for our own only.
+    """
+
+    def __init__(self, compat: str | None = None) -> None:
+        self.registry = CollectorRegistry()
+        self._prefixes = ["torchax_serve_"] + (["vllm:"] if compat == "vllm" else [])
+        self._engine: _EngineCollector | None = None
+        self.requests = Counter(
+            "torchax_serve_http_requests_total", "HTTP requests", ["route", "status"], registry=self.registry
+        )
+        self.request_s = Histogram(
+            "torchax_serve_http_request_duration_seconds",
+            "Seconds of HTTP requests, up to the last byte sent",
+            ["route"],
+            buckets=_LATENCY_S,
+            registry=self.registry,
+        )
+        self.by_key = Counter("torchax_serve_requests_by_key_total", "HTTP requests", ["key"], registry=self.registry)
+        self.errors = Counter("torchax_serve_errors_total", "Answers with an error", ["type"], registry=self.registry)
+        self.loop_lag_s = Gauge("torchax_serve_event_loop_lag_seconds", "Lag of the event loop", registry=self.registry)
+        self.in_flight = Gauge("torchax_serve_http_in_flight", "HTTP requests in work", registry=self.registry)
+        self._ttft = self._histograms("time_to_first_token_seconds", "Seconds to the first token", _LATENCY_S)
+        self._itl = self._histograms("inter_token_latency_seconds", "Seconds between tokens", _TOKEN_S)
+        self._e2e = self._histograms("e2e_request_latency_seconds", "Seconds to the last token", _LATENCY_S)
+        self._prompt_len = self._histograms("request_prompt_tokens", "Tokens of prompts", _LENGTHS)
+        self._answer_len = self._histograms("request_generation_tokens", "Tokens of answers", _LENGTHS)
+        self._success = [
+            Counter(f"{prefix}request_success_total", "Answers", ["finished_reason"], registry=self.registry)
+            for prefix in self._prefixes
+        ]
+
+    def _histograms(self, name: str, text: str, buckets: Sequence[float]) -> list[Histogram]:
+        return [
+            Histogram(f"{prefix}{name}", text, buckets=buckets, registry=self.registry) for prefix in self._prefixes
+        ]
+
+    def watch(self, service: ModelService) -> None:
+        """Adds the counts of the model's engine."""
+        if self._engine is None:
+            self._engine = _EngineCollector(service, self._prefixes)
+            self.registry.register(self._engine)
+
+    def step(self, answer: Answer, step: AnswerStep) -> None:
+        """Records a step of an answer; call it for each, in its order."""
+        if answer.first_s is None or answer.last_s is None:
+            return
+        if answer.num_tokens == len(step.token_ids) and step.token_ids:
+            _observe(self._ttft, answer.first_s - answer.submitted_s)
+        elif step.token_ids and answer.previous_s is not None:
+            _observe(self._itl, (answer.last_s - answer.previous_s) / len(step.token_ids))
+        if step.finish_reason is not None:
+            _observe(self._e2e, answer.last_s - answer.submitted_s)
+            _observe(self._prompt_len, len(answer.prompt_ids))
+            _observe(self._answer_len, answer.num_tokens)
+            for counter in self._success:
+                counter.labels(step.finish_reason).inc()
+
+    def text(self) -> bytes:
+        """Returns all metrics in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+
+def _observe(histograms: Sequence[Histogram], value: float) -> None:
+    for histogram in histograms:
+        histogram.observe(value)
+
+
+class _EngineCollector(Collector):
+    """Reads the engine's counts when metrics are asked for."""
+
+    def __init__(self, service: ModelService, prefixes: Sequence[str]) -> None:
+        self._service, self._prefixes = service, prefixes
+
+    def describe(self) -> list[Any]:
+        """Returns nothing: the registry need not read the counts to know the names."""
+        return []
+
+    def collect(self) -> Iterator[Any]:
+        """Yields the counts of now."""
+        stats = self._service.model.stats()
+        if stats is None:
+            return
+        scheduler = stats.scheduler
+        used, total = sum(group.num_used for group in scheduler.pages), sum(g.num_pages for g in scheduler.pages)
+        gauges = {
+            "num_requests_running": scheduler.num_running,
+            "num_requests_waiting": scheduler.num_waiting,
+            "kv_cache_usage_perc": used / max(1, total),
+        }
+        counters = {
+            "prompt_tokens": scheduler.num_prompt_tokens,
+            "generation_tokens": scheduler.num_new_tokens,
+            "num_preemptions": scheduler.num_preemptions,
+            "prefix_cache_queries": scheduler.num_prompt_tokens,
+            "prefix_cache_hits": scheduler.num_hit_tokens,
+        }
+        own = {"engine_steps": stats.num_steps, "compiled_programs": stats.num_programs}
+        for prefix in self._prefixes:
+            for name, value in gauges.items():
+                yield GaugeMetricFamily(f"{prefix}{name}", name.replace("_", " "), value=value)
+            for name, value in counters.items():
+                yield CounterMetricFamily(f"{prefix}{name}", name.replace("_", " "), value=value)
+        for name, value in own.items():
+            yield CounterMetricFamily(f"torchax_serve_{name}", name.replace("_", " "), value=value)

@@ -1,0 +1,241 @@
+"""A loaded model as the server uses it: names, limits, prompts and answers, off the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import importlib.util
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from model_adapters.errors import UnsupportedModelError
+from torchax_serve.engine.data_parallel import DataParallelEngines
+from torchax_serve.engine.engine import Engine
+from torchax_serve.engine.progress import EngineProgress
+from torchax_serve.entrypoints.encoder_model import EncoderModel
+from torchax_serve.entrypoints.served_model import ServedModel
+from torchax_serve.entrypoints.speech_model import SpeechModel
+from torchax_serve.sampling.grammar import GrammarCompiler, GrammarMasks
+from torchax_serve.sampling_params import SamplingParams
+from torchax_serve.server.answers import Answer, AnswerOptions, prepare, submit
+from torchax_serve.server.errors import ApiError, bad_request
+from torchax_serve.server.options import ServerOptions
+from torchax_serve.server.pooling_batches import PoolingBatches
+from torchax_serve.server.response_families import ResponseFamily, response_template_for
+from torchax_serve.text.chat import chat_prompt_ids, has_chat_template
+from torchax_serve.text.chat_template import ChatOptions
+from torchax_serve.text.prompt import encode_prompt, position_limit
+from torchax_serve.text.template_renderer import shared_renderer
+from torchax_serve.text.token_text import TokenBytes
+
+Result = TypeVar("Result")
+
+EMBEDDED_NAME = "the embedded model"
+"""Name of the model that comes with the package, which is no name for requests."""
+NUM_THREADS = 4
+"""Threads that render, tokenize and submit; most of their work is outside of Python's lock."""
+
+
+class ModelService:
+    """A served model.
+
+    Args:
+        model: The model, ready for requests.
+        options: Of the server.
+
+    Attributes:
+        names: Names that requests may use; the first one is shown.
+        created: When it was ready, in seconds since 1970.
+        pooling: Queue of texts to embed, label or score.
+    """
+
+    def __init__(self, model: ServedModel, options: ServerOptions) -> None:
+        self.model = model
+        self.names = options.served_model_names or (_public_name(model.name),)
+        self.created = int(time.time())
+        self._options = options
+        self.pooling = PoolingBatches(self.run)
+        self._pool = concurrent.futures.ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="request")
+
+    async def run(self, function: Callable[..., Result], *args: Any) -> Result:
+        """Calls a function in a thread and returns its result."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, functools.partial(function, *args))
+
+    def close(self) -> None:
+        """Ends the threads and the model."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self.model.close()
+
+    def prepare(self) -> None:
+        """Makes what the first requests would wait for: the process of chat templates, and tables of tokens."""
+        if "chat" in self.tasks:
+            shared_renderer().start()
+        if self.model.tokenizer is None or "generate" not in self.tasks:
+            return
+        assert self.token_bytes is not None
+        if importlib.util.find_spec("llguidance") is not None:
+            with contextlib.suppress(UnsupportedModelError):
+                assert self.grammars is not None
+
+    @property
+    def name(self) -> str:
+        """Name that answers show."""
+        return self.names[0]
+
+    @functools.cached_property
+    def tasks(self) -> tuple[str, ...]:
+        """What the model can do: ``generate``, ``chat``, ``transcribe``, ``embed``, ``classify``, ``rank`` ..."""
+        if isinstance(self.model, EncoderModel):
+            return self._encoder_tasks(type(self.model.torch_model).__name__)
+        found = ["generate", "embed"]
+        if self.model.tokenizer is not None and has_chat_template(self.model):
+            found.append("chat")
+        if isinstance(self.model, SpeechModel):
+            found.append("transcribe")
+        return tuple(found)
+
+    def _encoder_tasks(self, class_name: str) -> tuple[str, ...]:
+        if class_name.endswith("ForSequenceClassification"):
+            return ("classify", "rank") if self.model.config.num_labels == 1 else ("classify",)
+        return ("label tokens",) if class_name.endswith("ForTokenClassification") else ("embed",)
+
+    @property
+    def encoder(self) -> EncoderModel:
+        """The model, for tasks that only encoders have."""
+        assert isinstance(self.model, EncoderModel)
+        return self.model
+
+    def num_tokens(self, texts: Sequence[Any]) -> int:
+        """Returns the number of tokens of texts and of token ids together, special tokens included."""
+        tokenizer: Any = self.model.tokenizer
+        given = [text for text in texts if not isinstance(text, str)]
+        written = [text for text in texts if isinstance(text, str)]
+        ids = tokenizer(written)["input_ids"] if written else []
+        limit = self.max_model_len
+        lens = [len(each) for each in (*given, *ids)]
+        return sum(lens if limit is None else [min(length, limit) for length in lens])
+
+    def require(self, task: str, route: str) -> None:
+        """Raises ApiError, 404, unless the model can do `task`."""
+        if task not in self.tasks:
+            raise ApiError(404, f"{route}: {self.name} does not {task}; it can {', '.join(self.tasks)}")
+
+    def check_name(self, name: str) -> None:
+        """Raises ApiError, 404, unless a request's `model` is one of this service's."""
+        if name not in self.names:
+            raise ApiError(
+                404,
+                f"the model {name[:100]!r} does not exist; GET /v1/models lists those that do",
+                param="model",
+                code="model_not_found",
+            )
+
+    @functools.cached_property
+    def max_model_len(self) -> int | None:
+        """Largest number of tokens of prompt and answer; None without a limit."""
+        if isinstance(self.model, EncoderModel):
+            return position_limit(self.model)
+        try:
+            return self.model.engine.max_model_len
+        except UnsupportedModelError:
+            return position_limit(self.model)
+
+    @functools.cached_property
+    def token_bytes(self) -> TokenBytes:
+        """Bytes of the tokenizer's tokens."""
+        return TokenBytes(self.model.tokenizer)
+
+    @functools.cached_property
+    def family(self) -> ResponseFamily | None:
+        """How answers spell reasoning and tool calls; None for plain text."""
+        if self.model.tokenizer is None:
+            return None
+        return response_template_for(self.model.tokenizer, self._options.response_template)
+
+    @property
+    def template(self) -> str:
+        """Source of the chat template."""
+        found = getattr(self.model.tokenizer, "chat_template", None)
+        return found if isinstance(found, str) else str(found or "")
+
+    def chat_prompt(self, messages: Sequence[Any], options: ChatOptions) -> list[int]:
+        """Returns the token ids of a conversation."""
+        if len(messages) > self._options.request.max_messages:
+            most = self._options.request.max_messages
+            raise bad_request(f"messages: expected at most {most}, got {len(messages)}", "messages", "invalid_value")
+        return chat_prompt_ids(self.model, messages, options=options)
+
+    def plain_prompt(self, prompt: str | Sequence[int]) -> list[int]:
+        """Returns the token ids of a plain prompt."""
+        return encode_prompt(self.model, prompt)
+
+    @functools.cached_property
+    def grammars(self) -> GrammarCompiler:
+        """Compiler of grammars for the model's tokenizer."""
+        eos = self.model.generation_config.eos_token_id
+        eos_ids = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+        return GrammarCompiler(self.model.tokenizer, self.model.engine.vocab_size, eos_ids)
+
+    def start(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        options: AnswerOptions,
+        masks: Callable[[], GrammarMasks] | None = None,
+    ) -> list[Answer]:
+        """Submits the answers to `prompts`: all of them or, on an error, none.
+
+        Raises:
+            ApiError: 400 if there are too many answers, or prompt and answer are longer than the model allows.
+        """
+        most = self._options.request.max_answers
+        if len(prompts) * options.num_answers > most:
+            raise bad_request(
+                f"n: expected at most {most} answers to all prompts together, got {len(prompts) * options.num_answers}",
+                "n",
+                "invalid_value",
+            )
+        for prompt in prompts:
+            if not self.model.config.is_encoder_decoder:
+                _check_length(len(prompt), params.max_new_tokens, self.max_model_len)
+        prepared = [request for prompt in prompts for request in prepare(self.model, prompt, params, options)]
+        if masks is not None:
+            prepared = [dataclasses.replace(request, masks=masks()) for request in prepared]
+        return submit(self.model, prepared, options)
+
+
+def scoped_salt(key_name: str | None, salt: str | None) -> str | None:
+    """Returns the salt of cached prefixes, which no two API keys share; None without a key and a salt."""
+    if key_name is None and not salt:
+        return None
+    return hashlib.sha256(f"{key_name or ''}\0{salt or ''}".encode()).hexdigest()
+
+
+def _public_name(name: str) -> str:
+    """Returns the name that requests use: of a folder its last part, so that no path is shown."""
+    if name == EMBEDDED_NAME:
+        return "embedded"
+    return Path(name).name if Path(name).is_dir() else name
+
+
+def _check_length(prompt_len: int, max_new_tokens: int | None, limit: int | None) -> None:
+    if limit is not None and prompt_len + (max_new_tokens or 1) > limit:
+        asked = "" if max_new_tokens is None else f" and {max_new_tokens} of the answer"
+        raise bad_request(
+            f"This model's maximum context length is {limit} tokens, and the request has {prompt_len} tokens of "
+            f"the prompt{asked}; shorten the prompt or lower max_tokens",
+            "messages",
+            "context_length_exceeded",
+        )
+
+
+def progress_of(service: ModelService) -> list[EngineProgress]:
+    """Returns the progress of the engines that have been made."""
+    made = (vars(service.model).get(name) for name in ("_engine", "_static_engine"))
+    return [engine.progress() for engine in made if isinstance(engine, Engine | DataParallelEngines)]

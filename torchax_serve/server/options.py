@@ -1,0 +1,161 @@
+"""Options of the server: addresses, keys, limits and times."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+from model_adapters.errors import InvalidArgumentError
+
+MIB = 1 << 20
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+"""Hosts that only this machine reaches."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConnectionLimits:
+    """Limits that the protocol class enforces on every connection, before a request reaches the application.
+
+    Attributes:
+        max_connections: Open connections, all clients together.
+        max_connections_per_address: Open connections of one address.
+        max_url_bytes: Bytes of a request's target.
+        max_header_bytes: Bytes of all headers of a request with its first line.
+        max_headers: Number of headers.
+        max_body_bytes: Bytes of a request's body.
+        header_timeout_s: Seconds from the first byte of a request, or from the connection, to its last header.
+        body_timeout_s: Seconds from the last header to the end of the body.
+        write_timeout_s: Seconds for which a client may read nothing of what waits for it.
+        keep_alive_timeout_s: Seconds that a connection may stay open between two requests.
+    """
+
+    max_connections: int = 4096
+    max_connections_per_address: int = 2048
+    max_url_bytes: int = 8192
+    max_header_bytes: int = 32768
+    max_headers: int = 100
+    max_body_bytes: int = 32 * MIB
+    header_timeout_s: float = 10.0
+    body_timeout_s: float = 60.0
+    write_timeout_s: float = 30.0
+    keep_alive_timeout_s: float = 75.0
+
+    def __post_init__(self) -> None:
+        _check_positive(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RequestLimits:
+    """Limits of one request, checked before any work.
+
+    Attributes:
+        max_answers: Answers of a request: prompts times `n`.
+        max_json_depth: Levels of nested objects and arrays of a body.
+        max_messages: Messages of a conversation.
+        max_texts: Texts of a request for embeddings, labels or scores.
+        max_audio_s: Seconds of audio to transcribe.
+        max_schema_bytes: Bytes of a JSON schema, a regular expression or a grammar.
+    """
+
+    max_answers: int = 128
+    max_json_depth: int = 64
+    max_messages: int = 4096
+    max_texts: int = 2048
+    max_audio_s: float = 1800.0
+    max_schema_bytes: int = 256 * 1024
+
+    def __post_init__(self) -> None:
+        _check_positive(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """Options of the server.
+
+    Attributes:
+        host: Address to listen on.
+        port: Port to listen on; 0 chooses a free one.
+        uds: Path of a Unix socket, in place of host and port.
+        served_model_names: Names that requests may use for the model; empty: the name it was loaded by.
+        api_keys: Keys by their name; empty: no key is needed.
+        api_key_file: File with a key a line, ``NAME:KEY`` or ``KEY``; it is read again when it changes.
+        allowed_hosts: Further values of the header Host; on a loopback address others are refused.
+        cors_origins: Origins whose pages may call the server from a browser.
+        tls_certificate: Certificate chain in PEM; with `tls_key`.
+        tls_key: Private key in PEM.
+        tls_client_ca: Certificates in PEM, one of which must have signed a client's; None asks for none.
+        keep_alive_s: Seconds of silence of a streamed answer after which a comment is sent.
+        request_timeout_s: Seconds that a request may take, waiting included; None for any time.
+        pre_stop_s: Seconds for which requests are still accepted after SIGTERM.
+        drain_timeout_s: Seconds that requests have to finish after that.
+        watchdog_s: Seconds without progress after which the process reports itself dead and ends; 0 switches it off.
+        response_template: Family or file that says how answers spell reasoning and tool calls, or ``none``; None: by
+            the checkpoint.
+        metrics_compat: ``vllm`` for vLLM's metric names next to our own.
+        log_format: ``text`` or ``json``.
+        access_log: Whether each request is a line in the log.
+        warm_up: Whether programs are compiled before the server is ready.
+        connection: Limits of connections.
+        request: Limits of requests.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    uds: Path | None = None
+    served_model_names: tuple[str, ...] = ()
+    api_keys: tuple[tuple[str, str], ...] = dataclasses.field(default=(), repr=False)
+    api_key_file: Path | None = None
+    allowed_hosts: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
+    tls_certificate: Path | None = None
+    tls_key: Path | None = None
+    tls_client_ca: Path | None = None
+    keep_alive_s: float = 15.0
+    request_timeout_s: float | None = None
+    pre_stop_s: float = 0.0
+    drain_timeout_s: float = 30.0
+    watchdog_s: float = 300.0
+    response_template: str | None = None
+    metrics_compat: str | None = None
+    log_format: str = "text"
+    access_log: bool = True
+    warm_up: bool = True
+    connection: ConnectionLimits = dataclasses.field(default_factory=ConnectionLimits)
+    request: RequestLimits = dataclasses.field(default_factory=RequestLimits)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise InvalidArgumentError(f"port: expected a number from 0 to 65535, got {self.port}")
+        for name in ("pre_stop_s", "drain_timeout_s", "watchdog_s"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise InvalidArgumentError(f"{name}: expected seconds >= 0, got {getattr(self, name)!r}")
+        if not 0 < self.keep_alive_s < math.inf:
+            raise InvalidArgumentError(f"keep_alive_s: expected seconds > 0, got {self.keep_alive_s!r}")
+        if self.metrics_compat not in (None, "vllm"):
+            raise InvalidArgumentError(f"metrics_compat: expected vllm, got {self.metrics_compat!r}")
+        if self.log_format not in ("text", "json"):
+            raise InvalidArgumentError(f"log_format: expected text or json, got {self.log_format!r}")
+        if "*" in self.cors_origins and (self.api_keys or self.api_key_file):
+            raise InvalidArgumentError("cors_origins: expected origins by name next to API keys, got *; list them")
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise InvalidArgumentError("tls_certificate and tls_key: expected both or neither, got one of them")
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine reaches the server."""
+        return self.uds is not None or self.host in LOOPBACK
+
+    def public(self) -> dict[str, Any]:
+        """Returns the effective options without secrets, for the log and ``/version``."""
+        shown = dataclasses.asdict(self)
+        shown["api_keys"] = len(self.api_keys)
+        return {name: str(value) if isinstance(value, Path) else value for name, value in shown.items()}
+
+
+def _check_positive(limits: Any) -> None:
+    for field in dataclasses.fields(limits):
+        value = getattr(limits, field.name)
+        if not 0 < value < math.inf:
+            raise InvalidArgumentError(f"{field.name}: expected a number > 0, got {value!r}")

@@ -1,0 +1,218 @@
+"""Embeddings, labels and scores of texts, as OpenAI, vLLM, Cohere and Jina spell them."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import time
+import uuid
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from torchax_serve.server.body import read_json
+from torchax_serve.server.context import context_of
+from torchax_serve.server.errors import bad_request
+from torchax_serve.server.model_service import ModelService
+from torchax_serve.server.pooling_schemas import (
+    ClassifyRequest,
+    EmbeddingRequest,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+    TokenPoolingRequest,
+    texts_of,
+)
+from torchax_serve.server.sse import until_disconnect
+
+Body = TypeVar("Body", bound=PoolingRequest)
+
+
+async def _read(request: Request, kind: type[Body], task: str) -> tuple[ModelService, Body]:
+    context = context_of(request)
+    service = context.service()
+    service.require(task, request.scope["path"])
+    body = kind.parse(await read_json(request, context.options))
+    service.check_name(body.model)
+    return service, body
+
+
+async def _results(
+    request: Request,
+    service: ModelService,
+    key: Hashable,
+    call: Callable[..., Any],
+    items: Sequence[Any],
+    field: str,
+) -> list[Any]:
+    """Returns the results of `call` for `items`, in a batch with those of other requests."""
+    most = context_of(request).options.request.max_texts
+    if not 1 <= len(items) <= most:
+        raise bad_request(f"{field}: expected 1 to {most} texts, got {len(items)}", field, "invalid_value")
+    try:
+        return await until_disconnect(request.receive, service.pooling.submit(key, call, items))
+    except ValueError as error:
+        raise _renamed(error, field) from error
+
+
+def _renamed(error: ValueError, field: str) -> Exception:
+    """Returns an error about the texts of a batch as one about the field of the request."""
+    name, _, rest = str(error).partition(":")
+    renamed = {"truncate_dim": "dimensions"}.get(name, name)
+    if renamed in ("dimensions", "pooling", "normalize"):
+        return bad_request(f"{renamed}:{rest}", renamed, "invalid_value")
+    # The number of the text is one within the batch.
+    return bad_request(f"{field}:{rest}" if rest else str(error), field, "invalid_value")
+
+
+def _usage(service: ModelService, texts: Sequence[Any]) -> dict[str, int]:
+    num_tokens = service.num_tokens(texts)
+    return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+
+
+async def embeddings(request: Request) -> Response:
+    """Returns embeddings of texts."""
+    service, body = await _read(request, EmbeddingRequest, "embed")
+    texts = texts_of(body.input)
+    options: dict[str, Any] = {
+        "truncate": body.truncate,
+        "truncate_dim": body.dimensions,
+        "normalize": body.normalize,
+        "pooling": body.pooling,
+    }
+    call: Callable[..., Any] = functools.partial(service.model.embed, **options)
+    key = ("embed", *options.values())
+    found = await _results(request, service, key, call, texts, "input")
+    usage = await service.run(_usage, service, texts)
+    data = [
+        {"object": "embedding", "index": index, "embedding": _encoded(row, body.encoding_format)}
+        for index, row in enumerate(found)
+    ]
+    return JSONResponse({"object": "list", "data": data, "model": body.model, "usage": usage})
+
+
+def _encoded(row: np.ndarray, form: str | None) -> Any:
+    if form == "base64":
+        return base64.b64encode(np.asarray(row, "<f4").tobytes()).decode()
+    return np.asarray(row, np.float32).tolist()
+
+
+async def classify(request: Request) -> Response:
+    """Returns the labels of texts."""
+    service, body = await _read(request, ClassifyRequest, "classify")
+    texts = texts_of(body.input)
+    truncate = bool(body.truncate)
+    call = functools.partial(service.encoder.classify, truncate=truncate)
+    found = await _results(request, service, ("classify", truncate), call, texts, "input")
+    data = [
+        {
+            "index": index,
+            "label": each.label,
+            "probs": list(each.scores.values()),
+            "num_classes": len(each.scores),
+        }
+        for index, each in enumerate(found)
+    ]
+    usage = await service.run(_usage, service, texts)
+    return JSONResponse(_list("classify", body.model, data) | {"usage": usage})
+
+
+async def pooling(request: Request) -> Response:
+    """Returns the label of each token."""
+    service, body = await _read(request, TokenPoolingRequest, "label tokens")
+    texts = texts_of(body.input)
+    truncate = bool(body.truncate)
+    call = functools.partial(service.encoder.classify_tokens, truncate=truncate)
+    found = await _results(request, service, ("label", truncate), call, texts, "input")
+    data = [
+        {
+            "index": index,
+            "object": "pooling",
+            "data": [
+                {"token_id": each.token_id, "token": each.text, "label": each.label, "score": each.score}
+                for each in labels
+            ],
+        }
+        for index, labels in enumerate(found)
+    ]
+    usage = await service.run(_usage, service, texts)
+    return JSONResponse(_list("pool", body.model, data) | {"usage": usage})
+
+
+async def rerank(request: Request) -> Response:
+    """Ranks documents for a query."""
+    service, body = await _read(request, RerankRequest, "rank")
+    documents = [_document(index, each) for index, each in enumerate(body.documents)]
+    if not body.query:
+        raise bad_request("query: expected some text, got an empty string", "query", "invalid_value")
+    if body.top_n is not None and body.top_n < 0:
+        raise bad_request(f"top_n: expected a whole number >= 0, got {body.top_n}", "top_n", "invalid_value")
+    pairs = [(body.query, document) for document in documents]
+    scores = await _scores(request, service, pairs, body.truncate, "documents")
+    order = sorted(range(len(pairs)), key=lambda index: -scores[index])[: body.top_n or None]
+    results = []
+    for index in order:
+        result: dict[str, Any] = {"index": index, "relevance_score": scores[index]}
+        if body.return_documents is not False:
+            result["document"] = {"text": documents[index]}
+        results.append(result)
+    usage = await service.run(_usage, service, [*documents, *[body.query] * len(documents)])
+    return JSONResponse({"id": f"rerank-{uuid.uuid4().hex}", "model": body.model, "usage": usage, "results": results})
+
+
+def _document(index: int, document: str | dict[str, str]) -> str:
+    if isinstance(document, str):
+        return document
+    if set(document) != {"text"}:
+        raise bad_request(
+            f'documents[{index}]: expected a text or an object {{"text": ...}}, got {", ".join(document)[:100]}',
+            f"documents[{index}]",
+            "invalid_value",
+        )
+    return document["text"]
+
+
+async def score(request: Request) -> Response:
+    """Returns the scores of pairs of texts."""
+    service, body = await _read(request, ScoreRequest, "rank")
+    firsts, seconds = _texts("text_1", body.text_1, body.queries), _texts("text_2", body.text_2, body.documents)
+    if len(firsts) == 1:
+        firsts = firsts * len(seconds)
+    if len(firsts) != len(seconds):
+        raise bad_request(
+            f"text_1: expected one text or as many as text_2 has ({len(seconds)}), got {len(firsts)}",
+            "text_1",
+            "invalid_value",
+        )
+    scores = await _scores(request, service, list(zip(firsts, seconds, strict=True)), body.truncate, "text_2")
+    data = [{"index": index, "object": "score", "score": each} for index, each in enumerate(scores)]
+    usage = await service.run(_usage, service, [*firsts, *seconds])
+    return JSONResponse(_list("score", body.model, data) | {"usage": usage})
+
+
+def _texts(name: str, given: str | list[str] | None, other: str | list[str] | None) -> list[str]:
+    found = other if given is None else given
+    if found is None or (given is not None and other is not None):
+        raise bad_request(f"{name}: expected a text or several, got none or two fields", name, "invalid_value")
+    return [found] if isinstance(found, str) else found
+
+
+async def _scores(
+    request: Request, service: ModelService, pairs: list[tuple[str, str]], truncate: bool | None, field: str
+) -> list[float]:
+    call = functools.partial(service.encoder.score_pairs, truncate=truncate)
+    found = await _results(request, service, ("score", truncate), call, pairs, field)
+    return [float(each) for each in found]
+
+
+def _list(kind: str, model: str, data: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "id": f"{kind}-{uuid.uuid4().hex}",
+        "object": "list",
+        "created": int(time.time()),
+        "model": model,
+        "data": data,
+    }

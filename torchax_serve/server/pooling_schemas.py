@@ -1,0 +1,107 @@
+"""Requests for embeddings, labels and scores, and for tokens."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from torchax_serve.server.request_fields import ApiRequest, honoured, no_effect, refused
+
+_USER = no_effect("who asks is told by the API key")
+_MODEL = honoured("a name in `/v1/models`; another one is 404")
+_CUT = "`null` cuts texts as the checkpoint's files say; -1 cuts them to the model's length"
+Texts = str | list[int] | list[str] | list[list[int]]
+
+
+def texts_of(given: Texts) -> list[Any]:
+    """Returns one text or token ids, or a list of them, as a list."""
+    if isinstance(given, str) or (given and isinstance(given[0], int)):
+        return [given]
+    return list(given)
+
+
+class PoolingRequest(ApiRequest):
+    """Fields that all requests of this module share."""
+
+    model: Annotated[str, _MODEL]
+    user: Annotated[str | None, _USER] = None
+    request_id: Annotated[str | None, no_effect("the header X-Request-Id is taken")] = None
+    priority: Annotated[int | None, no_effect("texts are computed in their order")] = None
+    truncate_prompt_tokens: Annotated[Literal[-1] | None, honoured(_CUT)] = None
+
+    @property
+    def truncate(self) -> bool | None:
+        """Whether long texts are cut; None follows the checkpoint."""
+        return None if self.truncate_prompt_tokens is None else True
+
+
+class EmbeddingRequest(PoolingRequest):
+    """Body of ``/v1/embeddings``."""
+
+    routes: ClassVar[tuple[str, ...]] = ("/v1/embeddings",)
+    input: Annotated[Texts, honoured("a text, token ids, or a list of one of these")]
+    dimensions: Annotated[int | None, honoured("leading values of each embedding")] = None
+    encoding_format: Annotated[Literal["float", "base64"] | None, honoured("base64: little-endian float32")] = None
+    normalize: Annotated[bool | None, honoured("length 1; by default as the checkpoint's files say")] = None
+    pooling: Annotated[str | None, honoured("`mean`, `cls`, `lasttoken` ...; by default as the checkpoint says")] = None
+    add_special_tokens: Annotated[Any, refused("expected true; give token ids for other texts", True)] = None
+    messages: Annotated[Any, refused("expected none; give input")] = None
+
+
+class ClassifyRequest(PoolingRequest):
+    """Body of ``/classify``."""
+
+    routes: ClassVar[tuple[str, ...]] = ("/classify",)
+    input: Annotated[Texts, honoured("a text, token ids, or a list of one of these")]
+
+
+class TokenPoolingRequest(PoolingRequest):
+    """Body of ``/pooling``."""
+
+    routes: ClassVar[tuple[str, ...]] = ("/pooling",)
+    input: Annotated[Texts, honoured("a text, token ids, or a list of one of these")]
+    encoding_format: Annotated[Any, refused("expected float", "float")] = None
+
+
+class RerankRequest(PoolingRequest):
+    """Body of ``/v1/rerank``, ``/v2/rerank`` and ``/rerank``."""
+
+    routes: ClassVar[tuple[str, ...]] = ("/v1/rerank", "/v2/rerank", "/rerank")
+    query: Annotated[str, honoured("the text that documents are ranked for")]
+    documents: Annotated[list[str | dict[str, str]], honoured('texts, or objects `{"text": ...}`')]
+    top_n: Annotated[int | None, honoured("documents to return; 0 and by default all")] = None
+    return_documents: Annotated[bool | None, honoured("whether results have the documents' texts")] = None
+    max_tokens_per_doc: Annotated[Any, refused("expected null; documents are cut to the model's length")] = None
+    max_chunks_per_doc: Annotated[Any, refused("expected null; a document is one text")] = None
+
+
+class ScoreRequest(PoolingRequest):
+    """Body of ``/v1/score`` and ``/score``."""
+
+    routes: ClassVar[tuple[str, ...]] = ("/v1/score", "/score")
+    text_1: Annotated[str | list[str] | None, honoured("a text, or as many as `text_2` has")] = None
+    text_2: Annotated[str | list[str] | None, honoured("a text or several")] = None
+    queries: Annotated[str | list[str] | None, honoured("as `text_1`")] = None
+    documents: Annotated[str | list[str] | None, honoured("as `text_2`")] = None
+
+
+class TokenizeRequest(ApiRequest):
+    """Body of ``/tokenize``."""
+
+    routes: ClassVar[tuple[str, ...]] = ("/tokenize",)
+    model: Annotated[str | None, _MODEL] = None
+    prompt: Annotated[str | None, honoured("a text; in place of `messages`")] = None
+    messages: Annotated[list[dict[str, Any]] | None, honoured("a conversation; in place of `prompt`")] = None
+    add_special_tokens: Annotated[bool | None, honoured("special tokens of the tokenizer; a chat has its own")] = None
+    add_generation_prompt: Annotated[Any, refused("expected true", True)] = None
+    continue_final_message: Annotated[bool | None, honoured("the prompt continues the last message")] = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, honoured("variables of the chat template")] = None
+    tools: Annotated[list[dict[str, Any]] | None, honoured("tools of the chat template")] = None
+    return_token_strs: Annotated[bool | None, honoured("the text of each token")] = None
+
+
+class DetokenizeRequest(ApiRequest):
+    """Body of ``/detokenize``."""
+
+    routes: ClassVar[tuple[str, ...]] = ("/detokenize",)
+    model: Annotated[str | None, _MODEL] = None
+    tokens: Annotated[list[int], honoured("token ids")]

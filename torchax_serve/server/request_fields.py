@@ -1,0 +1,132 @@
+"""What the server does with each field of a request: honours it, knows it without effect, or refuses it by name.
+
+A field of a request model is annotated with `honoured`, `no_effect` or `refused`; validation and the tables in
+docs/server.md are made from these notes (`field_table`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from typing import Any, ClassVar, Literal, Self
+
+import pydantic
+
+from torchax_serve.server.errors import ApiError, bad_request
+from torchax_serve.validation.argument_checks import short_repr
+
+Effect = Literal["honoured", "no effect", "refused"]
+
+
+@dataclasses.dataclass(frozen=True)
+class FieldNote:
+    """What a field of a request does.
+
+    Attributes:
+        effect: Whether the field is honoured, has no effect here, or is refused.
+        text: What it does, or why it is refused, for people.
+        harmless: Values of a refused field that ask for nothing, and pass.
+    """
+
+    effect: Effect
+    text: str
+    harmless: tuple[Any, ...] = ()
+
+
+def honoured(text: str) -> FieldNote:
+    """Returns the note of a field that does what its interface says."""
+    return FieldNote("honoured", text)
+
+
+def no_effect(text: str) -> FieldNote:
+    """Returns the note of a field that is accepted and changes nothing here."""
+    return FieldNote("no effect", text)
+
+
+def refused(text: str, *harmless: Any) -> FieldNote:
+    """Returns the note of a field that is refused with 400, except for null and `harmless` values."""
+    return FieldNote("refused", text, harmless)
+
+
+class ApiRequest(pydantic.BaseModel):
+    """Base of request bodies: no conversion between types, no unknown fields, refused fields by name."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+    routes: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def parse(cls, value: Any) -> Self:
+        """Returns the request in a JSON value.
+
+        Raises:
+            ApiError: 400 for a value of another type, an unknown field, or one that is refused.
+        """
+        if not isinstance(value, dict):
+            raise bad_request(f"expected a JSON object, got {json_kind(value)}")
+        if unknown := [name for name in value if name not in cls.model_fields]:
+            raise _unknown_field(unknown[0], list(cls.model_fields))
+        for name, note in notes_of(cls).items():
+            given = value.get(name)
+            if note.effect == "refused" and given is not None and given not in note.harmless:
+                raise bad_request(f"{name}: {note.text}", name, "unsupported_parameter")
+        try:
+            return cls.model_validate(value)
+        except pydantic.ValidationError as error:
+            raise _invalid_field(error) from None
+
+
+def notes_of(model: type[ApiRequest]) -> dict[str, FieldNote]:
+    """Returns the note of each field of a request model.
+
+    Raises:
+        KeyError: A field has none.
+    """
+    found = {}
+    for name, info in model.model_fields.items():
+        note = next((each for each in info.metadata if isinstance(each, FieldNote)), None)
+        if note is None:
+            raise KeyError(f"{model.__name__}.{name}: expected honoured(...), no_effect(...) or refused(...)")
+        found[name] = note
+    return found
+
+
+def field_table(model: type[ApiRequest]) -> str:
+    """Returns the fields of a request model as a table in Markdown."""
+    lines = ["| Field | Effect | |", "|---|---|---|"]
+    lines += [f"| `{name}` | {note.effect} | {note.text} |" for name, note in sorted(notes_of(model).items())]
+    return "\n".join(lines)
+
+
+def json_kind(value: Any) -> str:
+    """Returns the kind of a JSON value in words, for errors."""
+    names = {dict: "an object", list: "an array", str: "a string", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def _unknown_field(name: str, known: list[str]) -> ApiError:
+    near = difflib.get_close_matches(name[:100], known, 1)
+    remedy = f"did you mean {near[0]}?" if near else "leave it out"
+    return bad_request(f"unknown field {short_repr(name)}; {remedy}", name[:100], "unknown_parameter")
+
+
+def _invalid_field(error: pydantic.ValidationError) -> ApiError:
+    """Returns the answer to the first error of pydantic: the path of the field, expected, got."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    name = _path(first["loc"])
+    if first["type"] == "missing":
+        return bad_request(f"{name}: expected a value, got none", name, "missing_required_parameter")
+    expected = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    return bad_request(f"{name}: expected {expected}, got {short_repr(first['input'])}", name or None, "invalid_value")
+
+
+_TYPE_NAMES = frozenset({"str", "int", "float", "bool", "dict", "list"})
+
+
+def _path(parts: tuple[int | str, ...]) -> str:
+    """Returns a field's path such as ``stop[2]``, up to the name that pydantic gives a member of a union."""
+    path = ""
+    for part in parts:
+        if isinstance(part, str) and (part in _TYPE_NAMES or not part.isidentifier()):
+            break
+        path += f"[{part}]" if isinstance(part, int) else f".{part}"
+    return path.lstrip(".")[:200]

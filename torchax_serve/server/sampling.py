@@ -1,0 +1,139 @@
+"""Sampling fields of a request as `SamplingParams`; errors name the field of the request."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
+from torchax_serve.sampling_params import MAX_SEED, SamplingParams
+from torchax_serve.server.errors import bad_request
+from torchax_serve.server.schemas import ChatRequest, TextRequest
+
+MAX_BAD_WORDS = 256
+"""Most texts of `bad_words`."""
+MAX_BAD_WORD_CHARS = 1024
+"""Longest of them, in characters."""
+_SAME_NAME = (
+    "stop_token_ids",
+    "ignore_eos",
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "allowed_token_ids",
+    "prompt_logprobs",
+    "priority",
+)
+_RENAMED: Mapping[str, str] = {
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "bad_words_ids": "bad_words",
+}
+
+
+def sampling_params(
+    request: TextRequest, tokenizer: Any, *, max_new_tokens: int | None, cache_salt: str | None, timeout_s: float | None
+) -> SamplingParams:
+    """Returns the sampling parameters of a request, for one answer.
+
+    Args:
+        request: Its fields.
+        tokenizer: Tokenizer of the model, or None.
+        max_new_tokens: Most tokens of the answer; None follows the model's generation config.
+        cache_salt: Salt of cached prefixes.
+        timeout_s: Seconds that the request may take.
+
+    Raises:
+        ApiError: 400 for a value out of its range.
+    """
+    options: dict[str, Any] = {name: getattr(request, name) for name in _SAME_NAME}
+    options |= {
+        "max_new_tokens": max_new_tokens,
+        "min_new_tokens": request.min_tokens,
+        "top_k": 0 if request.top_k == -1 else request.top_k,
+        "logit_bias": _logit_bias(request.logit_bias),
+        "bad_words_ids": _bad_words(request.bad_words, tokenizer),
+        "stop": [text for text in _stops(request.stop) if text] or None,
+        "seed": _seed(request.seed),
+        "logprobs": _num_top(request),
+        "cache_salt": cache_salt,
+        "timeout_s": timeout_s,
+    }
+    try:
+        return SamplingParams(**{name: value for name, value in options.items() if value not in (None, [], {})})
+    except (InvalidArgumentError, UnsupportedArgumentError) as error:
+        raise renamed_error(error, request) from error
+
+
+def renamed_error(error: Exception, request: TextRequest) -> Exception:
+    """Returns an error about an option of `SamplingParams` as one about the field of the request."""
+    message = str(error)
+    name = message.partition(":")[0]
+    field = _RENAMED.get(name, name)
+    if isinstance(request, ChatRequest):
+        if field == "max_tokens" and request.max_completion_tokens is not None:
+            field = "max_completion_tokens"
+        if field == "logprobs":
+            field = "top_logprobs"
+    if field not in type(request).model_fields:
+        return bad_request(message)
+    for old, new in _RENAMED.items():
+        message = re.sub(rf"\b{old}\b", new, message)
+    message = field + message[len(_RENAMED.get(name, name)) :]
+    return bad_request(message.replace("; None leaves it unset", "; leave it out"), field, "invalid_value")
+
+
+def _num_top(request: TextRequest) -> int | None:
+    if isinstance(request, ChatRequest) and request.top_logprobs is not None and not request.logprobs:
+        raise bad_request("top_logprobs: expected logprobs true with it", "top_logprobs", "invalid_value")
+    found: int | None = request.num_top  # type: ignore[attr-defined]
+    return found
+
+
+def _stops(stop: str | list[str] | None) -> list[str]:
+    return [stop] if isinstance(stop, str) else stop or []
+
+
+def _seed(seed: int | None) -> int | None:
+    """Returns the seed; OpenAI's are signed."""
+    if seed is None:
+        return None
+    if not -(2**63) <= seed <= MAX_SEED:
+        raise bad_request(f"seed: expected a whole number of 64 bits, got {seed}", "seed", "invalid_value")
+    return seed % (MAX_SEED + 1)
+
+
+def _logit_bias(given: Mapping[str, float] | None) -> dict[int, float] | None:
+    if given is None:
+        return None
+    for key in given:
+        if not (key.isascii() and key.isdigit() and len(key) < 11):
+            raise bad_request(
+                f"logit_bias: expected token ids as keys, got {key[:40]!r}", "logit_bias", "invalid_value"
+            )
+    return {int(key): bias for key, bias in given.items()}
+
+
+def _bad_words(words: list[str] | None, tokenizer: Any) -> list[list[int]] | None:
+    """Returns the tokens of texts, also with a space in front where that changes the first token, as in vLLM."""
+    if not words:
+        return None
+    if tokenizer is None:
+        raise bad_request("bad_words: expected none for a model without a tokenizer", "bad_words", "invalid_value")
+    if len(words) > MAX_BAD_WORDS or any(not 0 < len(word) <= MAX_BAD_WORD_CHARS for word in words):
+        raise bad_request(
+            f"bad_words: expected at most {MAX_BAD_WORDS} texts of 1 to {MAX_BAD_WORD_CHARS} characters, got more",
+            "bad_words",
+            "invalid_value",
+        )
+    found: list[list[int]] = []
+    for word in words:
+        plain, spaced = (tokenizer.encode(prefix + word.lstrip(), add_special_tokens=False) for prefix in ("", " "))
+        found.append(plain)
+        if spaced and plain and spaced[0] != plain[0] and len(spaced) == len(plain):
+            found.append(spaced)
+    return [ids for ids in found if ids]

@@ -1,0 +1,104 @@
+"""Server-sent events, and the end of work whose client has gone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+from torchax_serve.server.errors import api_error_of
+
+Result = TypeVar("Result")
+
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+DONE = b"data: [DONE]\n\n"
+_COMMENT = b": keep-alive\n\n"
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+def event(content: Any) -> bytes:
+    """Returns an event with `content` as JSON."""
+    return b"data: " + _ENCODER.encode(content).encode() + b"\n\n"
+
+
+class EventStream:
+    """ASGI response that sends events as they come, and a comment in every `keep_alive_s` of silence.
+
+    A client that goes ends the iterator within the step that runs. An error after the first event is an event of its
+    own, after which the stream ends.
+
+    Args:
+        events: Encoded events.
+        keep_alive_s: Seconds of silence after which a comment is sent.
+    """
+
+    def __init__(self, events: AsyncGenerator[bytes], keep_alive_s: float) -> None:
+        self._events, self._keep_alive_s = events, keep_alive_s
+        self._sent_s = 0.0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the response."""
+        with contextlib.suppress(ClientDisconnect):
+            await until_disconnect(receive, self._send_all(scope, send))
+
+    async def _send_all(self, scope: Scope, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": list(_HEADERS)})
+        self._sent_s = time.monotonic()
+        comments = asyncio.create_task(self._send_comments(send))
+        try:
+            async with contextlib.aclosing(self._events) as events:
+                async for each in events:
+                    self._sent_s = time.monotonic()
+                    await send({"type": "http.response.body", "body": each, "more_body": True})
+        except Exception as error:
+            scope["state"]["error"] = error
+            content = api_error_of(error).content()
+            await send({"type": "http.response.body", "body": event(content), "more_body": True})
+        finally:
+            comments.cancel()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_comments(self, send: Send) -> None:
+        while True:
+            rest_s = self._sent_s + self._keep_alive_s - time.monotonic()
+            if rest_s > 0:
+                await asyncio.sleep(rest_s)
+                continue
+            self._sent_s = time.monotonic()
+            await send({"type": "http.response.body", "body": _COMMENT, "more_body": True})
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """Returns the result of `work`, which is cancelled when the client disconnects; the body must have been read.
+
+    Raises:
+        ClientDisconnect: It did.
+    """
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        for each in (task, watcher):
+            if not each.done():
+                each.cancel()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,166 @@
+"""Structured output: the grammar that a request asks for, in the spellings of OpenAI and vLLM."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from model_adapters.errors import InvalidArgumentError
+from torchax_serve.sampling.grammar import (
+    GrammarCompiler,
+    GrammarMasks,
+    choice_grammar,
+    json_grammar,
+    lark_grammar,
+    regex_grammar,
+)
+from torchax_serve.server import require_packages
+from torchax_serve.server.errors import ApiError, bad_request
+from torchax_serve.server.options import RequestLimits
+from torchax_serve.server.schemas import TextRequest
+
+MAX_CHOICES = 1024
+ANY_OBJECT = {"type": "object"}
+_GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+_KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+
+
+class Grammar(NamedTuple):
+    """A grammar, and the field of the request that asked for it."""
+
+    field: str
+    text: str
+
+
+def masks_of(
+    compiler: Callable[[], GrammarCompiler],
+    grammar: Grammar | None,
+    after: Callable[[Sequence[int]], int | None] | None = None,
+) -> Callable[[], GrammarMasks] | None:
+    """Returns a function that makes the masks of one answer; None without a grammar.
+
+    Args:
+        compiler: Returns the compiler of grammars.
+        grammar: Of `grammar_of`.
+        after: As in `torchax_serve.sampling.grammar.GrammarMasks`.
+
+    Raises:
+        ApiError: 400 for a grammar that cannot be compiled.
+    """
+    if grammar is None:
+        return None
+    try:
+        return compiler().masks(grammar.text, after)
+    except InvalidArgumentError as error:
+        raise bad_request(f"{grammar.field}: {error}", grammar.field, "invalid_value") from error
+
+
+def grammar_of(request: TextRequest, limits: RequestLimits) -> Grammar | None:
+    """Returns the grammar that the answer is held to; None for any answer.
+
+    Raises:
+        ApiError: 400 for several of them, or for one that is not valid in its form.
+    """
+    found = [each for each in _asked(request) if each is not None]
+    if not found:
+        return None
+    if len(found) > 1:
+        raise bad_request(
+            f"{found[1][0]}: expected one way to hold the answer to, got it next to {found[0][0]}",
+            found[1][0],
+            "invalid_value",
+        )
+    require_packages("llguidance")
+    if request.ignore_eos:
+        raise bad_request(
+            "ignore_eos: expected false with structured output, which ends", "ignore_eos", "invalid_value"
+        )
+    field, kind, value = found[0]
+    try:
+        size = len(value) if isinstance(value, str) else len(json.dumps(value))
+        if size > limits.max_schema_bytes:
+            raise bad_request(
+                f"{field}: expected at most {limits.max_schema_bytes} bytes, got {size}", field, "invalid_value"
+            )
+        return Grammar(field, _grammar(kind, value))
+    except ApiError:
+        raise
+    except (InvalidArgumentError, ValueError, TypeError, AssertionError, KeyError) as error:
+        raise bad_request(f"{field}: expected a valid {kind}, got another ({error})", field, "invalid_value") from error
+
+
+def _asked(request: TextRequest) -> list[tuple[str, str, Any] | None]:
+    """Returns (field, kind, value) of everything that the answer is to be held to."""
+    found: list[tuple[str, str, Any] | None] = [_of_response_format(request.response_format)]
+    for name in _GUIDED:
+        value = getattr(request, name)
+        found.append(None if value is None else (name, name.removeprefix("guided_"), value))
+    for name, value in (request.structured_outputs or {}).items():
+        if value is None or (name == "json_object" and value is False):
+            continue
+        if name not in _KINDS:
+            raise bad_request(
+                f"structured_outputs: expected one of {', '.join(_KINDS)}, got {name[:60]!r}",
+                "structured_outputs",
+                "invalid_value",
+            )
+        found.append(("structured_outputs", name, value))
+    return found
+
+
+def _of_response_format(given: Mapping[str, Any] | None) -> tuple[str, str, Any] | None:
+    if given is None or given.get("type") == "text":
+        return None
+    kind = given.get("type")
+    if kind == "json_object":
+        return "response_format", "json_object", True
+    if kind == "json_schema":
+        inner = given.get("json_schema")
+        schema = inner.get("schema") if isinstance(inner, dict) else None
+        if not isinstance(schema, dict):
+            raise bad_request(
+                "response_format.json_schema.schema: expected a JSON schema, got none",
+                "response_format",
+                "invalid_value",
+            )
+        return "response_format", "json", schema
+    if kind == "structural_tag":
+        return "response_format", "structural_tag", given
+    raise bad_request(
+        "response_format.type: expected text, json_object, json_schema or structural_tag, got another",
+        "response_format",
+        "invalid_value",
+    )
+
+
+def _grammar(kind: str, value: Any) -> str:
+    if kind == "json_object":
+        return json_grammar(ANY_OBJECT)
+    if kind == "json":
+        schema = json.loads(value) if isinstance(value, str) else value
+        if not isinstance(schema, dict):
+            raise ValueError("a schema is an object")
+        return json_grammar(schema)
+    if kind == "choice":
+        is_list = isinstance(value, list) and 1 <= len(value) <= MAX_CHOICES
+        if not is_list or not all(isinstance(each, str) and each for each in value):
+            raise ValueError(f"choices are 1 to {MAX_CHOICES} texts")
+        return choice_grammar(value)
+    if kind == "structural_tag":
+        return _structural_tag(json.loads(value) if isinstance(value, str) else value)
+    if not isinstance(value, str) or not value:
+        raise ValueError("it is a text")
+    return regex_grammar(value) if kind == "regex" else lark_grammar(value)
+
+
+def _structural_tag(value: Mapping[str, Any]) -> str:
+    """Returns the grammar of free text with tags whose contents follow schemas."""
+    from llguidance import StructTag
+
+    triggers: Sequence[str] = value["triggers"]
+    tags = []
+    for each in value["structures"]:
+        trigger = next(trigger for trigger in triggers if each["begin"].startswith(trigger))
+        tags.append(StructTag(trigger=trigger, begin=each["begin"], grammar=each.get("schema") or {}, end=each["end"]))
+    return lark_grammar(StructTag.to_grammar(tags, assume_special=False))

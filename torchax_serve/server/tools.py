@@ -1,0 +1,170 @@
+"""Tools of a chat: what the template is shown, what is read from the answer, and what the answer is held to."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torchax_serve.server.errors import bad_request
+from torchax_serve.server.response_families import ResponseFamily
+from torchax_serve.server.schemas import ChatRequest
+from torchax_serve.server.structured import Grammar
+
+MAX_TOOLS = 128
+_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+_JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": False}
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolPlan:
+    """Tools of a request.
+
+    Attributes:
+        tools: JSON schemas for the template and for the parser of the answer.
+        grammar: What the answer is held to; None for any text.
+        max_calls: Most tool calls of the answer; None for any number.
+    """
+
+    tools: Sequence[Mapping[str, Any]] = ()
+    grammar: Grammar | None = None
+    max_calls: int | None = None
+
+
+def plan_tools(request: ChatRequest, family: ResponseFamily | None) -> ToolPlan:
+    """Returns the tools of a request, checked.
+
+    Raises:
+        ApiError: 400 for tools that are none, a choice that is none of them, or a model whose calls cannot be read.
+    """
+    tools = [_checked(index, tool) for index, tool in enumerate(request.tools or ())]
+    if len(tools) > MAX_TOOLS:
+        raise bad_request(f"tools: expected at most {MAX_TOOLS}, got {len(tools)}", "tools", "invalid_value")
+    mode, names = _choice(request.tool_choice, [tool["function"]["name"] for tool in tools])
+    if mode == "none" or not tools:
+        return ToolPlan()
+    if family is None:
+        raise bad_request(
+            "tools: expected a model whose tool calls can be read, got one whose format is unknown; start the server "
+            "with --response-template",
+            "tools",
+            "unsupported_parameter",
+        )
+    chosen = [tool for tool in tools if tool["function"]["name"] in names]
+    max_calls = 1 if request.parallel_tool_calls is False or mode == "named" else None
+    is_strict = any(tool["function"].get("strict") for tool in chosen)
+    grammar = None
+    if mode != "auto" or is_strict:
+        if family.call is None:
+            field = "tool_choice" if mode != "auto" else "tools"
+            raise bad_request(
+                f"{field}: expected auto without strict, as calls of the format {family.name} cannot be forced",
+                field,
+                "unsupported_parameter",
+            )
+        grammar = _grammar(family.call, chosen, is_forced=mode != "auto", max_calls=max_calls)
+    shown = [_without_strict(tool) for tool in chosen]
+    return ToolPlan(shown, None if grammar is None else Grammar("tools", grammar), max_calls)
+
+
+def _checked(index: int, tool: Any) -> dict[str, Any]:
+    where = f"tools[{index}]"
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if not isinstance(function, dict) or tool.get("type") != "function":
+        raise bad_request(
+            f'{where}: expected {{"type": "function", "function": {{...}}}}, got something else', where, "invalid_value"
+        )
+    name, parameters = function.get("name"), function.get("parameters")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise bad_request(
+            f"{where}.function.name: expected 1 to 64 of a-z, A-Z, 0-9, _, . and -, got another", where, "invalid_value"
+        )
+    if parameters is not None and not isinstance(parameters, dict):
+        raise bad_request(f"{where}.function.parameters: expected a JSON schema, got none", where, "invalid_value")
+    found: dict[str, Any] = tool
+    return found
+
+
+def _without_strict(tool: Mapping[str, Any]) -> dict[str, Any]:
+    function = {key: value for key, value in tool["function"].items() if key != "strict"}
+    return {"type": "function", "function": function}
+
+
+def _choice(choice: Any, names: Sequence[str]) -> tuple[str, Sequence[str]]:
+    """Returns the mode (``none``, ``auto``, ``required``, ``named``) and the names of the tools that may be called."""
+    if choice is None or choice in ("none", "auto", "required"):
+        if choice == "required" and not names:
+            raise bad_request("tool_choice: expected tools with required, got none", "tool_choice", "invalid_value")
+        return choice or "auto", names
+    mode: Any
+    if isinstance(choice, dict) and choice.get("type") == "function" and isinstance(choice.get("function"), dict):
+        wanted, mode = [choice["function"].get("name")], "named"
+    elif isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        allowed = choice.get("allowed_tools", choice)
+        mode = allowed.get("mode", "auto") if isinstance(allowed, dict) else None
+        listed = allowed.get("tools") if isinstance(allowed, dict) else None
+        wanted = [
+            (each.get("function") or each).get("name") if isinstance(each, dict) else None
+            for each in (listed if isinstance(listed, list) else [None])
+        ]
+    else:
+        wanted, mode = [None], "auto"
+    if mode not in ("auto", "required", "named") or not wanted or any(name not in names for name in wanted):
+        raise bad_request(
+            "tool_choice: expected none, auto, required or a tool of the request, got another",
+            "tool_choice",
+            "invalid_value",
+        )
+    return mode, [name for name in wanted if name is not None]
+
+
+def _grammar(
+    call: tuple[str, str, str], tools: Sequence[Mapping[str, Any]], *, is_forced: bool, max_calls: int | None
+) -> str:
+    """Returns the grammar of answers with calls of `tools`: of calls only, or of text with calls."""
+    begin, middle, end = call
+    rules = []
+    for index, tool in enumerate(tools):
+        function = tool["function"]
+        free = is_forced or function.get("strict")
+        schema = dict(function.get("parameters") or {"type": "object"}) if free else {"type": "object"}
+        schema["x-guidance"] = _JSON_STYLE
+        opening = json.dumps(begin + json.dumps(function["name"]) + middle)
+        rules.append(f"call_{index}: {opening} %json {json.dumps(schema)} {json.dumps(end)}")
+    any_call = "any_call: " + " | ".join(f"call_{index}" for index in range(len(tools)))
+    if is_forced:
+        start = "start: any_call" if max_calls == 1 else 'start: any_call ("\\n" any_call)*'
+        return "\n".join([start, any_call, *rules])
+    # Free text up to the beginning of a call, which is then followed.
+    trigger = begin.partition('"name"')[0] or begin
+    rest = [rule.replace(json.dumps(begin)[:-1], json.dumps(begin[len(trigger) :])[:-1], 1) for rule in rules]
+    start = "start: (text_then_call)* TEXT\ntext_then_call: trigger any_call"
+    lines = [start, f"trigger[lazy]: TEXT {json.dumps(trigger)}", r"TEXT: /(.|\n)*/", any_call, *rest]
+    return "\n".join(lines)
+
+
+def reasoning_end(
+    family: ResponseFamily, prompt: str, decode: Callable[[Sequence[int]], str]
+) -> Callable[[Sequence[int]], int | None] | None:
+    """Returns what finds the end of the reasoning that a prompt has opened; None if it has opened none.
+
+    The returned function takes the tokens of the answer so far, and returns how many of them are reasoning, None while
+    it goes on; it is called after each token.
+
+    Args:
+        family: How answers are spelled.
+        prompt: Text of the prompt.
+        decode: Returns the text of tokens, special ones included.
+    """
+    field = family.template["fields"].get("reasoning", {})
+    opening, closing = field.get("open"), field.get("close")
+    if not opening or not closing or not prompt.rstrip().endswith(opening):
+        return None
+    window = 8  # tokens that the closing text may be spread over
+
+    def find_end(output_ids: Sequence[int]) -> int | None:
+        return len(output_ids) if closing in decode(list(output_ids[-window:])) else None
+
+    return find_end
