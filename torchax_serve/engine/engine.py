@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import collections
 import dataclasses
+import functools
 import itertools
 import logging
 import threading
@@ -82,6 +83,9 @@ class Engine:
         # A thread that is inside XLA while the interpreter is taken down brings the process down with it.
         atexit.register(self.close, "the process ends")
 
+    def __repr__(self) -> str:
+        return f"<Engine: {self.description}; {f'closed ({self._closed})' if self._closed else self.stats()}>"
+
     def submit(self, request: EngineRequest) -> RequestHandle:
         """Submits a request; returns its handle at once.
 
@@ -125,7 +129,11 @@ class Engine:
 
         def cancel(reason: FinishReason) -> None:
             request.cancel()
-            self._cancel(request_id, reason)
+            self._run_on_engine_thread(functools.partial(end, reason))
+
+        def end(reason: FinishReason) -> None:
+            if self._scheduler.abort(request_id, reason):
+                self._output_processor.deliver([RowResult(request_id, None, (), reason)])
 
         handle = RequestHandle(request_id, len(request.prompt_ids), cancel)
         request = request.within(self._scheduler.config.max_model_len)
@@ -167,13 +175,6 @@ class Engine:
                 self._wake.notify()
                 return
         abandon()
-
-    def _cancel(self, request_id: RequestId, reason: FinishReason) -> None:
-        def end() -> None:
-            if self._scheduler.abort(request_id, reason):
-                self._output_processor.deliver([RowResult(request_id, None, (), reason)])
-
-        self._run_on_engine_thread(end)
 
     def warm_up(self) -> None:
         """Compiles every step that mixed traffic can meet; requests that come meanwhile wait.
