@@ -238,7 +238,7 @@ class QuantizedProduct {
 
  private:
   static constexpr int64_t kChunkBlocks = 4;  // that a thread takes at a time
-  static constexpr int64_t kAhead = 6144;     // bytes between what is multiplied and what is fetched
+  static constexpr int64_t kAhead = 10240;     // bytes between what is multiplied and what is fetched
   static constexpr int64_t kScalesAhead = 16 * kBlockRows;  // the same in scales
 
   template <int kBits, int kUnit>
