@@ -34,7 +34,7 @@ _life = functools.partial(_option, panel="Start and end")
 
 @dataclass(frozen=True)
 class AddressOptions:
-    """Where the server listens."""
+    """Address on which the server listens."""
 
     host: Annotated[str, _address("--host", help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1"
     port: Annotated[int, _address("--port", help="Port; 0 chooses a free one.", min=0, max=65535)] = 8000
