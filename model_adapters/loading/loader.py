@@ -68,8 +68,6 @@ def load_model(
 ) -> LoadedModel:
     """Loads a model of any architecture of transformers, with weights as JAX arrays.
 
-    The module is on the meta device.
-
     Args:
         model: What `resolve` accepts, or a `PreTrainedModel` in main memory (also in a ``PeftModel``), to share.
         revision, token, local_files_only, cache_dir: See `resolve`.
