@@ -1,5 +1,7 @@
 """bitsandbytes: weights that it quantizes on a CPU, against its own dequantization."""
 
+import tools  # noqa: F401  # isort: skip
+
 import bitsandbytes as bnb
 import numpy as np
 import pytest

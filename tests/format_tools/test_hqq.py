@@ -1,5 +1,7 @@
 """HQQ: layers that it quantizes and saves on a CPU, against its own dequantization."""
 
+import tools  # noqa: F401  # isort: skip
+
 import pytest
 import torch
 from hqq.core.quantize import BaseQuantizeConfig, HQQLinear

@@ -1,5 +1,7 @@
 """torchao: weights that it quantizes on a CPU and lays out for safetensors, against its own dequantization."""
 
+import tools  # noqa: F401  # isort: skip
+
 import pytest
 import torch
 import transformers as tf

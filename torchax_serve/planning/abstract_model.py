@@ -87,6 +87,8 @@ def empty_module(
     wanted = torch_dtype_of(dtype)
     source = resolve(model, with_weights=False, with_code=trust_remote_code, **where)
     assert source.path is not None
+    if source.gguf is not None:
+        raise UnsupportedModelError(f"plan: expected a model with a config.json, got {source.gguf.name}, a GGUF file")
     file = source.path if source.kind == "config" else source.path / CONFIG
     config = load_config(file, trust_remote_code=trust_remote_code)
     model_class, config = find_class(config, folder=source.folder, trust_remote_code=trust_remote_code)

@@ -15,6 +15,7 @@ from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers import modeling_gguf_pytorch_utils as hf_gguf
+from transformers.integrations import gguf as hf_readers
 
 from model_adapters.errors import CheckpointError, UnsupportedModelError
 from model_adapters.loading.formats.gguf_file import GgufFile
@@ -109,7 +110,8 @@ def tokenizer_of(file: GgufFile) -> Any:
     """Returns transformers' tokenizer of the vocabulary in `file`, with its chat template; None without vocabulary."""
     if not file.metadata.get("tokenizer.ggml.tokens"):
         return None
-    with _header_for_transformers(file):
+    reads_file_itself = hasattr(hf_readers, "convert_gguf_tokenizer")  # as recent releases do
+    with _header_for_transformers(file, with_vocabulary=not reads_file_itself):
         return AutoTokenizer.from_pretrained(file.path.parent, gguf_file=file.path.name, local_files_only=True)
 
 
@@ -130,14 +132,17 @@ class _HeaderField:
         return cls(parts, list(range(len(parts))), [9, kind] if isinstance(value, list) else [kind])
 
 
+_VOCABULARY = tuple(f"tokenizer.ggml.{name}" for name in ("tokens", "token_type", "merges", "scores"))
+
+
 @contextlib.contextmanager
-def _header_for_transformers(file: GgufFile) -> Iterator[None]:
+def _header_for_transformers(file: GgufFile, *, with_vocabulary: bool = False) -> Iterator[None]:
     """Gives transformers the header that was read already: `gguf.GGUFReader` takes seconds for a vocabulary.
 
-    transformers reads the configuration's keys and the tensors' names from it; of the vocabulary only the size.
+    transformers reads the configuration's keys and the tensors' names from it, and in older releases the vocabulary.
     """
-    metadata = {key: value for key, value in file.metadata.items() if not key.startswith("tokenizer.ggml.token")}
-    metadata.pop("tokenizer.ggml.merges", None), metadata.pop("tokenizer.ggml.scores", None)
+    large = () if with_vocabulary else _VOCABULARY
+    metadata = {key: value for key, value in file.metadata.items() if key not in large}
     tokens = file.metadata.get("tokenizer.ggml.tokens")
     if tokens:
         metadata.setdefault(f"{file.architecture}.vocab_size", len(tokens))

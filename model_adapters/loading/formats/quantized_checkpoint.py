@@ -101,8 +101,8 @@ class QuantizedCheckpoint:
         with self._plain.readers(advance) as plain:
             taken = self._taken
             unused = [name for name in plain if name.endswith(_CACHE_SCALES) and name not in taken]
-            if unused:
-                logger.warning("%s: scales of a quantized KV cache are not used: pass kv_cache_dtype", unused[0])
+            if unused or self._settings.values.get("kv_cache_scheme"):
+                logger.warning("%s: its scales of a quantized KV cache are not used", self._settings.file)
             readers: dict[str, TensorReader | QuantizedReader] = {
                 name: reader for name, reader in plain.items() if name not in taken and name not in unused
             }

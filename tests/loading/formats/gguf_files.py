@@ -51,8 +51,11 @@ def tiny_model(architecture, **changes):
     return model
 
 
-def write_gguf(file, model, architecture, kind, *, tokenizer=True, **metadata):
-    """Writes `model` with its matrices in the type `kind`; what the converter of llama.cpp changes is changed."""
+def write_gguf(file, model, architecture, kind, *, tokenizer=True, tensors=None, **metadata):
+    """Writes `model` with its matrices in the type `kind`; what the converter of llama.cpp changes is changed.
+
+    `tensors` are further ones by their names in the file.
+    """
     writer = gguf.GGUFWriter(file, architecture)
     _write_metadata(writer, model.config, architecture, metadata)
     if tokenizer:
@@ -73,6 +76,8 @@ def write_gguf(file, model, architecture, kind, *, tokenizer=True, **metadata):
                 writer.add_tensor(found, quantized(numbers, kind), raw_dtype=Type[kind])
             else:
                 writer.add_tensor(found, np.ascontiguousarray(numbers, np.float32))
+    for name, numbers in (tensors or {}).items():
+        writer.add_tensor(name, np.asarray(numbers, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -153,3 +153,18 @@ def test_groups_that_the_scales_do_not_have(tmp_path):
     (folder / "config.json").write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match=r"expected 3 scales in a row of 192 columns in groups of 64, got 6"):
         load_model(folder)
+
+
+def test_scales_of_the_cache_are_left_out_with_one_line(tmp_path, caplog):
+    from safetensors.torch import load_file
+
+    model = tiny_llama(num_hidden_layers=1)
+    folder, expected = make_folder(tmp_path / "model", model, "w8a16")
+    tensors = load_file(folder / "model.safetensors")
+    tensors |= {f"model.layers.0.self_attn.{part}_scale": torch.ones(1) for part in "kv"}
+    settings = json.loads((folder / "config.json").read_text())["quantization_config"]
+    write(folder, model, tensors, settings)
+    loaded = check_weights(folder, expected, dtype="bfloat16")
+    said = [record.getMessage() for record in caplog.records if record.name == "torchax_serve"]
+    assert said == [f"{folder / 'config.json'}: its scales of a quantized KV cache are not used"]
+    assert not loaded.report.unused_tensors

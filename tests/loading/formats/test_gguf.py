@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
+import transformers.modeling_gguf_pytorch_utils
 from quantized_folders import check_generates
 
 from model_adapters.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
 from model_adapters.loading import load_model
+from model_adapters.loading.formats import gguf_model
 from model_adapters.loading.formats.gguf_blocks import BLOCK_BYTES, QUANTIZED_TYPES, unpack_blocks
 from model_adapters.loading.formats.gguf_file import GgufFile
 from model_adapters.loading.gguf_names import pick, split_tag
@@ -20,7 +22,7 @@ from model_adapters.ops.quantized_weight import QuantizedWeight
 
 gguf = pytest.importorskip("gguf", reason="the format's own tool is part of the extra dev")
 
-from gguf_files import BY_TOOL, CONFIGS, DRAWN, tiny_model, write_gguf  # noqa: E402 it needs the tool
+from gguf_files import BY_TOOL, CONFIGS, DRAWN, SIZES, tiny_model, write_gguf  # noqa: E402 it needs the tool
 
 
 def by_transformers(file):
@@ -115,6 +117,14 @@ def test_tokenizer_and_chat_template_are_those_of_the_file(tmp_path):
     assert text == "<s>hi</s>" and tokenizer.eos_token_id == 1 and tokenizer.bos_token_id == 0
 
 
+def test_older_releases_of_transformers_get_the_vocabulary_from_the_header(good_file):
+    header = GgufFile.read(good_file)
+    with gguf_model._header_for_transformers(header, with_vocabulary=True):
+        found = tf.modeling_gguf_pytorch_utils.load_gguf_checkpoint(str(good_file))["tokenizer"]
+    assert found["tokens"] == header.metadata["tokenizer.ggml.tokens"]
+    assert found["merges"] == ["h e", "he l"]
+
+
 def test_dtype_on_a_cpu_is_float32_unless_another_is_asked_for(tmp_path):
     file = write_gguf(tmp_path / "m.gguf", tiny_model("llama", num_hidden_layers=1), "llama", "Q8_0")
     assert load_model(file).dtype == "float32" and load_model(file, dtype="bfloat16").dtype == "bfloat16"
@@ -130,6 +140,41 @@ def test_linear_and_yarn_scaling_of_positions(tmp_path):
     file = write_gguf(tmp_path / "yarn.gguf", model, "llama", "Q8_0", **scaling)
     rope = load_model(file).config.rope_parameters
     assert (rope["rope_type"], rope["factor"], rope["original_max_position_embeddings"]) == ("yarn", 4.0, 16)
+
+
+def test_llama_3s_scaling_of_positions_is_found_by_the_factors_of_its_frequencies(tmp_path):
+    """llama.cpp's converter writes the factors alone; transformers computes them from four numbers."""
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling |= {"rope_type": "llama3", "original_max_position_embeddings": 8192}
+    model = tiny_model("llama", num_hidden_layers=1)
+    config = tf.LlamaConfig(**{**SIZES, "head_dim": 64, "rope_parameters": {"rope_theta": 50000.0, **scaling}})
+    scaled = tf.models.llama.modeling_llama.LlamaRotaryEmbedding(config).inv_freq
+    plain = tf.models.llama.modeling_llama.LlamaRotaryEmbedding(model.config).inv_freq
+    factors = {"rope_freqs.weight": (plain / scaled).numpy()}
+    file = write_gguf(tmp_path / "m.gguf", model, "llama", "Q8_0", tensors=factors)
+    loaded = load_model(file)
+    found = loaded.config.rope_parameters
+    assert {key: found[key] for key in scaling} == scaling and not loaded.report.unused_tensors
+    file = write_gguf(tmp_path / "n.gguf", model, "llama", "Q8_0", tensors={"rope_freqs.weight": np.full(32, 1.5)})
+    with pytest.raises(
+        UnsupportedModelError, match=r"factors of rotary frequencies \(rope_freqs\) that are not Llama 3's"
+    ):
+        load_model(file)
+
+
+def test_longrope_has_the_factors_of_the_file(tmp_path):
+    model, rng = tiny_model("phi3", num_hidden_layers=1), np.random.default_rng(0)
+    factors = {f"rope_factors_{kind}.weight": rng.uniform(1, 2, 32).astype(np.float32) for kind in ("long", "short")}
+    more = {"phi3__rope__scaling__original_context_length": 32, "phi3__rope__scaling__attn_factor": 1.25}
+    loaded = load_model(write_gguf(tmp_path / "m.gguf", model, "phi3", "Q8_0", tensors=factors, **more))
+    rope = loaded.config.rope_parameters
+    assert (rope["rope_type"], rope["original_max_position_embeddings"], rope["attention_factor"]) == (
+        "longrope",
+        32,
+        1.25,
+    )
+    np.testing.assert_array_equal(np.float32(rope["long_factor"]), factors["rope_factors_long.weight"])
+    np.testing.assert_array_equal(np.float32(rope["short_factor"]), factors["rope_factors_short.weight"])
 
 
 @pytest.fixture(scope="module")

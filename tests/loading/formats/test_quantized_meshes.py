@@ -1,0 +1,33 @@
+"""Quantized checkpoints on a mesh of two devices, in a process that has them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from quantized_folders import tiny_llama
+from test_gptq_awq import awq_folder, gptq_folder
+
+SCRIPT = Path(__file__).with_name("mesh_of_two.py")
+ROOT = SCRIPT.parents[3]
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "num_dense"),
+    [(awq_folder, {}, 0), (gptq_folder, {"act_order": True}, 14)],
+)
+def test_tokens_on_two_devices_are_those_on_one(make, options, num_dense, tmp_path):
+    """Weights whose columns are in an order of their own become dense there: a device does not have all columns."""
+    folder, _ = make(tmp_path / "model", tiny_llama(torch.float16, intermediate_size=256), **options)
+    check(folder, num_dense)
+
+
+def check(folder, num_dense):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
+    command = [sys.executable, str(SCRIPT), str(folder), str(num_dense)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip().endswith("same tokens")
+    assert ("were made dense" in done.stderr) == (num_dense > 0)
