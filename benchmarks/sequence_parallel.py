@@ -38,7 +38,7 @@ def compiled(topology, length, num_layers, way):
     from torchax_serve.planning.abstract_model import abstract_model
     from torchax_serve.planning.cache_sizes import CacheSizes
     from torchax_serve.planning.compiled_steps import compile_step
-    from torchax_serve.planning.executors import choose_executor
+    from torchax_serve.planning.executors import planned_executor
     from torchax_serve.planning.topology import compiling_for, describe
     from torchax_serve.runtime.model_runtime import ModelRuntime
 
@@ -50,7 +50,7 @@ def compiled(topology, length, num_layers, way):
     model = abstract_model(module, mesh)
     runtime = ModelRuntime(module, model.weights, sharding=model.sharding)
     with compiling_for(chip):
-        executor = choose_executor(runtime, model.sharding, 64, length, 1)
+        executor = planned_executor(runtime, model.sharding, 64, length, 1)
     plan, num_slots = CacheSizes(model, chip, executor, 64, length, 1).plan()
     _, step = executor.steps(plan, num_slots, [length])
     least = model.sharding.min_tokens_to_shard

@@ -5,7 +5,7 @@ import time
 
 def steps_taken(model):
     for _ in range(1000):
-        stats = model.stats()
+        stats = model.engine.stats()
         if not (stats.scheduler.num_in_flight or stats.scheduler.num_running):
             return stats.num_steps
         time.sleep(0.01)

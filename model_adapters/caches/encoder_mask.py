@@ -37,7 +37,7 @@ class SourceMask:
         return (jnp.arange(num_inputs(padded_len)) < num_inputs(length)).astype(jnp.int32)[None]
 
 
-def mask_over_sounds(module: PreTrainedModel) -> SourceMask | None:
+def mask_over_audio(module: PreTrainedModel) -> SourceMask | None:
     """Returns the mask for the output of `module`'s audio encoder; None where it is not known."""
     names = quirks.of(module).encoder_mask
     return None if names is None else SourceMask(*(getattr(module.config, name) for name in names))

@@ -50,6 +50,8 @@ _DTYPES = {
     "C64": torch.complex64,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F4": torch.uint8,  # two numbers in a byte
 }
 
 _CHUNK_BYTES = 8 * 2**20
@@ -118,10 +120,12 @@ def read_entries(file: Path) -> dict[str, TensorEntry]:
         if description["dtype"] not in _DTYPES:
             raise CheckpointError(
                 f"tensor {name!r} of {file} has dtype {description['dtype']}, expected one of {', '.join(_DTYPES)}: "
-                "use an unquantized checkpoint of this model"
+                "use another checkpoint of this model"
             )
         start, end = description["data_offsets"]
         shape = tuple(description["shape"])
+        if description["dtype"] == "F4":
+            shape = (*shape[:-1], shape[-1] // 2)
         entries[name] = TensorEntry(name, _DTYPES[description["dtype"]], shape, file, data_start + start, end - start)
     return entries
 

@@ -12,7 +12,7 @@ import torch
 from model_adapters.loading.loaded_model import LoadedModel
 from model_adapters.loading.memory import give_back_freed
 from model_adapters.ops import compressed_weight
-from model_adapters.ops.compressed_weight import CompressedWeight, Weight
+from model_adapters.ops.compressed_weight import CompressedWeight, Stored, Weight
 from model_adapters.ops.cpu import compress
 from model_adapters.ops.cpu.huge_pages import HugePages, in_huge_pages
 
@@ -32,8 +32,8 @@ def prepare_weights(loaded: LoadedModel) -> int:
         return 0
     num_packed = pack_linear_weights(loaded.module, loaded.weights)
     for array in {id(array): array for array in loaded.weights.values()}.values():  # a tied one has several names
-        if not isinstance(array, CompressedWeight):
-            in_huge_pages(array)
+        for part in jax.tree.leaves(array) if not isinstance(array, CompressedWeight) else []:
+            in_huge_pages(part)
     give_back_freed()  # what packed weights were before
     return num_packed
 
@@ -59,9 +59,7 @@ def pack_linear_weights(module: torch.nn.Module, weights: dict[str, Weight]) -> 
 
     def is_packable(array: Weight) -> bool:
         return (
-            not isinstance(array, CompressedWeight)
-            and array.nbytes >= MIN_BYTES
-            and compress.unsupported_reason(array) is None
+            not isinstance(array, Stored) and array.nbytes >= MIN_BYTES and compress.unsupported_reason(array) is None
         )
 
     # Roughly in the order in which layers run, so that weights read one after the other are adjacent in memory.
@@ -75,7 +73,7 @@ def pack_linear_weights(module: torch.nn.Module, weights: dict[str, Weight]) -> 
     def pack_one(names: list[str], place: np.ndarray) -> bool:
         layers = [name for name in names if name in linear]
         array = weights[names[0]]
-        assert not isinstance(array, CompressedWeight)
+        assert isinstance(array, jax.Array)
         packed = compressed_weight.compress_weight(array, place, keeps_plain=len(layers) < len(names))
         weights.update(dict.fromkeys(layers, packed) if packed is not None else {})
         return packed is not None

@@ -7,15 +7,10 @@ own client at the listed commit: an interrupted download goes on where it was. T
 
 from __future__ import annotations
 
-import errno
 import fnmatch
-import os
+import logging
 import threading
-import urllib.parse
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +18,16 @@ import huggingface_hub
 from huggingface_hub import ModelInfo, constants, errors
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from model_adapters.errors import CheckpointError, InvalidArgumentError, ModelNotFoundError, TorchaxServeError
+from model_adapters.errors import CheckpointError
 from model_adapters.loading import checkpoint
 from model_adapters.loading.file_names import CONFIG, MODULES
+from model_adapters.loading.gguf_names import is_gguf_only, language_models, pick
+from model_adapters.loading.hub_request import HubRequest, hub_errors, is_connection_error, status_of
 from model_adapters.loading.model_class import read_config_json
 from model_adapters.loading.modules_json import read_modules, transformer_path
 from model_adapters.loading.progress import Advance, Progress, hub_bar_class
-from model_adapters.loading.short_names import near_matches
+
+logger = logging.getLogger("torchax_serve")
 
 NUM_CONNECTIONS = 8
 
@@ -38,27 +36,10 @@ _SMALL_FILES = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "addition
 _CODE_FILES = ("*.py", "custom_generate/*.py", "custom_generate/requirements.txt")
 
 
-@dataclass(frozen=True)
-class HubRequest:
-    """What to fetch and on whose behalf."""
-
-    hub_id: str
-    revision: str | None = None
-    token: str | bool | None = None
-    local_files_only: bool | None = None
-    cache_dir: str | os.PathLike[str] | None = None
-    with_weights: bool = True
-    with_code: bool = False
-    allow_pickle: bool = False
-
-    @property
-    def offline(self) -> bool:
-        """Whether the network is out of bounds, by this request or by the environment."""
-        return constants.is_offline_mode() if self.local_files_only is None else self.local_files_only
-
-
 def fetch(request: HubRequest, progress: Progress) -> tuple[Path, int]:
     """Returns the cached folder with the files of a model, and the bytes that had to be downloaded for it.
+
+    Of a repository of GGUF files it is one of these and not the folder.
 
     Without a network a complete cached copy is used.
 
@@ -67,11 +48,13 @@ def fetch(request: HubRequest, progress: Progress) -> tuple[Path, int]:
         CheckpointError: no ``config.json``, pickle files only, an index without its files, a cache that cannot be
             written or lacks files.
     """
-    with _hub_errors(request):
+    with hub_errors(request):
         info = None if request.offline else _info(request, request.revision)
         if info is None:
             return _cached(request), 0
         listed = {each.rfilename for each in info.siblings or []}
+        if request.gguf is not None or is_gguf_only(listed):
+            return _gguf(request, info, progress)
         # by the revision's name, so that the cache knows where it leads to
         first = _file(request, CONFIG if CONFIG in listed or MODULES not in listed else MODULES, request.revision)
         folder = first.parent
@@ -86,7 +69,45 @@ def fetch(request: HubRequest, progress: Progress) -> tuple[Path, int]:
         return folder, sum(missing.values())
 
 
-def _download(request: HubRequest, names: list[str], commit: str, advance: Advance) -> None:
+def _gguf(request: HubRequest, info: ModelInfo, progress: Progress) -> tuple[Path, int]:
+    """Returns the GGUF file that is asked for, and the bytes that had to be downloaded for it."""
+    sizes = {each.rfilename: each.size or 0 for each in info.siblings or []}
+    name = pick(sizes, request.gguf, request.hub_id, _HOW)
+    commit = info.sha or request.revision or "main"
+    try:
+        return _file(request, name, commit, local=True), 0
+    except errors.LocalEntryNotFoundError:
+        pass
+    if request.gguf is None:
+        logger.warning("%s: %s is taken, one of %d GGUF files", request.hub_id, name, len(language_models(sizes)))
+    with progress.stage(f"downloading {request.hub_id}", sizes[name]) as advance:
+        _download(request, [name], request.revision, advance)  # by its name, so that the cache knows where it leads to
+    return _file(request, name, request.revision, local=True), sizes[name]
+
+
+_HOW = "name one behind a colon, organisation/name:Q4_K_M"
+
+
+def _cached_gguf(request: HubRequest) -> Path | None:
+    """Returns a GGUF file of the cached copy; None if there is no copy, or none with GGUF files alone."""
+    try:
+        folder = Path(
+            huggingface_hub.snapshot_download(
+                request.hub_id,
+                revision=request.revision,
+                cache_dir=None if request.cache_dir is None else Path(request.cache_dir),
+                local_files_only=True,
+            )
+        )
+    except errors.LocalEntryNotFoundError:
+        return None
+    names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+    if request.gguf is None and not is_gguf_only(names):
+        return None
+    return folder / pick(names, request.gguf, f"the cached copy of {request.hub_id}", _HOW)
+
+
+def _download(request: HubRequest, names: list[str], commit: str | None, advance: Advance) -> None:
     """Fetches files side by side; the first error, or Ctrl-C, ends those that are under way."""
     lock, stopped = threading.Lock(), threading.Event()
 
@@ -114,6 +135,8 @@ class _StoppedError(Exception):
 
 def _cached(request: HubRequest) -> Path:
     """Returns the folder of a cached copy; LocalEntryNotFoundError without one, CheckpointError without weights."""
+    if (file := _cached_gguf(request)) is not None:
+        return file
     try:
         folder = _file(request, CONFIG, request.revision, local=True).parent
     except errors.LocalEntryNotFoundError:
@@ -143,8 +166,10 @@ def _info(request: HubRequest, revision: str | None) -> ModelInfo | None:
             request.hub_id, revision=revision, files_metadata=True, timeout=constants.DEFAULT_ETAG_TIMEOUT
         )
     except Exception as error:
-        if not _is_connection_error(error) and (_status(error) or 0) < 500:
+        if not is_connection_error(error) and (status_of(error) or 0) < 500:
             raise
+        if _cached_gguf(request) is not None:
+            return None
         try:
             _file(request, CONFIG, revision, local=True)
         except errors.LocalEntryNotFoundError:
@@ -246,104 +271,3 @@ def _commit_of(config: Path, model: str) -> str:
 def _extra_names(config: Path) -> tuple[str, ...]:
     model_type: Any = read_config_json(config).get("model_type")
     return getattr(CONFIG_MAPPING[model_type], "extra_files", ()) if model_type in CONFIG_MAPPING else ()
-
-
-def _status(error: BaseException) -> int | None:
-    return getattr(getattr(error, "response", None), "status_code", None)
-
-
-def _file_of(error: errors.EntryNotFoundError) -> str:
-    """Returns the file that a refusal is about."""
-    url = str(getattr(getattr(error, "response", None), "url", ""))
-    return urllib.parse.unquote(url.partition("/resolve/")[2].partition("/")[2].partition("?")[0]) or CONFIG
-
-
-def _is_connection_error(error: BaseException) -> bool:
-    """Tells whether a request never got an answer: the classes of the HTTP client, whichever the hub's release uses."""
-    if isinstance(error, errors.OfflineModeIsEnabled | ConnectionError | TimeoutError):
-        return True
-    return isinstance(error, errors.HTTPError) and not isinstance(error, errors.HfHubHTTPError)
-
-
-@contextmanager
-def _hub_errors(request: HubRequest) -> Iterator[None]:
-    """Turns what the hub's client raises into one line of ours."""
-    try:
-        yield
-    except TorchaxServeError:
-        raise
-    except Exception as error:
-        found = _translated(error, request)
-        if found is None:
-            raise
-        raise found from error
-
-
-def _translated(error: Exception, request: HubRequest) -> TorchaxServeError | None:
-    if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, errors.HfHubHTTPError):
-        error = error.__cause__  # the client has looked into its cache after the hub's refusal
-    name, endpoint = request.hub_id, constants.ENDPOINT
-    status = _status(error)
-    revision = request.revision or "main"
-    if isinstance(error, errors.HFValidationError):
-        return InvalidArgumentError(f"{name!r} is no hub id: expected organisation/name")
-    if isinstance(error, errors.GatedRepoError) or (status == 403):
-        have = "the token has no access to it" if _has_token(request) else "no token was given"
-        return ModelNotFoundError(
-            f"{name} is gated and {have}: accept its conditions at {endpoint}/{name}, then log in with "
-            "`hf auth login`, set HF_TOKEN or pass token="
-        )
-    if isinstance(error, errors.RevisionNotFoundError):
-        return ModelNotFoundError(
-            f"{name} has no revision {revision!r}: give a branch, tag or commit listed at {endpoint}/{name}"
-        )
-    if isinstance(error, errors.RepositoryNotFoundError) or status == 401:
-        near = near_matches(name)
-        hint = f" Names like it: {', '.join(near)}." if near else ""
-        return ModelNotFoundError(
-            f"{endpoint} has no model {name}, or it is private: check the spelling, or pass a token that may read it."
-            + hint
-        )
-    if isinstance(error, errors.LocalEntryNotFoundError) or _is_connection_error(error):
-        if request.offline:
-            return ModelNotFoundError(
-                f"no cached copy of {name} (revision {revision}), and the network is switched off "
-                "(HF_HUB_OFFLINE or local_files_only): run once with the network, or name a folder"
-            )
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        return ModelNotFoundError(
-            f"cannot reach {endpoint} for {name} and there is no cached copy ({reason}): check the network, "
-            "set HF_ENDPOINT to a mirror, or name a folder"
-        )
-    if isinstance(error, errors.EntryNotFoundError):
-        file = _file_of(error)
-        if file != CONFIG:
-            return CheckpointError(f"{name} (revision {revision}) lacks {file}, which its listing names: ask its owner")
-        return CheckpointError(
-            f"{name} (revision {revision}) holds no {CONFIG}, so it is not a transformers model: "
-            "look for a repository of this model in transformers' format"
-        )
-    if isinstance(error, errors.HfHubHTTPError):
-        return ModelNotFoundError(
-            f"{endpoint} answered {status} for {name} and there is no cached copy: try again later, or name a folder"
-        )
-    return _translated_os_error(error, request) if isinstance(error, OSError) else None
-
-
-def _translated_os_error(error: OSError, request: HubRequest) -> TorchaxServeError:
-    cache = request.cache_dir or constants.HF_HUB_CACHE
-    if error.errno == errno.ENOSPC:
-        return CheckpointError(f"no space left in the cache {cache} for {request.hub_id}: free some, or set HF_HOME")
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT, errno.EEXIST):
-        return CheckpointError(
-            f"the cache {cache} cannot be written ({error.strerror}): set HF_HOME or pass cache_dir= to a folder "
-            "where you may write"
-        )
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return CheckpointError(f"downloading {request.hub_id} failed ({reason}): try again")
-
-
-def _has_token(request: HubRequest) -> bool:
-    if request.token is False:
-        return False
-    return isinstance(request.token, str) or huggingface_hub.get_token() is not None

@@ -22,11 +22,15 @@ from transformers import (
 )
 
 from model_adapters.errors import CheckpointError, UnsupportedModelError
+from model_adapters.loading.formats.gguf_file import GgufFile
+from model_adapters.loading.formats.gguf_model import tokenizer_of
 from model_adapters.loading.memory import PeakMemory
 from model_adapters.loading.model_class import require_causal_module
 from model_adapters.loading.model_source import ModelSource
 from model_adapters.loading.tensor_match import TensorMatch, some
 from model_adapters.ops.compressed_weight import Weight
+from model_adapters.quantization.loading import describe_weights
+from model_adapters.quantization.selection import Selection
 from model_adapters.sharding.model_sharding import ModelSharding
 
 T = TypeVar("T")
@@ -58,6 +62,7 @@ class LoadReport:
     num_shared: int  # names whose array another name has as well
     unused_tensors: tuple[str, ...] = ()  # names in the files that the class has no place for
     missing_tensors: tuple[str, ...] = ()  # names of the class that the files lack: a head, a pooler; left out
+    quantization: str = ""  # which weights have how many bits, in one line; "" if all are dense
 
     @property
     def lack(self) -> str:
@@ -139,6 +144,8 @@ class LoadedModel:
             ) from error
 
     def _load_tokenizer(self) -> PreTrainedTokenizerBase | None:
+        if self.source.gguf is not None:
+            return tokenizer_of(GgufFile.read(self.source.gguf))
         folder = self.files_folder
         if folder is None or not any((folder / name).is_file() for name in _TOKENIZER_FILES):
             return None
@@ -187,8 +194,12 @@ def report_of(
     load_s: float,
     checkpoint_bytes: int | None,
     match: TensorMatch | None = None,
+    selection: Selection | None = None,
 ) -> LoadReport:
-    """Counts the arrays; `checkpoint_bytes` and `match` are None where there were no files."""
+    """Counts the arrays; `checkpoint_bytes` and `match` are None where there were no files.
+
+    `selection` says which weights were quantized while they were loaded, if any.
+    """
     unique = {id(array): array.nbytes for array in weights.values()}
     weights_bytes = sum(unique.values())
     return LoadReport(
@@ -202,4 +213,5 @@ def report_of(
         num_shared=len(weights) - len(unique),
         unused_tensors=() if match is None else match.unused,
         missing_tensors=() if match is None else match.missing,
+        quantization=describe_weights(weights, None if selection is None else selection.num_dense),
     )

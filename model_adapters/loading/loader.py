@@ -20,21 +20,26 @@ from model_adapters.errors import (
     InvalidArgumentError,
     OutOfMemoryError,
     TorchaxServeError,
+    UnsupportedArgumentError,
     UnsupportedModelError,
 )
 from model_adapters.loading import random_weights as random_init
-from model_adapters.loading.checkpoint import Checkpoint, weight_files
 from model_adapters.loading.custom_generate import attach_own_generate
 from model_adapters.loading.file_names import CONFIG
+from model_adapters.loading.formats.placement import StoredWeights
 from model_adapters.loading.loaded_model import LoadedModel, numpy_dtype, report_of
 from model_adapters.loading.memory import PeakMemory, check_fits
-from model_adapters.loading.model_class import find_class, load_config, module_of, torch_dtype_of
+from model_adapters.loading.model_class import find_class, module_of, torch_dtype_of
+from model_adapters.loading.model_files import AnyCheckpoint, ModelFiles, dense_note
 from model_adapters.loading.model_source import ModelSource, resolve
 from model_adapters.loading.progress import Progress, SilentProgress
 from model_adapters.loading.shared_weights import share_weights, without_adapters
 from model_adapters.loading.tensor_match import TensorMatch, logger, smaller_classes, without_missing_parts
 from model_adapters.loading.weight_sink import DevicePlacement, DevicePut, WeightSink, meta_like
 from model_adapters.ops.compressed_weight import Weight
+from model_adapters.quantization.loading import WeightQuantizer
+from model_adapters.quantization.rules import QuantizationRules, parse_rules
+from model_adapters.quantization.selection import Selection
 from model_adapters.sharding.model_sharding import ModelSharding
 
 
@@ -55,37 +60,36 @@ def load_model(
     device_put: DevicePut | None = None,
     mesh: Mesh | None = None,
     refuse_uneven: bool = False,
+    quantization: Any = None,
+    requantize: bool = False,
 ) -> LoadedModel:
     """Loads a model of any architecture that transformers has: module on the meta device, weights as JAX arrays.
 
     Args:
-        model: What `resolve` accepts, or a `PreTrainedModel` in main memory, which is put into eval mode and shares its
-            tensors. A ``PeftModel`` with adapters means the model inside.
+        model: What `resolve` accepts, or a `PreTrainedModel` in main memory (also in a ``PeftModel``), to share.
         revision, token, local_files_only, cache_dir: See `resolve`.
-        dtype: Of floating-point weights; "auto": as the configuration says, else as the files. Buffers, and weights
-            that the architecture keeps in float32, keep theirs.
+        dtype: Of floating-point weights; "auto": as the configuration or the files. What the architecture keeps in
+            float32 stays so.
         trust_remote_code: Run the Python code of the repository.
         allow_pickle: Load tensors (nothing else) from pickle files where there is no safetensors file.
-        strict: Raise for tensors in the files that the class has no place for, and for a head that the files lack.
-            Otherwise they are ignored, as in transformers, with one line of the logger ``torchax_serve``.
+        strict: Raise for tensors that the class has no place for, and for a missing head; else one line is logged.
         progress: Shown for download and load.
-        random_weights, seed: Read no checkpoint: take the configuration (folder, hub id or JSON file) and draw the
-            weights from the architecture's own initial distributions.
-        device_put: Places each array, e.g. ``lambda name, x: jax.device_put(x, sharding_of(name))``; gets a numpy array
-            (a jax.Array for random weights). Default: the default device, on the CPU without a copy.
+        random_weights, seed: Read the configuration alone; draw weights from the architecture's own distributions.
+        device_put: Places each array, a numpy array or a jax.Array: ``lambda name, x: jax.device_put(x, place(name))``.
         mesh: Devices that share the weights by the model's sharding rules. Not together with `device_put`.
         refuse_uneven: With `mesh`, raise for sizes that would have to be padded with zeros.
+        quantization: What `parse_rules` accepts: weights that become so; "none": those of quantized files become dense.
+        requantize: Let `quantization` round weights again that are quantized in the files.
 
     Raises:
         ModelNotFoundError, CheckpointError, UnsupportedModelError, InvalidArgumentError, OutOfMemoryError: in one line.
     """
-    if mesh is not None and device_put is not None:
-        raise InvalidArgumentError("mesh and device_put: expected one of them, got both; leave one out")
+    rules = _rules_for(quantization, mesh, device_put)
     shown, torch_dtype = progress or SilentProgress(), torch_dtype_of(dtype)
     model = without_adapters(model)
     if isinstance(model, PreTrainedModel):
         _refuse(revision=revision, random_weights=random_weights or None, dtype=torch_dtype, strict=strict or None)
-        return share_weights(model, device_put=device_put, mesh=mesh, refuse_uneven=refuse_uneven)
+        return share_weights(model, device_put=device_put, mesh=mesh, refuse_uneven=refuse_uneven, rules=rules)
     files: dict[str, Any] = {"with_code": trust_remote_code, "allow_pickle": allow_pickle, "cache_dir": cache_dir}
     files |= {"revision": revision, "token": token, "local_files_only": local_files_only}
     source = resolve(model, progress=shown, with_weights=not random_weights, **files)
@@ -94,10 +98,28 @@ def load_model(
             f"{source.name} is a configuration without weights: pass its folder, or random_weights=True"
         )
     with _memory_running_out(source.name):
-        builder = _Builder(source, torch_dtype, trust_remote_code, device_put, mesh, refuse_uneven)
+        builder = _Builder(source, torch_dtype, trust_remote_code, device_put, mesh, refuse_uneven, rules)
+        builder.makes_dense = builder.files.is_made_dense(quantization, requantize)
         if random_weights:
             return builder.with_random_weights(seed, shown)
         return builder.from_checkpoint(allow_pickle, strict, shown)
+
+
+def _rules_for(quantization: Any, mesh: Mesh | None, device_put: DevicePut | None) -> QuantizationRules | None:
+    """Returns the rules for weights that are placed so.
+
+    Raises:
+        InvalidArgumentError: two ways to place weights; rules that are none.
+        UnsupportedArgumentError: weights that are quantized cannot be placed so.
+    """
+    if mesh is not None and device_put is not None:
+        raise InvalidArgumentError("mesh and device_put: expected one of them, got both; leave one out")
+    rules = parse_rules(quantization)
+    if rules is not None and device_put is not None:
+        raise UnsupportedArgumentError(
+            "quantization: expected a mesh or one device, got device_put, which places dense arrays; leave it out"
+        )
+    return rules
 
 
 def _refuse(**given: Any) -> None:
@@ -130,43 +152,42 @@ class _Builder:
         device_put: DevicePut | None,
         mesh: Mesh | None,
         refuse_uneven: bool,
+        rules: QuantizationRules | None,
     ) -> None:
         assert source.path is not None
         self._source, self._trust = source, trust_remote_code
         self._device_put, self._mesh, self._refuse_uneven = device_put, mesh, refuse_uneven
         self._sharding: ModelSharding | None = None
+        self._rules, self.makes_dense = rules, False
+        self._selection: Selection | None = None
         self._allow_pickle = False
         self._match: TensorMatch | None = None
         self._peak, self._start = PeakMemory(), time.perf_counter()
-        file = source.path if source.kind == "config" else source.path / CONFIG
-        config = load_config(file, trust_remote_code=trust_remote_code)
+        self.files = ModelFiles.of(source, trust_remote_code=trust_remote_code)
+        config = self.files.config
         self._class, self._config = find_class(config, folder=source.folder, trust_remote_code=trust_remote_code)
         said: Any = config.dtype or self._config.dtype
         self._dtype: torch.dtype | None = dtype if dtype is not None else said
 
     def _placement(self) -> DevicePlacement:
         """Returns where the arrays go; lays the class out on the mesh, if there is one."""
-        if self._mesh is None:
-            return DevicePlacement(self._device_put)
+        if self._mesh is None and self._rules is None:
+            return DevicePlacement(self._device_put, stored=StoredWeights(None, self.makes_dense))
         empty = module_of(self._class, self._config, self._dtype or torch.float32)
-        self._sharding = ModelSharding.of(empty, self._mesh, refuse_uneven=self._refuse_uneven)
-        return DevicePlacement(self._sharding.put)
+        if self._mesh is not None:
+            self._sharding = ModelSharding.of(empty, self._mesh, refuse_uneven=self._refuse_uneven)
+        self._selection = None if self._rules is None else Selection.of(empty, self._rules)
+        quantizer = None if self._selection is None else WeightQuantizer(self._selection, self._sharding)
+        put = None if self._sharding is None else self._sharding.put
+        return DevicePlacement(put, quantizer, stored=StoredWeights(self._sharding, self.makes_dense))
 
     def from_checkpoint(self, allow_pickle: bool, strict: bool, progress: Progress) -> LoadedModel:
         """Returns the model with the weights of the files."""
         assert self._source.path is not None
         self._allow_pickle = allow_pickle
-        checkpoint = Checkpoint.of(
-            weight_files(
-                self._source.path,
-                explicit=getattr(self._config, "transformers_weights", None),
-                extra=getattr(type(self._config), "extra_files", ()),
-                allow_pickle=allow_pickle,
-            )
-        )
+        checkpoint = self.files.checkpoint(self._class, self._config, allow_pickle=allow_pickle)
         dtype = self._checked(self._dtype or checkpoint.dtype or torch.float32)
-        sizes = checkpoint.sizes_in(dtype).values()
-        self._check_fits(list(sizes))
+        self._check_fits(list(checkpoint.sizes_in(dtype).values()), dtype)
         module, place, sink = self._read(checkpoint, dtype, strict, progress)
         weights = _harvest(module, place, sink)
         loaded = self._loaded(module, weights, dtype, checkpoint.num_bytes)
@@ -174,10 +195,12 @@ class _Builder:
         if note := self._match.note(self._source.name, type(module).__name__):
             logger.warning("%s", note)
         self._match.log_names()
+        if note := dense_note(checkpoint):
+            logger.warning("%s: %s", self._source.name, note)
         return loaded
 
     def _read(
-        self, checkpoint: Checkpoint, dtype: torch.dtype, strict: bool, progress: Progress
+        self, checkpoint: AnyCheckpoint, dtype: torch.dtype, strict: bool, progress: Progress
     ) -> tuple[PreTrainedModel, DevicePlacement, WeightSink]:
         """Returns the largest module whose tensors are all in the files: that of the class, or a part of it.
 
@@ -206,7 +229,7 @@ class _Builder:
         raise first.error(self._source.name)
 
     def _read_class(
-        self, checkpoint: Checkpoint, dtype: torch.dtype, progress: Progress
+        self, checkpoint: AnyCheckpoint, dtype: torch.dtype, progress: Progress
     ) -> tuple[PreTrainedModel, DevicePlacement, WeightSink]:
         place = self._placement()
         sink = WeightSink(place, self._peak)
@@ -229,12 +252,12 @@ class _Builder:
             if init.has_recorded(module):
                 break
         sizes = [tensor.numel() * tensor.element_size() for tensor in set(named_tensors(module).values())]
-        self._check_fits(list(sizes))
+        self._check_fits(list(sizes), dtype)
         planned = random_init.planned_dtypes(module, dtype)
         std = getattr(self._config.get_text_config(), "initializer_range", None) or 0.02
         with progress.stage(f"drawing random weights for {self._source.name}", sum(sizes)) as advance:
 
-            def fill(name: str, tensor: torch.Tensor) -> jax.Array:
+            def fill(name: str, tensor: torch.Tensor) -> Weight:
                 wanted = planned.get(name, tensor.dtype)
                 on_device = jax.default_backend() != "cpu"
                 values = (
@@ -247,10 +270,15 @@ class _Builder:
             weights = _harvest(module, place, sink, fill)
         return self._loaded(module, weights, dtype, None)
 
-    def _check_fits(self, sizes: list[int]) -> None:
+    def _check_fits(self, sizes: list[int], dtype: torch.dtype) -> None:
+        """Raises OutOfMemoryError if tensors of `sizes` bytes, those that are quantized with fewer, do not fit."""
+        total = sum(sizes)
+        if self._rules is not None:
+            empty = module_of(self._class, self._config, dtype)
+            total -= Selection.of(empty, self._rules).saved_bytes(empty)
         on_one_device = self._device_put is None and self._mesh is None
         check_fits(
-            sum(sizes), max(sizes), what=self._source.name, device=jax.local_devices()[0], on_one_device=on_one_device
+            total, max(sizes), what=self._source.name, device=jax.local_devices()[0], on_one_device=on_one_device
         )
 
     def _checked(self, dtype: torch.dtype) -> torch.dtype:
@@ -278,14 +306,16 @@ class _Builder:
         self, module: PreTrainedModel, weights: dict[str, Weight], dtype: torch.dtype, checkpoint_bytes: int | None
     ) -> LoadedModel:
         folder = self._source.folder
-        module.config.name_or_path = module.name_or_path = str(self._source.hub_id or self._source.path)
+        module.config.name_or_path = module.name_or_path = str(
+            self._source.hub_id or self._source.gguf or self._source.path
+        )
         if module.can_generate() and folder is not None:
             module.generation_config = _generation_config(folder, module)
             if self._trust:
                 attach_own_generate(module, folder)
         jax.block_until_ready(weights)
         took = time.perf_counter() - self._start
-        report = report_of(weights, self._peak, self._source, took, checkpoint_bytes, self._match)
+        report = report_of(weights, self._peak, self._source, took, checkpoint_bytes, self._match, self._selection)
         generation = module.generation_config if module.can_generate() else None
         return LoadedModel(
             module,
@@ -306,7 +336,7 @@ def _harvest(module: PreTrainedModel, place: DevicePlacement, sink: WeightSink, 
 
     `fill` returns the array of a tensor that is not in the sink; without it such a tensor must have values.
     """
-    by_tensor: dict[int, tuple[torch.Tensor, torch.Tensor, jax.Array]] = {}  # kept alive: ids must stay unique
+    by_tensor: dict[int, tuple[torch.Tensor, torch.Tensor, Weight]] = {}  # kept alive: ids must stay unique
     weights: dict[str, Weight] = {}
     for name, tensor in named_tensors(module).items():
         array = sink.array_for(tensor)

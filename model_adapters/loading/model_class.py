@@ -71,8 +71,8 @@ def read_config_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def _refuse_what_is_not_honoured(content: Mapping[str, Any], file: Path) -> None:
-    for name in ("quantization_config", "compression_config"):
+def _refuse_what_is_not_honoured(content: Mapping[str, Any], file: Path, *, allow_quantized: bool) -> None:
+    for name in () if allow_quantized else ("quantization_config", "compression_config"):
         settings = content.get(name)
         if settings:
             method = settings.get("quant_method", "unnamed method") if isinstance(settings, dict) else settings
@@ -87,8 +87,10 @@ def _refuse_what_is_not_honoured(content: Mapping[str, Any], file: Path) -> None
         )
 
 
-def load_config(file: Path, *, trust_remote_code: bool) -> PreTrainedConfig:
+def load_config(file: Path, *, trust_remote_code: bool, allow_quantized: bool = False) -> PreTrainedConfig:
     """Returns the configuration in `file` (a ``config.json`` by whatever name).
+
+    With `allow_quantized` what it says about quantization is taken off: the caller reads the weights by it.
 
     Raises:
         CheckpointError: not readable, or with values that its class refuses.
@@ -96,7 +98,7 @@ def load_config(file: Path, *, trust_remote_code: bool) -> PreTrainedConfig:
             without `trust_remote_code`.
     """
     content = read_config_json(file)
-    _refuse_what_is_not_honoured(content, file)
+    _refuse_what_is_not_honoured(content, file, allow_quantized=allow_quantized)
     auto_map = content.get("auto_map")
     auto_map = auto_map if isinstance(auto_map, dict) else {}
     if trust_remote_code:
@@ -143,6 +145,10 @@ def _first_name(architectures: Any) -> str | None:
 def _made(make: Any, file: Path) -> PreTrainedConfig:
     try:
         config = make()
+        for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+            for name in ("quantization_config", "compression_config"):
+                if isinstance(part, PreTrainedConfig) and hasattr(part, name):
+                    delattr(part, name)
         if "flash" in str(config._attn_implementation):  # an extension for CUDA; attention here runs on JAX
             config._attn_implementation = None
         return config

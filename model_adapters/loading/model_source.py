@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from model_adapters.errors import InvalidArgumentError, ModelNotFoundError
 from model_adapters.loading.file_names import CONFIG
+from model_adapters.loading.gguf_names import SUFFIX, gguf_in, split_tag
 from model_adapters.loading.short_names import near_matches, short_name
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ EMBEDDED = Path(__file__).parents[2] / "torchax_serve" / "embedded"
 
 Kind = Literal["embedded", "hub", "folder", "object", "config"]
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_FORMS = "a short name, a hub id (organisation/name), a folder, or nothing for the embedded model"
+_FORMS = "a short name, a hub id (organisation/name), a folder, a GGUF file, or nothing for the embedded model"
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,12 @@ class ModelSource:
     revision: str | None = None  # the commit, for kind "hub"
     download_bytes: int = 0  # that were not in the cache
     download_s: float = 0.0
+    gguf: Path | None = None  # the GGUF file that is the model; `path` is the folder around it
 
     @property
     def folder(self) -> Path | None:
         """The folder whose files (tokenizer, code, generation configuration) belong to the model, if there is one."""
-        return self.path if self.kind in ("embedded", "hub", "folder") else None
+        return self.path if self.kind in ("embedded", "hub", "folder") and self.gguf is None else None
 
 
 def resolve(
@@ -78,18 +80,29 @@ def resolve(
     if isinstance(source, ModelSource):
         return source
     # What downloads and shows progress is imported where it is needed: names are checked before anything else.
-    from model_adapters.loading.hub import HubRequest, fetch
+    from model_adapters.loading.hub import fetch
+    from model_adapters.loading.hub_request import HubRequest
     from model_adapters.loading.progress import SilentProgress
 
     hub_id = source
+    name = str(name_or_path).strip()
+    may_unpickle, tag = allow_pickle and with_weights, split_tag(name)[1]
     request = HubRequest(
-        hub_id, revision, token, local_files_only, cache_dir, with_weights, with_code, allow_pickle and with_weights
+        hub_id, revision, token, local_files_only, cache_dir, with_weights, with_code, may_unpickle, tag
     )
     start = time.perf_counter()
     folder, download_bytes = fetch(request, progress or SilentProgress())
     took = time.perf_counter() - start
-    name = str(name_or_path).strip()
+    if folder.suffix == SUFFIX:
+        file, commit = folder, _commit_of(folder)
+        return ModelSource("hub", name, file.parent, hub_id, commit, download_bytes, took, gguf=file)
     return ModelSource("hub", name, _model_folder(folder), hub_id, folder.name, download_bytes, took)
+
+
+def _commit_of(file: Path) -> str:
+    """Returns the commit of a file in the hub's cache: the folder below ``snapshots``."""
+    parts = file.parts
+    return parts[parts.index("snapshots") + 1] if "snapshots" in parts else file.parent.name
 
 
 def _model_folder(folder: Path) -> Path:
@@ -143,11 +156,16 @@ def _local_source(name_or_path: str | os.PathLike[str] | None) -> ModelSource | 
     path = Path(text).expanduser()
     try:
         if path.is_dir():
+            if (found := gguf_in(path)) is not None:
+                return ModelSource("folder", text, path, gguf=found)
             return ModelSource("folder", text, _model_folder(path))
         if path.is_file():
+            if path.suffix == SUFFIX:
+                return ModelSource("folder", text, path.parent, gguf=path)
             if path.suffix != ".json":
                 raise ModelNotFoundError(
-                    f"{text} is a file, expected the folder around it (or a .json configuration for random weights)"
+                    f"{text} is a file, expected the folder around it, a .gguf file, or a .json configuration for "
+                    "random weights"
                 )
             return ModelSource("config", text, path)
     except OSError as error:  # such as a name too long for a file
@@ -161,8 +179,9 @@ def _hub_id(name: str) -> str:
     entry = short_name(name)
     if entry is not None:
         return entry.hub_id
-    if _HUB_ID.fullmatch(name.strip()):
-        return name.strip()
+    hub_id, _ = split_tag(name)
+    if _HUB_ID.fullmatch(hub_id.strip()):
+        return hub_id.strip()
     near = near_matches(name)
     hint = f"did you mean {', '.join(near)}? " if near else ""
     raise ModelNotFoundError(f"no model is called {name!r}: {hint}Expected {_FORMS}")

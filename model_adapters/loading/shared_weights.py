@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import jax
 from jax.sharding import Mesh
 from transformers import PreTrainedModel
 
@@ -17,6 +16,9 @@ from model_adapters.loading.memory import PeakMemory
 from model_adapters.loading.model_source import of_object
 from model_adapters.loading.weight_sink import DevicePlacement, DevicePut
 from model_adapters.ops.compressed_weight import Weight
+from model_adapters.quantization.loading import WeightQuantizer
+from model_adapters.quantization.rules import QuantizationRules
+from model_adapters.quantization.selection import Selection
 from model_adapters.sharding.model_sharding import ModelSharding
 
 
@@ -29,12 +31,18 @@ def without_adapters(model: Any) -> Any:
 
 
 def share_weights(
-    module: PreTrainedModel, *, device_put: DevicePut | None, mesh: Mesh | None, refuse_uneven: bool
+    module: PreTrainedModel,
+    *,
+    device_put: DevicePut | None,
+    mesh: Mesh | None,
+    refuse_uneven: bool,
+    rules: QuantizationRules | None = None,
 ) -> LoadedModel:
     """Returns a model that the caller has loaded, its weights as arrays over the same memory where that is possible.
 
     Args:
         module: The model, in main memory; it is put into eval mode.
+        rules: Which weights are quantized: those are copies, next to the module's own; the others share memory.
         device_put, mesh, refuse_uneven: As in `model_adapters.loading.loader.load_model`.
 
     Raises:
@@ -42,7 +50,6 @@ def share_weights(
         InvalidArgumentError: its tensors are not in main memory, or its rules do not fit `mesh`.
     """
     sharding = None if mesh is None else ModelSharding.of(module, mesh, refuse_uneven=refuse_uneven)
-    place = DevicePlacement(device_put if sharding is None else sharding.put)
     if getattr(module, "is_quantized", False) or getattr(module, "hf_quantizer", None) is not None:
         raise UnsupportedModelError(
             f"the {type(module).__name__} that was passed is quantized, which is not supported: load it unquantized"
@@ -54,16 +61,19 @@ def share_weights(
             "call model.cpu() first (a model on the meta device has no weights to share)"
         )
     check_floats(module)
+    selection = None if rules is None else Selection.of(module, rules)
+    quantizer = None if selection is None else WeightQuantizer(selection, sharding)
+    place = DevicePlacement(device_put if sharding is None else sharding.put, quantizer)
     peak, start = PeakMemory(), time.perf_counter()
     module.eval()
-    arrays: dict[int, jax.Array] = {}
+    arrays: dict[int, Weight] = {}
     weights: dict[str, Weight] = {}
     for name, tensor in named_tensors(module).items():
         if id(tensor) not in arrays:
             arrays[id(tensor)] = place(name, tensor)
         weights[name] = arrays[id(tensor)]
     source = of_object(module.name_or_path or "")
-    report = report_of(weights, peak, source, time.perf_counter() - start, None)
+    report = report_of(weights, peak, source, time.perf_counter() - start, None, selection=selection)
     generation = module.generation_config if module.can_generate() else None
     dtype = numpy_dtype(module.dtype)
     return LoadedModel(module, weights, source, module.config, generation, dtype, report, sharding=sharding)

@@ -27,7 +27,13 @@ from transformers import PreTrainedModel, core_model_loading, modeling_utils
 from transformers.utils.loading_report import LoadStateDictInfo
 
 from model_adapters.bridge.host_arrays import to_jax_zero_copy, to_numpy
+from model_adapters.bridge.views import to_jax_array
+from model_adapters.errors import UnsupportedArgumentError
+from model_adapters.loading.formats.placement import StoredWeights
+from model_adapters.loading.formats.quantized_tensor import QuantizedTensor
 from model_adapters.loading.memory import PeakMemory, give_back_freed
+from model_adapters.ops.compressed_weight import Weight
+from model_adapters.quantization.loading import WeightQuantizer
 
 DevicePut = Callable[[str, Any], jax.Array]
 """``(name, array on the host or on the default device) -> array where it is to live``."""
@@ -38,22 +44,52 @@ _one_load = threading.Lock()  # the patches below apply to all threads of the pr
 
 
 class DevicePlacement:
-    """Puts arrays where they are to live, and waits before too many copies from the host are under way."""
+    """Puts arrays where they are to live, and waits before too many copies from the host are under way.
 
-    def __init__(self, device_put: DevicePut | None) -> None:
-        self._device_put = device_put
+    Args:
+        device_put: Places each array; None is the default device.
+        quantizer: Quantizes some of them, on the default device.
+        stored: Places weights that are quantized in the checkpoint.
+    """
+
+    def __init__(
+        self,
+        device_put: DevicePut | None,
+        quantizer: WeightQuantizer | None = None,
+        *,
+        stored: StoredWeights | None = None,
+    ) -> None:
+        self._device_put, self._quantizer = device_put, quantizer
+        self._stored = StoredWeights() if stored is None else stored
         self._in_flight: deque[jax.Array] = deque()
 
-    def __call__(self, name: str, tensor: torch.Tensor) -> jax.Array:
+    def __call__(self, name: str, tensor: torch.Tensor) -> Weight:
         """The JAX array of a CPU tensor; on the CPU backend the very memory where that can be."""
+        if isinstance(tensor, QuantizedTensor):
+            requantized = self._quantizer is not None and self._quantizer.takes(name)
+            if not requantized and self._stored.takes(name, tensor):
+                return self._as_stored(name, tensor)
+            tensor = tensor.parts.dense(tensor.dtype)
+        if self._quantizer is not None and self._quantizer.takes(name):
+            return self._quantizer(name, to_jax_array(tensor))
         if self._device_put is None and jax.default_backend() == "cpu":
             return to_jax_zero_copy(tensor)
         host = to_numpy(tensor)
         return self._bounded(jax.device_put(host) if self._device_put is None else self._device_put(name, host))
 
-    def of_array(self, name: str, array: jax.Array) -> jax.Array:
+    def of_array(self, name: str, array: jax.Array) -> Weight:
         """Returns the same for an array that was made on the default device."""
+        if self._quantizer is not None and self._quantizer.takes(name):
+            return self._quantizer(name, array)
         return array if self._device_put is None else self._bounded(self._device_put(name, array))
+
+    def _as_stored(self, name: str, tensor: QuantizedTensor) -> Weight:
+        if self._device_put is not None and self._stored.sharding is None:
+            raise UnsupportedArgumentError(
+                f"{name} is quantized in the checkpoint; expected no device_put, got one: leave it out, or "
+                "pass quantization='none' for dense weights"
+            )
+        return self._stored(name, tensor)
 
     def _bounded(self, array: jax.Array) -> jax.Array:
         self._in_flight.append(array)
@@ -72,7 +108,7 @@ class WeightSink:
 
     def __init__(self, place: DevicePlacement, peak: PeakMemory) -> None:
         self._place, self._peak = place, peak
-        self._landed: dict[int, tuple[torch.Tensor, jax.Array]] = {}  # by id of the meta tensor in its place
+        self._landed: dict[int, tuple[torch.Tensor, Weight]] = {}  # by id of the meta tensor in its place
         self._since_trim = 0
         self.info: LoadStateDictInfo | None = None
 
@@ -97,13 +133,13 @@ class WeightSink:
             return  # a refused shape, or state of another kind
         self._replace(owner, attribute, tensor, self._place(target_name, tensor))
 
-    def _replace(self, owner: torch.nn.Module, attribute: str, tensor: torch.Tensor, array: jax.Array) -> None:
+    def _replace(self, owner: torch.nn.Module, attribute: str, tensor: torch.Tensor, array: Weight) -> None:
         empty = meta_like(tensor)
         empty._is_hf_initialized = True  # type: ignore[attr-defined]  # keeps the initialisation away from it
         setattr(owner, attribute, empty)
         self._landed[id(empty)] = (empty, array)
 
-    def array_for(self, tensor: torch.Tensor) -> jax.Array | None:
+    def array_for(self, tensor: torch.Tensor) -> Weight | None:
         """Returns the array that landed with `tensor` left in its place."""
         found = self._landed.get(id(tensor))
         return None if found is None else found[1]

@@ -29,6 +29,8 @@ from model_adapters.bridge.views import (
 from model_adapters.lowerings import constant_folding, index_checks
 from model_adapters.lowerings.deferred_checks import TracedMaskSelection
 from model_adapters.ops import registry
+from model_adapters.ops.compressed_weight import note_turned, quantized_of
+from model_adapters.ops.quantized_weight import take_rows
 
 
 def _check_lookups() -> None:
@@ -77,12 +79,34 @@ def _keep_tables_short() -> None:
 
     def embedding(weight: jax.Array, indices: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
         index_checks.check(weight, indices)
+        if (table := quantized_of(weight)) is not None and not table.scheme.transposed:
+            return take_rows(table, indices)
         is_short = jnp.issubdtype(weight.dtype, jnp.floating) and weight.dtype.itemsize == 2
         if is_short and registry.platform() == "cpu":
             weight, indices = jax.lax.optimization_barrier((weight, indices))
         return theirs(weight, indices, *args, **kwargs)
 
     set_lowering(torch.ops.aten.embedding, embedding)
+
+
+def _find_turned_weights() -> None:
+    """Lets products find a quantized weight behind ``weight.T`` and ``weight.transpose(-2, -1)``."""
+    transpose, turn = get_lowering(torch.ops.aten.transpose), get_lowering(torch.ops.aten.t)
+
+    def noted_transpose(x: jax.Array, dim0: int, dim1: int) -> jax.Array:
+        out = transpose(x, dim0, dim1)
+        if x.ndim > 1 and {dim0 % x.ndim, dim1 % x.ndim} == {x.ndim - 2, x.ndim - 1}:
+            note_turned(x, out)
+        return out
+
+    def noted_turn(x: jax.Array) -> jax.Array:
+        out = turn(x)
+        if x.ndim == 2:
+            note_turned(x, out)
+        return out
+
+    set_lowering(torch.ops.aten.transpose, noted_transpose, keep_kind=True)
+    set_lowering(torch.ops.aten.t, noted_turn, keep_kind=True)
 
 
 def _cat(tensors: Sequence[jax.Array], dim: int = 0) -> jax.Array:

@@ -19,6 +19,7 @@ from model_adapters.lowerings.indexing import (
     _cat,
     _check_lookups,
     _embedding_bag,
+    _find_turned_weights,
     _keep_tables_short,
     _pad_by_known_widths,
     _understand_stored_lengths,
@@ -43,6 +44,7 @@ def install() -> None:
     set_lowering(torch.ops.aten.gelu, ops.gelu)
     _keep_tables_short()
     _check_lookups()
+    _find_turned_weights()
     set_lowering(torch.ops.aten.cat, _cat)
     set_lowering(torch.ops.aten.mean, _mean)
     set_lowering(torch.ops.aten.sum, _sum)

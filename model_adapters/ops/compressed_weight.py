@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from model_adapters.ops.cpu import compress, ffi
+from model_adapters.ops.quantized_weight import QuantizedWeight
 
 
 @jax.tree_util.register_dataclass
@@ -61,7 +62,9 @@ class CompressedWeight:
         return ffi.unpack(self.groups, self.index) if self.plain is None else self.plain
 
 
-Weight = jax.Array | CompressedWeight
+Stored = CompressedWeight | QuantizedWeight
+"""A form of a weight that is not an array."""
+Weight = jax.Array | Stored
 Weights = Mapping[str, Weight]
 """Weights of a model by qualified name."""
 
@@ -84,17 +87,38 @@ def compress_weight(
 
 def unpacked(weight: Weight) -> jax.Array:
     """Returns `weight` as an array."""
-    return weight.unpacked() if isinstance(weight, CompressedWeight) else weight
+    return weight.unpacked() if isinstance(weight, Stored) else weight
 
 
-_IN_TRACE: contextvars.ContextVar[dict[int, CompressedWeight]] = contextvars.ContextVar("packed", default={})  # noqa: B039 never mutated
+@dataclasses.dataclass(frozen=True)
+class _Known:
+    """An array of the trace that stands for a weight: `array` is held, so that its identity stays unique.
+
+    Attributes:
+        array: ``weight.unpacked()``, or that with its last two axes exchanged.
+        weight: The stored form.
+        is_turned: Whether the axes are exchanged.
+    """
+
+    array: jax.Array
+    weight: Stored
+    is_turned: bool = False
+
+
+_IN_TRACE: contextvars.ContextVar[dict[int, _Known]] = contextvars.ContextVar("packed", default={})  # noqa: B039 set anew
 
 
 @contextlib.contextmanager
 def substituted(weights: Weights) -> Iterator[dict[str, jax.Array]]:
-    """Yields `weights` as arrays, whose compressed forms :func:`compressed_of` then finds."""
-    arrays = {name: unpacked(weight) for name, weight in weights.items()}
-    known = {id(arrays[name]): weight for name, weight in weights.items() if isinstance(weight, CompressedWeight)}
+    """Yields `weights` as arrays, whose stored forms :func:`compressed_of` and :func:`quantized_of` then find.
+
+    Names that share a stored form share an array.
+    """
+    dense = {id(weight): unpacked(weight) for weight in weights.values()}
+    arrays = {name: dense[id(weight)] for name, weight in weights.items()}
+    known = {
+        id(arrays[name]): _Known(arrays[name], weight) for name, weight in weights.items() if isinstance(weight, Stored)
+    }
     before = _IN_TRACE.set(known)
     try:
         yield arrays
@@ -104,4 +128,20 @@ def substituted(weights: Weights) -> Iterator[dict[str, jax.Array]]:
 
 def compressed_of(weight: jax.Array) -> CompressedWeight | None:
     """Returns the compressed form of a weight ``[n, k]`` of the traced model, or None."""
-    return _IN_TRACE.get().get(id(weight))
+    known = _IN_TRACE.get().get(id(weight))
+    return known.weight if known and isinstance(known.weight, CompressedWeight) and not known.is_turned else None
+
+
+def quantized_of(weight: jax.Array) -> QuantizedWeight | None:
+    """Returns the quantized form of a weight of the traced model, in its axes' order, or None."""
+    known = _IN_TRACE.get().get(id(weight))
+    if known is None or not isinstance(known.weight, QuantizedWeight):
+        return None
+    return known.weight.turned() if known.is_turned else known.weight
+
+
+def note_turned(weight: jax.Array, turned: jax.Array) -> None:
+    """Lets :func:`quantized_of` find `turned`, which is `weight` with its last two axes exchanged."""
+    known = _IN_TRACE.get()
+    if (found := known.get(id(weight))) is not None:
+        known[id(turned)] = _Known(turned, found.weight, not found.is_turned)

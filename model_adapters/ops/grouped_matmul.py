@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
@@ -75,38 +76,53 @@ def _tile_len(num_rows: int, num_groups: int) -> int:
     return tile
 
 
-@registry.register(OP, "tiled", ("cpu",))
-def loop_over_experts(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, layout: Layout) -> jax.Array:
-    """Computes one product per tile of rows, and reads no weights of empty groups.
+def over_tiles(
+    x: jax.Array, group_sizes: jax.Array, num_columns: int, product: Callable[[jax.Array, jax.Array], jax.Array]
+) -> jax.Array:
+    """Returns ``[T, num_columns]``: one product per tile of rows, none for empty groups.
 
     The last tile of a group may extend beyond its end; the next group overwrites those rows.
+
+    Args:
+        x: ``[T, K]``, rows sorted by group.
+        group_sizes: ``int32[E]``.
+        num_columns: Columns of the result.
+        product: From rows ``[tile, K]`` and the number of their group, int32[], to ``[tile, num_columns]``.
     """
-    num_rows, num_groups = x.shape[0], weight.shape[0]
+    num_rows, num_groups = x.shape[0], group_sizes.shape[0]
     tile = _tile_len(num_rows, num_groups)
     ends = jnp.cumsum(group_sizes.astype(jnp.int32))
     tiles_of = -(-group_sizes.astype(jnp.int32) // tile)
     tile_ends = jnp.cumsum(tiles_of)
     padded = jnp.pad(x, ((0, tile), (0, 0)))
-    inner = 1 if layout == "enk" else 0
 
     def step(i: jax.Array, out: jax.Array) -> jax.Array:
         group = jnp.searchsorted(tile_ends, i, side="right").astype(jnp.int32)
         tile_of_group = i - (tile_ends[group] - tiles_of[group])
         begin = ends[group] - group_sizes[group].astype(jnp.int32) + tile_of_group * tile
         rows = jax.lax.dynamic_slice_in_dim(padded, begin, tile)
+        return jax.lax.dynamic_update_slice_in_dim(out, product(rows, group).astype(x.dtype), begin, axis=0)
+
+    out = jax.lax.fori_loop(0, tile_ends[-1], step, jnp.zeros((num_rows + tile, num_columns), x.dtype))
+    return _zero_after(out[:num_rows], group_sizes)
+
+
+@registry.register(OP, "tiled", ("cpu",))
+def loop_over_experts(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, layout: Layout) -> jax.Array:
+    """Computes one product per tile of rows, and reads no weights of empty groups."""
+    inner = 1 if layout == "enk" else 0
+
+    def product(rows: jax.Array, group: jax.Array) -> jax.Array:
         one = jax.lax.dynamic_index_in_dim(weight, group, keepdims=False)
-        sums = jax.lax.dot_general(
+        return jax.lax.dot_general(
             rows,
             one,
             (((1,), (inner,)), ((), ())),
             precision=precision(x.dtype),
             preferred_element_type=accumulator(x.dtype),
         )
-        return jax.lax.dynamic_update_slice_in_dim(out, sums.astype(x.dtype), begin, axis=0)
 
-    num_columns = weight.shape[1 if layout == "enk" else 2]
-    out = jax.lax.fori_loop(0, tile_ends[-1], step, jnp.zeros((num_rows + tile, num_columns), x.dtype))
-    return _zero_after(out[:num_rows], group_sizes)
+    return over_tiles(x, group_sizes, weight.shape[1 if layout == "enk" else 2], product)
 
 
 def _kernel_unsupported_reason(

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops import registry, spmd
-from model_adapters.ops.compressed_weight import compressed_of
+from model_adapters.ops.compressed_weight import compressed_of, note_turned, quantized_of
 from model_adapters.ops.cpu import ffi
 
 OP = "linear"
@@ -68,21 +68,26 @@ def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> ja
     return out.reshape(*x.shape[:-1], weight.shape[0])
 
 
-def _finish(sums: jax.Array, bias: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
+def finish(sums: jax.Array, bias: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
+    """Returns ``sums[rows, out]`` plus ``bias[out]``, rounded to `dtype` once."""
     return (sums if bias is None else sums + bias.astype(sums.dtype)).astype(dtype)
 
 
-@registry.define(OP, "x[rows, in] times weight[out, in] transposed, plus bias")
-def reference(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    """Computes XLA's own product."""
-    sums = jax.lax.dot_general(
+def product_sums(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """Returns XLA's ``x[rows, in] @ weight[out, in].T`` in the accumulator's dtype."""
+    return jax.lax.dot_general(
         x,
         weight,
         (((1,), (1,)), ((), ())),
         precision=precision(x.dtype),
         preferred_element_type=accumulator(x.dtype),
     )
-    return _finish(sums, bias, x.dtype)
+
+
+@registry.define(OP, "x[rows, in] times weight[out, in] transposed, plus bias")
+def reference(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """Computes XLA's own product."""
+    return finish(product_sums(x, weight), bias, x.dtype)
 
 
 def _padding_unsupported_reason(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> str | None:
@@ -175,7 +180,19 @@ def matmul(a: jax.Array, b: jax.Array) -> jax.Array:
     Raises:
         InvalidArgumentError: dtypes or inner dimensions that differ, or a scalar.
     """
-    return _matmul_sums(a, b, "matmul").astype(a.dtype)
+    out = _times_quantized(a, b)
+    return _matmul_sums(a, b, "matmul").astype(a.dtype) if out is None else out
+
+
+def _times_quantized(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array | None:
+    """Returns ``x[..., in] @ weight[in, out] + bias[out]`` if `weight` is quantized by rows of ``[out, in]``."""
+    found = quantized_of(weight)
+    fits = found is not None and found.scheme.transposed and weight.ndim == 2 and x.ndim > 0 and x.dtype == weight.dtype
+    if not fits or (bias is not None and bias.ndim != 1) or x.shape[-1] != weight.shape[0]:
+        return None
+    turned = weight.T
+    note_turned(weight, turned)
+    return linear(x, turned, bias)
 
 
 def _add(bias: jax.Array, sums: jax.Array, beta: float, alpha: float, dtype: jnp.dtype) -> jax.Array:
@@ -189,6 +206,8 @@ def _add(bias: jax.Array, sums: jax.Array, beta: float, alpha: float, dtype: jnp
 
 def addmm(bias: jax.Array, x: jax.Array, weight: jax.Array, *, beta: float = 1.0, alpha: float = 1.0) -> jax.Array:
     """Returns ``beta * bias + alpha * (x[rows, in] @ weight[in, out])``, as ``torch.addmm``."""
+    if beta == alpha == 1 and (out := _times_quantized(x, weight, bias)) is not None:
+        return out
     return _add(bias, _matmul_sums(x, weight, "addmm"), beta, alpha, x.dtype)
 
 

@@ -319,3 +319,23 @@ def test_errors_of_the_command(tmp_path):
         [str(tmp_path / "nothing")],
     ):
         assert call(*arguments).exit_code == 2
+
+
+def test_several_ways_to_store_weights_take_turns():
+    options = ("--prompt-len", 8, "--new-tokens", 4, "--repeats", 1, "--batch", 1)
+    done = call("--random-weights", SHAPE, "--quantization", "bf16,int8", "--json", *options)
+    assert done.exit_code == 0, done.output
+    reports = json.loads(done.stdout)
+    assert list(reports) == ["bf16", "int8"]
+    dense, quantized = (report["model"]["weights_bytes"] for report in reports.values())
+    steps = [report["cases"][0]["ours"]["step_bytes"] for report in reports.values()]
+    assert quantized < 0.7 * dense and steps[1] < 0.7 * steps[0]
+    notes = [line for line in done.stderr.splitlines() if "first call" in line]
+    assert [line.split()[-1] for line in notes] == ["bf16", "int8"]
+    for arguments, said in (
+        (("--quantization", "int8,int8"), "--quantization: expected different names"),
+        (("--quantization", "bf16,int8", "--against", "hf"), "--against: expected one quantization with a peer"),
+        (("--quantization", "bf16,int8", "--plot", "a.png"), "--plot: expected one --quantization"),
+    ):
+        done = call("--random-weights", SHAPE, *arguments, *options)
+        assert done.exit_code == 2 and said in done.stderr, done.stderr

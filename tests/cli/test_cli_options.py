@@ -23,6 +23,8 @@ GIVEN = {
     "allow_pickle": ("--allow-pickle", True),
     "cache_dir": ("--cache-dir=/there", Path("/there")),
     "strict": ("--strict", True),
+    "quantization": ("--quantization=int8", "int8"),
+    "explain": ("--explain", True),
     "verbose": ("--verbose", True),
 }
 

@@ -20,6 +20,10 @@ GPU = [
     "pytest tests/aot/test_gpu_aot.py --dist load",
 ]
 RAY = ["pip install --quiet .[ray]", "pytest tests/replicas"]
+FORMATS = [
+    "pip install --quiet --no-deps --target format-tools bitsandbytes>=0.50 torchao>=0.18 hqq>=0.2.8 einops termcolor",
+    "pytest -n 0 tests/format_tools",
+]
 REAL = ["pip install --quiet .[real]", "python tests/real/fetch.py", "pytest -n 0 tests/real"]
 AS_SERVED = (
     "pytest --as-served tests/engine/test_engine.py tests/ops/test_paged_attention_invariance.py "
@@ -31,9 +35,9 @@ PARITY = [
 ]
 SUITE = ["pip install .[dev]", "pytest", AS_SERVED]
 FAST = ["ruff check .", "ruff format --check .", "mypy", "pytest -m fast"]
-CHECKS = [*SUITE, *PARITY, *TPU, *GPU, *RAY, *REAL, "ruff check .", "ruff format --check .", "mypy"]
-COMPILERS = [TPU[0], GPU[0], RAY[0], REAL[0], REAL[1]]
-SUITES = [TPU[1:], GPU[1:], RAY[1:], REAL[1:], REAL[2:]]
+CHECKS = [*SUITE, *PARITY, *TPU, *GPU, *RAY, *FORMATS, *REAL, "ruff check .", "ruff format --check .", "mypy"]
+COMPILERS = [TPU[0], GPU[0], RAY[0], FORMATS[0], REAL[0], REAL[1]]
+SUITES = [TPU[1:], GPU[1:], RAY[1:], FORMATS[1:], REAL[1:], REAL[2:]]
 
 # Stands for python3: makes a virtual environment whose programs write down how they are called.
 FAKE_PYTHON = """#!/bin/sh

@@ -21,6 +21,7 @@ SET_UP = "python3 -m venv .venv && .venv/bin/pip install "
 FROM_THE_HUB = {
     "torchax-serve run qwen3-0.6b",
     "torchax-serve verify qwen3-0.6b",
+    "torchax-serve quantize qwen3-0.6b ./qwen3-0.6b-int4 --quantization int4",
     "torchax-serve serve qwen3-0.6b --port 8000",
     'torchax-serve run gemma-3-4b-it "What is in this picture?" --image cat.png',
     "torchax-serve run llama-3.2-1b-instruct --token hf_...",

@@ -13,6 +13,7 @@ from torchax_serve.scheduler import PlanRow
 
 WARPERS = {  # in transformers' order
     "temperature": hf.TemperatureLogitsWarper,
+    "top_h": hf.TopHLogitsWarper,
     "top_k": hf.TopKLogitsWarper,
     "top_p": hf.TopPLogitsWarper,
     "min_p": hf.MinPLogitsWarper,

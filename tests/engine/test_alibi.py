@@ -83,7 +83,7 @@ def test_requests_are_packed_and_have_the_tokens_of_eager_code(eager):
         config = transformers.GenerationConfig(max_new_tokens=NEW)
         streams = [model.iter_tokens(ids[0].tolist(), config) for ids in prompts()]
         assert [list(stream) for stream in streams] == expected
-        assert "gathered" not in model.engine.description
+        assert "per-sequence" not in model.engine.description
         assert answers(model) == expected
     flat = copy.deepcopy(eager)
     for layer in flat.model.layers:

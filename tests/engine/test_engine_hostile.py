@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from model_adapters.errors import InvalidArgumentError, QueueFullError, TorchaxServeError, UnsupportedArgumentError
 from torchax_serve import EngineOptions, RequestError, SamplingParams, serve
 from torchax_serve.engine.request import EngineRequest
-from torchax_serve.sampling.history_sampler import HistorySampler
+from torchax_serve.sampling.history import HistoryOptions
 
 SMALL = EngineOptions(max_model_len=64, max_num_seqs=4, page_size=8, max_num_batched_tokens=32, max_num_waiting=6)
 INNOCENT = [5, 6, 7, 8, 9]
@@ -200,12 +200,11 @@ def test_where_all_tokens_are_forbidden_one_line_says_so(llama):
     check_innocent(llama, innocent)
 
 
-@pytest.mark.parametrize("failing", ["__init__", "pick"])
-def test_arrays_that_cannot_be_made_end_their_request_alone(llama, monkeypatch, failing):
+def test_arrays_that_cannot_be_made_end_their_request_alone(llama, monkeypatch):
     def fails(*args):
         raise ValueError("no room for it\nat all")
 
-    monkeypatch.setattr(HistorySampler, failing, fails)
+    monkeypatch.setattr(HistoryOptions, "row", fails)
     others = [
         request(INNOCENT, max_new_tokens=NEW),
         request([7, 8], no_repeat_ngram_size=2),

@@ -43,7 +43,7 @@ def test_requests_on_both_sides_of_the_border(family, kind):
     shared = [prompt(LENS[-1])[:, : LENS[1]], torch.cat([prompt(LENS[1]), prompt(12, seed=1)], 1), prompt(LENS[-1])]
     with serve(rope_model(family, kind), engine=OPTIONS) as model:
         model.engine.check_integrity = True
-        assert ("gathered" in model.engine.description) == ((family, kind) in BY_THEMSELVES)
+        assert ("per-sequence" in model.engine.description) == ((family, kind) in BY_THEMSELVES)
         assert submit(model, mixed) == alone(family, kind, mixed)
         before = model.stats().scheduler.num_hit_tokens
         assert submit(model, shared) == alone(family, kind, shared)

@@ -25,6 +25,9 @@ OPTIONS = [
     {"frequency_penalty": 0.4, "presence_penalty": -0.3, "temperature": 0.8, "top_k": 40},
     {"logit_bias": {5: 3.0, 9: -4.0}, "top_p": 0.7},
     {"allowed_token_ids": list(range(100, 300)), "temperature": 1.0},
+    {"no_repeat_ngram_size": 1, "temperature": 1.1, "top_p": 0.9},
+    {"bad_words_ids": [[5, 6], [7, 8, 9]], "top_h": 0.7},
+    {"no_repeat_ngram_size": 2, "repetition_penalty": 1.3, "frequency_penalty": 0.4, "temperature": 0},
 ]
 
 
@@ -67,9 +70,9 @@ def test_a_row_is_the_same_permuted_and_alone(sampler):
     rng = np.random.default_rng(0)
     rows = requests(rng, OPTIONS)
     logits = rng.normal(size=(len(rows), VOCAB_SIZE), scale=3).astype(np.float32)
-    together = results(sampler, rows[:-1], logits[:-1], 16) + results(sampler, rows[-1:], logits[-1:], 16)
+    together = results(sampler, rows[:16], logits[:16], 16) + results(sampler, rows[16:], logits[16:], 16)
     order = rng.permutation(len(rows))
-    permuted = results(sampler, [rows[index] for index in order], logits[order], 16)
+    permuted = results(sampler, [rows[index] for index in order], logits[order], NUM_SLOTS)
     assert [together[index] for index in order] == permuted
     for index, row in enumerate(rows):
         alone = results(sampler, [row], logits[index : index + 1], 1)  # a program of its own level

@@ -113,47 +113,44 @@ def test_the_models_defaults_are_filled_in():
     )
     params = params_of(config, presence_penalty=0.5)
     assert (params.floats["temperature"], params.top_k, params.floats["top_p_tail"]) == (0.6, 20, 0.25)
-    assert (params.stop_ids, params.floats["presence_penalty"], params.level) == ((2, 5), 0.5, "full")
+    assert (params.stop_ids, params.floats["presence_penalty"], params.level) == ((2, 5), 0.5, "penalties")
     assert params_of(config, top_k=7).top_k == 7
     greedy = params_of(config, temperature=0)
     assert (greedy.level, greedy.top_k, greedy.floats["top_p_tail"]) == ("greedy", 0, 0)
 
 
 @pytest.mark.parametrize(
-    ("options", "level", "is_lone"),
+    ("options", "level"),
     [
-        ({}, "greedy", False),
-        ({"logprobs": 3, "priority": 2}, "greedy", False),
-        ({"temperature": 1.0, "top_k": 3, "top_p": 0.5, "min_p": 0.1}, "sampled", False),
-        ({"typical_p": 0.5}, "full", False),
-        ({"repetition_penalty": 1.1}, "full", False),
-        ({"repetition_penalty": 1.0, "presence_penalty": 0, "logit_bias": {3: 0}}, "greedy", False),
-        ({"sequence_bias": [[[3], 1.0]], "bad_words_ids": [[4]]}, "full", False),
-        ({"sequence_bias": [[[3, 4], 1.0]]}, "greedy", True),
-        ({"bad_words_ids": [[4, 3]]}, "greedy", True),
-        ({"no_repeat_ngram_size": 2}, "greedy", True),
-        ({"top_h": 0.5}, "sampled", True),
+        ({}, "greedy"),
+        ({"logprobs": 3, "priority": 2}, "greedy"),
+        ({"temperature": 1.0, "top_k": 3, "top_p": 0.5, "min_p": 0.1}, "sampled"),
+        ({"typical_p": 0.5}, "penalties"),
+        ({"repetition_penalty": 1.1}, "penalties"),
+        ({"repetition_penalty": 1.0, "presence_penalty": 0, "logit_bias": {3: 0}}, "greedy"),
+        ({"sequence_bias": [[[3], 1.0]], "bad_words_ids": [[4]]}, "penalties"),
+        ({"top_h": 0.5}, "history"),
+        ({"sequence_bias": [[[3, 4], 1.0]]}, "history"),
+        ({"bad_words_ids": [[4, 3]]}, "history"),
+        ({"no_repeat_ngram_size": 2}, "history"),
     ],
     ids=str,
 )
-def test_which_program_a_request_needs(options, level, is_lone):
+def test_which_program_a_request_needs(options, level):
     params = params_of(**options)
-    assert (params.level, params.history_config is not None) == (level, is_lone)
-    assert params.needs_tables(prompt_len=3) == (level == "full" and not is_lone)
+    assert (params.level, params.history is not None) == (level, level == "history" and "top_h" not in options)
+    assert params.needs_tables(prompt_len=3) == (level in ("penalties", "history"))
 
 
 @pytest.mark.parametrize("name", ["forced_bos_token_id", "forced_eos_token_id"])
 def test_a_token_of_number_zero_is_one(name):
-    assert params_of(GenerationConfig(max_new_tokens=8, **{name: 0})).history_config is not None
+    assert params_of(GenerationConfig(max_new_tokens=8, **{name: 0})).history is not None
 
 
 def test_a_first_token_alone_needs_the_tables():
     params = params_of(GenerationConfig(max_new_tokens=8, begin_suppress_tokens=[0]))
-    assert (params.level, params.history_config, params.forbidden_first) == ("greedy", None, (0,))
+    assert (params.level, params.history, params.forbidden_first) == ("greedy", None, (0,))
     assert params.needs_tables(prompt_len=3)
-    assert params_of(
-        GenerationConfig(max_new_tokens=8, begin_suppress_tokens=[0], no_repeat_ngram_size=2)
-    ).history_config
 
 
 def test_all_that_is_added_to_logits_is_one_row():
@@ -166,7 +163,9 @@ def test_all_that_is_added_to_logits_is_one_row():
     )
     expected = np.full(40, -np.inf)
     expected[3:7] = 1.5, 0, 1, 0
+    expected[8] = 0
     np.testing.assert_array_equal(params.bias, expected)
+    assert params.suppressed == (8, 4000)
 
 
 def test_the_end_of_sequence_is_no_bad_word():

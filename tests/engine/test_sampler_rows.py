@@ -12,8 +12,9 @@ from scipy.special import log_softmax, softmax
 from scipy.stats import chisquare
 from transformers import GenerationConfig
 
-from torchax_serve import sampling
-from torchax_serve.sampling.sample import apply_penalties, sample
+from torchax_serve.sampling import BatchSampler
+from torchax_serve.sampling.processors import process
+from torchax_serve.sampling.sample import sample
 from torchax_serve.sampling.sampler import Sampler
 from torchax_serve.sampling.truncation import top_candidates, truncate
 from torchax_serve.sampling.types import NUM_TOP_BUCKETS, SamplerSpec
@@ -39,6 +40,8 @@ CASES = [
     {"min_p": 0.1},
     {"min_p": 1.0},
     {"top_p": 0.9, "min_p": 0.05},
+    {"top_h": 0.4},
+    {"top_h": 0.8, "temperature": 1.3, "top_k": 60, "top_p": 0.9},
     {"typical_p": 0.4},
     {"typical_p": 0.5, "top_k": 20},
     {"epsilon_cutoff": 0.02},
@@ -83,8 +86,8 @@ def choose(sampler, plan_rows, logits, **kwargs):
 
 
 @jax.jit
-def all_scores(options, tables, logits):
-    return truncate(options, apply_penalties(options, tables, logits), full=True)
+def all_scores(options, state, logits):
+    return truncate(options, process(options, state, logits), level="history")
 
 
 def check_scores(cases, vocab_size, round_to=None):
@@ -99,7 +102,7 @@ def check_scores(cases, vocab_size, round_to=None):
     options, _ = sampler.slots.rows([row.plan_row(slot) for slot, row in enumerate(rows)], len(rows))
     logits = rng.normal(size=(len(rows), vocab_size), scale=3).astype(np.float32)
     logits = logits if round_to is None else np.round(logits / round_to) * np.float32(round_to)
-    scores = np.asarray(all_scores(options, sampler.state.tables, logits))
+    scores = np.asarray(all_scores(options, sampler.state, logits))
     for index, row in enumerate(rows):
         is_drawn = sampler.slots.rows([row.plan_row(index)], 1)[1].level != "greedy"
         expected = processed_scores(row, logits[index]) if is_drawn else adjusted_scores(row, logits[index])
@@ -127,7 +130,7 @@ def test_tokens_that_may_not_come_first(sampler, options):
     assert tokens == [int(adjusted_scores(row, logits[index]).argmax()) for index, row in enumerate(rows)]
     assert tokens == [41, 9, 41, 9]
     late = [plan_rows[1], plan_rows[3]]
-    assert sampler.slots.rows(late, 2)[1].level != "full" or "repetition_penalty" in options
+    assert sampler.slots.rows(late, 2)[1].level != "penalties" or "repetition_penalty" in options
 
 
 @pytest.mark.parametrize("num_values", [5, 10**6])
@@ -150,8 +153,9 @@ def test_equal_scores_are_cut_where_transformers_cuts_them(round_to, monkeypatch
     """Hundreds of tokens may tie with the k-th best, or at the edge of a nucleus: more than the candidates hold."""
     # torch.sort leaves the order of equal numbers to the CPU's vector instructions; this pins it.
     monkeypatch.setattr(torch, "sort", functools.partial(torch.sort, stable=True))
-    num_kept = np.isfinite(check_scores(CASES, 700, round_to)).sum(-1)
-    overflowing = [kept > 128 for case, kept in zip(CASES, num_kept, strict=True) if 0 < case.get("top_k", 0) < 128]
+    cases = [case for case in CASES if "top_h" not in case]  # which of equal tokens torch.topk takes, nothing pins
+    num_kept = np.isfinite(check_scores(cases, 700, round_to)).sum(-1)
+    overflowing = [kept > 128 for case, kept in zip(cases, num_kept, strict=True) if 0 < case.get("top_k", 0) < 128]
     assert any(overflowing) or round_to == 0.25, "the case that matters is really there"
 
 
@@ -255,13 +259,8 @@ def test_a_seed_draws_what_it_draws_in_generate(sampler, options):
     all_logits = rng.normal(size=(num_steps, VOCAB_SIZE), scale=2).astype(np.float32)
     row = Row(options, tuple(prompt), seed=seed)
     config = GenerationConfig(do_sample=True, max_new_tokens=num_steps, **options)
-    plan = sampling.GenerationSampling.build(config, prompt_len=5, vocab_size=VOCAB_SIZE)
-    state = sampling.init_history(plan, np.array([prompt]), seed=seed)
-    step = jax.jit(sampling.sample_step)
-    expected = []
-    for logits in all_logits:
-        token, state, _ = step(plan, state, logits[None])
-        expected.append(int(token[0]))
+    batch = BatchSampler(config, np.array([prompt]), vocab_size=VOCAB_SIZE, seed=seed)
+    expected = [int(batch.sample(jnp.asarray(logits[None]))[0][0]) for logits in all_logits]
     sampler.assign_slot(1, row.params(VOCAB_SIZE), prompt)
     sampler.assign_slot(0, Row({"temperature": 0.9}, seed=3).params(VOCAB_SIZE), prompt)
     outputs = []
@@ -353,11 +352,11 @@ def test_warm_up_compiles_all_that_traffic_needs(caplog):
     assert sampler.state.tables is None
     num_programs = sampler.num_traces
     assert num_programs == len(shapes) * (3 + len(NUM_TOP_BUCKETS))
-    rng = np.random.default_rng(0)
+    rng, cases = np.random.default_rng(0), [case for case in CASES if "top_h" not in case]
 
     def step():
         num_rows = int(rng.choice(shapes))
-        rows = [Row({**CASES[rng.integers(len(CASES))], "logprobs": int(rng.integers(21))}) for _ in range(num_rows)]
+        rows = [Row({**cases[rng.integers(len(cases))], "logprobs": int(rng.integers(21))}) for _ in range(num_rows)]
         for slot, row in enumerate(rows):
             sampler.assign_slot(slot, row.params(vocab_size), row.prompt)
         plan_rows = [row.plan_row(slot) for slot, row in enumerate(rows)]
@@ -423,8 +422,14 @@ def test_the_lowest_level_that_covers_every_row():
     def level(*slots, ahead=0):
         return sampler.slots.rows([Row({}).plan_row(slot) for slot in slots], 8, ahead)[1].level
 
-    assert [level(), level(0), level(0, 1), level(0, 1, 2), level(3)] == ["greedy", "greedy", "sampled", "full", "full"]
-    assert [level(3, ahead=1), level(3, ahead=2)] == ["full", "greedy"], "once it may end it is a greedy row"
+    assert [level(), level(0), level(0, 1), level(0, 1, 2), level(3)] == [
+        "greedy",
+        "greedy",
+        "sampled",
+        "penalties",
+        "penalties",
+    ]
+    assert [level(3, ahead=1), level(3, ahead=2)] == ["penalties", "greedy"], "once it may end it is a greedy row"
 
 
 def test_several_steps_ahead_are_the_steps_one_by_one(sampler):

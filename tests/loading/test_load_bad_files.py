@@ -156,8 +156,10 @@ def test_overlapping_tensors_and_unknown_dtypes(folder):
     entry = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
     (folder / "model.safetensors").write_bytes(with_header({"a": entry, "b": entry}, b"0000"))
     check_refused(folder, "is corrupt", "get the file again")
-    (folder / "model.safetensors").write_bytes(with_header({"a": entry | {"dtype": "F4", "shape": [8]}}, b"0000"))
-    check_refused(folder, "tensor 'a'", "has dtype F4", "unquantized")
+    (folder / "model.safetensors").write_bytes(
+        with_header({"a": entry | {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]}}, b"000")
+    )
+    check_refused(folder, "tensor 'a'", "has dtype F6_E2M3", "use another checkpoint")
 
 
 def test_a_file_that_shrinks_while_it_is_read(folder):
@@ -299,8 +301,8 @@ def test_architectures_that_are_a_string(folder):
 
 
 def test_a_folder_without_weights(folder):
-    (folder / "model.safetensors").rename(folder / "other.gguf")
-    check_refused(folder, "holds no weights: expected model.safetensors", "found config.json", "other.gguf")
+    (folder / "model.safetensors").rename(folder / "other.h5")
+    check_refused(folder, "holds no weights: expected model.safetensors", "found config.json", "other.h5")
 
 
 def test_the_file_that_the_configuration_names(folder):
@@ -375,9 +377,11 @@ def test_an_unknown_class_of_a_known_type(folder):
     assert type(load_model(folder).module).__name__ == "LlamaForCausalLM"
 
 
-def test_quantized_weights_are_named(folder):
-    edit_json(folder / "config.json", quantization_config={"quant_method": "gptq", "bits": 4})
-    check_refused(folder, "quantization_config: gptq", "unquantized", error=UnsupportedModelError)
+def test_a_quantization_that_is_not_read_is_named(folder):
+    edit_json(folder / "config.json", quantization_config={"quant_method": "aqlm"})
+    check_refused(
+        folder, "quantization_config: aqlm", "expected one of awq", "unquantized", error=UnsupportedModelError
+    )
 
 
 def test_values_that_the_architecture_refuses(folder):

@@ -140,8 +140,8 @@ def test_pickle_files_are_not_even_fetched_unless_allowed(hub, cache):
 
 def test_a_repository_without_weights_or_configuration(hub, cache):
     folder = hub.repositories[NAME].folder
-    (folder / "model.safetensors").rename(folder / "model.gguf")
-    check_refused(cache, "holds no weights: expected model.safetensors", "model.gguf", error=CheckpointError)
+    (folder / "model.safetensors").rename(folder / "model.h5")
+    check_refused(cache, "holds no weights: expected model.safetensors", "model.h5", error=CheckpointError)
     (folder / "config.json").unlink()
     check_refused(cache / "other", "holds no config.json, so it is not a transformers model", error=CheckpointError)
 

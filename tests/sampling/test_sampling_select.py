@@ -1,4 +1,4 @@
-"""`select`: greedy as torch's argmax, draws by transformers' scores, each row for itself."""
+"""Tokens: greedy as torch's argmax, draws by transformers' scores, each row for itself."""
 
 import dataclasses
 
@@ -7,23 +7,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from sampling_reference import prepared_config, processors_of, reference_scores
+from sampling_reference import Batch, prepared_config, processors_of, reference_scores
 from scipy.special import softmax
 from scipy.stats import chisquare
 
 from torchax_serve import sampling
 from torchax_serve.sampling.selection import draw, first_argmax
 
-compiled_process, compiled_select, compiled_step = map(
-    jax.jit, (sampling.process, sampling.select, sampling.sample_step)
-)
-
+NUM_DRAWS = 8192
 SIZES = [1, 7, 64, 100, 503, 4000, 4099]  # divisible into blocks or padded to them
 
 
-def plan_of(vocab_size, prompt_len=2, **options):
-    config = prepared_config(vocab_size, prompt_len, options)
-    return sampling.GenerationSampling.build(config, prompt_len=prompt_len, vocab_size=vocab_size)
+def batch_of(vocab_size, prompts, seed=0, **options):
+    config = prepared_config(vocab_size, prompts.shape[1], options)
+    return Batch(config, prompts, vocab_size=vocab_size, seed=seed)
+
+
+def tokens_of(batch, logits):
+    return np.asarray(batch.chosen(jnp.asarray(logits))[0])
 
 
 @pytest.mark.parametrize("vocab_size", SIZES)
@@ -60,22 +61,17 @@ def test_greedy_takes_nan_and_infinity_for_the_maximum_as_torch_does():
 )
 @pytest.mark.parametrize("over", ["rows", "positions"])
 def test_draws_follow_the_distribution_of_transformers_scores(options, over):
-    vocab_size, num_draws = 300, 20_000
+    vocab_size, num_draws = 300, NUM_DRAWS
     prompt = np.array([[7, 8]])
     logits = np.random.default_rng(1).normal(size=(1, vocab_size), scale=2).astype(np.float32)
     config = prepared_config(vocab_size, 2, {"do_sample": True, **options})
     expected = reference_scores(processors_of(config, vocab_size, prompt, np.ones((1, 2))), prompt, logits)
-    plan = sampling.GenerationSampling.build(config, prompt_len=2, vocab_size=vocab_size)
-    state = sampling.init_history(plan, np.repeat(prompt, num_draws if over == "rows" else 1, axis=0), seed=11)
-    scores = jnp.broadcast_to(
-        compiled_process(plan, sampling.init_history(plan, prompt, seed=0), jnp.asarray(logits)),
-        (len(state.ended), vocab_size),
-    )
-    if over == "rows":
-        tokens = compiled_select(plan, state, scores)
-    else:
-        at = jax.vmap(lambda n: sampling.select(plan, dataclasses.replace(state, num_new=n), scores)[0])
-        tokens = jax.jit(at)(jnp.arange(num_draws))
+    batch = Batch(config, np.repeat(prompt, num_draws if over == "rows" else 1, axis=0), vocab_size=vocab_size, seed=11)
+    if over == "positions":  # of one row
+        options = jax.tree.map(lambda array: jnp.repeat(array, num_draws, axis=0), batch._options.rows)
+        options = options.advanced(jnp.arange(num_draws))
+        batch._options = dataclasses.replace(batch._options, rows=options)
+    tokens = tokens_of(batch, np.repeat(logits, num_draws, axis=0))
     counts = np.bincount(np.asarray(tokens), minlength=vocab_size)
     probabilities = softmax(expected[0].astype(np.float64))
     assert counts[probabilities == 0].sum() == 0
@@ -90,10 +86,10 @@ def test_draws_follow_the_distribution_of_transformers_scores(options, over):
 def test_a_wrong_distribution_fails_the_chi_square_test():
     """The power of the test above: a temperature off by a tenth is seen."""
     logits = np.random.default_rng(1).normal(size=300, scale=2)
-    keys = jax.random.split(jax.random.key(0), 20_000)
-    scores = jnp.broadcast_to(jnp.asarray(logits / 1.1, jnp.float32), (20_000, 300))
+    keys = jax.random.split(jax.random.key(0), NUM_DRAWS)
+    scores = jnp.broadcast_to(jnp.asarray(logits / 1.1, jnp.float32), (NUM_DRAWS, 300))
     probabilities = softmax(logits)
-    common = probabilities * 20_000 >= 5
+    common = probabilities * NUM_DRAWS >= 5
     counts = np.bincount(np.asarray(jax.jit(draw)(keys, scores)), minlength=300)
     observed, expected = counts[common], probabilities[common]
     assert chisquare(observed, expected / expected.sum() * observed.sum()).pvalue < 1e-3
@@ -110,21 +106,28 @@ def test_draws_of_a_large_vocabulary_reach_all_blocks():
 
 
 def test_top_k_of_one_is_greedy():
-    plan = plan_of(300, do_sample=True, top_k=1, temperature=3.0)
+    batch = batch_of(300, np.zeros((50, 2), int), seed=5, do_sample=True, top_k=1, temperature=3.0)
     logits = np.random.default_rng(0).normal(size=(50, 300)).astype(np.float32)
-    state = sampling.init_history(plan, np.zeros((50, 2), int), seed=5)
-    tokens = compiled_select(plan, state, compiled_process(plan, state, jnp.asarray(logits)))
-    np.testing.assert_array_equal(tokens, logits.argmax(-1))
+    np.testing.assert_array_equal(tokens_of(batch, logits), logits.argmax(-1))
 
 
 def test_a_row_without_a_distribution_is_told():
-    plan = plan_of(300, do_sample=True)
     scores = np.zeros((4, 300), np.float32)
     scores[0], scores[1, 3], scores[2, 299] = -np.inf, np.nan, np.inf
-    state = sampling.init_history(plan, np.zeros((4, 2), int), seed=5)
-    tokens = np.asarray(compiled_select(plan, state, jnp.asarray(scores)))
+    tokens = tokens_of(batch_of(300, np.zeros((4, 2), int), do_sample=True, top_k=0), scores)
     assert (tokens[:3] == sampling.INVALID_TOKEN).all()
     assert 0 <= tokens[3] < 300
+    greedy = tokens_of(batch_of(300, np.zeros((4, 2), int)), scores)
+    np.testing.assert_array_equal(greedy, torch.argmax(torch.as_tensor(scores), -1))
+
+
+def test_a_tiny_temperature_draws_the_best_of_what_is_left():
+    scores = np.random.default_rng(2).normal(size=(3, 300)).astype(np.float32)
+    scores[0, :] = 0  # a nucleus keeps the last of equal scores
+    batch = batch_of(300, np.zeros((3, 2), int), do_sample=True, temperature=1e-9, top_k=0, top_p=1e-6)
+    tokens, kept = map(np.asarray, batch.chosen(scores))
+    np.testing.assert_array_equal(tokens, [299, *scores[1:].argmax(-1)])
+    assert (np.isfinite(kept).sum(-1) == 1).all()
 
 
 def test_a_tiny_probability_is_drawn_as_often_as_it_should():
@@ -138,28 +141,19 @@ def test_a_tiny_probability_is_drawn_as_often_as_it_should():
 
 
 def test_seeds_rows_and_positions_all_matter_and_repeat():
-    plan = plan_of(4000, do_sample=True, top_k=0)
-    scores = jnp.zeros((3, 4000))
+    def drawn(seed, num_new=0):
+        batch = batch_of(4000, np.zeros((3, 2), int), seed, do_sample=True, top_k=0)
+        for _ in range(num_new):
+            batch.append([0, 0, 0])
+        return tokens_of(batch, np.zeros((3, 4000))).tolist()
 
-    def tokens_of(seed, num_new=0):
-        state = sampling.init_history(plan, np.zeros((3, 2), int), seed=seed)
-        return compiled_select(plan, dataclasses.replace(state, num_new=jnp.int32(num_new)), scores).tolist()
-
-    assert tokens_of(1) == tokens_of(1)
-    assert len({*tokens_of(1), *tokens_of(2), *tokens_of(1 + 2**32), *tokens_of(2**64 - 1), *tokens_of(1, 1)}) == 15
+    assert drawn(1) == drawn(1)
+    assert len({*drawn(1), *drawn(2), *drawn(1 + 2**32), *drawn(2**64 - 1), *drawn(1, 1)}) == 15
 
 
-def test_a_row_draws_the_same_whatever_runs_beside_it():
-    plan = plan_of(600, do_sample=True, prompt_len=5)
+def test_a_row_draws_the_same_with_fewer_rows_and_less_padding():
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(4, 600)).astype(np.float32))
     prompts = np.random.default_rng(1).integers(0, 600, (4, 5))
-    together, state, _ = compiled_step(plan, sampling.init_history(plan, prompts, seed=[4, 9, 4, 7]), logits)
-    together_next, _, _ = compiled_step(plan, state, logits)
-    shorter_plan = plan_of(600, do_sample=True, prompt_len=3)  # less left padding
-    for row, seed in enumerate([4, 9, 4, 7]):
-        state = sampling.init_history(shorter_plan, prompts[row : row + 1, 2:], seed=[seed])
-        alone, state, _ = compiled_step(shorter_plan, state, logits[row : row + 1])
-        alone_next, _, _ = compiled_step(shorter_plan, state, logits[row : row + 1])
-        assert (alone[0], alone_next[0]) == (together[row], together_next[row])
-    first_row = sampling.init_history(plan, prompts, seed=9).keys[0]
-    assert first_row == sampling.init_history(plan, prompts, seed=[4, 9, 4, 7]).keys[1]
+    together, fewer = batch_of(600, prompts, 4, do_sample=True), batch_of(600, prompts[:2, 2:], 4, do_sample=True)
+    for _ in range(2):
+        np.testing.assert_array_equal(together.sample(logits)[0][:2], fewer.sample(logits[:2])[0])

@@ -1,33 +1,31 @@
-"""`step` as a loop: the tokens and scores of transformers' `generate`, and no second compilation."""
+"""Steps of a static batch: the tokens and scores of transformers' `generate`, and no second compilation."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from sampling_reference import EOS, PAD, left_padded_prompts, prepared_config, tiny_model
+from sampling_reference import EOS, PAD, Batch, left_padded_prompts, prepared_config, tiny_model
 
-from torchax_serve import sampling
+from torchax_serve.sampling.batch_sampler import sample_batch
 from torchax_serve.sampling.transformers_behaviour import TransformersBehaviour, installed_rules
 
-compiled_step = jax.jit(sampling.sample_step)
 VOCAB_SIZE, BATCH, PROMPT_LEN, NUM_NEW = 40, 3, 5, 12
 
 
-def decode(model, plan, prompt, mask, seed=0):
-    """The loop of `generate` with torch's forward and our step; (tokens, scores, whether every row ended)."""
-    state = sampling.init_history(plan, prompt, seed=seed, attention_mask=mask)
-    all_scores = []
-    while not bool(state.ended.all()):
-        length = int(state.length)
-        ids = torch.tensor(np.asarray(state.tokens)[:, :length], dtype=torch.long)
-        full_mask = torch.nn.functional.pad(torch.tensor(mask), (0, length - PROMPT_LEN), value=1)
+def decode(model, batch, prompt, mask):
+    """The loop of `generate` with torch's forward and our sampler; (tokens, scores of each step)."""
+    all_scores, tokens = [], prompt
+    while not bool(batch.state.ended.all()):
+        ids = torch.tensor(tokens, dtype=torch.long)
+        full_mask = torch.nn.functional.pad(torch.tensor(mask), (0, ids.shape[1] - PROMPT_LEN), value=1)
         positions = (full_mask.cumsum(-1) - 1).clamp(min=0)
         with torch.no_grad():
             logits = model(input_ids=ids, attention_mask=full_mask, position_ids=positions).logits[:, -1]
-        _, state, scores = compiled_step(plan, state, jnp.asarray(logits.numpy()))
+        chosen, scores = batch.sample(jnp.asarray(logits.numpy()), keep_scores=True)
         all_scores.append(np.asarray(scores))
-    return np.asarray(state.tokens)[:, : int(state.length)], np.stack(all_scores)
+        tokens = np.concatenate([tokens, np.asarray(chosen)[:, None]], axis=1)
+    return tokens, np.stack(all_scores)
 
 
 @pytest.mark.parametrize(
@@ -54,8 +52,8 @@ def test_tokens_and_scores_of_generate(options):
         **options,
     )
     config = prepared_config(VOCAB_SIZE, PROMPT_LEN, options)
-    plan = sampling.GenerationSampling.build(config, prompt_len=PROMPT_LEN, vocab_size=VOCAB_SIZE)
-    tokens, scores = decode(model, plan, prompt, mask)
+    batch = Batch(config, prompt, vocab_size=VOCAB_SIZE, attention_mask=mask)
+    tokens, scores = decode(model, batch, prompt, mask)
     np.testing.assert_array_equal(tokens, expected.sequences)
     going_on = ~np.isin(tokens[:, PROMPT_LEN:-1], config._eos_token_tensor.tolist()).T  # behind eos, padding differs
     going_on = np.concatenate([np.ones((1, BATCH), bool), np.logical_and.accumulate(going_on)])
@@ -66,45 +64,44 @@ def test_tokens_and_scores_of_generate(options):
 def test_rows_without_eos_end_by_length_and_go_on_choosing():
     config = prepared_config(VOCAB_SIZE, PROMPT_LEN, {"max_new_tokens": 3})
     config.eos_token_id = None
-    plan = sampling.GenerationSampling.build(config, prompt_len=PROMPT_LEN, vocab_size=VOCAB_SIZE)
-    state = sampling.init_history(plan, np.zeros((2, PROMPT_LEN), int), seed=0)
+    batch = Batch(config, np.zeros((2, PROMPT_LEN), int), vocab_size=VOCAB_SIZE)
     for num_new in (1, 2, 3):
-        tokens, state, _ = compiled_step(plan, state, jnp.eye(2, VOCAB_SIZE, k=EOS[0]))
+        tokens, _ = batch.sample(jnp.eye(2, VOCAB_SIZE, k=EOS[0]))
         assert tokens.tolist() == [2, 3]
-        assert state.ended.tolist() == [num_new == 3] * 2
+        assert batch.state.ended.tolist() == [num_new == 3] * 2
 
 
 def test_ended_rows_are_padded():
     config = prepared_config(VOCAB_SIZE, PROMPT_LEN, {})
-    plan = sampling.GenerationSampling.build(config, prompt_len=PROMPT_LEN, vocab_size=VOCAB_SIZE)
-    state = sampling.init_history(plan, np.zeros((2, PROMPT_LEN), int), seed=0)
-    tokens, state, _ = compiled_step(plan, state, jnp.eye(2, VOCAB_SIZE, k=EOS[0]))
-    assert (tokens.tolist(), state.ended.tolist()) == ([2, 3], [True, False])
-    tokens, state, _ = compiled_step(plan, state, jnp.eye(2, VOCAB_SIZE, k=8))
-    assert (tokens.tolist(), state.ended.tolist()) == ([PAD, 9], [True, False])
+    batch = Batch(config, np.zeros((2, PROMPT_LEN), int), vocab_size=VOCAB_SIZE)
+    tokens, _ = batch.sample(jnp.eye(2, VOCAB_SIZE, k=EOS[0]))
+    assert (tokens.tolist(), batch.state.ended.tolist()) == ([2, 3], [True, False])
+    tokens, _ = batch.sample(jnp.eye(2, VOCAB_SIZE, k=8))
+    assert (tokens.tolist(), batch.state.ended.tolist()) == ([PAD, 9], [True, False])
 
 
-def test_new_numbers_compile_nothing_and_new_steps_do():
-    num_traces = 0
-
-    @jax.jit
-    def counted_step(plan, state, logits):
-        nonlocal num_traces
-        num_traces += 1
-        return sampling.sample_step(plan, state, logits)
+def test_options_compile_levels_and_sizes_and_nothing_else():
+    """The programs of static batches are counted by JAX's own cache of them."""
 
     def run(prompt_len, **options):
-        config = prepared_config(VOCAB_SIZE, prompt_len, {"do_sample": True, "max_new_tokens": 6, **options})
-        plan = sampling.GenerationSampling.build(config, prompt_len=prompt_len, vocab_size=VOCAB_SIZE)
-        state = sampling.init_history(plan, np.zeros((2, prompt_len), int), seed=prompt_len, capacity=32)
+        config = prepared_config(VOCAB_SIZE, prompt_len, {"max_new_tokens": 6, **options})
+        batch = Batch(config, np.zeros((2, prompt_len), int), vocab_size=VOCAB_SIZE, seed=prompt_len)
+        before = sample_batch._cache_size()
         for _ in range(3):
-            _, state, _ = counted_step(plan, state, jnp.zeros((2, VOCAB_SIZE)))
+            batch.sample(jnp.zeros((2, VOCAB_SIZE)))
+        return sample_batch._cache_size() - before
 
-    run(4, temperature=0.5, top_k=20, top_p=0.5, repetition_penalty=1.1, eos_token_id=3, bad_words_ids=[[4, 5]])
-    run(9, temperature=0.9, top_k=33, top_p=0.9, repetition_penalty=1.9, eos_token_id=8, bad_words_ids=[[6, 7]])
-    assert num_traces == 1
-    run(4, temperature=0.5, top_k=20, top_p=1.0)
-    assert num_traces == 2
+    sample_batch.clear_cache()
+    history = {"repetition_penalty": 1.1, "bad_words_ids": [[4, 5]]}
+    assert run(4, do_sample=True, temperature=0.5, top_k=20, top_p=0.5, eos_token_id=3, **history) == 1
+    assert run(9, do_sample=True, temperature=0.9, top_k=33, eos_token_id=8, bad_words_ids=[[6, 7]]) == 0
+    others = {"no_repeat_ngram_size": 2, "bad_words_ids": [[6, 7]], "renormalize_logits": True, "eos_token_id": 8}
+    assert [run(9, do_sample=True, **others), run(9, **others), run(4, eos_token_id=3, **history)] == [0, 1, 0], (
+        "and without draws"
+    )
+    assert [run(4, do_sample=True, temperature=0.5, top_p=0.9), run(4, do_sample=True, min_p=0.1)] == [1, 0]
+    assert [run(4, repetition_penalty=1.1), run(4, suppress_tokens=[3], min_new_tokens=2)] == [1, 0]
+    assert [run(4), run(7)] == [1, 0]
 
 
 @pytest.mark.parametrize("flipped", ["penalty_skips_padding", "bias_needs_longer_context", "decay_skips_infinite"])
@@ -119,17 +116,19 @@ def test_each_rule_of_a_release_changes_what_it_names(flipped, monkeypatch):
     logits = jnp.ones((2, VOCAB_SIZE)).at[0, EOS[0]].set(-jnp.inf)
 
     def scores():
-        plan = sampling.GenerationSampling.build(
-            prepared_config(VOCAB_SIZE, 2, options), prompt_len=2, vocab_size=VOCAB_SIZE
-        )
-        state = sampling.init_history(plan, prompt, seed=0, attention_mask=mask)
-        state = state if flipped != "decay_skips_infinite" else sampling.append(state, jnp.array([8, 8]))
-        return np.asarray(jax.jit(sampling.process)(plan, state, logits))
+        config = prepared_config(VOCAB_SIZE, 2, options)
+        batch = Batch(config, prompt, vocab_size=VOCAB_SIZE, attention_mask=mask)
+        if flipped == "decay_skips_infinite":
+            batch.append([8, 8])
+        jax.clear_caches()  # the rules of the installed release are constants of a program
+        return np.asarray(batch.chosen(logits)[1])
 
     rules, before = installed_rules(), scores()
     other = TransformersBehaviour(**{**vars(rules), flipped: not getattr(rules, flipped)})
-    monkeypatch.setattr("torchax_serve.sampling.history.installed_rules", lambda: other)
-    changed = (scores() != before) & ~(np.isnan(before) & np.isnan(scores()))
+    for module in ("batch_sampler", "processors"):
+        monkeypatch.setattr(f"torchax_serve.sampling.{module}.installed_rules", lambda: other)
+    after = scores()
+    changed = (after != before) & ~(np.isnan(before) & np.isnan(after))
     column = {"penalty_skips_padding": PAD, "bias_needs_longer_context": 9, "decay_skips_infinite": EOS[0]}[flipped]
     row = 1 if flipped == "bias_needs_longer_context" else 0
     assert np.argwhere(changed).tolist() == [[row, column]]
@@ -139,19 +138,16 @@ def test_tokens_beyond_the_columns_are_left_alone():
     """Embeddings can have more rows than the logits have columns."""
     options = {"repetition_penalty": 2.0, "no_repeat_ngram_size": 1}
     config = prepared_config(VOCAB_SIZE, 3, options)
-    plan = sampling.GenerationSampling.build(config, prompt_len=3, vocab_size=VOCAB_SIZE)
-    state = sampling.init_history(plan, np.array([[VOCAB_SIZE, VOCAB_SIZE + 7, 4]]), seed=0)
-    scores = sampling.process(plan, state, jnp.ones((1, VOCAB_SIZE)))
+    batch = Batch(config, np.array([[VOCAB_SIZE, VOCAB_SIZE + 7, 4]]), vocab_size=VOCAB_SIZE)
+    scores = batch.chosen(jnp.ones((1, VOCAB_SIZE)))[1]
     assert np.argwhere(np.asarray(scores) != 1).tolist() == [[0, 4]]
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"seed": -1}, "seed: expected whole numbers"),
-        ({"seed": 2**64}, "seed: expected whole numbers"),
-        ({"seed": [1]}, "seed: expected one number, or one for each of 2 rows"),
-        ({"seed": 0, "capacity": 9}, r"capacity: expected at least 10 .* got 9"),
+        ({"seed": -1}, "seed: expected a whole number"),
+        ({"seed": 2**64}, "seed: expected a whole number"),
         ({"seed": 0, "attention_mask": np.ones((2, 3))}, "attention_mask: expected shape"),
         ({"seed": 0, "prompt_ids": np.zeros(2, int)}, "prompt_ids: expected int"),
         ({"seed": 0, "prompt_ids": np.zeros((2, 2))}, "prompt_ids: expected int"),
@@ -159,6 +155,5 @@ def test_tokens_beyond_the_columns_are_left_alone():
 )
 def test_bad_starts_are_refused(arguments, words):
     config = prepared_config(VOCAB_SIZE, 2, {})
-    plan = sampling.GenerationSampling.build(config, prompt_len=2, vocab_size=VOCAB_SIZE)
     with pytest.raises(ValueError, match=words):
-        sampling.init_history(plan, **{"prompt_ids": np.zeros((2, 2), int), **arguments})
+        Batch(config, **{"prompt_ids": np.zeros((2, 2), int), "vocab_size": VOCAB_SIZE, **arguments})

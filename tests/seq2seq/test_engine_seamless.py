@@ -11,7 +11,7 @@ from steps_taken import steps_taken
 from threads import at_once
 from transformers import GenerationConfig
 
-from model_adapters.caches.encoder_mask import SourceMask, mask_over_sounds
+from model_adapters.caches.encoder_mask import SourceMask, mask_over_audio
 from torchax_serve import EngineOptions, InvalidArgumentError, SamplingParams, serve
 from torchax_serve.engine.request import EngineRequest
 from torchax_serve.parity.tiny.audio import audio_model
@@ -196,7 +196,7 @@ def test_streams_run_on_the_engine(name):
         config.update(max_new_tokens=NEW)
         streams = [model.iter_tokens(source, config) for source in sources]
         assert [list(stream) for stream in streams] == wanted
-        assert 0 < model.stats().num_steps < NEW * len(sources)
+        assert 0 < model.engine.stats().num_steps < NEW * len(sources)
         only = SamplingParams(allowed_token_ids=[77])
         assert list(model.iter_tokens(sources[0], config, params=only)) == [77] * NEW
         with pytest.raises(InvalidArgumentError, match="expected token ids from 0 to"):
@@ -219,7 +219,7 @@ def test_audio_masks_match_the_lengths_that_the_model_computes(stride, kernel):
     model = copy.copy(eager(SOUNDS[0]))
     model.config = copy.copy(model.config)
     model.config.adaptor_stride, model.config.adaptor_kernel_size = stride, kernel
-    mask = mask_over_sounds(model)
+    mask = mask_over_audio(model)
     assert mask == SourceMask(stride, kernel)
     counted = model._compute_sub_sample_lengths_from_attention_mask
     for length in range(1, 20):

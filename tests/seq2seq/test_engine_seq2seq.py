@@ -130,10 +130,10 @@ def config_of(model, **options):
 
 def test_served_requests_run_on_the_engine(served):
     ids = sources()[:5]
-    before = served.stats().num_steps
+    before = served.engine.stats().num_steps
     streams = [served.iter_tokens(source, config_of(served)) for source in ids]
     assert [list(stream) for stream in streams] == alone("bart", ids)
-    assert served.stats().num_steps > before
+    assert served.engine.stats().num_steps > before
     assert "there is an encoder beside the decoder" in served.engine.description
     assert "for the states of requests" in served.engine.description
 
@@ -159,7 +159,7 @@ def test_texts_go_to_the_encoder_and_come_from_the_decoder(tmp_path):
         ]
         assert [completion.prompt_len for completion in completions] == [len(source) for source in ids]
         assert "".join(model.stream(ids[1], params)) == completions[1].text
-        assert model.stats().num_steps > 0
+        assert model.engine.stats().num_steps > 0
         with pytest.raises(InvalidArgumentError, match="expected token ids from 0 to 96"):
             model.stream([VOCAB_SIZE], params)
 
@@ -173,9 +173,9 @@ def test_options_apply_to_the_decoder_tokens(served):
 
 def test_input_too_long_for_the_slots_runs_without_the_engine(served):
     source = (sources()[5] * 2)[:60]
-    before = served.stats().num_steps
+    before = served.engine.stats().num_steps
     assert list(served.iter_tokens(source, config_of(served))) == alone("bart", [source])[0]
-    assert served.stats().num_steps == before
+    assert served.engine.stats().num_steps == before
 
 
 def test_warm_up_compiles_every_program_of_later_requests():
@@ -262,11 +262,11 @@ def test_rows_of_a_class_generate_run_on_the_engine():
     with serve(model, engine=OPTIONS) as served_model:
         streams = [served_model.iter_tokens(source, config_of(served_model)) for source in ids]
         assert [list(stream) for stream in streams] == wanted
-        before = served_model.stats().num_steps
+        before = served_model.engine.stats().num_steps
         assert 0 < before < NEW * len(ids)
         found = served_model.generate(torch.tensor([ids[0]]), max_new_tokens=NEW)
         assert found[0, 2:].tolist() == wanted[0]
-        assert served_model.stats().num_steps > before
+        assert served_model.engine.stats().num_steps > before
     model = tiny("bart")
     model.__class__ = Changed
     with serve(model, engine=OPTIONS) as served_model:

@@ -223,7 +223,7 @@ def test_number_of_slots_follows_memory():
         assert engine._runner._executor._num_slots == 4  # of six, a power of two
     finally:
         engine.close()
-    with pytest.raises(UnsupportedModelError, match="expected memory for keys and values of two sounds"):
+    with pytest.raises(UnsupportedModelError, match="expected memory for keys and values of two encoder outputs"):
         build_engine(runtime, EngineOptions(max_num_seqs=32, page_size=4, kv_cache_memory_bytes=2 * each))
 
 

@@ -155,7 +155,7 @@ def test_served_model_from_a_folder(tmp_path):
         config.update(**options)
         tokens = list(served.iter_tokens(ids[0].tolist(), config))
         assert tokens == eager.generate(ids, **options)[0, 1:].tolist()
-        assert served.stats().num_steps > 0  # on the engine
+        assert served.engine.stats().num_steps > 0  # on the engine
 
 
 def test_bad_input(pair):

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from torchax_serve import CheckpointError, InvalidArgumentError, serve
+from torchax_serve.engine.request_handle import RequestError
 from torchax_serve.entrypoints.speech_model import SpeechModel
 
 pytestmark = [
@@ -51,6 +52,25 @@ def test_transcripts_match_transformers(whisper):
         assert torch.equal(served.generate(input_features=features, max_new_tokens=10), tokens)
         assert served.transcribe(sounds, sampling_rate=RATE, max_new_tokens=10) == expected
         assert served.transcribe(sounds[0], sampling_rate=RATE, max_new_tokens=10) == expected[0]
+
+
+def test_transcriptions_are_on_the_queue(whisper):
+    """Rows of Whisper on the engine of batches, beams on the static one; both end at a time limit, and go on."""
+    path, eager = whisper
+    features = transformers.AutoFeatureExtractor.from_pretrained(path)(
+        sound(1.5), sampling_rate=RATE, return_tensors="pt"
+    ).input_features
+    tokens = eager.generate(input_features=features, max_new_tokens=10, num_beams=2)
+    expected = transformers.AutoTokenizer.from_pretrained(path).batch_decode(tokens, skip_special_tokens=True)[0]
+    with serve(path) as served:
+        for options in ({}, {"num_beams": 2}, {"do_sample": True}):
+            with pytest.raises(RequestError, match="expected its end within timeout_s"):
+                served.transcribe(sound(1.5), sampling_rate=RATE, max_new_tokens=40, timeout_s=1e-4, **options)
+        before = served.stats()
+        served.transcribe(sound(1.5), sampling_rate=RATE, max_new_tokens=10, do_sample=True, priority=1)
+        assert served.transcribe(sound(1.5), sampling_rate=RATE, max_new_tokens=10, num_beams=2) == expected
+        assert served.stats().scheduler.num_prompt_tokens > before.scheduler.num_prompt_tokens
+        assert not served.stats().scheduler.num_running
 
 
 def test_long_audio_is_transcribed_in_windows_as_in_transformers(whisper):

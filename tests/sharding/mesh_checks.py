@@ -20,6 +20,7 @@ from model_adapters.caches.paged_cache import PackedBatch
 from model_adapters.errors import TorchaxServeError
 from model_adapters.loading import load_model
 from model_adapters.loading.model_class import module_of
+from model_adapters.ops.quantized_weight import QuantizedWeight
 from model_adapters.program.packed_forward import forward_packed
 from torchax_serve import EngineOptions, serve
 from torchax_serve.distributed.mesh import mesh_for
@@ -126,12 +127,31 @@ def tokens(family, meshes, kv_cache_dtype=None):
             print("same tokens", family, mesh, served.engine.description)
 
 
+def quantized(family, meshes, rules):
+    """Tokens with quantized weights on meshes, and how much of its weights a device has."""
+    options = EngineOptions(max_model_len=64, max_num_seqs=4)
+    with serve(model_of(family), engine=options, quantization=rules) as single:
+        wanted = tokens_of(single)
+    assert len({token for row in wanted for token in row}) > 6, wanted
+    for mesh in meshes.split(","):
+        with serve(model_of(family), engine=options, mesh=shape_of(mesh), quantization=rules) as served:
+            got = tokens_of(served)
+            assert got == wanted, f"{family} {mesh}: {got} is not {wanted}"
+            weights = served._runtimes[0].weights.values()
+            stored = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
+            for weight in stored:
+                rows = weight.values.sharding.spec[-2]
+                assert weight.scale.sharding.spec[-2] == rows, (weight.values.sharding, weight.scale.sharding)
+            divided = [weight for weight in stored if not weight.values.is_fully_replicated]
+            print("same tokens", family, mesh, len(stored), len(divided))
+
+
 def states(family, degree):
     """How the states of recurrent layers lie, and the steps compiled while an engine that is warm answers."""
     compiled = []
 
     def listen(event, duration_secs, **about):
-        if event.endswith("backend_compile_duration") and about.get("fun_name") == "jit(gathered)":
+        if event.endswith("backend_compile_duration") and about.get("fun_name") == "jit(per_sequence)":
             compiled.append(event)
 
     options = EngineOptions(max_model_len=64, max_num_seqs=4)

@@ -30,6 +30,21 @@ def test_tokens_are_those_of_one_device(on_eight, family):
     assert [line.split()[3] for line in lines] == MESHES[family].split(",")
 
 
+@pytest.mark.parametrize(
+    ("family", "meshes", "rules"),
+    [
+        ("llama", "1x2,1x8,2x2", {"weight_qtype": "int8"}),
+        ("llama", "1x4", {"weight_qtype": "int4", "tile_size": 2, "module_path": ".*(q_proj|up_proj|lm_head)"}),
+        ("gpt2", "1x2", "w8a8"),
+        ("qwen3_moe", "1x2,1x2x2", {"weight_qtype": "int8"}),
+    ],
+)
+def test_quantized_weights_lie_with_their_scales_and_give_the_same_tokens(on_eight, family, meshes, rules):
+    lines = on_eight("quantized", family, meshes, rules)
+    assert [line.split()[3] for line in lines] == meshes.split(",")
+    assert all(int(line.split()[5]) > 0 for line in lines)
+
+
 def test_pages_in_int8_have_their_scales_where_their_heads_are(on_eight):
     """Heads that the mesh divides, and heads that every device has whole."""
     lines = on_eight("tokens", "llama", "1x2,1x8", "int8")

@@ -15,6 +15,8 @@ from transformers import PreTrainedModel
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.loading import LoadedModel, load_model, require_causal_lm
 from model_adapters.loading.compress_weights import prepare_weights
+from model_adapters.ops.compressed_weight import Weights
+from model_adapters.ops.quantized_weight import QuantizedWeight
 from model_adapters.program.position_limits import max_positions
 from torchax_serve.bench.machine import Bandwidth, Machine, measure_bandwidth, num_cores
 from torchax_serve.bench.memory_traffic import CacheLayer, cache_layers, step_bytes, weight_bytes_per_step
@@ -58,7 +60,7 @@ def bench(
         UnsupportedModelError: not a causal language model.
         TorchaxServeError: The model cannot be loaded.
     """
-    settings, say = settings or BenchSettings(), note or _silent
+    settings, say = settings or BenchSettings(), note or silent
     has_compile_cache = enable_compile_cache() is not None
     say("measuring the bandwidth of memory")
     machine = Machine.here()
@@ -66,8 +68,8 @@ def bench(
     say("loading")
     loaded = load_model(model, dtype=dtype, random_weights=random_weights, seed=settings.seed, **load_options)
     require_causal_lm(loaded)
-    _check_positions(loaded, settings)
-    run = _Run(loaded, settings, say, has_compile_cache=has_compile_cache)
+    check_positions(loaded, settings)
+    run = BenchRun(loaded, settings, say, has_compile_cache=has_compile_cache)
     raw = [run.calls(batch) for batch in settings.batches]
     run.check_untouched()
     bandwidth = bandwidth.better(measure_bandwidth(bandwidth.buffer_bytes))
@@ -76,17 +78,18 @@ def bench(
         machine=machine,
         settings=settings,
         peer=None if run.peer is None else run.peer.description,
-        model=_facts(loaded, random_weights=random_weights),
+        model=model_facts(loaded, random_weights=random_weights),
         bandwidth=bandwidth,
         cases=tuple(run.case(batch, sides, bandwidth) for batch, sides in zip(settings.batches, raw, strict=True)),
     )
 
 
-def _silent(text: str) -> None:
+def silent(text: str) -> None:
     """Ignores the text."""
 
 
-def _check_positions(loaded: LoadedModel, settings: BenchSettings) -> None:
+def check_positions(loaded: LoadedModel, settings: BenchSettings) -> None:
+    """Raises InvalidArgumentError for more tokens than the model has positions."""
     limit = max_positions(loaded.config.get_text_config())
     wanted = settings.prompt_len + settings.new_tokens
     if limit is not None and wanted > limit:
@@ -95,7 +98,8 @@ def _check_positions(loaded: LoadedModel, settings: BenchSettings) -> None:
         )
 
 
-def _facts(loaded: LoadedModel, *, random_weights: bool) -> ModelFacts:
+def model_facts(loaded: LoadedModel, *, random_weights: bool) -> ModelFacts:
+    """Returns what a report says about the model."""
     parameters = dict(loaded.module.named_parameters(remove_duplicate=True))
     return ModelFacts(
         name=loaded.source.name,
@@ -110,7 +114,7 @@ def _facts(loaded: LoadedModel, *, random_weights: bool) -> ModelFacts:
     )
 
 
-class _Run:
+class BenchRun:
     """A loaded model, and the peer it is compared with."""
 
     def __init__(self, loaded: LoadedModel, settings: BenchSettings, say: Note, *, has_compile_cache: bool) -> None:
@@ -120,7 +124,7 @@ class _Run:
         if settings.against == "hf":
             self._reference = EagerReference(loaded)
             self.peer = _hf(self._reference.module)
-        self._weights = {"hf": dict(loaded.weights) if self._reference is not None else {}, OURS: loaded.weights}
+        self._weights = {"hf": _dense(loaded.weights) if self._reference is not None else {}, OURS: loaded.weights}
         prepare_weights(loaded)
         self._served = ServedModel(loaded)
         runtime: Any = self._served.torch_model._jax_runtime
@@ -146,14 +150,18 @@ class _Run:
         for engine in engines:
             self._say(f"batch {batch}: first call of {engine.name}")
             found.append([engine.first_call(ids, settings.new_tokens)])
-        if self._layers is None and self._has_cache:
-            cache = self.ours.final_cache(ids, settings.new_tokens)
-            self._layers = cache_layers(cache, settings.prompt_len + settings.new_tokens - 1)
+        self.count_layers(ids)
         for index in range(settings.repeats):
             self._say(f"batch {batch}: round {index + 1} of {settings.repeats}")
             for engine, calls in zip(engines, found, strict=True):
                 calls.append(engine.call(ids, settings.new_tokens))
         return found
+
+    def count_layers(self, ids: torch.Tensor) -> None:
+        """Finds out which layers have a cache, by a call on ``ids[batch, len]``, once."""
+        if self._layers is None and self._has_cache:
+            cache = self.ours.final_cache(ids, self._settings.new_tokens)
+            self._layers = cache_layers(cache, self._settings.prompt_len + self._settings.new_tokens - 1)
 
     def case(self, batch: int, sides: list[list[Call]], bandwidth: Bandwidth) -> Case:
         """Summarizes the calls of one batch size."""
@@ -184,6 +192,12 @@ class _Run:
             bandwidth_bytes_per_s=bandwidth.bytes_per_s,
             compile_cache=first.compile_cache,
         )
+
+
+def _dense(weights: Weights) -> dict[str, Any]:
+    """Returns `weights` with arrays of the dense size, without memory, in the place of quantized ones."""
+    sizes = {id(each): np.broadcast_to(np.empty((), each.dtype), each.shape) for each in weights.values()}
+    return {name: sizes[id(each)] if isinstance(each, QuantizedWeight) else each for name, each in weights.items()}
 
 
 def _hf(module: PreTrainedModel) -> TimedModel:

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from model_adapters.errors import InvalidArgumentError
 from torchax_serve.cli.shared.command import Command
+from torchax_serve.cli.shared.load_model import end_if_explained
 from torchax_serve.cli.shared.load_options import LoadOptions, option_groups
 from torchax_serve.cli.shared.model_name import check_one_model, complete_model
 from torchax_serve.cli.shared.tables import console
@@ -90,6 +92,8 @@ def bench(
     torchax-serve bench qwen3-0.6b --against hf --batch 1 --batch 8
 
     torchax-serve bench --random-weights config.json --dtype bfloat16
+
+    torchax-serve bench qwen3-0.6b --quantization bf16,int8,int4
     """
     check_one_model(model, random_weights, load.revision)
     from torchax_serve.cli.chat.interrupts import prompt_interrupts
@@ -100,23 +104,71 @@ def bench(
         from torchax_serve.bench.plot import plot as draw
 
         settings = measured.settings()
+        source, options = model if random_weights is None else str(random_weights), load.serve_kwargs()
+        end_if_explained(source, load)
         load.show_details()
         if plot is not None:
             check_plot(plot)
-        report = measure(
-            model if random_weights is None else str(random_weights),
-            settings,
-            random_weights=random_weights is not None,
-            command=shlex.join(["torchax-serve", *sys.argv[1:]]),
-            note=print_note,
-            **load.serve_kwargs(),
-        )
+        options |= {"random_weights": random_weights is not None, "note": print_note}
+        options["command"] = shlex.join(["torchax-serve", *sys.argv[1:]])
+        if load.quantization is not None and "," in load.quantization:
+            _refuse_plot(plot)
+            _quantizations(source, load.quantization.split(","), settings, options, as_json=as_json)
+            return
+        report = measure(source, settings, **options)
         if plot is not None:
             draw(report, plot)
     if as_json:
         print(json.dumps(report.as_dict(), allow_nan=False))
     else:
         print_report(report)
+
+
+def _refuse_plot(plot: Path | None) -> None:
+    if plot is not None:
+        raise InvalidArgumentError("--plot: expected one --quantization, got several; leave --plot out")
+
+
+def _quantizations(
+    source: str | None, names: list[str], settings: BenchSettings, options: dict[str, Any], *, as_json: bool
+) -> None:
+    """Measures the model with its weights stored in several ways and prints them next to each other."""
+    from rich.table import Table
+
+    from torchax_serve.bench.quantizations import bench_quantizations
+
+    del options["quantization"]
+    reports = bench_quantizations(source, names, settings, **options)
+    if as_json:
+        print(json.dumps({name: report.as_dict() for name, report in reports.items()}, allow_nan=False))
+        return
+    first = next(iter(reports.values()))
+    output = console()
+    output.print("\n".join(_heading(first)[:5]), markup=False)
+    table = Table(header_style="bold")
+    table.add_column("batch", justify="right")
+    table.add_column("weights")
+    for heading in ("GB", "first token ms", "decode tok/s", "ms per step", "read per step", "MBU", "x the first"):
+        table.add_column(heading, justify="right")
+    for index, batch in enumerate(settings.batches):
+        base = first.cases[index].ours.decode_tokens_per_s
+        for number, (name, report) in enumerate(reports.items()):
+            side = report.cases[index].ours
+            table.add_row(
+                "" if number else str(batch),
+                name,
+                f"{report.model.weights_bytes / 1e9:.3f}",
+                f"{side.ttft_s * 1e3:.1f}",
+                f"{side.decode_tokens_per_s:.1f}",
+                f"{side.tpot_s * 1e3:.2f}",
+                "-" if side.step_bytes is None else _gb(side.step_bytes),
+                "-" if side.mbu is None else f"{side.mbu:.0%}",
+                f"{side.decode_tokens_per_s / base:.2f}",
+                end_section=number == len(reports) - 1,
+            )
+    output.print(table)
+    for line in _remarks(first):
+        output.print(line, markup=False)
 
 
 def print_report(report: Any) -> None:

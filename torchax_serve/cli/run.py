@@ -12,7 +12,7 @@ import typer
 from model_adapters.errors import InvalidArgumentError, ModelNotFoundError, UnsupportedModelError
 from torchax_serve.cli.chat.interrupts import prompt_interrupts
 from torchax_serve.cli.shared.command import Command
-from torchax_serve.cli.shared.load_model import loaded_model, run_as_follower
+from torchax_serve.cli.shared.load_model import end_if_explained, loaded_model, run_as_follower
 from torchax_serve.cli.shared.load_options import DeviceOptions, option_groups
 from torchax_serve.cli.shared.model_name import check_model, complete_model
 from torchax_serve.cli.shared.sampling_options import DecodingOptions
@@ -96,6 +96,7 @@ def run(
     """
     model, prompt = _model_first(model, prompt)
     _check_name(model, load.revision)
+    end_if_explained(model, load)
     if run_as_follower(model, load):
         return
     text = _text(prompt, prompt_option)

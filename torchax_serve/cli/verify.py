@@ -11,12 +11,15 @@ import typer
 
 from model_adapters.errors import InvalidArgumentError
 from torchax_serve.cli.shared.command import Command
+from torchax_serve.cli.shared.load_model import end_if_explained
 from torchax_serve.cli.shared.load_options import LoadOptions, complete_dtype, option_groups
 from torchax_serve.cli.shared.model_name import check_one_model, complete_model
 from torchax_serve.cli.shared.tables import console
 from torchax_serve.cli.shared.terminal import print_note
 
 DIFFERENT = 1
+NUM_TOKENS = 16
+"""Greedy tokens that are compared without ``--tokens``."""
 
 
 @dataclass(frozen=True)
@@ -66,22 +69,39 @@ RandomWeights = Annotated[
 ]
 
 
+Text = Annotated[
+    Path | None,
+    typer.Option("--text", show_default=False, help="With --quantization: file of text; one of ours without it."),
+]
+MaxKL = Annotated[
+    float | None,
+    typer.Option(
+        "--max-kl", show_default=False, help="With --quantization: largest mean KL divergence in nats that passes."
+    ),
+]
+
+
 @option_groups
 def verify(
     model: Model = None,
     prompt: Prompt = None,
-    tokens: NumTokens = 16,
+    tokens: NumTokens = NUM_TOKENS,
     tolerance: Tolerance = None,
     random_weights: RandomWeights = None,
+    text: Text = None,
+    max_kl: MaxKL = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
     *,
     load: VerifyLoadOptions,
 ) -> int:
     """Compare a model on JAX with eager PyTorch: each layer, the logits, greedy tokens.
 
-    Exit status 1 when they part; the tables show the first layer that does.
+    Exit status 1 when they part; the tables show the first layer that does. With --quantization, compare the model
+    with itself without quantization: perplexity, KL divergence, equal top tokens, bytes.
 
     torchax-serve verify qwen3-0.6b
+
+    torchax-serve verify qwen3-0.6b --quantization int4 --max-kl 0.1
     """
     check_one_model(model, random_weights, load.revision)
     if tolerance is not None and not tolerance > 0:
@@ -89,12 +109,19 @@ def verify(
     from torchax_serve.cli.chat.interrupts import prompt_interrupts
 
     with prompt_interrupts(leave_at=1):
+        source = model if random_weights is None else str(random_weights)
+        end_if_explained(source, load)
+        load.show_details()
+        if load.quantization is not None:
+            _refuse_with_quantization(prompt, tokens, tolerance)
+            return _quality(source, load, text, max_kl, is_random=random_weights is not None, as_json=as_json)
+        if text is not None or max_kl is not None:
+            raise InvalidArgumentError("--text, --max-kl: expected --quantization with them, got none; add it")
         from torchax_serve.parity.verify import verify as compare
 
-        load.show_details()
         print_note("running both sides; the first time, compiling takes a while")
         result = compare(
-            model if random_weights is None else str(random_weights),
+            source,
             prompt=prompt,
             new_tokens=tokens,
             tolerance=tolerance,
@@ -106,6 +133,58 @@ def verify(
     else:
         _print_tables(result)
     return 0 if result.passed else DIFFERENT
+
+
+def _refuse_with_quantization(prompt: str | None, tokens: int, tolerance: float | None) -> None:
+    """Raises InvalidArgumentError for options that the comparison with the dense model has no use for."""
+    given = {"--prompt": prompt is not None, "--tokens": tokens != NUM_TOKENS, "--tolerance": tolerance is not None}
+    if wrong := [flag for flag, is_given in given.items() if is_given]:
+        raise InvalidArgumentError(
+            f"{wrong[0]}: expected without --quantization, which compares on a text; use --text and --max-kl"
+        )
+
+
+def _quality(
+    source: str | None, load: LoadOptions, text: Path | None, max_kl: float | None, *, is_random: bool, as_json: bool
+) -> int:
+    """Compares the model with and without quantization; returns the exit status."""
+    from torchax_serve.parity.quantization import measure_quality
+
+    print_note("running the model with and without quantization; the first time, compiling takes a while")
+    found = measure_quality(source, text=text, max_kl=max_kl, random_weights=is_random, **load.serve_kwargs())
+    if as_json:
+        print(json.dumps(found.as_dict(), allow_nan=False))
+    else:
+        _print_quality(found)
+    return 0 if found.passed else DIFFERENT
+
+
+def _print_quality(found: Any) -> None:
+    from rich.table import Table
+
+    output = console()
+    output.print(
+        f"{found.model}: {found.architecture}, {found.dtype}, JAX on {found.device}; {found.num_tokens} tokens of "
+        f"{found.text}\n{found.quantization}\n",
+        markup=False,
+    )
+    table = Table(header_style="bold")
+    for heading in ("weights", "perplexity", "mean KL", "99 % KL", "same top token", "MB"):
+        table.add_column(heading, justify="left" if heading == "weights" else "right")
+    table.add_row("dense", f"{found.dense_perplexity:.3f}", "", "", "", f"{found.dense_bytes / 1e6:,.1f}")
+    change = found.perplexity / found.dense_perplexity - 1
+    table.add_row(
+        "quantized",
+        f"{found.perplexity:.3f} ({change:+.1%})",
+        f"{found.mean_kl:.4f}",
+        f"{found.kl_99:.4f}",
+        f"{found.same_top:.1%}",
+        f"{found.num_bytes / 1e6:,.1f}",
+    )
+    output.print(table)
+    if found.max_kl is not None:
+        verdict = "passed" if found.passed else "failed"
+        output.print(f"{verdict}: mean KL {found.mean_kl:.4g}, --max-kl {found.max_kl:g}", markup=False)
 
 
 def _print_tables(result: Any) -> None:

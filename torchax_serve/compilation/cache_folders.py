@@ -1,4 +1,4 @@
-"""The folders that hold what was compiled, how much room they may take, and the eviction of what is least used.
+"""Folders of compiled programs: their size limit, and eviction of the least used.
 
 This module imports neither jax nor torch.
 """
@@ -60,7 +60,7 @@ def folders() -> dict[str, SealedFolder]:
 
 
 def parse_size(text: str, name: str) -> int:
-    """Returns the bytes that a text such as ``10GB``, ``500M`` or ``123456`` means (powers of ten).
+    """Parses a size such as ``10GB``, ``500M`` or ``123456`` (powers of ten) to bytes.
 
     Raises:
         InvalidArgumentError: it is no size; `name` is what the user has set.

@@ -1,4 +1,4 @@
-"""A lock around compiling that tells a signal handler instead of letting it wait for the code that it interrupted."""
+"""Lock around compiling; raises in a signal handler that would wait for its own thread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def num_compiling() -> int:
 
 
 def check_not_compiling() -> None:
-    """Raises TorchaxServeError in a thread that compiles: what it would wait for may wait for that."""
+    """Raises TorchaxServeError in a thread that is compiling, which would deadlock."""
     if getattr(_this_thread, "depth", 0):
         raise TorchaxServeError(
             "expected a call outside of a compilation, got one, as from a signal handler, that interrupted it; call "

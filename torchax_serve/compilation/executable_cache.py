@@ -58,7 +58,7 @@ def model_identity(model_class: type, config_json: str, weights: Weights) -> str
     Args:
         model_class: of the module, whose source is read.
         config_json: every attribute of its configuration.
-        weights: by name; their shapes and dtypes count.
+        weights: by name; their shapes, dtypes and quantization schemes count.
     """
     digest = hashlib.sha256(f"{model_class.__module__}.{model_class.__qualname__}\n{config_json}\n".encode())
     folder = Path(inspect.getfile(model_class)).parent
@@ -66,7 +66,8 @@ def model_identity(model_class: type, config_json: str, weights: Weights) -> str
         digest.update(file.read_bytes())
     for name in sorted(weights):
         parts = [f"{part.shape} {part.dtype}" for part in jax.tree.leaves(weights[name])]
-        digest.update(f"{name} {' '.join(parts)}\n".encode())
+        scheme = getattr(weights[name], "scheme", "")  # of a quantized weight, which decides how it is multiplied
+        digest.update(f"{name} {' '.join(parts)} {scheme}\n".encode())
     return digest.hexdigest()
 
 
@@ -112,7 +113,7 @@ class ExecutableCache:
         self._writers: list[threading.Thread] = []
 
     def path_of(self, name: str, signature: _Signature) -> Path | None:
-        """The file of a program; None where there is none, or where an argument's description is not its own."""
+        """Returns the file of a program; None if it is not stored."""
         described = f"{signature.tree} {signature.leaves} {signature.spec!r}"
         if self.folder is None or " at 0x" in described or registry.is_overridden():
             return None
@@ -124,7 +125,7 @@ class ExecutableCache:
         return self.folder / f"{name}-{digest[:40]}"
 
     def read(self, path: Path) -> tuple[Any, dict[str, Any]] | None:
-        """The program in `path` and its facts; None if there is none that can be used."""
+        """Reads the program in `path` and its facts; None if there is no usable one."""
         assert self._files is not None
         content = self._files.read(path.name)
         if content is None:
@@ -160,7 +161,7 @@ class ExecutableCache:
         EVICTOR.wrote(len(content), self._files)
 
     def memoize(self, name: str, described: str, compute: Callable[[], Value]) -> Value:
-        """What `compute` answers, from the folder where an earlier process has asked the same of this model."""
+        """Returns the result of `compute`, from disk if it was stored for this model."""
         if self._files is None or registry.is_overridden():
             return compute()
         file = self._file_of(name, described).name
@@ -183,7 +184,7 @@ class ExecutableCache:
 
 
 class CachedFunction:
-    """A pure function ``f(weights, *args, spec)`` that is compiled once for each kind of arguments, ever.
+    """A pure function ``f(weights, *args, spec)``, compiled once for each kind of arguments.
 
     Args:
         cache: where programs are kept.
@@ -219,7 +220,7 @@ class CachedFunction:
         return len(self._programs)
 
     def temporary_bytes(self, weights: Weights, *args: Any, spec: Any) -> int:
-        """What the program of these arguments takes beside them and its results, as the compiler plans it."""
+        """Returns the bytes of a program's temporaries, by XLA's memory analysis."""
         analysis = self.compiled(weights, *args, spec=spec).memory_analysis()
         return int(analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes)
 
@@ -232,7 +233,7 @@ class CachedFunction:
             return self.compiled(weights, *args, spec=spec)(weights, *args)
 
     def compiled(self, weights: Weights, *args: Any, spec: Any) -> Any:
-        """The program of these arguments."""
+        """Returns the program for these arguments, loaded or compiled."""
         signature = _Signature.of(args, spec)
         program = self._programs.get(signature)
         if program is None:
@@ -335,13 +336,13 @@ in the other packages counts: model code reaches it while it is traced, or it de
 
 @functools.cache
 def source_digest() -> str:
-    """Of this project's source, all of it: what hosts of one model must have alike."""
+    """Returns a digest of all source of this project; equal on all hosts of a model."""
     return _digest_of(())
 
 
 @functools.cache
 def program_source_digest() -> str:
-    """Of the source that programs depend on; see `NOT_TRACED`."""
+    """Returns a digest of the source that programs depend on; see `NOT_TRACED`."""
     return _digest_of(NOT_TRACED)
 
 
@@ -360,18 +361,18 @@ def _digest_of(left_out: Sequence[str]) -> str:
 
 @functools.cache
 def _installed(source: str) -> str:
-    """What stays as it is while the process lives: this project's source, the libraries, the processor."""
+    """Returns what is constant in a process: source, library versions, processor."""
     versions = [f"{name} {version(name)}" for name in LIBRARIES]
     return "\n".join([source, sys.version, *versions, build.processor()])
 
 
 def installed_versions() -> str:
-    """A digest of all source and versions of all libraries, whatever is compiled for."""
+    """Returns a digest of all source and library versions, for any platform."""
     return _installed(source_digest())
 
 
 def _environment() -> str:
-    """Everything outside of model and arguments that a program depends on."""
+    """Returns everything outside of model and arguments that a program depends on."""
     settings = {k: v for k, v in jax.config.values.items() if "cache" not in k and "log" not in k}
     device = _devices()[0]
     return "\n".join(

@@ -19,7 +19,7 @@ A dispatch for 256 requests makes some 1,500 that are gone with the next one. Wa
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """No collection inside; where the caller has switched it off, it stays off."""
+    """Disables garbage collection inside the block; restores the caller's setting."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -31,10 +31,10 @@ def paused() -> Iterator[None]:
 
 @contextlib.contextmanager
 def paused_for_imports() -> Iterator[None]:
-    """No collection inside; what was made there then counts as old, without having been walked.
+    """Disables garbage collection inside the block; what was made there counts as old.
 
-    torch, jax and transformers make 800,000 objects that stay. Left to itself the collector walks them again and again
-    while they are made, and once more when it is switched on behind them.
+    torch, jax and transformers make 800,000 permanent objects. Otherwise the collector would traverse them repeatedly
+    while they are made, and once more when it is enabled again.
     """
     with paused():
         try:
@@ -46,7 +46,7 @@ def paused_for_imports() -> Iterator[None]:
 
 
 def freeze_for_serving() -> None:
-    """Collects, and never again walks what is alive then: for a process that serves until it ends.
+    """Collects and freezes live objects (`gc.freeze`), for a process that serves until it ends.
 
     A full collection comes whenever a quarter more objects are alive, and holds every request up meanwhile; one of the
     young ones would come once or twice a dispatch, and comes with `YOUNG_THRESHOLD` of them from then on.

@@ -54,7 +54,7 @@ class SealedCache(CacheInterface):
 
 
 def seal(folder: Path) -> bool:
-    """Has JAX keep in `folder` sealed files alone; returns False where this release of JAX has no place for that."""
+    """Makes JAX read only authenticated files in `folder`; returns False if JAX cannot."""
     if not hasattr(compilation_cache, "get_file_cache"):
         return False
     _SEALED[str(folder)] = SealedCache(folder)
@@ -75,7 +75,7 @@ def _cache_of(path: str) -> Any:
 
 @contextlib.contextmanager
 def bypassed(wanted: bool = True) -> Iterator[None]:
-    """Compiles on this thread without the sealed folder, for programs that are kept elsewhere as a whole."""
+    """Compiles on this thread without JAX's folder, for programs that are stored elsewhere."""
     before, _LOCAL.bypassed = _is_bypassed(), wanted
     try:
         yield

@@ -1,4 +1,4 @@
-"""How an executable is launched: on the devices of a mesh as if on one, or on those of other hosts too."""
+"""Launches executables on a mesh, or on the devices of other hosts, too."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Launcher(Protocol):
 
 
 def on_mesh(tree: Any, mesh: jax.sharding.Mesh) -> Any:
-    """`tree` with each array that lies elsewhere on all devices of `mesh`."""
+    """Returns `tree` with every array placed on all devices of `mesh`."""
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     devices = set(mesh.devices.flat)
 
@@ -83,5 +83,5 @@ class MeshExecutable:
         return jax.device_put(array.addressable_data(0), jax.local_devices()[0])  # where callers have everything else
 
     def memory_analysis(self) -> Any:
-        """Of the program, on one device."""
+        """Returns XLA's memory analysis of the program, for one device."""
         return self.program.memory_analysis()

@@ -15,7 +15,7 @@ logger = logging.getLogger("torchax_serve")
 
 
 def enable_compile_cache(folder: Path | None = None) -> Path | None:
-    """Keeps compiled programs in `folder`; a folder the user chose for JAX before stays, and is JAX's own matter.
+    """Stores compiled programs in `folder`, unless the user has chosen one for JAX before.
 
     Returns:
         The folder in use; None where it cannot be written or trusted, which is said once and costs only time.
@@ -44,6 +44,6 @@ def enable_compile_cache(folder: Path | None = None) -> Path | None:
 
 
 def programs_dir() -> Path | None:
-    """Folder of whole programs beside JAX's own cache; None where nothing is kept."""
+    """Returns the folder of serialized programs; None if nothing is stored."""
     folder = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
     return Path(folder) / PROGRAMS if folder else None

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import jax
+from jax.sharding import Mesh, NamedSharding
 from transformers import PreTrainedModel
 
-from model_adapters.ops.compressed_weight import Weight, unpacked
+from model_adapters.ops.compressed_weight import Weight
 from model_adapters.sharding.model_sharding import ModelSharding
 from torchax_serve.compilation.executable_cache import ExecutableCache
 from torchax_serve.engine.engine import Engine
@@ -39,18 +41,20 @@ def split_runtimes(
     """
     runtimes = []
     for replica in sharding.replicas():
-        shared: dict[int, jax.Array] = {}
-        for name, array in weights.items():
+        shared: dict[int, Weight] = {}
+        for array in weights.values():
             if id(array) not in shared:
-                shared[id(array)] = _part(unpacked(array), replica.sharding_of(name))
+                shared[id(array)] = jax.tree.map(functools.partial(_part, mesh=replica.mesh), array)
         here = {name: shared[id(array)] for name, array in weights.items()}
         programs = ExecutableCache(mesh=replica.mesh, launcher=launcher)
         runtimes.append(ModelRuntime(module, here, programs, replica))
     return runtimes
 
 
-def _part(array: jax.Array, sharding: jax.sharding.NamedSharding) -> jax.Array:
-    """The array of those devices of `array` that `sharding` names; of them, this host has its own."""
+def _part(array: jax.Array, mesh: Mesh) -> jax.Array:
+    """The array of those devices of `array` that `mesh` has; of them, this host has its own."""
+    assert isinstance(array.sharding, NamedSharding)
+    sharding = NamedSharding(mesh, array.sharding.spec)
     shards = {shard.device: shard.data for shard in array.addressable_shards}
     there = [shards[device] for device in sharding.mesh.devices.flat if device in shards]
     return jax.make_array_from_single_device_arrays(array.shape, sharding, there)

@@ -1,21 +1,16 @@
-"""Builds the engine of a loaded model: chooses its executor, sizes the cache, configures the scheduler."""
+"""Builds the engine of a loaded model: resolves its options, configures the scheduler to its executor."""
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Iterator
 
-from model_adapters.caches.paged_cache import NotPackableError
 from model_adapters.errors import InvalidArgumentError
-from model_adapters.ops.linear import not_invariant_reason
-from torchax_serve.buckets import token_buckets
 from torchax_serve.engine.engine import Engine
 from torchax_serve.engine.model_runner import ModelRunner
 from torchax_serve.engine.options import MAX_DECODER_LEN, MAX_DISPATCH_S, MAX_ENCODER_LEN, MAX_MODEL_LEN, EngineOptions
 from torchax_serve.executors.base import ExecutorChoice
-from torchax_serve.executors.packed_factory import packed_executor
-from torchax_serve.executors.per_sequence_factory import per_sequence_executor
+from torchax_serve.executors.choice import choose_executor
 from torchax_serve.executors.static_batch import StaticBatchExecutor
 from torchax_serve.kv_cache.memory import MemoryBudget
 from torchax_serve.runtime.model_runtime import ModelRuntime
@@ -56,18 +51,7 @@ def build_engine(
         encoder_len_is_default=options.max_encoder_len is None,
         source_len=None if runtime.encoder is None else runtime.encoder.fixed_output_len,
     )
-    try:
-        choice = packed_executor(runtime, sizes)
-    except NotPackableError as reason:
-        _check_invariance(options, str(reason))
-        if options.kv_cache_dtype is not None:
-            raise InvalidArgumentError(
-                f"kv_cache_dtype: expected None for a model that cannot be packed, got {options.kv_cache_dtype!r} "
-                f"({reason}); leave it out"
-            ) from reason
-        choice = per_sequence_executor(runtime, sizes, str(reason))
-    _check_invariance(options, not_invariant_reason())
-    choice = dataclasses.replace(choice, sampler_table_bytes=sizes.sampler_table_bytes)
+    choice = choose_executor(runtime, sizes)
     logger.info("%s", choice)
     runner = ModelRunner(choice.executor, vocab_size=runtime.limits.vocab_size)
     return Engine(
@@ -114,17 +98,9 @@ def _scheduler_config(
         allowed_chunk_sizes=limits.chunk_sizes,
         batches_prefill=limits.batches_prefill,
         max_decode_slowdown=options.max_decode_slowdown,
-        token_buckets=token_buckets(sizes.max_num_batched_tokens) if choice.is_packed else (),
+        token_buckets=limits.token_buckets,
         rope=None if runtime.program.rope is None else runtime.program.rope.lengths,
     )
-
-
-def _check_invariance(options: EngineOptions, why_not: str | None) -> None:
-    if options.batch_invariant and why_not is not None:
-        raise InvalidArgumentError(
-            f"batch_invariant: expected a model that runs packed, with the C++ CPU kernels; got: {why_not}. Leave it "
-            "out, or serve float32"
-        )
 
 
 def _max_encoder_len(runtime: ModelRuntime, options: EngineOptions) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -11,28 +10,12 @@ import numpy as np
 
 from model_adapters.bridge.host_arrays import to_device
 from torchax_serve.engine.request import EngineRequest
-from torchax_serve.executors.base import Executor
+from torchax_serve.executors.base import Executor, InFlightStep
 from torchax_serve.outputs import TokenLogprobs
 from torchax_serve.sampling.sampler import Sampler
 from torchax_serve.sampling.token_masks import mask_logits
-from torchax_serve.sampling.types import Logprobs, Sampled
+from torchax_serve.sampling.types import Logprobs
 from torchax_serve.scheduler import PlanRow, StepPlan
-
-
-@dataclasses.dataclass
-class InFlightStep:
-    """A plan that was dispatched, and its results on the device."""
-
-    plan: StepPlan
-    sampled: list[Sampled] = dataclasses.field(default_factory=list)  # one for each step of the plan
-    tokens: jax.Array | None = None  # int32[>= num_steps, S] of fused decode steps; `sampled` is then empty
-    prompt: Logprobs | None = None  # log-probabilities of all prompt tokens of the step
-    failures: dict[int, Exception] = dataclasses.field(default_factory=dict)  # errors by slot, each of one request
-
-    @property
-    def has_logprobs(self) -> bool:
-        """Whether any row's log-probabilities were asked for."""
-        return any(sampled.logprobs is not None for sampled in self.sampled)
 
 
 class ModelRunner:

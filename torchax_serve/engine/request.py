@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import secrets
 from collections.abc import Sequence
@@ -105,6 +104,7 @@ class EngineRequest:
         else:
             most = max(1, int(config.max_length or 0) - num_prompt)
         least = min(row.num_forced_tokens(num_prompt), most)
+        row = dataclasses.replace(row, max_new_tokens=most)
         return cls(tuple(prompt_ids), most, least, params, row, fork_of, tuple(source_ids), encoded, steps)
 
     def within(self, max_len: int) -> Self:
@@ -115,13 +115,11 @@ class EngineRequest:
         room = max(1, max_len - len(self.prompt_ids))
         if self.max_new_tokens <= room:
             return self
-        row = self.sampling
-        if row.history_config is not None:
-            config = copy.deepcopy(row.history_config)
-            config.max_new_tokens = room
-            row = dataclasses.replace(row, history_config=config)
         return dataclasses.replace(
-            self, max_new_tokens=room, min_new_tokens=min(self.min_new_tokens, room), sampling=row
+            self,
+            max_new_tokens=room,
+            min_new_tokens=min(self.min_new_tokens, room),
+            sampling=dataclasses.replace(self.sampling, max_new_tokens=room),
         )
 
     def to_scheduler(self, request_id: RequestId, now: float) -> SchedulerRequest:

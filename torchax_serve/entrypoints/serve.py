@@ -52,15 +52,15 @@ def serve(
     refuse_uneven: bool = False,
     hosts: Hosts | None = None,
     pack_weights: bool = True,
+    quantization: Any = None,
+    requantize: bool = False,
 ) -> ServedModel:
     """Loads a model and makes it run on JAX, its code untouched.
 
-    Returns a `ServedModel` for a model that generates, a `SpeechModel` for one that also transcribes, and an
-    `EncoderModel` for one that embeds, classifies or ranks.
+    Returns a `ServedModel` for models that generate, a `SpeechModel` if they also transcribe, else an `EncoderModel`.
 
     Args:
-        model: a short name (``gemma-3-1b-it``), a hub id, a local folder, a loaded `PreTrainedModel`, or None for the
-            small model that comes with the package.
+        model: a short name, a hub id, a folder or GGUF file, a loaded `PreTrainedModel`; None: the embedded model.
         revision: branch, tag or commit on the hub.
         token: access token for gated repositories.
         local_files_only: do not use the network.
@@ -76,11 +76,12 @@ def serve(
         tensor_parallel: short for ``mesh={"model": tensor_parallel}``.
         refuse_uneven: raise for sizes that the devices do not divide; else they are padded with zeros.
         hosts: the hosts that share the model, of which this is the leader; the others call `follow`.
-        pack_weights: compress bfloat16 weights to 3/4 of their bytes without loss, on one CPU with AVX2 or AVX-512 and
-            without AMX; decoding then reads less memory.
+        pack_weights: compress bfloat16 weights to 3/4 of their bytes without loss, on one CPU with AVX and without AMX.
+        quantization: preset ("int8", "int4", "fp8", ...), file or rules for fewer bits; "none": dense.
+        requantize: let `quantization` round weights again that the checkpoint has quantized.
 
     Raises:
-        TorchaxServeError: the model cannot be loaded or served; the subclass and the message say why.
+        TorchaxServeError: the model cannot be loaded or served; subclass and message say why.
     """
     arguments = locals()  # taken first: they are the only variables yet
     loading = {name: arguments[name] for name in _LOADING}
@@ -106,6 +107,8 @@ _LOADING = (
     "progress",
     "random_weights",
     "refuse_uneven",
+    "quantization",
+    "requantize",
 )
 """Arguments of `serve` that `load_model` takes under the same names."""
 

@@ -68,7 +68,9 @@ class ServedModel(BaseModel):
         self._engine_changes = 0
         super().__init__(loaded, leader)
         if overrides_generate(self.torch_model):
-            vars(self.torch_model)["_engine_rows"] = EngineRows(self.torch_model, lambda: self.engine)
+            vars(self.torch_model)["_engine_rows"] = EngineRows(
+                self.torch_model, lambda: self.engine, lambda: self.static_engine
+            )
 
     def __repr__(self) -> str:
         described, engine = super().__repr__(), vars(self).get("_engine")

@@ -10,13 +10,18 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import AutoFeatureExtractor, FeatureExtractionMixin, PreTrainedModel
+from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.models.auto.modeling_auto import MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES
 
 from model_adapters.caches.native_cache import allows_fixed_shapes
 from model_adapters.errors import CheckpointError, InvalidArgumentError, UnsupportedModelError
 from torchax_serve.entrypoints.served_model import ServedModel
+from torchax_serve.generation.engine_rows import queue_params
+from torchax_serve.generation.queued_call import run_on_queue
+from torchax_serve.generation.sequence_steps import GenerateWatch
 from torchax_serve.multimodal.audio import check_rate, checked_samples
 from torchax_serve.multimodal.processor import processor_of
+from torchax_serve.sampling_params import SamplingParams
 
 
 def is_speech_model(module: PreTrainedModel) -> bool:
@@ -64,13 +69,21 @@ class SpeechModel(ServedModel):
             ) from error
 
     def transcribe(
-        self, audio: np.ndarray | Sequence[np.ndarray], *, sampling_rate: int, **options: Any
+        self,
+        audio: np.ndarray | Sequence[np.ndarray],
+        *,
+        sampling_rate: int,
+        priority: int = 0,
+        timeout_s: float | None = None,
+        **options: Any,
     ) -> str | list[str]:
-        """Returns the words in `audio`.
+        """Returns the words in `audio`, which waits for its turn on the engine's queue.
 
         Args:
             audio: samples float[num_samples] of one channel, or several such arrays.
             sampling_rate: samples per second (Hz), which must be the model's.
+            priority: lower runs first; 0 is usual.
+            timeout_s: seconds after which the transcription is ended with an error; None: never.
             **options: options of ``generate``, such as ``language`` and ``task`` of Whisper, or ``max_new_tokens``; for
                 a decoder with audio inputs also those of its processor's ``apply_transcription_request``, such as
                 ``prompt``.
@@ -82,6 +95,8 @@ class SpeechModel(ServedModel):
             InvalidArgumentError: no samples, more than one channel, nan or infinite values, another sampling rate.
             UnsupportedModelError: the model was served without a tokenizer, or its processor has no prompt for
                 transcription.
+            QueueFullError: too many requests are waiting.
+            RequestError: the time limit has passed.
         """
         clips = [audio] if isinstance(audio, np.ndarray) else audio
         if isinstance(clips, str | bytes) or not isinstance(clips, Sequence):
@@ -101,10 +116,27 @@ class SpeechModel(ServedModel):
         else:
             inputs = self._request(arrays, sampling_rate, options)
             prompt_len = inputs["input_ids"].shape[1] if "input_ids" in inputs else 1  # the token that all begin with
-        tokens = self.generate(**inputs, **options)
+        tokens = self._generate_on_queue(
+            {**inputs, **options}, SamplingParams(priority=priority or None, timeout_s=timeout_s)
+        )
         tokens = getattr(tokens, "sequences", tokens)[:, prompt_len:]
         texts = [text.strip() for text in self.tokenizer.batch_decode(tokens, skip_special_tokens=True)]
         return texts[0] if isinstance(audio, np.ndarray) else texts
+
+    def _generate_on_queue(self, arguments: dict[str, Any], params: SamplingParams) -> Any:
+        """Returns what ``generate`` returns: its rows run on the engine, or the call on the static engine."""
+        num_beams = arguments.get("num_beams", self.generation_config.num_beams) or 1
+        if num_beams == 1 and self.torch_model._engine_rows is not None:
+            with queue_params(params):
+                return self.generate(**arguments)
+
+        def call(watch: GenerateWatch) -> Any:
+            if num_beams == 1 and "streamer" not in arguments:
+                return self.generate(**arguments, streamer=watch.streamer())
+            criteria = [*arguments.get("stopping_criteria", ()), watch.criterion()]
+            return self.generate(**arguments | {"stopping_criteria": StoppingCriteriaList(criteria)})
+
+        return run_on_queue(self.static_engine, call, params, self.torch_model._jax_runtime.limits.vocab_size)
 
     def _request(self, arrays: list[np.ndarray], sampling_rate: int, options: dict[str, Any]) -> dict[str, Any]:
         """Returns inputs of ``generate`` with a prompt for transcription; removes its options from `options`."""

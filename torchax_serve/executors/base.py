@@ -1,4 +1,4 @@
-"""The executor protocol: the one interface between `ModelRunner` and the ways to run a model.
+"""The executor protocol: the one interface to the ways to run a model.
 
 `PackedExecutor` runs all rows of a step as one ragged batch, `PerSequenceExecutor` one forward per request,
 `StaticBatchExecutor` one request at a time.
@@ -7,16 +7,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 
 from model_adapters.errors import InvalidArgumentError
+from model_adapters.sharding.model_sharding import ModelSharding
 from torchax_serve.executors.request_input import RequestInput
 from torchax_serve.kv_cache.pools import PagedCache
 from torchax_serve.sampling.sampler import Sampler
+from torchax_serve.sampling.types import Logprobs, Sampled
 from torchax_serve.scheduler import PageCopy, PlanRow, StepPlan
 
 
@@ -31,6 +33,7 @@ class ExecutorLimits:
         batches_prefill: Whether a step may have several prefill rows.
         shares_prefixes: Whether pages hold the complete state of a prefix, so that requests can share it.
         fused_decode_steps: Maximum number of decode steps with sampling in one dispatch; 0: no `run_decode`.
+        token_buckets: Numbers of tokens that a step with prefill rows is padded to, ascending; empty: none.
     """
 
     max_num_seqs: int
@@ -39,6 +42,56 @@ class ExecutorLimits:
     batches_prefill: bool = True
     shares_prefixes: bool = True
     fused_decode_steps: int = 0
+    token_buckets: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class AbstractStep:
+    """A step of an executor with abstract arguments, to be traced and compiled.
+
+    Attributes:
+        name: ``decode`` or ``prefill``.
+        num_tokens: Number of tokens computed in the step.
+        num_rows: Number of requests in the step.
+        context_len: Number of tokens of each request, those of the step included.
+        num_prompts: Number of prompts whose tokens the step computes; 0 for a decode step.
+        function: Function ``f(weights, *args)`` to trace; its first result is logits.
+        args: Abstract arguments.
+        donated: Indices of donated `args`.
+    """
+
+    name: str
+    num_tokens: int
+    num_rows: int
+    context_len: int
+    num_prompts: int
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    donated: tuple[int, ...]
+
+
+@dataclasses.dataclass
+class InFlightStep:
+    """A plan that was dispatched, and its results on the device.
+
+    Attributes:
+        plan: The step plan.
+        sampled: Results of each step of the plan.
+        tokens: int32[>= num_steps, S] of fused decode steps, in place of `sampled`.
+        prompt: Log-probabilities of all prompt tokens of the step; None if nobody asked.
+        failures: Errors by slot, each of one request.
+    """
+
+    plan: StepPlan
+    sampled: list[Sampled] = dataclasses.field(default_factory=list)
+    tokens: jax.Array | None = None
+    prompt: Logprobs | None = None
+    failures: dict[int, Exception] = dataclasses.field(default_factory=dict)
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether any row's log-probabilities were asked for."""
+        return any(sampled.logprobs is not None for sampled in self.sampled)
 
 
 class ExecutorCache(Protocol):
@@ -114,10 +167,10 @@ class Executor(Protocol):
         """Pads `numbers` int[num_rows] with zeros to the bucket of a step with that many rows."""
 
     def temporary_bytes(self) -> int:
-        """Returns the temporary bytes of the largest step, by XLA's memory analysis: without weights and cache."""
+        """Returns the temporary bytes of the largest step, by XLA's memory analysis."""
 
     def warm_up(self, sampler: Sampler) -> None:
-        """Compiles every step that mixed traffic can meet, and the sampler's programs for their logits."""
+        """Compiles every step that mixed traffic can meet, and the sampler's programs."""
 
 
 class PagedExecutor(Executor, Protocol):
@@ -126,6 +179,12 @@ class PagedExecutor(Executor, Protocol):
     @property
     def cache(self) -> PagedCache:
         """Page pools and states by slot."""
+
+    def abstract_steps(self, prefill_lens: Sequence[int]) -> Iterator[AbstractStep]:
+        """Yields the largest decode step, then a prefill step for each of `prefill_lens`, in tokens.
+
+        Weights and cache may be shapes without values; nothing is computed.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,17 +224,22 @@ class ExecutorChoice:
         line += f"; {self.sampler_table_bytes / 1e6:.1f} MB for the sampler's tables"
         if cache.state_bytes:
             line += f"; {cache.state_bytes / 1e6:.1f} MB for the states of requests"
-        return line if self.is_packed else f"{line}; gathered, not packed: {self.fallback_reason}"
+        return line if self.is_packed else f"{line}; per-sequence, not packed: {self.fallback_reason}"
+
+
+def abstract_ints(sharding: ModelSharding | None, *shape: int) -> Any:
+    """Returns an abstract int32 array, replicated on every device of the model."""
+    return jax.ShapeDtypeStruct(shape, np.int32, sharding=None if sharding is None else sharding.replicated())
 
 
 def refuse_encoder_input(name: str, source: RequestInput) -> None:
-    """Raises InvalidArgumentError, naming `name`, for any encoder input: the model has no encoder."""
+    """Raises InvalidArgumentError, naming `name`, for any input of an encoder."""
     if not (isinstance(source, tuple) and not source):
         raise InvalidArgumentError(f"{name}: expected no input of an encoder, which this model has not, got one")
 
 
 def warm_up_sampler(sampler: Sampler, steps: Iterable[jax.Array]) -> None:
-    """Compiles the sampler's programs for every shape of the logits [S, vocab] that `steps` yields."""
+    """Compiles the sampler's programs for every shape [S, vocab] that `steps` yields."""
     seen: set[tuple[int, ...]] = set()
     for logits in steps:
         if logits.shape not in seen:

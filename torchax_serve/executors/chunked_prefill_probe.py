@@ -1,4 +1,4 @@
-"""Whether a model goes on from its cache as the engine needs it: asked of the model, by running it.
+"""Probes whether a prompt in chunks has the same logits as in one forward.
 
 The engine cuts prompts into chunks, and computes a request that had to make room anew, answers and all, as if they were
 its prompt. `generate` does neither, and there are models whose code takes it for granted: some continue a recurrence by
@@ -34,16 +34,17 @@ def find_chunk_len(
     is_float32: bool,
     is_one_by_one: bool = False,
 ) -> int:
-    """How many tokens of a chunk can be one forward: `wanted`, or 1. Leaves its traces in slot 0 and its pages.
+    """Returns how many tokens of a prefill chunk one forward may compute: `wanted`, or 1.
+
+    It writes to slot 0 and its pages.
 
     Args:
-        make: the model that computes so many tokens in a forward, on a cache of `PROBE_LEN` tokens or more that nobody
-            uses yet.
-        wanted: more would make programs too large.
-        num_slots: of the model.
-        vocab_size: of the model.
-        is_float32: whether it computes in float32, else in 16 bits.
-        is_one_by_one: whether it is known that only tokens that come one by one are what an answer's are.
+        make: Returns the executor with that many tokens in a forward, on an unused cache of `PROBE_LEN` tokens or more.
+        wanted: Maximum number of tokens; more would make programs too large.
+        num_slots: Number of slots of the executor.
+        vocab_size: Number of columns of the logits.
+        is_float32: Whether the model computes in float32; otherwise in 16 bits.
+        is_one_by_one: Whether the model is known to need forwards of one token.
 
     Raises:
         UnsupportedModelError: with a cache, the model gives other logits than without.
@@ -77,7 +78,7 @@ class ChunkedPrefillProbe:
         return np.asarray(logits[0])
 
     def token_by_token(self, model: PerSequenceExecutor) -> np.ndarray:
-        """The same, as if the tokens behind the first few had been sampled."""
+        """Returns the logits if all tokens but the first few are computed one by one."""
         logits = self._run(model, 0, self._ids[:FIRST_LEN], is_decode=False)
         for start in range(FIRST_LEN, PROBE_LEN):
             logits = self._run(model, start, self._ids[start : start + 1], is_decode=True)
@@ -91,5 +92,5 @@ class ChunkedPrefillProbe:
         return model.run([row], model.first_pages(), last_tokens)
 
     def agrees(self, a: np.ndarray, b: np.ndarray) -> bool:
-        """Whether logits are the same but for rounding."""
+        """Returns whether logits are equal up to rounding."""
         return bool(np.abs(a - b).mean() <= self._tolerance * a.std())

@@ -56,7 +56,7 @@ class EncoderInputs(Protocol):
         """Returns the length of the encoder output of `slot`; 0 for an empty slot."""
 
     def encoder_output(self, slot: int, padded_len: int) -> jax.Array:
-        """The encoder's output ``[1, padded_len, width]`` for `slot`; left on the device."""
+        """Returns the encoder output of `slot`, ``[1, padded_len, width]`` on the device."""
 
     def dummy(self, padded_len: int) -> jax.Array:
         """Returns an output [1, padded_len, width] for compilation."""
@@ -109,7 +109,7 @@ class TokenEncoderInputs:
         return len(self._ids.get(slot, ()))
 
     def encoder_output(self, slot: int, padded_len: int) -> jax.Array:
-        """The encoder's output ``[1, padded_len, width]`` for the input in `slot`; left on the device."""
+        """Returns the encoder output of `slot`, ``[1, padded_len, width]`` on the device."""
         ids = self._ids[slot]
         arrays = np.zeros((2, 1, padded_len), np.int32)
         arrays[0, 0, : len(ids)], arrays[1, 0, : len(ids)] = ids, 1
@@ -148,7 +148,7 @@ class PrecomputedEncoderOutputs:
         if encoder.output_mask is None and encoder.fixed_output_len is None:
             raise UnsupportedModelError(
                 "expected a decoder that is known to see no more of its encoder's output than a mask says, or an "
-                f"encoder of sounds of a single length, got {type(runtime.program.module).__name__}; generate runs it, "
+                f"encoder of audio of a fixed length, got {type(runtime.program.module).__name__}; generate runs it, "
                 "one batch at a time"
             )
         hidden: Any = runtime.cache_support.abstract_encoder_output()[HIDDEN][0]  # a shape
@@ -168,7 +168,8 @@ class PrecomputedEncoderOutputs:
         lens = f"{self._shortest} to {self.max_len}" if self._shortest < self.max_len else f"{self.max_len}"
         wanted = f"{name}: expected the output [1, {lens}, {self._width}] of the encoder"
         if not isinstance(source, np.ndarray):
-            raise InvalidArgumentError(f"{wanted}, got {type(source).__name__}; call transcribe() or generate()")
+            given = f"{len(source)} token ids" if isinstance(source, tuple) else type(source).__name__
+            raise InvalidArgumentError(f"{wanted}, got {given}; call transcribe() or generate()")
         fitting = min(max(source.shape[1], self._shortest), self.max_len) if source.ndim == 3 else 0
         if source.shape != (1, fitting, self._width):
             raise InvalidArgumentError(f"{wanted}, got {list(source.shape)}; call transcribe() or generate()")
@@ -179,11 +180,11 @@ class PrecomputedEncoderOutputs:
         self._outputs[slot] = source
 
     def length(self, slot: int) -> int:
-        """Of the output in `slot`; 0 for nobody's."""
+        """Returns the length of the output in `slot`; 0 for an unused slot."""
         return self._outputs[slot].shape[1] if slot in self._outputs else 0
 
     def encoder_output(self, slot: int, padded_len: int) -> jax.Array:
-        """The output in `slot`, on the device."""
+        """Returns the output in `slot`, ``[1, padded_len, width]`` on the device."""
         output = self._outputs[slot]
         return to_device(np.pad(output, ((0, 0), (0, padded_len - output.shape[1]), (0, 0))), self._dtype)
 
@@ -198,7 +199,7 @@ def encoder_buckets(max_len: int) -> tuple[int, ...]:
 
 
 def decoder_start_ids(config: GenerationConfig, params: SamplingParams | None) -> list[int]:
-    """What a decoder begins with where the caller's tokens are the encoder's, as transformers' ``generate`` begins.
+    """Returns the first tokens of a decoder whose prompt goes to the encoder (``generate``).
 
     Raises:
         InvalidArgumentError: the configuration does not say it.
@@ -218,5 +219,5 @@ def decoder_start_ids(config: GenerationConfig, params: SamplingParams | None) -
 
 
 def context(hidden: Any, mask: Any) -> dict[str, Any]:
-    """Arguments of a decoder's forward: the encoder's output ``[1, len, width]``, and int32[1, len], 1 where real."""
+    """Returns the encoder arguments of a decoder: output ``[1, len, width]``, mask int32[1, len]."""
     return {HIDDEN: MoEModelOutput(last_hidden_state=hidden), MASK: mask}

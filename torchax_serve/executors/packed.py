@@ -1,4 +1,4 @@
-"""Runs the rows of a step as one ragged batch on the paged cache: one program per bucket of tokens and rows.
+"""Runs the rows of a step as one ragged batch on the paged cache.
 
 A decode step has a program of its own, with one token per row. Every other step, chunks of prompts with or without
 decode rows, is a packed batch of tokens.
@@ -23,7 +23,13 @@ from model_adapters.program.model_program import ModelProgram
 from model_adapters.program.packed_forward import forward_packed
 from torchax_serve.buckets import bucket_for, bucket_sizes, token_buckets
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
-from torchax_serve.executors.base import ExecutorLimits, refuse_encoder_input, warm_up_sampler
+from torchax_serve.executors.base import (
+    AbstractStep,
+    ExecutorLimits,
+    abstract_ints,
+    refuse_encoder_input,
+    warm_up_sampler,
+)
 from torchax_serve.executors.request_input import RequestInput
 from torchax_serve.executors.step_inputs import FusedDecodeSpec, PackedStepSpec
 from torchax_serve.kv_cache.pools import PagedCache
@@ -62,12 +68,14 @@ class PackedExecutor:
         batch_invariant: bool = False,
     ) -> None:
         self._program, self._weights, self.cache = program, weights, cache
-        self.limits = ExecutorLimits(max_num_seqs=num_slots, fused_decode_steps=max_num_steps)
         self._max_num_steps = max_num_steps
         self._batch_invariant = batch_invariant
         self._decode_buckets = bucket_sizes(num_slots)
         self._row_buckets = bucket_sizes(num_slots, 4, 4) if num_slots > 4 else (num_slots,)
         self._token_buckets = token_buckets(token_budget)
+        self.limits = ExecutorLimits(
+            max_num_seqs=num_slots, fused_decode_steps=max_num_steps, token_buckets=self._token_buckets
+        )
         compiled = functools.partial(CachedFunction, programs, facts=program.trace_facts, recall=program.restore_facts)
         self._known_specs: dict[tuple[int, int, bool, bool], PackedStepSpec] = {}
         self._programs: dict[PackedStepSpec | FusedDecodeSpec, Any] = {}
@@ -88,7 +96,7 @@ class PackedExecutor:
         numbers: jax.Array,
         spec: PackedStepSpec,
     ) -> tuple[jax.Array, tuple[Pool, ...]]:
-        """Logits [S, vocab] (or [T, vocab]) in the model's dtype, and the pools."""
+        """Computes logits [S, vocab] (or [T, vocab]) in the model's dtype, and the pools."""
         return self._forward(weights, pools, spec.unpack(numbers, last_tokens), spec)
 
     def _decode(
@@ -100,7 +108,7 @@ class PackedExecutor:
         numbers: jax.Array,
         spec: FusedDecodeSpec,
     ) -> tuple[jax.Array, tuple[Pool, ...], SamplerState]:
-        """int32[max_num_steps, S] tokens, each step fed with those of the one before; pools; the sampler's state."""
+        """Computes tokens int32[max_num_steps, S] of decode steps, pools and the sampler's state."""
         batch, slots, num_steps, draws = spec.unpack(numbers)
         in_use = batch.kv_lens > 0
 
@@ -184,7 +192,7 @@ class PackedExecutor:
     def _program_of(
         self, function: CachedFunction, spec: PackedStepSpec | FusedDecodeSpec, args: tuple[Any, ...]
     ) -> Any:
-        """The shapes of all arguments follow from the spec, so it alone is looked up."""
+        """Returns the compiled step; the spec determines the shapes of all arguments."""
         program = self._programs.get(spec)
         if program is None:
             program = self._programs[spec] = function.compiled(*args, spec=spec)
@@ -241,6 +249,25 @@ class PackedExecutor:
             spec=spec,
         )
 
+    def abstract_steps(self, prefill_lens: Sequence[int]) -> Iterator[AbstractStep]:
+        """As `Executor.abstract_steps`; a prefill step has the rows of the smallest bucket, and no padding."""
+        num_slots = self._decode_buckets[-1]
+        specs = [self._spec_of(num_slots, num_slots, True)]
+        specs += [self._spec_of(num_tokens, self._row_buckets[0], False) for num_tokens in prefill_lens]
+        for spec in specs:
+            is_decode = spec.layout.is_decode
+            ints = (abstract_ints(self._program.sharding, size) for size in (num_slots, spec.size))
+            yield AbstractStep(
+                name="decode" if is_decode else "prefill",
+                num_tokens=spec.num_tokens,
+                num_rows=spec.num_rows,
+                context_len=self.cache.plan.max_len if is_decode else spec.num_tokens,
+                num_prompts=0 if is_decode else 1,
+                function=functools.partial(self._run, spec=spec),
+                args=(self.cache.pools, *ints),
+                donated=(0,),
+            )
+
     def check(self, name: str, source: RequestInput) -> None:
         """As `Executor.check`: a packed model has no encoder."""
         refuse_encoder_input(name, source)
@@ -259,7 +286,7 @@ class PackedExecutor:
             sampler.set_state(state)
 
     def _warm_up_steps(self, sampler: Sampler) -> Iterator[jax.Array]:
-        """Runs every step without rows; yields its logits. The sampler may replace its state between two steps."""
+        """Runs every step without rows and yields its logits; the sampler may run in between."""
         for spec in self._specs():
             numbers = np.zeros(spec.size, np.int32)
             args = (self._weights, self.cache.pools, sampler.last_tokens, numbers)

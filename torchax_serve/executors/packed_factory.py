@@ -69,10 +69,10 @@ def _cache(runtime: ModelRuntime, plan: CacheAllocation, scales: Sequence[HeadSc
 def _in_int8(
     runtime: ModelRuntime, shapes: Sequence[PagedLayerSpec], sizes: MemoryBudget
 ) -> tuple[PagedLayerSpec, ...]:
-    """The same layers with pages in int8.
+    """Returns the same layers with pages in int8.
 
     Raises:
-        InvalidArgumentError: no kernel takes them, or several hosts share the model.
+        InvalidArgumentError: no kernel supports them, or several hosts share the model.
     """
     if runtime.steps.executables.launcher is not None:
         raise InvalidArgumentError(
@@ -107,7 +107,7 @@ def _model(runtime: ModelRuntime, cache: PagedCache, sizes: MemoryBudget) -> Pac
 
 
 def _shapes_or_reason(runtime: ModelRuntime, sizes: MemoryBudget) -> tuple[PagedLayerSpec, ...] | str:
-    """What each layer keeps if the model can be packed, else why it cannot."""
+    """Returns the paged cache of each layer, or the reason why the model cannot be packed."""
     try:
         return packed_shapes(runtime, sizes)
     except NotPackableError as reason:
@@ -115,10 +115,10 @@ def _shapes_or_reason(runtime: ModelRuntime, sizes: MemoryBudget) -> tuple[Paged
 
 
 def packed_shapes(runtime: ModelRuntime, sizes: MemoryBudget) -> tuple[PagedLayerSpec, ...]:
-    """What each layer of a model keeps that can be packed, found by tracing.
+    """Returns the paged cache of each layer of a model that can be packed, found by tracing.
 
     Raises:
-        NotPackableError: it cannot.
+        NotPackableError: the model cannot be packed.
     """
     shapes = page_shapes(runtime)
     _trace_packed(runtime, shapes, sizes)
@@ -126,10 +126,10 @@ def packed_shapes(runtime: ModelRuntime, sizes: MemoryBudget) -> tuple[PagedLaye
 
 
 def page_shapes(runtime: ModelRuntime) -> tuple[PagedLayerSpec, ...]:
-    """What each layer keeps, found by tracing a prompt.
+    """Returns the paged cache of each layer, found by tracing a prompt.
 
     Raises:
-        NotPackableError: a layer keeps something else than keys and values.
+        NotPackableError: a layer stores something other than keys and values.
     """
     if runtime.program.names.has_encoder:
         raise NotPackableError("there is an encoder beside the decoder")
@@ -186,7 +186,7 @@ def _trace_packed(runtime: ModelRuntime, shapes: Sequence[PagedLayerSpec], sizes
 
 
 def _shapes_of(function: Callable[..., Any], *args: Any) -> Any:
-    """`jax.eval_shape`; what model code raises when traced so means that it cannot be packed."""
+    """Evaluates `jax.eval_shape`; raises NotPackableError for any error of model code."""
     try:
         return jax.eval_shape(function, *args)
     except TorchaxServeError:

@@ -19,10 +19,16 @@ import numpy as np
 from model_adapters.bridge.host_arrays import to_device
 from model_adapters.ops.compressed_weight import Weights
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
-from torchax_serve.executors.base import ExecutorLimits, refuse_encoder_input, warm_up_sampler
+from torchax_serve.executors.base import (
+    AbstractStep,
+    ExecutorLimits,
+    abstract_ints,
+    refuse_encoder_input,
+    warm_up_sampler,
+)
 from torchax_serve.executors.encoder_inputs import EncoderInputs
 from torchax_serve.executors.per_sequence_batching import ProgramCall, StepInputs, StepSplitter
-from torchax_serve.executors.per_sequence_buckets import GatheredSpec, PerSequenceBuckets
+from torchax_serve.executors.per_sequence_buckets import PerSequenceBuckets, PerSequenceSpec
 from torchax_serve.executors.per_sequence_forward import SequenceForward
 from torchax_serve.executors.request_input import RequestInput
 from torchax_serve.executors.step_inputs import SAMPLED_ON_DEVICE
@@ -92,8 +98,8 @@ class PerSequenceExecutor:
         facts = forward.program
         self._step = CachedFunction(
             programs,
-            "gathered",
-            self.step_function,
+            "per_sequence",
+            self._run,
             donate=["pools", "states"],
             facts=facts.trace_facts,
             recall=facts.restore_facts,
@@ -104,7 +110,7 @@ class PerSequenceExecutor:
         """Compiled steps."""
         return self._step.num_programs + (0 if self.sources is None else self.sources.num_programs)
 
-    def step_function(
+    def _run(
         self,
         weights: Weights,
         pools: Leaves,
@@ -112,11 +118,11 @@ class PerSequenceExecutor:
         last_tokens: jax.Array,
         numbers: jax.Array,
         hidden: jax.Array | None,
-        spec: GatheredSpec,
+        spec: PerSequenceSpec,
     ) -> tuple[jax.Array, Leaves, Leaves]:
-        """A step, to be traced: float32[S, vocab] logits, or [T, vocab], and pools and states.
+        """Computes logits float32[S, vocab] (or [T, vocab]) of a step, pools and states.
 
-        `hidden` is an encoder's output, for a request to begin with.
+        `hidden` is the encoder output ``[1, padded_len, width]``; given for the first chunk of a request only.
         """
         given = StepInputs.of(numbers, spec)
         known = last_tokens[jnp.minimum(given.slots, self._num_slots - 1)]
@@ -140,7 +146,7 @@ class PerSequenceExecutor:
         return logits, *self._with_sharding(pools, states)
 
     def _with_sharding(self, pools: Leaves, states: Leaves) -> tuple[Leaves, Leaves]:
-        """`pools` and `states` as the cache has them, by heads and channels, where the model lies on a mesh."""
+        """Constrains `pools` and `states` to the cache's sharding if the model is on a mesh."""
         sharding, constrained = self._forward.program.sharding, jax.lax.with_sharding_constraint
         if sharding is None:
             return pools, states
@@ -150,9 +156,9 @@ class PerSequenceExecutor:
         )
 
     def _extend(
-        self, weights: Weights, kept: Leaves, ids: jax.Array, given: StepInputs, spec: GatheredSpec
+        self, weights: Weights, kept: Leaves, ids: jax.Array, given: StepInputs, spec: PerSequenceSpec
     ) -> tuple[jax.Array, Leaves]:
-        """Logits, and what is new by leaf, ``[S, ...]``."""
+        """Computes logits, and new keys, values and states by leaf, ``[S, ...]``."""
         source_lens = given.source_lens if spec.source_len else None
         if spec.kind == "decode":
             return self._forward.decode_batch(weights, kept, given.starts, ids[:, 0], self._layout, source_lens)
@@ -191,9 +197,9 @@ class PerSequenceExecutor:
         return out
 
     def _dispatch(
-        self, spec: GatheredSpec, last_tokens: jax.Array, numbers: np.ndarray, hidden: jax.Array | None
+        self, spec: PerSequenceSpec, last_tokens: jax.Array, numbers: np.ndarray, hidden: jax.Array | None
     ) -> jax.Array:
-        """Runs a program on the cache; its logits."""
+        """Runs a program on the cache; returns its logits."""
         logits, self.cache.pools, self.cache.states = self._step(
             self._weights,
             self.cache.pools,
@@ -206,11 +212,11 @@ class PerSequenceExecutor:
         return logits
 
     def num_rows(self, rows: Sequence[PlanRow]) -> int:
-        """Rows of the logits of a step with these rows."""
+        """Returns the number of rows of the logits of a step with `rows`."""
         return self.shapes.rows(len(rows))
 
     def first_pages(self) -> tuple[np.ndarray, ...]:
-        """Page tables that give slot 0 the first pages there are, for a cache that nobody uses."""
+        """Returns page tables that assign the first pages to slot 0 of an unused cache."""
         tables = []
         for group in self.cache.plan.groups:
             table = np.zeros((self._num_slots, self.cache.pages_per_seq), np.int32)
@@ -229,7 +235,7 @@ class PerSequenceExecutor:
         """As `Executor.temporary_bytes`."""
         return max(self._temporary_bytes(spec) for spec in self.shapes.largest())
 
-    def _temporary_bytes(self, spec: GatheredSpec) -> int:
+    def _temporary_bytes(self, spec: PerSequenceSpec) -> int:
         return self._step.temporary_bytes(
             self._weights,
             self.cache.pools,
@@ -240,8 +246,25 @@ class PerSequenceExecutor:
             spec=spec,
         )
 
-    def _empty_encoder_input(self, spec: GatheredSpec) -> jax.Array | None:
+    def _empty_encoder_input(self, spec: PerSequenceSpec) -> jax.Array | None:
         return self.sources.dummy(spec.source_len) if self.sources is not None and spec.kind == "begin" else None
+
+    def abstract_steps(self, prefill_lens: Sequence[int]) -> Iterator[AbstractStep]:
+        """As `Executor.abstract_steps`; a prefill step is the last chunk of its prompt."""
+        final_chunks = dict.fromkeys(self.shapes.final_chunk(length) for length in prefill_lens)
+        for spec in (self.shapes.largest_decode(), *final_chunks):
+            is_decode = spec.kind == "decode"
+            ints = (abstract_ints(self._forward.program.sharding, size) for size in (self._num_slots, sum(spec.sizes)))
+            yield AbstractStep(
+                name="decode" if is_decode else "prefill",
+                num_tokens=spec.num_rows * spec.num_tokens,
+                num_rows=spec.num_rows,
+                context_len=self.cache.plan.max_len,
+                num_prompts=0 if is_decode else 1,
+                function=partial(self._run, hidden=None, spec=spec),
+                args=(self.cache.pools, self.cache.states, *ints),
+                donated=(0, 1),
+            )
 
     def check(self, name: str, source: RequestInput) -> None:
         """As `Executor.check`."""
@@ -264,7 +287,7 @@ class PerSequenceExecutor:
         warm_up_sampler(sampler, self._warm_up_steps(sampler))
 
     def _warm_up_steps(self, sampler: Sampler) -> Iterator[jax.Array]:
-        """Runs every step without rows; yields its logits. The sampler may replace its state between two steps."""
+        """Runs every step without rows and yields its logits; the sampler may run in between."""
         for spec in self.shapes.all():
             logits = self._dispatch(
                 spec,
@@ -278,8 +301,8 @@ class PerSequenceExecutor:
             yield logits
 
 
-def _how(spec: GatheredSpec, given: StepInputs) -> dict[str, Any]:
-    """How a chunk is computed, and for which length at least its rotary frequencies are."""
+def _how(spec: PerSequenceSpec, given: StepInputs) -> dict[str, Any]:
+    """Returns how a chunk is computed, and the minimum length of its rotary frequencies."""
     return spec.how | ({"rope_len": given.rope_lens[0]} if spec.has_rope_lens else {})
 
 

@@ -1,4 +1,4 @@
-"""Splits a step plan into program calls of the per-sequence executor, and packs the integers of each call."""
+"""Splits a step plan into program calls of the per-sequence executor."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from torchax_serve.executors.encoder_inputs import EncoderInputs
-from torchax_serve.executors.per_sequence_buckets import GatheredSpec, PerSequenceBuckets
+from torchax_serve.executors.per_sequence_buckets import PerSequenceBuckets, PerSequenceSpec
 from torchax_serve.executors.step_inputs import SAMPLED_ON_DEVICE
 from torchax_serve.scheduler import PlanRow
 
 
 class StepInputs(NamedTuple):
-    """What `GatheredSpec.sizes` cuts a step's one array of integers into."""
+    """Parts of the int32 array of a step, cut by `PerSequenceSpec.sizes`."""
 
     ids: Any  # int32[S * T]
     slots: Any  # int32[S]; num_slots for padding
@@ -26,34 +26,34 @@ class StepInputs(NamedTuple):
     source_lens: Any  # int32[S] tokens of the encoder's input; none where there is no encoder
 
     @classmethod
-    def of(cls, numbers: Any, spec: GatheredSpec) -> Self:
-        """The parts of a traced array, or views of one on the host."""
+    def of(cls, numbers: Any, spec: PerSequenceSpec) -> Self:
+        """Returns the parts of a traced array, or views of an array on the host."""
         cut = np.split if isinstance(numbers, np.ndarray) else jnp.split
         return cls(*cut(numbers, np.cumsum(spec.sizes)[:-1]))
 
 
 class ProgramCall(NamedTuple):
-    """A program's share of a step."""
+    """One program call of a step."""
 
-    spec: GatheredSpec
+    spec: PerSequenceSpec
     rows: list[PlanRow]
-    places: list[int]  # where its logits go, of its rows or tokens
+    places: list[int]  # indices of its rows or tokens in the logits of the step
 
 
 class StepSplitter:
-    """Cuts plans into programs.
+    """Splits the rows of a plan into program calls.
 
     Args:
-        shapes: that programs have.
-        num_slots: most rows of a step; what padding has for a slot.
-        sources: inputs of an encoder, if there is one.
+        shapes: Shapes of the programs.
+        num_slots: Maximum number of rows of a step; also the slot of padding.
+        sources: Encoder inputs by slot; None for a model without an encoder.
     """
 
     def __init__(self, shapes: PerSequenceBuckets, num_slots: int, sources: EncoderInputs | None) -> None:
         self._shapes, self._num_slots, self._sources = shapes, num_slots, sources
 
     def of(self, rows: Sequence[PlanRow], ahead: int, all_logits: bool) -> list[ProgramCall]:
-        """The programs that a step needs, and where in it their logits belong."""
+        """Returns the program calls of a step, and the indices of their logits in it."""
         decode = [(place, row) for place, row in enumerate(rows) if row.is_decode]
         jobs = self._decode(decode, ahead)
         for place, row in enumerate(rows):
@@ -68,7 +68,7 @@ class StepSplitter:
             return []
         num_tokens = max(row.context_len for _, row in decode) + ahead + 1
         spec = self._shapes.decode(len(decode), num_tokens, max(self._source_len(row) for _, row in decode))
-        if isinstance(spec, GatheredSpec):
+        if isinstance(spec, PerSequenceSpec):
             return [ProgramCall(spec, [row for _, row in decode], [place for place, _ in decode])]
         longest_first = sorted(decode, key=lambda entry: -entry[1].context_len)
         return self._decode(longest_first[:spec], ahead) + self._decode(longest_first[spec:], ahead)
@@ -77,13 +77,13 @@ class StepSplitter:
         return 0 if self._sources is None else self._sources.length(row.slot)
 
     def num_out(self, jobs: Sequence[ProgramCall]) -> int:
-        """Rows of the logits of all `jobs` together."""
+        """Returns the number of rows of the logits of all `jobs` together."""
         num_rows = sum(len(job.places) for job in jobs if not job.spec.all_logits)
         num_tokens = sum(job.spec.num_tokens for job in jobs if job.spec.all_logits)
         return num_tokens + (self._shapes.rows(num_rows) if num_rows else 0)
 
     def numbers(self, job: ProgramCall, tables: Sequence[np.ndarray], ahead: int) -> np.ndarray:
-        """What the program of `job` is given; `tables` by group, int32[num_slots, pages_per_seq]."""
+        """Packs the int32 inputs of `job`; `tables` by group, int32[num_slots, pages_per_seq]."""
         spec = job.spec
         numbers = np.zeros(sum(spec.sizes), np.int32)
         parts = StepInputs.of(numbers, spec)

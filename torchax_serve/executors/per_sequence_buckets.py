@@ -11,26 +11,26 @@ from torchax_serve.buckets import bucket_for, bucket_sizes
 Kind = Literal["decode", "begin", "extend"]
 SMALLEST_GATHER_LEN = 256
 MAX_GATHERED_LEN = 1 << 16
-"""Tokens that a decode program gathers, all rows together, where it has more than one row: it bounds what a step takes
-beside the cache."""
+"""Maximum number of tokens that a decode program of several rows gathers from pages, all rows together: it bounds the
+temporary bytes of a step."""
 
 
 @dataclasses.dataclass(frozen=True)
-class GatheredSpec:
+class PerSequenceSpec:
     """Static arguments of a per-sequence step."""
 
     kind: Kind
     num_tokens: int  # T, of each row
     num_rows: int  # S, more than 1 in a decode step only
-    num_pages: int  # of each row; 0 where nothing is kept in pages
+    num_pages: int  # of each row; 0 if nothing is stored in pages
     block_len: int  # tokens of one forward
-    source_len: int = 0  # of an encoder's output, padded; 0 where there is no encoder
+    source_len: int = 0  # padded length of the encoder output; 0 without an encoder
     all_logits: bool = False
     has_rope_lens: bool = False  # rotary frequencies depend on lengths
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Lengths of the parts of a step's one array of integers, in order."""
+        """Lengths of the parts of a step's int32 array, in order."""
         rows = self.num_rows
         tables, rope_lens = rows * self.num_pages, rows if self.has_rope_lens else 0
         return (rows * self.num_tokens, rows, rows, rows, tables, rope_lens, rows if self.source_len else 0)
@@ -42,17 +42,17 @@ class GatheredSpec:
 
 
 class PerSequenceBuckets:
-    """Which steps there are.
+    """Shapes of the steps of a `PerSequenceExecutor`.
 
     Args:
-        num_slots: most rows of a step.
-        chunk_sizes: lengths that a chunk of a prompt may have.
-        needs_exact_chunks: whether a chunk has one of these lengths; else it is padded to the next.
-        block_len: tokens of a chunk that are one forward.
-        page_size: tokens of a page.
-        pages_per_seq: pages of a sequence at the most; 0 where nothing is kept in pages.
-        source_buckets: lengths that an encoder's output is padded to, ascending; none where there is no encoder.
-        has_rope_lens: whether chunks are told the lengths that rotary frequencies are for.
+        num_slots: Maximum number of rows of a step.
+        chunk_sizes: Lengths that a prefill chunk may have.
+        is_exact: Whether a chunk must have one of these lengths; otherwise it is padded to the next one.
+        block_len: Maximum number of tokens of one forward of a chunk.
+        page_size: Number of tokens in a page.
+        pages_per_seq: Maximum number of pages of a sequence; 0 if nothing is stored in pages.
+        source_buckets: Padded lengths of the encoder output, ascending; empty without an encoder.
+        has_rope_lens: Whether rotary frequencies depend on lengths.
     """
 
     def __init__(
@@ -77,40 +77,40 @@ class PerSequenceBuckets:
         self._source_buckets = tuple(source_buckets) or (0,)
 
     def rows(self, number: int) -> int:
-        """What so many rows of logits are padded to."""
+        """Returns the bucket of `number` rows of logits."""
         return bucket_for(self._row_buckets, number)
 
     @property
     def row_buckets(self) -> tuple[int, ...]:
-        """All numbers of rows that logits can have."""
+        """Buckets of rows of the logits, ascending."""
         return self._row_buckets
 
     def _pages(self, num_tokens: int) -> int:
         return bucket_for(self.page_buckets, -(-num_tokens // self._page_size)) if self.page_buckets[-1] else 0
 
     def _most_rows(self, num_pages: int, source_len: int) -> int:
-        """The highest bucket of rows that a decode program of so much each has."""
+        """Returns the largest bucket of rows that a decode program may have at these lengths."""
         each = num_pages * self._page_size + source_len
         fitting = [number for number in self._row_buckets if number * each <= MAX_GATHERED_LEN]
         return fitting[-1] if fitting else 1
 
-    def decode(self, num_rows: int, num_tokens: int, source_len: int) -> GatheredSpec | int:
-        """The decode step of so many rows, of `num_tokens` tokens at the most; if it is too large, the rows that fit.
+    def decode(self, num_rows: int, num_tokens: int, source_len: int) -> PerSequenceSpec | int:
+        """Returns the decode step of `num_rows` rows, or the number of rows that fit.
 
         Args:
-            num_rows: of the step.
-            num_tokens: of the longest row, the new one included.
-            source_len: of the longest encoder's output.
+            num_rows: Number of rows of the step.
+            num_tokens: Number of tokens of the longest row, the new one included.
+            source_len: Length of the longest encoder output.
         """
         num_pages, source_len = self._pages(num_tokens), bucket_for(self._source_buckets, source_len)
         most = self._most_rows(num_pages, source_len)
         return most if num_rows > most else self._decode(self.rows(num_rows), num_pages, source_len)
 
-    def _decode(self, num_rows: int, num_pages: int, source_len: int) -> GatheredSpec:
-        return GatheredSpec("decode", 1, num_rows, num_pages, 1, source_len)
+    def _decode(self, num_rows: int, num_pages: int, source_len: int) -> PerSequenceSpec:
+        return PerSequenceSpec("decode", 1, num_rows, num_pages, 1, source_len)
 
-    def chunk(self, num_tokens: int, start: int, source_len: int, all_logits: bool = False) -> GatheredSpec:
-        """The step of a chunk of a prompt behind `start` tokens."""
+    def chunk(self, num_tokens: int, start: int, source_len: int, all_logits: bool = False) -> PerSequenceSpec:
+        """Returns the step of a prefill chunk that begins at token `start`."""
         padded_len = bucket_for(self._chunk_buckets, num_tokens)
         assert not self.needs_exact_chunks or padded_len == num_tokens
         num_pages = self._pages(start + padded_len)
@@ -118,12 +118,12 @@ class PerSequenceBuckets:
             num_pages = -(-padded_len // self._page_size)  # nothing to gather
         kind: Kind = "extend" if start else "begin"
         source_len = bucket_for(self._source_buckets, source_len)
-        return GatheredSpec(
+        return PerSequenceSpec(
             kind, padded_len, 1, num_pages, self._block_len, source_len, all_logits, self._has_rope_lens
         )
 
-    def all(self) -> Iterator[GatheredSpec]:
-        """Every step there can be, of those that mixed traffic meets."""
+    def all(self) -> Iterator[PerSequenceSpec]:
+        """Yields every step that mixed traffic can meet."""
         for source_len in self._source_buckets:
             for num_pages in self.page_buckets:
                 for num_rows in self._row_buckets:
@@ -137,24 +137,24 @@ class PerSequenceBuckets:
                     if num_pages >= behind.num_pages:
                         yield dataclasses.replace(behind, num_pages=num_pages)
 
-    def largest_decode(self) -> GatheredSpec:
-        """The decode step of the most requests that are of full length."""
+    def largest_decode(self) -> PerSequenceSpec:
+        """Returns the decode step with the most full-length requests."""
         longest, source_len = self.page_buckets[-1], self._source_buckets[-1]
         return self._decode(self._most_rows(longest, source_len), longest, source_len)
 
-    def final_chunk(self, num_tokens: int) -> GatheredSpec:
-        """The last chunk of the prompt of a request of full length, of `num_tokens` tokens or the first of them."""
+    def final_chunk(self, num_tokens: int) -> PerSequenceSpec:
+        """Returns the last chunk, of at most `num_tokens` tokens, of a full-length request."""
         room = self._chunks_behind(1)
         fitting = [size for size in room if size <= num_tokens] if self.needs_exact_chunks else []
         size = fitting[-1] if fitting else min(num_tokens, room[-1])
         return dataclasses.replace(self.chunk(size, 1, self._source_buckets[-1]), num_pages=self.page_buckets[-1])
 
-    def largest(self) -> tuple[GatheredSpec, ...]:
-        """Those that take the most beside the cache."""
+    def largest(self) -> tuple[PerSequenceSpec, ...]:
+        """Returns the steps among which is the one with the most temporary bytes."""
         first = self.chunk(self._chunks_behind(0)[-1], 0, self._source_buckets[-1])
         return (self.largest_decode(), self.final_chunk(self._chunk_buckets[-1]), first)
 
     def _chunks_behind(self, start: int) -> list[int]:
-        """Lengths of chunks that a sequence has room for behind `start` tokens, ascending."""
+        """Returns the lengths of chunks that fit into a sequence after `start` tokens, ascending."""
         capacity = self.page_buckets[-1] * self._page_size or start + self._chunk_buckets[-1]
         return [num_tokens for num_tokens in self._chunk_buckets if start + num_tokens <= capacity]

@@ -1,4 +1,4 @@
-"""Probes a model that cannot run packed and builds its `PerSequenceExecutor`, with a cache that fits the memory."""
+"""Probes a model that cannot run packed and builds its `PerSequenceExecutor`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def per_sequence_executor(runtime: ModelRuntime, sizes: MemoryBudget, why_not_pa
         )
     try:
         forward = SequenceForward(runtime)
-        layout = programs.memoize("gathered layout", "", forward.layout)
+        layout = programs.memoize("per-sequence layout", "", forward.layout)
         sources: EncoderInputs | None = None
         if sizes.source_len is not None:
             sources, layout = (
@@ -65,7 +65,7 @@ def per_sequence_executor(runtime: ModelRuntime, sizes: MemoryBudget, why_not_pa
         parts = PerSequenceFactory(runtime, forward, layout, sizes, sources)
         cache = parts.cache()
         make = functools.cache(functools.partial(parts.model, cache))
-        block_len = programs.memoize("gathered trial", f"{sizes}", lambda: parts.block_len(cache, make))
+        block_len = programs.memoize("per-sequence trial", f"{sizes}", lambda: parts.block_len(cache, make))
     except UnsupportedModelError as reason:
         raise UnsupportedModelError(
             f"requests of this model cannot be batched. Packed: {why_not_packed}. Each by itself: {reason}"
@@ -75,7 +75,7 @@ def per_sequence_executor(runtime: ModelRuntime, sizes: MemoryBudget, why_not_pa
 
 
 def _with_source_len(sizes: MemoryBudget, layout: CacheLayout) -> MemoryBudget:
-    """`sizes`; where nobody has asked for a length, inputs of all slots take half of the memory at the most."""
+    """Returns `sizes` with an encoder length whose inputs take at most half of the memory."""
     if not sizes.encoder_len_is_default:
         return sizes
     memory = sizes.kv_cache_memory_bytes or free_bytes()
@@ -87,7 +87,7 @@ def _with_source_len(sizes: MemoryBudget, layout: CacheLayout) -> MemoryBudget:
 
 
 def _with_fitting_slots(sizes: MemoryBudget, layout: CacheLayout) -> MemoryBudget:
-    """`sizes`, with so many slots that what is made of sounds takes half of the memory at the most.
+    """Returns `sizes` with as many slots as encoder outputs fit into half of the memory.
 
     Raises:
         UnsupportedModelError: not even one request fits.
@@ -97,7 +97,7 @@ def _with_fitting_slots(sizes: MemoryBudget, layout: CacheLayout) -> MemoryBudge
     most = memory // 2 // each - 1  # one row is nobody's
     if most < 1:
         raise UnsupportedModelError(
-            f"expected memory for keys and values of two sounds, {2 * each} bytes in half of what there is, got "
+            f"expected memory for keys and values of two encoder outputs, {2 * each} bytes in half of the memory, got "
             f"{memory // 2} bytes; raise kv_cache_memory_bytes"
         )
     if most >= sizes.max_num_seqs:
@@ -119,12 +119,12 @@ class PerSequenceFactory:
 
     @property
     def pages(self) -> PoolAllocator | None:
-        """Makes pools and states: by heads and channels, where the model lies on a mesh."""
+        """Allocator of pools and states, sharded by heads and channels if the model is on a mesh."""
         sharding = self.runtime.program.sharding
         return None if sharding is None else PoolAllocator(sharding.pool_sharding, sharding.state_sharding)
 
     def model(self, cache: PagedCacheWithStates, block_len: int) -> PerSequenceExecutor:
-        """A model on `cache`. A chunk is padded only where the model neither keeps it nor counts it."""
+        """Returns an executor on `cache`; pads chunks only if the model ignores padding."""
         is_exact = (
             self.runtime.cache_support.is_recurrent
             or self.forward.infers_positions
@@ -147,7 +147,7 @@ class PerSequenceFactory:
         )
 
     def cache(self) -> PagedCacheWithStates:
-        """The cache of the engine, within the budget: states for all slots, pages in what is left."""
+        """Returns the cache of the engine: states for all slots, pages in the rest of the budget."""
         sizes, slots = self.sizes, self.sizes.max_num_seqs
         state_bytes = sum(row.num_bytes for row in self.layout.rows) * (slots + 1)
         budget = sizes.choose_cache_bytes(
@@ -170,17 +170,17 @@ class PerSequenceFactory:
         def ask() -> int:
             return self.model(self._small_cache(), self.wanted_block_len).temporary_bytes()
 
-        return self.runtime.steps.executables.memoize("gathered temporary", f"{self.sizes}", ask)
+        return self.runtime.steps.executables.memoize("per-sequence temporary", f"{self.sizes}", ask)
 
     @property
     def wanted_block_len(self) -> int:
-        """The longest chunk that is one forward, or any length."""
+        """Maximum number of tokens of one forward; `UNBOUNDED` for any."""
         if self.layout.block_len >= EXACT_CHUNK_SIZES[0]:
             return UNBOUNDED
         return next(size for size in EXACT_CHUNK_SIZES if size <= self.layout.block_len)
 
     def block_len(self, cache: PagedCacheWithStates, make: Callable[[int], PerSequenceExecutor]) -> int:
-        """Tokens of one forward: tried on `cache`, or on another one if that is too small."""
+        """Finds the number of tokens of one forward, on `cache` or on a larger one."""
         needed = -(-PROBE_LEN // self.sizes.page_size)
         if any(group.num_pages <= needed for group in cache.plan.groups):
             make = functools.partial(self.model, self._small_cache())

@@ -71,7 +71,7 @@ class SequenceForward:
         return states, _structure(states)
 
     def _after_first(self, length: int) -> tuple[LayerStates, int]:
-        """What a first forward of `length` tokens leaves, as shapes, and the number of its operations."""
+        """Returns the abstract cache after a first forward, and its number of operations."""
 
         def first(weights: Any, ids: Any, source: Any) -> Any:
             states: LayerStates = self._new_cache(PROBE_LEN).states
@@ -90,10 +90,10 @@ class SequenceForward:
         return states, len(traced.jaxpr.eqns)
 
     def layout(self) -> CacheLayout:
-        """What this model keeps, found by tracing a first forward and a step after it.
+        """Finds what the model stores by tracing a first forward and a step after it.
 
         Raises:
-            UnsupportedModelError: what it keeps changes its shape from step to step, lies elsewhere, or is nothing.
+            UnsupportedModelError: it stores nothing, outside of its cache, or changes shapes from step to step.
         """
         found = self._find_layout()
         self.program.check_no_leaked_tensors()
@@ -160,21 +160,21 @@ class SequenceForward:
         all_logits: bool = False,
         rope_len: Any = 0,
     ) -> Any:
-        """A prompt's first tokens on an empty cache.
+        """Computes the first tokens of a prompt on an empty cache.
 
         Args:
-            weights: by name.
-            ids: int32[T], padded on the right if the model cannot notice.
-            length: int32[], the number of tokens that are no padding.
-            layout: what `layout` has found.
-            hidden: an encoder's output ``[1, padded_len, width]``, where there is one.
-            source_len: int32[], how much of it is real.
-            block_len: tokens of one forward; more are computed one block after the other, and then none is padding.
-            all_logits: logits of every token, not of the last one alone.
-            rope_len: int32[], the length that rotary frequencies are at least for; 0: each token's own.
+            weights: Weights by name.
+            ids: int32[T], padded on the right if the model's results do not depend on padding.
+            length: int32[], number of tokens without padding.
+            layout: Result of `layout`.
+            hidden: Encoder output ``[1, padded_len, width]``; None without an encoder.
+            source_len: int32[], length of the encoder output without padding.
+            block_len: Maximum number of tokens of one forward; longer chunks, without padding, take several in turn.
+            all_logits: Whether to return logits of every token instead of the last one's.
+            rope_len: int32[], minimum length of the rotary frequencies; 0: each token's own.
 
         Returns:
-            Logits float32[1, vocab] (or [T, vocab]), and by leaf new keys and values, or the state.
+            Logits float32[1, vocab] (or [T, vocab]), and new keys and values or the state by leaf.
         """
         num_tokens = ids.shape[0]
         if num_tokens > block_len:
@@ -224,7 +224,7 @@ class SequenceForward:
         layout: CacheLayout,
         source_lens: jax.Array | None = None,
     ) -> Any:
-        """A token `ids` int32[S] of each of S requests: logits [S, vocab], and of `leaves` [S, ...] what is new."""
+        """Computes logits [S, vocab] of the tokens `ids` int32[S], and what is new in `leaves`."""
 
         def one(leaves: Leaves, offset: jax.Array, token: jax.Array, source_len: jax.Array | None) -> Any:
             return self.extend(weights, leaves, offset, token[None], 1, layout, source_len)
@@ -298,7 +298,7 @@ class SequenceForward:
         return logits, tuple(news)
 
     def _source(self, hidden: jax.Array | None, source_len: Any) -> dict[str, Any]:
-        """What is said of the encoder, `source_len` of whose output ``[1, padded_len, width]`` is real."""
+        """Returns the encoder arguments of a forward, with `source_len` valid positions."""
         if hidden is None:
             return {}
         return context(hidden, self._source_mask.argument(hidden.shape[1], source_len))
@@ -330,7 +330,7 @@ class SequenceForward:
         return fields["logits"][0].astype(jnp.float32), self._cache_updates(after, layout, offset, num_tokens)
 
     def _cache_updates(self, states: LayerStates, layout: CacheLayout, offset: jax.Array, num_tokens: int) -> Leaves:
-        """What the forward has added to the pages, ``[T, heads, width]``, and the states it has left."""
+        """Returns the new keys and values ``[T, heads, width]`` and the states after the forward."""
         if _structure(states) != self._first[1]:
             raise UnsupportedModelError("what the model keeps of a sequence changes its form from step to step")
         news = []
@@ -350,7 +350,7 @@ class SequenceForward:
 
 @contextlib.contextmanager
 def as_unsupported() -> Iterator[None]:
-    """What model code raises in a trace, as this project's error."""
+    """Raises UnsupportedModelError for any error of model code inside the block."""
     try:
         yield
     except TorchaxServeError:
@@ -363,7 +363,7 @@ def as_unsupported() -> Iterator[None]:
 
 
 def _structure(states: LayerStates) -> Any:
-    """The structure of cache layers, whatever their capacity."""
+    """Returns the structure of cache layers without their capacity."""
     for layer in states:
         if isinstance(layer, AttentionLayer):
             layer.capacity = PROBE_LEN

@@ -1,4 +1,4 @@
-"""The inputs of packed steps as one int32 array per call: each transfer to the device costs the host time."""
+"""Packs the inputs of a step into one int32 array: each transfer costs host time."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class PackedStepSpec:
 
 @dataclasses.dataclass(frozen=True)
 class FusedDecodeSpec:
-    """Static arguments of fused decode steps, which sample on the device; the number of steps is an input.
+    """Static arguments of fused decode steps; the number of steps is an input.
 
     The inputs are few, since each array costs the host time while the device waits for the next call: slots and lengths
     of the rows, page tables, the number of steps, and whether any row samples. The program derives the rest.
@@ -140,7 +140,7 @@ class FusedDecodeSpec:
         return numbers
 
     def unpack(self, numbers: jax.Array) -> tuple[PackedBatch, jax.Array, jax.Array, jax.Array]:
-        """Returns the first step's batch without token ids, slots int32[S], the number of steps, whether to sample."""
+        """Returns the first batch without token ids, slots int32[S], number of steps, whether to draw."""
         by_row = numbers[:-2].reshape(-1, self.packed.num_rows)
         slots, lengths = by_row[0], by_row[1]
         tables = jnp.split(by_row[2:], self.packed.num_tables)

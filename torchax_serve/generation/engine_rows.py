@@ -6,8 +6,10 @@ with the tokens that come back. Only its loop over tokens is replaced by the eng
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +22,11 @@ from model_adapters.errors import OutOfMemoryError, UnsupportedModelError
 from torchax_serve.engine.request import EngineRequest
 from torchax_serve.engine.request_handle import cancel_on_error
 from torchax_serve.executors.encoder_inputs import decoder_start_ids
+from torchax_serve.generation.queued_call import check_deadline, run_on_queue
 from torchax_serve.generation.routing import EngineFacts, ModelCapabilities, Path, PromptCall, RowsCall, route
 from torchax_serve.generation.sample_call import SampleCall, StaticBatchStart, static_batch_start
 from torchax_serve.generation.single_request import loop_options, prepared_call
+from torchax_serve.generation.static_batch import StaticBatchLoop
 from torchax_serve.runtime.encoder_output import ENCODER_ARGUMENTS, EncoderOutput
 from torchax_serve.runtime.model_generate import without_model_options
 from torchax_serve.runtime.padding import Padding
@@ -40,25 +44,55 @@ logger = logging.getLogger("torchax_serve")
 _COUNTERS = ("create_position_ids_from_input_ids", "make_positions")  # methods of embeddings that count positions
 
 
+_QUEUE_PARAMS: contextvars.ContextVar[SamplingParams | None] = contextvars.ContextVar("queue params", default=None)
+
+
+@contextlib.contextmanager
+def queue_params(params: SamplingParams) -> Iterator[None]:
+    """Sends all rows of ``generate`` calls inside the block to the engine's queue, with a priority and a time limit."""
+    token = _QUEUE_PARAMS.set(params)
+    try:
+        yield
+    finally:
+        _QUEUE_PARAMS.reset(token)
+
+
 class EngineRows:
     """Runs rows of ``generate`` on the engine of a served model, if they get the tokens of the static batch there.
 
     Args:
         torch_model: the served model on JAX, whose ``generate`` prepares the rows.
         get_engine: returns the engine, which is made for the first rows that can run on it.
+        get_static_engine: returns the engine for single calls.
     """
 
-    def __init__(self, torch_model: Any, get_engine: Callable[[], Engine | DataParallelEngines]) -> None:
-        self._torch_model, self._get_engine = torch_model, get_engine
+    def __init__(
+        self,
+        torch_model: Any,
+        get_engine: Callable[[], Engine | DataParallelEngines],
+        get_static_engine: Callable[[], Engine],
+    ) -> None:
+        self._torch_model, self._get_engine, self._get_static_engine = torch_model, get_engine, get_static_engine
         self._unsupported_reason: str | None = None
 
-    def __call__(self, request: SampleCall, start: StaticBatchStart) -> torch.Tensor | None:
-        """Returns int64[batch, len], prompts and new tokens, padded on the right; None for a static batch.
+    def __call__(self, request: SampleCall, start: StaticBatchStart) -> Any:
+        """Returns what the sampling loop of ``generate`` returns; None for a static batch on the caller's thread.
 
         Args:
             request: the rows, as ``generate`` has prepared them.
             start: what a static batch would start with.
         """
+        tokens = self._on_engine(request, start)
+        params = _QUEUE_PARAMS.get()
+        if tokens is not None or params is None:
+            return tokens
+        runtime = self._torch_model._jax_runtime
+        loop = StaticBatchLoop(runtime, request, start)
+        engine, vocab_size = self._get_static_engine(), runtime.limits.vocab_size
+        return run_on_queue(engine, lambda watch: loop.run(watch.check), params, vocab_size)
+
+    def _on_engine(self, request: SampleCall, start: StaticBatchStart) -> torch.Tensor | None:
+        """Returns int64[batch, len], prompts and new tokens, padded on the right; None if the engine takes no rows."""
         runtime = self._torch_model._jax_runtime
         if runtime.encoder is None or self._unsupported_reason is not None:
             return None
@@ -160,12 +194,14 @@ def _run(
     config = loop_options(request.config, max_length, prompt_len)
     handles = engine.submit_all(
         [
-            EngineRequest.of(prompt, config, vocab_size=vocab_size, seed=0, encoded=output)
+            EngineRequest.of(prompt, config, _QUEUE_PARAMS.get(), vocab_size=vocab_size, seed=0, encoded=output)
             for prompt, output in zip(request.input_ids.tolist(), outputs, strict=True)
         ]
     )
     with cancel_on_error(handles):
         rows = [handle.result() for handle in handles]
+        for handle in handles:
+            check_deadline(handle)
     longest = max(len(row) for row in rows)
     pad = 0 if request.config._pad_token_tensor is None else int(request.config._pad_token_tensor)
     padded = torch.tensor([row + [pad] * (longest - len(row)) for row in rows], dtype=torch.long)

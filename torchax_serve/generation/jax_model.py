@@ -35,6 +35,8 @@ from model_adapters.program.call_signature import (
     with_cache_named,
 )
 from model_adapters.program.module_watch import PREPARES
+from model_adapters.quantization.loading import quantize_weights
+from model_adapters.quantization.rules import parse_rules
 from torchax_serve.generation.jax_forward import call_forward, following
 from torchax_serve.generation.model_copies import state_to_copy, torch_state
 from torchax_serve.generation.sample_call import CUSTOM, SampleCall, StaticBatchStart, static_batch_start
@@ -55,7 +57,7 @@ _CACHES_ON_DEVICE = (None, "dynamic", "static", "hybrid", "hybrid_chunked", "sli
 
 
 @refuses_unknown
-def to_jax(model: PreTrainedModel) -> PreTrainedModel:
+def to_jax(model: PreTrainedModel, *, quantization: Any = None) -> PreTrainedModel:
     """Makes `model` run on JAX: returns the same object with ``forward`` and ``generate`` compiled. Idempotent.
 
     On the CPU the weights share memory with the torch tensors. A later change of the model (an adapter, a hook, a
@@ -63,14 +65,21 @@ def to_jax(model: PreTrainedModel) -> PreTrainedModel:
 
     Args:
         model: a model of transformers, or a ``PeftModel`` around one.
+        quantization: preset, file or list of rules, as for `torchax_serve.serve`: weights of linear layers are stored
+            quantized, next to the torch tensors of `model`; the others share memory.
 
     Raises:
-        InvalidArgumentError: `model` is neither, or is on another device than the CPU.
+        InvalidArgumentError: `model` is neither, or is on another device than the CPU; rules that do not fit it.
         UnsupportedModelError: weights in float64.
     """
     if not isinstance(model, PreTrainedModel):
-        return _unwrapped_to_jax(model)
+        return _unwrapped_to_jax(model, quantization)
+    rules = parse_rules(quantization)
     if isinstance(model, JaxModelMixin):
+        if rules is not None:
+            raise InvalidArgumentError(
+                "quantization: expected a model in PyTorch, got one that runs on JAX already; load it anew"
+            )
         return model
     if model.device.type != "cpu":
         raise InvalidArgumentError(
@@ -79,10 +88,12 @@ def to_jax(model: PreTrainedModel) -> PreTrainedModel:
     check_floats(model)
     model.eval()
     weights, _ = extract_jax(model)
+    if rules is not None:
+        quantize_weights(model, weights, rules)
     return run_on_jax(model, ModelRuntime(model, weights))
 
 
-def _unwrapped_to_jax(model: Any) -> Any:
+def _unwrapped_to_jax(model: Any, quantization: Any) -> Any:
     """Makes the model inside a peft wrapper run on JAX; returns the wrapper.
 
     Raises:
@@ -100,7 +111,7 @@ def _unwrapped_to_jax(model: Any) -> Any:
             f"expected a transformers PreTrainedModel, got {type(model).__name__}; load one first"
         )
     model.eval()
-    to_jax(inner)
+    to_jax(inner, quantization=quantization)
     return model
 
 

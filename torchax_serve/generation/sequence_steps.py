@@ -86,7 +86,7 @@ class GenerateSteps:
         self, call: Callable[[GenerateWatch], Iterable[int]], *, vocab_size: int, timeout_s: float | None
     ) -> None:
         self._call, self._vocab_size = call, vocab_size
-        self._watch = GenerateWatch(None if timeout_s is None else time.monotonic() + timeout_s)
+        self._watch = GenerateWatch.with_timeout(timeout_s)
         self._thread: threading.Thread | None = None
 
     def prefill(self) -> jax.Array:
@@ -141,6 +141,11 @@ class GenerateWatch:
         self.tokens: queue.SimpleQueue[int | BaseException] = queue.SimpleQueue()
         self.cancelled = threading.Event()
         self._deadline_s = deadline_s
+
+    @classmethod
+    def with_timeout(cls, timeout_s: float | None) -> GenerateWatch:
+        """Returns a watch whose call ends `timeout_s` seconds from now; None: never."""
+        return cls(None if timeout_s is None else time.monotonic() + timeout_s)
 
     def check(self) -> None:
         """Raises SequenceEnded if the call was cancelled or is past its deadline."""

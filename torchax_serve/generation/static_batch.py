@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -12,16 +11,13 @@ import torch
 from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from model_adapters.bridge.host_arrays import to_device
 from model_adapters.bridge.views import to_torch_tensor
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.program.call_signature import cache_field_of
-from torchax_serve import sampling
 from torchax_serve.generation.batch_forward import BatchForward
 from torchax_serve.generation.sample_call import SampleCall, StaticBatchStart
 from torchax_serve.runtime.model_runtime import ModelRuntime
-from torchax_serve.runtime.step_functions import pick
-from torchax_serve.sampling import INVALID_TOKEN, GenerationSampling, SamplingHistory
+from torchax_serve.sampling import INVALID_TOKEN, BatchSampler
 
 
 class StepOutput(NamedTuple):
@@ -30,6 +26,9 @@ class StepOutput(NamedTuple):
     token: jax.Array  # int32[batch]
     logits: jax.Array  # float32[batch, vocab], of the model
     scores: jax.Array | None  # float32[batch, vocab], after the logits processors; None if not asked for
+
+
+GenerateOutput = GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput | torch.Tensor
 
 
 class StaticBatchLoop:
@@ -41,8 +40,7 @@ class StaticBatchLoop:
         start: its first inputs.
     """
 
-    plan: GenerationSampling
-    state: SamplingHistory
+    sampler: BatchSampler
     newest: jax.Array  # int32[batch]
     last_logits: jax.Array  # float32[batch, vocab]
 
@@ -62,10 +60,15 @@ class StaticBatchLoop:
         self.logits: list[jax.Array] = []
         self.sequences = request.input_ids
 
-    def run(self) -> GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput | torch.Tensor:
-        """Decodes to the end and passes each step's tokens to the streamer."""
+    def run(self, check: Callable[[], None] = lambda: None) -> GenerateOutput:
+        """Decodes to the end and passes each step's tokens to the streamer.
+
+        Args:
+            check: called after each step; what it raises ends the call.
+        """
         streamer = self.request.streamer
         for token in self.tokens():
+            check()
             if streamer is not None:
                 streamer.put(token)
         if streamer is not None:
@@ -110,7 +113,7 @@ class StaticBatchLoop:
                 return
             if following is None:
                 if not self.stops_on_device:
-                    self.state = dataclasses.replace(self.state, ended=to_device(unfinished.numpy() == 0, bool))
+                    self.sampler.set_ended(unfinished.numpy() == 0)
                 is_new = self.sequences.shape[1] - 1 == forward.recompute_len
                 following = self._recompute() if is_new else self._decode()
             pending = following
@@ -124,19 +127,18 @@ class StaticBatchLoop:
 
     def _start(self, logits: jax.Array) -> None:
         """Makes the state of sampling for the first logits, float32[batch, vocab]."""
-        forward, request = self.forward, self.request
+        request = self.request
         self.last_logits = logits
-        self.plan = GenerationSampling.build(self.config, prompt_len=forward.prompt_len, vocab_size=logits.shape[-1])
         mask = request.model_kwargs.get(self.runtime.program.names.mask)
-        state = sampling.init_history(
-            self.plan,
+        self.sampler = BatchSampler(
+            self.config,
             request.input_ids.numpy(),
+            vocab_size=logits.shape[-1],
             # torch.manual_seed makes it repeatable, as in transformers
             seed=int(torch.randint(2**63 - 1, ())) if self.config.do_sample else 0,
             attention_mask=None if mask is None else mask.numpy(),
-            capacity=forward.cache.capacity,
+            sharding=logits.sharding,  # as after a step: one program, not two
         )
-        self.state = jax.device_put(state, logits.sharding)  # sharded as after a step: one program, not two
 
     def _decode(self) -> StepOutput:
         """Launches a step: the forward of the newest tokens, then sampling."""
@@ -149,7 +151,7 @@ class StaticBatchLoop:
         return self._pick()
 
     def _pick(self) -> StepOutput:
-        self.newest, self.state, scores = pick(self.plan, self.state, self.last_logits, keep_scores=self.keep_scores)
+        self.newest, scores = self.sampler.sample(self.last_logits, keep_scores=self.keep_scores)
         return StepOutput(self.newest, self.last_logits, scores)
 
 

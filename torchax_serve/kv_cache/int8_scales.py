@@ -1,4 +1,4 @@
-"""Keys and values in int8: the scale of each layer and head, and whether the platform has kernels for such pages.
+"""Scales of keys and values in int8, by layer and head; checks for kernels.
 
 A scale is fixed before the first request, so that what a token's keys and values become depends on nothing but the
 token and what came before it. It is found as static activation scales are (Jacob et al., 2018, section 3.1): a prompt
@@ -30,13 +30,15 @@ HEADROOM = 1.25
 
 
 def calibrate_int8_scales(runtime: ModelRuntime) -> tuple[HeadScales, ...]:
-    """By layer, the scales of keys and of values, float32[num_heads] each; the same for one model whatever the options.
+    """Computes the scales of keys and of values, float32[num_heads] each, for every layer.
+
+    They depend on the model only, not on options.
 
     Args:
-        runtime: of a model whose layers all keep keys and values.
+        runtime: Model of which every layer stores keys and values.
 
     Raises:
-        InvalidArgumentError: the trial prompt has keys or values that are no finite numbers.
+        InvalidArgumentError: the calibration prompt has keys or values that are not finite.
     """
     length = min(TRIAL_LEN, runtime.limits.learned_positions or TRIAL_LEN)
 
@@ -57,7 +59,7 @@ def calibrate_int8_scales(runtime: ModelRuntime) -> tuple[HeadScales, ...]:
 
 
 def _largest(pool: jax.Array, k_dim: int) -> tuple[jax.Array, jax.Array]:
-    """Of a pool [rows, heads, len, width]: float32[heads] of keys and of values."""
+    """Returns the largest magnitudes float32[heads] of keys and of values of a dense pool."""
     by_head = jnp.abs(pool.astype(jnp.float32)).max(axis=(0, 2))
     return by_head[:, :k_dim].max(axis=1), by_head[:, k_dim:].max(axis=1)
 

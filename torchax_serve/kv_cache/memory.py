@@ -45,7 +45,7 @@ class MemoryBudget:
         return sum((pages[s.window] * self.max_num_seqs + 1) * s.page_bytes(self.page_size) for s in shapes)
 
     def plan(self, shapes: Sequence[PagedLayerSpec], budget_bytes: int) -> CacheAllocation:
-        """Returns the allocation with the most pages in `budget_bytes`; no pages if no layer needs them."""
+        """Returns the allocation with the most pages that fit into `budget_bytes`."""
         if not shapes:
             return CacheAllocation((), (), self.page_size, self.max_model_len)
         return CacheAllocation.from_budget(shapes, budget_bytes, self.page_size, self.max_model_len)
@@ -85,22 +85,22 @@ class MemoryBudget:
 
 
 def _step_down(num_bytes: int) -> int:
-    """At least four fifths of `num_bytes`, and the same for nearly the same: of a host, what is free changes.
+    """Rounds host memory down by at most a fifth, so that nearly equal numbers give the same.
 
-    Pools of another size are other programs, so that every start would compile them anew.
+    The free memory of a host changes from start to start, and pools of another size would be other programs to compile.
     """
     step = max(1, 1 << max(num_bytes.bit_length() - 3, 0))
     return num_bytes // step * step if _device_stats() is None else num_bytes
 
 
 def _device_stats() -> dict[str, int] | None:
-    """Memory of the default device; None where it is the host's."""
+    """Returns memory statistics of the default device; None for a CPU."""
     device = jax.local_devices()[0]
     return (device.memory_stats() if device.platform != "cpu" else None) or None
 
 
 def free_bytes() -> int:
-    """Bytes that the cache may take, weights already there."""
+    """Returns the bytes that the cache may take once the weights are loaded."""
     stats = _device_stats()
     if stats is None:
         return int(free_host_bytes() * HOST_MEMORY_FRACTION)

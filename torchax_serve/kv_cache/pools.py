@@ -19,7 +19,7 @@ from torchax_serve.scheduler import CacheGroup, PageCopy
 
 @dataclasses.dataclass(frozen=True)
 class PagedLayerSpec:
-    """What one attention layer keeps of a token, and how far back it looks."""
+    """Paged cache of one attention layer: shape and dtype of a token, and the sliding window."""
 
     num_heads: int
     width: int  # of a key and a value side by side
@@ -27,19 +27,19 @@ class PagedLayerSpec:
     window: int | None  # None: full attention
 
     def page_bytes(self, page_size: int) -> int:
-        """Bytes of a page of this layer."""
+        """Returns the bytes of a page of this layer."""
         return self.num_heads * page_size * self.width * self.dtype.itemsize
 
 
 @dataclasses.dataclass(frozen=True)
 class CacheAllocation:
-    """How much of what: made from a budget, before anything is allocated.
+    """Number of pages of each group of layers, computed before anything is allocated.
 
     Attributes:
-        shapes: by layer.
-        groups: layers that share page ids, one for each window.
-        page_size: tokens of a page.
-        max_len: tokens of a sequence at the most.
+        shapes: Paged cache of each layer.
+        groups: Groups of layers that share page ids, one for each sliding window.
+        page_size: Number of tokens in a page.
+        max_len: Maximum number of tokens of a sequence.
     """
 
     shapes: tuple[PagedLayerSpec, ...]
@@ -51,10 +51,10 @@ class CacheAllocation:
     def from_budget(
         cls, shapes: Sequence[PagedLayerSpec], budget_bytes: int, page_size: int, max_len: int
     ) -> CacheAllocation:
-        """The most pages in `budget_bytes`, groups in the proportion in which a sequence of `max_len` needs them.
+        """Returns the most pages that fit into `budget_bytes`, in the proportions of one sequence.
 
         Raises:
-            InvalidArgumentError: there is not even room for one sequence of a page.
+            InvalidArgumentError: not even a sequence of one page fits.
         """
         windows = sorted({shape.window for shape in shapes}, key=lambda window: (window is not None, window or 0))
         probe = [CacheGroup(_name(window), window, 2) for window in windows]
@@ -85,7 +85,7 @@ class CacheAllocation:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the group with the fewest pages for its need can hold."""
+        """Number of tokens that fit at once, by the group that limits it."""
         return min(
             (group.num_pages - 1) * self.page_size for group in self.groups if group.window is None or self._only
         )
@@ -95,12 +95,12 @@ class CacheAllocation:
         return all(group.window is not None for group in self.groups)
 
     def num_full_length_requests(self, length: int) -> int:
-        """Requests of `length` tokens that fit at once."""
+        """Returns the number of requests of `length` tokens that fit at once."""
         return min((group.num_pages - 1) // group.most_pages(length, self.page_size) for group in self.groups)
 
     @property
     def layout(self) -> PagedLayout:
-        """What a packed trace has to know."""
+        """Static layout of the cache for a packed trace."""
         windows = [group.window for group in self.groups]
         return PagedLayout(
             groups=tuple(windows.index(shape.window) for shape in self.shapes),
@@ -110,7 +110,7 @@ class CacheAllocation:
 
 
 HeadScales = tuple[np.ndarray, np.ndarray]
-"""Of a layer in int8, float32[num_heads] each: what a step of its keys and of its values stands for."""
+"""Scales of the keys and of the values of a layer in int8, float32[num_heads] each."""
 
 
 def _name(window: int | None) -> str:
@@ -118,11 +118,11 @@ def _name(window: int | None) -> str:
 
 
 class PoolAllocator:
-    """Makes pools, copies pages and makes states, on one device or a mesh of this host.
+    """Allocates pools and states and copies pages, on one device or a mesh of this host.
 
     Args:
-        sharding: of a pool with so many heads; None: on the default device.
-        states: of the states of all slots, by their shape; None: on the default device.
+        sharding: Returns the sharding of a pool by its number of heads; None: the default device.
+        states: Returns the sharding of the states of all slots by their shape; None: the default device.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class PoolAllocator:
         self._sharding, self._states = sharding, states
 
     def pool(self, shape: tuple[int, int, int, int], dtype: np.dtype, scales: HeadScales | None) -> Pool:
-        """A layer's pool, all zeros; `scales` where it is in int8."""
+        """Returns the pool of a layer, all zeros; with `scales` for int8."""
         pages = self.zeros(shape, dtype)
         if scales is None:
             return pages
@@ -143,19 +143,19 @@ class PoolAllocator:
         return laid_out(Int8Pool(pages, *scales), self._sharding, jax.device_put)  # type: ignore[arg-type]
 
     def zeros(self, shape: tuple[int, int, int, int], dtype: np.dtype) -> jax.Array:
-        """A pool ``[num_pages, num_heads, page_size, width]``."""
+        """Returns zeros for a pool ``[num_pages, num_heads, page_size, width]``."""
         if self._sharding is not None:
             return jnp.zeros(shape, dtype, device=self._sharding(shape[1]))
         return _zeros(shape, dtype)
 
     def slot_states(self, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
-        """A state of one shape for each slot ``[num_slots + 1, ...]``."""
+        """Returns zeros for a state of each slot ``[num_slots + 1, ...]``."""
         if self._states is not None:
             return jnp.zeros(shape, dtype, device=self._states(shape))
         return _zeros(shape, dtype)
 
     def copy(self, pools: tuple[jax.Array, ...], sources: Sequence[int], targets: Sequence[int]) -> Any:
-        """`pools`, which are given away, with pages copied in each."""
+        """Copies pages within each pool; `pools` are donated."""
         return _copy_pages(pools, to_device(sources, np.int32), to_device(targets, np.int32))
 
 
@@ -169,9 +169,9 @@ class PagedCache:
     """The pools of a `CacheAllocation`: by layer, ``[num_pages, num_heads, page_size, width]``.
 
     Args:
-        plan: how many pages of what.
-        pages: makes them; None: on the default device.
-        scales: by layer, of pools in int8.
+        plan: Number of pages of each group.
+        pages: Allocator of the pools; None: the default device.
+        scales: Scales of each layer if the pools are in int8.
     """
 
     def __init__(
@@ -187,11 +187,11 @@ class PagedCache:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of what is kept by slot beside the pages."""
+        """Bytes of the states by slot, besides the pages."""
         return 0
 
     def reset(self) -> None:
-        """Makes the pools anew, all zeros: also after a step has failed and taken them with it."""
+        """Allocates the pools again, all zeros; also after a failed step has deleted them."""
         self.pools = ()
         self.pools = tuple(
             self._pages.pool(self._shape(n), shape.dtype, None if self._scales is None else self._scales[n])
@@ -200,7 +200,7 @@ class PagedCache:
 
     @property
     def is_lost(self) -> bool:
-        """Whether a pool has been given to a step that did not give it back."""
+        """Whether a failed step has deleted a donated pool."""
         return any(array.is_deleted() for array in jax.tree.leaves(self.pools))
 
     def _shape(self, layer: int) -> tuple[int, int, int, int]:
@@ -226,7 +226,7 @@ def _power_of_two(number: int) -> int:
 
 
 def copy_pages(pools: tuple[jax.Array, ...], sources: jax.Array, targets: jax.Array) -> tuple[jax.Array, ...]:
-    """To be traced: each pool with the pages int32[n] at `sources` copied to `targets`."""
+    """Copies the pages at `sources` int32[n] to `targets` int32[n] in each pool; to be traced."""
     return tuple(pool.at[targets].set(pool[sources]) for pool in pools)
 
 

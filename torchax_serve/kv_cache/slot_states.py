@@ -11,7 +11,7 @@ from torchax_serve.kv_cache.state_layout import CacheLayout, Leaves
 
 
 class PagedCacheWithStates(PagedCache):
-    """The pools of a `CacheAllocation`, and one row of each state for each slot and for nobody, the last one."""
+    """Pools of a `CacheAllocation`, and states by slot; the last row of a state is padding's."""
 
     def __init__(
         self, plan: CacheAllocation, layout: CacheLayout, num_slots: int, pages: PoolAllocator | None = None
@@ -21,7 +21,7 @@ class PagedCacheWithStates(PagedCache):
         super().__init__(plan, pages)
 
     def reset(self) -> None:
-        """Makes pools and states anew, all zeros."""
+        """Allocates pools and states again, all zeros."""
         super().reset()
         self.states = ()
         self.states = tuple(self._pages.slot_states((self._num_slots + 1, *row.shape), row.dtype) for row in self._rows)
@@ -33,14 +33,19 @@ class PagedCacheWithStates(PagedCache):
 
     @property
     def is_lost(self) -> bool:
-        """Whether a pool or a state has been given to a step that did not give it back."""
+        """Whether a failed step has deleted a donated pool or state."""
         return super().is_lost or any(state.is_deleted() for state in self.states)
 
 
 def gather(pool: jax.Array, table: jax.Array, starts: jax.Array) -> jax.Array:
-    """Dense keys and values ``[S, 1, heads, capacity, width]`` of `starts` tokens each, zeros behind them.
+    """Gathers dense keys and values ``[S, 1, heads, capacity, width]`` from pages.
 
-    What lies behind may be another request's NaN, which a weight of 0 would not take away.
+    They are zero after `starts` tokens: another request's NaN there would not be removed by an attention weight of 0.
+
+    Args:
+        pool: ``[num_pages, heads, page_size, width]``.
+        table: Page table int32[S, num_pages].
+        starts: int32[S], number of tokens stored.
     """
     num_rows, num_pages = table.shape
     _, heads, page_size, width = pool.shape
@@ -50,9 +55,16 @@ def gather(pool: jax.Array, table: jax.Array, starts: jax.Array) -> jax.Array:
 
 
 def scatter(pool: jax.Array, table: jax.Array, starts: jax.Array, lens: jax.Array, new: jax.Array) -> jax.Array:
-    """The pool with new keys and values ``[S, T, heads, width]``, `lens` of each row, behind its `starts` tokens.
+    """Returns the pool with new keys and values written after the `starts` tokens of each row.
 
-    Padding goes nowhere, not even to the null page.
+    Padding is dropped and not written to the null page.
+
+    Args:
+        pool: ``[num_pages, heads, page_size, width]``.
+        table: Page table int32[S, num_pages].
+        starts: int32[S], number of tokens stored.
+        lens: int32[S], number of new tokens without padding.
+        new: ``[S, T, heads, width]``.
     """
     num_rows, num_tokens = new.shape[:2]
     steps = jnp.arange(num_tokens, dtype=jnp.int32)

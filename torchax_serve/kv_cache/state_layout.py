@@ -1,4 +1,4 @@
-"""The layout of what a request stores between steps: keys and values by token, and states by slot."""
+"""Layout of what a request stores: keys and values by token, and states by slot."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ UNBOUNDED = 1 << 30
 
 @dataclasses.dataclass(frozen=True)
 class SlotStateSpec:
-    """An array that a request keeps as a whole: the state of a convolution or of a recurrence, or cross attention's."""
+    """State of one request: of a convolution, a recurrence or cross attention."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -29,7 +29,7 @@ class SlotStateSpec:
 
 @dataclasses.dataclass(frozen=True)
 class CacheLayout:
-    """What a request keeps between steps, by leaf of its cache: keys and values by token, or a state as a whole."""
+    """What a request stores, by leaf of its cache: keys and values by token, or a state."""
 
     leaves: tuple[PagedLayerSpec | SlotStateSpec, ...]
     is_vectorised: bool = False  # rows run side by side under vmap; else one after the other in one program
@@ -46,12 +46,12 @@ class CacheLayout:
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, SlotStateSpec))
 
     def merge(self, pages: Leaves, rows: Leaves) -> Leaves:
-        """All leaves in their order, of those in pages and those kept by slot."""
+        """Merges leaves in pages and leaves by slot into all leaves, in their order."""
         by_kind = {True: iter(pages), False: iter(rows)}
         return tuple(next(by_kind[isinstance(leaf, PagedLayerSpec)]) for leaf in self.leaves)
 
     def with_encoder_len(self, max_len: int) -> CacheLayout:
-        """With room for `max_len` tokens of an encoder's output in each row that is made of it."""
+        """Returns the layout with room for `max_len` encoder positions."""
 
         def sized(leaf: PagedLayerSpec | SlotStateSpec) -> PagedLayerSpec | SlotStateSpec:
             if isinstance(leaf, PagedLayerSpec) or not leaf.is_of_source:
@@ -61,14 +61,14 @@ class CacheLayout:
         return dataclasses.replace(self, leaves=tuple(map(sized, self.leaves)))
 
     def gather_slots(self, states: Leaves, slots: jax.Array, source_len: int) -> Leaves:
-        """The states ``[S, ...]`` at `slots`, of an encoder's output so much as is asked for."""
+        """Gathers the states ``[S, ...]`` at `slots` int32[S], cut to the encoder length."""
         return tuple(
             (state[:, :, :, :source_len] if row.is_of_source else state)[slots]
             for row, state in zip(self.rows, states, strict=True)
         )
 
     def scatter_slots(self, states: Leaves, slots: jax.Array, news: Leaves, *, is_first: bool) -> Leaves:
-        """All states with `news` at `slots`; what is made of an encoder's output is put there once."""
+        """Writes `news` at `slots` int32[S]; states of the encoder output in the first step only."""
         after = []
         for row, state, new in zip(self.rows, states, news, strict=True):
             if row.is_of_source and is_first:
@@ -78,7 +78,7 @@ class CacheLayout:
         return tuple(after)
 
     def partition(self, leaves: Leaves) -> tuple[Leaves, Leaves]:
-        """The leaves in pages, and those kept by slot."""
+        """Splits leaves into those in pages and those by slot."""
         kinds = [isinstance(leaf, PagedLayerSpec) for leaf in self.leaves]
         pages = tuple(leaf for leaf, is_pages in zip(leaves, kinds, strict=True) if is_pages)
         return pages, tuple(leaf for leaf, is_pages in zip(leaves, kinds, strict=True) if not is_pages)

@@ -103,7 +103,7 @@ def _compared(result: Result, model: PreTrainedModel, expected: Expected) -> Res
             executor, reason = STATIC, error_line(error)
             tried.errors.append(f"engine: {error_line(error)}")
         engine_same = None
-        if executor != STATIC:
+        if executor != STATIC or len(first) == 1:  # models of codebooks have several rows for a prompt
             batched = tried("engine", _engine_tokens, served)
             engine_same = batched is not None and all(
                 torch.equal(ours, theirs[0]) for ours, theirs in zip(batched, expected.unbatched, strict=False)

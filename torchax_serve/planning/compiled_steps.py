@@ -7,13 +7,14 @@ import dataclasses
 import math
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from model_adapters.errors import OutOfMemoryError
+from torchax_serve.executors.base import AbstractStep
 from torchax_serve.planning.abstract_model import AbstractModel
 from torchax_serve.planning.chips import Chip
 from torchax_serve.planning.topology import compiling_for, lowering_platform
@@ -59,32 +60,7 @@ class ProgramReport:
     compile_s: float
 
 
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """Step to compile.
-
-    Attributes:
-        name: ``decode`` or ``prefill``.
-        num_tokens: Number of tokens computed in the step.
-        num_rows: Number of requests in the step.
-        context_len: Number of tokens of each request, those of the step included.
-        num_prompts: Number of prompts whose tokens the step computes; 0 for a decode step.
-        function: Function ``f(weights, *args)`` to trace; its first result is logits.
-        args: Abstract arguments.
-        donated: Indices of donated `args`.
-    """
-
-    name: str
-    num_tokens: int
-    num_rows: int
-    context_len: int
-    num_prompts: int
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    donated: tuple[int, ...]
-
-
-def compile_step(step: Step, model: AbstractModel, chip: Chip) -> tuple[ProgramReport, Any]:
+def compile_step(step: AbstractStep, model: AbstractModel, chip: Chip) -> tuple[ProgramReport, Any]:
     """Compiles `step` of `model` for `chip`; returns the report and the program.
 
     Raises:
@@ -126,7 +102,7 @@ def _used_of(message: str) -> str:
     return message.strip().splitlines()[0][:200]
 
 
-def _report(step: Step, compiled: Any, trace_s: float, compile_s: float) -> ProgramReport:
+def _report(step: AbstractStep, compiled: Any, trace_s: float, compile_s: float) -> ProgramReport:
     memory = compiled.memory_analysis()
     cost = compiled.cost_analysis() or {}
     text = compiled.as_text()

@@ -27,7 +27,7 @@ from torchax_serve.kv_cache.pools import CacheAllocation
 from torchax_serve.planning.abstract_model import abstract_model
 from torchax_serve.planning.cache_sizes import CacheSizes
 from torchax_serve.planning.compiled_steps import ProgramReport, compile_step
-from torchax_serve.planning.executors import PlannedExecutor, choose_executor
+from torchax_serve.planning.executors import PlannedExecutor, planned_executor
 from torchax_serve.planning.roofline import StepBound, bound_of
 from torchax_serve.planning.topology import compiling_for, describe
 from torchax_serve.runtime.model_runtime import ModelRuntime
@@ -175,9 +175,9 @@ def make_plan(
     num_slots = -(-request.max_num_seqs // num_replicas)
     note(f"tracing {name} for {request.topology}")
     with compiling_for(chip):
-        executor = choose_executor(runtime, model.sharding, request.page_size, max_len, num_slots)
+        executor = planned_executor(runtime, model.sharding, request.page_size, max_len, num_slots)
         executor = _with_dtype(executor, request)
-    sizes = CacheSizes(model, chip, executor, executor.page_size(request.page_size, max_len), max_len, num_slots)
+    sizes = CacheSizes(model, chip, executor, executor.row_capacity or request.page_size, max_len, num_slots)
     programs: list[ProgramReport] = []
     bounds: list[StepBound] = []
     cache, out_of_memory = sizes.plan(), None

@@ -10,10 +10,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torchax_serve.executors.base import AbstractStep
 from torchax_serve.kv_cache.pools import PagedLayerSpec
 from torchax_serve.planning.abstract_model import AbstractModel
 from torchax_serve.planning.chips import Chip
-from torchax_serve.planning.compiled_steps import Step
 from torchax_serve.planning.executors import PlannedExecutor
 
 
@@ -40,7 +40,7 @@ class StepBound:
     bound_by: str | None
 
 
-def bound_of(model: AbstractModel, chip: Chip, executor: PlannedExecutor, step: Step) -> StepBound:
+def bound_of(model: AbstractModel, chip: Chip, executor: PlannedExecutor, step: AbstractStep) -> StepBound:
     """Computes the bound of `step` on one device."""
     if step.num_prompts:
         return prefill_bound(
@@ -104,7 +104,7 @@ def _pairs(num_new: int, context: int, window: int | None) -> float:
     return growing + (num_new - num_growing) * (window or 0)
 
 
-def _state_bytes(executor: PlannedExecutor, step: Step) -> int:
+def _state_bytes(executor: PlannedExecutor, step: AbstractStep) -> int:
     return step.num_rows * sum(state.num_bytes for state in executor.slot_states)
 
 

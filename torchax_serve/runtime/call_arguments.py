@@ -1,4 +1,4 @@
-"""What comes with a call of a model on JAX: arrays become tensors, surroundings that would go unseen are refused."""
+"""Converts arguments of a call to tensors, and refuses contexts that a program cannot see."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _TOKENS = frozenset({"inputs", "input_ids", "attention_mask", "position_ids", "t
 
 
 def on_host(name: str, value: Any) -> Any:
-    """`value` with tensors of PyTorch on the CPU in the place of JAX's and NumPy's arrays and of torch views.
+    """Returns `value` with CPU tensors in place of JAX and NumPy arrays and of torch views.
 
-    Whole numbers become int64, as PyTorch has ids. Anything else stays as it is.
+    Integers become int64, PyTorch's dtype of ids. Other values are unchanged.
 
     Raises:
         InvalidArgumentError: a tensor on another device, or an array of objects; names the argument `name`.
@@ -58,7 +58,7 @@ def all_on_host(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_surroundings() -> None:
-    """Raises an error for what surrounds a call in PyTorch and would not reach a compiled program."""
+    """Raises an error for PyTorch contexts that would not reach a compiled program."""
     if torch.is_autocast_enabled("cpu"):
         raise UnsupportedArgumentError(
             "torch.autocast: expected a call outside of it, since a model on JAX computes in the dtype of its weights; "
@@ -72,10 +72,10 @@ def check_surroundings() -> None:
 
 
 def check_positions_kept(keep: Any, length: int) -> Any:
-    """``logits_to_keep`` for `length` tokens: a number, or positions int64[n] from 0 on.
+    """Returns ``logits_to_keep`` for `length` tokens: a number, or positions int64[n] counted from 0.
 
     Raises:
-        InvalidArgumentError: positions that there are not, or no positions.
+        InvalidArgumentError: positions are out of range, or there are none.
     """
     if not isinstance(keep, torch.Tensor):
         return keep

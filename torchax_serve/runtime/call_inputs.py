@@ -1,4 +1,4 @@
-"""The arguments of a call of the forward, as arrays of the shapes that its program is compiled for."""
+"""Converts arguments of a forward to arrays of the shapes that its program has."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def program_inputs(
     cache: DeviceCache | None,
     known: StaticArgs,
 ) -> tuple[dict[str, Any], CallSpec]:
-    """Returns the arrays of a call with the new tokens `query` and the arguments `given`, and its static part."""
+    """Returns the arrays of a call with the new tokens `query`, and its static part."""
     names = program.names
     given = dict(given)
     keep = given.get("logits_to_keep", 0)
@@ -46,7 +46,7 @@ def program_inputs(
 def _text_inputs(
     program: ModelProgram, query: NewTokenBatch, given: dict[str, Any], cache: DeviceCache | None, known: StaticArgs
 ) -> tuple[dict[str, jax.Array], bool]:
-    """Returns tokens, positions and mask as a program takes them, and whether rows are padded on the left."""
+    """Returns tokens, positions and mask of a program, and whether padding is on the left."""
     if known >= StaticArgs.MASKS:
         return {}, False
     names, past = program.names, 0 if cache is None else cache.length
@@ -74,7 +74,7 @@ def _text_inputs(
 def take_encoder_output(
     encoder: EncoderRuntime[Any] | None, given: dict[str, Any], cache: DeviceCache
 ) -> dict[str, Any]:
-    """Removes an encoder's output and its mask from `given`, returns them padded, and sets the length in the cache."""
+    """Removes the encoder output from `given`; returns it padded, sets its length in the cache."""
     output = given.get(ENCODER_ARGUMENTS[0])
     if not isinstance(output, EncoderOutput):
         output = EncoderOutput.of(given, is_masked=encoder is not None and encoder.is_masked)

@@ -97,7 +97,7 @@ class CacheSupport:
 
     @functools.cached_property
     def uses_native_cache(self) -> bool:
-        """Whether the cache that transformers makes goes in and out of programs, one for each length it has."""
+        """Whether transformers' own growing cache is used, with one program per length."""
         return self._program.cache_name is not None and native_cache.reason(self._program.module) is not None
 
     @functools.cached_property
@@ -107,11 +107,11 @@ class CacheSupport:
         return any(isinstance(layer, LinearAttentionCacheLayerMixin | CompressedLayer) for layer in states)
 
     def new(self, capacity: int) -> DeviceCache:
-        """An empty cache with room for `capacity` tokens per row."""
+        """Returns an empty cache with room for `capacity` tokens per row."""
         return DeviceCache(self._text_config, capacity, with_encoder=self._program.names.has_encoder)
 
     def to_device(self, cache: Cache) -> DeviceCache:
-        """The device's form of a cache that the caller holds."""
+        """Returns the device form of a cache that the caller holds."""
         if isinstance(cache, DeviceCache):
             return cache
         wanted = EncoderDecoderCache if self._program.names.has_encoder else DynamicCache
@@ -125,7 +125,7 @@ class CacheSupport:
 
 
 def as_transformers_output(output: Any) -> Any:
-    """`output` with its cache, if it has one of ours, turned into transformers' own."""
+    """Returns `output` with a `DeviceCache` converted to transformers' own cache class."""
     name = cache_field_of(type(output)) if isinstance(output, ModelOutput) else None
     cache = None if name is None else getattr(output, name)
     if name is not None and isinstance(cache, DeviceCache):

@@ -1,4 +1,4 @@
-"""The encoder of an encoder-decoder model, called by itself: once for each input, compiled for a few lengths."""
+"""Runs the encoder of an encoder-decoder model once per input, compiled for a few lengths."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FLAGS = ("output_hidden_states", "output_attentions")
 
 
 class CompiledEncoder:
-    """Stands where transformers' ``generate`` calls the encoder; for everything else it is the encoder.
+    """Replaces the encoder in ``generate``: runs it compiled, forwards every other attribute.
 
     Raises:
         UnsupportedModelError: the encoder is none of the model's parts.
@@ -46,7 +46,7 @@ class CompiledEncoder:
         return getattr(self._encoder, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> ModelOutput | tuple[Any, ...]:
-        """The encoder's forward, torch tensors in and out."""
+        """Runs the encoder's forward, torch tensors in and out."""
         given = dict(inspect.signature(self.forward).bind(*args, **kwargs).arguments)
         rest = [n for n, p in inspect.signature(self.forward).parameters.items() if p.kind is p.VAR_KEYWORD]
         for name in rest:
@@ -61,20 +61,20 @@ class CompiledEncoder:
 
 
 def encode(runtime: ModelRuntime, given: dict[str, Any], spec: CallSpec) -> dict[str, Any]:
-    """One forward of an encoder.
+    """Runs one forward of an encoder.
 
-    Token ids are padded to a bucket where the encoder does not see what its mask hides; all else runs at its length.
+    Token ids are padded to a bucket if the encoder ignores masked positions; other inputs run at their length.
 
     Args:
-        runtime: of the encoder, or of a model that is one.
-        given: tensors by argument name.
-        spec: flags.
+        runtime: Runtime of the encoder, or of a model that is one.
+        given: Tensors by argument name.
+        spec: Static arguments of the call.
 
     Returns:
         Output fields by name, tensors on the CPU at their true lengths.
 
     Raises:
-        InvalidArgumentError: an input without a token or a sample, too many tokens, ids out of range.
+        InvalidArgumentError: an input is empty or too long, or ids are out of range.
     """
     _check(runtime, given)
     ids = given.get("input_ids")
@@ -116,7 +116,7 @@ def _check(runtime: ModelRuntime, given: dict[str, Any]) -> None:
 
 
 def padded(tensor: torch.Tensor, length: int) -> Any:
-    """`tensor` [batch, len] with zeros up to `length`, on the device."""
+    """Returns `tensor` [batch, len] padded with zeros to `length`, on the device."""
     missing = length - tensor.shape[1]
     if not missing:
         return to_jax_array(tensor)

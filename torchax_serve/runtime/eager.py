@@ -1,4 +1,4 @@
-"""The same model with the same weights in eager PyTorch: what `verify` compares with and `bench` runs against."""
+"""Runs the same model with the same weights in eager PyTorch, for `verify` and `bench`."""
 
 from __future__ import annotations
 
@@ -61,8 +61,9 @@ class EagerReference:
 
 
 def shared_tensors(module: torch.nn.Module, weights: Weights) -> dict[str, torch.Tensor]:
-    """Every tensor of `module` by name, over the memory of its array in `weights`; tied ones are one tensor."""
-    arrays = {name: unpacked(weight) for name, weight in weights.items()}
+    """Returns tensors of `module` by name that share memory with `weights`; tied ones are one tensor."""
+    dense = {id(weight): unpacked(weight) for weight in weights.values()}
+    arrays = {name: dense[id(weight)] for name, weight in weights.items()}
     tensors: dict[int, torch.Tensor] = {}  # by id of the array
     state = {}
     for name, template in named_tensors(module).items():
@@ -76,7 +77,7 @@ def shared_tensors(module: torch.nn.Module, weights: Weights) -> dict[str, torch
 
 
 def shared_tensor(array: jax.Array) -> torch.Tensor:
-    """The torch tensor over the memory of a floating-point array; a copy of any other."""
+    """Returns a tensor that shares the memory of a float array; copies other arrays."""
     if array.ndim and jax.numpy.issubdtype(array.dtype, jax.numpy.floating):
         exported: Any = array  # torch's annotation knows tensors alone
         return torch.from_dlpack(exported)
@@ -91,7 +92,7 @@ _NOT_OF_THE_MODEL = (InvalidArgumentError, UnsupportedArgumentError, OutOfMemory
 
 
 def raise_if_eager_fails(runtime: ModelRuntime, cls: type, given: Mapping[str, Any], error: Exception) -> None:
-    """Raises UnsupportedModelError, with PyTorch's own error, where the unmodified model fails on the call in PyTorch.
+    """Raises UnsupportedModelError with PyTorch's own error if the call fails in eager PyTorch.
 
     Args:
         runtime: of the model.
@@ -113,7 +114,7 @@ def raise_if_eager_fails(runtime: ModelRuntime, cls: type, given: Mapping[str, A
 
 
 def _error_in_torch(runtime: ModelRuntime, cls: type, given: Mapping[str, Any]) -> Exception | None:
-    """What `cls` raises on `given` in eager PyTorch, with the weights that are in use; None if nothing."""
+    """Returns the error of `cls` on `given` in eager PyTorch; None if it runs."""
     module = runtime.program.module
     state = shared_tensors(module, runtime.weights)
     copied = copy.copy(module)

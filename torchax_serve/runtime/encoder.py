@@ -7,7 +7,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import jax
 
-from model_adapters.caches.encoder_mask import SourceMask, mask_over_sounds
+from model_adapters.caches.encoder_mask import SourceMask, mask_over_audio
 from model_adapters.program.model_program import CallSpec, ModelProgram
 from model_adapters.program.padding_safety import masked_tokens_are_ignored
 from torchax_serve.runtime.model_generate import overrides_generate
@@ -52,14 +52,14 @@ class EncoderRuntime(Generic[Runtime]):
 
     @functools.cached_property
     def is_masked(self) -> bool:
-        """Whether the decoder masks positions of the encoder's output, as it does for an encoder of texts."""
+        """Whether the decoder masks positions of the encoder output, as for text."""
         reads_ids = getattr(self.runtime.program.target, "main_input_name", "input_ids") == "input_ids"
         return reads_ids and self._program.accepts("attention_mask")
 
     @functools.cached_property
     def output_mask(self) -> SourceMask | None:
-        """How the decoder is told what to see of the encoder's output; None where it sees all, or it is not known."""
-        return SourceMask() if self.is_masked else mask_over_sounds(self._program.module)
+        """How the decoder masks the encoder output; None if it attends to all, or if unknown."""
+        return SourceMask() if self.is_masked else mask_over_audio(self._program.module)
 
     @functools.cached_property
     def runs_before_engine(self) -> bool:
@@ -78,7 +78,7 @@ class EncoderRuntime(Generic[Runtime]):
 
 
 def find_fixed_output_len(encoder: SubmoduleRuntime) -> int | None:
-    """Returns the length of every output of an audio encoder with a fixed input length, such as Whisper's.
+    """Returns the output length of an audio encoder with a fixed input length (Whisper).
 
     Found by tracing two lengths; None of an encoder that takes several lengths, or none of audio.
     """

@@ -1,4 +1,4 @@
-"""What an encoder has put out, on its way into a decoder's steps: padded to a bucket, so that few lengths compile."""
+"""Encoder output for a decoder's steps, padded to a bucket so that few lengths compile."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class EncoderOutput:
 
     @classmethod
     def of(cls, given: Mapping[str, Any], *, is_masked: bool) -> EncoderOutput | None:
-        """What is in `given`, arguments of a forward; None where the encoder has yet to run, or has put out no array.
+        """Returns the encoder output in `given`; None if the encoder has not run or returned no array.
 
         Args:
-            given: torch tensors by argument name.
-            is_masked: the decoder masks keys of the output by ``attention_mask``. It does for texts; of sounds the mask
-                is over samples, and some decoders take one and never look at it. These stay as long as they are.
+            given: Arguments of a forward, torch tensors by name.
+            is_masked: Whether the decoder masks keys of the output by ``attention_mask``, as text models do. The mask
+                of audio is over samples, and some decoders ignore their mask; such outputs are not padded.
         """
         outputs, mask = given.get("encoder_outputs"), given.get("attention_mask")
         hidden = outputs[0] if outputs is not None and len(outputs) else None
@@ -58,7 +58,7 @@ class EncoderOutput:
 
 
 def _replaced(outputs: Any, hidden: jax.Array, *, replaces_all: bool) -> Any:
-    """Returns `outputs`, of the same class, with `hidden`; `replaces_all` keeps its other tensors, such as a mask."""
+    """Returns `outputs` with `hidden`, in the same class."""
     if not isinstance(outputs, ModelOutput):
         return (hidden,)
     first, *others = outputs

@@ -31,12 +31,12 @@ class InputLimits:
 
     @classmethod
     def of(cls, decoder: torch.nn.Module, around: Sequence[torch.nn.Module], config: Any) -> InputLimits:
-        """Those of a model.
+        """Returns the limits of a model.
 
         Args:
-            decoder: the part whose tokens are decoded; the model itself where it has no such part.
-            around: modules that may have the table of tokens where `decoder` has none.
-            config: of the decoder's text.
+            decoder: Submodule that decodes tokens, or the model itself.
+            around: Modules that may have the token embedding if `decoder` has none.
+            config: Text configuration of the decoder.
         """
         sizes = (vocab_rows(module) for module in (decoder, *around))
         vocab_size = next((size for size in sizes if size is not None), None)
@@ -47,7 +47,7 @@ class InputLimits:
         return cls(vocab_size, positions, learned, has_end=learned is not None or has_end(config))
 
     def check_prompt(self, ids: torch.Tensor | None) -> None:
-        """Raises InvalidArgumentError for a prompt [batch, len] that is empty or has more tokens than positions."""
+        """Raises InvalidArgumentError for a prompt [batch, len] that is empty or too long."""
         if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
             return
         if ids.numel() == 0:
@@ -61,7 +61,7 @@ class InputLimits:
             )
 
     def check_positions(self, length: int) -> None:
-        """Raises InvalidArgumentError if `length` tokens need a position that a learned table does not have."""
+        """Raises InvalidArgumentError if `length` exceeds a learned table of positions."""
         if self.learned_positions is not None and length > self.learned_positions:
             raise InvalidArgumentError(
                 f"expected at most {self.learned_positions} tokens in all, the rows of this model's table of "
@@ -69,7 +69,7 @@ class InputLimits:
             )
 
     def check_ids(self, ids: torch.Tensor, name: str | None = None) -> None:
-        """Raises InvalidArgumentError, naming `name`, for token ids that the vocabulary does not have."""
+        """Raises InvalidArgumentError, naming `name`, for token ids outside the vocabulary."""
         if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= self.vocab_size):
             bad = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
             raise InvalidArgumentError(

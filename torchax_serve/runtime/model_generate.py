@@ -1,4 +1,4 @@
-"""Classes with a ``generate`` of their own, such as Whisper's: what it prepares for the sampling loop it ends in."""
+"""Supports classes that override ``generate``, such as Whisper's."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ OURS = "torchax_serve.generation.jax_model"
 
 
 def overrides_generate(model: Any) -> bool:
-    """Whether the class of `model`, without what is made here of it, has a ``generate`` of its own."""
+    """Returns whether the model's original class overrides ``generate``."""
     classes = [cls for cls in type(model).__mro__ if "generate" in vars(cls) and cls.__module__ != OURS]
     return bool(classes) and classes[0] is not GenerationMixin
 
 
 def without_model_options(model: Any, config: GenerationConfig) -> GenerationConfig:
-    """`config` with what is the sampling loop's business.
+    """Returns `config` without attributes that `GenerationConfig` does not define.
 
-    What transformers' configurations have no word for, a class's own ``generate`` has read; no loop does.
+    The model's own ``generate`` has consumed them; no sampling loop reads them.
     """
     if not overrides_generate(model):
         return config
@@ -54,7 +54,7 @@ def absorb_suppression(config: GenerationConfig, processors: Sequence[Any] | Non
 
 
 def _option_of(processor: Any, config: GenerationConfig, prompt_len: int) -> str | None:
-    """The option that `processor` is made of, where `config` says nothing else of it."""
+    """Returns the option that `processor` implements, unless `config` sets another value of it."""
     if type(processor) is SuppressTokensLogitsProcessor:
         name = "suppress_tokens"
     elif type(processor) is SuppressTokensAtBeginLogitsProcessor:

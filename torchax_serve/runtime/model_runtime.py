@@ -19,7 +19,7 @@ from model_adapters.bridge.host_arrays import to_device
 from model_adapters.bridge.views import named_tensors, to_torch_tensor
 from model_adapters.caches.device_cache import DeviceCache
 from model_adapters.errors import InvalidArgumentError
-from model_adapters.ops.compressed_weight import CompressedWeight, Weights
+from model_adapters.ops.compressed_weight import Stored, Weights
 from model_adapters.program.embeddings import submodule_name
 from model_adapters.program.model_program import CHECKS, INDICES, CallSpec, MethodSpec, ModelProgram
 from model_adapters.program.module_watch import PREPARES, Change, ModuleWatch, Structure
@@ -48,7 +48,7 @@ Call = tuple[tuple[Any, Any, dict[str, jax.Array]], CallSpec]
 
 
 class ModelRuntime:
-    """One model on JAX, or a `submodule` of it: its weights there, its program, its compiled steps."""
+    """A model or submodule on JAX: its weights, its program, its compiled steps."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class ModelRuntime:
             self._change_structure(None)
 
     def _change_structure(self, before: Structure | None) -> None:
-        """Lays aside what was made for the structure `before`; takes up again, or makes, what the present one needs."""
+        """Stores what was made for the structure `before`; restores or makes that of the present one."""
         if before is not None:
             state = {name: value for name, value in vars(self).items() if name not in _OF_ALL_STRUCTURES}
             self._earlier = [*self._earlier, (before, state)][-NUM_EARLIER:]
@@ -140,7 +140,7 @@ class ModelRuntime:
 
     @property
     def why_stepwise(self) -> str | None:
-        """Why tokens must come from calls of the model itself, one by one: code of a script runs in each of them."""
+        """Why every token must be a call of the model itself: hooks run in each; None: it need not."""
         if self.watch.hooked:
             return f"a forward hook is set on {self.watch.hooked[0]}"
         if PREPARES in vars(self.program.module):  # such as by peft, for prompts that it has learned
@@ -158,7 +158,7 @@ class ModelRuntime:
         return None if self._encoder is None else EncoderRuntime(self.program, self.submodule(self._encoder))
 
     def submodule(self, name: str) -> ModelRuntime:
-        """The part `name` of the model, such as its encoder, over the same weights; "" is the model itself."""
+        """Returns the submodule `name` with the same weights; "" is the model itself."""
         if not name:
             return self
         if name not in self._parts:
@@ -170,9 +170,9 @@ class ModelRuntime:
         return self._parts[name]
 
     def padded_len(self, length: int, past: int, *, is_kept: bool) -> int:
-        """Length a query of `length` tokens is padded to: a bucket of the ladder, or the same where padding is seen.
+        """Returns the bucket of `length` tokens; `length` if padding would change results.
 
-        `is_kept` says that there is a cache: a recurrent state would go on through padding on the right.
+        `is_kept` says that there is a cache: padding on the right would advance a recurrent state.
         """
         if length == 1 or not self.is_causal or self.watch.hooked or (is_kept and self.cache_support.is_recurrent):
             return length  # a hook would see padding
@@ -182,12 +182,12 @@ class ModelRuntime:
         return bucket if fits else length
 
     def forward(self, given: dict[str, Any], spec: CallSpec, cache: Cache | None) -> dict[str, Any]:
-        """One forward with torch tensors in and out.
+        """Runs one forward, torch tensors in and out.
 
         Args:
-            given: tensors by the forward's argument names, on the CPU; ``logits_to_keep`` int.
-            spec: flags.
-            cache: a `DeviceCache`, updated in place; a cache of transformers, likewise; or None.
+            given: CPU tensors by argument name; ``logits_to_keep`` is an int.
+            spec: Static arguments of the call.
+            cache: `DeviceCache` or transformers cache, updated in place; None for none.
 
         Returns:
             Output fields by name, tensors on the CPU at their true lengths.
@@ -204,7 +204,7 @@ class ModelRuntime:
         """As `forward`, with arrays out, left on the device.
 
         Raises:
-            InvalidArgumentError: values that the model's code has checked are not as it needs them.
+            InvalidArgumentError: a deferred check of the model's code failed.
         """
         self.process.check()
         past = 0 if cache is None else cache.length
@@ -216,7 +216,7 @@ class ModelRuntime:
     def _check_indices(
         self, in_range: jax.Array | None, given: dict[str, Any], spec: CallSpec, cache: DeviceCache | None, past: int
     ) -> None:
-        """Raises InvalidArgumentError if a call, which has been made, looked something up beyond the end of a table.
+        """Raises InvalidArgumentError if a finished call read beyond the end of a table.
 
         Padding may have: the call is made again at its true length, operator by operator, where a table has its name.
         """
@@ -239,7 +239,7 @@ class ModelRuntime:
             raise error from other
 
     def _exact_call(self, given: dict[str, Any], spec: CallSpec, cache: DeviceCache | None, past: int) -> Call:
-        """A call of the program without padding, over a cache that holds `past` tokens."""
+        """Returns a call of the program without padding, over a cache with `past` tokens."""
         given = {key: value for key, value in given.items() if key not in self.ignored_args}
         name = self.program.names.ids if given.get(self.program.names.ids) is not None else self.program.names.embeds
         if cache is None or given.get(name) is None:
@@ -298,10 +298,10 @@ class ModelRuntime:
         return self.forward_with_static_args(given, call)
 
     def forward_with_static_args(self, given: dict[str, Any], call: Callable[[StaticArgs], Call]) -> dict[str, Any]:
-        """A forward without a cache; `call` gives the arguments for what must be known of `given`.
+        """Runs a forward without a cache; `call` returns its arguments for a choice of static ones.
 
         Raises:
-            InvalidArgumentError: values that the model's code has checked are not as it needs them.
+            InvalidArgumentError: a deferred check of the model's code failed.
         """
         fields, _ = self._known.run(given, call, self.program.forward, self.steps.forward, _conditions)
         _check(fields.pop(CHECKS, None), given, self.config)
@@ -331,17 +331,17 @@ class ModelRuntime:
         return cut(fields, query, past, keep, cache)
 
     def call_method(self, path: str, given: dict[str, Any]) -> Any:
-        """A method of a part of the model, compiled, such as the encoder of images by itself.
+        """Runs a compiled method of a submodule, such as an image encoder.
 
         Args:
-            path: of the method, from the module.
-            given: its arguments by name, tensors on the CPU.
+            path: Dotted path of the method from the module.
+            given: Arguments by name, tensors on the CPU.
 
         Returns:
-            What it returns, with tensors on the CPU.
+            The method's result, with tensors on the CPU.
 
         Raises:
-            InvalidArgumentError: values that the model's code has checked are not as it needs them.
+            InvalidArgumentError: a deferred check of the model's code failed.
         """
 
         def call(known: StaticArgs) -> tuple[tuple[dict[str, jax.Array]], MethodSpec]:
@@ -362,12 +362,12 @@ def _check(met: jax.Array | None, given: dict[str, Any], config: Any) -> None:
 
 
 def _conditions(result: tuple[dict[str, Any], Any]) -> jax.Array | None:
-    """What a forward's result says of its conditions."""
+    """Returns the deferred checks in the result of a forward."""
     return result[0].get(CHECKS)
 
 
 def _sizes(weights: Weights) -> dict[str, int]:
-    """The values of single whole numbers among `weights`, where they are on this host."""
-    arrays = {name: array for name, array in weights.items() if not isinstance(array, CompressedWeight)}
+    """Returns the values of integer scalars among `weights` that are on this host."""
+    arrays = {name: array for name, array in weights.items() if not isinstance(array, Stored)}
     scalars = {name: array for name, array in arrays.items() if array.ndim == 0 and array.dtype.kind == "i"}
     return {name: int(array) for name, array in scalars.items() if getattr(array, "is_fully_addressable", False)}

@@ -1,4 +1,4 @@
-"""What a model that has changed since it came to JAX needs there: whether it still runs, and its weights."""
+"""Follows changes of a model after it was put on JAX: whether it still runs, its weights."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from model_adapters.bridge.host_arrays import check_floats
 from model_adapters.bridge.views import named_tensors, to_jax_array
 from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
 from model_adapters.ops.compressed_weight import Weights
+from model_adapters.ops.quantized_weight import QuantizedWeight
 from model_adapters.program.model_program import ModelProgram
 from model_adapters.program.module_watch import Change
 
 
 def check_can_follow(program: ModelProgram, weights: Weights, change: Change) -> None:
-    """Raises an error where the module of `program`, whose `change` was noticed, cannot run here any more."""
+    """Raises an error if the module of `program` cannot run on JAX after `change`."""
     module = program.module
     if program.sharding is not None:
         raise UnsupportedModelError(
@@ -23,6 +24,7 @@ def check_can_follow(program: ModelProgram, weights: Weights, change: Change) ->
         )
     if getattr(module, "is_quantized", False) or getattr(module, "hf_quantizer", None) is not None:
         raise UnsupportedModelError("the model has been quantized, which is not supported here: serve it unquantized")
+    _check_quantized(named_tensors(module), weights, change)
     for name, tensor in named_tensors(module).items():
         if tensor.is_meta:
             _check_on_device(name, tensor, weights, change)
@@ -35,8 +37,20 @@ def check_can_follow(program: ModelProgram, weights: Weights, change: Change) ->
     _check_parts_evaluate(module)
 
 
+def _check_quantized(tensors: dict[str, torch.Tensor], weights: Weights, change: Change) -> None:
+    """Raises UnsupportedModelError if a tensor whose quantized form is in use has changed."""
+    for name, weight in weights.items():
+        if not isinstance(weight, QuantizedWeight) or (name in tensors and tensors[name].is_meta):
+            continue
+        if name in change.tensors or name not in tensors or not _fits(weight, tensors[name]):
+            raise UnsupportedModelError(
+                f"{name}: the model has changed ({change.what}), and its quantized weight is that of before; change it "
+                "first, then call to_jax or serve with quantization on a model loaded anew"
+            )
+
+
 def _check_on_device(name: str, tensor: torch.Tensor, weights: Weights, change: Change) -> None:
-    """Raises InvalidArgumentError if `tensor` without values is not the one whose values lie on the device."""
+    """Raises InvalidArgumentError if the meta `tensor` is not the one that the device has."""
     array = weights.get(name)
     if array is None:
         if name not in change.tensors:  # of a part that is not served, before as after
@@ -63,7 +77,7 @@ def check_evaluates(module: torch.nn.Module) -> None:
 
 
 def _check_parts_evaluate(module: torch.nn.Module) -> None:
-    """Raises InvalidArgumentError if a part of `module` that behaves otherwise in training is in training mode."""
+    """Raises InvalidArgumentError if a submodule whose result it changes is in training mode."""
     for name, child in module.named_modules():
         if child.training and _differs_in_training(child):
             raise InvalidArgumentError(
@@ -80,7 +94,7 @@ def _differs_in_training(child: torch.nn.Module) -> bool:
 
 
 def weights_of(module: torch.nn.Module, weights: Weights, change: Change) -> dict[str, Any]:
-    """The arrays of all tensors of `module` by name: those of `weights` where nothing has changed."""
+    """Returns the arrays of all tensors of `module` by name, those of `weights` if unchanged."""
     arrays: dict[int, Any] = {}
     found: dict[str, Any] = {}
     tensors = named_tensors(module)

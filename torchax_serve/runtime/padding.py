@@ -29,10 +29,10 @@ class Padding:
 
     @classmethod
     def of(cls, mask: torch.Tensor | None, length: int) -> Padding:
-        """The padding that a 2D attention mask [batch, length] describes.
+        """Returns the padding that an attention mask [batch, length] describes.
 
         Raises:
-            InvalidArgumentError: another shape.
+            InvalidArgumentError: the mask has another shape.
         """
         if mask is None:
             return cls()
@@ -50,7 +50,7 @@ class Padding:
         return cls(mask=real)
 
     def inputs(self, length: int, mask_name: str = "attention_mask") -> dict[str, jax.Array]:
-        """The arrays a forward over `length` keys needs; positions beyond the mask are causal's business."""
+        """Returns the mask arrays of a forward over `length` keys."""
         if self.starts is not None:
             return {"starts": to_device(self.starts.numpy(), np.int32)}
         if self.mask is not None:
@@ -60,15 +60,15 @@ class Padding:
 
 
 def is_own_mask(mask: Any) -> bool:
-    """Whether `mask` says who sees whom: [batch, heads, queries, keys], or such masks by kind of layer."""
+    """Returns whether `mask` is [batch, heads, queries, keys], or such masks by layer type."""
     return isinstance(mask, dict) or (isinstance(mask, torch.Tensor) and mask.ndim > 2)
 
 
 def own_mask(mask: Any, num_keys: int, length: int) -> Any:
-    """The array of a mask of the caller's own, its `num_keys` keys filled up to `length` with keys that nobody sees.
+    """Returns the caller's attention mask padded to `length` keys, which are masked.
 
     Raises:
-        InvalidArgumentError: another dtype, or another number of keys.
+        InvalidArgumentError: the dtype or the number of keys does not fit.
     """
     if isinstance(mask, dict):
         return {kind: own_mask(each, num_keys, length) for kind, each in mask.items() if each is not None}
@@ -82,7 +82,7 @@ def own_mask(mask: Any, num_keys: int, length: int) -> Any:
 
 
 def check_rows(mask: torch.Tensor) -> None:
-    """Raises InvalidArgumentError if a row of the attention mask [batch, len] is padding from end to end."""
+    """Raises InvalidArgumentError if a row of the attention mask [batch, len] is all padding."""
     empty = (~mask.bool().any(-1)).nonzero()
     if len(empty):
         raise InvalidArgumentError(
@@ -110,7 +110,7 @@ class NewTokenBatch:
 
 
 def pad_tokens(tensor: torch.Tensor, length: int) -> jax.Array:
-    """Pads the second dimension of ids [batch, len] or embeddings [batch, len, hidden] on the right with zeros."""
+    """Pads ids [batch, len] or embeddings [batch, len, hidden] on the right with zeros."""
     missing = length - tensor.shape[1]
     if missing:
         tensor = torch.cat([tensor, tensor.new_zeros((tensor.shape[0], missing, *tensor.shape[2:]))], 1)
@@ -118,7 +118,7 @@ def pad_tokens(tensor: torch.Tensor, length: int) -> jax.Array:
 
 
 def pad_positions(tensor: torch.Tensor, length: int) -> jax.Array:
-    """Pads the last dimension of positions [batch, len] or [axes, batch, len] on the right with the last value."""
+    """Pads positions [batch, len] or [axes, batch, len] on the right with the last value."""
     missing = length - tensor.shape[-1]
     if missing:
         tensor = torch.cat([tensor, tensor[..., -1:].expand(*tensor.shape[:-1], missing)], -1)

@@ -1,4 +1,4 @@
-"""How much of a forward's arguments a program is made for: as little as the model's code can be traced with.
+"""Chooses static arguments: the fewest with which the model's code can be traced.
 
 Text goes to a program as arrays: one program serves every prompt of a length. Code that reads values needs them when
 the program is made. What it reads of images are their grids and sizes, which are few; some code reads the token ids
@@ -39,7 +39,7 @@ class StaticArgs(enum.IntEnum):
 
 
 def is_known(name: str, value: Any, known: StaticArgs) -> bool:
-    """Whether the tensor `value` of argument `name` is a constant of the program."""
+    """Returns whether the tensor `value` of argument `name` is a constant of the program."""
     if known is StaticArgs.NOTHING or not isinstance(value, torch.Tensor) or not can_be_static(value):
         return False
     unknown = {StaticArgs.GRIDS: TEXT_ENDINGS, StaticArgs.MASKS: ID_ENDINGS, StaticArgs.TEXT: ()}[known]
@@ -49,7 +49,7 @@ def is_known(name: str, value: Any, known: StaticArgs) -> bool:
 def split_traced_and_static(
     given: Mapping[str, Any], known: StaticArgs = StaticArgs.NOTHING
 ) -> tuple[dict[str, Any], tuple[tuple[str, Any], ...]]:
-    """A call's arguments, cut into those that are traced, tensors and trees with one, and those that are static."""
+    """Splits arguments into traced ones, tensors and trees with tensors, and static ones."""
     arrays: dict[str, Any] = {}
     rest: dict[str, Any] = {}
     for name, value in given.items():
@@ -68,12 +68,12 @@ def _as_leaf(leaf: Any) -> Any:
 
 
 def _hashable(value: Any) -> Any:
-    """`value` with tuples in the place of lists, as a key of programs."""
+    """Returns `value` with tuples in place of lists, to key programs."""
     return tuple(_hashable(item) for item in value) if isinstance(value, (list, tuple)) else value
 
 
 def all_hold(conditions: jax.Array | None) -> bool:
-    """Whether `conditions` bool[n], if there are any, hold."""
+    """Returns whether all `conditions` bool[n] hold; True if there are none."""
     return conditions is None or bool(np.asarray(conditions).all())
 
 
@@ -87,7 +87,7 @@ def _shape(leaf: Any) -> Any:
 
 
 class StaticArgPolicy:
-    """Finds how much each kind of call must know, and remembers it by the names of its arguments.
+    """Finds the static arguments of each kind of call, memoized by the names of its arguments.
 
     Args:
         text: names of arguments that are text.
@@ -108,17 +108,17 @@ class StaticArgPolicy:
         step: Callable[..., Any],
         checks_of: Callable[[Any], jax.Array | None],
     ) -> Any:
-        """`step` of a call that knows as little of `given` as the model's code can do with.
+        """Runs `step` with the fewest static arguments with which the model's code can be traced.
 
-        Code that selects by a mask can be traced without its values, as if they were all set
-        (`conditions.TracedMaskSelection`). Where they are not, the call is made again with masks known.
+        Code that selects by a mask is traced as if the mask were all ones (`TracedMaskSelection`). If it is not, the
+        call is repeated with masks as static arguments.
 
         Args:
-            given: arguments by name, tensors on the CPU.
-            call: gives positional arguments and the static part for what is known.
-            function: to trace, for finding out.
+            given: Arguments by name, tensors on the CPU.
+            call: Returns positional arguments and the static part for a choice of static arguments.
+            function: Function to trace.
             step: `function`, compiled.
-            checks_of: conditions bool[n] in what `step` returns, or None.
+            checks_of: Returns the deferred checks bool[n] in the result of `step`, or None.
         """
         is_text = not set(given) - self._text - {"token_type_ids"}
         kind = f"{function.__name__} {'text' if is_text else sorted(given)}"
@@ -173,7 +173,7 @@ class StaticArgPolicy:
     def _found(
         self, call: Callable[[StaticArgs], tuple[Any, Any]], function: Callable[..., Any], least: StaticArgs
     ) -> StaticArgs | None:
-        """The first from `least` on that `function` can be traced with; None where there is none."""
+        """Returns the first choice from `least` on that can be traced; None if there is none."""
         for known in list(StaticArgs)[least:]:
             args, spec = call(known)
             with contextlib.suppress(Exception):  # whatever model code raises for want of values

@@ -1,10 +1,10 @@
-"""The pure step functions, jitted: the only code that runs on the device.
+"""The pure step functions of a model, jitted: the only code that runs on the device.
 
 A decode step is two programs. `StepFunctions.decode` is the model: weights and cache are arguments, the cache is
-donated, so it is updated in place. `pick` is the choice of the next token, the same program for every model with that
-vocabulary. So sampling options that come and go compile a small program anew and never the model. `num_traces` counts
-compilations of a model by function; tests hold it constant from token to token. A model's programs outlive the process
-where its identity is known (`torchax_serve/compilation/executable_cache.py`).
+donated, so it is updated in place. Sampling (`torchax_serve/sampling/batch_sampler.py`) is the other, the same program
+for every model with that vocabulary. `num_traces` counts compilations of a model by function; tests hold it constant
+from token to token. A model's programs are stored on disk if its identity is known
+(`torchax_serve/compilation/executable_cache.py`).
 """
 
 from __future__ import annotations
@@ -20,16 +20,13 @@ import jax.numpy as jnp
 from model_adapters.caches.device_cache import LayerStates
 from model_adapters.ops.compressed_weight import Weights
 from model_adapters.program.model_program import Arrays, CallSpec, MethodSpec, ModelProgram
-from model_adapters.program.trace_context import torch_promotion
-from torchax_serve import sampling
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
-from torchax_serve.sampling import GenerationSampling, SamplingHistory
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BatchPosition:
-    """Where a batch stands; stays on the device from step to step."""
+    """Positions of a static batch; stays on the device from step to step."""
 
     position: jax.Array  # int32[..., batch], position id of the newest token, on each axis that the model has
     offset: jax.Array  # int32[], tokens in the cache, padding included
@@ -80,11 +77,11 @@ class StepFunctions:
         inputs: Arrays,
         spec: CallSpec,
     ) -> tuple[Arrays, LayerStates | None]:
-        """Any forward: prefill, or a call from outside; see `ModelProgram.forward`."""
+        """Computes any forward, a prefill or a caller's; see `ModelProgram.forward`."""
         return self.program.forward(weights, states, offset, inputs, spec)
 
     def _method(self, weights: Weights, inputs: Arrays, spec: MethodSpec) -> Any:
-        """A method of a part of the model; see `ModelProgram.method`."""
+        """Computes a method of a submodule; see `ModelProgram.method`."""
         return self.program.method(weights, inputs, spec)
 
     def decode_once(
@@ -96,7 +93,7 @@ class StepFunctions:
         context: Arrays,
         spec: DecodeSpec,
     ) -> tuple[jax.Array, LayerStates, BatchPosition]:
-        """Feeds the newest token of every row, int32[batch]; returns float32 logits [batch, vocab] of the next.
+        """Computes float32 logits [batch, vocab] of the next token from the newest, int32[batch].
 
         `context` has further arguments of the forward, the same at each step: an encoder's output and its mask.
         """
@@ -112,15 +109,5 @@ class StepFunctions:
 
 @jax.jit
 def of_last_position(logits: jax.Array) -> jax.Array:
-    """float32[batch, vocab] of logits [batch, len, vocab]."""
+    """Returns float32[batch, vocab], the logits of the last position, of [batch, len, vocab]."""
     return logits[:, -1].astype(jnp.float32)
-
-
-@partial(jax.jit, static_argnames="keep_scores", donate_argnames="state")
-def pick(
-    plan: GenerationSampling, state: SamplingHistory, logits: jax.Array, keep_scores: bool
-) -> tuple[jax.Array, SamplingHistory, jax.Array | None]:
-    """The next token int32[batch] from `logits` [batch, vocab], and the scores it was chosen by if they are kept."""
-    with torch_promotion():
-        token, state, scores = sampling.sample_step(plan, state, logits)
-    return token, state, scores if keep_scores else None

@@ -1,8 +1,8 @@
-"""Which options of a generation config the device-side sampling honours, and which values it takes.
+"""Options of a generation config that sampling on the device honours, and their values.
 
-Every attribute of a config is in one of five places: honoured by the plan, left to the caller's loop, meaningful only
-beside another option, without influence on tokens, or none of these. The last are reported by
-`unsupported_options` whenever they are set, so an attribute that a newer transformers adds is never ignored.
+Every attribute of a config is in one of five places: honoured by the sampler, left to the caller's loop, without effect
+unless another option is set, without influence on tokens, or none of these. `unsupported_options` reports the last if
+they are set, so that an attribute of a newer transformers is never ignored.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ PLAN_OPTIONS = frozenset(
         "renormalize_logits",
     }
 )
-"""Honoured by `GenerationSampling`."""
+"""Honoured by `RowSamplingParams`."""
 
 CALLER_OPTIONS = frozenset(
     {
@@ -88,11 +88,11 @@ NEUTRAL_VALUES: Mapping[str, Any] = {"guidance_scale": 1.0}
 
 
 def unsupported_options(config: GenerationConfig, caller_honours: Collection[str] = CALLER_OPTIONS) -> list[str]:
-    """The names, sorted, of all options set in `config` that device-side sampling would not honour.
+    """Returns the sorted names of options set in `config` that the sampler does not honour.
 
     Args:
-        config: a config as ``generate`` prepares it, or any other.
-        caller_honours: options outside of `PLAN_OPTIONS` that the caller's loop honours itself.
+        config: Config as ``generate`` prepares it, or any other.
+        caller_honours: Options outside of `PLAN_OPTIONS` that the caller's loop honours itself.
     """
     # The table of defaults is what transformers' own generate fills unset options with.
     neutral = {**config._get_default_generation_params(), **NEUTRAL_VALUES}
@@ -109,7 +109,7 @@ def unsupported_options(config: GenerationConfig, caller_honours: Collection[str
 
 
 def validate_options(options: GenerationConfig | SamplingParams) -> None:
-    """Checks every option that the plan honours, before anything is compiled.
+    """Checks every option that the sampler honours, before anything is compiled.
 
     Raises:
         InvalidArgumentError: (a ValueError) names the option, the values it takes, the one it got, and a remedy.
@@ -138,7 +138,7 @@ def validate_options(options: GenerationConfig | SamplingParams) -> None:
 
 
 def id_list(ids: Any) -> list[int]:
-    """Token ids given as one number, a sequence, an array or None, as a list."""
+    """Returns token ids, given as a number, a sequence, an array or None, as a list."""
     if ids is None:
         return []
     ids = ids.tolist() if hasattr(ids, "tolist") else ids

@@ -1,6 +1,7 @@
-"""Processors that every decoding mode applies, on scores f32[batch, vocab].
+"""Processes scores as transformers' logits processors do, each row by options of its own.
 
-Each is transformers' processor of the same name (``generation/logits_process.py``), written without a loop over rows.
+Every function but `process` is transformers' processor of the same name (``generation/logits_process.py``), written
+without a loop over rows. What a row does not ask for is not computed on a CPU, where rows run one by one.
 """
 
 from __future__ import annotations
@@ -11,105 +12,165 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from torchax_serve.sampling.history import GenerationSampling, SamplingHistory, SequenceBias
-
-MAX_UNROLLED = 16  # tokens of an n-gram up to which each has an operation of its own; many take long to compile
-
-
-def bias_sequences(
-    plan: GenerationSampling, state: SamplingHistory, bias: SequenceBias, scores: jax.Array
-) -> jax.Array:
-    """Adds the bias of each sequence to its last token where the tokens so far end with its prefix."""
-    total = jnp.broadcast_to(bias.single, scores.shape)
-    for prefixes, last_tokens, biases in bias.groups:
-        prefix_len = prefixes.shape[1]
-        if prefix_len > state.tokens.shape[1]:
-            continue  # longer than any row can become
-        min_context = prefix_len + 1 if plan.rules.bias_needs_longer_context else prefix_len
-        tail = lax.dynamic_slice_in_dim(state.tokens, state.length - prefix_len, prefix_len, axis=1)
-        matches = (tail[:, None, :] == prefixes).all(-1) & (state.length >= min_context)
-        total = total.at[:, last_tokens].add(jnp.where(matches, biases, 0.0))
-    return scores + total
+from torchax_serve.sampling.transformers_behaviour import installed_rules
+from torchax_serve.sampling.types import (
+    FORCED_LAST,
+    IN_PROMPT,
+    IS_STOP,
+    NOT_FIRST,
+    SUPPRESSED,
+    RowOptions,
+    SamplerHistory,
+    SamplerState,
+)
 
 
-def penalise_repetition(penalty: jax.Array, seen: jax.Array, scores: jax.Array) -> jax.Array:
-    """Divides positive and multiplies negative scores of the tokens in `seen` (Keskar et al. 2019, CTRL)."""
-    return jnp.where(seen, jnp.where(scores < 0, scores * penalty, scores / penalty), scores)
+def process(options: RowOptions, state: SamplerState, scores: jax.Array) -> jax.Array:
+    """Applies all processors but those of random sampling to `scores`.
+
+    They run in the order of transformers' ``GenerationMixin._get_logits_processor``. Biases of logits are a part of the
+    sequence bias; presence and frequency penalties (OpenAI's: over outputs only) follow the repetition penalty
+    (transformers': over prompt and outputs).
+
+    Args:
+        options: Options of the n rows.
+        state: State of all slots, with tables, and with the history if a row needs it.
+        scores: float32[n, vocab].
+    """
+    assert state.tables is not None, "rows of the level penalties come with their tables"
+    flags = _rows(state.tables.flags, options.int_column("table_slot"))
+    bias = _rows(state.tables.bias, options.int_column("table_slot"))
+    num_new = options.int_column("num_new")
+    history, not_first_at = None, jnp.zeros_like(num_new)
+    if state.history is not None:
+        history = jax.tree.map(lambda leaf: _rows(leaf, options.int_column("history_slot")), state.history)
+        not_first_at = history.column("not_first_at")
+        bias = bias_sequences(history, num_new, bias)
+    scores = penalize(options, state.tables.counts, flags, scores + bias)
+    if history is not None:
+        scores = ban_repeated_ngrams(history, num_new, scores)
+    too_early = (flags & IS_STOP > 0) & (num_new < options.int_column("min_new_tokens"))[:, None]
+    scores = jnp.where(too_early, -jnp.inf, scores)
+    if history is not None:
+        scores = force(history, num_new, flags, scores)
+        scores = remove_invalid_values(history, scores)
+        scores = decay_length_penalty(history, num_new, flags, scores)
+    suppressed = (flags & SUPPRESSED > 0) | (flags & NOT_FIRST > 0) & (num_new == not_first_at)[:, None]
+    return jnp.where(suppressed, -jnp.inf, scores)
 
 
-def ban_repeated_ngrams(size: int, state: SamplingHistory, scores: jax.Array) -> jax.Array:
+def _rows(table: jax.Array, slot: jax.Array) -> jax.Array:
+    """Returns the rows of `table` at `slot` int32[n]; zeros for a slot that does not exist."""
+    return table.at[slot].get(mode="fill", fill_value=0)
+
+
+def penalize(options: RowOptions, counts: jax.Array, flags: jax.Array, scores: jax.Array) -> jax.Array:
+    """Applies repetition (Keskar et al. 2019), frequency and presence penalties (OpenAI).
+
+    Args:
+        options: Options of the n rows.
+        counts: int32[num_slots, vocab], of `SamplerTables`.
+        flags: uint8[n, vocab].
+        scores: float32[n, vocab].
+    """
+    repetition, frequency, presence = (
+        options.float_column(f"{name}_penalty")[:, None] for name in ("repetition", "frequency", "presence")
+    )
+
+    def penalized() -> jax.Array:
+        count = _rows(counts, options.int_column("table_slot"))
+        seen = (count > 0) | (flags & IN_PROMPT > 0)
+        repeated = jnp.where(seen, jnp.where(scores < 0, scores * repetition, scores / repetition), scores)
+        return repeated - (frequency * count + presence * (count > 0))
+
+    is_off = (repetition == 1) & (frequency == 0) & (presence == 0)
+    return lax.cond(is_off.all(), lambda: scores, penalized)
+
+
+def bias_sequences(history: SamplerHistory, num_new: jax.Array, bias: jax.Array) -> jax.Array:
+    """Adds to `bias` float32[n, vocab] that of sequences whose prefix ends the row."""
+    if not history.sequences.shape[1]:
+        return bias
+
+    def biased() -> jax.Array:
+        prefixes = history.sequences[:, :, 1:] - 1  # newest token first; -1: the sequence is shorter
+        length = (history.column("prompt_len") + num_new)[:, None]
+        places = length - 1 - jnp.arange(prefixes.shape[2])
+        newest = jnp.take_along_axis(history.tokens, jnp.maximum(places, 0), axis=1, mode="clip")
+        newest = jnp.where(places < 0, -1, newest)[:, None]
+        min_len = (prefixes >= 0).sum(-1) + installed_rules().bias_needs_longer_context
+        matches = ((prefixes < 0) | (prefixes == newest)).all(-1) & (length >= min_len)
+        added = jnp.where(matches, history.sequence_bias, 0.0)
+        return bias.at[_row_indices(bias), _columns(history.sequences[:, :, 0] - 1, bias)].add(added, mode="drop")
+
+    return lax.cond((history.sequence_bias != 0).any(), biased, lambda: bias)
+
+
+def ban_repeated_ngrams(history: SamplerHistory, num_new: jax.Array, scores: jax.Array) -> jax.Array:
     """Bans each token that would complete an n-gram which the row already has."""
-    (batch, capacity), vocab_size = state.tokens.shape, scores.shape[1]
-    num_windows = capacity - size + 1
-    if num_windows <= 0:
+    tokens, size = history.tokens, history.column("ngram_size")[:, None]
+    capacity = tokens.shape[1]
+    if not capacity:
         return scores
-    start = jnp.maximum(state.length - (size - 1), 0)
-    prefix = lax.dynamic_slice_in_dim(state.tokens, start, size - 1, axis=1)
-    matches = jnp.arange(num_windows) + size <= state.length  # whole windows only
-    matches = jnp.broadcast_to(matches, (batch, num_windows))
+    length, places = (history.column("prompt_len") + num_new)[:, None], jnp.arange(capacity)
+    twice = jnp.concatenate([tokens, tokens], axis=1)
 
     def match(offset: Any, matches: jax.Array) -> jax.Array:
-        window = lax.dynamic_slice_in_dim(state.tokens, offset, num_windows, axis=1)
-        return matches & (window == lax.dynamic_slice_in_dim(prefix, offset, 1, axis=1))
+        before = lax.dynamic_slice_in_dim(twice, capacity - offset, capacity, axis=1)  # `offset` tokens earlier
+        newest = jnp.take_along_axis(tokens, jnp.maximum(length - offset, 0), axis=1, mode="clip")
+        return matches & ((before == newest) | (offset >= size))
 
-    if size <= MAX_UNROLLED:
-        for offset in range(size - 1):
-            matches = match(offset, matches)
-    else:
-        matches = lax.fori_loop(0, size - 1, match, matches)
-    ends = jnp.where(matches, state.tokens[:, size - 1 :], vocab_size)
-    ends = jnp.where(ends < 0, vocab_size, ends)  # a negative index would count from the end
-    return scores.at[jnp.arange(batch)[:, None], ends].set(-jnp.inf, mode="drop")
+    def banned() -> jax.Array:
+        # A place matches if the size - 1 tokens before it are the newest ones: the token there completed the n-gram.
+        is_complete = (places >= size - 1) & (places < length) & (size > 0)
+        matches = lax.fori_loop(1, size.max(), match, is_complete)
+        columns = _columns(jnp.where(matches, tokens, -1), scores)
+        return scores.at[_row_indices(scores), columns].set(-jnp.inf, mode="drop")
 
-
-def force(forced: jax.Array, now: jax.Array, scores: jax.Array) -> jax.Array:
-    """Where `now` (bool[]) holds, leaves only the tokens of `forced` (bool[vocab]), with a score of zero."""
-    return jnp.where(now, jnp.where(forced, 0.0, -jnp.inf), scores)
+    return lax.cond((size > 0).any(), banned, lambda: scores)
 
 
-def remove_invalid_values(scores: jax.Array) -> jax.Array:
-    """Makes nan zero, and infinities the largest numbers there are."""
-    limits = jnp.finfo(scores.dtype)
-    return jnp.nan_to_num(scores, nan=0.0, posinf=float(limits.max), neginf=float(limits.min))
+def force(history: SamplerHistory, num_new: jax.Array, flags: jax.Array, scores: jax.Array) -> jax.Array:
+    """Leaves only forced tokens, with a score of zero, in rows whose first or last is forced."""
+    first = history.column("forced_first")
+    is_first, is_last = (first > 0) & (num_new == 0), history.column("forced_last_at") == num_new + 1
+    forced = jnp.where(jnp.arange(scores.shape[1]) == first[:, None] - 1, 0.0, -jnp.inf)
+    scores = jnp.where(is_first[:, None], forced, scores)
+    return jnp.where(is_last[:, None], jnp.where(flags & FORCED_LAST > 0, 0.0, -jnp.inf), scores)
 
 
-def decay_length_penalty(plan: GenerationSampling, state: SamplingHistory, scores: jax.Array) -> jax.Array:
-    """Raises the score of eos exponentially once a row is longer than ``plan.decay_start``."""
-    start, weights, eos_mask = _given(plan.decay_start), _given(plan.decay_weights), _given(plan.eos_mask)
-    num_late = state.length - start
-    penalty = jnp.abs(scores) * weights[jnp.clip(num_late, 0, len(weights) - 1)]
-    if plan.rules.decay_skips_infinite:
+def remove_invalid_values(history: SamplerHistory, scores: jax.Array) -> jax.Array:
+    """Replaces nan by zero, and infinities by the largest numbers there are."""
+    limits, is_on = jnp.finfo(scores.dtype), history.column("remove_invalid_values") > 0
+    valid = jnp.nan_to_num(scores, nan=0.0, posinf=float(limits.max), neginf=float(limits.min))
+    return jnp.where(is_on[:, None], valid, scores)
+
+
+def decay_length_penalty(history: SamplerHistory, num_new: jax.Array, flags: jax.Array, scores: jax.Array) -> jax.Array:
+    """Raises the score of end-of-sequence tokens exponentially from the decay's start on."""
+    if not history.decay_weights.shape[1]:
+        return scores
+    num_late = (num_new + 1 - history.column("decay_at"))[:, None]
+    is_late = (num_late > 0) & (history.column("decay_at") > 0)[:, None]
+    weight = jnp.take_along_axis(history.decay_weights, jnp.maximum(num_late, 0), axis=1, mode="clip")
+    penalty = jnp.abs(scores) * weight
+    if installed_rules().decay_skips_infinite:
         penalty = jnp.where(jnp.isfinite(scores), penalty, 0.0)
-    return jnp.where(eos_mask & (num_late > 0), scores + penalty, scores)
+    return jnp.where((flags & IS_STOP > 0) & is_late, scores + penalty, scores)
 
 
-def process_all_modes(plan: GenerationSampling, state: SamplingHistory, scores: jax.Array) -> jax.Array:
-    """All processors that do not depend on sampling, in the order of ``GenerationMixin._get_logits_processor``."""
-    if plan.sequence_bias is not None:
-        scores = bias_sequences(plan, state, plan.sequence_bias, scores)
-    if plan.repetition_penalty is not None:
-        scores = penalise_repetition(plan.repetition_penalty, _given(state.seen), scores)
-    if plan.no_repeat_ngram_size is not None:
-        scores = ban_repeated_ngrams(plan.no_repeat_ngram_size, state, scores)
-    if plan.bad_words is not None:
-        scores = bias_sequences(plan, state, plan.bad_words, scores)
-    if plan.min_length is not None:
-        scores = jnp.where(_given(plan.eos_mask) & (state.length < plan.min_length), -jnp.inf, scores)
-    if plan.forced_bos is not None:
-        scores = force(jnp.arange(plan.vocab_size) == plan.forced_bos, state.length == 1, scores)
-    if plan.forced_eos_mask is not None:
-        scores = force(plan.forced_eos_mask, state.length == plan.max_length - 1, scores)
-    if plan.remove_invalid_values:
-        scores = remove_invalid_values(scores)
-    if plan.decay_start is not None:
-        scores = decay_length_penalty(plan, state, scores)
-    if plan.suppress_mask is not None:
-        scores = jnp.where(plan.suppress_mask, -jnp.inf, scores)
-    if plan.begin_suppress_mask is not None:
-        scores = jnp.where(plan.begin_suppress_mask & (state.length == plan.begin_suppress_at), -jnp.inf, scores)
-    return scores
+def renormalize(history: SamplerHistory, scores: jax.Array) -> jax.Array:
+    """Makes log-probabilities of the scores float32[n, vocab] of rows that ask for it."""
+    is_on = history.column("renormalize_logits") > 0
+    return lax.cond(
+        is_on.any(), lambda: jnp.where(is_on[:, None], jax.nn.log_softmax(scores, axis=-1), scores), lambda: scores
+    )
 
 
-def _given(array: jax.Array | None) -> Any:
-    assert array is not None, "the plan builds these fields together"
-    return array
+def _row_indices(scores: jax.Array) -> jax.Array:
+    return jnp.arange(scores.shape[0])[:, None]
+
+
+def _columns(tokens: jax.Array, scores: jax.Array) -> jax.Array:
+    """Returns column numbers of `tokens`; out of range for tokens below zero."""
+    return jnp.where(tokens < 0, scores.shape[1], tokens)

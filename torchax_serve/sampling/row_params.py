@@ -1,18 +1,17 @@
-"""`RowSamplingParams`: sampling parameters of one request, merged with the model's defaults and checked."""
+"""`RowSamplingParams`: checked sampling options of one request, with the model's defaults."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
-from torchax_serve.sampling import CALLER_OPTIONS, GenerationSampling, unsupported_options, validate_options
-from torchax_serve.sampling.config_options import id_list
-from torchax_serve.sampling.history import COLDEST
+from torchax_serve.sampling.config_options import CALLER_OPTIONS, id_list, unsupported_options, validate_options
+from torchax_serve.sampling.history import HistoryOptions
 from torchax_serve.sampling.types import FLOAT_COLUMNS, Level
 from torchax_serve.sampling_params import MAX_SEED, NEVER_A_TOKEN, SamplingParams, ValueRange, bias_pairs, invalid
 
@@ -25,19 +24,20 @@ ENGINE_OPTIONS = CALLER_OPTIONS | {"use_cache", "cache_implementation"}
 NEUTRAL: Mapping[str, float] = {**dict.fromkeys(FLOAT_COLUMNS, 0.0), "typical_p": 1.0, "repetition_penalty": 1.0}
 """Each column's value that asks for nothing. A temperature of 0 is greedy decoding."""
 
-_HISTORY_SWITCHES = ("no_repeat_ngram_size", "remove_invalid_values", "renormalize_logits")
-_HISTORY_VALUES = ("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty")
+SMALLEST_TEMPERATURE = 1e-30  # scores divided by less overflow float32
+COLDEST = 1e-5
+"""Temperature below which requests of the engine are greedy, as in vLLM: equal scores do not make them random."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TokenBias:
-    """What is added to the logits of some tokens; a request that waits does not hold a row of the vocabulary.
+    """Biases of logits by token; sparse, so that waiting requests take little memory.
 
     Attributes:
-        ids: int32[n], tokens, perhaps one several times.
-        added: float32[n], to the logits of `ids`.
-        banned: int32[m], tokens never to be chosen.
-        allowed: int32[k], the only tokens to be chosen; None: all.
+        ids: int32[n], tokens; one may occur several times.
+        added: float32[n], added to the logits of `ids`.
+        banned: int32[m], tokens that may never be sampled.
+        allowed: int32[k], the only tokens that may be sampled; None: all.
     """
 
     ids: np.ndarray
@@ -46,7 +46,7 @@ class TokenBias:
     allowed: np.ndarray | None
 
     def dense(self, vocab_size: int) -> np.ndarray:
-        """float32[vocab_size]."""
+        """Returns float32[vocab_size]: what is added to each logit, -inf at banned tokens."""
         bias = np.zeros(vocab_size, np.float32)
         np.add.at(bias, self.ids, self.added)
         if self.allowed is not None:
@@ -68,25 +68,28 @@ class RowSamplingParams:
         seed: Seed of this request's random draws.
         min_new_tokens: Number of new tokens before one of `stop_ids` may be sampled.
         min_len: The same as tokens of prompt and answer together.
+        max_new_tokens: Maximum number of new tokens.
         stop_ids: Tokens that end the request.
         forbidden_first: Tokens that may not be the first new one.
-        token_bias: Additive bias of logits; None: no bias. With `history_config` it has only what that does not know.
+        suppressed: Tokens that may never be sampled.
+        token_bias: Additive bias of logits; None: no bias.
         logprobs: Number of top log-probabilities to return besides the sampled token's; None: no log-probabilities.
-        history_config: Config of a row that `HistorySampler` samples, because an option depends on the complete token
-            history, such as n-gram bans; None for all other rows.
+        history: Options that depend on the order of the tokens so far; None: none of them.
     """
 
     vocab_size: int
     floats: Mapping[str, float]
-    top_k: int
-    seed: int
-    min_new_tokens: int
-    min_len: int
-    stop_ids: tuple[int, ...]
-    forbidden_first: tuple[int, ...]
-    token_bias: TokenBias | None
-    logprobs: int | None
-    history_config: GenerationConfig | None
+    top_k: int = 0
+    seed: int = 0
+    min_new_tokens: int = 0
+    min_len: int = 0
+    max_new_tokens: int = 1
+    stop_ids: tuple[int, ...] = ()
+    forbidden_first: tuple[int, ...] = ()
+    suppressed: tuple[int, ...] = ()
+    token_bias: TokenBias | None = None
+    logprobs: int | None = None
+    history: HistoryOptions | None = None
 
     @classmethod
     def of(
@@ -99,19 +102,19 @@ class RowSamplingParams:
         stop_ids: Collection[int] | None = None,
         honoured: Collection[str] = ENGINE_OPTIONS,
     ) -> RowSamplingParams:
-        """Checks the options of a request and brings them into the form of a row.
+        """Checks the options of a request for the engine and brings them into the form of a row.
 
         Args:
             params: Options that only the engine honours, such as `logit_bias` (`SamplingParams.only_engine_options`).
             config: Everything else: the model's generation config with the caller's options merged into it
                 (`SamplingParams.merged_into`).
-            vocab_size: columns of the logits.
+            vocab_size: Number of columns of the logits.
             seed: ``params.seed``, or one drawn for this request.
-            stop_ids: tokens that end the request; None takes the config's ``eos_token_id``.
-            honoured: options outside of sampling that the caller takes care of.
+            stop_ids: Tokens that end the request; None takes the config's ``eos_token_id``.
+            honoured: Options outside of sampling that the caller takes care of.
 
         Raises:
-            InvalidArgumentError: a value out of its range, a token outside the vocabulary.
+            InvalidArgumentError: a value is out of its range, a token outside the vocabulary, or none may be sampled.
             UnsupportedArgumentError: an option is set that the engine does not support.
         """
         assert params == params.only_engine_options(), f"merge {params} into the config first"
@@ -121,13 +124,31 @@ class RowSamplingParams:
                 f"{', '.join(unsupported)}: expected options that requests of a batch can have each for itself, got "
                 f"{ {name: getattr(config, name) for name in unsupported} }; leave them out, or call generate()"
             )
+        row = cls.of_checked(params, config, vocab_size=vocab_size, seed=seed, stop_ids=stop_ids)
+        if row.floats["temperature"] < COLDEST:
+            row = dataclasses.replace(row, floats={**row.floats, "temperature": 0.0})
+        if row.forbids_all:
+            raise InvalidArgumentError(
+                f"expected at least one token of {vocab_size} that may be chosen, got options that forbid all; look at "
+                "allowed_token_ids, suppress_tokens, bad_words_ids and sequence_bias"
+            )
+        return row
+
+    @classmethod
+    def of_checked(
+        cls,
+        params: SamplingParams,
+        config: GenerationConfig,
+        *,
+        vocab_size: int,
+        seed: int,
+        stop_ids: Collection[int] | None = None,
+    ) -> RowSamplingParams:
+        """As `of`, for a config with supported options in their ranges; it may forbid all tokens."""
         if seed not in ValueRange(0, MAX_SEED, is_integer=True):
             raise invalid("seed", f"a whole number from 0 to {MAX_SEED}", seed, "draw one with secrets.randbits(63)")
         eos = [token_id for token_id in id_list(config.eos_token_id) if token_id != NEVER_A_TOKEN]
         stops = tuple(sorted(eos if stop_ids is None else stop_ids))
-        history_config = config if _needs_history(config) else None
-        if history_config:  # what is wrong with its options is said here and not when its turn comes
-            GenerationSampling.build(history_config, prompt_len=1, vocab_size=vocab_size, eos_token_ids=list(stops))
         return cls(
             vocab_size=vocab_size,
             floats=_floats(params, config),
@@ -135,44 +156,57 @@ class RowSamplingParams:
             seed=int(seed),
             min_new_tokens=int(config.min_new_tokens or 0),
             min_len=int(config.min_length or 0),
+            max_new_tokens=int(config.max_new_tokens or config.max_length or 1),
             stop_ids=stops,
-            forbidden_first=() if history_config else tuple(id_list(config.begin_suppress_tokens)),
-            token_bias=_bias(
-                params, _NO_BIAS if history_config else _ConfigBias.of(config, eos, vocab_size), vocab_size
-            ),
+            forbidden_first=tuple(id_list(config.begin_suppress_tokens)),
+            suppressed=tuple(id_list(config.suppress_tokens)),
+            token_bias=_bias(params, config, eos, vocab_size),
             logprobs=params.logprobs,
-            history_config=history_config,
+            history=HistoryOptions.of(config, stops, vocab_size),
         )
 
     @classmethod
     def neutral(cls, vocab_size: int) -> RowSamplingParams:
         """Returns greedy decoding without options, for a row that is not read."""
-        return cls(vocab_size, NEUTRAL, 0, 0, 0, 0, (), (), None, None, None)
+        return cls(vocab_size, NEUTRAL)
 
     @property
     def bias(self) -> np.ndarray | None:
-        """float32[vocab], added to the logits, -inf at tokens never to be chosen; None: nothing is."""
+        """float32[vocab], added to the logits, -inf at banned tokens; None: no bias."""
         return None if self.token_bias is None else self.token_bias.dense(self.vocab_size)
+
+    @property
+    def forbids_all(self) -> bool:
+        """Whether no token may ever be sampled."""
+        if self.token_bias is None and not self.suppressed:
+            return False
+        bias = (
+            np.zeros(self.vocab_size, np.float32) if self.token_bias is None else self.token_bias.dense(self.vocab_size)
+        )
+        bias[[token for token in self.suppressed if token < self.vocab_size]] = -math.inf
+        return bool((bias == -math.inf).all())
 
     @property
     def level(self) -> Level:
         """The lowest level that covers the request once it may end."""
+        if self.history is not None or self.floats["top_h"] > 0:
+            return "history"
         given = {name for name in FLOAT_COLUMNS if self.floats[name] != NEUTRAL[name]}
-        if self.token_bias is not None or given - {"temperature", "top_p_tail", "min_p"}:
-            return "full"
+        if self.token_bias is not None or self.suppressed or given - {"temperature", "top_p_tail", "min_p"}:
+            return "penalties"
         return "sampled" if self.floats["temperature"] > 0 else "greedy"
 
     def needs_tables(self, prompt_len: int) -> bool:
-        """Whether rows of `SamplerTables` have to be written for it."""
-        return self.history_config is None and (self.level == "full" or self.num_full_level_tokens(prompt_len) > 0)
+        """Returns whether the request has rows in `SamplerTables`."""
+        return self.level in ("penalties", "history") or self.num_tokens_with_tables(prompt_len) > 0
 
-    def num_full_level_tokens(self, prompt_len: int) -> int:
-        """Outputs that need the level "full", whatever comes after them."""
+    def num_tokens_with_tables(self, prompt_len: int) -> int:
+        """Returns the number of first new tokens that need the level "penalties" in any case."""
         return max(self.num_forced_tokens(prompt_len), 1 if self.forbidden_first else 0)
 
     def num_forced_tokens(self, prompt_len: int) -> int:
-        """Outputs before the request may end."""
-        return max(self.min_new_tokens, self.min_len - prompt_len) if self.stop_ids else 0
+        """Returns the number of new tokens before the request may end."""
+        return max(self.min_new_tokens, self.min_len - prompt_len, 0) if self.stop_ids else 0
 
 
 def _floats(params: SamplingParams, config: GenerationConfig) -> dict[str, float]:
@@ -184,59 +218,40 @@ def _floats(params: SamplingParams, config: GenerationConfig) -> dict[str, float
     if not config.do_sample:
         return floats
     floats["temperature"] = 1.0
-    for name in ("temperature", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"):
+    for name in ("temperature", "top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"):
         if getattr(config, name) is not None:
             floats[name] = float(getattr(config, name))
-    if floats["temperature"] < COLDEST:
-        floats["temperature"] = 0.0
+    floats["temperature"] = max(floats["temperature"], SMALLEST_TEMPERATURE)
     if config.top_p is not None:
         floats["top_p_tail"] = 1 - float(config.top_p)
     return floats
 
 
-class _ConfigBias(NamedTuple):
-    """What a config adds to a logit whatever came before."""
-
-    added: list[tuple[int, float]]
-    banned: list[int]
-
-    @classmethod
-    def of(cls, config: GenerationConfig, eos: list[int], vocab_size: int) -> _ConfigBias:
-        pairs = [] if config.sequence_bias is None else bias_pairs(config.sequence_bias)
-        # The end-of-sequence token is never a bad word.
-        words = [word[0] for word in config.bad_words_ids or () if word[0] not in eos]
-        _check_inside("sequence_bias", [ids[0] for ids, _ in pairs], vocab_size)
-        _check_inside("bad_words_ids", words, vocab_size)
-        # Tokens to suppress that the vocabulary has not are none to transformers either.
-        suppressed = [token for token in config.suppress_tokens or () if token < vocab_size]
-        return cls([(ids[0], value) for ids, value in pairs], words + suppressed)
-
-
-_NO_BIAS = _ConfigBias([], [])
-
-
-def _bias(params: SamplingParams, given: _ConfigBias, vocab_size: int) -> TokenBias | None:
-    """None if it would be zero throughout.
+def _bias(params: SamplingParams, config: GenerationConfig, eos: list[int], vocab_size: int) -> TokenBias | None:
+    """Returns the biases that do not depend on earlier tokens; None if all are zero.
 
     Raises:
-        InvalidArgumentError: a token outside the vocabulary, or none is left that may be chosen.
+        InvalidArgumentError: a token is outside the vocabulary.
     """
+    sequences = [] if config.sequence_bias is None else bias_pairs(config.sequence_bias)
+    words = config.bad_words_ids or []
+    _check_inside("sequence_bias", [token for ids, _ in sequences for token in ids], vocab_size)
+    _check_inside("bad_words_ids", [token for word in words for token in word], vocab_size)
     _check_inside("logit_bias", params.logit_bias or {}, vocab_size)
     _check_inside("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
-    pairs = [*given.added, *(params.logit_bias or {}).items()]
+    pairs = [(ids[0], bias) for ids, bias in sequences if len(ids) == 1]
+    pairs += (params.logit_bias or {}).items()
+    # The end-of-sequence token is never a bad word.
+    banned = [word[0] for word in words if len(word) == 1 and word[0] not in eos]
+    if not pairs and not banned and params.allowed_token_ids is None:
+        return None
     token_bias = TokenBias(
         np.array([token for token, _ in pairs], np.int32),
         np.array([value for _, value in pairs], np.float32),
-        np.array(given.banned, np.int32),
+        np.array(banned, np.int32),
         None if params.allowed_token_ids is None else np.array(params.allowed_token_ids, np.int32),
     )
-    bias = token_bias.dense(vocab_size)
-    if (bias == -math.inf).all():
-        raise InvalidArgumentError(
-            f"expected at least one token of {vocab_size} that may be chosen, got options that forbid all; look at "
-            "allowed_token_ids, suppress_tokens, bad_words_ids and sequence_bias"
-        )
-    return token_bias if bias.any() else None
+    return token_bias if token_bias.dense(vocab_size).any() else None
 
 
 def _check_inside(name: str, ids: Collection[int], vocab_size: int) -> None:
@@ -244,14 +259,3 @@ def _check_inside(name: str, ids: Collection[int], vocab_size: int) -> None:
     if beyond:
         remedy = "take ids from the model's own tokenizer"
         raise invalid(name, f"token ids below the vocabulary size {vocab_size}", beyond, remedy)
-
-
-def _needs_history(config: GenerationConfig) -> bool:
-    """Whether an option depends on more of the token history than the counts of its tokens."""
-    if any(getattr(config, name) for name in _HISTORY_SWITCHES):
-        return True
-    if any(getattr(config, name) is not None for name in _HISTORY_VALUES):
-        return True
-    sequences = [] if config.sequence_bias is None else [ids for ids, _ in bias_pairs(config.sequence_bias)]
-    sequences += config.bad_words_ids or []
-    return any(len(ids) > 1 for ids in sequences) or bool(config.do_sample and config.top_h is not None)

@@ -1,8 +1,7 @@
 """Samples the tokens of a step on the device, for a batch of rows with options of their own.
 
-The options of a row are applied in transformers' order of processors, with the penalties of OpenAI's interface in
-between. A row's result is a function of that row only: the other rows of the batch decide which branches of the program
-run, never what they compute for it.
+A row's result is a function of that row only: the other rows of the batch decide which branches of the program run,
+never what they compute for it. `Sampler` keeps the state of an engine's slots, `BatchSampler` that of a static batch.
 """
 
 from __future__ import annotations
@@ -16,85 +15,101 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from torchax_serve.sampling.history import request_key
-from torchax_serve.sampling.processors import penalise_repetition
-from torchax_serve.sampling.selection import draw, first_argmax
+from torchax_serve.sampling.processors import process, renormalize
+from torchax_serve.sampling.selection import INVALID_TOKEN, draw, first_argmax
 from torchax_serve.sampling.truncation import truncate
-from torchax_serve.sampling.types import Logprobs, RowOptions, Sampled, SamplerSpec, SamplerState, SamplerTables
-from torchax_serve.scheduler import INVALID_TOKEN
+from torchax_serve.sampling.types import Logprobs, RowOptions, Sampled, SamplerSpec, SamplerState
 
-IN_PROMPT, IS_STOP, NOT_FIRST = 1, 2, 4  # bits of `SamplerTables.flags`
+MASK_BITS = 32  # tokens of a word of a mask
 
 
 def sample(
-    spec: SamplerSpec, options: RowOptions, state: SamplerState, logits: jax.Array
+    spec: SamplerSpec, options: RowOptions, state: SamplerState, logits: jax.Array, mask: jax.Array | None = None
 ) -> tuple[Sampled, SamplerState]:
-    """Chooses a token for each row. Pure: jit it with `spec` static and `state` donated.
+    """Samples a token for each row. Pure: jit it with `spec` static and `state` donated.
 
     A row of nan, or with no finite score left, gives `INVALID_TOKEN`. Rows whose slot is out of range write nothing.
-    Tables of the state are read and written by the level "full" alone and passed through by the others, whose program
-    need not know them: `torchax_serve.sampling.sampler.Sampler` leaves them out.
+    Tables and history are read and written by their levels only and passed through by the others, whose programs need
+    not know them: `Sampler` leaves them out.
 
     Args:
-        spec: covers every row (`SlotParams.rows` gives it).
-        options: of the n rows.
-        state: of all slots.
+        spec: Level that covers every row, and what to return (`SlotParams.rows`).
+        options: Options of the n rows.
+        state: State of all slots.
         logits: float[n, vocab], of each row's last token.
+        mask: int32[n, ceil(vocab / 32)], bit i of word w allows token 32 w + i; None: all tokens are allowed.
     """
-    tables = state.tables
-
-    def tokens_of(options: RowOptions, logits: jax.Array) -> jax.Array:
-        scores = logits.astype(jnp.float32)
-        if spec.level == "full":
-            assert tables is not None, "rows of the level full come with their tables"
-            scores = apply_penalties(options, tables, scores)
-        return _draw_some(options, scores, argmax_tokens(scores), full=spec.level == "full")
-
-    # A maximum is the same in any order, and in the dtype the logits come in.
-    tokens = argmax_tokens(logits) if spec.level == "greedy" else per_row(tokens_of, options, logits)
-    slot = options.int_column("slot")
-    # The next step embeds the last token, so even a failed row's must be one.
-    last_tokens = state.last_tokens.at[slot].set(jnp.maximum(tokens, 0), mode="drop")
-    if spec.level == "full":
-        assert tables is not None
-        column = jnp.where(tokens < 0, logits.shape[1], tokens)  # a negative index would count from the end
-        tables = dataclasses.replace(tables, counts=tables.counts.at[slot, column].add(1, mode="drop"))
+    tokens, scores = choose(spec, options, state, logits, mask)
     logprobs = logprobs_of(logits, tokens, num_top=spec.num_top) if spec.logprobs else None
-    return Sampled(tokens, logprobs), SamplerState(last_tokens, tables)
+    return Sampled(tokens, logprobs, scores), append(spec, options, state, tokens)
 
 
-def apply_penalties(options: RowOptions, tables: SamplerTables, scores: jax.Array) -> jax.Array:
-    """float32[n, vocab]: biases, penalties, bans on ending early and on first tokens, as every decoding mode has them.
+def choose(
+    spec: SamplerSpec, options: RowOptions, state: SamplerState, logits: jax.Array, mask: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns tokens int32[n], and scores float32[n, vocab] if `spec` asks for them.
 
-    Biases come first, as transformers' sequence bias does; presence and frequency penalties (OpenAI's: over outputs
-    alone) right behind the repetition penalty (transformers': over prompt and outputs).
+    Arguments are those of `sample`; the state does not change.
     """
-    slot = options.int_column("slot")
+    if spec.level == "greedy":  # a maximum is the same in any order, and in the dtype of the logits
+        logits = _masked(logits, mask)
+        return _best_tokens(spec, logits), logits.astype(jnp.float32) if spec.scores else None
 
-    def rows_of(table: jax.Array) -> jax.Array:
-        return table.at[slot].get(mode="clip")  # a row that is padding gets another's, and nobody looks
+    def of_rows(options: RowOptions, logits: jax.Array, mask: jax.Array | None) -> tuple[jax.Array, ...]:
+        scores = processed(spec, options, state, logits, mask)
+        best = _best_tokens(spec, _renormalized(spec, options, state, scores))
 
-    def column(name: str) -> jax.Array:
-        return options.float_column(name)[:, None]
+        def drawn() -> tuple[jax.Array, ...]:
+            kept = truncate(options, scores, level=spec.level)
+            kept = jnp.where(is_random[:, None], kept, scores) if spec.scores else kept
+            kept = _renormalized(spec, options, state, kept)
+            return jnp.where(is_random, draw(row_keys(options), kept), best), *([kept] if spec.scores else [])
 
-    flags = rows_of(tables.flags)
-    scores = scores + rows_of(tables.bias)
+        def greedy() -> tuple[jax.Array, ...]:
+            return best, *([_renormalized(spec, options, state, scores)] if spec.scores else [])
 
-    def penalise(scores: jax.Array) -> jax.Array:
-        counts = rows_of(tables.counts)
-        seen = (counts > 0) | (flags & IN_PROMPT > 0)
-        scores = penalise_repetition(column("repetition_penalty"), seen, scores)
-        return scores - (column("frequency_penalty") * counts + column("presence_penalty") * (counts > 0))
+        if not spec.draws:
+            return greedy()
+        is_random = (options.float_column("temperature") > 0) & (best != INVALID_TOKEN)
+        return lax.cond(is_random.any(), drawn, greedy)
 
-    off = (column("repetition_penalty") == 1) & (column("frequency_penalty") == 0) & (column("presence_penalty") == 0)
-    scores = lax.cond(off.all(), lambda scores: scores, penalise, scores)
-    num_new = options.int_column("num_new")[:, None]
-    too_early = (flags & IS_STOP > 0) & (num_new < options.int_column("min_new_tokens")[:, None])
-    return jnp.where(too_early | (flags & NOT_FIRST > 0) & (num_new == 0), -jnp.inf, scores)
+    if spec.level == "penalties" and not spec.draws:  # no sums, so rows cannot change each other
+        tokens, *scores = of_rows(options, logits, mask)
+    else:
+        tokens, *scores = per_row(of_rows, options, logits, mask)
+    return tokens, scores[0] if scores else None
+
+
+def processed(
+    spec: SamplerSpec, options: RowOptions, state: SamplerState, logits: jax.Array, mask: jax.Array | None = None
+) -> jax.Array:
+    """Returns float32[n, vocab]: the scores before truncation. Arguments are those of `sample`."""
+    scores = logits.astype(jnp.float32)
+    if spec.level in ("penalties", "history"):
+        scores = process(options, state, scores)
+    return _masked(scores, mask)
+
+
+def append(spec: SamplerSpec, options: RowOptions, state: SamplerState, tokens: jax.Array) -> SamplerState:
+    """Returns the state after `tokens` int32[n]; other arguments are those of `sample`."""
+    # The next step embeds the last token, so even a failed row's must be one.
+    last_tokens = state.last_tokens.at[options.int_column("slot")].set(jnp.maximum(tokens, 0), mode="drop")
+    state = dataclasses.replace(state, last_tokens=last_tokens)
+    if spec.level in ("penalties", "history") and state.tables is not None:
+        counts = state.tables.counts
+        column = jnp.where(tokens < 0, counts.shape[1], tokens)  # a negative index would count from the end
+        counts = counts.at[options.int_column("table_slot"), column].add(1, mode="drop")
+        state = dataclasses.replace(state, tables=dataclasses.replace(state.tables, counts=counts))
+    if spec.level == "history" and state.history is not None:
+        history, slot = state.history, options.int_column("history_slot")
+        length = history.column("prompt_len").at[slot].get(mode="clip") + options.int_column("num_new")
+        stored = history.tokens.at[slot, length].set(tokens, mode="drop")
+        state = dataclasses.replace(state, history=dataclasses.replace(history, tokens=stored))
+    return state
 
 
 def logprobs_of(logits: jax.Array, tokens: jax.Array, *, num_top: int) -> Logprobs:
-    """Log-probabilities of `tokens` int32[n] under `logits` [n, vocab], and of the `num_top` likeliest.
+    """Computes log-probabilities of `tokens` int32[n] and of the `num_top` likeliest, by `logits`.
 
     That of an invalid token is nan.
     """
@@ -108,8 +123,8 @@ def logprobs_of(logits: jax.Array, tokens: jax.Array, *, num_top: int) -> Logpro
     return Logprobs(chosen[:, 0], ids, best - total)
 
 
-def per_row(function: Callable[..., jax.Array], *operands: Any) -> jax.Array:
-    """What `function` gives for pytrees of arrays whose first dimension is the row; on a CPU, for one row at a time.
+def per_row(function: Callable[..., Any], *operands: Any) -> Any:
+    """Applies `function` to pytrees of arrays [n, ...]; on a CPU, to one row at a time.
 
     XLA's CPU backend adds up the numbers of a row in an order that depends on how many rows there are. Row by row the
     sums are the same in any company. It is no slower: a row fits into the cache, and takes only its own branches. An
@@ -117,14 +132,17 @@ def per_row(function: Callable[..., jax.Array], *operands: Any) -> jax.Array:
     last bit of its sums.
     """
 
-    def one_by_one(*operands: Any) -> jax.Array:
-        return lax.map(lambda row: function(*jax.tree.map(lambda array: array[None], row))[0], operands)
+    def one_by_one(*operands: Any) -> Any:
+        def one(row: Any) -> Any:
+            return jax.tree.map(lambda out: out[0], function(*jax.tree.map(lambda array: array[None], row)))
+
+        return lax.map(one, operands)
 
     return lax.platform_dependent(*operands, cpu=one_by_one, default=function)
 
 
 def argmax_tokens(scores: jax.Array) -> jax.Array:
-    """int32[n]: the first of each row's best; `INVALID_TOKEN` where a row has nan or nothing finite."""
+    """Returns int32[n]: the first best token; `INVALID_TOKEN` for nan or nothing finite."""
     tokens = first_argmax(scores)
     best = jnp.take_along_axis(scores, tokens[:, None], axis=1)[:, 0]
     # nan counts as a maximum, so a finite best says it all; only an infinite one has the row looked through.
@@ -134,20 +152,32 @@ def argmax_tokens(scores: jax.Array) -> jax.Array:
 
 
 def row_keys(options: RowOptions) -> jax.Array:
-    """key[n], with which a row draws its next token: that of `torchax_serve.sampling` for a request by itself."""
+    """Returns key[n] of the next draws: from seed, row and number of new tokens."""
 
-    def key_of(low: jax.Array, high: jax.Array, num_new: jax.Array) -> jax.Array:
-        return jax.random.fold_in(jax.random.fold_in(request_key(low, high), 0), num_new)
+    def key_of(low: jax.Array, high: jax.Array, row: jax.Array, num_new: jax.Array) -> jax.Array:
+        # The upper half of the seed is folded in: `jax.random.key` would drop it.
+        request_key = jax.random.fold_in(jax.random.key(low), high)
+        return jax.random.fold_in(jax.random.fold_in(request_key, row), num_new)
 
     low, high = (lax.bitcast_convert_type(options.int_column(name), jnp.uint32) for name in ("seed_low", "seed_high"))
-    return jax.vmap(key_of)(low, high, options.int_column("num_new"))
+    return jax.vmap(key_of)(low, high, options.int_column("seed_row"), options.int_column("num_new"))
 
 
-def _draw_some(options: RowOptions, scores: jax.Array, greedy: jax.Array, *, full: bool) -> jax.Array:
-    """int32[n]: drawn where a row's temperature is above zero, `greedy` elsewhere."""
-    is_drawn = (options.float_column("temperature") > 0) & (greedy != INVALID_TOKEN)
+def _best_tokens(spec: SamplerSpec, scores: jax.Array) -> jax.Array:
+    return argmax_tokens(scores) if spec.nan_is_invalid else first_argmax(scores)
 
-    def drawn() -> jax.Array:
-        return jnp.where(is_drawn, draw(row_keys(options), truncate(options, scores, full=full)), greedy)
 
-    return lax.cond(is_drawn.any(), drawn, lambda: greedy)
+def _renormalized(spec: SamplerSpec, options: RowOptions, state: SamplerState, scores: jax.Array) -> jax.Array:
+    if spec.level != "history" or state.history is None:
+        return scores
+    ints = state.history.ints.at[options.int_column("history_slot")].get(mode="fill", fill_value=0)
+    return renormalize(dataclasses.replace(state.history, ints=ints), scores)
+
+
+def _masked(scores: jax.Array, mask: jax.Array | None) -> jax.Array:
+    """Returns `scores` [n, vocab] with -inf at the tokens that `mask` does not allow."""
+    if mask is None:
+        return scores
+    bits = (mask[:, :, None] >> jnp.arange(MASK_BITS)) & 1
+    is_allowed = bits.reshape(len(mask), -1)[:, : scores.shape[1]] == 1
+    return jnp.where(is_allowed, scores, -jnp.inf)

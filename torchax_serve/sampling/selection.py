@@ -11,24 +11,26 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from torchax_serve.scheduler import INVALID_TOKEN
+
 MAX_PAIRWISE = 512  # columns up to which comparing all pairs is the faster way
 
 
 def last_argmax(values: jax.Array) -> jax.Array:
-    """i32[batch]: the last column of each row's maximum."""
+    """Returns int32[batch]: the last column of each row's maximum."""
     is_max = values == values.max(-1, keepdims=True)
     return jnp.where(is_max, jnp.arange(values.shape[-1]), -1).max(-1)
 
 
 def mask_below_mass(values: jax.Array, weights: jax.Array, limit: jax.Array) -> jax.Array:
-    """bool[batch, n]: columns that, counted from the smallest value up, reach a mass of at most `limit`.
+    """Returns bool[batch, n]: the smallest columns, with a mass of at most `limit`.
 
-    Equal values count from the left, as in a stable sort. The last one counted is never in the tail.
+    Equal values count from the left, as in a stable sort. The largest column is never among them.
 
     Args:
-        values: f32[batch, n], what columns are ordered by.
-        weights: f32[batch, n], their masses, not negative.
-        limit: f32[].
+        values: float32[batch, n], by which columns are ordered.
+        weights: float32[batch, n], masses of the columns, not negative.
+        limit: float32[], [batch] or [batch, 1].
     """
     if values.shape[-1] <= MAX_PAIRWISE:
         columns = jnp.arange(values.shape[-1])
@@ -59,10 +61,10 @@ def mask_below_mass(values: jax.Array, weights: jax.Array, limit: jax.Array) -> 
 
 
 def threshold_for_mass(values: jax.Array, weights: jax.Array, mass: jax.Array) -> jax.Array:
-    """bool[batch, n]: columns with a greater value than the one at which, from the smallest up, `mass` is reached.
+    """Returns bool[batch, n]: columns above the one at which `mass` is reached from below.
 
-    Where rounding keeps the whole row below `mass`, no column is beyond. Arguments as in `mask_below_mass`; values are
-    not negative.
+    If rounding keeps the whole row below `mass`, no column is. Arguments as in `mask_below_mass`; values are not
+    negative.
     """
     if values.shape[-1] <= MAX_PAIRWISE:
         reached = _mass_up_to_pairwise(values, weights) >= mass
@@ -72,7 +74,7 @@ def threshold_for_mass(values: jax.Array, weights: jax.Array, mass: jax.Array) -
 
 
 def _mass_up_to_pairwise(values: jax.Array, weights: jax.Array) -> jax.Array:
-    """f32[batch, n]: the mass of all columns that a stable ascending sort puts no later than this one."""
+    """Returns float32[batch, n]: cumulative masses in the order of a stable ascending sort."""
     columns = jnp.arange(values.shape[-1])
     mine, other = values[:, :, None], values[:, None, :]
     no_later = (other < mine) | ((other == mine) & (columns <= columns[:, None]))
@@ -80,15 +82,16 @@ def _mass_up_to_pairwise(values: jax.Array, weights: jax.Array) -> jax.Array:
 
 
 def _ordered_bits(values: jax.Array) -> jax.Array:
-    """u32[...]: numbers that order as the float32 `values` do."""
+    """Returns uint32[...]: integers in the order of the float32 `values`."""
     bits = lax.bitcast_convert_type(jnp.where(values == 0, 0.0, values), jnp.uint32)  # -0.0 equals 0.0
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 
 def _largest_key(keys: jax.Array, weights: jax.Array, limit: jax.Array, *, strictly: bool) -> jax.Array:
-    """u32[batch]: the largest T such that keys below T weigh at most (`strictly`: less than) `limit`.
+    """Returns uint32[batch]: the largest T with keys below T weighing at most `limit`.
 
-    T is thus the smallest key up to which the mass exceeds (reaches) `limit`, or the largest number if none does.
+    With `strictly` they weigh less. T is the smallest key up to which the mass exceeds (`strictly`: reaches) `limit`,
+    or the largest number if none does.
     """
 
     def set_bit(i: jax.Array, threshold: jax.Array) -> jax.Array:
@@ -100,12 +103,8 @@ def _largest_key(keys: jax.Array, weights: jax.Array, limit: jax.Array, *, stric
     return lax.fori_loop(0, 32, set_bit, jnp.zeros(keys.shape[0], jnp.uint32))
 
 
-INVALID_TOKEN = -1
-"""What `select` answers for a row without a distribution to draw from (transformers raises there)."""
-
-
 def first_argmax(scores: jax.Array) -> jax.Array:
-    """i32[batch]: the first column of each row's maximum (nan counts as one), as ``torch.argmax`` gives.
+    """Returns int32[batch]: the first maximum of each row; as in ``torch.argmax`` nan is one.
 
     In two levels: XLA's CPU backend computes a maximum with vector instructions and an argmax one number at a time, 20
     times slower.
@@ -117,7 +116,7 @@ def first_argmax(scores: jax.Array) -> jax.Array:
 
 
 def draw(keys: jax.Array, scores: jax.Array) -> jax.Array:
-    """i32[batch]: one token of each row from ``softmax(scores)``, `keys`: key[batch].
+    """Draws a token of each row, int32[batch], from ``softmax(scores)`` with `keys` key[batch].
 
     Inverts the cumulative distribution in two levels, a block and then a column of it, with a random number for each:
     two numbers a row instead of one for each token, and 46 random bits instead of 23.
@@ -131,7 +130,7 @@ def draw(keys: jax.Array, scores: jax.Array) -> jax.Array:
 
 
 def _invert_cumulative(weights: jax.Array, uniform: jax.Array) -> jax.Array:
-    """i32[batch]: the first column up to which the weights f32[batch, n] exceed the part `uniform` (in [0, 1))."""
+    """Returns int32[batch]: the first column up to which weights exceed a fraction of all."""
     cumulative = jnp.cumsum(weights, axis=-1)
     # A scan rounds differently from column to column, so a column of no weight could seem to add some.
     reached = (cumulative > uniform[:, None] * cumulative[:, -1:]) & (weights > 0)
@@ -140,7 +139,7 @@ def _invert_cumulative(weights: jax.Array, uniform: jax.Array) -> jax.Array:
 
 
 def _in_blocks(scores: jax.Array) -> jax.Array:
-    """f32[batch, num_blocks, width]: rows cut into blocks of about the square root of their length."""
+    """Reshapes rows to [batch, num_blocks, width], blocks of about the square root of a row."""
     batch, vocab_size = scores.shape
     width = _block_width(vocab_size)
     padding = -vocab_size % width
@@ -150,7 +149,7 @@ def _in_blocks(scores: jax.Array) -> jax.Array:
 
 
 def _block_width(vocab_size: int) -> int:
-    """The divisor of `vocab_size` nearest to 256, so that nothing is copied; 256 itself if all are far from it."""
+    """Returns the divisor of `vocab_size` nearest to 256; 256 if all are far from it."""
     width = min((w for w in range(64, 2049) if vocab_size % w == 0), key=lambda w: abs(w - 256), default=256)
     return min(width, vocab_size)
 

@@ -1,8 +1,7 @@
-"""What the installed transformers does where its releases differ.
+"""Detects how the installed transformers behaves where its releases differ.
 
-Between 5.17 and 5.23 three logits processors changed what they compute. Which way the installed one goes is asked of
-its own code, on inputs of two or three tokens, rather than read off a version number: releases in between, and
-backports, answer for themselves.
+Between 5.17 and 5.23 three logits processors changed what they compute. The installed code is run on inputs of two or
+three tokens instead of comparing version numbers, so that releases in between and backports are right, too.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class TransformersBehaviour:
-    """Where the supported releases of transformers part."""
+    """Differences between the supported releases of transformers."""
 
     penalty_skips_padding: bool  # repetition penalty leaves out the left padding of the prompt
     bias_needs_longer_context: bool  # a biased sequence must be shorter than the context, not only its prefix
@@ -24,7 +23,7 @@ class TransformersBehaviour:
 
 @functools.cache
 def installed_rules() -> TransformersBehaviour:
-    """The rules of the installed transformers. Runs on the host; the first call imports torch."""
+    """Returns the behaviour of the installed transformers; the first call imports torch."""
     import torch
     from transformers import GenerationConfig, GenerationMixin
     from transformers.generation import logits_process

@@ -1,26 +1,20 @@
-"""Cutting distributions, each row by parameters of its own: temperature, top-k, top-p, min-p, typical, epsilon, eta.
+"""Truncates distributions by row: temperature, top-h, top-k, top-p, min-p and the rest.
 
-What `torchax_serve.sampling.truncation` does for a batch of one request, for a batch of many. A row whose top-k is
-small is computed with on its best columns alone; so is a row without top-k if its nucleus lies within them. Others take
-the whole vocabulary. Which it is depends on the row alone, so that its neighbours cannot change a bit of it; a branch
-that no row takes is not run.
+A row whose top-k is small is truncated among its best columns; so is a row without top-k if its nucleus lies within
+them. Others take the whole vocabulary. Which it is depends on the row only, so that the other rows cannot change a bit
+of it; a branch that no row takes is not run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from torchax_serve.sampling.selection import MAX_PAIRWISE, mask_below_mass
-
-if TYPE_CHECKING:
-    from torchax_serve.sampling.types import RowOptions
-from torchax_serve.sampling.history import GenerationSampling
-from torchax_serve.sampling.selection import threshold_for_mass
+from torchax_serve.sampling.selection import MAX_PAIRWISE, mask_below_mass, threshold_for_mass
+from torchax_serve.sampling.types import Level, RowOptions
 
 NUM_CANDIDATES = 128
 
@@ -33,32 +27,38 @@ stay; rows with more of them than that take the whole vocabulary."""
 BLOCK_WIDTH = 32  # columns; of 16, 32 and 64 the fastest on a CPU for vocabularies of 32,000 and 150,000
 
 
-def truncate(options: RowOptions, scores: jax.Array, *, full: bool) -> jax.Array:
-    """float32[n, vocab]: `scores` over the temperature, -inf at the tokens that a row leaves out.
+def truncate(options: RowOptions, scores: jax.Array, *, level: Level) -> jax.Array:
+    """Divides `scores` by the temperature and removes tokens, which get -inf.
 
     Args:
-        options: of the rows; a temperature of 0 counts as 1.
-        scores: float32[n, vocab], behind penalties and biases.
-        full: whether rows may ask for more than temperature, top-k, top-p and min-p.
+        options: Options of the rows; a temperature of 0 counts as 1.
+        scores: float32[n, vocab], after penalties and biases.
+        level: Level that covers the rows.
     """
     temperature, top_k = options.float_column("temperature"), options.int_column("top_k")
     has_top_p = options.float_column("top_p_tail") > 0
     scores = scores / jnp.where(temperature > 0, temperature, 1.0)[:, None]
+    all_options = level in ("penalties", "history")
+    if level == "history":
+        top_h = options.float_column("top_h")
+        scores = _map_rows(top_h > 0, lambda scores: keep_top_h(top_h[:, None], scores), scores)
     pending = has_top_p | (top_k > 0) | (options.float_column("min_p") > 0)
-    if full:
+    if all_options:
         pending |= jnp.stack([_is_on(options, name) for name in ("typical_p", "epsilon_cutoff", "eta_cutoff")]).any(0)
     num_candidates = min(NUM_CANDIDATES, scores.shape[1])
     max_top_k = MAX_TOP_K if num_candidates < scores.shape[1] else num_candidates
     few = (top_k > 0) & (top_k <= max_top_k) | (top_k == 0) & has_top_p
-    scores, done = _truncate_candidates(options, scores, pending & few, num_candidates, full=full)
+    scores, done = _truncate_candidates(options, scores, pending & few, num_candidates, all_options=all_options)
     pending &= ~done
-    return _map_rows(pending, lambda scores: _truncate_vocabulary(options, scores, pending, full=full), scores)
+    return _map_rows(
+        pending, lambda scores: _truncate_vocabulary(options, scores, pending, all_options=all_options), scores
+    )
 
 
 def _truncate_candidates(
-    options: RowOptions, scores: jax.Array, rows: jax.Array, num_candidates: int, *, full: bool
+    options: RowOptions, scores: jax.Array, rows: jax.Array, num_candidates: int, *, all_options: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """The scores with those `rows` cut that can be on their best columns; and which these were, bool[n]."""
+    """Truncates `rows` among their best columns if possible; also returns which, bool[n]."""
     tail, top_k = options.float_column("top_p_tail"), options.int_column("top_k")
     has_top_k = (top_k > 0)[:, None]
 
@@ -74,7 +74,7 @@ def _truncate_candidates(
         cut_is_here = jnp.where(has_top_k, last < kth, ((columns == -jnp.inf) | (best > last)).all(-1, keepdims=True))
         all_are_here = (last == -jnp.inf) | (num_candidates == scores.shape[1])
         done = rows & (cut_is_here | all_are_here)[:, 0]
-        columns = _min_p_and_later(options, columns, full=full)
+        columns = _min_p_and_later(options, columns, all_options=all_options)
         cut_scores = jnp.full_like(scores, -jnp.inf)
         cut_scores = cut_scores.at[jnp.arange(len(scores))[:, None], ids].set(columns, mode="drop")
         return jnp.where(done[:, None], cut_scores, scores), done
@@ -83,7 +83,7 @@ def _truncate_candidates(
 
 
 def _masses(scores: jax.Array, columns: jax.Array, *, is_nucleus: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Probabilities of `columns`, among themselves or (`is_nucleus`) among all `scores`; and the mass of the others."""
+    """Computes masses of `columns`, of all `scores` if `is_nucleus`, and that of the others."""
     among_columns = jax.nn.softmax(columns, axis=-1)
 
     def among_all() -> tuple[jax.Array, jax.Array]:
@@ -97,7 +97,9 @@ def _masses(scores: jax.Array, columns: jax.Array, *, is_nucleus: jax.Array) -> 
 
 
 def top_candidates(scores: jax.Array, num_columns: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The best of each row, of equals the first, [n, num_columns]: scores by ascending id, the ids, scores descending.
+    """Returns the best of each row: scores by ascending id, the ids, scores descending.
+
+    Each is [n, num_columns].
 
     In two levels: the best columns lie in the blocks of the best maxima. XLA's CPU backend looks at one number at a
     time for a top-k and at many for a maximum. Ids may exceed the vocabulary where the score is -inf.
@@ -117,7 +119,7 @@ def top_candidates(scores: jax.Array, num_columns: int) -> tuple[jax.Array, jax.
     return by_id, ids, best
 
 
-def _truncate_vocabulary(options: RowOptions, scores: jax.Array, rows: jax.Array, *, full: bool) -> jax.Array:
+def _truncate_vocabulary(options: RowOptions, scores: jax.Array, rows: jax.Array, *, all_options: bool) -> jax.Array:
     tail, top_k = options.float_column("top_p_tail"), options.int_column("top_k")
     vocab_size = scores.shape[1]
 
@@ -129,17 +131,17 @@ def _truncate_vocabulary(options: RowOptions, scores: jax.Array, rows: jax.Array
 
     scores = _map_rows(rows & (top_k > 0), keep_top_k, scores)
     scores = _map_rows(rows & (tail > 0), lambda s: top_p(_limit(tail, vocab_size), s), scores)
-    return _min_p_and_later(options, scores, full=full)
+    return _min_p_and_later(options, scores, all_options=all_options)
 
 
-def _min_p_and_later(options: RowOptions, scores: jax.Array, *, full: bool) -> jax.Array:
-    """All that comes behind top-p, on any columns of the rows."""
+def _min_p_and_later(options: RowOptions, scores: jax.Array, *, all_options: bool) -> jax.Array:
+    """Applies what follows top-p to any columns of the rows."""
 
     def column(name: str) -> jax.Array:
         return options.float_column(name)[:, None]
 
     scores = _map_rows(options.float_column("min_p") > 0, lambda s: keep_min_p(column("min_p"), s), scores)
-    if full:
+    if all_options:
         mass = _limit(options.float_column("typical_p"), scores.shape[1])
         scores = _map_rows(_is_on(options, "typical_p"), lambda s: keep_typical(mass, s), scores)
         epsilon, eta = column("epsilon_cutoff"), column("eta_cutoff")
@@ -153,12 +155,12 @@ def _is_on(options: RowOptions, name: str) -> jax.Array:
 
 
 def _map_rows(rows: jax.Array, change: Callable[[jax.Array], jax.Array], scores: jax.Array) -> jax.Array:
-    """`scores` with those `rows` changed; nothing is computed where there are none."""
+    """Applies `change` to those `rows` of `scores`; computes nothing if there are none."""
     return lax.cond(rows.any(), lambda: jnp.where(rows[:, None], change(scores), scores), lambda: scores)
 
 
 def _limit(limit: jax.Array, num_columns: int) -> jax.Array:
-    """Limits of rows, [n], in the shape that `torchax_serve.sampling.selection` broadcasts for so many columns."""
+    """Reshapes limits of rows [n] to what `mask_below_mass` broadcasts for so many columns."""
     return limit[:, None] if num_columns <= MAX_PAIRWISE else limit
 
 
@@ -166,7 +168,7 @@ TOP_H_CANDIDATES = 100  # transformers looks at no more
 
 
 def top_columns(scores: jax.Array, num_columns: int) -> tuple[jax.Array, jax.Array]:
-    """The largest of each row, f32[batch, num_columns] in descending order, and their columns.
+    """Returns the largest of each row [batch, num_columns], descending, and their columns.
 
     Barriers keep XLA from merging later slices into this one: its CPU backend would no longer see a top-k there and
     sort whole rows, 100 times slower. One barrier for both would crash its compiler where a program runs on several
@@ -177,7 +179,7 @@ def top_columns(scores: jax.Array, num_columns: int) -> tuple[jax.Array, jax.Arr
 
 
 def keep_top_h(top_h: jax.Array, scores: jax.Array) -> jax.Array:
-    """Keeps the likeliest tokens as long as their entropy stays below a part of the whole (Top-H, arXiv:2509.02510)."""
+    """Keeps the likeliest tokens up to a fraction of the entropy (Top-H, arXiv:2509.02510)."""
     best, ids = top_columns(scores, min(TOP_H_CANDIDATES, scores.shape[-1]))
     log_probs = jax.nn.log_softmax(best, axis=-1)
     probs = jnp.exp(log_probs)
@@ -189,25 +191,8 @@ def keep_top_h(top_h: jax.Array, scores: jax.Array) -> jax.Array:
     return jnp.full_like(scores, -jnp.inf).at[rows, ids].set(jnp.where(keep, best, -jnp.inf))
 
 
-def sorted_candidates(
-    scores: jax.Array, num_candidates: int, top_k: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """The best tokens of each row, in ascending order of id, and the score of the k-th best.
-
-    Returns:
-        Scores f32[batch, num_candidates], their token ids i32[batch, num_candidates], the k-th best score f32[batch,
-        1], and bool[]: false if tokens that tie with the k-th best may lie beyond these columns.
-    """
-    best, ids = top_columns(scores, num_candidates)
-    kth = jnp.take_along_axis(best, jnp.broadcast_to(top_k - 1, (len(best), 1)), axis=1)
-    complete = num_candidates == scores.shape[1] or ((best[:, -1:] < kth) | (best[:, -1:] == -jnp.inf)).all()
-    order = jnp.argsort(ids, axis=1)
-    ids, best = jnp.take_along_axis(ids, order, axis=1), jnp.take_along_axis(best, order, axis=1)
-    return best, ids, kth, jnp.asarray(complete)
-
-
 def top_p(tail: jax.Array, scores: jax.Array) -> jax.Array:
-    """Removes the least likely tokens up to a mass of `tail` = 1 - top_p (nucleus sampling, Holtzman et al. 2019)."""
+    """Removes the least likely tokens up to a mass of `tail` = 1 - top_p (Holtzman et al. 2019)."""
     return jnp.where(mask_below_mass(scores, jax.nn.softmax(scores, axis=-1), tail), -jnp.inf, scores)
 
 
@@ -232,7 +217,7 @@ def epsilon_cutoff(epsilon: jax.Array, scores: jax.Array) -> jax.Array:
 
 
 def cut_eta(epsilon: jax.Array, scores: jax.Array) -> jax.Array:
-    """Like `epsilon_cutoff`, with a cut-off that falls with the entropy (eta sampling, Hewitt et al. 2022)."""
+    """Removes tokens below a cut-off that falls with the entropy (eta, Hewitt et al. 2022)."""
     log_probs = jax.nn.log_softmax(scores, axis=-1)
     eta = jnp.minimum(epsilon, jnp.sqrt(epsilon) * jnp.exp(-_entropy(log_probs, jnp.exp(log_probs))))
     return epsilon_cutoff(eta, scores)
@@ -240,38 +225,3 @@ def cut_eta(epsilon: jax.Array, scores: jax.Array) -> jax.Array:
 
 def _entropy(log_probs: jax.Array, probs: jax.Array) -> jax.Array:
     return -jnp.where(probs > 0, log_probs * probs, 0.0).sum(-1, keepdims=True)
-
-
-def warp_columns(plan: GenerationSampling, scores: jax.Array) -> jax.Array:
-    """All that comes behind top-k, in transformers' order, on any set of columns."""
-    if plan.top_p_tail is not None:
-        scores = top_p(plan.top_p_tail, scores)
-    if plan.min_p is not None:
-        scores = keep_min_p(plan.min_p, scores)
-    if plan.typical_p is not None:
-        scores = keep_typical(plan.typical_p, scores)
-    if plan.epsilon_cutoff is not None:
-        scores = epsilon_cutoff(plan.epsilon_cutoff, scores)
-    if plan.eta_cutoff is not None:
-        scores = cut_eta(plan.eta_cutoff, scores)
-    return scores
-
-
-def process_sampling(plan: GenerationSampling, scores: jax.Array) -> jax.Array:
-    """All processors of sampling, f32[batch, vocab] to the same. Behind top-k, only candidates are computed with."""
-    if plan.temperature is not None:
-        scores = scores / plan.temperature
-    if plan.top_h is not None:
-        scores = keep_top_h(plan.top_h, scores)
-    if plan.top_k is None:
-        return warp_columns(plan, scores)
-    candidates, ids, kth, complete = sorted_candidates(scores, plan.num_candidates, plan.top_k)
-
-    def cut_and_warp(columns: jax.Array) -> jax.Array:
-        return warp_columns(plan, jnp.where(columns < kth, -jnp.inf, columns))  # ties with the k-th best stay
-
-    def on_candidates() -> jax.Array:
-        rows = jnp.arange(scores.shape[0])[:, None]
-        return jnp.full_like(scores, -jnp.inf).at[rows, ids].set(cut_and_warp(candidates))
-
-    return lax.cond(complete, on_candidates, lambda: cut_and_warp(scores))

@@ -1,9 +1,4 @@
-"""Device data of the sampler: state, and the options of rows.
-
-The options of a row are applied in transformers' order of processors, with the penalties of OpenAI's interface in
-between. A row's result is a function of that row only: the other rows of the batch decide which branches of the program
-run, never what they compute for it.
-"""
+"""Device data of the sampler: its state, and the options of rows."""
 
 from __future__ import annotations
 
@@ -14,24 +9,36 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-Level = Literal["greedy", "sampled", "full"]
+Level = Literal["greedy", "sampled", "penalties", "history"]
 
+LEVELS: tuple[Level, ...] = ("greedy", "sampled", "penalties", "history")
+"""Sampling programs, each of which covers the options of those before it.
 
-LEVELS: tuple[Level, ...] = ("greedy", "sampled", "full")
-
+`greedy` takes the best token; `sampled` adds temperature, top-k, top-p and min-p; `penalties` what depends on token
+counts and on tables of the vocabulary, and the rarer truncations; `history` what depends on the order of tokens, and
+top-h, which takes long to compile.
+"""
 
 NUM_TOP_BUCKETS = (0, 5, 20)
 """Numbers of top log-probabilities that a program returns; the host delivers as many as were requested."""
 
-
-INT_COLUMNS = ("slot", "top_k", "num_new", "min_new_tokens", "seed_low", "seed_high")
-
+INT_COLUMNS = (
+    "slot",
+    "table_slot",
+    "history_slot",
+    "top_k",
+    "num_new",
+    "min_new_tokens",
+    "seed_low",
+    "seed_high",
+    "seed_row",
+)
 
 NUM_NEW = INT_COLUMNS.index("num_new")
 
-
 FLOAT_COLUMNS = (
     "temperature",
+    "top_h",
     "top_p_tail",
     "min_p",
     "typical_p",
@@ -42,37 +49,65 @@ FLOAT_COLUMNS = (
     "frequency_penalty",
 )
 
+HISTORY_COLUMNS = (
+    "prompt_len",
+    "ngram_size",
+    "forced_first",
+    "forced_last_at",
+    "not_first_at",
+    "decay_at",
+    "remove_invalid_values",
+    "renormalize_logits",
+)
+
+IN_PROMPT, IS_STOP, NOT_FIRST, SUPPRESSED, FORCED_LAST = (1 << bit for bit in range(5))
+"""Bits of `SamplerTables.flags`: the token is in the prompt, ends the request, may not be the first new one, may never
+be sampled, is one of those that the last token must be."""
+
 
 @dataclasses.dataclass(frozen=True)
 class SamplerSpec:
-    """Which program chooses the tokens of a batch; hashable.
+    """Which program samples the tokens of a batch; hashable.
 
-    Three levels and the three buckets of `NUM_TOP_BUCKETS` are all there are, so that warm-up can compile them.
+    Attributes:
+        level: Lowest level that covers every row.
+        draws: Whether any row draws tokens; a program without draws is compiled much faster.
+        num_top: Number of top log-probabilities to return, a bucket of `NUM_TOP_BUCKETS`.
+        logprobs: Whether to return log-probabilities.
+        scores: Whether to return the processed scores.
+        nan_is_invalid: Whether a row with nan gets `INVALID_TOKEN`; otherwise nan is a maximum, as in ``torch.argmax``.
     """
 
-    level: Level  # the lowest that covers every row
-    num_top: int = 0  # top log-probabilities to return, a bucket
+    level: Level
+    draws: bool = True
+    num_top: int = 0
     logprobs: bool = False
+    scores: bool = False
+    nan_is_invalid: bool = True
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RowOptions:
-    """What each row of a batch asks for, in two arrays so that a step makes two small transfers."""
+    """Options of each row of a batch, in two arrays so that a step makes two small transfers.
 
-    ints: jax.Array  # int32[n, len(INT_COLUMNS)]; a slot of num_slots marks a row that is padding or does not sample
+    A slot of num_slots marks a row that is padding or does not sample. `table_slot` and `history_slot` are num_slots
+    where the request has no rows in `SamplerTables` or `SamplerHistory`; such a row reads zeros, which ask for nothing.
+    """
+
+    ints: jax.Array  # int32[n, len(INT_COLUMNS)]
     floats: jax.Array  # float32[n, len(FLOAT_COLUMNS)]
 
     def int_column(self, name: str) -> jax.Array:
-        """int32[n]: one of `INT_COLUMNS`."""
+        """Returns int32[n]: one of `INT_COLUMNS`."""
         return self.ints[:, INT_COLUMNS.index(name)]
 
     def float_column(self, name: str) -> jax.Array:
-        """float32[n]: one of `FLOAT_COLUMNS`."""
+        """Returns float32[n]: one of `FLOAT_COLUMNS`."""
         return self.floats[:, FLOAT_COLUMNS.index(name)]
 
     def advanced(self, num_tokens: jax.Array | int) -> RowOptions:
-        """The options of the same rows so many tokens later: a number, or int32[n]."""
+        """Returns the options of the same rows `num_tokens` tokens later: a number, or int32[n]."""
         step = (jnp.arange(len(INT_COLUMNS)) == NUM_NEW).astype(jnp.int32)
         return dataclasses.replace(self, ints=self.ints + jnp.asarray(num_tokens)[..., None] * step)
 
@@ -80,11 +115,32 @@ class RowOptions:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SamplerTables:
-    """What the level "full" knows of each slot's request. A slot's rows are written when a request is given it."""
+    """Tables of the level "penalties" by slot; on the host also the rows of one slot."""
 
     counts: jax.Array  # int32[num_slots, vocab], how often a token is among the outputs
-    flags: jax.Array  # uint8[num_slots, vocab], bits: the token is in the prompt, is a stop token, may not come first
-    bias: jax.Array  # float32[num_slots, vocab], added to the logits; -inf where a token may not be chosen
+    flags: jax.Array  # uint8[num_slots, vocab], bits such as `IN_PROMPT`
+    bias: jax.Array  # float32[num_slots, vocab], added to the logits; -inf where a token may not be sampled
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SamplerHistory:
+    """Arrays of the level "history" by slot; on the host also the rows of one slot.
+
+    Sizes are those of the largest request so far. Zeros ask for nothing, so a smaller request is padded with them.
+    Numbers for which zero has a meaning of its own are stored plus one: tokens of sequences, `forced_first`,
+    `forced_last_at`, `decay_at`.
+    """
+
+    ints: jax.Array  # int32[num_slots, len(HISTORY_COLUMNS)]
+    tokens: jax.Array  # int32[num_slots, capacity], prompt and outputs; capacity 0: no request needs them
+    sequences: jax.Array  # int32[num_slots, num_sequences, len], the biased token, then those before it, newest first
+    sequence_bias: jax.Array  # float32[num_slots, num_sequences], added to the biased token behind its sequence
+    decay_weights: jax.Array  # float32[num_slots, num_weights], factor**i - 1 for i tokens behind the decay's start
+
+    def column(self, name: str) -> jax.Array:
+        """Returns int32[num_slots]: one of `HISTORY_COLUMNS`."""
+        return self.ints[:, HISTORY_COLUMNS.index(name)]
 
 
 @jax.tree_util.register_dataclass
@@ -92,13 +148,14 @@ class SamplerTables:
 class SamplerState:
     """What stays on the device between steps; donate it."""
 
-    last_tokens: jax.Array  # int32[num_slots], what was chosen last: the input of the next decode step
-    tables: SamplerTables | None  # None until a request needs them
+    last_tokens: jax.Array  # int32[num_slots], token sampled last: the input of the next decode step
+    tables: SamplerTables | None = None  # None until a request needs them
+    history: SamplerHistory | None = None  # None until a request needs it
 
     @classmethod
     def empty(cls, num_slots: int, sharding: jax.sharding.Sharding) -> SamplerState:
-        """The state before the first request."""
-        return cls(jax.device_put(np.zeros(num_slots, np.int32), sharding), None)
+        """Returns the state before the first request."""
+        return cls(jax.device_put(np.zeros(num_slots, np.int32), sharding))
 
 
 @jax.tree_util.register_dataclass
@@ -114,7 +171,8 @@ class Logprobs:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sampled:
-    """What a step brings to the host."""
+    """Results of a step."""
 
-    tokens: jax.Array  # int32[n]; INVALID_TOKEN where a row has nothing to choose from
-    logprobs: Logprobs | None
+    tokens: jax.Array  # int32[n]; INVALID_TOKEN where a row has no token to sample
+    logprobs: Logprobs | None = None
+    scores: jax.Array | None = None  # float32[n, vocab], processed

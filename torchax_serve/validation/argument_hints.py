@@ -21,10 +21,7 @@ R = TypeVar("R")
 _DTYPE = 'use serve(dtype="bfloat16")'
 _DEVICES = "JAX places the weights: on one device by itself, on several with serve(mesh={'model': 4})"
 _CACHE_BYTES = "use EngineOptions(kv_cache_memory_bytes=...), a number of bytes"
-_NO_QUANTIZATION = (
-    'weights are served in float32, bfloat16 or float16; use serve(dtype="bfloat16"), and '
-    'EngineOptions(kv_cache_dtype="int8") for a smaller cache'
-)
+_QUANTIZATION = 'use serve(quantization="int8") or "int4", and EngineOptions(kv_cache_dtype="int8") for a smaller cache'
 _ATTENTION = "attention is this project's own on every device; leave it out"
 _TOKENIZER = "the tokenizer is the one in the model's folder; leave it out, or give token ids as prompts"
 _TEMPLATE_CALL = "give it to chat, or render the template with model.tokenizer.apply_chat_template"
@@ -49,9 +46,9 @@ HINTS: Mapping[str, str] = {
     "offload_folder": "weights are on the devices only; leave it out",
     "attn_implementation": _ATTENTION,
     "use_flash_attention_2": _ATTENTION,
-    "load_in_8bit": _NO_QUANTIZATION,
-    "load_in_4bit": _NO_QUANTIZATION,
-    "quantization_config": _NO_QUANTIZATION,
+    "load_in_8bit": _QUANTIZATION,
+    "load_in_4bit": _QUANTIZATION,
+    "quantization_config": _QUANTIZATION,
     "use_auth_token": 'use serve(token="...")',
     "hf_token": 'use serve(token="...")',
     "use_safetensors": "safetensors are taken where there are any; pickle files need serve(allow_pickle=True)",
@@ -90,7 +87,6 @@ HINTS: Mapping[str, str] = {
     "pipeline_parallel_size": "layers are not spread over devices; use serve(tensor_parallel=4)",
     "enable_expert_parallel": "use serve(mesh={'expert': 4})",
     "distributed_executor_backend": "use serve(hosts=Hosts(...)), or torchax_serve.distributed.ray for replicas",
-    "quantization": _NO_QUANTIZATION,
     "enforce_eager": _COMPILED,
     "compilation_config": _COMPILED,
     "load_format": "the files say what they are; for weights made up use serve(random_weights=True)",

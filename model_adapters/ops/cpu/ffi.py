@@ -36,11 +36,19 @@ TARGETS = (
     "tas_linear",
     "tas_packed_linear",
     "tas_paged_attention",
+    "tas_quantized_linear",
     "tas_rms_norm",
     "tas_row_sum",
     "tas_unpack",
 )
-ROW_BY_ROW = ("tas_activation", "tas_linear", "tas_packed_linear", "tas_rms_norm", "tas_row_sum")
+ROW_BY_ROW = (
+    "tas_activation",
+    "tas_linear",
+    "tas_packed_linear",
+    "tas_quantized_linear",
+    "tas_rms_norm",
+    "tas_row_sum",
+)
 """Targets that compute each row of their result from the same row of their first operand."""
 _lock = threading.Lock()
 _BATCH_INVARIANT = contextvars.ContextVar("in_order", default=False)
@@ -253,6 +261,42 @@ def packed_linear(x: jax.Array, groups: jax.Array, index: jax.Array, bias: jax.A
     """
     result = jax.ShapeDtypeStruct((x.shape[0], groups.shape[0] * GROUP_ROWS), x.dtype)
     return _call("tas_packed_linear", result)(x, groups, index, _or_empty(bias))
+
+
+def quantized_linear(
+    x: jax.Array,
+    values: jax.Array,
+    scale: jax.Array,
+    offset: jax.Array | None,
+    bias: jax.Array | None,
+    *,
+    num_rows: int,
+    bits: int,
+    zero: int,
+    group: int,
+    act_group: int,
+) -> jax.Array:
+    """Returns ``x[rows, K]`` times a quantized matrix ``[N, K]`` transposed, in x's dtype, summed in float32.
+
+    Args:
+        x: float[rows, K].
+        values: Numbers in the order of `quantized.h`.
+        scale: float16 or float32 ``[N / 16, groups, 16]``.
+        offset: Like `scale`, or None.
+        bias: float[N] or None.
+        num_rows: N.
+        bits: 8 or 4.
+        zero: What is taken from a stored number of 4 bits.
+        group: Columns that share a scale: a multiple of 16, or K and more.
+        act_group: Columns of x that are rounded to int8 with one scale: like `group`; 0: x is not rounded.
+    """
+    result = jax.ShapeDtypeStruct((x.shape[0], num_rows), x.dtype)
+    shift = jnp.zeros((0,), scale.dtype) if offset is None else offset
+    options = {"bits": bits, "zero": zero, "group": group, "act_group": act_group}
+    out: jax.Array = _call("tas_quantized_linear", result)(
+        x, values, scale, shift, _or_empty(bias), **{name: np.int64(value) for name, value in options.items()}
+    )
+    return out
 
 
 def unpack(groups: jax.Array, index: jax.Array) -> jax.Array:

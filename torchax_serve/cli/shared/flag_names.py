@@ -27,7 +27,7 @@ _PHRASES = {
 _LENGTH = "the cache grows with the conversation; --max-new-tokens bounds an answer, and plan has --max-model-len"
 _DEVICE = "JAX chooses the device; the environment variable JAX_PLATFORMS=cpu, cuda or tpu says which"
 _MEMORY = "memory is measured; in Python, serve(engine=EngineOptions(...)) bounds that of the cache"
-_QUANTIZED = "quantized weights are not supported yet; --dtype bfloat16 or float16 halves those of float32"
+_QUANTIZED = "use --quantization int8 or int4"
 _POSITIONAL = "the model is the first argument, without a flag"
 _SEQS = "a chat is one request at a time; plan and deploy have --max-num-seqs"
 _HTTP = "run answers in the terminal; torchax-serve deploy serves over HTTP"
@@ -73,7 +73,6 @@ HINTS: Mapping[str, str] = {
     "--pipeline-parallel-size": "give --tensor-parallel, or --mesh",
     "--port": _HTTP,
     "--presence-penalty": _IN_PYTHON,
-    "--quantization": _QUANTIZED,
     "--served-model-name": _HTTP,
     "--slots": "use --max-num-seqs, which plan and deploy have",
     "--swap-space": _MEMORY,

@@ -8,9 +8,12 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import typer
+
+from model_adapters.errors import InvalidArgumentError
 from torchax_serve.cli.chat.interrupts import prompt_interrupts
 from torchax_serve.cli.shared.load_options import DeviceOptions, LoadOptions
-from torchax_serve.cli.shared.terminal import hidden_keys, may_style, passing_note
+from torchax_serve.cli.shared.terminal import hidden_keys, may_style, passing_note, print_note
 
 
 def run_as_follower(name: str | None, options: DeviceOptions) -> bool:
@@ -34,6 +37,23 @@ def _keep_stdout_for_answers() -> None:
     sys.stdout = os.fdopen(answers, "w", encoding=sys.stdout.encoding, buffering=1)
 
 
+def end_if_explained(name: str | None, options: LoadOptions) -> None:
+    """With ``--explain``, prints what ``--quantization`` does to each weight of model `name`, and ends the command.
+
+    Raises:
+        InvalidArgumentError: ``--explain`` without ``--quantization``.
+        typer.Exit: after printing.
+    """
+    if not options.explain:
+        return
+    if options.quantization is None:
+        raise InvalidArgumentError("--explain: expected --quantization with it, got none; add a preset or a file")
+    with passing_note("starting torch and jax ..."):
+        from model_adapters.loading.quantization_plan import explain
+    print("\n".join(explain(name, options.quantization, **options.kwargs())))
+    raise typer.Exit
+
+
 @contextlib.contextmanager
 def loaded_model(
     name: str | None, options: LoadOptions, *, max_num_seqs: int | None = None, starts_chat: bool = False
@@ -51,6 +71,7 @@ def loaded_model(
         KeyboardInterrupt: Ctrl-C while it loads.
     """
     with prompt_interrupts(leave_at=1), hidden_keys():
+        end_if_explained(name, options)
         with passing_note("starting torch and jax ..."):
             from model_adapters.loading.progress import RichProgress, SilentProgress
             from torchax_serve import EngineOptions, serve
@@ -65,5 +86,7 @@ def loaded_model(
         progress = RichProgress() if may_style(sys.stderr) else SilentProgress()
         engine = None if max_num_seqs is None else EngineOptions(max_num_seqs=max_num_seqs)
         model = serve(name, progress=progress, engine=engine, **options.serve_kwargs())
+        if model.load_report.quantization:
+            print_note(model.load_report.quantization)
     with contextlib.closing(model):
         yield model

@@ -35,6 +35,13 @@ def complete_dtype() -> list[str]:
     return list(DTYPES)
 
 
+def complete_quantization() -> list[str]:
+    """Returns the shell's completions for a preset of quantization."""
+    from model_adapters.quantization.rules import PRESETS
+
+    return list(PRESETS)
+
+
 @dataclass(frozen=True)
 class ConfigOptions:
     """Source of a model's configuration and code; each field is an option of the commands (`option_groups`)."""
@@ -98,13 +105,31 @@ class LoadOptions(ConfigOptions):
     strict: Annotated[
         bool, _option("--strict", help="Refuse files with tensors that the model has no use for, or without its head.")
     ] = False
+    quantization: Annotated[
+        str | None,
+        _option(
+            "--quantization",
+            autocompletion=complete_quantization,
+            show_default=False,
+            help="Store weights with fewer bits: int8, int4, fp8, w8a8, fp8-w8a8, or a .toml, .yaml or .json file of "
+            "rules.",
+        ),
+    ] = None
+    explain: Annotated[bool, _option("--explain", help="Print what --quantization does to each weight, and end.")] = (
+        False
+    )
     verbose: Annotated[
         bool, _option("--verbose", help="More lines on stderr, such as the name of each tensor that is left unused.")
     ] = False
 
     def serve_kwargs(self) -> dict[str, Any]:
         """Returns the keyword arguments of `torchax_serve.serve`."""
-        return {**self.kwargs(), "allow_pickle": self.allow_pickle, "strict": self.strict}
+        return {
+            **self.kwargs(),
+            "allow_pickle": self.allow_pickle,
+            "strict": self.strict,
+            "quantization": self.quantization,
+        }
 
     def show_details(self) -> None:
         """With ``--verbose``, sends the project's own log to stderr, details included."""

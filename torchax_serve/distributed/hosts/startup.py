@@ -15,7 +15,6 @@ from jax.sharding import Mesh
 
 from model_adapters.errors import HostsError, InvalidArgumentError, UnsupportedArgumentError
 from model_adapters.loading import LoadedModel
-from model_adapters.ops.compressed_weight import unpacked
 from torchax_serve.distributed.hosts.heartbeat import Heartbeat
 from torchax_serve.distributed.hosts.messages import End
 from torchax_serve.distributed.hosts.options import Hosts
@@ -93,9 +92,9 @@ def load_digest(loaded: LoadedModel) -> dict[str, str]:
     ]
     values = hashlib.sha256()
     for _, weight in sorted(loaded.weights.items()):
-        array = unpacked(weight)
-        if array.is_fully_replicated and array.nbytes <= MAX_COMPARED_BYTES:
-            values.update(np.asarray(array.addressable_data(0)).tobytes())
+        for array in jax.tree.leaves(weight):
+            if array.is_fully_replicated and array.nbytes <= MAX_COMPARED_BYTES:
+                values.update(np.asarray(array.addressable_data(0)).tobytes())
     return {
         "configuration": _digest(json.dumps(config, sort_keys=True, default=str)),
         "layout of the weights": _digest(repr(layout)),
@@ -130,4 +129,5 @@ def shared_arguments(
     shape = None if mesh is None else dict(mesh.shape if isinstance(mesh, Mesh) else mesh)
     same = {"dtype": "auto", "revision": None, "random_weights": False, "refuse_uneven": False}
     said = {name: loading.get(name, usual) for name, usual in same.items()}
+    said["quantization"] = str(loading.get("quantization"))
     return {**said, "mesh": shape, "tensor_parallel": tensor_parallel}

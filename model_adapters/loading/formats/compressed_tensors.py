@@ -1,0 +1,212 @@
+"""compressed-tensors: the checkpoints of llm-compressor, also many of vLLM's and Red Hat's.
+
+Tensors of a weight by ``format`` (github.com/vllm-project/compressed-tensors ``compressors/``):
+
+* int-quantized, float-quantized, naive-quantized: ``weight`` int8 or float8[out, in], ``weight_scale``,
+  ``weight_zero_point``;
+* pack-quantized: ``weight_packed`` int32[out, in * bits / 32] of numbers plus 2^(bits - 1), ``weight_shape``,
+  ``weight_zero_point`` packed along the rows, ``weight_g_idx`` int32[in];
+* nvfp4-pack-quantized: ``weight_packed`` uint8[out, in / 2], ``weight_scale`` float8[out, in / 16],
+  ``weight_global_scale``, by which the scales are divided;
+* mxfp4-pack-quantized, mxfp8-quantized: ``weight_scale`` uint8, exponents plus 127.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from model_adapters.errors import CheckpointError
+from model_adapters.loading.formats import fp8
+from model_adapters.loading.formats.gguf_blocks import FP4_DOUBLED
+from model_adapters.loading.formats.gptq import column_order
+from model_adapters.loading.formats.parts import (
+    QuantizedParts,
+    by_rows,
+    centred,
+    require_shapes,
+    unpack_bytes,
+    unpack_words,
+)
+from model_adapters.loading.formats.settings import QuantizationSettings, matches
+from model_adapters.loading.formats.weight_groups import WeightGroup, groups_by_suffix
+from model_adapters.ops.quantized_weight import ActDtype
+
+_PLAIN = ("int-quantized", "float-quantized", "naive-quantized", "mxfp8-quantized")
+_FP4 = ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
+_READ = (*_PLAIN, "pack-quantized", *_FP4, "mixed-precision")
+_OPTIONAL = {
+    "zero_point": ".weight_zero_point",
+    "g_idx": ".weight_g_idx",
+    "shape": ".weight_shape",
+    "global_scale": ".weight_global_scale",
+    "input_scale": ".input_scale",
+    "input_zero_point": ".input_zero_point",
+    "input_global_scale": ".input_global_scale",
+}
+
+
+def find(entries: Mapping[str, Any], settings: QuantizationSettings) -> list[WeightGroup]:
+    """Returns the weights with a scale; refuses settings that are not read."""
+    values = settings.values
+    formats = {str(values.get("format", "dense"))} | {str(group.get("format")) for group in _groups(settings).values()}
+    for unread in sorted(formats - {*_READ, "dense", "None"}):
+        raise settings.refuse(f"format {unread!r} (expected one of {', '.join(_READ)})")
+    if values.get("transform_config"):
+        raise settings.refuse("transform_config (rotated weights)")
+    sparsity = (values.get("sparsity_config") or {}).get("format", "dense")
+    if sparsity != "dense":
+        raise settings.refuse(f"sparsity_config.format {sparsity!r}")
+    packed = {"packed": ".weight_packed", "scale": ".weight_scale"}
+    found = groups_by_suffix(entries, ".weight_packed", ".weight", packed, _OPTIONAL)
+    stored = {"weight": ".weight", "scale": ".weight_scale"}
+    known = {group.weight for group in found}
+    more = groups_by_suffix(entries, ".weight_scale", ".weight", stored, _OPTIONAL)
+    return found + [group for group in more if group.weight not in known]
+
+
+def _groups(settings: QuantizationSettings) -> Mapping[str, Any]:
+    groups = settings.values.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        raise CheckpointError(f"{settings.file}: expected config_groups in quantization_config, got {groups!r}")
+    return groups
+
+
+def _scheme_of(module: str, settings: QuantizationSettings) -> Mapping[str, Any]:
+    """Returns the group of settings for a module: one that names it, else one for its class."""
+    groups = list(_groups(settings).values())
+    for group in groups:
+        if any(matches(target, module) for target in group.get("targets") or ()):
+            return group
+    return next((group for group in groups if "Linear" in (group.get("targets") or ())), groups[0])
+
+
+def read(group: WeightGroup, tensors: Mapping[str, torch.Tensor], settings: QuantizationSettings) -> QuantizedParts:
+    """Returns the parts of one weight, exactly; activations are rounded as the checkpoint says."""
+    scheme, name = _scheme_of(group.module, settings), group.weight
+    weights = scheme.get("weights") or {}
+    if "packed" in tensors:
+        if weights.get("type") == "float":
+            return _read_fp4(name, tensors)
+        parts = _read_packed(name, tensors, weights, settings)
+    elif "weight" not in tensors:
+        raise CheckpointError(f"{name}: expected the weight of a scale in the files, got none")
+    elif tensors["weight"].dtype == torch.float8_e4m3fn:
+        parts = _read_float8(name, tensors, weights)
+    else:
+        parts = _read_int8(name, tensors, weights)
+    act_dtype, act_scale = _activations(name, scheme, tensors)
+    return QuantizedParts(
+        parts.values,
+        parts.scale,
+        parts.offset,
+        parts.columns,
+        parts.bits,
+        parts.group,
+        act_dtype,
+        act_scale,
+        source=_NAME,
+    )
+
+
+_NAME = "compressed-tensors"
+
+
+def _activations(
+    name: str, scheme: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+) -> tuple[ActDtype, float | None]:
+    """Returns what activations are rounded to, and their scale if it is fixed."""
+    inputs = scheme.get("input_activations")
+    if not inputs or inputs.get("num_bits") != 8 or inputs.get("strategy") not in ("token", "tensor"):
+        return "none", None  # finer than a row (groups of fp8 blocks): not rounded, which is more exact
+    if not inputs.get("symmetric", True):
+        return "none", None
+    kind: ActDtype = "int8" if inputs.get("type") == "int" else "float8_e4m3fn"
+    fixed = tensors.get("input_scale")
+    if inputs.get("dynamic") or fixed is None:
+        return kind, None
+    if fixed.numel() != 1:
+        raise CheckpointError(f"{name}: expected one input_scale, got {list(fixed.shape)}")
+    return kind, float(fixed)
+
+
+def _scale_of(name: str, scale: torch.Tensor, num_rows: int) -> torch.Tensor:
+    scale = scale.float()
+    return by_rows(name, scale.reshape(-1, 1) if scale.ndim < 2 else scale, num_rows)
+
+
+def _group_size(name: str, weights: Mapping[str, Any], num_columns: int, num_groups: int) -> int:
+    size = weights.get("group_size") if weights.get("strategy") in ("group", "tensor_group", None) else None
+    size = num_columns if size in (None, -1) else int(size)
+    if -(-num_columns // size) != num_groups:
+        raise CheckpointError(
+            f"{name}: expected {-(-num_columns // size)} scales in a row of {num_columns} columns in groups of {size}, "
+            f"got {num_groups}: get config.json and the weights again"
+        )
+    return size
+
+
+def _read_float8(name: str, tensors: Mapping[str, torch.Tensor], weights: Mapping[str, Any]) -> QuantizedParts:
+    weight, scale = tensors["weight"], tensors["scale"]
+    if weights.get("group_size") and weights.get("strategy") != "block":
+        scale = fp8.exponents_to_float(scale)
+        size = _group_size(name, weights, weight.shape[-1], scale.shape[-1])
+        return QuantizedParts(weight, by_rows(name, scale, weight.shape[0]), group=size)
+    block = weights.get("block_structure") if weights.get("strategy") == "block" else None
+    return fp8.of_float8(name, weight, scale, block, _NAME)
+
+
+def _read_int8(name: str, tensors: Mapping[str, torch.Tensor], weights: Mapping[str, Any]) -> QuantizedParts:
+    weight, zero = tensors["weight"], tensors.get("zero_point")
+    if weight.dtype != torch.int8 or weights.get("num_bits", 8) > 8:
+        raise CheckpointError(f"{name}: expected int8, got {weight.dtype}: get config.json again")
+    num_rows, num_columns = weight.shape
+    scale = _scale_of(name, tensors["scale"], num_rows)
+    group = _group_size(name, weights, num_columns, scale.shape[-1])
+    offset = None
+    if zero is not None and bool(zero.any()):
+        offset = -(_scale_of(name, zero, num_rows) * scale)
+    columns = column_order(name, tensors.get("g_idx"), num_columns, group)
+    values = weight if columns is None else weight[:, columns.long()]
+    return QuantizedParts(values, scale, offset, columns, bits=8, group=group)
+
+
+def _read_packed(
+    name: str, tensors: Mapping[str, torch.Tensor], weights: Mapping[str, Any], settings: QuantizationSettings
+) -> QuantizedParts:
+    bits = weights.get("num_bits")
+    if bits not in (4, 8):
+        raise settings.refuse(f"num_bits {bits!r} (expected 4 or 8)")
+    packed, shape = tensors["packed"], tensors.get("shape")
+    num_rows = packed.shape[0]
+    num_columns = packed.shape[1] * 32 // bits if shape is None else int(shape[1])
+    require_shapes(name, {"packed": (num_rows, -(-num_columns * bits // 32))}, dict(tensors))
+    if shape is not None and int(shape[0]) != num_rows:
+        raise CheckpointError(f"{name}: expected weight_shape {[num_rows, num_columns]}, got {shape.tolist()}")
+    values = unpack_words(packed, bits, 1)[:, :num_columns]
+    scale = _scale_of(name, tensors["scale"], num_rows)
+    group = _group_size(name, weights, num_columns, scale.shape[-1])
+    zero = tensors.get("zero_point")
+    if zero is not None and zero.dtype == torch.int32:
+        zero = unpack_words(zero, bits, 0)[:num_rows]
+    elif zero is not None:  # not packed, signed
+        zero = (_scale_of(name, zero, num_rows) + 2 ** (bits - 1)).to(torch.uint8)
+    columns = column_order(name, tensors.get("g_idx"), num_columns, group)
+    if columns is not None:
+        values = values[:, columns.long()]
+    numbers, offset = centred(values, zero, scale, bits)
+    return QuantizedParts(numbers, scale, offset, columns, bits=bits, group=group)
+
+
+def _read_fp4(name: str, tensors: Mapping[str, torch.Tensor]) -> QuantizedParts:
+    """Returns halves as whole numbers, the scales halved: 4-bit floats are 0, 0.5, 1, 1.5, 2, 3, 4, 6."""
+    codes = unpack_bytes(tensors["packed"], 4)
+    numbers = torch.tensor(FP4_DOUBLED, dtype=torch.int8)[codes.long()]
+    scale, divisor = fp8.exponents_to_float(tensors["scale"]), tensors.get("global_scale")
+    if divisor is not None:
+        scale = scale / divisor.float()
+    group = codes.shape[-1] // scale.shape[-1]
+    require_shapes(name, {"scale": (codes.shape[0], codes.shape[-1] // group)}, dict(tensors))
+    return QuantizedParts(numbers, scale / 2, group=group, source=_NAME)

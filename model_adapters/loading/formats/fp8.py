@@ -1,0 +1,76 @@
+"""8-bit floats with a scale for each block, row or matrix: DeepSeek, Qwen3, Mistral, AutoFP8, FBGEMM.
+
+Tensors of a weight: ``weight`` float8_e4m3fn[out, in] and ``weight_scale_inv`` [ceil(out / rows), ceil(in / columns)]
+(blocks, by which values are multiplied in spite of the name) or ``weight_scale`` [out, 1], [1] or []. The layouts are
+those that `transformers.integrations.finegrained_fp8` and `fbgemm_fp8` read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from model_adapters.errors import CheckpointError
+from model_adapters.loading.formats.parts import QuantizedParts, by_rows
+from model_adapters.loading.formats.settings import QuantizationSettings
+from model_adapters.loading.formats.weight_groups import WeightGroup, groups_by_suffix
+
+_INPUT = {"input_scale": "{module}.input_scale", "activation_scale": "{module}.activation_scale"}
+
+
+def find(entries: Mapping[str, Any], settings: QuantizationSettings) -> list[WeightGroup]:
+    """Returns the weights with a scale."""
+    found = groups_by_suffix(
+        entries, "_scale_inv", "", {"weight": "", "scale": "_scale_inv"}, {**_INPUT, "fused_input": "_activation_scale"}
+    )
+    if found:
+        return found
+    bound = {"input_scale_ub": "{module}.input_scale_ub"}
+    return groups_by_suffix(entries, ".weight_scale", ".weight", _CHANNEL, {**_INPUT, **bound})
+
+
+_CHANNEL = {"weight": ".weight", "scale": ".weight_scale"}
+
+
+def read(group: WeightGroup, tensors: Mapping[str, torch.Tensor], settings: QuantizationSettings) -> QuantizedParts:
+    """Returns the parts of one weight, exactly.
+
+    Activations are not rounded: the configurations ask for a scale of each 128 columns or of each row.
+    """
+    if "weight" not in tensors:
+        raise CheckpointError(f"{group.weight}: expected the weight of a scale in the files, got none")
+    return of_float8(group.weight, tensors["weight"], tensors["scale"], settings.values.get("weight_block_size"), "fp8")
+
+
+def of_float8(name: str, weight: torch.Tensor, scale: torch.Tensor, block: Any, source: str) -> QuantizedParts:
+    """Returns the parts of a weight float8[..., out, in] with a scale for each block, row, or matrix."""
+    if weight.dtype != torch.float8_e4m3fn:
+        raise CheckpointError(f"{name}: expected float8_e4m3fn, got {weight.dtype}: get config.json again")
+    rows, columns = weight.shape[-2:]
+    scale = exponents_to_float(scale)
+    if scale.numel() == 1 and weight.ndim == 2:
+        return QuantizedParts(weight, by_rows(name, scale.reshape(1, 1), rows), group=columns, source=source)
+    if scale.shape == weight.shape[:-2] or scale.shape == (*weight.shape[:-2], rows):
+        scale = scale[..., None] if scale.ndim == weight.ndim - 1 else scale[..., None, None]
+    if scale.shape[-2:] in ((rows, 1), (1, 1)) and not block:
+        return QuantizedParts(weight, by_rows(name, scale, rows), group=columns, source=source)
+    block_rows, block_columns = block or (128, 128)
+    expected = (*weight.shape[:-2], -(-rows // block_rows), -(-columns // block_columns))
+    if tuple(scale.shape) != expected:
+        raise CheckpointError(
+            f"{name}: expected scales {list(expected)} for {list(weight.shape)} in blocks of {block_rows} x "
+            f"{block_columns}, got {list(scale.shape)}: get config.json and the weights again"
+        )
+    by_row = scale.repeat_interleave(block_rows, -2)[..., :rows, :]
+    return QuantizedParts(weight, by_row, group=min(block_columns, columns), source=source)
+
+
+def exponents_to_float(scale: torch.Tensor) -> torch.Tensor:
+    """Returns float32 scales; uint8 and float8_e8m0fnu ones are exponents plus 127."""
+    if scale.dtype in (torch.uint8, torch.float8_e8m0fnu):
+        exponents = scale.view(torch.uint8)
+        powers = torch.exp2(exponents.float() - 127)
+        return torch.where(exponents == 255, torch.nan, powers)
+    return scale.float()

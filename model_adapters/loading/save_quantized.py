@@ -1,0 +1,65 @@
+"""Writes a model's folder with quantized weights, for transformers and vLLM."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from model_adapters.bridge.views import to_torch_tensor
+from model_adapters.errors import InvalidArgumentError
+from model_adapters.loading.loader import load_model
+from model_adapters.ops.quantized_weight import QuantizedWeight
+from model_adapters.quantization.compressed_tensors import quantization_config, tensors_of
+from model_adapters.quantization.rules import rules_for_files
+
+
+def save_quantized(model: Any, folder: str | os.PathLike[str], quantization: Any, **load_options: Any) -> str:
+    """Writes `model` with linear layers quantized into `folder`, in the format compressed-tensors.
+
+    Experts in one tensor, embedding tables and tied heads stay dense. Presets leave the head dense too.
+
+    Args:
+        model: What `load_model` accepts.
+        folder: A new or empty folder.
+        quantization: What `parse_rules` accepts.
+        load_options: Further arguments of `load_model`.
+
+    Returns:
+        What was quantized, in one line.
+
+    Raises:
+        InvalidArgumentError: a folder with files in it; rules that do not fit.
+        TorchaxServeError: the model cannot be loaded.
+    """
+    out = Path(folder)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise InvalidArgumentError(f"OUT: expected a new or empty folder, got {out}; choose another")
+    rules = rules_for_files(quantization)
+    if rules is None:
+        raise InvalidArgumentError("quantization: expected a preset, a file or rules, got none; choose int8 or int4")
+    loaded = load_model(model, quantization=rules, **load_options)
+    module = loaded.module
+    quantized = {
+        name.removesuffix(".weight"): weight
+        for name, weight in loaded.weights.items()
+        if isinstance(weight, QuantizedWeight)
+    }
+    linear = [path for path, child in module.named_modules() if isinstance(child, torch.nn.Linear)]
+    names = module.state_dict().keys()
+    state: dict[str, torch.Tensor] = {}
+    for name, weight in loaded.weights.items():
+        if isinstance(weight, QuantizedWeight):
+            state |= tensors_of(name.removesuffix(".weight"), weight)
+        elif name in names:
+            state[name] = to_torch_tensor(weight)  # type: ignore[arg-type]  # packed weights are made by serve alone
+    ignore = [path for path in linear if path not in quantized]
+    module.config.quantization_config = quantization_config(quantized, ignore)
+    module.save_pretrained(out, state_dict=state)
+    if (tokenizer := loaded.tokenizer()) is not None:
+        tokenizer.save_pretrained(out)
+    if (processor := loaded.processor()) is not None:
+        processor.save_pretrained(out)
+    return loaded.report.quantization

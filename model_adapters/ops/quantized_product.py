@@ -1,0 +1,189 @@
+"""Products with quantized weights: implementations of the ops `linear` and `grouped_matmul`.
+
+Without `act_dtype` the weight is dequantized and multiplied as any other. With it each row of activations is rounded,
+in groups of columns as the weight's, with a scale for each group; products of the small numbers are summed exactly in
+a group (int8), and scaled sums of groups are added in float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+
+from model_adapters.ops import registry, spmd
+from model_adapters.ops.compressed_weight import quantized_of
+from model_adapters.ops.cpu import ffi
+from model_adapters.ops.grouped_matmul import OP as GROUPED_OP
+from model_adapters.ops.grouped_matmul import Layout, over_tiles
+from model_adapters.ops.linear import OP, finish, product_sums
+from model_adapters.ops.quantized_weight import QuantizedWeight, dequantize
+
+LARGEST_INT8 = 127.0
+"""What the largest number of a group becomes. -128 is not used: the CPU kernel takes a sign off."""
+
+
+def round_rows(x: jax.Array, group: int, act_dtype: str) -> tuple[jax.Array, jax.Array]:
+    """Returns rows rounded in groups of columns, and the scales of the groups.
+
+    Args:
+        x: float[rows, in].
+        group: Number of columns that share a scale; the last group may be shorter.
+        act_dtype: "int8" or "float8_e4m3fn".
+
+    Returns:
+        Numbers ``act_dtype[rows, groups, group]``, padded with zeros, and scales float32[rows, groups].
+    """
+    num_rows, num_columns = x.shape
+    groups = -(-num_columns // group)
+    padded = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, groups * group - num_columns)))
+    tiles = padded.reshape(num_rows, groups, group)
+    largest = jnp.max(jnp.abs(tiles), axis=-1)
+    top = LARGEST_INT8 if act_dtype == "int8" else float(jnp.finfo(act_dtype).max)
+    quotients = tiles * jnp.where(largest > 0, top / largest, 0)[..., None]
+    rounded = jnp.round(quotients) if act_dtype == "int8" else jnp.clip(quotients, -top, top)
+    return rounded.astype(act_dtype), largest / top
+
+
+def quantized_sums(x: jax.Array, weight: QuantizedWeight) -> jax.Array:
+    """Returns ``x[rows, in]`` times a quantized matrix [out, in] transposed, summed in float32 or more."""
+    scheme, weight = weight.scheme, weight.plain()
+    if scheme.act_dtype == "none":
+        return product_sums(x, dequantize(weight, x.dtype))
+    if weight.columns is not None:
+        x = x[:, weight.columns]
+    num_columns, group = weight.values.shape[-1], weight.scheme.group
+    act_group = min(scheme.act_group or group, num_columns)
+    if scheme.act_scale is not None:
+        numbers, scale = _rounded_by(x, scheme.act_scale, scheme.act_dtype)
+        act_group = num_columns
+    else:
+        numbers, scale = round_rows(x, act_group, scheme.act_dtype)
+    step = math.gcd(min(group, num_columns), act_group)
+    return _sums_of_groups(numbers.reshape(len(x), -1)[:, :num_columns], scale, act_group, weight, step)
+
+
+def _rounded_by(x: jax.Array, scale: float, act_dtype: str) -> tuple[jax.Array, jax.Array]:
+    """Returns rows [rows, 1, in] rounded by the scale that a checkpoint fixes, and scales float32[rows, 1]."""
+    quotients = x.astype(jnp.float32)[:, None] / scale
+    top = LARGEST_INT8 if act_dtype == "int8" else float(jnp.finfo(act_dtype).max)
+    rounded = jnp.clip(jnp.round(quotients) if act_dtype == "int8" else quotients, -top, top)
+    return rounded.astype(act_dtype), jnp.full((len(x), 1), scale, jnp.float32)
+
+
+def _sums_of_groups(
+    numbers: jax.Array, scale: jax.Array, act_group: int, weight: QuantizedWeight, step: int
+) -> jax.Array:
+    """Returns float32[rows, out]: exact sums in steps of columns, each times both scales.
+
+    Args:
+        numbers: Rounded activations [rows, in].
+        scale: Their scales float32[rows, groups].
+        act_group: Columns that share one of these scales.
+        weight: In the plain layout, columns in the stored order.
+        step: Columns of a sum, a divisor of both groups.
+    """
+    num_columns = numbers.shape[1]
+    steps = -(-num_columns // step)
+    pad = ((0, 0), (0, steps * step - num_columns))
+    left = jnp.pad(numbers, pad).reshape(-1, steps, step)
+    right = jnp.pad(weight.values, pad).reshape(-1, steps, step)
+    is_integer = jnp.issubdtype(numbers.dtype, jnp.integer)
+    if is_integer and right.dtype != jnp.int8:
+        right = right.astype(jnp.int8 if right.dtype in (jnp.int4, jnp.uint4) else jnp.int32)
+        left = left.astype(right.dtype)
+    exact = jnp.int32 if is_integer else jnp.float32
+    sums = jax.lax.dot_general(left, right, (((2,), (2,)), ((1,), (1,))), preferred_element_type=exact)
+    firsts = jnp.arange(steps) * step
+    left_scale = scale[:, firsts // act_group].T  # [steps, rows]
+    of_weight = firsts // weight.scheme.group
+    right_scale = weight.scale.astype(jnp.float32)[:, of_weight].T  # [steps, out]
+    total = jnp.sum(sums.astype(jnp.float32) * left_scale[:, :, None] * right_scale[:, None, :], axis=0)
+    if weight.offset is None:
+        return total
+    row_sums = jnp.sum(left.astype(exact), axis=2).astype(jnp.float32) * left_scale.T  # [rows, steps]
+    offsets = weight.offset.astype(jnp.float32)[:, of_weight]
+    return total + jnp.einsum("rs,os->ro", row_sums, offsets, precision=jax.lax.Precision.HIGHEST)
+
+
+def _unsupported_reason(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> str | None:
+    found = quantized_of(weight)
+    return "the weight is not quantized" if found is None or found.scheme.transposed else None
+
+
+@registry.register(OP, "quantized", registry.PLATFORMS, unsupported_reason=_unsupported_reason, takes_precedence=True)
+def quantized(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """Computes with a quantized weight, on any platform and mesh."""
+    found = quantized_of(weight)
+    assert found is not None
+    return finish(quantized_sums(x, found), bias, x.dtype)
+
+
+def _kernel_unsupported_reason(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> str | None:
+    if (reason := _unsupported_reason(x, weight, bias)) is not None:
+        return reason
+    found = quantized_of(weight)
+    assert found is not None
+    if found.scheme.layout != "cpu":
+        return "the weight is not in the kernel's order"
+    if spmd.mesh_in_use() is not None:
+        return "a mesh of devices"
+    return ffi.unsupported_reason(x) if x.shape[0] else "no rows"
+
+
+def _kernel_product(x: jax.Array, weight: QuantizedWeight, bias: jax.Array | None) -> jax.Array:
+    """Returns ``x[rows, in]`` times a matrix in the kernel's order transposed, plus ``bias[out]``, in x's dtype."""
+    scheme, (num_rows, num_columns) = weight.scheme, weight.stored_shape[-2:]
+    if weight.columns is not None:
+        x = x[:, weight.columns]
+    act_group = 0 if scheme.act_dtype == "none" else min(scheme.act_group or scheme.group, num_columns)
+    return ffi.quantized_linear(
+        x,
+        weight.values,
+        weight.scale,
+        weight.offset,
+        bias,
+        num_rows=num_rows,
+        bits=scheme.bits,
+        zero=scheme.zero,
+        group=scheme.group,
+        act_group=act_group,
+    )
+
+
+@registry.register(OP, "cpu-quantized", ("cpu",), unsupported_reason=_kernel_unsupported_reason, takes_precedence=True)
+def streamed(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """Computes with the C++ kernel, which reads a quantized weight as it is stored."""
+    found = quantized_of(weight)
+    assert found is not None
+    return _kernel_product(x, found, bias)
+
+
+def _grouped_unsupported_reason(
+    x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, layout: Layout
+) -> str | None:
+    return "the weight is not quantized" if _experts_of(weight, layout) is None else None
+
+
+def _experts_of(weight: jax.Array, layout: Layout) -> QuantizedWeight | None:
+    """Returns quantized experts that are stored as [E, out, in], whichever way model code has turned them."""
+    found = quantized_of(weight)
+    return found if found is not None and found.scheme.transposed == (layout == "ekn") else None
+
+
+@registry.register(
+    GROUPED_OP, "quantized", registry.PLATFORMS, unsupported_reason=_grouped_unsupported_reason, takes_precedence=True
+)
+def quantized_experts(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, layout: Layout) -> jax.Array:
+    """Computes one product for each expert with rows; an expert is dequantized when its turn comes."""
+    found = _experts_of(weight, layout)
+    assert found is not None
+    matrices = dataclasses.replace(found, columns=None, scheme=dataclasses.replace(found.scheme, transposed=False))
+
+    def product(rows: jax.Array, expert: jax.Array) -> jax.Array:
+        one = jax.tree.map(lambda part: jax.lax.dynamic_index_in_dim(part, expert, keepdims=False), matrices)
+        return quantized_sums(rows, dataclasses.replace(one, columns=found.columns))
+
+    return over_tiles(x, group_sizes, found.stored_shape[-2], product)

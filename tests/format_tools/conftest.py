@@ -1,0 +1,17 @@
+"""Checkpoints that bitsandbytes, torchao and HQQ write; collected only where the folder is named.
+
+These libraries are large, and transformers takes other paths where it finds them installed: ``pip install --no-deps
+--target format-tools bitsandbytes torchao hqq einops termcolor``, then ``PYTHONPATH=format-tools pytest -n 0
+tests/format_tools``.
+"""
+
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "loading" / "formats"))
+
+
+def pytest_ignore_collect(config):
+    named = (Path(config.invocation_params.dir, argument.split("::")[0]).resolve() for argument in config.args)
+    return None if any(path == HERE or HERE in path.parents for path in named) else True

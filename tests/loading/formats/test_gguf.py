@@ -1,0 +1,265 @@
+"""GGUF files that the package `gguf` writes, against transformers' and its own dequantization."""
+
+import json
+import struct
+
+import numpy as np
+import pytest
+import torch
+import transformers as tf
+from quantized_folders import check_generates
+
+from model_adapters.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
+from model_adapters.loading import load_model
+from model_adapters.loading.formats.gguf_blocks import BLOCK_BYTES, QUANTIZED_TYPES, unpack_blocks
+from model_adapters.loading.formats.gguf_file import GgufFile
+from model_adapters.loading.gguf_names import pick, split_tag
+from model_adapters.loading.model_source import parse_name
+from model_adapters.ops.compressed_weight import unpacked
+from model_adapters.ops.quantized_weight import QuantizedWeight
+
+gguf = pytest.importorskip("gguf", reason="the format's own tool is part of the extra dev")
+
+from gguf_files import BY_TOOL, CONFIGS, DRAWN, tiny_model, write_gguf  # noqa: E402 it needs the tool
+
+
+def by_transformers(file):
+    return tf.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+
+
+def check_same(file, theirs):
+    """Every weight of the file, in float32, has transformers' numbers; returns the model and the dense ones' names."""
+    loaded = load_model(file, dtype="float32")
+    dense = []
+    for name, tensor in theirs.state_dict().items():
+        weight = loaded.weights[name]
+        np.testing.assert_array_equal(np.asarray(unpacked(weight)), tensor.numpy(), err_msg=name)
+        if tensor.ndim > 1 and not isinstance(weight, QuantizedWeight):
+            dense.append(name)
+    return loaded, dense
+
+
+@pytest.mark.parametrize("kind", QUANTIZED_TYPES)
+def test_blocks_have_every_number_of_the_tools_dequantization(kind):
+    rng, (block, num_bytes) = np.random.default_rng(0), BLOCK_BYTES[kind]
+    assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]] == (block, num_bytes)
+    blocks = rng.integers(0, 256, (6 * 512 // block, num_bytes)).astype(np.uint8)
+    halves = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "MXFP4": ()}
+    for place in halves.get(kind, (0,)):
+        blocks[:, place : place + 2] = rng.uniform(-0.1, 0.1, (len(blocks), 1)).astype(np.float16).view(np.uint8)
+    if kind == "MXFP4":
+        blocks[:, 0] = rng.integers(0, 250, len(blocks))
+    theirs = gguf.dequantize(blocks.reshape(6, -1), gguf.GGMLQuantizationType[kind])
+    ours = unpack_blocks(torch.from_numpy(blocks.reshape(-1)), kind, (6, 512)).dense()
+    np.testing.assert_array_equal(ours.numpy(), theirs)
+
+
+@pytest.mark.parametrize("kind", [*BY_TOOL, *DRAWN])
+def test_a_llama_in_each_type_has_transformers_numbers(kind, tmp_path):
+    model = tiny_model("llama")
+    loaded, dense = check_same(
+        write_gguf(tmp_path / "m.gguf", model, "llama", kind), by_transformers(tmp_path / "m.gguf")
+    )
+    assert dense == [] and not loaded.report.unused_tensors
+    assert loaded.config.rope_parameters["rope_theta"] == 50000.0 and loaded.config.eos_token_id == 1
+
+
+@pytest.mark.parametrize("architecture", [name for name in CONFIGS if name != "llama"])
+def test_every_architecture_has_transformers_numbers(architecture, tmp_path):
+    model = tiny_model(architecture)
+    file = write_gguf(tmp_path / "m.gguf", model, architecture, "Q4_1")
+    loaded, dense = check_same(
+        file, by_transformers(file) if architecture not in ("qwen3", "qwen3moe") else dequantized(model)
+    )
+    assert dense == [], "matrices were made dense"
+    ours, given = loaded.config.to_dict(), model.config.to_dict()
+    said = ("hidden_size", "head_dim", "num_key_value_heads", "moe_intermediate_size", "sliding_window", "layer_types")
+    for key in [key for key in said if key in given]:
+        assert ours[key] == given[key], key
+
+
+def dequantized(model):
+    """`model` with its matrices rounded by the tool: transformers' own reading lacks sizes of the configuration."""
+    kind = gguf.GGMLQuantizationType.Q4_1
+    rounded = {}
+    for name, tensor in model.state_dict().items():
+        is_matrix = tensor.ndim > 1 and tensor.shape[-1] % 256 == 0
+        numbers = gguf.dequantize(gguf.quantize(tensor.numpy(), kind), kind) if is_matrix else tensor
+        rounded[name] = torch.as_tensor(numbers)
+    model.load_state_dict(rounded)
+    return model
+
+
+def test_it_generates_the_tokens_of_its_dequantized_twin(tmp_path):
+    file = write_gguf(tmp_path / "m.gguf", tiny_model("llama", tie_word_embeddings=True), "llama", "Q4_1")
+    check_generates(file, by_transformers(file))
+
+
+def test_experts_generate_the_tokens_of_their_dequantized_twin(tmp_path):
+    model = tiny_model("qwen3moe")
+    file = write_gguf(tmp_path / "m.gguf", model, "qwen3moe", "Q4_0")
+    kind = gguf.GGMLQuantizationType.Q4_0
+    for parameter in model.parameters():
+        if parameter.ndim > 1 and parameter.shape[-1] % 256 == 0:
+            parameter.data = torch.from_numpy(gguf.dequantize(gguf.quantize(parameter.detach().numpy(), kind), kind))
+    check_generates(file, model)
+
+
+def test_tokenizer_and_chat_template_are_those_of_the_file(tmp_path):
+    file = write_gguf(tmp_path / "m.gguf", tiny_model("llama", num_hidden_layers=1), "llama", "Q8_0")
+    tokenizer = load_model(file).tokenizer()
+    tokens = GgufFile.read(file).metadata["tokenizer.ggml.tokens"]
+    ids = tokenizer("hello</s>", add_special_tokens=False)["input_ids"]
+    assert [tokens[i] for i in ids] == ["hel", "l", "o", "</s>"]
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+    assert text == "<s>hi</s>" and tokenizer.eos_token_id == 1 and tokenizer.bos_token_id == 0
+
+
+def test_dtype_on_a_cpu_is_float32_unless_another_is_asked_for(tmp_path):
+    file = write_gguf(tmp_path / "m.gguf", tiny_model("llama", num_hidden_layers=1), "llama", "Q8_0")
+    assert load_model(file).dtype == "float32" and load_model(file, dtype="bfloat16").dtype == "bfloat16"
+
+
+def test_linear_and_yarn_scaling_of_positions(tmp_path):
+    model, keys = tiny_model("llama", num_hidden_layers=1), "llama__rope__scaling__"
+    scaling = {f"{keys}type": "linear", f"{keys}factor": 4.0}
+    file = write_gguf(tmp_path / "linear.gguf", model, "llama", "Q8_0", **scaling)
+    rope = load_model(file).config.rope_parameters
+    assert (rope["rope_type"], rope["factor"]) == ("linear", 4.0)
+    scaling = {f"{keys}type": "yarn", f"{keys}factor": 4.0, f"{keys}original_context_length": 16}
+    file = write_gguf(tmp_path / "yarn.gguf", model, "llama", "Q8_0", **scaling)
+    rope = load_model(file).config.rope_parameters
+    assert (rope["rope_type"], rope["factor"], rope["original_max_position_embeddings"]) == ("yarn", 4.0, 16)
+
+
+@pytest.fixture(scope="module")
+def good_file(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gguf")
+    return write_gguf(folder / "m.gguf", tiny_model("llama", num_hidden_layers=1), "llama", "Q8_0")
+
+
+def changed(good_file, folder, change):
+    file = folder / "m.gguf"
+    data = bytearray(good_file.read_bytes())
+    file.write_bytes(change(data))
+    return file
+
+
+def version(number):
+    return lambda data: data[:4] + struct.pack("<I", number) + data[8:]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda data: data[:-1000], "is truncated: .* bytes expected for tensor .*get the file again"),
+        (lambda data: data[:300], "is truncated: its header needs"),
+        (lambda data: b"", "is not a GGUF file"),
+        (lambda data: b"PK\x03\x04" + data[4:], "is not a GGUF file: it starts with"),
+        (lambda data: b"version https://git-lfs", "is a Git LFS pointer"),
+        (version(1), "of version 1, expected 2 or 3"),
+        (lambda data: data[:4] + struct.pack(">I", 3) + data[8:], "is a big-endian GGUF file"),
+    ],
+)
+def test_a_damaged_file_is_one_line(change, said, good_file, tmp_path):
+    with pytest.raises(CheckpointError, match=said) as caught:
+        load_model(changed(good_file, tmp_path, change))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "metadata", "said"),
+    [
+        ("llama", {"split__count": 3}, "is one of 3 parts: merge them"),
+        ("llama", {"general__type": "mmproj"}, r"is the image encoder \(mmproj\) of a model"),
+        ("llama", {"llama__rope__scaling__type": "other", "llama__rope__scaling__factor": 2.0}, "positions by 'other'"),
+    ],
+)
+def test_what_is_not_read_is_refused_by_name(architecture, metadata, said, tmp_path):
+    model = tiny_model(architecture, num_hidden_layers=1)
+    file = write_gguf(tmp_path / "m.gguf", model, architecture, "Q8_0", **metadata)
+    with pytest.raises(UnsupportedModelError, match=said):
+        load_model(file)
+
+
+def test_a_type_that_is_not_read_is_refused_by_name(tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    raw = np.zeros((2, 144 * 0 + 84), np.uint8)
+    writer.add_tensor("blk.0.attn_q.weight", raw, raw_dtype=gguf.GGMLQuantizationType.Q2_K)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(
+        UnsupportedModelError, match=r"attn_q.weight of .* is in Q2_K, which is not read: use a file in"
+    ):
+        load_model(tmp_path / "m.gguf")
+
+
+def test_an_architecture_that_is_not_read_is_refused_by_name(tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "rwkv6")
+    writer.add_tensor("output.weight", np.zeros((2, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(
+        UnsupportedModelError, match=r"architecture 'rwkv6', which is not read \(expected one of .*llama"
+    ):
+        load_model(tmp_path / "m.gguf")
+
+
+def test_a_folder_with_one_file_is_that_model(good_file, tmp_path):
+    (tmp_path / "m.gguf").symlink_to(good_file)
+    (tmp_path / "mmproj-m.gguf").write_bytes(b"not read")
+    source = parse_name(tmp_path)
+    assert source.gguf == tmp_path / "m.gguf" and source.folder is None
+    assert load_model(tmp_path).report.quantization.startswith("9 weights int8")
+    (tmp_path / "other.gguf").symlink_to(good_file)
+    with pytest.raises(
+        ModelNotFoundError, match=r"holds several GGUF files: give the path of one; there are m.gguf, other"
+    ):
+        parse_name(tmp_path)
+
+
+def test_names_of_the_hub_with_a_type_behind_the_colon():
+    assert split_tag("org/repo-GGUF:Q4_K_M") == ("org/repo-GGUF", "Q4_K_M")
+    assert parse_name("org/repo-GGUF:Q4_K_M") == "org/repo-GGUF" == parse_name("org/repo-GGUF")
+
+
+FILES = ["README.md", "m-Q4_K_M.gguf", "m-Q8_0.gguf", "m-Q4_K_S.gguf", "mmproj-m-f16.gguf", "m.imatrix.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("files", "tag", "found"),
+    [
+        (FILES, None, "m-Q8_0.gguf"),
+        (FILES, "Q4_K_M", "m-Q4_K_M.gguf"),
+        (FILES, "q4_k_s", "m-Q4_K_S.gguf"),
+        (FILES, "m-Q4_K_M.gguf", "m-Q4_K_M.gguf"),
+        ([FILES[1], FILES[3]], None, "m-Q4_K_M.gguf"),
+        (["only.gguf"], None, "only.gguf"),
+        (["sub/m.Q4_0.gguf", "sub/m.Q8_0.gguf"], "Q4_0", "sub/m.Q4_0.gguf"),
+    ],
+)
+def test_which_file_of_a_repository_is_taken(files, tag, found):
+    assert pick(files, tag, "org/repo", "name one") == found
+
+
+@pytest.mark.parametrize(
+    ("files", "tag", "said"),
+    [
+        (FILES, "Q3_K", r"org/repo holds no GGUF file 'Q3_K': name one; there are m-Q4_K_M.gguf"),
+        (["a-Q6_K.gguf", "b-Q5_0.gguf"], None, "holds several GGUF files: name one"),
+        (["m-Q8_0-00001-of-00002.gguf", "m-Q8_0-00002-of-00002.gguf"], None, "holds GGUF files in parts alone"),
+    ],
+)
+def test_a_repository_without_such_a_file_is_one_line(files, tag, said):
+    with pytest.raises(ModelNotFoundError, match=said):
+        pick(files, tag, "org/repo", "name one")
+
+
+def test_a_configuration_next_to_it_does_not_count(good_file, tmp_path):
+    (tmp_path / "m.gguf").symlink_to(good_file)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    assert type(load_model(tmp_path).module).__name__ == "LlamaForCausalLM"

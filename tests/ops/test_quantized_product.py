@@ -1,0 +1,254 @@
+"""Products with quantized weights: the C++ kernel and XLA's operations against numpy with the same rounding."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from model_adapters.ops import grouped_matmul, linear, registry
+from model_adapters.ops.compressed_weight import note_turned, quantized_of, substituted
+from model_adapters.ops.cpu import ffi
+from model_adapters.ops.linear import addmm, matmul
+from model_adapters.ops.quantized_weight import Scheme, dequantize, make_quantized, take_rows
+from model_adapters.quantization.cpu_layout import lay_out
+
+KERNEL = ffi.missing() is None
+needs_kernel = pytest.mark.skipif(not KERNEL, reason=f"no C++ kernels: {ffi.missing()}")
+
+
+def make(seed, out, columns, scheme, *, lead=(), offset=False, order=False, half=False):
+    rng = np.random.default_rng(seed)
+    low, high = (-8, 8) if scheme.bits == 4 else (-128, 128)
+    groups = -(-columns // scheme.group)
+    scale = rng.uniform(0.01, 0.03, (*lead, out, groups)).astype(np.float32) * rng.choice([-1, 1], (*lead, out, groups))
+    shift = rng.uniform(-0.1, 0.1, scale.shape).astype(np.float32) if offset else None
+    scale, shift = (None if x is None else x.astype(np.float16 if half else np.float32) for x in (scale, shift))
+    values = rng.integers(low, high, (*lead, out, columns)).astype(np.int8)
+    columns_of = rng.permutation(columns).astype(np.int32) if order else None
+    return make_quantized("w", values, scale, shift, columns_of, scheme=scheme)
+
+
+def rounded(x, group):
+    """Rows as the processor's bytes hold them, times their scales: float64."""
+    out = np.empty(x.shape, np.float64)
+    for begin in range(0, x.shape[1], group):
+        part = x[:, begin : begin + group].astype(np.float32)
+        largest = np.abs(part).max(1, keepdims=True)
+        inverse = np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=largest > 0)
+        out[:, begin : begin + group] = np.rint(part * inverse).astype(np.float64) * (largest / np.float32(127))
+    return out
+
+
+def expected(x, weight, bias=None):
+    """The product in float64, of rows that are rounded as the scheme says."""
+    scheme = weight.scheme
+    matrix = np.asarray(dequantize(weight, jnp.float32), np.float64)
+    x = np.asarray(x.astype(jnp.float32))
+    order = np.arange(x.shape[1]) if weight.columns is None else np.asarray(weight.columns)
+    rows = x[:, order].astype(np.float64)
+    if scheme.act_dtype == "int8":
+        rows = rounded(x[:, order], scheme.act_group or scheme.group)
+    out = rows @ matrix[:, order].T
+    return out if bias is None else out + np.asarray(bias, np.float64)
+
+
+def run(x, weight, bias=None):
+    """The op under jit, and the implementation that was chosen."""
+
+    def call(x, weight):
+        with substituted({"w": weight}) as arrays:
+            return linear(x, arrays["w"], bias)
+
+    with registry.record_calls() as calls:
+        out = jax.jit(call)(x, weight)
+    ((_, name),) = calls
+    return np.asarray(out, np.float64), name
+
+
+SCHEMES = {
+    "int8 by 32": Scheme(8, 32, "int8", "float32"),
+    "int8 by 64": Scheme(8, 64, "int8", "float32"),
+    "int8 by 16": Scheme(8, 16, "int8", "float32"),
+    "int8 by row": Scheme(8, 1 << 20, "int8", "float32"),
+    "int8 of rows by 32": Scheme(8, 1 << 20, "int8", "float32", act_group=32),
+    "int8 of floats": Scheme(8, 32, "none", "float32"),
+    "int4 by 32": Scheme(4, 32, "int8", "float32"),
+    "int4 by 128, rows by 32": Scheme(4, 128, "int8", "float32", act_group=32),
+    "int4 by 16": Scheme(4, 16, "int8", "float32"),
+    "int4 of floats": Scheme(4, 64, "none", "float32"),
+}
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 9, 30])
+@pytest.mark.parametrize("offset", [False, True])
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+@pytest.mark.parametrize("layout", ["plain", pytest.param("cpu", marks=needs_kernel)])
+def test_products_are_those_of_numpy_with_the_same_rounding(scheme, offset, rows, layout):
+    weight = make(rows, 40, 160, scheme, offset=offset, order=rows == 3)
+    rng = np.random.default_rng(rows)
+    x = jnp.asarray(rng.standard_normal((rows, 160)), jnp.float32)
+    bias = jnp.asarray(rng.standard_normal(40), jnp.float32)
+    held = lay_out(weight) if layout == "cpu" else weight
+    assert held.scheme.layout == layout
+    got, name = run(x, held, bias)
+    assert name == ("cpu-quantized" if layout == "cpu" else "quantized")
+    want = expected(x, weight, bias)
+    np.testing.assert_allclose(got, want, rtol=3e-6, atol=3e-6 * np.abs(want).max())
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(("out", "columns"), [(1, 32), (17, 40), (64, 1000), (250, 48)])
+def test_the_kernel_takes_any_size_and_dtype(dtype, out, columns):
+    scheme = Scheme(8, 32 if columns != 48 else 16, "int8", dtype)
+    weight = make(out, out, columns, scheme, half=True)
+    x = jnp.asarray(np.random.default_rng(out).standard_normal((6, columns)), dtype)
+    got, name = run(x, lay_out(weight))
+    assert name == "cpu-quantized"
+    want = expected(x, weight)
+    tolerance = float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(got, want, rtol=max(tolerance, 3e-6), atol=3e-6 * np.abs(want).max())
+
+
+@needs_kernel
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_layout_keeps_every_number(bits):
+    weight = make(0, 50, 72, Scheme(bits, 24 if bits == 9 else 72, "int8", "float32"), offset=True, order=True)
+    held = lay_out(weight)
+    assert held.scheme.layout == "cpu" and held.shape == weight.shape
+    np.testing.assert_array_equal(held.plain().values, weight.values)
+    np.testing.assert_array_equal(dequantize(held), dequantize(weight))
+    indices = jnp.asarray([[0, 49, 17], [17, 3, 3]])
+    np.testing.assert_array_equal(take_rows(held, indices), take_rows(weight, indices))
+    assert held.values.nbytes == 64 * 96 * bits // 8
+
+
+@needs_kernel
+def test_unsigned_numbers_of_four_bits_are_stored_as_they_are():
+    rng = np.random.default_rng(0)
+    values = rng.integers(0, 16, (16, 64)).astype(np.int8)
+    scale, offset = (rng.uniform(0.01, 0.1, (16, 2)).astype(np.float16) for _ in range(2))
+    weight = make_quantized("w", values, scale, offset, scheme=Scheme(4, 32, "int8", "float32"))
+    held = lay_out(weight)
+    assert held.scheme.zero == 0 and held.scale.dtype == jnp.float16
+    np.testing.assert_array_equal(dequantize(held), dequantize(weight))
+    x = jnp.asarray(rng.standard_normal((3, 64)), jnp.float32)
+    got, name = run(x, held)
+    assert name == "cpu-quantized"
+    np.testing.assert_allclose(got, expected(x, weight), rtol=3e-6, atol=1e-5)
+
+
+@needs_kernel
+def test_unsigned_numbers_of_eight_bits_become_signed_ones():
+    rng = np.random.default_rng(0)
+    values = rng.integers(0, 256, (16, 64)).astype(np.uint8)
+    scale = rng.uniform(0.01, 0.1, (16, 2)).astype(np.float16)
+    offset = (-100 * scale.astype(np.float32)).astype(np.float32)
+    weight = make_quantized("w", values, scale, offset, scheme=Scheme(8, 32, "none", "float32"))
+    x = jnp.asarray(rng.standard_normal((3, 64)), jnp.float32)
+    got, name = run(x, lay_out(weight))
+    assert name == "cpu-quantized"
+    np.testing.assert_allclose(got, expected(x, weight), rtol=3e-6, atol=1e-4)
+
+
+@needs_kernel
+@pytest.mark.parametrize("act_dtype", ["int8", "none"])
+def test_a_row_has_the_same_bits_in_any_batch(act_dtype):
+    weight = lay_out(make(0, 48, 256, Scheme(4, 32, act_dtype, "float32"), offset=True))
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((23, 256)), jnp.float32)
+    every, _ = run(x, weight)
+    for count in (1, 2, 3, 7, 13):
+        np.testing.assert_array_equal(run(x[:count], weight)[0], every[:count])
+
+
+@needs_kernel
+def test_rows_with_nan_or_infinity_are_nan_and_others_are_not():
+    weight = lay_out(make(0, 16, 64, Scheme(8, 32, "int8", "float32")))
+    x = np.random.default_rng(1).standard_normal((4, 64)).astype(np.float32)
+    x[1, 3], x[2, 40], x[3] = np.nan, np.inf, 0
+    out, _ = run(jnp.asarray(x), weight)
+    assert np.isnan(out[1:3]).all() and np.isfinite(out[0]).all() and (out[3] == 0).all()
+
+
+def test_fp8_rows_are_rounded_to_fp8():
+    rng = np.random.default_rng(0)
+    values = jnp.asarray(rng.standard_normal((8, 64)) * 100, jnp.float8_e4m3fn)
+    scheme = Scheme(8, 64, "float8_e4m3fn", "float32")
+    weight = make_quantized("w", values, np.full((8, 1), 0.01, np.float32), scheme=scheme)
+    x = rng.standard_normal((3, 64)).astype(np.float32)
+    scale = np.abs(x).max(1, keepdims=True) / 448
+    numbers = np.asarray(jnp.asarray(x / scale, jnp.float8_e4m3fn), np.float64) * scale
+    got, _ = run(jnp.asarray(x), weight)
+    np.testing.assert_allclose(got, numbers @ (np.asarray(values, np.float64) * 0.01).T, rtol=1e-2, atol=0.02)
+
+
+def test_a_fixed_scale_of_activations_is_used():
+    weight = make(0, 8, 64, Scheme(8, 64, "int8", "float32", act_scale=0.05))
+    x = np.random.default_rng(1).standard_normal((3, 64)).astype(np.float32)
+    numbers = np.clip(np.rint(x / np.float32(0.05)), -127, 127).astype(np.float64) * 0.05
+    got, name = run(jnp.asarray(x), lay_out(weight))
+    assert name == "quantized"
+    np.testing.assert_allclose(got, numbers @ np.asarray(dequantize(weight), np.float64).T, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("held_as", ["plain", pytest.param("cpu", marks=needs_kernel)])
+def test_a_matrix_that_model_code_has_as_in_out_is_multiplied_as_it_is_stored(held_as):
+    scheme = Scheme(8, 32, "int8", "float32", transposed=True)
+    weight = make(0, 24, 64, scheme)
+    held = lay_out(weight) if held_as == "cpu" else weight
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((2, 5, 64)), jnp.float32)
+    bias = jnp.asarray(np.random.default_rng(2).standard_normal(24), jnp.float32)
+
+    def call(x, weight):
+        with substituted({"w": weight}) as arrays:
+            assert arrays["w"].shape == (64, 24)
+            return addmm(bias, x[0], arrays["w"]), matmul(x, arrays["w"])
+
+    with registry.record_calls() as calls:
+        sums, product = jax.jit(call)(x, held)
+    assert calls == {("linear", "cpu-quantized" if held_as == "cpu" else "quantized")}
+    plain = dataclasses.replace(weight, scheme=dataclasses.replace(scheme, transposed=False))
+    np.testing.assert_allclose(sums, expected(x[0], plain, bias), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(product.reshape(10, 24), expected(x.reshape(10, 64), plain), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("held_as", ["plain", pytest.param("cpu", marks=needs_kernel)])
+@pytest.mark.parametrize("act_dtype", ["none", "int8"])
+@pytest.mark.parametrize("layout", ["ekn", "enk"])
+def test_experts_are_multiplied_as_they_are_stored(layout, act_dtype, held_as):
+    scheme = Scheme(4, 32, act_dtype, "float32", transposed=layout == "ekn")
+    weight = make(0, 24, 64, scheme, lead=(3,), offset=True)
+    held = lay_out(weight) if held_as == "cpu" else weight
+    sizes = np.array([4, 0, 5])
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((11, 64)), jnp.float32)
+
+    def call(x, weight):
+        with substituted({"w": weight}) as arrays:
+            return grouped_matmul(x, arrays["w"], jnp.asarray(sizes), layout=layout)
+
+    with registry.record_calls() as calls:
+        got = jax.jit(call)(x, held)
+    assert calls == {("grouped_matmul", "quantized")}
+    begin = 0
+    for expert, size in enumerate(sizes):
+        scheme = Scheme(4, 32, act_dtype, "float32")
+        parts = (weight.values[expert], weight.scale[expert], weight.offset[expert])
+        one = make_quantized("w", *parts, scheme=scheme)
+        rows = slice(begin, begin + size)
+        np.testing.assert_allclose(got[rows], expected(x[rows], one), rtol=1e-5, atol=1e-5)
+        begin += size
+    assert not np.asarray(got[begin:]).any()
+
+
+def test_the_stored_form_is_found_by_the_array_and_by_its_transpose():
+    weight = make(0, 8, 32, Scheme(8, 32, dtype="float32"))
+    with substituted({"a": weight, "b": weight}) as arrays:
+        assert arrays["a"] is arrays["b"] and quantized_of(arrays["a"]) is weight
+        turned = arrays["a"].T
+        assert quantized_of(turned) is None
+        note_turned(arrays["a"], turned)
+        found = quantized_of(turned)
+        assert found is not None and found.scheme.transposed and found.shape == (32, 8)
+    assert quantized_of(arrays["a"]) is None

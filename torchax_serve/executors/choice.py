@@ -1,0 +1,44 @@
+"""Chooses the executor of a model: packed if its code allows it, else per-sequence."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from model_adapters.caches.paged_cache import NotPackableError
+from model_adapters.errors import InvalidArgumentError
+from model_adapters.ops.linear import not_invariant_reason
+from torchax_serve.executors.base import ExecutorChoice
+from torchax_serve.executors.packed_factory import packed_executor
+from torchax_serve.executors.per_sequence_factory import per_sequence_executor
+from torchax_serve.kv_cache.memory import MemoryBudget
+from torchax_serve.runtime.model_runtime import ModelRuntime
+
+
+def choose_executor(runtime: ModelRuntime, sizes: MemoryBudget) -> ExecutorChoice:
+    """Returns the first executor that supports the model, with its cache.
+
+    Raises:
+        UnsupportedModelError: requests of this model cannot be batched; with the reasons.
+        InvalidArgumentError: `sizes` has an option that the executor does not support.
+        OutOfMemoryError: the cache does not fit.
+    """
+    try:
+        choice = packed_executor(runtime, sizes)
+    except NotPackableError as reason:
+        _check_invariance(sizes, str(reason))
+        if sizes.kv_cache_dtype is not None:
+            raise InvalidArgumentError(
+                f"kv_cache_dtype: expected None for a model that cannot be packed, got {sizes.kv_cache_dtype!r} "
+                f"({reason}); leave it out"
+            ) from reason
+        choice = per_sequence_executor(runtime, sizes, str(reason))
+    _check_invariance(sizes, not_invariant_reason())
+    return dataclasses.replace(choice, sampler_table_bytes=sizes.sampler_table_bytes)
+
+
+def _check_invariance(sizes: MemoryBudget, reason: str | None) -> None:
+    if sizes.batch_invariant and reason is not None:
+        raise InvalidArgumentError(
+            f"batch_invariant: expected a model that runs packed, with the C++ CPU kernels; got: {reason}. Leave it "
+            "out, or serve float32"
+        )

@@ -1,0 +1,95 @@
+"""`run_on_queue`: a call of ``generate`` that waits for its turn on the static engine and runs there to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import jax
+from transformers import GenerationConfig
+
+from torchax_serve.engine.engine import Engine
+from torchax_serve.engine.request import EngineRequest
+from torchax_serve.engine.request_handle import RequestError, RequestHandle, cancel_on_error
+from torchax_serve.executors.request_input import SequenceEnded
+from torchax_serve.generation.sequence_steps import GenerateWatch
+from torchax_serve.sampling_params import SamplingParams
+
+T = TypeVar("T")
+
+
+def run_on_queue(engine: Engine, call: Callable[[GenerateWatch], T], params: SamplingParams, vocab_size: int) -> T:
+    """Returns the result of `call`, which runs on the thread of `engine`.
+
+    Args:
+        engine: Engine of the static batch executor.
+        call: Calls ``generate`` with a streamer or a stopping criterion of the watch, so that it can be ended.
+        params: Priority and time limit.
+        vocab_size: Number of columns of the model's logits.
+
+    Raises:
+        RequestError: the time limit has passed, or the engine was closed.
+        QueueFullError: too many requests are waiting.
+        Exception: what `call` raises.
+    """
+    steps = CallSteps(call, params.timeout_s)
+    config = GenerationConfig(max_new_tokens=1)
+    request = EngineRequest.of((0,), config, params, vocab_size=vocab_size, seed=0, steps=steps)
+    handle = engine.submit(request)
+    with cancel_on_error([handle]):
+        try:
+            handle.result()
+        except RequestError as error:
+            if steps.error is not None:
+                raise steps.error from None
+            raise error
+    check_deadline(handle)
+    return steps.results[0]
+
+
+def check_deadline(handle: RequestHandle) -> None:
+    """Raises RequestError if a request of a call without partial results has passed its time limit."""
+    if handle.finish_reason == "deadline":
+        raise RequestError(f"request {handle.request_id}: expected its end within timeout_s, which has passed")
+
+
+class CallSteps(Generic[T]):
+    """`SequenceSteps` of a call: its first step runs the call, and there is no token.
+
+    Args:
+        call: The call.
+        timeout_s: Seconds until the call is ended; None: never.
+
+    Attributes:
+        results: The result of the call, once it has ended well.
+        error: What the call has raised.
+    """
+
+    runs_ahead = False
+
+    def __init__(self, call: Callable[[GenerateWatch], T], timeout_s: float | None) -> None:
+        self._call, self._watch = call, GenerateWatch.with_timeout(timeout_s)
+        self.results: list[T] = []
+        self.error: BaseException | None = None
+
+    def prefill(self) -> jax.Array:
+        """As `SequenceSteps.prefill`; always raises SequenceEnded, or what the call raises."""
+        try:
+            self.results.append(self._call(self._watch))
+        except SequenceEnded:
+            raise
+        except BaseException as error:
+            self.error = error
+            raise
+        raise SequenceEnded("stop")
+
+    def decode(self, last_tokens: jax.Array) -> jax.Array:
+        """As `SequenceSteps.decode`: there is no second step."""
+        raise SequenceEnded("stop")
+
+    def cancel(self) -> None:
+        """As `SequenceSteps.cancel`."""
+        self._watch.cancelled.set()
+
+    def close(self) -> None:
+        """Does nothing: the call has freed what it has used."""
