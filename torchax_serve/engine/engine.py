@@ -75,7 +75,8 @@ class Engine:
         self._num_steps = 0
         self._wait_s = self._busy_s = 0.0
         self.check_integrity = False  # after every step: for tests
-        self.progress = ProgressClock(lambda: bool(self._commands or self._dispatched or len(self._scheduler)))
+        work = (self._commands, self._dispatched, scheduler)
+        self.progress = ProgressClock(lambda: self._num_entering > 0 or any(map(len, work)))
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.progress.watch(self._thread)
         self._thread.start()

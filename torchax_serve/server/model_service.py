@@ -102,18 +102,13 @@ class ModelService:
     def tasks(self) -> tuple[str, ...]:
         """What the model can do: ``generate``, ``chat``, ``transcribe``, ``embed``, ``classify``, ``rank`` ..."""
         if isinstance(self.model, EncoderModel):
-            return self._encoder_tasks(type(self.model.torch_model).__name__)
+            return _encoder_tasks(type(self.model.torch_model).__name__, self.model.config.num_labels)
         found = ["generate", "embed"]
         if self.model.tokenizer is not None and self.template:
             found.append("chat")
         if isinstance(self.model, SpeechModel):
             found.append("transcribe")
         return tuple(found)
-
-    def _encoder_tasks(self, class_name: str) -> tuple[str, ...]:
-        if class_name.endswith("ForSequenceClassification"):
-            return ("classify", "rank") if self.model.config.num_labels == 1 else ("classify",)
-        return ("label tokens",) if class_name.endswith("ForTokenClassification") else ("embed",)
 
     @property
     def encoder(self) -> EncoderModel:
@@ -272,3 +267,9 @@ def progress_of(service: ModelService) -> list[EngineProgress]:
     """Returns the progress of the engines that have been made."""
     made = (vars(service.model).get(name) for name in ("_engine", "_static_engine"))
     return [engine.progress() for engine in made if isinstance(engine, Engine | DataParallelEngines)]
+
+
+def _encoder_tasks(class_name: str, num_labels: int) -> tuple[str, ...]:
+    if class_name.endswith("ForSequenceClassification"):
+        return ("classify", "rank") if num_labels == 1 else ("classify",)
+    return ("label tokens",) if class_name.endswith("ForTokenClassification") else ("embed",)
