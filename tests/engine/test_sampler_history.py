@@ -6,12 +6,10 @@ import pytest
 import torch
 from sampler_oracle import Row, adjusted_scores, processed_scores
 from scipy.special import log_softmax
-from transformers import GenerationConfig
 from transformers.generation import logits_process as hf
 
-from torchax_serve.sampling.row_params import RowSamplingParams
 from torchax_serve.sampling.sampler import Sampler
-from torchax_serve.sampling_params import SamplingParams
+from torchax_serve.sampling.token_masks import mask_logits
 from torchax_serve.scheduler import INVALID_TOKEN
 
 VOCAB_SIZE, NUM_STEPS = 40, 14
@@ -164,7 +162,7 @@ def test_a_mask_allows_the_tokens_of_its_bits(programs, options):
         programs.assign_slot(slot, Row(options, seed=slot).params(VOCAB_SIZE), (7, 8))
     logits = np.random.default_rng(8).normal(size=(4, VOCAB_SIZE)).astype(np.float32)
     rows = [Row(options).plan_row(slot) for slot in range(4)]
-    sampled = programs.sample(rows, jnp.asarray(logits), mask=bits(allowed))
+    sampled = programs.sample(rows, mask_logits(jnp.asarray(logits), bits(allowed)))
     tokens = sampled.tokens.tolist()
     assert tokens[0] in allowed[0]
     assert tokens[1:3] == [0, INVALID_TOKEN]
@@ -172,14 +170,3 @@ def test_a_mask_allows_the_tokens_of_its_bits(programs, options):
         assert tokens[0] == max(allowed[0], key=lambda token: logits[0, token])
         assert tokens[3] == logits[3].argmax()
     assert programs.last_tokens.tolist() == [max(token, 0) for token in tokens]
-
-
-def test_a_forced_token_that_the_mask_forbids_is_none(programs):
-    programs.reset()
-    programs.assign_slot(0, Row({}).params(VOCAB_SIZE), (7, 8))
-    config = GenerationConfig(max_new_tokens=1, forced_eos_token_id=3)
-    forced = RowSamplingParams.of(SamplingParams(), config, vocab_size=VOCAB_SIZE, seed=0)
-    programs.assign_slot(1, forced, (7, 8))
-    logits, rows = jnp.zeros((4, VOCAB_SIZE)), [Row({}).plan_row(slot) for slot in range(2)]
-    assert programs.sample(rows, logits, mask=bits([{5}, {3, 5}])).tokens.tolist()[:2] == [5, 3]
-    assert programs.sample(rows, logits, mask=bits([{5}, {5}])).tokens.tolist()[:2] == [5, INVALID_TOKEN]

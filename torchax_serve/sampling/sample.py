@@ -20,11 +20,9 @@ from torchax_serve.sampling.selection import INVALID_TOKEN, draw, first_argmax
 from torchax_serve.sampling.truncation import truncate
 from torchax_serve.sampling.types import Logprobs, RowOptions, Sampled, SamplerSpec, SamplerState
 
-MASK_BITS = 32  # tokens of a word of a mask
-
 
 def sample(
-    spec: SamplerSpec, options: RowOptions, state: SamplerState, logits: jax.Array, mask: jax.Array | None = None
+    spec: SamplerSpec, options: RowOptions, state: SamplerState, logits: jax.Array
 ) -> tuple[Sampled, SamplerState]:
     """Samples a token for each row. Pure: jit it with `spec` static and `state` donated.
 
@@ -37,26 +35,24 @@ def sample(
         options: Options of the n rows.
         state: State of all slots.
         logits: float[n, vocab], of each row's last token.
-        mask: int32[n, ceil(vocab / 32)], bit i of word w allows token 32 w + i; None: all tokens are allowed.
     """
-    tokens, scores = choose(spec, options, state, logits, mask)
+    tokens, scores = choose(spec, options, state, logits)
     logprobs = logprobs_of(logits, tokens, num_top=spec.num_top) if spec.logprobs else None
     return Sampled(tokens, logprobs, scores), append(spec, options, state, tokens)
 
 
 def choose(
-    spec: SamplerSpec, options: RowOptions, state: SamplerState, logits: jax.Array, mask: jax.Array | None = None
+    spec: SamplerSpec, options: RowOptions, state: SamplerState, logits: jax.Array
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns tokens int32[n], and scores float32[n, vocab] if `spec` asks for them.
 
     Arguments are those of `sample`; the state does not change.
     """
     if spec.level == "greedy":  # a maximum is the same in any order, and in the dtype of the logits
-        logits = _masked(logits, mask)
         return _best_tokens(spec, logits), logits.astype(jnp.float32) if spec.scores else None
 
-    def of_rows(options: RowOptions, logits: jax.Array, mask: jax.Array | None) -> tuple[jax.Array, ...]:
-        scores = processed(spec, options, state, logits, mask)
+    def of_rows(options: RowOptions, logits: jax.Array) -> tuple[jax.Array, ...]:
+        scores = processed(spec, options, state, logits)
         best = _best_tokens(spec, _renormalized(spec, options, state, scores))
 
         def drawn() -> tuple[jax.Array, ...]:
@@ -74,20 +70,18 @@ def choose(
         return lax.cond(is_random.any(), drawn, greedy)
 
     if spec.level == "penalties" and not spec.draws:  # no sums, so rows cannot change each other
-        tokens, *scores = of_rows(options, logits, mask)
+        tokens, *scores = of_rows(options, logits)
     else:
-        tokens, *scores = per_row(of_rows, options, logits, mask)
+        tokens, *scores = per_row(of_rows, options, logits)
     return tokens, scores[0] if scores else None
 
 
-def processed(
-    spec: SamplerSpec, options: RowOptions, state: SamplerState, logits: jax.Array, mask: jax.Array | None = None
-) -> jax.Array:
+def processed(spec: SamplerSpec, options: RowOptions, state: SamplerState, logits: jax.Array) -> jax.Array:
     """Returns float32[n, vocab]: the scores before truncation. Arguments are those of `sample`."""
     scores = logits.astype(jnp.float32)
     if spec.level in ("penalties", "history"):
         scores = process(options, state, scores)
-    return _masked(scores, mask)
+    return scores
 
 
 def append(spec: SamplerSpec, options: RowOptions, state: SamplerState, tokens: jax.Array) -> SamplerState:
@@ -172,12 +166,3 @@ def _renormalized(spec: SamplerSpec, options: RowOptions, state: SamplerState, s
         return scores
     ints = state.history.ints.at[options.int_column("history_slot")].get(mode="fill", fill_value=0)
     return renormalize(dataclasses.replace(state.history, ints=ints), scores)
-
-
-def _masked(scores: jax.Array, mask: jax.Array | None) -> jax.Array:
-    """Returns `scores` [n, vocab] with -inf at the tokens that `mask` does not allow."""
-    if mask is None:
-        return scores
-    bits = (mask[:, :, None] >> jnp.arange(MASK_BITS)) & 1
-    is_allowed = bits.reshape(len(mask), -1)[:, : scores.shape[1]] == 1
-    return jnp.where(is_allowed, scores, -jnp.inf)

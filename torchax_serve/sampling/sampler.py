@@ -45,8 +45,8 @@ class Sampler:
     """Samples the tokens of each step.
 
     For each shape of the logits there is one sampling program for each level, and three for log-probabilities. No
-    option compiles another, with two exceptions: the level "history", whose programs with and without draws are
-    compiled by the first step at their sizes (`SamplerHistory`), and a mask.
+    option compiles another, except at the level "history", whose programs with and without draws are compiled by the
+    first step at their sizes (`SamplerHistory`). Masks are a program of their own (`mask_logits`), before these.
     """
 
     def __init__(self, num_slots: int, vocab_size: int, sharding: jax.sharding.Sharding | None = None) -> None:
@@ -107,24 +107,16 @@ class Sampler:
             written = _write(larger, np.int32(slot), padded_row(history, larger))
             self.state = dataclasses.replace(self.state, history=written)
 
-    def sample(
-        self, plan_rows: Sequence[PlanRow], logits: jax.Array, ahead: int = 0, mask: np.ndarray | None = None
-    ) -> Sampled:
+    def sample(self, plan_rows: Sequence[PlanRow], logits: jax.Array, ahead: int = 0) -> Sampled:
         """Dispatches the sampling of a token for each row and returns at once.
 
         Args:
             plan_rows: Rows of the plan; those that do not sample get a token without meaning.
             logits: float[n, vocab], of each row's last token; n may exceed the number of rows.
             ahead: Number of steps since the first one of the plan.
-            mask: int32[len(plan_rows), ceil(vocab / 32)], allowed tokens of this step: bit i of word w is token
-                32 w + i. None: all are allowed.
         """
         options, spec = self.slots.rows(plan_rows, len(logits), ahead)
-        words = None
-        if mask is not None:
-            words = np.full((len(logits), mask.shape[1]), -1, np.int32)
-            words[: len(mask)] = mask
-        sampled = self._run(SamplerSpec(spec.level, spec.draws), options, logits, words)
+        sampled = self._run(SamplerSpec(spec.level, spec.draws), options, logits)
         if spec.logprobs:
             sampled = dataclasses.replace(sampled, logprobs=self.logprobs(logits, sampled.tokens, spec.num_top))
         return sampled
@@ -194,10 +186,8 @@ class Sampler:
         for bucket in NUM_TOP_BUCKETS:
             self.logprobs(logits, sampled.tokens, bucket)
 
-    def _run(
-        self, spec: SamplerSpec, options: RowOptions, logits: jax.Array, mask: np.ndarray | None = None
-    ) -> Sampled:
-        sampled, state = self._sample(spec, options, self.take_state(spec.level), logits, mask)
+    def _run(self, spec: SamplerSpec, options: RowOptions, logits: jax.Array) -> Sampled:
+        sampled, state = self._sample(spec, options, self.take_state(spec.level), logits)
         self.set_state(state)
         return sampled
 
@@ -214,10 +204,9 @@ class Sampler:
         options: RowOptions,
         state: SamplerState,
         logits: jax.Array,
-        mask: jax.Array | None,
     ) -> tuple[Sampled, SamplerState]:
         self.num_traces += 1
-        return sample(spec, options, state, logits, mask)
+        return sample(spec, options, state, logits)
 
     @torch_promotion()
     def _counted_logprobs(self, logits: jax.Array, tokens: jax.Array, num_top: int) -> Logprobs:
