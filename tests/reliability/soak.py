@@ -2,8 +2,8 @@
 
     python tests/reliability/soak.py --requests 10000
 
-Every complete answer is compared with the one that the same request got first. At the end: growth of memory, threads and
-descriptors between the first fifth and the last.
+Every complete answer is compared with the one that the same request got first. At the end: growth of memory, threads
+and descriptors between the first fifth and the last.
 """
 
 import argparse
@@ -102,9 +102,8 @@ def main():
     for name, part in (("first", seconds[:fifth]), ("last", seconds[-fifth:])):
         print(f"{name} fifth: p99 {1000 * sorted(part)[int(0.99 * len(part))]:.0f} ms")
     late = [mark for mark in marks if mark[0] >= arguments.requests // 5]
-    print(
-        f"{num_known} different requests, each with one answer; memory from one fifth on: +{late[-1][1] - late[0][1]} KiB"
-    )
+    growth = late[-1][1] - late[0][1]
+    print(f"{num_known} different requests, each with one answer; memory from one fifth on: +{growth} KiB")
 
 
 if __name__ == "__main__":

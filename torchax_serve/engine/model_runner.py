@@ -13,6 +13,7 @@ from torchax_serve.engine.request import EngineRequest
 from torchax_serve.executors.base import Executor, InFlightStep
 from torchax_serve.outputs import TokenLogprobs
 from torchax_serve.sampling.sampler import Sampler
+from torchax_serve.sampling.token_masks import mask_logits
 from torchax_serve.sampling.types import Logprobs
 from torchax_serve.scheduler import PlanRow, StepPlan
 
@@ -99,7 +100,9 @@ class ModelRunner:
             )
             if asked is not None:
                 logits = self._prompt_logprobs(step, requests, logits, asked)
-            step.sampled.append(self._sampler.sample(plan.rows, logits, ahead, masks))
+            if masks is not None:
+                logits = mask_logits(logits, masks)
+            step.sampled.append(self._sampler.sample(plan.rows, logits, ahead))
         step.failures = self._sampler.take_failures()
         return step
 

@@ -151,7 +151,12 @@ class GrammarCompiler:
         from llguidance.hf import from_tokenizer
 
         self._eos_ids = tuple(eos_ids)
-        self._tokenizer = from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(self._eos_ids))
+        try:
+            self._tokenizer = from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(self._eos_ids))
+        except Exception as error:  # such as a decoder that llguidance does not know
+            raise UnsupportedModelError(
+                f"expected a tokenizer that llguidance reads, for answers held to a grammar, got another ({error})"
+            ) from error
         self._lock = threading.Lock()
         self._compiled: collections.OrderedDict[str, Any] = collections.OrderedDict()
 
