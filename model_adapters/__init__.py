@@ -1,3 +1,6 @@
-"""From Hugging Face modules to JAX functions: loading, the bridge, caches, attention interception, ops."""
+"""The path from Hugging Face modules to JAX functions.
+
+It covers loading, the bridge, caches, attention interception and ops.
+"""
 
 import pytree_registry  # noqa: F401  # after which `import torchax` works on every torch

@@ -1,4 +1,4 @@
-"""Attention interception: what unmodified model code reaches through transformers' attention and mask interfaces.
+"""Attention interception through transformers' attention and mask interfaces.
 
 While a model is traced, its configuration names ``torchax_serve`` as attention implementation. Masks are then made by
 `torchax_mask` and attention is computed by `torchax_attention`. Both annotate the tensors they return: a mask that is
@@ -54,20 +54,29 @@ ADDITIVE_MASK = ImplementationName("torchax_serve_additive")
 
 @dataclasses.dataclass(frozen=True)
 class LeftPadding:
-    """Annotation of a 2D mask of left padding only; `starts` int32[batch] is the first visible position."""
+    """Annotation of a 2D mask of left padding only.
+
+    `starts` int32[batch] is the first visible position.
+    """
 
     starts: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
 class CausalMask:
-    """Annotation of a 4D causal mask, restricted to the last `window` positions if given, with left padding."""
+    """Annotation of a 4D causal mask, with left padding.
+
+    The mask is restricted to the last `window` positions if given.
+    """
 
     window: int | None
     starts: jax.Array | None  # int32[batch]; None: no padding
 
     def key_mask(self, length: int) -> jax.Array | None:
-        """Returns which of `length` keys are not padding, bool[batch, 1, 1, length]; None if all are."""
+        """Returns a mask of keys that are not padding, bool[batch, 1, 1, length]; None if all are.
+
+        `length` is the number of keys.
+        """
         return None if self.starts is None else (jnp.arange(length) >= self.starts[:, None])[:, None, None]
 
 
@@ -79,12 +88,12 @@ def padding_mask(starts: jax.Array, length: int) -> torch.Tensor:
 
 
 def infer_window(mask_function: Callable[..., Any], length: int, batch: int = 1) -> int | None:
-    """Returns the window of a causal `mask_function`, `length` if it has none; None if it is not causal.
+    """Returns the window of a causal `mask_function`; None if it is not causal.
 
-    The function is evaluated, not recognised: on concrete indices it must return the same band below the diagonal for
-    every query position. A function that depends on more than the distance (chunks, image blocks, packed sequences) or
-    that computes with traced tensors returns something else. If values of the batch are known, it is evaluated for
-    every row and position, as it may depend on them.
+    The window is `length` if the function has none. The function is evaluated, not recognised: on concrete indices it
+    must return the same band below the diagonal for every query position. A function that depends on more than the
+    distance (chunks, image blocks, packed sequences) or that computes with traced tensors returns something else. If
+    values of the batch are known, it is evaluated for every row and position, as it may depend on them.
     """
     positions = torch.arange(length)
     if constant_folding.is_enabled():
@@ -160,10 +169,11 @@ def torchax_attention(
     alibi_slopes: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Computes attention of `query` [batch, heads, q_len, dim] over `key`, `value` [batch, kv_heads, kv_len, dim].
+    """Computes attention of `query` over `key` and `value`.
 
-    With `alibi_slopes` float[heads], ``slope * (key position - query position)`` is added to the scaled scores (Press
-    et al., 2022), also for packed sequences.
+    Shapes: `query` [batch, heads, q_len, dim], `key` and `value` [batch, kv_heads, kv_len, dim]. With `alibi_slopes`
+    float[heads], ``slope * (key position - query position)`` is added to the scaled scores (Press et al., 2022), also
+    for packed sequences.
 
     Returns:
         The output [batch, q_len, heads, v_dim], and None in place of the weights.
@@ -215,9 +225,10 @@ def _dense_mask(
     *,
     hides_later: bool,
 ) -> tuple[jax.Array | None, bool]:
-    """Returns the mask for `dense_attention`, with `bias` added, and whether each query's own key is its last.
+    """Returns the mask for `dense_attention`, and whether its ``causal`` is to be set.
 
-    `hides_later`: several queries without a mask do not see later keys.
+    `bias` is added to the mask. With ``causal``, each query's own key is its last. `hides_later`: several queries
+    without a mask do not see later keys.
     """
     if causal_mask is not None and causal_mask.window is None and q_len == kv_len and bias is None:
         # As `causal`, later keys are skipped instead of masked.
@@ -276,7 +287,10 @@ AttentionMaskInterface.register(ADDITIVE_MASK, additive_mask)
 
 
 def uses_attention_interface(module: PreTrainedModel) -> bool:
-    """Tells whether `AttentionInterface` replaces the model's attention; otherwise its own code and masks stay."""
+    """Tells whether `AttentionInterface` replaces the model's attention.
+
+    Otherwise its own code and masks stay.
+    """
     return bool(module._supports_attention_backend or module._supports_sdpa)
 
 

@@ -1,9 +1,11 @@
-"""Files that outlive the process, in folders of the user's own: each is sealed, and checked before it is used.
+"""Sealed files that outlive the process, in folders of the user's own.
 
-What lies there is run: machine code, shared libraries, pickles. Two things must never reach a caller: bytes that
-another user could have put there, and bytes that are not the ones that were written. So a folder and its files must
-belong to the user and be writable by no one else (they are made so, 0700 and 0600), and each file ends with a seal:
-an HMAC-SHA256 of its name and content under a key in the same folder, readable only by the user. A
+Each file is checked before it is used.
+
+The content of these files is run: machine code, shared libraries, pickles. Two things must never reach a caller: bytes
+that another user could have put there, and bytes that are not the ones that were written. So a folder and its files
+must belong to the user and be writable by no one else (they are made so, 0700 and 0600), and each file ends with a
+seal: an HMAC-SHA256 of its name and content under a key in the same folder, readable only by the user. A
 checksum would find flipped bits as well; the key also finds files that were copied in from another folder or under
 another name.
 
@@ -38,7 +40,9 @@ _WARNED: set[str] = set()
 
 
 def cache_root() -> Path:
-    """Returns the user's cache folder of this project: ``$XDG_CACHE_HOME/torchax-serve``, else under ``~/.cache``.
+    """Returns the user's cache folder of this project.
+
+    The folder is ``$XDG_CACHE_HOME/torchax-serve``, else one under ``~/.cache``.
 
     Raises:
         RuntimeError: there is no home folder.
@@ -49,7 +53,10 @@ def cache_root() -> Path:
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A file of a sealed folder: its size with the seal, and when it was last read or written (seconds since 1970)."""
+    """A file of a sealed folder, with its size and the time of its last use.
+
+    The size includes the seal; the time is that of the last read or write (seconds since 1970).
+    """
 
     path: Path
     num_bytes: int
@@ -61,16 +68,17 @@ class SealedFolder:
 
     Args:
         path: of the folder, made at the first write.
-        content: what lies there, in words, for the one warning when the folder cannot be trusted.
+        content: a description of the files, for the one warning when the folder cannot be trusted.
     """
 
     def __init__(self, path: Path, content: str = "compiled programs") -> None:
         self.path, self._content = path, content
 
     def untrusted_reason(self) -> str | None:
-        """Returns why nothing is read from or written to the folder, with the remedy; None if it can be used.
+        """Returns why the folder is not used, with the remedy; None if it can be used.
 
-        A folder that does not exist yet can be used.
+        Nothing is read from or written to a folder that cannot be trusted. A folder that does not exist yet can be
+        used.
         """
         try:
             status = os.stat(self.path)
@@ -131,7 +139,7 @@ class SealedFolder:
         return self.read(name) is not None
 
     def write(self, name: str, content: bytes) -> None:
-        """Puts a file in place in one step: no reader sees a part of it, and the last writer wins.
+        """Writes a file in one step: no reader sees a part of it, and the last writer wins.
 
         Raises:
             OSError: the folder cannot be made or written, or is not to be trusted.
@@ -141,7 +149,7 @@ class SealedFolder:
         self._replace(name, sealed)
 
     def remove(self, name: str) -> None:
-        """Removes a file; one that is not there, or cannot be removed, is let be."""
+        """Removes a file; ignores one that is missing or cannot be removed."""
         with contextlib.suppress(OSError):
             os.unlink(self.path / name)
 
@@ -154,7 +162,10 @@ class SealedFolder:
                     yield Entry(Path(found.path), status.st_size, status.st_mtime)
 
     def damage(self, name: str) -> str | None:
-        """Returns what is wrong with a file, in words; None if its content can be used. Changes nothing."""
+        """Returns a description of a file's damage; None if its content can be used.
+
+        Changes nothing.
+        """
         try:
             if (reason := self.untrusted_reason()) is not None:
                 return reason
@@ -229,7 +240,10 @@ class SealedFolder:
         return key if len(key) == KEY_BYTES else None
 
     def _key(self) -> bytes:
-        """Returns the folder's key, made at the first write; of several processes that make one, all take the first."""
+        """Returns the folder's key, made at the first write.
+
+        If several processes make one, all take the first.
+        """
         if (key := self._stored_key()) is not None:
             return key
         partial = self.path / f"{PARTIAL}{os.getpid()}-{secrets.token_hex(8)}"
@@ -262,7 +276,10 @@ class DamagedError(Exception):
 
 
 def keep_within(folders: Iterable[SealedFolder], max_bytes: int) -> list[Entry]:
-    """Removes the least recently used files until what `folders` hold is at most `max_bytes`; returns those removed."""
+    """Removes the least recently used files until `folders` hold at most `max_bytes`.
+
+    Returns the removed files.
+    """
     folders = list(folders)
     for folder in folders:
         folder.remove_partial()
@@ -299,7 +316,10 @@ def _write_new(path: Path, content: bytes) -> None:
 
 
 def _read_private(path: Path) -> bytes:
-    """Reads a file of the user's own; the open file is examined, so that it cannot be replaced in between."""
+    """Returns the content of a file of the user's own.
+
+    The open file is examined, so that it cannot be replaced in between.
+    """
     descriptor = os.open(path, os.O_RDONLY | _NO_FOLLOW)
     try:
         status = os.fstat(descriptor)
@@ -314,7 +334,10 @@ def _read_private(path: Path) -> bytes:
 
 
 def _not_private(status: os.stat_result, path: Path) -> str | None:
-    """Returns why another user may have written a file or folder, and the remedy; None on systems without owners."""
+    """Returns why another user may have written a file or folder, and the remedy.
+
+    None if no other user can, and on systems without owners.
+    """
     if not hasattr(os, "geteuid"):
         return None
     if status.st_uid != os.geteuid():

@@ -9,7 +9,10 @@
 
 
 class RegistrationError(TypeError):
-    """A class that cannot become a pytree node, or an object of a registered class that cannot be taken apart."""
+    """Error of a class that cannot become a pytree node, or of an object that cannot be split.
+
+    The object is one of a registered class.
+    """
 
 
 class TracedCountError(RegistrationError):

@@ -1,4 +1,4 @@
-"""Splits the attributes of any object into children and a hashable static rest, and joins them again.
+"""Attributes of any object, split into children and a hashable static rest, and joined.
 
 The rule looks at values, so it needs no list of attribute names:
 
@@ -54,12 +54,18 @@ class _ComparedByValue:
 
 
 def is_array(value: Any) -> bool:
-    """Tells whether `value` is a tensor of any kind: torch, JAX, numpy, a tracer, or a shape with a dtype."""
+    """Returns whether `value` is a tensor of any kind.
+
+    It may be one of torch, JAX or numpy, a tracer, or a shape with a dtype.
+    """
     return isinstance(value, _ARRAYS)
 
 
 class Splitter:
-    """Takes the attributes of one object apart; `children` and `paths` fill in the order of the walk."""
+    """Splitter of the attributes of one object.
+
+    `children` and `paths` fill in the order of the walk.
+    """
 
     def __init__(self, owner: type, child_paths: frozenset[str] = frozenset()) -> None:
         self.owner = owner
@@ -114,7 +120,10 @@ def _is_configuration(value: Any) -> bool:
 
 
 def unflatten_object(skeleton: Skeleton, children: Iterator[Any]) -> Any:
-    """Returns the value of `skeleton` with the next ones of `children` in its places; containers are new objects."""
+    """Returns the value of `skeleton` with the next `children` in its places.
+
+    Containers are new objects.
+    """
     if skeleton is None:
         return next(children)
     kind, payload = skeleton
@@ -133,7 +142,10 @@ def unflatten_object(skeleton: Skeleton, children: Iterator[Any]) -> Any:
 
 
 def split_attributes(obj: Any, attributes: Mapping[str, Any]) -> tuple[Splitter, tuple[tuple[str, Skeleton], ...]]:
-    """Splits `attributes` of `obj`: the splitter with the children, and ``(name, skeleton)`` of each attribute."""
+    """Returns the splitter with the children of `obj`, and the skeletons of `attributes`.
+
+    The skeletons come as pairs ``(name, skeleton)``, one for each attribute.
+    """
     splitter = Splitter(type(obj), attributes.get(_CHILD_PATHS, frozenset()))
     static = tuple(
         (name, splitter.flatten_object(value, name)) for name, value in attributes.items() if name != _CHILD_PATHS
@@ -142,7 +154,10 @@ def split_attributes(obj: Any, attributes: Mapping[str, Any]) -> tuple[Splitter,
 
 
 def _comes_apart(child: Any) -> bool:
-    """Tells whether `child` is a child by the general rule: a tensor or a pytree node; None is static."""
+    """Returns whether `child` is a child by the general rule: a tensor or a pytree node.
+
+    None is static.
+    """
     return is_array(child) or (child is not None and not jax.tree_util.all_leaves((child,)))
 
 
@@ -165,7 +180,7 @@ def join_attributes(
 
 
 def _child_paths(skeleton: Skeleton, path: str) -> Iterator[str]:
-    """The paths of the children in `skeleton`, spelled as :meth:`Splitter.split` spells them."""
+    """Yields the paths of the children in `skeleton`, spelled as by :meth:`Splitter.split`."""
     if skeleton is None:
         yield path
         return

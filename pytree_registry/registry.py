@@ -1,9 +1,10 @@
-"""Registers transformers' output and cache classes as JAX pytree nodes, each when it comes into being.
+"""Registration of transformers' output and cache classes as JAX pytree nodes.
 
-Importing every modeling file of transformers takes many seconds, so nothing is imported for its classes. The base
-classes are watched instead: ``__init_subclass__``, by which transformers itself registers its outputs with torch's own
-pytrees, registers each later subclass here too. Some models bring cache classes without any base; those are found by
-name in the modeling files that are loaded when :func:`register_all` is called, so call it again once a model is built.
+Each is registered when it comes into being. Importing every modeling file of transformers takes many seconds, so
+nothing is imported for its classes. The base classes are watched instead: ``__init_subclass__``, by which transformers
+itself registers its outputs with torch's own pytrees, registers each later subclass here too. Some models bring cache
+classes without any base; those are found by name in the modeling files that are loaded when :func:`register_all` is
+called, so call it again once a model is built.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ _lock = threading.RLock()
 
 
 def register_all() -> None:
-    """Registers every output class, cache class and cache layer class of transformers, now and as more are defined.
+    """Registers every output, cache and cache layer class of transformers as a pytree node.
 
-    Idempotent, and cheap when repeated. A class that must be left to another package says so in its body by
-    ``pytree_owner = "name of that package"``.
+    It registers those that exist now, and further ones as they are defined. Idempotent, and cheap when repeated. A
+    class that must be left to another package says so in its body by ``pytree_owner = "name of that package"``.
 
     An output or a cache that a script registers itself, before or afterwards, stays the script's.
 
@@ -67,7 +68,9 @@ def register_all() -> None:
 
 
 def register(cls: type) -> None:
-    """Registers one class of the same manner: attributes in ``vars``, or an ordered dict with attributes.
+    """Registers one class of the same manner.
+
+    Its attributes are in ``vars``, or it is an ordered dict with attributes.
 
     Raises:
         RegistrationError: `cls` declares another owner, or is a cache layer that a script has registered; names it.
@@ -96,12 +99,15 @@ def register(cls: type) -> None:
 
 
 def is_registered(cls: type) -> bool:
-    """Tells whether this package has registered `cls`, and takes it apart."""
+    """Returns whether this package has registered `cls`, and takes it apart."""
     return cls in _registered and not _registered[cls].is_handed_over
 
 
 def may_be_shared(cls: type) -> bool:
-    """Tells whether a script may register `cls` itself: outputs and caches, whose layers are flattened here."""
+    """Returns whether a script may register `cls` itself.
+
+    These are outputs and caches, whose layers are flattened here.
+    """
     from transformers.cache_utils import Cache
     from transformers.utils import ModelOutput
 
@@ -114,9 +120,10 @@ def registered_classes() -> tuple[type, ...]:
 
 
 def owner_of(cls: type) -> str | None:
-    """Returns the owner of `cls` as a pytree node: ``"pytree_registry"``, ``pytree_owner``, ``"unknown"`` or None.
+    """Returns the owner of `cls` as a pytree node; None if it is no pytree node.
 
-    ``"unknown"``: registered by code that does not say its name, as JAX's own containers; None: no pytree node.
+    The owner is ``"pytree_registry"``, the ``pytree_owner`` of the class, or ``"unknown"``: registered by code that
+    does not say its name, as JAX's own containers.
     """
     if is_registered(cls):
         return OWNER
@@ -136,7 +143,7 @@ def _name(cls: type) -> str:
 
 
 def _roots() -> Iterator[type]:
-    """The base of the outputs, and every class of transformers' cache module that has no base there."""
+    """Yields `ModelOutput`, and each class of transformers' cache module without a base there."""
     from transformers import cache_utils
     from transformers.utils import ModelOutput
 
@@ -153,7 +160,7 @@ def _subclasses(cls: type) -> Iterator[type]:
 
 
 def _baseless_caches() -> Iterable[type]:
-    """Cache classes by name in the modeling files loaded since the last call."""
+    """Returns cache classes by name in the modeling files loaded since the last call."""
     found = []
     for name, module in list(sys.modules.items()):
         if name in _searched_modules or not _MODEL_FILE.fullmatch(name):

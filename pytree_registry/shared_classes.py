@@ -1,7 +1,8 @@
-"""Classes that a script registers with JAX itself, as tutorials do, in addition to this package's registration.
+"""Classes that a script registers with JAX itself, as tutorials do.
 
-JAX takes one registration of a class. Where the script is first, its functions stay; where it comes second, the
-functions registered here hand over to its own (`Handover`). So a script's registration takes effect in either order.
+This comes in addition to this package's registration. JAX takes one registration of a class. Where the script is
+first, its functions stay; where it comes second, the functions registered here hand over to its own (`Handover`). So a
+script's registration takes effect in either order.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ class Handover:
         self.is_handed_over = False
 
     def hand_over(self, flatten: Flatten, unflatten: Callable[[Any, Any], Any], with_keys: Flatten | None) -> None:
-        """From now on these functions take objects apart; those taken apart before come together by their own."""
+        """Makes these functions take objects apart from now on.
+
+        Objects taken apart before are joined by the functions that took them apart.
+        """
 
         def with_index_keys(obj: Any) -> tuple[list[tuple[Any, Any]], Any]:
             children, static = flatten(obj)
@@ -42,12 +46,12 @@ class Handover:
         self._theirs, self.is_handed_over = unflatten, True
 
     def flatten_with_keys(self, obj: Any) -> tuple[Iterable[Any], Any]:
-        """Pairs of key and child, and the static rest."""
+        """Returns pairs of key and child, and the static rest."""
         children, static = self._flatten_with_keys(obj)
         return children, (self.is_handed_over, static)
 
     def flatten(self, obj: Any) -> tuple[Iterable[Any], Any]:
-        """Children and the static rest."""
+        """Returns children and the static rest."""
         children, static = self._flatten(obj)
         return children, (self.is_handed_over, static)
 
@@ -58,7 +62,9 @@ class Handover:
 
 
 def hands_over(handovers: dict[type, Handover], is_safe: Callable[[type], bool]) -> None:
-    """Has JAX's functions for registration give a class of `handovers` to the script that calls them. Idempotent.
+    """Makes JAX's functions for registration give a class of `handovers` to the script.
+
+    The script is the one that calls them. Idempotent.
 
     Args:
         handovers: by class; filled later, too.

@@ -1,4 +1,6 @@
-"""Makes ``import torchax`` work on torch versions newer than its last release, for this project and for scripts.
+"""Import of torchax on torch versions newer than its last release.
+
+It makes ``import torchax`` work for this project and for scripts.
 
 torchax 0.0.13 names overloads of named tensors (``aten.prod.dim_Dimname`` and its like) that torch 2.13 no longer has,
 so ``import torchax`` fails there. Its source is mended (commit d1a9349), no release carries that yet. While torchax is
@@ -26,7 +28,10 @@ LATE = "torchax.decompositions"
 
 
 def install() -> None:
-    """Has every later ``import torchax`` of the process run with missing overloads answered. Idempotent."""
+    """Makes every later ``import torchax`` of the process answer missing overloads.
+
+    Idempotent.
+    """
     if NAME not in sys.modules and not any(isinstance(finder, TorchaxFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, TorchaxFinder())
 
@@ -50,7 +55,10 @@ class TorchaxFinder(MetaPathFinder):
 
 
 class _AnsweringLoader(Loader):
-    """Executes torchax by the loader that Python has for it, in place of what a failed import has left."""
+    """Loader that executes torchax by the loader that Python has for it.
+
+    The result replaces what a failed import has left.
+    """
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -73,7 +81,10 @@ class _AnsweringLoader(Loader):
 
 
 def _drop_parts() -> None:
-    """Takes away what a failed import of torchax has left: submodules without their package, torch's device module."""
+    """Removes the remains of a failed import of torchax.
+
+    They are submodules without their package, and torch's device module.
+    """
     import torch
 
     for name in [name for name in sys.modules if name.startswith(f"{NAME}.")]:
@@ -84,7 +95,10 @@ def _drop_parts() -> None:
 
 
 def _say_no_accelerator(torchax: Any) -> None:
-    """Takes torchax's device out of torch's accelerators: it has no streams, which ``torch.compile`` asks them for."""
+    """Takes torchax's device out of torch's accelerators.
+
+    It has no streams, which ``torch.compile`` asks them for.
+    """
     torchax.device_module.is_available = lambda: False
 
 
@@ -94,7 +108,10 @@ def _answered_where_needed() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _missing_named_overloads_answered() -> Iterator[None]:
-    """Inside, an overload that is missing and named after names is the first overload of its operator."""
+    """Answers missing overloads that are named after names, inside the context.
+
+    The answer is the first overload of the operator.
+    """
     import torch
 
     packet_type: Any = type(torch.ops.aten.add)
@@ -117,7 +134,7 @@ def _missing_named_overloads_answered() -> Iterator[None]:
 
 
 def torch_has_named_overloads() -> bool:
-    """Tells whether this torch still has the overloads that torchax 0.0.13 names."""
+    """Returns whether this torch still has the overloads that torchax 0.0.13 names."""
     import torch
 
     return "dimname" in torch.ops.aten.all.overloads()

@@ -1,10 +1,11 @@
-"""Token counts that Python code branches on, carried through ``jax.jit`` without a trace per token.
+"""Token counts that Python code branches on, for use inside ``jax.jit``.
 
-Sliding-window cache layers of transformers count their tokens in a Python int and ask ``count >= window``. Static, the
-count would make every decode step a new trace; traced, the question would fail. What the questions need, though, is
-only where the count is in relation to the window. So the static part says in which *range* it lies, and the value
-is a leaf: a :class:`TracedCount` answers from its range and computes with its value. A question that the range leaves
-open is answered from the value where that is known (outside ``jax.jit``), else it is an error, never a guess.
+They need no trace per token. Sliding-window cache layers of transformers count their tokens in a Python int and ask
+``count >= window``. Static, the count would make every decode step a new trace; traced, the question would fail. What
+the questions need, though, is only where the count is in relation to the window. So the static part says in which
+*range* it lies, and the value is a leaf: a :class:`TracedCount` answers from its range and computes with its value. A
+question that the range leaves open is answered from the value where that is known (outside ``jax.jit``), else it is an
+error, never a guess.
 
 Ranges of a layer with window ``W``, each one trace:
 
@@ -40,9 +41,10 @@ _exact: ContextVar[bool] = ContextVar("exact_counts", default=False)
 
 @contextlib.contextmanager
 def exact_counts() -> Iterator[None]:
-    """Makes the counts of all caches that are flattened inside static integers: any question works, one trace a count.
+    """Makes the counts of all caches that are flattened inside static integers.
 
-    For code that needs the number itself, such as a two-dimensional attention mask over a full static sliding window.
+    Then any question works, at the cost of one trace a count. This is for code that needs the number itself, such as
+    a two-dimensional attention mask over a full static sliding window.
     """
     token = _exact.set(True)
     try:
@@ -140,7 +142,10 @@ class TracedCount:
         return bool(self != 0)
 
     def zero_(self) -> TracedCount:
-        """Sets the count to 0 in place: ``reset`` of a cache layer calls this on a count that is not an ``int``."""
+        """Sets the count to 0 in place.
+
+        ``reset`` of a cache layer calls this on a count that is not an ``int``.
+        """
         self.value, self.low, self.high = self.value * 0, 0, 0
         return self
 
@@ -164,7 +169,7 @@ def _ask(count: TracedCount, question: Callable[[Any, Any], bool]) -> bool:
 
 @dataclass(frozen=True)
 class CountRule:
-    """Which attribute of a cache layer counts tokens, and what it is compared with.
+    """Rule for a cache layer: the attribute that counts tokens, and what it is compared with.
 
     Attributes:
         attribute: name of the count.
@@ -177,7 +182,9 @@ class CountRule:
     exact_below_window: bool
 
     def canonicalize(self, count: Any, window: int) -> TracedCount:
-        """Returns the count as stored in the pytree of a layer with `window`: over one of the ranges if possible.
+        """Returns the count as stored in the pytree of a layer with `window`.
+
+        It is over one of the ranges if possible.
 
         Args:
             count: an ``int``, or a count that has been through a pytree.

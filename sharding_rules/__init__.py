@@ -1,4 +1,4 @@
-"""How the tensors of a model lie on a mesh of devices; see :mod:`sharding_rules.rules`.
+"""Placement of the tensors of a model on a mesh of devices; see :mod:`sharding_rules.rules`.
 
 ``place(table_for("qwen3"), shapes, {"model": 4}, Units(16, 8))`` says by tensor name how each lies.
 """

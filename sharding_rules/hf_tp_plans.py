@@ -55,7 +55,7 @@ _MLP = re.compile(r"(gate_proj|up_proj|down_proj|gate_up_proj|fc1|fc2|w1|w2|w3|c
 def rules_from_tp_plan(
     tp_plan: Mapping[str, str], ep_plan: Mapping[str, str], family: str, shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[Rule, ...]:
-    """Rules for the tensors that a plan names and that are there.
+    """Returns rules for the tensors that a plan names and that exist.
 
     Raises:
         ShardingRuleError: unknown words.

@@ -1,8 +1,9 @@
-"""How the elements of one dimension are ordered, repeated and filled up so that devices can share it evenly.
+"""Layout of the elements of one dimension, divided evenly among devices.
 
-A logical axis is counted in *units*, such as heads, that stay together. Where there are fewer heads of keys and values
-than devices, each is repeated on a group of neighbours; where a number does not divide, units of zeros are added. Both
-leave every result what it was: a head of zeros is multiplied by zeros in the next product.
+They are ordered, repeated and filled up for that. A logical axis is counted in *units*, such as heads, that stay
+together. Where there are fewer heads of keys and values than devices, each is repeated on a group of neighbours; where
+a number does not divide, units of zeros are added. Both leave every result what it was: a head of zeros is multiplied
+by zeros in the next product.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class AxisLayout:
 
     @property
     def is_identity(self) -> bool:
-        """Whether units are where they were."""
+        """Whether all units stay in place, without copies or padding."""
         return self.units == tuple(range(self.num_before))
 
     @property
@@ -40,7 +41,10 @@ class AxisLayout:
         return ZERO in self.units
 
     def elements(self, width: int) -> np.ndarray:
-        """``int64[len(units) * width]``: source of each element, units of `width` elements; `ZERO` for a zero."""
+        """Returns ``int64[len(units) * width]``: the source of each element; `ZERO` for a zero.
+
+        Units have `width` elements.
+        """
         units = np.asarray(self.units, np.int64)[:, None]
         return np.where(units == ZERO, ZERO, units * width + np.arange(width)).reshape(-1)
 
@@ -79,7 +83,7 @@ def padded_units(number: int, shards: int) -> AxisLayout:
 
 
 def layout_heads(heads: int, kv_heads: int, shards: int) -> tuple[AxisLayout, AxisLayout]:
-    """Query heads, and heads of keys and values, such that each device has the keys that its queries read.
+    """Returns query heads and KV heads such that each device has the keys its queries read.
 
     Query head ``i`` reads head ``i // (heads / kv_heads)`` of the keys, before and after.
 
@@ -112,7 +116,9 @@ def layout_dim(layout: AxisLayout, size: int, mesh_axis: str | None) -> DimLayou
 
 
 def fused_dim(layouts: Sequence[AxisLayout], sizes: Sequence[int], shards: int, mesh_axis: str | None) -> DimLayout:
-    """Returns a dimension of several logical axes, cut so that each device has its share of all of them, in order.
+    """Returns a dimension of several logical axes, divided evenly among the devices.
+
+    Each device has its share of all of them, in order.
 
     Args:
         layouts: of the parts.
@@ -131,7 +137,10 @@ def fused_dim(layouts: Sequence[AxisLayout], sizes: Sequence[int], shards: int, 
 
 
 def take(array: np.ndarray, dim: int, layout: DimLayout, start: int = 0, stop: int | None = None) -> np.ndarray:
-    """Returns elements `start` to `stop` of dimension `dim` in `layout`, taken from the model's own `array`."""
+    """Returns elements `start` to `stop` of dimension `dim` in `layout`.
+
+    They are taken from the model's own `array`.
+    """
     stop = layout.size if stop is None else stop
     if layout.index is None:
         return array[(slice(None),) * dim + (slice(start, stop),)]

@@ -1,4 +1,4 @@
-"""Which dimension of which tensor lies on which axis of the device mesh: rules as data.
+"""Rules, as data, for the placement of the dimensions of tensors on axes of a device mesh.
 
 Two steps, as in JAX's larger language-model codebases. A *rule* names the dimensions of the tensors whose full name
 its pattern matches, by *logical axes* (``("heads", "embed")``). One small map then sends logical axes to *mesh axes*:
@@ -138,7 +138,7 @@ class TensorPlacement:
 
 @dataclass(frozen=True)
 class HeadCounts:
-    """What a configuration counts: heads of a layer. Other axes are counted in single elements.
+    """Numbers of heads of a layer, by the configuration; other axes count single elements.
 
     Attributes:
         heads: query heads.
@@ -188,7 +188,7 @@ class _Placement:
         return layout
 
     def heads(self, shards: int) -> tuple[AxisLayout, AxisLayout] | str:
-        """Query heads and heads of keys and values, divided together or not at all."""
+        """Returns query heads and KV heads, divided together or not at all."""
         heads, kv_heads = self.units.heads, self.units.kv_heads or self.units.heads
         if not heads or not kv_heads or heads % kv_heads:
             return f"{heads} query heads over {kv_heads} heads of keys and values are not known to divide"
@@ -198,7 +198,10 @@ class _Placement:
         return layouts
 
     def dim(self, axis: str | None, size: int) -> DimLayout:
-        """Returns the layout of a dimension of `size`; undivided if its axis is, or cannot be divided."""
+        """Returns the layout of a dimension of `size`.
+
+        It is undivided if its axis is, or cannot be divided.
+        """
         undivided = DimLayout(size, size, None, None)
         if axis is None:
             return undivided

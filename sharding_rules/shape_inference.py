@@ -22,7 +22,9 @@ _SOURCE = "shape"
 def infer_rules(
     shapes: Mapping[str, tuple[int, ...]], hidden_size: int | None, family: str, first: Sequence[Rule] = ()
 ) -> RuleTable:
-    """Returns a table of the rules `first`, and of one for each form of a name that they do not match.
+    """Returns a table of the rules `first`, and of one rule for each other form of a name.
+
+    The other forms are those that `first` does not match.
 
     Args:
         shapes: by qualified name, of all tensors.

@@ -1,4 +1,4 @@
-"""Any Hugging Face PyTorch model, its code untouched, served at the speed of the hardware by JAX.
+"""Any Hugging Face PyTorch model, its code untouched, served by JAX at hardware speed.
 
 >>> from torchax_serve import serve
 >>> model = serve()                                     # the small model that comes with the package

@@ -1,6 +1,7 @@
-"""Bucket sizes: prompts and caches are padded to one of a few lengths, so that few shapes are compiled.
+"""Bucket sizes: prompts and caches are padded to one of a few lengths.
 
-The sizes are powers of two, and from 128 on also the points half-way between them, since padding costs more there.
+So few shapes are compiled. The sizes are powers of two, and from 128 on also the points half-way between them, since
+padding costs more there.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""The result types of requests: why they ended, what they returned, and the statistics of streams and engines.
+"""Result types of requests, and statistics of streams and engines.
 
-A leaf: text, scheduler and engine share these types, and none of them is needed to read a result.
+The types say why requests ended and what they returned. A leaf: text, scheduler and engine share these types, and none
+of them is needed to read a result.
 """
 
 from __future__ import annotations
@@ -113,7 +114,10 @@ class EngineStats:
 
     @classmethod
     def sum_of(cls, each: Sequence[EngineStats]) -> EngineStats:
-        """Returns the sums over several engines that run at the same time, with the pages of all of them."""
+        """Returns the sums over several engines that run at the same time.
+
+        Pages are those of all engines.
+        """
         counts = [stats.scheduler for stats in each]
         fields = [field.name for field in dataclasses.fields(SchedulerStats) if field.name != "pages"]
         sums = {name: sum(getattr(count, name) for count in counts) for name in fields}

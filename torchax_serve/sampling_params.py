@@ -132,7 +132,10 @@ REMEDIES: Mapping[str, str] = {
 
 
 def check_number(name: str, value: object) -> None:
-    """Raises `InvalidArgumentError` if `value` is outside the option's range; None (unset) passes."""
+    """Raises `InvalidArgumentError` if `value` is outside the option's range.
+
+    None (unset) passes.
+    """
     limits = LIMITS[name] if name in LIMITS else ENGINE_LIMITS[name]
     if value is not None and value not in limits:
         raise invalid(name, limits.against(value), value, REMEDIES.get(name))
@@ -279,7 +282,10 @@ class SamplingParams:
         return {name: value for name, value in given.items() if value is not None and value != ENGINE_ONLY[name]}
 
     def without_engine_only(self) -> SamplingParams:
-        """Returns a copy without the options of `engine_only`, for callers that honour those themselves."""
+        """Returns a copy without the options of `engine_only`.
+
+        Callers of this method honour those themselves.
+        """
         return dataclasses.replace(self, **dict.fromkeys(ENGINE_ONLY))
 
     def only_engine_options(self) -> SamplingParams:
@@ -287,11 +293,16 @@ class SamplingParams:
         return SamplingParams(**self.engine_only())
 
     def merged_into(self, base: GenerationConfig) -> GenerationConfig:
-        """Returns a copy of `base` with these options; those that `engine_only` names are left to the engine."""
+        """Returns a copy of `base` with these options.
+
+        Those that `engine_only` names are left to the engine.
+        """
         return self.without_engine_only().to_generation_config(base)
 
     def to_generation_config(self, base: GenerationConfig) -> GenerationConfig:
-        """Returns a copy of `base` with the options set here, except `seed`, which a generation config does not have.
+        """Returns a copy of `base` with the options set here, except `seed`.
+
+        A generation config does not have a seed.
 
         Raises:
             UnsupportedArgumentError: an option that only the engine honours is set (`engine_only`).

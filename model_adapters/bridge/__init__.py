@@ -1,1 +1,4 @@
-"""The only package that calls torchax: tensors as views of arrays, modules as pure functions."""
+"""The bridge to torchax: tensors as views of arrays, modules as pure functions.
+
+No other package calls torchax.
+"""

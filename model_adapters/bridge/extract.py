@@ -29,10 +29,11 @@ from model_adapters.program.trace_context import torch_promotion
 
 
 def functional_call(module: torch.nn.Module, method: str = "forward") -> JaxFunction:
-    """Returns ``f(weights, args, kwargs)`` that runs ``module.method(*args, **kwargs)`` with `weights` in its place.
+    """Returns a pure function that runs a method of `module` with given weights.
 
-    Args and result are pytrees of JAX arrays; the function is pure, so ``jax.jit`` and ``jax.grad`` apply to it. One
-    array may be given for a tuple of it.
+    ``f(weights, args, kwargs)`` runs ``module.method(*args, **kwargs)`` with `weights` in place of the module's own.
+    Args and result are pytrees of JAX arrays; ``jax.jit`` and ``jax.grad`` apply to the function. One array may be
+    given for a tuple of it.
     """
     install.install()
     pytree_registry.register_all()  # now the modeling file is loaded, with the outputs and caches it defines
@@ -48,7 +49,10 @@ def functional_call(module: torch.nn.Module, method: str = "forward") -> JaxFunc
 
 
 def _arguments(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments of ``f(weights, args, kwargs)`` with NumPy and PyTorch arrays as JAX arrays."""
+    """Returns the arguments of ``f(weights, args, kwargs)``, all arrays as JAX arrays.
+
+    NumPy and PyTorch arrays are converted.
+    """
     if isinstance(args, Mapping) or not isinstance(kwargs, Mapping | None):
         raise InvalidArgumentError(
             "expected f(weights, args, kwargs) with a tuple of positional and a dict of keyword arguments, got "
@@ -66,9 +70,10 @@ def _arguments(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def extract_jax(module: torch.nn.Module) -> tuple[dict[str, jax.Array], JaxFunction]:
-    """Returns ``(weights, function)`` of `module`: ``function(weights, args, kwargs)`` is pure and jittable.
+    """Returns the weights of `module`, and its forward as a pure function of them.
 
-    Tied weights appear once per name and share one array.
+    The function is called as ``function(weights, args, kwargs)`` and can be jitted. Tied weights appear once per name
+    and share one array.
     """
     shared: dict[int, jax.Array] = {}
     weights = {}

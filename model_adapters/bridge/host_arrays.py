@@ -25,7 +25,10 @@ _VIA_INTEGER: dict[torch.dtype, tuple[torch.dtype, np.dtype]] = {
 
 
 def _check_integers(tensor: torch.Tensor) -> None:
-    """Raises UnsupportedModelError for 64-bit integers that are cut in 32 bits, such as those of a hash function."""
+    """Raises UnsupportedModelError for 64-bit integers that do not fit in 32 bits.
+
+    Those of a hash function are an example.
+    """
     limits = torch.iinfo(torch.int32)
     if tensor.dtype == torch.int64 and tensor.numel():
         least, most = torch.aminmax(tensor)
@@ -38,7 +41,10 @@ def _check_integers(tensor: torch.Tensor) -> None:
 
 
 def check_floats(module: torch.nn.Module) -> None:
-    """Raises UnsupportedModelError for parameters in float64, which would be computed with in float32 here."""
+    """Raises UnsupportedModelError for parameters in float64.
+
+    They would be computed with in float32 here.
+    """
     wide = (torch.float64, torch.complex128)
     name = next((name for name, parameter in module.named_parameters() if parameter.dtype in wide), None)
     if name is not None:
@@ -48,7 +54,10 @@ def check_floats(module: torch.nn.Module) -> None:
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor in C order on the host, and in a dtype that JAX without 64-bit types has."""
+    """Returns the tensor in C order, in a dtype that JAX without 64-bit types has.
+
+    The tensor has to be on the host.
+    """
     tensor = tensor.detach()
     if tensor.device.type != "cpu":
         raise ValueError(f"expected a tensor on the CPU, got one on {tensor.device}")
@@ -59,7 +68,10 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """Returns the numpy array over the memory of a CPU tensor (bfloat16 and float8 as ml_dtypes has them)."""
+    """Returns the numpy array over the memory of a CPU tensor.
+
+    bfloat16 and float8 are those of ml_dtypes.
+    """
     tensor = _plain(tensor)
     if tensor.dtype in _VIA_INTEGER:
         integer, dtype = _VIA_INTEGER[tensor.dtype]
@@ -68,10 +80,11 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
 
 
 def to_jax_zero_copy(tensor: torch.Tensor) -> jax.Array:
-    """Returns the JAX array of a CPU tensor, on the CPU: a view if in C order and 64-byte aligned, else a copy.
+    """Returns the JAX array of a CPU tensor, on the CPU.
 
-    Without 64-bit types in JAX (its default) int64 becomes int32 and float64 becomes float32. Nobody may write into
-    the tensor afterwards: JAX takes its arrays for constant.
+    It is a view if the tensor is in C order and 64-byte aligned, else a copy. Without 64-bit types in JAX (its default)
+    int64 becomes int32 and float64 becomes float32. The tensor must not be written to afterwards, since JAX
+    assumes that arrays are constant.
     """
     tensor = _plain(tensor)
     if tensor.data_ptr() % XLA_CPU_ALIGNMENT:
@@ -82,7 +95,10 @@ def to_jax_zero_copy(tensor: torch.Tensor) -> jax.Array:
 
 
 def to_device(values: Any, dtype: Any) -> jax.Array:
-    """Returns the array of numbers on the host, on the default device; unlike ``jnp.asarray``, compiles nothing."""
+    """Returns the array of host numbers on the default device.
+
+    Unlike ``jnp.asarray``, it compiles nothing.
+    """
     return jax.device_put(np.asarray(values).astype(dtype))
 
 

@@ -45,9 +45,10 @@ def is_view(value: Any) -> bool:
 
 
 def accept_host_tensors() -> None:
-    """Makes torchax take PyTorch's own tensors as constants, which it refuses together with its own.
+    """Makes torchax take PyTorch's own tensors as constants.
 
-    Model code that names no device makes them on the host, while it is traced: their values are known.
+    torchax refuses them together with its own. Model code that names no device makes them on the host, while it is
+    traced: their values are known.
     """
     env = torchax.default_env()
     theirs = env.t2j_iso
@@ -59,7 +60,7 @@ def accept_host_tensors() -> None:
 
 
 def as_views(tensors: Any) -> Any:
-    """Returns `tensors`, any tree, with torch views in place of PyTorch's own tensors on the host."""
+    """Returns `tensors`, any pytree, with PyTorch's own host tensors as torch views."""
     env = torchax.default_env()
 
     def taken(x: torch.Tensor) -> Any:
@@ -72,7 +73,10 @@ def as_views(tensors: Any) -> Any:
 
 
 def set_lowering(torch_op: Any, function: Callable[..., Any], *, keep_kind: bool = False) -> None:
-    """Makes `torch_op` run `function`, over JAX arrays; with `keep_kind` over whatever the present lowering takes."""
+    """Makes `torch_op` run `function` over JAX arrays.
+
+    With `keep_kind` it gets the arguments that the present lowering takes.
+    """
     env = torchax.default_env()
     if keep_kind:
         env._ops[torch_op] = dataclasses.replace(env._ops[torch_op], func=function)
@@ -86,7 +90,10 @@ def _over_arrays(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 
 def set_raw_lowering(torch_op: Any, function: Callable[..., Any]) -> None:
-    """Makes `torch_op` run `function`, over whatever it is called with: torch views, and numbers as they are."""
+    """Makes `torch_op` run `function` over unconverted arguments.
+
+    These are torch views, and numbers as they are.
+    """
     operator = torchax.default_env()._ops[torch_op]
     torchax.default_env()._ops[torch_op] = dataclasses.replace(operator, func=function, is_jax_function=False)
 
@@ -97,9 +104,10 @@ def get_lowering(torch_op: Any) -> Callable[..., Any]:
 
 
 def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Returns the tensors that a forward of `module` reads, by name: parameters, buffers, plain tensor attributes.
+    """Returns the tensors that a forward of `module` reads, by name.
 
-    A tensor with several names (tied weights) is under each of them.
+    They are parameters, buffers and plain tensor attributes. A tensor with several names (tied weights) is under each
+    of them.
     """
     found: dict[str, torch.Tensor] = {}
     for prefix, child in module.named_modules(remove_duplicate=False):
@@ -112,16 +120,20 @@ def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def to_jax_array(tensor: torch.Tensor) -> jax.Array:
-    """Returns the JAX array of a CPU tensor on the default device; shares memory if that is the CPU and layout allows.
+    """Returns the JAX array of a CPU tensor on the default device.
 
-    Without 64-bit types in JAX (its default) int64 becomes int32 and float64 becomes float32.
+    It shares memory if that device is the CPU and the layout allows it. Without 64-bit types in JAX (its default) int64
+    becomes int32 and float64 becomes float32.
     """
     array = to_jax_zero_copy(tensor)
     return array if jax.default_backend() == "cpu" else jax.device_put(array, jax.local_devices()[0])
 
 
 def to_torch_tensor(array: jax.Array) -> torch.Tensor:
-    """Returns the CPU tensor of a JAX array, a copy: torch code may write to it, and JAX's arrays never change."""
+    """Returns a CPU tensor with a copy of a JAX array.
+
+    Torch code may write to the tensor, and JAX's arrays never change.
+    """
     if array.dtype == jax.numpy.bfloat16:
         return torch.from_numpy(np.array(array).view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(np.array(array))
@@ -180,5 +192,8 @@ def outside_torch_mode() -> Iterator[None]:
 
 
 def in_torch_mode() -> bool:
-    """Tells whether this thread is in `torch_mode`; other threads see the arrays in the module too."""
+    """Tells whether this thread is in `torch_mode`.
+
+    Other threads see the arrays in the module, too.
+    """
     return getattr(_THREAD, "depth", 0) > 0

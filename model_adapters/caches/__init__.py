@@ -1,1 +1,4 @@
-"""KV caches as transformers' cache classes over JAX arrays: contiguous, paged, compressed, native."""
+"""KV caches as transformers' cache classes over JAX arrays.
+
+They are contiguous, paged, compressed or native.
+"""

@@ -1,4 +1,6 @@
-"""The cache layer of attention over compressed keys, in fixed shapes: a window of tokens, and one entry for each block.
+"""The cache layer of attention over compressed keys, in fixed shapes.
+
+It has a window of tokens, and one entry for each block.
 
 DeepSeek-V4 (https://huggingface.co/deepseek-ai) attends to the last tokens directly, and to older ones by entries that
 compress `rate` tokens each. Its code stores three things in addition to keys and values, by the name of the submodule
@@ -24,7 +26,9 @@ LAYER_TYPES = frozenset({"heavily_compressed_attention", "compressed_sparse_atte
 
 
 class CompressedLayer(AttentionLayer):
-    """Keys, values and compressed entries of one layer; its methods are those of transformers' growing layers.
+    """Keys, values and compressed entries of one layer.
+
+    The methods are those of transformers' growing layers.
 
     Args:
         capacity: Number of tokens that fit.
@@ -52,9 +56,10 @@ class CompressedLayer(AttentionLayer):
     def store_compression_weights(
         self, name: str, kv: torch.Tensor, gate: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        """Buffers new tokens and gates [batch, num_new, dim]; returns blocks to compress, and the first one's position.
+        """Buffers new tokens and gates [batch, num_new, dim], and returns the blocks to compress.
 
-        They may include incomplete blocks at the end, whose entries are not stored.
+        Also returns the position of the first block. The blocks may include incomplete ones at the end, whose entries
+        are not stored.
         """
         new = (jax_view(kv), jax_view(gate))
         self.num_new = new[0].shape[1]
@@ -74,7 +79,7 @@ class CompressedLayer(AttentionLayer):
         return torch_view(joined[0][:, :room]), torch_view(joined[1][:, :room]), torch_view(first)
 
     def _no_half(self, kv: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the half of a block before the first one, with gates of -inf so that it has no weight."""
+        """Returns the overlap before the first block: zeros, with gates of -inf (no weight)."""
         shape = (kv.shape[0], self.rate, kv.shape[-1] // 2)
         return jnp.zeros(shape, kv.dtype), jnp.full(shape, -jnp.inf, jnp.float32)
 
@@ -84,7 +89,7 @@ class CompressedLayer(AttentionLayer):
         return pool.at[:, 0, (jnp.arange(entries.shape[1]) + 1) * self.rate - 1].set(entries)
 
     def _joined(self, old: jax.Array, new: jax.Array, room: int) -> jax.Array:
-        """Returns buffered tokens followed by the new ones, padded with zeros to `room` and one more block."""
+        """Returns buffered tokens followed by new ones, zero-padded to `room` and one more block."""
         shape = (new.shape[0], room + self.rate, new.shape[2])
         padded = jnp.zeros(shape, old.dtype).at[:, : self.rate].set(old)
         return jax.lax.dynamic_update_slice_in_dim(
@@ -98,9 +103,9 @@ class CompressedLayer(AttentionLayer):
     def update_overlap_state(
         self, name: str, chunk_kv: torch.Tensor, chunk_gate: torch.Tensor, head_dim: int
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Returns half of the block before those of `chunk_kv` [batch, blocks, rate, dim]; stores that of the last one.
+        """Returns the overlap before the blocks `chunk_kv` [batch, blocks, rate, dim].
 
-        A first forward has no block before.
+        The overlap is half of the block before; that of the last block is stored. A first forward has no block before.
         """
         chunks = (jax_view(chunk_kv)[..., :head_dim], jax_view(chunk_gate)[..., :head_dim])
         before = self.overlap[name]
@@ -117,7 +122,7 @@ class CompressedLayer(AttentionLayer):
         return (None, None) if is_first else before
 
     def update_compressor_states(self, name: str, compressed: torch.Tensor) -> torch.Tensor:
-        """Stores the entries [batch, blocks, dim] of complete blocks; returns all entries of the pool.
+        """Stores the entries [batch, blocks, dim] of complete blocks; returns all of the pool.
 
         Entries without tokens must be masked: by model code, or by `mask_of_open`.
         """
@@ -135,7 +140,7 @@ class CompressedLayer(AttentionLayer):
         return torch_view(pool[:, 0, self.rate - 1 :: self.rate])
 
     def mask_of_open(self, num_entries: int, dtype: torch.dtype) -> torch.Tensor:
-        """[num_entries], 0 for an entry of a full block and -inf for the others."""
+        """Returns a mask [num_entries]: 0 for an entry of a full block and -inf for the others."""
         closed = (jax_view(self.offset) + self.num_new) // self.rate
         return torch_view(jnp.where(jnp.arange(num_entries) < closed, 0.0, -jnp.inf)).to(dtype)
 
@@ -155,7 +160,10 @@ class CompressedLayer(AttentionLayer):
                 self.overlap[name] = (to_jax_array(theirs.overlap_kv[name]), gates)
 
     def fill(self, theirs: Any, length: int) -> None:
-        """Copies what is stored in addition to keys and values into transformers' own layer, after `length` tokens."""
+        """Copies the state beyond keys and values into transformers' own layer.
+
+        The state is that after `length` tokens.
+        """
         num_entries = length // self.rate
         for name, (kv, gate) in self.buffers.items():
             end = length % self.rate

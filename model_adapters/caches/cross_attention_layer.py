@@ -1,6 +1,7 @@
-"""The cache of an encoder-decoder model: the decoder's own layers, and keys and values of the encoder output.
+"""The cache of an encoder-decoder model.
 
-Keys and values of the encoder output are computed in the first forward; later steps only read them.
+It consists of the decoder's own layers, and of keys and values of the encoder output. Keys and values of the encoder
+output are computed in the first forward; later steps only read them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from model_adapters.bridge.views import jax_view, to_torch_tensor
 
 
 class CrossLayer(CacheLayerMixin):
-    """Keys and values [batch, heads, encoder_len, dim] of the encoder output in one layer; empty at first."""
+    """Keys and values [batch, heads, encoder_len, dim] of the encoder output in one layer.
+
+    The layer is empty at first.
+    """
 
     is_sliding = False
     is_croppable = True
@@ -61,7 +65,10 @@ pytree_registry.register(CrossLayer)
 
 
 class TraceEncoderDecoderCache(EncoderDecoderCache):
-    """Both caches as model code sees them in a trace; `own` is a `TraceCache` of the decoder's layers."""
+    """Both caches as model code sees them in a trace.
+
+    `own` is a `TraceCache` of the decoder's layers.
+    """
 
     def __init__(self, own: Any, cross: tuple[CrossLayer, ...]) -> None:
         super().__init__(own, Cache(layers=list(cross)))
@@ -71,12 +78,18 @@ class TraceEncoderDecoderCache(EncoderDecoderCache):
         return self.self_attention_cache.mask_len(query_len)  # type: ignore[attr-defined]
 
     def states(self) -> tuple[Any, ...]:
-        """Returns all layers as results of the trace: the decoder's own, then those over the encoder output."""
+        """Returns all layers as results of the trace, the decoder's own first.
+
+        The layers over the encoder output follow.
+        """
         return (*self.self_attention_cache.states(), *self.cross_attention_cache.layers)  # type: ignore[attr-defined]
 
 
 def fill(cache: DynamicCache, states: tuple[Any, ...], length: int) -> None:
-    """Copies the layers over the encoder output into transformers' own layers, cut to `length` without padding."""
+    """Copies the layers over the encoder output into transformers' own layers.
+
+    They are cut to `length`, without padding.
+    """
     layers: list[Any] = cache.layers
     for layer, state in zip(layers, states, strict=True):
         if state.keys is not None:

@@ -1,4 +1,6 @@
-"""The KV cache of a served model: one layer object per layer of the model, tensors as pytree leaves.
+"""The KV cache of a served model, with one layer object per layer of the model.
+
+The tensors of the layers are pytree leaves.
 
 Two classes with different lifetimes:
 
@@ -41,9 +43,9 @@ LONGEST = 2**30  # tokens; longer than any window
 
 
 def empty_layers(config: PreTrainedConfig, capacity: int) -> LayerStates:
-    """Returns one empty cache layer per layer of the model, and one per repeated pass (`passed_again`).
+    """Returns one empty cache layer per layer of the model and per repeated pass.
 
-    The types correspond to those of transformers' own static cache.
+    For repeated passes see `passed_again`. The types correspond to those of transformers' own static cache.
 
     Raises:
         UnsupportedModelError: a layer type that has no counterpart here.
@@ -68,9 +70,10 @@ def empty_layers(config: PreTrainedConfig, capacity: int) -> LayerStates:
 
 
 def passed_again(config: PreTrainedConfig) -> list[int]:
-    """Returns the index of a layer for each repeated pass through it; the keys of each follow all layers.
+    """Returns the index of a layer for each repeated pass through it.
 
-    Dory's forward appends such layers to a cache that has none (transformers 5.24: `DoryModel.forward`).
+    The keys of the repeated passes follow those of all layers. Dory's forward appends such layers to a cache that has
+    none (transformers 5.24: `DoryModel.forward`).
     """
     if getattr(config, "recurrent_kv_cache_mode", None) != "per_loop":
         return []
@@ -79,7 +82,10 @@ def passed_again(config: PreTrainedConfig) -> list[int]:
 
 
 def _compressed(theirs: Any, capacity: int) -> AttentionLayer:
-    """Returns the counterpart of a layer of a model that attends to compressed keys, which has no static cache."""
+    """Returns the counterpart of a layer of a model that attends to compressed keys.
+
+    Such a model has no static cache.
+    """
     if not hasattr(theirs, "store_compression_weights"):
         return AttentionLayer(capacity, getattr(theirs, "sliding_window", None))
     overlaps = hasattr(theirs, "overlap_kv")
@@ -107,7 +113,10 @@ class TraceCache(Cache):
                 layer.counted_new_tokens = False
 
     def mask_len(self, query_len: int) -> int:
-        """Returns the length of the attention mask for `query_len` new tokens; 0 if a recurrent state needs none."""
+        """Returns the length of the attention mask for `query_len` new tokens.
+
+        It is 0 if a recurrent state needs no mask.
+        """
         attention = next((layer for layer in self.layers if isinstance(layer, AttentionLayer)), None)
         if attention is not None:
             return attention.get_mask_sizes(query_len)[0]
@@ -134,7 +143,10 @@ def trace_cache(states: LayerStates, offset: Any, right_align_len: int | None) -
 
 
 def check_layers_keep_all(cache: Cache, argument: str | None, module: torch.nn.Module) -> None:
-    """Raises UnsupportedModelError if the code of `module` stores more in its `argument` than the given layers."""
+    """Raises UnsupportedModelError if code of `module` stores state beyond the given layers.
+
+    `argument` is the name of the cache among the forward's arguments.
+    """
     left = [name for name, value in vars(cache).items() if isinstance(value, torch.Tensor)]
     if left:  # the next step gets only the layers
         raise UnsupportedModelError(
@@ -150,13 +162,16 @@ def check_layers_keep_all(cache: Cache, argument: str | None, module: torch.nn.M
 
 
 def shortest_window(states: LayerStates | None) -> int:
-    """Returns the shortest window in tokens among layers that are not empty; `LONGEST` if none is sliding."""
+    """Returns the shortest window in tokens among non-empty layers.
+
+    `LONGEST` if none is sliding.
+    """
     layers = [x for x in states or () if isinstance(x, AttentionLayer) and x.pool is not None]
     return min((x.window for x in layers if x.window is not None), default=LONGEST)
 
 
 class DeviceCache(Cache):
-    """Handle of a cache on the device, accepted where transformers' generation loop expects its own cache.
+    """Handle of a cache on the device, which transformers' generation loop accepts as its own.
 
     Args:
         config: Configuration of the decoder.
@@ -229,7 +244,10 @@ class DeviceCache(Cache):
         self.states = jax.tree.map(function, self.states)
 
     def _check_is_here(self) -> None:
-        """Raises UnsupportedArgumentError if devices of other hosts hold a part: they run only what the model runs."""
+        """Raises UnsupportedArgumentError if devices of other hosts hold a part of the cache.
+
+        Other hosts run only what the model runs.
+        """
         if not all(array.is_fully_addressable for array in jax.tree.leaves(self.states)):
             raise UnsupportedArgumentError(
                 "expected a cache on this host, got one on several, which beams, assistants and callers of the cache "
@@ -281,7 +299,10 @@ class DeviceCache(Cache):
         return ours
 
     def to_dynamic(self) -> DynamicCache | EncoderDecoderCache:
-        """Returns a copy as transformers' own dynamic cache, tensors on the CPU, without unused capacity."""
+        """Returns a copy as transformers' own dynamic cache, without unused capacity.
+
+        The tensors are on the CPU.
+        """
         self._check_is_here()
         cache = DynamicCache(config=self.config)
         cache.layers += [copy.copy(cache.layers[index]) for index in passed_again(self.config)]

@@ -1,4 +1,4 @@
-"""The mask by which a decoder sees the real part of an encoder output that is padded on the right."""
+"""The decoder's mask for an encoder output that is padded on the right."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from model_adapters import quirks
 
 @dataclasses.dataclass(frozen=True)
 class SourceMask:
-    """A mask over encoder inputs with ones first: the decoder sees one output per real input, or per convolution step.
+    """A mask over encoder inputs, with ones first.
+
+    The decoder sees one output per real input, or per step of the convolution.
 
     Attributes:
         stride: Stride of the encoder's last convolution, which pads half of its kernel on both sides; 1: none.
@@ -25,11 +27,14 @@ class SourceMask:
     kernel: int = 1
 
     def seen(self, num_inputs: np.ndarray) -> np.ndarray:
-        """Returns the number of outputs that are seen, int[...], for numbers of real inputs int[...]."""
+        """Returns the number of visible outputs, int[...], for numbers of real inputs int[...]."""
         return (num_inputs + 2 * (self.kernel // 2) - self.kernel) // self.stride + 1
 
     def argument(self, padded_len: int, length: jax.Array | int) -> jax.Array:
-        """Returns the mask int32[1, num_inputs] by which the first `length` of `padded_len` outputs are seen."""
+        """Returns the mask int32[1, num_inputs] that shows `length` of `padded_len` outputs.
+
+        The first `length` outputs are seen.
+        """
 
         def num_inputs(num_outputs: jax.Array | int) -> jax.Array | int:
             return (num_outputs - 1) * self.stride + self.kernel - 2 * (self.kernel // 2)

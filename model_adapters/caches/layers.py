@@ -1,6 +1,6 @@
-"""The layers of a device cache as model code sees them in a trace: what they store and what they return.
+"""The layers of a device cache as model code sees them in a trace.
 
-An attention layer stores K and V side by side in one array ``pool[batch, kv_heads, capacity, k_dim + v_dim]``. Sliding
+An attention layer stores K and V together in one array ``pool[batch, kv_heads, capacity, k_dim + v_dim]``. Sliding
 layers store the full length too: the window is applied by the attention mask or the kernel.
 """
 
@@ -21,7 +21,7 @@ from model_adapters.errors import UnsupportedModelError
 
 @dataclasses.dataclass(frozen=True)
 class KVWrite:
-    """What one call of ``cache.update`` wrote; attached to the keys it returned.
+    """Record of one call of ``cache.update``, attached to the keys that the call returned.
 
     An attention function that receives these keys unchanged may write and attend in one pass, from the pool before the
     write; the write that ``update`` has traced is then dead code. Model code that changes the keys in between loses the
@@ -89,7 +89,7 @@ class AttentionLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stores new keys and values [batch, kv_heads, num_new, dim]; returns the keys and values to attend to."""
+        """Stores new keys and values [batch, kv_heads, num_new, dim]; returns those to attend to."""
         keys, values = jax_view(key_states), jax_view(value_states)
         before = None if self.pool is None else jax_view(self.pool)
         new = jnp.concatenate([keys, values], -1)
@@ -117,7 +117,7 @@ class AttentionLayer(CacheLayerMixin):
         return jnp.roll(pool, self.capacity - self.right_align_len - jax_view(self.offset), axis=2)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Returns length and offset of the keys that ``update`` returns for `query_length` new tokens."""
+        """Returns length and offset of the keys from ``update`` for `query_length` new tokens."""
         return (query_length if self.pool is None else self.capacity), 0
 
     def get_seq_length(self) -> Any:
@@ -151,7 +151,10 @@ class HybridLayer(LinearAttentionLayer, AttentionLayer):  # type: ignore[overrid
 
 
 class IndexedLayer(AttentionLayer):
-    """An attention layer that also stores the keys of an indexer, which selects the positions to attend to."""
+    """An attention layer that also stores the keys of an indexer.
+
+    The indexer selects the positions to attend to.
+    """
 
     POOLS = ("pool", "index_pool", "position_pool")
 
@@ -180,7 +183,10 @@ class IndexedLayer(AttentionLayer):
         return length + self.num_indexed if self.num_indexed and self.right_align_len is None else length
 
     def _stored(self, before: Any, new: jax.Array) -> torch.Tensor:
-        """Returns a pool [batch, 1, capacity, width] with `new` [batch, 1, num_new, width] at the offset."""
+        """Returns a pool [batch, 1, capacity, width] with `new` stored at the offset.
+
+        `new` is [batch, 1, num_new, width].
+        """
         if before is None:
             return torch_view(jnp.pad(new, ((0, 0), (0, 0), (0, self.capacity - new.shape[2]), (0, 0))))
         pool = jax_view(before)
@@ -190,7 +196,10 @@ class IndexedLayer(AttentionLayer):
 
     @property
     def indexer_position_ids(self) -> torch.Tensor | None:
-        """Positions int[axes, batch, past] before the new tokens, to which model code appends those of the new ones."""
+        """Positions int[axes, batch, past] before the new tokens; None at first.
+
+        Model code appends the positions of the new tokens.
+        """
         if self.position_pool is None:
             return None
         if self.right_align_len is None:

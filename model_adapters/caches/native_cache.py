@@ -1,6 +1,7 @@
-"""Which models keep transformers' own cache, because their results depend on it: the general rules and the quirks.
+"""The models that keep transformers' own cache: the general rules and the quirks.
 
-Transformers' cache goes in and out of the programs and grows, with one program per length.
+Their results depend on that cache. Transformers' cache is an argument and a result of the programs and grows, with
+one program per length.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from model_adapters import quirks
 
 
 def allows_fixed_shapes(module: torch.nn.Module) -> bool:
-    """Tells whether `module` is known to run on a cache of fixed shapes, which the probe need not find out."""
+    """Tells whether `module` is known to run on a cache of fixed shapes, without a probe."""
     return quirks.of(module).fixed_cache_is_safe
 
 
@@ -33,7 +34,7 @@ def reason(module: torch.nn.Module) -> str | None:
 
 
 def generates_as_encoder(module: torch.nn.Module) -> bool:
-    """Tells whether `module` generates with an encoder's masks, which ``is_decoder=False`` asks for.
+    """Tells whether `module` generates with an encoder's masks, due to ``is_decoder=False``.
 
     Such code returns no cache and makes none. Some of it, such as RemBERT's with its published configuration, writes
     into a cache that it is given and reads it; some of it does neither, and a step sees only its own token.

@@ -60,7 +60,10 @@ class PagedLayout:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Int8Pool:
-    """A layer's pages in int8: ``round(x / scale)`` within -127 .. 127, a scale for each kv head."""
+    """A layer's pages in int8, with a scale for each kv head.
+
+    The values are ``round(x / scale)`` within -127 .. 127.
+    """
 
     pages: jax.Array  # int8[pages, kv_heads, page_len, width]
     k_scale: jax.Array  # float32[kv_heads]
@@ -71,7 +74,7 @@ Pool = jax.Array | Int8Pool
 
 
 def pages_of(pool: Pool) -> jax.Array:
-    """Returns the array of a pool that pages lie in."""
+    """Returns the array with the pages of a pool."""
     return pool.pages if isinstance(pool, Int8Pool) else pool
 
 
@@ -83,7 +86,10 @@ def with_pages(pool: Pool, pages: jax.Array) -> Pool:
 def laid_out(
     pool: Pool, sharding: Callable[[int], NamedSharding], place: Callable[[Any, NamedSharding], jax.Array]
 ) -> Pool:
-    """Returns `pool` with each array where `place` puts it; `sharding` is that of pages with so many heads."""
+    """Returns `pool` with each array placed by `place`.
+
+    `sharding` returns the sharding of pages for a number of heads.
+    """
     of_pages = sharding(pages_of(pool).shape[1])
     pages = place(pages_of(pool), of_pages)
     if not isinstance(pool, Int8Pool):
@@ -94,14 +100,20 @@ def laid_out(
 
 @dataclasses.dataclass
 class PagedWrite:
-    """Attached to the keys that ``cache.update`` returned: the op that receives them writes and attends."""
+    """A pending write, attached to the keys that ``cache.update`` returned.
+
+    The op that receives these keys writes and attends.
+    """
 
     layer: PagedLayer
     values: torch.Tensor  # [1, kv_heads, T, v_dim]
 
 
 class PagedLayer(CacheLayerMixin):
-    """One attention layer: a pool of pages ``[pages, kv_heads, page_len, width]`` and where its sequences lie in it."""
+    """One attention layer: a pool of pages, and the table of its sequences' pages.
+
+    The pool is ``[pages, kv_heads, page_len, width]``.
+    """
 
     supports_early_init = False
 
@@ -131,7 +143,7 @@ class PagedLayer(CacheLayerMixin):
         return True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to do."""
+        """Does nothing."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -144,15 +156,15 @@ class PagedLayer(CacheLayerMixin):
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """As if all positions were there: what matters of a mask here is its window."""
+        """Returns sizes as if all positions were stored: only the window of a mask matters here."""
         return self.layout.max_len, 0
 
     def get_seq_length(self) -> int:
-        """0: sequences of different lengths have no common one, and positions are given."""
+        """Returns 0: the sequences have no common length, and positions are given."""
         return 0
 
     def get_max_length(self) -> int:
-        """Tokens that a sequence can have."""
+        """Returns the number of tokens that a sequence can have."""
         return int(self.layout.max_len)
 
 
@@ -199,9 +211,10 @@ def attend_paged(
     sinks: torch.Tensor | None,
     alibi: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Runs the op for `query` [1, heads, T, dim]; returns [1, T, heads, v_dim] and leaves the new pool in its layer.
+    """Runs the op for `query` [1, heads, T, dim]; returns [1, T, heads, v_dim].
 
-    `window` is that of the model's mask; `alibi` float32[heads] are slopes.
+    The new pool is stored in the layer of `write`. `window` is that of the model's mask; `alibi` float32[heads] are
+    slopes.
     """
     layer = write.layer
     if layer.window is not None and (window is None or window > layer.window):

@@ -1,6 +1,7 @@
-"""Traced programs as lists of equations that can be read from both ends and evaluated one by one.
+"""Traced programs as lists of equations.
 
-The interpreter is the one of JAX's documentation ("Writing custom Jaxpr interpreters").
+They can be read from both ends and evaluated one by one. The interpreter is the one of JAX's documentation ("Writing
+custom Jaxpr interpreters").
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Which rows of its operands a primitive needs for some rows of its results; `gathers.py` asks."""
+"""Rows of its operands that a primitive needs for some rows of its results.
+
+`row_pruning` asks for them.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +27,10 @@ Rule = Callable[[dict[str, Any], int, Shape, list[Shape]], Axes | None]
 
 
 def operand_axes(equation: Equation, axis: int) -> Axes | None:
-    """By operand, along which axis the rows are wanted that give the rows of the result along `axis`.
+    """Returns, by operand, the axis of the rows that give the result's rows along `axis`.
 
-    None for an operand that all is wanted of. None in place of all: not known, or rows are not computed by
-    themselves.
+    The axis is None for an operand that is needed in full. The result is None if the axes are not known, or if rows
+    are not computed by themselves.
     """
     shape = equation.outputs[0].aval.shape
     shapes = [atom.aval.shape for atom in equation.inputs]
@@ -38,7 +41,10 @@ def operand_axes(equation: Equation, axis: int) -> Axes | None:
 
 
 def params_of_rows(equation: Equation, axis: int, count: int) -> dict[str, Any]:
-    """Returns the parameters with which the equation gives `count` rows along `axis` of its results."""
+    """Returns the parameters with which the equation gives `count` rows of its results.
+
+    The rows are along `axis`.
+    """
     params = equation.params
 
     def cut(shape: Shape) -> Shape:

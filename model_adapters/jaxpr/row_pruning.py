@@ -55,14 +55,20 @@ class RowSelection:
 
 @dataclass(frozen=True)
 class EquationPlan:
-    """Plan of an equation: the `rows` of its results to compute, from parts of its operands; None: all."""
+    """Plan of an equation: the `rows` of its results, from parts of its operands; None: all.
+
+    `rows` are those to compute.
+    """
 
     rows: RowSelection | None
     parts: tuple[RowSelection | None, ...]
 
 
 def prune_rows(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the same function of pytrees of arrays, traced without rows that no result reads; not differentiable."""
+    """Returns the same function, traced without rows that no result reads.
+
+    It is a function of pytrees of arrays; it is not differentiable.
+    """
 
     def call(*args: Any) -> Any:
         closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
@@ -74,7 +80,10 @@ def prune_rows(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _tasks(program: Program) -> dict[Equation, EquationPlan]:
-    """For each equation whose results are read, what of it is. A gather that moves is asked for its own rows."""
+    """Returns, for each equation whose results are read, the plan of what is read.
+
+    A gather that moves is asked for its own rows.
+    """
     readers: dict[Any, set[RowSelection | None]] = defaultdict(set)
     tasks: dict[Equation, EquationPlan] = {}
     moving = _moving_gathers(program)
@@ -134,7 +143,10 @@ def _evaluate(program: Program, tasks: dict[Equation, EquationPlan], args: list[
 
 
 def _moving_gathers(program: Program) -> dict[Equation, RowSelection]:
-    """Returns the gathers that take rows, and those rows; none whose indices come from another one's rows."""
+    """Returns the gathers that take rows, with those rows.
+
+    None has indices that come from another one's rows.
+    """
     axes = {equation: _gathered_axis(equation) for equation in program.equations}
     rows = {equation: RowSelection(axis, equation) for equation, axis in axes.items() if axis is not None}
     depends = [gather for gather in rows if rows.keys() & program.ancestors(gather.inputs[1:])]

@@ -1,10 +1,10 @@
-"""Slices of concatenations become the parts themselves, before XLA's partitioner sees either.
+"""Replacement of slices of concatenations by the parts themselves.
 
-A fused product such as q|k|v is computed by shares: each device has its heads' part of all three. Model code then cuts
-the result where q ends, which is no border between devices, and XLA would move data to make the full result first.
-XLA's simplifier knows the identity ``slice(concat(a, b)) = a``, but on CPU and TPU it runs after the partitioner. The
-traced program is evaluated with concatenations along the last dimension kept in parts for as long as what is done to
-them can be done to each.
+It comes before XLA's partitioner sees either. A fused product such as q|k|v is computed by shares: each device has its
+heads' part of all three. Model code then cuts the result where q ends, which is no border between devices, and XLA
+would move data to make the full result first. XLA's simplifier knows the identity ``slice(concat(a, b)) = a``, but on
+CPU and TPU it runs after the partitioner. The traced program is evaluated with concatenations along the last dimension
+kept in parts for as long as what is done to them can be done to each.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ class ConcatParts:
 
 
 def split_concats(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the same function of pytrees of arrays, traced without concatenations that parts can replace."""
+    """Returns the same function, traced without concatenations that parts can replace.
+
+    It is a function of pytrees of arrays.
+    """
 
     def call(*args: Any) -> Any:
         closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)

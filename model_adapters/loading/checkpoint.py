@@ -1,4 +1,4 @@
-"""The weight files of a model folder: which there are, what they hold, and lazy readers of their tensors.
+"""The weight files of a model folder: their names, entries and lazy readers of tensors.
 
 A reader represents one tensor and reads it when transformers' loader asks for it, with ``pread`` into a fresh buffer
 that starts at 64 bytes. Nothing is memory-mapped: mapped pages count as resident memory of the process, and a JAX array
@@ -75,7 +75,10 @@ def _corrupt(file: Path, reason: str) -> CheckpointError:
 
 
 def _header(file: Path) -> tuple[dict[str, Any], int]:
-    """Returns the JSON header of a safetensors file and the offset of its data; raises `CheckpointError`."""
+    """Returns the JSON header of a safetensors file and the offset of its data.
+
+    Raises `CheckpointError`.
+    """
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
@@ -98,7 +101,10 @@ def _header(file: Path) -> tuple[dict[str, Any], int]:
 
 
 def read_entries(file: Path) -> dict[str, TensorEntry]:
-    """Returns the tensors of a safetensors file, by name, without reading their data; raises `CheckpointError`."""
+    """Returns the tensors of a safetensors file, by name, without reading their data.
+
+    Raises `CheckpointError`.
+    """
     header, data_start = _header(file)
     ends = [
         value["data_offsets"][1]
@@ -131,10 +137,12 @@ def read_entries(file: Path) -> dict[str, TensorEntry]:
 
 
 def weight_files(folder: Path, *, explicit: str | None, extra: tuple[str, ...], allow_pickle: bool) -> list[Path]:
-    """Returns the files with the weights of the model in `folder`; raises `CheckpointError` if some are missing.
+    """Returns the files with the weights of the model in `folder`.
+
+    Raises `CheckpointError` if some are missing.
 
     Args:
-        folder: where the model lies.
+        folder: the model's folder.
         explicit: the file that ``config.transformers_weights`` names in place of the usual ones.
         extra: further files of the model's class, taken where present.
         allow_pickle: whether files that ``torch.load`` unpickles (tensors only) are accepted where there is no
@@ -157,15 +165,16 @@ def weight_files(folder: Path, *, explicit: str | None, extra: tuple[str, ...], 
 
 
 def dangling(folder: Path) -> str:
-    """Returns a note on links in `folder` to missing files, such as of a hub cache; empty without any."""
+    """Returns a note on links in `folder`, as in a hub cache, to missing files; else empty."""
     gone = sorted(path.name for path in folder.iterdir() if path.is_symlink() and not path.exists())
     return f"; {', '.join(gone[:3])} links to a file that is gone: download the model again" if gone else ""
 
 
 def inside(name: Any, said_in: str | os.PathLike[str]) -> str:
-    """Returns `name` if it is the path of a file below its folder; raises CheckpointError for one that leads out of it.
+    """Returns `name`, the path of a file, if the file is below its folder.
 
-    Symbolic links are not followed: the hub's cache consists of them.
+    Raises CheckpointError for a path that leads out of the folder. Symbolic links are not followed: the hub's cache
+    consists of them.
 
     Args:
         name: what a file of the checkpoint names.
@@ -188,7 +197,10 @@ def pickle_only(where: str) -> CheckpointError:
 
 
 def shard_names(index: Path) -> list[str]:
-    """Returns the files that an index names, in order; raises `CheckpointError` for an index that is none."""
+    """Returns the files that an index names, in order.
+
+    Raises `CheckpointError` if the file is not an index.
+    """
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         names = sorted(set(weight_map.values()))
@@ -202,7 +214,7 @@ def shard_names(index: Path) -> list[str]:
 
 
 def shards_of(index: Path) -> list[Path]:
-    """Returns the files that an index names; raises `CheckpointError` naming those that are not there."""
+    """Returns the files that an index names; raises `CheckpointError` naming missing ones."""
     names = shard_names(index)
     missing = [name for name in names if not (index.parent / name).is_file()]
     if missing:
@@ -215,7 +227,10 @@ def shards_of(index: Path) -> list[Path]:
 
 
 class SafetensorsReader:
-    """Reads one tensor by ``reader[...]``; has the methods of safetensors' slices that transformers uses."""
+    """Reader of one tensor by ``reader[...]``.
+
+    It has the methods of safetensors' slices that transformers uses.
+    """
 
     def __init__(self, entry: TensorEntry, descriptor: int, pool: ThreadPoolExecutor, advance: Advance) -> None:
         self._entry, self._descriptor, self._pool, self._advance = entry, descriptor, pool, advance
@@ -311,7 +326,9 @@ class Checkpoint:
 
     @classmethod
     def of(cls, files: list[Path]) -> Checkpoint:
-        """Reads the headers; of a tensor that two files hold the later one counts, as in transformers, with one line.
+        """Reads the headers of `files`.
+
+        Of a tensor that two files hold the later one counts, as in transformers, and one line is logged.
 
         Raises:
             CheckpointError: a damaged file, or no tensor at all.
@@ -340,7 +357,10 @@ class Checkpoint:
         return sum(self.sizes_in(None).values())
 
     def sizes_in(self, dtype: torch.dtype | None) -> dict[str, int]:
-        """Returns bytes of each tensor once its floating-point numbers are in `dtype` (None: as in the file)."""
+        """Returns the bytes of each tensor with its floating-point numbers in `dtype`.
+
+        With None they are as in the file.
+        """
         return {
             name: math.prod(entry.shape)
             * (dtype if dtype is not None and entry.dtype.is_floating_point else entry.dtype).itemsize
@@ -349,12 +369,15 @@ class Checkpoint:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Of the first floating-point tensor (transformers' rule for a config that names no dtype)."""
+        """The dtype of the first floating-point tensor: transformers' rule if the config names none."""
         return next((entry.dtype for entry in self.entries.values() if entry.dtype.is_floating_point), None)
 
     @contextlib.contextmanager
     def readers(self, advance: Advance) -> Iterator[dict[str, TensorReader]]:
-        """A lazy reader for each tensor; `advance` gets the bytes as they are read. Leaving closes all files."""
+        """Yields a lazy reader for each tensor, by name.
+
+        `advance` gets the bytes as they are read. All files are closed at the end of the context.
+        """
         with contextlib.ExitStack() as stack:
             pool = stack.enter_context(ThreadPoolExecutor(_NUM_READ_THREADS, thread_name_prefix="weights"))
             descriptors: dict[Path, int] = {}

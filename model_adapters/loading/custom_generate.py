@@ -1,4 +1,7 @@
-"""Generation code that a repository brings along: ``custom_generate/generate.py``, which takes ``generate``'s place."""
+"""Generation code of a repository, ``custom_generate/generate.py``.
+
+It replaces ``generate``.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,10 @@ FILE = Path("custom_generate", "generate.py")
 
 
 def attach_own_generate(module: PreTrainedModel, folder: Path) -> None:
-    """Gives `module` the repository's own ``generate``, if there is one, as transformers' ``from_pretrained`` does.
+    """Gives `module` the repository's own ``generate``, if there is one.
 
-    The function in the folder is called with the model as ``model`` and with the caller's arguments as they are. Only
-    for folders whose code the user trusts: it is imported here.
+    transformers' ``from_pretrained`` does the same. The function in the folder is called with the model as ``model``
+    and with the caller's arguments as they are. Only for folders whose code the user trusts: it is imported here.
 
     Raises:
         UnsupportedModelError: a package that the code asks for is not installed.

@@ -1,7 +1,7 @@
-"""A model without a head that its type generates with, as checkpoints name it: ``architectures: ["BartModel"]``.
+"""Classes with a head for checkpoints of base models, ``architectures: ["BartModel"]``.
 
-Who generates with such a checkpoint names the class with a head (``AutoModelForSeq2SeqLM``), whose weights are those of
-the table of tokens. The same is made here of a model that is loaded already, over the same arrays.
+To generate with such a checkpoint, users name the class with a head (``AutoModelForSeq2SeqLM``), whose weights are
+those of the token embedding. The same is made here of a model that is loaded already, over the same arrays.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ _ZERO_AT_FIRST = "final_logits_bias"
 
 
 def generative_class(module: PreTrainedModel) -> type[PreTrainedModel] | None:
-    """Returns the class by which transformers' Auto classes generate with the base model `module`; None without one."""
+    """Returns the class with which transformers generates for the base model `module`.
+
+    The class is that of transformers' Auto classes. None if there is none.
+    """
     config = module.config
     causal, seq2seq = (
         modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -41,7 +44,9 @@ def generative_class(module: PreTrainedModel) -> type[PreTrainedModel] | None:
 
 
 def with_head(loaded: LoadedModel) -> tuple[PreTrainedModel, dict[str, Weight]]:
-    """Returns a generating module on the meta device for a base model's weights, and its weights, none of them new.
+    """Returns a generating module on the meta device for a base model, and its weights.
+
+    None of the weights is new.
 
     Raises:
         UnsupportedModelError: its type has no such class, or the head has weights that the checkpoint does not hold.

@@ -1,8 +1,9 @@
-"""Downloads what a model needs from the Hugging Face Hub into its cache, and says in one line why that failed.
+"""Downloads of the files that a model needs from the Hugging Face Hub into its cache.
 
-The hub's listing of a repository is asked for once, and the files that are needed come side by side, each by the hub's
-own client at the listed commit: an interrupted download goes on where it was. This is what
-`huggingface_hub.snapshot_download` does, but for its second listing, which mirrors and look-alikes do not all answer.
+Errors say in one line why a download failed. The hub's listing of a repository is requested once, and the files that
+are needed are downloaded concurrently, each by the hub's own client at the listed commit, which resumes an interrupted
+download. This is what `huggingface_hub.snapshot_download` does, but for its second listing, which not all mirrors and
+compatible servers support.
 """
 
 from __future__ import annotations
@@ -37,11 +38,10 @@ _CODE_FILES = ("*.py", "custom_generate/*.py", "custom_generate/requirements.txt
 
 
 def fetch(request: HubRequest, progress: Progress) -> tuple[Path, int]:
-    """Returns the cached folder with the files of a model, and the bytes that had to be downloaded for it.
+    """Returns the cached folder with a model's files, and the number of downloaded bytes.
 
-    Of a repository of GGUF files it is one of these and not the folder.
-
-    Without a network a complete cached copy is used.
+    For a repository of GGUF files the path is that of one file instead. Without a network a complete cached copy is
+    used.
 
     Raises:
         ModelNotFoundError: no such repository or revision, no access, no network and no cached copy.
@@ -89,7 +89,10 @@ _HOW = "name one behind a colon, organisation/name:Q4_K_M"
 
 
 def _cached_gguf(request: HubRequest) -> Path | None:
-    """Returns a GGUF file of the cached copy; None if there is no copy, or none with GGUF files alone."""
+    """Returns a GGUF file of the cached copy; None without a copy.
+
+    Also None if the request names no GGUF file and the copy does not consist of GGUF files alone.
+    """
     try:
         folder = Path(
             huggingface_hub.snapshot_download(
@@ -108,7 +111,7 @@ def _cached_gguf(request: HubRequest) -> Path | None:
 
 
 def _download(request: HubRequest, names: list[str], commit: str | None, advance: Advance) -> None:
-    """Fetches files side by side; the first error, or Ctrl-C, ends those that are under way."""
+    """Fetches files concurrently; the first error, or Ctrl-C, stops all downloads."""
     lock, stopped = threading.Lock(), threading.Event()
 
     def counted(amount: int) -> None:
@@ -134,7 +137,10 @@ class _StoppedError(Exception):
 
 
 def _cached(request: HubRequest) -> Path:
-    """Returns the folder of a cached copy; LocalEntryNotFoundError without one, CheckpointError without weights."""
+    """Returns the folder of a cached copy.
+
+    Raises LocalEntryNotFoundError without a copy, CheckpointError if it has no weights.
+    """
     if (file := _cached_gguf(request)) is not None:
         return file
     try:
@@ -157,9 +163,10 @@ def _cached(request: HubRequest) -> Path:
 
 
 def _info(request: HubRequest, revision: str | None) -> ModelInfo | None:
-    """Returns what the hub says of the repository; None where it does not answer and a cached copy has to do.
+    """Returns the hub's description of the repository; None if a cached copy is used.
 
-    Asked first because it fails at once: a download without a network is tried again for half a minute.
+    The cached copy is used if the hub does not answer. This request is the first because it fails at once: a
+    download without a network is tried again for half a minute.
     """
     try:
         return huggingface_hub.HfApi(token=request.token).model_info(
@@ -197,7 +204,10 @@ def _file(
 
 
 def _names(request: HubRequest, folder: Path, files: dict[str, int]) -> list[str]:
-    """Returns what has to be there of the files of a repository, of which `folder` is the cached copy."""
+    """Returns the names of those files of a repository that are needed.
+
+    `folder` is the cached copy of the repository.
+    """
     commit = folder.name
     if MODULES in files:
         _file(request, MODULES, commit)
@@ -229,7 +239,10 @@ def _is_small(name: str, folder: str, request: HubRequest) -> bool:
 
 
 def _of_module(request: HubRequest, files: dict[str, int], folder: str) -> list[str]:
-    """Returns the files of a module that follows the model, such as pooling or a layer with its own weights."""
+    """Returns the files of a module that follows the model.
+
+    Examples are pooling and a layer with its own weights.
+    """
     names = [name for name in files if _is_small(name, folder, request)] if folder else []
     safe, pickled = _joined(folder, checkpoint.SAFE_FILE), _joined(folder, checkpoint.PICKLE_FILE)
     if not folder or not request.with_weights:
@@ -240,7 +253,10 @@ def _of_module(request: HubRequest, files: dict[str, int], folder: str) -> list[
 
 
 def _weight_names(request: HubRequest, files: dict[str, int], config: Path, model: str) -> list[str]:
-    """Returns the weight files of one format: safetensors if there are any, pickle files only if allowed."""
+    """Returns the weight files of one format.
+
+    The format is safetensors if there are such files; pickle files are used only if allowed.
+    """
     explicit = read_config_json(config).get("transformers_weights")
     candidates = [checkpoint.inside(explicit, config)] if explicit else [checkpoint.SAFE_FILE, checkpoint.SAFE_INDEX]
     pickles = [checkpoint.PICKLE_FILE, checkpoint.PICKLE_INDEX]

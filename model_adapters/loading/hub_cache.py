@@ -1,4 +1,7 @@
-"""Where the hub's downloads lie, and which models have a folder there; found without importing huggingface_hub."""
+"""The location of the hub's downloads, and the models that have a folder there.
+
+It is determined without importing huggingface_hub.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ def hub_cache(cache_dir: str | os.PathLike[str] | None = None) -> Path:
 
 
 def downloaded(cache_dir: str | os.PathLike[str] | None = None) -> list[str]:
-    """Hub ids of the models that have a folder in the hub's cache, by name."""
+    """Returns the hub ids of the models that have a folder in the hub's cache, sorted."""
     try:
         names = sorted(os.listdir(hub_cache(cache_dir)))
     except OSError:

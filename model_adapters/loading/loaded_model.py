@@ -1,4 +1,4 @@
-"""What loading gives back: the module without weights, the weights, and what it took."""
+"""The results of loading: the module without weights, the weights, and a report."""
 
 from __future__ import annotations
 
@@ -66,7 +66,10 @@ class LoadReport:
 
     @property
     def lack(self) -> str:
-        """What the files lack, as the end of a sentence on what the model therefore cannot do; else empty."""
+        """The end of a sentence on tensors that the files lack; empty if they lack none.
+
+        The sentence says what the model therefore cannot do.
+        """
         return f"; its files lack {some(self.missing_tensors, 2)}" if self.missing_tensors else ""
 
 
@@ -114,11 +117,16 @@ class LoadedModel:
 
     @property
     def files_folder(self) -> Path | None:
-        """The folder whose files belong to the model; of an object that the caller passed, where it came from."""
+        """The folder whose files belong to the model.
+
+        For an object that the caller passed, it is the folder that the object was loaded from.
+        """
         return self.source.folder if self.source.kind != "object" else _folder_of(self.config.name_or_path)
 
     def processor(self) -> Any:
-        """Returns the model's processor, such as one of text and images; None if its folder has none.
+        """Returns the model's processor, such as one of text and images.
+
+        None if the model's folder has none.
 
         Raises:
             CheckpointError: the files are there and do not make a processor.
@@ -165,7 +173,10 @@ class LoadedModel:
 
 
 def _folder_of(name_or_path: str | None) -> Path | None:
-    """Returns the folder that an object was loaded from: itself, or its place in the hub's cache."""
+    """Returns the folder that an object was loaded from; None if unknown.
+
+    The name is that of the folder itself, or of a model in the hub's cache.
+    """
     if not name_or_path:
         return None
     if Path(name_or_path).is_dir():
@@ -178,7 +189,10 @@ def _folder_of(name_or_path: str | None) -> Path | None:
 
 
 def require_causal_lm(loaded: LoadedModel) -> None:
-    """Raises `UnsupportedModelError`, saying what the model is for, unless it is a causal language model."""
+    """Raises `UnsupportedModelError` unless the model is a causal language model.
+
+    The error says what the model is for.
+    """
     require_causal_module(loaded.module, loaded.source.name, loaded.report.lack)
 
 

@@ -1,4 +1,7 @@
-"""Loads a model by name, folder or object: an empty torch module and its weights as JAX arrays."""
+"""Loader of models: an empty torch module, and its weights as JAX arrays.
+
+The model is given by name, folder or object.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +66,9 @@ def load_model(
     quantization: Any = None,
     requantize: bool = False,
 ) -> LoadedModel:
-    """Loads a model of any architecture that transformers has: module on the meta device, weights as JAX arrays.
+    """Loads a model of any architecture of transformers, with weights as JAX arrays.
+
+    The module is on the meta device.
 
     Args:
         model: What `resolve` accepts, or a `PreTrainedModel` in main memory (also in a ``PeftModel``), to share.
@@ -123,14 +128,14 @@ def _rules_for(quantization: Any, mesh: Mesh | None, device_put: DevicePut | Non
 
 
 def _refuse(**given: Any) -> None:
-    """Raises InvalidArgumentError for an argument that does not apply to a loaded model; None: it was not given."""
+    """Raises InvalidArgumentError for an argument, not None, that a loaded model excludes."""
     if wrong := [name for name, value in given.items() if value is not None]:
         raise InvalidArgumentError(f"{wrong[0]} was given with a loaded model, which has its own: leave it out")
 
 
 @contextlib.contextmanager
 def _memory_running_out(name: str) -> Iterator[None]:
-    """Raises every error inside that says that memory ran out as an OutOfMemoryError that names `name`."""
+    """Raises errors that say that memory ran out as an OutOfMemoryError that names `name`."""
     try:
         yield
     except TorchaxServeError:
@@ -202,7 +207,9 @@ class _Builder:
     def _read(
         self, checkpoint: AnyCheckpoint, dtype: torch.dtype, strict: bool, progress: Progress
     ) -> tuple[PreTrainedModel, DevicePlacement, WeightSink]:
-        """Returns the largest module whose tensors are all in the files: that of the class, or a part of it.
+        """Returns the largest module whose tensors are all in the files.
+
+        It is that of the class, or a part of it. The placement and the loaded weights are returned, too.
 
         Raises:
             CheckpointError: tensors are missing that no part can be without; with `strict`, any that do not correspond.
@@ -271,7 +278,7 @@ class _Builder:
         return self._loaded(module, weights, dtype, None)
 
     def _check_fits(self, sizes: list[int], dtype: torch.dtype) -> None:
-        """Raises OutOfMemoryError if tensors of `sizes` bytes, those that are quantized with fewer, do not fit."""
+        """Raises OutOfMemoryError if tensors of `sizes` bytes (less if quantized) do not fit."""
         total = sum(sizes)
         if self._rules is not None:
             empty = module_of(self._class, self._config, dtype)
@@ -372,7 +379,10 @@ def _set(module: torch.nn.Module, name: str, value: torch.Tensor) -> None:
 
 
 def _generation_config(folder: Path, module: PreTrainedModel) -> GenerationConfig:
-    """Returns the config that ``from_pretrained`` would: of its own file, else of the settings in ``config.json``."""
+    """Returns the generation config that ``from_pretrained`` would return.
+
+    It is that of its own file, else of the settings in ``config.json``.
+    """
     try:
         if (folder / "generation_config.json").is_file():
             return GenerationConfig.from_pretrained(folder, local_files_only=True)

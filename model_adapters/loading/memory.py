@@ -1,4 +1,4 @@
-"""How much memory there is, and how much of it loading took."""
+"""The amount of memory, and the part of it that loading took."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from model_adapters.errors import OutOfMemoryError
 
 
 def gigabytes(num_bytes: float) -> str:
-    """``"1.23 GB"`` (10^9 bytes); small amounts in MB or kB."""
+    """Returns ``"1.23 GB"`` (10^9 bytes); small amounts are in MB or kB."""
     for size, unit in ((1e9, "GB"), (1e6, "MB")):
         if num_bytes >= size:
             return f"{num_bytes / size:.2f} {unit}"
@@ -39,14 +39,20 @@ def _cgroup_free_bytes(root: Path) -> int | None:
 
 
 def free_host_bytes(cgroup_root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Returns free bytes of main memory for this process: of the machine, or of its container if less."""
+    """Returns the free bytes of main memory for this process.
+
+    They are those of the machine, or of its container if less.
+    """
     free = psutil.virtual_memory().available
     allowed = _cgroup_free_bytes(cgroup_root)
     return free if allowed is None else min(free, allowed)
 
 
 def free_device_bytes(device: jax.Device) -> int | None:
-    """Returns bytes free on an accelerator; None where its runtime does not tell (and on the CPU)."""
+    """Returns the free bytes of an accelerator.
+
+    None if its runtime does not report them, and for the CPU.
+    """
     stats = device.memory_stats() if device.platform != "cpu" else None
     if not stats or "bytes_limit" not in stats:
         return None
@@ -78,7 +84,10 @@ def check_fits(weights_bytes: int, largest_bytes: int, *, what: str, device: jax
 
 
 class PeakMemory:
-    """Growth of this process's resident memory since it was made; `sample()` where it is likely to be high."""
+    """Growth of this process's resident memory since construction.
+
+    `sample()` is to be called where memory is likely to be high.
+    """
 
     def __init__(self) -> None:
         self._process = psutil.Process()
@@ -120,7 +129,7 @@ def _malloc_trim() -> Callable[[int], int] | None:
 
 
 def give_back_freed() -> None:
-    """Hands free pages within the heap back to the system, where the C library can (glibc).
+    """Returns free pages within the heap to the system, if the C library can (glibc).
 
     Merging experts frees thousands of tensors of a few hundred kilobytes each; glibc keeps them, and aligned requests
     do not fit their holes, so that resident memory grew to 1.6 times the checkpoint without this.

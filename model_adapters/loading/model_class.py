@@ -1,4 +1,7 @@
-"""From a folder's ``config.json`` to the configuration and the model class of transformers (or of the repository)."""
+"""Configurations and model classes from the ``config.json`` of a folder.
+
+The classes are those of transformers or of the repository.
+"""
 
 from __future__ import annotations
 
@@ -128,14 +131,20 @@ def load_config(file: Path, *, trust_remote_code: bool, allow_quantized: bool = 
 
 
 def _config_class_of(architectures: Any) -> type[PreTrainedConfig] | None:
-    """Returns the configuration class of the first architecture, for files that name no model type."""
+    """Returns the configuration class of the first architecture; None if unknown.
+
+    For files that name no model type.
+    """
     name = _first_name(architectures)
     model_class = getattr(transformers, name, None) if name else None
     return getattr(model_class, "config_class", None)
 
 
 def _first_name(architectures: Any) -> str | None:
-    """Returns the first of the class names that a configuration lists, some of them as a string of its own."""
+    """Returns the first of the class names that a configuration lists; None if there is none.
+
+    Some configurations have a string in place of a list.
+    """
     if isinstance(architectures, str):
         return architectures or None
     first = architectures[0] if isinstance(architectures, list | tuple) and architectures else None
@@ -204,9 +213,10 @@ def find_class(
 
 
 def _check_code_paths(file: Path) -> None:
-    """Raises CheckpointError for a reference to code that is not ``module.Class`` in the folder of `file`.
+    """Raises CheckpointError for a reference to code outside of the folder of `file`.
 
-    transformers joins the first part to the folder as a path, and would follow one that leads out of it.
+    Valid references are ``module.Class``. transformers joins the first part to the folder as a path, and would follow
+    one that leads out of it.
     """
     for each in (file, *(file.with_name(name) for name in _FILES_WITH_CODE)):
         auto_map = read_config_json(each).get("auto_map") if each.is_file() else None
@@ -222,7 +232,10 @@ def _check_code_paths(file: Path) -> None:
 
 
 def _config_for(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedConfig:
-    """Returns the text part of a composite configuration if the class is the text model's; else the configuration."""
+    """Returns the text part of a composite configuration for the text model's class.
+
+    For any other class the configuration is returned.
+    """
     text_class: Any = config.sub_configs.get("text_config")
     if text_class and model_class.config_class is text_class and type(config) is not text_class:
         return config.get_text_config()
@@ -230,7 +243,10 @@ def _config_for(model_class: type[PreTrainedModel], config: PreTrainedConfig) ->
 
 
 def module_of(model_class: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Returns a `model_class` module on the meta device; CheckpointError if its code does not accept `config`."""
+    """Returns a `model_class` module on the meta device.
+
+    Raises CheckpointError if the code of the class does not accept `config`.
+    """
     try:
         with torch.device("meta"):
             module = model_class._from_config(config, dtype=dtype)
@@ -244,7 +260,10 @@ def module_of(model_class: type[PreTrainedModel], config: PreTrainedConfig, dtyp
 
 
 def torch_dtype_of(dtype: Any) -> torch.dtype | None:
-    """Returns the torch dtype that a caller's `dtype` means; None for ``"auto"``. Raises `InvalidArgumentError`."""
+    """Returns the torch dtype of a caller's `dtype`; None for ``"auto"``.
+
+    Raises `InvalidArgumentError`.
+    """
     if isinstance(dtype, str) and dtype == "auto":
         return None
     aliases = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "fp32": "float32", "f32": "float32"}
@@ -271,9 +290,9 @@ def task_of(module: PreTrainedModel) -> str | None:
 
 
 def require_causal_module(module: PreTrainedModel, name: str, lack: str = "") -> None:
-    """Raises `UnsupportedModelError` that says what the model is for, unless it is a causal language model.
+    """Raises `UnsupportedModelError` unless the module is a causal language model.
 
-    `lack` says what its files do not hold (`LoadReport.lack`).
+    The error says what the model is for. `lack` names what its files lack (`LoadReport.lack`).
     """
     task = task_of(module)
     if task is None:

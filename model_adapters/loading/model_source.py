@@ -1,4 +1,7 @@
-"""What a name means: the embedded model, a short name, a hub id, a folder or a configuration file."""
+"""The sources of models that a name can mean.
+
+They are the embedded model, a short name, a hub id, a folder and a configuration file.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
 
 
 EMBEDDED = Path(__file__).parents[2] / "torchax_serve" / "embedded"
-"""Where the distribution carries its own small model: an ordinary model folder."""
+"""The folder of the distribution's own small model, an ordinary model folder."""
 
 Kind = Literal["embedded", "hub", "folder", "object", "config"]
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -28,7 +31,7 @@ _FORMS = "a short name, a hub id (organisation/name), a folder, a GGUF file, or 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a model comes from."""
+    """The source of a model."""
 
     kind: Kind
     name: str  # as to be shown to people
@@ -41,7 +44,10 @@ class ModelSource:
 
     @property
     def folder(self) -> Path | None:
-        """The folder whose files (tokenizer, code, generation configuration) belong to the model, if there is one."""
+        """The folder whose files belong to the model; None if there is none.
+
+        The files are the tokenizer, code and generation configuration.
+        """
         return self.path if self.kind in ("embedded", "hub", "folder") and self.gguf is None else None
 
 
@@ -106,16 +112,19 @@ def _commit_of(file: Path) -> str:
 
 
 def _model_folder(folder: Path) -> Path:
-    """Returns `folder`, or without a ``config.json`` in it the subfolder that its ``modules.json`` calls the model."""
+    """Returns `folder`, or the subfolder that its ``modules.json`` calls the model.
+
+    The subfolder is returned if `folder` has no ``config.json``.
+    """
     from model_adapters.loading.modules_json import transformer_path
 
     return folder / transformer_path(folder, lambda path: (folder / path / CONFIG).is_file())
 
 
 def parse_name(name_or_path: str | os.PathLike[str] | None, revision: str | None = None) -> ModelSource | str:
-    """Returns the source of a model on this machine, or the hub id of a name; sends no request to the hub.
+    """Returns the source of a model on this machine, or the hub id of a name.
 
-    Imports neither torch nor jax nor transformers.
+    Sends no request to the hub. Imports neither torch nor jax nor transformers.
 
     Raises:
         ModelNotFoundError: no name has that form (near matches are listed).

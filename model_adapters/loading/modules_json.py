@@ -32,7 +32,10 @@ class ModuleEntry:
 
 
 def read_modules(file: Path) -> list[ModuleEntry]:
-    """Returns the modules in `file`, in their order; raises CheckpointError for a file that is no such list."""
+    """Returns the modules in `file`, in their order.
+
+    Raises CheckpointError if the file is not a list of modules.
+    """
     try:
         content: Any = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -49,9 +52,10 @@ def _path_of(said: Any, file: Path) -> str:
 
 
 def transformer_path(root: Path, has_config: Callable[[str], bool]) -> str:
-    """Returns the folder of the model itself, relative to `root`: where early releases of sentence-transformers put it.
+    """Returns the folder of the model itself, relative to `root`.
 
-    Empty where `root` has a ``config.json``, or no ``modules.json`` that leads to one.
+    Early releases of sentence-transformers put it into a subfolder. Empty if `root` has a ``config.json``, or no
+    ``modules.json`` that names such a folder.
 
     Args:
         root: the folder that may hold a ``modules.json``.
@@ -64,7 +68,10 @@ def transformer_path(root: Path, has_config: Callable[[str], bool]) -> str:
 
 
 def modules_root(folder: Path) -> Path | None:
-    """Returns the folder whose ``modules.json`` names the model in `folder`; None where there is none."""
+    """Returns the folder whose ``modules.json`` names the model in `folder`.
+
+    None if there is none.
+    """
     if (folder / MODULES).is_file():
         return folder
     above = folder.parent / MODULES

@@ -1,4 +1,7 @@
-"""How long work is shown: a protocol of one method, a silent implementation and one with bars on stderr."""
+"""Display of long work: a protocol, a silent implementation and one with bars on stderr.
+
+The protocol has one method.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +29,13 @@ Advance = Callable[[int], None]
 
 
 class Progress(Protocol):
-    """What loading tells about itself. Stages follow each other; they do not nest."""
+    """Receiver of the progress of loading. Stages follow each other; they do not nest."""
 
     def stage(self, name: str, total: int | None, unit: Unit = "bytes") -> AbstractContextManager[Advance]:
-        """Opens the stage `name` of `total` units (None: not known ahead); closing it ends the stage."""
+        """Opens the stage `name` of `total` units; the stage ends when it is closed.
+
+        `total` is None if the number is not known ahead.
+        """
         ...
 
 
@@ -50,7 +56,7 @@ class RichProgress:
 
     @contextlib.contextmanager
     def stage(self, name: str, total: int | None, unit: Unit = "bytes") -> Iterator[Advance]:
-        """A bar that is taken away when the stage ends, also by an exception or Ctrl-C."""
+        """Shows a bar until the stage ends, also by an exception or Ctrl-C."""
         if not self._console.is_terminal:
             yield lambda amount: None
             return
@@ -71,9 +77,10 @@ class RichProgress:
 
 
 def hub_bar_class(advance: Advance) -> type[Any]:
-    """Returns a ``tqdm`` class that passes the counts of huggingface_hub's downloads to `advance` and draws nothing.
+    """Returns a ``tqdm`` class that passes counts of huggingface_hub's downloads to `advance`.
 
-    The hub constructs it as it would construct ``tqdm``; only what its download code calls is here.
+    It draws nothing. The hub constructs it as it would construct ``tqdm``; only the methods that its download code
+    calls are implemented.
     """
 
     class HubBar:

@@ -1,9 +1,11 @@
-"""Random weights for a configuration, tensor by tensor, from the distributions that the architecture itself prescribes.
+"""Random weights for a configuration, from the architecture's own distributions.
+
+They are made tensor by tensor.
 
 transformers initialises "missing" weights: an empty checkpoint makes all of them missing. Small tensors (norms, biases,
 state-space parameters) and buffers are then made by transformers as always. For a large parameter nothing is allocated:
-it stays on the meta device, the call of an init function on it is written down instead of run, and its values are made
-when its turn comes: by torch where arrays live on the CPU, else on the device they are for. A seed gives the same
+it stays on the meta device, the call of an init function on it is recorded instead of run, and its values are made
+later: by torch where arrays live on the CPU, else on the device they are for. A seed gives the same
 values of a parameter whatever else the model holds (other ones on another kind of device).
 """
 
@@ -60,7 +62,7 @@ class RandomInit:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """While this is open, transformers' initialisation of large parameters is written down."""
+        """Records transformers' initialisation of large parameters inside the context."""
         load_parameter = modeling_utils._load_parameter_into_model
 
         def load_small(model: PreTrainedModel, name: str, tensor: torch.Tensor) -> None:
@@ -91,10 +93,10 @@ class RandomInit:
                 transformers_logging.set_verbosity(verbosity)
 
     def has_recorded(self, module: PreTrainedModel) -> bool:
-        """Tells whether all calls on the parameters of `module` can be run later; if not, it must be built again.
+        """Tells whether all init calls on parameters of `module` can be run later.
 
-        A few architectures compute values on the device of the parameter and copy them in; the next time those
-        parameters, however large, are allocated and so get their values at once.
+        If not, the module must be built again. A few architectures compute values on the device of the parameter and
+        copy them in; the next time those parameters, however large, are allocated and so get their values at once.
         """
         names = {_storage_id(tensor): name for name, tensor in module.named_parameters() if tensor.is_meta}
         found = {
@@ -170,7 +172,10 @@ def _draw(
     second: float,
     cut: tuple[float, float] = (-2.0, 2.0),
 ) -> jax.Array:
-    """Values of `shape`: normal(mean, std), uniform[low, high) or the normal cut at `cut` standard deviations."""
+    """Returns values of `shape` from a distribution of the given kind.
+
+    It is normal(mean, std), uniform[low, high) or the normal cut at `cut` standard deviations.
+    """
 
     def block(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         if kind == "uniform":
@@ -191,7 +196,10 @@ def _draw(
 
 
 def planned_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Returns weights with another dtype than `dtype` by the model's own ``_keep_in_fp32_modules``, by name."""
+    """Returns the weights with another dtype than `dtype`, by name.
+
+    The model's own ``_keep_in_fp32_modules`` decides which these are.
+    """
     plan = model._get_dtype_plan(dtype)
     if not plan:
         return {}

@@ -23,7 +23,10 @@ from model_adapters.sharding.model_sharding import ModelSharding
 
 
 def without_adapters(model: Any) -> Any:
-    """Returns the model inside a ``PeftModel``; anything else, and a model with learned prompts, unchanged."""
+    """Returns the model inside a ``PeftModel``; anything else is returned unchanged.
+
+    So is a model with learned prompts.
+    """
     if not callable(getattr(model, "get_base_model", None)) or model.active_peft_config.is_prompt_learning:
         return model
     inner = model.get_base_model()
@@ -38,7 +41,9 @@ def share_weights(
     refuse_uneven: bool,
     rules: QuantizationRules | None = None,
 ) -> LoadedModel:
-    """Returns a model that the caller has loaded, its weights as arrays over the same memory where that is possible.
+    """Returns a model that the caller has loaded, with its weights as JAX arrays.
+
+    The arrays are over the same memory where that is possible.
 
     Args:
         module: The model, in main memory; it is put into eval mode.

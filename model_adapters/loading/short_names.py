@@ -96,7 +96,7 @@ SHORT_NAMES: Mapping[str, ShortName] = MappingProxyType(
 
 
 def short_name(name: str) -> ShortName | None:
-    """Returns the entry of the table that `name` means, whatever its case; None where there is none."""
+    """Returns the entry of the table for `name`, in any case; None if there is none."""
     return SHORT_NAMES.get(name.strip().lower())
 
 

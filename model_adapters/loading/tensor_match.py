@@ -1,4 +1,6 @@
-"""Compares the tensors of a checkpoint with those of its class, by transformers' own report of a load.
+"""Comparison of a checkpoint's tensors with those of its class.
+
+It uses transformers' own report of a load.
 
 transformers loads what fits, draws at random what is missing and logs both. Here nothing is drawn: what is missing is
 an error, or belongs to a part that the model can be without. What the class has no place for is left unused, as there;
@@ -24,7 +26,7 @@ logger = logging.getLogger("torchax_serve")
 
 @dataclass(frozen=True)
 class TensorMatch:
-    """How the tensors of the files and those of a class correspond.
+    """The correspondence of the tensors in the files and those of a class.
 
     Attributes:
         class_name: of the class that the configuration asks for.
@@ -40,7 +42,7 @@ class TensorMatch:
 
     @classmethod
     def of(cls, module: PreTrainedModel, info: LoadStateDictInfo) -> TensorMatch:
-        """Returns the account that transformers has given of loading `module`."""
+        """Returns the match according to transformers' report `info` of loading `module`."""
         shapes = [f"{name} {list(got)}, expected {list(want)}" for name, got, want in info.mismatched_keys]
         found = {"not convertible": list(info.conversion_errors), "of another shape": shapes}
         faults = tuple(f"{len(names)} {what}: {some(names)}" for what, names in found.items() if names)
@@ -72,7 +74,7 @@ class TensorMatch:
         )
 
     def note(self, model_name: str, loaded_class: str) -> str | None:
-        """One line about what was left out; None where everything corresponds."""
+        """Returns one line about tensors that were left out; None if everything corresponds."""
         parts = []
         if self.missing:
             what = f"{loaded_class} alone is loaded" if loaded_class != self.class_name else "they are left out"
@@ -82,14 +84,14 @@ class TensorMatch:
         return f"{model_name}: {'; '.join(parts)}" if parts else None
 
     def log_names(self) -> None:
-        """Returns every name that was left out, a line each, for who asked for details."""
+        """Logs every name that was left out, a line each, for users who asked for details."""
         for what, names in {"missing": self.missing, "unused": self.unused}.items():
             for name in names:
                 logger.info("%s: %s", what, name)
 
 
 def without_missing_parts(module: PreTrainedModel, missing: tuple[str, ...]) -> PreTrainedModel | None:
-    """Returns `module`, or what lies under its head, without the parts whose tensors are missing.
+    """Returns `module` or its base model, without the parts whose tensors are missing.
 
     Hidden states of tokens need neither a head nor a pooler after the last layer. None if more is missing.
     """
@@ -106,7 +108,10 @@ def without_missing_parts(module: PreTrainedModel, missing: tuple[str, ...]) -> 
 
 
 def smaller_classes(model_class: type[PreTrainedModel], model_type: str) -> list[type[PreTrainedModel]]:
-    """Yields classes of the same architecture with fewer tensors: without the head, and the encoder only."""
+    """Returns classes of the same architecture with fewer tensors.
+
+    They are the one without the head, and the one with the encoder only.
+    """
     base = modeling_auto.MODEL_MAPPING_NAMES.get(model_type)
     names = [base if isinstance(base, str) else None]
     names += [f"{names[0].removesuffix('Model')}EncoderModel"] if names[0] else []

@@ -1,1 +1,1 @@
-"""How torch operators become JAX: replacements of torchax's own, and operators of this project."""
+"""Lowerings of torch operators to JAX: replacements of torchax's own, and new operators."""

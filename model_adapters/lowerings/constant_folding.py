@@ -1,4 +1,4 @@
-"""Constant folding in a trace: what model code computes only from constants is computed at once.
+"""Constant folding in a trace: values that depend only on constants are computed at once.
 
 Under ``jax.jit`` every operation is staged, also one on constants, and its result has no value that Python could read.
 Model code for images reads many: it splits features by grids, makes positions and windows of them, and indexes by
@@ -20,7 +20,7 @@ from model_adapters.bridge.views import TorchTensor, TorchView, as_views, defaul
 from model_adapters.errors import UnsupportedModelError
 
 LARGEST_BYTES = 1 << 22
-"""Of a result that becomes a constant of the program."""
+"""The largest size of a result that becomes a constant of the program."""
 _OPERATORS = ("add", "sub", "mul", "truediv", "and", "or", "xor")
 _ASSIGNMENTS = frozenset({"__setitem__", *(f"__i{name}__" for name in _OPERATORS)})
 _OF_SHAPES = frozenset(name for kind in ("zeros", "ones", "full", "empty") for name in (f"{kind}_like", f"new_{kind}"))
@@ -60,7 +60,7 @@ def install() -> None:
 
 
 def _assignment(theirs: Callable[..., None]) -> Callable[..., None]:
-    """``tensor[key] = value``, which reaches torchax past its table of operators."""
+    """Returns a function for ``tensor[key] = value``, which bypasses torchax's operator table."""
 
     def assign(self: torch.Tensor, key: Any, value: Any) -> None:
         tensors = [x for x in torch.utils._pytree.tree_leaves((self, key, value)) if isinstance(x, torch.Tensor)]
@@ -77,7 +77,10 @@ def _assignment(theirs: Callable[..., None]) -> Callable[..., None]:
 
 
 def _flatten(self: torch.Tensor, start_dim: int = 0, end_dim: int = -1) -> torch.Tensor:
-    """``tensor.flatten()``, which torchax 0.0.13 has past its table, too, and wrong for axes counted from the end."""
+    """Computes ``tensor.flatten()``, which torchax 0.0.13 does outside of its table, too.
+
+    torchax is wrong there for axes counted from the end.
+    """
     return torch.flatten(self, start_dim, end_dim)
 
 
@@ -95,7 +98,10 @@ def _dispatch(theirs: _Dispatch, func: Any, types: Any, args: Any, kwargs: Any) 
 
 
 def is_traced_mask(key: Any) -> bool:
-    """Tells whether `key` is a mask, the number of whose elements that are set is unknown while the program is made."""
+    """Tells whether `key` is a boolean mask whose values are unknown in the trace.
+
+    The number of its elements that are set is then unknown while the program is made.
+    """
     return isinstance(key, torch.Tensor) and key.dtype == torch.bool and key.ndim > 0 and is_traced(key)
 
 
@@ -126,7 +132,10 @@ def _name(func: Any) -> str:
 
 
 def _check_not_written(func: Any, args: Any) -> None:
-    """Raises UnsupportedModelError where traced values would be written into a tensor that cannot hold them."""
+    """Raises UnsupportedModelError if traced values would be written into a host tensor.
+
+    Such a tensor cannot hold them.
+    """
     target = args[0] if args else None
     if writes_in_place(func) and type(target) is torch.Tensor:
         raise UnsupportedModelError(

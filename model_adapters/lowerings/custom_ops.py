@@ -1,7 +1,7 @@
-"""Our operators as torch operators, ``torch.ops.torchax_serve.*``, lowered to the JAX ops of `model_adapters.ops`.
+"""The operators of this project as torch operators, ``torch.ops.torchax_serve.*``.
 
-They have no eager implementation: unmodified model code reaches them while it is traced, through transformers'
-attention interface.
+They are lowered to the JAX ops of `model_adapters.ops`. They have no eager implementation: unmodified model code
+reaches them while it is traced, through transformers' attention interface.
 """
 
 from __future__ import annotations

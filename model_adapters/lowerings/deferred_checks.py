@@ -1,4 +1,6 @@
-"""What model code checks of its inputs' values: in a trace there are none, so the program answers afterwards.
+"""Checks by model code of its inputs' values, deferred to the end of the program.
+
+In a trace there are no values, so the program returns the results of the checks.
 
 Models for images check that a prompt has a placeholder token for every feature of its images. transformers writes such
 checks as ``torch._check_tensor_all``, and counts by ``embeddings[mask].numel()``, whose shape a trace cannot know.
@@ -21,11 +23,14 @@ from model_adapters.lowerings.traced_conditions import TracedConditions
 
 _CONDITIONS = TracedConditions()
 collect = _CONDITIONS.collect
-"""Conditions bool[] of unknown value that model code makes inside are taken for met, and yielded."""
+"""Yields the conditions bool[] of unknown value that model code makes inside.
+
+The conditions are assumed to be met.
+"""
 
 
 def install() -> None:
-    """Puts our lowering into torchax's table."""
+    """Registers the lowering in torchax's table."""
     set_lowering(torch.ops.aten._is_all_true, _is_all_true)
     for kind in (TorchTensor, TorchView):
         kind.item = _item(kind.item)
@@ -42,7 +47,10 @@ def _is_all_true(x: jax.Array) -> jax.Array:
 
 
 class TracedAssertValue:
-    """A number of unknown value in an ``assert`` of model code: what it is compared with becomes a condition."""
+    """A number of unknown value in an ``assert`` of model code.
+
+    Its comparison with another number becomes a condition.
+    """
 
     def __init__(self, value: jax.Array) -> None:
         self._value = value
@@ -79,15 +87,16 @@ def _item(theirs: Any) -> Any:
 
 
 class TracedMaskSelection(TorchTensor):
-    """``tensor[mask]`` with a mask of unknown values: it can be counted, and computed with if it turns out to be all.
+    """``tensor[mask]`` with a mask of unknown values.
 
+    Its elements can be counted. It can also be computed with, on the condition that the mask selects all elements.
     Models that leave out images of nothing but padding select so; a program of fixed shapes is made for images that all
-    count, and answers whether they did.
+    count, and returns whether they did.
     """
 
     @staticmethod
     def __new__(cls: Any, source: torch.Tensor, mask: torch.Tensor) -> Any:
-        """`source` [*dims, *rest] where `mask` bool[*dims] is set."""
+        """Makes the selection of `source` [*dims, *rest] by `mask` bool[*dims]."""
         return TorchTensor.__new__(cls, jax_view(source), default_env())
 
     def __init__(self, source: torch.Tensor, mask: torch.Tensor) -> None:
@@ -106,9 +115,9 @@ class TracedMaskSelection(TorchTensor):
         return self._source.reshape(-1, *self._source.shape[self._chosen.ndim :])
 
     def size(self, dim: int | None = None) -> Any:
-        """Of all there is to select from."""
+        """Returns the size of the tensor from which the mask selects."""
         return self.shape if dim is None else self.shape[dim]
 
     def numel(self) -> Any:
-        """Its elements, int32[], a traced number."""
+        """Returns the number of selected elements, int32[], a traced number."""
         return torch_view(jnp.sum(self._chosen) * (self._source.size // max(self._chosen.size, 1)))

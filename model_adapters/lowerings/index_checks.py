@@ -1,4 +1,6 @@
-"""Indices beyond the end of a table are an error, as in PyTorch; XLA would read the last row, or no number.
+"""Checks that indices are within a table: beyond its end is an error, as in PyTorch.
+
+XLA would read the last row, or NaN.
 
 Token ids, positions, token types and the like are looked up by ``embedding``, or among the rows of a tensor of the
 module. In a trace their values are unknown, so the program answers afterwards whether they were in range. Where values
@@ -28,7 +30,7 @@ collect = _CONDITIONS.collect
 
 @contextlib.contextmanager
 def named(arrays: Mapping[str, jax.Array]) -> Iterator[None]:
-    """Inside, tables among `arrays` have these names in errors."""
+    """Gives tables among `arrays` their names in errors, inside the context."""
     before, _STATE.arrays = getattr(_STATE, "arrays", None), arrays
     try:
         yield
@@ -37,9 +39,10 @@ def named(arrays: Mapping[str, jax.Array]) -> Iterator[None]:
 
 
 def check_rows(tensor: Any, indices: Any, dim: int, *, from_end: bool = False) -> None:
-    """As `check`, where `tensor` is one of the module's own whose rows are taken, or has one in it for each sequence.
+    """Checks `indices` as `check` does, if `tensor` is a table of the module.
 
-    Any other tensor is let be.
+    It is one if it is one of the module's own tensors whose rows are taken, or if it has such a tensor for each
+    sequence. Any other tensor is ignored.
     """
     arrays = getattr(_STATE, "arrays", None) or {}
     if not isinstance(indices, jax.Array) or not jnp.issubdtype(indices.dtype, jnp.integer):
@@ -54,9 +57,10 @@ def check_rows(tensor: Any, indices: Any, dim: int, *, from_end: bool = False) -
 
 
 def check(table: jax.Array, indices: jax.Array, *, from_end: bool = False) -> None:
-    """Notes, or checks where values are there, that int `indices` [...] are rows of `table` [rows, ...].
+    """Checks that int `indices` [...] are rows of `table` [rows, ...].
 
-    With `from_end` negative ones count from the end.
+    In a trace, where values are unknown, the check becomes a condition. With `from_end` negative ones count from the
+    end.
 
     Raises:
         InvalidArgumentError: they are not; names the table.

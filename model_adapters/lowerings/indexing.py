@@ -34,7 +34,7 @@ from model_adapters.ops.quantized_weight import take_rows
 
 
 def _check_lookups() -> None:
-    """Where rows of a tensor of the module are taken by index, indices are checked as those of ``embedding`` are."""
+    """Checks indices that take rows of the module's tensors, as ``embedding`` does."""
     index, select, gather = (
         get_lowering(op) for op in (torch.ops.aten.index, torch.ops.aten.index_select, torch.ops.aten.gather)
     )
@@ -69,11 +69,11 @@ def _check_lookups() -> None:
 
 
 def _keep_tables_short() -> None:
-    """Returns ``embedding``: indices are checked, and a table of 16-bit floats stays as it is on a CPU.
+    """Replaces ``embedding``: checks indices, and does not convert 16-bit tables on a CPU.
 
-    XLA makes float32 there of what rows are taken from. That is part of the taking, of those rows alone; but before a
-    loop it would make a whole table of float32, since the table is the same for all turns of the loop. Behind a barrier
-    together with the indices, it is not.
+    XLA converts the operand of a gather to float32 there. Usually the conversion is fused with the gather and covers
+    only the rows that are taken. Before a loop, XLA would convert all of the table, since the table is the same in all
+    iterations. A barrier over the table together with the indices prevents that.
     """
     theirs = get_lowering(torch.ops.aten.embedding)
 
@@ -90,7 +90,10 @@ def _keep_tables_short() -> None:
 
 
 def _find_turned_weights() -> None:
-    """Lets products find a quantized weight behind ``weight.T`` and ``weight.transpose(-2, -1)``."""
+    """Lets products find a quantized weight behind its transpose.
+
+    The transposes are ``weight.T`` and ``weight.transpose(-2, -1)``.
+    """
     transpose, turn = get_lowering(torch.ops.aten.transpose), get_lowering(torch.ops.aten.t)
 
     def noted_transpose(x: jax.Array, dim0: int, dim1: int) -> jax.Array:
@@ -110,10 +113,11 @@ def _find_turned_weights() -> None:
 
 
 def _cat(tensors: Sequence[jax.Array], dim: int = 0) -> jax.Array:
-    """``torch.cat``; of [B, heads, T, dim] along the last dimension it is written with heads and T changed places.
+    """Computes ``torch.cat``, on a CPU in a faster layout for [B, heads, T, dim].
 
-    Models turn [B, T, heads, dim] and rotate the halves of its last dimension (rotary embeddings). XLA on a CPU does
-    not move a turn through a concatenation and then copies number by number, four times slower.
+    Along the last dimension, the concatenation is written with heads and T exchanged. Models transpose [B, T, heads,
+    dim] and rotate the halves of its last dimension (rotary embeddings). XLA on a CPU does not move a transpose through
+    a concatenation and then copies number by number, four times slower.
     """
     parts = [x for x in tensors if x.shape != (0,)]  # which torch leaves out, whatever the others' shape
     if not parts:
@@ -138,7 +142,10 @@ def _embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> jax.Array:
-    """Computes ``embedding_bag`` of bags int[n, size] of one size; torchax 0.0.13 mixes up the weights of samples."""
+    """Computes ``embedding_bag`` of bags int[n, size] of one size.
+
+    torchax 0.0.13 mixes up the weights of samples.
+    """
     if input.ndim != 2 or mode not in ("sum", "mean") or padding_idx is not None or max_norm is not None:
         raise NotImplementedError("embedding_bag: expected bags [n, size], mode sum or mean, no padding and no norm")
     rows = weight[input]
@@ -148,7 +155,7 @@ def _embedding_bag(
 
 
 def _pad_by_known_widths() -> None:
-    """Padding by numbers that model code keeps in tensors, where they are known."""
+    """Lets model code pad by numbers in tensors, if their values are known."""
     theirs = get_lowering(torch.nn.functional.pad)
 
     def number(width: Any) -> Any:
@@ -165,7 +172,10 @@ def _pad_by_known_widths() -> None:
 
 
 def _understand_stored_lengths() -> None:
-    """Returns ``arange`` and slices from one stored length to another, which lie a known number of tokens apart."""
+    """Replaces ``arange`` and slices, so that they may start and end at stored lengths.
+
+    The two lengths are a known number of tokens apart.
+    """
     their_arange, their_getitem = get_lowering(torch.arange), get_lowering(torch.Tensor.__getitem__)
 
     def arange(start: Any, end: Any = None, step: Any = None, **kwargs: Any) -> jax.Array:

@@ -31,7 +31,7 @@ from model_adapters.lowerings.torchax_fixes import _mend_copy, _mend_type_as, _s
 
 @functools.cache
 def install() -> None:
-    """Puts our lowerings into torchax's table."""
+    """Registers the lowerings in torchax's table."""
     set_lowering(torch.nn.functional.linear, _linear)
     set_lowering(torch.ops.aten.linear, _linear)
     set_lowering(torch.ops.aten.mm, ops.matmul)

@@ -34,7 +34,10 @@ def _grouped_mm(
     bias: jax.Array | None = None,
     out_dtype: Any = None,
 ) -> jax.Array:
-    """``torch._grouped_mm``: `x` [rows, in] sorted by expert, `weight` [experts, in, out], `offs` their ends."""
+    """Computes ``torch._grouped_mm`` of `x` [rows, in], sorted by expert.
+
+    `weight` is [experts, in, out]; `offs` are the ends of the experts' rows.
+    """
     if offs is None or bias is not None or x.ndim != 2 or weight.ndim != 3:
         raise NotImplementedError("grouped_mm: expected x [rows, in], weight [experts, in, out] and offs, without bias")
     sizes = jnp.diff(offs, prepend=jnp.zeros(1, offs.dtype)).astype(jnp.int32)
@@ -51,7 +54,10 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> jax.Array:
-    """Computes attention of [..., heads, len, dim]; torchax returns NaN for queries that see no key."""
+    """Computes attention of [..., heads, len, dim], for queries that see no key as well.
+
+    torchax returns NaN for them.
+    """
     if dropout_p:
         raise NotImplementedError(f"scaled_dot_product_attention: expected no dropout, got {dropout_p}")
     batch = query.shape[:-3]

@@ -19,20 +19,23 @@ def _jax_dtype(dtype: Any) -> Any:
 
 
 def _is_last(dim: Any, x: jax.Array) -> bool:
-    """Tells whether `dim`, a number or a sequence, is only the last of two or more dimensions of floats."""
+    """Tells whether `dim` is only the last of two or more dimensions of a float array.
+
+    `dim` is a number or a sequence.
+    """
     dims = dim if isinstance(dim, Sequence) else (dim,)
     return x.ndim > 1 and len(dims) == 1 and dims[0] in (-1, x.ndim - 1) and jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def _dims(dim: Any) -> Any:
-    """As jnp wants them: None for all, which torch also writes as none at all."""
+    """Returns dimensions as jnp takes them: None for all, which is an empty list in torch, too."""
     if isinstance(dim, Sequence):
         return tuple(dim) or None
     return dim
 
 
 def _sum(x: jax.Array, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> jax.Array:
-    """``torch.sum``; torchax 0.0.13 overlooks `dtype`."""
+    """Computes ``torch.sum``; torchax 0.0.13 ignores `dtype`."""
     x = x if dtype is None else x.astype(_jax_dtype(dtype))
     if _is_last(dim, x):
         return _with_kept_dim(ops.row_sum(x), keepdim).astype(x.dtype)
@@ -40,7 +43,7 @@ def _sum(x: jax.Array, dim: Any = None, keepdim: bool = False, *, dtype: Any = N
 
 
 def _mean(x: jax.Array, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> jax.Array:
-    """``torch.mean``."""
+    """Computes ``torch.mean``."""
     x = x if dtype is None else x.astype(_jax_dtype(dtype))
     if _is_last(dim, x):
         return _with_kept_dim(ops.row_sum(x) / x.shape[-1], keepdim).astype(x.dtype)
@@ -52,7 +55,10 @@ def _with_kept_dim(x: jax.Array, keepdim: bool) -> jax.Array:
 
 
 def _softmax(x: jax.Array, dim: int, dtype: Any = None) -> jax.Array:
-    """``torch.softmax``; the third argument is a dtype, or for the inner operator whether half becomes float."""
+    """Computes ``torch.softmax``.
+
+    The third argument is a dtype; for the inner operator it is a bool: whether half becomes float.
+    """
     if dtype is True:
         x = x.astype(jnp.float32)
     elif dtype is not None and dtype is not False:
@@ -70,7 +76,7 @@ def _layer_norm(
     bias: jax.Array | None = None,
     eps: float = 1e-5,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """``torch.native_layer_norm``: result, means, reciprocal deviations."""
+    """Computes ``torch.native_layer_norm``: result, means, reciprocal deviations."""
     size = len(normalized_shape)
     rows = x.reshape(*x.shape[: x.ndim - size], -1)
     weight, bias = (None if array is None else array.reshape(-1) for array in (weight, bias))

@@ -1,4 +1,4 @@
-"""Resampling of images, which models do to the positions that they have learned for another size.
+"""Resampling of images, which models apply to positions learned for another size.
 
 Each method is linear in the pixels and works on rows and columns separately, so it is two products with matrices. The
 matrices are what torch makes of the unit vectors.
@@ -22,7 +22,7 @@ SMOOTHED = (torch.ops.aten._upsample_bicubic2d_aa, torch.ops.aten._upsample_bili
 
 
 def install() -> None:
-    """Puts our lowerings into torchax's table."""
+    """Registers the lowerings in torchax's table."""
     for operator in SMOOTHED:
         set_lowering(operator, functools.partial(_resampled, operator.default))
         set_lowering(operator.default, functools.partial(_resampled, operator.default))

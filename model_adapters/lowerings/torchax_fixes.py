@@ -22,7 +22,10 @@ from model_adapters.lowerings import constant_folding
 
 
 def _mend_copy() -> None:
-    """``tensor.copy_(view)``: torchax 0.0.13 reads the view's array under a name that only tensors have."""
+    """Fixes ``tensor.copy_(view)``.
+
+    torchax 0.0.13 reads the array of the view under an attribute that only tensors have.
+    """
     theirs = get_lowering(torch.ops.aten.copy_)
 
     def copy(x: torch.Tensor, y: torch.Tensor, memory_format: Any = None, env: Any = None) -> torch.Tensor:
@@ -32,7 +35,10 @@ def _mend_copy() -> None:
 
 
 def _mend_type_as() -> None:
-    """``tensor.type_as(other)``: torchax 0.0.13 changes the tensor itself, and fails for a view."""
+    """Fixes ``tensor.type_as(other)``.
+
+    torchax 0.0.13 changes the tensor itself, and fails for a view.
+    """
 
     def type_as(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         return self.to(other.dtype)
@@ -42,7 +48,7 @@ def _mend_type_as() -> None:
 
 
 def _stay_on_device() -> None:
-    """``tensor.to("cpu")`` of a traced tensor: there is no other device inside a program."""
+    """Ignores the device in ``tensor.to("cpu")`` of a traced tensor: a program has only one."""
     env = default_env()
     theirs = env._to_copy
 
@@ -54,7 +60,10 @@ def _stay_on_device() -> None:
 
 
 def _write_through_views() -> None:
-    """``x[1:].masked_fill_(…)``: what torchax 0.0.13 decomposes writes into a copy of the view, and is lost."""
+    """Fixes in-place operators on views, such as ``x[1:].masked_fill_(…)``.
+
+    If torchax 0.0.13 decomposes such an operator, it writes into a copy of the view, and the result is lost.
+    """
     env = default_env()
     theirs = env.dispatch
 

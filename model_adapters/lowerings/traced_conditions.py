@@ -1,4 +1,4 @@
-"""Conditions on traced values, collected while model code is traced and returned by its program."""
+"""Conditions on traced values, collected in a trace and returned by its program."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax
 
 
 class TracedConditions(threading.local):
-    """The list that conditions of one kind are appended to, by thread; None outside of `collect`."""
+    """The list for conditions of one kind, by thread; None outside of `collect`."""
 
     found: list[jax.Array] | None = None
 

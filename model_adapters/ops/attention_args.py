@@ -1,9 +1,9 @@
 """Arguments of the attention ops besides queries, keys, values and pages: `AttentionArgs`.
 
 A new feature of attention is one optional field of `AttentionArgs` and the implementations that take it. Each
-implementation names the fields that it takes in its ``SUPPORTED_ARGS``; a call with any other field goes to another
-implementation, at last to the reference, which takes them all. ``tests/ops/test_attention_args.py`` checks every field
-against every registered implementation.
+implementation names the fields that it takes in its ``SUPPORTED_ARGS``; a call with any other field is passed to
+another implementation, at last to the reference, which takes them all. ``tests/ops/test_attention_args.py`` checks
+every field against every registered implementation.
 """
 
 from __future__ import annotations

@@ -92,7 +92,9 @@ def unpacked(weight: Weight) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Known:
-    """An array of the trace that stands for a weight: `array` is held, so that its identity stays unique.
+    """An array of the trace that represents a stored weight.
+
+    `array` is referenced, so that its ``id`` stays unique.
 
     Attributes:
         array: ``weight.unpacked()``, or that with its last two axes exchanged.
@@ -110,9 +112,9 @@ _IN_TRACE: contextvars.ContextVar[dict[int, _Known]] = contextvars.ContextVar("p
 
 @contextlib.contextmanager
 def substituted(weights: Weights) -> Iterator[dict[str, jax.Array]]:
-    """Yields `weights` as arrays, whose stored forms :func:`compressed_of` and :func:`quantized_of` then find.
+    """Yields `weights` as arrays, from which the stored forms can be looked up.
 
-    Names that share a stored form share an array.
+    :func:`compressed_of` and :func:`quantized_of` do so. Names that share a stored form share an array.
     """
     dense = {id(weight): unpacked(weight) for weight in weights.values()}
     arrays = {name: dense[id(weight)] for name, weight in weights.items()}
@@ -141,7 +143,10 @@ def quantized_of(weight: jax.Array) -> QuantizedWeight | None:
 
 
 def note_turned(weight: jax.Array, turned: jax.Array) -> None:
-    """Lets :func:`quantized_of` find `turned`, which is `weight` with its last two axes exchanged."""
+    """Records `turned`, so that :func:`quantized_of` finds it.
+
+    `turned` is `weight` with its last two axes exchanged.
+    """
     known = _IN_TRACE.get()
     if (found := known.get(id(weight))) is not None:
         known[id(turned)] = _Known(turned, found.weight, not found.is_turned)

@@ -134,7 +134,7 @@ _differentiable = ffi.differentiable(lambda x, weight, bias: ffi.linear(x, weigh
 
 
 def not_invariant_reason() -> str | None:
-    """Returns why `ffi.batch_invariant` cannot be kept here, or None."""
+    """Returns why `ffi.batch_invariant` cannot be guaranteed here, or None."""
     if registry.platform() != "cpu":
         return f"products on a {registry.platform()} are its compiler's"
     if (reason := ffi.missing()) is not None:
@@ -185,7 +185,10 @@ def matmul(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _times_quantized(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array | None:
-    """Returns ``x[..., in] @ weight[in, out] + bias[out]`` if `weight` is quantized by rows of ``[out, in]``."""
+    """Returns ``x[..., in] @ weight[in, out] + bias[out]`` for a quantized weight, or None.
+
+    The weight has to be quantized by rows of ``[out, in]``.
+    """
     found = quantized_of(weight)
     fits = found is not None and found.scheme.transposed and weight.ndim == 2 and x.ndim > 0 and x.dtype == weight.dtype
     if not fits or (bias is not None and bias.ndim != 1) or x.shape[-1] != weight.shape[0]:

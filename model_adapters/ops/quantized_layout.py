@@ -18,7 +18,9 @@ def _padded(array: jax.Array, num_rows: int, num_columns: int) -> jax.Array:
 
 
 def to_steps(values: jax.Array, bits: int, zero: int) -> jax.Array:
-    """Returns integers ``[..., out, in]`` as int8 ``[..., out / 16, in / 4, 16, 4]`` or uint8 ``[..., in / 8, 16, 4]``.
+    """Returns integers ``[..., out, in]`` in the kernel's order of steps.
+
+    These are int8 ``[..., out / 16, in / 4, 16, 4]`` or uint8 ``[..., in / 8, 16, 4]``.
 
     Args:
         values: From -128 to 127, or of 4 bits from ``-zero`` to ``15 - zero``.
@@ -51,13 +53,19 @@ def from_steps(steps: jax.Array, bits: int, zero: int, rows: int, columns: int) 
 
 
 def rows_of_steps(steps: jax.Array, bits: int, zero: int, indices: jax.Array, columns: int) -> jax.Array:
-    """Returns the rows int8[*indices.shape, columns] of a matrix in steps ``[out / 16, ..., 16, 4]``."""
+    """Returns rows int8[*indices.shape, columns] of a matrix in the kernel's order of steps.
+
+    The matrix is ``[out / 16, ..., 16, 4]``.
+    """
     words = _split(steps[indices // BLOCK_ROWS, :, indices % BLOCK_ROWS], bits, zero)
     return words.reshape(*indices.shape, -1)[..., :columns]
 
 
 def to_blocks(scale: jax.Array) -> jax.Array:
-    """Returns scales or offsets ``[..., out, groups]`` as ``[..., out / 16, groups, 16]``, padded with zeros."""
+    """Returns scales or offsets ``[..., out, groups]`` in blocks of 16 rows.
+
+    The blocks are ``[..., out / 16, groups, 16]``, padded with zeros.
+    """
     *lead, rows, groups = scale.shape
     blocks = -(-rows // BLOCK_ROWS)
     return jnp.swapaxes(_padded(scale, blocks * BLOCK_ROWS, groups).reshape(*lead, blocks, BLOCK_ROWS, groups), -1, -2)

@@ -18,11 +18,15 @@ from model_adapters.ops.compressed_weight import quantized_of
 from model_adapters.ops.cpu import ffi
 from model_adapters.ops.grouped_matmul import OP as GROUPED_OP
 from model_adapters.ops.grouped_matmul import Layout, over_tiles
-from model_adapters.ops.linear import OP, finish, product_sums
+from model_adapters.ops.linear import OP as LINEAR_OP
+from model_adapters.ops.linear import finish, product_sums
 from model_adapters.ops.quantized_weight import QuantizedWeight, dequantize
 
 LARGEST_INT8 = 127.0
-"""What the largest number of a group becomes. -128 is not used: the CPU kernel takes a sign off."""
+"""The rounded value of a group's largest number.
+
+-128 is not used: the CPU kernel takes a sign off.
+"""
 
 
 def round_rows(x: jax.Array, group: int, act_dtype: str) -> tuple[jax.Array, jax.Array]:
@@ -48,7 +52,10 @@ def round_rows(x: jax.Array, group: int, act_dtype: str) -> tuple[jax.Array, jax
 
 
 def quantized_sums(x: jax.Array, weight: QuantizedWeight) -> jax.Array:
-    """Returns ``x[rows, in]`` times a quantized matrix [out, in] transposed, summed in float32 or more."""
+    """Returns ``x[rows, in]`` times the transpose of a quantized matrix [out, in].
+
+    The sums are in float32 or more.
+    """
     scheme, weight = weight.scheme, weight.plain()
     if scheme.act_dtype == "none":
         return product_sums(x, dequantize(weight, x.dtype))
@@ -66,7 +73,10 @@ def quantized_sums(x: jax.Array, weight: QuantizedWeight) -> jax.Array:
 
 
 def _rounded_by(x: jax.Array, scale: float, act_dtype: str) -> tuple[jax.Array, jax.Array]:
-    """Returns rows [rows, 1, in] rounded by the scale that a checkpoint fixes, and scales float32[rows, 1]."""
+    """Returns `x` as rounded rows [rows, 1, in], and scales float32[rows, 1].
+
+    The scale is one that a checkpoint fixes.
+    """
     quotients = x.astype(jnp.float32)[:, None] / scale
     top = LARGEST_INT8 if act_dtype == "int8" else float(jnp.finfo(act_dtype).max)
     rounded = jnp.clip(jnp.round(quotients) if act_dtype == "int8" else quotients, -top, top)
@@ -113,7 +123,9 @@ def _unsupported_reason(x: jax.Array, weight: jax.Array, bias: jax.Array | None 
     return "the weight is not quantized" if found is None or found.scheme.transposed else None
 
 
-@registry.register(OP, "quantized", registry.PLATFORMS, unsupported_reason=_unsupported_reason, takes_precedence=True)
+@registry.register(
+    LINEAR_OP, "quantized", registry.PLATFORMS, unsupported_reason=_unsupported_reason, takes_precedence=True
+)
 def quantized(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
     """Computes with a quantized weight, on any platform and mesh."""
     found = quantized_of(weight)
@@ -134,7 +146,10 @@ def _kernel_unsupported_reason(x: jax.Array, weight: jax.Array, bias: jax.Array 
 
 
 def _kernel_product(x: jax.Array, weight: QuantizedWeight, bias: jax.Array | None) -> jax.Array:
-    """Returns ``x[rows, in]`` times a matrix in the kernel's order transposed, plus ``bias[out]``, in x's dtype."""
+    """Returns ``x[rows, in]`` times the transpose of a matrix in the kernel's order.
+
+    Adds ``bias[out]``; the result is in x's dtype.
+    """
     scheme, (num_rows, num_columns) = weight.scheme, weight.stored_shape[-2:]
     if weight.columns is not None:
         x = x[:, weight.columns]
@@ -153,7 +168,9 @@ def _kernel_product(x: jax.Array, weight: QuantizedWeight, bias: jax.Array | Non
     )
 
 
-@registry.register(OP, "cpu-quantized", ("cpu",), unsupported_reason=_kernel_unsupported_reason, takes_precedence=True)
+@registry.register(
+    LINEAR_OP, "cpu-quantized", ("cpu",), unsupported_reason=_kernel_unsupported_reason, takes_precedence=True
+)
 def streamed(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
     """Computes with the C++ kernel, which reads a quantized weight as it is stored."""
     found = quantized_of(weight)
@@ -168,7 +185,10 @@ def _grouped_unsupported_reason(
 
 
 def _experts_of(weight: jax.Array, layout: Layout) -> QuantizedWeight | None:
-    """Returns quantized experts that are stored as [E, out, in], whichever way model code has turned them."""
+    """Returns quantized experts that are stored as [E, out, in]; None for any other weight.
+
+    Model code may have transposed them or not.
+    """
     found = quantized_of(weight)
     return found if found is not None and found.scheme.transposed == (layout == "ekn") else None
 
@@ -177,7 +197,10 @@ def _experts_of(weight: jax.Array, layout: Layout) -> QuantizedWeight | None:
     GROUPED_OP, "quantized", registry.PLATFORMS, unsupported_reason=_grouped_unsupported_reason, takes_precedence=True
 )
 def quantized_experts(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, layout: Layout) -> jax.Array:
-    """Computes one product for each expert with rows; an expert is dequantized when its turn comes."""
+    """Computes one product for each expert that has rows.
+
+    Each expert is dequantized right before its product.
+    """
     found = _experts_of(weight, layout)
     assert found is not None
     matrices = dataclasses.replace(found, columns=None, scheme=dataclasses.replace(found.scheme, transposed=False))

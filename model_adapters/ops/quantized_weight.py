@@ -1,4 +1,4 @@
-"""Quantized weights: a matrix as small numbers, with a scale and an offset for each group of columns.
+"""Quantized weights: small integers or floats, with a scale and offset per column group.
 
 ``weight[o, i] = values[o, i] * scale[o, i // group] + offset[o, i // group]``
 
@@ -151,7 +151,9 @@ def make_quantized(
     *,
     scheme: Scheme,
 ) -> QuantizedWeight:
-    """Returns a quantized weight of host or device arrays in the plain layout, whose parts fit together.
+    """Returns a quantized weight of host or device arrays in the plain layout.
+
+    Its parts are checked to fit together.
 
     Args:
         name: Name of the weight, for errors.
@@ -185,7 +187,10 @@ def _plain_scheme(scheme: Scheme) -> Scheme:
 
 
 def _over_columns(by_group: jax.Array, group: int, num_columns: int) -> jax.Array:
-    """Returns ``[..., out, in]`` of ``[..., out, groups]``: each column has the number of its group."""
+    """Returns ``[..., out, groups]`` repeated to ``[..., out, in]``.
+
+    Each column has the number of its group.
+    """
     if by_group.shape[-1] == 1:
         return by_group
     return jnp.repeat(by_group, group, axis=-1, total_repeat_length=by_group.shape[-1] * group)[..., :num_columns]
@@ -207,14 +212,20 @@ def _in_model_order(rows: jax.Array, columns: jax.Array | None) -> jax.Array:
 
 
 def dequantize(weight: QuantizedWeight, dtype: Any = None) -> jax.Array:
-    """Returns the dense matrix ``[..., out, in]`` in `dtype`, by default that of the weight; computed in float32."""
+    """Returns the dense matrix ``[..., out, in]``, computed in float32.
+
+    The result is in `dtype`, by default that of the weight.
+    """
     weight = weight.plain()
     dense = _rows_of(_looked_up(weight.values, weight.scheme), weight.scale, weight.offset, weight.scheme.group)
     return _in_model_order(dense, weight.columns).astype(weight.dtype if dtype is None else dtype)
 
 
 def take_rows(weight: QuantizedWeight, indices: jax.Array, dtype: Any = None) -> jax.Array:
-    """Returns rows int[...] -> ``[..., in]`` of a matrix [out, in], as a lookup in an embedding table reads them."""
+    """Returns rows ``[..., in]`` at int `indices` [...] of a matrix [out, in].
+
+    A lookup in an embedding table reads them so.
+    """
     values, scale, offset = _parts_of_rows(weight, indices)
     rows = _rows_of(_looked_up(values, weight.scheme), scale, offset, weight.scheme.group)
     return _in_model_order(rows, weight.columns).astype(weight.dtype if dtype is None else dtype)

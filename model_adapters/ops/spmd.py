@@ -207,6 +207,6 @@ _SPECS = {
     **dict.fromkeys(("sinks", "alibi_slopes", "kv_scales"), BY_AXIS_0),
     **dict.fromkeys(("page_table", "lens", "starts", "kv_lens", "cu_q_lens", "prefix_lens"), REPLICATED),
 }
-"""How each array of an attention op is divided, by its name or by its field in `AttentionArgs`."""
+"""Division of each array of an attention op, by its name or its field in `AttentionArgs`."""
 SUPPORTED_ARGS = frozenset({"window", "softcap"}) | _SPECS.keys()
 """Fields of `AttentionArgs` that can be divided; static ones need no division."""

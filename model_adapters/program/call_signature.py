@@ -1,4 +1,7 @@
-"""The signature of a forward, and what it calls the tokens that it decodes; encoder-decoder models have other names."""
+"""The signature of a forward, and the names of its arguments for the decoder's tokens.
+
+Encoder-decoder models have other names.
+"""
 
 from __future__ import annotations
 
@@ -39,23 +42,25 @@ ENCODER_DECODER = CallSignature(
 
 
 def signature_of(config: Any, parameters: Collection[str]) -> CallSignature:
-    """Returns the names that a forward with `parameters` has for what it decodes."""
+    """Returns the names that a forward with `parameters` has for the decoder's tokens."""
     has_encoder = bool(getattr(config, "is_encoder_decoder", False)) and ENCODER_DECODER.ids in parameters
     return ENCODER_DECODER if has_encoder else DECODER_ONLY
 
 
 OLDER_CACHE_NAMES = ("past_key_values", "cache_params")
 CACHE_NAMES = ("cache", *OLDER_CACHE_NAMES) if "cache" in ALL_CACHE_NAMES else OLDER_CACHE_NAMES
-"""What forwards and outputs call the cache; where transformers calls it ``cache``, code of others may not yet."""
+"""Names of the cache in forwards and outputs.
+
+Where transformers has the name ``cache``, code of others may still have an older one."""
 
 
 def cache_name_of(names: Collection[str]) -> str | None:
-    """Returns the name of the cache among those of arguments or fields; None where there is none."""
+    """Returns the name of the cache among those of arguments or fields; None if there is none."""
     return next((name for name in CACHE_NAMES if name in names), None)
 
 
 def cache_field_of(output_class: type) -> str | None:
-    """Returns the field of an output class, a dataclass, that is the cache; None where it has none."""
+    """Returns the name of the cache field of an output dataclass; None if it has none."""
     return cache_name_of([field.name for field in dataclasses.fields(output_class)])
 
 
@@ -66,9 +71,10 @@ def cache_in(given: Mapping[str, Any]) -> Any:
 
 
 def generate_cache_name(cache_name: str | None) -> str | None:
-    """Returns what transformers' ``generate`` calls the cache of a model whose forward calls it `cache_name`.
+    """Returns the name by which transformers' ``generate`` passes a model's cache.
 
-    It has one name for all models where ``cache`` is one; a forward written for an older release keeps its own.
+    `cache_name` is the name in the model's forward. Releases in which ``cache`` is a name use it for all models; for
+    others the forward's own name stays.
     """
     return "cache" if cache_name is not None and "cache" in CACHE_NAMES else cache_name
 
@@ -76,8 +82,8 @@ def generate_cache_name(cache_name: str | None) -> str | None:
 def with_cache_named(given: dict[str, Any], cache_name: str | None) -> dict[str, Any]:
     """Returns `given`, arguments of a forward by name, with the cache under `cache_name`.
 
-    Where transformers still takes the names that it has given up, they are taken here, too, with its FutureWarning.
-    Where both are given the new one counts, as there.
+    Where transformers still accepts deprecated names, they are accepted here, too, with its FutureWarning. If both
+    are given, the new one counts, as in transformers.
     """
     other = cache_name_of([name for name in given if name != cache_name])
     if cache_name is None or other is None or "cache" not in CACHE_NAMES:

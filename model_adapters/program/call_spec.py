@@ -1,4 +1,4 @@
-"""What is static of a call of a model: the forward's, or that of a method."""
+"""The static parts of calls of a model: of its forward, or of a method."""
 
 from __future__ import annotations
 

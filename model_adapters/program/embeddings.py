@@ -1,4 +1,4 @@
-"""What a module's parts are called, and the tables that it looks its tokens and positions up in."""
+"""The names of a module's parts, and its embedding tables of tokens and positions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ def token_embedding(module: torch.nn.Module) -> torch.nn.Module | None:
 
 
 def vocab_rows(module: torch.nn.Module) -> int | None:
-    """Rows of the table of tokens of `module`, the fewest where codebooks have one each; None where it has none."""
+    """Returns the number of rows of the token embedding of `module`; None if it has none.
+
+    Where each codebook has a table, the smallest number counts.
+    """
     embeddings = token_embedding(module)
     tables = embeddings if isinstance(embeddings, torch.nn.ModuleList) else [embeddings]
     return min((table.num_embeddings for table in tables if isinstance(table, torch.nn.Embedding)), default=None)
@@ -33,7 +36,10 @@ POSITIONS = frozenset({"embed_positions", "pos_encoding"})
 
 
 def learned_positions(module: torch.nn.Module, max_positions: int | None) -> int | None:
-    """Returns `max_positions` if the model looks positions up in a table, past whose end there is nothing to read."""
+    """Returns `max_positions` if the model looks positions up in a table; None otherwise.
+
+    Past the end of such a table there is nothing to read.
+    """
     if max_positions is None:
         return None
     tables = [child for child in module.modules() if isinstance(child, torch.nn.Embedding)]

@@ -45,9 +45,10 @@ CHECKS = "conditions"
 
 
 class ModelProgram:
-    """Runs the unmodified forward of `module` as ``forward(weights, states, offset, inputs, spec)``.
+    """Runs the unmodified forward of `module` as a function of weights, states and inputs.
 
-    The module is a template: its own tensors are never read, those of `weights` replace them.
+    The function is ``forward(weights, states, offset, inputs, spec)``. The module is a template: its own tensors are
+    never read, those of `weights` replace them.
 
     Args:
         module: The model.
@@ -94,7 +95,10 @@ class ModelProgram:
         self.static_scalars: dict[str, int] = {}
 
     def trace_facts(self) -> dict[str, Any]:
-        """Returns what traces have shown about the model, for `restore_facts` in a process that need not trace."""
+        """Returns the facts that traces have shown about the model.
+
+        `restore_facts` takes them in a process that need not trace.
+        """
         return {
             "output_class": self.output_class,
             "needs_mask": self.needs_mask,
@@ -137,7 +141,7 @@ class ModelProgram:
             states: Cache layers (`DeviceCache.states`), or None for a forward without a cache.
             offset: int32[], number of tokens already stored in the cache.
             inputs: Arrays by the forward's argument names. ``starts`` int32[batch] is the number of tokens of left
-                padding, of which the attention mask is made. With ``last`` int32[], only the logits of that position
+                padding, from which the attention mask is made. With ``last`` int32[], only the logits of that position
                 are returned. ``rope_lens``, int32[] or int32[len], are the sequence lengths for which rotary
                 frequencies are computed; without it, the positions say the length.
             spec: The static arguments.
@@ -149,7 +153,10 @@ class ModelProgram:
         return self.with_split_concats(run)(weights, states, offset, dict(inputs))
 
     def with_split_concats(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns `function` with results of fused products kept in parts if they are divided over several devices."""
+        """Returns `function` with the results of fused products as separate parts on a mesh.
+
+        Applies if fused weights are divided over several devices; otherwise `function` is unchanged.
+        """
         return split_concats(function) if self.sharding is not None and self.sharding.has_fused_weights else function
 
     def _forward(
@@ -228,7 +235,7 @@ class ModelProgram:
     def _arguments(
         self, call: ForwardCall, mode: TraceMode, static_args: Mapping[str, Any]
     ) -> tuple[dict[str, Any], Any]:
-        """Returns the keyword arguments of the forward that are not static, and the cache among them, or None."""
+        """Returns the forward's keyword arguments that are not static, and its cache or None."""
         states, offset, spec = call.states, call.offset, call.spec
         kwargs = without_constants(torch_view(call.inputs))
         text = {**call.inputs, **static_args}
@@ -258,7 +265,7 @@ class ModelProgram:
         return kwargs, cache
 
     def unpadded_logits(self, logits: jax.Array) -> jax.Array:
-        """Returns `logits` [..., vocab] without the columns that pad the vocabulary, replicated on every device."""
+        """Returns `logits` [..., vocab] without padding columns, replicated on every device."""
         if self.sharding is None:
             return logits
         if logits.shape[-1] > self.sharding.vocab_size:
@@ -266,7 +273,7 @@ class ModelProgram:
         return jax.lax.with_sharding_constraint(logits, self.sharding.replicated())
 
     def run(self, weights: Weights, kwargs: dict[str, Any], attention: str | None) -> ModelOutput:
-        """Calls the unmodified forward with `weights` in place of the module's own tensors; in a trace."""
+        """Calls the unmodified forward with `weights` as the module's tensors, inside a trace."""
         # A forward that a script has set on the model itself calls this program; one set on a submodule is run.
         scripts = None if self.submodule else vars(self.module).get("forward")
         with self._substituted(weights, attention):
@@ -297,7 +304,7 @@ class ModelProgram:
     def _substituted(
         self, weights: Weights, attention: str | None, known: Mapping[str, int] | None = None
     ) -> Iterator[None]:
-        """Replaces the module's own tensors by `weights` and runs torch code on JAX, inside the context.
+        """Replaces the module's tensors by `weights` and runs torch code on JAX, in the context.
 
         Scalars in `known` are constants instead.
         """
@@ -339,7 +346,10 @@ class ModelProgram:
             )
 
     def folding(self, spec: CallSpec, *, force: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Folds constants inside the context if some arguments are static, the code needs it, or `force` says so."""
+        """Folds constants inside the context if the call needs it, or if `force` is set.
+
+        A call needs it if some of its arguments are static, or if the model's code does.
+        """
         is_static = any(isinstance(value, StaticTensor) for _, value in spec.static_args)
         folds = force or self.folds_constants or is_static
         return constant_folding.enabled() if folds else contextlib.nullcontext()

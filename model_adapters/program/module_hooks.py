@@ -1,8 +1,8 @@
-"""Forward hooks that a script has set on submodules of a model: Python code that runs at every call.
+"""Forward hooks that a script has set on submodules of a model.
 
-A compiled program would run it once, while it is traced. With such a hook the forward therefore runs operator by
-operator, and the hook gets PyTorch tensors with values on the CPU, as in eager PyTorch. Its results take effect, and so
-do its writes into its arguments.
+Such a hook is Python code that runs at every call. A compiled program would run it once, while it is traced. With such
+a hook the forward therefore runs operator by operator, and the hook gets PyTorch tensors with values on the CPU, as in
+eager PyTorch. Its results take effect, and so do its writes into its arguments.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TABLES = ("_forward_pre_hooks", "_forward_hooks")
 
 
 class HookError(BaseException):
-    """Carries an exception of a script's hook past code that tries a call in other ways; `error` is the exception."""
+    """An exception of a script's hook (`error`), carried past code that retries a call."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -60,9 +60,10 @@ def has_global_hooks() -> bool:
 
 @contextlib.contextmanager
 def on_torch_tensors(module: torch.nn.Module) -> Iterator[None]:
-    """Gives hooks of scripts on submodules of `module` PyTorch tensors; they are not called while JAX traces.
+    """Gives hooks of scripts on submodules of `module` PyTorch tensors as arguments.
 
-    To be entered while the module has its own tensors, which a hook then reads.
+    The hooks are not called while JAX traces. To be entered while the module has its own tensors, which a hook then
+    reads.
     """
     replaced: list[tuple[dict[int, Any], int, Hook]] = []
     own = {child: _tables_of(child) for child in module.modules()}
@@ -83,7 +84,7 @@ def on_torch_tensors(module: torch.nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def errors_of_hooks() -> Iterator[None]:
-    """Raises an exception of a hook unchanged, past code inside that would try the call in other ways."""
+    """Raises an exception of a hook unchanged, past code that would retry the call."""
     try:
         yield
     except HookError as carried:
@@ -91,7 +92,10 @@ def errors_of_hooks() -> Iterator[None]:
 
 
 def _call(hook: Hook, own: dict[torch.nn.Module, Tables], module: torch.nn.Module, *args: Any) -> Any:
-    """Calls `hook` of `module` on PyTorch tensors in place of views of arrays, and applies its writes and results."""
+    """Calls `hook` of `module` on PyTorch tensors, and applies its writes and results.
+
+    The tensors replace the views of arrays among the arguments.
+    """
     pairs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id of a view: the view, and a tensor with its values
     views = [leaf for leaf in _pytree.tree_leaves(args) if is_view(leaf)]
     if any(isinstance(jax_view(view), jax.core.Tracer) for view in views):

@@ -1,13 +1,15 @@
-"""Notices that a model has changed since its programs were made: parts, tensors, hooks, attributes, configuration.
+"""Detection of changes of a model since its programs were compiled.
 
-Programs and arrays are made of a module as it is at some time. `ModuleWatch` keeps what the module's forward depends
-on and compares it with the module as it is now, in less than a millisecond for a model of some hundred tensors: dicts
-of attributes by Python's own comparison, tensors by identity, address and version, and by a few of their values, since
-an edit through ``tensor.data`` leaves no other trace.
+A change is one of parts, tensors, hooks, attributes or configuration.
 
-What is looked at: which modules there are, and their classes; attributes, and what lies in those that are containers;
-hooks; functions in place of methods, with the values that they close over; the classes and functions of the
-modeling files; configurations. What is not: state that Python code reads from elsewhere.
+Programs and arrays are made from a module in its state at some time. `ModuleWatch` records the state that the module's
+forward depends on and compares it with the current one, in less than a millisecond for a model of some hundred tensors:
+dicts of attributes by Python's own comparison, tensors by identity, address and version, and by a few of their values,
+since an edit through ``tensor.data`` leaves no other trace.
+
+Compared are the modules and their classes; attributes, and the contents of those that are containers; hooks; functions
+in place of methods, with the values that they close over; the classes and functions of the modeling files; and
+configurations. State that Python code reads from elsewhere is not compared.
 """
 
 from __future__ import annotations
@@ -84,7 +86,10 @@ class ModuleWatch:
         self.is_wrapped = has_hooks(self.module) or "forward" in vars(self.module)
 
     def change(self) -> Change | None:
-        """Returns the change; None if there is none. Waits while a trace has replaced the module's tensors."""
+        """Returns the change of the module; None if there is none.
+
+        Waits while a trace has replaced the module's tensors.
+        """
         with trace_lock():
             what = self.structure.difference()
             changed = self._tensors.changed(of_all=what is not None)
@@ -106,7 +111,10 @@ class ModuleWatch:
 
 
 class Structure:
-    """All that programs depend on except values of tensors. Equal structures have equal programs."""
+    """Everything that programs depend on except the values of tensors.
+
+    Equal structures have equal programs.
+    """
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._classes = [(child, type(child), name) for name, child in module.named_modules()]
@@ -204,7 +212,7 @@ def _place(now: Any, was: Any, where: str) -> str:
 
 
 def _state_of(function: Any) -> Any:
-    """Returns what a function of a script reads except its arguments: values it closes over, and defaults."""
+    """Returns the state that a function of a script reads: closed-over values and defaults."""
     if isinstance(function, functools.partial):
         return _copied([function.args, function.keywords, _state_of(function.func)])
     function = getattr(function, "__func__", function)
@@ -222,7 +230,10 @@ def _is_filled(cell: Any) -> bool:
 
 
 def _code_of(classes: set[type]) -> list[tuple[Any, Any, str]]:
-    """Namespaces of modeling files and their classes, into which scripts put functions of their own."""
+    """Returns the namespaces of modeling files and their classes, with copies and names.
+
+    Scripts put functions of their own into these namespaces.
+    """
     bases = {base for cls in classes for base in cls.__mro__ if base.__module__.startswith(_MODELING)}
     files = {base.__module__ for base in bases if base.__module__ in sys.modules}
     spaces: list[tuple[Any, str]] = [(vars(base), f"the class {base.__qualname__}") for base in bases]

@@ -1,4 +1,4 @@
-"""The experts of a layer on a mesh: each device computes its share of them, and one sum completes the result.
+"""The experts of a layer on a mesh: each device computes a share, and one sum adds them.
 
 transformers' own function runs on each device (`grouped_mm_experts_forward`), with the module holding that device's
 part of its tensors: complete experts, or some hidden units of every expert, or both. Tokens of experts on other devices
@@ -33,7 +33,10 @@ _REPLICATED = PartitionSpec()
 def sharded_experts(
     module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Computes transformers' experts function on a mesh: ``[tokens, hidden]`` in and out, k experts per token."""
+    """Computes transformers' experts function on a mesh, ``[tokens, hidden]`` in and out.
+
+    Each token has k experts.
+    """
     mesh = mesh_in_trace()
     tensors = {name: jax_view(tensor) for name, tensor in module._parameters.items() if tensor is not None}
     placed = {name: placement_in_trace(array) for name, array in tensors.items()}
@@ -118,9 +121,10 @@ def sum_of_modules(
     chosen: torch.Tensor,
     weights: torch.Tensor,
 ) -> torch.Tensor:
-    """Returns the weighted sum of outputs of experts that are separate modules: [tokens, hidden].
+    """Returns the weighted sum of outputs of experts that are separate modules.
 
-    An expert that some token chose computes all tokens; one that none chose is skipped on the device.
+    The result is [tokens, hidden]. An expert that some token chose computes all tokens; one that none chose is skipped
+    on the device.
 
     Args:
         experts: ``expert_0``, ``expert_1``, … from [tokens, hidden] to as much.

@@ -30,9 +30,9 @@ from model_adapters.program.rope import lengths_told
 def forward_packed(
     program: ModelProgram, weights: Weights, pools: tuple[Pool, ...], batch: PackedBatch, layout: PagedLayout
 ) -> tuple[jax.Array, tuple[Pool, ...]]:
-    """Returns logits [S, vocab] of each sequence's last token ([T, vocab] with `all_logits`), and the new pools.
+    """Returns the logits of packed sequences, and the new pools.
 
-    To be traced.
+    The logits are [S, vocab], of each sequence's last token, or [T, vocab] with `all_logits`. To be traced.
 
     Args:
         program: The model.

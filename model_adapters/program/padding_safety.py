@@ -1,4 +1,4 @@
-"""Whether padding changes what a model computes of real tokens: the general rules, and the quirks they ask."""
+"""Whether padding changes the results of real tokens: the general rules and the quirks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def right_padding_is_safe(module: torch.nn.Module) -> bool:
 
 
 def can_batch_padded(module: PreTrainedModel) -> bool:
-    """Tells whether a batch of texts padded on the right gives each text the results of a batch of one."""
+    """Tells whether a batch padded on the right gives each text the results of a batch of one."""
     if quirks.of_type(module.config.get_text_config().model_type).mixes_neighbours:
         return False
     return masked_tokens_are_ignored(module) or right_padding_is_safe(module)

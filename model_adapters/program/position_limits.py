@@ -1,26 +1,35 @@
-"""How many tokens a configuration's positions are for; plain Python."""
+"""The number of tokens that a configuration's positions are for; plain Python."""
 
 from __future__ import annotations
 
 from typing import Any
 
 BEYOND = frozenset({"linear", "dynamic", "yarn", "longrope", "llama3"})
-"""Types of rotary embeddings that are there for sequences longer than those that a model was first trained on."""
+"""Types of rotary embeddings for sequences longer than those of a model's first training."""
 
 
 def max_positions(config: Any) -> int | None:
-    """Tokens that `config` of a text model makes room for, by its type of rotary embeddings; None: it does not say."""
+    """Returns the number of tokens that the `config` of a text model makes room for.
+
+    Takes the type of rotary embeddings into account. None if the configuration does not say.
+    """
     first = _first_positions(config)
     return None if first is None else max([first, *(_room(rope, first) for rope in _extending(config))])
 
 
 def has_end(config: Any) -> bool:
-    """Tells whether more tokens than `max_positions` are an error; extended rotary embeddings have no last position."""
+    """Tells whether more tokens than `max_positions` are an error.
+
+    Extended rotary embeddings have no last position.
+    """
     return not _extending(config)
 
 
 def has_table_of_distances(config: Any) -> bool:
-    """Tells whether the code makes biases for `max_positions` distances only, so that no more keys can be attended."""
+    """Tells whether the code makes biases for only `max_positions` distances.
+
+    If so, no more keys can be attended to.
+    """
     return getattr(config, "model_type", None) == "mpt"
 
 
@@ -32,7 +41,10 @@ def _first_positions(config: Any) -> int | None:
 
 
 def _extending(config: Any) -> list[dict[str, Any]]:
-    """Returns the parameters of rotary embeddings for longer sequences, by layer type where they differ."""
+    """Returns the parameters of rotary embeddings that extend to longer sequences.
+
+    The list has one entry per layer type where the parameters differ.
+    """
     parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
     if not isinstance(parameters, dict):
         return []

@@ -42,7 +42,10 @@ def _same_code(kind: type, other: type, method: str) -> bool:
 
 
 def _code(kind: type, method: str) -> tuple[Any, ...] | None:
-    """Returns what decides a method's result except the values of its global names; the docstring is ignored."""
+    """Returns the bytecode, names and constants of a method, which determine its result.
+
+    None if there is no such method. The values of its global names are not compared, and the docstring is ignored.
+    """
     code = getattr(getattr(kind, method, None), "__code__", None)
     if code is None:
         return None
@@ -60,7 +63,7 @@ def _as_gemma(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _normed(norm: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, *, rounds_first: bool) -> torch.Tensor:
-    """Returns the op's result where it has a kernel that takes these; else that of the model's own code."""
+    """Returns the op's result if it has a kernel for the arguments, else the model's own."""
     if is_view(x) and is_view(weight):
         arrays = jax_view(x), jax_view(weight)
         if registry.implementation_for(OP, *arrays, eps=eps, rounds_first=rounds_first).name != registry.REFERENCE:

@@ -1,4 +1,6 @@
-"""Rotary embeddings whose frequencies depend on the length of the sequence: LongRoPE and dynamic NTK scaling.
+"""Rotary embeddings with frequencies that depend on the length of the sequence.
+
+These are LongRoPE and dynamic NTK scaling.
 
 transformers writes the frequencies of the length at hand into the module before it rotates (`dynamic_rope_update`), so
 what a call computes depends on the calls before it. While a model is traced, the frequencies are a function of the
@@ -31,7 +33,10 @@ _TOLD: contextvars.ContextVar[jax.Array | None] = contextvars.ContextVar("rope_l
 
 @contextlib.contextmanager
 def lengths_told(lengths: jax.Array | None) -> Iterator[None]:
-    """Sets the lengths that frequencies are for: int32[], or int32[T], one per token; None: those of the positions."""
+    """Sets the lengths for the frequencies inside the context.
+
+    `lengths` is int32[], or int32[T] with one per token; None means the lengths of the positions.
+    """
     token = _TOLD.set(lengths)
     try:
         yield
@@ -40,7 +45,10 @@ def lengths_told(lengths: jax.Array | None) -> Iterator[None]:
 
 
 def lengths_of(position_ids: torch.Tensor) -> torch.Tensor:
-    """Returns the lengths for the frequencies of `position_ids` [..., T]: int32[], or int32[T], one per token."""
+    """Returns the lengths for the frequencies of `position_ids` [..., T].
+
+    The lengths are int32[], or int32[T] with one per token.
+    """
     told = _TOLD.get()
     lengths = jnp.max(jax_view(as_views(position_ids))) + 1 if told is None else told
     result: torch.Tensor = torch_view(lengths)
@@ -123,7 +131,10 @@ class LengthDependentRope:
         return cls(module, found) if found else None
 
     def intercepted(self) -> contextlib.AbstractContextManager[None]:
-        """Rotates by the frequencies of `lengths_told` or of the positions, and leaves no state on the modules."""
+        """Rotates by the frequencies of `lengths_told`, or of the positions, inside the context.
+
+        No state stays on the modules.
+        """
         modules = {id(child): child for child, _ in self._found}
         return replaced_methods(
             (child, "forward", self._forward) for child in modules.values() if "forward" not in vars(child)
@@ -153,7 +164,7 @@ class LengthDependentRope:
 
 
 def _by_token(at: Callable[[jax.Array, jax.Array], Any], lengths: jax.Array, positions: jax.Array) -> Any:
-    """Returns what `at` gives for `positions` [..., T], each token with its own of `lengths` int32[T]."""
+    """Returns the results of `at` for `positions` [..., T], each with its length in int32[T]."""
     one = jax.eval_shape(at, lengths[0], positions[..., :1])
     if lengths.shape[0] == 1:
         return at(lengths[0], positions)
@@ -181,7 +192,10 @@ def _in_place(rotary: Any, layer_type: str | None, frequencies: jax.Array) -> It
 
 
 def _undecorated(kind: type) -> Callable[..., Any] | None:
-    """Returns the forward of a rotary class under transformers' `dynamic_rope_update`; None for any other class."""
+    """Returns the forward of a rotary class without transformers' `dynamic_rope_update`.
+
+    None for a class that does not use the decorator.
+    """
     function = getattr(kind, "forward", None)
     while function is not None:
         inner = getattr(function, "__wrapped__", None)
@@ -193,7 +207,10 @@ def _undecorated(kind: type) -> Callable[..., Any] | None:
 
 
 def _recompute_len(module: torch.nn.Module) -> int | None:
-    """Returns the length after which the model's own preparation of a step drops the cache, as Phi-3's does."""
+    """Returns the length after which the model itself drops the cache, as Phi-3 does.
+
+    Its own preparation of a step does so. None for other models.
+    """
     prepare = getattr(type(module), "prepare_inputs_for_generation", None)
     code = getattr(inspect.unwrap(prepare), "__code__", None) if prepare is not None else None
     name = "original_max_position_embeddings"

@@ -1,4 +1,4 @@
-"""For which lengths of a sequence a model's rotary frequencies are the same; plain Python."""
+"""The sequence lengths with the same rotary frequencies of a model; plain Python."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class RopeLengths:
-    """How a model's rotary frequencies depend on the length of the sequence.
+    """The dependence of a model's rotary frequencies on the length of the sequence.
 
     A token's keys are rotated once, when it is computed, by the frequencies of the length that the sequence then has: a
     prompt's tokens by the prompt's length, each token of the answer by the length that ends with it.
@@ -16,7 +16,7 @@ class RopeLengths:
         border: the longest length, in tokens, with the frequencies of a short one.
         has_one_long: whether all longer lengths share theirs (LongRoPE); else each has its own (dynamic NTK scaling).
         recompute_len: the length after which transformers' `generate` recomputes the sequence, so that all of its
-            tokens have the frequencies of one length; None where it goes on with the cache it has.
+            tokens have the frequencies of one length; None where it continues with its cache.
     """
 
     border: int
@@ -24,7 +24,10 @@ class RopeLengths:
     recompute_len: int | None = None
 
     def regime(self, length: int) -> str:
-        """Returns a name for the frequencies of a prompt of `length` tokens; prompts with one name may share keys."""
+        """Returns a name for the frequencies of a prompt of `length` tokens.
+
+        Prompts with the same name may share keys.
+        """
         if length <= self.border:
             return ""
         return "long" if self.has_one_long else str(length)

@@ -1,4 +1,6 @@
-"""Arguments of a forward whose values model code reads while it is traced: grids of images, sizes, small masks.
+"""Arguments of a forward whose values model code reads while it is traced.
+
+Examples are grids of images, sizes and small masks.
 
 Such an argument is no input of the compiled program but a part of what the program is made for: other values mean
 another program, as another shape does. Inside the trace it is PyTorch's own tensor, so `tolist`, boolean indexing and
@@ -59,7 +61,7 @@ def without_constants(tree: Any) -> Any:
 
 
 def can_be_static(tensor: torch.Tensor) -> bool:
-    """Tells whether `tensor` is of a kind whose values model code reads: integers and booleans, and not many."""
+    """Tells whether `tensor` may be static: a few integers or booleans, as model code reads."""
     return tensor.dtype in STATIC_DTYPES and tensor.numel() <= MAX_STATIC_ELEMENTS
 
 

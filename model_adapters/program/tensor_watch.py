@@ -13,7 +13,7 @@ NUM_SAMPLES = 8
 
 
 class TensorWatch:
-    """The tensors that a module had when this was made: parameters, buffers and plain attributes.
+    """The tensors of a module at construction: parameters, buffers and plain attributes.
 
     Args:
         module: whose tensors are watched.
@@ -40,7 +40,7 @@ class TensorWatch:
         self._samples = [_values(views) for _, views in self._views]
 
     def changed(self, *, of_all: bool = False) -> list[str]:
-        """Returns names of tensors that are other objects, have another address, or have been written to.
+        """Returns the names of tensors that were replaced, moved to another address or written to.
 
         Args:
             of_all: look for names that were not there as well, and for those now reached through other modules.
@@ -76,7 +76,10 @@ def _version(tensor: torch.Tensor) -> int | None:
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a view [n] of some values of `tensor`, first and last among them where it is contiguous."""
+    """Returns a view [n] of some values of `tensor`.
+
+    The first and the last value are among them if the tensor is contiguous.
+    """
     tensor = tensor.detach()
     if not tensor.is_contiguous():
         for dim, size in enumerate(tensor.shape):
@@ -88,7 +91,7 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _values(views: list[torch.Tensor]) -> torch.Tensor:
-    """Returns the values of `views` of one dtype as integers, so that every number equals itself."""
+    """Returns the values of `views` of one dtype as bytes, so that NaN equals itself."""
     return torch.cat(views).view(torch.uint8)
 
 

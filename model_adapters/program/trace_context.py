@@ -1,4 +1,4 @@
-"""What a model's configuration says for the time of a trace."""
+"""The settings of a model's configuration, its module, torch and JAX during a trace."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _TRACE_LOCK = threading.RLock()  # a trace changes the module and its configurat
 
 @contextlib.contextmanager
 def torch_promotion() -> Iterator[None]:
-    """Inside, shapes and dtypes meet as torch code means them, whatever a script has told JAX to refuse.
+    """Applies torch code's rules for shapes and dtypes inside, whatever a script told JAX.
 
-    Nor is it in a script's ``torch.inference_mode``, in which operators such as ``layer_norm`` do not come apart into
+    Also leaves a script's ``torch.inference_mode``, in which operators such as ``layer_norm`` are not decomposed into
     those that have a lowering.
     """
     inference = torch.inference_mode(False), torch.no_grad()  # in this order: the first switches gradients on
@@ -29,7 +29,7 @@ def torch_promotion() -> Iterator[None]:
 
 @contextlib.contextmanager
 def programs_run() -> Iterator[None]:
-    """Allows ``jit`` and transfers inside, even if a script has disabled ``jit`` or guards transfers."""
+    """Allows ``jit`` and transfers inside, even if a script has disabled or guards them."""
     with jax.disable_jit(False), jax.transfer_guard("allow"):
         yield
 
@@ -41,7 +41,9 @@ def trace_lock() -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def config_overrides(module: PreTrainedModel, *, attention: str | None, experts: str) -> Iterator[None]:
-    """Every configuration of `module` names these implementations inside; as it was before, afterwards.
+    """Sets the implementations in every configuration of `module` inside the context.
+
+    Afterwards the configurations are as before.
 
     Args:
         module: the model about to be traced.
@@ -79,9 +81,9 @@ def configs_of(module: torch.nn.Module) -> list[Any]:
 
 @contextlib.contextmanager
 def restored_attributes(module: torch.nn.Module) -> Iterator[list[str]]:
-    """Takes tensors that `module` and its parts were given inside away again; yields their names, known at the end.
+    """Removes tensors that `module` and its parts were given inside the context.
 
-    Traced tensors mean nothing after the trace.
+    Yields their names, known at the end. Traced tensors mean nothing after the trace.
     """
     before = {child: dict(vars(child)) for child in module.modules()}
     written: list[str] = []
@@ -98,7 +100,10 @@ def restored_attributes(module: torch.nn.Module) -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def replaced_methods(replacements: Iterable[tuple[torch.nn.Module, str, Callable[..., Any]]]) -> Iterator[None]:
-    """Replaces methods inside the context: triples of a module, the name of its method, and the function."""
+    """Replaces methods inside the context.
+
+    Each of `replacements` is a module, the name of its method, and the function.
+    """
     changed: list[tuple[torch.nn.Module, str, Any]] = []
     try:
         for module, method, function in replacements:

@@ -1,4 +1,7 @@
-"""Ways to trace one forward: attention mask or none, right-aligned cache or not, constants folded or not."""
+"""Ways to trace one forward.
+
+They differ in the attention mask, the right alignment of the cache and the folding of constants.
+"""
 
 from __future__ import annotations
 
@@ -53,10 +56,10 @@ class ForwardCall:
 def trace_modes(
     *, has_starts: bool, must_mask: bool, may_right_align: bool, must_right_align: bool, must_fold: bool
 ) -> tuple[TraceMode, ...]:
-    """Returns the modes to try in turn, the cheapest first, until the model's code can be traced.
+    """Returns the trace modes to try in turn, the cheapest first.
 
-    Some models count positions by a mask that they make themselves, of a length that only the host could know; some
-    count from the end of the keys, or compare their number.
+    They are tried until the model's code can be traced. Some models count positions by a mask that they make
+    themselves, of a length that only the host could know; some count from the end of the keys, or compare their number.
 
     Args:
         has_starts: Whether the start of each row is given, of which a mask can be made.

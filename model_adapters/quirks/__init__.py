@@ -1,4 +1,4 @@
-"""What is done differently for an architecture of transformers: one file each, with its reason.
+"""Exceptions for architectures of transformers: one file each, with its reason.
 
 A file is named after the folder of transformers' modeling code that it is for, or after what several have in common
 (`SAME_AS`), and defines `QUIRK`, whose fields `model_adapters.quirks.quirk.Quirk` lists. Files without a `QUIRK` hold
@@ -42,22 +42,34 @@ def names() -> tuple[str, ...]:
 
 
 def of(module: torch.nn.Module) -> Quirk:
-    """Returns the quirk of the architecture that the class of `module` is from; one without fields if there is none."""
+    """Returns the quirk of the architecture that the class of `module` is from.
+
+    It has no fields if there is none.
+    """
     return _of_folder(_folder(module))
 
 
 def of_type(model_type: str) -> Quirk:
-    """Returns the quirk of a ``model_type`` of transformers; one without fields if there is none."""
+    """Returns the quirk of a ``model_type`` of transformers.
+
+    It has no fields if there is none.
+    """
     return _of_folder(model_type_to_module_name(model_type))
 
 
 def file_of_type(model_type: str) -> types.ModuleType | None:
-    """Returns the file with the quirk of a ``model_type`` of transformers; None if there is none."""
+    """Returns the file with the quirk of a ``model_type``; None if there is none.
+
+    The ``model_type`` is one of transformers.
+    """
     return _file(model_type_to_module_name(model_type))
 
 
 def architectures_of(name: str) -> frozenset[str]:
-    """Returns the folders of transformers whose quirk is in the file `name`, or uses what is in it."""
+    """Returns the folders of transformers whose quirk is in the file `name`.
+
+    Included are those whose quirk uses what is in that file.
+    """
     files = {name}
     for other in names():
         values = vars(importlib.import_module(f"{__name__}.{other}")).values()
@@ -83,7 +95,10 @@ def _folder(module: torch.nn.Module) -> str:
 
 
 def apply_methods(module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Replaces methods and functions of `module` and its submodules by those of their quirks, inside the context."""
+    """Replaces methods and functions of `module` by those of quirks, inside the context.
+
+    Submodules are included.
+    """
     for child in module.modules():
         _install_functions(type(child).__module__, _folder(child))
     return replaced_methods(
@@ -97,7 +112,10 @@ def apply_methods(module: torch.nn.Module) -> contextlib.AbstractContextManager[
 
 @functools.cache
 def _install_functions(file: str, folder: str) -> None:
-    """Gives a modeling file functions that call the quirk's in a trace, and the original's everywhere else."""
+    """Gives a modeling file functions that call the quirk's in a trace.
+
+    Everywhere else they call the original's.
+    """
     for name, function in _of_folder(folder).functions.items():
         if (original := vars(sys.modules[file]).get(name)) is not None:
             setattr(sys.modules[file], name, _by_mode(function, original))

@@ -1,4 +1,7 @@
-"""Aria, until transformers has its experts as one implementation, cuts sorted tokens by counts that the host reads."""
+"""Aria's experts cut sorted tokens by counts that the host reads.
+
+This holds until transformers has the experts as one implementation.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MusicGen's decoders have a row for each codebook, and their ``generate`` returns the last codes only."""
+"""MusicGen's decoders have a row per codebook; ``generate`` returns only the last codes."""
 
 from __future__ import annotations
 

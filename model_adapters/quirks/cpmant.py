@@ -1,4 +1,7 @@
-"""CPM-Ant's cache begins with the embeddings of a soft prompt, which its forward without a cache attends to fully."""
+"""CPM-Ant's cache begins with a soft prompt, which forwards without cache attend to fully.
+
+The cache has the embeddings of the soft prompt.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""DBRX loops over the experts that are hit, which only the host could count (5.23: `DbrxExperts.forward`)."""
+"""DBRX loops over the experts that are hit, which only the host could count.
+
+See `DbrxExperts.forward` of transformers 5.23.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""DeepSeek-V4 shows a single token every compressed entry that its cache has, and here there is room for more."""
+"""DeepSeek-V4 shows a single token every compressed entry of its cache, unused ones too.
+
+Here the cache has room for more entries than are stored.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from model_adapters.quirks.quirk import Quirk
 def _forward(
     self: Any, hidden_states: torch.Tensor, q_residual: Any, position_ids: Any, cache: Any, layer_idx: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """As the original, with a mask of the entries that no token has filled."""
+    """Computes the original with a mask of the entries that no token has filled."""
     original = type(self).forward
     entries, mask = original(self, hidden_states, q_residual, position_ids, cache, layer_idx)
     num_entries = entries.shape[2]

@@ -1,4 +1,4 @@
-"""Doge masks keys by the rank of values that it computes, and reads values by a second product for that rank."""
+"""Doge ranks keys by a second product of the values, and masks keys by that rank."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""FSMT makes no mask of its own tokens as soon as there is a cache (5.23: `FSMTModel.forward`).
+"""FSMT makes no mask of its own tokens as soon as there is a cache.
 
-A cache of fixed shapes has empty room, which must be masked. Tokens of one forward see later ones, so a sequence goes
-on one token per forward. On transformers 5.17 its positional embedding gets no number of cached tokens: only the last
-token of a prompt is stored.
+See `FSMTModel.forward` of transformers 5.23. A cache of fixed shapes has free capacity, which must be masked. Tokens of
+one forward see later ones, so a sequence goes on one token per forward. On transformers 5.17 its positional embedding
+gets no number of cached tokens: only the last token of a prompt is stored.
 """
 
 from __future__ import annotations

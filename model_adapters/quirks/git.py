@@ -1,7 +1,8 @@
-"""GIT has the patches of an image in its cache before the text, and shifts the mask of later tokens by their number.
+"""GIT has an image's patches in its cache before the text, and shifts later masks by them.
 
-With the shifted mask, later tokens see what padding on the left has computed: a mean over the prompt and its padding on
-the right."""
+The mask of later tokens is shifted by the number of patches. With the shifted mask, later tokens see what padding on
+the left has computed: a mean over the prompt and its padding on the right.
+"""
 
 from __future__ import annotations
 

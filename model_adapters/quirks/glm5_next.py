@@ -1,4 +1,4 @@
-"""GLM 5's indexer leaves out the pools of keys that no row has, of a number that only the host could count.
+"""GLM 5's indexer drops pools of keys that no row has; only the host could count them.
 
 Here they stay and are marked, so that none is selected.
 """

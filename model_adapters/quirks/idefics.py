@@ -1,4 +1,4 @@
-"""Idefics2, Idefics3 and SmolVLM skip images of zeros only, whose number only the host could count."""
+"""Idefics2, Idefics3 and SmolVLM skip images of zeros, which only the host could count."""
 
 from __future__ import annotations
 

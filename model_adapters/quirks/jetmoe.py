@@ -1,4 +1,7 @@
-"""JetMoe cuts its sorted tokens into lists by expert, of lengths that only the host could count (``tolist``)."""
+"""JetMoe cuts its sorted tokens into lists by expert, with lengths read by the host.
+
+Only the host could count those lengths (``tolist``).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from model_adapters.quirks.quirk import Quirk
 
 
 def _gating(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """As the original, with the ends of the groups in place of their sizes."""
+    """Computes the original with the ends of the groups in place of their sizes."""
     logits = self.layer(hidden_states).float()
     chosen, indices = logits.topk(self.top_k, dim=1)
     gates = torch.softmax(chosen, dim=1).to(hidden_states.dtype).flatten()

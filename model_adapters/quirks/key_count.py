@@ -14,14 +14,20 @@ from model_adapters.quirks.quirk import Quirk
 
 
 def _distances(self: Any, num_heads: int, sequence_length: int, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Computes the original for more keys: a cache may be a page longer than the longest sequence."""
+    """Computes the original for more keys.
+
+    A cache may be a page longer than the longest sequence.
+    """
     return modeling_mpt.build_mpt_alibi_tensor(num_heads, 2 * sequence_length + 512, *args, **kwargs)
 
 
 def _windowed(
     self: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes the original with a mask for any number of keys; a cache may have a page more than the table."""
+    """Computes the original with a mask for any number of keys.
+
+    A cache may have a page more than the table.
+    """
     scores = query.to(torch.float32) @ key.to(torch.float32).transpose(-1, -2)
     num_queries, num_keys = scores.shape[-2:]
     at = torch.arange(num_keys, device=scores.device)

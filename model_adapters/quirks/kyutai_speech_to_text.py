@@ -1,4 +1,4 @@
-"""Kyutai's speech-to-text model reads audio with every token; here its codec encodes all audio first.
+"""Kyutai's speech-to-text reads audio with every token; here all audio is encoded first.
 
 The codec is causal, so both ways give the same codes; encoded window by window it would need a program for each window.
 As every token comes with audio, a probe with tokens only cannot show that its cache may have fixed shapes: it may. Its

@@ -1,7 +1,7 @@
-"""LED makes no mask for a step of one token, and its encoder reads the values of its mask on the host.
+"""LED makes no mask for a step of one token, and its encoder reads mask values on the host.
 
-Without a mask all keys are seen, and a cache of fixed shapes has empty room (5.23: `LEDDecoder.forward`). The encoder
-asks which tokens are global and which are padding, so its program is for one mask and one input length.
+Without a mask all keys are seen, and a cache of fixed shapes has free capacity (5.23: `LEDDecoder.forward`). The
+encoder asks which tokens are global and which are padding, so its program is for one mask and one input length.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""LongCat Flash loops over the experts that are hit, which only the host could count; some experts are the identity."""
+"""LongCat Flash loops over the experts that are hit, which only the host could count.
+
+Some experts are the identity.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Mamba's first kind of state space: transformers walks over a prompt in Python, one operator after the other.
+"""Mamba's first state space walks over a prompt in Python, one operator after the other.
 
-Traced, that is a program that grows with the prompt, and compiling it takes minutes. Here it is one loop on the device,
-which computes the same of each token (transformers 5.23: `mamba_selective_scan` of four modeling files).
+The walk is that of transformers' code. Traced, that is a program that grows with the prompt, and compiling it takes
+minutes. Here it is one loop on the device, which computes the same of each token (transformers 5.23:
+`mamba_selective_scan` of four modeling files).
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ def _selective_scan(
     return_last_state: bool = False,
     **kwargs: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """As the original: of [batch, width, len], `A` [width, state], `B` and `C` [batch, state, len].
+    """Computes the original of [batch, width, len].
 
-    Further arguments choose among the original's ways of computing the same.
+    `A` is [width, state], `B` and `C` are [batch, state, len]. Further arguments choose among the original's ways of
+    computing the same.
     """
     if delta_bias is not None:
         dt = dt + delta_bias.to(dt.dtype)[..., None]

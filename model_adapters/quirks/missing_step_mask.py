@@ -1,4 +1,7 @@
-"""The mask of a step for which LED and FSMT make none: empty room of a cache of fixed shapes is masked."""
+"""Mask of a step for which LED and FSMT make none.
+
+Unused capacity of a cache of fixed shapes is masked.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,9 @@ import torch
 
 
 def stored_mask(cache: Any, layer_idx: int, query: torch.Tensor, num_new: int) -> torch.Tensor | None:
-    """Returns an additive mask: zero for keys stored after this forward, the dtype's least number for empty room.
+    """Returns an additive mask: zero for stored keys, the least number for unused capacity.
+
+    Keys count as stored after this forward; the number is the least one of the dtype.
 
     Args:
         cache: The cache before the layer's update, or None.

@@ -1,4 +1,7 @@
-"""Mllama's cross attention stores an image's features in the cache of the tokens; its text decoder has no images."""
+"""Mllama's cross attention stores an image's features in the cache of the tokens.
+
+Its text decoder has no images.
+"""
 
 from __future__ import annotations
 

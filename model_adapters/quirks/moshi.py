@@ -1,4 +1,7 @@
-"""Moshi's masks show every token, while its cache keeps those of a window: steps see the window, prompts see all."""
+"""Moshi's masks show every token, while its cache holds only those of a window.
+
+Steps see the window, prompts see all.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""NLLB-MoE loops over the experts that tokens chose, which only the host could count, and reads padding off a mask."""
+"""NLLB-MoE loops over chosen experts, which only the host could count.
+
+It also reads padding off a mask.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,10 @@ def _experts(
 
 
 def _sparse_mlp(self: Any, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None = None) -> torch.Tensor:
-    """Computes the original with the mask's entries of these tokens, in a cache with unused capacity."""
+    """Computes the original with the mask's entries of these tokens.
+
+    The cache has unused capacity.
+    """
     if 0 < self.router.moe_eval_capacity_token_fraction < 1:
         raise UnsupportedModelError(
             "moe_eval_capacity_token_fraction: expected 1.0, since an expert's room would depend on padding and on "

@@ -1,4 +1,7 @@
-"""OpenAI's first GPT has a causal mask in a buffer of its attention and calls none of transformers' mask functions."""
+"""OpenAI's first GPT has its causal mask in a buffer, and calls no mask function.
+
+The buffer is one of its attention; the mask functions are those of transformers.
+"""
 
 from __future__ import annotations
 

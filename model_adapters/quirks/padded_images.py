@@ -1,7 +1,8 @@
-"""Padding images of a batch, which models of the Idefics family skip: all their pixels are zero.
+"""Padding images of a batch, which models of the Idefics family skip.
 
-Their number is known only after the step. The program is made for batches without padding images and checks that there
-are none; a processor pads if the prompts of a batch have different numbers of images.
+All their pixels are zero. The number of padding images is known only after the step. The program is made for batches
+without padding images and checks that there are none; a processor pads if the prompts of a batch have different numbers
+of images.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""PhiMoE scales what it rotates by one of two numbers, and asks on the host for which length."""
+"""PhiMoE scales rotated values by one of two numbers, chosen by length on the host."""
 
 from __future__ import annotations
 

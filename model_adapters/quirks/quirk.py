@@ -1,4 +1,4 @@
-"""The record of what the code of one architecture of transformers needs beyond the general rules."""
+"""Record of the needs of one architecture of transformers beyond the general rules."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Run = Callable[[str, dict[str, Any]], Any]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Quirk:
-    """What is done differently for one architecture.
+    """Differences from the general rules for one architecture.
 
     Attributes:
         methods: Functions by ``Class.method``, written in torch, that replace those methods while a model is traced.

@@ -1,6 +1,7 @@
-"""Qwen4-Exp's indexer walks over rows and queries in Python and counts what each may see (``torch.nonzero``).
+"""Qwen4-Exp's indexer walks over rows and queries in Python and counts visible blocks.
 
-It also appends positions to those it keeps, so that keys and positions end with the newest token.
+It counts what each query may see (``torch.nonzero``). It also appends positions to those it keeps, so that keys and
+positions end with the newest token.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ def _indexer(
     attention_mask: torch.Tensor,
     cache: Any,
 ) -> torch.Tensor:
-    """As the original, for all rows and queries at once; a mask is that of causal attention and padding on the left.
+    """Computes the original for all rows and queries at once.
+
+    A mask is that of causal attention and padding on the left.
 
     Returns:
         bool[batch, 1, queries, keys]: the tokens of the chosen blocks, and those after a query's last complete block.
@@ -63,7 +66,7 @@ def _indexer(
 def _rotated(
     rotate: Any, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, starts: torch.Tensor
 ) -> torch.Tensor:
-    """Block keys [B, blocks, dim], rotated as the first token of each."""
+    """Returns block keys [B, blocks, dim], rotated as the first token of each."""
     chosen_cos, chosen_sin = torch.gather(cos, 1, starts), torch.gather(sin, 1, starts)
     return rotate(keys[:, :, None], cos=chosen_cos, sin=chosen_sin, unsqueeze_dim=2)[:, :, 0]
 

@@ -1,4 +1,7 @@
-"""RecurrentGemma walks over a prompt in Python; here its recurrence is one loop on the device (see `mamba`)."""
+"""RecurrentGemma walks over a prompt in Python; here its recurrence is one loop.
+
+The loop runs on the device (see `mamba`).
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,10 @@ def _rnn_scan(
     recurrent_states: torch.Tensor | None,
     acc_dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As the original: `hidden_states` and `recurrent_gate` [batch, len, width], the states [batch, width]."""
+    """Computes the original as one loop on the device.
+
+    `hidden_states` and `recurrent_gate` are [batch, len, width], the states [batch, width].
+    """
     if hidden_states.shape[1] == 1 and recurrent_states is None:
         return hidden_states, hidden_states[:, 0].type(acc_dtype)
     gates = jax_view((recurrent_gate * ~reset).type(acc_dtype))

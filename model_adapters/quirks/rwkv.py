@@ -1,4 +1,4 @@
-"""RWKV writes into its weights when it is first called for inference, and walks over a prompt in Python.
+"""RWKV writes into its weights at its first inference, and walks over prompts in Python.
 
 It divides some weights by powers of two and the hidden states alike, against overflow in 16 bits; what comes out is the
 same. Weights here are arguments of a program, and stay as they are. Its recurrence is one loop on the device, since a
@@ -21,7 +21,7 @@ _State = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def _rescale_layers(self: Any) -> None:
-    """Nothing: the layers stay as they were loaded."""
+    """Does nothing: the layers stay as they were loaded."""
 
 
 def _linear_attention(
@@ -32,7 +32,10 @@ def _linear_attention(
     state: Any = None,
     return_state: bool = False,
 ) -> tuple[torch.Tensor, Any]:
-    """As the original: `key` and `value` [batch, len, width], the rest [width]; the state's three parts a list."""
+    """Computes the original as one loop on the device.
+
+    `key` and `value` are [batch, len, width], the rest [width]; the state's three parts are a list.
+    """
     decay, first, keys, values = jax_view((-torch.exp(time_decay), time_first, key, value))
 
     def step(carry: _State, token: tuple[jax.Array, jax.Array]) -> tuple[_State, jax.Array]:

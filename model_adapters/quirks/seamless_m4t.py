@@ -1,4 +1,7 @@
-"""SeamlessM4T's decoder computes how many outputs of the speech encoder are real, by the encoder's last convolution."""
+"""SeamlessM4T's decoder computes the number of real outputs of the speech encoder.
+
+It does so by the encoder's last convolution.
+"""
 
 from __future__ import annotations
 

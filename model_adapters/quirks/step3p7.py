@@ -1,4 +1,7 @@
-"""Step 3.7 loops over the experts that are hit, which only the host could count, and clamps what they make."""
+"""Step 3.7 loops over the experts that are hit, which only the host could count.
+
+It clamps what the experts compute.
+"""
 
 from __future__ import annotations
 

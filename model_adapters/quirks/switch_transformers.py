@@ -1,4 +1,7 @@
-"""Switch Transformers loop over the experts that tokens chose, which only the host could count."""
+"""Switch Transformers loop over chosen experts, which only the host could count.
+
+They are the experts that tokens chose.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Voxtral Realtime reads a piece of audio with every token; here all audio is encoded before the tokens.
+"""Voxtral Realtime reads audio with every token; here all audio is encoded first.
 
 Its encoder is causal, so both ways give the same output. Piece by piece, the encoder's cache would give each step
 another shape, and with it a program of its own. The encoder output replaces the output of the encoder's first layers,
@@ -18,13 +18,19 @@ from model_adapters.quirks.quirk import Quirk, Run
 
 
 def _width(config: Any) -> int | None:
-    """Width of the encoder output per encoder position; None where it could be mistaken for embeddings."""
+    """Returns the width of the encoder output per encoder position.
+
+    None where it could be mistaken for embeddings.
+    """
     width, rest = divmod(config.text_config.hidden_size, config.downsample_factor)
     return None if rest or width == config.audio_config.hidden_size else width
 
 
 def _get_audio_features(self: Any, input_features: Any = None, **kwargs: Any) -> Any:
-    """Returns the encoder output [batch, num_tokens, hidden] that was given, else what the original computes."""
+    """Returns the encoder output [batch, num_tokens, hidden] that was given.
+
+    If none was given, it returns what the original computes.
+    """
     embeds = kwargs.get("encoder_inputs_embeds")
     if input_features is not None or embeds is None or embeds.shape[-1] != _width(self.config):
         return type(self).get_audio_features(self, input_features, **kwargs)

@@ -1,4 +1,7 @@
-"""xLSTM's cache is the states of its layers, not one of transformers; its forward never reads an attention mask."""
+"""xLSTM's cache is the states of its layers, and its forward never reads a mask.
+
+The cache is not one of transformers; the mask is the attention mask.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""A model on a mesh of devices: the layout of its weights, and what a trace of its code needs to know of it.
+"""Sharding of a model on a mesh of devices.
 
-The unmodified forward is traced once for all devices, and XLA divides the work as the weights are divided (GSPMD, Xu et
-al. 2021). Three things are not left to XLA: attention runs on each device's heads (`model_adapters.ops.spmd`),
-experts on each device's share of them (`model_adapters.program.moe`), and fused products are kept apart where model
-code cuts them (`model_adapters.jaxpr.split_concats`).
+It has the layout of the weights, and what a trace of the model's code needs to know of it. The unmodified forward is
+traced once for all devices, and XLA divides the work as the weights are divided (GSPMD, Xu et al. 2021). Three things
+are not left to XLA: attention runs on each device's heads (`model_adapters.ops.spmd`), experts on each device's share
+of them (`model_adapters.program.moe`), and fused products are kept apart where model code cuts them
+(`model_adapters.jaxpr.split_concats`).
 """
 
 from __future__ import annotations
@@ -114,11 +115,11 @@ class ModelSharding:
 
     @functools.cached_property
     def min_tokens_to_shard(self) -> int | None:
-        """Tokens of a prompt in one step from which dividing them costs less exchange than dividing products.
+        """Least number of tokens of prompts in one step from which tokens are divided.
 
-        Divided products end in a sum of ``tokens x rows`` over the devices, whose exchange is twice its size; divided
-        tokens need every weight of the layers gathered. None: tokens are never divided, as experts and fused products
-        are exchanged in other ways.
+        Dividing them then costs less exchange than dividing products. Divided products end in a sum of
+        ``tokens x rows`` over the devices, whose exchange is twice its size; divided tokens need every weight of the
+        layers gathered. None: tokens are never divided, as experts and fused products are exchanged in other ways.
         """
         shards = self.mesh.shape.get("model", 1)
         gathered = [placed for name, placed in self.placed.items() if self._is_gathered(name)]
@@ -130,12 +131,12 @@ class ModelSharding:
         return math.ceil(size / (2 * sums * (1 - 1 / shards)))  # the exchange of tokens for heads is one n-th of sums
 
     def _is_gathered(self, name: str) -> bool:
-        """Tells whether a weight is of a layer, so that a step over divided tokens gathers it."""
+        """Returns whether a weight is of a layer, so that a step over divided tokens gathers it."""
         placed = self.placed[name]
         return len(placed.shape) == 2 and "model" in placed.spec and "vocab" not in (placed.rule.axes or ())
 
     def divides_tokens(self, num_tokens: int) -> bool:
-        """Tells whether a step of so many tokens of prompts is divided by tokens."""
+        """Returns whether a step of so many tokens of prompts is divided by tokens."""
         least = self.min_tokens_to_shard
         return least is not None and num_tokens >= least and num_tokens % self.mesh.shape["model"] == 0
 
@@ -168,7 +169,10 @@ class ModelSharding:
         return jax.ShapeDtypeStruct(self.placed[name].laid_out_shape, dtype, sharding=self.sharding_of(name))
 
     def put(self, name: str, array: Any) -> jax.Array:
-        """Gives each device its part of the tensor called `name`, as the model has it in the host's memory."""
+        """Gives each device its part of the tensor called `name`.
+
+        `array` is the tensor as the model has it, in the host's memory.
+        """
         placed = self.placed[name]
         if tuple(array.shape) != placed.shape:
             raise InvalidArgumentError(f"{name}: expected shape {placed.shape}, got {tuple(array.shape)}")
@@ -184,13 +188,17 @@ class ModelSharding:
         return jax.make_array_from_callback(tuple(dim.size for dim in dims), sharding, part)
 
     def moves_columns(self, name: str, *, transposed: bool) -> bool:
-        """Tells whether columns of the weight `name` are moved, repeated or added, so that groups of them cannot be."""
+        """Returns whether columns of the weight `name` are moved, repeated or added.
+
+        Groups of such columns cannot be.
+        """
         return self.placed[name].dims[-2 if transposed else -1].index is not None
 
     def put_quantized(self, name: str, weight: QuantizedWeight) -> QuantizedWeight:
-        """Gives each device its part of a quantized weight in the plain layout; scales lie as the rows they belong to.
+        """Gives each device its part of a quantized weight in the plain layout.
 
-        Along the columns scales are divided where each device has full groups; else every device has all of them.
+        Scales are divided like the rows they belong to. Along the columns scales are divided where each device has
+        full groups; else every device has all of them.
 
         Raises:
             InvalidArgumentError: groups of columns that the mesh moves.
@@ -233,7 +241,10 @@ class ModelSharding:
 
 
 def _part_of(array: Any, dims: Sequence[DimLayout], index: Sequence[slice]) -> np.ndarray:
-    """Returns the part `index` of `array` laid out as `dims` say; plain slices first, they copy nothing."""
+    """Returns the part `index` of `array` laid out as `dims` say.
+
+    Plain slices come first: they copy nothing.
+    """
     plain = tuple(part if dim.index is None else slice(None) for dim, part in zip(dims, index, strict=True))
     taken = np.asarray(array[plain] if plain else array)
     for number, (dim, part) in enumerate(zip(dims, index, strict=True)):
@@ -268,7 +279,7 @@ def _head_counts(placed: Mapping[str, TensorPlacement], units: HeadCounts) -> di
 
 
 def head_counts(config: PreTrainedConfig) -> HeadCounts:
-    """Returns how many heads a layer has, as the configuration says; nothing where layers have different numbers."""
+    """Returns the heads of a layer by the configuration; none where layers differ in number."""
     try:
         heads = getattr(config, "num_attention_heads", None)
         kv_heads = getattr(config, "num_key_value_heads", None)
@@ -280,7 +291,7 @@ def head_counts(config: PreTrainedConfig) -> HeadCounts:
 
 
 def _units(module: PreTrainedModel, config: PreTrainedConfig, num_shards: int) -> HeadCounts:
-    """Returns `head_counts`; nothing if layers differ in number and some are not divisible by the devices.
+    """Returns `head_counts`; none if layers differ and some do not divide by the devices.
 
     Then a layer's heads would have to be repeated more often than another's, and model code knows of one number.
     """
@@ -306,7 +317,9 @@ def mesh_in_trace() -> Mesh | None:
 
 
 def gather_fused_result(out: jax.Array, layout: DimLayout) -> jax.Array:
-    """Returns the result of a fused product as model code expects it, out of one in which each device has its share.
+    """Returns the result of a fused product as model code expects it.
+
+    In `out` each device has its share.
 
     Args:
         out: ``[..., layout.size]``.

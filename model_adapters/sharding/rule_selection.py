@@ -1,4 +1,7 @@
-"""The rules of a model: our table for its type, its own parallel plan, or its shapes, in this order."""
+"""Rules of a model: our table for its type, its own parallel plan, or its shapes.
+
+They are tried in this order.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,10 @@ def rules_for(module: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) ->
 
 
 def _vocabulary(module: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> list[Rule]:
-    """Returns rules for the embedding table and the head, which plans of base models omit; none for other forms."""
+    """Returns rules for the embedding table and the head, which plans of base models omit.
+
+    There are none for other forms.
+    """
     parts = (module.get_input_embeddings(), module.get_output_embeddings())
     names = [f"{name}.weight" for name, child in module.named_modules() if any(child is part for part in parts)]
     axes = ("vocab", "embed")

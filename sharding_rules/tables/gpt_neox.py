@@ -1,4 +1,7 @@
-"""GPT-NeoX and Pythia: one product whose output holds query, key and value of each head side by side."""
+"""GPT-NeoX and Pythia: one product for the queries, keys and values.
+
+Its output holds query, key and value of each head next to each other.
+"""
 
 from sharding_rules.rules import Rule, RuleTable
 

@@ -1,4 +1,7 @@
-"""GPT-OSS: experts whose gate and up lie side by side for each hidden unit, stacked ``[experts, in, out]``."""
+"""GPT-OSS: experts whose gate and up are interleaved by hidden unit.
+
+They are stacked ``[experts, in, out]``.
+"""
 
 from sharding_rules.rules import Rule, RuleTable
 from sharding_rules.tables.llama import ATTENTION, EMBEDDINGS

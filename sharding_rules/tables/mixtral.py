@@ -1,7 +1,8 @@
-"""Mixtures of experts built on Llama's layers: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE's kin without norms over heads.
+"""Mixtures of experts built on Llama's layers: Mixtral, Qwen2-MoE, Qwen3-MoE and others.
 
-The experts of a layer are two stacked tensors. They are divided among the devices of the ``expert`` axis whole, and
-within an expert like an MLP: gate and up lie one after the other, and each device has its share of both.
+The others are relatives of OLMoE without norms over heads. The experts of a layer are two stacked tensors. They are
+divided among the devices of the ``expert`` axis as units, and within an expert like an MLP: gate and up come one after
+the other, and each device has its share of both.
 """
 
 from sharding_rules.rules import Rule, RuleTable

@@ -1,4 +1,7 @@
-"""Phi-3 and Phi-4: Llama's layers with queries, keys and values in one product, and gate and up in one."""
+"""Phi-3 and Phi-4: Llama's layers with fused products.
+
+Queries, keys and values are one product, gate and up another.
+"""
 
 from sharding_rules.rules import Rule, RuleTable
 from sharding_rules.tables.llama import ATTENTION, EMBEDDINGS

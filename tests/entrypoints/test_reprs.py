@@ -2,6 +2,7 @@
 
 import inspect
 import pydoc
+import re
 
 import pytest
 
@@ -38,6 +39,14 @@ def test_model_without_an_engine_says_so(served):
     finally:
         handle.remove()
         served._engine = before
+
+
+def test_engine_tells_its_cache_and_its_requests(served):
+    served.chat("Hi", GREEDY)
+    assert re.fullmatch(
+        r"<Engine: cache of .* pages .*; 0 running, 0 waiting, .* programs, .* tokens/s>", repr(served.engine)
+    )
+    assert repr(served.static_engine).startswith("<Engine: static batch: one request at a time")
 
 
 def test_model_that_was_never_loaded_has_a_repr():

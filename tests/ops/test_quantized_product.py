@@ -1,6 +1,11 @@
 """Products with quantized weights: the C++ kernel and XLA's operations against numpy with the same rounding."""
 
 import dataclasses
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +14,7 @@ import pytest
 
 from model_adapters.ops import grouped_matmul, linear, registry
 from model_adapters.ops.compressed_weight import note_turned, quantized_of, substituted
-from model_adapters.ops.cpu import ffi
+from model_adapters.ops.cpu import build, ffi
 from model_adapters.ops.linear import addmm, matmul
 from model_adapters.ops.quantized_weight import Scheme, dequantize, make_quantized, take_rows
 from model_adapters.quantization.cpu_layout import lay_out
@@ -81,10 +86,13 @@ SCHEMES = {
 }
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 5, 9, 30])
-@pytest.mark.parametrize("offset", [False, True])
+# The kernel has passes of up to twelve rows; to XLA's operations their number makes no difference.
+ROWS = [("plain", 5, False), ("plain", 5, True)]
+ROWS += [pytest.param("cpu", *case, marks=needs_kernel) for case in ((1, False), (3, True), (9, False), (30, True))]
+
+
+@pytest.mark.parametrize(("layout", "rows", "offset"), ROWS)
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
-@pytest.mark.parametrize("layout", ["plain", pytest.param("cpu", marks=needs_kernel)])
 def test_products_are_those_of_numpy_with_the_same_rounding(scheme, offset, rows, layout):
     weight = make(rows, 40, 160, scheme, offset=offset, order=rows == 3)
     rng = np.random.default_rng(rows)
@@ -110,6 +118,46 @@ def test_the_kernel_takes_any_size_and_dtype(dtype, out, columns):
     want = expected(x, weight)
     tolerance = float(jnp.finfo(dtype).eps)
     np.testing.assert_allclose(got, want, rtol=max(tolerance, 3e-6), atol=3e-6 * np.abs(want).max())
+
+
+PASSES = """
+import ctypes, sys
+import jax, numpy as np, jax.numpy as jnp
+from model_adapters.ops.cpu import build, ffi
+flags, tests, file = sys.argv[1:]
+source = str(build.FOLDER / "quantized.cc")
+options = [*build.FLAGS, *flags.split(), "-shared", f"-I{jax.ffi.include_dir()}"]
+build._run([*build.find_compiler(), *options, source, "-o", file])
+library = ctypes.CDLL(file)
+capsule = jax.ffi.pycapsule(library.tas_quantized_linear)
+jax.ffi.register_ffi_target("tas_quantized_linear", capsule, platform="cpu")
+ffi._loaded = lambda: library
+sys.path.insert(0, tests)
+from test_quantized_product import SCHEMES, expected, make, run
+from model_adapters.quantization.cpu_layout import lay_out
+for scheme in list(SCHEMES.values())[::2]:
+    for rows in (1, 7):
+        weight = make(rows, 40, 160, scheme, offset=rows == 7)
+        x = jnp.asarray(np.random.default_rng(rows).standard_normal((rows, 160)), jnp.float32)
+        got, name = run(x, lay_out(weight))
+        assert name == "cpu-quantized", name
+        want = expected(x, weight)
+        np.testing.assert_allclose(got, want, rtol=3e-6, atol=3e-6 * np.abs(want).max())
+print("all equal")
+"""
+
+
+@needs_kernel
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="flags of x86 processors")
+@pytest.mark.parametrize("flags", ["-mavx2 -mfma -mf16c", "-msse2", "-march=skylake-avx512"])
+def test_smaller_instruction_sets_give_the_same_products(flags, tmp_path):
+    """Of AVX2, AVX-512 without VNNI, and the compiler's own vectors; a process registers one library."""
+    if "avx512" in flags and "avx512bw" not in build.processor():
+        pytest.skip("this processor has no AVX-512")
+    arguments = [sys.executable, "-c", PASSES, flags, str(Path(__file__).parent), str(tmp_path / "kernel.so")]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(arguments, capture_output=True, text=True, env=environment, timeout=600, check=False)
+    assert done.stdout.strip() == "all equal", done.stderr[-2000:]
 
 
 @needs_kernel
@@ -151,6 +199,14 @@ def test_unsigned_numbers_of_eight_bits_become_signed_ones():
     got, name = run(x, lay_out(weight))
     assert name == "cpu-quantized"
     np.testing.assert_allclose(got, expected(x, weight), rtol=3e-6, atol=1e-4)
+
+
+@needs_kernel
+def test_scales_of_other_rows_are_not_read():
+    weight = lay_out(make(0, 32, 48, Scheme(8, 16, "int8", "float32")))
+    bad = dataclasses.replace(weight, scale=weight.scale.at[1].set(jnp.nan))
+    out, _ = run(jnp.ones((2, 48), jnp.float32), bad)
+    assert np.isfinite(out[:, :16]).all() and np.isnan(out[:, 16:]).all()
 
 
 @needs_kernel

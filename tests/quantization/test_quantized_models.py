@@ -19,7 +19,7 @@ from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
 from model_adapters.loading import load_model
 from model_adapters.ops.compressed_weight import unpacked
 from model_adapters.ops.quantized_weight import QuantizedWeight, dequantize
-from torchax_serve import SamplingParams, serve, to_jax
+from torchax_serve import EngineOptions, SamplingParams, serve, to_jax
 from torchax_serve.runtime.eager import EagerReference
 
 TINY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 80}
@@ -90,6 +90,22 @@ def test_the_engine_generates_with_quantized_weights(folders, rules):
         tokens = list(model.iter_tokens(ids, params=SamplingParams(max_new_tokens=8, do_sample=False)))
         batch = model.generate(IDS[:1], max_new_tokens=8, do_sample=False)[0, 12:].tolist()
         assert tokens == batch and len(tokens) == 8
+
+
+def test_batch_invariance_needs_a_kernel_for_every_quantized_weight(folders):
+    options = EngineOptions(batch_invariant=True, max_num_seqs=4)
+    with serve(folders("llama"), engine=options, quantization="int4") as model:
+        prompts = [list(range(3, 15)), list(range(20, 27)), list(range(40, 60))]
+        params = SamplingParams(max_new_tokens=6, do_sample=False)
+        single = [list(model.iter_tokens(ids, params=params)) for ids in prompts]
+        streams = [model.iter_tokens(ids, params=params) for ids in prompts]
+        assert [list(stream) for stream in streams] == single
+    said = r"no C\+\+ kernel multiplies with the quantized weight .*fp8"
+    with (
+        serve(folders("llama"), engine=options, quantization="fp8") as model,
+        pytest.raises(InvalidArgumentError, match=said),
+    ):
+        list(model.iter_tokens(prompts[0], params=params))
 
 
 def test_a_report_says_what_is_at_how_many_bits(folders):

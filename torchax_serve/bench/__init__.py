@@ -1,4 +1,4 @@
-"""Measures speed and memory of a model on JAX and of a peer in one run: ``torchax-serve bench``."""
+"""Speed and memory of a model on JAX and of a peer in one run: ``torchax-serve bench``."""
 
 from __future__ import annotations
 

@@ -41,10 +41,11 @@ def bench(
     note: Note | None = None,
     **load_options: Any,
 ) -> BenchReport:
-    """Measures time to first token, rates, memory and traffic of greedy decoding, without end-of-text.
+    """Measures time to first token, rates, memory and traffic of greedy decoding.
 
-    After a first call of each side, which compiles, calls of both sides take turns, so that whatever else the machine
-    does meets both alike. The peer computes with the very weights that JAX has.
+    No sequence ends before its length: end-of-text is off. After a first call of each side, which compiles, calls of
+    both sides take turns, so that whatever else the machine does meets both alike. The peer computes with the very
+    weights that JAX has.
 
     Args:
         model: as for `torchax_serve.serve`; with `random_weights` a configuration.
@@ -195,13 +196,16 @@ class BenchRun:
 
 
 def _dense(weights: Weights) -> dict[str, Any]:
-    """Returns `weights` with arrays of the dense size, without memory, in the place of quantized ones."""
+    """Returns `weights` with dense-sized arrays, without memory, in place of quantized ones."""
     sizes = {id(each): np.broadcast_to(np.empty((), each.dtype), each.shape) for each in weights.values()}
     return {name: sizes[id(each)] if isinstance(each, QuantizedWeight) else each for name, each in weights.items()}
 
 
 def _hf(module: PreTrainedModel) -> TimedModel:
-    """Prepares transformers' ``generate``: eager on a CPU, with its static cache and ``torch.compile`` on a GPU."""
+    """Returns transformers' ``generate``, prepared for the device.
+
+    It is eager on a CPU; on a GPU it has its static cache and ``torch.compile``.
+    """
     platform = jax.default_backend()
     if platform == "cpu":
         torch.set_num_threads(num_cores())

@@ -47,7 +47,7 @@ class Machine:
 
     @property
     def is_busy(self) -> bool:
-        """Whether other programs used so much of the machine that rates mean little."""
+        """Whether other programs used so much of the machine that rates are not reliable."""
         return self.cores_in_use > _QUIET_CORES
 
     @classmethod
@@ -105,7 +105,9 @@ class Bandwidth:
 
 
 def measure_bandwidth(buffer_bytes: int | None = None) -> Bandwidth:
-    """Reads a buffer much larger than the caches by several methods, on the default device; returns the fastest.
+    """Returns the bandwidth of the fastest of several methods on the default device.
+
+    Each method reads a buffer much larger than the caches.
 
     Args:
         buffer_bytes: Size of the buffer; None for 1 GiB, or a quarter of the free memory if that is less.

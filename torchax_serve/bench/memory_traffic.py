@@ -1,4 +1,4 @@
-"""Computes the bytes that a decode step must read: weights, and the keys and values of the tokens so far."""
+"""Bytes that a decode step must read: weights, and keys and values of the tokens so far."""
 
 from __future__ import annotations
 
@@ -79,7 +79,10 @@ def _by_use(module: PreTrainedModel) -> tuple[set[str], set[str]]:
 
 
 def _part_of_experts(config: Any, batch: int) -> float:
-    """Returns the fraction of experts that `batch` tokens use; 1 if the configuration has no number of experts."""
+    """Returns the fraction of experts that `batch` tokens use.
+
+    It is 1 if the configuration has no number of experts.
+    """
     num = _first(config, ("num_local_experts", "num_experts", "n_routed_experts"))
     per_token = _first(config, ("num_experts_per_tok", "num_experts_per_token", "moe_topk"))
     if not num or not per_token:

@@ -9,7 +9,10 @@ from torchax_serve.bench.report import BenchReport, Measurement
 
 
 def check_plot(file: Path) -> None:
-    """Raises `InvalidArgumentError` if no plot can be written to `file`; to be called before hours of work."""
+    """Raises `InvalidArgumentError` if no plot can be written to `file`.
+
+    Call it before hours of work.
+    """
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError as error:

@@ -86,7 +86,10 @@ def bench_quantizations(
 
 
 def _calls_in_turns(runs: dict[str, BenchRun], batch: int, settings: BenchSettings, say: Note) -> dict[str, list[Call]]:
-    """Returns the calls of each run: the first, which compiles, then `settings.repeats` in turns."""
+    """Returns the calls of each run: the first, and `settings.repeats` in turns.
+
+    The first call compiles.
+    """
     vocab_size = min(run.ours.vocab_size for run in runs.values())
     prompt = np.random.default_rng(settings.seed).integers(0, vocab_size, (batch, settings.prompt_len))
     ids = torch.from_numpy(prompt)

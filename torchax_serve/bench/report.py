@@ -35,7 +35,10 @@ class CompileCache:
 
     @property
     def state(self) -> str:
-        """``off``, ``warm``, ``partly warm``, ``cold``, or ``in memory`` where this process had every program."""
+        """State of the cache: ``off``, ``warm``, ``partly warm``, ``cold``, or ``in memory``.
+
+        The last means that this process had every program.
+        """
         if not self.num_programs:
             return "in memory"
         if not self.enabled:
@@ -99,9 +102,10 @@ class Measurement:
 
     @property
     def mbu(self) -> float | None:
-        """Model bandwidth utilisation: what a step must read over its time, as a part of the measured bandwidth.
+        """Model bandwidth utilisation, a fraction of the measured bandwidth.
 
-        The measure is Databricks' (Agarwal et al., "LLM Inference Performance Engineering: Best Practices", 2023).
+        It is what a step must read, over its time. The measure is Databricks' (Agarwal et al., "LLM Inference
+        Performance Engineering: Best Practices", 2023).
         """
         return None if self.step_bytes is None else self.step_bytes / self.tpot_s / self.bandwidth_bytes_per_s
 
@@ -129,7 +133,10 @@ class Case:
     same_tokens: float | None
 
     def ratio(self, name: str) -> float | None:
-        """Returns our rate divided by the peer's: ``decode_tokens_per_s`` or ``prefill_tokens_per_s``."""
+        """Returns our rate divided by the peer's.
+
+        `name` is ``decode_tokens_per_s`` or ``prefill_tokens_per_s``.
+        """
         return None if self.peer is None else getattr(self.ours, name) / getattr(self.peer, name)
 
 
@@ -173,6 +180,9 @@ class BenchReport:
 
 
 def same_part(ours: Any, theirs: Any) -> float:
-    """Returns the fraction of int[batch, len] `ours` that equals `theirs`, each row up to its first difference."""
+    """Returns the fraction of int[batch, len] `ours` that equals `theirs`.
+
+    Each row counts up to its first difference.
+    """
     equal = (ours == theirs).int().cumprod(1)
     return float(equal.sum()) / math.prod(equal.shape)

@@ -63,7 +63,10 @@ class TorchMemory:
 
 
 def _reset_high_water() -> None:
-    """Resets the high-water mark of resident memory to its current value (Linux, proc(5), clear_refs)."""
+    """Resets the high-water mark of resident memory to its current value.
+
+    This works on Linux only (proc(5), clear_refs).
+    """
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
@@ -79,7 +82,7 @@ class Call:
 
 
 class TimedModel:
-    """Transformers model, on JAX or not; its generation settings are set to greedy without end-of-text.
+    """Transformers model, on JAX or not, that decodes greedily without end-of-text.
 
     Args:
         name: Short name, for tables.
@@ -158,7 +161,10 @@ class _Clock(BaseStreamer):
 
 @contextlib.contextmanager
 def count_programs() -> Iterator[list[int]]:
-    """Yields a list that receives, on exit, the numbers of programs requested from XLA and read from the cache."""
+    """Yields a list for the numbers of programs requested from XLA and read from the cache.
+
+    The list is filled on exit.
+    """
     found = [0, 0]
 
     def on_duration(event: str, duration_secs: float, **metadata: Any) -> None:

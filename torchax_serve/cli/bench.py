@@ -1,4 +1,4 @@
-"""``torchax-serve bench``: latency, throughput and memory of a model, side by side with a peer."""
+"""``torchax-serve bench``: latency, throughput and memory of a model, next to a peer's."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def _refuse_plot(plot: Path | None) -> None:
 def _quantizations(
     source: str | None, names: list[str], settings: BenchSettings, options: dict[str, Any], *, as_json: bool
 ) -> None:
-    """Measures the model with its weights stored in several ways and prints them next to each other."""
+    """Measures the model with its weights stored in several ways and prints a table of them."""
     from rich.table import Table
 
     from torchax_serve.bench.quantizations import bench_quantizations

@@ -1,4 +1,4 @@
-"""``torchax-serve cache``: what compiled programs take on disk, whether they are intact, and how to be rid of them."""
+"""``torchax-serve cache``: size and integrity of compiled programs on disk, and removal."""
 
 from __future__ import annotations
 
@@ -92,7 +92,10 @@ def _damaged(folder: SealedFolder) -> dict[str, str]:
 
 
 def _removed(folders: dict[str, SealedFolder], max_bytes: int) -> dict[str, dict[str, Any]]:
-    """Removes damaged files, and the least recently used beyond `max_bytes` of all `folders`; returns the counts."""
+    """Removes damaged files and those beyond `max_bytes`; returns the counts.
+
+    `max_bytes` is the limit for all `folders`; the least recently used files go first.
+    """
     from model_adapters.disk_cache import keep_within
 
     before = {name: list(folder.entries()) for name, folder in folders.items()}

@@ -1,8 +1,9 @@
-"""Entry point of the console script ``torchax-serve``: its commands, ``--version``, and the first screen.
+"""Entry point of ``torchax-serve``: its commands, ``--version``, and the first screen.
 
-A command is a module of `torchax_serve.cli` with a `Command`; adding the file registers it. Its function takes its
-arguments as Typer reads them, prints its result on stdout, raises errors of `model_adapters.errors`, and returns its
-exit status (None is 0). `with_exit_status` adds ``--debug`` and the exit statuses of this program.
+``torchax-serve`` is a console script. A command is a module of `torchax_serve.cli` with a `Command`; adding the file
+registers it. Its function takes its arguments as Typer reads them, prints its result on stdout, raises errors of
+`model_adapters.errors`, and returns its exit status (None is 0). `with_exit_status` adds ``--debug`` and the exit
+statuses of this program.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ def _print_downloaded(cache_dir: Path | None, *, as_json: bool) -> None:
 
 
 def _architectures() -> dict[str, list[str]]:
-    """Returns the model types that transformers knows as causal language models, each with its classes."""
+    """Returns transformers' types of causal language models, each with its classes."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return {
@@ -128,7 +128,7 @@ def _architectures() -> dict[str, list[str]]:
 
 
 def _print_sharding(model_type: str, mesh: str | None, *, as_json: bool) -> None:
-    """Prints a row for each parameter: shape, mesh axes, the rule behind them, bytes on each device."""
+    """Prints a row for each parameter: shape, mesh axes, the rule, bytes on each device."""
     os.environ["JAX_PLATFORMS"] = "cpu"  # nothing is computed
     from torchax_serve.planning.abstract_model import module_of_type
     from torchax_serve.planning.sharding_table import print_sharding, sharding_rows
@@ -141,7 +141,10 @@ def _print_sharding(model_type: str, mesh: str | None, *, as_json: bool) -> None
 
 
 def _check_type(model_type: str, known: Collection[str], kind: str) -> None:
-    """Raises for a type that is not in `known`, with similar names; `kind` describes the known types."""
+    """Raises ModelNotFoundError for a type that is not in `known`, with similar names.
+
+    `kind` describes the known types.
+    """
     if model_type not in known:
         near = difflib.get_close_matches(model_type, known, n=5)
         raise ModelNotFoundError(

@@ -1,4 +1,4 @@
-"""``torchax-serve ops``: lists the operators that model code is lowered to, and their implementations."""
+"""``torchax-serve ops``: operators that model code is lowered to, and implementations."""
 
 from __future__ import annotations
 

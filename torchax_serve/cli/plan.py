@@ -1,4 +1,4 @@
-"""``torchax-serve plan``: whether a model fits on hardware that need not be present, and what bounds its speed."""
+"""``torchax-serve plan``: fit and speed bound of a model on hardware that may be absent."""
 
 from __future__ import annotations
 

@@ -161,7 +161,10 @@ def _say_what_fits(model: Any) -> None:
 
 
 def _check_name(model: str | None, revision: str | None) -> None:
-    """Raises for a name that is no model, before anything heavy is imported; a single word may be meant as a prompt."""
+    """Raises ModelNotFoundError for a name that is no model, before any heavy import.
+
+    A single word may be meant as a prompt.
+    """
     try:
         check_model(model, revision)
     except ModelNotFoundError as error:
@@ -196,7 +199,10 @@ def _text(prompt: str | None, prompt_option: str | None) -> str | None:
 
 
 def _is_prompt(argument: str) -> bool:
-    """Returns whether a single argument is a prompt: names of models have no space, but folders may."""
+    """Returns whether a single argument is a prompt.
+
+    Names of models have no space, but folders may.
+    """
     return argument == STDIN or (any(c.isspace() for c in argument) and not Path(argument).exists())
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from torchax_serve.cli.shared.command import Command
+from torchax_serve.cli.shared.load_model import end_if_explained
 from torchax_serve.cli.shared.load_options import DeviceOptions, MaxModelLen, option_groups
 from torchax_serve.cli.shared.model_name import check_model, complete_model
 
@@ -33,7 +34,7 @@ _life = functools.partial(_option, panel="Start and end")
 
 @dataclass(frozen=True)
 class AddressOptions:
-    """Where the server listens."""
+    """Address on which the server listens."""
 
     host: Annotated[str, _address("--host", help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1"
     port: Annotated[int, _address("--port", help="Port; 0 chooses a free one.", min=0, max=65535)] = 8000
@@ -138,6 +139,7 @@ def serve(
     """
     from torchax_serve.server import require_packages
 
+    end_if_explained(model, load)
     require_packages()
     check_model(model, load.revision)
     options = _server_options(address, access, limits, life)

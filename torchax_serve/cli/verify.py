@@ -1,4 +1,4 @@
-"""``torchax-serve verify``: compares the numbers of a model on JAX with those of eager PyTorch."""
+"""``torchax-serve verify``: numbers of a model on JAX against those of eager PyTorch."""
 
 from __future__ import annotations
 
@@ -136,7 +136,10 @@ def verify(
 
 
 def _refuse_with_quantization(prompt: str | None, tokens: int, tolerance: float | None) -> None:
-    """Raises InvalidArgumentError for options that the comparison with the dense model has no use for."""
+    """Raises InvalidArgumentError for options that ``--quantization`` rules out.
+
+    The comparison with the dense model has no use for them.
+    """
     given = {"--prompt": prompt is not None, "--tokens": tokens != NUM_TOKENS, "--tolerance": tolerance is not None}
     if wrong := [flag for flag, is_given in given.items() if is_given]:
         raise InvalidArgumentError(

@@ -1,1 +1,1 @@
-"""Compiled programs: where they are kept on disk, and how much room they take."""
+"""Compiled programs: their storage on disk, and its size."""

@@ -73,7 +73,7 @@ def model_identity(model_class: type, config_json: str, weights: Weights) -> str
 
 @dataclasses.dataclass(frozen=True)
 class _Signature:
-    """What a call must share with another one to run the same program."""
+    """Properties that calls must share to run the same program."""
 
     tree: Any
     leaves: tuple[Any, ...]
@@ -88,12 +88,12 @@ class _Signature:
 
 
 class ExecutableCache:
-    """Where the programs of one model are kept; `folder` None keeps them in memory alone.
+    """Cache of the compiled programs of one model; in memory alone if `folder` is None.
 
-    With a `mesh` the programs run on all its devices, and what goes in and out lies where the caller has it; they are
-    kept in memory alone. With a `launcher` the mesh has devices of other hosts, which run them too.
-    `num_traces` counts traces by function, `num_loaded` programs that came from the folder; `functions` are those that
-    are kept here, by name.
+    With a `mesh` the programs run on all its devices; arguments and results stay where the caller has them, and the
+    programs are cached in memory alone. With a `launcher` the mesh has devices of other hosts, which run them too.
+    `num_traces` counts traces by function, `num_loaded` programs that came from the folder; `functions` are the cached
+    ones, by name.
     """
 
     def __init__(
@@ -190,8 +190,8 @@ class CachedFunction:
         cache: where programs are kept.
         name: of the function in files, counters and profiles.
         function: traced with `spec` as a static keyword argument.
-        donate: names of the arguments whose buffers are given away.
-        facts: called after a trace; what it answers is kept beside the program.
+        donate: names of the arguments whose buffers are donated.
+        facts: called after a trace; its result is stored with the program.
         restore_facts: gets those facts when a program is read from the folder.
         is_uncompiled: whether calls run operator by operator now, for hooks that a script has set.
     """

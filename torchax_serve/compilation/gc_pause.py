@@ -1,7 +1,7 @@
-"""Python's cycle collector, kept out of the way of moments that only build.
+"""Pause of Python's cycle collector while models are loaded and traced.
 
-A full collection walks every object that torch, jax and transformers brought along, for about a quarter of a second,
-and what starts it is that many objects are made: loading a model and tracing it.
+A full collection visits every object of torch, jax and transformers, which takes about a quarter of a second. The
+creation of many objects starts it, as in loading a model and tracing it.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class SealedCache(CacheInterface):
         return None if _is_bypassed() else self._folder.read(key)
 
     def put(self, key: str, value: bytes) -> None:
-        """Keeps an entry; where it cannot be kept it is compiled at the next start."""
+        """Stores an entry; where that fails, the program is compiled at the next start."""
         if _is_bypassed():
             return
         try:

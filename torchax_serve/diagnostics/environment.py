@@ -71,7 +71,10 @@ CPU_FEATURES = (
 
 
 def versions() -> Iterator[Fact]:
-    """Reports the versions of this package, Python and the dependencies, each against the supported ones."""
+    """Yields the versions of this package, Python and the dependencies.
+
+    Each is checked against the supported ones.
+    """
     yield Fact(DISTRIBUTION, __version__)
     yield Fact("python", f"{platform.python_version()} ({platform.python_implementation()})")
     required = {requirement.name: requirement for requirement, extra in _requirements() if extra is None}
@@ -195,7 +198,10 @@ def extras() -> Iterator[Fact]:
 
 
 def _missing(requirement: Any) -> list[str]:
-    """Lists the missing packages of a requirement, those of its extras (``jax[cuda13]``) included."""
+    """Returns the missing packages of a requirement.
+
+    Those of its extras (``jax[cuda13]``) are included.
+    """
     from packaging.requirements import Requirement
 
     try:
@@ -215,7 +221,10 @@ def _missing(requirement: Any) -> list[str]:
 
 
 def folders() -> Iterator[Fact]:
-    """Reports the folders of downloads, compiled programs, kernels and plans: size, and whether they are writable."""
+    """Yields the folders of downloads, compiled programs, kernels and plans.
+
+    Each has its size, and whether it is writable.
+    """
     from model_adapters.loading.hub_cache import hub_cache
 
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torchax-serve"
@@ -283,7 +292,10 @@ def _first_line(command: list[str]) -> str:
 
 
 def environment() -> Iterator[Fact]:
-    """Reports environment variables that change what runs; of the hub's token only whether it is set."""
+    """Yields environment variables that change what runs.
+
+    For the hub's token this is only whether it is set.
+    """
     for name in VARIABLES:
         if (value := os.environ.get(name)) is not None:
             yield Fact(name, value or "(empty)")

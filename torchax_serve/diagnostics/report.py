@@ -1,4 +1,7 @@
-"""A report to attach to a bug: sections of named facts, as Markdown or plain data, without personal data."""
+"""Report to attach to a bug: sections of named facts, without personal data.
+
+It is formatted as Markdown or plain data.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,9 @@ def problems_of(sections: Iterable[Section]) -> list[Fact]:
 
 
 def without_personal_data(text: str, home: str | None = None, user: str | None = None) -> str:
-    """Returns `text` with the home folder as ``~``, and neither the user's name in paths nor passwords in addresses.
+    """Returns `text` without personal data.
+
+    The home folder is written as ``~``; the user's name in paths and passwords in addresses are left out.
 
     Args:
         text: of a fact.
@@ -73,7 +78,10 @@ def _user() -> str:
 
 
 def as_markdown(sections: Iterable[Section]) -> str:
-    """Formats the report as Markdown: a heading and a list for each section, and the problems again at the end."""
+    """Formats the report as Markdown.
+
+    It has a heading and a list for each section, and the problems again at the end.
+    """
     sections = list(sections)
     lines = ["# torchax-serve doctor"]
     for section in sections:

@@ -21,7 +21,9 @@ def mesh_of(devices: Any, shape: Mapping[str, int]) -> Mesh:
 
 
 def mesh_for(mesh: Mesh | Mapping[str, int] | None, tensor_parallel: int | None) -> Mesh | None:
-    """Returns the mesh for the arguments of `torchax_serve.serve`, with all of `MESH_AXES`; None for one device.
+    """Returns the mesh for the arguments of `torchax_serve.serve`, with all of `MESH_AXES`.
+
+    None for one device.
 
     Raises:
         InvalidArgumentError: An axis is unknown, or there are fewer devices.

@@ -1,4 +1,7 @@
-"""Parses and checks sizes of mesh axes; imports neither jax nor torch, so that flags are checked at once."""
+"""Parsing and checks of mesh axis sizes.
+
+The module imports neither jax nor torch, so that flags are checked at once.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,10 @@ def parse_mesh(text: str | None, num_devices: int | None) -> dict[str, int]:
 
 
 def check_mesh(shape: Mapping[str, int], num_devices: int) -> dict[str, int]:
-    """Returns `shape` with all axes; raises InvalidArgumentError unless its product is `num_devices`."""
+    """Returns `shape` with all axes.
+
+    Raises InvalidArgumentError unless its product is `num_devices`.
+    """
     product = math.prod(shape.values())
     if product != num_devices:
         written = " x ".join(f"{axis} {size}" for axis, size in shape.items())

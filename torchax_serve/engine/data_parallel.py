@@ -1,4 +1,7 @@
-"""Several engines of one model in one process: each has its own devices, weights and pages; requests are shared out."""
+"""Data parallelism in one process: several engines of one model.
+
+Each engine has its own devices, weights and pages; requests are distributed over the engines.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,9 @@ if TYPE_CHECKING:
 def split_runtimes(
     module: PreTrainedModel, weights: dict[str, Weight], sharding: ModelSharding, launcher: Launcher | None = None
 ) -> list[ModelRuntime]:
-    """The model once for each place on the axis ``data``, over the arrays that are there: nothing is copied.
+    """Returns a runtime for each index of the axis ``data``, over the existing arrays.
+
+    Nothing is copied.
 
     Args:
         module: of the model.
@@ -52,7 +57,7 @@ def split_runtimes(
 
 
 def _part(array: jax.Array, mesh: Mesh) -> jax.Array:
-    """The array of those devices of `array` that `mesh` has; of them, this host has its own."""
+    """Returns the part of `array` on the devices of `mesh`; this host holds its own shards."""
     assert isinstance(array.sharding, NamedSharding)
     sharding = NamedSharding(mesh, array.sharding.spec)
     shards = {shard.device: shard.data for shard in array.addressable_shards}
@@ -61,7 +66,9 @@ def _part(array: jax.Array, mesh: Mesh) -> jax.Array:
 
 
 class DataParallelEngines:
-    """The engines, for callers who want one. A request goes to the engine with the fewest, and stays there.
+    """Group of engines with the interface of one.
+
+    A request goes to the engine with the fewest requests and stays there.
 
     Args:
         runtimes: one for each replica.
@@ -82,15 +89,15 @@ class DataParallelEngines:
 
     @property
     def description(self) -> str:
-        """How many, and what each is."""
+        """Number of replicas, and the description of one."""
         return f"{len(self.engines)} replicas, each: {self.engines[0].description}"
 
     def submit(self, request: EngineRequest) -> RequestHandle:
-        """As `Engine.submit`."""
+        """Works as `Engine.submit`."""
         return self.submit_all([request])[0]
 
     def submit_all(self, requests: Sequence[EngineRequest]) -> list[RequestHandle]:
-        """As `Engine.submit_all`; those of one engine enter together."""
+        """Works as `Engine.submit_all`; those of one engine enter together."""
         by_engine: dict[int, list[int]] = {}
         handles: dict[int, RequestHandle] = {}
         with self._lock:
@@ -116,7 +123,7 @@ class DataParallelEngines:
         return scheduler.num_running + scheduler.num_waiting
 
     def warm_up(self) -> None:
-        """As `Engine.warm_up`, one replica after the other."""
+        """Works as `Engine.warm_up`, one replica after the other."""
         for engine in self.engines:
             engine.warm_up()
 
@@ -125,7 +132,7 @@ class DataParallelEngines:
         return EngineStats.sum_of([engine.stats() for engine in self.engines])
 
     def can_hold(self, length: int) -> bool:
-        """As `Engine.can_hold`."""
+        """Works as `Engine.can_hold`."""
         return self.engines[0].can_hold(length)
 
     @property
@@ -139,7 +146,10 @@ class DataParallelEngines:
         return self.engines[0].max_model_len
 
     def progress(self) -> EngineProgress:
-        """As `Engine.progress`, of the engine that has stood still for longest while it has something to do."""
+        """Returns `Engine.progress` of the engine that has not moved for the longest time.
+
+        Engines that have something to do, or whose thread has ended, come first.
+        """
         each = [engine.progress() for engine in self.engines]
         return max(each, key=lambda progress: (not progress.is_alive, progress.is_due, progress.still_s))
 
@@ -154,6 +164,6 @@ class DataParallelEngines:
         return next((engine.close_reason for engine in self.engines if engine.close_reason is not None), None)
 
     def close(self, why: str = "close() was called") -> None:
-        """As `Engine.close`, for all."""
+        """Works as `Engine.close`, for all."""
         for engine in self.engines:
             engine.close(why)

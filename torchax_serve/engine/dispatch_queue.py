@@ -47,7 +47,10 @@ class DispatchQueue:
         return self._queue.popleft()
 
     def completed(self, oldest: QueuedStep, now: float) -> float | None:
-        """Records that `oldest` is complete; returns its device seconds, None if it compiled a program."""
+        """Records that `oldest` is complete and returns its device seconds.
+
+        None if it compiled a program.
+        """
         busy_since, self._completed_s = max(oldest.sent_s, self._completed_s), now
         return None if oldest.has_compiled else now - busy_since
 

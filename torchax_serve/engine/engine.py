@@ -1,10 +1,11 @@
-"""The engine runs any mix of requests on one model. `Engine.step` is schedule, execute, commit."""
+"""Engine: any mix of requests on one model. `Engine.step` is schedule, execute, commit."""
 
 from __future__ import annotations
 
 import atexit
 import collections
 import dataclasses
+import functools
 import itertools
 import logging
 import threading
@@ -36,7 +37,7 @@ MAX_IN_FLIGHT = 2
 
 
 class Engine:
-    """Owns a scheduler, a model runner and the thread that drives them. All methods are thread-safe.
+    """Owner of a scheduler, a model runner and their thread. All methods are thread-safe.
 
     Args:
         scheduler: Scheduler, used by this engine only.
@@ -83,6 +84,9 @@ class Engine:
         # A thread that is inside XLA while the interpreter is taken down brings the process down with it.
         atexit.register(self.close, "the process ends")
 
+    def __repr__(self) -> str:
+        return f"<Engine: {self.description}; {f'closed ({self._closed})' if self._closed else self.stats()}>"
+
     def submit(self, request: EngineRequest) -> RequestHandle:
         """Submits a request; returns its handle at once.
 
@@ -121,12 +125,16 @@ class Engine:
         return [handle for _, handle in entries]
 
     def _make_entry(self, request: EngineRequest) -> tuple[Callable[[], None], RequestHandle]:
-        """What takes a request in, to be called by the engine's thread, and its handle."""
+        """Returns the command that submits a request on the engine's thread, and the handle."""
         request_id = next(self._ids)
 
         def cancel(reason: FinishReason) -> None:
             request.cancel()
-            self._cancel(request_id, reason)
+            self._run_on_engine_thread(functools.partial(end, reason))
+
+        def end(reason: FinishReason) -> None:
+            if self._scheduler.abort(request_id, reason):
+                self._output_processor.deliver([RowResult(request_id, None, (), reason)])
 
         handle = RequestHandle(request_id, len(request.prompt_ids), cancel)
         request = request.within(self._scheduler.config.max_model_len)
@@ -155,7 +163,7 @@ class Engine:
         return enter, handle
 
     def _run_on_engine_thread(self, command: Callable[[], None], abandon: Callable[[], None] = lambda: None) -> None:
-        """Has the engine's thread call `command` between two steps; `abandon` is called if there is no thread.
+        """Runs `command` on the engine's thread between two steps, or `abandon` without a thread.
 
         May be called from a signal handler or a finalizer: the lock is the thread's own if it holds it already.
         """
@@ -168,13 +176,6 @@ class Engine:
                 self._wake.notify()
                 return
         abandon()
-
-    def _cancel(self, request_id: RequestId, reason: FinishReason) -> None:
-        def end() -> None:
-            if self._scheduler.abort(request_id, reason):
-                self._output_processor.deliver([RowResult(request_id, None, (), reason)])
-
-        self._run_on_engine_thread(end)
 
     def warm_up(self) -> None:
         """Compiles every step that mixed traffic can meet; requests that come meanwhile wait.
@@ -215,22 +216,22 @@ class Engine:
         )
 
     def can_hold(self, length: int) -> bool:
-        """Whether a request may be of so many tokens, prompt and answer."""
+        """Returns whether a request may have `length` tokens, prompt and answer."""
         config = self._scheduler.config
         return length <= config.max_model_len and config.unfit(length) is None
 
     @property
     def max_encoder_len(self) -> int | None:
-        """Tokens that a request may give an encoder; None where the model has none."""
+        """Number of tokens that a request may send to an encoder; None if the model has none."""
         return self._runner.max_encoder_len
 
     @property
     def close_reason(self) -> str | None:
-        """Why no more requests are taken; None as long as they are."""
+        """Reason why no more requests are taken; None as long as they are."""
         return self._closed
 
     def close(self, why: str = "close() was called") -> None:
-        """Ends all requests with an error and the thread; closing twice is fine, and so is a forked child."""
+        """Ends the thread, and all requests with an error; safe to call twice or in a forked child."""
         if not self._process.is_current:
             self._closed = why
             return
@@ -254,7 +255,7 @@ class Engine:
             self._end_all()
 
     def _wait_for_work(self) -> bool:
-        """Runs commands, and waits for some while there is nothing else to do; False when the engine is closed.
+        """Runs commands, waiting for some if there is no other work; False if the engine is closed.
 
         Readers are woken here: they run while the engine rests.
         """
@@ -279,7 +280,7 @@ class Engine:
         return True
 
     def step(self) -> None:
-        """One round: plan the next step, send it to the device, take the oldest one's tokens."""
+        """Runs one round: plans a step, sends it to the device, takes the oldest step's tokens."""
         began = time.monotonic()
         plan = self._scheduler.schedule(began)
         if plan is not None:
@@ -323,7 +324,7 @@ class Engine:
         self._dispatched.push(step, expected_seconds, has_compiled=self._runner.num_programs > num_programs)
 
     def _end_failed(self, plan: StepPlan, step: InFlightStep) -> None:
-        """Ends the requests of a plan that failed by themselves; what is computed for them is not looked at."""
+        """Ends requests of a plan with failures of their own; their results are not read."""
         if not step.failures:
             return
         for row in plan.rows:
@@ -351,7 +352,7 @@ class Engine:
         self._output_processor.deliver(outcomes, step)
 
     def _fail(self, plan: StepPlan, error: Exception) -> None:
-        """Ends the requests of a plan whose step has raised; if the cache went with it, all that have any of it."""
+        """Ends the requests of a plan whose step has raised; without the cache, all that use it."""
         logger.error("a step has failed: %s: %s", type(error).__name__, error)
         message = f"its step failed ({describe(error)})"
         outcomes = self._scheduler.fail(plan)
@@ -368,7 +369,7 @@ class Engine:
         self._output_processor.deliver(outcomes, error=message)
 
     def _end_all(self) -> None:
-        """The engine's thread ends: everybody who waits is told."""
+        """Ends all requests with an error and notifies their readers, as the thread ends."""
         with self._wake:
             commands = _drained(self._commands)
         for command in commands:
@@ -383,7 +384,7 @@ class Engine:
 
 
 def _check_room(num_open: int, num_new: int, max_num_seqs: int, max_num_waiting: int) -> None:
-    """Raises QueueFullError if `num_new` requests do not fit with the `num_open` that have not ended."""
+    """Raises QueueFullError if `num_new` requests do not fit with the `num_open` live ones."""
     most = max_num_seqs + max_num_waiting
     if num_open + num_new > most:
         raise QueueFullError(
@@ -393,7 +394,7 @@ def _check_room(num_open: int, num_new: int, max_num_seqs: int, max_num_waiting:
 
 
 def _drained(commands: collections.deque[Callable[[], None]]) -> list[Callable[[], None]]:
-    """Returns all commands, oldest first; one by one, since a finalizer may add another meanwhile."""
+    """Removes and returns all commands, oldest first; one by one, as a finalizer may add one."""
     drained = []
     while commands:
         drained.append(commands.popleft())

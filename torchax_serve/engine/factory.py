@@ -1,4 +1,7 @@
-"""Builds the engine of a loaded model: resolves its options, configures the scheduler to its executor."""
+"""Factory of a loaded model's engine.
+
+It resolves the options and configures the scheduler for the executor.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,7 @@ def build_engine(
 
 
 def build_static_engine(runtime: ModelRuntime, options: EngineOptions | None = None) -> Engine:
-    """Builds an engine that runs one request at a time; requests bring their own steps and caches.
+    """Builds an engine that runs one request at a time, with steps and caches of the requests.
 
     Args:
         runtime: The model.
@@ -84,7 +87,10 @@ def build_static_engine(runtime: ModelRuntime, options: EngineOptions | None = N
 def _scheduler_config(
     runtime: ModelRuntime, options: EngineOptions, sizes: MemoryBudget, choice: ExecutorChoice
 ) -> SchedulerConfig:
-    """Returns the scheduler's configuration: the engine's options within the limits of the executor."""
+    """Returns the scheduler's configuration.
+
+    It has the engine's options within the limits of the executor.
+    """
     limits = choice.executor.limits
     return SchedulerConfig(
         groups=choice.executor.cache.plan.groups,

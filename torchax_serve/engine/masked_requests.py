@@ -30,7 +30,9 @@ class MaskedRequests:
     def words(
         self, plan: StepPlan, find: Callable[[RequestId], RequestState | None], failures: dict[int, Exception]
     ) -> np.ndarray | None:
-        """Returns the masks of a plan's rows, int32[num_rows, ceil(vocab / 32)]; None if no row has one.
+        """Returns the masks of a plan's rows, int32[num_rows, ceil(vocab / 32)].
+
+        None if no row has one.
 
         Args:
             plan: The plan; it has one step if a row is masked.

@@ -1,4 +1,4 @@
-"""Runs step plans on the device: page copies, the model, sampling; and reads their results."""
+"""Execution of step plans on the device: page copies, the model, sampling, result reads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchax_serve.scheduler import PlanRow, StepPlan
 
 
 class ModelRunner:
-    """Runs plans with the executor of a model and a sampler.
+    """Runner of plans with the executor of a model and a sampler.
 
     `execute` returns at once with arrays that the device is still computing; `read` waits for them.
 
@@ -55,11 +55,11 @@ class ModelRunner:
 
     @property
     def max_encoder_len(self) -> int | None:
-        """Tokens that a request may give an encoder; None where the model has none."""
+        """Number of tokens that a request may send to an encoder; None if the model has none."""
         return self._executor.limits.max_encoder_len
 
     def validate(self, name: str, request: EngineRequest) -> None:
-        """Raises InvalidArgumentError, naming `name`, where `request` does not fit what the model has."""
+        """Raises InvalidArgumentError, naming `name`, if the executor does not accept `request`."""
         self._executor.check(name, request.source)
 
     def warm_up(self) -> None:
@@ -109,7 +109,10 @@ class ModelRunner:
     def _prompt_logprobs(
         self, step: InFlightStep, requests: Mapping[int, EngineRequest], logits: jax.Array, num_top: int
     ) -> jax.Array:
-        """Leaves log-probabilities of every next token in `step`; returns the logits of each row's last token."""
+        """Stores log-probabilities of every next token in `step`.
+
+        Returns the logits of each row's last token.
+        """
         rows = step.plan.rows
         following = np.zeros(len(logits), np.int32)
         ends = np.cumsum([row.num_tokens for row in rows])
@@ -120,14 +123,17 @@ class ModelRunner:
         return jnp.take(logits, to_device(self._executor.padded_rows(ends - 1), np.int32), axis=0)
 
     def read(self, step: InFlightStep) -> np.ndarray:
-        """int[num_rows, num_steps], once the device has them."""
+        """Returns the sampled tokens, int[num_rows, num_steps], once the device has them."""
         if step.tokens is not None:
             return np.asarray(step.tokens)[: step.plan.num_steps, : len(step.plan.rows)].T
         columns = [np.asarray(sampled.tokens)[: len(step.plan.rows)] for sampled in step.sampled]
         return np.stack(columns, axis=1)
 
     def logprobs(self, step: InFlightStep, row: int, num_tokens: int, num_top: int) -> tuple[TokenLogprobs, ...]:
-        """Those of the first `num_tokens` tokens that `row` was given, each with the `num_top` likeliest."""
+        """Returns log-probabilities of the first `num_tokens` sampled tokens of `row`.
+
+        Each has the `num_top` likeliest tokens, too.
+        """
         found = []
         for sampled in step.sampled[:num_tokens]:
             assert sampled.logprobs is not None
@@ -135,7 +141,7 @@ class ModelRunner:
         return tuple(found)
 
     def prompt_logprobs(self, step: InFlightStep, row: int, request: EngineRequest) -> dict[int, TokenLogprobs]:
-        """By position in the prompt of `request`, those that the prefill row `row` has found out."""
+        """Returns the log-probabilities of a prefill row, by position in the prompt of `request`."""
         assert step.prompt is not None
         rows = step.plan.rows
         begin = sum(each.num_tokens for each in rows[:row])
@@ -147,7 +153,10 @@ class ModelRunner:
 
 
 def _following(row: PlanRow, request: EngineRequest) -> tuple[int, ...]:
-    """The tokens of the prompt that come right behind those of a prefill row, one for each that has one."""
+    """Returns the prompt tokens that follow those of a prefill row.
+
+    There is one for each token of the row that has one.
+    """
     return request.prompt_ids[row.context_len + 1 : row.context_len + 1 + row.num_tokens]
 
 

@@ -1,4 +1,7 @@
-"""`EngineOptions`: sizes and policies of an engine, under the names that vLLM gives them where it has one."""
+"""`EngineOptions`: sizes and policies of an engine.
+
+They have the names that vLLM gives them, where it has one.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns the results of a step into the outputs of requests and delivers them to their handles."""
+"""Conversion of step results to outputs of requests, and delivery to their handles."""
 
 from __future__ import annotations
 
@@ -54,9 +54,10 @@ class OutputProcessor:
         return list(self._requests)
 
     def deliver(self, results: Iterable[RowResult], step: InFlightStep | None = None, error: str | None = None) -> None:
-        """Delivers results to their handles; `error` describes the failure of those with the reason "error".
+        """Delivers results to their handles.
 
-        Readers in an event loop wait until `notify_async_readers`.
+        `error` describes the failure of those with the reason "error". Readers in an event loop wait until
+        `notify_async_readers`.
         """
         if step is not None and not step.has_logprobs:
             step = None
@@ -90,7 +91,10 @@ class OutputProcessor:
             entry[0].close()
 
     def take_failed(self) -> list[RequestId]:
-        """Returns, once each, the requests whose delivery failed: their readers know, and the caller ends them."""
+        """Returns, once each, the requests whose delivery failed.
+
+        Their readers are informed; the caller ends the requests.
+        """
         failed, self._failed = self._failed, []
         return failed
 
@@ -128,7 +132,10 @@ class OutputProcessor:
         return RequestOutput(result.token_ids, logprobs, prompt, result.finish_reason, error)
 
     def record_prompt_logprobs(self, step: InFlightStep) -> None:
-        """Stores the log-probabilities of prompt tokens until the first new token is delivered with them."""
+        """Stores the log-probabilities of prompt tokens.
+
+        They are delivered with the first new token.
+        """
         if step.prompt is None:
             return
         for index, row in enumerate(step.plan.rows):

@@ -1,4 +1,7 @@
-"""Tells whether an engine moves: what a watchdog asks, from any thread and also while a step hangs or compiles."""
+"""Progress of an engine, for a watchdog.
+
+It is read from any thread, also while a step hangs or compiles.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from torchax_serve.compilation.compile_lock import num_compiling
 
 
 class EngineProgress(NamedTuple):
-    """How far an engine is.
+    """Progress of an engine at one time.
 
     Attributes:
         num_moves: Rounds of the engine's thread so far; each plans, sends or reads a step.
@@ -42,7 +45,7 @@ class ProgressClock:
         self._thread: threading.Thread | None = None
 
     def watch(self, thread: threading.Thread) -> None:
-        """Sets the thread whose life `is_alive` tells."""
+        """Sets the thread that `is_alive` observes."""
         self._thread = thread
 
     def moved(self) -> None:

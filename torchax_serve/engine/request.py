@@ -108,9 +108,9 @@ class EngineRequest:
         return cls(tuple(prompt_ids), most, least, params, row, fork_of, tuple(source_ids), encoded, steps)
 
     def within(self, max_len: int) -> Self:
-        """Returns the request limited to `max_len` tokens of prompt and answer, where the engine would end it anyway.
+        """Returns the request limited to `max_len` tokens, prompt and answer.
 
-        Its token history then needs no more memory than a sequence of the engine.
+        The engine would end it there anyway. Its token history then needs no more memory than a sequence of the engine.
         """
         room = max(1, max_len - len(self.prompt_ids))
         if self.max_new_tokens <= room:

@@ -1,4 +1,4 @@
-"""Handles of submitted requests: their tokens as they arrive, for threads and for event loops."""
+"""Handles of submitted requests: tokens as they arrive, for threads and event loops."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class RequestOutput(NamedTuple):
 
 
 class RequestHandle:
-    """A submitted request. Iterate over it (`for`, or `async for`), or wait for all of it with `result`.
+    """Submitted request: an iterator (`for`, or `async for`) with a blocking `result`.
 
     A handle that is dropped before its end was read ends the request. One reader at a time.
     """
@@ -69,7 +69,7 @@ class RequestHandle:
             return
 
     def put(self, new: RequestOutput | RowResult) -> None:
-        """Called by the engine's thread, which then has `wake` called in `loop`, if there is one.
+        """Stores an output on the engine's thread, which then has `loop` call `wake`, if set.
 
         An outcome stands for its tokens: most arrivals are nothing more, and it is the reader who makes them of it.
         """
@@ -81,7 +81,10 @@ class RequestHandle:
             self._waiter.set_result(None)
 
     def cancel(self, reason: FinishReason = "abort") -> None:
-        """Ends the request; what it has computed stays readable. Cancelling twice, or after the end, does nothing."""
+        """Ends the request; what it has computed stays readable.
+
+        Cancelling twice, or after the end, does nothing.
+        """
         if self.finish_reason is None:
             self._cancel(reason)
 
@@ -106,7 +109,7 @@ class RequestHandle:
             yield self._take(self._arrivals.get())
 
     async def __aiter__(self) -> AsyncIterator[RequestOutput]:
-        """As iteration, without blocking the event loop; leaving the loop early cancels the request."""
+        """Yields outputs without blocking the event loop; leaving early cancels the request."""
         self._process.check("a request")
         self.loop = loop = asyncio.get_running_loop()
         try:
@@ -123,7 +126,7 @@ class RequestHandle:
             self.cancel()
 
     def result(self) -> list[int]:
-        """All new token ids, once the request has ended."""
+        """Returns all new token ids, once the request has ended."""
         for _ in self:
             pass
         return self.token_ids
@@ -131,7 +134,10 @@ class RequestHandle:
 
 @contextlib.contextmanager
 def cancel_on_error(handles: Collection[RequestHandle]) -> Iterator[None]:
-    """Cancels `handles` if the block raises, also on an interrupt: their outputs have no reader then."""
+    """Cancels `handles` if the block raises, also on an interrupt.
+
+    Their outputs have no reader then.
+    """
     try:
         yield
     except BaseException:
@@ -141,9 +147,9 @@ def cancel_on_error(handles: Collection[RequestHandle]) -> Iterator[None]:
 
 
 class TokenStream(Iterator[int]):
-    """Yields new token ids as they come, the one that ends the answer included; also with ``async for``.
+    """Iterator over new token ids as they come, the one that ends the answer included.
 
-    Closing it ends the request.
+    ``async for`` works, too. Closing it ends the request.
 
     Attributes:
         logprobs: of the tokens yielded so far, where they were asked for.
@@ -163,12 +169,15 @@ class TokenStream(Iterator[int]):
 
     @property
     def handle(self) -> RequestHandle:
-        """Handle of the request, for a reader that takes its tokens by step in place of this iterator."""
+        """Handle of the request, for a reader that takes its tokens by step.
+
+        Such a reader does not use this iterator.
+        """
         return self._handle
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why the request has ended, once its last token was yielded."""
+        """Reason why the request has ended, once its last token was yielded."""
         return None if self._ready else self._handle.finish_reason
 
     def _take(self, new: RequestOutput) -> None:

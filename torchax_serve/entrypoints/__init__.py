@@ -1,1 +1,1 @@
-"""What users hold: `serve` and the models that it returns."""
+"""Public entry points: `serve` and the models that it returns."""

@@ -1,4 +1,7 @@
-"""`BaseModel`: what all served models have in common, above all weights on the device until it is closed."""
+"""`BaseModel`: common part of all served models.
+
+It holds the weights on the device until it is closed.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,10 @@ from torchax_serve.validation.owner_process import OwnerProcess
 
 
 class MissingAttributeError(TorchaxServeError, AttributeError):
-    """An attribute of the transformers model was read on the served model; read it on its `torch_model`."""
+    """Error for a transformers attribute that was read on the served model.
+
+    Read it on the model's `torch_model`.
+    """
 
 
 class BaseModel:
@@ -187,7 +193,10 @@ class BaseModel:
 
 
 def programs_of(loaded: LoadedModel) -> ExecutableCache:
-    """Returns the cache of the model's programs, on disk; in memory for an object, whose code may have changed."""
+    """Returns the cache of the model's programs.
+
+    It is on disk; in memory for an object, whose code may have changed.
+    """
     folder = programs_dir()
     if folder is None or loaded.source.kind == "object":
         return ExecutableCache()

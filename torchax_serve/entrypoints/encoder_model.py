@@ -1,4 +1,7 @@
-"""`EncoderModel`: embeds, classifies and ranks texts, as `serve` returns it for a model that does not generate."""
+"""`EncoderModel`: embeds, classifies and ranks texts.
+
+`serve` returns it for a model that does not generate.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,15 @@ from torchax_serve.pooling.classification import Classification, RankedDocument,
 
 
 class EncoderModel(ServedModel):
-    """A text model that returns embeddings (`embed`), labels or scores; made by `serve`. It does not generate."""
+    """Text model that returns embeddings (`embed`), labels or scores; made by `serve`.
+
+    It does not generate.
+    """
 
     def classify(self, texts: str | Sequence[Text], *, truncate: bool = False) -> Classification | list[Classification]:
-        """Returns labels of texts, with the scores of transformers' ``text-classification`` pipeline.
+        """Returns labels of texts with scores.
+
+        The scores are those of transformers' ``text-classification`` pipeline.
 
         Args:
             texts: one text or several; a list of token ids may replace a text.

@@ -121,7 +121,9 @@ def _serve_on_hosts(
     tensor_parallel: int | None,
     loading: dict[str, Any],
 ) -> ServedModel:
-    """Returns a model whose weights are sharded over the devices of `hosts`; this process is their leader.
+    """Returns a model whose weights are sharded over the devices of `hosts`.
+
+    This process is their leader.
 
     Raises:
         InvalidArgumentError: `hosts` names another process as the leader.
@@ -138,7 +140,7 @@ def _serve_on_hosts(
 
 
 def model_class_for(module: PreTrainedModel) -> type[ServedModel]:
-    """Returns the class with the methods for `module`: text, transcripts, or embeddings and labels."""
+    """Returns the served model class for `module`: text, transcripts, or embeddings and labels."""
     if is_speech_model(module):
         return SpeechModel
     return ServedModel if module.can_generate() else EncoderModel

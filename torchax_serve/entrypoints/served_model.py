@@ -94,7 +94,9 @@ class ServedModel(BaseModel):
 
     @property
     def engine(self) -> Engine | DataParallelEngines:
-        """Engine that runs the requests of all threads in one batch; the first use makes it and its cache.
+        """Engine that runs the requests of all threads in one batch.
+
+        The first use makes the engine and its cache.
 
         Raises:
             UnsupportedModelError: requests of this model cannot be batched; `generate` and `iter_tokens` still work.
@@ -140,7 +142,10 @@ class ServedModel(BaseModel):
             self._is_building = False
 
     def refresh(self) -> None:
-        """Makes programs, arrays and the engine again after `torch_model` has changed. Ends running requests."""
+        """Makes programs, arrays and the engine again after a change of `torch_model`.
+
+        Running requests are ended.
+        """
         with self._engine_lock:
             self._close_engines("the model was refreshed")
         super().refresh()
@@ -160,7 +165,10 @@ class ServedModel(BaseModel):
         self._engine = self._static_engine = None
 
     def stats(self) -> EngineStats | None:
-        """Returns requests running and waiting, pages in use, prefix hits, tokens/s; None before the first request."""
+        """Returns the statistics of the engine; None before the first request.
+
+        They are requests running and waiting, pages in use, prefix hits, tokens/s.
+        """
         self._loaded_or_raise()
         engines = (self._engine, self._static_engine)
         each = [engine.stats() for engine in engines if isinstance(engine, Engine | DataParallelEngines)]
@@ -177,7 +185,10 @@ class ServedModel(BaseModel):
 
     @functools.cached_property
     def _generates_with_head(self) -> Any:
-        """Model with a head tied to the token embeddings, over the weights of a base model without one."""
+        """Model with a head tied to the token embeddings.
+
+        It runs on the weights of a base model without a head.
+        """
         loaded = self._loaded_or_raise()
         module, weights = with_head(loaded)
         return run_on_jax(
@@ -186,7 +197,7 @@ class ServedModel(BaseModel):
 
     @functools.wraps(GenerationMixin.generate)
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As transformers' ``generate``: the same arguments, defaults and return types.
+        """Runs transformers' ``generate``: the same arguments, defaults and return types.
 
         The rows that an encoder-decoder class with its own ``generate`` prepares, such as Whisper's, run on the engine
         if they can, in a batch with requests of other threads; see `torchax_serve.generation.engine_rows`.
@@ -203,7 +214,7 @@ class ServedModel(BaseModel):
         params: SamplingParams | None = None,
         masks: TokenMasks | None = None,
     ) -> TokenStream:
-        """Yields the new token ids of one prompt as they come, the one that ends the answer included.
+        """Yields new token ids of one prompt as they come, including the token that ends the answer.
 
         The request is submitted at once: to the engine, or to `static_engine` if the engine does not take it (images
         and audio, decoding methods other than greedy and sampling, models that cannot be batched); see
@@ -308,7 +319,10 @@ class ServedModel(BaseModel):
 
     @refuses_unknown_options
     def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> TextStream:
-        """Yields the text that follows `prompt`, piece by piece; see `torchax_serve.text.text_stream.stream`."""
+        """Yields the text that follows `prompt`, piece by piece.
+
+        See `torchax_serve.text.text_stream.stream`.
+        """
         return stream(self, prompt, params)
 
     @refuses_unknown_options
@@ -317,7 +331,10 @@ class ServedModel(BaseModel):
         prompts: Sequence[str | Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
-        """Returns completions of many prompts, in their order; see `torchax_serve.text.generate_batch`."""
+        """Returns completions of many prompts, in their order.
+
+        See `torchax_serve.text.generate_batch`.
+        """
         return generate_batch(self, prompts, params)
 
 

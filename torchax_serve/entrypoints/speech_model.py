@@ -25,7 +25,10 @@ from torchax_serve.sampling_params import SamplingParams
 
 
 def is_speech_model(module: PreTrainedModel) -> bool:
-    """Returns whether `module` writes text about audio: an encoder-decoder, or a decoder with audio inputs."""
+    """Returns whether `module` writes text about audio.
+
+    Such a model is an encoder-decoder, or a decoder with audio inputs.
+    """
     if not module.can_generate():
         return False
     if module.config.is_encoder_decoder:
@@ -124,7 +127,10 @@ class SpeechModel(ServedModel):
         return texts[0] if isinstance(audio, np.ndarray) else texts
 
     def _generate_on_queue(self, arguments: dict[str, Any], params: SamplingParams) -> Any:
-        """Returns what ``generate`` returns: its rows run on the engine, or the call on the static engine."""
+        """Returns the result of ``generate``.
+
+        Its rows run on the engine, or the call on the static engine.
+        """
         num_beams = arguments.get("num_beams", self.generation_config.num_beams) or 1
         if num_beams == 1 and self.torch_model._engine_rows is not None:
             with queue_params(params):
@@ -139,7 +145,10 @@ class SpeechModel(ServedModel):
         return run_on_queue(self.static_engine, call, params, self.torch_model._jax_runtime.limits.vocab_size)
 
     def _request(self, arrays: list[np.ndarray], sampling_rate: int, options: dict[str, Any]) -> dict[str, Any]:
-        """Returns inputs of ``generate`` with a prompt for transcription; removes its options from `options`."""
+        """Returns inputs of ``generate`` with a prompt for transcription.
+
+        The options of that prompt are removed from `options`.
+        """
         processor = processor_of(self)
         check_rate(getattr(self.feature_extractor, "sampling_rate", None), sampling_rate)
         write = getattr(processor, "apply_transcription_request", None)

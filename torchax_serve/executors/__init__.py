@@ -1,1 +1,1 @@
-"""How step plans run: packed on the paged cache, or one forward per sequence."""
+"""Execution of step plans: packed on the paged cache, or one forward per sequence."""

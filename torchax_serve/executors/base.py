@@ -24,7 +24,7 @@ from torchax_serve.scheduler import PageCopy, PlanRow, StepPlan
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExecutorLimits:
-    """What an executor can run; the scheduler's configuration follows from it.
+    """Limits of an executor; the scheduler's configuration follows from them.
 
     Attributes:
         max_num_seqs: Number of slots; may be less than `EngineOptions.max_num_seqs`.
@@ -78,7 +78,7 @@ class InFlightStep:
         plan: The step plan.
         sampled: Results of each step of the plan.
         tokens: int32[>= num_steps, S] of fused decode steps, in place of `sampled`.
-        prompt: Log-probabilities of all prompt tokens of the step; None if nobody asked.
+        prompt: Log-probabilities of all prompt tokens of the step; None if not requested.
         failures: Errors by slot, each of one request.
     """
 
@@ -90,12 +90,12 @@ class InFlightStep:
 
     @property
     def has_logprobs(self) -> bool:
-        """Whether any row's log-probabilities were asked for."""
+        """Whether log-probabilities of any row were requested."""
         return any(sampled.logprobs is not None for sampled in self.sampled)
 
 
 class ExecutorCache(Protocol):
-    """What `ModelRunner` does with the cache of an executor."""
+    """Interface of an executor's cache for `ModelRunner`."""
 
     @property
     def is_lost(self) -> bool:
@@ -146,7 +146,9 @@ class Executor(Protocol):
         ahead: int = 0,
         all_logits: bool = False,
     ) -> jax.Array:
-        """Dispatches one step and returns its logits [S, vocab], S >= len(rows), without waiting for them.
+        """Dispatches one step and returns its logits [S, vocab], S >= len(rows).
+
+        The method does not wait for them.
 
         Args:
             rows: Rows of a plan.
@@ -157,10 +159,11 @@ class Executor(Protocol):
         """
 
     def run_decode(self, plan: StepPlan, sampler: Sampler) -> jax.Array | None:
-        """Dispatches all steps of a decode plan with sampling; returns tokens int32[>= num_steps, S].
+        """Dispatches all steps of a decode plan with sampling.
 
-        None: nothing was dispatched, because a row needs more than tokens (log-probabilities, penalties), or because
-        the executor has no such program (`ExecutorLimits.fused_decode_steps` is 0).
+        Returns tokens int32[>= num_steps, S]. None: nothing was dispatched, because a row needs more than tokens
+        (log-probabilities, penalties), or because the executor has no such program (`ExecutorLimits.fused_decode_steps`
+        is 0).
         """
 
     def padded_rows(self, numbers: np.ndarray) -> np.ndarray:

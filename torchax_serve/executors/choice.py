@@ -7,6 +7,7 @@ import dataclasses
 from model_adapters.caches.paged_cache import NotPackableError
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops.linear import not_invariant_reason
+from model_adapters.ops.quantized_weight import QuantizedWeight
 from torchax_serve.executors.base import ExecutorChoice
 from torchax_serve.executors.packed_factory import packed_executor
 from torchax_serve.executors.per_sequence_factory import per_sequence_executor
@@ -32,8 +33,16 @@ def choose_executor(runtime: ModelRuntime, sizes: MemoryBudget) -> ExecutorChoic
                 f"({reason}); leave it out"
             ) from reason
         choice = per_sequence_executor(runtime, sizes, str(reason))
-    _check_invariance(sizes, not_invariant_reason())
+    _check_invariance(sizes, not_invariant_reason() or _quantized_without_kernel(runtime))
     return dataclasses.replace(choice, sampler_table_bytes=sizes.sampler_table_bytes)
+
+
+def _quantized_without_kernel(runtime: ModelRuntime) -> str | None:
+    """Returns a quantized weight that XLA multiplies with, whose sums depend on the number of rows, or None."""
+    for name, weight in runtime.weights.items():
+        if isinstance(weight, QuantizedWeight) and (weight.scheme.layout != "cpu" or weight.ndim > 2):
+            return f"no C++ kernel multiplies with the quantized weight {name} ({weight.scheme.source})"
+    return None
 
 
 def _check_invariance(sizes: MemoryBudget, reason: str | None) -> None:

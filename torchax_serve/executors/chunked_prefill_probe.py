@@ -21,8 +21,8 @@ from torchax_serve.scheduler import PlanRow
 FIRST_LEN = 4
 TOLERANCE_FLOAT32 = 1e-3
 TOLERANCE_HALF = 0.25
-"""Mean difference of logits, in units of their standard deviation. Rounding stays far below; what a model forgets, or
-takes twice, is of the order of 1."""
+"""Mean difference of logits, in units of their standard deviation. Rounding stays far below; a token that a
+model loses, or reads twice, makes a difference of the order of 1."""
 
 
 def find_chunk_len(
@@ -65,7 +65,10 @@ def find_chunk_len(
 
 
 class ChunkedPrefillProbe:
-    """Prefills one random prompt in chunks of a given length, for comparison with a single forward."""
+    """Probe that prefills one random prompt in chunks of a given length.
+
+    The result is compared with a single forward.
+    """
 
     def __init__(self, num_slots: int, vocab_size: int, tolerance: float) -> None:
         self._num_slots, self._tolerance = num_slots, tolerance

@@ -89,7 +89,7 @@ class TokenEncoderInputs:
         return self._runtime.steps.forward.num_programs
 
     def check(self, name: str, ids: RequestInput) -> None:
-        """As `EncoderInputs.check`."""
+        """Implements `EncoderInputs.check`."""
         if not isinstance(ids, tuple):
             raise InvalidArgumentError(f"{name}: expected token ids for the encoder, got its output; give source_ids")
         if not 1 <= len(ids) <= self.max_len:
@@ -100,12 +100,12 @@ class TokenEncoderInputs:
         self._runtime.limits.check_ids(torch.tensor(ids), name)
 
     def assign(self, slot: int, ids: RequestInput) -> None:
-        """As `EncoderInputs.assign`."""
+        """Implements `EncoderInputs.assign`."""
         assert isinstance(ids, tuple)
         self._ids[slot] = ids
 
     def length(self, slot: int) -> int:
-        """As `EncoderInputs.length`."""
+        """Implements `EncoderInputs.length`."""
         return len(self._ids.get(slot, ()))
 
     def encoder_output(self, slot: int, padded_len: int) -> jax.Array:
@@ -116,7 +116,7 @@ class TokenEncoderInputs:
         return self._output(to_device(arrays[0], np.int32), to_device(arrays[1], np.int32))
 
     def dummy(self, padded_len: int) -> jax.Array:
-        """As `EncoderInputs.dummy`."""
+        """Implements `EncoderInputs.dummy`."""
         return self._output(*(to_device(np.full((1, padded_len), n), np.int32) for n in (0, 1)))
 
     def _output(self, ids: jax.Array, mask: jax.Array) -> jax.Array:
@@ -219,5 +219,8 @@ def decoder_start_ids(config: GenerationConfig, params: SamplingParams | None) -
 
 
 def context(hidden: Any, mask: Any) -> dict[str, Any]:
-    """Returns the encoder arguments of a decoder: output ``[1, len, width]``, mask int32[1, len]."""
+    """Returns the encoder arguments of a decoder.
+
+    They are the output ``[1, len, width]`` and the mask int32[1, len].
+    """
     return {HIDDEN: MoEModelOutput(last_hidden_state=hidden), MASK: mask}

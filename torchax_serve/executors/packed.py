@@ -131,7 +131,7 @@ class PackedExecutor:
         return jax.lax.fori_loop(0, num_steps, step, (tokens, pools, state))
 
     def run_decode(self, plan: StepPlan, sampler: Sampler) -> jax.Array | None:
-        """As `Executor.run_decode`."""
+        """Implements `Executor.run_decode`."""
         found = sampler.fused_options(plan.rows, bucket_for(self._decode_buckets, len(plan.rows)))
         if found is None:
             return None
@@ -182,7 +182,7 @@ class PackedExecutor:
         ahead: int = 0,
         all_logits: bool = False,
     ) -> jax.Array:
-        """As `Executor.run`; logits are in the model's dtype."""
+        """Implements `Executor.run`; logits are in the model's dtype."""
         spec = self._spec(rows, all_logits)
         numbers = spec.pack(rows, tables, ahead)
         args = (self._weights, self.cache.pools, last_tokens, numbers)
@@ -225,7 +225,7 @@ class PackedExecutor:
         return FusedDecodeSpec(self._spec_of(num_rows, num_rows, True), self._max_num_steps)
 
     def padded_rows(self, numbers: np.ndarray) -> np.ndarray:
-        """As `Executor.padded_rows`."""
+        """Implements `Executor.padded_rows`."""
         padded = np.zeros(bucket_for(self._row_buckets, len(numbers)), np.int32)
         padded[: len(numbers)] = numbers
         return padded
@@ -239,7 +239,7 @@ class PackedExecutor:
                 yield self._spec_of(num_tokens, num_rows, False)
 
     def temporary_bytes(self) -> int:
-        """As `Executor.temporary_bytes`."""
+        """Implements `Executor.temporary_bytes`."""
         spec = self._spec_of(self._token_buckets[-1], self._row_buckets[-1], False)
         return self._step.temporary_bytes(
             self._weights,
@@ -250,7 +250,10 @@ class PackedExecutor:
         )
 
     def abstract_steps(self, prefill_lens: Sequence[int]) -> Iterator[AbstractStep]:
-        """As `Executor.abstract_steps`; a prefill step has the rows of the smallest bucket, and no padding."""
+        """Yields the steps of `Executor.abstract_steps`.
+
+        A prefill step has the rows of the smallest bucket, and no padding.
+        """
         num_slots = self._decode_buckets[-1]
         specs = [self._spec_of(num_slots, num_slots, True)]
         specs += [self._spec_of(num_tokens, self._row_buckets[0], False) for num_tokens in prefill_lens]
@@ -269,14 +272,14 @@ class PackedExecutor:
             )
 
     def check(self, name: str, source: RequestInput) -> None:
-        """As `Executor.check`: a packed model has no encoder."""
+        """Implements `Executor.check`: a packed model has no encoder."""
         refuse_encoder_input(name, source)
 
     def assign(self, slot: int, source: RequestInput) -> None:
-        """As `Executor.assign`: rows have no inputs of their own."""
+        """Implements `Executor.assign`: rows have no inputs of their own."""
 
     def warm_up(self, sampler: Sampler) -> None:
-        """As `Executor.warm_up`."""
+        """Implements `Executor.warm_up`."""
         warm_up_sampler(sampler, self._warm_up_steps(sampler))
         for num_rows in self._decode_buckets:
             spec = self._decode_spec(num_rows)

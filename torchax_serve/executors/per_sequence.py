@@ -178,7 +178,10 @@ class PerSequenceExecutor:
         ahead: int = 0,
         all_logits: bool = False,
     ) -> jax.Array:
-        """As `Executor.run`; logits are float32, the prefill row is the last one, and there is at most one group."""
+        """Runs one step as `Executor.run`, with float32 logits.
+
+        The prefill row is the last one, and there is at most one group.
+        """
         jobs = self._jobs.of(rows, ahead, all_logits)
         parts = []
         for job in jobs:
@@ -226,13 +229,13 @@ class PerSequenceExecutor:
         return tuple(tables)
 
     def padded_rows(self, numbers: np.ndarray) -> np.ndarray:
-        """As `Executor.padded_rows`."""
+        """Implements `Executor.padded_rows`."""
         padded = np.zeros(self.shapes.rows(len(numbers)), np.int32)
         padded[: len(numbers)] = numbers
         return padded
 
     def temporary_bytes(self) -> int:
-        """As `Executor.temporary_bytes`."""
+        """Implements `Executor.temporary_bytes`."""
         return max(self._temporary_bytes(spec) for spec in self.shapes.largest())
 
     def _temporary_bytes(self, spec: PerSequenceSpec) -> int:
@@ -250,7 +253,7 @@ class PerSequenceExecutor:
         return self.sources.dummy(spec.source_len) if self.sources is not None and spec.kind == "begin" else None
 
     def abstract_steps(self, prefill_lens: Sequence[int]) -> Iterator[AbstractStep]:
-        """As `Executor.abstract_steps`; a prefill step is the last chunk of its prompt."""
+        """Implements `Executor.abstract_steps`; a prefill step is the last chunk of its prompt."""
         final_chunks = dict.fromkeys(self.shapes.final_chunk(length) for length in prefill_lens)
         for spec in (self.shapes.largest_decode(), *final_chunks):
             is_decode = spec.kind == "decode"
@@ -267,23 +270,23 @@ class PerSequenceExecutor:
             )
 
     def check(self, name: str, source: RequestInput) -> None:
-        """As `Executor.check`."""
+        """Implements `Executor.check`."""
         if self.sources is None:
             refuse_encoder_input(name, source)
         else:
             self.sources.check(name, source)
 
     def assign(self, slot: int, source: RequestInput) -> None:
-        """As `Executor.assign`."""
+        """Implements `Executor.assign`."""
         if self.sources is not None:
             self.sources.assign(slot, source)
 
     def run_decode(self, plan: StepPlan, sampler: Sampler) -> jax.Array | None:
-        """As `Executor.run_decode`: there is no such program for forwards per request."""
+        """Implements `Executor.run_decode`: there is no such program for forwards per request."""
         return None
 
     def warm_up(self, sampler: Sampler) -> None:
-        """As `Executor.warm_up`."""
+        """Implements `Executor.warm_up`."""
         warm_up_sampler(sampler, self._warm_up_steps(sampler))
 
     def _warm_up_steps(self, sampler: Sampler) -> Iterator[jax.Array]:

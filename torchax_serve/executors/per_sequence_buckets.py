@@ -37,7 +37,7 @@ class PerSequenceSpec:
 
     @property
     def how(self) -> dict[str, Any]:
-        """How a chunk is computed."""
+        """Options of the computation of a chunk."""
         return {"block_len": self.block_len, "all_logits": self.all_logits}
 
 

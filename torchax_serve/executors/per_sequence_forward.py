@@ -41,8 +41,8 @@ VMAP_SAFE_IMPLEMENTATIONS = {"grouped_matmul": "tiled"}
 class SequenceForward:
     """Forwards of one request, to be traced.
 
-    Keys and values are dense leaves ``[1, heads, capacity, width]``; what lies behind the tokens stored is not looked
-    at. New ones are returned by themselves, ``[T, heads, width]``.
+    Keys and values are dense leaves ``[1, heads, capacity, width]``; what is behind the stored tokens is not read.
+    New ones are returned by themselves, ``[T, heads, width]``.
     """
 
     def __init__(self, runtime: ModelRuntime) -> None:
@@ -66,7 +66,7 @@ class SequenceForward:
 
     @functools.cached_property
     def _first(self) -> tuple[LayerStates, Any]:
-        """What a first forward leaves, as shapes, and its structure."""
+        """Shapes of the cache after a first forward, and their structure."""
         states, _ = self._after_first(PROBE_LEN)
         return states, _structure(states)
 
@@ -198,7 +198,7 @@ class SequenceForward:
         all_logits: bool = False,
         rope_len: Any = 0,
     ) -> Any:
-        """As `prefill`, behind `offset` int32[] tokens that `leaves` hold."""
+        """Computes tokens as `prefill`, behind the `offset` int32[] tokens that `leaves` hold."""
         if ids.shape[0] > block_len:
             how = {"all_logits": all_logits, "rope_len": rope_len}
             return self._extend_in_blocks(weights, leaves, offset, ids, layout, source_len, block_len, how)

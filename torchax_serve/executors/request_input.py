@@ -1,4 +1,7 @@
-"""What a request brings to an executor besides its prompt: an encoder's input or output, or all of its steps."""
+"""Inputs of a request to an executor besides its prompt.
+
+They are an encoder's input or output, or all steps of the request.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Runs one request at a time, for requests that no other executor takes: images, audio, models that cannot be batched.
+"""Static batch executor: runs one request at a time.
 
-The request brings a `SequenceSteps`, which knows how to compute its logits. So such requests have the engine's queue,
-sampler, deadlines and cancellation, and nothing here depends on how they are computed.
+It serves requests that no other executor takes: images, audio, models that cannot be batched. The request brings a
+`SequenceSteps`, which knows how to compute its logits. So such requests have the engine's queue, sampler, deadlines and
+cancellation, and nothing here depends on how they are computed.
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ class StaticBatchExecutor:
         return self._steps is not None and self._steps.runs_ahead
 
     def check(self, name: str, source: RequestInput) -> None:
-        """As `Executor.check`."""
+        """Implements `Executor.check`."""
         if isinstance(source, tuple | np.ndarray):
             raise InvalidArgumentError(f"{name}: expected the steps of one request, got {type(source).__name__}")
 
     def assign(self, slot: int, source: RequestInput) -> None:
-        """As `Executor.assign`."""
+        """Implements `Executor.assign`."""
         assert slot == 0 and not isinstance(source, tuple | np.ndarray)
         self._steps = source
 
@@ -65,20 +66,20 @@ class StaticBatchExecutor:
         ahead: int = 0,
         all_logits: bool = False,
     ) -> jax.Array:
-        """As `Executor.run`."""
+        """Implements `Executor.run`."""
         assert self._steps is not None and len(rows) == 1 and not all_logits
         return self._steps.decode(last_tokens) if rows[0].is_decode else self._steps.prefill()
 
     def run_decode(self, plan: StepPlan, sampler: Sampler) -> jax.Array | None:
-        """As `Executor.run_decode`: there is no such program."""
+        """Implements `Executor.run_decode`: there is no such program."""
         return None
 
     def padded_rows(self, numbers: np.ndarray) -> np.ndarray:
-        """As `Executor.padded_rows`."""
+        """Implements `Executor.padded_rows`."""
         return numbers
 
     def temporary_bytes(self) -> int:
-        """As `Executor.temporary_bytes`: known to the requests only."""
+        """Implements `Executor.temporary_bytes`: known to the requests only."""
         return 0
 
     def warm_up(self, sampler: Sampler) -> None:

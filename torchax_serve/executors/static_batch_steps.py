@@ -108,7 +108,10 @@ class StaticBatchSteps:
         return self.runtime.steps.decode_once(weights, states, token, carry, {}, spec)
 
     def abstract_steps(self, prefill_lens: Sequence[int], max_len: int) -> Iterator[AbstractStep]:
-        """Yields the decode step at `max_len` tokens, then a prefill step for each of `prefill_lens`."""
+        """Yields the decode step at `max_len` tokens, then the prefill steps.
+
+        There is one prefill step for each of `prefill_lens`.
+        """
         sharding, rows = self.runtime.program.sharding, self.num_rows
         one = abstract_ints(sharding)
 

@@ -140,7 +140,10 @@ class FusedDecodeSpec:
         return numbers
 
     def unpack(self, numbers: jax.Array) -> tuple[PackedBatch, jax.Array, jax.Array, jax.Array]:
-        """Returns the first batch without token ids, slots int32[S], number of steps, whether to draw."""
+        """Returns the unpacked arguments of a fused decode program.
+
+        They are the first batch without token ids, slots int32[S], number of steps, whether to draw.
+        """
         by_row = numbers[:-2].reshape(-1, self.packed.num_rows)
         slots, lengths = by_row[0], by_row[1]
         tables = jnp.split(by_row[2:], self.packed.num_tables)

@@ -22,7 +22,7 @@ from torchax_serve.runtime.step_functions import BatchPosition, DecodeSpec, of_l
 
 
 class BatchForward:
-    """Computes the next logits of all rows of a call: `prefill` once, then `decode` for each new token.
+    """Logits of all rows of a call: `prefill` once, then `decode` for each new token.
 
     Args:
         runtime: Runtime of the model.
@@ -92,14 +92,17 @@ class BatchForward:
         return logits
 
     def decode(self, newest: jax.Array) -> jax.Array:
-        """Dispatches the step of the newest tokens, int32[batch]; returns logits, float32[batch, vocab]."""
+        """Dispatches the step of the newest tokens and returns its logits.
+
+        `newest` is int32[batch], the logits are float32[batch, vocab].
+        """
         logits, self.cache.states, self._carry = self._runtime.steps.decode(
             self._runtime.weights, self.cache.states, newest, self._carry, self._context, spec=self._spec
         )
         return logits
 
     def recompute(self, sequences: torch.Tensor) -> jax.Array:
-        """As `decode`, but computes all tokens again, at `recompute_len`.
+        """Computes all tokens again, at `recompute_len`; otherwise as `decode`.
 
         Args:
             sequences: int64[batch, len], padded prompts and all new tokens.

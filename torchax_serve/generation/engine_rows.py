@@ -1,4 +1,4 @@
-"""Rows of ``generate`` as engine requests, so that transcriptions and translations of many threads share a batch.
+"""Rows of ``generate`` as engine requests, which share a batch with those of other threads.
 
 A class's own ``generate`` (Whisper, SeamlessM4T) prepares prompts, languages and windows of long audio and continues
 with the tokens that come back. Only its loop over tokens is replaced by the engine.
@@ -49,7 +49,10 @@ _QUEUE_PARAMS: contextvars.ContextVar[SamplingParams | None] = contextvars.Conte
 
 @contextlib.contextmanager
 def queue_params(params: SamplingParams) -> Iterator[None]:
-    """Sends all rows of ``generate`` calls inside the block to the engine's queue, with a priority and a time limit."""
+    """Submits rows of ``generate`` calls inside the block to the engine's queue.
+
+    They have the priority and the time limit of `params`.
+    """
     token = _QUEUE_PARAMS.set(params)
     try:
         yield
@@ -58,7 +61,9 @@ def queue_params(params: SamplingParams) -> Iterator[None]:
 
 
 class EngineRows:
-    """Runs rows of ``generate`` on the engine of a served model, if they get the tokens of the static batch there.
+    """Runner of ``generate`` rows on the engine of a served model.
+
+    Rows run there if they get the same tokens as in the static batch.
 
     Args:
         torch_model: the served model on JAX, whose ``generate`` prepares the rows.
@@ -76,7 +81,9 @@ class EngineRows:
         self._unsupported_reason: str | None = None
 
     def __call__(self, request: SampleCall, start: StaticBatchStart) -> Any:
-        """Returns what the sampling loop of ``generate`` returns; None for a static batch on the caller's thread.
+        """Returns the result of the sampling loop of ``generate``.
+
+        None for a static batch, which runs on the caller's thread.
 
         Args:
             request: the rows, as ``generate`` has prepared them.
@@ -92,7 +99,10 @@ class EngineRows:
         return run_on_queue(engine, lambda watch: loop.run(watch.check), params, vocab_size)
 
     def _on_engine(self, request: SampleCall, start: StaticBatchStart) -> torch.Tensor | None:
-        """Returns int64[batch, len], prompts and new tokens, padded on the right; None if the engine takes no rows."""
+        """Returns prompts and new tokens, int64[batch, len]; None if the engine takes no rows.
+
+        They are padded on the right.
+        """
         runtime = self._torch_model._jax_runtime
         if runtime.encoder is None or self._unsupported_reason is not None:
             return None
@@ -142,7 +152,7 @@ class _RowOutputs:
         return None if self._output is None else encoder_outputs_by_row(self._encoder, self._output)
 
     def lens(self) -> list[int] | None:
-        """Number of positions of each row's output."""
+        """Returns the number of positions of each row's output."""
         return None if self.rows is None else [row.shape[1] for row in self.rows]
 
 
@@ -172,7 +182,10 @@ def encoder_outputs_by_row(encoder: EncoderRuntime[Any], output: EncoderOutput) 
 
 
 def _is_plain_greedy(request: SampleCall) -> bool:
-    """Returns whether `request` decodes greedily, returns tokens only, and has no code that runs between tokens."""
+    """Returns whether `request` decodes greedily without code that runs between tokens.
+
+    It must also return tokens only.
+    """
     config = request.config
     criteria = {type(criterion) for criterion in request.stopping_criteria}
     return not (

@@ -1,4 +1,7 @@
-"""The compiled forward with transformers' arguments and outputs; changes of the model take effect before it."""
+"""Compiled forward with transformers' arguments and outputs.
+
+Changes of the model take effect before the forward runs.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ FOLLOWED: contextvars.ContextVar[frozenset[int]] = contextvars.ContextVar("follo
 
 @contextlib.contextmanager
 def following(runtime: ModelRuntime) -> Iterator[None]:
-    """Applies changes of the model at the start of a call; nested calls of the same model skip that."""
+    """Applies changes of the model at the start of a call; nested calls of it skip that."""
     before = FOLLOWED.get()
     if id(runtime) in before:
         yield

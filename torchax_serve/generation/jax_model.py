@@ -58,10 +58,10 @@ _CACHES_ON_DEVICE = (None, "dynamic", "static", "hybrid", "hybrid_chunked", "sli
 
 @refuses_unknown
 def to_jax(model: PreTrainedModel, *, quantization: Any = None) -> PreTrainedModel:
-    """Makes `model` run on JAX: returns the same object with ``forward`` and ``generate`` compiled. Idempotent.
+    """Makes `model` run on JAX and returns it, with ``forward`` and ``generate`` compiled.
 
-    On the CPU the weights share memory with the torch tensors. A later change of the model (an adapter, a hook, a
-    weight) takes effect at the next call, or that call raises.
+    The call is idempotent. On the CPU the weights share memory with the torch tensors. A later change of the model (an
+    adapter, a hook, a weight) takes effect at the next call, or that call raises.
 
     Args:
         model: a model of transformers, or a ``PeftModel`` around one.
@@ -176,7 +176,10 @@ class JaxModelMixin:
         return super().generate(*args, **kwargs)  # type: ignore[misc]
 
     def refresh(self) -> None:
-        """Makes programs and arrays again, for changes that no call detects, such as globals read by model code."""
+        """Recompiles programs and copies arrays again, for changes that no call detects.
+
+        An example is a change of globals that model code reads.
+        """
         self._jax_runtime.refresh()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -207,7 +210,10 @@ class JaxModelMixin:
     def load_custom_generate(
         self, pretrained_model_name_or_path: str | None = None, trust_remote_code: bool | None = None, **kwargs: Any
     ) -> Any:
-        """Loads generation code; raises where transformers would ask on the terminal whether to trust it."""
+        """Loads generation code.
+
+        It raises where transformers would ask on the terminal whether to trust the code.
+        """
         if not trust_remote_code:
             raise UnsupportedArgumentError(
                 f"custom_generate={pretrained_model_name_or_path!r} would run Python code of that repository: read it, "
@@ -324,7 +330,10 @@ def _blank(cls: type[PreTrainedModel]) -> PreTrainedModel:
 
 @functools.cache
 def _jax_class(cls: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """Returns the subclass of `cls` that runs on JAX; it has the same name, by which transformers finds things."""
+    """Returns the subclass of `cls` that runs on JAX, with the same name.
+
+    transformers finds things by that name.
+    """
 
     @torch.compiler.disable
     @functools.wraps(cls.forward)

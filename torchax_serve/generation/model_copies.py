@@ -1,4 +1,4 @@
-"""Copies and weights of a model on JAX for PyTorch: deepcopy, pickle, ``torch.save``, ``state_dict``."""
+"""Copies and weights of a model on JAX for deepcopy, pickle, ``torch.save``, ``state_dict``."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ def state_to_copy(model: Any) -> dict[str, Any]:
 
 
 def with_values(model: Any) -> Any:
-    """Returns a copy of a model on JAX in eager PyTorch; its tensors share memory with the arrays if they can."""
+    """Returns a copy of a model on JAX in eager PyTorch.
+
+    Its tensors share memory with the arrays if they can.
+    """
     cls = type(model)._torch_class
     eager_copy = cls.__new__(cls)
     attributes = {name: value for name, value in vars(model).items() if name not in _NOT_COPIED}
@@ -50,7 +53,10 @@ def with_values(model: Any) -> Any:
 
 
 def torch_state(model: Any) -> dict[str, torch.Tensor] | None:
-    """Returns the values of a model whose tensors are on the meta device; None if ``state_dict`` has them."""
+    """Returns the values of a model whose tensors are on the meta device.
+
+    None if ``state_dict`` has them.
+    """
     names = {name: tensor for name, tensor in named_tensors(model).items() if tensor.is_meta}
     if not names:
         return None

@@ -1,4 +1,7 @@
-"""`run_on_queue`: a call of ``generate`` that waits for its turn on the static engine and runs there to its end."""
+"""`run_on_queue`: a ``generate`` call that waits in the queue of the static engine.
+
+When its turn has come, it runs there to its end.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ def run_on_queue(engine: Engine, call: Callable[[GenerateWatch], T], params: Sam
 
 
 def check_deadline(handle: RequestHandle) -> None:
-    """Raises RequestError if a request of a call without partial results has passed its time limit."""
+    """Raises RequestError if a request without partial results has passed its time limit."""
     if handle.finish_reason == "deadline":
         raise RequestError(f"request {handle.request_id}: expected its end within timeout_s, which has passed")
 
@@ -73,7 +76,7 @@ class CallSteps(Generic[T]):
         self.error: BaseException | None = None
 
     def prefill(self) -> jax.Array:
-        """As `SequenceSteps.prefill`; always raises SequenceEnded, or what the call raises."""
+        """Implements `SequenceSteps.prefill`; always raises SequenceEnded, or what the call raises."""
         try:
             self.results.append(self._call(self._watch))
         except SequenceEnded:
@@ -84,11 +87,11 @@ class CallSteps(Generic[T]):
         raise SequenceEnded("stop")
 
     def decode(self, last_tokens: jax.Array) -> jax.Array:
-        """As `SequenceSteps.decode`: there is no second step."""
+        """Implements `SequenceSteps.decode`: there is no second step."""
         raise SequenceEnded("stop")
 
     def cancel(self) -> None:
-        """As `SequenceSteps.cancel`."""
+        """Implements `SequenceSteps.cancel`."""
         self._watch.cancelled.set()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Decides how a call runs: on the engine, as a static batch, or in a ``generate`` that is not ours.
+"""Routing of calls: engine, static batch, transformers' loop or a repository's ``generate``.
 
 `route` is a pure function of two records: what the model can do, and what the call asks. Facts that are expensive to
 learn (they build the engine or run model code), or that are defined only if no earlier rule applies, are functions;
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Path(enum.Enum):
-    """How a call runs."""
+    """Execution path of a call."""
 
     ENGINE = "engine"
     """On the engine, in a batch with requests of other callers."""
@@ -50,7 +50,7 @@ class Route:
 
 @dataclasses.dataclass(frozen=True)
 class ModelCapabilities:
-    """What a model can do, as far as it decides how its calls run.
+    """Capabilities of a model that decide how its calls run.
 
     Attributes:
         unbatchable_reason: Why each token must come from a call of the model object itself, such as a forward hook.
@@ -83,7 +83,7 @@ class ModelCapabilities:
 
 @dataclasses.dataclass(frozen=True)
 class EngineFacts:
-    """What an engine has room for.
+    """Limits of an engine.
 
     Attributes:
         unsupported_reason: Why the model has no engine; None if it has one.
@@ -151,7 +151,9 @@ class LoopCall:
 
 @dataclasses.dataclass(frozen=True)
 class RowsCall:
-    """Rows of a static batch that the engine may take: a class's own ``generate`` (Whisper) has prepared them.
+    """Rows of a static batch that the engine may take.
+
+    A class's own ``generate`` (Whisper) has prepared them.
 
     Attributes:
         num_rows: Number of rows.
@@ -188,7 +190,10 @@ def route(model: ModelCapabilities, call: PromptCall | LoopCall | RowsCall) -> R
 
 
 def engine_unsupported_reason(model: ModelCapabilities) -> str | None:
-    """Returns why a model has no engine, before its forward is looked at; None if nothing speaks against one."""
+    """Returns why a model has no engine, as far as is known before its forward is inspected.
+
+    None if nothing rules out an engine.
+    """
     if model.unbatchable_reason is not None:
         return f"{model.unbatchable_reason}, which sees one call at a time; remove it, or call generate()"
     if model.has_repository_generate:

@@ -1,4 +1,4 @@
-"""`SampleCall`: what ``generate`` has prepared for its sampling loop, and the start of a static batch for it."""
+"""`SampleCall`: inputs of ``generate``'s sampling loop, and the start of their static batch."""
 
 from __future__ import annotations
 
@@ -52,7 +52,10 @@ class StaticBatchStart:
 
 
 def static_batch_start(runtime: ModelRuntime, request: SampleCall) -> StaticBatchStart | str:
-    """Returns what a static batch starts `request` with, or the reason why it needs transformers' own loop."""
+    """Returns the first inputs of a static batch for `request`.
+
+    If the request needs transformers' own loop, the reason is returned instead.
+    """
     kwargs, config = request.model_kwargs, request.config
     names, model = runtime.program.names, ModelCapabilities.of(runtime)
     cache = kwargs.get(generate_cache_name(runtime.program.cache_name) or "")
@@ -84,7 +87,9 @@ def static_batch_start(runtime: ModelRuntime, request: SampleCall) -> StaticBatc
 
 
 def _prepared_steps(runtime: ModelRuntime, request: SampleCall, extra: list[str]) -> PreparedSteps | str | None:
-    """Returns the arguments of a call with media; None for text, or the reason why a static batch cannot take it.
+    """Returns the arguments of a call with media; None for text.
+
+    If a static batch cannot take the call, the reason is returned instead.
 
     Args:
         runtime: of the model.

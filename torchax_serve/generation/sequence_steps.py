@@ -1,6 +1,6 @@
-"""How a single request computes its tokens: a row of the compiled forward, or a ``generate`` call token by token.
+"""Steps of a single request: a row of the compiled forward, or a ``generate`` call.
 
-Both are `SequenceSteps` of `torchax_serve.executors.request_input`.
+Both yield one token at a time, as `SequenceSteps` of `torchax_serve.executors.request_input`.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class ForwardSteps:
         self._tokens: list[jax.Array] = []  # new tokens, int32[1] each, where all tokens may be computed again
 
     def prefill(self) -> jax.Array:
-        """As `SequenceSteps.prefill`."""
+        """Implements `SequenceSteps.prefill`."""
         return self._open_forward.prefill()
 
     def decode(self, last_tokens: jax.Array) -> jax.Array:
-        """As `SequenceSteps.decode`."""
+        """Implements `SequenceSteps.decode`."""
         forward = self._open_forward
         if forward.recompute_len is None:
             return forward.decode(last_tokens)
@@ -60,16 +60,16 @@ class ForwardSteps:
         return self._forward
 
     def cancel(self) -> None:
-        """As `SequenceSteps.cancel`: no step blocks."""
+        """Implements `SequenceSteps.cancel`: no step blocks."""
 
     def close(self) -> None:
-        """As `SequenceSteps.close`."""
+        """Implements `SequenceSteps.close`."""
         self._forward = None
         self._tokens.clear()
 
 
 class GenerateSteps:
-    """Steps of a ``generate`` call that runs in its own thread; each step waits for the next token.
+    """Steps of a ``generate`` call in its own thread; each step waits for the next token.
 
     A call that knows its tokens at its end only, such as beam search, has them all in its first step. The logits of a
     step select the token that ``generate`` has chosen.
@@ -90,13 +90,13 @@ class GenerateSteps:
         self._thread: threading.Thread | None = None
 
     def prefill(self) -> jax.Array:
-        """As `SequenceSteps.prefill`."""
+        """Implements `SequenceSteps.prefill`."""
         self._thread = threading.Thread(target=self._run, name="generate", daemon=True)
         self._thread.start()
         return self._next_logits()
 
     def decode(self, last_tokens: jax.Array) -> jax.Array:
-        """As `SequenceSteps.decode`."""
+        """Implements `SequenceSteps.decode`."""
         return self._next_logits()
 
     def _next_logits(self) -> jax.Array:
@@ -119,11 +119,11 @@ class GenerateSteps:
             tokens.put(error)
 
     def cancel(self) -> None:
-        """As `SequenceSteps.cancel`."""
+        """Implements `SequenceSteps.cancel`."""
         self._watch.cancelled.set()
 
     def close(self) -> None:
-        """As `SequenceSteps.close`: waits for the call's current step."""
+        """Implements `SequenceSteps.close`: waits for the call's current step."""
         self.cancel()
         if self._thread is not None:
             self._thread.join()

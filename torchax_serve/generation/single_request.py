@@ -1,4 +1,7 @@
-"""Requests for the static batch executor: one row of ``generate``, prepared and checked by transformers."""
+"""Requests for the static batch executor: one row of ``generate`` each.
+
+transformers prepares and checks them.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +81,10 @@ def single_request(
 def _forward_request(
     model: Any, call: SampleCall, params: SamplingParams | None, seed: int | None, vocab_size: int
 ) -> EngineRequest | str:
-    """Returns the request of a call on the compiled forward, or the reason why ``generate`` chooses its tokens."""
+    """Returns the request of a call on the compiled forward.
+
+    If ``generate`` chooses the tokens itself, the reason is returned instead.
+    """
     start = static_batch_start(model._jax_runtime, call)
     if not isinstance(start, StaticBatchStart):
         return start
@@ -94,7 +100,9 @@ def _forward_request(
 
 
 def prepared_call(model: Any, inputs: Mapping[str, torch.Tensor], config: GenerationConfig) -> SampleCall | None:
-    """Returns the call that ``generate`` prepares; None if a class's own ``generate`` ends in no sampling loop.
+    """Returns the call that ``generate`` prepares.
+
+    None if a class's own ``generate`` ends in no sampling loop.
 
     Args:
         model: What `torchax_serve.generation.jax_model.run_on_jax` returned.
@@ -106,13 +114,19 @@ def prepared_call(model: Any, inputs: Mapping[str, torch.Tensor], config: Genera
 
 
 def loop_options(config: GenerationConfig, max_length: int, prompt_len: int) -> GenerationConfig:
-    """Returns the options of `config` that a loop over tokens honours, for an answer that ends at `max_length`."""
+    """Returns the options of `config` that a loop over tokens honours.
+
+    The answer ends at `max_length`.
+    """
     options = {name: getattr(config, name) for name in PLAN_OPTIONS}
     return GenerationConfig(**options | {"max_length": max_length, "max_new_tokens": max_length - prompt_len})
 
 
 def is_beam_search(config: GenerationConfig) -> bool:
-    """Returns whether `config` asks for several beams, so that no token is final before the last one."""
+    """Returns whether `config` asks for several beams.
+
+    With beams no token is final before the last one.
+    """
     return (config.num_beams or 1) > 1
 
 
@@ -124,7 +138,10 @@ def _capture_sample_call(
     generation_config: GenerationConfig,
     **model_kwargs: Any,
 ) -> SampleCall:
-    """Serves as ``custom_generate``: ends transformers' ``generate`` after its preparations and returns them."""
+    """Ends transformers' ``generate`` after its preparations and returns them.
+
+    It serves as ``custom_generate``.
+    """
     for name in ("synced_gpus", "tokenizer", "assistant_model", "streamer"):
         model_kwargs.pop(name, None)
     config = without_model_options(model, generation_config)
@@ -158,7 +175,9 @@ def _own_generate(
     call: SampleCall | None,
     watch: GenerateWatch,
 ) -> Iterable[int]:
-    """Calls the ``generate`` of a model's repository, which may honour neither a streamer nor a criterion.
+    """Calls the ``generate`` of a model's repository.
+
+    That may honour neither a streamer nor a criterion.
 
     Raises:
         UnsupportedModelError: it returns something else than one row of token ids that begins with the prompt.

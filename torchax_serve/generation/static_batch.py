@@ -1,4 +1,7 @@
-"""The static batch of ``generate``: one prefill, then one compiled step per token, the host one step behind."""
+"""Static batch of ``generate``: one prefill, then one compiled step per token.
+
+The host is one step behind the device.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,9 @@ GenerateOutput = GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput | torc
 
 
 class StaticBatchLoop:
-    """Decodes the rows of one call in lockstep; `run` returns what ``generate`` returns, `tokens` yields each step.
+    """Decoding loop over the rows of one call in lockstep.
+
+    `run` returns what ``generate`` returns, `tokens` yields each step.
 
     Args:
         runtime: of the model.
@@ -87,7 +92,10 @@ class StaticBatchLoop:
         )
 
     def tokens(self) -> Iterator[torch.Tensor]:
-        """Yields int64[batch] per step, finished rows padded; at the end `sequences` and the cache are complete."""
+        """Yields the tokens of each step, int64[batch], with finished rows padded.
+
+        At the end `sequences` and the cache are complete.
+        """
         forward, prompt_len = self.forward, self.forward.prompt_len
         max_new = forward.max_length - prompt_len
         ends_at_eos = any(hasattr(criterion, "eos_token_id") for criterion in self.request.stopping_criteria)
@@ -146,7 +154,7 @@ class StaticBatchLoop:
         return self._pick()
 
     def _recompute(self) -> StepOutput:
-        """As `_decode`, but on all tokens: the model's rotary frequencies change at this length."""
+        """Computes a step on all tokens: the model's rotary frequencies change at this length."""
         self.last_logits = self.forward.recompute(self.sequences)
         return self._pick()
 
@@ -160,7 +168,7 @@ def _as_tensors(arrays: list[jax.Array]) -> tuple[torch.Tensor, ...]:
 
 
 def _on_host(token: jax.Array) -> torch.Tensor:
-    """int64[batch]; waits for the step that made it."""
+    """Returns int64[batch]; waits for the step that made it."""
     values = np.asarray(token).astype(np.int64)
     if (values == INVALID_TOKEN).any():
         row = int((values == INVALID_TOKEN).argmax())

@@ -11,7 +11,9 @@ from model_adapters.quirks.quirk import Run
 
 
 def compile_submodules(model: Any, run: Run) -> None:
-    """Replaces methods of submodules that the ``generate`` of `model` calls, by the quirk of its architecture.
+    """Replaces submodule methods that the ``generate`` of `model` calls.
+
+    The quirk of the model's architecture does that.
 
     Args:
         model: A transformers model.

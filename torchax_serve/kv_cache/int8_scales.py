@@ -2,8 +2,8 @@
 
 A scale is fixed before the first request, so that what a token's keys and values become depends on nothing but the
 token and what came before it. It is found as static activation scales are (Jacob et al., 2018, section 3.1): a prompt
-is computed, the largest numbers are taken, and what later lies beyond is clipped. Tokens are drawn at random, since
-nobody's text is here.
+is computed, the largest numbers are taken, and what is larger later is clipped. Tokens are drawn at random, since
+no text of users is available.
 """
 
 from __future__ import annotations

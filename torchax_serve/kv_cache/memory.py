@@ -85,7 +85,7 @@ class MemoryBudget:
 
 
 def _step_down(num_bytes: int) -> int:
-    """Rounds host memory down by at most a fifth, so that nearly equal numbers give the same.
+    """Rounds host memory down by at most a fifth, so that nearly equal numbers become equal.
 
     The free memory of a host changes from start to start, and pools of another size would be other programs to compile.
     """

@@ -46,9 +46,9 @@ class MultiHostPoolAllocator(PoolAllocator):
         return None, copy_pages(pools, sources, targets)
 
     def zeros(self, shape: tuple[int, int, int, int], dtype: np.dtype) -> jax.Array:
-        """As `PoolAllocator.zeros`."""
+        """Implements `PoolAllocator.zeros`."""
         return self._zeros({}, spec=(shape, np.dtype(dtype).name))[1]
 
     def copied(self, pools: tuple[jax.Array, ...], sources: Sequence[int], targets: Sequence[int]) -> Any:
-        """As `PoolAllocator.copy`."""
+        """Copies pages as `PoolAllocator.copy`."""
         return self._copied({}, pools, np.array(sources, np.int32), np.array(targets, np.int32), spec=None)[1]

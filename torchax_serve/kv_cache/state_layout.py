@@ -29,7 +29,7 @@ class SlotStateSpec:
 
 @dataclasses.dataclass(frozen=True)
 class CacheLayout:
-    """What a request stores, by leaf of its cache: keys and values by token, or a state."""
+    """Layout of a request's cache by leaf: keys and values by token, or a state."""
 
     leaves: tuple[PagedLayerSpec | SlotStateSpec, ...]
     is_vectorised: bool = False  # rows run side by side under vmap; else one after the other in one program
@@ -37,12 +37,12 @@ class CacheLayout:
 
     @property
     def pages(self) -> tuple[PagedLayerSpec, ...]:
-        """The leaves that are kept in pages."""
+        """Leaves that are stored in pages."""
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, PagedLayerSpec))
 
     @property
     def rows(self) -> tuple[SlotStateSpec, ...]:
-        """The leaves that are kept by slot."""
+        """Leaves that are stored by slot."""
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, SlotStateSpec))
 
     def merge(self, pages: Leaves, rows: Leaves) -> Leaves:

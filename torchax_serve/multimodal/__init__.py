@@ -1,4 +1,4 @@
-"""Images and audio in prompts: checks of inputs, positions, and encoders as separate programs."""
+"""Images and audio in prompts: input checks, positions, encoders as separate programs."""
 
 from torchax_serve.multimodal.processor import processor_of
 

@@ -1,4 +1,4 @@
-"""Checks of audio inputs: samples of one channel, finite floats, at the model's sampling rate."""
+"""Checks of audio inputs: one channel, finite floats, the model's sampling rate."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ def checked_samples(audio: Any, name: str) -> np.ndarray:
 
 
 def check_rate(wanted: int | None, got: Any) -> None:
-    """Raises InvalidArgumentError unless `got` is the model's sampling rate `wanted` (Hz); None allows any."""
+    """Raises InvalidArgumentError unless `got` is the model's sampling rate `wanted` (Hz).
+
+    None allows any rate.
+    """
     if wanted is not None and got != wanted:
         raise InvalidArgumentError(
             f"sampling_rate: expected {wanted} samples per second, the rate of this model, got {got!r}; "

@@ -1,4 +1,6 @@
-"""Arguments of the forwards of a call with media: in a static batch each later step gets the newest token only.
+"""Arguments of the forwards of a call with media.
+
+In a static batch each later step gets the newest token only.
 
 transformers decides for each architecture which arguments its forward gets, for the prompt and for later steps
 (``prepare_inputs_for_generation``). Here that method runs for the first step after the prompt, before the prefill.
@@ -41,7 +43,9 @@ class PreparedSteps:
     def of(
         cls, model: Any, input_ids: torch.Tensor, kwargs: Mapping[str, Any], cache_name: str, known: frozenset[str]
     ) -> PreparedSteps | str:
-        """Returns what transformers prepares for `model`, or the reason why a static batch cannot run it.
+        """Returns the arguments that transformers prepares for `model`.
+
+        If a static batch cannot run the model, the reason is returned instead.
 
         Args:
             model: the transformers model.

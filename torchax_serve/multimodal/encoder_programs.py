@@ -24,7 +24,9 @@ _PATCHED = threading.RLock()
 
 @contextlib.contextmanager
 def compiled_encoders(model: Any, run: Callable[[str, dict[str, Any]], Any]) -> Iterator[None]:
-    """Replaces ``get_image_features`` and ``get_video_features`` of the model by `run` inside the block.
+    """Runs the model's image and video encoders through `run` inside the block.
+
+    The function replaces ``get_image_features`` and ``get_video_features`` of the model.
 
     Args:
         model: a transformers model.

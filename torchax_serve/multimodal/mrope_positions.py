@@ -1,4 +1,7 @@
-"""Positions of tokens in a grid of image patches (M-RoPE), which model code computes on the host."""
+"""Positions of tokens in a grid of image patches (M-RoPE).
+
+Model code computes them on the host.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,10 @@ COUNTER = "compute_3d_position_ids"
 
 
 def positions_on_host(model: torch.nn.Module, given: Mapping[str, Any], cache: Any) -> torch.Tensor | None:
-    """Returns positions int64[axes, batch, len] of a call without any; None if the model has no grid positions.
+    """Returns the positions of a call without any, int64[axes, batch, len].
 
-    As in eager PyTorch, the model's method stores on the model what later tokens need.
+    None if the model has no grid positions. As in eager PyTorch, the model's method stores on the model what later
+    tokens need.
 
     Args:
         model: a model that may have such a method on a submodule.

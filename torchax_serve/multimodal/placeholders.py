@@ -56,9 +56,10 @@ EITHER = ("mm_encoder_outputs", "inputs_embeds")
 
 
 def check_has_media(config: PreTrainedConfig, ids: Any, names: Collection[str]) -> None:
-    """Raises InvalidArgumentError for placeholders in `ids` without an argument of `names` that brings their media.
+    """Raises InvalidArgumentError for placeholders in `ids` without their media.
 
-    transformers would embed such tokens as words that the model was not trained on.
+    The media come with an argument of `names`. Without them transformers would embed such tokens as words that the
+    model was not trained on.
     """
     if ids is None or cache_name_of(names) or any(part in name for name in names for part in EITHER):
         return

@@ -1,4 +1,7 @@
-"""Processors of models with image or audio inputs: conversations become arguments of ``generate``."""
+"""Processors of models with image or audio inputs.
+
+They turn conversations into arguments of ``generate``.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +106,10 @@ def media_inputs(model: Any, conversation: list[dict[str, Any]], options: ChatOp
 def _written(
     processor: Any, conversation: list[dict[str, Any]], name: str, options: ChatOptions | None
 ) -> dict[str, Any]:
-    """Returns arguments with which the processor uses the text of the template, rendered with a deadline."""
+    """Returns arguments that make the processor use the text of the template.
+
+    The template is rendered with a deadline.
+    """
     from transformers import ProcessorMixin
 
     from torchax_serve.text.chat_template import ChatOptions, ChatTemplate
@@ -125,7 +131,10 @@ def _written(
 
 
 def _typed(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a message in the form of such templates: text is a part, too, and audio is float32."""
+    """Returns a message in the form of processor templates.
+
+    Text is a part, too, and audio is float32.
+    """
     content = message.get("content")
     if isinstance(content, str):
         return {**message, "content": [{"type": "text", "text": content}]}
@@ -168,7 +177,10 @@ def _check_part(processor: Any, part: Mapping[str, Any], name: str) -> None:
 
 
 def check_size(image: Any) -> None:
-    """Raises InvalidArgumentError for an image with no pixels or too many; paths and URLs are not opened."""
+    """Raises InvalidArgumentError for an image with no pixels or too many.
+
+    Paths and URLs are not opened.
+    """
     size = getattr(image, "size", None)
     if not isinstance(size, tuple) or len(size) != 2:
         return

@@ -1,4 +1,7 @@
-"""Checks a tiny random causal model against eager PyTorch: logits, and tokens of ``generate`` and the engine."""
+"""Check of a tiny random causal model against eager PyTorch.
+
+Compared are logits, and the tokens of ``generate`` and the engine.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,10 @@ def check(model_type: str) -> Result:
 
 
 def checked(name: str, class_name: str, find: Callable[[], tuple[PreTrainedModel, Expected]]) -> Result:
-    """Checks the model that `find` returns against its expected outputs; `name` names the result."""
+    """Returns the result, called `name`, of the check of a model against its expected outputs.
+
+    `find` returns the model and those outputs.
+    """
     began = time.monotonic()
     result = Result(name, class_name)
     with compile_seconds() as seconds, registry.record_calls() as kernels:
@@ -76,7 +82,10 @@ def described(result: Result, model: PreTrainedModel, expected: Expected) -> Res
 
 
 def packages_of(model: torch.nn.Module) -> list[str]:
-    """Lists packages other than torch and transformers that define modules of `model`, with their versions."""
+    """Returns the packages that define modules of `model`, with their versions.
+
+    torch and transformers are left out.
+    """
     names = {type(module).__module__.partition(".")[0] for module in model.modules()} - {"torch", "transformers"}
     return [f"{name} {importlib.metadata.version(name)}" for name in sorted(names)]
 
@@ -147,7 +156,10 @@ def _executor_of(served: ServedModel) -> tuple[str, str | None]:
 
 
 def _engine_tokens(served: ServedModel) -> list[torch.Tensor]:
-    """Returns the new tokens of both prompts on the engine, batched with sampled requests of other lengths."""
+    """Returns the new tokens of both prompts on the engine.
+
+    They are batched with sampled requests of other lengths.
+    """
 
     def config(**options: Any) -> GenerationConfig:
         found = copy.deepcopy(served.generation_config)  # with options that the type sets itself, such as forced tokens
@@ -179,7 +191,10 @@ def cache_kinds(runtime: ModelRuntime) -> list[str]:
 
 @contextmanager
 def compile_seconds() -> Iterator[list[float]]:
-    """Yields a list that collects the seconds JAX spends tracing, lowering and compiling in this context."""
+    """Yields a list that collects the seconds JAX spends on compilation in this context.
+
+    Tracing and lowering count, too.
+    """
     seconds: list[float] = []
 
     def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:

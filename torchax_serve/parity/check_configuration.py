@@ -1,4 +1,7 @@
-"""Checks a configuration that differs from the default of its type, tiny and random, against eager PyTorch."""
+"""Check of a configuration that differs from the default of its type, against eager PyTorch.
+
+The model is tiny and random.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,10 @@ def check(name: str) -> Result:
 
 
 def check_file(path: str) -> Result:
-    """Checks the configuration in a small ``config.json``, served under the class that `serve` takes for it."""
+    """Checks the configuration in a small ``config.json``.
+
+    The model is served under the class that `serve` takes for it.
+    """
     file = Path(path)
     try:
         model_class, config = find_class(
@@ -71,7 +77,7 @@ def _checked_as(name: str, model_class: type[PreTrainedModel], config: PreTraine
 
 
 def _base_of(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """Returns the base model's class if `model_class` has a masked-language-model head, or `model_class` itself."""
+    """Returns the base model's class of a masked language model, any other class unchanged."""
     if not model_class.__name__.endswith(("ForMaskedLM", "ForPreTraining")):
         return model_class
     config_class: Any = model_class.config_class
@@ -80,7 +86,10 @@ def _base_of(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 
 def class_of(model_type: str) -> type[PreTrainedModel]:
-    """Returns the class that generates text for `model_type`, also if the text part is a sub-configuration."""
+    """Returns the class that generates text for `model_type`.
+
+    It is also found if the text part is a sub-configuration.
+    """
     names: Any = next(mapping[model_type] for mapping in _MAPPINGS if model_type in mapping)
     return getattr(transformers, names if isinstance(names, str) else names[0])
 

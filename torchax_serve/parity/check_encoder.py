@@ -1,4 +1,7 @@
-"""Checks a tiny random encoder or classifier against eager PyTorch: one text, and a batch of several."""
+"""Check of a tiny random encoder or classifier against eager PyTorch.
+
+It runs on one text, and on a batch of several.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,10 @@ def check_classifier(model_type: str) -> Result:
 
 
 def texts(config: PreTrainedConfig) -> list[list[int]]:
-    """Returns token ids of three texts of different lengths; for a decoder, with the end token its classifier needs."""
+    """Returns token ids of three texts of different lengths.
+
+    For a decoder they end with the end token that its classifier needs.
+    """
     # Each token once: some code sorts by values computed per token, and the order of equal values is undefined.
     first, second = (list(dict.fromkeys(ids[0].tolist())) for ids in prompts())
     end = [config.eos_token_id] if config.is_encoder_decoder and isinstance(config.eos_token_id, int) else []
@@ -67,7 +73,10 @@ def _checked(
     of_batch: Callable[[Any], torch.Tensor],
     of_one: Callable[[torch.Tensor], torch.Tensor],
 ) -> Result:
-    """Compares `output` of one text, and `of_batch` of the served model with `of_one` of each text's output."""
+    """Returns the result of the comparison of `output` of one text, and of a batch of texts.
+
+    `of_batch` of the served model is compared with `of_one` of each text's output.
+    """
     began = time.monotonic()
     result = Result(name, model_class.__name__)
     try:
@@ -102,7 +111,9 @@ def _checked(
 def _model(
     make_config: Callable[[], PreTrainedConfig], model_class: type[PreTrainedModel], output: Outputs
 ) -> tuple[PreTrainedModel, list[torch.Tensor]]:
-    """Builds the first of a few models that does not amplify rounding, and its outputs for each text in eager PyTorch.
+    """Builds a model that does not amplify rounding, with its eager outputs for each text.
+
+    It is the first such model of a few.
 
     Raises:
         UnsupportedModelError: the model fails in PyTorch itself; with PyTorch's own error.

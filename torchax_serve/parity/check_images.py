@@ -1,4 +1,7 @@
-"""Checks a tiny random model of images and text against eager PyTorch: logits, and tokens of ``generate``."""
+"""Check of a tiny random model of images and text against eager PyTorch.
+
+Compared are logits, and the tokens of ``generate``.
+"""
 
 from __future__ import annotations
 

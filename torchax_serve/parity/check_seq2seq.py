@@ -1,4 +1,7 @@
-"""Checks a tiny random sequence-to-sequence model against eager PyTorch: logits, and tokens of ``generate``."""
+"""Check of a tiny random sequence-to-sequence model against eager PyTorch.
+
+Compared are logits, and the tokens of ``generate``.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,10 @@ def checked(
 
 
 def text_inputs(model: PreTrainedModel) -> ParityInputs:
-    """Returns token ids int64[batch, len]; the shorter text is padded on the right for an encoder, else on the left."""
+    """Returns token ids int64[batch, len] of two texts, the shorter one padded.
+
+    Padding is on the right for an encoder, else on the left.
+    """
     ids, mask = padded_batch()
     if model.config.is_encoder_decoder:
         ids, mask = (_padding_last(x, mask) for x in (ids, mask))
@@ -100,7 +106,10 @@ def _in_float64(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def forward(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-    """Returns the decoder's logits for a few tokens, or those of all tokens if the model has no encoder."""
+    """Returns the decoder's logits for a few tokens.
+
+    A model without an encoder returns those of all tokens.
+    """
     given = dict(inputs)
     if model.config.is_encoder_decoder:
         given["decoder_input_ids"] = prompts()[1][:, :NUM_DECODER_IDS]

@@ -1,4 +1,4 @@
-"""Formats the section of docs/models.md about published configurations, by the names of their checkpoints."""
+"""Section of docs/models.md about published configurations, by the names of checkpoints."""
 
 from __future__ import annotations
 

@@ -18,7 +18,9 @@ ERROR_WITH_OVERFLOW = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """How far one tensor of the JAX model is from the reference: eager PyTorch in the same dtype or in float32.
+    """Distance of one tensor of the JAX model from the reference.
+
+    The reference is eager PyTorch, in the same dtype or in float32.
 
     Attributes:
         name: what the tensor is.
@@ -46,7 +48,10 @@ class Difference:
 
     @classmethod
     def from_float32(cls, name: str, ours: torch.Tensor, exact: torch.Tensor, eager_error: float) -> Difference:
-        """Compares a tensor in 16 bits with the float32 one, by the error that eager PyTorch makes in 16 bits."""
+        """Returns the difference of a tensor in 16 bits from the float32 one.
+
+        It is judged by the error that eager PyTorch makes in 16 bits.
+        """
         largest, relative = _gaps(ours, exact)
         error = position_error(ours, exact)
         eager_error = max(eager_error, torch.finfo(ours.dtype).eps / 2 if ours.element_size() == 2 else 0.0)
@@ -73,10 +78,10 @@ def by_name(ours: Named, theirs: Named) -> dict[str, tuple[torch.Tensor, torch.T
 
 
 def position_error(values: torch.Tensor, exact: torch.Tensor) -> float:
-    """Root mean square over positions of ``|values - exact| / |exact|``, norms along the last axis.
+    """Returns the root mean square over positions of ``|values - exact| / |exact|``.
 
-    Each position counts as much as any other, so that one token of huge activations does not hide the rest. Infinite
-    if shapes differ or a number is finite on one side only.
+    Norms are taken along the last axis. Each position counts as much as any other, so that one token of huge
+    activations does not hide the rest. Infinite if shapes differ or a number is finite on one side only.
     """
     a, b = values.detach().double().numpy(), exact.detach().double().numpy()
     if a.shape != b.shape:
@@ -92,7 +97,7 @@ def position_error(values: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def _gaps(ours: torch.Tensor, theirs: torch.Tensor) -> tuple[float, float]:
-    """`Difference.largest` and `Difference.relative`."""
+    """Returns `Difference.largest` and `Difference.relative`."""
     a, b = ours.detach().double().numpy(), theirs.detach().double().numpy()
     if a.shape != b.shape:
         return math.inf, math.inf

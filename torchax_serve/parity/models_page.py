@@ -31,7 +31,10 @@ def read(path: Traversable) -> Sweep:
 
 
 def full_sweep(versions: Mapping[str, str]) -> dict[str, Any] | None:
-    """Returns "types", "seconds", "workers" and "cores" of the last sweep of all types in one run, if stored."""
+    """Returns the facts about the last sweep of all types in one run, if they are stored.
+
+    Keys: "types", "seconds", "workers" and "cores".
+    """
     path = RESULTS / f"transformers-{versions['transformers']}.json"
     return json.loads(path.read_text()).get("full_sweep") if path.is_file() else None
 
@@ -55,7 +58,10 @@ def shipped(task: str = CAUSAL, transformers: str | None = None) -> Sweep:
 
 
 def document() -> str:
-    """Formats docs/models.md: the causal types, then a section for each other task that has results."""
+    """Returns the text of docs/models.md.
+
+    The causal types come first, then a section for each other task that has results.
+    """
     (versions, newest), *others = all_shipped()
     parts = [markdown(versions, newest, others)]
     for name, task in TASKS.items():
@@ -139,7 +145,10 @@ def markdown(
     results: Mapping[str, Result],
     others: Sequence[tuple[Mapping[str, str], Mapping[str, Result]]] = (),
 ) -> str:
-    """Formats the part of docs/models.md about causal types; `others` are sweeps with other versions."""
+    """Returns the part of docs/models.md about causal types.
+
+    `others` are sweeps with other versions.
+    """
     passed = [result for result in results.values() if result.status == PASSED]
     counts = executor_counts(results)
     said = ", ".join(f"{name} {version}" for name, version in versions.items())

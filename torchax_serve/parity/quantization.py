@@ -1,4 +1,7 @@
-"""Measures what quantization costs: next-token distributions of a quantized model against those of the dense one."""
+"""Measurement of what quantization costs.
+
+Next-token distributions of a quantized model are compared with those of the dense one.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +88,9 @@ def measure_quality(
     random_weights: bool = False,
     **load_options: Any,
 ) -> QuantizationQuality:
-    """Runs a model with and without quantized weights over a text and compares the distributions of the next token.
+    """Compares next-token distributions of a model with and without quantized weights.
+
+    Both sides run over the same text.
 
     Args:
         model: as for `torchax_serve.serve`.
@@ -182,7 +187,7 @@ def _windows(ids: torch.Tensor, loaded: LoadedModel) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def _log_probabilities(loaded: LoadedModel, ids: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yields the log-probabilities float32[len - 1, vocab] of the next token, one window after the other."""
+    """Yields log-probabilities float32[len - 1, vocab] of the next token, window by window."""
     module, eager_class = loaded.module, type(loaded.module)
     model = run_on_jax(module, ModelRuntime(module, loaded.weights))
     try:
@@ -195,7 +200,7 @@ def _log_probabilities(loaded: LoadedModel, ids: torch.Tensor) -> Iterator[torch
 
 
 def _compare(dense: torch.Tensor, quantized: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Returns, for each token, the losses of both sides, their divergence, and whether the most likely is the same."""
+    """Returns, for each token, both losses, the divergence, and whether the top token agrees."""
     losses = (-side.gather(1, targets[:, None])[:, 0].double() for side in (dense, quantized))
     divergence = (dense.exp() * (dense - quantized)).sum(-1).double()
     return *losses, divergence, dense.argmax(-1) == quantized.argmax(-1)

@@ -16,7 +16,10 @@ Findings = Mapping[str, Mapping[str, str]]
 
 
 def write(findings: Findings, path: Path = RESULTS) -> None:
-    """Writes `findings` with the versions of the libraries, merged with earlier ones of the same versions."""
+    """Writes `findings` with the versions of the libraries.
+
+    They are merged with earlier findings of the same versions.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     versions = {name: version(name) for name in LIBRARIES}
     stored = read(path)

@@ -21,7 +21,10 @@ EXECUTORS: dict[str, str] = {
 
 
 def error_line(error: Exception) -> str:
-    """Formats an error as one line of at most 300 characters, without the folders of this machine."""
+    """Formats an error as one line of at most 300 characters.
+
+    The folders of this machine are left out.
+    """
     text = re.sub(r"(?<![\w.])/(?:[\w.+-]+/)+", "", " ".join(str(error).split()))
     return f"{type(error).__name__}: {text[:300]}"
 

@@ -1,4 +1,7 @@
-"""Checks many model types in worker processes, so that a crash or a hang ends only that check."""
+"""Checks of many model types in worker processes.
+
+A crash or a hang ends only the check in which it happens.
+"""
 
 from __future__ import annotations
 
@@ -138,7 +141,10 @@ class _Worker:
 
 
 def _work(connection: Connection, task: str, programs: str) -> None:
-    """Runs a worker process; `programs` is the folder of compiled programs that all workers share."""
+    """Runs the loop of a worker process.
+
+    `programs` is the folder of compiled programs that all workers share.
+    """
     warnings.filterwarnings("ignore")
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_COMPILATION}"
     import jax
@@ -172,7 +178,10 @@ def load(path: Path) -> dict[str, Any]:
 def save(
     path: Path, results: dict[str, Result], versions: dict[str, str], full_sweep: dict[str, Any] | None = None
 ) -> None:
-    """Writes results by type, in order, atomically; `full_sweep` describes the last run of all types."""
+    """Writes results by type, in order, atomically.
+
+    `full_sweep` describes the last run of all types.
+    """
     content = {
         "versions": versions,
         **({} if full_sweep is None else {"full_sweep": full_sweep}),
@@ -194,7 +203,10 @@ def update(
     num_workers: int = 2,
     work: Callable[[Connection], None] | None = None,
 ) -> dict[str, Result]:
-    """Checks the types for which `again` (result in `path` or None) is true; writes after each; returns all."""
+    """Checks the types for which `again` is true; returns the results of all types.
+
+    `again` gets the result in `path` or None. Results are written after each check.
+    """
     results: dict[str, Result] = {}
     full_sweep, began = None, time.monotonic()
     if path.exists():

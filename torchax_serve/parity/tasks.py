@@ -1,4 +1,7 @@
-"""Parity tasks: a mapping of transformers, and the function that checks one of its model types."""
+"""Parity tasks.
+
+Each has a mapping of transformers, and the function that checks one of its model types.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,10 @@ class ParityTask:
         return bool(self.mapping) and ":" not in self.mapping
 
     def types(self) -> list[str]:
-        """Returns every model type of the mapping in the installed transformers, or every other name to check."""
+        """Returns every name to check.
+
+        These are the model types of the mapping in the installed transformers, or other names.
+        """
         from transformers.models.auto import modeling_auto
 
         if not self.is_of_types:

@@ -1,4 +1,4 @@
-"""Compares a model on JAX with itself in eager PyTorch, number by number: ``torchax-serve verify``.
+"""Comparison of a model on JAX with itself in eager PyTorch: ``torchax-serve verify``.
 
 Both sides run the same weights on the same prompt. Compared are the hidden states of the full prompt, layer by layer,
 those of one more token that reads the cache, the logits of every step of ``generate``, and the greedy tokens. The first
@@ -170,7 +170,7 @@ class _Sides(NamedTuple):
 def _run_sides(
     loaded: LoadedModel, ids: torch.Tensor, new_tokens: int, *, from_files: bool, in_float32: bool
 ) -> _Sides:
-    """Runs the JAX side, then the eager sides; weights that are read from files are held by one side at a time."""
+    """Runs the JAX side, then the eager sides; weights from files are held by one at a time."""
     module, eager_class = loaded.module, type(loaded.module)
     is_object = loaded.source.kind == "object"
     reference = None if is_object or from_files else EagerReference(loaded)
@@ -217,7 +217,7 @@ def _load_again(loaded: LoadedModel) -> PreTrainedModel:
 
 
 def _prompt_ids(loaded: LoadedModel, prompt: str | Sequence[int] | None) -> torch.Tensor:
-    """int64[1, len]."""
+    """Returns the prompt, int64[1, len]."""
     embedding: Any = loaded.module.get_input_embeddings()
     vocab_size: int = embedding.num_embeddings
     tokenizer = loaded.tokenizer() if prompt is None or isinstance(prompt, str) else None
@@ -243,7 +243,7 @@ def _prompt_ids(loaded: LoadedModel, prompt: str | Sequence[int] | None) -> torc
 def _trace(
     model: Any, ids: torch.Tensor, new_tokens: int, cache_name: str | None, *, forced: Sequence[int] = ()
 ) -> _LayerTrace:
-    """Runs one side: `model` is a transformers model, eager or on JAX; `forced` are tokens that it has to choose."""
+    """Returns the trace of a transformers `model`, eager or on JAX; it must choose `forced`."""
     prompt = _tensors_of_output(model(input_ids=ids, output_hidden_states=True, return_dict=True))
     step: dict[str, torch.Tensor] = {}
     if cache_name is not None and ids.shape[1] > 1:
@@ -268,7 +268,7 @@ def _trace(
 
 
 class _Forced(LogitsProcessor):
-    """Forces ``generate`` to take the tokens of another side; the reported logits stay unchanged."""
+    """Logits processor that forces another side's tokens; reported logits stay unchanged."""
 
     def __init__(self, prompt_len: int, tokens: Sequence[int]) -> None:
         self._prompt_len, self._tokens = prompt_len, tokens
@@ -327,7 +327,7 @@ def _compared(loaded: LoadedModel, ids: torch.Tensor, tolerance: float | None, s
 
 
 def _pairs(a: _LayerTrace, b: _LayerTrace) -> tuple[tuple[Named, Named], ...]:
-    """Pairs the tensors of two sides by name: full prompt, cached step, and as many steps as `a` has."""
+    """Pairs the tensors of two sides by name: prompt, cached step, and the steps that `a` has."""
     steps = [
         {f"logits of new token {index}": each for index, each in enumerate(side.step_logits[: len(a.step_logits)])}
         for side in (a, b)
@@ -336,7 +336,7 @@ def _pairs(a: _LayerTrace, b: _LayerTrace) -> tuple[tuple[Named, Named], ...]:
 
 
 def _judged_by_eager(ours: _LayerTrace, theirs: _LayerTrace, exact: _LayerTrace) -> list[tuple[Difference, ...]]:
-    """Returns differences to float32, judged by those of eager PyTorch: full prompt, cached step, steps.
+    """Returns differences to float32, judged by those of eager PyTorch: prompt, step, steps.
 
     Rounding of one token may be lucky or unlucky. So the error allowed for a cached step is at least that of the full
     prompt, and the error of all steps together, like that of all positions of the prompt, is compared with eager
@@ -370,7 +370,7 @@ def _rms(errors: Iterable[float]) -> float:
 
 
 def _is_tie(sides: _Sides, index: int, tolerance: float | None) -> bool:
-    """Returns whether the logits of the two sides' tokens of this step are so close that rounding may decide.
+    """Returns whether the logits of two tokens are so close that rounding may decide.
 
     By a tolerance eager PyTorch's own logits are compared; without one those of float32, with twice the largest error
     that eager PyTorch makes in 16 bits on a logit of this step.

@@ -1,1 +1,4 @@
-"""Plans models on hardware that need not be present: memory, exchange and speed bound (`planning.plan.make_plan`)."""
+"""Plans of models on hardware that need not be present (`planning.plan.make_plan`).
+
+A plan has memory, exchange and a bound on speed.
+"""

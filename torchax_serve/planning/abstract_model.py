@@ -97,7 +97,9 @@ def empty_module(
 
 
 def module_of_type(model_type: str) -> PreTrainedModel:
-    """Builds the causal language model of a type, in the default sizes of its configuration, on the meta device.
+    """Builds the causal language model of a type on the meta device.
+
+    Its sizes are the defaults of its configuration.
 
     Raises:
         CheckpointError, UnsupportedModelError: the type has no such configuration.

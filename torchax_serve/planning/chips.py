@@ -75,7 +75,10 @@ def chip_of(topology: str) -> Chip:
 
 
 def check_shape(topology: str, shape: str) -> list[int]:
-    """Parses ``2x4`` as numbers; raises InvalidArgumentError for anything else, naming the topology."""
+    """Returns the numbers of a shape such as ``2x4``.
+
+    Raises InvalidArgumentError for anything else, naming the topology.
+    """
     chip = chip_of(topology)
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape):
         raise InvalidArgumentError(
@@ -86,7 +89,10 @@ def check_shape(topology: str, shape: str) -> list[int]:
 
 
 def num_devices(topology: str) -> int:
-    """Returns the number of JAX devices of ``v6e:2x4``; raises InvalidArgumentError if it is no topology."""
+    """Returns the number of JAX devices of a topology such as ``v6e:2x4``.
+
+    Raises InvalidArgumentError if it is no topology.
+    """
     name, _, number = topology.partition(":")
     if name == "cpu" and number.isdigit():
         return int(number)

@@ -1,4 +1,4 @@
-"""Traces the engine's steps on abstract arrays and compiles them for devices that need not be present."""
+"""Traces of the engine's steps on abstract arrays, compiled for absent devices."""
 
 from __future__ import annotations
 
@@ -126,10 +126,10 @@ def _report(step: AbstractStep, compiled: Any, trace_s: float, compile_s: float)
 
 
 def estimate(seconds: float | None) -> tuple[float | None, int]:
-    """Splits the compiler's sum of seconds into the time of known operations and the number of unknown calls.
+    """Returns the time of known operations and the number of unknown calls.
 
-    XLA's `HloCostAnalysis` adds up the least time of each operation, and -1 for each unknown one. So the
-    time of the known operations can be recovered if it is less than a second.
+    Both come from the compiler's sum of seconds. XLA's `HloCostAnalysis` adds up the least time of each operation, and
+    -1 for each unknown one. So the time of the known operations can be recovered if it is less than a second.
 
     Args:
         seconds: Sum of the compiler; None if it has none.
@@ -141,7 +141,9 @@ def estimate(seconds: float | None) -> tuple[float | None, int]:
 
 
 def count_collectives(text: str) -> dict[str, tuple[int, int]]:
-    """Counts the collectives of each kind in a compiled program, and the bytes of their results on one device.
+    """Returns, for each kind of collective, its number and the bytes of the results.
+
+    The bytes are those on one device of a compiled program.
 
     Args:
         text: Program in XLA's language (HLO). A pair of ``-start`` and ``-done`` counts once.

@@ -1,7 +1,8 @@
-"""Descriptions of NVIDIA GPUs for XLA's CUDA plug-in, so that it compiles for a GPU that is not present.
+"""Descriptions of NVIDIA GPUs for XLA's CUDA plug-in.
 
-The numbers are those that the device's driver reports (multiprocessors, clock, cache, memory) and those of its compute
-capability in NVIDIA's programming guide (threads, registers, shared memory).
+With them XLA compiles for a GPU that is not present. The numbers are those that the device's driver reports
+(multiprocessors, clock, cache, memory) and those of its compute capability in NVIDIA's programming guide (threads,
+registers, shared memory).
 """
 
 from __future__ import annotations

@@ -232,7 +232,10 @@ def _with_dtype(executor: PlannedExecutor, request: PlanRequest) -> PlannedExecu
 
 
 def _save(folder: Path, name: str, program: Any) -> None:
-    """Pickles a program for `jax.experimental.serialize_executable` to load on a machine with that topology."""
+    """Pickles a program for loading on a machine with that topology.
+
+    `jax.experimental.serialize_executable` loads it.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.pickle").write_bytes(pickle.dumps(serialize_executable.serialize(program)))
 

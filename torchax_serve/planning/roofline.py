@@ -1,7 +1,8 @@
-"""Lower bounds on the time of a step: weights and pages read once, products at the chip's peak rate.
+"""Lower bounds on the time of a step.
 
-The roofline (Williams et al. 2009) of one device: the larger of bytes over bandwidth and operations over rate. Exchange
-between devices is not in it, so the true time is above.
+Weights and pages are read once, and products run at the chip's peak rate. The bound is the roofline
+(Williams et al. 2009) of one device: the larger of bytes over bandwidth and operations over rate. Exchange between
+devices is not in it, so the true time is above.
 """
 
 from __future__ import annotations
@@ -63,7 +64,10 @@ def decode_bound(
     context_len: int,
     state_bytes: int = 0,
 ) -> StepBound:
-    """Computes the bound of a decode step of `num_tokens` requests with `context_len` tokens each."""
+    """Returns the bound of a decode step of `num_tokens` requests.
+
+    Each request has `context_len` tokens.
+    """
     pages = sum(
         num_tokens * min(context_len, shape.window or context_len) * _token_bytes(model, shape) for shape in shapes
     )
@@ -82,7 +86,10 @@ def prefill_bound(
     num_prompts: int = 1,
     state_bytes: int = 0,
 ) -> StepBound:
-    """Computes the bound of a step over the last `num_tokens` tokens of prompts of `context_len` tokens (None: all)."""
+    """Returns the bound of a step over the last `num_tokens` tokens of prompts.
+
+    The prompts have `context_len` tokens (None: all).
+    """
     new = num_tokens // num_prompts
     context = context_len or new
     pages = sum(
@@ -95,7 +102,10 @@ def prefill_bound(
 
 
 def _pairs(num_new: int, context: int, window: int | None) -> float:
-    """Counts pairs of a new token and a token it attends to, itself included, for the last `num_new` of `context`."""
+    """Returns the number of pairs of a new token and a token that it attends to.
+
+    The new tokens are the last `num_new` of `context`; each attends to itself, too.
+    """
     before = context - num_new
     num_growing = (
         num_new if window is None else min(num_new, max(0, window - before))
@@ -162,7 +172,10 @@ def _token_bytes(model: AbstractModel, shape: PagedLayerSpec) -> int:
 
 
 def _row_size(model: AbstractModel, shape: PagedLayerSpec) -> float:
-    """Returns the multiplications for one query and one key token in one layer on one device, over all heads."""
+    """Returns the multiplications for one query and one key token in a layer.
+
+    They are those on one device, over all heads.
+    """
     heads = getattr(model.module.config.get_text_config(decoder=True), "num_attention_heads", shape.num_heads)
     return max(heads, shape.num_heads) * shape.width / _parts(model, shape)
 

@@ -23,10 +23,10 @@ def search(
     *,
     note: Note = no_note,
 ) -> list[dict[str, Any]]:
-    """Returns a row for each chip: the smallest topology whose compiled steps fit, or why there is none.
+    """Returns a row for each chip: the smallest topology that fits, or why there is none.
 
-    Chips whose compiler is not installed are listed with the package to install. `note` is called before each
-    compilation.
+    A topology fits if the compiled steps do. Chips whose compiler is not installed are listed with the package to
+    install. `note` is called before each compilation.
     """
     fields = {**options, "max_num_seqs": max_num_seqs, "max_model_len": max_model_len}
     return [_row(module, name, chip, fields, note) for chip in CHIPS.values()]

@@ -19,7 +19,9 @@ DEFAULT_MESH = "model=8"
 def sharding_rows(
     module: PreTrainedModel, topology: str | None = None, mesh: str | None = None, *, refuse_uneven: bool = False
 ) -> list[dict[str, Any]]:
-    """Returns a row for each form of a parameter's name: name, shape, spec, source, bytes per device.
+    """Returns a row for each form of a parameter's name.
+
+    A row has name, shape, spec, source, and bytes per device.
 
     Args:
         module: Module on the meta device.

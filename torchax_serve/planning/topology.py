@@ -91,7 +91,10 @@ def _gpu(chip: Chip, number: int) -> list[Any]:
 
 
 def _tune_nothing() -> None:
-    """Turns off autotuning, which needs a device, unless the user has set a level; keeps other flags."""
+    """Turns off autotuning, which needs a device, unless the user has set a level.
+
+    Other flags stay as they are.
+    """
     flags = os.environ.get("XLA_FLAGS", "")
     if "--xla_gpu_autotune_level" not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_autotune_level=0".lstrip()

@@ -68,7 +68,10 @@ def checked_texts(texts: str | Sequence[Text]) -> list[Text]:
 
 
 def _surrogate_in(text: str) -> str | None:
-    """Returns the first code point that UTF-8 cannot encode, and tokenizers refuse; None if there is none."""
+    """Returns the first code point that UTF-8 cannot encode; None if there is none.
+
+    Tokenizers refuse such code points.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -89,7 +92,9 @@ def rows_of(
     truncate: bool,
     remedy: str = "shorten it, or pass truncate=True",
 ) -> tuple[list[Row], list[int]]:
-    """Tokenizes texts, or pairs of texts; returns rows and the indices of those cut to `max_len` tokens.
+    """Returns the rows of texts, or of pairs of texts, and the indices of those cut.
+
+    Texts that are too long are cut to `max_len` tokens.
 
     Raises:
         InvalidArgumentError: an empty text, text for a model without a tokenizer; without `truncate`, more than

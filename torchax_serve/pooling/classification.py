@@ -102,7 +102,10 @@ def rerank(
 def score_pairs(
     loaded: LoadedModel, runtime: ModelRuntime, pairs: Sequence[tuple[str, str]], *, truncate: bool | None
 ) -> np.ndarray:
-    """Returns the scores of pairs of texts by a cross-encoder, float32[num_pairs]; errors as in `rerank`."""
+    """Returns the scores float32[num_pairs] of pairs of texts by a cross-encoder.
+
+    Errors are those of `rerank`.
+    """
     _require(loaded, runtime, "ForSequenceClassification", "rerank", "scores pairs of texts")
     tokenizer, max_len = _tokenizer(loaded), limit_of(loaded, runtime)
     queries, documents = [query for query, _ in pairs], [document for _, document in pairs]
@@ -149,7 +152,10 @@ def _names(runtime: ModelRuntime, num_labels: int) -> list[str]:
 
 
 def _activated(runtime: ModelRuntime, logits: np.ndarray) -> np.ndarray:
-    """Returns scores as transformers' text-classification pipeline does, by the config's ``problem_type``."""
+    """Returns scores as transformers' text-classification pipeline does.
+
+    The activation follows the configuration's ``problem_type``.
+    """
     kind = runtime.config.problem_type
     if kind == "regression":
         return logits
@@ -163,7 +169,10 @@ def _tokenizer(loaded: LoadedModel) -> TextTokenizer:
 
 
 def _scores_of_pairs(loaded: LoadedModel, runtime: ModelRuntime, logits: np.ndarray) -> np.ndarray:
-    """Returns scores as cross-encoders of sentence-transformers do: a sigmoid, unless the checkpoint has none."""
+    """Returns scores as cross-encoders of sentence-transformers do.
+
+    They are sigmoids, unless the checkpoint turns the activation off.
+    """
     settings = getattr(runtime.config, "sentence_transformers", None) or {}
     name = settings.get("activation_fn") or getattr(runtime.config, "sbert_ce_default_activation_function", None)
     if name is None and loaded.files_folder is not None:

@@ -155,7 +155,10 @@ class _Embedder:
 
 
 def part_of(runtime: ModelRuntime) -> str:
-    """Returns the submodule that computes hidden states of tokens: the encoder, or the model under its head."""
+    """Returns the name of the submodule that computes hidden states of tokens.
+
+    It is the encoder, or the model under its head.
+    """
     if runtime.encoder is not None:
         return runtime.encoder.name
     module = runtime.program.module

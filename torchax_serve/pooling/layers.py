@@ -1,4 +1,4 @@
-"""Layers from hidden states to one embedding: pooling, dense layers and norms, on the device.
+"""Layers from hidden states to one embedding, on the device: pooling, dense layers, norms.
 
 They follow sentence-transformers (Reimers and Gurevych, 2019). Layers in front of the pooling run on each token, layers
 after it on the pooled vector.
@@ -101,7 +101,10 @@ def embeddings(
 
 
 def pooled(hidden: jax.Array, mask: jax.Array, name: str) -> jax.Array:
-    """Returns one pooling [rows, width] of `hidden` [rows, len, width] over the tokens of `mask` int32[rows, len]."""
+    """Returns one pooling [rows, width] of `hidden` [rows, len, width].
+
+    It is over the tokens of `mask` int32[rows, len].
+    """
     if name == "cls":
         return _at(hidden, mask.argmax(1))
     if name == "last":

@@ -1,7 +1,7 @@
-"""Reads the pooling layers of a checkpoint from its files of sentence-transformers (Reimers and Gurevych, 2019).
+"""Pooling layers of a checkpoint, read from files of sentence-transformers.
 
-``modules.json`` lists the layers in order, each layer has a folder with a configuration, and two files next to the
-model configure how texts are tokenized.
+The format is that of sentence-transformers (Reimers and Gurevych, 2019). ``modules.json`` lists the layers in order,
+each layer has a folder with a configuration, and two files next to the model configure how texts are tokenized.
 """
 
 from __future__ import annotations

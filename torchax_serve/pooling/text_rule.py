@@ -1,4 +1,7 @@
-"""Settings of sentence-transformers' files for reading texts: length, case, prompts, dimensions."""
+"""Settings for reading texts, from files of sentence-transformers.
+
+They are length, case, prompts and dimensions.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ _OF_PADDING = {"padding_side", "padding", "use_fast", "trust_remote_code"}
 
 @dataclasses.dataclass(frozen=True)
 class TextRule:
-    """How texts are tokenized, and how much of an embedding is returned.
+    """Rule of how texts are tokenized, and of how much of an embedding is returned.
 
     Attributes:
         has_files: Whether there are files of sentence-transformers, by which texts that are too long are cut.
@@ -92,7 +95,10 @@ def _positive(value: Any, name: str, file: Path) -> int | None:
 
 
 def _checked_texts(texts: Mapping[str, Any], file: Path, folder: Path) -> int | None:
-    """Returns the most tokens of a text by ``sentence_bert_config.json``; raises for unsupported settings."""
+    """Returns the most tokens of a text by ``sentence_bert_config.json``.
+
+    Raises UnsupportedModelError for unsupported settings.
+    """
     texts = {_OLD_NAMES.get(name, name): value for name, value in texts.items()}
     of_tokenizer = dict(texts.get("processor_kwargs") or {})
     by_tokenizer = of_tokenizer.pop("model_max_length", None)
@@ -119,7 +125,10 @@ def _checked_texts(texts: Mapping[str, Any], file: Path, folder: Path) -> int | 
 
 
 def read_json(file: Path, *, optional: bool = False) -> Any:
-    """Returns the JSON object in `file`; an `optional` missing file is empty. Raises CheckpointError."""
+    """Returns the JSON object in `file`; an `optional` missing file is empty.
+
+    Raises CheckpointError for a file that is missing or no JSON object.
+    """
     if optional and not file.is_file():
         return {}
     try:

@@ -38,7 +38,9 @@ class TextTokenizer:
         self._has_warned = False
 
     def rows_of(self, text: str, pair: str | None, max_len: int | None) -> tuple[Row, int]:
-        """Tokenizes a text or a pair; returns the row, cut to `max_len` tokens, and its length before that.
+        """Returns the row of a text or a pair, and its length before it was cut.
+
+        The row is cut to `max_len` tokens.
 
         Raises:
             InvalidArgumentError: the model has no tokenizer.
@@ -56,7 +58,10 @@ class TextTokenizer:
         return row, length
 
     def prompt_len(self, prompt: str, max_len: int | None) -> int:
-        """Returns how many tokens at the start of a text belong to `prompt`: its tokens without an end token."""
+        """Returns the number of tokens at the start of a text that belong to `prompt`.
+
+        They are the tokens of `prompt` without an end token.
+        """
         ids = self.rows_of(prompt, None, max_len)[0][IDS]
         return len(ids) - (1 if ids and ids[-1] in self._shared().all_special_ids else 0)
 

@@ -53,7 +53,7 @@ def on_host(name: str, value: Any) -> Any:
 
 
 def all_on_host(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments by name, each as `on_host` gives it."""
+    """Returns arguments by name, each as `on_host` converts it."""
     return {name: on_host(name, value) for name, value in given.items()}
 
 
@@ -72,7 +72,9 @@ def check_surroundings() -> None:
 
 
 def check_positions_kept(keep: Any, length: int) -> Any:
-    """Returns ``logits_to_keep`` for `length` tokens: a number, or positions int64[n] counted from 0.
+    """Returns ``logits_to_keep`` for `length` tokens.
+
+    It is a number, or positions int64[n] counted from 0.
 
     Raises:
         InvalidArgumentError: positions are out of range, or there are none.

@@ -38,7 +38,7 @@ class CacheSupport:
 
     @functools.cached_property
     def unsupported_reason(self) -> str | None:
-        """Why this model runs without a cache here, every token anew; None if it has one."""
+        """Reason why this model runs without a cache, every token anew; None if it has one."""
         if self._program.cache_name is None or (
             self._config.is_encoder_decoder and not self._program.names.has_encoder
         ):

@@ -61,7 +61,10 @@ class EagerReference:
 
 
 def shared_tensors(module: torch.nn.Module, weights: Weights) -> dict[str, torch.Tensor]:
-    """Returns tensors of `module` by name that share memory with `weights`; tied ones are one tensor."""
+    """Returns tensors of `module` by name that share memory with `weights`.
+
+    Tied ones are one tensor.
+    """
     dense = {id(weight): unpacked(weight) for weight in weights.values()}
     arrays = {name: dense[id(weight)] for name, weight in weights.items()}
     tensors: dict[int, torch.Tensor] = {}  # by id of the array

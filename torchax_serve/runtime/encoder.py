@@ -17,7 +17,7 @@ FEATURES = "input_features"
 
 
 class SubmoduleRuntime(Protocol):
-    """What is asked of the compiled encoder alone."""
+    """Interface of the compiled encoder's runtime."""
 
     program: ModelProgram
     steps: StepFunctions
@@ -35,7 +35,7 @@ Runtime = TypeVar("Runtime", bound=SubmoduleRuntime)
 
 
 class EncoderRuntime(Generic[Runtime]):
-    """The encoder beside a decoder.
+    """Encoder of an encoder-decoder model.
 
     Args:
         program: program of the model that has both.
@@ -47,7 +47,7 @@ class EncoderRuntime(Generic[Runtime]):
 
     @property
     def name(self) -> str:
-        """Of the encoder among the model's parts."""
+        """Name of the encoder among the model's parts."""
         return self.runtime.program.submodule
 
     @functools.cached_property
@@ -58,15 +58,15 @@ class EncoderRuntime(Generic[Runtime]):
 
     @functools.cached_property
     def output_mask(self) -> SourceMask | None:
-        """How the decoder masks the encoder output; None if it attends to all, or if unknown."""
+        """Mask rule of the encoder output in the decoder; None if it attends to all, or if unknown."""
         return SourceMask() if self.is_masked else mask_over_audio(self._program.module)
 
     @functools.cached_property
     def runs_before_engine(self) -> bool:
         """Whether the encoder has run before a request goes to the engine.
 
-        Its class has a ``generate`` that prepares the rest, or it hears, or inputs of several lengths cannot be padded
-        for it.
+        Its class has a ``generate`` that prepares the rest, or the encoder reads audio, or inputs of several lengths
+        cannot be padded for it.
         """
         can_pad = self.is_masked and masked_tokens_are_ignored(self.runtime.program.target)
         return not can_pad or overrides_generate(self._program.module)

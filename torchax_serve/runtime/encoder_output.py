@@ -33,7 +33,9 @@ class EncoderOutput:
 
     @classmethod
     def of(cls, given: Mapping[str, Any], *, is_masked: bool) -> EncoderOutput | None:
-        """Returns the encoder output in `given`; None if the encoder has not run or returned no array.
+        """Returns the encoder output in `given`.
+
+        None if the encoder has not run or returned no array.
 
         Args:
             given: Arguments of a forward, torch tensors by name.

@@ -1,4 +1,4 @@
-"""What tokens a model can be given; more is an error that says so."""
+"""Limits of the tokens that a model accepts; more is an error that says so."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ class ModelRuntime:
             self._change_structure(None)
 
     def _change_structure(self, before: Structure | None) -> None:
-        """Stores what was made for the structure `before`; restores or makes that of the present one."""
+        """Stores the state of the structure `before`; restores or makes that of the present one."""
         if before is not None:
             state = {name: value for name, value in vars(self).items() if name not in _OF_ALL_STRUCTURES}
             self._earlier = [*self._earlier, (before, state)][-NUM_EARLIER:]
@@ -140,7 +140,7 @@ class ModelRuntime:
 
     @property
     def why_stepwise(self) -> str | None:
-        """Why every token must be a call of the model itself: hooks run in each; None: it need not."""
+        """Reason why each token needs a call of the model itself, such as hooks; None: no need."""
         if self.watch.hooked:
             return f"a forward hook is set on {self.watch.hooked[0]}"
         if PREPARES in vars(self.program.module):  # such as by peft, for prompts that it has learned
@@ -149,12 +149,12 @@ class ModelRuntime:
 
     @functools.cached_property
     def limits(self) -> InputLimits:
-        """What tokens the model can be given."""
+        """Limits of the tokens that the model accepts."""
         return InputLimits.of(self._decoder, (self.program.target, self.program.module), self.text_config)
 
     @functools.cached_property
     def encoder(self) -> EncoderRuntime[ModelRuntime] | None:
-        """The encoder beside the decoder; None where there is none among the model's parts."""
+        """Encoder among the model's parts, next to the decoder; None if there is none."""
         return None if self._encoder is None else EncoderRuntime(self.program, self.submodule(self._encoder))
 
     def submodule(self, name: str) -> ModelRuntime:
@@ -201,7 +201,7 @@ class ModelRuntime:
         return jax.tree.map(to_torch_tensor, fields)
 
     def forward_arrays(self, given: dict[str, Any], spec: CallSpec, cache: DeviceCache | None) -> dict[str, Any]:
-        """As `forward`, with arrays out, left on the device.
+        """Runs the forward as `forward`, with results as arrays on the device.
 
         Raises:
             InvalidArgumentError: a deferred check of the model's code failed.
@@ -287,7 +287,7 @@ class ModelRuntime:
         return self._forward_padded(query, given, spec, cache)
 
     def forward_unpadded(self, given: dict[str, Any], spec: CallSpec) -> dict[str, Any]:
-        """As `forward_arrays` without a cache, the arguments at the lengths that they have."""
+        """Runs `forward_arrays` without a cache and without padding of the arguments."""
 
         self.process.check()
 

@@ -30,7 +30,7 @@ PIXEL_MASKS = frozenset({"pixel_attention_mask", "image_attention_mask"})
 
 
 class StaticArgs(enum.IntEnum):
-    """What is known when a program is made."""
+    """Kind of arguments whose values are constants when a program is made."""
 
     NOTHING = 0  # shapes alone
     GRIDS = 1  # integers and booleans that are no text

@@ -159,7 +159,10 @@ def sample_batch(
 def _checked(
     config: GenerationConfig, prompt_ids: np.ndarray, attention_mask: np.ndarray | None, vocab_size: int, seed: int
 ) -> tuple[RowSamplingParams, list[int]]:
-    """Checks the arguments of a `BatchSampler`; returns options of its rows, and padding not to be penalized."""
+    """Returns options of the rows and padding lengths, from checked `BatchSampler` arguments.
+
+    Penalties skip that padding.
+    """
     validate_options(config)
     if unsupported := unsupported_options(config, _LOOP_OPTIONS):
         remedy = "run transformers' own loop for these"

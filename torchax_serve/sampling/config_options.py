@@ -78,7 +78,7 @@ DEPENDENT_OPTIONS: Mapping[str, str] = {
     "assistant_lookbehind": "assistant_model",
     "target_lookbehind": "assistant_model",
 }
-"""No effect in transformers unless the option (or ``generate`` argument) beside it is set; that one is reported."""
+"""No effect in transformers unless the option (or ``generate`` argument) next to it is set; that one is reported."""
 
 INERT_OPTIONS = frozenset({"transformers_version", "compile_config", "disable_compile"})
 """Never change a token: bookkeeping, and how torch compiles its own forward."""

@@ -1,4 +1,7 @@
-"""Answers held to a grammar: masks by llguidance, from grammars that are compiled once and cached by their text."""
+"""Grammar masks of answers, by llguidance.
+
+Grammars are compiled once and cached by their text.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +66,10 @@ def _closed(schema: Any) -> Any:
 
 
 def regex_grammar(pattern: str) -> str:
-    """Returns the grammar of texts that match a regular expression of Rust's syntax, without look-around."""
+    """Returns the grammar of texts that match a regular expression of Rust's syntax.
+
+    Look-around is not part of that syntax.
+    """
     from llguidance import LLMatcher
 
     return str(LLMatcher.grammar_from_regex(pattern))
@@ -107,7 +113,7 @@ class GrammarMasks:
         self._num_consumed = 0
 
     def fill(self, words: np.ndarray, output_ids: Sequence[int]) -> None:
-        """As `TokenMasks.fill`.
+        """Implements `TokenMasks.fill`.
 
         Raises:
             ValueError: The grammar allows no token, or takes too much work.

@@ -1,7 +1,7 @@
-"""Checks a grammar in a process of its own, which is killed if it takes too long; run as a program by itself.
+"""Check of a grammar in a process of its own, which is killed if it takes too long.
 
-It reads a JSON object from stdin (``path`` for imports, ``grammar``, ``seconds``, ``bytes``) and writes one with
-``error``: a text, empty for a valid grammar.
+The file runs as a program by itself. It reads a JSON object from stdin (``path`` for imports, ``grammar``, ``seconds``,
+``bytes``) and writes one with ``error``: a text, empty for a valid grammar.
 """
 
 from __future__ import annotations

@@ -144,7 +144,10 @@ class RowSamplingParams:
         seed: int,
         stop_ids: Collection[int] | None = None,
     ) -> RowSamplingParams:
-        """As `of`, for a config with supported options in their ranges; it may forbid all tokens."""
+        """Returns parameters as `of`, for a config with supported options in their ranges.
+
+        The options may forbid all tokens.
+        """
         if seed not in ValueRange(0, MAX_SEED, is_integer=True):
             raise invalid("seed", f"a whole number from 0 to {MAX_SEED}", seed, "draw one with secrets.randbits(63)")
         eos = [token_id for token_id in id_list(config.eos_token_id) if token_id != NEVER_A_TOKEN]

@@ -103,9 +103,9 @@ def append(spec: SamplerSpec, options: RowOptions, state: SamplerState, tokens: 
 
 
 def logprobs_of(logits: jax.Array, tokens: jax.Array, *, num_top: int) -> Logprobs:
-    """Computes log-probabilities of `tokens` int32[n] and of the `num_top` likeliest, by `logits`.
+    """Computes log-probabilities of `tokens` int32[n] and of the `num_top` likeliest.
 
-    That of an invalid token is nan.
+    They follow from `logits`. That of an invalid token is nan.
     """
     logits = logits.astype(jnp.float32)
     total = per_row(functools.partial(jax.nn.logsumexp, axis=-1, keepdims=True), logits)

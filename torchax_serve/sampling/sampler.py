@@ -67,7 +67,7 @@ class Sampler:
         self.reset()
 
     def reset(self) -> None:
-        """Removes all requests; keeps the compiled programs."""
+        """Removes all requests, but not the compiled programs."""
         self.slots = SlotParams(self._num_slots, self._vocab_size)
         self.state = SamplerState.empty(self._num_slots, self._sharding)
         self._failures: dict[int, Exception] = {}

@@ -1,4 +1,7 @@
-"""Masks of tokens by row: what a request may sample next, decided on the host from its tokens so far."""
+"""Token masks by row: the tokens that a request may sample next.
+
+The host computes them from the request's tokens so far.
+"""
 
 from __future__ import annotations
 

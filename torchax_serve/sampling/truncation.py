@@ -1,6 +1,6 @@
 """Truncates distributions by row: temperature, top-h, top-k, top-p, min-p and the rest.
 
-A row whose top-k is small is truncated among its best columns; so is a row without top-k if its nucleus lies within
+A row whose top-k is small is truncated among its best columns; so is a row without top-k if its nucleus is within
 them. Others take the whole vocabulary. Which it is depends on the row only, so that the other rows cannot change a bit
 of it; a branch that no row takes is not run.
 """

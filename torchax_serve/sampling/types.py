@@ -146,7 +146,7 @@ class SamplerHistory:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SamplerState:
-    """What stays on the device between steps; donate it."""
+    """State that stays on the device between steps; donate it."""
 
     last_tokens: jax.Array  # int32[num_slots], token sampled last: the input of the next decode step
     tables: SamplerTables | None = None  # None until a request needs them

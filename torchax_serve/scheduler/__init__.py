@@ -1,4 +1,7 @@
-"""The host side of the engine: requests, pages, and the plan of every step. Imports neither jax nor torch."""
+"""Host side of the engine: requests, pages, and the plan of every step.
+
+The package imports neither jax nor torch.
+"""
 
 from torchax_serve.scheduler.config import CacheGroup, SchedulerConfig
 from torchax_serve.scheduler.page_allocator import PageAllocator, SequencePages

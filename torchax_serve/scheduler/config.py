@@ -1,4 +1,7 @@
-"""`SchedulerConfig`: groups of cache pages, slots, budgets and policies of a scheduler, checked when made."""
+"""`SchedulerConfig`: cache groups, slots, budgets and policies of a scheduler.
+
+Values are checked when the config is made.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from torchax_serve.sampling_params import invalid
 
 
 def check_int(name: str, value: object, low: int, remedy: str) -> None:
-    """Raises `InvalidArgumentError` unless `value` is a whole number of at least `low`."""
+    """Raises `InvalidArgumentError` unless `value` is an integer of at least `low`."""
     if type(value) is not int or value < low:
         raise invalid(name, f"a whole number >= {low}", value, remedy)
 
@@ -34,17 +37,20 @@ class CacheGroup:
         check_int(f"group {self.name!r}: num_pages", self.num_pages, 2, "page 0 is the null page and holds no tokens")
 
     def first_live_page(self, num_computed: int, page_size: int) -> int:
-        """Index of the first page that a query at position `num_computed` or later can still see."""
+        """Returns the index of the first page that a query at `num_computed` or later can see."""
         if self.window is None:
             return 0
         return max(0, num_computed - self.window + 1) // page_size
 
     def last_use(self, page: int, page_size: int) -> float:
-        """Computed tokens with which no later query sees the page of that index any more."""
+        """Returns the number of computed tokens from which on no query sees the page `index`."""
         return math.inf if self.window is None else (page + 1) * page_size + self.window - 1
 
     def most_pages(self, length: int, page_size: int) -> int:
-        """Returns the maximum number of pages of a sequence of `length` tokens, when computed token by token."""
+        """Returns the maximum number of pages of a sequence of `length` tokens.
+
+        The sequence is computed token by token.
+        """
         num_pages = -(-length // page_size)
         if self.window is None:
             return num_pages
@@ -160,11 +166,14 @@ class SchedulerConfig:
         return -(-self.max_model_len // self.page_size)
 
     def prefix_salt(self, salt: str, rope_len: int) -> str:
-        """What prefixes are found under of a request of `salt`, whose prompt has the frequencies of `rope_len`."""
+        """Returns the salt under which prefixes of a request of `salt` are cached.
+
+        If rotary frequencies vary with the length, the result contains their range for a prompt of `rope_len`.
+        """
         return salt if self.rope is None else f"{self.rope.regime(rope_len)}:{salt}"
 
     def chunk_len(self, limit: int) -> int:
-        """The longest prefill chunk of at most `limit` tokens; 0 where `limit` is."""
+        """Returns the longest prefill chunk of at most `limit` tokens; 0 where `limit` is."""
         if self.allowed_chunk_sizes is None or limit < 1:
             return max(limit, 0)
         return next(size for size in self.allowed_chunk_sizes if size <= limit)

@@ -34,7 +34,7 @@ class SequencePages:
     node: PrefixNode | None = None  # the last of those; None: the sequence shares nothing
 
     def pages_missing(self, config: SchedulerConfig, length: int) -> list[int]:
-        """By group, pages still needed to come to `length` tokens one by one."""
+        """Returns, by group, the pages still needed to reach `length` tokens one by one."""
         grown = -(-length // config.page_size) - self.num_pages
         return [
             min(grown, max(1, group.most_pages(length, config.page_size) - self.num_pages + first))
@@ -70,18 +70,19 @@ class PageAllocator:
 
     @property
     def num_free_slots(self) -> int:
-        """Slots that `allocate_slot` and `fork` can give."""
+        """Number of slots that `allocate_slot` and `fork` can allocate."""
         return len(self._free_slots)
 
     @property
     def num_available(self) -> float:
-        """Pages that every group can give; without end where there is no group."""
+        """Number of pages that every group can allocate; infinite if there is no group."""
         return min((pool.num_available for pool in self._pools), default=math.inf)
 
     def match_prefix(self, tokens: list[int], salt: str, shares: bool) -> PrefixMatch:
-        """The longest prefix of full pages that every group still has, the last token never among them.
+        """Returns the longest prefix of full pages that every group still has.
 
-        Groups with a window need the pages of the last ``window - 1`` positions only.
+        The last token is never part of it. Groups with a window need the pages of the last ``window - 1`` positions
+        only.
         """
         nodes: list[PrefixNode] = []
         if shares and self._prefix_caching:
@@ -104,11 +105,14 @@ class PageAllocator:
         return PrefixMatch([], [0] * len(self._groups))
 
     def has_pages(self, spare: list[int]) -> bool:
-        """Whether each group has a free page in addition to `spare`."""
+        """Returns whether each group has a free page in addition to `spare`."""
         return all(pool.num_available > num for pool, num in zip(self._pools, spare, strict=True))
 
     def can_allocate(self, match: PrefixMatch, length: int, spare: list[int]) -> bool:
-        """Whether each group has pages for `length` tokens that begin with `match`, in addition to `spare`."""
+        """Returns whether each group has enough pages for a new sequence, in addition to `spare`.
+
+        The sequence has `length` tokens and begins with `match`.
+        """
         total = -(-length // self._page_size)
         for i, group in enumerate(self._groups):
             found = [node.pages[i] for node in match.nodes[match.first_live[i] :]]
@@ -120,9 +124,10 @@ class PageAllocator:
         return True
 
     def allocate_slot(self, match: PrefixMatch, salt: str, shares: bool) -> SequencePages:
-        """A slot for a sequence that begins with `match`; `shares` if its own pages are to be published.
+        """Allocates a slot for a sequence that begins with `match`.
 
-        A slot must be free, and `match` made since the allocator last changed.
+        A slot must be free, and `match` made since the allocator last changed. With `shares` the sequence's own pages
+        are to be published.
         """
         slot, num_found = heapq.heappop(self._free_slots), len(match.nodes)
         pages = SequencePages(slot, salt, list(match.first_live), num_found, num_found)
@@ -137,7 +142,9 @@ class PageAllocator:
         return pages
 
     def fork(self, source: SequencePages, length: int) -> tuple[SequencePages, list[PageCopy]] | None:
-        """A slot that begins with the first `length` tokens of `source`, which must be computed.
+        """Allocates a slot for a sequence that begins with the first `length` tokens of `source`.
+
+        These tokens must be computed.
 
         Full pages are shared; the last one, where it is not full, is to be copied. A slot must be free, and a page in
         each group for the copy.
@@ -169,7 +176,7 @@ class PageAllocator:
         return pages, copies
 
     def max_growth(self, pages: SequencePages, length: int) -> int:
-        """How many tokens up to `length` the sequence can be grown to with the pages that are available."""
+        """Returns the number of tokens, at most `length`, for which pages are available."""
         return int(min(length, (pages.num_pages + self.num_available) * self._page_size))
 
     def grow(self, pages: SequencePages, length: int) -> None:
@@ -189,7 +196,10 @@ class PageAllocator:
             self._fill_tables(slots, columns)
 
     def append_pages(self, sequences: Sequence[SequencePages], slots: np.ndarray, columns: np.ndarray) -> None:
-        """Gives each sequence one page more, which there must be: entry `columns` in row `slots` of the tables."""
+        """Appends a page to each sequence: entry `columns` in row `slots` of the tables.
+
+        The pages must be available.
+        """
         self._fill_tables(slots, columns)
         for pages in sequences:
             pages.num_pages += 1
@@ -199,7 +209,7 @@ class PageAllocator:
             table[slots, columns] = pool.allocate_all(len(slots))
 
     def publish_prefix(self, pages: SequencePages, tokens: list[int], num_computed: int) -> float:
-        """Enters full pages whose tokens are computed into the prefix index, then frees pages behind windows.
+        """Adds computed full pages to the prefix index, then frees pages behind windows.
 
         Returns:
             The number of computed tokens with which there is more to do.
@@ -252,7 +262,9 @@ class PageAllocator:
         )
 
     def check_integrity(self, sequences: Iterable[SequencePages]) -> None:
-        """Checks pools, tables, slots and index against the `sequences` that have been opened and not released.
+        """Checks pools, tables, slots and index against the live `sequences`.
+
+        Those are all that have been opened and not released.
 
         Raises:
             AssertionError: something is lost, held twice, or where it should not be.

@@ -1,4 +1,4 @@
-"""The pages of one group: which are in use and by how many, which are idle but remember a prefix, which are free."""
+"""Pages of one cache group: used with a reference count, idle with a cached prefix, or free."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from typing import Any, NamedTuple
 from model_adapters.errors import InvalidArgumentError, OutOfMemoryError
 
 NULL_PAGE = 0
-"""Where padding rows write. Never handed out."""
+"""Where padding rows write. Never allocated."""
 
 
 def check_equal(what: str, expected: object, got: object) -> None:
-    """Raises `AssertionError` with both sides unless they are equal: the check of our own invariants."""
+    """Raises `AssertionError` with both values unless they are equal.
+
+    The function checks invariants of this project.
+    """
     if expected != got:
         raise AssertionError(f"{what}: expected {expected}, got {got}")
 
@@ -21,8 +24,8 @@ def check_equal(what: str, expected: object, got: object) -> None:
 class PagePool:
     """Reference counts over pages ``1 .. num_pages - 1``, with least-recently-used eviction.
 
-    A page is in one of three states: *used* (one reference or more), *idle* (no reference, but it remembers a prefix
-    and may be used again), *free*. `allocate` takes free pages first, then the page that has been idle longest.
+    A page is in one of three states: *used* (one reference or more), *idle* (no reference, but a prefix that
+    may be used again), *free*. `allocate` takes free pages first, then the page that has been idle longest.
     As in vLLM, pages of a finished sequence are given back last page first, so that of a chain the end goes first.
     """
 
@@ -36,17 +39,17 @@ class PagePool:
 
     @property
     def num_usable(self) -> int:
-        """Pages that can be handed out at all."""
+        """Number of pages that can be allocated at all."""
         return self.num_pages - 1
 
     @property
     def num_available(self) -> int:
-        """Pages that `allocate` can give: free and idle ones."""
+        """Number of pages that `allocate` can return: free and idle ones."""
         return len(self._free) + len(self._idle)
 
     @property
     def num_cached(self) -> int:
-        """Pages with no reference that remember a prefix."""
+        """Number of pages with a prefix and no reference."""
         return len(self._idle)
 
     def num_refs(self, page: int) -> int:
@@ -54,7 +57,9 @@ class PagePool:
         return self._num_refs[page]
 
     def allocate(self) -> int:
-        """A page with one reference that remembers nothing; evicts the page longest idle if none is free.
+        """Allocates a page with one reference and no prefix.
+
+        If no page is free, the page that has been idle for longest is evicted.
 
         Raises:
             OutOfMemoryError: every page is in use.
@@ -70,7 +75,7 @@ class PagePool:
         return page
 
     def allocate_all(self, num_pages: int) -> list[int]:
-        """So many pages, as `allocate` gives them one by one.
+        """Allocates `num_pages` pages, as `allocate` does one by one.
 
         Raises:
             OutOfMemoryError: there are fewer; none is taken.
@@ -96,7 +101,9 @@ class PagePool:
         self._num_refs[page] += 1
 
     def free(self, page: int) -> None:
-        """Takes a reference away; with the last one the page is idle if it remembers a prefix, else free.
+        """Drops one reference of a page.
+
+        With the last reference the page becomes idle if it has a prefix, else free.
 
         Raises:
             InvalidArgumentError: the page has no reference, or is no page of this pool.
@@ -111,17 +118,17 @@ class PagePool:
                 self._free.append(page)
 
     def set_prefix(self, page: int, prefix: Any) -> None:
-        """Lets a used page remember `prefix`, which `on_evict` gets back when the page is given to another.
+        """Assigns `prefix` to a used page; `on_evict` receives the prefix when the page is reused.
 
         Raises:
-            InvalidArgumentError: the page is not in use, or remembers a prefix already.
+            InvalidArgumentError: the page is not in use, or has a prefix already.
         """
         if not self._num_refs[page] or page in self._prefix_of:
             raise InvalidArgumentError(f"expected a used page without a prefix, got page {page}; allocate another")
         self._prefix_of[page] = prefix
 
     def forget_all(self) -> None:
-        """Evicts every idle page and lets used ones forget their prefix."""
+        """Evicts every idle page and removes the prefixes of used ones."""
         for page, prefix in self._prefix_of.items():
             self._on_evict(page, prefix)
         self._prefix_of.clear()
@@ -129,11 +136,13 @@ class PagePool:
         self._idle.clear()
 
     def prefixes(self) -> dict[int, Any]:
-        """What each page remembers, by page (a copy)."""
+        """Returns a copy of the prefixes, by page."""
         return dict(self._prefix_of)
 
     def check_integrity(self, references: Iterable[int]) -> None:
-        """Checks the pool against all `references` that its users hold (a page as often as it is referred to).
+        """Checks the pool against all `references` that its users hold.
+
+        A page occurs in them as often as it is referred to.
 
         Raises:
             AssertionError: they differ, or the three states do not partition the pages.

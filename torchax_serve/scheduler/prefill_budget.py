@@ -1,4 +1,7 @@
-"""How many prompt tokens a step with decode rows may compute, so that running requests keep their latency."""
+"""Number of prompt tokens that a step with decode rows may compute.
+
+The limit protects the latency of running requests.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,11 @@ class PrefillBudget:
     """A budget of seconds that prefill may take from running requests.
 
     A step without prefill takes ``d`` seconds (a running median for each power of two of decode rows, as steps are
-    padded); a prompt token beside decode rows takes ``c`` more (a running median). Every step with decode rows earns
-    nearly ``(max_slowdown - 1) * d`` seconds of credit, prefill spends ``c`` a token, and what a step really took is
-    charged when it is known. So the mean time per token stays within `max_slowdown` times ``d`` even where the shortest
-    chunk takes longer than ``d``: it waits for a few steps, and then always comes. Credit is capped at what a step
-    earns, or what the shortest chunk costs if that is more, so that a quiet time buys no burst.
+    padded); a prompt token in a step with decode rows takes ``c`` more (a running median). Every step with decode
+    rows earns nearly ``(max_slowdown - 1) * d`` seconds of credit, prefill spends ``c`` a token, and what a step really
+    took is charged when it is known. So the mean time per token stays within `max_slowdown` times ``d`` even where the
+    shortest chunk takes longer than ``d``: it waits for a few steps, and then always comes. Credit is capped at what a
+    step earns, or what the shortest chunk costs if that is more, so that an idle time buys no burst.
 
     The budget is a token bucket; limiting prefill in steps with decode rows is Sarathi-Serve's (Agrawal et al., 2024).
     """
@@ -38,7 +41,7 @@ class PrefillBudget:
         return (num_decode - 1).bit_length()
 
     def decode_step_s(self, num_decode: int) -> float | None:
-        """Expected seconds of a step of `num_decode` decode rows only; None before any was seen.
+        """Returns the expected seconds of a step of `num_decode` decode rows only; None if unknown.
 
         Where steps of this size have not been seen, those of the next smaller size stand in, else the next larger.
         """
@@ -48,7 +51,10 @@ class PrefillBudget:
         return None if nearest is None else statistics.median(self._decode_s[nearest])
 
     def steps_within(self, seconds: float, num_decode: int) -> float:
-        """Returns how many steps of `num_decode` decode rows fit in `seconds`, at least 1; 1 if none was measured."""
+        """Returns how many steps of `num_decode` decode rows fit in `seconds`, at least 1.
+
+        The result is 1 if no step was measured.
+        """
         if math.isinf(seconds):
             return seconds
         step_s = self.decode_step_s(num_decode)
@@ -58,13 +64,17 @@ class PrefillBudget:
 
     @property
     def prefill_token_s(self) -> float | None:
-        """Expected seconds that a prompt token adds to a step with decode rows; None before any was seen."""
+        """Expected seconds that a prompt token adds to a step with decode rows.
+
+        None before any was measured.
+        """
         return statistics.median(self._token_s) if self._token_s else None
 
     def limit(self, num_decode: int, token_budget: int) -> int:
-        """Prompt tokens, at most `token_budget`, for a step with `num_decode` decode rows. Call it once for each step.
+        """Returns the maximum number of prompt tokens for a step with `num_decode` decode rows.
 
-        0 means that this step decodes only: the credit is spent, or the pace is to be measured.
+        It is at most `token_budget`. 0 means that this step decodes only: the credit is spent, or the pace is to be
+        measured. Call the method once for each step.
         """
         if not num_decode:
             return token_budget
@@ -90,7 +100,10 @@ class PrefillBudget:
         self._credit_s = min(self._credit_s + earned, cap)
 
     def charge(self, step: int, num_decode: int, num_prefill_tokens: int) -> None:
-        """Spends the expected cost of a step that has just been planned; one that is not told of costs nothing."""
+        """Spends the expected cost of a step that has just been planned.
+
+        A step for which this is not called costs nothing.
+        """
         if num_decode and num_prefill_tokens:
             self._charged_s[step] = num_prefill_tokens * (self.prefill_token_s or 0.0)
             self._credit_s -= self._charged_s[step]
@@ -98,7 +111,10 @@ class PrefillBudget:
     def record(
         self, step: int, num_decode: int, num_prefill_tokens: int, num_steps: int, duration_s: float | None
     ) -> None:
-        """Learns from a step that took `duration_s` seconds (all `num_steps` of it together); None: not known."""
+        """Updates the estimates with a step that took `duration_s` seconds.
+
+        They are the seconds of all `num_steps` together; None if unknown.
+        """
         expected = self._charged_s.pop(step, None)
         if not num_decode or duration_s is None:
             return

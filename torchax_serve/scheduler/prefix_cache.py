@@ -1,4 +1,7 @@
-"""Which computed prefixes are in the cache: chains of pages, found by hash and compared token by token."""
+"""Index of the computed prefixes in the cache: chains of pages.
+
+A prefix is found by hash and compared token by token.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,19 @@ PageHash = Callable[[int, tuple[int, ...], str], int]
 
 
 def page_hash(parent_hash: int, tokens: tuple[int, ...], salt: str) -> int:
-    """Hash of a chain of pages: of the chain before, the last page's tokens, and the salt."""
+    """Returns the hash of a chain of pages.
+
+    It covers the chain before, the last page's tokens, and the salt.
+    """
     return hash((parent_hash, tokens, salt))
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class PrefixNode:
-    """The last page of a prefix. Its tokens and those of its parents, back to the root of its salt, are the prefix."""
+    """Last page of a prefix.
+
+    The prefix consists of its tokens and those of its parents, back to the root of its salt.
+    """
 
     key: int
     salt: str
@@ -45,18 +54,24 @@ class PrefixCache:
         return len(self._nodes)
 
     def root(self, salt: str) -> PrefixNode:
-        """The empty prefix of `salt`. Pin it, or it is gone with its last child."""
+        """Returns the empty prefix of `salt`.
+
+        Unless it is pinned, it is removed with its last child.
+        """
         if salt not in self._roots:
             self._roots[salt] = PrefixNode(0, salt, None, (), [NULL_PAGE] * self._num_groups)
         return self._roots[salt]
 
     def find(self, parent: PrefixNode, tokens: tuple[int, ...]) -> PrefixNode | None:
-        """The node of `tokens` behind `parent`, if there is one."""
+        """Returns the node of `tokens` behind `parent`; None if there is none."""
         node = self._nodes.get(self._hash(parent.key, tokens, parent.salt))
         return node if node is not None and node.parent is parent and node.tokens == tokens else None
 
     def walk(self, salt: str, tokens: list[int], num_pages: int, page_size: int) -> list[PrefixNode]:
-        """The nodes of the first pages of `tokens`, at most `num_pages`, as far as there are any."""
+        """Returns the nodes of the first pages of `tokens`, at most `num_pages`.
+
+        They end at the first page that has no node.
+        """
         nodes: list[PrefixNode] = []
         node = self._roots.get(salt)
         while node is not None and len(nodes) < num_pages:
@@ -87,7 +102,10 @@ class PrefixCache:
         return node
 
     def unpin(self, node: PrefixNode) -> None:
-        """Takes a use away; a node without uses is removed, and so are its parents that only it used."""
+        """Removes a use of a node; a node without uses is removed.
+
+        Its parents are removed, too, if only it used them.
+        """
         current: PrefixNode | None = node
         while current is not None:
             current.num_uses -= 1
@@ -111,7 +129,7 @@ class PrefixCache:
         self.unpin(node)
 
     def check_integrity(self, pins: list[PrefixNode], prefixes: list[dict[int, PrefixNode]]) -> None:
-        """Checks uses and pages against all `pins` and what the pool of each group says its pages remember.
+        """Checks uses and pages against all `pins` and the prefixes in the pool of each group.
 
         Raises:
             AssertionError: they differ.

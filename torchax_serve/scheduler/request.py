@@ -1,4 +1,4 @@
-"""A request to the scheduler: what was asked (`SchedulerRequest`), and how far it has come (`RequestState`)."""
+"""Request to the scheduler (`SchedulerRequest`) and its progress (`RequestState`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchax_serve.scheduler.types import MAX_TOKEN_ID, RequestId
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerRequest:
-    """What is asked of the scheduler. Sampling parameters are not its business.
+    """Request to the scheduler, without sampling parameters.
 
     Raises:
         InvalidArgumentError: a value out of its range.
@@ -67,7 +67,7 @@ class SchedulerRequest:
 
 
 class Status(enum.Enum):
-    """Where a request stands."""
+    """Status of a request."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -77,7 +77,7 @@ class Status(enum.Enum):
 
 @dataclasses.dataclass(slots=True, eq=False)
 class RequestState:
-    """How far a request has come. Only the scheduler changes it."""
+    """Progress of a request. Only the scheduler changes it."""
 
     request: SchedulerRequest
     rank: tuple[int, int]  # (priority, order of arrival): the lowest runs first and is preempted last
@@ -111,18 +111,24 @@ class RequestState:
 
     @property
     def wants_decode(self) -> bool:
-        """Whether the next token to compute was sampled in the slot, and one more may be sampled after it."""
+        """Whether a sampled token is to be computed next, and one more may be sampled after it."""
         if self.num_unread_tokens and self.request.waits_for_tokens:
             return False
         return self.num_prefill_tokens <= self.num_planned < self.max_total_len - 1
 
     @property
     def steps_to_recompute(self) -> float:
-        """Decode steps that may be planned before the sequence has to be computed anew; at most 0: it has to be."""
+        """Number of decode steps that may be planned before the sequence has to be computed anew.
+
+        At most 0: it has to be computed anew now.
+        """
         return self.recompute_len - self.num_planned
 
     def grow_rope(self) -> None:
-        """Has all tokens rotated for the length that they now have, where they are computed anew for a longer one."""
+        """Sets the rotary length to the current number of tokens, if all are computed anew.
+
+        That is where the sequence has outgrown the length of its rotary frequencies.
+        """
         if len(self.tokens) > self.recompute_len:
             self.rope_len, self.recompute_len = len(self.tokens), math.inf
 

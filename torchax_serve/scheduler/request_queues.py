@@ -49,7 +49,7 @@ class PriorityList:
 
 
 class RequestQueues:
-    """Moves requests between waiting, running and ended, and frees their pages when the device is done with them.
+    """Queues of waiting, running and ended requests, whose pages are freed after the last step.
 
     A request that ends or is preempted while plans with it are in flight is *draining*: it keeps its slot and pages,
     which the device still writes to, until the last of those plans is committed.
@@ -76,7 +76,7 @@ class RequestQueues:
         return len(self._draining)
 
     def find(self, request_id: RequestId) -> RequestState | None:
-        """The state of a request that has not ended; None if there is no such request."""
+        """Returns the state of a request that has not ended; None if there is no such request."""
         return self._live.get(request_id)
 
     def add(self, request: SchedulerRequest) -> RequestState:
@@ -122,7 +122,7 @@ class RequestQueues:
             heapq.heapify(self._deadlines)
 
     def start(self, state: RequestState, pages: SequencePages, num_computed: int) -> None:
-        """Lets a waiting request run on `pages`, the first `num_computed` tokens of which are in the cache."""
+        """Starts a waiting request on `pages`, whose first `num_computed` tokens are in the cache."""
         self.waiting.remove(state)
         state.status, state.pages = Status.RUNNING, pages
         state.num_computed = state.num_planned = num_computed
@@ -175,12 +175,14 @@ class RequestQueues:
                 self.finish_outside_step(state, "deadline")
 
     def finish_outside_step(self, state: RequestState, reason: FinishReason) -> None:
-        """Ends a live request outside of a commit and keeps its outcome until it is asked for."""
+        """Ends a live request outside of a commit; its result is stored for `pop_finished`."""
         self.finish(state, reason)
         self.ended.append(RowResult(state.request.request_id, None, (), reason))
 
     def check_integrity(self, in_flight: list[RequestState]) -> None:
-        """Checks the states against each other and against those `in_flight` (each as often as there are plans).
+        """Checks the states against each other and against those `in_flight`.
+
+        A state is in flight as often as there are plans with it.
 
         Raises:
             AssertionError: a request is lost, listed twice, or holds what it should not.

@@ -1,7 +1,7 @@
-"""The scheduler decides which tokens of which requests the next step computes. It knows no model and no device.
+"""Scheduler: decides which tokens of which requests the next step computes.
 
-Continuous batching is Orca's (Yu et al., 2022), chunked prefill with decode Sarathi-Serve's (Agrawal et al., 2024),
-preemption by recomputation vLLM's (Kwon et al., 2023).
+It knows no model and no device. Continuous batching is Orca's (Yu et al., 2022), chunked prefill with decode
+Sarathi-Serve's (Agrawal et al., 2024), preemption by recomputation vLLM's (Kwon et al., 2023).
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ class Scheduler:
         return state
 
     def find(self, request_id: RequestId) -> RequestState | None:
-        """The state of a request that has not ended; None if there is none of that id."""
+        """Returns the state of a request that has not ended; None if there is none of that id."""
         return self._queues.find(request_id)
 
     def abort(self, request_id: RequestId, reason: FinishReason = "abort") -> bool:
-        """Ends a request in any state; returns False if no live request has that id. It has no further result.
+        """Ends a request in any state; returns False if no live request has that id.
 
-        `reason` is "stop" where the caller has seen a stop string.
+        The request has no further result. `reason` is "stop" where the caller has seen a stop string.
         """
         state = self._queues.find(request_id)
         if state is not None:
@@ -145,7 +145,10 @@ class Scheduler:
     def _apply_result(
         self, plan: StepPlan, index: int, state: RequestState, sampled: tuple[int, ...]
     ) -> RowResult | None:
-        """Takes a row's result: tokens up to the one that ends the request, and the cache that is now computed."""
+        """Applies the result of a row to its request: accepted tokens, and computed cache.
+
+        Tokens behind the one that ends the request are dropped.
+        """
         row = plan.rows[index]
         reason: FinishReason | None = None
         accepted: tuple[int, ...] = ()
@@ -168,7 +171,10 @@ class Scheduler:
     def _accept_tokens(
         self, state: RequestState, sampled: tuple[int, ...]
     ) -> tuple[tuple[int, ...], FinishReason | None]:
-        """Gives the request its tokens, up to the one that ends it; those and the reason, if one does."""
+        """Appends sampled tokens to the request, up to the one that ends it.
+
+        Returns the accepted tokens, and the reason if the request ends.
+        """
         request, tokens = state.request, state.tokens
         num_new, room = len(tokens) - state.prompt_len, state.max_total_len - len(tokens)
         reason: FinishReason | None = "length" if len(sampled) >= room else None
@@ -211,7 +217,10 @@ class Scheduler:
         return results
 
     def pop_finished(self) -> list[RowResult]:
-        """Outcomes of requests that ended outside of a commit, by deadline or for want of pages; each is given once."""
+        """Returns, once each, the results of requests that ended outside of a commit.
+
+        They ended by deadline or for want of pages.
+        """
         ended, self._queues.ended = self._queues.ended, []
         return ended
 

@@ -1,4 +1,7 @@
-"""Plans that follow from the one before by arithmetic: all running requests decode, and nothing else happens."""
+"""Plans that follow from the previous plan by arithmetic, since all running requests decode.
+
+Nothing else happens in such steps.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,10 @@ class SteadyDecodeBatch:
         return int((self._num_pages * self._page_size - self._starts).min())
 
     def reserve(self, num_steps: int, allocator: PageAllocator) -> bool:
-        """Gives every row pages for `num_steps` more tokens; False, and nothing is given, if there are too few."""
+        """Reserves pages for `num_steps` more tokens of every row; False if there are too few.
+
+        Nothing is reserved then.
+        """
         if num_steps <= self._free_steps:
             return True
         missing = -(-(self._starts + num_steps) // self._page_size) - self._num_pages

@@ -1,4 +1,4 @@
-"""`StepPlan`: the work of one device step in integers; `RowResult`: what a step computed for one row."""
+"""`StepPlan`: the work of one device step in integers; `RowResult`: the result of one row."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PlanRow(NamedTuple):
 
 
 class DecodeBatch(Sequence[PlanRow]):
-    """The rows of a plan in which every request decodes, as arrays; a `PlanRow` is made on access.
+    """Rows of a plan in which every request decodes, as arrays; a `PlanRow` is made on access.
 
     Args:
         request_ids: Request of each row.

@@ -53,11 +53,11 @@ class StepPlanner:
         self.num_hit_tokens = 0  # of those, found in the cache
 
     def plan(self) -> tuple[StepPlan, list[RequestState]] | None:
-        """The next plan and the states of its rows; None if no row can be planned now."""
+        """Returns the next plan and the states of its rows; None if no row can be planned now."""
         return self._repeat_last_plan() or self._plan()
 
     def _repeat_last_plan(self) -> tuple[StepPlan, list[RequestState]] | None:
-        """A plan with the rows of the last one; None if anything is to be decided."""
+        """Returns a plan with the rows of the last one; None if anything is to be decided."""
         steady = self._steady_batch
         if steady is None or not steady.is_valid or self._queues.waiting:
             return None
@@ -73,7 +73,7 @@ class StepPlanner:
         return self._build(steady.advance(num_steps), num_decode, num_steps), steady.states
 
     def check_integrity(self) -> None:
-        """Checks what is kept of the last plan.
+        """Checks the data of the last plan.
 
         Raises:
             AssertionError: it differs from the states of the requests.
@@ -135,7 +135,7 @@ class StepPlanner:
         return plan
 
     def _round_up_to_bucket(self, num_decode: int, limit: int, budget: int) -> int:
-        """`limit` prompt tokens and as many as cost nothing more, because the step would be padded with them."""
+        """Returns `limit` prompt tokens plus those that fill the padding of the step at no cost."""
         if not limit:
             return 0
         fits = next(
@@ -144,13 +144,14 @@ class StepPlanner:
         return min(fits - num_decode, budget)
 
     def _burst_age(self, prompt: RequestState | None) -> int | None:
-        """Steps since the first running request was given a token, if the next prompt came before; None if not.
+        """Returns the age in steps of the burst that the next prompt belongs to; None if to none.
 
+        The age counts from the first token of a running request; the prompt belongs to the burst if it arrived before.
         `prompt` is that of the first running request which still has one to compute; None: of the first that waits.
 
-        They belong to one burst then, and decode latency is not kept: a batch that fills up sooner is finished sooner.
-        In the first steps no row decodes, so that rows that begin together end together and all steps between are full.
-        That lasts for as many steps as requests run at once: an early request in a long queue does not wait for all.
+        Within a burst, decode latency is not protected: a batch that fills up sooner is finished sooner. In the first
+        steps no row decodes, so that rows that begin together end together and all steps between are full. That lasts
+        for as many steps as requests run at once: an early request in a long queue does not wait for all.
         """
         first = prompt or next(iter(self._queues.waiting), None)
         if first is None:
@@ -192,7 +193,10 @@ class StepPlanner:
         return draft
 
     def _grow(self, state: RequestState, length: int) -> int:
-        """Grows `state` to `length` tokens or as near as it can be, at least by one; returns how near, 0 for not."""
+        """Grows `state` to `length` tokens or as near as possible, at least by one.
+
+        Returns the length that it has grown to; 0 if it cannot grow.
+        """
         assert state.pages is not None
         grown = self._allocator.max_growth(state.pages, length)
         if grown <= state.num_planned:
@@ -273,7 +277,10 @@ class StepPlanner:
         return not (has_slot and draft.prefill_left and (self._config.batches_prefill or not draft.prefill_rows))
 
     def _parent(self, state: RequestState) -> RequestState | None:
-        """The request whose computed prompt `state` can begin with, now or later; None if it must begin by itself."""
+        """Returns the request whose computed prompt `state` can share, now or later.
+
+        None if `state` must begin by itself.
+        """
         request = state.request
         can_share = (
             request.cache_prompt and self._config.enable_prefix_caching and 1 < state.prompt_len == len(state.tokens)
@@ -285,7 +292,10 @@ class StepPlanner:
         return parent if can_share else None
 
     def _open(self, draft: _PlanBuilder, state: RequestState, parent: RequestState | None) -> SequencePages | None:
-        """Allocates a slot and pages for `state` if enough remain for the prompts of running requests."""
+        """Allocates a slot and pages for `state`, or None.
+
+        Enough pages must remain for the prompts of running requests.
+        """
         num_running = len(self._queues.running)
         spare = [num + num_running for num in draft.outstanding]  # a page for each, or the next step would preempt
         if not self._allocator.has_pages(spare):
@@ -314,9 +324,9 @@ class StepPlanner:
         return pages
 
     def _num_steps(self, num_decode: int) -> int:
-        """How many decode steps to send at once: several if every running request decodes and nothing waits.
+        """Returns the number of decode steps to dispatch at once.
 
-        There are pages for all of them.
+        Several if every running request decodes and nothing waits. There are pages for all of them.
         """
         config, running = self._config, self._queues.running
         if config.max_num_steps == 1 or len(self._queues.waiting) or not 0 < num_decode == len(running):
@@ -331,13 +341,16 @@ class StepPlanner:
         return num_steps if num_steps > 1 and self._has_pages(num_steps) else 1
 
     def _steps_within(self, num_decode: int, longest: int, to_come: int, to_recompute: float) -> int:
-        """Decode steps of all running requests that a dispatch may take; at least one, also where there is no page."""
+        """Returns the number of decode steps of all running requests that a dispatch may take.
+
+        It is at least one, also where there is no page.
+        """
         config = self._config
         affordable = self._prefill_budget.steps_within(config.max_fused_decode_s, num_decode)
         return max(1, int(min(config.max_num_steps, affordable, to_come, to_recompute, config.max_model_len - longest)))
 
     def _has_pages(self, num_tokens: int) -> bool:
-        """Whether every running request can be grown by so many tokens."""
+        """Returns whether every running request can grow by `num_tokens` tokens."""
         page_size, running = self._config.page_size, self._queues.running
         num_available = self._allocator.num_available
         if len(running) * -(-num_tokens // page_size) <= num_available:

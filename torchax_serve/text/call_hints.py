@@ -1,4 +1,7 @@
-"""Errors for arguments that `chat`, `stream` and `generate_batch` do not have, with what to write instead."""
+"""Errors for unknown arguments of `chat`, `stream` and `generate_batch`.
+
+They say what to write instead.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ _ELSEWHERE: Mapping[str, str] = {
 
 
 def refuses_unknown_options(function: Callable[P, R]) -> Callable[P, R]:
-    """Returns `function`, which raises UnsupportedArgumentError for a keyword that it does not have.
+    """Makes `function` raise UnsupportedArgumentError for unknown keywords, and returns it.
 
     The error says what to write instead; see `refuse_unknown`.
     """
@@ -52,7 +55,9 @@ def refuses_unknown_options(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def refuse_unknown(call: str, unknown: Mapping[str, Any], known: Collection[str] = ()) -> None:
-    """Raises UnsupportedArgumentError for the first of `unknown` keyword arguments, with what to write instead.
+    """Raises UnsupportedArgumentError for the first of `unknown` keyword arguments.
+
+    The error says what to write instead.
 
     Args:
         call: name of the function that was called.

@@ -113,7 +113,10 @@ def chat_prompt_ids(
     system: str | None = None,
     options: ChatOptions | None = None,
 ) -> list[int]:
-    """Returns the token ids of a conversation, up to the start of the answer; errors as in `chat`."""
+    """Returns the token ids of a conversation, up to the start of the answer.
+
+    Errors as in `chat`.
+    """
     return _prompt_ids(model, checked_conversation(messages, system), options or ChatOptions())
 
 

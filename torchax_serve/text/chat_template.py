@@ -1,4 +1,7 @@
-"""Renders conversations with a checkpoint's chat template and raises for everything that it would drop."""
+"""Rendering of conversations with a checkpoint's chat template.
+
+Everything that the template would drop is an error.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +82,10 @@ def _schema(name: str, tool: Any) -> Any:
 
 
 def check_last_message(conversation: Sequence[Mapping[str, Any]], options: ChatOptions) -> None:
-    """Raises InvalidArgumentError unless the last message is the assistant's exactly if it is to be continued."""
+    """Raises InvalidArgumentError if the last message does not fit `options`.
+
+    It must be the assistant's exactly if it is to be continued.
+    """
     role = conversation[-1]["role"]
     if options.continues and role != "assistant":
         raise InvalidArgumentError(
@@ -187,7 +193,10 @@ class ChatTemplate:
             raise self._error(str(error)) from error
 
     def _role_checks(self, conversation: list[dict[str, Any]]) -> Iterator[_Check]:
-        """Returns a conversation per role with another text in a message of it; its prompt must differ, too."""
+        """Yields for each role the conversation with a changed text in one of its messages.
+
+        The prompt must differ, too.
+        """
         last = {
             message["role"]: index
             for index, message in enumerate(conversation)
@@ -210,7 +219,7 @@ def _facts_of(source: str) -> RenderedJob:
 
 
 def _forms(conversation: list[dict[str, Any]], facts: RenderedJob) -> Iterator[list[dict[str, Any]]]:
-    """Yields the conversation with contents in the forms that templates expect, the likeliest first.
+    """Yields the conversation in the forms that templates expect, the likeliest first.
 
     Templates of text models often expect one string, those of other models often a list of parts.
     """
@@ -224,7 +233,10 @@ def _forms(conversation: list[dict[str, Any]], facts: RenderedJob) -> Iterator[l
 
 
 def _marked(content: Any) -> Any:
-    """Returns a content with another last character and the same length, since templates may loop over a string."""
+    """Returns a content with another last character and the same length.
+
+    The length is unchanged since templates may loop over a string.
+    """
     if isinstance(content, str):
         end = len(content.rstrip())
         return content[: end - 1] + ("y" if content[end - 1] == "x" else "x") + content[end:]
@@ -245,7 +257,10 @@ def _refuse_role(role: str, name: str) -> None:
 
 
 def _key_checks(conversation: list[dict[str, Any]], words: frozenset[str]) -> Iterator[_Check]:
-    """Returns a conversation without each key that the template does not name; its prompt must differ, too."""
+    """Yields the conversation without each key that the template does not name.
+
+    The prompt must differ, too.
+    """
     seen: set[str] = set()
     for index, message in enumerate(conversation):
         may_be_ignored = _MAY_BE_IGNORED_OF_TOOLS if message["role"] in ("tool", "function") else _MAY_BE_IGNORED

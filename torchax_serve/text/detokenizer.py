@@ -1,4 +1,4 @@
-"""Decodes tokens to text incrementally; the joined pieces equal the decoded text of all tokens.
+"""Incremental decoding of tokens; the joined pieces equal the decoded text of all tokens.
 
 Decoding every token separately is wrong (a character may span tokens, and a leading space depends on the token before),
 and decoding all tokens at every step takes quadratic time. The usual method in between, of text-generation-inference
@@ -79,7 +79,10 @@ class Detokenizer:
         return self._clean_up.push(piece) if self._clean_up else piece
 
     def _token(self, token_id: int) -> str | None:
-        """Returns the token; None for an id outside the vocabulary, which a padded embedding may give: no text."""
+        """Returns the token; None for an id outside the vocabulary, which has no text.
+
+        A padded embedding may give such ids.
+        """
         try:
             token: str | None = self._tokenizer.convert_ids_to_tokens(token_id)
         except (IndexError, KeyError):
@@ -115,7 +118,7 @@ class Detokenizer:
         return piece
 
     def _cut_window(self) -> None:
-        """Drops the older tokens of the window if the rest decodes to the same end of text without them."""
+        """Drops older tokens of the window if the rest decodes to the same end of text."""
         window = self._window[-_SHORT_WINDOW_LEN:]
         text = self._decode(window)
         num_compared = self._num_held + 2
@@ -130,7 +133,7 @@ class Detokenizer:
 
 
 class NoText:
-    """Replaces `Detokenizer` for a model without a tokenizer: every token decodes to an empty text."""
+    """Replacement of `Detokenizer` for models without a tokenizer: tokens have no text."""
 
     def push(self, token_id: int) -> str:
         """Returns an empty text."""
@@ -155,9 +158,9 @@ def _special_ids(tokenizer: Any) -> frozenset[int]:
 
 
 def _decoder_types(tokenizer: Any) -> frozenset[str]:
-    """Returns the names of the `tokenizers` decoders of `tokenizer`; none for a tokenizer written in Python.
+    """Returns the names of the `tokenizers` decoders of `tokenizer`.
 
-    A ``Strip`` that strips the end counts as ``StripEnd``.
+    The set is empty for a tokenizer written in Python. A ``Strip`` that strips the end counts as ``StripEnd``.
     """
     if not getattr(tokenizer, "is_fast", False) or tokenizer.backend_tokenizer.decoder is None:
         return frozenset()
@@ -167,7 +170,10 @@ def _decoder_types(tokenizer: Any) -> frozenset[str]:
 
 
 def _cleans_up(tokenizer: Any) -> bool:
-    """Returns whether ``tokenizer.decode`` runs `clean_up_tokenization` on its text, by the rule of transformers 5."""
+    """Returns whether ``tokenizer.decode`` runs `clean_up_tokenization` on its text.
+
+    The rule is that of transformers 5.
+    """
     if not tokenizer.clean_up_tokenization_spaces:
         return False
     if not getattr(tokenizer, "is_fast", False):

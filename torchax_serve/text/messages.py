@@ -35,9 +35,10 @@ _INSTEAD: Mapping[str, str] = {
 
 
 def checked_conversation(messages: str | Sequence[Message], system: str | None) -> list[dict[str, Any]]:
-    """Returns the messages as dicts of JSON values (images and audio unchanged), `system` in front of them.
+    """Returns the messages as dicts of JSON values, with `system` as the first message.
 
-    Keys whose value is None or empty are left out, and arguments of tool calls that are JSON text are read.
+    Images and audio are unchanged. Keys whose value is None or empty are left out, and arguments of tool calls that are
+    JSON text are parsed.
 
     Raises:
         InvalidArgumentError: no message, something else than a message, text that is not Unicode, or a second system
@@ -125,7 +126,10 @@ def _checked_part(name: str, part: Any) -> dict[str, Any]:
 
 
 def _checked_calls(name: str, calls: Any) -> list[dict[str, Any]]:
-    """Returns tool calls with arguments as values, as templates read them; OpenAI's interface has JSON text."""
+    """Returns tool calls with arguments as values, as templates read them.
+
+    OpenAI's interface has JSON text.
+    """
     expected = 'a list of {"type": "function", "function": {"name": ..., "arguments": {...}}}'
     if not is_list(calls):
         raise InvalidArgumentError(f"{name}: expected {expected}, got {short_repr(calls)}")
@@ -150,7 +154,9 @@ def _read_json(name: str, text: str) -> Any:
 
 
 def plain(name: str, value: Any, depth: int = 0) -> Any:
-    """Returns `value` as JSON values: dicts with string keys, lists, strings, numbers, True, False and None.
+    """Returns `value` as JSON values.
+
+    These are dicts with string keys, lists, strings, numbers, True, False and None.
 
     Raises:
         InvalidArgumentError: another type, too deep nesting, or text that is not Unicode.
@@ -196,14 +202,17 @@ def as_parts(content: Any) -> Any:
 
 
 def as_text(content: Any) -> Any:
-    """Returns a content that has only text as one string with a line per part; any other unchanged."""
+    """Returns a text-only content as one string with a line per part; any other unchanged."""
     if isinstance(content, str) or any(part["type"] != "text" for part in content):
         return content
     return "\n".join(part["text"] for part in content)
 
 
 def without_media(content: Any) -> Any:
-    """Returns a content with a word for each image and audio, whose values templates do not read."""
+    """Returns a content with a word in place of each image and audio.
+
+    Templates do not read their values.
+    """
     if isinstance(content, str):
         return content
     return [

@@ -1,4 +1,7 @@
-"""Prepares requests: a prompt becomes checked token ids, and parameters become a generation config."""
+"""Preparation of requests: checked token ids and a generation config.
+
+The ids come from a prompt, the config from parameters.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,10 @@ class TextModel(Protocol):
         params: SamplingParams | None = None,
         masks: Any = None,
     ) -> Iterator[int]:
-        """Yields the new token ids, the end-of-sequence token included; closing it stops the decoding."""
+        """Yields the new token ids, the end-of-sequence token included.
+
+        Closing the iterator stops the decoding.
+        """
 
 
 @dataclass(frozen=True)
@@ -95,7 +101,7 @@ def make_request(
     *,
     default_max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
 ) -> PreparedPrompt:
-    """Checks `prompt_ids` against `model` and merges `params` with the model's own generation config.
+    """Returns the request of checked `prompt_ids`, with `params` merged into the model's config.
 
     If neither limits the answer, it ends after `default_max_new_tokens` or at the model's last position.
 
@@ -115,7 +121,9 @@ def make_request(
 
 
 def make_media_request(model: TextModel, inputs: Mapping[str, Any], params: SamplingParams | None) -> PreparedPrompt:
-    """Merges `params` with the model's own generation config, for a conversation with images or audio.
+    """Returns the request of a conversation with images or audio.
+
+    `params` are merged with the model's own generation config.
 
     Args:
         model: The model.
@@ -138,7 +146,10 @@ def given_or_default(params: SamplingParams | None) -> SamplingParams:
 
 
 def merged(model: TextModel, params: SamplingParams) -> tuple[GenerationConfig, tuple[str, ...]]:
-    """Returns the model's generation config merged with `params`, and separately its stop strings."""
+    """Returns the model's generation config merged with `params`, and its stop strings.
+
+    The stop strings are no part of the merged config.
+    """
     config = params.merged_into(model.generation_config)
     stops = config.stop_strings or ()
     config.stop_strings = None
@@ -146,7 +157,9 @@ def merged(model: TextModel, params: SamplingParams) -> tuple[GenerationConfig, 
 
 
 def encode_prompt(model: TextModel, prompt: str | Sequence[int]) -> list[int]:
-    """Returns the token ids of a plain prompt, with the tokenizer's special tokens; ids pass unchanged.
+    """Returns the token ids of a plain prompt, with the tokenizer's special tokens.
+
+    Ids are returned unchanged.
 
     Raises:
         InvalidArgumentError: an empty prompt, or text for a model without a tokenizer.
@@ -169,7 +182,10 @@ def encode_rendered(tokenizer: Any, text: str) -> list[int]:
 
 
 def _ids_of_array(prompt: Any) -> Any:
-    """Returns the ids of a one-dimensional integer array of NumPy, JAX or PyTorch; anything else unchanged."""
+    """Returns the ids of a one-dimensional integer array of NumPy, JAX or PyTorch.
+
+    Anything else is returned unchanged.
+    """
     if not hasattr(prompt, "tolist") or not hasattr(prompt, "ndim"):
         return prompt
     if prompt.ndim != 1:

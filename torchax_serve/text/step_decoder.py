@@ -1,4 +1,4 @@
-"""Turns the tokens of an answer, one engine step at a time, into the text that became final and the answer's end."""
+"""Final text and end of an answer, from its tokens, one engine step at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchax_serve.text.detokenizer import Detokenizer, NoText, StopStrings
 
 @dataclasses.dataclass(frozen=True)
 class AnswerStep:
-    """What one step added to an answer.
+    """Addition of one step to an answer.
 
     Attributes:
         text: Text that became final; it never ends inside a character.

@@ -1,7 +1,8 @@
-"""Script of the process that renders chat templates; `torchax_serve.text.template_renderer` starts it.
+"""Script of the process that renders chat templates.
 
-A chat template is untrusted code of the checkpoint and may loop or allocate without end: the parent process ends this
-one at a deadline, and the system at a limit of memory or processor time.
+`torchax_serve.text.template_renderer` starts it. A chat template is untrusted code of the checkpoint and may loop or
+allocate without end: the parent process ends this one at a deadline, and the system at a limit of memory or processor
+time.
 
 The file runs as a script and imports nothing of this project; jinja's sandbox and its functions are those of
 transformers. Standard input is a socket. Each message is a length (eight bytes, big-endian) and JSON. The first message

@@ -65,7 +65,10 @@ class RenderedJob:
 
 
 class TemplateRenderer:
-    """Renders templates in a process that starts with the first job, and again after it was ended. Thread-safe."""
+    """Renderer of templates in a process of its own. Thread-safe.
+
+    The process starts with the first job, and again after it was ended.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()

@@ -53,7 +53,10 @@ class TextStream(Iterator[str]):
 
     @property
     def prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
-        """`TokenLogprobs` of the prompt's tokens, None for the first, with ``SamplingParams(prompt_logprobs=...)``."""
+        """`TokenLogprobs` of the prompt's tokens, None for the first token.
+
+        They are requested by ``SamplingParams(prompt_logprobs=...)``.
+        """
         return getattr(self._tokens, "prompt_logprobs", None)
 
     @property
@@ -91,7 +94,10 @@ class TextStream(Iterator[str]):
         raise StopIteration
 
     def close(self) -> None:
-        """Stops decoding; a stream that has not ended gets the reason "abort". The model stays usable."""
+        """Stops decoding; a stream that has not ended gets the reason "abort".
+
+        The model stays usable.
+        """
         if self._finish_reason is None:
             self._end("abort")
 

@@ -1,4 +1,7 @@
-"""The text and the bytes of single tokens, for log-probabilities; the bytes of an answer's tokens join to its text."""
+"""Text and bytes of single tokens, for log-probabilities.
+
+The bytes of an answer's tokens join to its text.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Checks of single arguments: the range of a number, lists of token ids, texts; each failure is one short line.
+"""Checks of single arguments: the range of a number, lists of token ids, texts.
 
-This module imports neither jax nor torch.
+Each failure is one short line. This module imports neither jax nor torch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ class ValueRange:
     is_integer: bool = False
 
     def __contains__(self, value: object) -> bool:
-        """Returns whether `value` is a finite number, no bool, inside the interval after conversion to float32."""
+        """Returns whether `value` is a finite number, no bool, inside the interval.
+
+        The interval is checked after conversion to float32.
+        """
         kind = numbers.Integral if self.is_integer else numbers.Real
         if isinstance(value, bool) or not isinstance(value, kind):
             return False
@@ -96,7 +99,10 @@ _REPR = _Repr()
 
 
 def short_repr(value: object) -> str:
-    """Returns `repr` in one line of at most about 200 characters, even if ``__repr__`` of `value` fails."""
+    """Returns the `repr` of `value` in one line of at most about 200 characters.
+
+    It works even if ``__repr__`` of `value` fails.
+    """
     try:
         text = _REPR.repr(value)
     except Exception:  # such as an int of more digits than Python prints
@@ -106,7 +112,10 @@ def short_repr(value: object) -> str:
 
 
 def python_number(value: Any) -> Any:
-    """Converts a number of another library, such as numpy, to int or float; returns anything else unchanged."""
+    """Returns a number of another library, such as numpy, as int or float.
+
+    Anything else is returned unchanged.
+    """
     if isinstance(value, numbers.Integral) and type(value) not in (int, bool):
         return int(value)
     if isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral) and type(value) is not float:
@@ -120,7 +129,10 @@ def is_list(value: object) -> bool:
 
 
 def check_token_ids(name: str, value: object, *, may_be_empty: bool = False, most: int = MAX_LISTED_IDS) -> None:
-    """Raises `InvalidArgumentError` unless `value` is a sequence of at most `most` token ids (integers >= 0)."""
+    """Raises `InvalidArgumentError` unless `value` is a sequence of token ids.
+
+    Token ids are integers >= 0; there may be at most `most` of them.
+    """
     if is_list(value) and len(value) > most:  # type: ignore[arg-type]
         raise _error(name, f"at most {most} token ids", f"{len(value)} of them", "shorten it")  # type: ignore[arg-type]
     if not is_list(value) or not (may_be_empty or value) or any(item not in TOKEN_ID for item in value):  # type: ignore[attr-defined]
@@ -128,7 +140,10 @@ def check_token_ids(name: str, value: object, *, may_be_empty: bool = False, mos
 
 
 def check_bad_words(value: object) -> None:
-    """Raises `InvalidArgumentError` unless `value` is a non-empty list of non-empty lists of token ids."""
+    """Raises `InvalidArgumentError` unless `value` is a list of lists of token ids.
+
+    None of the lists may be empty.
+    """
     if not is_list(value) or not value:
         raise invalid("bad_words_ids", "a non-empty list of lists of token ids", value)
     _check_num_ids("bad_words_ids", value)
@@ -143,7 +158,9 @@ def _check_num_ids(name: str, sequences: Any) -> None:
 
 
 def bias_pairs(value: object) -> list[tuple[tuple[int, ...], float]]:
-    """Returns the pairs (token ids, bias) of a `sequence_bias` in either of transformers' two forms.
+    """Returns the pairs (token ids, bias) of a `sequence_bias`.
+
+    It may have either of transformers' two forms.
 
     Raises:
         InvalidArgumentError: it is neither a non-empty ``{(ids): bias}`` nor a non-empty ``[[ids, bias]]``.
@@ -173,7 +190,10 @@ def _as_float(value: Any) -> float:
 
 
 def check_logit_bias(value: object) -> None:
-    """Raises `InvalidArgumentError` unless `value` maps token ids to biases from -100 to 100, as in OpenAI's API."""
+    """Raises `InvalidArgumentError` unless `value` maps token ids to biases.
+
+    Biases are from -100 to 100, as in OpenAI's API.
+    """
     expected = "{token id: bias from -100 to 100}"
     if not isinstance(value, Mapping):
         raise invalid("logit_bias", expected, value)
@@ -185,7 +205,10 @@ def check_logit_bias(value: object) -> None:
 
 
 def check_text(name: str, value: str, most: int = MAX_TEXT_LEN) -> None:
-    """Raises `InvalidArgumentError` for a text of more than `most` characters, or one that cannot be encoded."""
+    """Raises `InvalidArgumentError` for a text that is too long or cannot be encoded.
+
+    A text may have at most `most` characters.
+    """
     if len(value) > most:
         raise _error(name, f"at most {most} characters", f"{len(value)} of them", "shorten it")
     try:

@@ -141,7 +141,10 @@ def unknown_argument(where: str, name: str, known: Collection[str] = ()) -> Unsu
 
 
 def hint(name: str, known: Collection[str] = ()) -> str | None:
-    """Returns the remedy for the keyword `name` of a call with the keywords `known`; None if there is no hint."""
+    """Returns the remedy for the keyword `name` of a call; None if there is no hint.
+
+    The call has the keywords `known`.
+    """
     if name in ENGINE and name not in known:
         return f"use serve(engine=EngineOptions({name}=...))"
     field = SAMPLING.get(name)
@@ -171,7 +174,10 @@ T = TypeVar("T", bound=type)
 
 
 def fields_refuse_unknown(cls: T) -> T:
-    """Returns the dataclass `cls`, whose constructor raises `unknown_argument` for an unknown field."""
+    """Returns the dataclass `cls`, whose constructor refuses unknown fields.
+
+    It raises `unknown_argument` for them.
+    """
     any_class: Any = cls
     made: Any = any_class.__init__
     known = [name for name in inspect.signature(made).parameters if name != "self"]

@@ -1,6 +1,6 @@
-"""Parses untrusted JSON: bounded in size and nesting, and without values that JSON does not have.
+"""Parser for untrusted JSON, bounded in size and nesting.
 
-This module imports neither jax nor torch.
+It refuses values that JSON does not have. This module imports neither jax nor torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Objects that belong to the process that made them: XLA's and the engine's threads do not survive a fork."""
+"""Objects that belong to the process that made them.
+
+XLA's and the engine's threads do not survive a fork.
+"""
 
 from __future__ import annotations
 

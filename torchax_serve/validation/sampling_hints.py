@@ -1,4 +1,7 @@
-"""Options of vLLM, OpenAI and transformers that `SamplingParams` has under another name, or not at all."""
+"""Options of vLLM, OpenAI and transformers unknown to `SamplingParams`.
+
+`SamplingParams` has them under another name, or not at all.
+"""
 
 from __future__ import annotations
 

@@ -276,7 +276,9 @@ def quantized_linear(
     group: int,
     act_group: int,
 ) -> jax.Array:
-    """Returns ``x[rows, K]`` times a quantized matrix ``[N, K]`` transposed, in x's dtype, summed in float32.
+    """Returns ``x[rows, K]`` times the transpose of a quantized matrix ``[N, K]``.
+
+    The product is in x's dtype, summed in float32.
 
     Args:
         x: float[rows, K].

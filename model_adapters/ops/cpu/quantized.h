@@ -37,7 +37,7 @@ struct QuantizedMatrix {
   int64_t block_bytes() const { return padded_k * kBlockRows * bits / 8; }
   int64_t num_groups() const { return (k + group - 1) / group; }
   int unit() const { return group % 32 == 0 || group >= k ? 32 : 16; }  // columns that share all scales
-  int64_t num_units() const { return padded_k / unit(); }
+  int64_t num_units() const { return (k + unit() - 1) / unit(); }  // with scales: of 16 columns one may lie behind them
 };
 
 // kLanes scales or offsets of group g, from row `row` of block b on.
@@ -169,24 +169,38 @@ struct ByteSum {
   static IVec prepared(IVec weights) { return kBits == 8 ? weights ^ int32_t(0x80808080) : weights; }
   void add(IVec weights, IVec x) { acc = (IVec)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)weights, (__m512i)x); }
   Vec total(int32_t, int) const { return __builtin_convertvector(acc, Vec); }
-#elif defined(__AVX2__) && !defined(__AVX512F__)
+#elif defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__))
   // Products of unsigned and signed bytes are added in pairs to 16 bits: of int8 the size of a weight and x with its sign; of
   // int4, whose sums of a unit fit in 16 bits (15 * 127 * 2 * 8), as they are.
   IVec acc{};
   ByteSum(int32_t, int) {}
   static IVec prepared(IVec weights) { return weights; }
   void add(IVec weights, IVec x) {
-    if constexpr (kBits == 4) {
-      acc = (IVec)_mm256_add_epi16((__m256i)acc, _mm256_maddubs_epi16((__m256i)weights, (__m256i)x));
-    } else {
-      const __m256i w = (__m256i)weights, pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8((__m256i)x, w));
-      acc += (IVec)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
-    }
+    if constexpr (kBits == 4) acc = (IVec)((Shorts)acc + (Shorts)pairs(weights, x));
+    else acc += joined(pairs(size(weights), with_sign_of(weights, x)));
   }
   Vec total(int32_t sum, int zero) const {
     if constexpr (kBits == 8) return __builtin_convertvector(acc, Vec);
-    else return __builtin_convertvector((IVec)_mm256_madd_epi16((__m256i)acc, _mm256_set1_epi16(1)) - zero * sum, Vec);
+    else return __builtin_convertvector(joined(acc) - zero * sum, Vec);
   }
+
+ private:
+  typedef int16_t Shorts __attribute__((vector_size(kLanes * 4)));
+#if defined(__AVX512BW__)
+  static IVec pairs(IVec a, IVec b) { return (IVec)_mm512_maddubs_epi16((__m512i)a, (__m512i)b); }
+  static IVec joined(IVec a) { return (IVec)_mm512_madd_epi16((__m512i)a, _mm512_set1_epi16(1)); }
+  static IVec size(IVec a) { return (IVec)_mm512_abs_epi8((__m512i)a); }
+  static IVec with_sign_of(IVec a, IVec x) {
+    return (IVec)_mm512_mask_sub_epi8((__m512i)x, _mm512_movepi8_mask((__m512i)a), _mm512_setzero_si512(), (__m512i)x);
+  }
+#else
+  static IVec pairs(IVec a, IVec b) { return (IVec)_mm256_maddubs_epi16((__m256i)a, (__m256i)b); }
+  static IVec joined(IVec a) { return (IVec)_mm256_madd_epi16((__m256i)a, _mm256_set1_epi16(1)); }
+  static IVec size(IVec a) { return (IVec)_mm256_abs_epi8((__m256i)a); }
+  static IVec with_sign_of(IVec a, IVec x) { return (IVec)_mm256_sign_epi8((__m256i)x, (__m256i)a); }
+#endif
+
+ public:
 #else
   IVec acc{};
   ByteSum(int32_t, int) {}
@@ -224,7 +238,7 @@ class QuantizedProduct {
 
  private:
   static constexpr int64_t kChunkBlocks = 4;  // that a thread takes at a time
-  static constexpr int64_t kAhead = 6144;     // bytes between what is multiplied and what is fetched
+  static constexpr int64_t kAhead = 10240;     // bytes between what is multiplied and what is fetched
   static constexpr int64_t kScalesAhead = 16 * kBlockRows;  // the same in scales
 
   template <int kBits, int kUnit>

@@ -74,7 +74,10 @@ class MosaicProgram:
     queries_loaded: Any
 
     def blocks(self, row: Any, split: Any) -> tuple[Any, Any, Any, Any]:
-        """Returns a row's visible positions ``[low, high)``, and the split's blocks ``[begin, end)``."""
+        """Returns ``(low, high, begin, end)``: a row's visible positions and the split's blocks.
+
+        The positions are ``[low, high)``, the blocks ``[begin, end)``.
+        """
         sizes, length = self.sizes, self.lens[row]
         high = jnp.minimum(length, sizes.pages_per_seq * sizes.page)
         low = jnp.maximum(self.starts[row], 0)

@@ -31,7 +31,7 @@ class SplitKVItem:
 
 
 def num_at_most(ascending: jax.Array, values: jax.Array) -> jax.Array:
-    """Returns, for each of int32 ``values[n]``, how many of ``ascending[m]`` are at most it.
+    """Returns the number of ``ascending[m]`` that are at most each of int32 ``values[n]``.
 
     XLA runs the loop of a binary search step by step from the host; comparing all with all is one small kernel.
     """

@@ -235,7 +235,7 @@ class BlockBuffer:
     def _packed(
         self, slot: Any, pair: Any, first: Any, count: int, lanes: Lanes, dtype: Any, *, keys: bool
     ) -> jax.Array:
-        """Returns keys of two heads side by side, or values, second head first: ``[n, 2 * dim]``.
+        """Returns keys or values of two heads ``[n, 2 * dim]``, values with the second head first.
 
         Heads of 64 are moved between lanes for that: rotated by half of the lanes, keys and values of the second head
         are next to those of the first.

@@ -1,4 +1,4 @@
-"""Tab completion of a chat: commands after a slash, and file names after commands that take one."""
+"""Tab completion of a chat: commands after a slash, file names after commands with one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""State of an interactive chat: messages, system prompt, and the history that fits into the model."""
+"""State of an interactive chat.
+
+It consists of the messages, the system prompt, and the history that fits into the model.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,7 @@ class Conversation:
         self.images.append(image)
 
     def make_room(self, text: str) -> int:
-        """Forgets the oldest messages until the history, `text` and an answer fit; returns how many were forgotten."""
+        """Drops the oldest messages until the history, `text` and an answer fit; returns how many."""
         limit = position_limit(self.model)
         if self.raw or limit is None or self.images or has_media(self.messages):  # an image's length is its model's
             return 0

@@ -1,4 +1,7 @@
-"""Messages typed in earlier chats: a private file of the user, for the arrow keys and Ctrl-R."""
+"""Messages typed in earlier chats, for the arrow keys and Ctrl-R.
+
+They are in a private file of the user.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,19 @@ MAX_MESSAGES = 1000
 
 
 def history_file() -> Path:
-    """Returns ``torchax-serve/history`` in the user's state folder (XDG_STATE_HOME, ``~/.local/state``)."""
+    """Returns ``torchax-serve/history`` in the user's state folder.
+
+    This folder is XDG_STATE_HOME, or ``~/.local/state``.
+    """
     base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(base) / "torchax-serve" / "history"
 
 
 def private_history() -> History:
-    """Opens the history in `history_file`, readable only by its owner; in memory if there can be no file."""
+    """Returns the history in `history_file`, readable only by its owner.
+
+    It is in memory if there can be no file.
+    """
     try:
         path = history_file()
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

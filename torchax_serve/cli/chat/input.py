@@ -1,4 +1,4 @@
-'''Reads a message that may have several lines: Alt-Enter, a backslash that ends a line, or a block in """.'''
+'''Input of a message of several lines: Alt-Enter, a backslash at the end, or a block in """.'''
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Handles Ctrl-C while the main thread is inside a library that ignores signals, such as XLA compiling a program.
+"""Handling of Ctrl-C while the main thread is inside a library that ignores signals.
 
-Python raises ``KeyboardInterrupt`` when the interpreter runs again, which may be many seconds later, and wherever it
-then happens to be: in a callback of the garbage collector or a ``__del__`` the exception is reported and lost. The
-signal number is written to a pipe at once, though (``signal.set_wakeup_fd``), and a thread that reads the pipe can end
-the program.
+XLA is such a library while it compiles a program. Python raises ``KeyboardInterrupt`` when the interpreter runs again,
+which may be many seconds later, and wherever it then happens to be: in a callback of the garbage collector or a
+``__del__`` the exception is reported and lost. The signal number is written to a pipe at once, though
+(``signal.set_wakeup_fd``), and a thread that reads the pipe can end the program.
 """
 
 from __future__ import annotations

@@ -12,7 +12,10 @@ from torchax_serve.text.text_stream import TextStream
 
 
 def stats_line(stats: GenerationStats) -> str:
-    """Formats the last line of an answer: tokens, time to first token, rate, and why it ended early if it did."""
+    """Formats the last line of an answer: tokens, time to first token and rate.
+
+    It also has the reason if the answer ended early.
+    """
     parts = [f"{stats.prompt_tokens} prompt + {stats.new_tokens} new tokens"]
     if stats.ttft_s is not None:
         parts.append(f"first token {stats.ttft_s:.2f} s")

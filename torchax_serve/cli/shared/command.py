@@ -1,4 +1,7 @@
-"""Commands of the program: each is a module of `torchax_serve.cli` with a `Command`, found by its name."""
+"""Commands of the program.
+
+Each is a module of `torchax_serve.cli` with a `Command`, found by its name.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ class Command:
 
 
 def find_commands(package: str, folders: Sequence[str]) -> tuple[Command, ...]:
-    """Imports every module of a package and returns the commands that they register, by position.
+    """Imports every module of a package and returns their commands, by position.
 
     Args:
         package: Dotted name of the package.

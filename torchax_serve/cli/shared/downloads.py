@@ -71,7 +71,10 @@ class Download:
 
 
 def list_downloads(cache_dir: Path | None = None) -> list[Download]:
-    """Returns what is in the hub's cache, the last used first; nothing where there is no cache yet."""
+    """Returns the models in the hub's cache, the last used first.
+
+    There are none where there is no cache yet.
+    """
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
@@ -124,7 +127,10 @@ def find_download(hub_id: str, cache_dir: Path | None = None) -> Download:
 
 
 def find_revision(download: Download, wanted: str) -> Revision:
-    """Returns the revision that a branch, a tag or the beginning of a commit names; raises ModelNotFoundError."""
+    """Returns the revision that a branch, a tag or the beginning of a commit names.
+
+    Raises ModelNotFoundError if there is none.
+    """
     for revision in download.revisions:
         if wanted in revision.names or (len(wanted) >= 7 and revision.commit.startswith(wanted)):
             return revision

@@ -1,7 +1,8 @@
-"""End of every command: one line on stderr for an error, the exit status, silence if the reader has gone.
+"""End of every command: one line on stderr for an error, and the exit status.
 
-Exit statuses: 0 done; 1 a check found a difference; 2 an error that the line explains, or wrong usage; 70 an error in
-this program (``EX_SOFTWARE`` of sysexits.h); 130 interrupted (128 + SIGINT); 141 stdout was closed (128 + SIGPIPE).
+Nothing is printed if the reader has gone. Exit statuses: 0 done; 1 a check found a difference; 2 an error that the
+line explains, or wrong usage; 70 an error in this program (``EX_SOFTWARE`` of sysexits.h); 130 interrupted (128 +
+SIGINT); 141 stdout was closed (128 + SIGPIPE).
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ _QUIET_ENVIRONMENT = {
 
 
 def quiet_libraries() -> None:
-    """Keeps warnings and log lines of torch, jax and transformers off the terminal; call before they are imported."""
+    """Turns off warnings and log lines of torch, jax and transformers on the terminal.
+
+    Call it before they are imported.
+    """
     import logging
 
     for name, value in _QUIET_ENVIRONMENT.items():
@@ -78,7 +82,7 @@ def drop_output(stream: Any) -> None:
 
 
 def run_and_report(function: Callable[[], int | None], *, debug: bool, flags: Mapping[str, str] | None = None) -> int:
-    """Calls `function` and returns the exit status of the program, having printed the error if there was one.
+    """Calls `function`, prints its error if there is one, and returns the exit status.
 
     Errors about Python arguments name the `flags` (by argument) instead.
     """
@@ -121,7 +125,7 @@ def run_and_report(function: Callable[[], int | None], *, debug: bool, flags: Ma
 
 
 def with_exit_status(command: Callable[..., int | None]) -> Callable[..., None]:
-    """Wraps `command` with a ``--debug`` option, quiet libraries, and errors as one line and an exit status."""
+    """Returns `command` with ``--debug``, quiet libraries, one-line errors and exit statuses."""
 
     @functools.wraps(command)
     def call(*args: Any, debug: bool = False, **kwargs: Any) -> None:

@@ -112,7 +112,7 @@ def in_flags(message: str, flags: Mapping[str, str]) -> str:
 
 
 def flags_of(parameters: Iterable[inspect.Parameter]) -> dict[str, str]:
-    """Returns the first long flag of each option among a command's `parameters`, by the parameter's name."""
+    """Returns the first long flag of each option in `parameters`, by the parameter's name."""
     found = {}
     for parameter in parameters:
         for option in getattr(parameter.annotation, "__metadata__", ()):

@@ -30,7 +30,10 @@ def run_as_follower(name: str | None, options: DeviceOptions) -> bool:
 
 
 def _keep_stdout_for_answers() -> None:
-    """Redirects output of libraries to stderr: Gloo, which connects CPU devices of several hosts, writes to stdout."""
+    """Redirects output of libraries to stderr.
+
+    Gloo, which connects CPU devices of several hosts, writes to stdout.
+    """
     sys.stdout.flush()
     answers = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
@@ -38,7 +41,9 @@ def _keep_stdout_for_answers() -> None:
 
 
 def end_if_explained(name: str | None, options: LoadOptions) -> None:
-    """With ``--explain``, prints what ``--quantization`` does to each weight of model `name`, and ends the command.
+    """Prints the effect of ``--quantization`` and ends the command if ``--explain`` is set.
+
+    The effect is shown for each weight of model `name`.
 
     Raises:
         InvalidArgumentError: ``--explain`` without ``--quantization``.

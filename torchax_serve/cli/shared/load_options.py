@@ -44,7 +44,10 @@ def complete_quantization() -> list[str]:
 
 @dataclass(frozen=True)
 class ConfigOptions:
-    """Source of a model's configuration and code; each field is an option of the commands (`option_groups`)."""
+    """Source of a model's configuration and code.
+
+    Each field is an option of the commands (`option_groups`).
+    """
 
     revision: Annotated[str | None, _option("--revision", help="Branch, tag or commit of a hub model.")] = None
     dtype: Annotated[
@@ -246,7 +249,10 @@ class DeviceOptions(LoadOptions):
 
 
 def check_choice(flag: str, value: str, choices: Sequence[str]) -> None:
-    """Raises `InvalidArgumentError` unless `value` is one of `choices`; suggests the nearest one."""
+    """Raises `InvalidArgumentError` unless `value` is one of `choices`.
+
+    The error suggests the nearest one.
+    """
     if value in choices:
         return
     meant = _SHORT.get(value.lower().removeprefix("torch."), "")
@@ -258,10 +264,10 @@ def check_choice(flag: str, value: str, choices: Sequence[str]) -> None:
 
 
 def option_groups(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Gives a command one option for each field of each parameter that is a dataclass, in that parameter's place.
+    """Returns `command` with one option for each field of each parameter that is a dataclass.
 
-    The command line is read from a function's signature, so this is a function with another signature: it takes the
-    options one by one and hands them on as one object for each group.
+    The options take that parameter's place. The command line is read from a function's signature, so this is a
+    function with another signature: it takes the options one by one and hands them on as one object for each group.
     """
     signature = inspect.signature(command, eval_str=True)
     groups = {each.name: each.annotation for each in signature.parameters.values() if _is_group(each)}

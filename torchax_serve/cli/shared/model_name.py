@@ -11,7 +11,9 @@ from model_adapters.loading.short_names import SHORT_NAMES
 
 
 def check_model(name: str | None, revision: str | None = None, *, with_weights: bool = True) -> None:
-    """Raises unless `name` (None: the embedded model) has the form of a model and, on this machine, is one.
+    """Raises an error unless `name` is a model on this machine or has the form of a hub id.
+
+    None is the embedded model.
 
     Args:
         name: Name on the command line.
@@ -30,7 +32,10 @@ def check_model(name: str | None, revision: str | None = None, *, with_weights: 
 
 
 def check_one_model(name: str | None, random_weights: Path | None, revision: str | None = None) -> None:
-    """Checks the model of a command that can make its weights up: MODEL or ``--random-weights``, never both."""
+    """Checks the model of a command that takes MODEL or ``--random-weights``, never both.
+
+    With ``--random-weights`` the command makes the weights up.
+    """
     if random_weights is None:
         check_model(name, revision)
         return
@@ -44,13 +49,19 @@ def check_one_model(name: str | None, random_weights: Path | None, revision: str
 
 
 def complete_model(incomplete: str) -> list[str]:
-    """Returns the shell's completions for MODEL: short names and downloaded models; paths are left to the shell."""
+    """Returns the shell's completions for MODEL: short names and downloaded models.
+
+    Paths are left to the shell.
+    """
     start = incomplete.lower()
     return [name for name in [*SHORT_NAMES, *downloaded()] if name.lower().startswith(start)]
 
 
 def complete_downloaded(incomplete: str) -> list[str]:
-    """Returns the shell's completions for a downloaded model: hub ids, and short names if there are any."""
+    """Returns the shell's completions for a downloaded model.
+
+    These are hub ids, and short names if there are any.
+    """
     here = downloaded()
     short = [name for name, entry in SHORT_NAMES.items() if entry.hub_id in here]
     return [name for name in [*short, *here] if name.lower().startswith(incomplete.lower())]

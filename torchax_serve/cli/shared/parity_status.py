@@ -8,7 +8,10 @@ from typing import Any
 
 
 def shipped_tasks() -> dict[str, dict[str, Any]]:
-    """Returns for each task its title, versions of libraries, counts of types, and the result of each type."""
+    """Returns the title, versions, counts of types and results of each task.
+
+    Versions are those of libraries; there is a result for each type.
+    """
     from torchax_serve.parity.models_page import all_shipped, summary
     from torchax_serve.parity.tasks import TASKS
 
@@ -32,7 +35,10 @@ def types_by_task() -> dict[str, tuple[str, ...]]:
 
 
 def of_type(model_type: str) -> dict[str, dict[str, Any]]:
-    """Returns the results of `model_type` by task, with the cause where it did not pass, or that it is new."""
+    """Returns the results of `model_type` by task.
+
+    Each has the cause where the type did not pass, or says that the type is new.
+    """
     from torchax_serve.parity.known_failures import CAUSES
     from torchax_serve.parity.result import PASSED
 
@@ -48,7 +54,7 @@ def of_type(model_type: str) -> dict[str, dict[str, Any]]:
 
 
 def quirk_of_type(model_type: str) -> dict[str, str]:
-    """Returns what is done differently for `model_type`: file, reason and fields of its quirk; empty if it has none."""
+    """Returns file, reason and fields of the quirk of `model_type`; empty if it has none."""
     from model_adapters import quirks
 
     if (file := quirks.file_of_type(model_type)) is None or not (fields := quirks.of_type(model_type).summary()):

@@ -22,7 +22,10 @@ _option = functools.partial(
 
 @dataclass(frozen=True)
 class DecodingOptions:
-    """Options of sampling and stopping; each field is an option of the command (`option_groups`)."""
+    """Options of sampling and stopping.
+
+    Each field is an option of the command (`option_groups`).
+    """
 
     max_new_tokens: Annotated[
         int | None,

@@ -1,6 +1,7 @@
-"""Start and end of the process: Ctrl-C while modules are imported, and closed standard streams.
+"""Start and end of the process: Ctrl-C during imports, and closed standard streams.
 
-Imported before all others by `torchax_serve.cli.main`, which calls `imports_done` behind its own imports.
+This module is imported before all others by `torchax_serve.cli.main`, which calls `imports_done` behind its own
+imports.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ def _is_default() -> bool:
 
 
 def open_closed_streams() -> None:
-    """Opens the null device for closed standard streams, so that no file opened later takes their descriptors.
+    """Opens the null device for closed standard streams.
 
-    A closed stdin is an empty one. Output to a closed stdout would be lost without a message, so the program
-    ends with an error.
+    No file opened later can take their descriptors then. A closed stdin is an empty one. Output to a closed stdout
+    would be lost without a message, so the program ends with an error.
     """
     is_stdout_closed = sys.stdout is None
     for descriptor in (0, 1, 2):

@@ -12,7 +12,10 @@ if TYPE_CHECKING:
 
 
 def console(width: int = 160) -> Console:
-    """Returns a console for stdout; files and pipes get `width` columns, where rich would fold at 80."""
+    """Returns a console for stdout.
+
+    Files and pipes get `width` columns, where rich would fold at 80.
+    """
     from rich.console import Console
 
     return Console(width=None if is_terminal(sys.stdout) else width, highlight=False)

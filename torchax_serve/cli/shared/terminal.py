@@ -1,4 +1,4 @@
-"""Terminal output: dim notes on stderr, hidden keys, and model text without control characters."""
+"""Terminal output: dim notes on stderr, hidden keys, answers without control characters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ _CONTROL_CHARACTERS = dict.fromkeys(_CONTROL_CODES, "\N{REPLACEMENT CHARACTER}")
 
 
 def is_terminal(stream: Any) -> bool:
-    """Returns whether `stream` is a terminal; None is a stream that was closed before the program began."""
+    """Returns whether `stream` is a terminal.
+
+    None is a stream that was closed before the program began.
+    """
     try:
         return stream is not None and bool(stream.isatty())
     except ValueError:  # closed
@@ -22,7 +25,10 @@ def is_terminal(stream: Any) -> bool:
 
 
 def may_style(stream: Any) -> bool:
-    """Returns whether `stream` shows styles: a terminal, not a dumb one, without NO_COLOR (https://no-color.org)."""
+    """Returns whether `stream` shows styles.
+
+    It is a terminal, not a dumb one, without NO_COLOR (https://no-color.org).
+    """
     return is_terminal(stream) and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
@@ -33,7 +39,7 @@ def print_note(text: str) -> None:
 
 @contextlib.contextmanager
 def passing_note(text: str) -> Iterator[Callable[[], None]]:
-    """Shows `text` on the cursor's line of a terminal until the function that it yields is called."""
+    """Shows `text` on the cursor's line of a terminal until the yielded function is called."""
     shown = may_style(sys.stderr)
     if shown:
         print(f"\x1b[2m{_on_one_line(text)}\x1b[0m", end="", file=sys.stderr, flush=True)
@@ -111,7 +117,10 @@ def _hide_keys(descriptor: int) -> bool:
 
 
 def show_keys() -> None:
-    """Restores the terminal to its state before `hidden_keys`; also called before an immediate exit."""
+    """Restores the terminal to its state before `hidden_keys`.
+
+    It is also called before an immediate exit.
+    """
     while _SHOWN_AGAIN:
         import termios
 
@@ -122,7 +131,10 @@ def show_keys() -> None:
 
 
 def _in_foreground(descriptor: int) -> bool:
-    """Returns whether this process is in the foreground: in the background, changing the terminal raises SIGTTOU."""
+    """Returns whether this process is in the foreground.
+
+    In the background, changing the terminal raises SIGTTOU.
+    """
     try:
         return os.tcgetpgrp(descriptor) == os.getpgrp()
     except OSError:

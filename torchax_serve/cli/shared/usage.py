@@ -143,13 +143,19 @@ def _flags_of(params: Iterable[Any]) -> list[str]:
 
 
 def _shown(param: Any) -> str:
-    """Returns a parameter's name on the command line: its first long flag, or the name of the argument."""
+    """Returns a parameter's name on the command line.
+
+    It is its first long flag, or the name of the argument.
+    """
     flags = [flag for flag in param.opts if flag.startswith("-")]
     return next((flag for flag in flags if flag.startswith("--")), flags[0] if flags else str(param.name).upper())
 
 
 def _expected(error: Any) -> str:
-    """Formats the error of a bad value as expected and got; releases of typer differ in their words."""
+    """Formats the error of a bad value as expected and got.
+
+    Releases of typer differ in their words.
+    """
     message = str(error.message).rstrip(".")
     low = re.search(r"(?:greater than or equal to |>=\s*)(-?[\d.]+)", message)
     high = re.search(r"(?:less than or equal to |<=\s*)(-?[\d.]+)", message)

@@ -1,4 +1,4 @@
-"""Accepts connections for the leader, many at a time, and admits hosts that prove the secret.
+"""Acceptor of the leader's connections, many at a time; hosts must prove the secret.
 
 Each caller has a thread and `GREETING_S` seconds for the handshake. A caller that sends nothing, or something else, is
 dropped and delays no other. There are never more than `MAX_CALLERS` unauthenticated callers: the one that has waited
@@ -56,7 +56,10 @@ class Acceptor:
         self.close()
 
     def next_host(self, wait_s: float) -> tuple[Connection, dict[str, Any]] | None:
-        """Returns the next host's connection and first message; None if none comes within `wait_s` seconds."""
+        """Returns the next host's connection and first message.
+
+        None if no host comes within `wait_s` seconds.
+        """
         try:
             return self._hosts.get(timeout=max(0.0, wait_s))
         except queue.Empty:

@@ -31,7 +31,9 @@ NOT_OURS = "what came is not of this program"
 
 
 class Connection:
-    """One end of a connection. Any thread may send; one receives, and accepts commands only with `accepts_commands`.
+    """End of a connection. Any thread may send; one receives.
+
+    The receiver accepts commands only with `accepts_commands`.
 
     Args:
         sock: Connected socket.

@@ -1,4 +1,4 @@
-"""Follower: holds the model's shards of its own devices, and runs the programs of the leader."""
+"""Follower: runs the programs of the leader on the model's shards of its own devices."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torchax_serve.runtime.model_runtime import ModelRuntime
 
 
 class Follower:
-    """Runs the commands of the leader.
+    """Receiver of the leader's commands, which runs them.
 
     Args:
         runtime: Runtime of the model on the mesh of all hosts.
@@ -95,9 +95,9 @@ class Follower:
 
 
 def functions_of(runtime: ModelRuntime, sharding: ModelSharding) -> list[Any]:
-    """Returns owners of the functions, other than the runtime's, that a leader may name; they must stay alive.
+    """Returns owners of the functions, other than the runtime's, that a leader may name.
 
-    Their pages are arguments, so this cache has no pages.
+    They must stay alive. Their pages are arguments, so this cache has no pages.
     """
     programs = runtime.steps.executables
     cache = PagedCache(CacheAllocation((), (), page_size=1, max_len=1))

@@ -1,11 +1,11 @@
-"""Handshake: two hosts prove to each other that they have the same secret, before either reads a message.
+"""Handshake: two hosts prove that they have the same secret, before either reads a message.
 
 Both send a number that was never used before (a nonce). Each then proves the secret by an HMAC-SHA256 over both numbers
-and its own role, the follower first: a leader that anybody can call hands out nothing that a guess could be checked
-against. What is recorded of one handshake is of no use in another, since the other side's number differs; a proof sent
-back to its maker is refused, since the role differs. Keys for the frames of both directions come from the same numbers.
+and its own role, the follower first: a leader that any process can call reveals nothing that a guess could be checked
+against. A recorded handshake is useless for another one, since the other side's number differs; a proof sent back to
+its maker is refused, since the role differs. Keys for the frames of both directions come from the same numbers.
 
-Without a secret the steps are the same under an empty key: that finds strangers who speak something else, and proves
+Without a secret the steps are the same under an empty key: that detects strangers with another protocol, and proves
 nothing.
 """
 
@@ -79,7 +79,10 @@ def greet_leader(sock: socket.socket, secret: bytes | None, deadline: float) -> 
 
 
 def greet_follower(sock: socket.socket, secret: bytes | None, deadline: float) -> Session:
-    """Verifies a follower's proof, then proves the secret; the leader's part. Arguments as for `greet_leader`."""
+    """Verifies a follower's proof, then proves the secret to it.
+
+    This is the leader's part. Arguments as for `greet_leader`.
+    """
     theirs = _read_greeting(sock, deadline)
     mine = _greeting(secret)
     _send(sock, mine)

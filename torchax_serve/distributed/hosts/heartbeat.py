@@ -26,7 +26,10 @@ GRACE_S = (MAX_SILENT_BEATS + 4) * BEAT_S
 
 
 def end_process(message: str) -> None:
-    """Prints `message` on stderr in one line and ends the process, whatever its other threads wait for."""
+    """Prints `message` on stderr in one line and ends the process.
+
+    The process ends whatever its other threads wait for.
+    """
     try:
         print(f"error: {message}", file=sys.stderr, flush=True)
     finally:
@@ -34,7 +37,7 @@ def end_process(message: str) -> None:
 
 
 class Heartbeat:
-    """Keeps a connection alive and listens on it.
+    """Heartbeat of a connection: keeps it alive and listens on it.
 
     Args:
         wire: Connection to the other host.

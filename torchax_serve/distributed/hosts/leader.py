@@ -45,7 +45,10 @@ def compile_for_hosts(
 
 
 def launch_in_order(mesh: Mesh, program: Any, *args: Any) -> Any:
-    """Launches a program; on CPU devices one program ends before the next begins (`mesh_programs`)."""
+    """Launches a program; on CPU devices each program ends before the next begins.
+
+    See `mesh_programs`.
+    """
     if mesh.devices.flat[0].platform != "cpu":
         return program(*args)
     with CPU_COLLECTIVE_LOCK:
@@ -61,7 +64,7 @@ class _RemoteArray:
 
 
 class Leader:
-    """Sends the leader's programs to the followers.
+    """Leader's side of the channel: sends programs to the followers.
 
     Args:
         mesh: Mesh of all hosts' devices.
@@ -109,7 +112,10 @@ class Leader:
             return MultiHostExecutable(self, number, program)
 
     def run(self, number: int, program: Any, weights: Weights, args: tuple[Any, ...]) -> Any:
-        """Runs a compiled program on all hosts; replicated results are returned on the leader's first device."""
+        """Runs a compiled program on all hosts.
+
+        Replicated results are returned on the leader's first device.
+        """
         with self._order, self._prefer_host_errors():
             leaves, tree = jax.tree.flatten(args)
             sent = [self._encode(leaf) for leaf in leaves]

@@ -1,8 +1,8 @@
-"""Encodes messages between hosts as JSON and raw arrays; decoding returns data, whatever was sent.
+"""Codec of messages between hosts, as JSON and raw arrays.
 
-Pickle would run what a peer names. Here a peer can name dataclasses and enumerations only of this project, which are
-made from their fields, and caches and outputs that this process itself has registered as pytrees, which are made from
-their attributes.
+Decoding returns data, whatever was sent. Pickle would run what a peer names. Here a peer can name dataclasses and
+enumerations only of this project, which are made from their fields, and caches and outputs that this process itself has
+registered as pytrees, which are made from their attributes.
 """
 
 from __future__ import annotations
@@ -63,7 +63,10 @@ def decode(content: bytes) -> Any:
 
 
 def _serialized(value: Any, arrays: list[bytes]) -> Any:
-    """Returns `value` for JSON: itself if JSON has its type, else a list that begins with its kind."""
+    """Returns `value` for JSON: unchanged if JSON has its type, else a list.
+
+    The list begins with the value's kind.
+    """
     if value is None or type(value) in (bool, int, float, str):
         return value
     kind: Any = type(value)
@@ -113,7 +116,10 @@ class _Fields(NamedTuple):
 
 @functools.cache
 def _fields_of(kind: type) -> _Fields | None:
-    """Returns the fields of `kind`; None if it is no dataclass, and for pytree nodes of transformers."""
+    """Returns the fields of a dataclass `kind`.
+
+    None for other types, and for pytree nodes of transformers.
+    """
     if not dataclasses.is_dataclass(kind) or pytree_registry.is_registered(kind):
         return None
     return _Fields(kind, _name_of(kind), tuple(field.name for field in dataclasses.fields(kind) if field.init))

@@ -22,7 +22,10 @@ def spread(value: np.ndarray, mesh: Mesh) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class ArrayRef:
-    """Reference to an array that every host has: the result of an earlier program, by its number."""
+    """Reference by number to an array that every host has.
+
+    The array is the result of an earlier program.
+    """
 
     number: int
 
@@ -54,7 +57,10 @@ class Compile:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Command to run a program. Its results are numbered from `first` on, in the order of their tree."""
+    """Command to run a program.
+
+    Its results are numbered from `first` on, in the order of their tree.
+    """
 
     program: int
     leaves: tuple[Any, ...]  # of the arguments: `ArrayRef` or numpy arrays

@@ -1,4 +1,7 @@
-"""Rendezvous of the hosts of a model at one address; checks that they are alike before they share anything."""
+"""Rendezvous of a model's hosts at one address.
+
+It checks that they are alike before they share anything.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +75,10 @@ def rendezvous(hosts: Hosts, asked: Mapping[str, str]) -> list[Heartbeat]:
 
 
 def installed() -> dict[str, str]:
-    """Returns the versions that must be the same on all hosts, so that they compile the same programs."""
+    """Returns the versions that must be the same on all hosts.
+
+    With the same versions they compile the same programs.
+    """
     libraries = {name: version(name) for name in LIBRARIES}
     return {"source code": source_digest()[:16], "python": ".".join(map(str, sys.version_info[:2])), **libraries}
 

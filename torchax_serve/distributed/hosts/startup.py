@@ -1,4 +1,7 @@
-"""Startup of leader and followers before the first request: meet, load, and compare the loaded models."""
+"""Startup of leader and followers before the first request.
+
+They meet, load their models, and compare them.
+"""
 
 from __future__ import annotations
 
@@ -107,7 +110,9 @@ def _digest(text: str) -> str:
 
 
 def check_same_model(followers: Sequence[Heartbeat], facts: Mapping[str, str]) -> None:
-    """Waits until all followers have loaded the model, and compares their facts with the leader's.
+    """Waits until all followers have loaded the model, and compares facts of all hosts.
+
+    The leader's are `facts`.
 
     Raises:
         HostsError: A fact differs.

@@ -1,1 +1,1 @@
-"""Replicas of one model on Ray Serve (extra ``ray``): ingress, prefix-aware router, replicas."""
+"""Replicas of a model on Ray Serve (extra ``ray``): ingress, prefix-aware router, replicas."""

@@ -1,7 +1,7 @@
-"""Ray Serve application: replicas of a model, and an ingress that retries requests of lost replicas.
+"""Ray Serve application: replicas of a model, and an ingress.
 
-``serve run torchax_serve.distributed.ray.application:application model=qwen3-0.6b max_replicas=4`` runs it on a Ray
-cluster, as does ``torchax-serve deploy``.
+The ingress retries requests of lost replicas. ``serve run torchax_serve.distributed.ray.application:application
+model=qwen3-0.6b max_replicas=4`` runs the application on a Ray cluster, as does ``torchax-serve deploy``.
 """
 
 from __future__ import annotations
@@ -66,14 +66,20 @@ class Replica:
         return os.getpid()
 
     def check_health(self) -> None:
-        """Raises if the engine has ended, as after the loss of its cache or a thread; Ray then replaces the replica."""
+        """Raises if the engine has ended, as after the loss of its cache or a thread.
+
+        Ray then replaces the replica.
+        """
         why = self._model.engine.close_reason
         if why is not None:
             raise RuntimeError(f"the engine is closed: {why}")
 
 
 class Ingress:
-    """Accepts requests by HTTP or handle; if a replica is lost before its first piece, tries another one."""
+    """Ingress for requests by HTTP or handle.
+
+    If a replica is lost before its first piece of output, the request is sent to another one.
+    """
 
     def __init__(self, replicas: DeploymentHandle, options: DeployOptions) -> None:
         self._replicas, self._options = replicas.options(stream=True), options
@@ -94,7 +100,10 @@ class Ingress:
                 logger.warning("a replica was lost before its first word; the request goes to another")
 
     async def __call__(self, request: Request) -> Response:
-        """Answers a POST of ``{"prompt": ...}`` or ``{"messages": ...}`` with sampling options; streams text."""
+        """Answers a POST of ``{"prompt": ...}`` or ``{"messages": ...}``; streams text.
+
+        Sampling options may be added to the object.
+        """
         try:
             check_head(request.scope, self._options.max_body_bytes)
             body = await read_body(request.stream(), self._options.max_body_bytes)
@@ -123,7 +132,9 @@ async def _joined(first: str, pieces: AsyncIterator[str]) -> AsyncIterator[str]:
 
 
 def application_of(options: DeployOptions) -> ray_serve.Application:
-    """Builds the application for ``ray.serve.run``. Running it again replaces replicas one after the other.
+    """Builds the application for ``ray.serve.run``.
+
+    Running it again replaces replicas one after the other.
 
     Raises:
         UnsupportedArgumentError: No node of the cluster has the resources of a replica.
@@ -151,5 +162,8 @@ def application_of(options: DeployOptions) -> ray_serve.Application:
 
 
 def application(arguments: dict[str, str]) -> ray_serve.Application:
-    """Builds the application from ``name=value`` arguments of Ray's command line: the fields of `DeployOptions`."""
+    """Builds the application from ``name=value`` arguments of Ray's command line.
+
+    The names are the fields of `DeployOptions`.
+    """
     return application_of(DeployOptions.of_text(arguments))

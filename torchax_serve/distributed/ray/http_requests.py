@@ -199,7 +199,10 @@ def _too_large(max_body_bytes: int) -> BadHttpRequest:
 
 
 def _as_option(name: str, value: Any) -> Any:
-    """Converts a field of JSON for `SamplingParams`: token ids as keys of objects are text in JSON."""
+    """Converts a field of JSON for `SamplingParams`.
+
+    Token ids as keys of objects are text in JSON.
+    """
     if name == "do_sample" and not (value is None or isinstance(value, bool)):
         raise InvalidArgumentError(f"do_sample: expected true or false, got {_json_kind(value)}")
     if name == "logit_bias" and isinstance(value, dict):

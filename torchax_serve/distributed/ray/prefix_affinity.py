@@ -15,16 +15,17 @@ MOST_KNOWN = 1 << 16
 
 
 def prefix_key(request: Mapping[str, Any]) -> str:
-    """Returns the text by which requests share prefixes: equal messages give equal beginnings."""
+    """Returns the text by which requests share prefixes: equal messages have equal beginnings."""
     prompt = request.get("prompt")
     return prompt if isinstance(prompt, str) else json.dumps(request.get("messages"), ensure_ascii=False)
 
 
 class PrefixAffinity:
-    """Maps prefixes to replicas, by chains of digests of text blocks; the least recently used are dropped.
+    """Map from prefixes to replicas, by chains of digests of text blocks.
 
-    This estimates the content of the engines' prefix caches without asking them. It follows the
-    affinity of SGLang's router and of Ray's prefix router, with a chain of digests instead of a tree.
+    The least recently used prefixes are dropped. This estimates the content of the engines' prefix caches without
+    asking them. It follows the affinity of SGLang's router and of Ray's prefix router, with a chain of digests instead
+    of a tree.
     """
 
     def __init__(self, most_known: int = MOST_KNOWN) -> None:
@@ -43,7 +44,10 @@ class PrefixAffinity:
             self._owners.popitem(last=False)
 
     def replica_for(self, text: str, replicas: Iterable[str]) -> str | None:
-        """Returns the replica that was last sent the longest prefix of `text`; None if none was sent any."""
+        """Returns the replica that was last sent the longest prefix of `text`.
+
+        None if no replica was sent any.
+        """
         there, found = set(replicas), None
         for key in _chain(text):
             owner = self._owners.get(key)

@@ -12,7 +12,10 @@ MOST_AHEAD = 4
 
 
 class PrefixRouter(RequestRouter):
-    """Routes a request to the replica that had its prefix, unless that is much busier than another."""
+    """Router that sends a request to the replica that has seen its prefix.
+
+    A replica that is much busier than another is not chosen.
+    """
 
     def initialize_state(self, most_ahead: int = MOST_AHEAD) -> None:
         """Initializes the router; called by Ray with the deployment's ``request_router_kwargs``."""

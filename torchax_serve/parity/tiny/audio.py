@@ -1,4 +1,7 @@
-"""Builds tiny audio models and their inputs: audio for an encoder, or among the tokens of a prompt."""
+"""Tiny audio models and their inputs.
+
+Audio is the input of an encoder, or comes among the tokens of a prompt.
+"""
 
 from __future__ import annotations
 
@@ -133,7 +136,10 @@ MASKS = ("input_features_mask", "feature_attention_mask", "padding_mask")
 def audio_model(
     model_type: str, model_class: type[PreTrainedModel], seed: int, *, encoder_type: str = "bert"
 ) -> PreTrainedModel:
-    """Builds a tiny random model; `encoder_type` for types that combine any encoder with any decoder."""
+    """Builds a tiny random model.
+
+    `encoder_type` is for types that combine any encoder with any decoder.
+    """
     model = random_model(model_class, _config(model_type, encoder_type), seed)
     if hasattr(model, "codec_model"):
         _fill_codebooks(model.codec_model, seed)
@@ -144,7 +150,10 @@ def audio_model(
 
 @torch.no_grad()
 def _fill_codebooks(codec: Any, seed: int) -> None:
-    """Fills codebooks, which are zero at first, with codes as large as the latents: else rounding chooses them."""
+    """Fills codebooks with codes as large as the latents.
+
+    They are zero at first, and then rounding would choose the codes.
+    """
     size = codec.encoder(_random((1, 1, NUM_NEW * codec.config.frame_size), 0)).latents.std()
     for index, (name, buffer) in enumerate(codec.named_buffers()):
         if name.endswith("codebook.embed_sum"):
@@ -158,9 +167,10 @@ def _config(model_type: str, encoder_type: str) -> PreTrainedConfig:
 
 
 def audio_inputs(model_type: str, model: PreTrainedModel) -> dict[str, Inputs]:
-    """Returns arguments of ``generate`` for two random audio inputs: "first", "second", and "padded" with both.
+    """Returns arguments of ``generate`` for two random audio inputs.
 
-    For types that read audio while they generate, "forward" has the arguments of a forward.
+    Keys: "first", "second", and "padded" with both. For types that read audio while they generate, "forward" has the
+    arguments of a forward.
 
     Raises:
         UnsupportedModelError: The harness has no inputs for this type.
@@ -178,7 +188,7 @@ def audio_inputs(model_type: str, model: PreTrainedModel) -> dict[str, Inputs]:
 
 
 def is_audio_type(model_type: str) -> bool:
-    """Whether the decoder of `model_type` reads audio, in its prompt or while it generates."""
+    """Returns whether the decoder reads audio, in its prompt or while it generates."""
     return model_type in IN_PROMPT or model_type in STREAMED
 
 
@@ -245,7 +255,10 @@ def _voxtral_realtime(model: Any) -> dict[str, Inputs]:
 
 
 def _kyutai_speech_to_text(model: Any) -> dict[str, Inputs]:
-    """Returns inputs with one codec frame for each new token; a forward reads tokens and codes as one array."""
+    """Returns inputs with one codec frame for each new token.
+
+    A forward reads tokens and codes as one array.
+    """
     num_samples = (NUM_NEW + 2) * model.config.frame_size
     pair = [_random((1, 1, num_samples), which) for which in (0, 1)]
     generator = torch.Generator().manual_seed(10)

@@ -134,7 +134,10 @@ def is_of_two(model_type: str) -> bool:
 
 
 def config_of_two(model_type: str, encoder: PreTrainedConfig) -> PreTrainedConfig:
-    """Builds a configuration of `model_type`, which `is_of_two`, from `encoder` and a tiny decoder."""
+    """Builds a configuration of `model_type` from `encoder` and a tiny decoder.
+
+    `is_of_two` is true of `model_type`.
+    """
     decoder = tiny_config(DECODER_OF_TWO)
     decoder.add_cross_attention = True
     config_class: Any = CONFIG_MAPPING[model_type]
@@ -158,7 +161,10 @@ def _tiny_kwargs(
     markers = iter(range(FIRST_MARKER, 0, -1))
 
     def is_declared(name: str) -> bool:
-        """Returns whether the class declares the number; otherwise the configuration derives it from others."""
+        """Returns whether the class declares the number.
+
+        Otherwise the configuration derives it from others.
+        """
         return _is_number(getattr(config_class, name, None)) or name in start
 
     for name, value in values.items():
@@ -209,7 +215,10 @@ def _small_entry(name: str, value: Any, patterns: _Compiled) -> Any:
 
 
 def _select_layers(values: Mapping[str, Any], overrides: Mapping[str, Any], patterns: _Compiled) -> dict[str, Any]:
-    """Cuts the number of layers and every per-layer list to the first layers that differ in those lists."""
+    """Returns `values` cut to the first layers that differ in the per-layer lists.
+
+    The number of layers and every per-layer list are cut.
+    """
     counts = [name for name in LAYER_COUNTS if isinstance(values.get(name), int)]
     if not counts:
         return {}

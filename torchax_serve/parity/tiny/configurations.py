@@ -1,4 +1,7 @@
-"""Tiny configurations by name: each differs from the default of its type in one thing that checkpoints vary."""
+"""Tiny configurations by name.
+
+Each differs from the default of its type in one thing that checkpoints vary.
+"""
 
 from __future__ import annotations
 
@@ -113,7 +116,10 @@ def _set(config: PreTrainedConfig, **values: Any) -> PreTrainedConfig:
 
 
 def _rope_cases() -> dict[str, ConfigurationCase]:
-    """Returns a case for each kind of rotary embedding of the first family, and for some kinds of the others."""
+    """Returns a case for each kind of rotary embedding.
+
+    The first family has every kind, the others have some.
+    """
     if importlib.util.find_spec(_ROPE_TABLE) is None:
         return {}
     table: Any = importlib.import_module(_ROPE_TABLE)

@@ -1,6 +1,7 @@
-"""Builds tiny models of images and text and their inputs: pixels, grids, and a placeholder token for every feature.
+"""Tiny models of images and text and their inputs.
 
-`image_overrides` has the values that no rule finds.
+The inputs have pixels, grids, and a placeholder token for every feature. `image_overrides` has the values that no rule
+finds.
 """
 
 from __future__ import annotations
@@ -56,14 +57,20 @@ def image_text_class(model_type: str) -> type[PreTrainedModel]:
 
 
 def image_config(model_type: str) -> PreTrainedConfig:
-    """Builds a configuration for a tiny model of `model_type`, with images of `IMAGE_SIZE` pixels a side."""
+    """Builds a configuration for a tiny model of `model_type`.
+
+    Its images have `IMAGE_SIZE` pixels a side.
+    """
     if is_of_two(model_type):
         return config_of_two(model_type, tiny_config(ENCODER_OF_TWO, patterns=PATTERNS, as_decoder=False))
     return tiny_config(model_type, patterns=PATTERNS, rule=_split_rotary, overrides=CONFIGS.get(model_type, {}))
 
 
 def _split_rotary(values: dict[str, Any]) -> dict[str, Any]:
-    """Splits rotated dimensions among position axes, and sets placeholders that no prompt contains by chance."""
+    """Splits rotated dimensions among position axes, and sets placeholders.
+
+    No prompt contains a placeholder by chance.
+    """
     rope = values.get("rope_parameters")
     small = {name: FIRST_MARKER for name in TOKEN_FIELDS if (values.get(name) or FIRST_MARKER) < PROMPT_IDS_END}
     if not isinstance(rope, dict) or "mrope_section" not in rope:
@@ -72,12 +79,18 @@ def _split_rotary(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def image_model(model_type: str, seed: int = 0) -> PreTrainedModel:
-    """Builds a tiny random model of `model_type`; see `torchax_serve.parity.tiny.models.random_model`."""
+    """Builds a tiny random model of `model_type`.
+
+    See `torchax_serve.parity.tiny.models.random_model`.
+    """
     return random_model(image_text_class(model_type), image_config(model_type), seed, GAINS)
 
 
 def inputs_of(model: PreTrainedModel, model_type: str, index: int) -> Inputs:
-    """Returns arguments of ``forward`` and ``generate`` for prompt `index`, 0 or 1, each with an image of its own."""
+    """Returns arguments of ``forward`` and ``generate`` for prompt `index`, 0 or 1.
+
+    Each prompt has an image of its own.
+    """
     generator = torch.Generator().manual_seed(index + 10)
     make: Callable[..., Inputs] = PIXELS.get(model_type) or _pixels
     images = make(model.config, generator)

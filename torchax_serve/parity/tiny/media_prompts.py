@@ -24,7 +24,10 @@ BEFORE, AFTER = (4, 5), (5, 3)
 
 
 def prompt_around(placeholders: list[int], index: int, generator: torch.Generator) -> Inputs:
-    """Returns token ids int64[1, len] of prompt `index`, 0 or 1 (text, placeholders, text), and their mask."""
+    """Returns token ids int64[1, len] of prompt `index`, 0 or 1, and their mask.
+
+    A prompt is text, placeholders, text.
+    """
     before, after = (
         torch.randint(FIRST_PROMPT_ID, PROMPT_IDS_END, (n[index],), generator=generator) for n in (BEFORE, AFTER)
     )
@@ -34,7 +37,9 @@ def prompt_around(placeholders: list[int], index: int, generator: torch.Generato
 
 @torch.no_grad()
 def num_features(model: PreTrainedModel, modality: str, given: Inputs) -> int:
-    """Counts the features that the model's encoder computes from `given`: the number of placeholder tokens.
+    """Counts the features that the model's encoder computes from `given`.
+
+    This is the number of placeholder tokens.
 
     Args:
         model: Model in eager PyTorch.
@@ -56,7 +61,10 @@ def num_features(model: PreTrainedModel, modality: str, given: Inputs) -> int:
 
 
 def batched(inputs: list[Inputs]) -> Inputs:
-    """Joins several inputs into one batch: text is padded on the left, everything else is concatenated."""
+    """Joins several inputs into one batch.
+
+    Text is padded on the left, everything else is concatenated.
+    """
     length = max((one["input_ids"].shape[1] for one in inputs if "input_ids" in one), default=0)
     joined: Inputs = {}
     for name, value in inputs[0].items():

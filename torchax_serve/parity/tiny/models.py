@@ -1,4 +1,4 @@
-"""Builds tiny random models whose greedy choices are clear, and computes their outputs in eager PyTorch."""
+"""Tiny random models with clear greedy choices, and their outputs in eager PyTorch."""
 
 from __future__ import annotations
 
@@ -88,7 +88,10 @@ def prompts() -> tuple[torch.Tensor, ...]:
 
 
 def padded_batch() -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the prompts in one batch, padded on the left: input_ids and attention_mask, int64[2, len]."""
+    """Returns input_ids and attention_mask, int64[2, len], of the prompts in one batch.
+
+    Padding is on the left.
+    """
     length = max(PROMPT_LENS)
     ids, mask = torch.zeros(2, length, dtype=torch.long), torch.zeros(2, length, dtype=torch.long)
     for row, prompt in enumerate(prompts()):
@@ -114,7 +117,9 @@ def random_model(
     seed: int = 0,
     gains: tuple[float, ...] = GAINS,
 ) -> PreTrainedModel:
-    """Builds a model in float32 with random weights and eager attention; `gains` of products by seed.
+    """Builds a model in float32 with random weights and eager attention.
+
+    `gains` are those of products, by seed.
 
     Raises:
         UnsupportedModelError: transformers cannot build it; with its reason.
@@ -153,7 +158,10 @@ def _config_for(model_class: type[PreTrainedModel], config: PreTrainedConfig) ->
 
 @torch.no_grad()
 def _spread(model: PreTrainedModel, embedding_std: float, gain: float) -> None:
-    """Scales weights so that the layers' outputs outweigh the token's own embedding, and no bias is zero."""
+    """Scales weights so that the layers' outputs outweigh the token's own embedding.
+
+    No bias is zero afterwards.
+    """
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if not parameter.is_floating_point():
@@ -171,13 +179,19 @@ def _spread(model: PreTrainedModel, embedding_std: float, gain: float) -> None:
 
 
 def _is_product(module: torch.nn.Module, name: str) -> bool:
-    """Whether the parameter is a matrix, rather than rates and scales that must stay in their range."""
+    """Returns whether the parameter is a matrix.
+
+    Others are rates and scales that must stay in their range.
+    """
     known = isinstance(module, (torch.nn.Linear, torch.nn.Conv1d)) or type(module).__name__ == "Conv1D"
     return known or name.endswith("_proj") or name in ("weight", "kernel")
 
 
 def model_with_margins(model_type: str) -> tuple[PreTrainedModel, Expected]:
-    """Builds a tiny causal model with clear greedy choices, and its outputs in eager PyTorch; fixed for a type."""
+    """Returns a tiny causal model with clear greedy choices, and its eager outputs.
+
+    They are fixed for a type.
+    """
     return clearest(functools.partial(tiny_model, model_type), expect)
 
 
@@ -186,7 +200,9 @@ def clearest(
     expect: Callable[[PreTrainedModel], Expected],
     seeds: Sequence[int] = range(NUM_SEEDS),
 ) -> tuple[PreTrainedModel, Expected]:
-    """Returns the model of the first seed whose greedy choices are clear, or the one with the widest gap.
+    """Returns the model of the first seed whose greedy choices are clear, and its outputs.
+
+    If there is none, it is the model with the widest gap.
 
     Args:
         make: Builds a model from a seed.
@@ -218,7 +234,9 @@ def _quality(expected: Expected) -> tuple[int, bool, bool, int, float]:
 
 @torch.no_grad()
 def expect(model: PreTrainedModel) -> Expected:
-    """Computes the outputs of eager PyTorch, each on a copy: some models change their own state in a call.
+    """Computes the outputs of eager PyTorch.
+
+    Each is computed on a copy: some models change their own state in a call.
 
     Raises:
         UnsupportedModelError: the forward itself fails in PyTorch; with PyTorch's own error.
@@ -294,7 +312,10 @@ def num_codebooks(model: Any) -> int:
 
 
 def rows_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Converts one sequence int64[1, len] to the rows that `model` reads, int64[num_codebooks, len]."""
+    """Returns the rows int64[num_codebooks, len] that `model` reads for a sequence.
+
+    The sequence is int64[1, len].
+    """
     return torch.cat([ids.roll(row, 1) for row in range(num_codebooks(model))])
 
 

@@ -33,7 +33,10 @@ def rope_parameters(kind: str, rotary_dim: int) -> dict[str, Any]:
 
 
 def max_positions(kind: str) -> int:
-    """Returns ``max_position_embeddings`` for `kind`: the length trained first, or the one it was extended to."""
+    """Returns ``max_position_embeddings`` for `kind`.
+
+    It is the length trained first, or the one it was extended to.
+    """
     return BORDER if kind in ("linear", "dynamic", "yarn_unchanged") else MAX_POSITIONS
 
 

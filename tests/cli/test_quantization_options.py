@@ -1,0 +1,58 @@
+"""``--quantization`` and ``--explain`` of the commands that load a model."""
+
+import pytest
+from typer.testing import CliRunner
+
+from model_adapters.loading.model_source import EMBEDDED
+from torchax_serve.cli.main import app
+
+
+@pytest.fixture(autouse=True)
+def keep_this_process_as_it_is(monkeypatch):
+    monkeypatch.setattr("torchax_serve.cli.shared.errors.quiet_libraries", lambda: None)
+
+
+def call(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.mark.parametrize(
+    "command", [("run",), ("embed", EMBEDDED), ("verify",), ("bench",), ("serve",), ("quantize", EMBEDDED, "out")]
+)
+def test_explain_prints_each_kind_of_weight_and_ends(command, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    done = call(*command, "--quantization", "int4", "--explain")
+    assert done.exit_code == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert any(line.split()[:4] == ["model.layers.*.mlp.down_proj.weight", "6", "x", "[192,"] for line in lines)
+    assert all("int4, groups of 32, activations int8" in line for line in lines[:-1])
+    assert lines[-1].startswith("weights: 9.2 MB as they are, 1.3 MB")
+    assert not list(tmp_path.iterdir())
+
+
+def test_explain_follows_rules_of_a_file(tmp_path):
+    (tmp_path / "rules.toml").write_text('[[rules]]\nmodule_path = ".*mlp.*"\nweight_qtype = "int8"\n')
+    done = call("run", "--quantization", tmp_path / "rules.toml", "--explain")
+    does = {line.split()[0]: line.rpartition("]")[2].strip() for line in done.stdout.splitlines()[:-1]}
+    assert does["model.layers.*.mlp.up_proj.weight"] == "int8, one scale a row"
+    assert does["model.layers.*.self_attn.q_proj.weight"] == "stays float32"
+
+
+def test_a_line_says_what_was_quantized():
+    done = call("run", "-p", "What is JAX?", "--quantization", "int8", "--max-new-tokens", "4", "--temp", "0")
+    assert done.exit_code == 0, done.stderr
+    assert done.stdout.strip()
+    assert "43 weights int8 (groups of 32, activations int8); 8.50 bits a number" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("run", "--explain"), "--explain: expected --quantization with it, got none"),
+        (("run", "-p", "a", "--quantization", "int5"), "--quantization: expected int8, int4, fp8"),
+        (("run", "-p", "a", "--quantization", "bf16,int8"), "--quantization: expected int8, int4, fp8"),
+    ],
+)
+def test_wrong_options_are_one_line(arguments, said):
+    done = call(*arguments)
+    assert done.exit_code == 2 and said in done.stderr and done.stderr.strip().count("\n") == 0, done.stderr
