@@ -269,7 +269,7 @@ def progress_of(service: ModelService) -> list[EngineProgress]:
     return [engine.progress() for engine in made if isinstance(engine, Engine | DataParallelEngines)]
 
 
-def _encoder_tasks(class_name: str, num_labels: int) -> tuple[str, ...]:
+def _encoder_tasks(class_name: str, num_labels: int | None) -> tuple[str, ...]:
     if class_name.endswith("ForSequenceClassification"):
         return ("classify", "rank") if num_labels == 1 else ("classify",)
     return ("label tokens",) if class_name.endswith("ForTokenClassification") else ("embed",)
