@@ -30,11 +30,11 @@ logger = logging.getLogger("torchax_serve")
 
 MARK = b"torchax-serve sealed file 1\n"
 SEAL_BYTES = 32 + len(MARK)
-"""Bytes after the content; at the end, so that a sealed shared library is still one."""
+"""Number of bytes of the seal, at the end, so that a sealed shared library is still one."""
 KEY_NAME, KEY_BYTES = ".key", 32
 PARTIAL = ".partial-"
 PARTIAL_LIFE_S = 3600.0
-"""Age in seconds after which a partially written file is taken to be of a dead process."""
+"""Age in seconds from which a partially written file is assumed to be of a dead process."""
 _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
 _WARNED: set[str] = set()
 
@@ -98,7 +98,7 @@ class SealedFolder:
         return reason is None
 
     def check_writable(self) -> None:
-        """Makes the folder if need be.
+        """Makes the folder if it does not exist.
 
         Raises:
             OSError: it cannot be made or written, or is not to be trusted; the message names the remedy.
@@ -113,7 +113,7 @@ class SealedFolder:
             raise OSError(f"{self.path} cannot be written; choose another by XDG_CACHE_HOME")
 
     def read(self, name: str) -> bytes | None:
-        """Returns the content of a file whose seal is right; None if there is none.
+        """Returns the content of a file with a valid seal; None if there is no such file.
 
         A damaged, truncated or foreign file is removed, so that the next write replaces it.
         """
@@ -154,7 +154,7 @@ class SealedFolder:
             os.unlink(self.path / name)
 
     def entries(self) -> Iterator[Entry]:
-        """Yields the files; not the key, locks, and what is being written."""
+        """Yields the files, without the key, locks and partially written files."""
         for found in self._files():
             if not found.name.startswith("."):
                 with contextlib.suppress(OSError):
@@ -224,7 +224,7 @@ class SealedFolder:
         return mac.digest()
 
     def _stored_key(self) -> bytes | None:
-        """Returns the folder's key; None where there is none, or one that is damaged.
+        """Returns the folder's key; None if there is none, or a damaged one.
 
         Raises:
             NotPrivateError: there is one that cannot be used: its files are not to blame.
@@ -302,7 +302,7 @@ def open_lock(path: Path) -> int:
 
 
 def _make_private(folder: Path) -> None:
-    """Makes a folder, 0700; those above it that are missing as well."""
+    """Makes a folder, 0700, and the missing ones above it."""
     if not folder.exists():
         _make_private(folder.parent)
         with contextlib.suppress(FileExistsError):

@@ -1,8 +1,4 @@
-"""The one module that calls torchax: a torch module becomes a pure function over JAX arrays.
-
-Words as torchax has them: a *torch view* of a JAX array is a tensor that torch code computes with and JAX executes; a
-*jax view* is the array inside.
-"""
+"""Torch modules as pure functions over JAX arrays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Torch tensors on the host become JAX arrays, by sharing the buffer where that can be done."""
+"""Conversion of torch tensors on the host to JAX arrays, with a shared buffer if possible."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from model_adapters.errors import UnsupportedModelError
 
 XLA_CPU_ALIGNMENT = 64
-"""Bytes. XLA's CPU client takes a foreign buffer as it is only where it starts on a multiple of this."""
+"""Alignment in bytes of a foreign buffer that XLA's CPU client takes without a copy."""
 
 _NARROWED = {torch.int64: torch.int32, torch.float64: torch.float32, torch.complex128: torch.complex64}
 

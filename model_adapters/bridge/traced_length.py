@@ -1,8 +1,4 @@
-"""The one module that calls torchax: a torch module becomes a pure function over JAX arrays.
-
-Words as torchax has them: a *torch view* of a JAX array is a tensor that torch code computes with and JAX executes; a
-*jax view* is the array inside.
-"""
+"""The number of tokens in a cache as a traced tensor."""
 
 from __future__ import annotations
 
@@ -34,11 +30,11 @@ class TracedLength(TorchTensor):
 
     @classmethod
     def of(cls, length: jax.Array, most: int) -> TracedLength:
-        """Returns the length `length` int32[]; the caller knows that it is from 1 to `upper_bound`."""
+        """Returns the length `length` int32[], which has to be from 1 to `most`."""
         return cls(length, torchax.default_env(), most)
 
     def distance(self, other: Any) -> int | None:
-        """Returns `other` less this, where it is known."""
+        """Returns `other` less this length, if the difference is known."""
         return other.offset - self.offset if isinstance(other, TracedLength) and other.root is self.root else None
 
     def _is_zero(self, other: Any) -> bool:

@@ -1,6 +1,6 @@
-"""The one module that calls torchax: a torch module becomes a pure function over JAX arrays.
+"""Torch views of JAX arrays, and the lowerings of torchax.
 
-Words as torchax has them: a *torch view* of a JAX array is a tensor that torch code computes with and JAX executes; a
+Terms as in torchax: a *torch view* of a JAX array is a tensor that torch code computes with and JAX executes; a
 *jax view* is the array inside.
 """
 

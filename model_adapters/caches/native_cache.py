@@ -20,7 +20,7 @@ def allows_fixed_shapes(module: torch.nn.Module) -> bool:
 
 
 def reason(module: torch.nn.Module) -> str | None:
-    """Returns why `module` keeps transformers' own cache; None where it does not."""
+    """Returns why `module` keeps transformers' own cache; None if it does not."""
     if (known := quirks.of(module).native_cache_reason_of(module)) is not None:
         return known
     config = getattr(module, "config", None)

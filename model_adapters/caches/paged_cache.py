@@ -21,7 +21,7 @@ from model_adapters.errors import UnsupportedModelError
 
 
 class NotPackableError(UnsupportedModelError):
-    """This model's code does not let sequences be packed; the message says where it showed."""
+    """An error of a model whose code does not let sequences be packed; the message says where."""
 
 
 @jax.tree_util.register_dataclass

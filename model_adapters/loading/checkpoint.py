@@ -276,7 +276,7 @@ class SafetensorsReader:
 
 
 class PickledReader:
-    """Reads one tensor of a pickle file; ``reader[...]`` copies it out of the mapped file."""
+    """Reader of one tensor of a pickle file; ``reader[...]`` copies it from the mapped file."""
 
     def __init__(self, tensor: torch.Tensor, advance: Advance) -> None:
         self._tensor, self._advance = tensor, advance

@@ -22,7 +22,7 @@ from model_adapters.loading.tensor_match import some
 from model_adapters.ops.compressed_weight import Weight
 
 _ZERO_AT_FIRST = "final_logits_bias"
-"""A buffer of BART and its kin that no checkpoint of the base model holds; their classes make it of zeros."""
+"""A buffer of BART and similar models, zeros by their classes and not in base checkpoints."""
 
 
 def generative_class(module: PreTrainedModel) -> type[PreTrainedModel] | None:

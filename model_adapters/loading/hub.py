@@ -227,7 +227,7 @@ def _joined(folder: str, name: str) -> str:
 
 
 def _is_small(name: str, folder: str, request: HubRequest) -> bool:
-    """Tells whether a file belongs to a model in `folder` and is none of its weights."""
+    """Tells whether a file belongs to a model in `folder` and has none of its weights."""
     start = _joined(folder, "")
     if not name.startswith(start):
         return False

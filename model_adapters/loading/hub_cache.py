@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def hub_cache(cache_dir: str | os.PathLike[str] | None = None) -> Path:
-    """Returns the folder of the hub's downloads, found as huggingface_hub finds it."""
+    """Returns the folder of the hub's downloads, by the rules of huggingface_hub."""
     if cache_dir is not None:
         return Path(cache_dir).expanduser()
     if named := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):

@@ -210,7 +210,7 @@ def report_of(
     match: TensorMatch | None = None,
     selection: Selection | None = None,
 ) -> LoadReport:
-    """Counts the arrays; `checkpoint_bytes` and `match` are None where there were no files.
+    """Returns the report of a load; `checkpoint_bytes` and `match` are None without files.
 
     `selection` says which weights were quantized while they were loaded, if any.
     """

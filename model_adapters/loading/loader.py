@@ -66,9 +66,7 @@ def load_model(
     quantization: Any = None,
     requantize: bool = False,
 ) -> LoadedModel:
-    """Loads a model of any architecture of transformers, with weights as JAX arrays.
-
-    The module is on the meta device.
+    """Loads a transformers model: weights as JAX arrays, the module on the meta device.
 
     Args:
         model: What `resolve` accepts, or a `PreTrainedModel` in main memory (also in a ``PeftModel``), to share.
@@ -111,7 +109,7 @@ def load_model(
 
 
 def _rules_for(quantization: Any, mesh: Mesh | None, device_put: DevicePut | None) -> QuantizationRules | None:
-    """Returns the rules for weights that are placed so.
+    """Returns the quantization rules for weights with this placement.
 
     Raises:
         InvalidArgumentError: two ways to place weights; rules that are none.
@@ -147,7 +145,7 @@ def _memory_running_out(name: str) -> Iterator[None]:
 
 
 class _Builder:
-    """One load: configuration, class, module, weights."""
+    """Builder of one model: configuration, class, module, weights."""
 
     def __init__(
         self,
@@ -175,7 +173,7 @@ class _Builder:
         self._dtype: torch.dtype | None = dtype if dtype is not None else said
 
     def _placement(self) -> DevicePlacement:
-        """Returns where the arrays go; lays the class out on the mesh, if there is one."""
+        """Returns the placement of the arrays; lays the class out on the mesh, if there is one."""
         if self._mesh is None and self._rules is None:
             return DevicePlacement(self._device_put, stored=StoredWeights(None, self.makes_dense))
         empty = module_of(self._class, self._config, self._dtype or torch.float32)

@@ -22,7 +22,7 @@ def gigabytes(num_bytes: float) -> str:
 
 
 def _cgroup_free_bytes(root: Path) -> int | None:
-    """Returns what the control group of a container still allows; None without a limit."""
+    """Returns the bytes that a container's control group still allows; None without a limit."""
     for folder, limit, used, cache in (
         (root, "memory.max", "memory.current", "inactive_file"),
         (root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -96,7 +96,7 @@ class PeakMemory:
         self._highest = self._before
 
     def sample(self) -> None:
-        """Looks once."""
+        """Measures once."""
         self._highest = max(self._highest, self._process.memory_info().rss)
 
     @property

@@ -277,7 +277,7 @@ def torch_dtype_of(dtype: Any) -> torch.dtype | None:
 
 
 def task_of(module: PreTrainedModel) -> str | None:
-    """Returns what the model is for, in words; None for a causal language model."""
+    """Returns a description of the model's task; None for a causal language model."""
     name = type(module).__name__
     if name in _class_names(_CAUSAL) and not getattr(module.config, "is_encoder_decoder", False):
         return None

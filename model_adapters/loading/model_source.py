@@ -63,7 +63,7 @@ def resolve(
     with_code: bool = False,
     allow_pickle: bool = False,
 ) -> ModelSource:
-    """Finds a model and, where it is one of the hub, brings its files into the hub's cache.
+    """Returns the source of a model; downloads a hub model's files into the hub's cache.
 
     Args:
         name_or_path: None for the embedded model, a short name of `SHORT_NAMES` (any case), a folder, a JSON file with
@@ -141,7 +141,7 @@ def parse_name(name_or_path: str | os.PathLike[str] | None, revision: str | None
 
 
 def _local_source(name_or_path: str | os.PathLike[str] | None) -> ModelSource | None:
-    """Returns the source where nothing has to be asked of the hub; None where it has."""
+    """Returns the source of a model on this machine; None if the hub has to be asked."""
     if name_or_path is None:
         if not (EMBEDDED / CONFIG).is_file():
             raise ModelNotFoundError(

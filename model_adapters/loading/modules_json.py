@@ -1,4 +1,4 @@
-"""Reads sentence-transformers' list of modules of a model, and the folders that it names."""
+"""Reader of sentence-transformers' list of a model's modules, and of their folders."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ModuleEntry:
 
     @property
     def is_transformer(self) -> bool:
-        """Whether it is the model itself."""
+        """Whether the module is the model itself."""
         return self.type.startswith("sentence_transformers.") and self.type.endswith(".Transformer")
 
 

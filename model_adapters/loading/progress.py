@@ -49,7 +49,7 @@ class SilentProgress:
 
 
 class RichProgress:
-    """Bars on stderr while it is a terminal; not one character where it is a file or a pipe."""
+    """Bars on stderr if it is a terminal; no output at all if it is a file or a pipe."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(file=sys.stderr)

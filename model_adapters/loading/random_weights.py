@@ -28,7 +28,7 @@ from transformers import PreTrainedModel, core_model_loading, initialization, mo
 from model_adapters.loading.weight_sink import replaced
 
 LARGE = 2**18
-"""Number of elements from which a parameter is drawn on the device."""
+"""The fewest elements of a parameter that is drawn on the device."""
 _ON_DEVICE = ("normal_", "uniform_", "trunc_normal_", "zeros_", "ones_", "constant_")
 _BLOCK = 2**22  # elements drawn at once, which limits memory for random bits
 
@@ -53,7 +53,7 @@ class InitCall:
 
 
 class RandomInit:
-    """Writes down how large parameters are to be initialised, and draws them afterwards."""
+    """Recorder of the initialisation of large parameters, which draws them afterwards."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed

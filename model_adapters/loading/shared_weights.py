@@ -1,4 +1,4 @@
-"""A model that the caller has loaded: its weights as JAX arrays over the same memory."""
+"""Weights of a model that the caller has loaded, as JAX arrays over the same memory."""
 
 from __future__ import annotations
 

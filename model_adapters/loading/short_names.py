@@ -1,4 +1,4 @@
-"""The one table of well-known names, and what to offer for a name that is not in it."""
+"""The table of well-known names, and suggestions for a name that is not in it."""
 
 from __future__ import annotations
 
@@ -92,7 +92,10 @@ _TABLE: dict[str, tuple[str, float, str]] = {
 SHORT_NAMES: Mapping[str, ShortName] = MappingProxyType(
     {name: ShortName(hub_id, int(millions * 1e6), note) for name, (hub_id, millions, note) in _TABLE.items()}
 )
-"""Short name (lower case) to hub id, number of parameters (as published, rounded) and a one-line note."""
+"""Models by short name (lower case).
+
+Each has a hub id, a number of parameters (as published, rounded) and a one-line note.
+"""
 
 
 def short_name(name: str) -> ShortName | None:

@@ -36,7 +36,7 @@ def is_enabled() -> bool:
 
 @contextlib.contextmanager
 def enabled() -> Iterator[None]:
-    """Operators on known values run at once inside."""
+    """Runs operators on known values at once, inside the context."""
     _STATE.depth = getattr(_STATE, "depth", 0) + 1
     try:
         yield
@@ -46,7 +46,7 @@ def enabled() -> Iterator[None]:
 
 @functools.cache
 def install() -> None:
-    """Makes torchax ask here before it runs an operator."""
+    """Makes torchax call this module before it runs an operator."""
     env = default_env()
     theirs = env.dispatch
 

@@ -74,7 +74,7 @@ class TracedAssertValue:
 
 
 def _item(theirs: Any) -> Any:
-    """Computes ``tensor.item()``; only an ``assert`` can do without its value."""
+    """Returns a replacement of ``tensor.item()``, for numbers of unknown value in an ``assert``."""
 
     def item(self: torch.Tensor) -> Any:
         if constant_folding.is_traced(self) and _CONDITIONS.found is not None:

@@ -25,7 +25,10 @@ from model_adapters.program.embeddings import POSITIONS
 _STATE = threading.local()
 _CONDITIONS = TracedConditions()
 collect = _CONDITIONS.collect
-"""Conditions bool[] on indices of unknown value that are looked up inside, to be checked after the program."""
+"""Yields the conditions bool[] on indices of unknown value that are looked up inside.
+
+The conditions are to be checked after the program.
+"""
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
-"""Torch operators that reach our own ops: products, and what torchax lacks or lowers badly.
+"""Lowerings to this project's own ops, and of operators that torchax lacks or lowers badly.
 
-`install` is idempotent and called before anything is traced. What torchax does well is left to torchax.
+`install` is idempotent and called before anything is traced. Operators that torchax lowers well are left to torchax.
 """
 
 from __future__ import annotations

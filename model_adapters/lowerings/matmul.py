@@ -1,7 +1,4 @@
-"""Torch operators that reach our own ops: products, and what torchax lacks or lowers badly.
-
-`install` is idempotent and called before anything is traced. What torchax does well is left to torchax.
-"""
+"""Lowerings of matrix products and attention to this project's own ops."""
 
 from __future__ import annotations
 

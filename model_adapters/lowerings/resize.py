@@ -18,7 +18,10 @@ import torch
 from model_adapters.bridge.views import set_lowering
 
 SMOOTHED = (torch.ops.aten._upsample_bicubic2d_aa, torch.ops.aten._upsample_bilinear2d_aa)
-"""Operators of ``interpolate(…, antialias=True)``; torchax 0.0.13 calls a function of JAX that is no longer one."""
+"""Operators of ``interpolate(…, antialias=True)``.
+
+torchax 0.0.13 calls a function of JAX that is no longer a function.
+"""
 
 
 def install() -> None:

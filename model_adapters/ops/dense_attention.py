@@ -19,7 +19,10 @@ MAX_BLOCK = 256  # queries at a time; measured best on CPU among 128, 256 and al
 MIN_BLOCK = 16  # queries at a time, however many keys there are
 MAX_SCORES_BYTES = 64 << 20  # of one block of queries
 SUPPORTED_ARGS = frozenset({"softcap", "sinks"})
-"""Fields of `AttentionArgs` besides the scale that apply to dense keys and values; all others are in the mask."""
+"""Fields of `AttentionArgs` besides the scale that apply to dense keys and values.
+
+All others are in the mask.
+"""
 NUM_CAUSAL_PARTS = 4  # each computes scores only with the keys before its end: 5/8 of the full square
 
 

@@ -1,1 +1,1 @@
-"""The pure forward of a model, and what of its code has to be known or replaced to trace it."""
+"""The pure forward of a model, and the facts and replacements of its code for a trace."""

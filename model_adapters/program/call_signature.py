@@ -17,7 +17,7 @@ from transformers.generation.utils import ALL_CACHE_NAMES
 
 @dataclasses.dataclass(frozen=True)
 class CallSignature:
-    """Argument names of the new tokens, and of what is said about them."""
+    """Argument names of the new tokens, their mask and their positions."""
 
     ids: str  # int64[batch, len]
     embeds: str  # float[batch, len, hidden], in their place
@@ -26,7 +26,7 @@ class CallSignature:
 
     @property
     def per_token_args(self) -> frozenset[str]:
-        """All of them; they may be padded along the sequence."""
+        """All names of arguments per token, which may be padded along the sequence."""
         return frozenset({self.ids, self.embeds, self.mask, self.positions})
 
     @property
@@ -65,7 +65,7 @@ def cache_field_of(output_class: type) -> str | None:
 
 
 def cache_in(given: Mapping[str, Any]) -> Any:
-    """Returns the cache among arguments or fields by name; None where there is none."""
+    """Returns the cache among arguments or fields by name; None if there is none."""
     name = cache_name_of(given)
     return None if name is None else given[name]
 
@@ -96,7 +96,7 @@ def with_cache_named(given: dict[str, Any], cache_name: str | None) -> dict[str,
 TORCH_CLASS = "_torch_class"
 """Attribute of a class that runs on JAX: the class as transformers has it."""
 PATCHED = "_patched_forward"
-"""Attribute of a model with the forward that a script had put in place of its class's when it came to JAX."""
+"""Attribute of a model with the forward that a script had set before the model came to JAX."""
 
 
 def forward_of(model: Any) -> tuple[Callable[..., Any], inspect.Signature]:

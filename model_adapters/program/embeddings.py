@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 
 def token_embedding(module: torch.nn.Module) -> torch.nn.Module | None:
-    """Returns the table of tokens of `module`; None where it has none, or does not say."""
+    """Returns the token embedding of `module`; None if it has none, or does not name it."""
     try:
         return module.get_input_embeddings() if isinstance(module, PreTrainedModel) else None
     except NotImplementedError:  # such as an audio encoder
@@ -32,7 +32,7 @@ def submodule_name(module: torch.nn.Module, part: Any) -> str | None:
 
 
 POSITIONS = frozenset({"embed_positions", "pos_encoding"})
-"""Tensors in which GPT-J, CodeGen and CTRL look up what they have computed of each position; none of them grows."""
+"""Tensors of values per position in GPT-J, CodeGen and CTRL; none of them grows."""
 
 
 def learned_positions(module: torch.nn.Module, max_positions: int | None) -> int | None:

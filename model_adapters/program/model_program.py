@@ -107,7 +107,7 @@ class ModelProgram:
         }
 
     def restore_facts(self, facts: dict[str, Any]) -> None:
-        """Sets what `trace_facts` has returned."""
+        """Sets the facts that `trace_facts` has returned."""
         self.output_class = facts["output_class"]
         self.needs_mask = self.needs_mask or facts["needs_mask"]
         self.needs_right_aligned_cache = self.needs_right_aligned_cache or facts["needs_right_aligned_cache"]

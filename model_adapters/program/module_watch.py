@@ -43,7 +43,10 @@ NOT_READ = frozenset(
 )
 """Attributes of a model that its forward does not read, or that ``generate`` itself writes."""
 TEMPORARY = "_torchax_serve_temporary"
-"""Attribute of functions that replace a method of a module for the time of a call; they are no change of the model."""
+"""Attribute of functions that replace a method of a module for the time of a call.
+
+Such a function is no change of the model.
+"""
 _TABLES = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs")
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 _MODELING = ("transformers.models.", "transformers_modules.")

@@ -1,4 +1,4 @@
-"""Root-mean-square norms in models, by what their code says.
+"""Root-mean-square norms in models, recognised by their code.
 
 Every architecture has a class of its own for them, and most of these classes have the same code. Where it is, to the
 last instruction, that of Llama's or Gemma's, our op computes the norm while a model is traced.
@@ -21,7 +21,7 @@ from model_adapters.program.trace_context import replaced_methods
 
 
 def intercepted(module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Norms of `module` and its parts reach our op inside."""
+    """Makes norms of `module` and its parts call this project's op inside the context."""
     return replaced_methods(
         (child, "forward", replacement)
         for child in module.modules()

@@ -19,12 +19,12 @@ import torch
 
 STATIC_DTYPES = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 MAX_STATIC_ELEMENTS = 1 << 16
-"""Elements of a tensor that may be taken for a constant: a grid, a mask of patches; no image."""
+"""The most elements of a tensor that may be a constant: a grid, a mask of patches; no image."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class StaticTensor:
-    """A tensor as a constant: equal, and of one hash, where values, shape and dtype are."""
+    """A tensor as a constant, compared and hashed by values, shape and dtype."""
 
     content: bytes
     shape: tuple[int, ...]
@@ -36,7 +36,7 @@ class StaticTensor:
         return cls(tensor.contiguous().numpy().tobytes(), tuple(tensor.shape), tensor.dtype)
 
     def tensor(self) -> torch.Tensor:
-        """Returns a tensor of its own with this value, on the CPU."""
+        """Returns a new tensor with this value, on the CPU."""
         if not self.content:
             return torch.empty(self.shape, dtype=self.dtype)
         return torch.frombuffer(bytearray(self.content), dtype=self.dtype).reshape(self.shape)

@@ -1,4 +1,4 @@
-"""Notices that tensors of a module have been exchanged or written to."""
+"""Detection of tensors of a module that have been exchanged or written to."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class TensorWatch:
         return names
 
     def has_other_shape(self, name: str) -> bool:
-        """Tells whether the tensor `name` is another shape, dtype or device now."""
+        """Tells whether the tensor `name` has another shape, dtype or device now."""
         now = next((table.get(key) for table, key, *_, known in self._records if known == name), None)
         return now is None or (now.shape, now.dtype, now.device) != self._shapes[name]
 

@@ -16,7 +16,6 @@ import torch
 import transformers
 from weights import draw_matrices
 
-from model_adapters.caches.paged_cache import PackedBatch
 from model_adapters.errors import TorchaxServeError
 from model_adapters.loading import load_model
 from model_adapters.loading.model_class import module_of
@@ -26,6 +25,7 @@ from torchax_serve import EngineOptions, serve
 from torchax_serve.distributed.mesh import mesh_for
 from torchax_serve.engine.request import EngineRequest
 from torchax_serve.executors.packed_factory import page_shapes
+from torchax_serve.executors.step_inputs import PackedStepSpec
 from torchax_serve.kv_cache.pools import CacheAllocation, PagedCache, PoolAllocator
 from torchax_serve.planning.plan import PlanRequest, make_plan
 from torchax_serve.runtime.model_runtime import ModelRuntime
@@ -230,11 +230,11 @@ def memory(family, degree):
             return jax.device_put(np.zeros(shape, np.int32), everywhere)
 
         layout = dataclasses.replace(cache.layout, is_decode=is_decode)
-        tokens = (integers(num_tokens), integers(num_tokens))
-        batch = PackedBatch(*tokens, integers(5), integers(4), integers(4), (integers(4, 4),))
+        spec = PackedStepSpec(num_tokens, 4, 4, layout, batch_invariant=False)  # one array of integers, as the engine
 
-        def step(weights, pools, batch, layout=layout):
-            logits, pools = forward_packed(runtime.program, weights, pools, batch, layout)
+        def step(weights, pools, last_tokens, numbers, spec=spec):
+            batch = spec.unpack(numbers, last_tokens)
+            logits, pools = forward_packed(runtime.program, weights, pools, batch, spec.layout)
             return logits.argmax(-1), pools
 
         unique = {id(array): name for name, array in reversed(list(loaded.weights.items()))}
@@ -244,7 +244,12 @@ def memory(family, degree):
             return step({name: weights[owner] for name, owner in owners.items()}, *args)
 
         weights = {name: array for name, array in loaded.weights.items() if owners[name] == name}
-        real = jax.jit(owned, donate_argnums=1).lower(weights, cache.pools, batch).compile().memory_analysis()
+        real = (
+            jax.jit(owned, donate_argnums=1)
+            .lower(weights, cache.pools, integers(4), integers(spec.size))
+            .compile()
+            .memory_analysis()
+        )
         took = real.temp_size_in_bytes + real.output_size_in_bytes - real.alias_size_in_bytes
         print(program.argument_bytes, real.argument_size_in_bytes, program.temporary_bytes, took)
     held = sum(array.addressable_shards[0].data.nbytes for array in weights.values())

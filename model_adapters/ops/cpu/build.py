@@ -1,4 +1,4 @@
-"""Compiles the C++ kernels at their first use, into the user's cache folder.
+"""Compilation of the C++ kernels at their first use, into the user's cache folder.
 
 The name of the file is a digest of its sources, the processor's features, jaxlib and the compiler, so that a second
 process finds it. If the compiler is missing or fails, a library that another compiler built from the same sources is
@@ -32,7 +32,7 @@ COMPILE_LIMIT_S = 300.0  # seconds for one run of the compiler; files take 10 to
 
 
 class BuildError(Exception):
-    """Why there is no kernel library; the caller falls back to XLA's own operations.
+    """The reason for a missing kernel library; the caller falls back to XLA's own operations.
 
     Attributes:
         remedy: What the user can do, as an imperative.

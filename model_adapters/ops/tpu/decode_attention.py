@@ -47,8 +47,11 @@ from model_adapters.ops.tpu.page_buffers import (
 from model_adapters.ops.tpu.row_pipeline import Reader, Row, rows_of
 
 FLOAT32_BLOCK_BYTES = MAX_BLOCK_BYTES // 4
-"""Largest block of a call in float32. A float32 product is several on the unit: compilation took up to 40 s with blocks
-of the full size, 7 s with these. By the schedule they take 4 % longer; computing takes twice as long as reading."""
+"""Largest block of a call in float32.
+
+A float32 product is several on the unit: compilation took up to 40 s with blocks of the full size, 7 s with these. By
+the schedule they take 4 % longer; computing takes twice as long as reading.
+"""
 SCHEDULER = {"XLA_TPU_FORCE_LP_LLO_SCHEDULER": True}  # 3 to 5 % fewer cycles for heads of 64
 Carry = tuple[jax.Array, jax.Array, jax.Array]  # largest score, sum of weights [R, 128], weighted values [R, lanes]
 

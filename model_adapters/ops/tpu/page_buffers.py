@@ -1,4 +1,4 @@
-"""Shared by the TPU kernels: lanes of keys and values, blocks of a row, their double buffer.
+"""Lanes of keys and values, blocks of a row and their double buffer, for the TPU kernels.
 
 A pool is ``[P, H, page, W]``; a page of all heads is contiguous in memory and one DMA. Several pages of one row form a
 block. The next block, also of the next row, is read while one is computed.
