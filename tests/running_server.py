@@ -4,17 +4,13 @@ import contextlib
 import threading
 import time
 
+import httpx
 import pytest
 
-for package in ("starlette", "uvicorn", "openai", "httpx", "prometheus_client"):
-    pytest.importorskip(package, reason="needs the extras server and dev: pip install torchax-serve[server,dev]")
-
-import httpx  # noqa: E402
-
-from torchax_serve import EngineOptions, serve  # noqa: E402
-from torchax_serve.server.context import Stage  # noqa: E402
-from torchax_serve.server.lifespan import Server  # noqa: E402
-from torchax_serve.server.options import ServerOptions  # noqa: E402
+from torchax_serve import EngineOptions, serve
+from torchax_serve.server.context import Stage
+from torchax_serve.server.lifespan import Server
+from torchax_serve.server.options import ServerOptions
 
 ENGINE = EngineOptions(max_num_seqs=8, max_num_waiting=64, max_model_len=512)
 

@@ -128,15 +128,9 @@ def test_options_come_from_the_environment(started):
     assert "from-the-environment" not in errors
 
 
-def test_a_port_in_use_is_one_line(started):
-    server = started()
-    server.wait_until_ready()
-    second = Process()
-    second.process.kill()
-    second.process.communicate()
-    result = subprocess.run(
-        [sys.executable, "-c", START, "serve", "--port", str(server.port)], capture_output=True, text=True, timeout=120
-    )
+def test_a_port_in_use_is_one_line(server):
+    command = [sys.executable, "-c", START, "serve", "--port", str(server.address[1])]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 2
     assert "error:" in result.stderr and "Traceback" not in result.stderr
 

@@ -47,7 +47,10 @@ def test_clients_cut_at_random_leave_a_server_that_is_well(server, model, http):
         connection.close()
     assert server.pages_are_back(model, within_s=5)
     assert http.post("/v1/completions", json={**PLAIN, "max_tokens": 8}).json()["choices"] == known
-    assert server.context.num_in_flight == 0
+    until = time.monotonic() + 5
+    while server.context.num_in_flight:  # the last one is counted down behind its last byte
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 def test_clients_that_do_not_read_are_dropped(start_server, model):

@@ -1,5 +1,12 @@
-"""Fixtures of the server's tests."""
+"""Fixtures of the server's tests, which need the packages of the extras server and dev: without them nothing runs."""
 
-from running_server import client, http, model, server, start_server
+import importlib.util
 
-__all__ = ["client", "http", "model", "server", "start_server"]
+PACKAGES = ("starlette", "uvicorn", "httptools", "prometheus_client", "llguidance", "soundfile", "openai", "httpx")
+
+if all(importlib.util.find_spec(package) for package in PACKAGES):
+    from running_server import client, http, model, server, start_server
+
+    __all__ = ["client", "http", "model", "server", "start_server"]
+else:
+    collect_ignore_glob = ["test_*.py"]

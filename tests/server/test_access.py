@@ -23,10 +23,16 @@ def test_every_route_needs_a_key_except_health(locked):
     with httpx.Client(base_url=locked.url) as http:
         for _, path, _ in ROUTES:
             path = path.replace("{model:path}", "tiny")
-            for method in ("GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS"):
-                for headers in ({}, {"Authorization": "Bearer wrong-key"}, {"X-API-Key": "nope"}):
-                    status = http.request(method, path, headers=headers).status_code
-                    assert (status == 401) == (path not in PUBLIC), (method, path)
+            for method, headers in (
+                ("GET", {}),
+                ("POST", {"Authorization": "Bearer wrong-key"}),
+                ("POST", {"X-API-Key": "nope"}),
+                ("DELETE", {"Authorization": "Basic Og=="}),
+                ("HEAD", {}),
+                ("OPTIONS", {}),
+            ):
+                status = http.request(method, path, headers=headers).status_code
+                assert (status == 401) == (path not in PUBLIC), (method, path)
 
 
 @pytest.mark.parametrize(

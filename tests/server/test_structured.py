@@ -9,6 +9,8 @@ import httpx
 import pydantic
 import pytest
 
+from torchax_serve.sampling.grammar import closed
+
 QUESTION = [{"role": "user", "content": "What is 3 plus 4?"}]
 SCHEMA = {
     "type": "object",
@@ -42,6 +44,17 @@ def test_the_clients_own_parse_reads_the_answer(client):
 
     answer = client.chat.completions.parse(model="tiny", messages=QUESTION, response_format=Person, max_tokens=50)
     assert isinstance(answer.choices[0].message.parsed, Person)
+
+
+def test_objects_have_no_properties_that_the_schema_does_not_name():
+    plain = {"type": "object", "properties": {"a": {"properties": {"b": {}}}, "c": {"enum": [{"properties": {}}]}}}
+    inner = {"properties": {"b": {}}, "additionalProperties": False}
+    outer = {"type": "object", "properties": {"a": inner, "c": {"enum": [{"properties": {}}]}}}
+    assert closed(plain) == {**outer, "additionalProperties": False}
+    said = {"properties": {"a": {}}, "additionalProperties": True}
+    assert closed(said) == said
+    joined = {"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]}
+    assert closed(joined) == joined
 
 
 def test_any_json_object(client):

@@ -47,7 +47,7 @@ class Engine:
         max_num_waiting: Maximum number of requests that wait for a slot.
 
     Attributes:
-        max_model_len, vocab_size: Most tokens of a request, prompt and answer; number of columns of the logits.
+        max_model_len, vocab_size: Most tokens of a request, with its answer; columns of the logits.
         progress: Called, returns `torchax_serve.engine.progress.EngineProgress`: whether the engine moves.
     """
 
@@ -76,7 +76,8 @@ class Engine:
         self._num_steps = 0
         self._wait_s = self._busy_s = 0.0
         self.check_integrity = False  # after every step: for tests
-        self.progress = ProgressClock(lambda: bool(self._commands or self._dispatched or len(self._scheduler)))
+        queued, sent = self._commands, self._dispatched
+        self.progress = ProgressClock(lambda: bool(self._num_entering or queued or sent or len(scheduler)))
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.progress.watch(self._thread)
         self._thread.start()
@@ -150,9 +151,8 @@ class Engine:
             try:
                 parent = None if scheduled.fork_of is None else self._scheduler.find(scheduled.fork_of)
                 # A parent that has ended has left its prompt in the prefix cache.
-                handle.state = self._scheduler.add(
-                    scheduled if parent else dataclasses.replace(scheduled, fork_of=None)
-                )
+                entering = scheduled if parent else dataclasses.replace(scheduled, fork_of=None)
+                handle.state = self._scheduler.add(entering)
             except Exception as error:  # its reader's, not the engine's
                 handle.put(RequestOutput((), finish_reason="error", error=describe(error)))
             else:

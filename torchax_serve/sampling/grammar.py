@@ -20,15 +20,49 @@ MAX_CACHED = 128
 """Most compiled grammars that are kept."""
 
 # Text as models write it. Free whitespace would let a model write it without end.
-_JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": False}
+JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": False}
 
 
 def json_grammar(schema: Mapping[str, Any]) -> str:
-    """Returns the grammar of JSON texts that follow a JSON schema."""
+    """Returns the grammar of JSON texts that follow a JSON schema, as `closed` makes it."""
     from llguidance import LLMatcher
 
-    options: Any = _JSON_OPTIONS
-    return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options))
+    options: Any = JSON_OPTIONS
+    return str(LLMatcher.grammar_from_json_schema(json.dumps(closed(schema)), overrides=options))
+
+
+def closed(schema: Any) -> Any:
+    """Returns a schema whose objects have no further properties where it does not say; what follows it is valid.
+
+    Models would else write properties without end. A schema that joins several by ``allOf`` is returned unchanged:
+    each of them would forbid the properties of the others.
+    """
+    return schema if _joins(schema) else _closed(schema)
+
+
+def _joins(schema: Any) -> bool:
+    if isinstance(schema, list):
+        return any(map(_joins, schema))
+    if not isinstance(schema, dict):
+        return False
+    joined = schema.get("allOf")
+    is_joined = isinstance(joined, list) and (len(joined) > 1 or "properties" in schema)
+    return is_joined or any(map(_joins, schema.values()))
+
+
+_OPEN = ("additionalProperties", "unevaluatedProperties", "patternProperties", "anyOf", "oneOf", "allOf", "$ref")
+_DATA = ("enum", "const", "default", "examples")  # whose values are no schemas
+
+
+def _closed(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_closed(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {name: value if name in _DATA else _closed(value) for name, value in schema.items()}
+    if isinstance(schema.get("properties"), dict) and not any(name in schema for name in _OPEN):
+        found["additionalProperties"] = False
+    return found
 
 
 def regex_grammar(pattern: str) -> str:
@@ -123,7 +157,12 @@ class GrammarCompiler:
         from llguidance.hf import from_tokenizer
 
         self._eos_ids = tuple(eos_ids)
-        self._tokenizer = from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(self._eos_ids))
+        try:
+            self._tokenizer = from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(self._eos_ids))
+        except Exception as error:  # such as a decoder that llguidance does not know
+            raise UnsupportedModelError(
+                f"expected a tokenizer that llguidance reads, for answers held to a grammar, got another ({error})"
+            ) from error
         self._lock = threading.Lock()
         self._compiled: collections.OrderedDict[str, Any] = collections.OrderedDict()
 

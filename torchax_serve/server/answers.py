@@ -7,14 +7,14 @@ import copy
 import dataclasses
 import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 from torchax_serve.engine.request_handle import RequestHandle, TokenStream
 from torchax_serve.outputs import FinishReason, TokenLogprobs
 from torchax_serve.sampling_params import MAX_SEED, SamplingParams
 from torchax_serve.text.detokenizer import Detokenizer, NoText
-from torchax_serve.text.prompt import PreparedPrompt, TextModel, make_request
+from torchax_serve.text.prompt import PreparedPrompt, TextModel, make_media_request, make_request
 from torchax_serve.text.step_decoder import AnswerStep, StepDecoder
 from torchax_serve.text.text_stream import new_tokens
 
@@ -103,6 +103,17 @@ def prepare(
 ) -> list[PreparedPrompt]:
     """Returns a checked request for each answer to one prompt; answer i samples with ``seed + i``."""
     prepared = make_request(model, prompt_ids, params, default_max_new_tokens=options.default_max_new_tokens)
+    return _repeated(prepared, params, options)
+
+
+def prepare_media(
+    model: TextModel, inputs: Mapping[str, Any], params: SamplingParams, options: AnswerOptions
+) -> list[PreparedPrompt]:
+    """As `prepare`, of a conversation with images or audio: all arguments of ``generate``."""
+    return _repeated(make_media_request(model, inputs, params), params, options)
+
+
+def _repeated(prepared: PreparedPrompt, params: SamplingParams, options: AnswerOptions) -> list[PreparedPrompt]:
     if options.num_answers == 1:
         return [prepared]
     seed = secrets.randbits(63) if params.seed is None else params.seed

@@ -12,8 +12,7 @@ from torchax_serve.server.body import read_json
 from torchax_serve.server.chat_answer import ChatCompletion
 from torchax_serve.server.context import ServerContext, context_of
 from torchax_serve.server.errors import ApiError, bad_request
-from torchax_serve.server.messages import plain_messages
-from torchax_serve.server.model_service import ModelService, scoped_salt
+from torchax_serve.server.model_service import ChatPrompt, ModelService, scoped_salt
 from torchax_serve.server.request_checks import check_counts
 from torchax_serve.server.response_parsing import AnswerParser
 from torchax_serve.server.sampling import renamed_error, sampling_params
@@ -63,15 +62,15 @@ def chat_options(service: ModelService, body: ChatRequest, plan: ToolPlan) -> Ch
     return ChatOptions.of(list(plan.tools) or None, body.documents, variables, bool(body.continue_final_message))
 
 
-def render_chat(service: ModelService, body: ChatRequest, plan: ToolPlan) -> list[int]:
-    """Returns the token ids of a request's conversation."""
+def render_chat(service: ModelService, body: ChatRequest, plan: ToolPlan) -> ChatPrompt:
+    """Returns the prompt of a request's conversation."""
     if body.add_generation_prompt is False and not body.continue_final_message:
         raise bad_request(
             "add_generation_prompt: expected true, or continue_final_message with it; an answer begins a message",
             "add_generation_prompt",
             "invalid_value",
         )
-    return service.chat_prompt(plain_messages(body.messages, service.template), chat_options(service, body, plan))
+    return service.chat_prompt(body.messages, chat_options(service, body, plan))
 
 
 def _start_answers(context: ServerContext, service: ModelService, body: ChatRequest, key_name: str | None) -> _Started:
@@ -86,7 +85,7 @@ def _start_answers(context: ServerContext, service: ModelService, body: ChatRequ
     plan = plan_tools(body, service.family)
     prompt = render_chat(service, body, plan)
     is_parsed = service.family is not None and body.skip_special_tokens is not False
-    prompt_end = _text_of(service, prompt[-PROMPT_END_TOKENS:]) if is_parsed else ""
+    prompt_end = _text_of(service, prompt.token_ids[-PROMPT_END_TOKENS:]) if is_parsed else ""
     options = AnswerOptions(
         num_answers=body.n or 1,
         skip_special_tokens=body.skip_special_tokens is not False,
@@ -99,7 +98,7 @@ def _start_answers(context: ServerContext, service: ModelService, body: ChatRequ
     if grammar is not None and service.family is not None:
         after = reasoning_end(service.family, prompt_end, lambda ids: _text_of(service, ids))
     masks = masks_of(lambda: service.grammars, grammar, after)
-    answers = service.start([prompt], params, options, masks)
+    answers = service.start([prompt.token_ids], params, options, masks, prompt.inputs)
     parsers = [_parser(service, prompt_end, plan) if is_parsed else None for _ in answers]
     return _Started(answers, parsers)
 

@@ -8,7 +8,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torchax_serve.server.audio_files import decode_audio, resampled
 from torchax_serve.server.errors import bad_request
+from torchax_serve.server.image_files import decode_image
 from torchax_serve.validation.argument_checks import short_repr
 
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
@@ -17,7 +19,9 @@ _REPLAYED = frozenset({"refusal", "annotations", "audio", "function_call", "reas
 _READ_BY_TEMPLATES = ("reasoning_content", "reasoning")
 
 
-def plain_messages(messages: Sequence[Mapping[str, Any]], template: str) -> list[dict[str, Any]]:
+def plain_messages(
+    messages: Sequence[Mapping[str, Any]], template: str, audio_rate: int | None = None
+) -> list[dict[str, Any]]:
     """Returns the messages of a chat request for `torchax_serve.text.chat`.
 
     The role ``developer`` becomes ``system`` unless the template names it; parts of all spellings become ``text``,
@@ -26,14 +30,15 @@ def plain_messages(messages: Sequence[Mapping[str, Any]], template: str) -> list
     Args:
         messages: Of the request.
         template: Source of the model's chat template.
+        audio_rate: Sampling rate of the model in Hz; None as in the files.
 
     Raises:
         ApiError: 400 for something that is no message.
     """
-    return [_message(f"messages[{index}]", message, template) for index, message in enumerate(messages)]
+    return [_message(f"messages[{index}]", message, template, audio_rate) for index, message in enumerate(messages)]
 
 
-def _message(where: str, message: Mapping[str, Any], template: str) -> dict[str, Any]:
+def _message(where: str, message: Mapping[str, Any], template: str, audio_rate: int | None) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str):
         raise bad_request(f"{where}.role: expected a string, got {short_repr(role)}", f"{where}.role", "invalid_value")
@@ -47,13 +52,15 @@ def _message(where: str, message: Mapping[str, Any], template: str) -> dict[str,
     if role == "function":
         found["role"] = "tool"
     if isinstance(message.get("content"), list):
-        found["content"] = [_part(f"{where}.content[{index}]", part) for index, part in enumerate(message["content"])]
+        found["content"] = [
+            _part(f"{where}.content[{index}]", part, audio_rate) for index, part in enumerate(message["content"])
+        ]
     if isinstance(message.get("tool_calls"), list):
         found["tool_calls"] = [_call(call) for call in message["tool_calls"]]
     return found
 
 
-def _part(where: str, part: Any) -> dict[str, Any]:
+def _part(where: str, part: Any, audio_rate: int | None) -> dict[str, Any]:
     if isinstance(part, str):
         return {"type": "text", "text": part}
     kind = part.get("type") if isinstance(part, dict) else None
@@ -64,12 +71,11 @@ def _part(where: str, part: Any) -> dict[str, Any]:
         return {"type": "text", "text": text}
     if kind in ("image_url", "input_image"):
         url = part.get("image_url")
-        return {"type": "image", "base64": _data_of(where, url.get("url") if isinstance(url, dict) else url)}
+        return {"type": "image", "image": decode_image(_data_of(where, _url_of(url)), where)}
     if kind in ("input_audio", "audio_url"):
-        from torchax_serve.server.audio_files import decode_audio
-
         samples, rate = decode_audio(_audio_bytes(where, part))
-        return {"type": "audio", "audio": samples, "sampling_rate": rate}
+        wanted = audio_rate or rate
+        return {"type": "audio", "audio": resampled(samples, rate, wanted), "sampling_rate": wanted}
     raise bad_request(
         f"{where}.type: expected text, image_url or input_audio, got {short_repr(kind)}", where, "invalid_value"
     )
@@ -79,16 +85,19 @@ def _audio_bytes(where: str, part: Mapping[str, Any]) -> bytes:
     inner = part.get("input_audio") or part.get("audio_url")
     if isinstance(inner, dict) and isinstance(inner.get("data"), str):
         return _decoded(where, inner["data"])
-    return _decoded(where, _data_of(where, inner.get("url") if isinstance(inner, dict) else inner))
+    return _data_of(where, _url_of(inner))
 
 
-def _data_of(where: str, url: Any) -> str:
-    """Returns the base64 text of a data URL; others are refused, so that a request makes no connection."""
+def _url_of(value: Any) -> Any:
+    return value.get("url") if isinstance(value, dict) else value
+
+
+def _data_of(where: str, url: Any) -> bytes:
+    """Returns the bytes of a data URL; others are refused, so that a request makes no connection."""
     if isinstance(url, str) and url.startswith("data:"):
         head, comma, data = url.partition(",")
         if comma and head.endswith(";base64"):
-            _decoded(where, data)
-            return data
+            return _decoded(where, data)
     raise bad_request(
         f"{where}: expected a URL data:...;base64,..., got {short_repr(url)}; remote files are not fetched",
         where,

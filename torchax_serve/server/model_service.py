@@ -10,26 +10,29 @@ import functools
 import hashlib
 import importlib.util
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from model_adapters.errors import UnsupportedModelError
+from model_adapters.errors import TorchaxServeError, UnsupportedModelError
 from torchax_serve.engine.data_parallel import DataParallelEngines
 from torchax_serve.engine.engine import Engine
 from torchax_serve.engine.progress import EngineProgress
 from torchax_serve.entrypoints.encoder_model import EncoderModel
 from torchax_serve.entrypoints.served_model import ServedModel
 from torchax_serve.entrypoints.speech_model import SpeechModel
+from torchax_serve.multimodal.processor import has_media, media_inputs, processor_of
 from torchax_serve.sampling.grammar import GrammarCompiler, GrammarMasks
 from torchax_serve.sampling_params import SamplingParams
-from torchax_serve.server.answers import Answer, AnswerOptions, prepare, submit
+from torchax_serve.server.answers import Answer, AnswerOptions, prepare, prepare_media, submit
 from torchax_serve.server.errors import ApiError, bad_request
+from torchax_serve.server.messages import plain_messages
 from torchax_serve.server.options import ServerOptions
 from torchax_serve.server.pooling_batches import PoolingBatches
 from torchax_serve.server.response_families import ResponseFamily, response_template_for
-from torchax_serve.text.chat import chat_prompt_ids, has_chat_template
-from torchax_serve.text.chat_template import ChatOptions
+from torchax_serve.text.chat import chat_prompt_ids
+from torchax_serve.text.chat_template import ChatOptions, check_last_message
+from torchax_serve.text.messages import checked_conversation
 from torchax_serve.text.prompt import encode_prompt, position_limit
 from torchax_serve.text.template_renderer import shared_renderer
 from torchax_serve.text.token_text import TokenBytes
@@ -40,6 +43,13 @@ EMBEDDED_NAME = "the embedded model"
 """Name of the model that comes with the package, which is no name for requests."""
 NUM_THREADS = 4
 """Threads that render, tokenize and submit; most of their work is outside of Python's lock."""
+
+
+class ChatPrompt(NamedTuple):
+    """A rendered conversation: its token ids, and all arguments of ``generate`` if it has images or audio."""
+
+    token_ids: list[int]
+    inputs: Mapping[str, Any] | None = None
 
 
 class ModelService:
@@ -92,18 +102,13 @@ class ModelService:
     def tasks(self) -> tuple[str, ...]:
         """What the model can do: ``generate``, ``chat``, ``transcribe``, ``embed``, ``classify``, ``rank`` ..."""
         if isinstance(self.model, EncoderModel):
-            return self._encoder_tasks(type(self.model.torch_model).__name__)
+            return _encoder_tasks(type(self.model.torch_model).__name__, self.model.config.num_labels)
         found = ["generate", "embed"]
-        if self.model.tokenizer is not None and has_chat_template(self.model):
+        if self.model.tokenizer is not None and self.template:
             found.append("chat")
         if isinstance(self.model, SpeechModel):
             found.append("transcribe")
         return tuple(found)
-
-    def _encoder_tasks(self, class_name: str) -> tuple[str, ...]:
-        if class_name.endswith("ForSequenceClassification"):
-            return ("classify", "rank") if self.model.config.num_labels == 1 else ("classify",)
-        return ("label tokens",) if class_name.endswith("ForTokenClassification") else ("embed",)
 
     @property
     def encoder(self) -> EncoderModel:
@@ -158,18 +163,37 @@ class ModelService:
             return None
         return response_template_for(self.model.tokenizer, self._options.response_template)
 
-    @property
+    @functools.cached_property
     def template(self) -> str:
-        """Source of the chat template."""
-        found = getattr(self.model.tokenizer, "chat_template", None)
+        """Source of the chat template, the tokenizer's or the processor's; empty without one."""
+        found = getattr(self.model.tokenizer, "chat_template", None) or getattr(self._processor, "chat_template", None)
         return found if isinstance(found, str) else str(found or "")
 
-    def chat_prompt(self, messages: Sequence[Any], options: ChatOptions) -> list[int]:
-        """Returns the token ids of a conversation."""
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> ChatPrompt:
+        """Returns the prompt of a conversation, as OpenAI's interface has it."""
         if len(messages) > self._options.request.max_messages:
             most = self._options.request.max_messages
             raise bad_request(f"messages: expected at most {most}, got {len(messages)}", "messages", "invalid_value")
-        return chat_prompt_ids(self.model, messages, options=options)
+        plain = plain_messages(messages, self.template, self._audio_rate)
+        if not has_media(plain):
+            return ChatPrompt(chat_prompt_ids(self.model, plain, options=options))
+        conversation = checked_conversation(plain, None)
+        check_last_message(conversation, options)
+        inputs = media_inputs(self.model, conversation, options)
+        return ChatPrompt(inputs["input_ids"][0].tolist(), inputs)
+
+    @functools.cached_property
+    def _audio_rate(self) -> int | None:
+        extractor = getattr(self._processor, "feature_extractor", None)
+        return getattr(extractor, "sampling_rate", None)
+
+    @functools.cached_property
+    def _processor(self) -> Any:
+        """Processor of images and audio; None for a model of texts."""
+        try:
+            return processor_of(self.model)
+        except TorchaxServeError:
+            return None
 
     def plain_prompt(self, prompt: str | Sequence[int]) -> list[int]:
         """Returns the token ids of a plain prompt."""
@@ -188,6 +212,7 @@ class ModelService:
         params: SamplingParams,
         options: AnswerOptions,
         masks: Callable[[], GrammarMasks] | None = None,
+        inputs: Mapping[str, Any] | None = None,
     ) -> list[Answer]:
         """Submits the answers to `prompts`: all of them or, on an error, none.
 
@@ -204,7 +229,10 @@ class ModelService:
         for prompt in prompts:
             if not self.model.config.is_encoder_decoder:
                 _check_length(len(prompt), params.max_new_tokens, self.max_model_len)
-        prepared = [request for prompt in prompts for request in prepare(self.model, prompt, params, options)]
+        if inputs is not None:  # of the only prompt, which has images or audio
+            prepared = prepare_media(self.model, inputs, params, options)
+        else:
+            prepared = [request for prompt in prompts for request in prepare(self.model, prompt, params, options)]
         if masks is not None:
             prepared = [dataclasses.replace(request, masks=masks()) for request in prepared]
         return submit(self.model, prepared, options)
@@ -239,3 +267,9 @@ def progress_of(service: ModelService) -> list[EngineProgress]:
     """Returns the progress of the engines that have been made."""
     made = (vars(service.model).get(name) for name in ("_engine", "_static_engine"))
     return [engine.progress() for engine in made if isinstance(engine, Engine | DataParallelEngines)]
+
+
+def _encoder_tasks(class_name: str, num_labels: int | None) -> tuple[str, ...]:
+    if class_name.endswith("ForSequenceClassification"):
+        return ("classify", "rank") if num_labels == 1 else ("classify",)
+    return ("label tokens",) if class_name.endswith("ForTokenClassification") else ("embed",)

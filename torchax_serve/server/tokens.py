@@ -11,7 +11,6 @@ from torchax_serve.server.body import read_json
 from torchax_serve.server.chat import render_chat
 from torchax_serve.server.context import context_of
 from torchax_serve.server.errors import ApiError, bad_request
-from torchax_serve.server.messages import plain_messages
 from torchax_serve.server.model_service import ModelService
 from torchax_serve.server.pooling_schemas import DetokenizeRequest, TokenizeRequest
 from torchax_serve.server.schemas import ChatRequest
@@ -38,7 +37,7 @@ def _token_ids(service: ModelService, body: TokenizeRequest) -> list[int]:
     if body.prompt is not None:
         return list(tokenizer(body.prompt, add_special_tokens=body.add_special_tokens is not False)["input_ids"])
     options = ChatOptions.of(body.tools, None, dict(body.chat_template_kwargs or {}), bool(body.continue_final_message))
-    return service.chat_prompt(plain_messages(body.messages or [], service.template), options)
+    return service.chat_prompt(body.messages or [], options).token_ids
 
 
 async def detokenize(request: Request) -> Response:
@@ -63,7 +62,8 @@ async def render(request: Request) -> Response:
     body = ChatRequest.parse(await read_json(request, context.options))
     service.check_name(body.model)
     plan = plan_tools(body, service.family)
-    ids = await until_disconnect(request.receive, service.run(render_chat, service, body, plan))
+    prompt = await until_disconnect(request.receive, service.run(render_chat, service, body, plan))
+    ids = prompt.token_ids
     tokenizer: Any = service.model.tokenizer
     text = await service.run(tokenizer.decode, ids)
     return JSONResponse(

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from torchax_serve.sampling.grammar import JSON_OPTIONS, closed
 from torchax_serve.server.errors import bad_request
 from torchax_serve.server.response_families import ResponseFamily
 from torchax_serve.server.schemas import ChatRequest
@@ -15,7 +16,6 @@ from torchax_serve.server.structured import Grammar
 
 MAX_TOOLS = 128
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
-_JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": False}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,8 +129,8 @@ def _grammar(
     for index, tool in enumerate(tools):
         function = tool["function"]
         free = is_forced or function.get("strict")
-        schema = dict(function.get("parameters") or {"type": "object"}) if free else {"type": "object"}
-        schema["x-guidance"] = _JSON_STYLE
+        schema = dict(closed(function.get("parameters") or {"type": "object"})) if free else {"type": "object"}
+        schema["x-guidance"] = JSON_OPTIONS
         opening = json.dumps(begin + json.dumps(function["name"]) + middle)
         rules.append(f"call_{index}: {opening} %json {json.dumps(schema)} {json.dumps(end)}")
     any_call = "any_call: " + " | ".join(f"call_{index}" for index in range(len(tools)))

@@ -1,0 +1,71 @@
+"""What an engine tells while it works: whether it moves, and how much of a prompt was cached."""
+
+import threading
+import time
+
+import pytest
+from engine_models import tiny_model
+
+from torchax_serve import EngineOptions, SamplingParams, serve
+from torchax_serve.compilation.compile_lock import CompileLock, num_compiling
+from torchax_serve.engine.progress import ProgressClock
+
+SMALL = EngineOptions(max_model_len=64, max_num_seqs=4, page_size=8, max_num_batched_tokens=32)
+
+
+@pytest.fixture(scope="module")
+def model():
+    with serve(tiny_model("llama"), engine=SMALL) as served:
+        yield served
+
+
+def run(model, prompt, num_tokens=4, **params):
+    params = SamplingParams(max_new_tokens=num_tokens, temperature=0, **params)
+    stream = model.iter_tokens(prompt, model.generation_config, params=params)
+    list(stream)
+    return stream.handle
+
+
+def test_an_idle_engine_is_not_due(model):
+    run(model, [5, 6, 7])
+    before = model.engine.progress()
+    assert before.is_alive and not before.is_due and not before.is_compiling
+    run(model, [5, 6, 7])
+    assert model.engine.progress().num_moves > before.num_moves
+
+
+def test_a_stalled_engine_is_due_and_still(model):
+    go_on = threading.Event()
+    model.engine._run_on_engine_thread(lambda: go_on.wait(10))
+    stream = model.iter_tokens([5, 6], model.generation_config, params=SamplingParams(max_new_tokens=2))
+    time.sleep(0.3)
+    progress = model.engine.progress()
+    assert progress.is_due and progress.still_s > 0.2
+    go_on.set()
+    assert len(list(stream)) == 2
+    until = time.monotonic() + 5
+    while model.engine.progress().is_due:
+        assert time.monotonic() < until
+
+
+def test_compiling_is_told_apart():
+    assert num_compiling() == 0
+    with CompileLock():
+        assert num_compiling() == 1
+    assert num_compiling() == 0
+
+
+def test_a_thread_that_has_ended_is_not_alive():
+    clock = ProgressClock(lambda: True, lambda: 5.0)
+    thread = threading.Thread(target=lambda: None)
+    thread.start()
+    clock.watch(thread)
+    thread.join()
+    assert clock() == (0, 0.0, True, False, False)
+
+
+def test_cached_tokens_of_a_request(model):
+    prompt = list(range(3, 33))
+    assert run(model, prompt).num_cached_tokens == 0
+    assert run(model, prompt).num_cached_tokens == 24  # complete pages of 8 tokens
+    assert run(model, prompt, cache_salt="other").num_cached_tokens == 0

@@ -1,0 +1,90 @@
+"""Images in chats, as data URLs; what is no still picture of a reasonable size is a 400."""
+
+import base64
+import io
+import sys
+from pathlib import Path
+
+import openai
+import pytest
+from PIL import Image
+from running_server import serving
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "multimodal"))
+
+import llava_folder
+from test_images import picture
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory):
+    path = tmp_path_factory.mktemp("llava")
+    llava_folder.make(path)
+    with serving(path) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(seeing):
+    with openai.OpenAI(base_url=f"{seeing[0].url}/v1", api_key="none", max_retries=0) as found:
+        yield found
+
+
+def url_of(image, form="PNG", **options):
+    data = io.BytesIO()
+    image.save(data, form, **options)
+    return f"data:image/{form.lower()};base64,{base64.b64encode(data.getvalue()).decode()}"
+
+
+def ask(client, url, **fields):
+    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is this ?"}]
+    return client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": content}], **{"max_tokens": 8, **fields}
+    )
+
+
+def test_an_answer_about_an_image_is_that_of_the_model(client, seeing):
+    content = [{"type": "image", "image": picture()}, {"type": "text", "text": "What is this ?"}]
+    from torchax_serve import SamplingParams
+
+    expected = seeing[1].chat([{"role": "user", "content": content}], SamplingParams(max_new_tokens=8))
+    answer = ask(client, url_of(picture()))
+    assert answer.choices[0].message.content == expected
+    assert answer.usage.completion_tokens == 8 and answer.usage.prompt_tokens > 8
+    pieces = [chunk.choices[0].delta.content or "" for chunk in ask(client, url_of(picture()), stream=True)]
+    assert "".join(pieces) == expected
+    other = ask(client, url_of(picture(1)), n=2)
+    assert [choice.message.content for choice in other.choices] != [expected, expected]
+
+
+FRAMES = [Image.new("RGB", (4, 4), color) for color in ("red", "blue")]
+SVG = base64.b64encode(b"<svg xmlns='http://www.w3.org/2000/svg'/>").decode()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://example.com/cat.png",
+        "file:///etc/passwd",
+        "/etc/passwd",
+        "data:image/png;base64,!!!",
+        "data:image/png;base64,aGVsbG8=",
+        f"data:image/svg+xml;base64,{SVG}",
+        url_of(FRAMES[0], "GIF", save_all=True, append_images=FRAMES[1:]),
+        url_of(Image.new("1", (10_000, 6_000))),
+        url_of(picture())[:200],
+    ],
+    ids=["remote", "file", "path", "no base64", "no image", "svg", "animated", "bomb", "truncated"],
+)
+def test_what_is_no_still_picture_is_refused(client, url):
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, url)
+    assert caught.value.param == "messages[0].content[0]"
+
+
+def test_a_model_of_texts_refuses_images(server):
+    plain = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    with plain, pytest.raises(openai.BadRequestError):
+        ask(plain, url_of(picture()))

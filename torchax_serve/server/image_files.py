@@ -1,0 +1,43 @@
+"""Images in requests: a still picture of a common format, bounded in pixels before it is decoded."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from torchax_serve.server import require_packages
+from torchax_serve.server.errors import bad_request
+
+MAX_PIXELS = 50_000_000
+"""Most pixels of an image."""
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+"""Formats that are read; none of them names other files or runs code."""
+
+
+def decode_image(data: bytes, where: str) -> Any:
+    """Returns an image as a PIL image in RGB.
+
+    Args:
+        data: Bytes of the file.
+        where: Field of the request, for errors.
+
+    Raises:
+        ApiError: 400 for bytes that are no image, an animation, or too many pixels.
+    """
+    require_packages("PIL")
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            width, height = image.size
+            if width * height > MAX_PIXELS:
+                raise bad_request(
+                    f"{where}: expected at most {MAX_PIXELS} pixels, got {width} x {height}", where, "invalid_value"
+                )
+            if getattr(image, "n_frames", 1) > 1:
+                raise bad_request(f"{where}: expected a still image, got an animation", where, "invalid_value")
+            return image.convert("RGB")
+    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
+        raise bad_request(
+            f"{where}: expected an image as {', '.join(FORMATS)}, got something else", where, "invalid_value"
+        ) from error
