@@ -46,7 +46,7 @@ def test_engine_tells_its_cache_and_its_requests(served):
     assert re.fullmatch(
         r"<Engine: cache of .* pages .*; 0 running, 0 waiting, .* programs, .* tokens/s>", repr(served.engine)
     )
-    assert repr(served.static_engine).startswith("<Engine: static batch: one request at a time")
+    assert repr(served.single_engine).startswith("<Engine: single requests: one at a time")
 
 
 def test_model_that_was_never_loaded_has_a_repr():

@@ -34,7 +34,7 @@ def eager(folder):
 def model(eager, folder):
     with serve(folder, engine=EngineOptions(max_num_waiting=50)) as served:
         served.chat(question(0), LONG)  # compiles
-        served.static_engine.check_integrity = True
+        served.single_engine.check_integrity = True
         yield served
 
 
@@ -64,7 +64,7 @@ def is_idle(model, seconds=10):
     """Waits until no request runs or waits."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
-        counts = model.static_engine.stats().scheduler
+        counts = model.single_engine.stats().scheduler
         if not counts.num_running and not counts.num_waiting:
             return True
         time.sleep(0.01)
@@ -87,7 +87,7 @@ def test_threads_with_images_and_text_get_eager_tokens(model, eager):
     for thread in threads:
         thread.join()
     assert found == {seed: expected(model, eager, seed) for seed in range(4)}
-    assert model.stats().num_steps > model.static_engine.stats().num_steps > 4 * NEW
+    assert model.stats().num_steps > model.single_engine.stats().num_steps > 4 * NEW
     assert is_idle(model)
 
 
@@ -109,12 +109,12 @@ def test_a_dropped_or_failing_reader_frees_its_request(model):
                 errors.append(type(error))
 
         thread = threading.Thread(target=run)
-        steps = model.static_engine.stats().num_steps
+        steps = model.single_engine.stats().num_steps
         thread.start()
         thread.join()
         gc.collect()
         assert is_idle(model)
-        assert model.static_engine.stats().num_steps - steps < 100  # and not all 120
+        assert model.single_engine.stats().num_steps - steps < 100  # and not all 120
 
 
 def test_deadline_and_priority(model):
@@ -140,7 +140,7 @@ def test_deadline_and_priority(model):
 
 
 def test_a_full_queue_is_an_error(model, monkeypatch):
-    monkeypatch.setattr(model.static_engine, "max_num_waiting", 1)
+    monkeypatch.setattr(model.single_engine, "max_num_waiting", 1)
     running = [model.chat(question(0), LONG, stream=True) for _ in range(2)]
     with pytest.raises(QueueFullError, match="expected at most 2 requests at a time"):
         stream(model, 1)
@@ -186,11 +186,11 @@ def test_calls_that_generate_itself_runs_are_on_the_queue(model, options):
     row = model.generate(torch.tensor([ids]), generation_config=config)[0, len(ids) :]
     assert tokens == row.tolist()
     config.max_new_tokens = 100
-    began = model.static_engine.stats().num_steps
+    began = model.single_engine.stats().num_steps
     running = model.iter_tokens(ids, config)
     running.close()
     assert is_idle(model)
-    assert model.static_engine.stats().num_steps - began < 50
+    assert model.single_engine.stats().num_steps - began < 50
     config.max_new_tokens = NEW
     late = model.iter_tokens(ids, config, params=SamplingParams(timeout_s=1e-3))
     assert list(late) != tokens

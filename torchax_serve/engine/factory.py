@@ -14,7 +14,7 @@ from torchax_serve.engine.model_runner import ModelRunner
 from torchax_serve.engine.options import MAX_DECODER_LEN, MAX_DISPATCH_S, MAX_ENCODER_LEN, MAX_MODEL_LEN, EngineOptions
 from torchax_serve.executors.base import ExecutorChoice
 from torchax_serve.executors.choice import choose_executor
-from torchax_serve.executors.static_batch import StaticBatchExecutor
+from torchax_serve.executors.single_request import SingleRequestExecutor
 from torchax_serve.kv_cache.memory import MemoryBudget
 from torchax_serve.runtime.model_runtime import ModelRuntime
 from torchax_serve.sampling.sampler import tables_bytes
@@ -62,7 +62,7 @@ def build_engine(
     )
 
 
-def build_static_engine(runtime: ModelRuntime, options: EngineOptions | None = None) -> Engine:
+def build_single_engine(runtime: ModelRuntime, options: EngineOptions | None = None) -> Engine:
     """Builds an engine that runs one request at a time, with steps and caches of the requests.
 
     Args:
@@ -79,8 +79,8 @@ def build_static_engine(runtime: ModelRuntime, options: EngineOptions | None = N
         enable_prefix_caching=False,
         batches_prefill=False,
     )
-    runner = ModelRunner(StaticBatchExecutor(), vocab_size=runtime.limits.vocab_size)
-    description = "static batch: one request at a time, with a cache of its own"
+    runner = ModelRunner(SingleRequestExecutor(), vocab_size=runtime.limits.vocab_size)
+    description = "single requests: one at a time, each with its own cache"
     return Engine(Scheduler(config), runner, description, max_num_waiting=options.max_num_waiting)
 
 

@@ -23,7 +23,7 @@ from model_adapters.program.trace_context import programs_run
 from torchax_serve.distributed.hosts.leader import Leader
 from torchax_serve.engine.data_parallel import DataParallelEngines
 from torchax_serve.engine.engine import Engine
-from torchax_serve.engine.factory import build_engine, build_static_engine
+from torchax_serve.engine.factory import build_engine, build_single_engine
 from torchax_serve.engine.options import EngineOptions
 from torchax_serve.engine.request_handle import TokenStream
 from torchax_serve.entrypoints.base_model import BaseModel, programs_of
@@ -63,13 +63,13 @@ class ServedModel(BaseModel):
         self._engine: Engine | DataParallelEngines | UnsupportedModelError | None = None  # made at the first request
         # A signal handler may ask for the engine while the code that it interrupts has the lock.
         self._engine_lock = threading.RLock()
-        self._static_engine: Engine | None = None  # made at its first request
+        self._single_engine: Engine | None = None  # made at its first request
         self._is_building = False
         self._engine_changes = 0
         super().__init__(loaded, leader)
         if overrides_generate(self.torch_model):
             vars(self.torch_model)["_engine_rows"] = EngineRows(
-                self.torch_model, lambda: self.engine, lambda: self.static_engine
+                self.torch_model, lambda: self.engine, lambda: self.single_engine
             )
 
     def __repr__(self) -> str:
@@ -118,13 +118,13 @@ class ServedModel(BaseModel):
             return self._engine
 
     @property
-    def static_engine(self) -> Engine:
+    def single_engine(self) -> Engine:
         """Engine that runs, one at a time, the requests that `engine` does not take."""
         self._followed()
         with self._engine_lock:
-            if self._static_engine is None:
-                self._static_engine = build_static_engine(self._generator()._jax_runtime, self._engine_options)
-            return self._static_engine
+            if self._single_engine is None:
+                self._single_engine = build_single_engine(self._generator()._jax_runtime, self._engine_options)
+            return self._single_engine
 
     def _engine_or_reason(self) -> Engine | DataParallelEngines | UnsupportedModelError:
         if self._is_building:
@@ -159,10 +159,10 @@ class ServedModel(BaseModel):
         return build_engine(model._jax_runtime, self._engine_options)
 
     def _close_engines(self, why: str) -> None:
-        for engine in (self._engine, self._static_engine):
+        for engine in (self._engine, self._single_engine):
             if isinstance(engine, Engine | DataParallelEngines):
                 engine.close(why)
-        self._engine = self._static_engine = None
+        self._engine = self._single_engine = None
 
     def stats(self) -> EngineStats | None:
         """Returns the statistics of the engine; None before the first request.
@@ -170,7 +170,7 @@ class ServedModel(BaseModel):
         They are requests running and waiting, pages in use, prefix hits, tokens/s.
         """
         self._loaded_or_raise()
-        engines = (self._engine, self._static_engine)
+        engines = (self._engine, self._single_engine)
         each = [engine.stats() for engine in engines if isinstance(engine, Engine | DataParallelEngines)]
         return EngineStats.sum_of(each) if each else None
 
@@ -216,7 +216,7 @@ class ServedModel(BaseModel):
     ) -> TokenStream:
         """Yields new token ids of one prompt as they come, including the token that ends the answer.
 
-        The request is submitted at once: to the engine, or to `static_engine` if the engine does not take it (images
+        The request is submitted at once: to the engine, or to `single_engine` if the engine does not take it (images
         and audio, decoding methods other than greedy and sampling, models that cannot be batched); see
         `torchax_serve.generation.routing`. Closing the iterator ends the request. A `seed` makes sampling repeatable
         whatever else runs; without one, each request takes a new seed from torch's global generator.
@@ -260,7 +260,7 @@ class ServedModel(BaseModel):
             raise UnsupportedArgumentError(
                 f"masks: expected a request that the engine takes, and this one is not ({chosen.reason}); leave it out"
             )
-        return TokenStream(self.static_engine.submit(single_request(model, chosen, inputs, config, params, seed)))
+        return TokenStream(self.single_engine.submit(single_request(model, chosen, inputs, config, params, seed)))
 
     @overload
     def chat(

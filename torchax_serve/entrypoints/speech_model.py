@@ -129,7 +129,7 @@ class SpeechModel(ServedModel):
     def _generate_on_queue(self, arguments: dict[str, Any], params: SamplingParams) -> Any:
         """Returns the result of ``generate``.
 
-        Its rows run on the engine, or the call on the static engine.
+        Its rows run on the engine, or the call on the engine of single requests.
         """
         num_beams = arguments.get("num_beams", self.generation_config.num_beams) or 1
         if num_beams == 1 and self.torch_model._engine_rows is not None:
@@ -142,7 +142,7 @@ class SpeechModel(ServedModel):
             criteria = [*arguments.get("stopping_criteria", ()), watch.criterion()]
             return self.generate(**arguments | {"stopping_criteria": StoppingCriteriaList(criteria)})
 
-        return run_on_queue(self.static_engine, call, params, self.torch_model._jax_runtime.limits.vocab_size)
+        return run_on_queue(self.single_engine, call, params, self.torch_model._jax_runtime.limits.vocab_size)
 
     def _request(self, arrays: list[np.ndarray], sampling_rate: int, options: dict[str, Any]) -> dict[str, Any]:
         """Returns inputs of ``generate`` with a prompt for transcription.

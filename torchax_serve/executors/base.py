@@ -1,7 +1,7 @@
 """The executor protocol: the one interface to the ways to run a model.
 
 `PackedExecutor` runs all rows of a step as one ragged batch, `PerSequenceExecutor` one forward per request,
-`StaticBatchExecutor` one request at a time.
+`SingleRequestExecutor` one request at a time.
 """
 
 from __future__ import annotations

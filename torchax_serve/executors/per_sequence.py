@@ -32,8 +32,8 @@ from torchax_serve.executors.per_sequence_buckets import PerSequenceBuckets, Per
 from torchax_serve.executors.per_sequence_forward import SequenceForward
 from torchax_serve.executors.request_input import RequestInput
 from torchax_serve.executors.step_inputs import SAMPLED_ON_DEVICE
+from torchax_serve.kv_cache.cache_layout import UNBOUNDED, CacheLayout, Leaves
 from torchax_serve.kv_cache.slot_states import PagedCacheWithStates, gather, scatter
-from torchax_serve.kv_cache.state_layout import UNBOUNDED, CacheLayout, Leaves
 from torchax_serve.sampling.sampler import Sampler
 from torchax_serve.scheduler import PlanRow, StepPlan
 

@@ -19,10 +19,10 @@ from torchax_serve.executors.encoder_inputs import (
 )
 from torchax_serve.executors.per_sequence import PerSequenceExecutor
 from torchax_serve.executors.per_sequence_forward import PROBE_LEN, SequenceForward, as_unsupported
+from torchax_serve.kv_cache.cache_layout import UNBOUNDED, CacheLayout
 from torchax_serve.kv_cache.memory import MemoryBudget, free_bytes
 from torchax_serve.kv_cache.pools import PoolAllocator
 from torchax_serve.kv_cache.slot_states import PagedCacheWithStates
-from torchax_serve.kv_cache.state_layout import UNBOUNDED, CacheLayout
 from torchax_serve.runtime.model_runtime import ModelRuntime
 
 EXACT_CHUNK_SIZES = (256, 64, 16, 4, 1)

@@ -26,8 +26,8 @@ from model_adapters.ops import list_ops, registry
 from model_adapters.ops.compressed_weight import Weights
 from model_adapters.program.model_program import CallSpec
 from torchax_serve.executors.encoder_inputs import HIDDEN, context
+from torchax_serve.kv_cache.cache_layout import UNBOUNDED, CacheLayout, Leaves, SlotStateSpec
 from torchax_serve.kv_cache.pools import PagedLayerSpec
-from torchax_serve.kv_cache.state_layout import UNBOUNDED, CacheLayout, Leaves, SlotStateSpec
 from torchax_serve.runtime.model_runtime import ModelRuntime
 
 PROBE_LEN = 16

@@ -15,8 +15,8 @@ from model_adapters.errors import TorchaxServeError, UnsupportedModelError
 from model_adapters.program.model_program import CallSpec
 from torchax_serve.buckets import next_bucket
 from torchax_serve.executors.base import AbstractStep, abstract_ints
+from torchax_serve.kv_cache.cache_layout import SlotStateSpec
 from torchax_serve.kv_cache.pools import PagedLayerSpec
-from torchax_serve.kv_cache.state_layout import SlotStateSpec
 from torchax_serve.runtime.model_runtime import ModelRuntime
 from torchax_serve.runtime.step_functions import BatchPosition, DecodeSpec
 

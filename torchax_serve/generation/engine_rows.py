@@ -68,16 +68,16 @@ class EngineRows:
     Args:
         torch_model: the served model on JAX, whose ``generate`` prepares the rows.
         get_engine: returns the engine, which is made for the first rows that can run on it.
-        get_static_engine: returns the engine for single calls.
+        get_single_engine: returns the engine for single calls.
     """
 
     def __init__(
         self,
         torch_model: Any,
         get_engine: Callable[[], Engine | DataParallelEngines],
-        get_static_engine: Callable[[], Engine],
+        get_single_engine: Callable[[], Engine],
     ) -> None:
-        self._torch_model, self._get_engine, self._get_static_engine = torch_model, get_engine, get_static_engine
+        self._torch_model, self._get_engine, self._get_single_engine = torch_model, get_engine, get_single_engine
         self._unsupported_reason: str | None = None
 
     def __call__(self, request: SampleCall, start: StaticBatchStart) -> Any:
@@ -95,7 +95,7 @@ class EngineRows:
             return tokens
         runtime = self._torch_model._jax_runtime
         loop = StaticBatchLoop(runtime, request, start)
-        engine, vocab_size = self._get_static_engine(), runtime.limits.vocab_size
+        engine, vocab_size = self._get_single_engine(), runtime.limits.vocab_size
         return run_on_queue(engine, lambda watch: loop.run(watch.check), params, vocab_size)
 
     def _on_engine(self, request: SampleCall, start: StaticBatchStart) -> torch.Tensor | None:

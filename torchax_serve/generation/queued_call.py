@@ -1,4 +1,4 @@
-"""`run_on_queue`: a ``generate`` call that waits in the queue of the static engine.
+"""`run_on_queue`: a ``generate`` call that waits in the queue of the engine of single requests.
 
 When its turn has come, it runs there to its end.
 """
@@ -25,7 +25,7 @@ def run_on_queue(engine: Engine, call: Callable[[GenerateWatch], T], params: Sam
     """Returns the result of `call`, which runs on the thread of `engine`.
 
     Args:
-        engine: Engine of the static batch executor.
+        engine: Engine of single requests.
         call: Calls ``generate`` with a streamer or a stopping criterion of the watch, so that it can be ended.
         params: Priority and time limit.
         vocab_size: Number of columns of the model's logits.

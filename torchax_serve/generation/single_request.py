@@ -1,4 +1,4 @@
-"""Requests for the static batch executor: one row of ``generate`` each.
+"""Requests for the executor of single requests: one row of ``generate`` each.
 
 transformers prepares and checks them.
 """

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from model_adapters.ops.kv_pool import write_tokens_at
+from torchax_serve.kv_cache.cache_layout import CacheLayout, Leaves
 from torchax_serve.kv_cache.pools import CacheAllocation, PagedCache, PoolAllocator
-from torchax_serve.kv_cache.state_layout import CacheLayout, Leaves
 
 
 class PagedCacheWithStates(PagedCache):

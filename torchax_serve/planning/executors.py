@@ -19,10 +19,10 @@ from torchax_serve.executors.packed_factory import packed_shapes
 from torchax_serve.executors.per_sequence_factory import PerSequenceFactory
 from torchax_serve.executors.per_sequence_forward import SequenceForward
 from torchax_serve.executors.static_batch_steps import StaticBatchSteps
+from torchax_serve.kv_cache.cache_layout import SlotStateSpec
 from torchax_serve.kv_cache.memory import MemoryBudget
 from torchax_serve.kv_cache.pools import CacheAllocation, PagedCache, PagedLayerSpec, PoolAllocator
 from torchax_serve.kv_cache.slot_states import PagedCacheWithStates
-from torchax_serve.kv_cache.state_layout import SlotStateSpec
 from torchax_serve.runtime.model_runtime import ModelRuntime
 
 Steps = Callable[[CacheAllocation, int, Sequence[int]], Iterator[AbstractStep]]

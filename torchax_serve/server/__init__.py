@@ -1,6 +1,6 @@
 """OpenAI-compatible HTTP server: ``torchax-serve serve MODEL``.
 
-The application is Starlette's, on uvicorn's protocol class behind limits of our own (`torchax_serve.server.protocol`).
+The application is Starlette's, on uvicorn's protocol class with limits (`torchax_serve.server.http_protocol`).
 It needs the packages of the extra ``server``; `require_packages` names the first one that is missing.
 """
 

@@ -11,11 +11,11 @@ from typing import Any
 from torchax_serve.server.answers import Answer
 from torchax_serve.server.context import ServerContext
 from torchax_serve.server.formats import LogprobFormat, finish_reason_of, usage_of
+from torchax_serve.server.merged_answers import merged_steps
 from torchax_serve.server.model_service import ModelService
 from torchax_serve.server.response_parsing import AnswerParser, ParsedStep
 from torchax_serve.server.schemas import ChatRequest
 from torchax_serve.server.sse import DONE, event
-from torchax_serve.server.streams import merged_steps
 from torchax_serve.text.step_decoder import AnswerStep
 
 

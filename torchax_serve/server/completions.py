@@ -17,12 +17,12 @@ from torchax_serve.server.body import read_json
 from torchax_serve.server.context import ServerContext, context_of
 from torchax_serve.server.errors import ApiError, bad_request
 from torchax_serve.server.formats import LogprobFormat, finish_reason_of, usage_of
+from torchax_serve.server.merged_answers import merged_steps
 from torchax_serve.server.model_service import ModelService, scoped_salt
 from torchax_serve.server.request_checks import check_counts
 from torchax_serve.server.sampling import renamed_error, sampling_params
 from torchax_serve.server.schemas import CompletionRequest
 from torchax_serve.server.sse import DONE, EventStream, event, until_disconnect
-from torchax_serve.server.streams import merged_steps
 from torchax_serve.server.structured import grammar_of, masks_of
 from torchax_serve.text.step_decoder import AnswerStep
 

@@ -15,8 +15,8 @@ from uvicorn.config import Config
 from uvicorn.server import ServerState
 
 from model_adapters.errors import InvalidArgumentError
+from torchax_serve.server.http_protocol import ConnectionCounts, GuardedProtocol
 from torchax_serve.server.options import ServerOptions
-from torchax_serve.server.protocol import ConnectionCounts, GuardedProtocol
 
 _SYSTEMD_FIRST_FD = 3
 BACKLOG = 2048

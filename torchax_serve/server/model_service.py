@@ -265,7 +265,7 @@ def _check_length(prompt_len: int, max_new_tokens: int | None, limit: int | None
 
 def progress_of(service: ModelService) -> list[EngineProgress]:
     """Returns the progress of the engines that have been made."""
-    made = (vars(service.model).get(name) for name in ("_engine", "_static_engine"))
+    made = (vars(service.model).get(name) for name in ("_engine", "_single_engine"))
     return [engine.progress() for engine in made if isinstance(engine, Engine | DataParallelEngines)]
 
 

@@ -32,7 +32,7 @@ class NoPages:
         raise AssertionError(f"no pages to copy, got {copies}")
 
 
-class StaticBatchExecutor:
+class SingleRequestExecutor:
     """The `Executor` of single requests: one slot, complete prompts, no pages."""
 
     limits = ExecutorLimits(max_num_seqs=1, batches_prefill=False, shares_prefixes=False)
