@@ -38,6 +38,7 @@ class FakeModel:
         self.generation_config = GenerationConfig(eos_token_id=1, pad_token_id=0)
         self.requests = []
         self.engine = types.SimpleNamespace(description="cache of 7 pages")
+        self.load_report = types.SimpleNamespace(quantization=None)
         self.closed = False
 
     def iter_tokens(self, prompt_ids, generation_config, *, inputs=None, seed=None, params=None):

@@ -134,6 +134,7 @@ def test_loading_options_arrive(call):
         "tensor_parallel": 2,
         "mesh": None,
         "hosts": None,
+        "quantization": None,
     }
     call("Hi there", "--mesh", "model=2,expert=4")
     assert call.served[1]["mesh"] == {"data": 1, "model": 2, "expert": 4}

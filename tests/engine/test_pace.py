@@ -20,6 +20,8 @@ class PacedRunner:
     """Answers every row with token 1, when a device of `step_s` seconds a step would."""
 
     num_programs = 0
+    vocab_size = 8
+    runs_ahead = True
     cache_is_lost = False
 
     def __init__(self):
@@ -30,7 +32,7 @@ class PacedRunner:
     def validate(self, name, request):
         pass
 
-    def execute(self, plan, requests, outputs):
+    def execute(self, plan, requests, outputs, masks):
         self._free_s = max(self._free_s, time.monotonic()) + plan.num_steps * self.step_s
         self._ready_s[plan.step] = self._free_s
         return InFlightStep(plan)

@@ -23,11 +23,13 @@ DISTRIBUTION = "torchax-serve"
 PACKAGES = ("torch", "torchax", "jax", "jaxlib", "transformers")
 EXTRAS = {
     "cuda": "NVIDIA GPUs; plan for GPUs",
+    "gguf": "GGUF files",
     "images": "models that see images",
     "plan": "plan for TPUs",
     "plot": "bench --plot",
     "ray": "deploy: replicas on a Ray cluster",
     "real": "tests with trained models",
+    "server": "serve: the OpenAI-compatible HTTP server",
     "tpu": "TPUs",
     "train": "training the embedded model anew",
 }
