@@ -37,9 +37,9 @@ class PacedRunner:
         self._ready_s[plan.step] = self._free_s
         return InFlightStep(plan)
 
-    def read(self, flight):
-        time.sleep(max(0.0, self._ready_s.pop(flight.plan.step) - time.monotonic()))
-        return np.ones((len(flight.plan.rows), flight.plan.num_steps), np.int32)
+    def read(self, step):
+        time.sleep(max(0.0, self._ready_s.pop(step.plan.step) - time.monotonic()))
+        return np.ones((len(step.plan.rows), step.plan.num_steps), np.int32)
 
 
 @pytest.fixture

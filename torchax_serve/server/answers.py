@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
-import secrets
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
-from torchax_serve.engine.request_handle import RequestHandle, TokenStream
+from torchax_serve.engine.request_handle import RequestHandle, TokenStream, cancel_on_error
 from torchax_serve.outputs import FinishReason, TokenLogprobs
-from torchax_serve.sampling_params import MAX_SEED, SamplingParams
+from torchax_serve.sampling_params import SamplingParams
 from torchax_serve.text.detokenizer import Detokenizer, NoText
+from torchax_serve.text.generate_batch import split_answers
 from torchax_serve.text.prompt import PreparedPrompt, TextModel, make_media_request, make_request
 from torchax_serve.text.step_decoder import AnswerStep, StepDecoder
 from torchax_serve.text.text_stream import new_tokens
@@ -103,26 +102,14 @@ def prepare(
 ) -> list[PreparedPrompt]:
     """Returns a checked request for each answer to one prompt; answer i samples with ``seed + i``."""
     prepared = make_request(model, prompt_ids, params, default_max_new_tokens=options.default_max_new_tokens)
-    return _repeated(prepared, params, options)
+    return split_answers(prepared, options.num_answers)
 
 
 def prepare_media(
     model: TextModel, inputs: Mapping[str, Any], params: SamplingParams, options: AnswerOptions
 ) -> list[PreparedPrompt]:
     """As `prepare`, of a conversation with images or audio: all arguments of ``generate``."""
-    return _repeated(make_media_request(model, inputs, params), params, options)
-
-
-def _repeated(prepared: PreparedPrompt, params: SamplingParams, options: AnswerOptions) -> list[PreparedPrompt]:
-    if options.num_answers == 1:
-        return [prepared]
-    seed = secrets.randbits(63) if params.seed is None else params.seed
-    config = copy.deepcopy(prepared.generation_config)
-    config.num_return_sequences = None
-    return [
-        dataclasses.replace(prepared, generation_config=config, seed=(seed + index) % (MAX_SEED + 1))
-        for index in range(options.num_answers)
-    ]
+    return split_answers(make_media_request(model, inputs, params), options.num_answers)
 
 
 def submit(model: TextModel, prepared: Sequence[PreparedPrompt], options: AnswerOptions) -> list[Answer]:
@@ -132,16 +119,14 @@ def submit(model: TextModel, prepared: Sequence[PreparedPrompt], options: Answer
         QueueFullError: Too many requests are waiting.
         TorchaxServeError: One cannot run.
     """
+    handles: list[RequestHandle] = []
     answers: list[Answer] = []
-    try:
+    with cancel_on_error(handles):
         for index, request in enumerate(prepared):
             tokens = new_tokens(model, request)
             assert isinstance(tokens, TokenStream)
+            handles.append(tokens.handle)
             answers.append(Answer(index, request, tokens.handle, _decoder(model, request, options)))
-    except BaseException:
-        for answer in answers:
-            answer.cancel()
-        raise
     return answers
 
 

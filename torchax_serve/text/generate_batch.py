@@ -52,7 +52,7 @@ def generate_batch(
     requests = [
         answer
         for index, (prompt, own_params) in enumerate(zip(prompts, each, strict=True))
-        for answer in _answers(_numbered_request(model, index, prompt, own_params))
+        for answer in _all_answers(_numbered_request(model, index, prompt, own_params))
     ]
     detokenizers = [detokenizer_of(model, request.stop_strings) for request in requests]
     pending: collections.deque[TextStream] = collections.deque()
@@ -84,9 +84,13 @@ def _numbered_request(
         raise InvalidArgumentError(f"prompts[{index}]: {error}") from error
 
 
-def _answers(request: PreparedPrompt) -> list[PreparedPrompt]:
-    """Returns one request per answer."""
-    num_answers = request.generation_config.num_return_sequences or 1
+def _all_answers(request: PreparedPrompt) -> list[PreparedPrompt]:
+    """Returns as many requests as the configuration asks for answers."""
+    return split_answers(request, request.generation_config.num_return_sequences or 1)
+
+
+def split_answers(request: PreparedPrompt, num_answers: int) -> list[PreparedPrompt]:
+    """Returns one request per answer; answer i samples with ``seed + i``."""
     if num_answers == 1:
         return [request]
     config = copy.deepcopy(request.generation_config)
