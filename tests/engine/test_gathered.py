@@ -20,7 +20,7 @@ from torchax_serve.engine.request import EngineRequest
 from torchax_serve.executors import chunked_prefill_probe, per_sequence_buckets
 from torchax_serve.executors.per_sequence_factory import per_sequence_executor
 from torchax_serve.executors.per_sequence_forward import SequenceForward
-from torchax_serve.kv_cache import memory, state_layout
+from torchax_serve.kv_cache import cache_layout, memory
 from torchax_serve.kv_cache.slot_states import gather, scatter
 from torchax_serve.sampling_params import SamplingParams
 from torchax_serve.scheduler import PlanRow
@@ -193,7 +193,7 @@ def test_token_by_token_gives_the_same(monkeypatch):
 
 def test_loops_over_tokens_are_cut_into_blocks(monkeypatch):
     for model_type in ("mamba", "lfm2_moe"):  # a recurrence that is one loop on the device; none
-        assert SequenceForward(runtime_of(model_type)).layout().block_len == state_layout.UNBOUNDED
+        assert SequenceForward(runtime_of(model_type)).layout().block_len == cache_layout.UNBOUNDED
     for name in mamba.QUIRK.functions:  # Python's own loop, as in code without a quirk
         monkeypatch.setattr(modeling_mamba, name, getattr(modeling_mamba, name).__wrapped__)
     assert SequenceForward(runtime_of("mamba")).layout().block_len < 16
