@@ -34,11 +34,10 @@ import pytree_registry
 import sharding_rules
 import torchax_serve
 from model_adapters.disk_cache import SealedFolder
+from model_adapters.jax_settings import programs_run
 from model_adapters.ops import registry
 from model_adapters.ops.compressed_weight import Weights
 from model_adapters.ops.cpu import build, ffi
-from model_adapters.program.module_hooks import errors_of_hooks
-from model_adapters.program.trace_context import programs_run, torch_promotion
 from torchax_serve.compilation import gc_pause, jax_cache
 from torchax_serve.compilation.cache_folders import EVICTOR
 from torchax_serve.compilation.compile_lock import CompileLock
@@ -227,6 +226,9 @@ class CachedFunction:
     def __call__(self, weights: Weights, *args: Any, spec: Any) -> Any:
         """Runs the program of these arguments, compiled at the first call of their kind."""
         if self._is_uncompiled():
+            from model_adapters.program.module_hooks import errors_of_hooks
+            from model_adapters.program.trace_context import torch_promotion
+
             with errors_of_hooks(), torch_promotion():
                 return self._function(weights, *args, spec=spec)
         with programs_run():
@@ -288,6 +290,8 @@ class CachedFunction:
         """
 
         def traced(weights: Any, *args: Any) -> Any:
+            from model_adapters.program.trace_context import torch_promotion  # tracing needs torch, running does not
+
             self._cache.num_traces[self.name] += 1
             with torch_promotion():
                 return adapt(self._function(weights, *args, spec=spec))

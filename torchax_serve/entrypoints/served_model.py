@@ -17,9 +17,9 @@ from model_adapters.errors import (
     UnsupportedArgumentError,
     UnsupportedModelError,
 )
+from model_adapters.jax_settings import programs_run
 from model_adapters.loading import LoadedModel
 from model_adapters.loading.generative_class import with_head
-from model_adapters.program.trace_context import programs_run
 from torchax_serve.distributed.hosts.leader import Leader
 from torchax_serve.engine.data_parallel import DataParallelEngines
 from torchax_serve.engine.engine import Engine

@@ -9,18 +9,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from model_adapters.bridge.host_arrays import to_device
-from model_adapters.caches.paged_cache import PackedBatch, Pool
+from model_adapters.caches.packed_batch import PackedBatch, Pool
+from model_adapters.device_arrays import to_device
 from model_adapters.ops.compressed_weight import Weights
 from model_adapters.ops.cpu.ffi import batch_invariant
-from model_adapters.program.model_program import ModelProgram
-from model_adapters.program.packed_forward import forward_packed
 from torchax_serve.buckets import bucket_for, bucket_sizes, token_buckets
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
 from torchax_serve.executors.base import (
@@ -37,6 +35,9 @@ from torchax_serve.sampling.sample import sample
 from torchax_serve.sampling.sampler import Sampler
 from torchax_serve.sampling.types import RowOptions, SamplerSpec, SamplerState
 from torchax_serve.scheduler import PlanRow, StepPlan
+
+if TYPE_CHECKING:
+    from model_adapters.program.model_program import ModelProgram
 
 
 class PackedExecutor:
@@ -85,6 +86,8 @@ class PackedExecutor:
     def _forward(
         self, weights: Weights, pools: tuple[Pool, ...], batch: PackedBatch, spec: PackedStepSpec
     ) -> tuple[jax.Array, tuple[Pool, ...]]:
+        from model_adapters.program.packed_forward import forward_packed  # tracing needs torch, running does not
+
         with batch_invariant(spec.batch_invariant):
             return forward_packed(self._program, weights, pools, batch, spec.layout)
 

@@ -14,7 +14,8 @@ import jax
 import numpy as np
 
 from model_adapters.caches.device_cache import AttentionLayer
-from model_adapters.caches.paged_cache import Int8Pool, NotPackableError, PackedBatch
+from model_adapters.caches.packed_batch import Int8Pool, PackedBatch
+from model_adapters.caches.paged_cache import NotPackableError
 from model_adapters.errors import InvalidArgumentError, TorchaxServeError
 from model_adapters.ops import registry
 from model_adapters.ops.compressed_weight import Weights

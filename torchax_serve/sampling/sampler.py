@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from model_adapters.program.trace_context import torch_promotion
+from model_adapters.jax_settings import jax_promotion
 from torchax_serve.sampling.history import padded_row, with_room_for
 from torchax_serve.sampling.row_params import RowSamplingParams
 from torchax_serve.sampling.sample import logprobs_of, sample
@@ -197,7 +197,7 @@ class Sampler:
             **{name: jnp.zeros(shape, dtype, device=self._sharding) for name, dtype in _TABLE_DTYPES.items()}
         )
 
-    @torch_promotion()
+    @jax_promotion()
     def _counted_sample(
         self,
         spec: SamplerSpec,
@@ -208,7 +208,7 @@ class Sampler:
         self.num_traces += 1
         return sample(spec, options, state, logits)
 
-    @torch_promotion()
+    @jax_promotion()
     def _counted_logprobs(self, logits: jax.Array, tokens: jax.Array, num_top: int) -> Logprobs:
         self.num_traces += 1
         return logprobs_of(logits, tokens, num_top=num_top)

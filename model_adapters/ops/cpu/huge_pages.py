@@ -14,7 +14,7 @@ import sys
 import jax
 import numpy as np
 
-from model_adapters.bridge.host_arrays import XLA_CPU_ALIGNMENT
+from model_adapters.device_arrays import XLA_CPU_ALIGNMENT
 
 HUGE_PAGE_BYTES = 2 << 20
 _MADV_DONTNEED, _MADV_HUGEPAGE = 4, 14
