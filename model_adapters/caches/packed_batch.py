@@ -9,6 +9,12 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from model_adapters.errors import UnsupportedModelError
+
+
+class NotPackableError(UnsupportedModelError):
+    """An error of a model whose code does not let sequences be packed; the message says where."""
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

@@ -15,12 +15,15 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from model_adapters.bridge.views import jax_view, torch_view
-from model_adapters.caches.packed_batch import Int8Pool, PackedBatch, PagedLayout, Pool, pages_of, with_pages
-from model_adapters.errors import UnsupportedModelError
-
-
-class NotPackableError(UnsupportedModelError):
-    """An error of a model whose code does not let sequences be packed; the message says where."""
+from model_adapters.caches.packed_batch import (
+    Int8Pool,
+    NotPackableError,
+    PackedBatch,
+    PagedLayout,
+    Pool,
+    pages_of,
+    with_pages,
+)
 
 
 @dataclasses.dataclass
