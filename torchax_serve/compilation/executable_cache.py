@@ -120,7 +120,7 @@ class ExecutableCache:
 
     def _file_of(self, name: str, described: str) -> Path:
         assert self.folder is not None
-        digest = hashlib.sha256(f"{self.identity}\n{_environment()}\n{name}\n{described}".encode()).hexdigest()
+        digest = hashlib.sha256(f"{self.identity}\n{environment()}\n{name}\n{described}".encode()).hexdigest()
         return self.folder / f"{name}-{digest[:40]}"
 
     def read(self, path: Path) -> tuple[Any, dict[str, Any]] | None:
@@ -375,7 +375,7 @@ def installed_versions() -> str:
     return _installed(source_digest())
 
 
-def _environment() -> str:
+def environment() -> str:
     """Returns everything outside of model and arguments that a program depends on."""
     settings = {k: v for k, v in jax.config.values.items() if "cache" not in k and "log" not in k}
     device = _devices()[0]

@@ -77,14 +77,14 @@ def loaded_model(
     """
     with prompt_interrupts(leave_at=1), hidden_keys():
         end_if_explained(name, options)
-        with passing_note("starting torch and jax ..."):
-            from model_adapters.loading.progress import RichProgress, SilentProgress
-            from torchax_serve import EngineOptions, serve
-
         if starts_chat:
             from torchax_serve.text.template_renderer import shared_renderer
 
-            shared_renderer().start()  # while the model loads
+            shared_renderer().start()  # while all else is imported
+        with passing_note("starting jax ..."):
+            from model_adapters.loading.progress import RichProgress, SilentProgress
+            from torchax_serve import EngineOptions, serve
+
         if isinstance(options, DeviceOptions) and options.hosts() is not None:
             _keep_stdout_for_answers()
         options.show_details()

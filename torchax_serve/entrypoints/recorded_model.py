@@ -1,0 +1,304 @@
+"""`RecordedModel`: a served model from the record of an earlier start, without torch until something needs it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import secrets
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import jax
+
+from model_adapters.errors import TorchaxServeError
+from model_adapters.jax_settings import programs_run
+from model_adapters.loading.model_source import ModelSource
+from torchax_serve.compilation.executable_cache import ExecutableCache
+from torchax_serve.engine.engine import Engine
+from torchax_serve.engine.factory import build_engine
+from torchax_serve.engine.options import EngineOptions
+from torchax_serve.engine.request import EngineRequest
+from torchax_serve.engine.request_handle import TokenStream
+from torchax_serve.generation.token_options import check_one_answer, with_params
+from torchax_serve.outputs import Completion, EngineStats
+from torchax_serve.sampling import unsupported_options
+from torchax_serve.sampling.row_params import ENGINE_OPTIONS
+from torchax_serve.sampling_params import SamplingParams
+from torchax_serve.start.record import StartFolder, StartRecord
+from torchax_serve.start.recorded_runtime import RecordedRuntime
+from torchax_serve.start.recorded_tokenizer import RecordedTokenizer
+from torchax_serve.start.torch_side import (
+    ABSENT,
+    Deferred,
+    GenerationValues,
+    RecordedConfig,
+    RecordedGenerationConfig,
+    TorchSide,
+)
+from torchax_serve.start.weights_file import WeightsReader
+from torchax_serve.text import TextStream, chat, generate_batch, stream
+from torchax_serve.text.prompt import checked_ids, encode_prompt
+from torchax_serve.validation.owner_process import OwnerProcess
+
+if TYPE_CHECKING:
+    from torchax_serve.entrypoints.served_model import ServedModel
+
+logger = logging.getLogger("torchax_serve")
+
+_NO_ATTRIBUTES = frozenset({"max_len"})
+"""Names that the text layer looks for on other models, and a `ServedModel` has not."""
+
+
+def recorded_model(
+    source: ModelSource, folder: StartFolder, engine: EngineOptions | None, load: Callable[[], ServedModel]
+) -> RecordedModel | None:
+    """Returns the model of a start record; None if there is no valid one.
+
+    Args:
+        source: The model.
+        folder: The record's place.
+        engine: Options of the engine.
+        load: Loads the model with its torch module.
+    """
+    record = folder.read()
+    if record is None:
+        return None
+    try:
+        return RecordedModel(source, folder, record, engine, load)
+    except OSError as error:  # a file that went away meanwhile
+        logger.info("a start record is not used: %s", error)
+        return None
+
+
+class RecordedModel:
+    """A `ServedModel` from a record; what was not recorded loads the torch module, once, and continues with it.
+
+    Args:
+        source: The model.
+        folder: The record's place.
+        record: The record.
+        engine_options: Options of the engine.
+        load: Loads the model with its torch module.
+    """
+
+    def __init__(
+        self,
+        source: ModelSource,
+        folder: StartFolder,
+        record: StartRecord,
+        engine_options: EngineOptions | None,
+        load: Callable[[], ServedModel],
+    ) -> None:
+        self.name = source.name
+        self._folder, self._record, self._engine_options = folder, record, engine_options
+        self._load, self._process = load, OwnerProcess()
+        self._lock = threading.RLock()
+        self._engine: Engine | None = None
+        self._is_closed = False
+        self._side = TorchSide(self._load_torch_side)
+        files = [folder.weights_path, *(folder.checkpoint / name for name in record.weights.checkpoint_files)]
+        self._reader = WeightsReader(record.weights, files)
+        absent = dict.fromkeys(record.config_absent, ABSENT)
+        self._config = RecordedConfig(self._side, lambda model: model.config, {**record.config, **absent})
+        values = {**record.generation_config, "_defaults": record.generation_defaults}
+        self._generation_config = RecordedGenerationConfig(self._side, lambda model: model.generation_config, values)
+        self._load_report = Deferred(self._side, lambda model: model.load_report, {"quantization": ""})
+        self._tokenizer = self._recorded_tokenizer()
+
+    def _recorded_tokenizer(self) -> RecordedTokenizer | None:
+        record, backend = self._record.tokenizer, Future[Any]()
+        if record is None:
+            return None
+
+        def make() -> None:
+            try:
+                backend.set_result(record.tokenizer())
+            except BaseException as error:
+                backend.set_exception(error)
+
+        threading.Thread(target=make, name="make-tokenizer", daemon=True).start()
+        return RecordedTokenizer(self._side, lambda model: model.tokenizer, record, backend)
+
+    @functools.cached_property
+    def _runtime(self) -> RecordedRuntime:
+        executables = ExecutableCache(self._folder.programs, self._record.identity)
+        return RecordedRuntime(self._side, self._reader.arrays(), executables, self._config, self._record.limits)
+
+    def _load_torch_side(self) -> ServedModel:
+        """Loads the model with its torch module; its engine and arrays are those that run already.
+
+        Raises:
+            TorchaxServeError: the files have changed since.
+        """
+        if self._is_closed:
+            raise _closed_error()
+        if self._folder.read() is None:
+            raise TorchaxServeError(
+                f"expected the files of {self.name} as they were when it was loaded, and they have changed since; call "
+                "serve() again"
+            )
+        model = self._load()
+        model.adopt(self._runtime.weights, self._engine)
+        return model
+
+    @property
+    def __class__(self) -> type:  # what isinstance sees
+        from torchax_serve.entrypoints.served_model import ServedModel
+
+        return ServedModel
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _NO_ATTRIBUTES or name.startswith("_"):
+            raise AttributeError(f"a ServedModel has no attribute {name}")
+        return getattr(self._side.get(), name)
+
+    def __repr__(self) -> str:
+        if self._side.loaded is not None:
+            return repr(self._side.loaded)
+        model_type, dtype = self._record.described
+        state = "closed" if self._is_closed else f"on {self.device_description}"
+        engine = "" if self._engine is None else f", engine: {self._engine.description}"
+        return f"<ServedModel {self.name!r}: {model_type}, {dtype}, {state}{engine}>"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the model's forward, with torch tensors in and out."""
+        return self._side.get()(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._side.get().__reduce_ex__(protocol)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends requests on the engine with an error and frees the weights."""
+        if not self._process.is_current:
+            return
+        with self._lock:
+            self._is_closed = True
+            if self._side.loaded is not None:
+                self._side.loaded.close()
+            elif self._engine is not None:
+                self._engine.close("the model was closed")
+            if "_runtime" in vars(self):
+                self._runtime.weights.clear()
+
+    @property
+    def config(self) -> Any:
+        """Configuration of transformers."""
+        return self._side.loaded.config if self._side.loaded is not None else self._config
+
+    @property
+    def generation_config(self) -> Any:
+        """Defaults of ``generate``, from the model's ``generation_config.json``."""
+        return self._side.loaded.generation_config if self._side.loaded is not None else self._generation_config
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer, or None if it came without one."""
+        self._check_open()
+        return self._side.loaded.tokenizer if self._side.loaded is not None else self._tokenizer
+
+    @property
+    def load_report(self) -> Any:
+        """Time and memory that loading took."""
+        return self._side.loaded.load_report if self._side.loaded is not None else self._load_report
+
+    @property
+    def device_description(self) -> str:
+        """Kind of the device, such as ``cpu``."""
+        return jax.devices()[0].device_kind
+
+    @property
+    def engine(self) -> Any:
+        """Engine that runs the requests of all threads in one batch; made at its first use."""
+        self._check_open()
+        if self._side.loaded is not None:
+            return self._side.loaded.engine
+        with self._lock:
+            if self._engine is None:
+                with programs_run():
+                    self._engine = build_engine(self._runtime, self._engine_options)  # type: ignore[arg-type]
+            return self._engine
+
+    def stats(self) -> EngineStats | None:
+        """Returns the statistics of the engine; None before the first request."""
+        self._check_open()
+        if self._side.loaded is not None:
+            stats: EngineStats | None = self._side.loaded.stats()
+            return stats
+        return None if self._engine is None else EngineStats.sum_of([self._engine.stats()])
+
+    def iter_tokens(
+        self,
+        prompt_ids: Sequence[int],
+        generation_config: Any = None,
+        *,
+        inputs: Mapping[str, Any] | None = None,
+        seed: int | None = None,
+        params: SamplingParams | None = None,
+        masks: Any = None,
+    ) -> TokenStream:
+        """Yields new token ids of one prompt as they come; see `ServedModel.iter_tokens`."""
+        self._check_open()
+        config = self._generation_config.__deepcopy__(None) if generation_config is None else generation_config
+        if self._side.loaded is None and inputs is None and type(config) is GenerationValues:
+            check_one_answer(config)
+            prompt_ids = checked_ids(self, encode_prompt(self, prompt_ids))  # type: ignore[arg-type]
+            if params is not None:
+                config, seed = with_params(config, params), params.seed if seed is None else seed  # type: ignore[arg-type]
+                params = params.only_engine_options()
+            if not unsupported_options(config, ENGINE_OPTIONS):
+                if seed is None:
+                    seed = secrets.randbits(63) if config.do_sample else 0
+                request = EngineRequest.of(
+                    prompt_ids, config, params, vocab_size=self._record.limits["vocab_size"], seed=seed
+                )
+                return TokenStream(self.engine.submit(dataclasses.replace(request, masks=masks)))
+        model = self._side.get()
+        if type(config) is GenerationValues:
+            config = config.written_into(model.generation_config)
+        tokens: TokenStream = model.iter_tokens(
+            prompt_ids, config, inputs=inputs, seed=seed, params=params, masks=masks
+        )
+        return tokens
+
+    def chat(self, *args: Any, stream: bool = False, **kwargs: Any) -> str | TextStream:
+        """Answers a conversation; see `torchax_serve.text.chat`."""
+        self._check_open()
+        answer: str | TextStream = chat(self, *args, stream=stream, **kwargs)  # type: ignore[call-overload]
+        return answer
+
+    def stream(self, *args: Any, **kwargs: Any) -> TextStream:
+        """Yields the text that follows a prompt; see `torchax_serve.text.text_stream.stream`."""
+        self._check_open()
+        return stream(self, *args, **kwargs)  # type: ignore[arg-type]
+
+    def generate_batch(self, *args: Any, **kwargs: Any) -> list[Completion]:
+        """Returns completions of many prompts; see `torchax_serve.text.generate_batch`."""
+        self._check_open()
+        return generate_batch(self, *args, **kwargs)  # type: ignore[arg-type]
+
+    def _check_open(self) -> None:
+        self._process.check("a model")
+        if self._is_closed:
+            raise _closed_error()
+
+
+def _closed_error() -> TorchaxServeError:
+    return TorchaxServeError("expected an open model, this one is closed; call serve() again")
+
+
+def source_folder(source: ModelSource | str) -> Path | None:
+    """Returns the folder of a model whose start is recorded; None for others."""
+    return source.folder if isinstance(source, ModelSource) and source.kind in ("embedded", "folder") else None
