@@ -38,6 +38,11 @@ class DispatchQueue:
     def __iter__(self) -> Iterator[InFlightStep]:
         return (each.step for each in self._queue)
 
+    @property
+    def has_compiled(self) -> bool:
+        """Whether the newest step needed a program that was compiled or loaded for it."""
+        return bool(self._queue) and self._queue[-1].has_compiled
+
     def push(self, step: InFlightStep, expected_s: float, has_compiled: bool) -> None:
         """Adds a step that has just been dispatched."""
         self._queue.append(QueuedStep(step, time.monotonic(), expected_s, has_compiled))

@@ -73,8 +73,7 @@ class Engine:
         self._ids: Iterator[RequestId] = itertools.count() if ids is None else ids
         self._closed: str | None = None  # why, once it is
         self._rate: collections.deque[tuple[float, int]] = collections.deque(maxlen=512)
-        self._num_steps = 0
-        self._wait_s = self._busy_s = 0.0
+        self._num_steps, self._wait_s, self._busy_s = 0, 0.0, 0.0
         self.check_integrity = False  # after every step: for tests
         queued, sent = self._commands, self._dispatched
         self.progress = ProgressClock(lambda: bool(self._num_entering or queued or sent or len(scheduler)))
@@ -286,7 +285,8 @@ class Engine:
             self._execute(plan)
             self.progress.moved()
         self._output_processor.deliver(self._scheduler.pop_finished())
-        most = MAX_IN_FLIGHT if self._runner.runs_ahead else 1
+        # A step whose program was new is read at once: loading the next one's would hold up its tokens.
+        most = MAX_IN_FLIGHT if self._runner.runs_ahead and not self._dispatched.has_compiled else 1
         if len(self._dispatched) >= most or (plan is None and self._dispatched):
             self._output_processor.notify_async_readers()  # of what has ended: the device may compute for a while
             self._retire_oldest()

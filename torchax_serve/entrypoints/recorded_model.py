@@ -153,7 +153,7 @@ class RecordedModel:
         return ServedModel
 
     def __getattr__(self, name: str) -> Any:
-        if name in _NO_ATTRIBUTES or name.startswith("_"):
+        if name in _NO_ATTRIBUTES or name.startswith("__") or "_side" not in vars(self):
             raise AttributeError(f"a ServedModel has no attribute {name}")
         return getattr(self._side.get(), name)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
+import jax
 from jax.sharding import Mesh
 
 from model_adapters.loading.model_source import ModelSource, parse_name
@@ -135,8 +137,11 @@ def _is_object(model: Any) -> bool:
 
 
 def _start_folder(source: ModelSource | str | None, arguments: Mapping[str, Any]) -> StartFolder | None:
-    """Returns the place of the start record of a model; None if it has none."""
+    """Returns the place of the start record of a model; None if it has none.
+
+    A process that has imported transformers has paid for what a record saves, and its scripts may change the model.
+    """
     folder = None if source is None else source_folder(source)
-    if folder is None or programs_dir() is None:
+    if folder is None or programs_dir() is None or "transformers" in sys.modules or jax.default_backend() != "cpu":
         return None
     return StartFolder(folder, {name: str(arguments[name]) for name in ("dtype", "strict", "pack_weights")})

@@ -161,8 +161,10 @@ class PoolAllocator:
 
 def _zeros(shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
     """Zeros on the default device; on a CPU they take memory only as they are written."""
-    made = jax.device_put(jnp.zeros(shape, dtype), jax.local_devices()[0])
-    return without_memory(made) if made.platform() == "cpu" else made
+    device = jax.local_devices()[0]
+    if device.platform != "cpu":
+        return jax.device_put(jnp.zeros(shape, dtype), device)
+    return without_memory(jax.device_put(np.zeros(shape, dtype), device, may_alias=False))  # compiles nothing
 
 
 class PagedCache:
