@@ -40,7 +40,7 @@ from torchax_serve.start.torch_side import (
     RecordedGenerationConfig,
     TorchSide,
 )
-from torchax_serve.start.weights_file import WeightsReader
+from torchax_serve.start.weights_file import mapped
 from torchax_serve.text import TextStream, chat, generate_batch, stream
 from torchax_serve.text.prompt import checked_ids, encode_prompt
 from torchax_serve.validation.owner_process import OwnerProcess
@@ -101,8 +101,7 @@ class RecordedModel:
         self._engine: Engine | None = None
         self._is_closed = False
         self._side = TorchSide(self._load_torch_side)
-        files = [folder.weights_path, *(folder.checkpoint / name for name in record.weights.checkpoint_files)]
-        self._reader = WeightsReader(record.weights, files)
+        self._weights = mapped(folder.weights_path, record.weights)
         absent = dict.fromkeys(record.config_absent, ABSENT)
         self._config = RecordedConfig(self._side, lambda model: model.config, {**record.config, **absent})
         values = {**record.generation_config, "_defaults": record.generation_defaults}
@@ -127,7 +126,7 @@ class RecordedModel:
     @functools.cached_property
     def _runtime(self) -> RecordedRuntime:
         executables = ExecutableCache(self._folder.programs, self._record.identity)
-        return RecordedRuntime(self._side, self._reader.arrays(), executables, self._config, self._record.limits)
+        return RecordedRuntime(self._side, self._weights, executables, self._config, self._record.limits)
 
     def _load_torch_side(self) -> ServedModel:
         """Loads the model with its torch module; its engine and arrays are those that run already.
@@ -143,7 +142,7 @@ class RecordedModel:
                 "serve() again"
             )
         model = self._load()
-        model.adopt(self._runtime.weights, self._engine)
+        model.adopt(self._weights, self._engine)
         return model
 
     @property
@@ -190,8 +189,7 @@ class RecordedModel:
                 self._side.loaded.close()
             elif self._engine is not None:
                 self._engine.close("the model was closed")
-            if "_runtime" in vars(self):
-                self._runtime.weights.clear()
+            self._weights.clear()
 
     @property
     def config(self) -> Any:

@@ -20,7 +20,7 @@ from torchax_serve.multimodal.placeholders import MODALITIES
 from torchax_serve.runtime.model_runtime import ModelRuntime
 from torchax_serve.start.record import FileState, StartFolder, StartRecord, states_of
 from torchax_serve.start.recorded_tokenizer import PROBES, TokenizerRecord
-from torchax_serve.start.weights_file import NotStorableError, bytes_on_disk, placed
+from torchax_serve.start.weights_file import NotStorableError, stored
 
 logger = logging.getLogger("torchax_serve")
 
@@ -113,16 +113,16 @@ def _record(
     assert loaded.generation_config is not None
     values, defaults = _generation_config_of(loaded)
     try:
-        stored, pieces = placed(weights, folder.checkpoint)
+        places, pieces = stored(weights)
     except NotStorableError as error:
         raise NotRecordableError(str(error)) from error
-    seal = folder.write_weights(bytes_on_disk(stored, weights), pieces)
+    seal = folder.write_weights(places.num_bytes, pieces)
     if seal is None:
         raise NotRecordableError("its weights take too much of the cache")
     return StartRecord(
         files=files,
         identity=identity,
-        weights=stored,
+        weights=places,
         weights_seal=seal,
         tokenizer=_tokenizer_of(loaded),
         config=config,

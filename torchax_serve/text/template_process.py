@@ -164,7 +164,10 @@ def _receive(connection: socket.socket) -> Any:
 def _read(connection: socket.socket, length: int) -> bytes | None:
     data = bytearray()
     while len(data) < length:
-        piece = connection.recv(min(length - len(data), 2**20))
+        try:
+            piece = connection.recv(min(length - len(data), 2**20))
+        except ConnectionResetError:  # the parent has ended with an answer unread
+            return None
         if not piece:
             return None
         data += piece
