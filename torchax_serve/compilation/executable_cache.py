@@ -29,10 +29,6 @@ from typing import Any, TypeVar
 import jax
 from jax.experimental import serialize_executable
 
-import model_adapters
-import pytree_registry
-import sharding_rules
-import torchax_serve
 from model_adapters.disk_cache import SealedFolder
 from model_adapters.jax_settings import programs_run
 from model_adapters.ops import registry
@@ -328,7 +324,8 @@ def _listen() -> None:
     jax.monitoring.register_event_listener(_on_event)
 
 
-PACKAGES = (model_adapters, pytree_registry, sharding_rules, torchax_serve)
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("model_adapters", "pytree_registry", "sharding_rules", "torchax_serve")
 NOT_TRACED = ("bench", "cli", "distributed/ray", "parity", "planning", "text")
 """Parts of `torchax_serve` that programs do not depend on: an edit there leaves them valid.
 
@@ -353,13 +350,13 @@ def program_source_digest() -> str:
 def _digest_of(left_out: Sequence[str]) -> str:
     digest = hashlib.sha256()
     for package in PACKAGES:
-        root = Path(package.__path__[0])
+        root = ROOT / package
         for file in sorted(root.rglob("*")):
             name = file.relative_to(root).as_posix()
-            if package.__name__ == "torchax_serve" and any(f"{name}/".startswith(f"{each}/") for each in left_out):
+            if package == "torchax_serve" and any(f"{name}/".startswith(f"{each}/") for each in left_out):
                 continue
             if file.suffix in (".py", ".cc", ".h"):
-                digest.update(f"{package.__name__}/{name}\0".encode() + file.read_bytes())
+                digest.update(f"{package}/{name}\0".encode() + file.read_bytes())
     return digest.hexdigest()
 
 

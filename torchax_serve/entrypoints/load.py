@@ -24,7 +24,7 @@ from torchax_serve.distributed.hosts.startup import (
 from torchax_serve.distributed.mesh import mesh_for
 from torchax_serve.engine.options import EngineOptions
 from torchax_serve.entrypoints.encoder_model import EncoderModel
-from torchax_serve.entrypoints.served_model import ServedModel
+from torchax_serve.entrypoints.served_model import ServedModel, record_start
 from torchax_serve.entrypoints.speech_model import SpeechModel, is_speech_model
 from torchax_serve.start.record import StartFolder
 
@@ -50,7 +50,7 @@ def load_served_model(
         prepare_weights(loaded)
     served = model_class_for(loaded.module)(loaded, engine)
     if start_folder is not None and type(served) is ServedModel:
-        served.record_start(start_folder)
+        record_start(served, start_folder)
     return served
 
 

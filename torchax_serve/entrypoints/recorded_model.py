@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-import functools
 import logging
 import secrets
 import threading
@@ -31,7 +31,7 @@ from torchax_serve.sampling.row_params import ENGINE_OPTIONS
 from torchax_serve.sampling_params import SamplingParams
 from torchax_serve.start.record import StartFolder, StartRecord
 from torchax_serve.start.recorded_runtime import RecordedRuntime
-from torchax_serve.start.recorded_tokenizer import RecordedTokenizer
+from torchax_serve.start.recorded_tokenizer import RecordedTokenizer, TokenizerRecord
 from torchax_serve.start.torch_side import (
     ABSENT,
     Deferred,
@@ -78,6 +78,10 @@ def recorded_model(
 class RecordedModel:
     """A `ServedModel` from a record; what was not recorded loads the torch module, once, and continues with it.
 
+    Attributes:
+        name: The name by which the model was loaded.
+        config, generation_config, load_report: Those of the model; what requests do not read loads the torch module.
+
     Args:
         source: The model.
         folder: The record's place.
@@ -103,30 +107,13 @@ class RecordedModel:
         self._side = TorchSide(self._load_torch_side)
         self._weights = mapped(folder.weights_path, record.weights)
         absent = dict.fromkeys(record.config_absent, ABSENT)
-        self._config = RecordedConfig(self._side, lambda model: model.config, {**record.config, **absent})
+        self.config: Any = RecordedConfig(self._side, lambda model: model.config, {**record.config, **absent})
         values = {**record.generation_config, "_defaults": record.generation_defaults}
-        self._generation_config = RecordedGenerationConfig(self._side, lambda model: model.generation_config, values)
-        self._load_report = Deferred(self._side, lambda model: model.load_report, {"quantization": ""})
-        self._tokenizer = self._recorded_tokenizer()
-
-    def _recorded_tokenizer(self) -> RecordedTokenizer | None:
-        record, backend = self._record.tokenizer, Future[Any]()
-        if record is None:
-            return None
-
-        def make() -> None:
-            try:
-                backend.set_result(record.tokenizer())
-            except BaseException as error:
-                backend.set_exception(error)
-
-        threading.Thread(target=make, name="make-tokenizer", daemon=True).start()
-        return RecordedTokenizer(self._side, lambda model: model.tokenizer, record, backend)
-
-    @functools.cached_property
-    def _runtime(self) -> RecordedRuntime:
-        executables = ExecutableCache(self._folder.programs, self._record.identity)
-        return RecordedRuntime(self._side, self._weights, executables, self._config, self._record.limits)
+        self.generation_config: Any = RecordedGenerationConfig(
+            self._side, lambda model: model.generation_config, values
+        )
+        self.load_report: Any = Deferred(self._side, lambda model: model.load_report, {"quantization": ""})
+        self._tokenizer = None if record.tokenizer is None else _tokenizer(self._side, record.tokenizer)
 
     def _load_torch_side(self) -> ServedModel:
         """Loads the model with its torch module; its engine and arrays are those that run already.
@@ -141,11 +128,13 @@ class RecordedModel:
                 f"expected the files of {self.name} as they were when it was loaded, and they have changed since; call "
                 "serve() again"
             )
+        from torchax_serve.entrypoints.served_model import continue_with
+
         model = self._load()
-        model.adopt(self._weights, self._engine)
+        continue_with(model, self._weights, self._engine)
         return model
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> type:  # what isinstance sees
         from torchax_serve.entrypoints.served_model import ServedModel
 
@@ -192,25 +181,10 @@ class RecordedModel:
             self._weights.clear()
 
     @property
-    def config(self) -> Any:
-        """Configuration of transformers."""
-        return self._side.loaded.config if self._side.loaded is not None else self._config
-
-    @property
-    def generation_config(self) -> Any:
-        """Defaults of ``generate``, from the model's ``generation_config.json``."""
-        return self._side.loaded.generation_config if self._side.loaded is not None else self._generation_config
-
-    @property
     def tokenizer(self) -> Any:
         """The model's tokenizer, or None if it came without one."""
         self._check_open()
         return self._side.loaded.tokenizer if self._side.loaded is not None else self._tokenizer
-
-    @property
-    def load_report(self) -> Any:
-        """Time and memory that loading took."""
-        return self._side.loaded.load_report if self._side.loaded is not None else self._load_report
 
     @property
     def device_description(self) -> str:
@@ -225,8 +199,10 @@ class RecordedModel:
             return self._side.loaded.engine
         with self._lock:
             if self._engine is None:
+                executables = ExecutableCache(self._folder.programs, self._record.identity)
+                runtime: Any = RecordedRuntime(self._side, self._weights, executables, self.config, self._record.limits)
                 with programs_run():
-                    self._engine = build_engine(self._runtime, self._engine_options)  # type: ignore[arg-type]
+                    self._engine = build_engine(runtime, self._engine_options)
             return self._engine
 
     def stats(self) -> EngineStats | None:
@@ -249,10 +225,10 @@ class RecordedModel:
     ) -> TokenStream:
         """Yields new token ids of one prompt as they come; see `ServedModel.iter_tokens`."""
         self._check_open()
-        config = self._generation_config.__deepcopy__(None) if generation_config is None else generation_config
+        config = copy.deepcopy(self.generation_config) if generation_config is None else generation_config
         if self._side.loaded is None and inputs is None and type(config) is GenerationValues:
             check_one_answer(config)
-            prompt_ids = checked_ids(self, encode_prompt(self, prompt_ids))  # type: ignore[arg-type]
+            prompt_ids = checked_ids(self, encode_prompt(self, prompt_ids))
             if params is not None:
                 config, seed = with_params(config, params), params.seed if seed is None else seed  # type: ignore[arg-type]
                 params = params.only_engine_options()
@@ -280,12 +256,12 @@ class RecordedModel:
     def stream(self, *args: Any, **kwargs: Any) -> TextStream:
         """Yields the text that follows a prompt; see `torchax_serve.text.text_stream.stream`."""
         self._check_open()
-        return stream(self, *args, **kwargs)  # type: ignore[arg-type]
+        return stream(self, *args, **kwargs)
 
     def generate_batch(self, *args: Any, **kwargs: Any) -> list[Completion]:
         """Returns completions of many prompts; see `torchax_serve.text.generate_batch`."""
         self._check_open()
-        return generate_batch(self, *args, **kwargs)  # type: ignore[arg-type]
+        return generate_batch(self, *args, **kwargs)
 
     def _check_open(self) -> None:
         self._process.check("a model")
@@ -295,6 +271,20 @@ class RecordedModel:
 
 def _closed_error() -> TorchaxServeError:
     return TorchaxServeError("expected an open model, this one is closed; call serve() again")
+
+
+def _tokenizer(side: TorchSide, record: TokenizerRecord) -> RecordedTokenizer:
+    """Returns the tokenizer, which is made by a thread of its own."""
+    backend: Future[Any] = Future()
+
+    def make() -> None:
+        try:
+            backend.set_result(record.tokenizer())
+        except BaseException as error:
+            backend.set_exception(error)
+
+    threading.Thread(target=make, name="make-tokenizer", daemon=True).start()
+    return RecordedTokenizer(side, lambda model: model.tokenizer, record, backend)
 
 
 def source_folder(source: ModelSource | str) -> Path | None:

@@ -79,27 +79,14 @@ def serve(
         TorchaxServeError: the model cannot be loaded or served; subclass and message say why.
     """
     arguments = locals()  # taken first: they are the only variables yet
-    loading = {name: arguments[name] for name in _LOADING}
     enable_compile_cache()
     with gc_pause.paused():
-        if hosts is not None:
-            from torchax_serve.entrypoints.load import serve_on_hosts
+        if hosts is None:
+            return _serve_on_this_host(arguments)
+        from torchax_serve.entrypoints.load import serve_on_hosts
 
-            return serve_on_hosts(hosts, model, engine, mesh, tensor_parallel, loading)
-        is_plain = not any(arguments[name] for name in _NOT_RECORDED)
-        source = parse_name(model, revision) if is_plain and not _is_object(model) else None
-        folder = _start_folder(source, arguments)
-
-        def load() -> ServedModel:
-            from torchax_serve.entrypoints.load import load_served_model
-
-            return load_served_model(model, engine, mesh, tensor_parallel, pack_weights, loading, folder)
-
-        if folder is not None and isinstance(source, ModelSource):
-            recorded = recorded_model(source, folder, engine, load)
-            if recorded is not None:
-                return cast("ServedModel", recorded)
-        return load()
+        loading = {name: arguments[name] for name in _LOADING}
+        return serve_on_hosts(hosts, model, engine, mesh, tensor_parallel, loading)
 
 
 _LOADING = (
@@ -130,6 +117,30 @@ _NOT_RECORDED = (
     "requantize",
 )
 """Arguments of `serve` that, where they are given, always load the torch module."""
+
+
+def _serve_on_this_host(arguments: dict[str, Any]) -> ServedModel:
+    """Returns the model of a start record, or loads it.
+
+    Args:
+        arguments: Arguments of `serve` by name.
+    """
+    model, is_plain = arguments["model"], not any(arguments[name] for name in _NOT_RECORDED)
+    source = parse_name(model, arguments["revision"]) if is_plain and not _is_object(model) else None
+    folder = _start_folder(source, arguments)
+
+    def load() -> ServedModel:
+        from torchax_serve.entrypoints.load import load_served_model
+
+        others = {name: arguments[name] for name in ("engine", "mesh", "tensor_parallel", "pack_weights")}
+        loading = {name: arguments[name] for name in _LOADING}
+        return load_served_model(model, **others, loading=loading, start_folder=folder)
+
+    if folder is not None and isinstance(source, ModelSource):
+        recorded = recorded_model(source, folder, arguments["engine"], load)
+        if recorded is not None:
+            return cast("ServedModel", recorded)
+    return load()
 
 
 def _is_object(model: Any) -> bool:

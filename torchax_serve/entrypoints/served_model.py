@@ -145,21 +145,6 @@ class ServedModel(BaseModel):
         finally:
             self._is_building = False
 
-    def record_start(self, folder: StartFolder) -> None:
-        """Makes the next start of this model quick: its record is written to `folder` once there is an engine."""
-        self._start_folder = folder
-
-    def adopt(self, weights: Mapping[str, Weight], engine: Engine | None) -> None:
-        """Takes over the arrays, and the engine, of a model of the same files that runs already.
-
-        Args:
-            weights: Arrays by name.
-            engine: The engine, whose requests go on; None if there is none yet.
-        """
-        self._runtimes[0].weights.update(weights)
-        if engine is not None:
-            self._engine, self._engine_changes = engine, _num_changes(self._runtimes)
-
     def refresh(self) -> None:
         """Makes programs, arrays and the engine again after a change of `torch_model`.
 
@@ -359,6 +344,24 @@ class ServedModel(BaseModel):
         See `torchax_serve.text.generate_batch`.
         """
         return generate_batch(self, prompts, params)
+
+
+def record_start(model: ServedModel, folder: StartFolder) -> None:
+    """Makes the next start of `model` quick: its record is written to `folder` once there is an engine."""
+    model._start_folder = folder
+
+
+def continue_with(model: ServedModel, weights: Mapping[str, Weight], engine: Engine | None) -> None:
+    """Makes `model`, just loaded, take over arrays and engine of a model of the same files that runs already.
+
+    Args:
+        model: The model.
+        weights: Arrays by name.
+        engine: The engine, whose requests go on; None if there is none yet.
+    """
+    model._runtimes[0].weights.update(weights)
+    if engine is not None:
+        model._engine, model._engine_changes = engine, _num_changes(model._runtimes)
 
 
 def _engine_facts(model: ServedModel) -> EngineFacts:

@@ -21,7 +21,7 @@ from torchax_serve.compilation.cache_folders import EVICTOR, START
 from torchax_serve.compilation.executable_cache import environment
 from torchax_serve.compilation.xla_cache import programs_dir
 from torchax_serve.start.recorded_tokenizer import TokenizerRecord
-from torchax_serve.start.weights_file import StoredWeights
+from torchax_serve.start.weights_file import WeightPlaces
 
 logger = logging.getLogger("torchax_serve")
 
@@ -54,7 +54,7 @@ class StartRecord:
 
     files: tuple[FileState, ...]
     identity: str
-    weights: StoredWeights
+    weights: WeightPlaces
     weights_seal: bytes
     tokenizer: TokenizerRecord | None
     config: dict[str, Any]

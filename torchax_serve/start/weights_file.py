@@ -59,7 +59,7 @@ class Place:
 
 
 @dataclasses.dataclass(frozen=True)
-class StoredWeights:
+class WeightPlaces:
     """The weights of a model by their places.
 
     Attributes:
@@ -73,7 +73,7 @@ class StoredWeights:
     num_bytes: int
 
 
-def stored(weights: Weights) -> tuple[StoredWeights, Iterator[bytes | memoryview]]:
+def stored(weights: Weights) -> tuple[WeightPlaces, Iterator[bytes | memoryview]]:
     """Returns the places of `weights`, and the content of the file, piece by piece.
 
     Args:
@@ -91,7 +91,7 @@ def stored(weights: Weights) -> tuple[StoredWeights, Iterator[bytes | memoryview
     index = {key: number for number, key in enumerate(unique)}
     num_bytes = len(header) + sum(_padded(array.nbytes) for array in arrays.values())
     names = {name: index[id(weight)] for name, weight in weights.items()}
-    return StoredWeights(placed, names, num_bytes), _pieces(header, list(arrays.values()))
+    return WeightPlaces(placed, names, num_bytes), _pieces(header, list(arrays.values()))
 
 
 def _padded(num_bytes: int) -> int:
@@ -136,7 +136,7 @@ def _pieces(header: bytes, arrays: Sequence[np.ndarray]) -> Iterator[bytes | mem
         yield b"\0" * (_padded(array.nbytes) - array.nbytes)
 
 
-def mapped(path: Path, places: StoredWeights) -> dict[str, Weight]:
+def mapped(path: Path, places: WeightPlaces) -> dict[str, Weight]:
     """Returns the weights by name, over the mapped file.
 
     Raises:
