@@ -1,11 +1,13 @@
-"""``/openapi.json``: the routes and the bodies that they take, made from the request models."""
+"""``/openapi.json`` and ``/docs``: the routes and the bodies that they take, made from the request models."""
 
 from __future__ import annotations
 
+import html
+from collections.abc import Iterator
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from torchax_serve import __version__
 from torchax_serve.server.audio import TranscriptionRequest
@@ -53,9 +55,22 @@ _ERROR = {
 }
 
 
+_PAGE_HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}
+_STYLE = (
+    "body{font:15px/1.5 system-ui;max-width:60rem;margin:2rem auto;padding:0 1rem}"
+    "summary{cursor:pointer;padding:.2rem 0}td{padding:.1rem 1rem .1rem 0;vertical-align:top}"
+    "code{font-size:.95em}table{margin:.3rem 0 1rem 1rem}"
+)
+
+
 async def openapi(request: Request) -> Response:
     """Returns the description of the server's interface."""
     return JSONResponse(description(request.scope["app"].routes))
+
+
+async def page(request: Request) -> Response:
+    """Returns a page of the same description, which needs no other file."""
+    return HTMLResponse("".join(_page(description(request.scope["app"].routes))), headers=_PAGE_HEADERS)
 
 
 def description(routes: Any) -> dict[str, Any]:
@@ -110,3 +125,25 @@ def _schema_of(kind: type[ApiRequest], schemas: dict[str, Any]) -> dict[str, Any
         else:
             schema["properties"][name]["description"] = f"{note.effect}: {note.text}"
     return schema
+
+
+def _page(found: dict[str, Any]) -> Iterator[str]:
+    """Yields the parts of a page: each route with the fields of its body."""
+    title = f"{found['info']['title']} {found['info']['version']}"
+    yield f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title><style>{_STYLE}</style>"
+    yield f"<h1>{title}</h1><p>The same as JSON: <a href=openapi.json>openapi.json</a>.</p>"
+    for path, operations in found["paths"].items():
+        for method, operation in operations.items():
+            head = f"<code>{method.upper()} {html.escape(path)}</code> {html.escape(operation['summary'])}"
+            body = operation.get("requestBody")
+            if body is None:
+                yield f"<p>{head}</p>"
+                continue
+            ((kind, content),) = body["content"].items()
+            schema = found["components"]["schemas"][content["schema"]["$ref"].rpartition("/")[2]]
+            yield f"<details><summary>{head}</summary><p><code>{kind}</code></p><table>"
+            for name, field in schema["properties"].items():
+                needed = " (required)" if name in schema.get("required", ()) else ""
+                yield f"<tr><td><code>{name}</code>{needed}<td>{html.escape(field.get('description', ''))}"
+            yield "</table></details>"
+    yield "</html>"
