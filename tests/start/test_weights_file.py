@@ -1,5 +1,7 @@
 """The file of weights: read by the safetensors library, and mapped as it was written."""
 
+import threading
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ from safetensors.numpy import load_file
 
 from model_adapters.ops.compressed_weight import compress_weight
 from model_adapters.ops.cpu import ffi
+from model_adapters.ops.cpu.huge_pages import move_into_huge_pages
 from torchax_serve.start.weights_file import NotStorableError, mapped, stored
 
 
@@ -29,7 +32,7 @@ def weights():
 
 
 def test_the_weights_are_those_that_were_stored(weights, tmp_path):
-    again = mapped(tmp_path / "w", written(tmp_path / "w", weights))
+    again, _ = mapped(tmp_path / "w", written(tmp_path / "w", weights))
     assert again.keys() == weights.keys()
     assert jax.tree.structure(again) == jax.tree.structure(weights)
     for old, new in zip(jax.tree.leaves(weights), jax.tree.leaves(again), strict=True):
@@ -38,14 +41,14 @@ def test_the_weights_are_those_that_were_stored(weights, tmp_path):
 
 
 def test_what_was_shared_is_shared(weights, tmp_path):
-    again = mapped(tmp_path / "w", written(tmp_path / "w", weights))
+    again, _ = mapped(tmp_path / "w", written(tmp_path / "w", weights))
     assert again["tied"] is again["table"]
     if "packed" in again:
         assert again["packed"].plain is again["table"]
 
 
 def test_arrays_lie_in_the_mapped_file(weights, tmp_path):
-    again = mapped(tmp_path / "w", written(tmp_path / "w", weights))
+    again, _ = mapped(tmp_path / "w", written(tmp_path / "w", weights))
     size = sum(array.nbytes for array in {id(x): x for x in jax.tree.leaves(again)}.values() if array.nbytes)
     begins = [array.unsafe_buffer_pointer() for array in jax.tree.leaves(again) if array.nbytes]
     assert max(begins) - min(begins) < size + 64 * len(begins)
@@ -70,3 +73,25 @@ def test_a_file_that_is_too_short(weights, tmp_path):
     (tmp_path / "w").write_bytes((tmp_path / "w").read_bytes()[:-64])
     with pytest.raises(OSError, match="too short"):
         mapped(tmp_path / "w", places)
+
+
+def test_pages_are_exchanged_while_others_read(tmp_path):
+    weights = {"w": jax.random.normal(jax.random.key(1), (4 << 20,))}
+    again, content = mapped(tmp_path / "w", written(tmp_path / "w", weights))
+    address, expected = again["w"].unsafe_buffer_pointer(), float(jnp.sum(weights["w"]))
+    wrong, is_done = [], threading.Event()
+
+    def read():
+        while not is_done.is_set():
+            if float(jnp.sum(again["w"])) != expected:
+                wrong.append(True)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    moved = move_into_huge_pages(content)
+    is_done.set()
+    reader.join()
+    assert not wrong
+    assert moved == 0 or moved > content.nbytes - (4 << 20)
+    assert again["w"].unsafe_buffer_pointer() == address
+    np.testing.assert_array_equal(np.asarray(again["w"]), np.asarray(weights["w"]))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import logging
 import secrets
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -18,6 +20,7 @@ import jax
 from model_adapters.errors import TorchaxServeError
 from model_adapters.jax_settings import programs_run
 from model_adapters.loading.model_source import ModelSource
+from model_adapters.ops.cpu.huge_pages import move_into_huge_pages
 from torchax_serve.compilation.executable_cache import ExecutableCache
 from torchax_serve.engine.engine import Engine
 from torchax_serve.engine.factory import build_engine
@@ -50,6 +53,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("torchax_serve")
 
+POLL_S, BUSY_S = 0.25, 5.0
+"""Seconds between two looks at whether the engine is idle, and until it need not be."""
 _NO_ATTRIBUTES = frozenset({"max_len"})
 """Names that the text layer looks for on other models, and a `ServedModel` has not."""
 
@@ -105,7 +110,8 @@ class RecordedModel:
         self._engine: Engine | None = None
         self._is_closed = False
         self._side = TorchSide(self._load_torch_side)
-        self._weights = mapped(folder.weights_path, record.weights)
+        self._weights, content = mapped(folder.weights_path, record.weights)
+        self._into_huge_pages = functools.partial(move_into_huge_pages, content)
         absent = dict.fromkeys(record.config_absent, ABSENT)
         self.config: Any = RecordedConfig(self._side, lambda model: model.config, {**record.config, **absent})
         values = {**record.generation_config, "_defaults": record.generation_defaults}
@@ -203,6 +209,7 @@ class RecordedModel:
                 runtime: Any = RecordedRuntime(self._side, self._weights, executables, self.config, self._record.limits)
                 with programs_run():
                     self._engine = build_engine(runtime, self._engine_options)
+                when_idle(self._engine, self._into_huge_pages)
             return self._engine
 
     def stats(self) -> EngineStats | None:
@@ -267,6 +274,22 @@ class RecordedModel:
         self._process.check("a model")
         if self._is_closed:
             raise _closed_error()
+
+
+def when_idle(engine: Engine, function: Callable[[], object]) -> None:
+    """Calls `function` on a thread of its own once `engine` has answered a request, or worked for some seconds."""
+
+    def run() -> None:
+        began = time.monotonic()
+        while engine.close_reason is None:
+            stats = engine.stats()
+            is_busy = bool(stats.scheduler.num_running) and time.monotonic() - began < BUSY_S
+            if stats.num_steps and not is_busy:
+                function()
+                return
+            time.sleep(POLL_S)
+
+    threading.Thread(target=run, name="huge-pages", daemon=True).start()
 
 
 def _closed_error() -> TorchaxServeError:

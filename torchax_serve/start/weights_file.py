@@ -136,8 +136,8 @@ def _pieces(header: bytes, arrays: Sequence[np.ndarray]) -> Iterator[bytes | mem
         yield b"\0" * (_padded(array.nbytes) - array.nbytes)
 
 
-def mapped(path: Path, places: WeightPlaces) -> dict[str, Weight]:
-    """Returns the weights by name, over the mapped file.
+def mapped(path: Path, places: WeightPlaces) -> tuple[dict[str, Weight], np.ndarray]:
+    """Returns the weights by name, over the mapped file, and its content, uint8[n].
 
     Raises:
         OSError: the file cannot be mapped, or is too short.
@@ -158,4 +158,4 @@ def mapped(path: Path, places: WeightPlaces) -> dict[str, Weight]:
         return made[place]
 
     weights = [jax.tree.map(array_of, each, is_leaf=lambda x: isinstance(x, Place)) for each in places.weights]
-    return {name: weights[index] for name, index in places.names.items()}
+    return {name: weights[index] for name, index in places.names.items()}, content
