@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 
 from model_adapters.errors import QueueFullError, TorchaxServeError
+from model_adapters.loading.progress import Progress
 from model_adapters.program.trace_context import programs_run
 from torchax_serve.engine.dispatch_queue import DispatchQueue
 from torchax_serve.engine.masked_requests import MaskedRequests
@@ -22,6 +23,7 @@ from torchax_serve.engine.output_processor import OutputProcessor, describe
 from torchax_serve.engine.progress import ProgressClock
 from torchax_serve.engine.request import EngineRequest
 from torchax_serve.engine.request_handle import RequestHandle, RequestOutput
+from torchax_serve.engine.warm_up import warm_up
 from torchax_serve.executors.request_input import SequenceEnded
 from torchax_serve.outputs import EngineStats, FinishReason
 from torchax_serve.scheduler import RequestId, RowResult, Scheduler, StepPlan
@@ -176,29 +178,19 @@ class Engine:
                 return
         abandon()
 
-    def warm_up(self) -> None:
-        """Compiles every step that mixed traffic can meet; requests that come meanwhile wait.
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Compiles every program that traffic can need, in parallel where there are cores; requests run meanwhile.
+
+        It can be ended: an exception in the calling thread, such as Ctrl-C, drops what is not being compiled.
+
+        Args:
+            progress: shows the number of programs, as it shows loading for `serve`.
 
         Raises:
             TorchaxServeError: the engine is closed, or a program cannot be compiled.
         """
         self._process.check("an engine")
-        done = threading.Event()
-        errors: list[BaseException] = [TorchaxServeError("expected an open model, this one is closed")]
-
-        def compile_all() -> None:
-            errors.clear()
-            try:
-                self._runner.warm_up()
-            except Exception as error:
-                errors.append(error)
-            finally:
-                done.set()
-
-        self._run_on_engine_thread(compile_all, done.set)
-        done.wait()
-        if errors:
-            raise errors[0]
+        warm_up(self._runner, self._run_on_engine_thread, lambda: self._closed, progress)
 
     def stats(self) -> EngineStats:
         """Counts; cheap, and right between two steps."""

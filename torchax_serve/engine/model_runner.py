@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from model_adapters.bridge.host_arrays import to_device
+from torchax_serve.compilation.background import CompileTask
 from torchax_serve.engine.request import EngineRequest
 from torchax_serve.executors.base import Executor, InFlightStep
 from torchax_serve.outputs import TokenLogprobs
@@ -62,8 +63,17 @@ class ModelRunner:
         """Raises InvalidArgumentError, naming `name`, if the executor does not accept `request`."""
         self._executor.check(name, request.source)
 
+    @property
+    def compiles_ahead(self) -> bool:
+        """Whether other threads may run `compile_tasks`."""
+        return self._executor.compiles_ahead
+
+    def compile_tasks(self) -> Iterator[CompileTask]:
+        """Yields every program that mixed traffic can meet."""
+        return self._executor.compile_tasks(self._sampler)
+
     def warm_up(self) -> None:
-        """Compiles every step that mixed traffic can meet."""
+        """Compiles, on the engine's thread, what `compile_tasks` leaves."""
         self._executor.warm_up(self._sampler)
 
     def execute(
@@ -87,6 +97,8 @@ class ModelRunner:
         for slot in plan.fresh_slots:
             self._sampler.assign_slot(slot, requests[slot].sampling, requests[slot].prompt_ids, outputs[slot])
             self._executor.assign(slot, requests[slot].source)
+        if plan.prefill_rows:
+            self._executor.prepare(plan, self._sampler)
         step = InFlightStep(plan)
         if masks is None and not plan.prefill_rows and self._executor.limits.fused_decode_steps:
             step.tokens = self._executor.run_decode(plan, self._sampler)

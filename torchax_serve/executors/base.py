@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -15,6 +15,7 @@ import numpy as np
 
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.sharding.model_sharding import ModelSharding
+from torchax_serve.compilation.background import CompileTask
 from torchax_serve.executors.request_input import RequestInput
 from torchax_serve.kv_cache.pools import PagedCache
 from torchax_serve.sampling.sampler import Sampler
@@ -172,8 +173,21 @@ class Executor(Protocol):
     def temporary_bytes(self) -> int:
         """Returns the temporary bytes of the largest step, by XLA's memory analysis."""
 
+    def prepare(self, plan: StepPlan, sampler: Sampler) -> None:
+        """Has other threads compile what the requests of a plan with prefill rows need after it."""
+
+    def compile_tasks(self, sampler: Sampler) -> Iterator[CompileTask]:
+        """Yields every step that mixed traffic can meet, and the sampler's programs for their logits.
+
+        Any threads may compile them, unless `compiles_ahead` is false: then the engine's thread does.
+        """
+
+    @property
+    def compiles_ahead(self) -> bool:
+        """Whether other threads may compile steps."""
+
     def warm_up(self, sampler: Sampler) -> None:
-        """Compiles every step that mixed traffic can meet, and the sampler's programs."""
+        """Compiles, on the engine's thread, what `compile_tasks` leaves."""
 
 
 class PagedExecutor(Executor, Protocol):
@@ -241,10 +255,12 @@ def refuse_encoder_input(name: str, source: RequestInput) -> None:
         raise InvalidArgumentError(f"{name}: expected no input of an encoder, which this model has not, got one")
 
 
-def warm_up_sampler(sampler: Sampler, steps: Iterable[jax.Array]) -> None:
-    """Compiles the sampler's programs for every shape [S, vocab] that `steps` yields."""
-    seen: set[tuple[int, ...]] = set()
-    for logits in steps:
-        if logits.shape not in seen:
-            seen.add(logits.shape)
-            sampler.warm_up(logits)
+def sampling_task(step: CompileTask, sampler: Sampler) -> CompileTask:
+    """Returns the task `step`, which returns a step's program, with all sampling of its logits."""
+
+    def compile() -> None:
+        program: Any = step.compile()
+        for task in sampler.compile_tasks(program.out_info[0]):
+            task.compile()
+
+    return CompileTask(step.key, compile)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -22,14 +23,16 @@ from model_adapters.ops.cpu.ffi import batch_invariant
 from model_adapters.program.model_program import ModelProgram
 from model_adapters.program.packed_forward import forward_packed
 from torchax_serve.buckets import bucket_for, bucket_sizes, token_buckets
+from torchax_serve.compilation.background import CompileTask
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
 from torchax_serve.executors.base import (
     AbstractStep,
     ExecutorLimits,
     abstract_ints,
     refuse_encoder_input,
-    warm_up_sampler,
+    sampling_task,
 )
+from torchax_serve.executors.compiled_steps import CompiledSteps
 from torchax_serve.executors.request_input import RequestInput
 from torchax_serve.executors.step_inputs import FusedDecodeSpec, PackedStepSpec
 from torchax_serve.kv_cache.pools import PagedCache
@@ -78,7 +81,8 @@ class PackedExecutor:
         )
         compiled = functools.partial(CachedFunction, programs, facts=program.trace_facts, recall=program.restore_facts)
         self._known_specs: dict[tuple[int, int, bool, bool], PackedStepSpec] = {}
-        self._programs: dict[PackedStepSpec | FusedDecodeSpec, Any] = {}
+        self._steps: CompiledSteps[PackedStepSpec | FusedDecodeSpec] = CompiledSteps(weights, programs.background)
+        self._when_traced: Callable[[], object] = lambda: None  # of the step that runs next
         self._step = compiled("packed", self._run, donate=["pools"])
         self._decode_steps = compiled("decode_steps", self._decode, donate=["pools", "state"])
 
@@ -132,7 +136,8 @@ class PackedExecutor:
 
     def run_decode(self, plan: StepPlan, sampler: Sampler) -> jax.Array | None:
         """Implements `Executor.run_decode`."""
-        found = sampler.fused_options(plan.rows, bucket_for(self._decode_buckets, len(plan.rows)))
+        num_rows = self._ready_decode_rows(len(plan.rows), sampler)
+        found = None if num_rows is None else sampler.fused_options(plan.rows, num_rows)
         if found is None:
             return None
         options, draws = found
@@ -140,6 +145,35 @@ class PackedExecutor:
         tokens, state = self.decode(plan.rows, plan.page_tables, state, options, plan.num_steps, draws)
         sampler.set_state(state)
         return tokens
+
+    def _ready_decode_rows(self, num_rows: int, sampler: Sampler) -> int | None:
+        """Returns the number of rows of the program that decodes `num_rows` rows.
+
+        It is the smallest bucket if its program is there or must be compiled now; a larger bucket that is there, while
+        the smallest is compiled in another thread; None if meanwhile single steps do it.
+        """
+        smallest = bucket_for(self._decode_buckets, num_rows)
+        if not self._steps.compiles_ahead or self._steps.has(self._decode_spec(smallest)):
+            return smallest
+        self._compile_decode_ahead(smallest, sampler)
+        for bucket in self._decode_buckets:
+            if bucket >= num_rows and self._steps.has(self._decode_spec(bucket)):
+                return bucket
+        single_step = self._spec_of(smallest, smallest, True)
+        return smallest if self._substitute(single_step, num_rows, num_rows) is None else None
+
+    def _compile_decode_ahead(self, num_rows: int, sampler: Sampler) -> None:
+        self._steps.compile_ahead(self._decode_steps, *self._decode_call(num_rows, sampler))
+
+    def _decode_call(self, num_rows: int, sampler: Sampler) -> tuple[FusedDecodeSpec, tuple[Any, ...]]:
+        """Returns the spec of decode steps of `num_rows` rows, and their arguments as shapes."""
+        spec = self._decode_spec(num_rows)
+        return spec, (self.cache.pools, *sampler.abstract_fused(num_rows), np.zeros(spec.size, np.int32))
+
+    def prepare(self, plan: StepPlan, sampler: Sampler) -> None:
+        """Implements `Executor.prepare`: the decode steps of the plan's requests."""
+        num_rows = bucket_for(self._decode_buckets, len(plan.rows))
+        self._when_traced = functools.partial(self._compile_decode_ahead, num_rows, sampler)
 
     def decode(
         self,
@@ -156,16 +190,17 @@ class PackedExecutor:
             rows: Decode rows of a plan.
             tables: Page tables by group, int32[num_slots, pages_per_seq].
             state: Sampler state without tables; donated.
-            options: Options of the rows at their first token, padded to the bucket; levels "greedy" and "sampled".
+            options: Options of the rows at their first token, padded to a bucket; levels "greedy" and "sampled".
             num_steps: Number of steps, at most `max_num_steps`.
             draws: Whether any row has the level "sampled".
 
         Returns:
             Tokens int32[max_num_steps, S], of which the first `num_steps` rows are valid, and the new state.
         """
-        spec = self._decode_spec(bucket_for(self._decode_buckets, len(rows)))
-        args = (self._weights, self.cache.pools, state, options, spec.pack(rows, tables, num_steps, draws))
-        tokens, self.cache.pools, state = self._program_of(self._decode_steps, spec, args)(*args)
+        spec = self._decode_spec(len(options.ints))
+        args = (self.cache.pools, state, options, spec.pack(rows, tables, num_steps, draws))
+        program = self._steps.get(self._decode_steps, spec, args, lambda: None)
+        tokens, self.cache.pools, state = program(self._weights, *args)
         return tokens, state
 
     @property
@@ -183,20 +218,26 @@ class PackedExecutor:
         all_logits: bool = False,
     ) -> jax.Array:
         """Implements `Executor.run`; logits are in the model's dtype."""
-        spec = self._spec(rows, all_logits)
-        numbers = spec.pack(rows, tables, ahead)
-        args = (self._weights, self.cache.pools, last_tokens, numbers)
-        logits, self.cache.pools = self._program_of(self._step, spec, args)(*args)
+        exact = self._spec(rows, all_logits)
+        spec = exact
+        if self._steps.compiles_ahead and not self._steps.has(exact):
+            spec = self._substitute(exact, len(rows), sum(row.num_tokens for row in rows)) or exact
+        args = (self.cache.pools, last_tokens, spec.pack(rows, tables, ahead))
+        if spec is not exact:
+            self._steps.compile_ahead(self._step, exact, self._step_args(exact, last_tokens))
+        program = self._steps.get(self._step, spec, args, self._when_traced)
+        logits, self.cache.pools = program(self._weights, *args)
         return logits
 
-    def _program_of(
-        self, function: CachedFunction, spec: PackedStepSpec | FusedDecodeSpec, args: tuple[Any, ...]
-    ) -> Any:
-        """Returns the compiled step; the spec determines the shapes of all arguments."""
-        program = self._programs.get(spec)
-        if program is None:
-            program = self._programs[spec] = function.compiled(*args, spec=spec)
-        return program
+    def _step_args(self, spec: PackedStepSpec, last_tokens: jax.Array) -> tuple[Any, ...]:
+        return self.cache.pools, last_tokens, np.zeros(spec.size, np.int32)
+
+    def _substitute(self, exact: PackedStepSpec, num_rows: int, num_tokens: int) -> PackedStepSpec | None:
+        """Returns the smallest step that is there and can run rows in place of `exact`; None: there is none."""
+        sizes = itertools.product(self._token_buckets, self._row_buckets)
+        fitting = ((tokens, rows) for tokens, rows in sizes if tokens >= num_tokens and rows >= num_rows)
+        specs = (self._spec_of(tokens, rows, False, exact.layout.all_logits) for tokens, rows in fitting)
+        return next((spec for spec in specs if self._steps.has(spec)), None)
 
     def _spec(self, rows: Sequence[PlanRow], all_logits: bool) -> PackedStepSpec:
         is_decode = all(row.num_tokens == 1 for row in rows) and not all_logits
@@ -278,20 +319,20 @@ class PackedExecutor:
     def assign(self, slot: int, source: RequestInput) -> None:
         """Implements `Executor.assign`: rows have no inputs of their own."""
 
-    def warm_up(self, sampler: Sampler) -> None:
-        """Implements `Executor.warm_up`."""
-        warm_up_sampler(sampler, self._warm_up_steps(sampler))
-        for num_rows in self._decode_buckets:
-            spec = self._decode_spec(num_rows)
-            state, options = sampler.idle_options(num_rows)
-            args = (self.cache.pools, state, options, np.zeros(spec.size, np.int32))
-            _, self.cache.pools, state = self._decode_steps(self._weights, *args, spec=spec)
-            sampler.set_state(state)
+    @property
+    def compiles_ahead(self) -> bool:
+        """As `Executor.compiles_ahead`."""
+        return self._steps.compiles_ahead
 
-    def _warm_up_steps(self, sampler: Sampler) -> Iterator[jax.Array]:
-        """Runs every step without rows and yields its logits; the sampler may run in between."""
+    def compile_tasks(self, sampler: Sampler) -> Iterator[CompileTask]:
+        """Implements `Executor.compile_tasks`."""
+        for num_rows in self._decode_buckets:
+            yield self._steps.task(self._decode_steps, *self._decode_call(num_rows, sampler))
+        seen: set[int] = set()
         for spec in self._specs():
-            numbers = np.zeros(spec.size, np.int32)
-            args = (self._weights, self.cache.pools, sampler.last_tokens, numbers)
-            logits, self.cache.pools = self._step(*args, spec=spec)
-            yield logits
+            task = self._steps.task(self._step, spec, self._step_args(spec, sampler.last_tokens))
+            yield task if spec.num_rows in seen else sampling_task(task, sampler)
+            seen.add(spec.num_rows)
+
+    def warm_up(self, sampler: Sampler) -> None:
+        """Implements `Executor.warm_up`: every program is a task."""

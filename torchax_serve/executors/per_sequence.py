@@ -18,13 +18,14 @@ import numpy as np
 
 from model_adapters.bridge.host_arrays import to_device
 from model_adapters.ops.compressed_weight import Weights
+from torchax_serve.compilation.background import CompileTask, abstract
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
 from torchax_serve.executors.base import (
     AbstractStep,
     ExecutorLimits,
     abstract_ints,
     refuse_encoder_input,
-    warm_up_sampler,
+    sampling_task,
 )
 from torchax_serve.executors.encoder_inputs import EncoderInputs
 from torchax_serve.executors.per_sequence_batching import ProgramCall, StepInputs, StepSplitter
@@ -95,6 +96,7 @@ class PerSequenceExecutor:
             has_rope_lens=forward.program.rope is not None,
         )
         self._jobs = StepSplitter(self.shapes, num_slots, sources)
+        self._compiles_ahead = programs.launcher is None
         facts = forward.program
         self._step = CachedFunction(
             programs,
@@ -285,12 +287,32 @@ class PerSequenceExecutor:
         """Implements `Executor.run_decode`: there is no such program for forwards per request."""
         return None
 
-    def warm_up(self, sampler: Sampler) -> None:
-        """Implements `Executor.warm_up`."""
-        warm_up_sampler(sampler, self._warm_up_steps(sampler))
+    def prepare(self, plan: StepPlan, sampler: Sampler) -> None:
+        """Implements `Executor.prepare`: the steps of a request differ by length, and few are known before."""
 
-    def _warm_up_steps(self, sampler: Sampler) -> Iterator[jax.Array]:
-        """Runs every step without rows and yields its logits; the sampler may run in between."""
+    @property
+    def compiles_ahead(self) -> bool:
+        """As `Executor.compiles_ahead`."""
+        return self._compiles_ahead
+
+    def compile_tasks(self, sampler: Sampler) -> Iterator[CompileTask]:
+        """Implements `Executor.compile_tasks`."""
+        if not self._compiles_ahead:  # several hosts: `warm_up` runs every step
+            return
+        seen: set[int] = set()
+        for spec in self.shapes.all():
+            task = CompileTask(spec, partial(self._compile, spec))
+            yield task if spec.num_rows in seen else sampling_task(task, sampler)
+            seen.add(spec.num_rows)
+
+    def _compile(self, spec: PerSequenceSpec) -> Any:
+        """Returns the program of a step; any thread may call it."""
+        ints = (to_device(np.zeros(size), np.int32) for size in (self._num_slots, sum(spec.sizes)))
+        args = (self.cache.pools, self.cache.states, *ints, self._empty_encoder_input(spec))
+        return self._step.compiled(self._weights, *abstract(args), spec=spec)
+
+    def warm_up(self, sampler: Sampler) -> None:
+        """Implements `Executor.warm_up`: runs every step without rows, and what places its logits."""
         for spec in self.shapes.all():
             logits = self._dispatch(
                 spec,
@@ -301,7 +323,9 @@ class PerSequenceExecutor:
             for num_rows in self.shapes.row_buckets[1:]:
                 out = jnp.zeros((num_rows, logits.shape[1]), jnp.float32)
                 _place(out, logits, to_device(np.full(len(logits), num_rows), np.int32))
-            yield logits
+            if not self._compiles_ahead:
+                for task in sampler.compile_tasks(logits):
+                    task.compile()
 
 
 def _how(spec: PerSequenceSpec, given: StepInputs) -> dict[str, Any]:

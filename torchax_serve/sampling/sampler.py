@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from model_adapters.program.trace_context import torch_promotion
+from torchax_serve.compilation.background import CompileTask, abstract
+from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
+from torchax_serve.compilation.xla_cache import programs_dir
 from torchax_serve.sampling.history import padded_row, with_room_for
 from torchax_serve.sampling.row_params import RowSamplingParams
 from torchax_serve.sampling.sample import logprobs_of, sample
@@ -38,7 +39,7 @@ def tables_bytes(num_slots: int, vocab_size: int) -> int:
 _Arrays = TypeVar("_Arrays", SamplerTables, SamplerHistory)
 
 WARM_LEVELS: tuple[Level, ...] = ("greedy", "sampled", "penalties")
-"""Levels that `Sampler.warm_up` compiles. "history", which few requests need, is compiled by the first of them."""
+"""Levels that `Sampler.compile_tasks` has. "history", which few requests need, is compiled by the first of them."""
 
 
 class Sampler:
@@ -60,9 +61,11 @@ class Sampler:
                 each would be compiled twice.
         """
         self._sharding = sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        self.num_traces = 0  # programs compiled so far
-        self._sample = jax.jit(self._counted_sample, static_argnums=0, donate_argnums=2)
-        self._logprobs = jax.jit(self._counted_logprobs, static_argnames="num_top")
+        is_on_mesh = len(self._sharding.device_set) > 1
+        programs = ExecutableCache(None if is_on_mesh else programs_dir(), "sampling")  # the same for every model
+        self._sample = CachedFunction(programs, "sample", _sample, donate=["state"])
+        self._logprobs = CachedFunction(programs, "logprobs", _logprobs)
+        self._write = CachedFunction(programs, "write_slot", _write, donate=["arrays"])
         self._num_slots, self._vocab_size = num_slots, vocab_size
         self.reset()
 
@@ -72,6 +75,11 @@ class Sampler:
         self.state = SamplerState.empty(self._num_slots, self._sharding)
         self._failures: dict[int, Exception] = {}
         self._placed: tuple[BatchRows, RowOptions] | None = None
+
+    @property
+    def num_traces(self) -> int:
+        """Number of programs compiled or loaded so far."""
+        return self._sample.num_programs + self._logprobs.num_programs
 
     @property
     def last_tokens(self) -> jax.Array:
@@ -101,10 +109,12 @@ class Sampler:
         tables, history = self.slots.set(slot, params, prompt_ids, outputs)
         if tables is not None:
             of_all = self.state.tables or self._empty_tables()
-            self.state = dataclasses.replace(self.state, tables=_write(of_all, np.int32(slot), tables))
+            self.state = dataclasses.replace(
+                self.state, tables=self._write({}, of_all, np.int32(slot), tables, spec=None)
+            )
         if history is not None:
             larger = with_room_for(self.state.history, history, self._num_slots, self._sharding)
-            written = _write(larger, np.int32(slot), padded_row(history, larger))
+            written = self._write({}, larger, np.int32(slot), padded_row(history, larger), spec=None)
             self.state = dataclasses.replace(self.state, history=written)
 
     def sample(self, plan_rows: Sequence[PlanRow], logits: jax.Array, ahead: int = 0) -> Sampled:
@@ -139,10 +149,6 @@ class Sampler:
             return None
         return self._on_device(batch_rows), spec.level == "sampled"
 
-    def idle_options(self, num_rows: int) -> tuple[SamplerState, RowOptions]:
-        """Returns the state, to be donated, and options of `num_rows` idle rows (`fused_options`)."""
-        return self.take_state("sampled"), self._on_device(self.slots.level_of((), num_rows)[0])
-
     def _on_device(self, batch_rows: BatchRows) -> RowOptions:
         if self._placed is None or self._placed[0] is not batch_rows:
             self._placed = batch_rows, jax.device_put(batch_rows.at_prompt_start(), self._sharding)
@@ -168,50 +174,63 @@ class Sampler:
         The result has at least `num_top` of the likeliest tokens: a bucket of `NUM_TOP_BUCKETS`.
         """
         bucket = next(bucket for bucket in NUM_TOP_BUCKETS if bucket >= num_top)
-        return self._logprobs(logits, tokens, num_top=bucket)
+        return self._logprobs({}, logits, tokens, spec=bucket)
 
-    def warm_up(self, logits: jax.Array) -> None:
-        """Compiles every program for logits of this shape [n, vocab], dtype and sharding.
-
-        The tables of the level "penalties" exist meanwhile (`sampler_table_bytes`).
-        """
-        options, _ = self.slots.rows((), len(logits))
-        before = self.state.tables
+    def compile_tasks(self, like: jax.ShapeDtypeStruct | jax.Array) -> Iterator[CompileTask]:
+        """Yields every program for logits [n, vocab] of this shape and dtype; any thread may compile them."""
+        logits = jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=self._sharding)
+        options = abstract(SlotParams(self._num_slots, self._vocab_size).rows((), logits.shape[0])[0])
         for level in WARM_LEVELS:
-            if level == "penalties" and before is None:
-                self.state = dataclasses.replace(self.state, tables=self._empty_tables())
-            sampled = self._run(SamplerSpec(level), options, logits)
-        if before is None:
-            self.state = dataclasses.replace(self.state, tables=None)
+            state = self._abstract_state(has_tables=level == "penalties")
+            task = functools.partial(self._sample.compiled, {}, options, state, logits, spec=SamplerSpec(level))
+            yield CompileTask(("sample", level, logits.shape, logits.dtype), task)
+        tables = self._abstract_state(has_tables=True).tables
+        row = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tables)
+        slot = jax.ShapeDtypeStruct((), np.int32)
+        yield CompileTask("write", functools.partial(self._write.compiled, {}, tables, slot, row, spec=None))
+        tokens = jax.ShapeDtypeStruct(logits.shape[:1], np.int32, sharding=self._sharding)
         for bucket in NUM_TOP_BUCKETS:
-            self.logprobs(logits, sampled.tokens, bucket)
+            task = functools.partial(self._logprobs.compiled, {}, logits, tokens, spec=bucket)
+            yield CompileTask(("logprobs", bucket, logits.shape, logits.dtype), task)
+
+    def _abstract_state(self, has_tables: bool) -> SamplerState:
+        """Returns the shapes of the state at levels without a history."""
+
+        def array(dtype: Any, *shape: int) -> Any:
+            return jax.ShapeDtypeStruct((self._num_slots, *shape), dtype, sharding=self._sharding)
+
+        tables = SamplerTables(**{name: array(dtype, self._vocab_size) for name, dtype in _TABLE_DTYPES.items()})
+        return SamplerState(array(np.int32), tables if has_tables else None)
+
+    def abstract_fused(self, num_rows: int) -> tuple[SamplerState, RowOptions]:
+        """Returns the shapes of the state and options that a program with sampling takes (`fused_options`)."""
+        options = SlotParams(self._num_slots, self._vocab_size).rows((), num_rows)[0]
+        placed = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding) for x in (options.ints, options.floats)
+        ]
+        return self._abstract_state(has_tables=False), RowOptions(*placed)  # type: ignore[arg-type]
 
     def _run(self, spec: SamplerSpec, options: RowOptions, logits: jax.Array) -> Sampled:
-        sampled, state = self._sample(spec, options, self.take_state(spec.level), logits)
+        sampled, state = self._sample({}, options, self.take_state(spec.level), logits, spec=spec)
         self.set_state(state)
         return sampled
 
     def _empty_tables(self) -> SamplerTables:
         shape = (self._num_slots, self._vocab_size)
-        return SamplerTables(
-            **{name: jnp.zeros(shape, dtype, device=self._sharding) for name, dtype in _TABLE_DTYPES.items()}
-        )
+        zeros = {name: np.zeros(shape, dtype) for name, dtype in _TABLE_DTYPES.items()}
+        return SamplerTables(**jax.device_put(zeros, self._sharding))
 
-    @torch_promotion()
-    def _counted_sample(
-        self,
-        spec: SamplerSpec,
-        options: RowOptions,
-        state: SamplerState,
-        logits: jax.Array,
-    ) -> tuple[Sampled, SamplerState]:
-        self.num_traces += 1
-        return sample(spec, options, state, logits)
 
-    @torch_promotion()
-    def _counted_logprobs(self, logits: jax.Array, tokens: jax.Array, num_top: int) -> Logprobs:
-        self.num_traces += 1
-        return logprobs_of(logits, tokens, num_top=num_top)
+def _sample(
+    weights: Any, options: RowOptions, state: SamplerState, logits: jax.Array, spec: SamplerSpec
+) -> tuple[Sampled, SamplerState]:
+    """Samples, as a function with the arguments of a `CachedFunction`; there are no weights."""
+    return sample(spec, options, state, logits)
+
+
+def _logprobs(weights: Any, logits: jax.Array, tokens: jax.Array, spec: int) -> Logprobs:
+    """Computes log-probabilities, and `spec` of the likeliest tokens; there are no weights."""
+    return logprobs_of(logits, tokens, num_top=spec)
 
 
 _TABLE_DTYPES: dict[str, np.dtype] = {
@@ -221,7 +240,6 @@ _TABLE_DTYPES: dict[str, np.dtype] = {
 }
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def _write(arrays: _Arrays, slot: jax.Array, row: _Arrays) -> _Arrays:
-    """Returns the arrays of all slots with `row` at `slot`."""
+def _write(weights: Any, arrays: _Arrays, slot: jax.Array, row: _Arrays, spec: None) -> _Arrays:
+    """Returns the arrays of all slots with `row` at `slot`; there are no weights."""
     return jax.tree.map(lambda array, of_row: array.at[slot].set(of_row), arrays, row)
