@@ -289,7 +289,7 @@ class Engine:
         self._busy_s += time.monotonic() - began
 
     def _execute(self, plan: StepPlan) -> None:
-        num_programs = self._runner.num_programs
+        num_untimed = self._runner.num_untimed
         try:
             requests = {row.slot: self._output_processor.request(row.request_id) for row in plan.prefill_rows}
             fresh = {
@@ -312,7 +312,7 @@ class Engine:
             return
         self._end_failed(plan, step)
         expected_seconds = self._scheduler.expected_seconds(plan) if plan.num_steps > 1 else 0.0
-        self._dispatched.push(step, expected_seconds, has_compiled=self._runner.num_programs > num_programs)
+        self._dispatched.push(step, expected_seconds, is_timed=self._runner.num_untimed == num_untimed)
 
     def _end_failed(self, plan: StepPlan, step: InFlightStep) -> None:
         """Ends requests of a plan with failures of their own; their results are not read."""

@@ -55,6 +55,11 @@ class ModelRunner:
         return self._executor.num_programs + self._sampler.num_traces
 
     @property
+    def num_untimed(self) -> int:
+        """Programs compiled, and steps run by a larger program than needed: the time of such a step says nothing."""
+        return self.num_programs + self._executor.num_substitutes
+
+    @property
     def max_encoder_len(self) -> int | None:
         """Number of tokens that a request may send to an encoder; None if the model has none."""
         return self._executor.limits.max_encoder_len

@@ -116,9 +116,11 @@ class Executor(Protocol):
         limits: What the executor can run.
         cache: Page pools and states by slot, replaced by each step.
         runs_ahead: Whether a step may be dispatched before the tokens of the one before it have been read.
+        num_substitutes: Number of dispatches by a larger program than needed, while another thread compiled that one.
     """
 
     limits: ExecutorLimits
+    num_substitutes: int
 
     @property
     def cache(self) -> ExecutorCache:

@@ -82,6 +82,7 @@ class PackedExecutor:
         compiled = functools.partial(CachedFunction, programs, facts=program.trace_facts, recall=program.restore_facts)
         self._known_specs: dict[tuple[int, int, bool, bool], PackedStepSpec] = {}
         self._steps: CompiledSteps[PackedStepSpec | FusedDecodeSpec] = CompiledSteps(weights, programs.background)
+        self.num_substitutes = 0
         self._when_traced: Callable[[], object] = lambda: None  # of the step that runs next
         self._step = compiled("packed", self._run, donate=["pools"])
         self._decode_steps = compiled("decode_steps", self._decode, donate=["pools", "state"])
@@ -158,6 +159,7 @@ class PackedExecutor:
         self._compile_decode_ahead(smallest, sampler)
         for bucket in self._decode_buckets:
             if bucket >= num_rows and self._steps.has(self._decode_spec(bucket)):
+                self.num_substitutes += 1
                 return bucket
         single_step = self._spec_of(smallest, smallest, True)
         return smallest if self._substitute(single_step, num_rows, num_rows) is None else None
@@ -224,6 +226,7 @@ class PackedExecutor:
             spec = self._substitute(exact, len(rows), sum(row.num_tokens for row in rows)) or exact
         args = (self.cache.pools, last_tokens, spec.pack(rows, tables, ahead))
         if spec is not exact:
+            self.num_substitutes += 1
             self._steps.compile_ahead(self._step, exact, self._step_args(exact, last_tokens))
         program = self._steps.get(self._step, spec, args, self._when_traced)
         logits, self.cache.pools = program(self._weights, *args)

@@ -61,6 +61,7 @@ class PerSequenceExecutor:
     """
 
     runs_ahead = True
+    num_substitutes = 0
 
     def __init__(
         self,

@@ -37,6 +37,7 @@ class SingleRequestExecutor:
     """The `Executor` of single requests: one slot, complete prompts, no pages."""
 
     limits = ExecutorLimits(max_num_seqs=1, batches_prefill=False, shares_prefixes=False)
+    num_substitutes = 0
     num_programs = 0  # those of the model's runtime; requests share them with `generate`
 
     def __init__(self) -> None:
