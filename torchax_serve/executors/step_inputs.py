@@ -75,10 +75,14 @@ class PackedStepSpec:
         for row, end in zip(rows, ends.tolist(), strict=True):
             if row.token_ids is not None:
                 ids[end - row.num_tokens : end] = row.token_ids
+        # Padding repeats the last token: kernels compute equal rows once.
+        for part in (ids, token_slots, positions, rope_lens):
+            part[total:] = part[total - 1 : total]
         cu_q_lens[1 : num_rows + 1] = ends
         cu_q_lens[num_rows + 1 :] = total
         kv_lens[:num_rows] = starts + num_tokens
         last[:num_rows] = ends - 1
+        last[num_rows:] = total - 1
         for part, table in zip(parts, tables, strict=True):
             part.reshape(self.num_rows, -1)[:num_rows] = table[slots]
         return numbers
@@ -148,12 +152,14 @@ class FusedDecodeSpec:
         slots, lengths = by_row[0], by_row[1]
         tables = jnp.split(by_row[2:], self.packed.num_tables)
         index, num_in_use = jnp.arange(self.packed.num_rows + 1), jnp.sum(lengths > 0)
+        repeated = jnp.minimum(index[:-1], jnp.maximum(num_in_use - 1, 0))  # padding repeats the last row
+        slots = slots[repeated]
         batch = PackedBatch(
             token_ids=jnp.zeros_like(slots),
-            positions=jnp.maximum(lengths - 1, 0),
+            positions=jnp.maximum(lengths[repeated] - 1, 0),
             cu_q_lens=jnp.minimum(index, num_in_use),
             kv_lens=lengths,
-            last=jnp.where(lengths > 0, index[:-1], 0),
+            last=repeated,
             page_tables=tuple(table.reshape(self.packed.num_rows, self.packed.pages_per_seq) for table in tables),
         )
         return batch, slots, numbers[-2], numbers[-1] > 0
