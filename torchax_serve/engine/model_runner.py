@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from model_adapters.bridge.host_arrays import to_device
 from torchax_serve.engine.request import EngineRequest
 from torchax_serve.executors.base import Executor, InFlightStep
 from torchax_serve.outputs import TokenLogprobs
@@ -26,12 +24,13 @@ class ModelRunner:
     Args:
         executor: Runs the model's steps.
         vocab_size: Number of columns of the logits.
+        max_model_len: Maximum number of tokens of a request; None: any.
     """
 
-    def __init__(self, executor: Executor, *, vocab_size: int) -> None:
+    def __init__(self, executor: Executor, *, vocab_size: int, max_model_len: int | None = None) -> None:
         self.vocab_size = vocab_size
         self._executor, self._cache = executor, executor.cache
-        self._sampler = Sampler(executor.limits.max_num_seqs, vocab_size)
+        self._sampler = Sampler(executor.limits.max_num_seqs, vocab_size, max_len=max_model_len)
 
     def reset(self) -> None:
         """Empties the cache and all slots."""
@@ -114,13 +113,14 @@ class ModelRunner:
         Returns the logits of each row's last token.
         """
         rows = step.plan.rows
-        following = np.zeros(len(logits), np.int32)
+        following, last = np.zeros(len(logits), np.int32), np.zeros(self._executor.limits.max_num_seqs, np.int32)
         ends = np.cumsum([row.num_tokens for row in rows])
+        last[: len(rows)] = ends - 1
         for row, end in zip(rows, ends, strict=True):
             ids = () if row.is_decode else _following(row, requests[row.slot])
             following[end - row.num_tokens : end - row.num_tokens + len(ids)] = ids
-        step.prompt = self._sampler.logprobs(logits, to_device(following, np.int32), num_top)
-        return jnp.take(logits, to_device(self._executor.padded_rows(ends - 1), np.int32), axis=0)
+        step.prompt, logits = self._sampler.prompt_logprobs(logits, following, last, num_top, int(ends[-1]))
+        return logits
 
     def read(self, step: InFlightStep) -> np.ndarray:
         """Returns the sampled tokens, int[num_rows, num_steps], once the device has them."""

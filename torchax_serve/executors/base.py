@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -33,7 +33,7 @@ class ExecutorLimits:
         batches_prefill: Whether a step may have several prefill rows.
         shares_prefixes: Whether pages hold the complete state of a prefix, so that requests can share it.
         fused_decode_steps: Maximum number of decode steps with sampling in one dispatch; 0: no `run_decode`.
-        token_buckets: Numbers of tokens that a step with prefill rows is padded to, ascending; empty: none.
+        token_buckets: Numbers of tokens up to which a step with prefill rows costs the same, ascending; empty: none.
     """
 
     max_num_seqs: int
@@ -146,7 +146,7 @@ class Executor(Protocol):
         ahead: int = 0,
         all_logits: bool = False,
     ) -> jax.Array:
-        """Dispatches one step and returns its logits [S, vocab], S >= len(rows).
+        """Dispatches one step and returns its logits [num_slots, vocab], those of `rows` first.
 
         The method does not wait for them.
 
@@ -165,9 +165,6 @@ class Executor(Protocol):
         (log-probabilities, penalties), or because the executor has no such program (`ExecutorLimits.fused_decode_steps`
         is 0).
         """
-
-    def padded_rows(self, numbers: np.ndarray) -> np.ndarray:
-        """Pads `numbers` int[num_rows] with zeros to the bucket of a step with that many rows."""
 
     def temporary_bytes(self) -> int:
         """Returns the temporary bytes of the largest step, by XLA's memory analysis."""
@@ -239,12 +236,3 @@ def refuse_encoder_input(name: str, source: RequestInput) -> None:
     """Raises InvalidArgumentError, naming `name`, for any input of an encoder."""
     if not (isinstance(source, tuple) and not source):
         raise InvalidArgumentError(f"{name}: expected no input of an encoder, which this model has not, got one")
-
-
-def warm_up_sampler(sampler: Sampler, steps: Iterable[jax.Array]) -> None:
-    """Compiles the sampler's programs for every shape [S, vocab] that `steps` yields."""
-    seen: set[tuple[int, ...]] = set()
-    for logits in steps:
-        if logits.shape not in seen:
-            seen.add(logits.shape)
-            sampler.warm_up(logits)

@@ -24,7 +24,6 @@ from torchax_serve.executors.base import (
     ExecutorLimits,
     abstract_ints,
     refuse_encoder_input,
-    warm_up_sampler,
 )
 from torchax_serve.executors.encoder_inputs import EncoderInputs
 from torchax_serve.executors.per_sequence_batching import ProgramCall, StepInputs, StepSplitter
@@ -190,9 +189,10 @@ class PerSequenceExecutor:
             if self.sources is not None and job.spec.kind == "begin":
                 hidden = self.sources.encoder_output(job.rows[0].slot, job.spec.source_len)
             parts.append(self._dispatch(job.spec, last_tokens, numbers, hidden))
-        if len(jobs) == 1:
+        size = self._jobs.num_tokens_out(jobs) if all_logits else self._num_slots
+        if len(jobs) == 1 and len(parts[0]) == size:
             return parts[0]
-        out = jnp.zeros((self._jobs.num_out(jobs), parts[0].shape[1]), jnp.float32)
+        out = jnp.zeros((size, parts[0].shape[1]), jnp.float32)
         for job, logits in zip(jobs, parts, strict=True):
             places = np.full(len(logits), len(out), np.int32)  # out of bounds, hence dropped
             places[: len(job.places)] = job.places
@@ -214,10 +214,6 @@ class PerSequenceExecutor:
         )
         return logits
 
-    def num_rows(self, rows: Sequence[PlanRow]) -> int:
-        """Returns the number of rows of the logits of a step with `rows`."""
-        return self.shapes.rows(len(rows))
-
     def first_pages(self) -> tuple[np.ndarray, ...]:
         """Returns page tables that assign the first pages to slot 0 of an unused cache."""
         tables = []
@@ -227,12 +223,6 @@ class PerSequenceExecutor:
             table[0, :num_pages] = np.arange(1, num_pages + 1)
             tables.append(table)
         return tuple(tables)
-
-    def padded_rows(self, numbers: np.ndarray) -> np.ndarray:
-        """Implements `Executor.padded_rows`."""
-        padded = np.zeros(self.shapes.rows(len(numbers)), np.int32)
-        padded[: len(numbers)] = numbers
-        return padded
 
     def temporary_bytes(self) -> int:
         """Implements `Executor.temporary_bytes`."""
@@ -286,22 +276,17 @@ class PerSequenceExecutor:
         return None
 
     def warm_up(self, sampler: Sampler) -> None:
-        """Implements `Executor.warm_up`."""
-        warm_up_sampler(sampler, self._warm_up_steps(sampler))
-
-    def _warm_up_steps(self, sampler: Sampler) -> Iterator[jax.Array]:
-        """Runs every step without rows and yields its logits; the sampler may run in between."""
+        """Implements `Executor.warm_up`; every step runs without rows."""
+        out = None
         for spec in self.shapes.all():
-            logits = self._dispatch(
-                spec,
-                sampler.last_tokens,
-                self._jobs.numbers(ProgramCall(spec, [], []), (), 0),
-                self._empty_encoder_input(spec),
-            )
-            for num_rows in self.shapes.row_buckets[1:]:
-                out = jnp.zeros((num_rows, logits.shape[1]), jnp.float32)
-                _place(out, logits, to_device(np.full(len(logits), num_rows), np.int32))
-            yield logits
+            numbers = self._jobs.numbers(ProgramCall(spec, [], []), (), 0)
+            logits = self._dispatch(spec, sampler.last_tokens, numbers, self._empty_encoder_input(spec))
+            if out is None:
+                out = jnp.zeros((self._num_slots, logits.shape[1]), jnp.float32)
+            out = _place(out, logits, to_device(np.full(len(logits), self._num_slots), np.int32))
+        assert out is not None
+        sampler.warm_up(out)
+        self.cache.warm_up()
 
 
 def _how(spec: PerSequenceSpec, given: StepInputs) -> dict[str, Any]:

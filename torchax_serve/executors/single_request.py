@@ -74,10 +74,6 @@ class SingleRequestExecutor:
         """Implements `Executor.run_decode`: there is no such program."""
         return None
 
-    def padded_rows(self, numbers: np.ndarray) -> np.ndarray:
-        """Implements `Executor.padded_rows`."""
-        return numbers
-
     def temporary_bytes(self) -> int:
         """Implements `Executor.temporary_bytes`: known to the requests only."""
         return 0

@@ -106,7 +106,7 @@ class PackedStepSpec:
 
 @dataclasses.dataclass(frozen=True)
 class FusedDecodeSpec:
-    """Static arguments of fused decode steps; the number of steps is an input.
+    """Static arguments of decode steps; the number of steps is an input.
 
     The inputs are few, since each array costs the host time while the device waits for the next call: slots and lengths
     of the rows, page tables, the number of steps, and whether any row samples. The program derives the rest.
@@ -120,7 +120,15 @@ class FusedDecodeSpec:
         """Number of integers in the array of a call."""
         return self.packed.num_rows * (2 + self.packed.num_tables * self.packed.pages_per_seq) + 2
 
-    def pack(self, rows: Sequence[PlanRow], tables: Sequence[np.ndarray], num_steps: int, draws: bool) -> np.ndarray:
+    def pack(
+        self,
+        rows: Sequence[PlanRow],
+        tables: Sequence[np.ndarray],
+        *,
+        num_steps: int = 1,
+        draws: bool = False,
+        ahead: int = 0,
+    ) -> np.ndarray:
         """Returns the inputs of a call as one array, int32[size].
 
         Args:
@@ -128,6 +136,7 @@ class FusedDecodeSpec:
             tables: Page tables by group, int32[num_slots, pages_per_seq].
             num_steps: Number of decode steps.
             draws: Whether any row samples.
+            ahead: Number of decode steps since the first step of the plan.
         """
         numbers = np.zeros(self.size, np.int32)
         by_row, num_rows = numbers[:-2].reshape(-1, self.packed.num_rows), len(rows)
@@ -137,7 +146,7 @@ class FusedDecodeSpec:
             slots = np.array([row.slot for row in rows], np.int32)
             starts = np.array([row.context_len for row in rows], np.int32)
         by_row[0, :num_rows] = slots
-        by_row[1, :num_rows] = starts + 1
+        by_row[1, :num_rows] = starts + (1 + ahead)
         for table, pages in zip(tables, np.split(by_row[2:], self.packed.num_tables), strict=True):
             table.take(slots, axis=0, out=pages.reshape(self.packed.num_rows, -1)[:num_rows], mode="clip")
         numbers[-2:] = num_steps, draws

@@ -5,19 +5,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from model_adapters.program.trace_context import torch_promotion
-from torchax_serve.sampling.history import padded_row, with_room_for
+from torchax_serve.sampling.history import empty_history, padded_row, with_room_for
 from torchax_serve.sampling.row_params import RowSamplingParams
 from torchax_serve.sampling.sample import logprobs_of, sample
 from torchax_serve.sampling.slot_params import BatchRows, SlotParams
+from torchax_serve.sampling.token_masks import mask_logits
 from torchax_serve.sampling.types import (
-    NUM_TOP_BUCKETS,
+    MAX_NUM_TOP,
     Level,
     Logprobs,
     RowOptions,
@@ -30,26 +31,37 @@ from torchax_serve.sampling.types import (
 from torchax_serve.scheduler import PlanRow
 
 
-def tables_bytes(num_slots: int, vocab_size: int) -> int:
-    """Returns the bytes of the sampler's tables, allocated once a request needs them."""
-    return num_slots * vocab_size * sum(dtype.itemsize for dtype in _TABLE_DTYPES.values())
+def tables_bytes(num_slots: int, vocab_size: int, max_len: int) -> int:
+    """Returns the bytes of the sampler's tables and history, allocated once a request needs them."""
+    history = sum(array.nbytes for array in jax.tree.leaves(empty_history(num_slots, max_len)))
+    return num_slots * vocab_size * sum(dtype.itemsize for dtype in _TABLE_DTYPES.values()) + history
 
 
-_Arrays = TypeVar("_Arrays", SamplerTables, SamplerHistory)
-
-WARM_LEVELS: tuple[Level, ...] = ("greedy", "sampled", "penalties")
-"""Levels that `Sampler.warm_up` compiles. "history", which few requests need, is compiled by the first of them."""
+PROGRAMS: dict[Level, Level] = {
+    "greedy": "greedy",
+    "sampled": "sampled",
+    "penalties": "history",
+    "history": "history",
+}
+"""Level of the program that samples a batch, by the level of its rows."""
 
 
 class Sampler:
     """Samples the tokens of each step.
 
-    For each shape of the logits there is one sampling program for each level, and three for log-probabilities. No
-    option compiles another, except at the level "history", whose programs with and without draws are compiled by the
-    first step at their sizes (`SamplerHistory`). Masks are a program of their own (`mask_logits`), before these.
+    For each shape of the logits there are three sampling programs (`PROGRAMS`), and one for log-probabilities. No
+    option compiles another, except a history that is larger than `empty_history`. Masks are a program of their own
+    (`mask_logits`), before these. `warm_up` compiles all of them.
     """
 
-    def __init__(self, num_slots: int, vocab_size: int, sharding: jax.sharding.Sharding | None = None) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        vocab_size: int,
+        sharding: jax.sharding.Sharding | None = None,
+        *,
+        max_len: int | None = None,
+    ) -> None:
         """Makes an empty sampler.
 
         Args:
@@ -58,12 +70,14 @@ class Sampler:
             sharding: Placement of the state; None: this host's first device. For logits on a mesh it is replicated
                 there. Never left to JAX: an uncommitted array compiles another program than a committed one, so that
                 each would be compiled twice.
+            max_len: Maximum number of tokens of a request; None: the history grows with the requests.
         """
         self._sharding = sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         self.num_traces = 0  # programs compiled so far
         self._sample = jax.jit(self._counted_sample, static_argnums=0, donate_argnums=2)
-        self._logprobs = jax.jit(self._counted_logprobs, static_argnames="num_top")
-        self._num_slots, self._vocab_size = num_slots, vocab_size
+        self._logprobs = jax.jit(self._counted_logprobs)
+        self._prompt_logprobs = jax.jit(self._counted_prompt_logprobs)
+        self._num_slots, self._vocab_size, self._max_len = num_slots, vocab_size, max_len
         self.reset()
 
     def reset(self) -> None:
@@ -99,13 +113,26 @@ class Sampler:
 
     def _set(self, slot: int, params: RowSamplingParams, prompt_ids: Sequence[int], outputs: Sequence[int]) -> None:
         tables, history = self.slots.set(slot, params, prompt_ids, outputs)
-        if tables is not None:
-            of_all = self.state.tables or self._empty_tables()
-            self.state = dataclasses.replace(self.state, tables=_write(of_all, np.int32(slot), tables))
-        if history is not None:
-            larger = with_room_for(self.state.history, history, self._num_slots, self._sharding)
-            written = _write(larger, np.int32(slot), padded_row(history, larger))
-            self.state = dataclasses.replace(self.state, history=written)
+        if tables is not None or history is not None:
+            self._write(slot, tables, history)
+
+    def _write(self, slot: int, tables: SamplerTables | None, history: SamplerHistory | None) -> None:
+        """Writes the rows of `slot`, where it is one, into tables and history; None: zeros."""
+        self._allocate()
+        state = self.state
+        assert state.tables is not None and state.history is not None
+        larger = state.history if history is None else with_room_for(state.history, history, self._sharding)
+        rows = tables or _zero_row(state.tables), _zero_row(larger) if history is None else padded_row(history, larger)
+        written, larger = _write_rows((state.tables, larger), np.int32(slot), rows)
+        self.state = dataclasses.replace(state, tables=written, history=larger)
+
+    def _allocate(self) -> None:
+        """Makes empty tables and an empty history if there are none."""
+        if self.state.tables is None:
+            shape = (self._num_slots, self._vocab_size)
+            tables: Any = SamplerTables(**{name: np.zeros(shape, dtype) for name, dtype in _TABLE_DTYPES.items()})
+            made = jax.device_put((tables, empty_history(self._num_slots, self._max_len)), self._sharding)
+            self.state = dataclasses.replace(self.state, tables=made[0], history=made[1])
 
     def sample(self, plan_rows: Sequence[PlanRow], logits: jax.Array, ahead: int = 0) -> Sampled:
         """Dispatches the sampling of a token for each row and returns at once.
@@ -116,9 +143,10 @@ class Sampler:
             ahead: Number of steps since the first one of the plan.
         """
         options, spec = self.slots.rows(plan_rows, len(logits), ahead)
-        sampled = self._run(SamplerSpec(spec.level, spec.draws), options, logits)
+        sampled = self._run(PROGRAMS[spec.level], options, logits)
         if spec.logprobs:
-            sampled = dataclasses.replace(sampled, logprobs=self.logprobs(logits, sampled.tokens, spec.num_top))
+            logprobs = self.logprobs(logits, sampled.tokens, spec.num_top, len(plan_rows))
+            sampled = dataclasses.replace(sampled, logprobs=logprobs)
         return sampled
 
     def take_failures(self) -> dict[int, Exception]:
@@ -139,10 +167,6 @@ class Sampler:
             return None
         return self._on_device(batch_rows), spec.level == "sampled"
 
-    def idle_options(self, num_rows: int) -> tuple[SamplerState, RowOptions]:
-        """Returns the state, to be donated, and options of `num_rows` idle rows (`fused_options`)."""
-        return self.take_state("sampled"), self._on_device(self.slots.level_of((), num_rows)[0])
-
     def _on_device(self, batch_rows: BatchRows) -> RowOptions:
         if self._placed is None or self._placed[0] is not batch_rows:
             self._placed = batch_rows, jax.device_put(batch_rows.at_prompt_start(), self._sharding)
@@ -151,10 +175,7 @@ class Sampler:
     def take_state(self, level: Level) -> SamplerState:
         """Returns the state as a program of this level takes it, to be donated."""
         # What a level does not use is no argument of it: the program is the same with and without it.
-        tables = self.state.tables if level in ("penalties", "history") else None
-        return dataclasses.replace(
-            self.state, tables=tables, history=self.state.history if level == "history" else None
-        )
+        return self.state if level == "history" else dataclasses.replace(self.state, tables=None, history=None)
 
     def set_state(self, state: SamplerState) -> None:
         """Sets the state that a program returned, with or without tables and history."""
@@ -162,40 +183,57 @@ class Sampler:
             state, tables=state.tables or self.state.tables, history=state.history or self.state.history
         )
 
-    def logprobs(self, logits: jax.Array, tokens: jax.Array, num_top: int) -> Logprobs:
+    def logprobs(self, logits: jax.Array, tokens: jax.Array, num_top: int, num_rows: int) -> Logprobs:
         """Computes log-probabilities of `tokens` int32[n] by `logits` [n, vocab].
 
-        The result has at least `num_top` of the likeliest tokens: a bucket of `NUM_TOP_BUCKETS`.
+        The result has `MAX_NUM_TOP` of the likeliest tokens; they have a meaning if `num_top` is above 0. Only the
+        first `num_rows` rows are read.
         """
-        bucket = next(bucket for bucket in NUM_TOP_BUCKETS if bucket >= num_top)
-        return self._logprobs(logits, tokens, num_top=bucket)
+        return self._logprobs(logits, tokens, np.bool_(num_top > 0), np.int32(num_rows))
+
+    def prompt_logprobs(
+        self, logits: jax.Array, following: np.ndarray, last: np.ndarray, num_top: int, num_tokens: int
+    ) -> tuple[Logprobs, jax.Array]:
+        """Computes the log-probabilities of tokens of prompts, and takes the logits of some tokens.
+
+        Args:
+            logits: float[T, vocab], of each token of a step.
+            following: int32[T], the token that follows each.
+            last: int32[n], the tokens whose logits are returned, [n, vocab].
+            num_top: Number of the likeliest tokens that are read.
+            num_tokens: Number of tokens that are no padding.
+        """
+        has_top = np.bool_(num_top > 0)
+        found: tuple[Logprobs, jax.Array] = self._prompt_logprobs(
+            logits, following, last, has_top, np.int32(num_tokens)
+        )
+        return found
 
     def warm_up(self, logits: jax.Array) -> None:
         """Compiles every program for logits of this shape [n, vocab], dtype and sharding.
 
-        The tables of the level "penalties" exist meanwhile (`sampler_table_bytes`).
+        Tables and history exist meanwhile (`sampler_table_bytes`).
         """
         options, _ = self.slots.rows((), len(logits))
-        before = self.state.tables
-        for level in WARM_LEVELS:
-            if level == "penalties" and before is None:
-                self.state = dataclasses.replace(self.state, tables=self._empty_tables())
-            sampled = self._run(SamplerSpec(level), options, logits)
-        if before is None:
-            self.state = dataclasses.replace(self.state, tables=None)
-        for bucket in NUM_TOP_BUCKETS:
-            self.logprobs(logits, sampled.tokens, bucket)
+        had_arrays = self.state.tables is not None
+        for level in dict.fromkeys(PROGRAMS.values()):
+            sampled = self._run(level, options, logits)
+        self._write(self._num_slots, None, None)
+        if not had_arrays:
+            self.state = dataclasses.replace(self.state, tables=None, history=None)
+        self.logprobs(logits, sampled.tokens, 0, 0)
+        mask_logits(logits, np.zeros((0, -(-self._vocab_size // 32)), np.int32))
 
-    def _run(self, spec: SamplerSpec, options: RowOptions, logits: jax.Array) -> Sampled:
-        sampled, state = self._sample(spec, options, self.take_state(spec.level), logits)
+    def warm_up_prompts(self, logits: jax.Array, num_rows: int) -> None:
+        """Compiles `prompt_logprobs` for logits of this shape [T, vocab] and a number of rows."""
+        self.prompt_logprobs(logits, np.zeros(len(logits), np.int32), np.zeros(num_rows, np.int32), 0, 0)
+
+    def _run(self, level: Level, options: RowOptions, logits: jax.Array) -> Sampled:
+        if level == "history":
+            self._allocate()
+        sampled, state = self._sample(SamplerSpec(level), options, self.take_state(level), logits)
         self.set_state(state)
         return sampled
-
-    def _empty_tables(self) -> SamplerTables:
-        shape = (self._num_slots, self._vocab_size)
-        return SamplerTables(
-            **{name: jnp.zeros(shape, dtype, device=self._sharding) for name, dtype in _TABLE_DTYPES.items()}
-        )
 
     @torch_promotion()
     def _counted_sample(
@@ -209,9 +247,19 @@ class Sampler:
         return sample(spec, options, state, logits)
 
     @torch_promotion()
-    def _counted_logprobs(self, logits: jax.Array, tokens: jax.Array, num_top: int) -> Logprobs:
+    def _counted_logprobs(
+        self, logits: jax.Array, tokens: jax.Array, has_top: jax.Array, num_rows: jax.Array
+    ) -> Logprobs:
         self.num_traces += 1
-        return logprobs_of(logits, tokens, num_top=num_top)
+        return logprobs_of(logits, tokens, num_top=MAX_NUM_TOP, has_top=has_top, num_rows=num_rows)
+
+    @torch_promotion()
+    def _counted_prompt_logprobs(
+        self, logits: jax.Array, following: jax.Array, last: jax.Array, has_top: jax.Array, num_tokens: jax.Array
+    ) -> tuple[Logprobs, jax.Array]:
+        self.num_traces += 1
+        logprobs = logprobs_of(logits, following, num_top=MAX_NUM_TOP, has_top=has_top, num_rows=num_tokens)
+        return logprobs, jnp.take(logits, last, axis=0)
 
 
 _TABLE_DTYPES: dict[str, np.dtype] = {
@@ -222,6 +270,13 @@ _TABLE_DTYPES: dict[str, np.dtype] = {
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _write(arrays: _Arrays, slot: jax.Array, row: _Arrays) -> _Arrays:
-    """Returns the arrays of all slots with `row` at `slot`."""
-    return jax.tree.map(lambda array, of_row: array.at[slot].set(of_row), arrays, row)
+def _write_rows(
+    arrays: tuple[SamplerTables, SamplerHistory], slot: jax.Array, rows: tuple[SamplerTables, SamplerHistory]
+) -> tuple[SamplerTables, SamplerHistory]:
+    """Returns the arrays of all slots with `rows` at `slot`, if there is one."""
+    return jax.tree.map(lambda array, row: array.at[slot].set(row, mode="drop"), arrays, rows)
+
+
+def _zero_row(arrays: Any) -> Any:
+    """Returns zeros for the rows of a slot, on the host."""
+    return jax.tree.map(lambda array: np.zeros(array.shape[1:], array.dtype), arrays)
