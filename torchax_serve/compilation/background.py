@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -36,11 +36,22 @@ class CompileTask:
 
     Attributes:
         key: Identity of the program among the tasks of its owner.
-        compile: Compiles or loads it; does nothing if it is there.
+        compile: Compiles or loads it, if it is not there, and returns it.
     """
 
     key: Hashable
-    compile: Callable[[], object]
+    compile: Callable[[], Any]
+
+    def then(self, following: Callable[[Any], Iterable[CompileTask]]) -> CompileTask:
+        """Returns the task that compiles the program and then those that `following` returns for it."""
+
+        def compile() -> Any:
+            program = self.compile()
+            for task in following(program):
+                task.compile()
+            return program
+
+        return CompileTask(self.key, compile)
 
 
 def num_compile_threads() -> int:

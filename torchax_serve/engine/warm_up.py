@@ -39,12 +39,7 @@ def warm_up(
 
     tasks = list(runner.compile_tasks())
     with (progress or SilentProgress()).stage("compiling programs", len(tasks), "items") as advance:
-        if runner.compiles_ahead:
-            compile_all(tasks, advance, check_open)
-        else:
-            for task in tasks:
-                _call(run_on_engine_thread, task.compile)
-                advance(1)
+        compile_all(tasks, advance, check_open)
         _call(run_on_engine_thread, runner.warm_up)
 
 

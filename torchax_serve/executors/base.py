@@ -34,7 +34,7 @@ class ExecutorLimits:
         batches_prefill: Whether a step may have several prefill rows.
         shares_prefixes: Whether pages hold the complete state of a prefix, so that requests can share it.
         fused_decode_steps: Maximum number of decode steps with sampling in one dispatch; 0: no `run_decode`.
-        token_buckets: Numbers of tokens that a step with prefill rows is padded to, ascending; empty: none.
+        token_buckets: Numbers of tokens up to which a step with prefill rows costs the same, ascending; empty: none.
     """
 
     max_num_seqs: int
@@ -120,7 +120,6 @@ class Executor(Protocol):
     """
 
     limits: ExecutorLimits
-    num_substitutes: int
 
     @property
     def cache(self) -> ExecutorCache:
@@ -133,6 +132,10 @@ class Executor(Protocol):
     @property
     def num_programs(self) -> int:
         """Number of compiled steps."""
+
+    @property
+    def num_substitutes(self) -> int:
+        """Number of dispatches by a larger program than needed."""
 
     def check(self, name: str, source: RequestInput) -> None:
         """Raises InvalidArgumentError, naming `name`, if the model cannot take `source`."""
@@ -149,7 +152,7 @@ class Executor(Protocol):
         ahead: int = 0,
         all_logits: bool = False,
     ) -> jax.Array:
-        """Dispatches one step and returns its logits [S, vocab], S >= len(rows).
+        """Dispatches one step and returns its logits [num_slots, vocab], those of `rows` first.
 
         The method does not wait for them.
 
@@ -169,24 +172,14 @@ class Executor(Protocol):
         is 0).
         """
 
-    def padded_rows(self, numbers: np.ndarray) -> np.ndarray:
-        """Pads `numbers` int[num_rows] with zeros to the bucket of a step with that many rows."""
-
     def temporary_bytes(self) -> int:
         """Returns the temporary bytes of the largest step, by XLA's memory analysis."""
 
-    def prepare(self, plan: StepPlan, sampler: Sampler) -> None:
+    def prepare(self, plan: StepPlan) -> None:
         """Has other threads compile what the requests of a plan with prefill rows need after it."""
 
     def compile_tasks(self, sampler: Sampler) -> Iterator[CompileTask]:
-        """Yields every step that mixed traffic can meet, and the sampler's programs for their logits.
-
-        Any threads may compile them, unless `compiles_ahead` is false: then the engine's thread does.
-        """
-
-    @property
-    def compiles_ahead(self) -> bool:
-        """Whether other threads may compile steps."""
+        """Yields the programs that mixed traffic can meet, those of the sampler with them; any threads may run them."""
 
     def warm_up(self, sampler: Sampler) -> None:
         """Compiles, on the engine's thread, what `compile_tasks` leaves."""
@@ -255,14 +248,3 @@ def refuse_encoder_input(name: str, source: RequestInput) -> None:
     """Raises InvalidArgumentError, naming `name`, for any input of an encoder."""
     if not (isinstance(source, tuple) and not source):
         raise InvalidArgumentError(f"{name}: expected no input of an encoder, which this model has not, got one")
-
-
-def sampling_task(step: CompileTask, sampler: Sampler) -> CompileTask:
-    """Returns the task `step`, which returns a step's program, with all sampling of its logits."""
-
-    def compile() -> None:
-        program: Any = step.compile()
-        for task in sampler.compile_tasks(program.out_info[0]):
-            task.compile()
-
-    return CompileTask(step.key, compile)

@@ -76,17 +76,11 @@ class SingleRequestExecutor:
         """Implements `Executor.run_decode`: there is no such program."""
         return None
 
-    def padded_rows(self, numbers: np.ndarray) -> np.ndarray:
-        """Implements `Executor.padded_rows`."""
-        return numbers
-
     def temporary_bytes(self) -> int:
         """Implements `Executor.temporary_bytes`: known to the requests only."""
         return 0
 
-    compiles_ahead = True
-
-    def prepare(self, plan: StepPlan, sampler: Sampler) -> None:
+    def prepare(self, plan: StepPlan) -> None:
         """Does nothing: requests bring their steps."""
 
     def compile_tasks(self, sampler: Sampler) -> Iterator[CompileTask]:

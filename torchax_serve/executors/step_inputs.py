@@ -75,10 +75,14 @@ class PackedStepSpec:
         for row, end in zip(rows, ends.tolist(), strict=True):
             if row.token_ids is not None:
                 ids[end - row.num_tokens : end] = row.token_ids
+        # Padding repeats the last token: kernels compute equal rows once.
+        for part in (ids, token_slots, positions, rope_lens):
+            part[total:] = part[total - 1 : total]
         cu_q_lens[1 : num_rows + 1] = ends
         cu_q_lens[num_rows + 1 :] = total
         kv_lens[:num_rows] = starts + num_tokens
         last[:num_rows] = ends - 1
+        last[num_rows:] = total - 1
         for part, table in zip(parts, tables, strict=True):
             part.reshape(self.num_rows, -1)[:num_rows] = table[slots]
         return numbers
@@ -102,7 +106,7 @@ class PackedStepSpec:
 
 @dataclasses.dataclass(frozen=True)
 class FusedDecodeSpec:
-    """Static arguments of fused decode steps; the number of steps is an input.
+    """Static arguments of decode steps; the number of steps is an input.
 
     The inputs are few, since each array costs the host time while the device waits for the next call: slots and lengths
     of the rows, page tables, the number of steps, and whether any row samples. The program derives the rest.
@@ -116,7 +120,15 @@ class FusedDecodeSpec:
         """Number of integers in the array of a call."""
         return self.packed.num_rows * (2 + self.packed.num_tables * self.packed.pages_per_seq) + 2
 
-    def pack(self, rows: Sequence[PlanRow], tables: Sequence[np.ndarray], num_steps: int, draws: bool) -> np.ndarray:
+    def pack(
+        self,
+        rows: Sequence[PlanRow],
+        tables: Sequence[np.ndarray],
+        *,
+        num_steps: int = 1,
+        draws: bool = False,
+        ahead: int = 0,
+    ) -> np.ndarray:
         """Returns the inputs of a call as one array, int32[size].
 
         Args:
@@ -124,6 +136,7 @@ class FusedDecodeSpec:
             tables: Page tables by group, int32[num_slots, pages_per_seq].
             num_steps: Number of decode steps.
             draws: Whether any row samples.
+            ahead: Number of decode steps since the first step of the plan.
         """
         numbers = np.zeros(self.size, np.int32)
         by_row, num_rows = numbers[:-2].reshape(-1, self.packed.num_rows), len(rows)
@@ -133,7 +146,7 @@ class FusedDecodeSpec:
             slots = np.array([row.slot for row in rows], np.int32)
             starts = np.array([row.context_len for row in rows], np.int32)
         by_row[0, :num_rows] = slots
-        by_row[1, :num_rows] = starts + 1
+        by_row[1, :num_rows] = starts + (1 + ahead)
         for table, pages in zip(tables, np.split(by_row[2:], self.packed.num_tables), strict=True):
             table.take(slots, axis=0, out=pages.reshape(self.packed.num_rows, -1)[:num_rows], mode="clip")
         numbers[-2:] = num_steps, draws
@@ -148,12 +161,14 @@ class FusedDecodeSpec:
         slots, lengths = by_row[0], by_row[1]
         tables = jnp.split(by_row[2:], self.packed.num_tables)
         index, num_in_use = jnp.arange(self.packed.num_rows + 1), jnp.sum(lengths > 0)
+        repeated = jnp.minimum(index[:-1], jnp.maximum(num_in_use - 1, 0))  # padding repeats the last row
+        slots = slots[repeated]
         batch = PackedBatch(
             token_ids=jnp.zeros_like(slots),
-            positions=jnp.maximum(lengths - 1, 0),
+            positions=jnp.maximum(lengths[repeated] - 1, 0),
             cu_q_lens=jnp.minimum(index, num_in_use),
             kv_lens=lengths,
-            last=jnp.where(lengths > 0, index[:-1], 0),
+            last=repeated,
             page_tables=tuple(table.reshape(self.packed.num_rows, self.packed.pages_per_seq) for table in tables),
         )
         return batch, slots, numbers[-2], numbers[-1] > 0
