@@ -33,7 +33,7 @@ from torchax_serve.executors.base import (
     refuse_encoder_input,
 )
 from torchax_serve.executors.request_input import RequestInput
-from torchax_serve.executors.step_inputs import FusedDecodeSpec, PackedStepSpec
+from torchax_serve.executors.step_inputs import SAMPLED_ON_DEVICE, FusedDecodeSpec, PackedStepSpec
 from torchax_serve.kv_cache.pools import PagedCache
 from torchax_serve.sampling.sample import sample
 from torchax_serve.sampling.sampler import Sampler
@@ -45,8 +45,7 @@ SMALLEST_DECODE_BUCKET = 4
 """Rows of a decode step that cost what one costs: the weights are read once for all of them."""
 
 FREE_TOKENS = 256
-"""Tokens up to which a step takes an accelerator about as long as one token: it computes so many products while it reads
-a weight."""
+"""Tokens up to which a step takes an accelerator about as long as one token, as it waits for the weights."""
 
 MAX_WARM_SCORED_TOKENS = 256
 """Tokens of a step with log-probabilities of prompts that warm-up compiles, if the budget is not smaller. More are
@@ -145,9 +144,10 @@ class PackedExecutor:
 
         def step(index: jax.Array, carry: Any) -> Any:
             _, tokens, pools, state = carry
+            is_given = (index == 0) & (batch.token_ids != SAMPLED_ON_DEVICE)
             now = dataclasses.replace(
                 batch,
-                token_ids=state.last_tokens[slots],
+                token_ids=jnp.where(is_given, batch.token_ids, state.last_tokens[slots]),
                 positions=batch.positions + index,
                 kv_lens=batch.kv_lens + jnp.where(in_use, index, 0),
             )
