@@ -388,7 +388,9 @@ def test_nearly_the_same_free_memory_gives_the_same_programs(name, monkeypatch):
     many = dataclasses.replace(SMALL, max_num_seqs=400, max_model_len=128)  # which could use more than there is
     shapes = set()
     for left in (800_000, 850_000, 910_000):
-        monkeypatch.setattr(memory, "free_bytes", lambda left=left: left + 5000 + tables_bytes(400, VOCAB_SIZE))
+        monkeypatch.setattr(
+            memory, "free_bytes", lambda left=left: left + 5000 + tables_bytes(400, VOCAB_SIZE, many.max_model_len)
+        )
         with serve(tiny_model(name), engine=many) as model:
             pools = model.engine._runner._cache.pools
             assert 0.8 * left - 5000 <= sum(pool.nbytes for pool in pools) <= left

@@ -36,7 +36,7 @@ from torchax_serve.executors.base import (
 from torchax_serve.executors.compiled_steps import CompiledSteps, StepCall
 from torchax_serve.executors.packed_specs import PackedSpecs
 from torchax_serve.executors.request_input import RequestInput
-from torchax_serve.executors.step_inputs import FusedDecodeSpec, PackedStepSpec
+from torchax_serve.executors.step_inputs import SAMPLED_ON_DEVICE, FusedDecodeSpec, PackedStepSpec
 from torchax_serve.kv_cache.pools import PagedCache
 from torchax_serve.sampling.sample import sample
 from torchax_serve.sampling.sampler import Sampler, default_sharding
@@ -158,9 +158,10 @@ class PackedExecutor:
 
         def step(index: jax.Array, carry: Any) -> Any:
             _, tokens, pools, state = carry
+            is_given = (index == 0) & (batch.token_ids != SAMPLED_ON_DEVICE)
             now = dataclasses.replace(
                 batch,
-                token_ids=state.last_tokens[slots],
+                token_ids=jnp.where(is_given, batch.token_ids, state.last_tokens[slots]),
                 positions=batch.positions + index,
                 kv_lens=batch.kv_lens + jnp.where(in_use, index, 0),
             )

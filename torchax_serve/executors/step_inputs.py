@@ -108,8 +108,9 @@ class PackedStepSpec:
 class FusedDecodeSpec:
     """Static arguments of decode steps; the number of steps is an input.
 
-    The inputs are few, since each array costs the host time while the device waits for the next call: slots and lengths
-    of the rows, page tables, the number of steps, and whether any row samples. The program derives the rest.
+    The inputs are few, since each array costs the host time while the device waits for the next call: first tokens,
+    slots and lengths of the rows, page tables, the number of steps, and whether any row samples. The program derives
+    the rest.
     """
 
     packed: PackedStepSpec
@@ -118,7 +119,7 @@ class FusedDecodeSpec:
     @property
     def size(self) -> int:
         """Number of integers in the array of a call."""
-        return self.packed.num_rows * (2 + self.packed.num_tables * self.packed.pages_per_seq) + 2
+        return self.packed.num_rows * (3 + self.packed.num_tables * self.packed.pages_per_seq) + 2
 
     def pack(
         self,
@@ -142,12 +143,14 @@ class FusedDecodeSpec:
         by_row, num_rows = numbers[:-2].reshape(-1, self.packed.num_rows), len(rows)
         if isinstance(rows, DecodeBatch):
             slots, starts = rows.slots, rows.starts
+            by_row[2, :num_rows] = SAMPLED_ON_DEVICE
         else:
             slots = np.array([row.slot for row in rows], np.int32)
             starts = np.array([row.context_len for row in rows], np.int32)
+            by_row[2, :num_rows] = [SAMPLED_ON_DEVICE if row.token_ids is None else row.token_ids[0] for row in rows]
         by_row[0, :num_rows] = slots
         by_row[1, :num_rows] = starts + (1 + ahead)
-        for table, pages in zip(tables, np.split(by_row[2:], self.packed.num_tables), strict=True):
+        for table, pages in zip(tables, np.split(by_row[3:], self.packed.num_tables), strict=True):
             table.take(slots, axis=0, out=pages.reshape(self.packed.num_rows, -1)[:num_rows], mode="clip")
         numbers[-2:] = num_steps, draws
         return numbers
@@ -155,16 +158,17 @@ class FusedDecodeSpec:
     def unpack(self, numbers: jax.Array) -> tuple[PackedBatch, jax.Array, jax.Array, jax.Array]:
         """Returns the unpacked arguments of a fused decode program.
 
-        They are the first batch without token ids, slots int32[S], number of steps, whether to draw.
+        They are the first batch, whose token ids may be `SAMPLED_ON_DEVICE`, slots int32[S], number of steps, whether
+        to draw.
         """
         by_row = numbers[:-2].reshape(-1, self.packed.num_rows)
-        slots, lengths = by_row[0], by_row[1]
-        tables = jnp.split(by_row[2:], self.packed.num_tables)
+        slots, lengths, ids = by_row[0], by_row[1], by_row[2]
+        tables = jnp.split(by_row[3:], self.packed.num_tables)
         index, num_in_use = jnp.arange(self.packed.num_rows + 1), jnp.sum(lengths > 0)
         repeated = jnp.minimum(index[:-1], jnp.maximum(num_in_use - 1, 0))  # padding repeats the last row
         slots = slots[repeated]
         batch = PackedBatch(
-            token_ids=jnp.zeros_like(slots),
+            token_ids=ids[repeated],
             positions=jnp.maximum(lengths[repeated] - 1, 0),
             cu_q_lens=jnp.minimum(index, num_in_use),
             kv_lens=lengths,

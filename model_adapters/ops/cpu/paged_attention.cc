@@ -156,6 +156,7 @@ class Attention {
   void repeat_last(const std::vector<Piece>& pieces) {
     int64_t count = 0;
     for (const Piece& p : pieces) count = std::max(count, p.token + p.count);
+    if (call_.cu_q_lens && count != call_.cu_q_lens[call_.num_seqs]) return;  // tokens without a position are no padding
     const int64_t width = call_.query_heads * shape_.value_dim;
     if (call_.q.dtype == ffi::F32) repeat_last_row(threads_, static_cast<float*>(call_.out), count, call_.num_tokens, width);
     else repeat_last_row(threads_, static_cast<uint16_t*>(call_.out), count, call_.num_tokens, width);
@@ -184,7 +185,7 @@ class Attention {
     for (int64_t d = 0; d < n; d++) put(row[d], scale, out + d);
   }
 
-  // Zeros for tokens before position 0, and for padding between sequences.
+  // Zeros for tokens before position 0, and for rows of length 0.
   void clear_outputs(const std::vector<Piece>& pieces) {
     const int64_t covered = std::accumulate(pieces.begin(), pieces.end(), int64_t{0}, [](int64_t n, const Piece& p) { return n + p.count; });
     const int64_t item = call_.q.dtype == ffi::F32 ? 4 : 2;
