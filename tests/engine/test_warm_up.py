@@ -1,133 +1,101 @@
-"""Programs compiled in other threads: nothing that runs waits for them, and the warm-up has them all."""
+"""Warm-up compiles few programs, and after it whatever a request asks for compiles none."""
 
 import contextlib
-import threading
+import dataclasses
 
+import jax
+import numpy as np
 import pytest
-from engine_models import VOCAB_SIZE, expected_tokens, tiny_model
-from test_engine import SMALL, request
+from engine_models import VOCAB_SIZE, tiny_model
+from transformers import GenerationConfig
 
-from model_adapters.errors import TorchaxServeError
-from torchax_serve import serve
+from torchax_serve import EngineOptions, SamplingParams, serve
+from torchax_serve.engine.request import EngineRequest
 
-PROMPT = [5, 9, 2, 7, 11]
-
-
-class Recorder:
-    """Progress that records what it is told, and may raise at the first program."""
-
-    def __init__(self, error=None):
-        self.error, self.stages, self.done = error, [], 0
-
-    @contextlib.contextmanager
-    def stage(self, name, total, unit="bytes"):
-        self.stages.append((name, total, unit))
-
-        def advance(number):
-            self.done += number
-            if self.error is not None and self.done:
-                raise self.error
-
-        yield advance
+OPTIONS = EngineOptions(max_model_len=96, max_num_seqs=8, page_size=8, max_num_batched_tokens=64)
+PROMPT = tuple(range(5, 18))
 
 
-@pytest.fixture
-def held(monkeypatch):
-    """A model whose program of decode steps compiles only when the event is set, in whatever thread."""
-    release = threading.Event()
-    with serve(tiny_model("llama"), engine=SMALL) as model:
-        steps = model.engine._runner._executor._decode_steps
-        compiled = steps.compiled
+@contextlib.contextmanager
+def counting_compilations():
+    """Collects what XLA compiles in any thread, as JAX reports it."""
+    compiled = []
 
-        def waiting(*args, **kwargs):
-            assert threading.current_thread().name == "compile", "a request waits for this program"
-            assert release.wait(300)
-            return compiled(*args, **kwargs)
+    def listen(event, seconds, **kwargs):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(kwargs.get("fun_name"))
 
-        monkeypatch.setattr(steps, "compiled", waiting)
-        try:
-            yield model, release
-        finally:
-            release.set()
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield compiled
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
 
 
-def test_requests_are_answered_while_the_decode_program_is_compiled(held):
-    model, release = held
-    executor = model.engine._runner._executor
-    assert model.engine.submit(request(PROMPT, 13)).result() == expected_tokens("llama", PROMPT, 13)
-    assert executor._decode_steps.num_programs == 0
-    release.set()
-    executor._steps._background.wait()
-    assert executor._decode_steps.num_programs == 1
-    assert model.engine.submit(request(PROMPT, 13)).result() == expected_tokens("llama", PROMPT, 13)
+class OddTokens:
+    """Masks that allow odd tokens only."""
+
+    def fill(self, words, output_ids):
+        words[:] = np.array(0xAAAAAAAA, np.uint32).view(np.int32)
 
 
-def test_a_larger_program_answers_while_the_smaller_one_is_compiled():
-    long = [index % (VOCAB_SIZE - 3) + 3 for index in range(30)]
-    options = {"max_model_len": 512, "max_num_batched_tokens": 256, "max_num_seqs": 4, "page_size": 8}
-    with serve(tiny_model("llama"), engine=type(SMALL)(**options)) as model:
-        executor = model.engine._runner._executor
-        many = (long * 7)[:200]
-        first = model.engine.submit(request(many, 2)).result()
-        executor._steps._background.wait()
-        step, release = executor._step, threading.Event()
-        compiled = step.compiled
-
-        def waiting(*args, **kwargs):
-            assert threading.current_thread().name == "compile"
-            assert release.wait(300)
-            return compiled(*args, **kwargs)
-
-        step.compiled = waiting
-        before = step.num_programs
-        try:
-            assert model.engine.submit(request(long, 3)).result() == expected_tokens("llama", long, 3)
-            assert step.num_programs == before
-        finally:
-            release.set()
-        executor._steps._background.wait()
-        assert step.num_programs == before + 1, "the smaller program is there for the next one"
-        assert model.engine.submit(request(many, 2)).result() == first
+def request(prompt=PROMPT, max_new_tokens=6, masks=None, fork_of=None, params=None, **config):
+    generation = GenerationConfig(max_new_tokens=max_new_tokens, do_sample="temperature" in config, **config)
+    params = SamplingParams(**(params or {}))
+    generation, params = params.merged_into(generation), params.only_engine_options()
+    made = EngineRequest.of(prompt, generation, params, vocab_size=VOCAB_SIZE, seed=0, fork_of=fork_of)
+    return dataclasses.replace(made, masks=masks)
 
 
-def test_the_warm_up_tells_its_progress_can_be_ended_and_goes_on():
-    with serve(tiny_model("llama"), engine=SMALL) as model:
-        with pytest.raises(KeyboardInterrupt):
-            model.engine.warm_up(Recorder(KeyboardInterrupt()))
-        assert model.engine.submit(request(PROMPT, 4)).result() == expected_tokens("llama", PROMPT, 4)
-        progress = Recorder()
-        model.engine.warm_up(progress)
-        num_tasks = len(list(model.engine._runner.compile_tasks()))
-        assert progress.stages == [("compiling programs", num_tasks, "items")]
-        assert progress.done == num_tasks > 5
-        before = model.engine.stats().num_programs
-        assert model.engine.submit(request(PROMPT, 13)).result() == expected_tokens("llama", PROMPT, 13)
-        assert model.engine.stats().num_programs == before
+FIRST_USES = {
+    "plain": {},
+    "sampling": {"temperature": 0.8, "top_k": 7, "top_p": 0.9, "min_p": 0.05},
+    "rare truncations": {"temperature": 0.8, "typical_p": 0.9, "epsilon_cutoff": 0.01, "eta_cutoff": 0.01},
+    "bias": {"params": {"logit_bias": {7: 3.0, 9: -50}}},
+    "log-probabilities": {"params": {"logprobs": 0}},
+    "top log-probabilities": {"params": {"logprobs": 11}},
+    "log-probabilities of the prompt": {"params": {"prompt_logprobs": 2}},
+    "masks": {"masks": OddTokens()},
+    "penalties": {"repetition_penalty": 1.3, "params": {"presence_penalty": 0.5, "frequency_penalty": 0.5}},
+    "n-grams": {"no_repeat_ngram_size": 2},
+    "bad words": {"bad_words_ids": [[7], [8, 9], [5, 6, 7]]},
+    "decay": {"exponential_decay_length_penalty": (2, 1.2), "eos_token_id": 3},
+    "forced tokens": {"forced_eos_token_id": 4},
+    "one token": {"prompt": (5,)},
+    "a long prompt": {"prompt": tuple(range(5, 80))},
+}
 
 
-def test_a_warm_up_of_a_closed_engine_says_so():
-    with serve(tiny_model("llama"), engine=SMALL) as model:
+@pytest.fixture(scope="module")
+def engine():
+    with serve(tiny_model("llama"), engine=OPTIONS) as model, counting_compilations() as compiled:
         engine = model.engine
-    with pytest.raises(TorchaxServeError, match="closed"):
+        del compiled[:]
         engine.warm_up()
+        yield engine, list(compiled)
 
 
-def test_a_second_warm_up_from_disk_traces_nothing(tmp_path, monkeypatch):
-    folder = tmp_path / "programs"
-    for module in ("torchax_serve.entrypoints.base_model", "torchax_serve.sampling.sampler"):
-        monkeypatch.setattr(f"{module}.programs_dir", lambda: folder)
-    tiny_model("llama").save_pretrained(tmp_path / "model")
+def test_warm_up_compiles_few_programs(engine):
+    """One for each bucket of tokens and of decode rows, one with logits of all tokens, and those of the sampler."""
+    engine, compiled = engine
+    num_steps = 2 + 2 + 1  # of 32 and 64 tokens, of 4 and 8 rows
+    num_sampling = 3 + 2  # three levels; log-probabilities of new tokens and of prompts
+    assert engine.stats().num_programs == num_steps + num_sampling
+    num_small = 3  # masks, pages copied, rows of tables written
+    assert len(compiled) <= num_steps + num_sampling + num_small, compiled
 
-    def warmed_up():
-        with serve(tmp_path / "model", engine=SMALL) as model:
-            model.engine.warm_up()
-            sampler = model.engine._runner._sampler
-            caches = model._runtimes[0].steps.executables, sampler._sample._cache
-            for cache in caches:
-                cache.wait_for_writes()
-            tokens = model.engine.submit(request(PROMPT, 13)).result()
-            return tokens, [sum(cache.num_traces.values()) for cache in caches], [cache.num_loaded for cache in caches]
 
-    tokens, traced, loaded = warmed_up()
-    assert min(traced) > 0 and loaded == [0, 0]
-    assert warmed_up() == (tokens, [0, 0], traced)
+def test_first_uses_in_traffic_compile_nothing(engine):
+    engine, _ = engine
+    with counting_compilations() as compiled:
+        running = [engine.submit(request(prompt=(6, 7, index), max_new_tokens=60)) for index in range(5, 8)]
+        for name, options in FIRST_USES.items():
+            assert engine.submit(request(**options)).result(), name
+            assert compiled == [], name
+        together = [engine.submit(request(**options)) for options in FIRST_USES.values()]
+        parent = engine.submit(request(max_new_tokens=30, temperature=1.0))
+        forks = [
+            engine.submit(request(max_new_tokens=9, temperature=1.0, fork_of=parent.request_id)) for _ in range(3)
+        ]
+        assert all(handle.result() for handle in (*together, parent, *forks, *running))
+    assert compiled == []

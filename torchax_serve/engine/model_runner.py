@@ -149,7 +149,7 @@ class ModelRunner:
         found = []
         for sampled in step.sampled[:num_tokens]:
             assert sampled.logprobs is not None
-            found.append(_token(sampled.logprobs, row, int(sampled.tokens[row]), num_top))
+            found.append(_token(sampled.logprobs, row, int(np.asarray(sampled.tokens)[row]), num_top))
         return tuple(found)
 
     def prompt_logprobs(self, step: InFlightStep, row: int, request: EngineRequest) -> dict[int, TokenLogprobs]:
