@@ -227,7 +227,11 @@ class Sampler:
         """Yields every program for logits of the shape [n, vocab] and dtype of `like`; any thread may compile them."""
         logits = jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=self._sharding)
         options = SlotParams(self._num_slots, self._vocab_size).rows((), logits.shape[0])[0]
-        (last_tokens, tables, history), arrays = self._abstract_state(), self._empty_arrays()
+        arrays = self._empty_arrays()
+        last_tokens, (tables, history) = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding),
+            (np.zeros(self._num_slots, np.int32), arrays),
+        )
 
         def task(function: CachedFunction, *args: Any, spec: Any = None) -> CompileTask:
             compile = functools.partial(function.compiled, {}, *args, spec=spec)
@@ -251,14 +255,6 @@ class Sampler:
         args = (logits, following, last, np.bool_(False), np.int32(0))
         compile = functools.partial(self._prompt_logprobs.compiled, {}, *args, spec=None)
         yield CompileTask(("prompt_logprobs", logits.shape, logits.dtype), compile)
-
-    def _abstract_state(self) -> tuple[Any, Any, Any]:
-        """Returns the shapes of the last tokens, tables and history."""
-        arrays = np.zeros(self._num_slots, np.int32), *self._empty_arrays()
-        found: tuple[Any, Any, Any] = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding), arrays
-        )
-        return found
 
     def _run(self, level: Level, options: RowOptions, logits: jax.Array) -> Sampled:
         if level == "history":
