@@ -52,14 +52,16 @@ def build_engine(
         kv_cache_memory_bytes=options.kv_cache_memory_bytes,
         batch_invariant=options.batch_invariant,
         kv_cache_dtype=options.kv_cache_dtype,
-        sampler_table_bytes=tables_bytes(options.max_num_seqs, runtime.limits.vocab_size),
+        sampler_table_bytes=tables_bytes(
+            options.max_num_seqs, runtime.limits.vocab_size, _max_model_len(runtime, options)
+        ),
         max_encoder_len=_max_encoder_len(runtime, options),
         encoder_len_is_default=options.max_encoder_len is None,
         source_len=None if runtime.encoder is None else runtime.encoder.fixed_output_len,
     )
     choice = choose_executor(runtime, sizes)
     logger.info("%s", choice)
-    runner = ModelRunner(choice.executor, vocab_size=runtime.limits.vocab_size)
+    runner = ModelRunner(choice.executor, vocab_size=runtime.limits.vocab_size, max_model_len=sizes.max_model_len)
     return Engine(
         Scheduler(_scheduler_config(runtime, options, sizes, choice)), runner, str(choice), ids, options.max_num_waiting
     )

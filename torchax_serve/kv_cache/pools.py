@@ -109,6 +109,9 @@ class CacheAllocation:
         )
 
 
+COPIES_PER_CALL = 16
+"""Pages that one program copies; more are several calls. Each takes microseconds, so that padding costs little."""
+
 HeadScales = tuple[np.ndarray, np.ndarray]
 """Scales of the keys and of the values of a layer in int8, float32[num_heads] each."""
 
@@ -210,21 +213,25 @@ class PagedCache:
         return group.num_pages, shape.num_heads, self.plan.page_size, shape.width
 
     def copy(self, copies: Sequence[PageCopy]) -> None:
-        """Copies pages, all at once as if every source were read first."""
+        """Copies pages; none of the targets, which are new pages, is a source."""
         for group in sorted({copy.group for copy in copies}):
             pairs = [(copy.source, copy.target) for copy in copies if copy.group == group]
-            pairs += [(0, 0)] * (_power_of_two(len(pairs)) - len(pairs))  # the null page onto itself
-            sources, targets = zip(*pairs, strict=True)
-            layers = [layer for layer, owner in enumerate(self.layout.groups) if owner == group]
-            copied = self._pages.copy(tuple(pages_of(self.pools[layer]) for layer in layers), sources, targets)
-            pools = list(self.pools)
-            for layer, pages in zip(layers, copied, strict=True):
-                pools[layer] = with_pages(pools[layer], pages)
-            self.pools = tuple(pools)
+            pairs += [(0, 0)] * (-len(pairs) % COPIES_PER_CALL)  # the null page onto itself
+            for begin in range(0, len(pairs), COPIES_PER_CALL):
+                sources, targets = zip(*pairs[begin : begin + COPIES_PER_CALL], strict=True)
+                self._copy_in_group(group, sources, targets)
 
+    def warm_up(self) -> None:
+        """Compiles the copying of pages, with the null page of each group."""
+        self.copy([PageCopy(group, 0, 0) for group in range(len(self.plan.groups))])
 
-def _power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()
+    def _copy_in_group(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
+        layers = [layer for layer, owner in enumerate(self.layout.groups) if owner == group]
+        copied = self._pages.copy(tuple(pages_of(self.pools[layer]) for layer in layers), sources, targets)
+        pools = list(self.pools)
+        for layer, pages in zip(layers, copied, strict=True):
+            pools[layer] = with_pages(pools[layer], pages)
+        self.pools = tuple(pools)
 
 
 def copy_pages(pools: tuple[jax.Array, ...], sources: jax.Array, targets: jax.Array) -> tuple[jax.Array, ...]:

@@ -1,6 +1,7 @@
 // Products with packed weights, and packing and unpacking them; nothing of it where the processor does not pack.
 #include "packed_product.h"
 #include "packer.h"
+#include "repeated_rows.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -17,10 +18,13 @@ Packed packed_of(ffi::AnyBuffer& groups, ffi::AnyBuffer& index) {
 
 ffi::Error packed_linear(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer groups, ffi::AnyBuffer index, ffi::AnyBuffer bias, ffi::Result<ffi::AnyBuffer> out) {
   const Packed packed = packed_of(groups, index);
-  const int64_t rows = x.dimensions()[0];
-  const HeldRows<bf16> held(&threads, (const bf16*)x.untyped_data(), rows, packed.k, PackedProduct::lanes(rows));
-  const PackedProduct product(held, rows, packed, bias.element_count() ? (const float*)bias.untyped_data() : nullptr, (bf16*)out->untyped_data());
-  parallel_for(threads, product.num_chunks(), num_workers(rows, packed.n, packed.k, sizeof(bf16)), [&](int64_t c, int64_t next) { product.run(c, next); });
+  const auto* from = (const bf16*)x.untyped_data();
+  auto* to = (bf16*)out->untyped_data();
+  const int64_t rows = x.dimensions()[0], count = num_distinct_rows(from, rows, packed.k);
+  const HeldRows<bf16> held(&threads, from, count, packed.k, PackedProduct::lanes(count));
+  const PackedProduct product(held, count, packed, bias.element_count() ? (const float*)bias.untyped_data() : nullptr, to);
+  parallel_for(threads, product.num_chunks(), num_workers(count, packed.n, packed.k, sizeof(bf16)), [&](int64_t c, int64_t next) { product.run(c, next); });
+  repeat_last_row(threads, to, count, rows, packed.n);
   return ffi::Error::Success();
 }
 
