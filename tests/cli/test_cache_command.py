@@ -88,7 +88,7 @@ def test_untrusted_folder_is_reported_with_remedy(files):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--kind", "wheels"], "--kind: expected one of programs, xla, plans, kernels, got 'wheels'"),
+        (["--kind", "wheels"], "--kind: expected one of programs, xla, plans, kernels, start, got 'wheels'"),
         (["prune", "--max-size", "much"], "--max-size: expected a size such as 10GB or 500MB, got 'much'"),
         (["--max-size", "1GB"], "--max-size: expected with prune, got with list; leave it out"),
     ],
