@@ -279,7 +279,17 @@ def warp_group_in_plain_arrays(monkeypatch):
     def product(left, right):
         return jnp.dot(left, right, preferred_element_type=jnp.float32)
 
-    monkeypatch.setattr(warpgroup, "scores", lambda queries, keys: product(queries[...], keys[...].T))
+    def scores(queries, keys, meanwhile=lambda: None):
+        meanwhile()
+        return product(queries[...], keys[...].T)
+
+    def add_product(sums, weights, values, meanwhile):
+        meanwhile()
+        return sums + product(weights, values[...])
+
+    monkeypatch.setattr(warpgroup, "scores", scores)
+    monkeypatch.setattr(warpgroup, "add_product", add_product)
+    monkeypatch.setattr(warpgroup, "row_iota", lambda num_rows: jnp.arange(num_rows))
     monkeypatch.setattr(warpgroup, "sums", lambda weights, values: product(weights, values[...]))
     monkeypatch.setattr(warpgroup, "iota", lambda shape, axis: lax.broadcasted_iota(jnp.int32, shape, axis))
     monkeypatch.setattr(warpgroup, "by_row", lambda x: x)
@@ -305,3 +315,16 @@ def warp_group_in_plain_arrays(monkeypatch):
 def test_mosaic_decode(warp_group_in_plain_arrays, monkeypatch, shape, num_programs):
     monkeypatch.setattr(split_kv, "NUM_PROGRAMS", num_programs)
     check_decode(paged_case(**LONG, **{"dtype": "bfloat16", **shape}), implementation="gpu-mosaic")
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"dim": 64, "page": 16, "sinks": True, "padding": 5},
+        {"dim": 128, "value_dim": 64, "page": 64, "window": 70, "group": 3, "spare": 64},
+        {"dim": 64, "page": 128, "softcap": 5.0, "dtype": "float16", "heads": 1, "group": 8},
+    ],
+    ids=lambda shape: "-".join(shape),
+)
+def test_mosaic_prefill(warp_group_in_plain_arrays, shape):
+    check_ragged(paged_case(**MIXED, **{"dtype": "bfloat16", **shape}), implementation="gpu-mosaic")

@@ -1,7 +1,4 @@
-"""Decode attention for Hopper through Pallas' Mosaic GPU lowering.
-
-It runs only inside of ``use("decode_attention", "gpu-mosaic")``: it has not been measured to be the faster one yet.
-"""
+"""Decode attention for Hopper through Pallas' Mosaic GPU lowering."""
 
 from __future__ import annotations
 
@@ -11,16 +8,11 @@ import jax.numpy as jnp
 from model_adapters.ops import registry
 from model_adapters.ops.attention_args import AttentionArgs, unsupported_field
 from model_adapters.ops.decode_attention import OP, write_token
+from model_adapters.ops.gpu.hopper import NAME, PAGE_MULTIPLE, unsupported_reason
 from model_adapters.ops.gpu.split_kv import LOG2_E, NOTHING, num_splits
 
-NAME = "gpu-mosaic"
-DTYPES = ("bfloat16", "float16")
 MAX_GROUP = 64  # rows of a warp group's product
-MAX_DIM = 256
 MAX_DIMS = 448  # keys and values together: two blocks of them, queries and sums fit into shared memory
-DIM_MULTIPLE = 64  # the 128 bytes of a swizzle
-PAGE_MULTIPLE = 8  # rows of a tile in shared memory
-BLOCK_LEN = 64
 SUPPORTED_ARGS = frozenset({"window", "softcap", "sinks"})
 """Fields of `AttentionArgs` that the kernel takes."""
 
@@ -53,31 +45,17 @@ def _unsupported_reason(
     starts: jax.Array,
     args: AttentionArgs,
 ) -> str | None:
-    if registry.platform() != "gpu":
-        return f"programs are traced for a {registry.platform()}; the kernel is for GPUs"
-    if (reason := unsupported_field(args, SUPPORTED_ARGS)) is not None:
+    group, dims = q.shape[1] // pool.shape[1], (q.shape[2], v.shape[2])
+    if (reason := unsupported_field(args, SUPPORTED_ARGS) or unsupported_reason(q, v, pool, page_table)) is not None:
         return reason
-    if str(q.dtype) not in DTYPES or pool.dtype != q.dtype:
-        return f"q is {q.dtype} and pool {pool.dtype}; the kernel has bfloat16 over itself and float16 over itself"
-    if 0 in q.shape:
-        return f"q{list(q.shape)} has no elements"
-    group, page, dims = q.shape[1] // pool.shape[1], pool.shape[2], (q.shape[2], v.shape[2])
-    if any(dim % DIM_MULTIPLE or dim > MAX_DIM for dim in dims):
-        return f"keys of {dims[0]} and values of {dims[1]}; the kernel has multiples of {DIM_MULTIPLE} up to {MAX_DIM}"
     if sum(dims) > MAX_DIMS:
         return f"keys of {dims[0]} and values of {dims[1]}; the kernel has shared memory for {MAX_DIMS} together"
     if group > MAX_GROUP:
         return f"{group} query heads read one kv head; the kernel has room for {MAX_GROUP}"
-    if page % PAGE_MULTIPLE or (BLOCK_LEN % page and page % BLOCK_LEN):
-        return f"pages of {page} positions; the kernel has 8, 16, 32 and multiples of {BLOCK_LEN}"
-    if pool.shape[3] % PAGE_MULTIPLE:
-        return f"rows of the pool have {pool.shape[3]} elements; the kernel needs a multiple of {PAGE_MULTIPLE}"
-    if jax.default_backend() == "gpu" and not str(jax.devices()[0].compute_capability).startswith("9."):
-        return f"a GPU of compute capability {jax.devices()[0].compute_capability}; the kernel is for 9.0, Hopper"
     return None
 
 
-@registry.register(OP, NAME, (), unsupported_reason=_unsupported_reason)
+@registry.register(OP, NAME, ("gpu",), unsupported_reason=_unsupported_reason)
 def decode_attention(
     q: jax.Array,
     k: jax.Array,
