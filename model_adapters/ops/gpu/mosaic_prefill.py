@@ -57,8 +57,9 @@ class PrefillSizes:
 
     @property
     def fixed_bytes(self) -> int:
-        """Bytes of shared memory besides the ring: queries, or outputs, and rows of partial tiles."""
-        return NUM_GROUPS * NUM_ROWS * 2 * (max(self.dim, self.value_dim) + TILE_COLUMNS)
+        """Bytes of shared memory besides the ring: queries, outputs of another width, and rows of partial tiles."""
+        output = 0 if self.dim == self.value_dim else self.value_dim
+        return NUM_GROUPS * NUM_ROWS * 2 * (self.dim + output + TILE_COLUMNS)
 
     def stages_of(self, num_keys: int) -> int:
         """Returns how many blocks of `num_keys` keys fit into shared memory."""
@@ -94,7 +95,8 @@ class PrefillProgram:
     q: Any  # [T, Hq, D]
     pool: Any  # [P, H, page, W]
     out: Any  # [T, Hq, Dv]
-    queries: Any  # [2, 64, max(D, Dv)], then the outputs; this and the rest in shared memory
+    queries: Any  # [2, 64, D]; this and the rest in shared memory
+    outputs: Any  # [2, 64, Dv], the queries' own memory if the widths are equal
     keys: Any  # [stages, keys, D]
     values: Any  # [stages, keys, Dv]
     rows: Any  # [2, 64, 64], columns of the rows of a partial tile
@@ -157,16 +159,22 @@ class PrefillProgram:
             plgpu.barrier_wait(self.turns)
 
     def clean(self, item: SplitKVItem, group: Any, block: Any, stage: Any) -> None:
-        """Zeroes values that no query sees: their weight is zero, and 0 * NaN would be NaN. Each group does a half."""
-        num_keys, half = self.sizes.num_keys, self.sizes.num_keys // NUM_GROUPS
-        for i in range(0, half, min(half, NUM_ROWS)):
-            begin = group * half + i
-            place = self.values.at[stage, pl.ds(begin, min(half, NUM_ROWS))]
-            position = block * num_keys + begin + warpgroup.iota(place.shape, 0)
-            values = warpgroup.load(place).astype(jnp.float32)
-            visible = jnp.where(jnp.logical_and(position >= item.low, position < item.high), values, 0.0)
-            place[...] = visible.astype(self.values.dtype)
-        plgpu.commit_smem()
+        """Zeroes values that no query sees: their weight is zero, and 0 * NaN would be NaN.
+
+        Each group does 64 keys, and waits for the other.
+        """
+
+        @pl.when(group * NUM_ROWS < self.sizes.num_keys)
+        def _() -> None:
+            position = warpgroup.iota((NUM_ROWS, TILE_COLUMNS), 0)
+            position = position + (block * self.sizes.num_keys + group * NUM_ROWS)
+            is_visible = jnp.logical_and(position >= item.low, position < item.high)
+            for column in range(0, self.sizes.value_dim, TILE_COLUMNS):  # in pieces: registers hold the sums, too
+                place = (stage, pl.ds(group * NUM_ROWS, NUM_ROWS), pl.ds(column, TILE_COLUMNS))
+                values = warpgroup.load(self.values.at[place]).astype(jnp.float32)
+                self.values[place] = jnp.where(is_visible, values, 0.0).astype(self.values.dtype)
+            plgpu.commit_smem()
+
         plgpu.barrier_arrive(self.cleaned)
         plgpu.barrier_wait(self.cleaned)
 
@@ -192,7 +200,7 @@ class PrefillProgram:
         def step(block: Any, carry: Any, has_mask: bool) -> Any:
             top, total, sums = carry
             stage = stage_of(block)
-            scores = warpgroup.scores(self.queries.at[group, :, pl.ds(0, sizes.dim)], self.keys.at[stage], self.take_turn)
+            scores = warpgroup.scores(self.queries.at[group], self.keys.at[stage], self.take_turn)
             plgpu.barrier_arrive(self.keys_read.at[stage])
             if sizes.softcap is not None:
                 scores = jnp.tanh(scores * (sizes.scale / sizes.softcap)) * (sizes.softcap * LOG2_E)
@@ -248,17 +256,17 @@ class PrefillProgram:
 
     def store(self, item: SplitKVItem, group: Any, base: Any, head: Any, made: jax.Array) -> None:
         """Writes the rows of the item's tokens, ``[64, Dv]``: all at once, or else one by one."""
-        num_queries, value_dim, tile = self.sizes.num_queries, self.sizes.value_dim, self.queries.at[group]
+        num_queries, value_dim = self.sizes.num_queries, self.sizes.value_dim
         begin = jnp.clip(item.begin + group * num_queries - base, 0, num_queries)
         end = jnp.clip(item.end - base, begin, num_queries)
         is_whole = jnp.logical_and(begin == 0, end == num_queries)
 
         @pl.when(is_whole)
         def _() -> None:
-            tile[:, pl.ds(0, value_dim)] = made
+            self.outputs[group] = made
             plgpu.commit_smem()
             for i in range(self.sizes.num_heads):
-                source = tile.at[pl.ds(i * num_queries, num_queries), pl.ds(0, value_dim)]
+                source = self.outputs.at[group, pl.ds(i * num_queries, num_queries)]
                 plgpu.copy_smem_to_gmem(source, self.out.at[pl.ds(base, num_queries), head + i])
             plgpu.wait_smem_to_gmem(0)
 
@@ -283,10 +291,9 @@ class PrefillProgram:
         # A tile at the end begins earlier, so that all of it is inside of the array; those rows are not written.
         base = jnp.minimum(item.begin + group * num_queries, num_tokens - num_queries)
         for i in range(self.sizes.num_heads):
-            target = self.queries.at[group, pl.ds(i * num_queries, num_queries), pl.ds(0, self.sizes.dim)]
-            plgpu.copy_gmem_to_smem(
-                self.q.at[pl.ds(base, num_queries), head + i], target, self.queries_loaded.at[group]
-            )
+            target = self.queries.at[group, pl.ds(i * num_queries, num_queries)]
+            source = self.q.at[pl.ds(base, num_queries), head + i]
+            plgpu.copy_gmem_to_smem(source, target, self.queries_loaded.at[group])
         plgpu.barrier_wait(self.queries_loaded.at[group])
         top, total, sums = self.attend(item, group, base)
         if self.sinks is not None:
@@ -334,11 +341,17 @@ def attend_runs(
     tiled = (plgpu.TilingTransform((TILE_ROWS, TILE_COLUMNS)), plgpu.SwizzleTransform(2 * TILE_COLUMNS))
     stages = (sizes.num_stages, sizes.num_keys)
 
+    def tile(*shape: int) -> Any:
+        return plgpu.SMEM(shape, q.dtype, transforms=tiled)
+
     def barriers(number: int, num_arrivals: int) -> Any:
         return plgpu.Barrier(num_barriers=number, num_arrivals=num_arrivals)
 
     def body(items: Any, table: Any, q: Any, pool: Any, *refs: Any) -> None:
-        PrefillProgram(sizes, items, table, None if sinks is None else refs[0], q, pool, *refs[sinks is not None :])()
+        sink_ref, out, queries, outputs, *rest = refs if sinks is not None else (None, *refs)
+        PrefillProgram(
+            sizes, items, table, sink_ref, q, pool, out, queries, queries if outputs is None else outputs, *rest
+        )()
 
     run: Callable[..., jax.Array] = plgpu.kernel(
         body,
@@ -348,9 +361,10 @@ def attend_runs(
         num_threads=NUM_GROUPS + 1,
         thread_name="wg",
         scratch_types=[
-            plgpu.SMEM((NUM_GROUPS, NUM_ROWS, max(sizes.dim, sizes.value_dim)), q.dtype, transforms=tiled),
-            plgpu.SMEM((*stages, sizes.dim), pool.dtype, transforms=tiled),
-            plgpu.SMEM((*stages, sizes.value_dim), pool.dtype, transforms=tiled),
+            tile(NUM_GROUPS, NUM_ROWS, sizes.dim),
+            None if sizes.dim == sizes.value_dim else tile(NUM_GROUPS, NUM_ROWS, sizes.value_dim),
+            tile(*stages, sizes.dim),
+            tile(*stages, sizes.value_dim),
             plgpu.SMEM((NUM_GROUPS, NUM_ROWS, TILE_COLUMNS), q.dtype),
             barriers(NUM_GROUPS, sizes.num_heads),
             barriers(sizes.num_stages, sizes.num_keys // sizes.piece),
@@ -360,7 +374,7 @@ def attend_runs(
             barriers(1, NUM_GROUPS),
             barriers(1, NUM_GROUPS),
         ],
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         kernel_name="paged_attention_mosaic",
     )
     return run(items, page_table, q, pool, *([] if sinks is None else [sinks]))
