@@ -296,7 +296,9 @@ def warp_group_in_plain_arrays(monkeypatch):
     monkeypatch.setattr(warpgroup, "by_tile", lambda x: x)
     monkeypatch.setattr(warpgroup, "load", lambda ref: ref[...])
     # Several units that copy, so that waiting for one of them does not stand for waiting for all.
-    mode = params.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=5)
+    mode = params.InterpretGPUParams(
+        detect_races=True, num_tma_threads_per_device=5, out_of_bounds_reads="uninitialized"
+    )
     with params.force_gpu_interpret_mode(mode), on_platform("gpu"):
         yield
     assert not interpret_pallas_call.get_races().races_found

@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from model_adapters.ops.gpu import warpgroup
-from model_adapters.ops.gpu.mosaic_kernel import NUM_ROWS, SHARED_BYTES, TILE_COLUMNS, TILE_ROWS
+from model_adapters.ops.gpu.mosaic_kernel import NUM_ROWS, SHARED_BYTES, TILE_COLUMNS, TILE_ROWS, with_sinks
 from model_adapters.ops.gpu.split_kv import LOG2_E, NOTHING
 from model_adapters.ops.gpu.work_items import FIELDS, SplitKVItem
 
@@ -244,16 +244,6 @@ class PrefillProgram:
         pl.when(group == 0)(self.take_turn)
         return carry
 
-    def with_sinks(self, head: Any, top: jax.Array, total: jax.Array, sums: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns sums of weights and weighted values with the sinks of the rows' heads."""
-        row = warpgroup.row_iota(NUM_ROWS)
-        sink = warpgroup.by_row(jnp.full((NUM_ROWS,), self.sinks[head] * LOG2_E, jnp.float32))
-        for i in range(1, self.sizes.num_heads):
-            sink = jnp.where(row >= i * self.sizes.num_queries, self.sinks[head + i] * LOG2_E, sink)
-        new_top = jnp.maximum(top, sink)
-        shrink = jnp.exp2(top - new_top)
-        return total * shrink + jnp.exp2(sink - new_top), sums * lax.broadcast_in_dim(shrink, sums.shape, [0])
-
     def store(self, item: SplitKVItem, group: Any, base: Any, head: Any, made: jax.Array) -> None:
         """Writes the rows of the item's tokens, ``[64, Dv]``: all at once, or else one by one."""
         num_queries, value_dim = self.sizes.num_queries, self.sizes.value_dim
@@ -297,7 +287,8 @@ class PrefillProgram:
         plgpu.barrier_wait(self.queries_loaded.at[group])
         top, total, sums = self.attend(item, group, base)
         if self.sinks is not None:
-            total, sums = self.with_sinks(head, top, total, sums)
+            sinks = [self.sinks[head + i] for i in range(self.sizes.num_heads)]
+            total, sums = with_sinks(sinks, num_queries, top, total, sums)
         inverse = 1.0 / jnp.where(total > 0, total, 1.0)
         made = (sums * lax.broadcast_in_dim(inverse, sums.shape, [0])).astype(self.out.dtype)
         self.store(item, group, base, head, made)
