@@ -259,7 +259,7 @@ def attend(
             plgpu.Barrier(num_barriers=sizes.num_stages, num_arrivals=2 * (NUM_KEYS // sizes.piece)),
             plgpu.Barrier(),
         ],
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         kernel_name="decode_attention_mosaic",
     )
     return tuple(run(*arrays))
