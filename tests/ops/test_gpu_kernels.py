@@ -202,14 +202,24 @@ def test_pieces_cover_a_head_once():
         assert all(part.size >= 16 and part.size & (part.size - 1) == 0 and part.end == dim for part in parts)
 
 
-def test_the_kernel_is_what_a_gpu_gets():
-    case = paged_case()
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({}, "gpu-triton"),
+        ({"dtype": "bfloat16"}, "gpu-triton"),
+        ({"dtype": "bfloat16", "dim": 64, "alibi": True}, "gpu-triton"),
+        ({"dtype": "bfloat16", "dim": 64, "pool_dtype": "int8"}, "gpu-triton"),
+        ({"dtype": "bfloat16", "dim": 64}, "gpu-mosaic"),
+    ],
+)
+def test_the_kernel_is_what_a_gpu_gets(changes, name):
+    case = paged_case(**changes)
     with on_platform("gpu"):
-        assert registry.implementation_for("paged_attention", *case.args).name == "gpu-triton"
+        assert registry.implementation_for("paged_attention", *case.args).name == name
         starts = jnp.zeros_like(case.kv_lens)
         new = (case.q[:4], case.k[:4], case.v[:4])
         args = (*new, case.pool, case.page_table, case.kv_lens, starts, case.attention_args)
-        assert registry.implementation_for("decode_attention", *args).name == "gpu-triton"
+        assert registry.implementation_for("decode_attention", *args).name == name
     assert registry.implementation_for("paged_attention", *case.args).name != "gpu-triton"
 
 
@@ -322,11 +332,17 @@ def test_mosaic_decode(warp_group_in_plain_arrays, monkeypatch, shape, num_progr
 @pytest.mark.parametrize(
     "shape",
     [
-        {"dim": 64, "page": 16, "sinks": True, "padding": 5},
-        {"dim": 128, "value_dim": 64, "page": 64, "window": 70, "group": 3, "spare": 64},
-        {"dim": 64, "page": 128, "softcap": 5.0, "dtype": "float16", "heads": 1, "group": 8},
+        {"dim": 64, "page": 16, "sinks": True, "padding": 5, "heads": 1},
+        {"dim": 128, "value_dim": 64, "page": 64, "window": 170, "group": 3, "spare": 64, "heads": 1},
+        {"dim": 64, "page": 128, "softcap": 5.0, "dtype": "float16", "heads": 2, "group": 8, "q_lens": (16, 3)},
+        {"dim": 192, "page": 8, "heads": 1, "group": 1, "q_lens": (2, 1)},
     ],
     ids=lambda shape: "-".join(shape),
 )
-def test_mosaic_prefill(warp_group_in_plain_arrays, shape):
-    check_ragged(paged_case(**MIXED, **{"dtype": "bfloat16", **shape}), implementation="gpu-mosaic")
+def test_mosaic_prefill(warp_group_in_plain_arrays, monkeypatch, shape):
+    """Two sequences, of which one has more blocks of keys than there are stages."""
+    from model_adapters.ops.gpu import mosaic_prefill
+
+    monkeypatch.setattr(mosaic_prefill, "MAX_STAGES", 2)
+    shape = {"q_lens": (70, 1), "kv_lens": (330, 33), "dtype": "bfloat16", **shape}
+    check_ragged(paged_case(**shape), implementation="gpu-mosaic")

@@ -11,6 +11,6 @@ if importlib.util.find_spec("jax.experimental.pallas.triton") is not None:
     __all__ += ["decode_attention_triton", "ragged_paged_attention"]
 
 # Registered last, so that a GPU for which they are made runs them where they support the call.
-from model_adapters.ops.gpu import decode_attention_mosaic, paged_attention_mosaic  # noqa: E402
+from model_adapters.ops.gpu import decode_attention_mosaic, paged_attention_mosaic
 
 __all__ += ["decode_attention_mosaic", "paged_attention_mosaic"]

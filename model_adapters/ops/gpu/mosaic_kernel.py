@@ -167,7 +167,9 @@ class MosaicProgram:
         plgpu.copy_gmem_to_smem(queries, self.queries.at[pl.ds(0, sizes.num_rows)], self.queries_loaded)
         top, total, sums = self.run(row, head, split)
         if self.sinks is not None:
-            total, sums = with_sinks([self.sinks[head * sizes.group + i] for i in range(sizes.group)], 1, top, total, sums)
+            total, sums = with_sinks(
+                [self.sinks[head * sizes.group + i] for i in range(sizes.group)], 1, top, total, sums
+            )
         divisor = jnp.where(total > 0, total, 1.0)
         made = sums * lax.broadcast_in_dim(1.0 / divisor, sums.shape, [0])
         self.out_tile[...] = made.astype(self.out_tile.dtype)
@@ -239,9 +241,7 @@ def attend(
     def body(*refs: Any) -> None:
         results = refs[len(arrays) : len(arrays) + len(out_type)]
         rest = refs[len(arrays) + len(out_type) :]
-        MosaicProgram(
-            sizes, *refs[:5], refs[5] if sinks is not None else None, *(*results, None)[:2], *rest
-        )()
+        MosaicProgram(sizes, *refs[:5], refs[5] if sinks is not None else None, *(*results, None)[:2], *rest)()
 
     tiled = (plgpu.TilingTransform((TILE_ROWS, TILE_COLUMNS)), plgpu.SwizzleTransform(2 * TILE_COLUMNS))
     stages = (sizes.num_stages, NUM_KEYS)

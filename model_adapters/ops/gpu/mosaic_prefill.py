@@ -201,7 +201,8 @@ class PrefillProgram:
             top, total, sums = carry
             stage = stage_of(block)
             scores = warpgroup.scores(self.queries.at[group], self.keys.at[stage], self.take_turn)
-            plgpu.barrier_arrive(self.keys_read.at[stage])
+            is_needed = block + sizes.num_stages < last  # another block waits for the stage
+            pl.when(is_needed)(lambda: plgpu.barrier_arrive(self.keys_read.at[stage]))
             if sizes.softcap is not None:
                 scores = jnp.tanh(scores * (sizes.scale / sizes.softcap)) * (sizes.softcap * LOG2_E)
             elif factor == 1.0:
@@ -229,7 +230,7 @@ class PrefillProgram:
                 pl.when(block + 1 < last)(lambda: plgpu.barrier_wait(self.keys_loaded.at[stage_of(block + 1)]))
 
             sums = warpgroup.add_product(sums, narrow, self.values.at[stage], wait_for_next_keys)
-            plgpu.barrier_arrive(self.values_read.at[stage])
+            pl.when(is_needed)(lambda: plgpu.barrier_arrive(self.values_read.at[stage]))
             return new_top, total, sums
 
         top = warpgroup.by_row(jnp.full((NUM_ROWS,), NOTHING, jnp.float32))
