@@ -57,7 +57,8 @@ def test_the_page_needs_no_other_file(http):
 
 def test_the_description_is_true(http):
     found = http.get("/openapi.json").json()
-    assert found == description(ROUTES)
+    assert found == description(ROUTES, ("tiny",))
+    assert found["components"]["schemas"]["ChatRequest"]["properties"]["model"]["enum"] == ["tiny"]
     assert set(found["paths"]) == {path.replace(":path}", "}") for _, path, _ in ROUTES}
     schema = {"$ref": "#/components/schemas/ChatRequest", "components": found["components"]}
     jsonschema.validate({"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}, schema)

@@ -24,10 +24,10 @@ PROGRAMS = "programs"
 START = "start"
 KINDS = {
     PROGRAMS: "whole programs of models, and what was found out about them",
-    START: "weights and records of models for their next start",
     "xla": "what else XLA has compiled, found by JAX",
     "plans": "plans of `torchax-serve plan`",
     "kernels": "the C++ kernels of the CPU",
+    START: "weights and records of models for their next start",
 }
 
 
@@ -52,10 +52,10 @@ def folders() -> dict[str, SealedFolder]:
     """
     found = {
         PROGRAMS: SealedFolder(compiled_dir() / PROGRAMS),
-        START: SealedFolder(compiled_dir() / START, "start records"),
         "xla": SealedFolder(compiled_dir()),
         "plans": plans_folder(),
         "kernels": SealedFolder(cache_root() / "kernels", "compiled kernels"),
+        START: SealedFolder(compiled_dir() / START, "start records"),
     }
     if chosen := os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         found[PROGRAMS] = SealedFolder(Path(chosen) / PROGRAMS)

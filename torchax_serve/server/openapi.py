@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -11,6 +11,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from torchax_serve import __version__
 from torchax_serve.server.audio import TranscriptionRequest
+from torchax_serve.server.context import context_of
 from torchax_serve.server.pooling_schemas import (
     ClassifyRequest,
     DetokenizeRequest,
@@ -65,16 +66,21 @@ _STYLE = (
 
 async def openapi(request: Request) -> Response:
     """Returns the description of the server's interface."""
-    return JSONResponse(description(request.scope["app"].routes))
+    return JSONResponse(_description_for(request))
 
 
 async def page(request: Request) -> Response:
     """Returns a page of the same description, which needs no other file."""
-    return HTMLResponse("".join(_page(description(request.scope["app"].routes))), headers=_PAGE_HEADERS)
+    return HTMLResponse("".join(_page(_description_for(request))), headers=_PAGE_HEADERS)
 
 
-def description(routes: Any) -> dict[str, Any]:
-    """Returns the OpenAPI description of routes (method, path, function)."""
+def _description_for(request: Request) -> dict[str, Any]:
+    loaded = context_of(request).loaded
+    return description(request.scope["app"].routes, () if loaded is None else loaded.names)
+
+
+def description(routes: Any, model_names: Sequence[str] = ()) -> dict[str, Any]:
+    """Returns the OpenAPI description of routes (method, path, function) and the models they are for."""
     schemas: dict[str, Any] = {"Error": _ERROR}
     paths: dict[str, Any] = {}
     by_route = {route: kind for kind in REQUESTS for route in kind.routes}
@@ -98,7 +104,7 @@ def description(routes: Any) -> dict[str, Any]:
                 "required": True,
                 "content": {_type_of(kind): {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}},
             }
-            schemas.setdefault(kind.__name__, _schema_of(kind, schemas))
+            schemas.setdefault(kind.__name__, _schema_of(kind, schemas, model_names))
         paths.setdefault(shown, {})[method.lower()] = operation
     return {
         "openapi": "3.1.0",
@@ -115,7 +121,7 @@ def _type_of(kind: type[ApiRequest]) -> str:
     return "multipart/form-data" if kind is TranscriptionRequest else "application/json"
 
 
-def _schema_of(kind: type[ApiRequest], schemas: dict[str, Any]) -> dict[str, Any]:
+def _schema_of(kind: type[ApiRequest], schemas: dict[str, Any], model_names: Sequence[str]) -> dict[str, Any]:
     """Returns the JSON schema of a body, without refused fields; its parts go to `schemas`."""
     schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
     schemas.update(schema.pop("$defs", {}))
@@ -124,7 +130,24 @@ def _schema_of(kind: type[ApiRequest], schemas: dict[str, Any]) -> dict[str, Any
             schema["properties"].pop(name)
         else:
             schema["properties"][name]["description"] = f"{note.effect}: {note.text}"
-    return schema
+    if model_names:
+        schema["properties"]["model"]["examples"] = list(model_names)
+        for choice in (schema["properties"]["model"], *schema["properties"]["model"].get("anyOf", ())):
+            if choice.get("type") == "string":
+                choice["enum"] = list(model_names)
+    return _with_int_bounds(schema)  # type: ignore[no-any-return]
+
+
+def _with_int_bounds(schema: Any) -> Any:
+    """Returns a JSON schema whose integers have 64 bits, as those of requests must."""
+    if isinstance(schema, list):
+        return [_with_int_bounds(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {name: _with_int_bounds(value) for name, value in schema.items()}
+    if found.get("type") == "integer":
+        found = {"minimum": -(2**63), "maximum": 2**63 - 1, **found}
+    return found
 
 
 def _page(found: dict[str, Any]) -> Iterator[str]:
