@@ -28,7 +28,7 @@ class Answer:
         prompt_logprobs: Those of the prompt's tokens, None for the first one; with the first step, if requested.
         finish_reason: Why it ended; None while it runs.
         on_tokens: Called with the number of new tokens of each step, or None.
-        submitted_s, first_s, previous_s, last_s: Seconds on the clock `time.perf_counter`: of submission, of the first
+        submitted_s, first_s, previous_s, last_s: Seconds on the clock `time.monotonic`: of submission, of the first
             step, of the one before the last and of the last; None before there is one.
     """
 
@@ -39,7 +39,7 @@ class Answer:
         self.prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
         self.finish_reason: FinishReason | None = None
         self.on_tokens: Callable[[int], None] | None = None
-        self.submitted_s = time.perf_counter()
+        self.submitted_s = time.monotonic()
         self.first_s: float | None = None
         self.last_s: float | None = None
         self.previous_s: float | None = None
@@ -49,6 +49,12 @@ class Answer:
     def num_cached_tokens(self) -> int:
         """Tokens of the prompt that were found in the prefix cache."""
         return self._handle.num_cached_tokens
+
+    @property
+    def started_s(self) -> float | None:
+        """When the engine began with it, in seconds as `submitted_s`; None while it waits."""
+        state = self._handle.state
+        return None if state is None else state.started_s
 
     def cancel(self) -> None:
         """Ends the request, whether or not it is being iterated over."""
@@ -73,7 +79,7 @@ class Answer:
                     return
 
     def _record(self, step: AnswerStep) -> None:
-        self.previous_s, self.last_s = self.last_s, time.perf_counter()
+        self.previous_s, self.last_s = self.last_s, time.monotonic()
         if self.first_s is None:
             self.first_s = self.last_s
         self.num_tokens += len(step.token_ids)
