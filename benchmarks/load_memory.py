@@ -124,8 +124,8 @@ def answer(folder: Path) -> dict[str, Any]:
 
     peak = PeakMemory()
     with serve(folder / "big", engine=EngineOptions(max_num_seqs=1)) as model:
-        params = SamplingParams(max_tokens=17, ignore_eos=True)
-        num_tokens = len(list(model.iter_tokens(list(range(3, 13)), params)))
+        params = SamplingParams(max_new_tokens=17, ignore_eos=True)
+        num_tokens = len(list(model.iter_tokens(list(range(3, 13)), params=params)))
         growth, weights_bytes = peak.growth_bytes, model.load_report.weights_bytes
         return {
             "num_tokens": num_tokens,
