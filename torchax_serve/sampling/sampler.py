@@ -144,8 +144,8 @@ class Sampler:
     def _empty_arrays(self) -> tuple[SamplerTables, SamplerHistory]:
         """Returns empty tables and an empty history on the host."""
         shape = (self._num_slots, self._vocab_size)
-        tables: Any = SamplerTables(**{name: np.zeros(shape, dtype) for name, dtype in _TABLE_DTYPES.items()})
-        return tables, empty_history(self._num_slots, self._max_len)
+        zeros: dict[str, Any] = {name: np.zeros(shape, dtype) for name, dtype in _TABLE_DTYPES.items()}
+        return SamplerTables(**zeros), empty_history(self._num_slots, self._max_len)
 
     def sample(self, plan_rows: Sequence[PlanRow], logits: jax.Array, ahead: int = 0) -> Sampled:
         """Dispatches the sampling of a token for each row and returns at once.
