@@ -282,7 +282,7 @@ def test_a_pool_whose_elements_the_lowering_cannot_count_is_refused():
 
 
 def test_queries_of_a_group_are_in_one_tile_or_begin_with_one():
-    """Copies by the tensor memory accelerator end with the tile of 8 rows that they begin in; no interpreter shows it."""
+    """Copies by the tensor memory accelerator end with the tile of 8 rows they begin in; no interpreter shows it."""
     from model_adapters.ops.gpu.mosaic_kernel import StageSizes
 
     for group in range(1, 65):

@@ -74,9 +74,10 @@ def ragged_items(
     """Returns items ``int32[num_items, fields]`` that cover all tokens and padding.
 
     An item has at most `block_len` queries. Where a sequence begins at no multiple of `alignment`, its items are those
-    of a sequence from the multiple before, so that no other item begins or ends between two multiples. Padding is one more sequence at negative positions: it sees nothing and
-    gives zeros. The number of items is enough for any division of the tokens into sequences; unused items are empty.
-    `kv_lens` and `prefix_lens` are ``int32[S]``, `cu_q_lens` is ``int32[S + 1]``.
+    of a sequence from the multiple before, so that no other item begins or ends between two multiples. Padding is one
+    more sequence at negative positions: it sees nothing and gives zeros. The number of items is enough for any division
+    of the tokens into sequences; unused items are empty. `kv_lens` and `prefix_lens` are ``int32[S]``, `cu_q_lens` is
+    ``int32[S + 1]``.
     """
     num_seqs = kv_lens.shape[0]
     ends = jnp.clip(jnp.append(cu_q_lens[1:], jnp.int32(num_tokens)), 0, num_tokens)
