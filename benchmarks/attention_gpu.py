@@ -79,6 +79,9 @@ def peaks():
 def constants(variant):
     """Sets constants of modules, ``module.NAME=value``."""
     with contextlib.ExitStack() as stack:
+        if variant:  # no kernel that was traced with other constants
+            jax.clear_caches()
+            stack.callback(jax.clear_caches)
         for each in variant.split(",") if variant else ():
             place, value = each.split("=")
             stack.enter_context(unittest.mock.patch(f"model_adapters.ops.gpu.{place}", ast.literal_eval(value)))

@@ -301,7 +301,7 @@ def warp_group_in_plain_arrays(monkeypatch):
     # The public names came with jax 0.11, without that of the races.
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call, params
 
-    from model_adapters.ops.gpu import warpgroup
+    from model_adapters.ops.gpu import mosaic_kernel, mosaic_prefill, warpgroup
 
     def product(left, right):
         return jnp.dot(left, right, preferred_element_type=jnp.float32)
@@ -326,8 +326,13 @@ def warp_group_in_plain_arrays(monkeypatch):
     mode = params.InterpretGPUParams(
         detect_races=True, num_tma_threads_per_device=5, out_of_bounds_reads="uninitialized"
     )
+    traced = mosaic_kernel.attend, mosaic_prefill.attend_runs
+    for function in traced:
+        function.clear_cache()
     with params.force_gpu_interpret_mode(mode), on_platform("gpu"):
         yield
+    for function in traced:
+        function.clear_cache()
     assert not interpret_pallas_call.get_races().races_found
 
 

@@ -7,6 +7,7 @@ time.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -210,6 +211,8 @@ def with_sinks(
     return total * shrink + jnp.exp2(sink - new_top), sums * lax.broadcast_in_dim(shrink, sums.shape, [0])
 
 
+# As a function of its own in the program, all layers that call it share one kernel: each takes seconds to compile.
+@functools.partial(jax.jit, static_argnames="sizes")
 def attend(
     q: jax.Array,
     pool: jax.Array,

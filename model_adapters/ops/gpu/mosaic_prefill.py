@@ -11,6 +11,7 @@ keys and values are read once for all of them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -319,6 +320,8 @@ class PrefillProgram:
             self.fetch(item, kv_head)
 
 
+# As a function of its own in the program, all layers that call it share one kernel: each takes seconds to compile.
+@functools.partial(jax.jit, static_argnames="sizes")
 def attend_runs(
     items: jax.Array,
     q: jax.Array,
