@@ -5,6 +5,7 @@ Tests replace each of these functions, because the interpreter does not know the
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 LAYOUT = plgpu.Layout.WGMMA
+# An index, which `plgpu.load` needs up to jax 0.10 and warns of from 0.11 on.
+LOAD_INDEX = ((),) if inspect.signature(plgpu.load).parameters["idx"].default is inspect.Parameter.empty else ()
 
 
 def _nothing() -> None:
@@ -77,4 +80,4 @@ def by_tile(x: jax.Array) -> jax.Array:
 
 def load(ref: Any) -> jax.Array:
     """Returns a tile ``[64, n]`` of shared memory in the layout of a product."""
-    return plgpu.load(ref, (), layout=LAYOUT)
+    return plgpu.load(ref, *LOAD_INDEX, layout=LAYOUT)
