@@ -252,9 +252,9 @@ def attend(
     arrays = [rows, pool, page_table, lens, starts, *([] if sinks is None else [sinks])]
 
     def body(*refs: Any) -> None:
-        results = refs[len(arrays) : len(arrays) + len(out_type)]
-        rest = refs[len(arrays) + len(out_type) :]
-        MosaicProgram(sizes, *refs[:5], refs[5] if sinks is not None else None, *(*results, None)[:2], *rest)()
+        inputs, results, rest = refs[: len(arrays)], refs[len(arrays) : -7], refs[-7:]
+        given = [*inputs, *([None] if sinks is None else []), *results, *([None] if len(results) == 1 else []), *rest]
+        MosaicProgram(sizes, *given)()
 
     tiled = (plgpu.TilingTransform((TILE_ROWS, TILE_COLUMNS)), plgpu.SwizzleTransform(2 * TILE_COLUMNS))
     stages = (sizes.num_stages, NUM_KEYS)

@@ -240,9 +240,9 @@ class PrefillProgram:
         pl.when(first < last)(lambda: plgpu.barrier_wait(self.keys_loaded.at[0]))
         pl.when(group == 1)(self.take_turn)
         if sizes.window is not None:
-            carry = lax.fori_loop(first, inner, lambda *at: step(*at, has_mask=True), carry)
-        carry = lax.fori_loop(inner, outer, lambda *at: step(*at, has_mask=False), carry)
-        carry = lax.fori_loop(outer, last, lambda *at: step(*at, has_mask=True), carry)
+            carry = lax.fori_loop(first, inner, functools.partial(step, has_mask=True), carry)
+        carry = lax.fori_loop(inner, outer, functools.partial(step, has_mask=False), carry)
+        carry = lax.fori_loop(outer, last, functools.partial(step, has_mask=True), carry)
         pl.when(group == 0)(self.take_turn)
         return carry
 

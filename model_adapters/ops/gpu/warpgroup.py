@@ -37,7 +37,7 @@ def scores(queries: Any, keys: Any, meanwhile: Callable[[], None] = _nothing) ->
 
     `meanwhile` is called while the product is computed.
     """
-    return _product(queries, plgpu.transpose_ref(keys, (1, 0)), keys.shape[0], meanwhile)
+    return _product(queries, keys.transpose((1, 0)), keys.shape[0], meanwhile)
 
 
 def sums(weights: jax.Array, values: Any) -> jax.Array:
@@ -55,10 +55,10 @@ def add_product(sums: jax.Array, weights: jax.Array, values: Any, meanwhile: Cal
         plgpu.wgmma(out, weights, values)
         meanwhile()
 
-    return pl.run_state(run)(plgpu.ACC.init(sums))  # type: ignore[no-any-return]
+    return pl.run_state(run)(plgpu.ACC.init(sums))
 
 
-def iota(shape: tuple[int, int], axis: int) -> jax.Array:
+def iota(shape: tuple[int, ...], axis: int) -> jax.Array:
     """Returns the index along `axis`, int32 of `shape`, in the layout of a product."""
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=LAYOUT)
 
