@@ -211,6 +211,13 @@ def with_sinks(
     return total * shrink + jnp.exp2(sink - new_top), sums * lax.broadcast_in_dim(shrink, sums.shape, [0])
 
 
+def query_rows(q: jax.Array, sizes: StageSizes) -> jax.Array:
+    """Returns ``q[B, Hq, D]`` as rows ``[rows, D]``: `row_stride` for each kv head, in whole tiles."""
+    rows = q.reshape(-1, sizes.group, sizes.dim)
+    rows = jnp.pad(rows, ((0, 0), (0, sizes.row_stride - sizes.group), (0, 0))).reshape(-1, sizes.dim)
+    return jnp.pad(rows, ((0, -rows.shape[0] % TILE_ROWS), (0, 0)))
+
+
 # As a function of its own in the program, all layers that call it share one kernel: each takes seconds to compile.
 @functools.partial(jax.jit, static_argnames="sizes")
 def attend(
@@ -239,9 +246,6 @@ def attend(
         ``[B, Hq, Dv]`` in q's dtype, or ``float32[splits, B, Hq, Dv]`` and ``float32[splits, B, H, 64]``.
     """
     (batch, query_heads, _), num_heads = q.shape, pool.shape[1]
-    rows = q.reshape(batch * num_heads, sizes.group, sizes.dim)
-    rows = jnp.pad(rows, ((0, 0), (0, sizes.row_stride - sizes.group), (0, 0))).reshape(-1, sizes.dim)
-    rows = jnp.pad(rows, ((0, -rows.shape[0] % TILE_ROWS), (0, 0)))
     out_type = [jax.ShapeDtypeStruct((batch, query_heads, sizes.value_dim), q.dtype)]
     if sizes.num_splits > 1:
         splits = (sizes.num_splits, batch)
@@ -249,7 +253,7 @@ def attend(
             jax.ShapeDtypeStruct((*splits, query_heads, sizes.value_dim), jnp.float32),
             jax.ShapeDtypeStruct((*splits, num_heads, NUM_ROWS), jnp.float32),
         ]
-    arrays = [rows, pool, page_table, lens, starts, *([] if sinks is None else [sinks])]
+    arrays = [query_rows(q, sizes), pool, page_table, lens, starts, *([] if sinks is None else [sinks])]
 
     def body(*refs: Any) -> None:
         inputs, results, rest = refs[: len(arrays)], refs[len(arrays) : -7], refs[-7:]

@@ -258,9 +258,9 @@ class PrefillProgram:
         num_queries, value_dim = self.sizes.num_queries, self.sizes.value_dim
         begin = jnp.clip(jnp.maximum(item.begin, self.first_query(item, group)) - base, 0, num_queries)
         end = jnp.clip(item.end - base, begin, num_queries)
-        is_whole = jnp.logical_and(begin == 0, end == num_queries)
+        is_complete = jnp.logical_and(begin == 0, end == num_queries)
 
-        @pl.when(is_whole)
+        @pl.when(is_complete)
         def _() -> None:
             self.outputs[group] = made
             plgpu.commit_smem()
@@ -269,7 +269,7 @@ class PrefillProgram:
                 plgpu.copy_smem_to_gmem(source, self.out.at[pl.ds(base, num_queries), head + i])
             plgpu.wait_smem_to_gmem(0)
 
-        @pl.when(jnp.logical_not(is_whole))
+        @pl.when(jnp.logical_not(is_complete))
         def _() -> None:
             for column in range(0, value_dim, TILE_COLUMNS):
                 self.rows[group] = made[:, column : column + TILE_COLUMNS]
