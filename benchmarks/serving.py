@@ -241,7 +241,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     options.system_options = dict(options.options)
     if options.smoke:
         options.batch, options.rate, options.repeats, options.warm_up = [1, 3], [50.0, math.inf], 1, 1
-        options.system_options.setdefault("vllm", {"enforce_eager": True})  # it compiles for a minute otherwise
+        for name, quick in QUICK.items():
+            options.system_options.setdefault(name, quick)
     lengths = [each for each in (options.prompt_len, options.new_tokens) if each is not None]
     counts = [options.repeats, options.kv_cache_gib, *options.batch, *lengths]
     if min(counts) < 1 or options.warm_up < 0 or min(options.rate) <= 0:

@@ -83,12 +83,11 @@ class Bench:
             RuntimeError: its environment is not there, or the checkpoint could not be converted for it.
         """
         kind, environments = SYSTEMS[variant.system], self.options.environments
-        if kind.environment is not None:
-            if error := record_of(kind.environment, environments)["error"]:
-                raise RuntimeError(error)
-        folder = (
-            converted(self.checkpoint, variant.form, environments, self.scratch) if variant.form else self.checkpoint
-        )
+        if kind.environment is not None and (error := record_of(kind.environment, environments)["error"]):
+            raise RuntimeError(error)
+        folder = self.checkpoint
+        if variant.form:
+            folder = converted(folder, variant.form, environments, self.scratch)
         settings = SystemSettings(
             folder=str(folder),
             kv_cache_bytes=self.kv_cache_bytes,
