@@ -68,6 +68,7 @@ def facts(model: ServedModel, page_size: int, token_bytes: int, engine_bytes: in
         "num_preemptions": stats.scheduler.num_preemptions,
         "host_s": stats.host_s,
         "busy_s": stats.busy_s,
+        "num_steps": stats.num_steps,
         "kv_cache_bytes": sum(group.num_pages for group in stats.scheduler.pages) * page_bytes,
         "engine_bytes": engine_bytes,  # of all its arrays on the device
     }

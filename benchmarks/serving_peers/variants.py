@@ -89,7 +89,7 @@ VARIANTS: tuple[Variant, ...] = (
     *_of_dtypes("vllm", ("bfloat16", "float16", "float32")),
     *_of_dtypes("hf", ("bfloat16", "float16", "float32")),
     Variant("hf-continuous", "bfloat16", UNQUANTIZED),
-    *(Variant("llama.cpp", name, UNQUANTIZED, f"gguf-{name}") for name in ("bf16", "f16", "f32")),
+    *(Variant("llama.cpp", name, UNQUANTIZED, f"gguf-{name}") for name in ("f16", "bf16", "f32")),
     Variant("llama.cpp", "Q8_0", EIGHT_BITS, "gguf-q8_0"),
     Variant("llama.cpp", "Q4_0", FOUR_BITS, "gguf-q4_0"),
     *_openvino("f16", UNQUANTIZED, "openvino-fp16"),
