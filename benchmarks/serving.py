@@ -23,7 +23,8 @@ with weights of 16 or 32 bits are compared with each other, those of 8 and of 4 
 installed or does not run is in the result with the reason. Next to decoding and the mix stands the least time
 that the machine needs, by its measured rates of memory and of products (`serving_peers/roofline.py`).
 
-With ``--work FOLDER`` the checkpoint and its conversions stay there for the next run.
+With ``--work FOLDER`` the checkpoint, its conversions and what was found best stay there for the next run, so that one
+which was cut off goes on. ``--minutes`` bounds a command: what was not reached is in the result as such.
 """
 
 from __future__ import annotations
@@ -219,7 +220,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, help="of decode; default: 64")
     parser.add_argument("--rate", type=float, nargs="+", default=[8.0, math.inf], help="of mix, requests/s; inf")
     parser.add_argument("--repeats", type=int, default=5, help="timed turns at most; medians are shown")
-    parser.add_argument("--minutes", type=float, default=60.0, help="no turn but the first begins later than that")
+    parser.add_argument("--minutes", type=float, default=60.0, help="of each command; only a first turn begins later")
     parser.add_argument("--warm-up", type=int, default=1, help="turns before them")
     parser.add_argument("--kv-cache-gib", type=int, default=1, help="of every system")
     parser.add_argument("--seed", type=int, default=0)
@@ -285,10 +286,8 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         work = options.work or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="serving")))
         work.mkdir(parents=True, exist_ok=True)
-        choices: dict[str, Any] = {}
         for command in options.commands:
             bench = Bench(options, work.resolve())
-            bench.choices = choices  # what is best is found once
             RUN[command](bench)
             add_cache_size(bench, command)
             print_rows(bench.rows)

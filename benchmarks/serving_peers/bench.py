@@ -25,7 +25,19 @@ from serving_peers.processes import System, Worker
 from serving_peers.roofline import Roofline, kv_token_bytes
 from serving_peers.settings import SystemSettings
 from serving_peers.targets import TARGETS, Row, judged
-from serving_peers.variants import SYSTEMS, UNQUANTIZED, Choice, Variant, choose, options_of, thread_counts, variants_of
+from serving_peers.variants import (
+    SYSTEMS,
+    UNQUANTIZED,
+    Choice,
+    Variant,
+    choose,
+    options_of,
+    read_choices,
+    similar,
+    thread_counts,
+    variants_of,
+    write_choices,
+)
 from serving_peers.workloads import SMOKE_KV_CACHE_BYTES, SMOKE_SHAPE, SMOKE_SIZES, Workload
 
 OURS = "ours"
@@ -49,7 +61,7 @@ class Bench:
         self.rows: list[Row] = []
         self.facts: dict[str, Any] = {}
         self.turns: list[dict[str, Any]] = []
-        self.choices: dict[str, dict[str, Choice]] = {}
+        self.choices = read_choices(scratch / "choices.json")
         self.roofline: Roofline | None = None
         self._deadline_s = time.monotonic() + 60 * options.minutes
         shape = json.loads(options.config.read_text()) | (SMOKE_SHAPE if options.smoke else {})
@@ -117,23 +129,31 @@ class Bench:
         return Worker(system, self.scratch / f"{system.name}.log", self.options.timeout_s)
 
     def choice(self, name: str, kind: str) -> Choice:
-        """The best variant of a system with weights of a kind, by measurement, once a run."""
+        """The best variant of a system with weights of a kind, by measurement, once for a folder of work."""
         found = self.choices.setdefault(kind, {})
         if name not in found:
+            candidates = variants_of(name, kind)
             counts = thread_counts(1 if self.options.smoke else len(os.sched_getaffinity(0)))
-            found[name] = choose(variants_of(name, kind), counts, self._trial)
+            if kind != UNQUANTIZED and (like := self.choice(name, UNQUANTIZED).best):
+                candidates, counts = similar(candidates, like), [like.num_threads or counts[0]]
+            found[name] = choose(candidates, counts, self._trial)
             best = found[name].best
             note(f"{name}, {kind}: {best.name if best else 'nothing runs'}")
+            write_choices(self.scratch / "choices.json", self.choices)
         return found[name]
 
     def _trial(self, variant: Variant) -> list[float]:
-        """Tokens/s of a small job for each batch size, the second time."""
-        whole = self.workload
+        """Tokens/s of a small job for each batch size, after one that is not counted."""
+        if not self.has_time:
+            raise RuntimeError("not tried: the time of the run was over (--minutes)")
+        whole, batches = self.workload, self.options.batch
         sizes = {name: max(2, getattr(whole, name) // TRIAL_PART) for name in ("prompt_len", "new_tokens")}
         small = dataclasses.replace(whole, **sizes)
         with self.start(self.system(variant, **QUICK.get(variant.system, {}))) as worker:
-            for turn in range(2):
-                results = [worker.run(small.batch(num_requests, turn)[1]) for num_requests in self.options.batch]
+            compiles_by_shape = variant.system == OURS
+            for num_requests in batches if compiles_by_shape else batches[:1]:
+                worker.run(small.batch(num_requests, 0)[1])
+            results = [worker.run(small.batch(num_requests, 1)[1]) for num_requests in batches]
         rates = [len(each.traces) * small.new_tokens / each.total_s for each in results]
         note(f"  {variant.name}: {', '.join(f'{rate:.0f}' for rate in rates)} tokens/s")
         return rates

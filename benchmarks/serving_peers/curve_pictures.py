@@ -72,7 +72,7 @@ def draw(results: Path, pictures: Path) -> list[Path]:
 
 
 def draw_part(points: Mapping[str, Any], panels: tuple[Panel, ...], path: Path) -> Path:
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     figure, axes = pyplot.subplots(1, len(panels), figsize=(4.6 * len(panels), 3.4), squeeze=False)
     for axis, panel in zip(axes[0], panels, strict=True):
@@ -94,6 +94,7 @@ def draw_part(points: Mapping[str, Any], panels: tuple[Panel, ...], path: Path) 
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
         if panel.is_log_y:
+            axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
             axis.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
             axis.yaxis.set_minor_formatter(lambda value, _: "")
         axis.legend(fontsize=8, frameon=False)

@@ -6,11 +6,13 @@ Weights of three kinds are compared, each with their like: 16 or 32 bits as the 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from serving_peers.environments import SHIM
+from serving_peers.environments import SHIM, cpu_flags
 
 UNQUANTIZED, EIGHT_BITS, FOUR_BITS = "16 or 32 bits", "8 bits", "4 bits"
 KINDS = (UNQUANTIZED, EIGHT_BITS, FOUR_BITS)
@@ -169,3 +171,30 @@ def choose(
     if best is not None and takes_threads:
         best = best_of([best.with_threads(count) for count in counts])
     return Choice(best, tried, failed)
+
+
+def similar(candidates: Sequence[Variant], like: Variant) -> list[Variant]:
+    """Those of `candidates` whose products have the dtype of `like`; all where none has."""
+    wanted = like.options.get("inference_precision")
+    return [each for each in candidates if each.options.get("inference_precision") == wanted] or list(candidates)
+
+
+def write_choices(path: Path, choices: Mapping[str, Mapping[str, Choice]]) -> None:
+    """Stores what is best on this processor, for another run over the same checkpoint."""
+    found = {kind: {name: dataclasses.asdict(each) for name, each in of.items()} for kind, of in choices.items()}
+    path.write_text(json.dumps({"cpu_flags": cpu_flags(), "choices": found}, indent=1) + "\n")
+
+
+def read_choices(path: Path) -> dict[str, dict[str, Choice]]:
+    """What `write_choices` has stored, but for systems of which nothing ran; empty on another processor."""
+    found = json.loads(path.read_text()) if path.exists() else {}
+    if found.get("cpu_flags") != cpu_flags():
+        return {}
+    return {
+        kind: {
+            name: Choice(Variant(**each["best"]), each["tried"], each["failed"])
+            for name, each in of.items()
+            if each["best"] is not None
+        }
+        for kind, of in found["choices"].items()
+    }
