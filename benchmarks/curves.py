@@ -12,7 +12,8 @@ load      the same over the size of the checkpoint, for a second start
 
 Points are measured in turns, A B A B, and stored after each value in ``results/curves-PART.json``; a run that is cut
 off goes on where it stopped. All parts together take at most ``--minutes``, which they share evenly. Pictures are
-written to docs/pictures and need matplotlib.
+written to docs/pictures and need matplotlib; docs/performance.md shows them, and the tables of `serving.py decode
+start`.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from serving_peers.bench import OURS, QUICK, UNQUANTIZED, Bench, note
 from serving_peers.curve_pictures import draw
 from serving_peers.environments import record_of
 from serving_peers.jobs import Arrival, Job, JobResult
+from serving_peers.performance_page import page
 from serving_peers.processes import Worker
 from serving_peers.starts import StartTimes, measure_start, median_start
 from serving_peers.variants import SYSTEMS, Variant, variants_of
@@ -280,7 +282,9 @@ def facts_of(options: argparse.Namespace) -> dict[str, Any]:
         each: record_of(name, options.environments).get("versions") for each, name in names.items() if name is not None
     }
     command = shlex.join(["python", *sys.argv])
-    return {"command": command, "machine": dataclasses.asdict(Machine.here()), "peers": versions}
+    machine = Machine.here()
+    described = dataclasses.asdict(machine) | {"is_busy": machine.is_busy}
+    return {"command": command, "machine": described, "peers": versions}
 
 
 def parse() -> argparse.Namespace:
@@ -299,6 +303,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--draw", action="store_true", help="measure nothing")
     parser.add_argument("--results", type=Path, default=FOLDER / "results")
     parser.add_argument("--pictures", type=Path, default=REPOSITORY / "docs" / "pictures")
+    parser.add_argument("--page", type=Path, default=REPOSITORY / "docs" / "performance.md")
     options = parser.parse_args()
     options.environments = None if options.environments is None else options.environments.resolve()
     if options.repeats < 1 or options.minutes <= 0:
@@ -325,6 +330,8 @@ def main() -> None:
             MEASURE[name](options, part, Path(scratch), time.monotonic() + share_s)
     for path in draw(options.results, options.pictures):
         print(f"drawn: {path}")
+    options.page.write_text(page(options.results))
+    print(f"written: {options.page}")
 
 
 if __name__ == "__main__":

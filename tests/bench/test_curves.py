@@ -13,6 +13,7 @@ sys.path.insert(0, str(BENCHMARKS))
 import curves  # noqa: E402  # a script
 from serving_peers.curve_pictures import PANELS, draw, series_of  # noqa: E402
 from serving_peers.jobs import JobResult, Trace  # noqa: E402
+from serving_peers.performance_page import page  # noqa: E402
 
 MACHINE = {"cpu": "a processor", "num_cores": 2, "versions": {"jax": "1"}, "date": "today"}
 
@@ -86,6 +87,41 @@ def test_the_committed_pictures_are_of_the_committed_numbers(tmp_path):
         text = (committed / f"{name}.svg").read_text()
         for systems in json.loads((BENCHMARKS / "results" / f"curves-{name}.json").read_text())["points"].values():
             assert all(system in text for system in systems)
+
+
+def result(command, rows):
+    return {
+        "command": f"python benchmarks/serving.py {command}",
+        "machine": MACHINE | {"versions": {"jax": "1", "torch": "2", "transformers": "3"}, "is_busy": False},
+        "rows": rows,
+        "choices": {"8 bits": {"vllm": {"failed": {"vllm int8": "a line\nno such kernel"}}}},
+        "environments": {
+            "vllm": {"error": "no wheel for it"},
+            "onnx": {"error": None, "versions": {"onnxruntime_genai": "0.18"}},
+        },
+    }
+
+
+def test_the_page_says_dtypes_versions_and_what_did_not_run(tmp_path):
+    both = {"dtype": "bfloat16", "other_dtype": "float32"}
+    decode = [
+        {"case": "8 requests", "number": "decode tokens/s", "ours": 225.0, "beside": "hf", "other": 37.0} | both,
+        {"case": "8 requests", "number": "decode tokens/s", "ours": 225.0, "beside": "vllm", "other": 88.0},
+        {"case": "8 requests, 8 bits", "number": "decode tokens/s", "ours": 301.0, "beside": "roofline", "other": 400.0}
+        | {"dtype": "int8"},
+    ]
+    start = [{"case": "second start, 8 bits", "number": "peak GB", "ours": 0.9, "beside": "x", "other": 0.45} | both]
+    for command, rows in (("decode", decode), ("start", start)):
+        (tmp_path / f"serving-{command}-shape.json").write_text(json.dumps(result(command, rows)))
+    (tmp_path / "serving-decode-old.json").write_text(json.dumps({"rows": []}))
+    lines = page(tmp_path).splitlines()
+    assert "| 16 or 32 bits | hf | float32 | 37 |" in lines
+    assert "| 16 or 32 bits | ours | bfloat16 | 225 |" in lines
+    assert "| 8 bits | at most, by the roofline |  | 400 |" in lines
+    assert "| 8 bits | x | float32 | 0.45 |" in lines
+    assert not any("88" in line for line in lines), "a row without dtypes"
+    assert "* vllm int8 did not run: no such kernel" in lines
+    assert any("vllm: no wheel for it" in line and "onnxruntime_genai 0.18" in line for line in lines)
 
 
 def test_a_part_is_stored_with_its_facts(tmp_path):
