@@ -60,6 +60,12 @@ PEERS = {
 }
 BITS = {UNQUANTIZED: 16, EIGHT_BITS: 8, FOUR_BITS: 4}
 BUSY_CORES = 0.25
+START_NUMBERS = (  # as rows call them, as `StartTimes` does, and the unit
+    ("ready s", "ready_s", 1),
+    ("first token s", "first_token_s", 1),
+    ("next tokens s", "next_tokens_s", 1),
+    ("peak GB", "peak_bytes", 1e9),
+)
 START_PROMPT_LEN = 16  # tokens: a start is about what comes before
 
 
@@ -97,7 +103,7 @@ def run_decode(bench: Bench) -> None:
 
 def run_start(bench: Bench) -> None:
     """Pairs of starts, each pair with folders of its own for what is stored on disk; C++ kernels are built before."""
-    times: dict[tuple[Variant, str], list[StartTimes]] = {}
+    times: dict[tuple[str, str], list[StartTimes]] = {}  # by the name of a variant and which start
     variants = [each for kind in bench.options.kinds for each in bench.best(names_of(bench, "start"), kind).values()]
     prompt_ids = bench.workload.batch(1, 0)[0].arrivals[0].prompt_ids[:START_PROMPT_LEN]
     for turn in range(bench.options.repeats):
@@ -109,23 +115,28 @@ def run_start(bench: Bench) -> None:
             for which in ("first start", "second start"):
                 start = measure_start(system, prompt_ids, bench.scratch / "start.log", bench.options.timeout_s)
                 note(f"{which}, {variant.name}: {start.first_token_s:.2f} s, {start.peak_bytes / 1e9:.2f} GB")
-                times.setdefault((variant, which), []).append(start)
+                times.setdefault((variant.name, which), []).append(start)
     medians = {key: median_start(each) for key, each in times.items()}
-    for (variant, which), start in medians.items():
-        if variant.system != OURS:
-            continue
-        peers = [each for each in variants if each.system != OURS and each.kind == variant.kind]
-        for number, scale in (("ready_s", 1), ("first_token_s", 1), ("next_tokens_s", 1), ("peak_bytes", 1e9)):
-            label, value = number.replace("_bytes", " GB").replace("_s", " s").replace("_", " "), getattr(start, number)
-            both = {"dtype": variant.dtype}
-            if not peers:
-                bench.add(f"{which}, {variant.kind}", label, value / scale, "", None, **both)
-            for peer in peers:
-                other = getattr(medians[peer, which], number)
-                both["other_dtype"] = peer.dtype
-                bench.add(f"{which}, {variant.kind}", label, value / scale, peer.system, other / scale, **both)
-    found = [[each.name, which, [dataclasses.asdict(one) for one in all_]] for (each, which), all_ in times.items()]
+    for ours in [each for each in variants if each.system == OURS]:
+        for which in ("first start", "second start"):
+            peers = [each for each in variants if each.system != OURS and each.kind == ours.kind]
+            add_start(bench, ours, peers, which, medians)
+    found = [[name, which, [dataclasses.asdict(each) for each in starts]] for (name, which), starts in times.items()]
     bench.facts["start"] = {"times": found}
+
+
+def add_start(
+    bench: Bench, ours: Variant, peers: list[Variant], which: str, medians: Mapping[tuple[str, str], StartTimes]
+) -> None:
+    """Rows of one start of ours and of its peers."""
+    case = f"{which}, {ours.kind}"
+    for label, name, unit in START_NUMBERS:
+        value = getattr(medians[ours.name, which], name) / unit
+        if not peers:
+            bench.add(case, label, value, "", None, dtype=ours.dtype)
+        for peer in peers:
+            both = {"dtype": ours.dtype, "other_dtype": peer.dtype}
+            bench.add(case, label, value, peer.system, getattr(medians[peer.name, which], name) / unit, **both)
 
 
 def run_mix(bench: Bench) -> None:

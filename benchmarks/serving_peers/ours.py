@@ -85,6 +85,7 @@ def main() -> None:
     cache_bytes = None if chosen.get("grow") else settings.kv_cache_bytes
     of_engine = {name: chosen[name] for name in OF_ENGINE if name in chosen}
     options = EngineOptions(max_model_len=settings.max_len, kv_cache_memory_bytes=cache_bytes, **of_engine)
+    token_bytes = settings.kv_token_bytes * (2 if chosen.get("dtype") == "float32" else 1)
     of_serve = {name: chosen[name] for name in OF_SERVE if name in chosen}
     with serve(settings.folder, engine=options, **of_serve) as model:
         before = live_bytes()
@@ -95,7 +96,7 @@ def main() -> None:
         answer_jobs(
             output,
             lambda job: run(model, job),
-            lambda: facts(model, options.page_size, settings.kv_token_bytes, engine_bytes),
+            lambda: facts(model, options.page_size, token_bytes, engine_bytes),
         )
 
 

@@ -19,7 +19,7 @@ from serving_peers.processes import System  # noqa: E402
 from serving_peers.roofline import Roofline  # noqa: E402
 from serving_peers.settings import SystemSettings  # noqa: E402
 from serving_peers.starts import NEXT_TOKENS, StartTimes, measure_start, median_start  # noqa: E402
-from serving_peers.variants import FOUR_BITS, KINDS, Choice, Variant, choose, thread_counts, variants_of  # noqa: E402
+from serving_peers.variants import EIGHT_BITS, FOUR_BITS, KINDS, Choice, Variant, choose, thread_counts, variants_of  # noqa: E402
 
 HF = variants_of("hf", UNQUANTIZED)
 
@@ -127,6 +127,29 @@ def test_every_row_has_both_dtypes(bench):
     assert [row["number"] for row in bench.rows] == ["decode tokens/s", "first tokens equal"]
     assert {(row["dtype"], row["other_dtype"]) for row in bench.rows} == {("bfloat16", "float32")}
     assert bench.rows[0]["value"] == 2.0
+
+
+def test_starts_are_compared_with_their_like(bench, monkeypatch):
+    seconds = {"ours": 4.0, "hf": 8.0}
+    monkeypatch.setattr(
+        serving, "measure_start", lambda system, *_: StartTimes(1.0, seconds[system.name], 0.5, 2_000_000_000)
+    )
+    bench.choices = {
+        UNQUANTIZED: {
+            OURS: Choice(Variant(OURS, "bfloat16", UNQUANTIZED), {}, {}),
+            "hf": Choice(Variant("hf", "float32", UNQUANTIZED), {}, {}),
+            "vllm": Choice(None, {}, {}),
+        },
+        EIGHT_BITS: {OURS: Choice(Variant(OURS, "int8", EIGHT_BITS), {}, {})},
+        FOUR_BITS: {OURS: Choice(None, {}, {})},
+    }
+    bench.rows.clear()
+    serving.run_start(bench)
+    found = {(row["case"], row["number"], row["beside"]): (row["ours"], row["other"]) for row in bench.rows}
+    assert found["first start, 16 or 32 bits", "first token s", "hf"] == (4.0, 8.0)
+    assert found["second start, 16 or 32 bits", "peak GB", "hf"] == (2.0, 2.0)
+    assert found["second start, 8 bits", "first token s", ""] == (4.0, None)
+    assert len(found) == 2 * 2 * len(serving.START_NUMBERS)
 
 
 def test_a_peer_that_is_not_installed_is_reported(bench):
