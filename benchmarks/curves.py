@@ -23,6 +23,7 @@ import contextlib
 import dataclasses
 import json
 import shlex
+import signal
 import statistics
 import sys
 import tempfile
@@ -123,7 +124,9 @@ def make_bench(options: argparse.Namespace, scratch: Path, name: str, **shape: o
     ]
     if options.environments is not None:
         arguments += ["--environments", str(options.environments)]
-    return Bench(serving.parse(arguments), folder)
+    bench = Bench(serving.parse(arguments), folder)
+    bench.choices = options.choices  # what is best is found once for all parts
+    return bench
 
 
 @contextlib.contextmanager
@@ -306,6 +309,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--page", type=Path, default=REPOSITORY / "docs" / "performance.md")
     options = parser.parse_args()
     options.environments = None if options.environments is None else options.environments.resolve()
+    options.choices = {}
     if options.repeats < 1 or options.minutes <= 0:
         parser.error("expected positive numbers: --repeats, --minutes")
     for name in options.peers if not options.draw else []:
@@ -318,6 +322,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     options = parse()
     sys.path.insert(0, str(REPOSITORY))
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that systems are ended, too
     ends_s = time.monotonic() + 60 * options.minutes
     with tempfile.TemporaryDirectory(prefix="curves") as scratch:
         for index, name in enumerate(options.only if not options.draw else []):
@@ -327,6 +332,7 @@ def main() -> None:
                 part = Part(part.path)
             part.facts = facts
             share_s = (ends_s - time.monotonic()) / (len(options.only) - index)
+            options.trial_minutes = share_s / 60 / 2  # the rest is for what is measured
             MEASURE[name](options, part, Path(scratch), time.monotonic() + share_s)
     for path in draw(options.results, options.pictures):
         print(f"drawn: {path}")
