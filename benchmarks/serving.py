@@ -5,7 +5,7 @@
     python benchmarks/serving.py mix prefix fairness --environments environments --peers vllm hf-continuous
     python benchmarks/serving.py decode mix --peers hf hf-continuous    # needs no environments
     python benchmarks/serving.py decode start mix prefix fairness --peers hf hf-continuous --smoke
-    python benchmarks/serving.py decode --config benchmarks/shapes/llama-8b.json --peers hf hf-continuous \\
+    python benchmarks/serving.py decode --config benchmarks/shapes/llama-8b.json --peers hf \\
         --batch 1 8 64 256 --prompt-len 1024 --kv-cache-gib 45 --warm-up 1 --repeats 3 \\
         --options 'ours:{"max_num_seqs": 256}' 'hf:{"cache_implementation": "static"}'    # on a GPU
 
@@ -52,7 +52,7 @@ from serving_peers.targets import print_rows
 from serving_peers.variants import EIGHT_BITS, FOUR_BITS, KINDS, SYSTEMS, Variant
 
 PEERS = {
-    "decode": ("vllm", "hf", "llama.cpp", "openvino", "onnxruntime", "hf-continuous"),
+    "decode": ("vllm", "hf", "llama.cpp", "openvino", "onnxruntime"),
     "start": ("vllm", "hf", "llama.cpp", "openvino", "onnxruntime"),
     "mix": ("vllm", "hf-continuous"),
     "prefix": ("vllm",),

@@ -103,7 +103,7 @@ def install(name: str, folder: Path) -> dict[str, Any]:
             shutil.rmtree(path)
         if recipe.source is not None:
             build_llama(recipe.source, target, call)
-    except (RuntimeError, OSError, subprocess.TimeoutExpired) as failure:
+    except (RuntimeError, OSError, tarfile.TarError, subprocess.TimeoutExpired) as failure:
         error = str(failure)
     record = {"commands": commands, "versions": versions(target), "cpu_flags": cpu_flags(), "error": error}
     (target / RECORD).write_text(json.dumps(record, indent=1) + "\n")
@@ -114,12 +114,8 @@ def link_torch(target: Path) -> None:
     import torch
 
     packages = Path(torch.__file__).resolve().parents[1]
-    for path in [
-        packages / "torch",
-        packages / "torchgen",
-        packages / "functorch",
-        *packages.glob("torch-*.dist-info"),
-    ]:
+    names = ("torch", "torchgen", "functorch")
+    for path in [*(packages / name for name in names), *packages.glob("torch-*.dist-info")]:
         (target / path.name).symlink_to(path)
 
 
@@ -127,9 +123,10 @@ def build_llama(source: str, target: Path, call: Any) -> None:
     """llama.cpp's libraries for this very processor, and the shim over them."""
     with tempfile.TemporaryDirectory(prefix="llama-cpp") as scratch:
         build = Path(scratch)
-        # pip asks a source package for its metadata, which needs its build tools; it has pip fetch them by itself.
-        call(sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", ":all:", "-d", scratch, source)
-        archive = next(build.glob("*.tar.gz"))
+        call(sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", scratch, source)
+        archive = next(build.glob("*.tar.gz"), None)
+        if archive is None:
+            raise RuntimeError(f"expected a source package of {source}, got {[path.name for path in build.iterdir()]}")
         with tarfile.open(archive) as packed:
             packed.extractall(build, filter="data")
         (target / f"{archive.name}.txt").write_text("llama.cpp was built from this source package\n")

@@ -90,7 +90,7 @@ VARIANTS: tuple[Variant, ...] = (
     Variant("ours", "int4", FOUR_BITS, options={"quantization": "int4"}),
     *_of_dtypes("vllm", ("bfloat16", "float16", "float32")),
     *_of_dtypes("hf", ("bfloat16", "float16", "float32")),
-    Variant("hf-continuous", "bfloat16", UNQUANTIZED),
+    *_of_dtypes("hf-continuous", ("bfloat16", "float16", "float32")),
     *(Variant("llama.cpp", name, UNQUANTIZED, f"gguf-{name}") for name in ("f16", "bf16", "f32")),
     Variant("llama.cpp", "Q8_0", EIGHT_BITS, "gguf-q8_0"),
     Variant("llama.cpp", "Q4_0", FOUR_BITS, "gguf-q4_0"),
