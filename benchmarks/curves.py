@@ -48,7 +48,7 @@ CONTEXTS = (128, 512, 2048, 8192)
 NUM_LAYERS = (4, 12, 24, 48)
 GIGABYTES = (0.25, 0.5, 1.0, 2.0)
 NARROW = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 4, "num_key_value_heads": 2}
-PROMPT_LEN, NEW_TOKENS = 16, 17  # of requests that come together
+PROMPT_LEN, NEW_TOKENS = 8, 17  # of requests that come together
 CONTEXT_NEW_TOKENS = 17
 POSITIONS = 16384  # more than the longest context
 Point = dict[str, float]
@@ -167,11 +167,11 @@ def ids_of(bench: Bench, length: int, *named: object) -> list[int]:
     return dataclasses.replace(bench.workload, prompt_len=length)._ids(length, *named)
 
 
-def decode_rate(result: JobResult) -> float:
-    """Tokens/s behind the last first token: while all decode."""
-    began_s = max(trace.token_times_s[0] for trace in result.traces)
-    times_s = [time_s for trace in result.traces for time_s in trace.token_times_s if time_s > began_s]
-    return len(times_s) / (max(times_s) - began_s) if times_s else 0.0
+def decode_rate(first: JobResult, whole: JobResult) -> float:
+    """Tokens/s behind the first ones: what they add to the time of the same requests with one token each."""
+    added_s, num_first = whole.total_s - first.total_s, len(whole.traces)
+    num_new = sum(len(trace.token_ids) for trace in whole.traces)
+    return (num_new - num_first) / added_s if added_s > 0 else num_new / whole.total_s
 
 
 def measure_requests(options: argparse.Namespace, part: Part, scratch: Path, deadline_s: float) -> None:
@@ -182,11 +182,13 @@ def measure_requests(options: argparse.Namespace, part: Part, scratch: Path, dea
             note(f"{number:g} requests")
 
             def ask(worker: Worker, turn: int, number: int = int(number)) -> Point:
-                arrivals = [
-                    Arrival(ids_of(bench, PROMPT_LEN, number, turn, each), NEW_TOKENS) for each in range(number)
-                ]
+                def job(num_tokens: int) -> Job:
+                    ids = [ids_of(bench, PROMPT_LEN, number, turn, num_tokens, each) for each in range(number)]
+                    return Job([Arrival(each, num_tokens) for each in ids])
+
+                first = worker.run(job(1))
                 before = worker.facts() if worker.name == OURS else {}
-                point = {"tokens_per_s": decode_rate(worker.run(Job(arrivals)))}
+                point = {"tokens_per_s": decode_rate(first, worker.run(job(NEW_TOKENS)))}
                 if before:
                     after = worker.facts()
                     steps = after["num_steps"] - before["num_steps"]
@@ -297,7 +299,7 @@ def parse() -> argparse.Namespace:
     known = ["llama.cpp", "openvino", "onnxruntime", "vllm", "hf"]
     parser.add_argument("--peers", nargs="*", choices=known, default=["llama.cpp", "openvino"])
     parser.add_argument("--minutes", type=float, default=15.0, help="for all parts")
-    parser.add_argument("--repeats", type=int, default=3, help="of every point; medians are drawn")
+    parser.add_argument("--repeats", type=int, default=2, help="of every point; medians are drawn")
     parser.add_argument("--num-requests", type=int, nargs="+", default=list(NUM_REQUESTS))
     parser.add_argument("--contexts", type=int, nargs="+", default=list(CONTEXTS))
     parser.add_argument("--num-layers", type=int, nargs="+", default=list(NUM_LAYERS))

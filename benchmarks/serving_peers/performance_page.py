@@ -16,8 +16,8 @@ Written by `python benchmarks/curves.py` from the files in `benchmarks/results`;
 measured is in [benchmarks/README.md](../benchmarks/README.md).
 """
 CAPTIONS = {
-    "requests": "Requests of 16 prompt tokens that decode together. Right: what the engine's thread works for one step,"
-    " waiting left out; while the same requests decode, several steps are one dispatch.",
+    "requests": "Requests of 8 prompt and 17 new tokens that come together. Right: what the engine's thread works for one"
+    " step, waiting left out; while the same requests decode, several steps are one dispatch.",
     "context": "One request: time per token behind a prompt of so many tokens, and the time that the prompt takes.",
     "layers": "A model of width 256, so that weights take no time: what grows is tracing and compilation. A second"
     " start finds its programs on disk.",

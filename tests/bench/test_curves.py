@@ -48,10 +48,12 @@ def test_points_are_medians_in_turns_and_a_system_that_fails_leaves(tmp_path):
     assert part.facts["failed"] == {"B": "b has ended"}
 
 
-def test_decoding_is_timed_while_all_decode():
-    first, last = Trace(0.0, [1, 2, 3], [1.0, 2.0, 4.0]), Trace(0.0, [1, 2], [2.0, 4.0])
-    assert curves.decode_rate(JobResult([first, last])) == pytest.approx(2 / 2.0)
-    assert curves.decode_rate(JobResult([Trace(0.0, [1], [1.0])])) == 0.0
+def test_a_rate_is_what_later_tokens_add():
+    def result(num_tokens, end_s):
+        return JobResult([Trace(0.0, [1] * num_tokens, [end_s] * num_tokens) for _ in range(2)])
+
+    assert curves.decode_rate(result(1, 1.0), result(5, 3.0)) == pytest.approx(8 / 2.0)
+    assert curves.decode_rate(result(1, 3.0), result(5, 2.0)) == pytest.approx(10 / 2.0), "noise: all tokens, all time"
 
 
 def test_series_are_in_the_order_of_numbers_and_skip_what_is_missing():
