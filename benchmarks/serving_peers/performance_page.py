@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,8 @@ Written by `python benchmarks/curves.py` from the files in `benchmarks/results`;
 measured is in [benchmarks/README.md](../benchmarks/README.md).
 """
 CAPTIONS = {
-    "requests": "Requests of 8 prompt and 17 new tokens that come together. Right: what the engine's thread works for one"
-    " step, waiting left out; while the same requests decode, several steps are one dispatch.",
+    "requests": "Requests of 8 prompt and 17 new tokens that come together. Right: what the engine's thread works for"
+    " one step, waiting left out; while the same requests decode, several steps are one dispatch.",
     "context": "One request: time per token behind a prompt of so many tokens, and the time that the prompt takes.",
     "layers": "A model of width 256, so that weights take no time: what grows is tracing and compilation. A second"
     " start finds its programs on disk.",
@@ -118,6 +119,10 @@ def failures(result: Mapping[str, Any]) -> list[str]:
     return [f"* {name} did not run: {why.strip().splitlines()[-1]}" for each in failed for name, why in each.items()]
 
 
+def filled(text: str) -> str:
+    return textwrap.fill(text, 125, break_long_words=False, break_on_hyphens=False)
+
+
 def page(results: Path) -> str:
     """The whole document, of the result files that are there."""
     parts = [INTRODUCTION]
@@ -126,7 +131,7 @@ def page(results: Path) -> str:
             result = json.loads(path.read_text())
             if "choices" not in result:  # of a time when peers had one dtype each
                 continue
-            parts.append(f"## {title}\n\n{describe(result)} Peers: {versions_of(result)}.\n")
+            parts.append(f"## {title}\n\n{filled(f'{describe(result)} Peers: {versions_of(result)}.')}\n")
             if command == "decode":
                 for number in ("decode tokens/s", "prefill tokens/s"):
                     parts.append(f"{number[:1].upper()}{number[1:]}:\n\n{table(decode_cells(result['rows'], number))}")
@@ -137,5 +142,6 @@ def page(results: Path) -> str:
     curves = [name for name in PANELS if (results / f"curves-{name}.json").exists()]
     for name in curves:
         result = json.loads((results / f"curves-{name}.json").read_text())
-        parts.append(f"## Over {name}\n\n{CAPTIONS[name]} {describe(result)}\n\n![{name}](pictures/{name}.svg)\n")
+        caption = filled(f"{CAPTIONS[name]} {describe(result)}")
+        parts.append(f"## Over {name}\n\n{caption}\n\n![{name}](pictures/{name}.svg)\n")
     return "\n".join(parts)
