@@ -11,9 +11,9 @@ layers    from the start of a process to its first token, over the number of lay
 load      the same over the size of the checkpoint, for a second start
 
 Points are measured in turns, A B A B, and stored after each value in ``results/curves-PART.json``; a run that is cut
-off goes on where it stopped. All parts together take at most ``--minutes``, which they share evenly. Pictures are
-written to docs/pictures and need matplotlib; docs/performance.md shows them, and the tables of `serving.py decode
-start`.
+off goes on where it stopped, with ``--work FOLDER`` without converting and choosing again. All parts together take about
+``--minutes``, which they share evenly; each measures one value at least. Pictures are written to docs/pictures and need
+matplotlib; docs/performance.md shows them, and the tables of `serving.py decode start`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from serving_peers.jobs import Arrival, Job, JobResult
 from serving_peers.performance_page import page
 from serving_peers.processes import Worker
 from serving_peers.starts import StartTimes, measure_start, median_start
-from serving_peers.variants import SYSTEMS, Variant, variants_of
+from serving_peers.variants import SYSTEMS, Variant, read_choices, variants_of, write_choices
 
 NUM_REQUESTS = (1, 4, 16, 64, 256)
 CONTEXTS = (128, 512, 2048, 8192)
@@ -90,11 +90,9 @@ class Part:
 
 
 def missing(part: Part, values: Sequence[float], deadline_s: float) -> Iterator[float]:
-    """The values without a point, as long as there is time."""
-    for x in values:
-        if f"{x:g}" in part.points:
-            continue
-        if time.monotonic() >= deadline_s:
+    """The values without a point: one at least, and more as long as there is time."""
+    for number, x in enumerate(x for x in values if f"{x:g}" not in part.points):
+        if number and time.monotonic() >= deadline_s:
             note(f"{part.path.stem}: the time is over before {x:g}; run the command again to go on")
             return
         yield x
@@ -306,12 +304,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--gigabytes", type=float, nargs="+", default=list(GIGABYTES))
     parser.add_argument("--again", action="store_true", help="measure also what has been measured")
     parser.add_argument("--draw", action="store_true", help="measure nothing")
+    parser.add_argument(
+        "--work", type=Path, help="folder for checkpoints and what was found best; default: one for now"
+    )
     parser.add_argument("--results", type=Path, default=FOLDER / "results")
     parser.add_argument("--pictures", type=Path, default=REPOSITORY / "docs" / "pictures")
     parser.add_argument("--page", type=Path, default=REPOSITORY / "docs" / "performance.md")
     options = parser.parse_args()
     options.environments = None if options.environments is None else options.environments.resolve()
-    options.choices = {}
     if options.repeats < 1 or options.minutes <= 0:
         parser.error("expected positive numbers: --repeats, --minutes")
     for name in options.peers if not options.draw else []:
@@ -326,7 +326,10 @@ def main() -> None:
     sys.path.insert(0, str(REPOSITORY))
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that systems are ended, too
     ends_s = time.monotonic() + 60 * options.minutes
-    with tempfile.TemporaryDirectory(prefix="curves") as scratch:
+    with contextlib.ExitStack() as stack:
+        work = (options.work or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="curves")))).resolve()
+        work.mkdir(parents=True, exist_ok=True)
+        options.choices = read_choices(work / "choices.json")
         for index, name in enumerate(options.only if not options.draw else []):
             part = Part.read(options.results / f"curves-{name}.json")
             facts = facts_of(options)
@@ -335,7 +338,8 @@ def main() -> None:
             part.facts = facts
             share_s = (ends_s - time.monotonic()) / (len(options.only) - index)
             options.trial_minutes = share_s / 60 / 2  # the rest is for what is measured
-            MEASURE[name](options, part, Path(scratch), time.monotonic() + share_s)
+            MEASURE[name](options, part, work, time.monotonic() + share_s)
+            write_choices(work / "choices.json", options.choices)
     for path in draw(options.results, options.pictures):
         print(f"drawn: {path}")
     options.page.write_text(page(options.results))
