@@ -11,9 +11,9 @@ layers    from the start of a process to its first token, over the number of lay
 load      the same over the size of the checkpoint, for a second start
 
 Points are measured in turns, A B A B, and stored after each value in ``results/curves-PART.json``; a run that is cut
-off goes on where it stopped, with ``--work FOLDER`` without converting and choosing again. All parts together take about
-``--minutes``, which they share evenly; each measures one value at least. Pictures are written to docs/pictures and need
-matplotlib; docs/performance.md shows them, and the tables of `serving.py decode start`.
+off goes on where it stopped, with ``--work FOLDER`` without converting and choosing again. All parts together take
+about ``--minutes``, which they share evenly; each measures one value at least. Pictures are written to docs/pictures
+and need matplotlib; docs/performance.md shows them, and the tables of `serving.py decode start`.
 """
 
 from __future__ import annotations
