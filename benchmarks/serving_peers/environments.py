@@ -133,7 +133,9 @@ def build_llama(source: str, target: Path, call: Any) -> None:
         code = next(build.glob("*/llama.cpp"))
         off = [f"-DLLAMA_{part}=OFF" for part in ("BUILD_TESTS", "BUILD_EXAMPLES", "BUILD_TOOLS", "BUILD_SERVER")]
         off += ["-DLLAMA_BUILD_COMMON=OFF", "-DLLAMA_CURL=OFF"]
-        options = ["-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", *off]
+        # The libraries find each other in the folder that they are copied to.
+        rpath = ["-DCMAKE_INSTALL_RPATH=$ORIGIN", "-DCMAKE_BUILD_WITH_INSTALL_RPATH=ON"]
+        options = ["-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", *rpath, *off]
         call("cmake", "-S", str(code), "-B", str(build / "build"), *options)
         call("cmake", "--build", str(build / "build"), "--target", "llama", "-j", str(os.cpu_count() or 1))
         libraries = target / "lib"
