@@ -231,8 +231,7 @@ def measure_starts(bench: Bench, peers: Sequence[str], repeats: int, part: Part)
 def starts_of(bench: Bench, name: str) -> dict[str, StartTimes]:
     """By the name of a curve, one start; of ours two."""
     variant = variants_of(name, UNQUANTIZED)[0]
-    chosen = QUICK.get(name, {}) | ({"grow": True} if name == OURS else {})
-    system = bench.system(variant, **chosen).with_environment(bench.fresh_caches(name))
+    system = bench.start_system(variant)
     prompt_ids, found = ids_of(bench, PROMPT_LEN, "start"), {}
     for which in ("first start", "second start"):
         start = measure_start(system, prompt_ids, bench.scratch / "start.log", bench.options.timeout_s)

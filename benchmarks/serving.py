@@ -110,8 +110,7 @@ def run_start(bench: Bench) -> None:
         if turn and not bench.has_time:
             break
         for variant in variants:
-            chosen = QUICK.get(variant.system, {}) | ({"grow": True} if variant.system == OURS else {})
-            system = bench.system(variant, **chosen).with_environment(bench.fresh_caches(variant.system))
+            system = bench.start_system(variant)
             for which in ("first start", "second start"):
                 start = measure_start(system, prompt_ids, bench.scratch / "start.log", bench.options.timeout_s)
                 note(f"{which}, {variant.name}: {start.first_token_s:.2f} s, {start.peak_bytes / 1e9:.2f} GB")
@@ -251,10 +250,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"{', '.join(sorted(idle))}: expected peers of {', '.join(options.commands)}, leave them out")
     options.environments = None if options.environments is None else options.environments.resolve()
     options.system_options = dict(options.options)
+    options.quick = {}  # of systems while they serve
     if options.smoke:
         options.batch, options.rate, options.repeats, options.warm_up = [1, 3], [50.0, math.inf], 1, 1
-        for name, quick in QUICK.items():
-            options.system_options.setdefault(name, quick)
+        options.quick = QUICK
     lengths = [each for each in (options.prompt_len, options.new_tokens) if each is not None]
     counts = [options.repeats, options.kv_cache_gib, *options.batch, *lengths]
     if min(counts) < 1 or options.warm_up < 0 or min(options.rate) <= 0:

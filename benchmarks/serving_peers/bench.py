@@ -112,6 +112,12 @@ class Bench:
         packages = environments / kind.environment
         return System(variant.system, kind.module, base_python(), settings, self._variables(variant), packages)
 
+    def start_system(self, variant: Variant) -> System:
+        """How to start `variant` for one request, with empty folders for what it stores on disk."""
+        chosen = {} if variant.system == OURS else QUICK.get(variant.system, {})
+        system = self.system(variant, **chosen).with_environment(self.fresh_caches(variant.system))
+        return dataclasses.replace(system, module="ours_start") if variant.system == OURS else system
+
     def _variables(self, variant: Variant) -> dict[str, str]:
         if variant.system != "vllm":
             return {}
@@ -170,7 +176,7 @@ class Bench:
         with contextlib.ExitStack() as stack:
             workers: dict[str, Worker] = {}
             for name, variant in variants.items():
-                chosen = {"front": front} if name == "vllm" else {}
+                chosen = self.options.quick.get(name, {}) | ({"front": front} if name == "vllm" else {})
                 workers[name] = stack.enter_context(self.start(self.system(variant, **chosen)))
             yield workers
             for name, worker in workers.items():

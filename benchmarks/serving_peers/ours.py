@@ -19,8 +19,7 @@ from torchax_serve.entrypoints.served_model import ServedModel
 
 OF_ENGINE = ("max_num_seqs", "max_num_batched_tokens", "page_size", "max_num_steps", "max_decode_slowdown")
 OF_SERVE = ("dtype", "quantization")
-# warm_up: compile all programs before the first request; grow: let the engine choose the size of its cache.
-OPTIONS = (*OF_ENGINE, *OF_SERVE, "warm_up", "grow")
+OPTIONS = (*OF_ENGINE, *OF_SERVE, "warm_up")  # the last: compile all programs before the first request
 
 
 async def run_requests(model: ServedModel, job: Job) -> RequestGate:
@@ -82,9 +81,8 @@ def main() -> None:
     output = own_output()
     settings = settings_of_process(*OPTIONS)
     chosen: dict[str, Any] = settings.options
-    cache_bytes = None if chosen.get("grow") else settings.kv_cache_bytes
     of_engine = {name: chosen[name] for name in OF_ENGINE if name in chosen}
-    options = EngineOptions(max_model_len=settings.max_len, kv_cache_memory_bytes=cache_bytes, **of_engine)
+    options = EngineOptions(max_model_len=settings.max_len, kv_cache_memory_bytes=settings.kv_cache_bytes, **of_engine)
     token_bytes = settings.kv_token_bytes * (2 if chosen.get("dtype") == "float32" else 1)
     of_serve = {name: chosen[name] for name in OF_SERVE if name in chosen}
     with serve(settings.folder, engine=options, **of_serve) as model:
