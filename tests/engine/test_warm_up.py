@@ -94,8 +94,6 @@ def test_first_uses_in_traffic_compile_nothing(engine):
             assert compiled == [], name
         together = [engine.submit(request(**options)) for options in FIRST_USES.values()]
         parent = engine.submit(request(max_new_tokens=30, temperature=1.0))
-        forks = [
-            engine.submit(request(max_new_tokens=9, temperature=1.0, fork_of=parent.request_id)) for _ in range(3)
-        ]
+        forks = [engine.submit(request(max_new_tokens=9, temperature=1.0, fork_of=parent.request_id)) for _ in range(3)]
         assert all(handle.result() for handle in (*together, parent, *forks, *running))
     assert compiled == []

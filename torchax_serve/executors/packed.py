@@ -93,6 +93,7 @@ class PackedExecutor:
         elif skips_equal_rows():  # padding, that is: what remains of its cost lies between elements of other sizes
             steps = token_buckets(token_budget, 2, steps[-1])
         self._token_buckets = steps
+        self._min_scored_tokens = min(steps[-1], MAX_WARM_SCORED_TOKENS)
         self.limits = ExecutorLimits(max_num_seqs=num_slots, fused_decode_steps=max_num_steps, token_buckets=costs)
         compiled = functools.partial(CachedFunction, programs, facts=program.trace_facts, recall=program.restore_facts)
         self._known_specs: dict[tuple[int, bool, bool], PackedStepSpec] = {}
@@ -117,11 +118,7 @@ class PackedExecutor:
     ) -> tuple[jax.Array, tuple[Pool, ...]]:
         """Computes logits [num_slots, vocab] (or [T, vocab]) in the model's dtype, and the pools."""
         logits, pools = self._forward(weights, pools, spec.unpack(numbers, last_tokens), spec)
-        return logits if spec.layout.all_logits else self._of_all_slots(logits), pools
-
-    def _of_all_slots(self, logits: jax.Array) -> jax.Array:
-        """Returns logits [S, vocab] with rows of zeros up to the number of slots, which the sampler's programs take."""
-        return jnp.pad(logits, ((0, self._num_slots - len(logits)), (0, 0)))
+        return logits if spec.layout.all_logits else _with_rows(logits, self._num_slots), pools
 
     def _decode(
         self,
@@ -162,7 +159,7 @@ class PackedExecutor:
         logits = jnp.zeros(shape.shape, shape.dtype)
         tokens = jnp.zeros((spec.max_num_steps, spec.packed.num_rows), jnp.int32)
         logits, tokens, pools, state = jax.lax.fori_loop(0, num_steps, step, (logits, tokens, pools, state))
-        return (self._of_all_slots(logits), tokens), pools, state
+        return (_with_rows(logits, self._num_slots), tokens), pools, state
 
     def run_decode(self, plan: StepPlan, sampler: Sampler) -> jax.Array | None:
         """Implements `Executor.run_decode`."""
@@ -230,7 +227,7 @@ class PackedExecutor:
             return self._decode_logits(spec, last_tokens, spec.pack(rows, tables, ahead=ahead))
         num_tokens = sum(row.num_tokens for row in rows)
         if all_logits:
-            num_tokens = max(num_tokens, self._num_scored_tokens)
+            num_tokens = max(num_tokens, self._min_scored_tokens)
         step = self._spec_of(bucket_for(self._token_buckets, num_tokens), all_logits=all_logits)
         args = (self._weights, self.cache.pools, last_tokens, step.pack(rows, tables, ahead))
         logits, self.cache.pools = self._program_of(self._step, step, args)(*args)
@@ -259,11 +256,6 @@ class PackedExecutor:
         if self._program.rope is not None and any(row.rope_len > row.context_len + 1 for row in rows):
             return False
         return all(row.num_tokens == 1 for row in rows)
-
-    @property
-    def _num_scored_tokens(self) -> int:
-        """Smallest number of tokens that a step with log-probabilities of prompts is padded to."""
-        return min(self._token_buckets[-1], MAX_WARM_SCORED_TOKENS)
 
     def _spec_of(self, num_tokens: int, *, is_decode: bool = False, all_logits: bool = False) -> PackedStepSpec:
         """Returns the spec of a step with `num_tokens` tokens, a bucket; no more rows than tokens."""
@@ -323,9 +315,8 @@ class PackedExecutor:
         """Implements `Executor.warm_up`; every step runs without rows."""
         for num_tokens in self._token_buckets:
             logits = self._run_idle(self._spec_of(num_tokens), sampler)
-        sampler.warm_up(logits)
-        scored = self._spec_of(bucket_for(self._token_buckets, self._num_scored_tokens), all_logits=True)
-        sampler.warm_up_prompts(self._run_idle(scored, sampler), self._num_slots)
+        scored = self._spec_of(bucket_for(self._token_buckets, self._min_scored_tokens), all_logits=True)
+        sampler.warm_up(logits, self._run_idle(scored, sampler))
         for num_rows in self._decode_buckets:
             spec = self._decode_spec(num_rows)
             self._decode_logits(spec, sampler.last_tokens, np.zeros(spec.size, np.int32))
@@ -336,6 +327,11 @@ class PackedExecutor:
         args = (self._weights, self.cache.pools, sampler.last_tokens, np.zeros(spec.size, np.int32))
         logits, self.cache.pools = self._step(*args, spec=spec)
         return logits
+
+
+def _with_rows(logits: jax.Array, num_rows: int) -> jax.Array:
+    """Returns logits [S, vocab] with rows of zeros behind them, [num_rows, vocab]."""
+    return jnp.pad(logits, ((0, num_rows - len(logits)), (0, 0)))
 
 
 class _TracedFunction:

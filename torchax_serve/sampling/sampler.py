@@ -209,8 +209,10 @@ class Sampler:
         )
         return found
 
-    def warm_up(self, logits: jax.Array) -> None:
+    def warm_up(self, logits: jax.Array, prompt_logits: jax.Array | None = None) -> None:
         """Compiles every program for logits of this shape [n, vocab], dtype and sharding.
+
+        Those of prompts are [T, vocab]; None: no program for them.
 
         Tables and history exist meanwhile (`sampler_table_bytes`).
         """
@@ -223,10 +225,9 @@ class Sampler:
             self.state = dataclasses.replace(self.state, tables=None, history=None)
         self.logprobs(logits, sampled.tokens, 0, 0)
         mask_logits(logits, np.zeros((0, -(-self._vocab_size // 32)), np.int32))
-
-    def warm_up_prompts(self, logits: jax.Array, num_rows: int) -> None:
-        """Compiles `prompt_logprobs` for logits of this shape [T, vocab] and a number of rows."""
-        self.prompt_logprobs(logits, np.zeros(len(logits), np.int32), np.zeros(num_rows, np.int32), 0, 0)
+        if prompt_logits is not None:
+            following, last = (np.zeros(len(array), np.int32) for array in (prompt_logits, logits))
+            self.prompt_logprobs(prompt_logits, following, last, 0, 0)
 
     def _run(self, level: Level, options: RowOptions, logits: jax.Array) -> Sampled:
         if level == "history":
