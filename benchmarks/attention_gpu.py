@@ -2,6 +2,9 @@
 
     python benchmarks/attention_gpu.py --batch 1 8 64 --context 2048 8192 --prompt 2048 8192 --out results.json
 
+``--variants`` measures the kernels for Hopper with other constants, too: ``mosaic_prefill.MAX_KEYS=64``. Several with
+commas between them are one variant.
+
 Each number is the median time of one layer over interleaved repetitions of a program of several layers with separate
 caches, which together are larger than the GPU's L2 cache. Torch gets dense keys and values of the same lengths, and
 writes nothing. The peaks are measured in the same run: a copy within the device's memory, counting bytes read and
@@ -9,12 +12,15 @@ written, and a large product in bfloat16.
 """
 
 import argparse
+import ast
+import contextlib
 import functools
 import json
 import os
 import statistics
 import subprocess
 import time
+import unittest.mock
 from pathlib import Path
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch shares the device
@@ -68,7 +74,17 @@ def peaks():
     return 2 * source.nbytes / found["copy"], 2 * side**3 / found["product"]
 
 
-def programs(op, implementation, q, pools, arrays, scale):
+@contextlib.contextmanager
+def constants(variant):
+    """Sets constants of modules, ``module.NAME=value``."""
+    with contextlib.ExitStack() as stack:
+        for each in variant.split(",") if variant else ():
+            place, value = each.split("=")
+            stack.enter_context(unittest.mock.patch(f"model_adapters.ops.gpu.{place}", ast.literal_eval(value)))
+        yield
+
+
+def programs(op, implementation, q, pools, arrays, scale, variant=""):
     """Runs the op on all layers in one program that is given their pools."""
 
     def layers(q, pools):
@@ -82,7 +98,7 @@ def programs(op, implementation, q, pools, arrays, scale):
 
     def step():
         if not state:  # compiled in the first call, so that a failure is that of this implementation
-            with use(op.__name__, implementation):
+            with use(op.__name__, implementation), constants(variant):
                 program = jax.jit(layers, donate_argnums=1).lower(q, pools).compile()
             state.extend((program, jax.jit(lambda pools: [pool + 0 for pool in pools])(pools)))
         out, state[1] = state[0](q, state[1])
@@ -120,14 +136,21 @@ def sdpa(args, batch, num_queries, context):
     return synchronized(step)
 
 
+def implementations(args, op, *arrays):
+    """Steps of each implementation and of each variant of the kernels for Hopper."""
+    made = {name: programs(op, name, *arrays, args.dim**-0.5) for name in args.implementations}
+    for variant in args.variants:
+        made[variant] = programs(op, "gpu-mosaic", *arrays, args.dim**-0.5, variant)
+    return made
+
+
 def decode_steps(args, batch, context):
     """A decode step of each implementation."""
     q = normal(1, batch, args.heads, args.dim)
     k, v = (normal(seed, batch, args.kv_heads, args.dim) for seed in (2, 3))
     pools, table = pages_of(args, batch, context)
     arrays = (k, v, table, jnp.full((batch,), context, jnp.int32), jnp.zeros((batch,), jnp.int32))
-    scale = args.dim**-0.5
-    made = {name: programs(decode_attention, name, q, pools, arrays, scale) for name in args.implementations}
+    made = implementations(args, decode_attention, q, pools, arrays)
     return {**made, "torch SDPA, dense": sdpa(args, batch, 1, context)}
 
 
@@ -137,7 +160,7 @@ def prefill_steps(args, length):
     k, v = (normal(seed, length, args.kv_heads, args.dim) for seed in (2, 3))
     pools, table = pages_of(args, 1, length)
     arrays = (k, v, table, jnp.full((1,), length, jnp.int32), jnp.asarray([0, length], jnp.int32))
-    made = {"gpu-triton": programs(paged_attention, "gpu-triton", q, pools, arrays, args.dim**-0.5)}
+    made = implementations(args, paged_attention, q, pools, arrays)
     return {**made, "torch SDPA, dense": sdpa(args, 1, length, length)}
 
 
@@ -167,6 +190,7 @@ def main():
     parser.add_argument("--context", type=int, nargs="*", default=[2048, 8192])
     parser.add_argument("--prompt", type=int, nargs="*", default=[2048, 8192])
     parser.add_argument("--implementations", nargs="+", default=["gpu-triton", "gpu-mosaic"])
+    parser.add_argument("--variants", nargs="*", default=[])
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--dim", type=int, default=128)

@@ -5,7 +5,7 @@ import pytest
 import torch
 import transformers
 from paged_oracle import paged_case
-from test_gpu_kernels import LONG, check_decode
+from test_gpu_kernels import LONG, MIXED, check_decode, check_ragged
 
 from torchax_serve import EngineOptions, SamplingParams, serve, to_jax
 
@@ -26,6 +26,23 @@ TEXTS = ("Hello", "3 + 4 =", "The", "What is 2 + 5?", "one two three", "A", "Cou
 )
 def test_mosaic_decode(shape):
     check_decode(paged_case(**LONG, **{"dtype": "bfloat16", **shape}), implementation="gpu-mosaic")
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"dim": 64, "page": 16, "sinks": True, "padding": 5},
+        {"dim": 128, "value_dim": 64, "page": 64, "window": 70, "group": 3, "spare": 64},
+        {"dim": 64, "page": 128, "softcap": 5.0, "dtype": "float16", "heads": 1, "group": 8},
+        {"dim": 128, "page": 64, "group": 4, "window": 300, "q_lens": (0, 1, 300, 77), "kv_lens": (0, 700, 901, 77)},
+        {"dim": 192, "value_dim": 128, "page": 32, "group": 1, "q_lens": (500, 130), "kv_lens": (500, 650)},
+        {"dim": 256, "page": 64, "group": 2, "q_lens": (1, 256, 3), "kv_lens": (513, 256, 260)},
+        {"dim": 128, "page": 64, "group": 4, "q_lens": (1100,), "kv_lens": (1100,)},
+    ],
+    ids=lambda shape: "-".join(f"{k}={v}" for k, v in shape.items() if not isinstance(v, tuple)),
+)
+def test_mosaic_prefill(shape):
+    check_ragged(paged_case(**{**MIXED, "dtype": "bfloat16", **shape}), implementation="gpu-mosaic")
 
 
 @pytest.fixture(scope="module")
