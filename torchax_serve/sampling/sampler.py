@@ -130,7 +130,8 @@ class Sampler:
         """Makes empty tables and an empty history if there are none."""
         if self.state.tables is None:
             shape = (self._num_slots, self._vocab_size)
-            tables: Any = SamplerTables(**{name: np.zeros(shape, dtype) for name, dtype in _TABLE_DTYPES.items()})
+            arrays: dict[str, Any] = {name: np.zeros(shape, dtype) for name, dtype in _TABLE_DTYPES.items()}
+            tables = SamplerTables(**arrays)
             made = jax.device_put((tables, empty_history(self._num_slots, self._max_len)), self._sharding)
             self.state = dataclasses.replace(self.state, tables=made[0], history=made[1])
 
