@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from model_adapters.errors import TorchaxServeError
-from model_adapters.program.trace_context import programs_run
+from model_adapters.jax_settings import programs_run
 
 logger = logging.getLogger("torchax_serve")
 

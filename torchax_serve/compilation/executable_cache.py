@@ -29,16 +29,11 @@ from typing import Any, TypeVar
 import jax
 from jax.experimental import serialize_executable
 
-import model_adapters
-import pytree_registry
-import sharding_rules
-import torchax_serve
 from model_adapters.disk_cache import SealedFolder
+from model_adapters.jax_settings import programs_run
 from model_adapters.ops import registry
 from model_adapters.ops.compressed_weight import Weights
 from model_adapters.ops.cpu import build, ffi
-from model_adapters.program.module_hooks import errors_of_hooks
-from model_adapters.program.trace_context import programs_run, torch_promotion
 from torchax_serve.compilation import gc_pause, jax_cache
 from torchax_serve.compilation.background import BackgroundCompiler
 from torchax_serve.compilation.cache_folders import EVICTOR
@@ -123,7 +118,7 @@ class ExecutableCache:
 
     def _file_of(self, name: str, described: str) -> Path:
         assert self.folder is not None
-        digest = hashlib.sha256(f"{self.identity}\n{_environment()}\n{name}\n{described}".encode()).hexdigest()
+        digest = hashlib.sha256(f"{self.identity}\n{environment()}\n{name}\n{described}".encode()).hexdigest()
         return self.folder / f"{name}-{digest[:40]}"
 
     def read(self, path: Path) -> tuple[Any, dict[str, Any]] | None:
@@ -235,6 +230,9 @@ class CachedFunction:
     def __call__(self, weights: Weights, *args: Any, spec: Any) -> Any:
         """Runs the program of these arguments, compiled at the first call of their kind."""
         if self._is_uncompiled():
+            from model_adapters.program.module_hooks import errors_of_hooks
+            from model_adapters.program.trace_context import torch_promotion
+
             with errors_of_hooks(), torch_promotion():
                 return self._function(weights, *args, spec=spec)
         with programs_run():
@@ -312,6 +310,8 @@ class CachedFunction:
         """
 
         def traced(weights: Any, *args: Any) -> Any:
+            from model_adapters.program.trace_context import torch_promotion  # tracing needs torch, running does not
+
             self._cache.num_traces[self.name] += 1
             with torch_promotion():
                 return adapt(self._function(weights, *args, spec=spec))
@@ -332,7 +332,8 @@ def _devices() -> list[jax.Device]:
     return [device] if isinstance(device, jax.Device) else jax.devices()[:1]
 
 
-PACKAGES = (model_adapters, pytree_registry, sharding_rules, torchax_serve)
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("model_adapters", "pytree_registry", "sharding_rules", "torchax_serve")
 NOT_TRACED = ("bench", "cli", "distributed/ray", "parity", "planning", "text")
 """Parts of `torchax_serve` that programs do not depend on: an edit there leaves them valid.
 
@@ -357,13 +358,13 @@ def program_source_digest() -> str:
 def _digest_of(left_out: Sequence[str]) -> str:
     digest = hashlib.sha256()
     for package in PACKAGES:
-        root = Path(package.__path__[0])
+        root = ROOT / package
         for file in sorted(root.rglob("*")):
             name = file.relative_to(root).as_posix()
-            if package.__name__ == "torchax_serve" and any(f"{name}/".startswith(f"{each}/") for each in left_out):
+            if package == "torchax_serve" and any(f"{name}/".startswith(f"{each}/") for each in left_out):
                 continue
             if file.suffix in (".py", ".cc", ".h"):
-                digest.update(f"{package.__name__}/{name}\0".encode() + file.read_bytes())
+                digest.update(f"{package}/{name}\0".encode() + file.read_bytes())
     return digest.hexdigest()
 
 
@@ -379,7 +380,7 @@ def installed_versions() -> str:
     return _installed(source_digest())
 
 
-def _environment() -> str:
+def environment() -> str:
     """Returns everything outside of model and arguments that a program depends on."""
     settings = {k: v for k, v in jax.config.values.items() if "cache" not in k and "log" not in k}
     device = _devices()[0]

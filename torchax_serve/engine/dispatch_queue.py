@@ -38,6 +38,11 @@ class DispatchQueue:
     def __iter__(self) -> Iterator[InFlightStep]:
         return (each.step for each in self._queue)
 
+    @property
+    def is_timed(self) -> bool:
+        """Whether the newest step, if there is one, needed no program that was compiled or loaded for it."""
+        return not self._queue or self._queue[-1].is_timed
+
     def push(self, step: InFlightStep, expected_s: float, is_timed: bool) -> None:
         """Adds a step that has just been dispatched."""
         self._queue.append(QueuedStep(step, time.monotonic(), expected_s, is_timed))

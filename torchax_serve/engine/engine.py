@@ -14,8 +14,8 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 
 from model_adapters.errors import QueueFullError, TorchaxServeError
+from model_adapters.jax_settings import programs_run
 from model_adapters.loading.progress import Progress
-from model_adapters.program.trace_context import programs_run
 from torchax_serve.engine.dispatch_queue import DispatchQueue
 from torchax_serve.engine.masked_requests import MaskedRequests
 from torchax_serve.engine.model_runner import InFlightStep, ModelRunner
@@ -75,8 +75,7 @@ class Engine:
         self._ids: Iterator[RequestId] = itertools.count() if ids is None else ids
         self._closed: str | None = None  # why, once it is
         self._rate: collections.deque[tuple[float, int]] = collections.deque(maxlen=512)
-        self._num_steps = 0
-        self._wait_s = self._busy_s = 0.0
+        self._num_steps, self._wait_s, self._busy_s = 0, 0.0, 0.0
         self.check_integrity = False  # after every step: for tests
         queued, sent = self._commands, self._dispatched
         self.progress = ProgressClock(lambda: bool(self._num_entering or queued or sent or len(scheduler)))
@@ -278,7 +277,8 @@ class Engine:
             self._execute(plan)
             self.progress.moved()
         self._output_processor.deliver(self._scheduler.pop_finished())
-        most = MAX_IN_FLIGHT if self._runner.runs_ahead else 1
+        # A step whose program was new is read at once: loading the next one's would hold up its tokens.
+        most = MAX_IN_FLIGHT if self._runner.runs_ahead and self._dispatched.is_timed else 1
         if len(self._dispatched) >= most or (plan is None and self._dispatched):
             self._output_processor.notify_async_readers()  # of what has ended: the device may compute for a while
             self._retire_oldest()

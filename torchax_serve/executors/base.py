@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import numpy as np
 
 from model_adapters.errors import InvalidArgumentError
-from model_adapters.sharding.model_sharding import ModelSharding
 from torchax_serve.compilation.background import CompileTask
 from torchax_serve.executors.request_input import RequestInput
 from torchax_serve.kv_cache.pools import PagedCache
 from torchax_serve.sampling.sampler import Sampler
 from torchax_serve.sampling.types import Logprobs, Sampled
 from torchax_serve.scheduler import PageCopy, PlanRow, StepPlan
+
+if TYPE_CHECKING:
+    from model_adapters.sharding.model_sharding import ModelSharding
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

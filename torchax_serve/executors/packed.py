@@ -9,21 +9,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex
 
-from model_adapters.bridge.host_arrays import to_device
-from model_adapters.caches.paged_cache import PackedBatch, Pool
+from model_adapters.caches.packed_batch import PackedBatch, Pool
+from model_adapters.device_arrays import to_device
 from model_adapters.ops import registry
 from model_adapters.ops.compressed_weight import Weights
 from model_adapters.ops.cpu.ffi import batch_invariant
 from model_adapters.ops.linear import skips_equal_rows
-from model_adapters.program.model_program import ModelProgram
-from model_adapters.program.packed_forward import forward_packed
 from torchax_serve.buckets import bucket_sizes, token_buckets
 from torchax_serve.compilation.background import CompileTask
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
@@ -43,6 +41,9 @@ from torchax_serve.sampling.sampler import Sampler, default_sharding
 from torchax_serve.sampling.slot_params import SlotParams
 from torchax_serve.sampling.types import RowOptions, SamplerSpec, SamplerState
 from torchax_serve.scheduler import PlanRow, StepPlan
+
+if TYPE_CHECKING:
+    from model_adapters.program.model_program import ModelProgram
 
 SMALLEST_DECODE_BUCKET = 4
 """Rows of a decode step that cost what one costs: the weights are read once for all of them."""
@@ -118,6 +119,8 @@ class PackedExecutor:
     def _forward(
         self, weights: Weights, pools: tuple[Pool, ...], batch: PackedBatch, spec: PackedStepSpec
     ) -> tuple[jax.Array, tuple[Pool, ...]]:
+        from model_adapters.program.packed_forward import forward_packed  # tracing needs torch, running does not
+
         with batch_invariant(spec.batch_invariant):
             return forward_packed(self._program, weights, pools, batch, spec.layout)
 

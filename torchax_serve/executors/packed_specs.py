@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from model_adapters.caches.paged_cache import PagedLayout
+from model_adapters.caches.packed_batch import PagedLayout
 from torchax_serve.buckets import bucket_for
 from torchax_serve.executors.step_inputs import FusedDecodeSpec, PackedStepSpec
 from torchax_serve.scheduler import PlanRow

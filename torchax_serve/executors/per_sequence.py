@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from model_adapters.bridge.host_arrays import to_device
+from model_adapters.device_arrays import to_device
 from model_adapters.ops.compressed_weight import Weights
 from torchax_serve.compilation.background import CompileTask, abstract
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
