@@ -99,7 +99,7 @@ def test_the_warm_up_tells_its_progress_can_be_ended_and_goes_on():
         model.engine.warm_up(progress)
         num_tasks = len(list(model.engine._runner.compile_tasks()))
         assert progress.stages == [("compiling programs", num_tasks, "items")]
-        assert progress.done == num_tasks > 5
+        assert progress.done == num_tasks > 1
         before = model.engine.stats().num_programs
         assert model.engine.submit(request(PROMPT, 13)).result() == expected_tokens("llama", PROMPT, 13)
         assert model.engine.stats().num_programs == before

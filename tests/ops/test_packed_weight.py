@@ -162,3 +162,13 @@ def test_a_weight_is_known_by_itself_and_in_its_trace_alone():
 def test_no_rows_are_no_rows():
     weights = {"a": compress_weight(jnp.asarray(normal(1, 64, 48))), "b": jnp.asarray(normal(2, 32, 48))}
     assert products(weights, jnp.zeros((0, 48), jnp.bfloat16))[0].shape == (0, 64)
+
+
+@pytest.mark.parametrize(("rows", "first_equal"), [(4, 1), (16, 5), (70, 20)])
+def test_equal_rows_at_the_end_give_the_bits_of_one(rows, first_equal):
+    weight, x = normal(1, 64, 1032), normal(2, rows, 1032)
+    groups, index = map(jnp.asarray, compress.pack(weight))
+    x[first_equal:] = x[first_equal]
+    out = ffi.packed_linear(jnp.asarray(x), groups, index, None)
+    one_by_one = [ffi.packed_linear(jnp.asarray(row[None]), groups, index, None)[0] for row in x]
+    np.testing.assert_array_equal(bits(out), bits(jnp.stack(one_by_one)))

@@ -15,7 +15,6 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from transformers import PreTrainedModel
 
-from model_adapters.loading.progress import Progress
 from model_adapters.ops.compressed_weight import Weight
 from model_adapters.sharding.model_sharding import ModelSharding
 from torchax_serve.compilation.executable_cache import ExecutableCache
@@ -29,6 +28,7 @@ from torchax_serve.outputs import EngineStats
 from torchax_serve.runtime.model_runtime import ModelRuntime
 
 if TYPE_CHECKING:
+    from model_adapters.loading.progress import Progress
     from torchax_serve.compilation.launchers import Launcher
 
 

@@ -12,10 +12,10 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from model_adapters.errors import QueueFullError, TorchaxServeError
 from model_adapters.jax_settings import programs_run
-from model_adapters.loading.progress import Progress
 from torchax_serve.engine.dispatch_queue import DispatchQueue
 from torchax_serve.engine.masked_requests import MaskedRequests
 from torchax_serve.engine.model_runner import InFlightStep, ModelRunner
@@ -28,6 +28,9 @@ from torchax_serve.executors.request_input import SequenceEnded
 from torchax_serve.outputs import EngineStats, FinishReason
 from torchax_serve.scheduler import RequestId, RowResult, Scheduler, StepPlan
 from torchax_serve.validation.owner_process import OwnerProcess
+
+if TYPE_CHECKING:
+    from model_adapters.loading.progress import Progress
 
 logger = logging.getLogger("torchax_serve")
 

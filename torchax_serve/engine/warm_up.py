@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from model_adapters.errors import TorchaxServeError
-from model_adapters.loading.progress import Progress, SilentProgress
 from torchax_serve.compilation.background import compile_all
 from torchax_serve.engine.model_runner import ModelRunner
+
+if TYPE_CHECKING:
+    from model_adapters.loading.progress import Advance, Progress
 
 CLOSED = "expected an open model, this one is closed"
 
@@ -38,7 +42,12 @@ def warm_up(
         return None if close_reason() is None else f"a closed engine ({close_reason()})"
 
     tasks = list(runner.compile_tasks())
-    with (progress or SilentProgress()).stage("compiling programs", len(tasks), "items") as advance:
+    shown: contextlib.AbstractContextManager[Advance] = (
+        contextlib.nullcontext(lambda number: None)
+        if progress is None
+        else progress.stage("compiling programs", len(tasks), "items")
+    )
+    with shown as advance:
         compile_all(tasks, advance, check_open)
         _call(run_on_engine_thread, runner.warm_up)
 

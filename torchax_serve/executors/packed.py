@@ -134,11 +134,7 @@ class PackedExecutor:
     ) -> tuple[jax.Array, tuple[Pool, ...]]:
         """Computes logits [num_slots, vocab] (or [T, vocab]) in the model's dtype, and the pools."""
         logits, pools = self._forward(weights, pools, spec.unpack(numbers, last_tokens), spec)
-        return logits if spec.layout.all_logits else self._of_all_slots(logits), pools
-
-    def _of_all_slots(self, logits: jax.Array) -> jax.Array:
-        """Returns logits [S, vocab] with rows of zeros up to the number of slots, which the sampler's programs take."""
-        return jnp.pad(logits, ((0, self._num_slots - len(logits)), (0, 0)))
+        return logits if spec.layout.all_logits else _with_rows(logits, self._num_slots), pools
 
     def _decode(
         self,
@@ -179,7 +175,7 @@ class PackedExecutor:
         logits = jnp.zeros(shape.shape, shape.dtype)
         tokens = jnp.zeros((spec.max_num_steps, spec.packed.num_rows), jnp.int32)
         logits, tokens, pools, state = jax.lax.fori_loop(0, num_steps, step, (logits, tokens, pools, state))
-        return (self._of_all_slots(logits), tokens), pools, state
+        return (_with_rows(logits, self._num_slots), tokens), pools, state
 
     def run_decode(self, plan: StepPlan, sampler: Sampler) -> jax.Array | None:
         """Implements `Executor.run_decode`."""
@@ -344,6 +340,11 @@ class PackedExecutor:
                 for task in tasks(results):
                     task.compile()
         self.cache.warm_up()
+
+
+def _with_rows(logits: jax.Array, num_rows: int) -> jax.Array:
+    """Returns logits [S, vocab] with rows of zeros behind them, [num_rows, vocab]."""
+    return jnp.pad(logits, ((0, num_rows - len(logits)), (0, 0)))
 
 
 class _TracedFunction:

@@ -245,8 +245,10 @@ class Sampler:
         yield task(self._logprobs, logits, tokens, np.bool_(False), np.int32(0))
         words = np.zeros((0, -(-self._vocab_size // 32)), np.int32)
         zeros = functools.partial(np.zeros, logits.shape, logits.dtype)
-        masked = functools.partial(lambda: mask_logits(jax.device_put(zeros(), self._sharding), words))
-        yield CompileTask(("mask", logits.shape, logits.dtype), masked)
+        yield CompileTask(
+            ("mask", logits.shape, logits.dtype),
+            lambda: mask_logits(jax.device_put(zeros(), self._sharding), words),
+        )
 
     def compile_tasks_of_prompts(self, like: Any) -> Iterator[CompileTask]:
         """Yields `prompt_logprobs` for logits of the shape [T, vocab] and dtype of `like`."""
