@@ -193,6 +193,8 @@ def test_several_steps_in_one_dispatch_give_the_same_tokens(options):
         model, sent = many.engine._runner._executor, []
         decode = model.decode
         model.decode = lambda *args: sent.append(args[4]) or decode(*args)
+        many.engine.submit(request(prompts[0], 13, 9, **drawn)).result()  # in single steps, until the program is there
+        model._steps._background.wait()
         tickets = [[m.engine.submit(request(p, 13, 9, **drawn)) for p in prompts] for m in (many, one)]
         greedy = many.engine.submit(request(prompts[0], 13))
         assert [t.result() for t in tickets[0]] == [t.result() for t in tickets[1]]

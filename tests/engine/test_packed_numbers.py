@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model_adapters.caches.paged_cache import PagedLayout
+from model_adapters.caches.packed_batch import PagedLayout
 from torchax_serve.executors.step_inputs import SAMPLED_ON_DEVICE, FusedDecodeSpec, PackedStepSpec
 from torchax_serve.scheduler import PlanRow
 

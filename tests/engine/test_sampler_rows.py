@@ -359,7 +359,8 @@ def test_warm_up_compiles_all_that_traffic_needs(caplog):
     vocab_size, num_rows = 100, 4
     device = jax.devices()[0]  # logits belong to the device that the weights are on
     sampler = Sampler(num_rows, vocab_size, max_len=128)
-    sampler.warm_up(jax.device_put(np.zeros((num_rows, vocab_size), np.float32), device))
+    for task in sampler.compile_tasks(jax.ShapeDtypeStruct((num_rows, vocab_size), np.float32)):
+        task.compile()
     assert sampler.state.tables is None
     assert sampler.num_traces == 4, "three to sample, one for log-probabilities"
     rng, cases = np.random.default_rng(0), [*CASES, {"no_repeat_ngram_size": 2}, {"bad_words_ids": [[4, 5]]}]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ops_oracle import assert_close
 
 from model_adapters.ops import linear, registry, use
-from model_adapters.ops.compressed_weight import compress_weight, compressed_of, substituted
+from model_adapters.ops.compressed_weight import compress_weight, compressed_of, substituted, take_compressed_rows
 from model_adapters.ops.cpu import compress, ffi
 
 REASON = ffi.packing_unsupported_reason()
@@ -53,6 +53,17 @@ def test_every_bit_comes_back_of_three_quarters_of_the_bytes(n, k):
     np.testing.assert_array_equal(bits(ffi.unpack(jnp.asarray(groups), jnp.asarray(index))), bits(weight))
     if weight.nbytes > 1 << 16:
         assert groups.nbytes + index.nbytes < 0.77 * weight.nbytes
+
+
+@pytest.mark.parametrize(("n", "k"), [(16, 8), (48, 40), (160, 4104)])
+def test_rows_are_those_of_the_weight(n, k):
+    weight = normal(n + k, n, k)
+    packed = compress_weight(jnp.asarray(weight))
+    ids = np.random.default_rng(n).integers(0, n, (3, 7))
+    np.testing.assert_array_equal(bits(take_compressed_rows(packed, jnp.asarray(ids))), bits(weight[ids]))
+    outside = take_compressed_rows(packed, jnp.array([-1, n, n + 99, 2**31 - 1]))
+    np.testing.assert_array_equal(bits(outside), bits(weight[[0, n - 1, n - 1, n - 1]]))
+    assert take_compressed_rows(packed, jnp.zeros((0,), jnp.int32)).shape == (0, k)
 
 
 @given(seed=st.integers(0, 2**32 - 1), blocks=st.integers(1, 4), columns=st.integers(1, 9), spread=st.integers(0, 40))

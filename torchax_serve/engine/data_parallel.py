@@ -15,6 +15,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from transformers import PreTrainedModel
 
+from model_adapters.loading.progress import Progress
 from model_adapters.ops.compressed_weight import Weight
 from model_adapters.sharding.model_sharding import ModelSharding
 from torchax_serve.compilation.executable_cache import ExecutableCache
@@ -122,10 +123,10 @@ class DataParallelEngines:
         scheduler = self.engines[index].stats().scheduler
         return scheduler.num_running + scheduler.num_waiting
 
-    def warm_up(self) -> None:
+    def warm_up(self, progress: Progress | None = None) -> None:
         """Works as `Engine.warm_up`, one replica after the other."""
         for engine in self.engines:
-            engine.warm_up()
+            engine.warm_up(progress)
 
     def stats(self) -> EngineStats:
         """Sums over the replicas; the pages of all of them."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from model_adapters.errors import InvalidArgumentError
 from torchax_serve.engine.engine import Engine
@@ -16,10 +17,12 @@ from torchax_serve.executors.base import ExecutorChoice
 from torchax_serve.executors.choice import choose_executor
 from torchax_serve.executors.single_request import SingleRequestExecutor
 from torchax_serve.kv_cache.memory import MemoryBudget
-from torchax_serve.runtime.model_runtime import ModelRuntime
 from torchax_serve.sampling.sampler import tables_bytes
 from torchax_serve.scheduler import RequestId, Scheduler, SchedulerConfig
 from torchax_serve.validation.argument_checks import MAX_INT
+
+if TYPE_CHECKING:
+    from torchax_serve.runtime.model_runtime import ModelRuntime
 
 logger = logging.getLogger("torchax_serve")
 

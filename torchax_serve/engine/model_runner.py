@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
 
+from torchax_serve.compilation.background import CompileTask
 from torchax_serve.engine.request import EngineRequest
 from torchax_serve.executors.base import Executor, InFlightStep
 from torchax_serve.outputs import TokenLogprobs
@@ -53,6 +54,11 @@ class ModelRunner:
         return self._executor.num_programs + self._sampler.num_traces
 
     @property
+    def num_untimed(self) -> int:
+        """Programs compiled, and steps run by a larger program than needed: the time of such a step says nothing."""
+        return self.num_programs + self._executor.num_substitutes
+
+    @property
     def max_encoder_len(self) -> int | None:
         """Number of tokens that a request may send to an encoder; None if the model has none."""
         return self._executor.limits.max_encoder_len
@@ -61,8 +67,12 @@ class ModelRunner:
         """Raises InvalidArgumentError, naming `name`, if the executor does not accept `request`."""
         self._executor.check(name, request.source)
 
+    def compile_tasks(self) -> Iterator[CompileTask]:
+        """Yields the programs that mixed traffic can meet; any threads may compile them."""
+        return self._executor.compile_tasks(self._sampler)
+
     def warm_up(self) -> None:
-        """Compiles every step that mixed traffic can meet."""
+        """Compiles, on the engine's thread, what `compile_tasks` leaves."""
         self._executor.warm_up(self._sampler)
 
     def execute(
@@ -86,6 +96,8 @@ class ModelRunner:
         for slot in plan.fresh_slots:
             self._sampler.assign_slot(slot, requests[slot].sampling, requests[slot].prompt_ids, outputs[slot])
             self._executor.assign(slot, requests[slot].source)
+        if plan.prefill_rows:
+            self._executor.prepare(plan)
         step = InFlightStep(plan)
         if masks is None and not plan.prefill_rows and self._executor.limits.fused_decode_steps:
             step.tokens = self._executor.run_decode(plan, self._sampler)

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import numpy as np
 
 from model_adapters.errors import InvalidArgumentError
-from model_adapters.sharding.model_sharding import ModelSharding
+from torchax_serve.compilation.background import CompileTask
 from torchax_serve.executors.request_input import RequestInput
 from torchax_serve.kv_cache.pools import PagedCache
 from torchax_serve.sampling.sampler import Sampler
 from torchax_serve.sampling.types import Logprobs, Sampled
 from torchax_serve.scheduler import PageCopy, PlanRow, StepPlan
+
+if TYPE_CHECKING:
+    from model_adapters.sharding.model_sharding import ModelSharding
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,6 +118,7 @@ class Executor(Protocol):
         limits: What the executor can run.
         cache: Page pools and states by slot, replaced by each step.
         runs_ahead: Whether a step may be dispatched before the tokens of the one before it have been read.
+        num_substitutes: Number of dispatches by a larger program than needed, while another thread compiled that one.
     """
 
     limits: ExecutorLimits
@@ -130,6 +134,10 @@ class Executor(Protocol):
     @property
     def num_programs(self) -> int:
         """Number of compiled steps."""
+
+    @property
+    def num_substitutes(self) -> int:
+        """Number of dispatches by a larger program than needed."""
 
     def check(self, name: str, source: RequestInput) -> None:
         """Raises InvalidArgumentError, naming `name`, if the model cannot take `source`."""
@@ -169,8 +177,14 @@ class Executor(Protocol):
     def temporary_bytes(self) -> int:
         """Returns the temporary bytes of the largest step, by XLA's memory analysis."""
 
+    def prepare(self, plan: StepPlan) -> None:
+        """Has other threads compile what the requests of a plan with prefill rows need after it."""
+
+    def compile_tasks(self, sampler: Sampler) -> Iterator[CompileTask]:
+        """Yields the programs that mixed traffic can meet, those of the sampler with them; any threads may run them."""
+
     def warm_up(self, sampler: Sampler) -> None:
-        """Compiles every step that mixed traffic can meet, and the sampler's programs."""
+        """Compiles, on the engine's thread, what `compile_tasks` leaves."""
 
 
 class PagedExecutor(Executor, Protocol):

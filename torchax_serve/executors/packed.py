@@ -9,22 +9,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex
 
-from model_adapters.bridge.host_arrays import to_device
-from model_adapters.caches.paged_cache import PackedBatch, Pool
+from model_adapters.caches.packed_batch import PackedBatch, Pool
+from model_adapters.device_arrays import to_device
 from model_adapters.ops import registry
 from model_adapters.ops.compressed_weight import Weights
 from model_adapters.ops.cpu.ffi import batch_invariant
 from model_adapters.ops.linear import skips_equal_rows
-from model_adapters.program.model_program import ModelProgram
-from model_adapters.program.packed_forward import forward_packed
-from torchax_serve.buckets import bucket_for, bucket_sizes, token_buckets
+from torchax_serve.buckets import bucket_sizes, token_buckets
+from torchax_serve.compilation.background import CompileTask
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
 from torchax_serve.executors.base import (
     AbstractStep,
@@ -32,14 +31,19 @@ from torchax_serve.executors.base import (
     abstract_ints,
     refuse_encoder_input,
 )
+from torchax_serve.executors.compiled_steps import CompiledSteps, StepCall
+from torchax_serve.executors.packed_specs import PackedSpecs
 from torchax_serve.executors.request_input import RequestInput
 from torchax_serve.executors.step_inputs import SAMPLED_ON_DEVICE, FusedDecodeSpec, PackedStepSpec
 from torchax_serve.kv_cache.pools import PagedCache
 from torchax_serve.sampling.sample import sample
-from torchax_serve.sampling.sampler import Sampler
+from torchax_serve.sampling.sampler import Sampler, default_sharding
 from torchax_serve.sampling.slot_params import SlotParams
 from torchax_serve.sampling.types import RowOptions, SamplerSpec, SamplerState
 from torchax_serve.scheduler import PlanRow, StepPlan
+
+if TYPE_CHECKING:
+    from model_adapters.program.model_program import ModelProgram
 
 SMALLEST_DECODE_BUCKET = 4
 """Rows of a decode step that cost what one costs: the weights are read once for all of them."""
@@ -47,9 +51,9 @@ SMALLEST_DECODE_BUCKET = 4
 FREE_TOKENS = 256
 """Tokens up to which a step takes an accelerator about as long as one token, as it waits for the weights."""
 
-MAX_WARM_SCORED_TOKENS = 256
-"""Tokens of a step with log-probabilities of prompts that warm-up compiles, if the budget is not smaller. More are
-compiled when they come: their logits take as much memory as hundreds of requests."""
+
+Spec = PackedStepSpec | FusedDecodeSpec
+"""Spec of a step."""
 
 
 class PackedExecutor:
@@ -81,30 +85,42 @@ class PackedExecutor:
         batch_invariant: bool = False,
     ) -> None:
         self._program, self._weights, self.cache = program, weights, cache
-        self._max_num_steps = max_num_steps
-        self._batch_invariant = batch_invariant
         self._num_slots = num_slots
         is_accelerator = registry.platform() != "cpu"
         smallest = min(SMALLEST_DECODE_BUCKET, num_slots)
-        self._decode_buckets = bucket_sizes(num_slots, 4 if is_accelerator else 2, smallest)
         costs = steps = token_buckets(token_budget)
         if is_accelerator:
             costs = steps = token_buckets(token_budget, 4, FREE_TOKENS)
         elif skips_equal_rows():  # padding, that is: what remains of its cost lies between elements of other sizes
             steps = token_buckets(token_budget, 2, steps[-1])
-        self._token_buckets = steps
-        self._min_scored_tokens = min(steps[-1], MAX_WARM_SCORED_TOKENS)
+        self._specs = PackedSpecs(
+            layout=cache.layout,
+            pages_per_seq=cache.pages_per_seq,
+            num_slots=num_slots,
+            decode_buckets=bucket_sizes(num_slots, 4 if is_accelerator else 2, smallest),
+            token_buckets=steps,
+            max_num_steps=max_num_steps,
+            batch_invariant=batch_invariant,
+            has_rope_lens=program.rope is not None,
+        )
         self.limits = ExecutorLimits(max_num_seqs=num_slots, fused_decode_steps=max_num_steps, token_buckets=costs)
         compiled = functools.partial(CachedFunction, programs, facts=program.trace_facts, recall=program.restore_facts)
-        self._known_specs: dict[tuple[int, bool, bool], PackedStepSpec] = {}
         self._idle_options: dict[int, RowOptions] = {}
-        self._programs: dict[PackedStepSpec | FusedDecodeSpec, Any] = {}
+        self._steps: CompiledSteps[Spec] = CompiledSteps(weights, programs.background, self._call_of)
+        self.compiles_ahead = self._steps.compiles_ahead
         self._step = compiled("packed", self._run, donate=["pools"])
         self._decode_steps = compiled("decode_steps", self._decode, donate=["pools"])
+
+    @property
+    def num_substitutes(self) -> int:
+        """As `Executor.num_substitutes`."""
+        return self._steps.num_substitutes
 
     def _forward(
         self, weights: Weights, pools: tuple[Pool, ...], batch: PackedBatch, spec: PackedStepSpec
     ) -> tuple[jax.Array, tuple[Pool, ...]]:
+        from model_adapters.program.packed_forward import forward_packed  # tracing needs torch, running does not
+
         with batch_invariant(spec.batch_invariant):
             return forward_packed(self._program, weights, pools, batch, spec.layout)
 
@@ -163,7 +179,10 @@ class PackedExecutor:
 
     def run_decode(self, plan: StepPlan, sampler: Sampler) -> jax.Array | None:
         """Implements `Executor.run_decode`."""
-        found = sampler.fused_options(plan.rows, bucket_for(self._decode_buckets, len(plan.rows)))
+        spec = self._steps.choose(self._specs.for_decode(len(plan.rows)))
+        if not isinstance(spec, FusedDecodeSpec):
+            return None
+        found = sampler.fused_options(plan.rows, spec.packed.num_rows)
         if found is None:
             return None
         options, draws = found
@@ -187,14 +206,14 @@ class PackedExecutor:
             rows: Decode rows of a plan.
             tables: Page tables by group, int32[num_slots, pages_per_seq].
             state: Sampler state without tables.
-            options: Options of the rows at their first token, padded to the bucket; levels "greedy" and "sampled".
+            options: Options of the rows at their first token, padded to a bucket; levels "greedy" and "sampled".
             num_steps: Number of steps, at most `max_num_steps`.
             draws: Whether any row has the level "sampled".
 
         Returns:
             Tokens int32[max_num_steps, S], of which the first `num_steps` rows are valid, and the new state.
         """
-        spec = self._decode_spec(bucket_for(self._decode_buckets, len(rows)))
+        spec = self._specs.decode(len(options.ints))
         numbers = spec.pack(rows, tables, num_steps=num_steps, draws=draws)
         (_, tokens), state = self._dispatch_decode(spec, state, options, numbers)
         return tokens, state
@@ -203,8 +222,9 @@ class PackedExecutor:
         self, spec: FusedDecodeSpec, state: SamplerState, options: RowOptions, numbers: np.ndarray
     ) -> tuple[tuple[jax.Array, jax.Array], SamplerState]:
         """Runs a decode program on the cache; returns logits and tokens, and the new state."""
-        args = (self._weights, self.cache.pools, state, options, numbers)
-        results, self.cache.pools, state = self._program_of(self._decode_steps, spec, args)(*args)
+        args = (self.cache.pools, state, options, numbers)
+        program = self._steps.get(spec, StepCall(self._decode_steps, args))
+        results, self.cache.pools, state = program(self._weights, *args)
         return results, state
 
     @property
@@ -222,15 +242,15 @@ class PackedExecutor:
         all_logits: bool = False,
     ) -> jax.Array:
         """Implements `Executor.run`; logits are in the model's dtype."""
-        if self._is_decode(rows) and not all_logits:
-            spec = self._decode_spec(bucket_for(self._decode_buckets, len(rows)))
+        num_tokens, specs = sum(row.num_tokens for row in rows), self._specs
+        is_decode = specs.is_decode(rows) and not all_logits
+        fitting = specs.for_decode(len(rows)) if is_decode else specs.for_tokens(num_tokens, all_logits=all_logits)
+        spec = self._steps.choose(fitting)
+        if isinstance(spec, FusedDecodeSpec):
             return self._decode_logits(spec, last_tokens, spec.pack(rows, tables, ahead=ahead))
-        num_tokens = sum(row.num_tokens for row in rows)
-        if all_logits:
-            num_tokens = max(num_tokens, self._min_scored_tokens)
-        step = self._spec_of(bucket_for(self._token_buckets, num_tokens), all_logits=all_logits)
-        args = (self._weights, self.cache.pools, last_tokens, step.pack(rows, tables, ahead))
-        logits, self.cache.pools = self._program_of(self._step, step, args)(*args)
+        args = (self.cache.pools, last_tokens, spec.pack(rows, tables, ahead))
+        program = self._steps.get(spec, StepCall(self._step, args))
+        logits, self.cache.pools = program(self._weights, *args)
         return logits
 
     def _decode_logits(self, spec: FusedDecodeSpec, last_tokens: jax.Array, numbers: np.ndarray) -> jax.Array:
@@ -242,41 +262,9 @@ class PackedExecutor:
             options = self._idle_options[num_rows] = jax.device_put(idle, last_tokens.sharding)
         return self._dispatch_decode(spec, SamplerState(last_tokens), options, numbers)[0][0]
 
-    def _program_of(
-        self, function: CachedFunction, spec: PackedStepSpec | FusedDecodeSpec, args: tuple[Any, ...]
-    ) -> Any:
-        """Returns the compiled step; the spec determines the shapes of all arguments."""
-        program = self._programs.get(spec)
-        if program is None:
-            program = self._programs[spec] = function.compiled(*args, spec=spec)
-        return program
-
-    def _is_decode(self, rows: Sequence[PlanRow]) -> bool:
-        """Returns whether each row has one token, whose rotary frequencies are those of its own length."""
-        if self._program.rope is not None and any(row.rope_len > row.context_len + 1 for row in rows):
-            return False
-        return all(row.num_tokens == 1 for row in rows)
-
-    def _spec_of(self, num_tokens: int, *, is_decode: bool = False, all_logits: bool = False) -> PackedStepSpec:
-        """Returns the spec of a step with `num_tokens` tokens, a bucket; no more rows than tokens."""
-        key = num_tokens, is_decode, all_logits
-        spec = self._known_specs.get(key)
-        if spec is None:
-            num_rows = min(num_tokens, self._num_slots)
-            layout = dataclasses.replace(self.cache.layout, is_decode=is_decode, all_logits=all_logits)
-            has_rope_lens = self._program.rope is not None and not is_decode
-            spec = PackedStepSpec(
-                num_tokens, num_rows, self.cache.pages_per_seq, layout, self._batch_invariant, has_rope_lens
-            )
-            self._known_specs[key] = spec
-        return spec
-
-    def _decode_spec(self, num_rows: int) -> FusedDecodeSpec:
-        return FusedDecodeSpec(self._spec_of(num_rows, is_decode=True), self._max_num_steps)
-
     def temporary_bytes(self) -> int:
         """Implements `Executor.temporary_bytes`."""
-        spec = self._spec_of(self._token_buckets[-1])
+        spec = self._specs.of_tokens(self._specs.token_buckets[-1])
         return self._step.temporary_bytes(
             self._weights,
             self.cache.pools,
@@ -288,8 +276,8 @@ class PackedExecutor:
     def abstract_steps(self, prefill_lens: Sequence[int]) -> Iterator[AbstractStep]:
         """Yields the steps of `Executor.abstract_steps`; a prefill step has no padding."""
         num_slots = self._num_slots
-        specs = [self._spec_of(num_slots, is_decode=True)]
-        specs += [self._spec_of(num_tokens) for num_tokens in prefill_lens]
+        specs = [self._specs.of_tokens(num_slots, is_decode=True)]
+        specs += [self._specs.of_tokens(num_tokens) for num_tokens in prefill_lens]
         for spec in specs:
             is_decode = spec.layout.is_decode
             ints = (abstract_ints(self._program.sharding, size) for size in (num_slots, spec.size))
@@ -311,22 +299,47 @@ class PackedExecutor:
     def assign(self, slot: int, source: RequestInput) -> None:
         """Implements `Executor.assign`: rows have no inputs of their own."""
 
-    def warm_up(self, sampler: Sampler) -> None:
-        """Implements `Executor.warm_up`; every step runs without rows."""
-        for num_tokens in self._token_buckets:
-            logits = self._run_idle(self._spec_of(num_tokens), sampler)
-        scored = self._spec_of(bucket_for(self._token_buckets, self._min_scored_tokens), all_logits=True)
-        sampler.warm_up(logits, self._run_idle(scored, sampler))
-        for num_rows in self._decode_buckets:
-            spec = self._decode_spec(num_rows)
-            self._decode_logits(spec, sampler.last_tokens, np.zeros(spec.size, np.int32))
-        self.cache.warm_up()
+    def prepare(self, plan: StepPlan) -> None:
+        """Implements `Executor.prepare`: the decode steps of the plan's requests."""
+        self._steps.expect(self._specs.for_decode(len(plan.rows))[:1])
 
-    def _run_idle(self, spec: PackedStepSpec, sampler: Sampler) -> jax.Array:
-        """Runs a step without rows and returns its logits."""
-        args = (self._weights, self.cache.pools, sampler.last_tokens, np.zeros(spec.size, np.int32))
-        logits, self.cache.pools = self._step(*args, spec=spec)
-        return logits
+    def _call_of(self, spec: Spec) -> StepCall:
+        """Returns a step with its arguments as shapes."""
+        placed = functools.partial(jax.ShapeDtypeStruct, sharding=default_sharding())
+        tokens: Any = placed((self._num_slots,), np.int32)
+        numbers = np.zeros(spec.size, np.int32)
+        if isinstance(spec, PackedStepSpec):
+            return StepCall(self._step, (self.cache.pools, tokens, numbers))
+        idle = SlotParams(self._num_slots, 1).rows((), spec.packed.num_rows)[0]
+        options = jax.tree.map(lambda x: placed(x.shape, x.dtype), idle)
+        return StepCall(self._decode_steps, (self.cache.pools, SamplerState(tokens), options, numbers))
+
+    def compile_tasks(self, sampler: Sampler) -> Iterator[CompileTask]:
+        """Implements `Executor.compile_tasks`; the sampler's programs come with the first step, all have its shape."""
+        if not self.compiles_ahead:  # several hosts: `warm_up` runs every step
+            return
+        has_sampling = False
+        for spec in self._specs.all():
+            is_scored = isinstance(spec, PackedStepSpec) and spec.layout.all_logits
+            task = self._steps.task(spec)
+            if is_scored:
+                task = task.then(lambda program: sampler.compile_tasks_of_prompts(program.out_info[0]))
+            elif not has_sampling and isinstance(spec, PackedStepSpec):
+                has_sampling, task = True, task.then(lambda program: sampler.compile_tasks(program.out_info[0]))
+            yield task
+
+    def warm_up(self, sampler: Sampler) -> None:
+        """Implements `Executor.warm_up`: copies of pages, and on several hosts every step, without rows."""
+        for spec in () if self.compiles_ahead else self._specs.all():
+            function, (_, *shapes) = self._call_of(spec)
+            args = jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), default_sharding()), shapes)
+            results, self.cache.pools, *_ = function(self._weights, self.cache.pools, *args, spec=spec)
+            if isinstance(spec, PackedStepSpec):
+                of_prompts = spec.layout.all_logits
+                tasks = sampler.compile_tasks_of_prompts if of_prompts else sampler.compile_tasks
+                for task in tasks(results):
+                    task.compile()
+        self.cache.warm_up()
 
 
 def _with_rows(logits: jax.Array, num_rows: int) -> jax.Array:

@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from model_adapters.bridge.host_arrays import to_device
+from model_adapters.device_arrays import to_device
 from model_adapters.ops.compressed_weight import Weights
+from torchax_serve.compilation.background import CompileTask, abstract
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
 from torchax_serve.executors.base import (
     AbstractStep,
@@ -59,6 +60,7 @@ class PerSequenceExecutor:
     """
 
     runs_ahead = True
+    num_substitutes = 0
 
     def __init__(
         self,
@@ -94,6 +96,7 @@ class PerSequenceExecutor:
             has_rope_lens=forward.program.rope is not None,
         )
         self._jobs = StepSplitter(self.shapes, num_slots, sources)
+        self._compiles_ahead = programs.background is not None
         facts = forward.program
         self._step = CachedFunction(
             programs,
@@ -275,6 +278,20 @@ class PerSequenceExecutor:
         """Implements `Executor.run_decode`: there is no such program for forwards per request."""
         return None
 
+    def prepare(self, plan: StepPlan) -> None:
+        """Does nothing: steps differ by the lengths of requests, so few are known before."""
+
+    def compile_tasks(self, sampler: Sampler) -> Iterator[CompileTask]:
+        """Implements `Executor.compile_tasks`; several hosts compile in the order in which `warm_up` runs steps."""
+
+        def compile(spec: PerSequenceSpec) -> Any:
+            ints = (to_device(np.zeros(size), np.int32) for size in (self._num_slots, sum(spec.sizes)))
+            args = (self.cache.pools, self.cache.states, *ints, self._empty_encoder_input(spec))
+            return self._step.compiled(self._weights, *abstract(args), spec=spec)
+
+        for spec in self.shapes.all() if self._compiles_ahead else ():
+            yield CompileTask(spec, partial(compile, spec))
+
     def warm_up(self, sampler: Sampler) -> None:
         """Implements `Executor.warm_up`; every step runs without rows."""
         out = None
@@ -285,7 +302,8 @@ class PerSequenceExecutor:
                 out = jnp.zeros((self._num_slots, logits.shape[1]), jnp.float32)
             out = _place(out, logits, to_device(np.full(len(logits), self._num_slots), np.int32))
         assert out is not None
-        sampler.warm_up(out)
+        for task in sampler.compile_tasks(out):
+            task.compile()
         self.cache.warm_up()
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from model_adapters.caches.paged_cache import PackedBatch, PagedLayout
+from model_adapters.caches.packed_batch import PackedBatch, PagedLayout
 from torchax_serve.scheduler import DecodeBatch, PlanRow
 
 SAMPLED_ON_DEVICE = -1

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from model_adapters.bridge.host_arrays import to_device
-from model_adapters.caches.paged_cache import Int8Pool, PagedLayout, Pool, laid_out, pages_of, with_pages
+from model_adapters.caches.packed_batch import Int8Pool, PagedLayout, Pool, laid_out, pages_of, with_pages
+from model_adapters.device_arrays import to_device
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops.cpu.huge_pages import without_memory
 from torchax_serve.scheduler import CacheGroup, PageCopy
@@ -164,8 +164,10 @@ class PoolAllocator:
 
 def _zeros(shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
     """Zeros on the default device; on a CPU they take memory only as they are written."""
-    made = jax.device_put(jnp.zeros(shape, dtype), jax.local_devices()[0])
-    return without_memory(made) if made.platform() == "cpu" else made
+    device = jax.local_devices()[0]
+    if device.platform != "cpu":
+        return jax.device_put(jnp.zeros(shape, dtype), device)
+    return without_memory(jax.device_put(np.zeros(shape, dtype), device, may_alias=False))  # compiles nothing
 
 
 class PagedCache:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from model_adapters.program.trace_context import torch_promotion
+from torchax_serve.compilation.background import CompileTask
+from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
+from torchax_serve.compilation.xla_cache import programs_dir
 from torchax_serve.sampling.history import empty_history, padded_row, with_room_for
 from torchax_serve.sampling.row_params import RowSamplingParams
 from torchax_serve.sampling.sample import logprobs_of, sample
@@ -51,7 +53,7 @@ class Sampler:
 
     For each shape of the logits there are three sampling programs (`PROGRAMS`), and one for log-probabilities. No
     option compiles another, except a history that is larger than `empty_history`. Masks are a program of their own
-    (`mask_logits`), before these. `warm_up` compiles all of them.
+    (`mask_logits`), before these. `compile_tasks` has all of them.
     """
 
     def __init__(
@@ -72,11 +74,13 @@ class Sampler:
                 each would be compiled twice.
             max_len: Maximum number of tokens of a request; None: the history grows with the requests.
         """
-        self._sharding = sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        self.num_traces = 0  # programs compiled so far
-        self._sample = jax.jit(self._counted_sample, static_argnums=0, donate_argnums=2)
-        self._logprobs = jax.jit(self._counted_logprobs)
-        self._prompt_logprobs = jax.jit(self._counted_prompt_logprobs)
+        self._sharding = sharding or default_sharding()
+        is_on_mesh = len(self._sharding.device_set) > 1
+        programs = ExecutableCache(None if is_on_mesh else programs_dir(), "sampling")  # the same for every model
+        self._sample = CachedFunction(programs, "sample", _sample, donate=["state"])
+        self._logprobs = CachedFunction(programs, "logprobs", _logprobs)
+        self._prompt_logprobs = CachedFunction(programs, "prompt_logprobs", _prompt_logprobs)
+        self._write_rows = CachedFunction(programs, "write_rows", _write_rows, donate=["arrays"])
         self._num_slots, self._vocab_size, self._max_len = num_slots, vocab_size, max_len
         self.reset()
 
@@ -86,6 +90,11 @@ class Sampler:
         self.state = SamplerState.empty(self._num_slots, self._sharding)
         self._failures: dict[int, Exception] = {}
         self._placed: tuple[BatchRows, RowOptions] | None = None
+
+    @property
+    def num_traces(self) -> int:
+        """Number of programs compiled or loaded so far that sample or compute log-probabilities."""
+        return sum(each.num_programs for each in (self._sample, self._logprobs, self._prompt_logprobs))
 
     @property
     def last_tokens(self) -> jax.Array:
@@ -123,17 +132,20 @@ class Sampler:
         assert state.tables is not None and state.history is not None
         larger = state.history if history is None else with_room_for(state.history, history, self._sharding)
         rows = tables or _zero_row(state.tables), _zero_row(larger) if history is None else padded_row(history, larger)
-        written, larger = _write_rows((state.tables, larger), np.int32(slot), rows)
+        written, larger = self._write_rows({}, (state.tables, larger), np.int32(slot), rows, spec=None)
         self.state = dataclasses.replace(state, tables=written, history=larger)
 
     def _allocate(self) -> None:
         """Makes empty tables and an empty history if there are none."""
         if self.state.tables is None:
-            shape = (self._num_slots, self._vocab_size)
-            arrays: dict[str, Any] = {name: np.zeros(shape, dtype) for name, dtype in _TABLE_DTYPES.items()}
-            tables = SamplerTables(**arrays)
-            made = jax.device_put((tables, empty_history(self._num_slots, self._max_len)), self._sharding)
+            made = jax.device_put(self._empty_arrays(), self._sharding)
             self.state = dataclasses.replace(self.state, tables=made[0], history=made[1])
+
+    def _empty_arrays(self) -> tuple[SamplerTables, SamplerHistory]:
+        """Returns empty tables and an empty history on the host."""
+        shape = (self._num_slots, self._vocab_size)
+        zeros: dict[str, Any] = {name: np.zeros(shape, dtype) for name, dtype in _TABLE_DTYPES.items()}
+        return SamplerTables(**zeros), empty_history(self._num_slots, self._max_len)
 
     def sample(self, plan_rows: Sequence[PlanRow], logits: jax.Array, ahead: int = 0) -> Sampled:
         """Dispatches the sampling of a token for each row and returns at once.
@@ -190,7 +202,8 @@ class Sampler:
         The result has `MAX_NUM_TOP` of the likeliest tokens; they have a meaning if `num_top` is above 0. Only the
         first `num_rows` rows are read.
         """
-        return self._logprobs(logits, tokens, np.bool_(num_top > 0), np.int32(num_rows))
+        found: Logprobs = self._logprobs({}, logits, tokens, np.bool_(num_top > 0), np.int32(num_rows), spec=None)
+        return found
 
     def prompt_logprobs(
         self, logits: jax.Array, following: np.ndarray, last: np.ndarray, num_top: int, num_tokens: int
@@ -206,62 +219,82 @@ class Sampler:
         """
         has_top = np.bool_(num_top > 0)
         found: tuple[Logprobs, jax.Array] = self._prompt_logprobs(
-            logits, following, last, has_top, np.int32(num_tokens)
+            {}, logits, following, last, has_top, np.int32(num_tokens), spec=None
         )
         return found
 
-    def warm_up(self, logits: jax.Array, prompt_logits: jax.Array | None = None) -> None:
-        """Compiles every program for logits of this shape [n, vocab], dtype and sharding.
+    def compile_tasks(self, like: Any) -> Iterator[CompileTask]:
+        """Yields every program for logits of the shape [n, vocab] and dtype of `like`; any thread may compile them."""
+        logits = jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=self._sharding)
+        options = SlotParams(self._num_slots, self._vocab_size).rows((), logits.shape[0])[0]
+        arrays = self._empty_arrays()
+        last_tokens, (tables, history) = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding),
+            (np.zeros(self._num_slots, np.int32), arrays),
+        )
 
-        Those of prompts are [T, vocab]; None: no program for them.
+        def task(function: CachedFunction, *args: Any, spec: Any = None) -> CompileTask:
+            compile = functools.partial(function.compiled, {}, *args, spec=spec)
+            return CompileTask((function.name, spec, logits.shape, logits.dtype), compile)
 
-        Tables and history exist meanwhile (`sampler_table_bytes`).
-        """
-        options, _ = self.slots.rows((), len(logits))
-        had_arrays = self.state.tables is not None
         for level in dict.fromkeys(PROGRAMS.values()):
-            sampled = self._run(level, options, logits)
-        self._write(self._num_slots, None, None)
-        if not had_arrays:
-            self.state = dataclasses.replace(self.state, tables=None, history=None)
-        self.logprobs(logits, sampled.tokens, 0, 0)
-        mask_logits(logits, np.zeros((0, -(-self._vocab_size // 32)), np.int32))
-        if prompt_logits is not None:
-            following, last = (np.zeros(len(array), np.int32) for array in (prompt_logits, logits))
-            self.prompt_logprobs(prompt_logits, following, last, 0, 0)
+            of_level = (tables, history) if level == "history" else ()
+            yield task(self._sample, options, SamplerState(last_tokens, *of_level), logits, spec=SamplerSpec(level))
+        yield task(self._write_rows, (tables, history), np.int32(0), _zero_row(arrays))
+        tokens = jax.ShapeDtypeStruct(logits.shape[:1], np.int32, sharding=self._sharding)
+        yield task(self._logprobs, logits, tokens, np.bool_(False), np.int32(0))
+        words = np.zeros((0, -(-self._vocab_size // 32)), np.int32)
+        zeros = functools.partial(np.zeros, logits.shape, logits.dtype)
+        masked = functools.partial(lambda: mask_logits(jax.device_put(zeros(), self._sharding), words))
+        yield CompileTask(("mask", logits.shape, logits.dtype), masked)
+
+    def compile_tasks_of_prompts(self, like: Any) -> Iterator[CompileTask]:
+        """Yields `prompt_logprobs` for logits of the shape [T, vocab] and dtype of `like`."""
+        logits = jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=self._sharding)
+        following, last = np.zeros(logits.shape[0], np.int32), np.zeros(self._num_slots, np.int32)
+        args = (logits, following, last, np.bool_(False), np.int32(0))
+        compile = functools.partial(self._prompt_logprobs.compiled, {}, *args, spec=None)
+        yield CompileTask(("prompt_logprobs", logits.shape, logits.dtype), compile)
 
     def _run(self, level: Level, options: RowOptions, logits: jax.Array) -> Sampled:
         if level == "history":
             self._allocate()
-        sampled, state = self._sample(SamplerSpec(level), options, self.take_state(level), logits)
+        sampled, state = self._sample({}, options, self.take_state(level), logits, spec=SamplerSpec(level))
         self.set_state(state)
         return sampled
 
-    @torch_promotion()
-    def _counted_sample(
-        self,
-        spec: SamplerSpec,
-        options: RowOptions,
-        state: SamplerState,
-        logits: jax.Array,
-    ) -> tuple[Sampled, SamplerState]:
-        self.num_traces += 1
-        return sample(spec, options, state, logits)
 
-    @torch_promotion()
-    def _counted_logprobs(
-        self, logits: jax.Array, tokens: jax.Array, has_top: jax.Array, num_rows: jax.Array
-    ) -> Logprobs:
-        self.num_traces += 1
-        return logprobs_of(logits, tokens, num_top=MAX_NUM_TOP, has_top=has_top, num_rows=num_rows)
+def default_sharding() -> jax.sharding.Sharding:
+    """Returns the place of a sampler's state: this host's first device."""
+    return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
-    @torch_promotion()
-    def _counted_prompt_logprobs(
-        self, logits: jax.Array, following: jax.Array, last: jax.Array, has_top: jax.Array, num_tokens: jax.Array
-    ) -> tuple[Logprobs, jax.Array]:
-        self.num_traces += 1
-        logprobs = logprobs_of(logits, following, num_top=MAX_NUM_TOP, has_top=has_top, num_rows=num_tokens)
-        return logprobs, jnp.take(logits, last, axis=0)
+
+# As `CachedFunction` takes them: there are no weights, and a spec only where something is static.
+
+
+def _sample(
+    weights: Any, options: RowOptions, state: SamplerState, logits: jax.Array, spec: SamplerSpec
+) -> tuple[Sampled, SamplerState]:
+    return sample(spec, options, state, logits)
+
+
+def _logprobs(
+    weights: Any, logits: jax.Array, tokens: jax.Array, has_top: jax.Array, num_rows: jax.Array, spec: None
+) -> Logprobs:
+    return logprobs_of(logits, tokens, num_top=MAX_NUM_TOP, has_top=has_top, num_rows=num_rows)
+
+
+def _prompt_logprobs(
+    weights: Any,
+    logits: jax.Array,
+    following: jax.Array,
+    last: jax.Array,
+    has_top: jax.Array,
+    num_tokens: jax.Array,
+    spec: None,
+) -> tuple[Logprobs, jax.Array]:
+    logprobs = logprobs_of(logits, following, num_top=MAX_NUM_TOP, has_top=has_top, num_rows=num_tokens)
+    return logprobs, jnp.take(logits, last, axis=0)
 
 
 _TABLE_DTYPES: dict[str, np.dtype] = {
@@ -271,9 +304,12 @@ _TABLE_DTYPES: dict[str, np.dtype] = {
 }
 
 
-@functools.partial(jax.jit, donate_argnums=0)
 def _write_rows(
-    arrays: tuple[SamplerTables, SamplerHistory], slot: jax.Array, rows: tuple[SamplerTables, SamplerHistory]
+    weights: Any,
+    arrays: tuple[SamplerTables, SamplerHistory],
+    slot: jax.Array,
+    rows: tuple[SamplerTables, SamplerHistory],
+    spec: None,
 ) -> tuple[SamplerTables, SamplerHistory]:
     """Returns the arrays of all slots with `rows` at `slot`, if there is one."""
     return jax.tree.map(lambda array, row: array.at[slot].set(row, mode="drop"), arrays, rows)
