@@ -134,7 +134,7 @@ class PackedExecutor:
     ) -> tuple[jax.Array, tuple[Pool, ...]]:
         """Computes logits [num_slots, vocab] (or [T, vocab]) in the model's dtype, and the pools."""
         logits, pools = self._forward(weights, pools, spec.unpack(numbers, last_tokens), spec)
-        return logits if spec.layout.all_logits else _with_rows(logits, self._num_slots), pools
+        return logits if spec.layout.all_logits else _with_rows(logits, len(last_tokens)), pools
 
     def _decode(
         self,
@@ -175,7 +175,7 @@ class PackedExecutor:
         logits = jnp.zeros(shape.shape, shape.dtype)
         tokens = jnp.zeros((spec.max_num_steps, spec.packed.num_rows), jnp.int32)
         logits, tokens, pools, state = jax.lax.fori_loop(0, num_steps, step, (logits, tokens, pools, state))
-        return (_with_rows(logits, self._num_slots), tokens), pools, state
+        return (_with_rows(logits, len(state.last_tokens)), tokens), pools, state
 
     def run_decode(self, plan: StepPlan, sampler: Sampler) -> jax.Array | None:
         """Implements `Executor.run_decode`."""

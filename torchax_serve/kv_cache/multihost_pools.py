@@ -49,6 +49,6 @@ class MultiHostPoolAllocator(PoolAllocator):
         """Implements `PoolAllocator.zeros`."""
         return self._zeros({}, spec=(shape, np.dtype(dtype).name))[1]
 
-    def copied(self, pools: tuple[jax.Array, ...], sources: Sequence[int], targets: Sequence[int]) -> Any:
-        """Copies pages as `PoolAllocator.copy`."""
+    def copy(self, pools: tuple[jax.Array, ...], sources: Sequence[int], targets: Sequence[int]) -> Any:
+        """Implements `PoolAllocator.copy`."""
         return self._copied({}, pools, np.array(sources, np.int32), np.array(targets, np.int32), spec=None)[1]
