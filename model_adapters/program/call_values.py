@@ -18,7 +18,8 @@ from model_adapters.caches.paged_cache import Int8Pool
 from model_adapters.program.layer_structure import PRIMITIVES, NotComparableError
 
 Form = Hashable
-_PLAIN = {"_elem", "_env"}  # attributes of a tensor without annotations
+_PLAIN = {"_elem", "_env", "_dynamo_static_input_type"}
+"""Attributes of a tensor without annotations; the last one is a hint for PyTorch's own compiler."""
 
 
 def is_plain(value: Any) -> bool:
@@ -80,6 +81,11 @@ class CallValues:
             torch_view(array) if isinstance(each, torch.Tensor) else array
             for each, array in zip(self.inputs, arrays, strict=True)
         ]
+
+
+def annotations(tensor: torch.Tensor) -> dict[str, Any]:
+    """Returns attributes that code has given `tensor`."""
+    return {name: value for name, value in vars(tensor).items() if name not in _PLAIN}
 
 
 def built(form: Any, inputs: Sequence[Any], objects: dict[int, Any], outputs: Sequence[Any] = ()) -> Any:

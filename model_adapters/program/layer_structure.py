@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import types
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -124,6 +125,8 @@ class LayerParts:
             return kind, tuple((self._of(key, where), self._of(item, where)) for key, item in value.items())
         if kind in (set, frozenset):
             return kind, frozenset(self._of(item, where) for item in value)
+        if kind is functools.partial:
+            return kind, self._of([value.func, value.args, value.keywords], where)
         if kind is types.MethodType:
             owner = value.__self__
             return kind, id(value.__func__), self._paths.get(id(owner), id(owner))

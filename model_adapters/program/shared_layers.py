@@ -25,13 +25,13 @@ from jax.extend import core as jex
 from transformers.cache_utils import Cache
 from transformers.utils import output_capturing
 
-from model_adapters.bridge.views import default_env, is_view, jax_view, torch_view
+from model_adapters.bridge.views import TorchTensor, default_env, is_view, jax_view, torch_view
 from model_adapters.caches.device_cache import TraceCache
 from model_adapters.caches.paged_cache import PagedTraceCache
 from model_adapters.jaxpr.interpreter import SHARED
 from model_adapters.lowerings import deferred_checks, index_checks
 from model_adapters.ops import compressed_weight
-from model_adapters.program.call_values import CallValues, Form, Results, built, is_plain
+from model_adapters.program.call_values import CallValues, Form, Results, annotations, built, is_plain
 from model_adapters.program.layer_index import LayerIndex, OwnLayers, Reads, indices_of
 from model_adapters.program.layer_structure import LayerParts, NotComparableError, unchanged
 from model_adapters.program.trace_context import replaced_methods
@@ -71,7 +71,8 @@ class _Function:
         states: Form of each cache layer afterwards.
         objects: What forms name by identity.
         are_tensors: By output, whether it is a tensor.
-        num_checks: Number of deferred checks and of index checks, the last outputs.
+        writes: Numbers of the inputs that are written to; their new arrays follow the outputs.
+        num_checks: Number of deferred checks; index checks follow them.
     """
 
     run: Callable[..., Any]
@@ -80,7 +81,8 @@ class _Function:
     states: list[Form]
     objects: dict[int, Any]
     are_tensors: list[bool]
-    num_checks: tuple[int, int]
+    writes: list[int]
+    num_checks: int
 
 
 class _Call:
@@ -238,13 +240,20 @@ def _apply(function: _Function, call: _Call) -> Any:
         torch_view(array) if is_tensor else array
         for array, is_tensor in zip(arrays, function.are_tensors, strict=False)
     ]
-    checks = arrays[len(function.are_tensors) :]
-    deferred_checks.add(checks[: function.num_checks[0]])
-    index_checks.add(checks[function.num_checks[0] :])
+    written, checks = _split(arrays[len(function.are_tensors) :], len(function.writes))
+    for number, array in zip(function.writes, written, strict=True):
+        call.values.inputs[number]._elem = array
+    met, in_range = _split(checks, function.num_checks)
+    deferred_checks.add(met)
+    index_checks.add(in_range)
     objects = {**function.objects, **call.values.objects}
     for state, form in zip(call.states, function.states, strict=True):
         vars(state).update(built(form, call.values.inputs, objects, outputs))
     return built(function.result, call.values.inputs, objects, outputs)
+
+
+def _split(items: list[Any], number: int) -> tuple[list[Any], list[Any]]:
+    return items[:number], items[number:]
 
 
 def _traced(layer: _Layer, call: _Call, transform: Transform) -> _Function | None:
@@ -274,6 +283,7 @@ def _traced(layer: _Layer, call: _Call, transform: Transform) -> _Function | Non
         trial.states,
         call.values.objects,
         trial.are_tensors,
+        trial.writes,
         trial.num_checks,
     )
 
@@ -286,7 +296,8 @@ class _Trial:
         self.result: Form = None
         self.states: list[Form] = []
         self.are_tensors: list[bool] = []
-        self.num_checks = (0, 0)
+        self.writes: list[int] = []
+        self.num_checks = 0
 
     def run(self, weights: list[Any], arrays: list[Any]) -> list[Any]:
         """Runs the layer's code on traced arrays; returns all that is new.
@@ -297,10 +308,11 @@ class _Trial:
         layer, call, reads = self._layer, self._call, Reads()
         inputs = call.values.within(arrays)
         objects = call.values.objects
-        tensors = [(each, jax_view(each)) for each in (*inputs, *objects.values()) if is_view(each)]
+        tensors = [each for each in (*inputs, *objects.values()) if isinstance(each, torch.Tensor)]
+        given = [(each, jax_view(each)) for each in objects.values() if is_view(each)]
+        annotated = [annotations(each) for each in tensors]
         on_host = [each for each in objects.values() if isinstance(each, torch.Tensor) and not is_view(each)]
         versions = [each._version for each in on_host]
-        annotations = [(vars(each), dict(vars(each))) for each, _ in tensors]
         args, kwargs = built(call.arguments, inputs, objects)
         results = Results(inputs, objects)
         for state, form in zip(call.states, call.state_forms, strict=True):
@@ -319,18 +331,30 @@ class _Trial:
             _require(unchanged(before, tables), "it writes an attribute")
             _require(default_env().param.prng is random, "it draws random numbers")
         _require(all(unwritten), "it writes into its weights")
-        _require(all(jax_view(each) is array for each, array in tensors), "it writes into its arguments")
+        _require(all(jax_view(each) is array for each, array in given), "it writes into its arguments")
         _require(versions == [each._version for each in on_host], "it writes into its arguments")
-        _require(unchanged([b for _, b in annotations], [now for now, _ in annotations]), "it annotates its arguments")
+        _require(unchanged(annotated, [annotations(each) for each in tensors]), "it annotates its arguments")
         check = CallValues()
         check.inputs, check._numbers = list(inputs), {id(each): number for number, each in enumerate(inputs)}
         _require(check.form([list(args), kwargs]) == call.arguments, "it changes containers among its arguments")
         self.result = results.form(result)
         self.states = [results.form(vars(state)) for state in call.states]
+        self.writes = self._writes(inputs, arrays)
         _require(not reads.found, f"it reads {', '.join(reads.found[:1])}")
         self.are_tensors = [isinstance(each, torch.Tensor) for each in results.outputs]
-        self.num_checks = len(met), len(in_range)
-        return [*(jax_view(each) for each in results.outputs), *met, *in_range]
+        self.num_checks = len(met)
+        written = [jax_view(inputs[number]) for number in self.writes]
+        return [*(jax_view(each) for each in results.outputs), *written, *met, *in_range]
+
+    def _writes(self, inputs: list[Any], arrays: list[Any]) -> list[int]:
+        """Returns the numbers of inputs that the code has written to, as it does to states in a cache."""
+        found = [
+            number
+            for number, (each, array) in enumerate(zip(inputs, arrays, strict=True))
+            if isinstance(each, torch.Tensor) and jax_view(each) is not array
+        ]
+        _require(all(type(self._call.values.inputs[number]) is TorchTensor for number in found), "it writes to a view")
+        return found
 
 
 def _require(is_met: bool, reason: str) -> None:
