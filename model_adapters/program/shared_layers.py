@@ -140,7 +140,12 @@ class _Weights:
         leaves, tree = jax.tree.flatten(self.stored)
         self.leaves = leaves
         self.tree = tree
-        self.key = (tuple(self.numbers), tree, tuple(jax.typeof(leaf) for leaf in leaves), tuple(map(str, self.placed)))
+        self.key = (
+            tuple(self.numbers),
+            tree,
+            tuple(jax.typeof(leaf) for leaf in leaves),
+            tuple(each and each.layout_key for each in self.placed),
+        )
 
     @contextlib.contextmanager
     def replaced(self, leaves: list[Any]) -> Iterator[list[bool]]:
