@@ -83,7 +83,7 @@ class CallValues:
         ]
 
 
-def annotations(tensor: torch.Tensor) -> dict[str, Any]:
+def extra_attributes(tensor: torch.Tensor) -> dict[str, Any]:
     """Returns attributes that code has given `tensor`."""
     return {name: value for name, value in vars(tensor).items() if name not in _PLAIN}
 

@@ -39,8 +39,8 @@ class LayerIndex:
     def __init__(self, value: int, reads: Reads) -> None:
         self.value, self._reads = value, reads
 
-    @property
-    def __class__(self) -> type:  # type: ignore[override]
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
         """The class int, for ``isinstance``."""
         return int
 

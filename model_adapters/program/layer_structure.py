@@ -6,11 +6,13 @@ compared has no structure.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import enum
 import functools
 import types
-from collections.abc import Hashable, Sequence
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +22,8 @@ _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module())) - {"training"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _CAPTURING = "transformers.utils.output_capturing"
 """Module of hooks that do nothing but collect outputs, where a caller asks for them."""
+INTERCEPTION = "_torchax_serve_shared"
+"""Attribute of functions in place of the forward of layers that may share one; each list of layers has its own."""
 PRIMITIVES: tuple[type, ...] = (
     type(None),
     bool,
@@ -127,6 +131,8 @@ class LayerParts:
             return kind, frozenset(self._of(item, where) for item in value)
         if kind is functools.partial:
             return kind, self._of([value.func, value.args, value.keywords], where)
+        if kind is types.MethodType and hasattr(value.__func__, INTERCEPTION):
+            return kind, INTERCEPTION
         if kind is types.MethodType:
             owner = value.__self__
             return kind, id(value.__func__), self._paths.get(id(owner), id(owner))
@@ -157,3 +163,35 @@ def unchanged(before: Sequence[dict[str, Any]], tables: Sequence[dict[str, Any]]
         then.keys() == now.keys() and all(now[key] is value for key, value in then.items())
         for then, now in zip(before, tables, strict=True)
     )
+
+
+class Snapshot:
+    """The contents of dicts, lists and sets, and of those in them, to be restored.
+
+    Args:
+        owners: The containers.
+    """
+
+    def __init__(self, owners: Iterable[Any]) -> None:
+        self._copies: dict[int, tuple[Any, Any]] = {}
+        waiting = list(owners)
+        while waiting:
+            each = waiting.pop()
+            if type(each) in (dict, list, set, OrderedDict) and id(each) not in self._copies:
+                self._copies[id(each)] = each, copy.copy(each)
+                waiting += each.values() if isinstance(each, dict) else each
+
+    def restore(self) -> None:
+        """Gives every container the items that it had."""
+        for container, items in self._copies.values():
+            if isinstance(container, list):
+                container[:] = items
+            elif not _has_same_items(container, items):
+                container.clear()
+                container.update(items)
+
+
+def _has_same_items(container: Any, items: Any) -> bool:
+    if isinstance(container, dict):
+        return unchanged([items], [container])
+    return bool(container == items)
