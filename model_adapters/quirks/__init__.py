@@ -93,7 +93,6 @@ def _folder(module: torch.nn.Module) -> str:
     return _folder_of(type(module))
 
 
-@functools.cache
 def _folder_of(kind: type[torch.nn.Module]) -> str:
     path = next((c.__module__ for c in kind.__mro__ if c.__module__.startswith(_MODELS)), "")
     return path.removeprefix(_MODELS).partition(".")[0]
