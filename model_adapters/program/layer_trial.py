@@ -30,7 +30,7 @@ logger = logging.getLogger("torchax_serve")
 _CACHES = (TraceCache, PagedTraceCache)
 
 
-class Layer:
+class ModelLayer:
     """A layer of a list.
 
     Attributes:
@@ -62,7 +62,7 @@ class LayerCall:
         states: Cache layers of this layer.
     """
 
-    def __init__(self, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, layer: ModelLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.values = CallValues()
         self.arguments = self.values.form([list(args), kwargs])
         self.caches = [each for each in self.values.objects.values() if isinstance(each, Cache)]
@@ -86,7 +86,7 @@ class LayerCall:
 class LayerTrial:
     """The trace of a layer into a function; `run` is traced once."""
 
-    def __init__(self, layer: Layer, call: LayerCall) -> None:
+    def __init__(self, layer: ModelLayer, call: LayerCall) -> None:
         self._layer, self._call = layer, call
         self.result: Form = None
         self.states: list[Form] = []
@@ -158,7 +158,7 @@ def _require(is_met: bool, reason: str) -> None:
 
 
 @contextlib.contextmanager
-def restored(layer: Layer, call: LayerCall) -> Iterator[None]:
+def restored(layer: ModelLayer, call: LayerCall) -> Iterator[None]:
     """Restores what a trial may have changed of the layer, its cache, and the collected outputs.
 
     Raises:
@@ -200,7 +200,7 @@ def _own_layers(caches: list[Any], reads: Reads) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _counted(layer: Layer, reads: Reads) -> Iterator[None]:
+def _counted(layer: ModelLayer, reads: Reads) -> Iterator[None]:
     """Replaces the index of the layer by one that records reads, inside the context."""
     try:
         for (number, name), value in layer.indices.items():

@@ -29,7 +29,7 @@ from model_adapters.lowerings import deferred_checks, index_checks
 from model_adapters.program.call_values import Form, built, is_plain
 from model_adapters.program.layer_index import indices_of
 from model_adapters.program.layer_structure import INTERCEPTION, LayerParts, NotComparableError
-from model_adapters.program.layer_trial import Layer, LayerCall, LayerTrial, restored
+from model_adapters.program.layer_trial import LayerCall, LayerTrial, ModelLayer, restored
 from model_adapters.program.trace_context import replaced_methods
 
 logger = logging.getLogger("torchax_serve")
@@ -89,15 +89,15 @@ class _LayerList:
 
     def __init__(self, layers: list[torch.nn.Module], transform: Transform) -> None:
         self._modules, self._transform = layers, transform
-        self._layers: dict[int, Layer] = {}
+        self._layers: dict[int, ModelLayer] = {}
         self._functions: dict[Hashable, tuple[Any, _Function | None]] = {}
 
-    def _layer(self, module: torch.nn.Module) -> Layer:
+    def _layer(self, module: torch.nn.Module) -> ModelLayer:
         if not self._layers:
             parts = [LayerParts(each) for each in self._modules]
             found = indices_of([each.tables for each in parts])
             for each, indices in zip(parts, found, strict=True):
-                self._layers[id(each.layer)] = Layer(each, indices)
+                self._layers[id(each.layer)] = ModelLayer(each, indices)
         return self._layers[id(module)]
 
     def forward(self) -> Callable[..., Any]:
@@ -164,7 +164,7 @@ def _split(items: list[Any], number: int) -> tuple[list[Any], list[Any]]:
     return items[:number], items[number:]
 
 
-def _traced(layer: Layer, call: LayerCall, transform: Transform) -> _Function | None:
+def _traced(layer: ModelLayer, call: LayerCall, transform: Transform) -> _Function | None:
     """Returns the function of the layer's kind; None if there is none: then the layer is to be traced by itself.
 
     Everything that the trace has changed is restored.
