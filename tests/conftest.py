@@ -53,6 +53,8 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     """A test's program runs for moments; with XLA's and LLVM's own settings tests would mostly wait for compilers."""
+    # XLA's threads on the CPU: each warp group of an interpreted GPU kernel blocks one, and so does their caller.
+    os.environ.setdefault("NPROC", str(max(5, os.cpu_count() or 1)))
     given = os.environ.get("XLA_FLAGS", "")
     if not config.getoption("--as-served") and QUICK_COMPILATION not in given:
         # XLA has not read them yet; processes that tests start inherit them.

@@ -152,7 +152,9 @@ def write_tokens_at(
     pages = page_table[jnp.clip(rows, 0, page_table.shape[0] - 1), known]
     writable = (positions >= 0) & (column < page_table.shape[1]) & (pages >= 0) & (pages < num_pages)
     flat = (pages[:, None] * heads + jnp.arange(heads, dtype=jnp.int32)) * page + (positions % page)[:, None]
-    flat = jnp.where(writable[:, None], flat, num_pages * heads * page)  # out of bounds, hence dropped
+    # Others are out of bounds, hence dropped, each at an index of its own.
+    unused = num_pages * heads * page + jnp.arange(flat.size, dtype=jnp.int32).reshape(flat.shape)
+    flat = jnp.where(writable[:, None], flat, unused)
     if kv_scales is not None:
         k, v = quantize(k, kv_scales.k), quantize(v, kv_scales.v)
     token = jnp.concatenate([k, v], axis=-1).astype(pool.dtype)
@@ -164,7 +166,10 @@ def write_tokens_at(
         bits = jnp.uint16 if dtype.itemsize == 2 else jnp.uint8
         pool, token = (jax.lax.bitcast_convert_type(x, bits) for x in (pool, token))
     # One flat row per token and head: XLA keeps this scatter in place, unlike one over (page, :, slot).
-    pool = pool.reshape(-1, width).at[flat].set(token, mode="drop").reshape(pool.shape)
+    # Of indices that may be equal, XLA's GPU backend writes each 16 bits by an atomic compare and swap. Only dummy rows
+    # share a slot, on the null page, where any of their values will do.
+    is_unique = registry.platform() == "gpu"
+    pool = pool.reshape(-1, width).at[flat].set(token, mode="drop", unique_indices=is_unique).reshape(pool.shape)
     return pool if pool.dtype == dtype else jax.lax.bitcast_convert_type(pool, dtype)
 
 

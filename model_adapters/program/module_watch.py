@@ -19,7 +19,7 @@ import dataclasses
 import functools
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -137,7 +137,7 @@ class Structure:
                 elif isinstance(value, _FUNCTIONS):
                     self._functions.append((value, _state_of(value), f"{name}.{key}"))
         pairs += [(vars(config), _copied(vars(config)), "config") for config in configs_of(module)]
-        pairs += _code_of({cls for _, cls, _ in self._classes})
+        self._spaces = _code_of({cls for _, cls, _ in self._classes})
         self._pairs = [pair for pair in pairs if _is_same(*pair[:2])]  # some values do not equal themselves
 
     def difference(self) -> str | None:
@@ -150,6 +150,9 @@ class Structure:
             for now, was, where in self._pairs:
                 if now != was:
                     return _place(now, was, where)
+            for now, was, where in self._spaces:
+                if now != was and (code := _code_in(now, was)) != was:
+                    return _place(code, was, where)
             for now, was, where in self._models:
                 if _read(now) != was:
                     return _place(now, was, where)
@@ -164,15 +167,15 @@ class Structure:
         if not isinstance(other, Structure):
             return NotImplemented
         try:
-            mine, its = (
-                [each[:2] for each in s._classes] + [each[1:] for each in (*s._pairs, *s._models, *s._functions)]
-                for s in (self, other)
-            )
-            return bool(mine == its)
+            return bool(self._state() == other._state())
         except Exception:  # as above
             return False
 
     __hash__ = None  # type: ignore[assignment]
+
+    def _state(self) -> list[Any]:
+        states = (*self._pairs, *self._spaces, *self._models, *self._functions)
+        return [each[:2] for each in self._classes] + [each[1:] for each in states]
 
 
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
@@ -205,9 +208,18 @@ def _is_same(now: Any, was: Any) -> bool:
         return False
 
 
+def _code_in(now: Mapping[str, Any], was: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the namespace `now` without values that libraries store there for themselves.
+
+    Such are the registry of warnings that Python adds to a module, and what transformers stores on a class the first
+    time that it finds it out: new, private, and no function.
+    """
+    return {k: v for k, v in now.items() if k in was or not k.startswith("_") or callable(v)}
+
+
 def _place(now: Any, was: Any, where: str) -> str:
     """Returns `where` and the key under which the dicts `now` and `was` differ."""
-    if not (isinstance(now, dict) and isinstance(was, dict)):
+    if not (isinstance(now, Mapping) and isinstance(was, Mapping)):
         return where
     keys = [key for key in {**was, **now} if key not in NOT_READ]
     key = next((key for key in keys if key not in now or key not in was or now[key] is not was[key]), "")

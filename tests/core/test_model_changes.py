@@ -1,6 +1,7 @@
 """What changes on a model after `to_jax` takes effect at the next call, or that call raises: never is it ignored."""
 
 import copy
+import sys
 import time
 import types
 
@@ -255,11 +256,24 @@ def test_the_engine_refuses_a_changed_model_until_it_is_refreshed():
         for change in (edit_in_place, edit_through_data, put_adapter_in):
             change(model.torch_model)
             for _ in range(2):
-                with pytest.raises(TorchaxServeError, match=r"since its engine was made.*model.refresh\(\)"):
+                with pytest.raises(TorchaxServeError, match=r"since the engine was made.*model.refresh\(\)"):
                     model.iter_tokens(prompt, config)
             model.refresh()
             expected = model.torch_model.generate(IDS, **OPTIONS)[0, IDS.shape[1] :]
             assert list(model.iter_tokens(prompt, config)) == expected.tolist()
+
+
+def test_what_libraries_store_in_the_namespaces_of_modeling_files_is_no_change(monkeypatch):
+    """Python notes warnings in the module that warns; transformers caches what it finds out on the class."""
+    space = vars(sys.modules[LlamaForCausalLM.__module__])
+    monkeypatch.delitem(space, "__warningregistry__", raising=False)
+    model = to_jax(llama())
+    watch = model._jax_runtime.watch
+    monkeypatch.setitem(space, "__warningregistry__", {"version": 1})
+    monkeypatch.setattr(LlamaForCausalLM, "_found_out_cached_value", False, raising=False)
+    assert watch.change() is None
+    monkeypatch.setattr(LlamaForCausalLM, "_found_out", lambda self: 1, raising=False)
+    assert watch.change().what == "the class LlamaForCausalLM._found_out"
 
 
 def test_looking_for_changes_takes_less_than_a_millisecond():

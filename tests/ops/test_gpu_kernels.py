@@ -202,14 +202,24 @@ def test_pieces_cover_a_head_once():
         assert all(part.size >= 16 and part.size & (part.size - 1) == 0 and part.end == dim for part in parts)
 
 
-def test_the_kernel_is_what_a_gpu_gets():
-    case = paged_case()
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({}, "gpu-triton"),
+        ({"dtype": "bfloat16"}, "gpu-triton"),
+        ({"dtype": "bfloat16", "dim": 64, "alibi": True}, "gpu-triton"),
+        ({"dtype": "bfloat16", "dim": 64, "pool_dtype": "int8"}, "gpu-triton"),
+        ({"dtype": "bfloat16", "dim": 64}, "gpu-mosaic"),
+    ],
+)
+def test_the_kernel_is_what_a_gpu_gets(changes, name):
+    case = paged_case(**changes)
     with on_platform("gpu"):
-        assert registry.implementation_for("paged_attention", *case.args).name == "gpu-triton"
+        assert registry.implementation_for("paged_attention", *case.args).name == name
         starts = jnp.zeros_like(case.kv_lens)
         new = (case.q[:4], case.k[:4], case.v[:4])
         args = (*new, case.pool, case.page_table, case.kv_lens, starts, case.attention_args)
-        assert registry.implementation_for("decode_attention", *args).name == "gpu-triton"
+        assert registry.implementation_for("decode_attention", *args).name == name
     assert registry.implementation_for("paged_attention", *case.args).name != "gpu-triton"
 
 
@@ -279,14 +289,26 @@ def warp_group_in_plain_arrays(monkeypatch):
     def product(left, right):
         return jnp.dot(left, right, preferred_element_type=jnp.float32)
 
-    monkeypatch.setattr(warpgroup, "scores", lambda queries, keys: product(queries[...], keys[...].T))
+    def scores(queries, keys, meanwhile=lambda: None):
+        meanwhile()
+        return product(queries[...], keys[...].T)
+
+    def add_product(sums, weights, values, meanwhile):
+        meanwhile()
+        return sums + product(weights, values[...])
+
+    monkeypatch.setattr(warpgroup, "scores", scores)
+    monkeypatch.setattr(warpgroup, "add_product", add_product)
+    monkeypatch.setattr(warpgroup, "row_iota", lambda num_rows: jnp.arange(num_rows))
     monkeypatch.setattr(warpgroup, "sums", lambda weights, values: product(weights, values[...]))
     monkeypatch.setattr(warpgroup, "iota", lambda shape, axis: lax.broadcasted_iota(jnp.int32, shape, axis))
     monkeypatch.setattr(warpgroup, "by_row", lambda x: x)
     monkeypatch.setattr(warpgroup, "by_tile", lambda x: x)
     monkeypatch.setattr(warpgroup, "load", lambda ref: ref[...])
     # Several units that copy, so that waiting for one of them does not stand for waiting for all.
-    mode = params.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=5)
+    mode = params.InterpretGPUParams(
+        detect_races=True, num_tma_threads_per_device=5, out_of_bounds_reads="uninitialized"
+    )
     with params.force_gpu_interpret_mode(mode), on_platform("gpu"):
         yield
     assert not interpret_pallas_call.get_races().races_found
@@ -305,3 +327,22 @@ def warp_group_in_plain_arrays(monkeypatch):
 def test_mosaic_decode(warp_group_in_plain_arrays, monkeypatch, shape, num_programs):
     monkeypatch.setattr(split_kv, "NUM_PROGRAMS", num_programs)
     check_decode(paged_case(**LONG, **{"dtype": "bfloat16", **shape}), implementation="gpu-mosaic")
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"dim": 64, "page": 16, "sinks": True, "padding": 5, "heads": 1},
+        {"dim": 128, "value_dim": 64, "page": 64, "window": 170, "group": 3, "spare": 64, "heads": 1},
+        {"dim": 64, "page": 128, "softcap": 5.0, "dtype": "float16", "heads": 2, "group": 8, "q_lens": (16, 3)},
+        {"dim": 192, "page": 8, "heads": 1, "group": 1, "q_lens": (2, 1)},
+    ],
+    ids=lambda shape: "-".join(shape),
+)
+def test_mosaic_prefill(warp_group_in_plain_arrays, monkeypatch, shape):
+    """Two sequences, of which one has more blocks of keys than there are stages."""
+    from model_adapters.ops.gpu import mosaic_prefill
+
+    monkeypatch.setattr(mosaic_prefill, "MAX_STAGES", 2)
+    shape = {"q_lens": (70, 1), "kv_lens": (330, 33), "dtype": "bfloat16", **shape}
+    check_ragged(paged_case(**shape), implementation="gpu-mosaic")

@@ -81,7 +81,7 @@ def test_a_file_of_keys_is_read_again(tmp_path):
     keys = ApiKeys(file=file)
 
     def name(key):
-        return keys.name_of([(b"authorization", f"Bearer {key}".encode())])
+        return keys.key_of([(b"authorization", f"Bearer {key}".encode())]).name
 
     assert name(KEY) == "alice"
     file.write_text(f"bob:{OTHER}\n")

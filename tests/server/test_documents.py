@@ -5,6 +5,7 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+import yaml
 
 from torchax_serve.server.app import ROUTES
 from torchax_serve.server.field_docs import with_tables
@@ -33,9 +34,31 @@ def test_every_metric_is_in_the_document(http, client):
     assert found >= {"time_to_first_token_seconds", "num_requests_running", "prefix_cache_hits"} or found
 
 
+@pytest.mark.parametrize("name", ["grafana-dashboard.json", "prometheus-alerts.yaml"])
+def test_dashboard_and_alerts_have_metrics_that_exist(http, client, name):
+    client.completions.create(model="tiny", prompt="Hi", max_tokens=2)
+    http.get("/v1/models/none")
+    text = (DOCS.parent / "deploy" / name).read_text()
+    yaml.safe_load(text)
+    series = set(re.findall(r"^(torchax_serve_\w+)", http.get("/metrics").text, re.MULTILINE))
+    used = set(re.findall(r"torchax_serve_\w+", text))
+    assert used and used <= series, used - series
+
+
+def test_the_page_needs_no_other_file(http):
+    response = http.get("/docs")
+    assert response.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in response.headers["content-security-policy"]
+    assert not re.search(r"<script|<link|src=|https?://", response.text)
+    for method, path, _ in ROUTES:
+        assert f"{method} {path.replace(':path}', '}')}" in response.text
+    assert response.text.count("<details>") == response.text.count("</details>") > 5
+
+
 def test_the_description_is_true(http):
     found = http.get("/openapi.json").json()
-    assert found == description(ROUTES)
+    assert found == description(ROUTES, ("tiny",))
+    assert found["components"]["schemas"]["ChatRequest"]["properties"]["model"]["enum"] == ["tiny"]
     assert set(found["paths"]) == {path.replace(":path}", "}") for _, path, _ in ROUTES}
     schema = {"$ref": "#/components/schemas/ChatRequest", "components": found["components"]}
     jsonschema.validate({"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}, schema)

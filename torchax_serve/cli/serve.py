@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from torchax_serve.cli.shared.command import Command
+from torchax_serve.cli.shared.config_file import ConfigFile
 from torchax_serve.cli.shared.load_model import end_if_explained
 from torchax_serve.cli.shared.load_options import DeviceOptions, MaxModelLen, option_groups
 from torchax_serve.cli.shared.model_name import check_model, complete_model
@@ -61,10 +62,11 @@ class AccessOptions:
 
     api_key: Annotated[
         list[str] | None,
-        _access("--api-key", help="Key that requests need, KEY or NAME:KEY; better by variable or file."),
+        _access("--api-key", help="KEY or NAME:KEY that requests need, limits behind it; better by variable or file."),
     ] = None
     api_key_file: Annotated[
-        Path | None, _access("--api-key-file", help="File with a key a line; read again when it changes.")
+        Path | None,
+        _access("--api-key-file", help="File with a key and its limits a line, read when it changes."),
     ] = None
     cors_origin: Annotated[
         list[str] | None, _access("--cors-origin", help="Origin whose pages may call the server from a browser.")
@@ -129,13 +131,14 @@ def serve(
     limits: LimitOptions,
     life: LifeOptions,
     max_model_len: MaxModelLen = None,
+    config: ConfigFile = None,
     load: DeviceOptions,
 ) -> int:
     """Serve a model over HTTP, with OpenAI's interface.
 
     torchax-serve serve qwen3-0.6b --port 8000
 
-    Each option has a variable, such as TORCHAX_SERVE_PORT for --port.
+    Each option has a variable, such as TORCHAX_SERVE_PORT for --port, and can stand in the TOML file of --config.
     """
     from torchax_serve.server import require_packages
 

@@ -111,8 +111,9 @@ class ServedModel(BaseModel):
             if isinstance(self._engine, UnsupportedModelError):
                 raise self._engine
             if self._engine_changes != _num_changes(self._runtimes):
+                what = next((r.last_change for r in self._runtimes if r.last_change), "the model")
                 raise TorchaxServeError(
-                    "the model has changed since its engine was made, which keeps what the model computed before; call "
+                    f"{what} has changed since the engine was made, which has results of the model before that; call "
                     "model.refresh(), which ends requests that run, and send this one again"
                 )
             return self._engine

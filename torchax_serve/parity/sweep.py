@@ -20,6 +20,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from torchax_serve.parity.result import Result
 from torchax_serve.parity.tasks import CAUSAL, TASKS
 
@@ -28,10 +30,12 @@ TIME_LIMIT_S = 600.0
 START_LIMIT_S = 300.0
 """Time limit for the start of a worker process, in seconds."""
 QUICK_COMPILATION = (
-    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false "
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
     "--xla_cpu_parallel_codegen_split_count=1"
 )
 """XLA flags that reduce compile time, which dominates: each program runs once. Results are the same."""
+if jax.__version_info__ < (0, 11):  # later releases end the process at a flag that they do not know
+    QUICK_COMPILATION += " --xla_cpu_use_fusion_emitters=false"
 TYPES_PER_WORKER = 40
 """Number of types after which a worker is replaced: the memory that JAX and transformers hold for each adds up."""
 

@@ -42,7 +42,7 @@ from torchax_serve.validation.owner_process import OwnerProcess
 
 NUM_EARLIER = 4
 """Structures of a model whose programs are kept: with an adapter and without it, and some more."""
-_OF_ALL_STRUCTURES = frozenset({"weights", "watch", "num_changes", "_earlier", "_lock"})
+_OF_ALL_STRUCTURES = frozenset({"weights", "watch", "num_changes", "last_change", "_earlier", "_lock"})
 Call = tuple[tuple[Any, Any, dict[str, jax.Array]], CallSpec]
 """Cache, offset and arrays of a step, and what is static of it."""
 
@@ -62,6 +62,7 @@ class ModelRuntime:
         self.weights = weights if part and isinstance(weights, dict) else dict(weights)
         self.watch = watch or ModuleWatch(module)
         self.num_changes = 0
+        self.last_change = ""
         self._earlier: list[tuple[Structure, dict[str, Any]]] = []
         self._lock = threading.Lock()
         self._set_up(ModelProgram(module, sharding, part, self.watch), programs or ExecutableCache())
@@ -104,6 +105,7 @@ class ModelRuntime:
             before, new = self.watch.structure, weights_of(self.program.module, self.weights, change)
             self.watch.take()
             self.num_changes += 1
+            self.last_change = change.what
             for name in self.weights.keys() - new.keys():
                 del self.weights[name]
             self.weights.update(new)  # the same dict for all that read it

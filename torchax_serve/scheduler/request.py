@@ -98,6 +98,7 @@ class RequestState:
     arrived_step: int = 0  # the plan that was to be made next when it arrived
     started_step: int | None = None  # the same when it was given its first token
     num_cached: int | None = None  # tokens found in the prefix cache when it was first given a slot
+    started_s: float | None = None  # when it was first given a slot, on the scheduler's clock
 
     @property
     def slot(self) -> int | None:

@@ -89,7 +89,7 @@ class Scheduler:
         by their deadline or for lack of pages: see `pop_finished`.
         """
         self._queues.expire(now)
-        planned = self._planner.plan()
+        planned = self._planner.plan(now)
         if planned is None:
             return None
         self._in_flight.append(_InFlightPlan(*planned))

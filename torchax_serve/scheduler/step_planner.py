@@ -48,12 +48,14 @@ class StepPlanner:
         self._queues = queues
         self._prefill_budget = prefill_budget
         self._steady_batch: SteadyDecodeBatch | None = None  # of the last plan
+        self._now_s = 0.0  # of the plan that is made
         self.num_planned = 0
         self.num_prompt_tokens = 0  # of requests let in, each time they were
         self.num_hit_tokens = 0  # of those, found in the cache
 
-    def plan(self) -> tuple[StepPlan, list[RequestState]] | None:
-        """Returns the next plan and the states of its rows; None if no row can be planned now."""
+    def plan(self, now: float) -> tuple[StepPlan, list[RequestState]] | None:
+        """Returns the next plan and the states of its rows; None if no row can be planned at `now` seconds."""
+        self._now_s = now
         return self._repeat_last_plan() or self._plan()
 
     def _repeat_last_plan(self) -> tuple[StepPlan, list[RequestState]] | None:
@@ -317,7 +319,7 @@ class StepPlanner:
             num_computed = len(match.nodes) * self._config.page_size
         self._queues.start(state, pages, num_computed)
         if state.num_cached is None:
-            state.num_cached = num_computed
+            state.num_cached, state.started_s = num_computed, self._now_s
         draft.fresh_slots.append(pages.slot)
         self.num_prompt_tokens += len(state.tokens)
         self.num_hit_tokens += num_computed

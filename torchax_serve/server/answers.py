@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
 from torchax_serve.engine.request_handle import RequestHandle, TokenStream, cancel_on_error
@@ -27,7 +27,8 @@ class Answer:
         num_tokens: New tokens so far.
         prompt_logprobs: Those of the prompt's tokens, None for the first one; with the first step, if requested.
         finish_reason: Why it ended; None while it runs.
-        submitted_s, first_s, previous_s, last_s: Seconds on the clock `time.perf_counter`: of submission, of the first
+        on_tokens: Called with the number of new tokens of each step, or None.
+        submitted_s, first_s, previous_s, last_s: Seconds on the clock `time.monotonic`: of submission, of the first
             step, of the one before the last and of the last; None before there is one.
     """
 
@@ -37,7 +38,8 @@ class Answer:
         self.num_tokens = 0
         self.prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
         self.finish_reason: FinishReason | None = None
-        self.submitted_s = time.perf_counter()
+        self.on_tokens: Callable[[int], None] | None = None
+        self.submitted_s = time.monotonic()
         self.first_s: float | None = None
         self.last_s: float | None = None
         self.previous_s: float | None = None
@@ -47,6 +49,12 @@ class Answer:
     def num_cached_tokens(self) -> int:
         """Tokens of the prompt that were found in the prefix cache."""
         return self._handle.num_cached_tokens
+
+    @property
+    def started_s(self) -> float | None:
+        """When the engine began with it, in seconds as `submitted_s`; None while it waits."""
+        state = self._handle.state
+        return None if state is None else state.started_s
 
     def cancel(self) -> None:
         """Ends the request, whether or not it is being iterated over."""
@@ -71,10 +79,12 @@ class Answer:
                     return
 
     def _record(self, step: AnswerStep) -> None:
-        self.previous_s, self.last_s = self.last_s, time.perf_counter()
+        self.previous_s, self.last_s = self.last_s, time.monotonic()
         if self.first_s is None:
             self.first_s = self.last_s
         self.num_tokens += len(step.token_ids)
+        if self.on_tokens is not None:
+            self.on_tokens(len(step.token_ids))
         self.finish_reason = step.finish_reason
 
 

@@ -39,6 +39,7 @@ ROUTES: tuple[tuple[str, str, Callable[..., Awaitable[Any]]], ...] = (
     ("GET", "/ping", health.livez),
     ("GET", "/version", health.version),
     ("GET", "/openapi.json", openapi.openapi),
+    ("GET", "/docs", openapi.page),
     ("GET", "/metrics", health.metrics),
     ("GET", "/v1/models", health.models),
     ("GET", "/v1/models/{model:path}", health.model),
@@ -93,8 +94,21 @@ class Application:
         """Checks host and key, and calls the endpoint."""
         self._check_host(scope)
         if scope["path"] not in PUBLIC and not self._is_preflight(scope):
-            scope["state"]["key_name"] = self.context.keys.name_of(scope["headers"])
-        await self._inner(scope, receive, send)
+            self._identify(scope)
+        usage = scope["state"]["usage"]
+        if usage is None or scope["method"] != "POST":
+            await self._inner(scope, receive, send)
+            return
+        usage.begin()
+        try:
+            await self._inner(scope, receive, send)
+        finally:
+            usage.end()
+
+    def _identify(self, scope: Scope) -> None:
+        """Finds out whose request it is; raises ApiError, 401, if it has no key of those that are known."""
+        key = self.context.keys.key_of(scope["headers"])
+        scope["state"] |= {"key": key, "key_name": key and key.name, "usage": self.context.key_usages.of(key)}
 
     def _is_preflight(self, scope: Scope) -> bool:
         return scope["method"] == "OPTIONS" and bool(self.context.options.cors_origins)
@@ -128,7 +142,7 @@ class _Exchange:
         self._scope, self._receive, self._send = scope, receive, send
         self._status = 0
         scope["app"] = app
-        scope["state"] = {"request_id": _request_id(scope), "key_name": None}
+        scope["state"] = {"request_id": _request_id(scope), "key": None, "key_name": None, "usage": None}
 
     async def run(self) -> None:
         """Answers the request, with an error if the endpoint raises one."""
@@ -163,6 +177,8 @@ class _Exchange:
                 *message.get("headers", ()),
                 (b"x-request-id", self._scope["state"]["request_id"].encode()),
             ]
+            if (usage := self._scope["state"]["usage"]) is not None:
+                message["headers"] += [(name.encode(), value.encode()) for name, value in usage.headers().items()]
             if self._context.refuses_new and all(name != b"connection" for name, _ in message["headers"]):
                 message["headers"].append((b"connection", b"close"))
         await self._send(message)

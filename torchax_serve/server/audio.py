@@ -61,7 +61,7 @@ async def _answer(request: Request, task: str) -> Response:
     service.require("transcribe", request.scope["path"])
     fields, data = await _read_form(request, context)
     body = TranscriptionRequest.parse(fields)
-    service.check_name(body.model)
+    service.check_name(body.model, request.state.key)
     try:
         work = service.run(_transcribe, context, service, body, data, task)
         text, seconds = await until_disconnect(request.receive, work)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from model_adapters.errors import InvalidArgumentError
 from torchax_serve.server.errors import ApiError
+from torchax_serve.server.key_limits import ApiKey, KeyLimits
 
 logger = logging.getLogger("torchax_serve.server")
 
@@ -25,8 +26,8 @@ class ApiKeys:
     A file of keys is read again when it changes; while it cannot be read, the keys of before stay.
 
     Args:
-        keys: Names and keys.
-        file: File with ``NAME:KEY`` or ``KEY`` a line, or None.
+        keys: Names and keys; words behind a key are its limits, as `KeyLimits.parse` takes them.
+        file: File with ``NAME:KEY`` or ``KEY`` a line, limits behind it; or None.
 
     Raises:
         InvalidArgumentError: The file is not readable, or a key is too short.
@@ -34,10 +35,10 @@ class ApiKeys:
 
     def __init__(self, keys: Iterable[tuple[str, str]] = (), file: Path | None = None) -> None:
         self._secret = secrets.token_bytes(32)  # digests say nothing about keys, and are all of one length
-        self._given = {self._digest(key): name for name, key in _checked(keys)}
+        self._given = self._by_digest(keys)
         self._file = file
         self._stamp: tuple[int, int] | None = None
-        self._from_file: dict[bytes, str] = {}
+        self._from_file: dict[bytes, ApiKey] = {}
         if file is not None:
             self._from_file, self._stamp = self._read(file), _stamp_of(file)
 
@@ -46,8 +47,8 @@ class ApiKeys:
         """Whether requests need no key."""
         return self._file is None and not self._given
 
-    def name_of(self, headers: Iterable[tuple[bytes, bytes]]) -> str | None:
-        """Returns the name of the key in a request's headers; None if no key is needed.
+    def key_of(self, headers: Iterable[tuple[bytes, bytes]]) -> ApiKey | None:
+        """Returns name and limits of the key in a request's headers; None if no key is needed.
 
         Raises:
             ApiError: 401 without a key, or with one that is unknown.
@@ -60,9 +61,9 @@ class ApiKeys:
         digest = self._digest(given[0])
         self._refresh()
         found = None
-        for known, name in (*self._given.items(), *self._from_file.items()):  # all, so that times tell nothing
+        for known, key in (*self._given.items(), *self._from_file.items()):  # all, so that times tell nothing
             if hmac.compare_digest(known, digest):
-                found = name
+                found = key
         if found is None:
             raise _refused("Incorrect API key provided.")
         return found
@@ -82,7 +83,15 @@ class ApiKeys:
             logger.warning("the file of API keys cannot be read; those of before stay")
             self._stamp = None
 
-    def _read(self, file: Path) -> dict[bytes, str]:
+    def _by_digest(self, keys: Iterable[tuple[str, str]]) -> dict[bytes, ApiKey]:
+        found = {}
+        for name, text in keys:
+            key, *limits = text.split() or [""]
+            _check(name, key)
+            found[self._digest(key)] = ApiKey(name, KeyLimits.parse(name, limits))
+        return found
+
+    def _read(self, file: Path) -> dict[bytes, ApiKey]:
         try:
             lines = file.read_text().splitlines()
         except (OSError, UnicodeDecodeError) as error:
@@ -93,18 +102,15 @@ class ApiKeys:
             if line and not line.startswith("#"):
                 name, colon, key = line.partition(":")
                 pairs.append((name, key) if colon else (f"key-{number}", line))
-        return {self._digest(key): name for name, key in _checked(pairs)}
+        return self._by_digest(pairs)
 
 
-def _checked(keys: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    found = list(keys)
-    for name, key in found:
-        if len(key) < MIN_KEY_CHARS or not key.isascii() or any(char.isspace() for char in key):
-            raise InvalidArgumentError(
-                f"API key {name!r}: expected at least {MIN_KEY_CHARS} ASCII characters without spaces, got others; "
-                "make one: openssl rand -hex 32"
-            )
-    return found
+def _check(name: str, key: str) -> None:
+    if len(key) < MIN_KEY_CHARS or not key.isascii():
+        raise InvalidArgumentError(
+            f"API key {name!r}: expected at least {MIN_KEY_CHARS} ASCII characters without spaces, got others; "
+            "make one: openssl rand -hex 32"
+        )
 
 
 def _stamp_of(file: Path) -> tuple[int, int]:

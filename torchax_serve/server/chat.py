@@ -38,13 +38,15 @@ async def chat_completions(request: Request) -> Any:
     service = context.service()
     service.require("chat", "/v1/chat/completions")
     body = ChatRequest.parse(await read_json(request, context.options))
-    service.check_name(body.model)
+    service.check_name(body.model, request.state.key)
     check_counts(body, context.options.request)
     try:
         work = service.run(_start_answers, context, service, body, request.state.key_name)
         started = await until_disconnect(request.receive, work)
     except ValueError as error:
         raise renamed_error(error, body) from error
+    if request.state.usage is not None:
+        request.state.usage.follow(started.answers)
     completion = ChatCompletion(context, service, body, *started)
     if body.stream:
         return EventStream(completion.events(), context.options.keep_alive_s)

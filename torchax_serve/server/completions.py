@@ -36,7 +36,7 @@ async def completions(request: Request) -> Any:
     service = context.service()
     service.require("generate", "/v1/completions")
     body = CompletionRequest.parse(await read_json(request, context.options))
-    service.check_name(body.model)
+    service.check_name(body.model, request.state.key)
     check_counts(body, context.options.request)
     num_prompts = len(body.prompts())
     if not 1 <= num_prompts <= context.options.request.max_answers:
@@ -52,6 +52,8 @@ async def completions(request: Request) -> Any:
         prompts, answers = await until_disconnect(request.receive, work)
     except ValueError as error:
         raise renamed_error(error, body) from error
+    if request.state.usage is not None:
+        request.state.usage.follow(answers)
     completion = TextCompletion(context, service, body, prompts, answers)
     if body.stream:
         return EventStream(completion.events(), context.options.keep_alive_s)

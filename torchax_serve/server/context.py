@@ -11,6 +11,7 @@ from starlette.requests import Request
 from torchax_serve import __version__
 from torchax_serve.server.auth import ApiKeys
 from torchax_serve.server.errors import ApiError
+from torchax_serve.server.key_limits import KeyUsages
 from torchax_serve.server.metrics import Metrics
 from torchax_serve.server.model_service import ModelService
 from torchax_serve.server.options import ServerOptions
@@ -38,6 +39,7 @@ class ServerContext:
     def __init__(self, options: ServerOptions) -> None:
         self.options = options
         self.keys = ApiKeys(options.api_keys, options.api_key_file)
+        self.key_usages = KeyUsages()
         self.metrics = Metrics(compat=options.metrics_compat)
         self.stage = Stage.LOADING
         self.refuses_new = False  # after the time in which a draining server still accepts

@@ -55,7 +55,7 @@ async def model(request: Request) -> Response:
 
 
 def _models(request: Request) -> list[dict[str, Any]]:
-    service = context_of(request).service()
+    service, key = context_of(request).service(), request.state.key
     return [
         {
             "id": name,
@@ -68,4 +68,5 @@ def _models(request: Request) -> list[dict[str, Any]]:
             "tasks": list(service.tasks),
         }
         for name in service.names
+        if key is None or key.allows(name)
     ]

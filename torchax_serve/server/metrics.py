@@ -48,6 +48,9 @@ class Metrics:
         self._ttft = self._histograms("time_to_first_token_seconds", "Seconds to the first token", _LATENCY_S)
         self._itl = self._histograms("inter_token_latency_seconds", "Seconds between tokens", _TOKEN_S)
         self._e2e = self._histograms("e2e_request_latency_seconds", "Seconds to the last token", _LATENCY_S)
+        self._queue = self._histograms("request_queue_time_seconds", "Seconds in the queue", _LATENCY_S)
+        self._prefill = self._histograms("request_prefill_time_seconds", "Seconds to prefill", _LATENCY_S)
+        self._decode = self._histograms("request_decode_time_seconds", "Seconds to decode", _LATENCY_S)
         self._prompt_len = self._histograms("request_prompt_tokens", "Tokens of prompts", _LENGTHS)
         self._answer_len = self._histograms("request_generation_tokens", "Tokens of answers", _LENGTHS)
         self._success = [
@@ -76,6 +79,10 @@ class Metrics:
             _observe(self._itl, (answer.last_s - answer.previous_s) / len(step.token_ids))
         if step.finish_reason is not None:
             _observe(self._e2e, answer.last_s - answer.submitted_s)
+            if answer.started_s is not None:
+                _observe(self._queue, answer.started_s - answer.submitted_s)
+                _observe(self._prefill, answer.first_s - answer.started_s)
+            _observe(self._decode, answer.last_s - answer.first_s)
             _observe(self._prompt_len, len(answer.prompt_ids))
             _observe(self._answer_len, answer.num_tokens)
             for counter in self._success:

@@ -26,6 +26,7 @@ from torchax_serve.sampling.grammar import GrammarCompiler, GrammarMasks
 from torchax_serve.sampling_params import SamplingParams
 from torchax_serve.server.answers import Answer, AnswerOptions, prepare, prepare_media, submit
 from torchax_serve.server.errors import ApiError, bad_request
+from torchax_serve.server.key_limits import ApiKey
 from torchax_serve.server.messages import plain_messages
 from torchax_serve.server.options import ServerOptions
 from torchax_serve.server.pooling_batches import PoolingBatches
@@ -131,9 +132,9 @@ class ModelService:
         if task not in self.tasks:
             raise ApiError(404, f"{route}: {self.name} does not {task}; it can {', '.join(self.tasks)}")
 
-    def check_name(self, name: str) -> None:
-        """Raises ApiError, 404, unless a request's `model` is one of this service's."""
-        if name not in self.names:
+    def check_name(self, name: str, key: ApiKey | None = None) -> None:
+        """Raises ApiError, 404, unless a request's `model` is one of this service's that its key may use."""
+        if name not in self.names or not (key is None or key.allows(name)):
             raise ApiError(
                 404,
                 f"the model {name[:100]!r} does not exist; GET /v1/models lists those that do",

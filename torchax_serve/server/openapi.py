@@ -1,14 +1,17 @@
-"""``/openapi.json``: the routes and the bodies that they take, made from the request models."""
+"""``/openapi.json`` and ``/docs``: the routes and the bodies that they take, made from the request models."""
 
 from __future__ import annotations
 
+import html
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from torchax_serve import __version__
 from torchax_serve.server.audio import TranscriptionRequest
+from torchax_serve.server.context import context_of
 from torchax_serve.server.pooling_schemas import (
     ClassifyRequest,
     DetokenizeRequest,
@@ -53,13 +56,31 @@ _ERROR = {
 }
 
 
+_PAGE_HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}
+_STYLE = (
+    "body{font:15px/1.5 system-ui;max-width:60rem;margin:2rem auto;padding:0 1rem}"
+    "summary{cursor:pointer;padding:.2rem 0}td{padding:.1rem 1rem .1rem 0;vertical-align:top}"
+    "code{font-size:.95em}table{margin:.3rem 0 1rem 1rem}"
+)
+
+
 async def openapi(request: Request) -> Response:
     """Returns the description of the server's interface."""
-    return JSONResponse(description(request.scope["app"].routes))
+    return JSONResponse(_description_for(request))
 
 
-def description(routes: Any) -> dict[str, Any]:
-    """Returns the OpenAPI description of routes (method, path, function)."""
+async def page(request: Request) -> Response:
+    """Returns a page of the same description, which needs no other file."""
+    return HTMLResponse("".join(_page(_description_for(request))), headers=_PAGE_HEADERS)
+
+
+def _description_for(request: Request) -> dict[str, Any]:
+    loaded = context_of(request).loaded
+    return description(request.scope["app"].routes, () if loaded is None else loaded.names)
+
+
+def description(routes: Any, model_names: Sequence[str] = ()) -> dict[str, Any]:
+    """Returns the OpenAPI description of routes (method, path, function) and the models they are for."""
     schemas: dict[str, Any] = {"Error": _ERROR}
     paths: dict[str, Any] = {}
     by_route = {route: kind for kind in REQUESTS for route in kind.routes}
@@ -83,7 +104,7 @@ def description(routes: Any) -> dict[str, Any]:
                 "required": True,
                 "content": {_type_of(kind): {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}},
             }
-            schemas.setdefault(kind.__name__, _schema_of(kind, schemas))
+            schemas.setdefault(kind.__name__, _schema_of(kind, schemas, model_names))
         paths.setdefault(shown, {})[method.lower()] = operation
     return {
         "openapi": "3.1.0",
@@ -100,7 +121,7 @@ def _type_of(kind: type[ApiRequest]) -> str:
     return "multipart/form-data" if kind is TranscriptionRequest else "application/json"
 
 
-def _schema_of(kind: type[ApiRequest], schemas: dict[str, Any]) -> dict[str, Any]:
+def _schema_of(kind: type[ApiRequest], schemas: dict[str, Any], model_names: Sequence[str]) -> dict[str, Any]:
     """Returns the JSON schema of a body, without refused fields; its parts go to `schemas`."""
     schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
     schemas.update(schema.pop("$defs", {}))
@@ -109,4 +130,43 @@ def _schema_of(kind: type[ApiRequest], schemas: dict[str, Any]) -> dict[str, Any
             schema["properties"].pop(name)
         else:
             schema["properties"][name]["description"] = f"{note.effect}: {note.text}"
-    return schema
+    if model_names:
+        schema["properties"]["model"]["examples"] = list(model_names)
+        for choice in (schema["properties"]["model"], *schema["properties"]["model"].get("anyOf", ())):
+            if choice.get("type") == "string":
+                choice["enum"] = list(model_names)
+    return _with_int_bounds(schema)  # type: ignore[no-any-return]
+
+
+def _with_int_bounds(schema: Any) -> Any:
+    """Returns a JSON schema whose integers have 64 bits, as those of requests must."""
+    if isinstance(schema, list):
+        return [_with_int_bounds(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {name: _with_int_bounds(value) for name, value in schema.items()}
+    if found.get("type") == "integer":
+        found = {"minimum": -(2**63), "maximum": 2**63 - 1, **found}
+    return found
+
+
+def _page(found: dict[str, Any]) -> Iterator[str]:
+    """Yields the parts of a page: each route with the fields of its body."""
+    title = f"{found['info']['title']} {found['info']['version']}"
+    yield f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title><style>{_STYLE}</style>"
+    yield f"<h1>{title}</h1><p>The same as JSON: <a href=openapi.json>openapi.json</a>.</p>"
+    for path, operations in found["paths"].items():
+        for method, operation in operations.items():
+            head = f"<code>{method.upper()} {html.escape(path)}</code> {html.escape(operation['summary'])}"
+            body = operation.get("requestBody")
+            if body is None:
+                yield f"<p>{head}</p>"
+                continue
+            ((kind, content),) = body["content"].items()
+            schema = found["components"]["schemas"][content["schema"]["$ref"].rpartition("/")[2]]
+            yield f"<details><summary>{head}</summary><p><code>{kind}</code></p><table>"
+            for name, field in schema["properties"].items():
+                needed = " (required)" if name in schema.get("required", ()) else ""
+                yield f"<tr><td><code>{name}</code>{needed}<td>{html.escape(field.get('description', ''))}"
+            yield "</table></details>"
+    yield "</html>"

@@ -36,7 +36,7 @@ async def _read(request: Request, kind: type[Body], task: str) -> tuple[ModelSer
     service = context.service()
     service.require(task, request.scope["path"])
     body = kind.parse(await read_json(request, context.options))
-    service.check_name(body.model)
+    service.check_name(body.model, request.state.key)
     return service, body
 
 
@@ -68,8 +68,11 @@ def _renamed(error: ValueError, field: str) -> Exception:
     return bad_request(f"{field}:{rest}" if rest else str(error), field, "invalid_value")
 
 
-def _usage(service: ModelService, texts: Sequence[Any]) -> dict[str, int]:
-    num_tokens = service.num_tokens(texts)
+async def _usage(request: Request, service: ModelService, texts: Sequence[Any]) -> dict[str, int]:
+    """Returns the usage of a request, which is charged to its key."""
+    num_tokens = await service.run(service.num_tokens, texts)
+    if request.state.usage is not None:
+        request.state.usage.charge(num_tokens)
     return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
 
 
@@ -86,7 +89,7 @@ async def embeddings(request: Request) -> Response:
     call: Callable[..., Any] = functools.partial(service.model.embed, **options)
     key = ("embed", *options.values())
     found = await _results(request, service, key, call, texts, "input")
-    usage = await service.run(_usage, service, texts)
+    usage = await _usage(request, service, texts)
     data = [
         {"object": "embedding", "index": index, "embedding": _encoded(row, body.encoding_format)}
         for index, row in enumerate(found)
@@ -116,7 +119,7 @@ async def classify(request: Request) -> Response:
         }
         for index, each in enumerate(found)
     ]
-    usage = await service.run(_usage, service, texts)
+    usage = await _usage(request, service, texts)
     return JSONResponse(_list("classify", body.model, data) | {"usage": usage})
 
 
@@ -138,7 +141,7 @@ async def pooling(request: Request) -> Response:
         }
         for index, labels in enumerate(found)
     ]
-    usage = await service.run(_usage, service, texts)
+    usage = await _usage(request, service, texts)
     return JSONResponse(_list("pool", body.model, data) | {"usage": usage})
 
 
@@ -159,7 +162,7 @@ async def rerank(request: Request) -> Response:
         if body.return_documents is not False:
             result["document"] = {"text": documents[index]}
         results.append(result)
-    usage = await service.run(_usage, service, [*documents, *[body.query] * len(documents)])
+    usage = await _usage(request, service, [*documents, *[body.query] * len(documents)])
     return JSONResponse({"id": f"rerank-{uuid.uuid4().hex}", "model": body.model, "usage": usage, "results": results})
 
 
@@ -189,7 +192,7 @@ async def score(request: Request) -> Response:
         )
     scores = await _scores(request, service, list(zip(firsts, seconds, strict=True)), body.truncate, "text_2")
     data = [{"index": index, "object": "score", "score": each} for index, each in enumerate(scores)]
-    usage = await service.run(_usage, service, [*firsts, *seconds])
+    usage = await _usage(request, service, [*firsts, *seconds])
     return JSONResponse(_list("score", body.model, data) | {"usage": usage})
 
 

@@ -60,7 +60,7 @@ async def render(request: Request) -> Response:
     service = context.service()
     service.require("chat", "/v1/chat/completions/render")
     body = ChatRequest.parse(await read_json(request, context.options))
-    service.check_name(body.model)
+    service.check_name(body.model, request.state.key)
     plan = plan_tools(body, service.family)
     prompt = await until_disconnect(request.receive, service.run(render_chat, service, body, plan))
     ids = prompt.token_ids
@@ -78,5 +78,5 @@ async def _read(request: Request, kind: type[Any]) -> tuple[ModelService, Any]:
         raise ApiError(404, f"{request.scope['path']}: {service.name} has no tokenizer")
     body = kind.parse(await read_json(request, context.options))
     if body.model is not None:
-        service.check_name(body.model)
+        service.check_name(body.model, request.state.key)
     return service, body

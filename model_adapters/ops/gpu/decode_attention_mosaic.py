@@ -1,9 +1,8 @@
-"""Decode attention for Hopper through Pallas' Mosaic GPU lowering.
-
-It runs only inside of ``use("decode_attention", "gpu-mosaic")``: it has not been measured to be the faster one yet.
-"""
+"""Decode attention for Hopper through Pallas' Mosaic GPU lowering."""
 
 from __future__ import annotations
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,36 +10,39 @@ import jax.numpy as jnp
 from model_adapters.ops import registry
 from model_adapters.ops.attention_args import AttentionArgs, unsupported_field
 from model_adapters.ops.decode_attention import OP, write_token
+from model_adapters.ops.gpu.hopper import NAME, unsupported_reason
 from model_adapters.ops.gpu.split_kv import LOG2_E, NOTHING, num_splits
 
-NAME = "gpu-mosaic"
-DTYPES = ("bfloat16", "float16")
 MAX_GROUP = 64  # rows of a warp group's product
-MAX_DIM = 256
 MAX_DIMS = 448  # keys and values together: two blocks of them, queries and sums fit into shared memory
-DIM_MULTIPLE = 64  # the 128 bytes of a swizzle
-PAGE_MULTIPLE = 8  # rows of a tile in shared memory
-BLOCK_LEN = 64
+MAX_UNROLLED = 16  # splits; XLA divides a kernel of more
 SUPPORTED_ARGS = frozenset({"window", "softcap", "sinks"})
 """Fields of `AttentionArgs` that the kernel takes."""
 
 
 def _combine(outs: jax.Array, logs: jax.Array, sinks: jax.Array | None) -> jax.Array:
-    """Returns attention over all splits, ``float32[B, H, G, Dv]``.
+    """Returns attention over all splits, ``float32[B, Hq, Dv]``.
 
     Args:
-        outs: Attention over each split, ``float32[B, H, splits, G, Dv]``.
-        logs: Logarithm to base 2 of each split's sum of weights, ``float32[B, H, splits, G]``.
-        sinks: Logits ``[Hq]`` or None.
+        outs: Attention over each split, ``float32[splits, B, Hq, Dv]``.
+        logs: Logarithm to base 2 of each split's sum of weights, ``float32[splits, B, Hq]``.
+        sinks: Logits ``float32[Hq]`` or None.
     """
-    sink = None if sinks is None else sinks.astype(jnp.float32).reshape(1, outs.shape[1], 1, -1) * LOG2_E
-    top = jnp.max(logs, axis=2, keepdims=True)
-    top = top if sink is None else jnp.maximum(top, sink)
-    weights = jnp.where(logs > NOTHING, jnp.exp2(logs - top), 0.0)
-    total = jnp.sum(weights, axis=2, keepdims=True)
+    sink = None if sinks is None else sinks[:, None] * LOG2_E
+    by_split = [(out, log[..., None]) for out, log in zip(outs, logs, strict=True)]
+    if len(by_split) > MAX_UNROLLED:
+        by_split = [(outs, logs[..., None])]
+    # Of a few splits each by itself: then all of it is one kernel for XLA, where a reduction would be three.
+    tops = [log if log.ndim == 3 else jnp.max(log, axis=0) for _, log in by_split]
+    top = functools.reduce(jnp.maximum, tops if sink is None else [*tops, sink])
+    weights = [jnp.where(log > NOTHING, jnp.exp2(log - top), 0.0) for _, log in by_split]
+    products = [out * weight for (out, _), weight in zip(by_split, weights, strict=True)]
+    if len(by_split) > 1:
+        total, made = sum(weights[1:], weights[0]), sum(products[1:], products[0])
+    else:
+        total, made = jnp.sum(weights[0], axis=0), jnp.sum(products[0], axis=0)
     total = total if sink is None else total + jnp.exp2(sink - top)
-    weights = weights / jnp.where(total == 0, 1.0, total)
-    return jnp.sum(outs * weights[..., None], axis=2)
+    return made / jnp.where(total == 0, 1.0, total)
 
 
 def _unsupported_reason(
@@ -53,31 +55,17 @@ def _unsupported_reason(
     starts: jax.Array,
     args: AttentionArgs,
 ) -> str | None:
-    if registry.platform() != "gpu":
-        return f"programs are traced for a {registry.platform()}; the kernel is for GPUs"
-    if (reason := unsupported_field(args, SUPPORTED_ARGS)) is not None:
+    group, dims = q.shape[1] // pool.shape[1], (q.shape[2], v.shape[2])
+    if (reason := unsupported_field(args, SUPPORTED_ARGS) or unsupported_reason(q, v, pool, page_table)) is not None:
         return reason
-    if str(q.dtype) not in DTYPES or pool.dtype != q.dtype:
-        return f"q is {q.dtype} and pool {pool.dtype}; the kernel has bfloat16 over itself and float16 over itself"
-    if 0 in q.shape:
-        return f"q{list(q.shape)} has no elements"
-    group, page, dims = q.shape[1] // pool.shape[1], pool.shape[2], (q.shape[2], v.shape[2])
-    if any(dim % DIM_MULTIPLE or dim > MAX_DIM for dim in dims):
-        return f"keys of {dims[0]} and values of {dims[1]}; the kernel has multiples of {DIM_MULTIPLE} up to {MAX_DIM}"
     if sum(dims) > MAX_DIMS:
         return f"keys of {dims[0]} and values of {dims[1]}; the kernel has shared memory for {MAX_DIMS} together"
     if group > MAX_GROUP:
         return f"{group} query heads read one kv head; the kernel has room for {MAX_GROUP}"
-    if page % PAGE_MULTIPLE or (BLOCK_LEN % page and page % BLOCK_LEN):
-        return f"pages of {page} positions; the kernel has 8, 16, 32 and multiples of {BLOCK_LEN}"
-    if pool.shape[3] % PAGE_MULTIPLE:
-        return f"rows of the pool have {pool.shape[3]} elements; the kernel needs a multiple of {PAGE_MULTIPLE}"
-    if jax.default_backend() == "gpu" and not str(jax.devices()[0].compute_capability).startswith("9."):
-        return f"a GPU of compute capability {jax.devices()[0].compute_capability}; the kernel is for 9.0, Hopper"
     return None
 
 
-@registry.register(OP, NAME, (), unsupported_reason=_unsupported_reason)
+@registry.register(OP, NAME, ("gpu",), unsupported_reason=_unsupported_reason)
 def decode_attention(
     q: jax.Array,
     k: jax.Array,
@@ -104,11 +92,14 @@ def decode_attention(
         num_pages,
         page_table.shape[1],
         num_splits(batch * heads, reach),
+        group,
         args.scale,
         args.window,
         args.softcap,
     )
-    rows = jnp.pad(q.reshape(batch, heads, group, dim), ((0, 0), (0, 0), (0, -group % PAGE_MULTIPLE), (0, 0)))
-    outs, logs = attend(rows, pool, page_table, lens, starts, sizes)
-    out = _combine(outs[..., :group, :], logs[..., :group], args.sinks)
-    return out.reshape(batch, query_heads, -1).astype(q.dtype), pool
+    sinks = None if args.sinks is None else args.sinks.astype(jnp.float32)
+    if sizes.num_splits == 1:
+        return attend(q, pool, page_table, lens, starts, sinks, sizes)[0], pool
+    outs, logs = attend(q, pool, page_table, lens, starts, None, sizes)
+    logs = logs[..., :group].reshape(*logs.shape[:2], query_heads)
+    return _combine(outs, logs, sinks).astype(q.dtype), pool

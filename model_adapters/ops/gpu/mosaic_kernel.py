@@ -37,6 +37,7 @@ class StageSizes:
     num_pages: int
     pages_per_seq: int
     num_splits: int
+    group: int
     scale: float
     window: int | None
     softcap: float | None
@@ -47,9 +48,14 @@ class StageSizes:
         return min(self.page, NUM_KEYS)
 
     @property
+    def num_rows(self) -> int:
+        """Number of rows of queries that are read: those of a kv head, in whole tiles of shared memory."""
+        return self.group + -self.group % TILE_ROWS
+
+    @property
     def num_stages(self) -> int:
         """Number of blocks in flight, as many as there is shared memory for."""
-        fixed_bytes = NUM_ROWS * (2 * self.dim + 4 * self.value_dim)
+        fixed_bytes = NUM_ROWS * (2 * self.dim + (2 if self.num_splits == 1 else 4) * self.value_dim)
         return min(MAX_STAGES, (SHARED_BYTES - fixed_bytes) // (2 * NUM_KEYS * (self.dim + self.value_dim)))
 
 
@@ -58,17 +64,18 @@ class MosaicProgram:
     """One program of the kernel: a row, a kv head and a split; its references and sizes."""
 
     sizes: StageSizes
-    q: Any  # [B, H, R, D]
+    q: Any  # [B * Hq, D]
     pool: Any  # [P, H, page, W]
     table: Any  # int32[B, pages_per_seq]
     lens: Any  # int32[B]
     starts: Any  # int32[B]
-    out: Any  # float32[B, H, splits, R, Dv]
-    logs: Any  # float32[B, H, splits, 64]
+    sinks: Any  # float32[Hq], or None
+    out: Any  # [B, Hq, Dv] in q's dtype, or of several splits float32[splits, B, Hq, Dv]
+    logs: Any  # float32[splits, B, H, 64], or None
     queries: Any  # [64, D]; this and the rest in shared memory
     keys: Any  # [stages, 64, D]
     values: Any  # [stages, 64, Dv]
-    out_tile: Any  # float32[64, Dv]
+    out_tile: Any  # [64, Dv] in the dtype of the output
     log_tile: Any  # float32[64]
     loaded: Any  # a barrier for each stage
     queries_loaded: Any
@@ -151,59 +158,108 @@ class MosaicProgram:
         return lax.fori_loop(begin, end, step, (top, total, sums))
 
     def __call__(self) -> None:
-        """Writes the attention over this split and the logarithm to base 2 of its sum of weights."""
+        """Writes the attention, or that over this split and the logarithm to base 2 of its sum of weights."""
         row, head, split = lax.axis_index("row"), lax.axis_index("head"), lax.axis_index("split")
-        num_rows = self.q.shape[2]  # further rows of the tile are undefined; no row depends on another
-        plgpu.copy_gmem_to_smem(self.q.at[row, head], self.queries.at[pl.ds(0, num_rows)], self.queries_loaded)
+        sizes, num_heads = self.sizes, self.pool.shape[1]
+        heads = pl.ds(head * sizes.group, sizes.group)
+        # Further rows are those of other heads, zeros behind the last one, or undefined; no row depends on another.
+        queries = self.q.at[pl.ds((row * num_heads + head) * sizes.group, sizes.num_rows)]
+        plgpu.copy_gmem_to_smem(queries, self.queries.at[pl.ds(0, sizes.num_rows)], self.queries_loaded)
         top, total, sums = self.run(row, head, split)
+        if self.sinks is not None:
+            total, sums = with_sinks(
+                [self.sinks[head * sizes.group + i] for i in range(sizes.group)], 1, top, total, sums
+            )
         divisor = jnp.where(total > 0, total, 1.0)
-        self.out_tile[...] = sums * lax.broadcast_in_dim(1.0 / divisor, sums.shape, [0])
-        self.log_tile[...] = jnp.where(total > 0, top + jnp.log(divisor) * LOG2_E, MASKED)
+        made = sums * lax.broadcast_in_dim(1.0 / divisor, sums.shape, [0])
+        self.out_tile[...] = made.astype(self.out_tile.dtype)
+        if self.logs is not None:
+            self.log_tile[...] = jnp.where(total > 0, top + jnp.log(divisor) * LOG2_E, MASKED)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(self.out_tile.at[pl.ds(0, num_rows)], self.out.at[row, head, split])
-        plgpu.copy_smem_to_gmem(self.log_tile, self.logs.at[row, head, split])
+        rows = self.out_tile.at[pl.ds(0, sizes.group)]
+        if self.logs is None:
+            plgpu.copy_smem_to_gmem(rows, self.out.at[row, heads])
+        else:
+            plgpu.copy_smem_to_gmem(rows, self.out.at[split, row, heads])
+            plgpu.copy_smem_to_gmem(self.log_tile, self.logs.at[split, row, head])
         plgpu.wait_smem_to_gmem(0)
 
 
-def attend(
-    q: jax.Array, pool: jax.Array, page_table: jax.Array, lens: jax.Array, starts: jax.Array, sizes: StageSizes
+def with_sinks(
+    sinks: list[Any], rows_per_head: int, top: jax.Array, total: jax.Array, sums: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns attention over each split and the logarithms to base 2 of its sums of weights.
+    """Returns sums of weights [64] and weighted values [64, Dv] with the sinks of the rows' heads.
+
+    The first `rows_per_head` rows are those of the first head, and so on.
+    """
+    row = warpgroup.row_iota(NUM_ROWS)
+    sink = warpgroup.by_row(jnp.full((NUM_ROWS,), sinks[0] * LOG2_E, jnp.float32))
+    for i, logit in enumerate(sinks[1:], 1):
+        sink = jnp.where(row >= i * rows_per_head, logit * LOG2_E, sink)
+    new_top = jnp.maximum(top, sink)
+    shrink = jnp.exp2(top - new_top)
+    return total * shrink + jnp.exp2(sink - new_top), sums * lax.broadcast_in_dim(shrink, sums.shape, [0])
+
+
+def attend(
+    q: jax.Array,
+    pool: jax.Array,
+    page_table: jax.Array,
+    lens: jax.Array,
+    starts: jax.Array,
+    sinks: jax.Array | None,
+    sizes: StageSizes,
+) -> tuple[jax.Array, ...]:
+    """Returns attention, or of several splits that over each and the logarithms to base 2 of its sums of weights.
 
     The logarithm of an empty split is `MASKED`.
 
     Args:
-        q: ``[B, H, R, D]``, the query heads of each kv head, R a multiple of 8 up to 64.
+        q: ``[B, Hq, D]``.
         pool: ``[P, H, page, W]``.
         page_table: ``int32[B, pages_per_seq]``.
         lens: ``int32[B]``.
         starts: ``int32[B]``.
+        sinks: ``float32[Hq]``, only without splits, or None.
         sizes: Sizes and features of the call.
 
     Returns:
-        ``float32[B, H, splits, R, Dv]`` and ``float32[B, H, splits, 64]``.
+        ``[B, Hq, Dv]`` in q's dtype, or ``float32[splits, B, Hq, Dv]`` and ``float32[splits, B, H, 64]``.
     """
+    (batch, query_heads, _), num_heads = q.shape, pool.shape[1]
+    rows = q.reshape(batch * query_heads, sizes.dim)
+    rows = jnp.pad(rows, ((0, max(0, sizes.num_rows - rows.shape[0])), (0, 0)))
+    out_type = [jax.ShapeDtypeStruct((batch, query_heads, sizes.value_dim), q.dtype)]
+    if sizes.num_splits > 1:
+        splits = (sizes.num_splits, batch)
+        out_type = [
+            jax.ShapeDtypeStruct((*splits, query_heads, sizes.value_dim), jnp.float32),
+            jax.ShapeDtypeStruct((*splits, num_heads, NUM_ROWS), jnp.float32),
+        ]
+    arrays = [rows, pool, page_table, lens, starts, *([] if sinks is None else [sinks])]
+
+    def body(*refs: Any) -> None:
+        results = refs[len(arrays) : len(arrays) + len(out_type)]
+        rest = refs[len(arrays) + len(out_type) :]
+        MosaicProgram(sizes, *refs[:5], refs[5] if sinks is not None else None, *(*results, None)[:2], *rest)()
+
     tiled = (plgpu.TilingTransform((TILE_ROWS, TILE_COLUMNS)), plgpu.SwizzleTransform(2 * TILE_COLUMNS))
-    grid = (*q.shape[:2], sizes.num_splits)
     stages = (sizes.num_stages, NUM_KEYS)
-    outs, logs = plgpu.kernel(
-        lambda *refs: MosaicProgram(sizes, *refs)(),
-        out_type=[
-            jax.ShapeDtypeStruct((*grid, q.shape[2], sizes.value_dim), jnp.float32),
-            jax.ShapeDtypeStruct((*grid, NUM_ROWS), jnp.float32),
-        ],
-        grid=grid,
+    run: Any = plgpu.kernel(
+        body,
+        out_type=out_type,
+        grid=(batch, num_heads, sizes.num_splits),
         grid_names=("row", "head", "split"),
         scratch_types=[
             plgpu.SMEM((NUM_ROWS, sizes.dim), q.dtype, transforms=tiled),
             plgpu.SMEM((*stages, sizes.dim), pool.dtype, transforms=tiled),
             plgpu.SMEM((*stages, sizes.value_dim), pool.dtype, transforms=tiled),
-            plgpu.SMEM((NUM_ROWS, sizes.value_dim), jnp.float32),
+            plgpu.SMEM((NUM_ROWS, sizes.value_dim), out_type[0].dtype),
             plgpu.SMEM((NUM_ROWS,), jnp.float32),
             plgpu.Barrier(num_barriers=sizes.num_stages, num_arrivals=2 * (NUM_KEYS // sizes.piece)),
             plgpu.Barrier(),
         ],
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         kernel_name="decode_attention_mosaic",
-    )(q, pool, page_table, lens, starts)
-    return outs, logs
+    )
+    return tuple(run(*arrays))

@@ -5,6 +5,7 @@ Tests replace each of these functions, because the interpreter does not know the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,17 +16,25 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 LAYOUT = plgpu.Layout.WGMMA
 
 
-def _product(left: Any, right: Any, num_columns: int) -> jax.Array:
+def _nothing() -> None:
+    pass
+
+
+def _product(left: Any, right: Any, num_columns: int, meanwhile: Callable[[], None] = _nothing) -> jax.Array:
     def run(out: Any) -> jax.Array:
         plgpu.wgmma(out, left, right)
+        meanwhile()
         return out[...]
 
     return pl.run_scoped(run, plgpu.ACC((left.shape[0], num_columns), jnp.float32))
 
 
-def scores(queries: Any, keys: Any) -> jax.Array:
-    """Returns ``queries[64, D] @ keys[n, D].T``, both in shared memory, as float32."""
-    return _product(queries, plgpu.transpose_ref(keys, (1, 0)), keys.shape[0])
+def scores(queries: Any, keys: Any, meanwhile: Callable[[], None] = _nothing) -> jax.Array:
+    """Returns ``queries[64, D] @ keys[n, D].T``, both in shared memory, as float32.
+
+    `meanwhile` is called while the product is computed.
+    """
+    return _product(queries, plgpu.transpose_ref(keys, (1, 0)), keys.shape[0], meanwhile)
 
 
 def sums(weights: jax.Array, values: Any) -> jax.Array:
@@ -33,9 +42,27 @@ def sums(weights: jax.Array, values: Any) -> jax.Array:
     return _product(weights, values, values.shape[1])
 
 
+def add_product(sums: jax.Array, weights: jax.Array, values: Any, meanwhile: Callable[[], None]) -> jax.Array:
+    """Returns float32 ``sums[64, Dv] + weights[64, n] @ values[n, Dv]``, values in shared memory.
+
+    `meanwhile` is called while the product is computed.
+    """
+
+    def run(out: Any) -> None:
+        plgpu.wgmma(out, weights, values)
+        meanwhile()
+
+    return pl.run_state(run)(plgpu.ACC.init(sums))  # type: ignore[no-any-return]
+
+
 def iota(shape: tuple[int, int], axis: int) -> jax.Array:
     """Returns the index along `axis`, int32 of `shape`, in the layout of a product."""
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=LAYOUT)
+
+
+def row_iota(num_rows: int) -> jax.Array:
+    """Returns the index of each row, ``int32[num_rows]``, in the layout of the rows of a product."""
+    return plgpu.broadcasted_iota(jnp.int32, (num_rows,), 0, layout=LAYOUT.reduce(1))
 
 
 def by_row(x: jax.Array) -> jax.Array:

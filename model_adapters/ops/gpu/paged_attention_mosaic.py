@@ -1,0 +1,75 @@
+"""Attention of ragged runs of new tokens for Hopper, through Pallas' Mosaic GPU lowering."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from model_adapters.ops import registry
+from model_adapters.ops.attention_args import AttentionArgs, unsupported_field
+from model_adapters.ops.gpu.hopper import NAME, unsupported_reason
+from model_adapters.ops.gpu.work_items import ragged_items, token_places
+from model_adapters.ops.kv_pool import write_tokens_at
+from model_adapters.ops.paged_attention import OP
+
+MAX_HEADS = 8  # query heads of a tile: each has at least 8 of its 64 rows, a tile of shared memory
+SUPPORTED_ARGS = frozenset({"window", "softcap", "sinks"})
+"""Fields of `AttentionArgs` that the kernel takes."""
+
+
+def _unsupported_reason(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    pool: jax.Array,
+    page_table: jax.Array,
+    kv_lens: jax.Array,
+    cu_q_lens: jax.Array,
+    args: AttentionArgs,
+) -> str | None:
+    return unsupported_field(args, SUPPORTED_ARGS) or unsupported_reason(q, v, pool, page_table)
+
+
+def _num_heads(group: int) -> int:
+    """Returns query heads of a tile, the largest power of two that divides the `group` of a kv head."""
+    num_heads = MAX_HEADS
+    while group % num_heads:
+        num_heads //= 2
+    return num_heads
+
+
+@registry.register(OP, NAME, ("gpu",), unsupported_reason=_unsupported_reason)
+def paged_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    pool: jax.Array,
+    page_table: jax.Array,
+    kv_lens: jax.Array,
+    cu_q_lens: jax.Array,
+    args: AttentionArgs,
+) -> tuple[jax.Array, jax.Array]:
+    """Writes the new tokens, by a scatter in place, and runs the kernel for Hopper."""
+    # Imported on use: the lowering takes longer to import than all other ops together.
+    from model_adapters.ops.gpu.mosaic_prefill import NUM_GROUPS, PrefillSizes, attend_runs
+
+    seqs, positions = token_places(q.shape[0], kv_lens, cu_q_lens)
+    pool = write_tokens_at(pool, page_table, seqs, positions, k, v, args.kv_scales)
+    num_tokens, query_heads, dim = q.shape
+    num_pages, heads, page, _ = pool.shape
+    sizes = PrefillSizes(
+        dim,
+        v.shape[2],
+        page,
+        num_pages,
+        page_table.shape[1],
+        _num_heads(query_heads // heads),
+        args.scale,
+        args.window,
+        args.softcap,
+    )
+    block_len = NUM_GROUPS * sizes.num_queries
+    q = jnp.pad(q, ((0, max(0, sizes.num_queries - num_tokens)), (0, 0), (0, 0)))
+    items = ragged_items(num_tokens, block_len, page_table.shape[1] * page, kv_lens, cu_q_lens, None, args.window)
+    sinks = None if args.sinks is None else args.sinks.astype(jnp.float32)
+    return attend_runs(items, q, pool, page_table, sinks, sizes)[:num_tokens], pool

@@ -1,0 +1,103 @@
+"""Kernels and the engine on a GPU, beside float64 loops and eager PyTorch on the CPU."""
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from paged_oracle import paged_case
+from test_gpu_kernels import LONG, MIXED, check_decode, check_ragged
+
+from torchax_serve import EngineOptions, SamplingParams, serve, to_jax
+
+NEW = 24
+TEXTS = ("Hello", "3 + 4 =", "The", "What is 2 + 5?", "one two three", "A", "Count: 1, 2,", "x")
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"dim": 64, "page": 16, "sinks": True},
+        {"dim": 128, "value_dim": 64, "page": 64, "window": 70, "group": 3, "spare": 64},
+        {"dim": 64, "page": 128, "softcap": 5.0, "dtype": "float16", "heads": 1},
+        {"dim": 128, "page": 64, "group": 8},
+        {"dim": 192, "value_dim": 128, "page": 32, "group": 1},
+    ],
+    ids=lambda shape: "-".join(f"{k}={v}" for k, v in shape.items()),
+)
+def test_mosaic_decode(shape):
+    check_decode(paged_case(**LONG, **{"dtype": "bfloat16", **shape}), implementation="gpu-mosaic")
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"dim": 64, "page": 16, "sinks": True, "padding": 5},
+        {"dim": 128, "value_dim": 64, "page": 64, "window": 70, "group": 3, "spare": 64},
+        {"dim": 64, "page": 128, "softcap": 5.0, "dtype": "float16", "heads": 1, "group": 8},
+        {"dim": 128, "page": 64, "group": 4, "window": 300, "q_lens": (0, 1, 300, 77), "kv_lens": (0, 700, 901, 77)},
+        {"dim": 192, "value_dim": 128, "page": 32, "group": 1, "q_lens": (500, 130), "kv_lens": (500, 650)},
+        {"dim": 256, "page": 64, "group": 2, "q_lens": (1, 256, 3), "kv_lens": (513, 256, 260)},
+        {"dim": 128, "page": 64, "group": 4, "q_lens": (1100,), "kv_lens": (1100,)},
+    ],
+    ids=lambda shape: "-".join(f"{k}={v}" for k, v in shape.items() if not isinstance(v, tuple)),
+)
+def test_mosaic_prefill(shape):
+    check_ragged(paged_case(**{**MIXED, "dtype": "bfloat16", **shape}), implementation="gpu-mosaic")
+
+
+@pytest.fixture(scope="module")
+def served():
+    with serve(engine=EngineOptions(max_num_seqs=8, max_model_len=256)) as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def eager(served):
+    return transformers.AutoModelForCausalLM.from_pretrained(served.config.name_or_path).eval()
+
+
+def eager_tokens(eager, ids):
+    with torch.no_grad():
+        out = eager.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=NEW, eos_token_id=None)
+    return out[0, len(ids) :].tolist()
+
+
+def test_engine_tokens_are_those_of_eager(served, eager):
+    prompts = [served.tokenizer(text).input_ids for text in TEXTS]
+    params = SamplingParams(max_new_tokens=NEW, temperature=0.0, ignore_eos=True)
+    found = [list(each.token_ids) for each in served.generate_batch(prompts, params)]
+    assert found == [eager_tokens(eager, ids) for ids in prompts]
+
+
+def test_a_request_alone_has_the_tokens_it_has_in_a_batch(served):
+    params = [SamplingParams(max_new_tokens=NEW, temperature=0.8, seed=i, ignore_eos=True) for i in range(len(TEXTS))]
+    together = [list(each.token_ids) for each in served.generate_batch(TEXTS, params)]
+    alone = [list(served.generate_batch([text], one)[0].token_ids) for text, one in zip(TEXTS, params, strict=True)]
+    assert together == alone
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_generate_is_a_drop_in(dtype):
+    config = transformers.LlamaConfig(
+        vocab_size=199,
+        hidden_size=128,
+        intermediate_size=192,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    torch.manual_seed(0)
+    eager = transformers.LlamaForCausalLM(config).eval().to(dtype)
+    ids = torch.randint(0, 199, (3, 17))
+    with torch.no_grad():
+        expected = eager(ids).logits.float().numpy()
+        tokens = eager.generate(ids, do_sample=False, max_new_tokens=NEW).numpy()
+    model = to_jax(eager)
+    got = np.asarray(model(ids).logits.float())
+    bound = 1e-4 if dtype == torch.float32 else 0.05
+    assert np.abs(got - expected).max() < bound * np.abs(expected).max()
+    if dtype == torch.float32:
+        assert model.generate(ids, do_sample=False, max_new_tokens=NEW).tolist() == tokens.tolist()
