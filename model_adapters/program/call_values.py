@@ -12,10 +12,11 @@ from typing import Any
 
 import jax
 import torch
+from transformers.cache_utils import Cache
 
 from model_adapters.bridge.views import TorchTensor, TorchView, jax_view, torch_view
 from model_adapters.caches.paged_cache import Int8Pool
-from model_adapters.program.layer_structure import PRIMITIVES, NotComparableError
+from model_adapters.program.layer_structure import PRIMITIVES, SHARED_TYPES, NotComparableError
 
 Form = Hashable
 _PLAIN = {"_elem", "_env", "_dynamo_static_input_type"}
@@ -43,7 +44,11 @@ class CallValues:
     _numbers: dict[int, int] = dataclasses.field(default_factory=dict)
 
     def form(self, value: Any) -> Form:
-        """Returns the form of `value`, whose arrays join `inputs`."""
+        """Returns the form of `value`, whose arrays join `inputs`.
+
+        Raises:
+            NotComparableError: It has an object that code may write into unseen.
+        """
         kind = type(value)
         if kind in PRIMITIVES:
             return "constant", kind, value
@@ -55,6 +60,9 @@ class CallValues:
             return "pool", tuple(self.form(getattr(value, field.name)) for field in dataclasses.fields(value))
         if isinstance(value, jax.core.Tracer) or is_plain(value):
             return "input", self._number(value)
+        if not isinstance(value, (torch.Tensor, jax.Array, Cache, *SHARED_TYPES)) and not _is_frozen(value):
+            # Code may write into it, such as into a dict of a class of its own.
+            raise NotComparableError(f"it gets a {kind.__module__}.{kind.__qualname__}")
         self.objects[id(value)] = value
         return "object", id(value)
 
@@ -81,6 +89,10 @@ class CallValues:
             torch_view(array) if isinstance(each, torch.Tensor) else array
             for each, array in zip(self.inputs, arrays, strict=True)
         ]
+
+
+def _is_frozen(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and value.__dataclass_params__.frozen  # type: ignore[attr-defined]
 
 
 def extra_attributes(tensor: torch.Tensor) -> dict[str, Any]:

@@ -138,12 +138,12 @@ class LayerParts:
             return kind, id(value.__func__), self._paths.get(id(owner), id(owner))
         if isinstance(value, torch.nn.Module) and id(value) in self._paths:
             return "part", self._paths[id(value)]
-        if isinstance(value, _SHARED):
+        if isinstance(value, SHARED_TYPES):
             return kind, id(value)
         raise NotComparableError(f"{where} is a {kind.__module__}.{kind.__qualname__}")
 
 
-_SHARED = (
+SHARED_TYPES = (
     type,
     types.FunctionType,
     types.BuiltinFunctionType,

@@ -143,23 +143,6 @@ def _apply(function: _Function, call: LayerCall) -> Any:
     return built(function.result, call.values.inputs, objects, outputs)
 
 
-def _has_constants(closed: Any) -> bool:
-    """Tells whether a traced program has arrays of known values, in it or in programs that it calls.
-
-    Compiled programs of JAX 0.10.2 lose some of them in functions that are called more than once.
-    """
-    if any(isinstance(each, jax.Array) and not isinstance(each, jax.core.Tracer) for each in closed.consts):
-        return True
-    for equation in closed.jaxpr.eqns:
-        if any(isinstance(atom, jex.Literal) and isinstance(atom.val, jax.Array) for atom in equation.invars):
-            return True
-        for value in equation.params.values():
-            parts = value if isinstance(value, tuple | list) else (value,)
-            if any(isinstance(part, jex.ClosedJaxpr) and _has_constants(part) for part in parts):
-                return True
-    return False
-
-
 def _split(items: list[Any], number: int) -> tuple[list[Any], list[Any]]:
     return items[:number], items[number:]
 
@@ -174,8 +157,6 @@ def _traced(layer: ModelLayer, call: LayerCall, transform: Transform) -> _Functi
     try:
         with restored(layer, call):
             closed = jax.make_jaxpr(trial.run)(call.weights.leaves, call.values.arrays())
-        if _has_constants(closed):
-            raise NotComparableError("it has constant arrays")
     except Exception as error:  # whatever it is, the layer's own trace meets it, or does not
         logger.debug("%s is traced by itself: %s: %s", name, type(error).__name__, error)
         return None

@@ -181,8 +181,10 @@ def test_lists_within_layers() -> None:
 class TwoArguments(Stack):
     """Passes a dict that layers fill."""
 
+    KIND: type[dict[str, torch.Tensor]] = dict
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        stored: dict[str, torch.Tensor] = {}
+        stored = self.KIND()
         for layer in self.layers:
             x = layer(x, stored=stored)
         return x + stored["sum"]
@@ -195,7 +197,13 @@ class FillsDict(Layer):
         return super().forward(x)
 
 
-def test_a_dict_that_layers_fill() -> None:
+class OwnDict(dict[str, torch.Tensor]):
+    """A dict of a class of its own, as Gemma 3n passes."""
+
+
+@pytest.mark.parametrize("kind", [dict, OwnDict])
+def test_a_dict_that_layers_fill(kind: type[dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TwoArguments, "KIND", kind)
     assert compared(TwoArguments(FillsDict)) == []
 
 
