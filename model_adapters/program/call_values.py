@@ -92,7 +92,8 @@ class CallValues:
 
 
 def _is_frozen(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and value.__dataclass_params__.frozen  # type: ignore[attr-defined]
+    parameters = getattr(type(value), "__dataclass_params__", None)
+    return parameters is not None and bool(parameters.frozen)
 
 
 def extra_attributes(tensor: torch.Tensor) -> dict[str, Any]:
