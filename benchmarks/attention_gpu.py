@@ -42,11 +42,12 @@ def timed(step):
 
 
 def medians(steps, repeats):
-    """Median seconds of each step, in turns, after two untimed ones; the reason instead where a step fails."""
+    """Median seconds of each step, in turns, after two that do not count; the reason instead where a step fails."""
     times, failures = {name: [] for name in steps}, {}
     for name, step in steps.items():
         try:
-            timed(step), timed(step)
+            print(f"{name:34} first call, compiled in it: {timed(step):6.1f} s", flush=True)
+            timed(step)
         except Exception as error:
             failures[name] = str(error).splitlines()[0][:200]
     for _ in range(repeats):
@@ -78,6 +79,9 @@ def peaks():
 def constants(variant):
     """Sets constants of modules, ``module.NAME=value``."""
     with contextlib.ExitStack() as stack:
+        if variant:  # no kernel that was traced with other constants
+            jax.clear_caches()
+            stack.callback(jax.clear_caches)
         for each in variant.split(",") if variant else ():
             place, value = each.split("=")
             stack.enter_context(unittest.mock.patch(f"model_adapters.ops.gpu.{place}", ast.literal_eval(value)))
@@ -218,7 +222,8 @@ def main():
     }
     print(
         f"{device}: copy {bandwidth / 1e9:.0f} GB/s, product {flops / 1e12:.0f} TFLOP/s; torch {torch.__version__}, "
-        f"jax {jax.__version__}, driver {driver}"
+        f"jax {jax.__version__}, driver {driver}",
+        flush=True,
     )
     rows, failures = [], []
     calls = [("decode", b, c, functools.partial(decode_steps, args, b, c)) for b in args.batch for c in args.context]

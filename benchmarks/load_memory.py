@@ -4,10 +4,13 @@
     python benchmarks/load_memory.py --kind moe --megabytes 300 --dtype float32
     python benchmarks/load_memory.py --megabytes 2000 --devices 8 --save benchmarks/results/load-8-devices.json
 
+    python benchmarks/load_memory.py --answer --megabytes 370 --kind dense   # first start and one answer, over imports
+
 A first process writes random bfloat16 weights in several shards. A second one loads them, after a tiny model of the
 same architecture, so that imports and compiled code are in its baseline, and reads the growth of its resident memory:
 the high-water mark that Linux keeps, so no peak between two samples is missed. With --devices the weights go straight
-to so many CPU devices, which are host memory too.
+to so many CPU devices, which are host memory too. With --answer a process without stored programs serves one
+conversation and answers once: it compiles, and its baseline is what importing the libraries takes.
 """
 
 from __future__ import annotations
@@ -113,8 +116,33 @@ def load(folder: Path, dtype: str, random_weights: bool, devices: int) -> dict[s
     }
 
 
+def answer(folder: Path) -> dict[str, Any]:
+    """Serves ``folder/big``, answers 17 tokens, and returns what it took."""
+    from model_adapters.loading.memory import PeakMemory
+    from torchax_serve import EngineOptions, SamplingParams, serve
+    from torchax_serve.entrypoints import served_model  # noqa: F401  what serve imports counts as imports
+
+    peak = PeakMemory()
+    with serve(folder / "big", engine=EngineOptions(max_num_seqs=1)) as model:
+        params = SamplingParams(max_new_tokens=17, ignore_eos=True)
+        num_tokens = len(list(model.iter_tokens(list(range(3, 13)), params=params)))
+        growth, weights_bytes = peak.growth_bytes, model.load_report.weights_bytes
+        return {
+            "num_tokens": num_tokens,
+            "weights_bytes": weights_bytes,
+            "cache": model.engine.description,
+            "peak_growth_bytes": growth,
+            "peak_without_1.3_weights_bytes": round(growth - 1.3 * weights_bytes),
+        }
+
+
 def measure(
-    kind: str, megabytes: int, dtype: str = "auto", random_weights: bool = False, devices: int = 1
+    kind: str,
+    megabytes: int,
+    dtype: str = "auto",
+    random_weights: bool = False,
+    devices: int = 1,
+    answers: bool = False,
 ) -> dict[str, Any]:
     """Writes and loads in two processes of their own; returns the second one's numbers."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path]), "HF_HUB_OFFLINE": "1"}
@@ -122,7 +150,8 @@ def measure(
     with tempfile.TemporaryDirectory(prefix="load_memory") as folder:
         common = [sys.executable, __file__, "--kind", kind, "--megabytes", str(megabytes), "--folder", folder]
         flags = ["--dtype", dtype, "--devices", str(devices), *(["--random-weights"] if random_weights else [])]
-        for step in (["write"], ["load", *flags]):
+        environment["XDG_CACHE_HOME"] = folder if answers else environment.get("XDG_CACHE_HOME", "")
+        for step in (["write"], ["answer"] if answers else ["load", *flags]):
             done = subprocess.run([*common, "--step", *step], env=environment, capture_output=True, text=True)
             if done.returncode:
                 raise RuntimeError(f"step {step[0]} failed:\n{done.stderr}")
@@ -136,19 +165,22 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--random-weights", action="store_true")
     parser.add_argument("--devices", type=int, default=1, help="CPU devices that share the weights")
+    parser.add_argument("--answer", action="store_true", help="serve and answer, in place of loading alone")
     parser.add_argument("--save", type=Path, help="file for the results")
-    parser.add_argument("--step", choices=["all", "write", "load"], default="all", help=argparse.SUPPRESS)
+    parser.add_argument("--step", choices=["all", "write", "load", "answer"], default="all", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.step == "write":
         write(options.kind, options.megabytes, options.folder)
+    elif options.step == "answer":
+        print(json.dumps(answer(options.folder)))
     elif options.step == "load":
         print(json.dumps(load(options.folder, options.dtype, options.random_weights, options.devices)))
     else:
         results = []
         for kind in SHAPES if options.kind == "all" else [options.kind]:
             common = (options.dtype, options.random_weights, options.devices)
-            results.append(measure(kind, options.megabytes, *common))
+            results.append(measure(kind, options.megabytes, *common, answers=options.answer))
             print(json.dumps(results[-1]), flush=True)
         if options.save is not None:
             options.save.write_text(json.dumps(results, indent=1) + "\n")

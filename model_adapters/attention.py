@@ -22,7 +22,8 @@ from transformers.masking_utils import sdpa_mask
 
 from model_adapters.bridge.views import as_views, jax_view, torch_view
 from model_adapters.caches.layers import KVWrite
-from model_adapters.caches.paged_cache import NotPackableError, PagedWrite, attend_paged
+from model_adapters.caches.packed_batch import NotPackableError
+from model_adapters.caches.paged_cache import PagedWrite, attend_paged
 from model_adapters.lowerings import constant_folding
 from model_adapters.ops import decode_attention, dense_attention
 from model_adapters.ops.attention_args import AttentionArgs

@@ -25,6 +25,7 @@ import stat
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import IO
 
 logger = logging.getLogger("torchax_serve")
 
@@ -144,9 +145,41 @@ class SealedFolder:
         Raises:
             OSError: the folder cannot be made or written, or is not to be trusted.
         """
+        self.write_pieces(name, [content])
+
+    def write_pieces(self, name: str, pieces: Iterable[bytes | memoryview]) -> None:
+        """Writes a file as `write`, piece by piece.
+
+        Raises:
+            OSError: the folder cannot be made or written, or is not to be trusted.
+        """
         self._make()
-        sealed = b"".join([content, self._seal(name, content, self._key()), MARK])
-        self._replace(name, sealed)
+        partial = self.path / f"{PARTIAL}{os.getpid()}-{secrets.token_hex(8)}"
+        mac = hmac.new(self._key(), name.encode() + b"\0", "sha256")
+        try:
+            with _opened_new(partial) as file:
+                for piece in pieces:
+                    mac.update(piece)
+                    file.write(piece)
+                file.write(mac.digest() + MARK)
+            os.replace(partial, self.path / name)
+        except OSError:
+            with contextlib.suppress(OSError):
+                partial.unlink()
+            raise
+
+    def seal_of(self, name: str) -> bytes | None:
+        """Returns the seal of a file, unchecked: it tells two files apart; None if there is no file of the user's own.
+
+        For files too large to be read through at each start.
+        """
+        try:
+            with _opened_private(self.path / name) as file:
+                file.seek(-SEAL_BYTES, os.SEEK_END)
+                sealed = file.read()
+        except (OSError, DamagedError):
+            return None
+        return sealed if sealed.endswith(MARK) else None
 
     def remove(self, name: str) -> None:
         """Removes a file; ignores one that is missing or cannot be removed."""
@@ -189,16 +222,6 @@ class SealedFolder:
         _make_private(self.path)
         if (reason := self.untrusted_reason()) is not None:
             raise NotPrivateError(reason)
-
-    def _replace(self, name: str, content: bytes) -> None:
-        partial = self.path / f"{PARTIAL}{os.getpid()}-{secrets.token_hex(8)}"
-        try:
-            _write_new(partial, content)
-            os.replace(partial, self.path / name)
-        except OSError:
-            with contextlib.suppress(OSError):
-                partial.unlink()
-            raise
 
     def _verified(self, name: str) -> bytes:
         """Returns the content of a file.
@@ -247,7 +270,8 @@ class SealedFolder:
         if (key := self._stored_key()) is not None:
             return key
         partial = self.path / f"{PARTIAL}{os.getpid()}-{secrets.token_hex(8)}"
-        _write_new(partial, secrets.token_bytes(KEY_BYTES))
+        with _opened_new(partial) as file:
+            file.write(secrets.token_bytes(KEY_BYTES))
         try:
             os.link(partial, self.path / KEY_NAME)
         except OSError:  # there is one, valid or damaged; or the file system has no links
@@ -309,14 +333,19 @@ def _make_private(folder: Path) -> None:
             os.mkdir(folder, 0o700)
 
 
-def _write_new(path: Path, content: bytes) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_FOLLOW, 0o600)
-    with open(descriptor, "wb") as file:
-        file.write(content)
+def _opened_new(path: Path) -> IO[bytes]:
+    return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_FOLLOW, 0o600), "wb")
 
 
 def _read_private(path: Path) -> bytes:
-    """Returns the content of a file of the user's own.
+    """Returns the content of a file of the user's own."""
+    with _opened_private(path) as file:
+        return file.read()
+
+
+@contextlib.contextmanager
+def _opened_private(path: Path) -> Iterator[IO[bytes]]:
+    """Opens a file of the user's own.
 
     The open file is examined, so that it cannot be replaced in between.
     """
@@ -328,7 +357,7 @@ def _read_private(path: Path) -> bytes:
         if (reason := _not_private(status, path)) is not None:
             raise NotPrivateError(reason)
         with open(descriptor, "rb", closefd=False) as file:
-            return file.read()
+            yield file
     finally:
         os.close(descriptor)
 

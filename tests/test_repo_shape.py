@@ -22,7 +22,7 @@ LAYERS = (
     ("bench", "parity", "diagnostics"),
     ("distributed.ray",),
     ("entrypoints", "planning"),
-    ("generation", "distributed.hosts"),
+    ("generation", "distributed.hosts", "start"),
     ("engine",),
     ("executors",),
     ("kv_cache", "pooling"),

@@ -1,7 +1,7 @@
-"""Bucket sizes: prompts and caches are padded to one of a few lengths.
+"""Bucket sizes: prompts, caches and steps are padded to one of a few sizes.
 
-So few shapes are compiled. The sizes are powers of two, and from 128 on also the points half-way between them, since
-padding costs more there.
+So few shapes are compiled. Lengths of prompts and caches are powers of two, and from 128 on also the points half-way
+between them, since padding costs more there. Steps of the engine have fewer sizes, where their padding is nearly free.
 """
 
 from __future__ import annotations
@@ -43,7 +43,15 @@ def bucket_for(buckets: Sequence[int], size: int) -> int:
     return next(r for r in buckets if r >= size)
 
 
-def token_buckets(token_budget: int) -> tuple[int, ...]:
-    """Returns the bucket sizes of a step with up to `token_budget` tokens."""
+def token_buckets(token_budget: int, growth: int = 2, limit: int = 0) -> tuple[int, ...]:
+    """Returns the bucket sizes of a step with up to `token_budget` tokens.
+
+    Args:
+        token_budget: Maximum number of tokens of a step.
+        growth: Factor between sizes below `limit`.
+        limit: Size from which all sizes of `next_bucket` exist.
+    """
     top = next_bucket(token_budget)
-    return tuple(sorted({min(next_bucket(size), top) for size in range(1, token_budget + 1)}))
+    few = bucket_sizes(top, growth, SMALLEST)
+    sizes = sorted({min(next_bucket(size), top) for size in range(1, token_budget + 1)})
+    return tuple(size for size in sizes if size >= limit or size in few)

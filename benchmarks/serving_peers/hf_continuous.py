@@ -16,7 +16,7 @@ from serving_peers.settings import SystemSettings, settings_of_process
 
 def start(settings: SystemSettings) -> Any:
     """A running manager: its own defaults, and the cache that all systems get."""
-    model = AutoModelForCausalLM.from_pretrained(settings.folder, dtype="auto").eval()
+    model = AutoModelForCausalLM.from_pretrained(settings.folder, dtype=settings.options.get("dtype", "auto")).eval()
     if torch.cuda.is_available():
         model = model.to("cuda")
     defaults = ContinuousBatchingConfig()
@@ -70,7 +70,7 @@ def facts(manager: Any, settings: SystemSettings) -> dict[str, Any]:
 
 def main() -> None:
     output = own_output()
-    settings = settings_of_process()
+    settings = settings_of_process("dtype")
     manager = start(settings)
     try:
         answer_jobs(output, lambda job: run(manager, job), lambda: facts(manager, settings))

@@ -31,7 +31,8 @@ class DoorStreamer(BaseStreamer):
         pass
 
 
-OPTIONS = ("cache_implementation",)  # "static": of fixed shapes, for which transformers compiles its steps on a GPU
+# cache_implementation "static": of fixed shapes, for which transformers compiles its steps on a GPU
+OPTIONS = ("cache_implementation", "dtype", "num_threads")
 
 
 def run(model: Any, job: Job, options: dict[str, Any]) -> JobResult:
@@ -48,11 +49,14 @@ def run(model: Any, job: Job, options: dict[str, Any]) -> JobResult:
 def main() -> None:
     output = own_output()
     settings = settings_of_process(*OPTIONS)
-    model = AutoModelForCausalLM.from_pretrained(settings.folder, dtype="auto").eval()
+    options = dict(settings.options)
+    if threads := options.pop("num_threads", None):
+        torch.set_num_threads(int(str(threads)))
+    model = AutoModelForCausalLM.from_pretrained(settings.folder, dtype=options.pop("dtype", "auto")).eval()
     if torch.cuda.is_available():
         model = model.to("cuda")
     facts = {"versions": {"transformers": version("transformers"), "torch": torch.__version__}}
-    answer_jobs(output, lambda job: run(model, job, settings.options), lambda: facts)
+    answer_jobs(output, lambda job: run(model, job, options), lambda: facts)
 
 
 if __name__ == "__main__":

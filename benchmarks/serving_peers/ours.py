@@ -17,7 +17,9 @@ from torchax_serve.bench.timed_model import count_programs
 from torchax_serve.engine.options import EngineOptions
 from torchax_serve.entrypoints.served_model import ServedModel
 
-OPTIONS = ("max_num_seqs", "max_num_batched_tokens", "page_size", "max_num_steps", "max_decode_slowdown")
+OF_ENGINE = ("max_num_seqs", "max_num_batched_tokens", "page_size", "max_num_steps", "max_decode_slowdown")
+OF_SERVE = ("dtype", "quantization")
+OPTIONS = (*OF_ENGINE, *OF_SERVE, "warm_up")  # the last: compile all programs before the first request
 
 
 async def run_requests(model: ServedModel, job: Job) -> RequestGate:
@@ -65,6 +67,7 @@ def facts(model: ServedModel, page_size: int, token_bytes: int, engine_bytes: in
         "num_preemptions": stats.scheduler.num_preemptions,
         "host_s": stats.host_s,
         "busy_s": stats.busy_s,
+        "num_steps": stats.num_steps,
         "kv_cache_bytes": sum(group.num_pages for group in stats.scheduler.pages) * page_bytes,
         "engine_bytes": engine_bytes,  # of all its arrays on the device
     }
@@ -78,16 +81,20 @@ def main() -> None:
     output = own_output()
     settings = settings_of_process(*OPTIONS)
     chosen: dict[str, Any] = settings.options
-    options = EngineOptions(max_model_len=settings.max_len, kv_cache_memory_bytes=settings.kv_cache_bytes, **chosen)
-    with serve(settings.folder, engine=options) as model:
+    of_engine = {name: chosen[name] for name in OF_ENGINE if name in chosen}
+    options = EngineOptions(max_model_len=settings.max_len, kv_cache_memory_bytes=settings.kv_cache_bytes, **of_engine)
+    token_bytes = settings.kv_token_bytes * (2 if chosen.get("dtype") == "float32" else 1)
+    of_serve = {name: chosen[name] for name in OF_SERVE if name in chosen}
+    with serve(settings.folder, engine=options, **of_serve) as model:
         before = live_bytes()
         _ = model.engine  # made when first used
         engine_bytes = live_bytes() - before
-        model.engine.warm_up()
+        if chosen.get("warm_up", True):
+            model.engine.warm_up()
         answer_jobs(
             output,
             lambda job: run(model, job),
-            lambda: facts(model, options.page_size, settings.kv_token_bytes, engine_bytes),
+            lambda: facts(model, options.page_size, token_bytes, engine_bytes),
         )
 
 

@@ -15,6 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import psutil  # type: ignore[import-untyped]
+
 from serving_peers.jobs import Job, JobResult
 from serving_peers.settings import SystemSettings
 
@@ -30,9 +32,10 @@ class System:
     Attributes:
         name: in tables.
         module: of this package.
-        python: of its environment.
+        python: interpreter of its environment.
         settings: how it is laid out.
-        environment: variables beside those of the benchmark.
+        environment: variables besides those of the benchmark.
+        packages: folder of its own packages; None: those of the benchmark.
     """
 
     name: str
@@ -40,9 +43,33 @@ class System:
     python: str
     settings: SystemSettings
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    packages: Path | None = None
+
+    def command(self) -> list[str]:
+        """Of its process; with packages of its own it sees no others."""
+        alone = [] if self.packages is None else ["-S"]
+        return [self.python, *alone, "-m", f"serving_peers.{self.module}", self.settings.to_json()]
+
+    def variables(self) -> dict[str, str]:
+        """The whole environment of its process."""
+        if self.packages is None:
+            paths = [str(BENCHMARKS.parent), str(BENCHMARKS), os.environ.get("PYTHONPATH", "")]
+        else:
+            paths = [str(self.packages), str(BENCHMARKS)]
+        fixed = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
+        return {**os.environ, **fixed, **self.environment}
 
     def with_environment(self, more: Mapping[str, str]) -> System:
         return dataclasses.replace(self, environment={**self.environment, **more})
+
+
+def peak_of(pid: int) -> int:
+    """Peak resident bytes of a process as Linux keeps them; 0 if it has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
 
 
 class Worker:
@@ -57,14 +84,11 @@ class Worker:
 
     def __init__(self, system: System, log: Path, timeout_s: float) -> None:
         self.name, self._log, self._timeout_s = system.name, log, timeout_s
-        paths = [str(BENCHMARKS.parent), str(BENCHMARKS), os.environ.get("PYTHONPATH", "")]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HUB_OFFLINE": "1"}
-        command = [system.python, "-m", f"serving_peers.{system.module}", system.settings.to_json()]
         self._started_s = time.perf_counter()
         with log.open("w") as errors:
             self._process = subprocess.Popen(
-                command,
-                env={**environment, **system.environment},
+                system.command(),
+                env=system.variables(),
                 cwd=log.parent,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -86,6 +110,15 @@ class Worker:
 
     def run(self, job: Job) -> JobResult:
         return JobResult.from_json(self._ask(job.to_json()))
+
+    def peak_bytes(self) -> int:
+        """The highest resident memory so far: of the process, and of those it has started that still run."""
+        total = 0
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(self._process.pid)
+            for each in [process, *process.children(recursive=True)]:
+                total += peak_of(each.pid)
+        return total
 
     def facts(self) -> dict[str, Any]:
         return self._ask({"facts": True})

@@ -15,6 +15,7 @@ from serving_peers.jobs import Arrival
 
 PRODUCT_SHAPE = (512, 3072, 1024)  # rows, outputs, inputs: few enough that all stay in the caches
 ROUNDS = 30
+PRODUCT_DTYPES = ("bfloat16", "float32")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,40 +24,50 @@ class Roofline:
 
     Attributes:
         bytes_per_s: read from memory.
-        flops_per_s: of products of bfloat16.
+        flops_of: of products, by dtype: weights of one dtype may be multiplied in another.
         num_multiplied: weights that a token is multiplied with, those of the head not among them.
         num_of_head: weights of the head, which only tokens that are answered need.
         kv_token_bytes: keys and values of a token in all layers.
     """
 
     bytes_per_s: float
-    flops_per_s: float
+    flops_of: Mapping[str, float]
     num_multiplied: int
     num_of_head: int
     kv_token_bytes: int
 
     @classmethod
     def measured(cls, shape: Mapping[str, Any], kv_token_bytes: int) -> Roofline:
-        """With the rates of this machine, now, for a dense decoder in bfloat16 of this configuration."""
+        """With the rates of this machine, now, for a dense decoder of this configuration."""
         from torchax_serve.bench.machine import measure_bandwidth
 
-        return cls(measure_bandwidth().bytes_per_s, products_per_s(), *num_weights(shape), kv_token_bytes)
+        flops_of = {dtype: products_per_s(dtype) for dtype in PRODUCT_DTYPES}
+        return cls(measure_bandwidth().bytes_per_s, flops_of, *num_weights(shape), kv_token_bytes)
+
+    @property
+    def flops_per_s(self) -> float:
+        """Of products of the fastest dtype: on a processor without instructions for bfloat16 that is float32."""
+        return max(self.flops_of.values())
 
     def better(self, other: Roofline) -> Roofline:
         """With the higher rates of both: a bound is sought, and other programs only slow a measurement down."""
         return dataclasses.replace(
             self,
             bytes_per_s=max(self.bytes_per_s, other.bytes_per_s),
-            flops_per_s=max(self.flops_per_s, other.flops_per_s),
+            flops_of={dtype: max(rate, other.flops_of[dtype]) for dtype, rate in self.flops_of.items()},
         )
 
-    def decode_rate(self, num_requests: int, prompt_len: int, new_tokens: int) -> float:
-        """Tokens/s of requests that run together, behind the first token of each; weights as they are, not packed."""
+    def decode_rate(self, num_requests: int, prompt_len: int, new_tokens: int, bits: int = 16) -> float:
+        """Tokens/s of requests that run together, behind the first token of each; weights as they are, not packed.
+
+        Weights of fewer than 16 `bits` bound it by what is read alone: products of integers are not measured.
+        """
         num_steps = new_tokens - 1
         cached = num_requests * sum(range(prompt_len, prompt_len + num_steps)) * self.kv_token_bytes
         weights = self.num_multiplied + self.num_of_head
-        read_s = (num_steps * 2 * weights + cached) / self.bytes_per_s
-        return num_requests * num_steps / max(read_s, num_steps * num_requests * 2 * weights / self.flops_per_s)
+        read_s = (num_steps * weights * bits / 8 + cached) / self.bytes_per_s
+        products_s = num_steps * num_requests * 2 * weights / self.flops_per_s if bits >= 16 else 0.0
+        return num_requests * num_steps / max(read_s, products_s)
 
     def total_s(self, arrivals: Sequence[Arrival]) -> float:
         """Seconds for requests, whenever they come: their products alone."""
@@ -88,8 +99,8 @@ def kv_token_bytes(shape: Mapping[str, Any]) -> int:
     return shape["num_hidden_layers"] * 2 * heads * head_dim * 2
 
 
-def products_per_s() -> float:
-    """Floating-point operations per second of a product of bfloat16, the best of PyTorch's and this project's."""
+def products_per_s(dtype: str) -> float:
+    """Floating-point operations per second of a product in a dtype, the best of PyTorch's and this project's."""
     import jax
     import jax.numpy as jnp
     import torch
@@ -98,8 +109,8 @@ def products_per_s() -> float:
     from torchax_serve.bench.machine import fastest_s
 
     rows, outputs, inputs = PRODUCT_SHAPE
-    x, weight = torch.ones(rows, inputs, dtype=torch.bfloat16), torch.ones(outputs, inputs, dtype=torch.bfloat16)
-    jax_x, jax_weight = jnp.ones((rows, inputs), jnp.bfloat16), jnp.ones((outputs, inputs), jnp.bfloat16)
+    x, weight = (torch.ones(size, inputs, dtype=getattr(torch, dtype)) for size in (rows, outputs))
+    jax_x, jax_weight = (jnp.ones((size, inputs), jnp.dtype(dtype)) for size in (rows, outputs))
     linear = jax.jit(ops.linear)
     ways: tuple[Callable[[], object], ...] = (
         lambda: torch.nn.functional.linear(x, weight),

@@ -46,10 +46,11 @@ def print_rows(rows: Sequence[Row]) -> None:
     def text(value: float | None) -> str:
         return "-" if value is None else f"{value:.1f}" if abs(value) >= 10 else f"{value:.3g}"
 
-    print(f"{'':28}{'':24}{'ours':>9}  {'beside':14}{'':>9}{'ratio':>8}  target")
+    print(f"{'':28}{'':24}{'ours':>9} {'dtype':20}{'next to it':14}{'dtype':20}{'':>9}{'ratio':>8}  target")
     for row in rows:
         verdict = {None: "", True: "met", False: "MISSED"}[row["met"]]
         print(
-            f"{row['case']:28}{row['number']:24}{text(row['ours']):>9}  {row['beside']:14}{text(row['other']):>9}"
+            f"{row['case']:28}{row['number']:24}{text(row['ours']):>9} {row.get('dtype', ''):20}"
+            f"{row['beside']:14}{row.get('other_dtype', ''):20}{text(row['other']):>9}"
             f" {text(row['value']):>7}  {row['target'] or '':8}{verdict}"
         )

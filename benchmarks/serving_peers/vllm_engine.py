@@ -14,7 +14,7 @@ from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-fo
 from serving_peers.jobs import Job, JobResult, RequestGate, answer_jobs, own_output
 from serving_peers.settings import SystemSettings, settings_of_process
 
-OPTIONS = ("front", "enforce_eager", "max_num_seqs")
+OPTIONS = ("front", "enforce_eager", "max_num_seqs", "dtype")
 
 
 def engine_arguments(settings: SystemSettings) -> dict[str, Any]:
@@ -26,8 +26,7 @@ def engine_arguments(settings: SystemSettings) -> dict[str, Any]:
         "skip_tokenizer_init": True,
         "enforce_eager": chosen.get("enforce_eager", False),
     }
-    if "max_num_seqs" in chosen:
-        arguments["max_num_seqs"] = chosen["max_num_seqs"]
+    arguments |= {name: chosen[name] for name in ("max_num_seqs", "dtype") if name in chosen}
     return arguments
 
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import ml_dtypes
 import numpy as np
 import torch
 
+from model_adapters.device_arrays import XLA_CPU_ALIGNMENT
 from model_adapters.errors import UnsupportedModelError
-
-XLA_CPU_ALIGNMENT = 64
-"""Alignment in bytes of a foreign buffer that XLA's CPU client takes without a copy."""
 
 _NARROWED = {torch.int64: torch.int32, torch.float64: torch.float32, torch.complex128: torch.complex64}
 
@@ -92,14 +88,6 @@ def to_jax_zero_copy(tensor: torch.Tensor) -> jax.Array:
     # Through numpy rather than DLPack: JAX lets go of a numpy array on a Python thread. A torch tensor taken by DLPack
     # is freed on the XLA thread that used it last, which brings the process down where the interpreter is ending.
     return jax.device_put(to_numpy(tensor), jax.local_devices(backend="cpu")[0], may_alias=True)
-
-
-def to_device(values: Any, dtype: Any) -> jax.Array:
-    """Returns the array of host numbers on the default device.
-
-    Unlike ``jnp.asarray``, it compiles nothing.
-    """
-    return jax.device_put(np.asarray(values).astype(dtype))
 
 
 def shares_memory(array: jax.Array, tensor: torch.Tensor) -> bool:

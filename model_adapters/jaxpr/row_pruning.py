@@ -170,4 +170,4 @@ def _gathered_axis(equation: Equation) -> int | None:
     others = tuple(each for each in range(array.ndim) if each != axis)
     drops_axis = numbers.collapsed_slice_dims == (axis,) and numbers.offset_dims == others
     takes_rows = drops_axis and all(sizes[each] == array.shape[each] for each in others)
-    return axis if takes_rows and indices.shape[0] < array.shape[axis] else None
+    return axis if takes_rows and indices.shape[0] <= array.shape[axis] else None

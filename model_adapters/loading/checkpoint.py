@@ -19,7 +19,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from types import EllipsisType
 from typing import Any
 
@@ -27,6 +27,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from model_adapters.errors import CheckpointError
+from model_adapters.loading.file_names import inside
 from model_adapters.loading.progress import Advance
 
 logger = logging.getLogger("torchax_serve")
@@ -168,24 +169,6 @@ def dangling(folder: Path) -> str:
     """Returns a note on links in `folder`, as in a hub cache, to missing files; else empty."""
     gone = sorted(path.name for path in folder.iterdir() if path.is_symlink() and not path.exists())
     return f"; {', '.join(gone[:3])} links to a file that is gone: download the model again" if gone else ""
-
-
-def inside(name: Any, said_in: str | os.PathLike[str]) -> str:
-    """Returns `name`, the path of a file, if the file is below its folder.
-
-    Raises CheckpointError for a path that leads out of the folder. Symbolic links are not followed: the hub's cache
-    consists of them.
-
-    Args:
-        name: what a file of the checkpoint names.
-        said_in: that file.
-    """
-    path = PurePosixPath(name) if isinstance(name, str) else PurePosixPath("/")
-    if path.is_absolute() or ".." in path.parts or "\\" in path.as_posix() or "\0" in path.as_posix():
-        raise CheckpointError(
-            f"{said_in} names {name!r}, expected a path within its own folder: do not trust this checkpoint"
-        )
-    return str(name)
 
 
 def pickle_only(where: str) -> CheckpointError:

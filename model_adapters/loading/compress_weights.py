@@ -53,6 +53,8 @@ def pack_linear_weights(module: torch.nn.Module, weights: dict[str, Weight]) -> 
         for path, child in module.named_modules()
         if isinstance(child, torch.nn.Linear) and type(child).forward is torch.nn.Linear.forward
     )
+    # Tables are looked up row by row in the packed weight, which so is the only copy of a tied one.
+    tables = {f"{path}.weight" for path, child in module.named_modules() if isinstance(child, torch.nn.Embedding)}
     names_of: dict[int, list[str]] = {}
     for name, array in weights.items():
         names_of.setdefault(id(array), []).append(name)
@@ -67,11 +69,12 @@ def pack_linear_weights(module: torch.nn.Module, weights: dict[str, Weight]) -> 
     chosen = [names_of[key] for key, array in arrays.items() if is_packable(array)]
     if not chosen:
         return 0
+    del arrays  # so that each is freed once it is packed: never are all of them here in both forms
     sizes = [compress.group_bytes(weights[names[0]].shape) for names in chosen]
     memory = HugePages(sum(sizes))
 
     def pack_one(names: list[str], place: np.ndarray) -> bool:
-        layers = [name for name in names if name in linear]
+        layers = [name for name in names if name in linear or name in tables]
         array = weights[names[0]]
         assert isinstance(array, jax.Array)
         packed = compressed_weight.compress_weight(array, place, keeps_plain=len(layers) < len(names))

@@ -16,7 +16,7 @@ from transformers.models.auto import modeling_auto
 from model_adapters.bridge.views import named_tensors
 from model_adapters.errors import UnsupportedModelError
 from model_adapters.loading.loaded_model import LoadedModel
-from model_adapters.loading.loader import _generation_config
+from model_adapters.loading.loader import generation_config_of
 from model_adapters.loading.model_class import module_of
 from model_adapters.loading.tensor_match import some
 from model_adapters.ops.compressed_weight import Weight
@@ -84,4 +84,4 @@ def with_head(loaded: LoadedModel) -> tuple[PreTrainedModel, dict[str, Weight]]:
 
 def _settings(loaded: LoadedModel, head: PreTrainedModel) -> GenerationConfig:
     folder = loaded.source.folder
-    return head.generation_config if folder is None else _generation_config(folder, head)
+    return head.generation_config if folder is None else generation_config_of(folder, head)

@@ -21,7 +21,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from model_adapters.errors import CheckpointError
 from model_adapters.loading import checkpoint
-from model_adapters.loading.file_names import CONFIG, MODULES
+from model_adapters.loading.file_names import CONFIG, MODULES, inside
 from model_adapters.loading.gguf_names import is_gguf_only, language_models, pick
 from model_adapters.loading.hub_request import HubRequest, hub_errors, is_connection_error, status_of
 from model_adapters.loading.model_class import read_config_json
@@ -258,7 +258,7 @@ def _weight_names(request: HubRequest, files: dict[str, int], config: Path, mode
     The format is safetensors if there are such files; pickle files are used only if allowed.
     """
     explicit = read_config_json(config).get("transformers_weights")
-    candidates = [checkpoint.inside(explicit, config)] if explicit else [checkpoint.SAFE_FILE, checkpoint.SAFE_INDEX]
+    candidates = [inside(explicit, config)] if explicit else [checkpoint.SAFE_FILE, checkpoint.SAFE_INDEX]
     pickles = [checkpoint.PICKLE_FILE, checkpoint.PICKLE_INDEX]
     if request.allow_pickle and not explicit:
         candidates += pickles

@@ -105,7 +105,7 @@ class LoadedModel:
         """
         with self._lock:
             if not self._tokenizers:
-                self._tokenizers.append(self._load_tokenizer())
+                self._tokenizers.append(self.load_tokenizer())
             return self._tokenizers[0]
 
     def once(self, kind: type[T], make: Callable[[], T]) -> T:
@@ -151,7 +151,8 @@ class LoadedModel:
                 "torchax-serve[images]"
             ) from error
 
-    def _load_tokenizer(self) -> PreTrainedTokenizerBase | None:
+    def load_tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """Returns a new tokenizer of the model's files; errors as of `tokenizer`."""
         if self.source.gguf is not None:
             return tokenizer_of(GgufFile.read(self.source.gguf))
         folder = self.files_folder

@@ -315,7 +315,7 @@ class _Builder:
             self._source.hub_id or self._source.gguf or self._source.path
         )
         if module.can_generate() and folder is not None:
-            module.generation_config = _generation_config(folder, module)
+            module.generation_config = generation_config_of(folder, module)
             if self._trust:
                 attach_own_generate(module, folder)
         jax.block_until_ready(weights)
@@ -376,7 +376,7 @@ def _set(module: torch.nn.Module, name: str, value: torch.Tensor) -> None:
     setattr(module.get_submodule(path) if path else module, attribute, value)
 
 
-def _generation_config(folder: Path, module: PreTrainedModel) -> GenerationConfig:
+def generation_config_of(folder: Path, module: PreTrainedModel) -> GenerationConfig:
     """Returns the generation config that ``from_pretrained`` would return.
 
     It is that of its own file, else of the settings in ``config.json``.

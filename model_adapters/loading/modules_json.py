@@ -9,8 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from model_adapters.errors import CheckpointError
-from model_adapters.loading.checkpoint import inside
-from model_adapters.loading.file_names import MODULES
+from model_adapters.loading.file_names import MODULES, inside
 
 
 @dataclass(frozen=True)

@@ -9,19 +9,11 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    ProgressColumn,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
-from rich.progress import Progress as RichBars
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import ProgressColumn
 
 Unit = Literal["bytes", "items"]
 Advance = Callable[[int], None]
@@ -52,14 +44,27 @@ class RichProgress:
     """Bars on stderr if it is a terminal; no output at all if it is a file or a pipe."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console(file=sys.stderr)
+        self._console = console
 
     @contextlib.contextmanager
     def stage(self, name: str, total: int | None, unit: Unit = "bytes") -> Iterator[Advance]:
         """Shows a bar until the stage ends, also by an exception or Ctrl-C."""
-        if not self._console.is_terminal:
+        from rich.console import Console  # takes long to import, and a start from a record shows nothing
+
+        console = self._console or Console(file=sys.stderr)
+        if not console.is_terminal:
             yield lambda amount: None
             return
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            MofNCompleteColumn,
+            TextColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
+        from rich.progress import Progress as RichBars
+
         counts: list[ProgressColumn] = (
             [DownloadColumn(), TransferSpeedColumn()] if unit == "bytes" else [MofNCompleteColumn()]
         )
@@ -68,7 +73,7 @@ class RichProgress:
             BarColumn(),
             *counts,
             TimeRemainingColumn(),
-            console=self._console,
+            console=console,
             transient=True,
         )
         with bars:

@@ -26,7 +26,7 @@ from model_adapters.bridge.views import (
 from model_adapters.lowerings import constant_folding, index_checks
 from model_adapters.lowerings.deferred_checks import TracedMaskSelection
 from model_adapters.ops import registry
-from model_adapters.ops.compressed_weight import note_turned, quantized_of
+from model_adapters.ops.compressed_weight import compressed_of, note_turned, quantized_of, take_compressed_rows
 from model_adapters.ops.quantized_weight import take_rows
 
 
@@ -78,6 +78,8 @@ def _keep_tables_short() -> None:
         index_checks.check(weight, indices)
         if (table := quantized_of(weight)) is not None and not table.scheme.transposed:
             return take_rows(table, indices)
+        if (packed := compressed_of(weight)) is not None and packed.plain is None:
+            return take_compressed_rows(packed, indices)
         is_short = jnp.issubdtype(weight.dtype, jnp.floating) and weight.dtype.itemsize == 2
         if is_short and registry.platform() == "cpu":
             weight, indices = jax.lax.optimization_barrier((weight, indices))

@@ -30,7 +30,7 @@ class CompressedWeight:
     Attributes:
         groups: Compressed numbers, uint8[n / 16, k / 8, 192]: 8 columns of 16 rows form a group.
         index: Table of high bytes, and the groups that are stored uncompressed, int32[...].
-        plain: Uncompressed bfloat16[n, k], if other code reads it as well (a tied embedding table); else None.
+        plain: Uncompressed bfloat16[n, k], if other code than products and lookups reads it as well; else None.
     """
 
     groups: jax.Array
@@ -60,6 +60,15 @@ class CompressedWeight:
     def unpacked(self) -> jax.Array:
         """Returns the matrix bfloat16[n, k], bit for bit."""
         return ffi.unpack(self.groups, self.index) if self.plain is None else self.plain
+
+
+def take_compressed_rows(weight: CompressedWeight, indices: jax.Array) -> jax.Array:
+    """Returns the rows `indices` int[...] of a compressed weight ``[n, k]``: bfloat16[..., k].
+
+    Indices outside of the weight are clamped.
+    """
+    ids = indices.reshape(-1).astype(jnp.int32)
+    return ffi.unpack_rows(ids, weight.groups, weight.index).reshape(*indices.shape, weight.shape[1])
 
 
 Stored = CompressedWeight | QuantizedWeight

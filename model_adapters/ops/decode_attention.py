@@ -42,7 +42,8 @@ def decode_attention(
         page_table: ``int32[B, pages_per_seq]``, the page of each run of ``page`` positions. For one contiguous cache
             per row: ``P = B``, ``page`` the capacity, and ``arange(B)[:, None]``.
         lens: ``int32[B]``, the length of each row with its new token, which is written at position ``lens - 1``. A
-            length beyond the row's pages writes nothing and attends to what they hold; 0 writes nothing, gives zeros.
+            length beyond the row's pages writes nothing and attends to what they hold; 0 writes nothing and gives
+            zeros, behind the last other row perhaps that one's result.
         starts: ``int32[B]``, the first visible position (left padding).
         args: Scale and features of the scores. With a window, a query also sees ``prefix_lens`` first positions.
 

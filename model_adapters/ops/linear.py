@@ -144,6 +144,11 @@ def not_invariant_reason() -> str | None:
     return None
 
 
+def skips_equal_rows() -> bool:
+    """Returns whether products compute equal rows at the end of an operand once (`cpu/repeated_rows.h`)."""
+    return not_invariant_reason() is None  # the C++ kernels, for any number of rows
+
+
 def pad_rows_to(x: jax.Array, axis: int, size: int) -> jax.Array:
     """Returns `x` padded with zeros to at least `size` along `axis`."""
     missing = size - x.shape[axis]

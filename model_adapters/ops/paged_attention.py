@@ -44,7 +44,7 @@ def paged_attention(
     Args:
         q: Queries ``[T, Hq, D]``, the new tokens of S sequences one after the other; query head ``i`` reads kv head
             ``i // (Hq // H)``. Rows from ``cu_q_lens[S]`` on are padding: nothing is written for them, and their
-            output is zero.
+            output is zero, or that of the row before them.
         k: The new tokens' keys ``[T, H, D]``.
         v: The new tokens' values ``[T, H, Dv]``.
         pool: Pages ``[P, H, page, W]``, keys at ``[0:D]`` and values at ``[D:D+Dv]`` of the last axis

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -100,7 +101,7 @@ class ModelProgram:
         `restore_facts` takes them in a process that need not trace.
         """
         return {
-            "output_class": self.output_class,
+            "output_class": f"{self.output_class.__module__}:{self.output_class.__qualname__}",
             "needs_mask": self.needs_mask,
             "needs_right_aligned_cache": self.needs_right_aligned_cache,
             "folds_constants": self.folds_constants,
@@ -108,7 +109,7 @@ class ModelProgram:
 
     def restore_facts(self, facts: dict[str, Any]) -> None:
         """Sets the facts that `trace_facts` has returned."""
-        self.output_class = facts["output_class"]
+        self.output_class = pkgutil.resolve_name(facts["output_class"])
         self.needs_mask = self.needs_mask or facts["needs_mask"]
         self.needs_right_aligned_cache = self.needs_right_aligned_cache or facts["needs_right_aligned_cache"]
         self.folds_constants = self.folds_constants or facts["folds_constants"]

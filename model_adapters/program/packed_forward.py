@@ -11,14 +11,8 @@ import jax
 from model_adapters.attention import attention_name, uses_attention_interface
 from model_adapters.bridge.views import jax_view, torch_view
 from model_adapters.caches.device_cache import check_layers_keep_all
-from model_adapters.caches.paged_cache import (
-    NotPackableError,
-    PackedBatch,
-    PagedLayout,
-    PagedTraceCache,
-    Pool,
-    laid_out,
-)
+from model_adapters.caches.packed_batch import NotPackableError, PackedBatch, PagedLayout, Pool, laid_out
+from model_adapters.caches.paged_cache import PagedTraceCache
 from model_adapters.jaxpr.row_pruning import prune_rows
 from model_adapters.ops.compressed_weight import Weights
 from model_adapters.ops.spmd import by_token, tokens_divided

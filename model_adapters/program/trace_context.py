@@ -8,9 +8,10 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import jax
 import torch
 from transformers import PreTrainedModel
+
+from model_adapters.jax_settings import jax_promotion
 
 _TRACE_LOCK = threading.RLock()  # a trace changes the module and its configuration for as long as it lasts
 
@@ -23,14 +24,7 @@ def torch_promotion() -> Iterator[None]:
     those that have a lowering.
     """
     inference = torch.inference_mode(False), torch.no_grad()  # in this order: the first switches gradients on
-    with inference[0], inference[1], jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
-
-
-@contextlib.contextmanager
-def programs_run() -> Iterator[None]:
-    """Allows ``jit`` and transfers inside, even if a script has disabled or guards them."""
-    with jax.disable_jit(False), jax.transfer_guard("allow"):
+    with inference[0], inference[1], jax_promotion():
         yield
 
 

@@ -43,7 +43,7 @@ def test_cache_list(files):
     assert lines[0].split()[:5] == ["programs", "2", "files", "8.1", "kB"]
     assert lines[0].endswith(str(files["programs"].path))
     assert [line.split()[1] for line in lines[1:4]] == ["0", "1", "1"]
-    assert lines[4] == "8.3 kB of at most 10.0 GB"
+    assert lines[5] == "8.3 kB of at most 10.0 GB"
     found = json.loads(run("list", "--json", "--kind", "plans")[1])
     assert found["max_bytes"] == 10**10
     assert found["kinds"]["plans"]["num_files"] == 1
@@ -88,7 +88,7 @@ def test_untrusted_folder_is_reported_with_remedy(files):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--kind", "wheels"], "--kind: expected one of programs, xla, plans, kernels, got 'wheels'"),
+        (["--kind", "wheels"], "--kind: expected one of programs, xla, plans, kernels, start, got 'wheels'"),
         (["prune", "--max-size", "much"], "--max-size: expected a size such as 10GB or 500MB, got 'much'"),
         (["--max-size", "1GB"], "--max-size: expected with prune, got with list; leave it out"),
     ],

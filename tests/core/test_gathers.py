@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import tiny_model
 
-from model_adapters.caches.paged_cache import PackedBatch
+from model_adapters.caches.packed_batch import PackedBatch
 from model_adapters.jaxpr.interpreter import inlined
 from model_adapters.jaxpr.row_pruning import prune_rows
 from model_adapters.program.packed_forward import forward_packed

@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import jax
@@ -202,12 +201,8 @@ def packages(tmp_path, monkeypatch):
     """A copy of this project's packages, whose source counts."""
     for package in executable_cache.PACKAGES:
         sources = shutil.ignore_patterns("__pycache__", "*.safetensors", "*.json")
-        shutil.copytree(package.__path__[0], tmp_path / package.__name__, ignore=sources)
-    copied = [
-        types.SimpleNamespace(__name__=package.__name__, __path__=[str(tmp_path / package.__name__)])
-        for package in executable_cache.PACKAGES
-    ]
-    monkeypatch.setattr(executable_cache, "PACKAGES", copied)
+        shutil.copytree(executable_cache.ROOT / package, tmp_path / package, ignore=sources)
+    monkeypatch.setattr(executable_cache, "ROOT", tmp_path)
     return tmp_path
 
 
@@ -241,7 +236,7 @@ def test_what_is_left_out_of_the_digest_is_reached_by_no_traced_function():
     files = {
         ".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): file
         for package in executable_cache.PACKAGES
-        for file in Path(package.__path__[0]).rglob("*.py")
+        for file in (root / package).rglob("*.py")
     }
     left_out = {f"torchax_serve.{name.removesuffix('.py').replace('/', '.')}" for name in executable_cache.NOT_TRACED}
     assert left_out <= set(files), "a name that matches nothing"

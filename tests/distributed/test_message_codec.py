@@ -14,7 +14,7 @@ from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPas
 
 import pytree_registry
 from model_adapters.caches.layers import AttentionLayer
-from model_adapters.caches.paged_cache import PagedLayout
+from model_adapters.caches.packed_batch import PagedLayout
 from model_adapters.errors import UnsupportedArgumentError
 from model_adapters.program.model_program import CallSpec
 from model_adapters.program.static_tensors import StaticTensor

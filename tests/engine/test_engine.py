@@ -193,6 +193,8 @@ def test_several_steps_in_one_dispatch_give_the_same_tokens(options):
         model, sent = many.engine._runner._executor, []
         decode = model.decode
         model.decode = lambda *args: sent.append(args[4]) or decode(*args)
+        many.engine.submit(request(prompts[0], 13, 9, **drawn)).result()  # in single steps, until the program is there
+        model._steps._background.wait()
         tickets = [[m.engine.submit(request(p, 13, 9, **drawn)) for p in prompts] for m in (many, one)]
         greedy = many.engine.submit(request(prompts[0], 13))
         assert [t.result() for t in tickets[0]] == [t.result() for t in tickets[1]]
@@ -360,7 +362,7 @@ def test_pages_take_the_budget_that_was_asked_for(budget):
 
 
 def test_the_samplers_tables_are_part_of_what_the_engine_takes(monkeypatch):
-    tables = tables_bytes(4, VOCAB_SIZE)
+    tables = tables_bytes(4, VOCAB_SIZE, SMALL.max_model_len)
     monkeypatch.setattr(memory, "free_bytes", lambda: tables + 8 * 2048)  # eight pages
     monkeypatch.setattr(PackedExecutor, "temporary_bytes", lambda self: 0)
     with serve(tiny_model("llama"), engine=SMALL) as model:
@@ -368,12 +370,14 @@ def test_the_samplers_tables_are_part_of_what_the_engine_takes(monkeypatch):
         assert sum(pool.nbytes for pool in runner._cache.pools) == 8 * 2048
         assert f"{tables / 1e6:.1f} MB for the sampler's tables" in model.engine.description
         model.engine.submit(request([5, 6], 2, params=SamplingParams(presence_penalty=0.5))).result()
-        assert sum(array.nbytes for array in jax.tree.leaves(runner._sampler.state.tables)) == tables
+        state = runner._sampler.state
+        assert sum(array.nbytes for array in jax.tree.leaves((state.tables, state.history))) == tables
     monkeypatch.setattr(memory, "free_bytes", lambda: tables)
     with (
         serve(tiny_model("llama"), engine=SMALL) as model,
         pytest.raises(
-            OutOfMemoryError, match="sampler's tables of 4 requests, 3492 bytes, got 3492 bytes; lower max_num_seqs"
+            OutOfMemoryError,
+            match=f"sampler's tables of 4 requests, {tables} bytes, got {tables} bytes; lower max_num_seqs",
         ),
     ):
         model.engine.stats()
@@ -384,9 +388,9 @@ def test_nearly_the_same_free_memory_gives_the_same_programs(name, monkeypatch):
     """Pools of another size are other programs: two starts on one host, of which little changes, must share them."""
     monkeypatch.setattr(PackedExecutor, "temporary_bytes", lambda self: 5000)
     many = dataclasses.replace(SMALL, max_num_seqs=400, max_model_len=128)  # which could use more than there is
-    shapes = set()
+    shapes, tables = set(), tables_bytes(400, VOCAB_SIZE, 128)
     for left in (800_000, 850_000, 910_000):
-        monkeypatch.setattr(memory, "free_bytes", lambda left=left: left + 5000 + tables_bytes(400, VOCAB_SIZE))
+        monkeypatch.setattr(memory, "free_bytes", lambda left=left + tables: left + 5000)
         with serve(tiny_model(name), engine=many) as model:
             pools = model.engine._runner._cache.pools
             assert 0.8 * left - 5000 <= sum(pool.nbytes for pool in pools) <= left

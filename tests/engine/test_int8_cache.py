@@ -12,7 +12,7 @@ from cache_name import CACHE
 from engine_models import VOCAB_SIZE, tiny_model
 from transformers.cache_utils import DynamicCache
 
-from model_adapters.bridge.host_arrays import to_device
+from model_adapters.device_arrays import to_device
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops import registry
 from torchax_serve import EngineOptions, SamplingParams, serve

@@ -20,6 +20,7 @@ class PacedRunner:
     """Answers every row with token 1, when a device of `step_s` seconds a step would."""
 
     num_programs = 0
+    num_untimed = 0
     vocab_size = 8
     runs_ahead = True
     cache_is_lost = False

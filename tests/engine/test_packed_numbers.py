@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model_adapters.caches.paged_cache import PagedLayout
-from torchax_serve.executors.step_inputs import FusedDecodeSpec, PackedStepSpec
+from model_adapters.caches.packed_batch import PagedLayout
+from torchax_serve.executors.step_inputs import SAMPLED_ON_DEVICE, FusedDecodeSpec, PackedStepSpec
 from torchax_serve.scheduler import PlanRow
 
 NUM_SLOTS, PAGES = 8, 3
@@ -26,21 +26,23 @@ NUM_SLOTS, PAGES = 8, 3
 def test_a_decode_call_says_the_same_batch(seats, data, num_groups, num_steps, draws):
     num_rows = data.draw(st.integers(len(seats), NUM_SLOTS))
     lengths = data.draw(st.lists(st.integers(0, 40), min_size=len(seats), max_size=len(seats)))
-    rows = [PlanRow(f"r{slot}", slot, start, 1, None, True) for slot, start in zip(seats, lengths, strict=True)]
+    ids = data.draw(st.lists(st.none() | st.tuples(st.integers(0, 99)), min_size=len(seats), max_size=len(seats)))
+    placed = zip(seats, lengths, ids, strict=True)
+    rows = [PlanRow(f"r{slot}", slot, start, 1, given, True) for slot, start, given in placed]
     tables = [np.random.default_rng(i).integers(0, 99, (NUM_SLOTS, PAGES), np.int32) for i in range(num_groups)]
     layout = PagedLayout(tuple(range(num_groups)), (None,) * num_groups, 48, is_decode=True)
     packed = PackedStepSpec(num_rows, num_rows, PAGES, layout, False)
     last_tokens = jnp.arange(100, 100 + NUM_SLOTS)
     whole = packed.unpack(jnp.asarray(packed.pack(rows, tables, 0)), last_tokens)
     spec = FusedDecodeSpec(packed, 16)
-    numbers = spec.pack(rows, tables, num_steps, draws)
+    numbers = spec.pack(rows, tables, num_steps=num_steps, draws=draws)
     assert len(numbers) == spec.size
     batch, slots, told_steps, told_draws = spec.unpack(jnp.asarray(numbers))
     assert (int(told_steps), bool(told_draws)) == (num_steps, draws)
     np.testing.assert_array_equal(slots[: len(rows)], seats)
-    batch = dataclasses.replace(batch, token_ids=jnp.where(batch.kv_lens > 0, last_tokens[slots], 0))
-    jax.tree.map(np.testing.assert_array_equal, batch, dataclasses.replace(whole, token_ids=batch.token_ids))
-    np.testing.assert_array_equal(batch.token_ids[: len(rows)], whole.token_ids[: len(rows)])
+    is_on_device = batch.token_ids == SAMPLED_ON_DEVICE
+    batch = dataclasses.replace(batch, token_ids=jnp.where(is_on_device, last_tokens[slots], batch.token_ids))
+    jax.tree.map(np.testing.assert_array_equal, batch, whole)
 
 
 @pytest.mark.parametrize("ahead", [0, 3])
@@ -49,9 +51,9 @@ def test_a_packed_run_counts_every_row_on(ahead):
     packed = PackedStepSpec(6, 3, PAGES, PagedLayout((0,), (None,), 48), False)
     table = np.arange(NUM_SLOTS * PAGES, dtype=np.int32).reshape(NUM_SLOTS, PAGES)
     batch = packed.unpack(jnp.asarray(packed.pack(rows, [table], ahead)), jnp.full(NUM_SLOTS, 77))
-    np.testing.assert_array_equal(batch.token_ids, [77, 11, 12, 13, 0, 0])
-    np.testing.assert_array_equal(batch.positions, [5 + ahead, 7 + ahead, 8 + ahead, 9 + ahead, 0, 0])
+    np.testing.assert_array_equal(batch.token_ids, [77, 11, 12, 13, 13, 13])
+    np.testing.assert_array_equal(batch.positions, [5 + ahead, 7 + ahead, 8 + ahead, *[9 + ahead] * 3])
     np.testing.assert_array_equal(batch.cu_q_lens, [0, 1, 4, 4])
     np.testing.assert_array_equal(batch.kv_lens, [6 + ahead, 10 + ahead, 0])
-    np.testing.assert_array_equal(batch.last, [0, 3, 0])
+    np.testing.assert_array_equal(batch.last, [0, 3, 3])
     np.testing.assert_array_equal(batch.page_tables[0], [table[2], table[0], [0] * PAGES])

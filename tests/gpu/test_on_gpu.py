@@ -1,12 +1,16 @@
 """Kernels and the engine on a GPU, beside float64 loops and eager PyTorch on the CPU."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 import transformers
+from ops_oracle import assert_close
 from paged_oracle import paged_case
-from test_gpu_kernels import LONG, MIXED, check_decode, check_ragged
+from test_gpu_kernels import LONG, MIXED, check_decode, check_ragged, run
 
+from model_adapters.ops import AttentionArgs, decode_attention
 from torchax_serve import EngineOptions, SamplingParams, serve, to_jax
 
 NEW = 24
@@ -21,11 +25,35 @@ TEXTS = ("Hello", "3 + 4 =", "The", "What is 2 + 5?", "one two three", "A", "Cou
         {"dim": 64, "page": 128, "softcap": 5.0, "dtype": "float16", "heads": 1},
         {"dim": 128, "page": 64, "group": 8},
         {"dim": 192, "value_dim": 128, "page": 32, "group": 1},
+        {"dim": 128, "page": 64, "group": 12, "heads": 1, "sinks": True},
+        {"dim": 128, "page": 64, "group": 4, "heads": 1, "q_lens": (1, 1, 1), "kv_lens": (3, 300, 65)},
     ],
-    ids=lambda shape: "-".join(f"{k}={v}" for k, v in shape.items()),
+    ids=lambda shape: "-".join(f"{k}={v}" for k, v in shape.items() if not isinstance(v, tuple)),
 )
 def test_mosaic_decode(shape):
-    check_decode(paged_case(**LONG, **{"dtype": "bfloat16", **shape}), implementation="gpu-mosaic")
+    check_decode(paged_case(**{**LONG, "dtype": "bfloat16", **shape}), implementation="gpu-mosaic")
+
+
+def on_device(seed, dtype, *shape):
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+@pytest.mark.parametrize("implementation", ["gpu-triton", "gpu-mosaic"])
+@pytest.mark.parametrize("lens", [(1, 17, 63, 64, 65, 700, 1500, 2048), (2048,) * 8], ids=["mixed", "long"])
+def test_decode_at_the_size_of_a_model_is_the_reference_in_float32(implementation, lens):
+    batch, heads, group, dim, page = 8, 8, 4, 128, 64
+    pages = 2048 // page
+    q = on_device(0, jnp.bfloat16, batch, heads * group, dim)
+    k, v = (on_device(seed, jnp.bfloat16, batch, heads, dim) for seed in (1, 2))
+    pool = on_device(3, jnp.bfloat16, batch * pages, heads, page, 2 * dim)
+    table = jax.random.permutation(jax.random.key(4), batch * pages).reshape(batch, pages).astype(jnp.int32)
+    rest = (table, jnp.asarray(lens, jnp.int32), jnp.zeros(batch, jnp.int32), AttentionArgs(dim**-0.5))
+    out, new_pool = run(decode_attention, q, k, v, pool, *rest, implementation=implementation)
+    exact = [x.astype(jnp.float32) for x in (q, k, v, pool)]
+    with jax.default_matmul_precision("highest"):
+        expected, expected_pool = run(decode_attention, *exact, *rest, implementation="reference")
+    assert_close(out, np.asarray(expected, np.float64))
+    np.testing.assert_array_equal(np.asarray(new_pool, np.float32), np.asarray(expected_pool))
 
 
 @pytest.mark.parametrize(

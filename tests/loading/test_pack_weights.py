@@ -1,5 +1,7 @@
 """A served model whose linear layers lie packed answers as one whose layers lie as they were."""
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -57,14 +59,32 @@ def test_eager_pytorch_beside_it_has_every_bit(folder):
         assert torch.equal(twin[name], expected), name
 
 
-def test_a_tied_head_is_packed_beside_the_table_that_is_looked_up_in(tmp_path):
+def test_a_tied_head_and_the_table_that_is_looked_up_in_are_one_packed_weight(tmp_path):
     tiny_model("llama", torch.bfloat16, tie_word_embeddings=True).save_pretrained(tmp_path)
-    with serve(tmp_path) as model:
+    with serve(tmp_path, engine=EngineOptions(batch_invariant=True)) as model:
         weights = model._loaded.weights
-        assert weights["lm_head.weight"].plain is weights["model.embed_tokens.weight"]
+        assert weights["lm_head.weight"] is weights["model.embed_tokens.weight"]
+        assert weights["lm_head.weight"].plain is None
         got = answers(model)
     with serve(tmp_path, engine=EngineOptions(batch_invariant=True), pack_weights=False) as plain:
         assert got == answers(plain)
+
+
+def test_what_was_packed_is_freed_before_the_next_is_packed(folder, monkeypatch):
+    """Of all arrays that are packed, one for each thread is there in both forms at the most."""
+    loaded, compress_weight, alive = load_model(folder), compress_weights.compressed_weight.compress_weight, []
+    linear = {f"{n}.weight" for n, m in loaded.module.named_modules() if isinstance(m, torch.nn.Linear)}
+    before = [weakref.ref(loaded.weights[name]) for name in sorted(linear)]
+
+    def counted(*args, **kwargs):
+        packed = compress_weight(*args, **kwargs)
+        alive.append(sum(ref() is not None for ref in before))
+        return packed
+
+    monkeypatch.setattr(compress_weights.compressed_weight, "compress_weight", counted)
+    monkeypatch.setattr(compress_weights.os, "cpu_count", lambda: 1)
+    assert compress_weights.pack_linear_weights(loaded.module, loaded.weights) == len(before)
+    assert alive == list(range(len(before), 0, -1))
 
 
 def test_what_is_small_or_of_another_type_stays_as_it_is(folder, monkeypatch):

@@ -57,6 +57,17 @@ def test_linear(rows, dtype):
             assert_close(ops.linear(x, weight, bias), expected)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "first_equal"), [(2, 0), (4, 1), (9, 3), (40, 20), (300, 1)])
+def test_equal_rows_at_the_end_are_computed_like_any(rows, first_equal, dtype):
+    """Also where equal rows lie in between, or one number of one row differs."""
+    x, weight, bias = normal(1, rows, 48, dtype=dtype), normal(2, 1040, 48, dtype=dtype) / 7, normal(3, 1040)
+    x = x.at[first_equal:].set(x[first_equal])
+    for each in (x, x[::-1], x.at[-1, -1].add(1), x.at[first_equal, 0].add(1)):
+        expected = exact(each) @ exact(weight).T + exact(bias)
+        assert_close(ffi.linear(each, weight, bias, each.dtype), expected)
+
+
 def test_leading_dimensions_and_vectors_are_those_of_torch():
     x, weight, bias = normal(1, 2, 3, 8), normal(2, 5, 8), normal(3, 5)
     assert ops.linear(x, weight, bias).shape == (2, 3, 5)

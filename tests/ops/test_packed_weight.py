@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ops_oracle import assert_close
 
 from model_adapters.ops import linear, registry, use
-from model_adapters.ops.compressed_weight import compress_weight, compressed_of, substituted
+from model_adapters.ops.compressed_weight import compress_weight, compressed_of, substituted, take_compressed_rows
 from model_adapters.ops.cpu import compress, ffi
 
 REASON = ffi.packing_unsupported_reason()
@@ -53,6 +53,17 @@ def test_every_bit_comes_back_of_three_quarters_of_the_bytes(n, k):
     np.testing.assert_array_equal(bits(ffi.unpack(jnp.asarray(groups), jnp.asarray(index))), bits(weight))
     if weight.nbytes > 1 << 16:
         assert groups.nbytes + index.nbytes < 0.77 * weight.nbytes
+
+
+@pytest.mark.parametrize(("n", "k"), [(16, 8), (48, 40), (160, 4104)])
+def test_rows_are_those_of_the_weight(n, k):
+    weight = normal(n + k, n, k)
+    packed = compress_weight(jnp.asarray(weight))
+    ids = np.random.default_rng(n).integers(0, n, (3, 7))
+    np.testing.assert_array_equal(bits(take_compressed_rows(packed, jnp.asarray(ids))), bits(weight[ids]))
+    outside = take_compressed_rows(packed, jnp.array([-1, n, n + 99, 2**31 - 1]))
+    np.testing.assert_array_equal(bits(outside), bits(weight[[0, n - 1, n - 1, n - 1]]))
+    assert take_compressed_rows(packed, jnp.zeros((0,), jnp.int32)).shape == (0, k)
 
 
 @given(seed=st.integers(0, 2**32 - 1), blocks=st.integers(1, 4), columns=st.integers(1, 9), spread=st.integers(0, 40))
@@ -151,3 +162,13 @@ def test_a_weight_is_known_by_itself_and_in_its_trace_alone():
 def test_no_rows_are_no_rows():
     weights = {"a": compress_weight(jnp.asarray(normal(1, 64, 48))), "b": jnp.asarray(normal(2, 32, 48))}
     assert products(weights, jnp.zeros((0, 48), jnp.bfloat16))[0].shape == (0, 64)
+
+
+@pytest.mark.parametrize(("rows", "first_equal"), [(4, 1), (16, 5), (70, 20)])
+def test_equal_rows_at_the_end_give_the_bits_of_one(rows, first_equal):
+    weight, x = normal(1, 64, 1032), normal(2, rows, 1032)
+    groups, index = map(jnp.asarray, compress.pack(weight))
+    x[first_equal:] = x[first_equal]
+    out = ffi.packed_linear(jnp.asarray(x), groups, index, None)
+    one_by_one = [ffi.packed_linear(jnp.asarray(row[None]), groups, index, None)[0] for row in x]
+    np.testing.assert_array_equal(bits(out), bits(jnp.stack(one_by_one)))

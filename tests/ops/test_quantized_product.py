@@ -308,3 +308,14 @@ def test_the_stored_form_is_found_by_the_array_and_by_its_transpose():
         found = quantized_of(turned)
         assert found is not None and found.scheme.transposed and found.shape == (32, 8)
     assert quantized_of(arrays["a"]) is None
+
+
+@needs_kernel
+@pytest.mark.parametrize("name", ["int8 by 32", "int4 of floats"])
+def test_equal_rows_at_the_end_are_computed_like_any(name):
+    weight = make(7, 48, 128, SCHEMES[name])
+    x = np.random.default_rng(8).standard_normal((20, 128)).astype(np.float32)
+    x[7:] = x[7]
+    out, _ = run(jnp.asarray(x), weight)
+    np.testing.assert_allclose(out, expected(jnp.asarray(x), weight), rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(out[7:], np.broadcast_to(out[7], (13, 48)))

@@ -34,7 +34,7 @@ def cache(
         ),
     ] = Action.LIST,
     kind: Annotated[
-        str | None, typer.Option("--kind", help="Only programs, xla, plans or kernels, in place of all four.")
+        str | None, typer.Option("--kind", help="Only programs, xla, plans, kernels or start, in place of all.")
     ] = None,
     max_size: Annotated[
         str | None,

@@ -117,10 +117,9 @@ def run(
 def _conversation(model: Any, params: SamplingParams, options: RunOptions) -> Conversation:
     """Returns an empty conversation."""
     from torchax_serve.cli.chat.conversation import Conversation
-    from torchax_serve.entrypoints.encoder_model import EncoderModel
     from torchax_serve.text.chat import has_chat_template
 
-    if isinstance(model, EncoderModel):
+    if not hasattr(model, "iter_tokens"):
         raise UnsupportedModelError(
             f"run: expected a model that writes text, and {model.name} is an encoder; for embeddings of texts: "
             f"torchax-serve embed {model.name} TEXT"

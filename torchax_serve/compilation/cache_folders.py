@@ -21,11 +21,13 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)b?", re.IGNORECASE)
 
 PROGRAMS = "programs"
+START = "start"
 KINDS = {
     PROGRAMS: "whole programs of models, and what was found out about them",
     "xla": "what else XLA has compiled, found by JAX",
     "plans": "plans of `torchax-serve plan`",
     "kernels": "the C++ kernels of the CPU",
+    START: "weights and records of models for their next start",
 }
 
 
@@ -53,9 +55,11 @@ def folders() -> dict[str, SealedFolder]:
         "xla": SealedFolder(compiled_dir()),
         "plans": plans_folder(),
         "kernels": SealedFolder(cache_root() / "kernels", "compiled kernels"),
+        START: SealedFolder(compiled_dir() / START, "start records"),
     }
     if chosen := os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         found[PROGRAMS] = SealedFolder(Path(chosen) / PROGRAMS)
+        found[START] = SealedFolder(Path(chosen) / START, "start records")
     return found
 
 

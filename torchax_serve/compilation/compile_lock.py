@@ -26,17 +26,22 @@ def check_not_compiling() -> None:
 
 
 class CompileLock:
-    """As `threading.Lock`, but a thread that asks for it again gets an error, not a deadlock."""
+    """As `threading.Lock`, but a thread that asks for it again gets an error, not a deadlock.
 
-    def __init__(self) -> None:
+    Args:
+        owners: Idents of the threads that hold locks of a group, such as those of one function. A thread that holds any
+            lock of the group gets the error.
+    """
+
+    def __init__(self, owners: set[int] | None = None) -> None:
         self._lock = threading.Lock()
-        self._owner: int | None = None  # ident of the thread that has it
+        self._owners = set() if owners is None else owners
 
     def __enter__(self) -> None:
-        if self._owner == threading.get_ident():
+        if threading.get_ident() in self._owners:
             check_not_compiling()
         self._lock.acquire()
-        self._owner = threading.get_ident()
+        self._owners.add(threading.get_ident())
         _compiling.add(id(self))
         _this_thread.depth = getattr(_this_thread, "depth", 0) + 1
 
@@ -44,6 +49,6 @@ class CompileLock:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         _this_thread.depth -= 1
-        self._owner = None
+        self._owners.discard(threading.get_ident())
         _compiling.discard(id(self))
         self._lock.release()

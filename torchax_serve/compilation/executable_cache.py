@@ -21,7 +21,7 @@ import pickle
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,17 +29,13 @@ from typing import Any, TypeVar
 import jax
 from jax.experimental import serialize_executable
 
-import model_adapters
-import pytree_registry
-import sharding_rules
-import torchax_serve
 from model_adapters.disk_cache import SealedFolder
+from model_adapters.jax_settings import programs_run
 from model_adapters.ops import registry
 from model_adapters.ops.compressed_weight import Weights
 from model_adapters.ops.cpu import build, ffi
-from model_adapters.program.module_hooks import errors_of_hooks
-from model_adapters.program.trace_context import programs_run, torch_promotion
 from torchax_serve.compilation import gc_pause, jax_cache
+from torchax_serve.compilation.background import BackgroundCompiler
 from torchax_serve.compilation.cache_folders import EVICTOR
 from torchax_serve.compilation.compile_lock import CompileLock
 from torchax_serve.compilation.launchers import Launcher, MeshExecutable, on_mesh
@@ -49,7 +45,6 @@ logger = logging.getLogger("torchax_serve")
 Value = TypeVar("Value")
 
 LIBRARIES = ("jax", "jaxlib", "torch", "torchax", "transformers")
-_HITS = threading.local()
 
 
 def model_identity(model_class: type, config_json: str, weights: Weights) -> str:
@@ -93,7 +88,7 @@ class ExecutableCache:
     With a `mesh` the programs run on all its devices; arguments and results stay where the caller has them, and the
     programs are cached in memory alone. With a `launcher` the mesh has devices of other hosts, which run them too.
     `num_traces` counts traces by function, `num_loaded` programs that came from the folder; `functions` are the cached
-    ones, by name.
+    ones, by name. `background` compiles what will be needed; None with a `launcher`.
     """
 
     def __init__(
@@ -111,6 +106,8 @@ class ExecutableCache:
         self.num_traces: collections.Counter[str] = collections.Counter()
         self.num_loaded = 0
         self._writers: list[threading.Thread] = []
+        # Programs of several hosts are compiled by all of them, in one order, which the engine's thread decides.
+        self.background = BackgroundCompiler() if launcher is None else None
 
     def path_of(self, name: str, signature: _Signature) -> Path | None:
         """Returns the file of a program; None if it is not stored."""
@@ -121,7 +118,7 @@ class ExecutableCache:
 
     def _file_of(self, name: str, described: str) -> Path:
         assert self.folder is not None
-        digest = hashlib.sha256(f"{self.identity}\n{_environment()}\n{name}\n{described}".encode()).hexdigest()
+        digest = hashlib.sha256(f"{self.identity}\n{environment()}\n{name}\n{described}".encode()).hexdigest()
         return self.folder / f"{name}-{digest[:40]}"
 
     def read(self, path: Path) -> tuple[Any, dict[str, Any]] | None:
@@ -177,6 +174,11 @@ class ExecutableCache:
             self._write(file, value)
         return value
 
+    def close(self) -> None:
+        """Ends the compilation of what is not needed yet."""
+        if self.background is not None:
+            self.background.close()
+
     def wait_for_writes(self) -> None:
         """Waits until everything is written."""
         for writer in self._writers:
@@ -211,7 +213,8 @@ class CachedFunction:
         self._donate, self.facts, self.restore_facts = tuple(donate), facts, recall
         self._programs: dict[_Signature, Any] = {}
         self._is_uncompiled = is_uncompiled
-        self._lock = CompileLock()
+        self._locks: dict[_Signature, CompileLock] = {}
+        self._lock_owners: set[int] = set()
         cache.functions[name] = self
 
     @property
@@ -227,25 +230,37 @@ class CachedFunction:
     def __call__(self, weights: Weights, *args: Any, spec: Any) -> Any:
         """Runs the program of these arguments, compiled at the first call of their kind."""
         if self._is_uncompiled():
+            from model_adapters.program.module_hooks import errors_of_hooks
+            from model_adapters.program.trace_context import torch_promotion
+
             with errors_of_hooks(), torch_promotion():
                 return self._function(weights, *args, spec=spec)
         with programs_run():
             return self.compiled(weights, *args, spec=spec)(weights, *args)
 
-    def compiled(self, weights: Weights, *args: Any, spec: Any) -> Any:
-        """Returns the program for these arguments, loaded or compiled."""
+    def compiled(
+        self, weights: Weights, *args: Any, spec: Any, when_traced: Callable[[], object] = lambda: None
+    ) -> Any:
+        """Returns the program for these arguments, loaded or compiled.
+
+        Threads compile programs of different arguments in parallel. Arguments other than weights may be abstract, as
+        `abstract` makes them. `when_traced` is called once the program is traced, if it has to be made: from then on
+        others can be traced, while XLA compiles this one.
+        """
         signature = _Signature.of(args, spec)
         program = self._programs.get(signature)
         if program is None:
-            with self._lock:
+            with self._locks.setdefault(signature, CompileLock(self._lock_owners)):
                 program = self._programs.get(signature)
                 if program is None:
                     with gc_pause.paused():
-                        program = self._load_or_compile(signature, weights, args)
+                        program = self._load_or_compile(signature, weights, args, when_traced)
                     self._programs[signature] = program
         return program
 
-    def _load_or_compile(self, signature: _Signature, weights: Weights, args: tuple[Any, ...]) -> Any:
+    def _load_or_compile(
+        self, signature: _Signature, weights: Weights, args: tuple[Any, ...], when_traced: Callable[[], object]
+    ) -> Any:
         mesh, launcher = self._cache.mesh, self._cache.launcher
         if launcher is not None:
             return launcher.program(self, weights, args, signature.spec, signature.precision)
@@ -254,12 +269,17 @@ class CachedFunction:
         path = self._cache.path_of(self.name, signature)
         if path is not None and (kept := self._cache.read(path)) is not None:
             self.restore_facts(kept[1])
+            when_traced()
             return kept[0]
         # A program that is kept here as a whole does not lie in JAX's own cache as well, unless the user has chosen
         # that one's folder: then the name tells it apart what this cache does.
-        with _counting_hits() as hits, jax_cache.bypassed(path is not None):
+        with jax_cache.counting_hits() as hits, jax_cache.bypassed(path is not None):
             program: Any = self.compile(
-                weights, args, signature.spec, name=None if path is None else path.name.replace("-", "_")
+                weights,
+                args,
+                signature.spec,
+                name=None if path is None else path.name.replace("-", "_"),
+                when_traced=when_traced,
             )
         if mesh is not None:
             program = MeshExecutable(program, mesh)
@@ -276,6 +296,7 @@ class CachedFunction:
         *,
         name: str | None = None,
         adapt: Callable[[Any], Any] = lambda out: out,
+        when_traced: Callable[[], object] = lambda: None,
     ) -> Any:
         """Compiles the function anew.
 
@@ -285,9 +306,12 @@ class CachedFunction:
             spec: what is static.
             name: of the program.
             adapt: a last step of the program, over its result.
+            when_traced: called between tracing and XLA.
         """
 
         def traced(weights: Any, *args: Any) -> Any:
+            from model_adapters.program.trace_context import torch_promotion  # tracing needs torch, running does not
+
             self._cache.num_traces[self.name] += 1
             with torch_promotion():
                 return adapt(self._function(weights, *args, spec=spec))
@@ -295,7 +319,12 @@ class CachedFunction:
         traced.__name__ = name or self.name
         parameters = list(inspect.signature(self._function).parameters)
         donated = tuple(parameters.index(each) for each in self._donate)
-        return jax.jit(traced, donate_argnums=donated).lower(weights, *args).compile()
+        from model_adapters.program.trace_context import trace_lock
+
+        with trace_lock():  # a thread at a time: a trace changes the module
+            lowered = jax.jit(traced, donate_argnums=donated).lower(weights, *args)
+        when_traced()
+        return lowered.compile()
 
 
 def _devices() -> list[jax.Device]:
@@ -303,28 +332,8 @@ def _devices() -> list[jax.Device]:
     return [device] if isinstance(device, jax.Device) else jax.devices()[:1]
 
 
-@contextlib.contextmanager
-def _counting_hits() -> Iterator[list[str]]:
-    """Collects the hits of JAX's own compilation cache on this thread."""
-    _listen()
-    before, _HITS.events = getattr(_HITS, "events", None), []
-    try:
-        yield _HITS.events
-    finally:
-        _HITS.events = before
-
-
-def _on_event(event: str, **kwargs: Any) -> None:
-    if event == "/jax/compilation_cache/cache_hits" and getattr(_HITS, "events", None) is not None:
-        _HITS.events.append(event)
-
-
-@functools.cache
-def _listen() -> None:
-    jax.monitoring.register_event_listener(_on_event)
-
-
-PACKAGES = (model_adapters, pytree_registry, sharding_rules, torchax_serve)
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("model_adapters", "pytree_registry", "sharding_rules", "torchax_serve")
 NOT_TRACED = ("bench", "cli", "distributed/ray", "parity", "planning", "text")
 """Parts of `torchax_serve` that programs do not depend on: an edit there leaves them valid.
 
@@ -349,13 +358,13 @@ def program_source_digest() -> str:
 def _digest_of(left_out: Sequence[str]) -> str:
     digest = hashlib.sha256()
     for package in PACKAGES:
-        root = Path(package.__path__[0])
+        root = ROOT / package
         for file in sorted(root.rglob("*")):
             name = file.relative_to(root).as_posix()
-            if package.__name__ == "torchax_serve" and any(f"{name}/".startswith(f"{each}/") for each in left_out):
+            if package == "torchax_serve" and any(f"{name}/".startswith(f"{each}/") for each in left_out):
                 continue
             if file.suffix in (".py", ".cc", ".h"):
-                digest.update(f"{package.__name__}/{name}\0".encode() + file.read_bytes())
+                digest.update(f"{package}/{name}\0".encode() + file.read_bytes())
     return digest.hexdigest()
 
 
@@ -371,7 +380,7 @@ def installed_versions() -> str:
     return _installed(source_digest())
 
 
-def _environment() -> str:
+def environment() -> str:
     """Returns everything outside of model and arguments that a program depends on."""
     settings = {k: v for k, v in jax.config.values.items() if "cache" not in k and "log" not in k}
     device = _devices()[0]

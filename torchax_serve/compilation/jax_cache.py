@@ -8,12 +8,14 @@ alone.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 from jax._src import compilation_cache
 from jax._src.compilation_cache_interface import CacheInterface
 
@@ -85,3 +87,24 @@ def bypassed(wanted: bool = True) -> Iterator[None]:
 
 def _is_bypassed() -> bool:
     return getattr(_LOCAL, "bypassed", False)
+
+
+@contextlib.contextmanager
+def counting_hits() -> Iterator[list[str]]:
+    """Collects the hits of JAX's own compilation cache on this thread."""
+    _listen()
+    before, _LOCAL.events = getattr(_LOCAL, "events", None), []
+    try:
+        yield _LOCAL.events
+    finally:
+        _LOCAL.events = before
+
+
+def _on_event(event: str, **kwargs: Any) -> None:
+    if event == "/jax/compilation_cache/cache_hits" and getattr(_LOCAL, "events", None) is not None:
+        _LOCAL.events.append(event)
+
+
+@functools.cache
+def _listen() -> None:
+    jax.monitoring.register_event_listener(_on_event)

@@ -51,7 +51,8 @@ def on_mesh(tree: Any, mesh: jax.sharding.Mesh) -> Any:
 
     def place(leaf: Any) -> Any:
         if isinstance(leaf, jax.ShapeDtypeStruct):
-            return leaf
+            is_there = leaf.sharding is not None and leaf.sharding.device_set == devices
+            return leaf if is_there else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere)
         is_there = isinstance(leaf, jax.Array) and leaf.sharding.device_set == devices
         return leaf if is_there else jax.device_put(leaf, everywhere)
 
@@ -81,6 +82,11 @@ class MeshExecutable:
         if not array.sharding.is_fully_replicated:
             return array
         return jax.device_put(array.addressable_data(0), jax.local_devices()[0])  # where callers have everything else
+
+    @property
+    def out_info(self) -> Any:
+        """Shapes and dtypes of the results."""
+        return self.program.out_info
 
     def memory_analysis(self) -> Any:
         """Returns XLA's memory analysis of the program, for one device."""

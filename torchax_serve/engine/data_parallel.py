@@ -28,6 +28,7 @@ from torchax_serve.outputs import EngineStats
 from torchax_serve.runtime.model_runtime import ModelRuntime
 
 if TYPE_CHECKING:
+    from model_adapters.loading.progress import Progress
     from torchax_serve.compilation.launchers import Launcher
 
 
@@ -122,10 +123,10 @@ class DataParallelEngines:
         scheduler = self.engines[index].stats().scheduler
         return scheduler.num_running + scheduler.num_waiting
 
-    def warm_up(self) -> None:
+    def warm_up(self, progress: Progress | None = None) -> None:
         """Works as `Engine.warm_up`, one replica after the other."""
         for engine in self.engines:
-            engine.warm_up()
+            engine.warm_up(progress)
 
     def stats(self) -> EngineStats:
         """Sums over the replicas; the pages of all of them."""

@@ -22,7 +22,7 @@ class QueuedStep(NamedTuple):
     step: InFlightStep
     sent_s: float
     expected_s: float  # expected device time, measured on earlier plans; 0: unknown
-    has_compiled: bool  # whether a program was compiled for it, so that its time says nothing
+    is_timed: bool  # whether its time is that of such steps: no program was compiled for it, or stood in
 
 
 class DispatchQueue:
@@ -38,9 +38,14 @@ class DispatchQueue:
     def __iter__(self) -> Iterator[InFlightStep]:
         return (each.step for each in self._queue)
 
-    def push(self, step: InFlightStep, expected_s: float, has_compiled: bool) -> None:
+    @property
+    def is_timed(self) -> bool:
+        """Whether the newest step, if there is one, needed no program that was compiled or loaded for it."""
+        return not self._queue or self._queue[-1].is_timed
+
+    def push(self, step: InFlightStep, expected_s: float, is_timed: bool) -> None:
         """Adds a step that has just been dispatched."""
-        self._queue.append(QueuedStep(step, time.monotonic(), expected_s, has_compiled))
+        self._queue.append(QueuedStep(step, time.monotonic(), expected_s, is_timed))
 
     def pop(self) -> QueuedStep:
         """Removes and returns the oldest step, which is read next."""
@@ -49,10 +54,10 @@ class DispatchQueue:
     def completed(self, oldest: QueuedStep, now: float) -> float | None:
         """Records that `oldest` is complete and returns its device seconds.
 
-        None if it compiled a program.
+        None if they are not those of such steps.
         """
         busy_since, self._completed_s = max(oldest.sent_s, self._completed_s), now
-        return None if oldest.has_compiled else now - busy_since
+        return now - busy_since if oldest.is_timed else None
 
     def clear(self) -> None:
         """Removes all steps."""

@@ -12,9 +12,10 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from model_adapters.errors import QueueFullError, TorchaxServeError
-from model_adapters.program.trace_context import programs_run
+from model_adapters.jax_settings import programs_run
 from torchax_serve.engine.dispatch_queue import DispatchQueue
 from torchax_serve.engine.masked_requests import MaskedRequests
 from torchax_serve.engine.model_runner import InFlightStep, ModelRunner
@@ -22,10 +23,14 @@ from torchax_serve.engine.output_processor import OutputProcessor, describe
 from torchax_serve.engine.progress import ProgressClock
 from torchax_serve.engine.request import EngineRequest
 from torchax_serve.engine.request_handle import RequestHandle, RequestOutput
+from torchax_serve.engine.warm_up import warm_up
 from torchax_serve.executors.request_input import SequenceEnded
 from torchax_serve.outputs import EngineStats, FinishReason
 from torchax_serve.scheduler import RequestId, RowResult, Scheduler, StepPlan
 from torchax_serve.validation.owner_process import OwnerProcess
+
+if TYPE_CHECKING:
+    from model_adapters.loading.progress import Progress
 
 logger = logging.getLogger("torchax_serve")
 
@@ -73,8 +78,7 @@ class Engine:
         self._ids: Iterator[RequestId] = itertools.count() if ids is None else ids
         self._closed: str | None = None  # why, once it is
         self._rate: collections.deque[tuple[float, int]] = collections.deque(maxlen=512)
-        self._num_steps = 0
-        self._wait_s = self._busy_s = 0.0
+        self._num_steps, self._wait_s, self._busy_s = 0, 0.0, 0.0
         self.check_integrity = False  # after every step: for tests
         queued, sent = self._commands, self._dispatched
         self.progress = ProgressClock(lambda: bool(self._num_entering or queued or sent or len(scheduler)))
@@ -176,29 +180,19 @@ class Engine:
                 return
         abandon()
 
-    def warm_up(self) -> None:
-        """Compiles every step that mixed traffic can meet; requests that come meanwhile wait.
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Compiles every program that traffic can need, in parallel where there are cores; requests run meanwhile.
+
+        It can be ended: an exception in the calling thread, such as Ctrl-C, drops what is not being compiled.
+
+        Args:
+            progress: shows the number of programs, as it shows loading for `serve`.
 
         Raises:
             TorchaxServeError: the engine is closed, or a program cannot be compiled.
         """
         self._process.check("an engine")
-        done = threading.Event()
-        errors: list[BaseException] = [TorchaxServeError("expected an open model, this one is closed")]
-
-        def compile_all() -> None:
-            errors.clear()
-            try:
-                self._runner.warm_up()
-            except Exception as error:
-                errors.append(error)
-            finally:
-                done.set()
-
-        self._run_on_engine_thread(compile_all, done.set)
-        done.wait()
-        if errors:
-            raise errors[0]
+        warm_up(self._runner, self._run_on_engine_thread, lambda: self._closed, progress)
 
     def stats(self) -> EngineStats:
         """Counts; cheap, and right between two steps."""
@@ -286,7 +280,8 @@ class Engine:
             self._execute(plan)
             self.progress.moved()
         self._output_processor.deliver(self._scheduler.pop_finished())
-        most = MAX_IN_FLIGHT if self._runner.runs_ahead else 1
+        # A step whose program was new is read at once: loading the next one's would hold up its tokens.
+        most = MAX_IN_FLIGHT if self._runner.runs_ahead and self._dispatched.is_timed else 1
         if len(self._dispatched) >= most or (plan is None and self._dispatched):
             self._output_processor.notify_async_readers()  # of what has ended: the device may compute for a while
             self._retire_oldest()
@@ -297,7 +292,7 @@ class Engine:
         self._busy_s += time.monotonic() - began
 
     def _execute(self, plan: StepPlan) -> None:
-        num_programs = self._runner.num_programs
+        num_untimed = self._runner.num_untimed
         try:
             requests = {row.slot: self._output_processor.request(row.request_id) for row in plan.prefill_rows}
             fresh = {
@@ -320,7 +315,7 @@ class Engine:
             return
         self._end_failed(plan, step)
         expected_seconds = self._scheduler.expected_seconds(plan) if plan.num_steps > 1 else 0.0
-        self._dispatched.push(step, expected_seconds, has_compiled=self._runner.num_programs > num_programs)
+        self._dispatched.push(step, expected_seconds, is_timed=self._runner.num_untimed == num_untimed)
 
     def _end_failed(self, plan: StepPlan, step: InFlightStep) -> None:
         """Ends requests of a plan with failures of their own; their results are not read."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from model_adapters.errors import InvalidArgumentError
 from torchax_serve.engine.engine import Engine
@@ -16,10 +17,12 @@ from torchax_serve.executors.base import ExecutorChoice
 from torchax_serve.executors.choice import choose_executor
 from torchax_serve.executors.single_request import SingleRequestExecutor
 from torchax_serve.kv_cache.memory import MemoryBudget
-from torchax_serve.runtime.model_runtime import ModelRuntime
 from torchax_serve.sampling.sampler import tables_bytes
 from torchax_serve.scheduler import RequestId, Scheduler, SchedulerConfig
 from torchax_serve.validation.argument_checks import MAX_INT
+
+if TYPE_CHECKING:
+    from torchax_serve.runtime.model_runtime import ModelRuntime
 
 logger = logging.getLogger("torchax_serve")
 
@@ -49,14 +52,16 @@ def build_engine(
         kv_cache_memory_bytes=options.kv_cache_memory_bytes,
         batch_invariant=options.batch_invariant,
         kv_cache_dtype=options.kv_cache_dtype,
-        sampler_table_bytes=tables_bytes(options.max_num_seqs, runtime.limits.vocab_size),
+        sampler_table_bytes=tables_bytes(
+            options.max_num_seqs, runtime.limits.vocab_size, _max_model_len(runtime, options)
+        ),
         max_encoder_len=_max_encoder_len(runtime, options),
         encoder_len_is_default=options.max_encoder_len is None,
         source_len=None if runtime.encoder is None else runtime.encoder.fixed_output_len,
     )
     choice = choose_executor(runtime, sizes)
     logger.info("%s", choice)
-    runner = ModelRunner(choice.executor, vocab_size=runtime.limits.vocab_size)
+    runner = ModelRunner(choice.executor, vocab_size=runtime.limits.vocab_size, max_model_len=sizes.max_model_len)
     return Engine(
         Scheduler(_scheduler_config(runtime, options, sizes, choice)), runner, str(choice), ids, options.max_num_waiting
     )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from model_adapters.bridge.host_arrays import to_device
+from torchax_serve.compilation.background import CompileTask
 from torchax_serve.engine.request import EngineRequest
 from torchax_serve.executors.base import Executor, InFlightStep
 from torchax_serve.outputs import TokenLogprobs
@@ -26,12 +25,13 @@ class ModelRunner:
     Args:
         executor: Runs the model's steps.
         vocab_size: Number of columns of the logits.
+        max_model_len: Maximum number of tokens of a request; None: any.
     """
 
-    def __init__(self, executor: Executor, *, vocab_size: int) -> None:
+    def __init__(self, executor: Executor, *, vocab_size: int, max_model_len: int | None = None) -> None:
         self.vocab_size = vocab_size
         self._executor, self._cache = executor, executor.cache
-        self._sampler = Sampler(executor.limits.max_num_seqs, vocab_size)
+        self._sampler = Sampler(executor.limits.max_num_seqs, vocab_size, max_len=max_model_len)
 
     def reset(self) -> None:
         """Empties the cache and all slots."""
@@ -54,6 +54,11 @@ class ModelRunner:
         return self._executor.num_programs + self._sampler.num_traces
 
     @property
+    def num_untimed(self) -> int:
+        """Programs compiled, and steps run by a larger program than needed: the time of such a step says nothing."""
+        return self.num_programs + self._executor.num_substitutes
+
+    @property
     def max_encoder_len(self) -> int | None:
         """Number of tokens that a request may send to an encoder; None if the model has none."""
         return self._executor.limits.max_encoder_len
@@ -62,8 +67,12 @@ class ModelRunner:
         """Raises InvalidArgumentError, naming `name`, if the executor does not accept `request`."""
         self._executor.check(name, request.source)
 
+    def compile_tasks(self) -> Iterator[CompileTask]:
+        """Yields the programs that mixed traffic can meet; any threads may compile them."""
+        return self._executor.compile_tasks(self._sampler)
+
     def warm_up(self) -> None:
-        """Compiles every step that mixed traffic can meet."""
+        """Compiles, on the engine's thread, what `compile_tasks` leaves."""
         self._executor.warm_up(self._sampler)
 
     def execute(
@@ -87,6 +96,8 @@ class ModelRunner:
         for slot in plan.fresh_slots:
             self._sampler.assign_slot(slot, requests[slot].sampling, requests[slot].prompt_ids, outputs[slot])
             self._executor.assign(slot, requests[slot].source)
+        if plan.prefill_rows:
+            self._executor.prepare(plan)
         step = InFlightStep(plan)
         if masks is None and not plan.prefill_rows and self._executor.limits.fused_decode_steps:
             step.tokens = self._executor.run_decode(plan, self._sampler)
@@ -114,13 +125,14 @@ class ModelRunner:
         Returns the logits of each row's last token.
         """
         rows = step.plan.rows
-        following = np.zeros(len(logits), np.int32)
+        following, last = np.zeros(len(logits), np.int32), np.zeros(self._executor.limits.max_num_seqs, np.int32)
         ends = np.cumsum([row.num_tokens for row in rows])
+        last[: len(rows)] = ends - 1
         for row, end in zip(rows, ends, strict=True):
             ids = () if row.is_decode else _following(row, requests[row.slot])
             following[end - row.num_tokens : end - row.num_tokens + len(ids)] = ids
-        step.prompt = self._sampler.logprobs(logits, to_device(following, np.int32), num_top)
-        return jnp.take(logits, to_device(self._executor.padded_rows(ends - 1), np.int32), axis=0)
+        step.prompt, logits = self._sampler.prompt_logprobs(logits, following, last, num_top, int(ends[-1]))
+        return logits
 
     def read(self, step: InFlightStep) -> np.ndarray:
         """Returns the sampled tokens, int[num_rows, num_steps], once the device has them."""
@@ -137,7 +149,7 @@ class ModelRunner:
         found = []
         for sampled in step.sampled[:num_tokens]:
             assert sampled.logprobs is not None
-            found.append(_token(sampled.logprobs, row, int(sampled.tokens[row]), num_top))
+            found.append(_token(sampled.logprobs, row, int(np.asarray(sampled.tokens)[row]), num_top))
         return tuple(found)
 
     def prompt_logprobs(self, step: InFlightStep, row: int, request: EngineRequest) -> dict[int, TokenLogprobs]:

@@ -83,6 +83,7 @@ class BaseModel:
             self._leader.close()
         if hasattr(self, "torch_model"):
             for runtime in self._runtimes:
+                runtime.steps.executables.close()
                 runtime.weights.clear()
             del self.torch_model
 

@@ -3,33 +3,28 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
-import torch
+import jax
 from jax.sharding import Mesh
-from transformers import PreTrainedModel
 
-from model_adapters.errors import InvalidArgumentError
-from model_adapters.loading import Progress, load_model
-from model_adapters.loading.compress_weights import prepare_weights
+from model_adapters.loading.model_source import ModelSource, parse_name
 from torchax_serve.compilation import gc_pause
-from torchax_serve.compilation.xla_cache import enable_compile_cache
-from torchax_serve.distributed.hosts.leader import Leader
-from torchax_serve.distributed.hosts.options import Hosts
-from torchax_serve.distributed.hosts.startup import (
-    check_same_model,
-    joined,
-    load_digest,
-    mesh_of_hosts,
-    shared_arguments,
-)
-from torchax_serve.distributed.mesh import mesh_for
+from torchax_serve.compilation.xla_cache import enable_compile_cache, programs_dir
 from torchax_serve.engine.options import EngineOptions
-from torchax_serve.entrypoints.encoder_model import EncoderModel
-from torchax_serve.entrypoints.served_model import ServedModel
-from torchax_serve.entrypoints.speech_model import SpeechModel, is_speech_model
+from torchax_serve.entrypoints.recorded_model import recorded_model, source_folder
+from torchax_serve.start.record import StartFolder
 from torchax_serve.validation.argument_hints import refuses_unknown
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    from model_adapters.loading import Progress
+    from torchax_serve.distributed.hosts.options import Hosts
+    from torchax_serve.entrypoints.served_model import ServedModel
 
 
 @refuses_unknown
@@ -84,15 +79,14 @@ def serve(
         TorchaxServeError: the model cannot be loaded or served; subclass and message say why.
     """
     arguments = locals()  # taken first: they are the only variables yet
-    loading = {name: arguments[name] for name in _LOADING}
     enable_compile_cache()
     with gc_pause.paused():
         if hosts is None:
-            loaded = load_model(model, mesh=mesh_for(mesh, tensor_parallel), **loading)
-            if pack_weights:
-                prepare_weights(loaded)
-            return model_class_for(loaded.module)(loaded, engine)
-        return _serve_on_hosts(hosts, model, engine, mesh, tensor_parallel, loading)
+            return _serve_on_this_host(arguments)
+        from torchax_serve.entrypoints.load import serve_on_hosts
+
+        loading = {name: arguments[name] for name in _LOADING}
+        return serve_on_hosts(hosts, model, engine, mesh, tensor_parallel, loading)
 
 
 _LOADING = (
@@ -112,35 +106,53 @@ _LOADING = (
 )
 """Arguments of `serve` that `load_model` takes under the same names."""
 
+_NOT_RECORDED = (
+    "trust_remote_code",
+    "allow_pickle",
+    "random_weights",
+    "mesh",
+    "tensor_parallel",
+    "refuse_uneven",
+    "quantization",
+    "requantize",
+)
+"""Arguments of `serve` that, where they are given, always load the torch module."""
 
-def _serve_on_hosts(
-    hosts: Hosts,
-    model: str | os.PathLike[str] | PreTrainedModel | None,
-    engine: EngineOptions | None,
-    mesh: Mesh | Mapping[str, int] | None,
-    tensor_parallel: int | None,
-    loading: dict[str, Any],
-) -> ServedModel:
-    """Returns a model whose weights are sharded over the devices of `hosts`.
 
-    This process is their leader.
+def _serve_on_this_host(arguments: dict[str, Any]) -> ServedModel:
+    """Returns the model of a start record, or loads it.
 
-    Raises:
-        InvalidArgumentError: `hosts` names another process as the leader.
+    Args:
+        arguments: Arguments of `serve` by name.
     """
-    if not hosts.is_leader:
-        raise InvalidArgumentError(
-            f"hosts: expected host_id 0, the leader's, got {hosts.host_id}; call follow() on the other hosts"
-        )
-    with joined(hosts, model, shared_arguments(loading, mesh, tensor_parallel)) as followers:
-        loaded = load_model(model, mesh=mesh_of_hosts(hosts, mesh, tensor_parallel), **loading)
-        check_same_model(followers, load_digest(loaded))
-    assert loaded.sharding is not None
-    return model_class_for(loaded.module)(loaded, engine, Leader(loaded.sharding.mesh, followers))
+    model, is_plain = arguments["model"], not any(arguments[name] for name in _NOT_RECORDED)
+    source = parse_name(model, arguments["revision"]) if is_plain and not _is_object(model) else None
+    folder = _start_folder(source, arguments)
+
+    def load() -> ServedModel:
+        from torchax_serve.entrypoints.load import load_served_model
+
+        others = {name: arguments[name] for name in ("engine", "mesh", "tensor_parallel", "pack_weights")}
+        loading = {name: arguments[name] for name in _LOADING}
+        return load_served_model(model, **others, loading=loading, start_folder=folder)
+
+    if folder is not None and isinstance(source, ModelSource):
+        recorded = recorded_model(source, folder, arguments["engine"], load)
+        if recorded is not None:
+            return cast("ServedModel", recorded)
+    return load()
 
 
-def model_class_for(module: PreTrainedModel) -> type[ServedModel]:
-    """Returns the served model class for `module`: text, transcripts, or embeddings and labels."""
-    if is_speech_model(module):
-        return SpeechModel
-    return ServedModel if module.can_generate() else EncoderModel
+def _is_object(model: Any) -> bool:
+    return model is not None and not isinstance(model, str | os.PathLike)
+
+
+def _start_folder(source: ModelSource | str | None, arguments: Mapping[str, Any]) -> StartFolder | None:
+    """Returns the place of the start record of a model; None if it has none.
+
+    A process that has imported transformers has paid for what a record saves, and its scripts may change the model.
+    """
+    folder = None if source is None else source_folder(source)
+    if folder is None or programs_dir() is None or "transformers" in sys.modules or jax.default_backend() != "cpu":
+        return None
+    return StartFolder(folder, {name: str(arguments[name]) for name in ("dtype", "strict", "pack_weights")})

@@ -17,9 +17,10 @@ from model_adapters.errors import (
     UnsupportedArgumentError,
     UnsupportedModelError,
 )
+from model_adapters.jax_settings import programs_run
 from model_adapters.loading import LoadedModel
 from model_adapters.loading.generative_class import with_head
-from model_adapters.program.trace_context import programs_run
+from model_adapters.ops.compressed_weight import Weight
 from torchax_serve.distributed.hosts.leader import Leader
 from torchax_serve.engine.data_parallel import DataParallelEngines
 from torchax_serve.engine.engine import Engine
@@ -38,16 +39,18 @@ from torchax_serve.generation.routing import (
     route,
 )
 from torchax_serve.generation.single_request import single_request
+from torchax_serve.generation.token_options import check_one_answer, with_params
 from torchax_serve.multimodal.placeholders import check_has_media
 from torchax_serve.outputs import Completion, EngineStats
 from torchax_serve.runtime.model_generate import overrides_generate
 from torchax_serve.runtime.model_runtime import ModelRuntime
 from torchax_serve.sampling.token_masks import TokenMasks
 from torchax_serve.sampling_params import SamplingParams
+from torchax_serve.start.record import StartFolder
+from torchax_serve.start.recording import record_in_background
 from torchax_serve.text import TextStream, chat, generate_batch, stream
 from torchax_serve.text.call_hints import refuses_unknown_options
-from torchax_serve.text.prompt import checked_ids, encode_prompt, given_or_default
-from torchax_serve.validation.argument_checks import short_repr
+from torchax_serve.text.prompt import checked_ids, encode_prompt
 
 
 class ServedModel(BaseModel):
@@ -66,6 +69,7 @@ class ServedModel(BaseModel):
         self._single_engine: Engine | None = None  # made at its first request
         self._is_building = False
         self._engine_changes = 0
+        self._start_folder: StartFolder | None = None  # where the record of this start is to be written
         super().__init__(loaded, leader)
         if overrides_generate(self.torch_model):
             vars(self.torch_model)["_engine_rows"] = EngineRows(
@@ -157,7 +161,11 @@ class ServedModel(BaseModel):
             raise UnsupportedModelError(reason)
         if len(self._runtimes) > 1:
             return DataParallelEngines(self._runtimes, self._engine_options)
-        return build_engine(model._jax_runtime, self._engine_options)
+        engine, loaded = build_engine(model._jax_runtime, self._engine_options), self._loaded_or_raise()
+        folder, self._start_folder = self._start_folder, None
+        if folder is not None and model is self.torch_model:
+            record_in_background(folder, loaded, model._jax_runtime)
+        return engine
 
     def _close_engines(self, why: str) -> None:
         for engine in (self._engine, self._single_engine):
@@ -243,7 +251,7 @@ class ServedModel(BaseModel):
             prompt_ids = checked_ids(self, encode_prompt(self, prompt_ids))
             check_has_media(self.config, prompt_ids, ())
         if params is not None:
-            config, seed = _merged(config, params), params.seed if seed is None else seed
+            config, seed = with_params(config, params), params.seed if seed is None else seed
             params = params.only_engine_options()
         chosen = Route(Path.PREPARED, "there is more than text")
         if inputs is None:
@@ -339,6 +347,24 @@ class ServedModel(BaseModel):
         return generate_batch(self, prompts, params)
 
 
+def record_start(model: ServedModel, folder: StartFolder) -> None:
+    """Makes the next start of `model` quick: its record is written to `folder` once there is an engine."""
+    model._start_folder = folder
+
+
+def continue_with(model: ServedModel, weights: Mapping[str, Weight], engine: Engine | None) -> None:
+    """Makes `model`, just loaded, take over arrays and engine of a model of the same files that runs already.
+
+    Args:
+        model: The model.
+        weights: Arrays by name.
+        engine: The engine, whose requests go on; None if there is none yet.
+    """
+    model._runtimes[0].weights.update(weights)
+    if engine is not None:
+        model._engine, model._engine_changes = engine, _num_changes(model._runtimes)
+
+
 def _engine_facts(model: ServedModel) -> EngineFacts:
     """Returns the limits of the engine of `model`, which is made if there is none yet."""
     try:
@@ -364,24 +390,4 @@ def _check_one_answer(config: Any) -> None:
             f"generation_config: expected a GenerationConfig, got {type(config).__name__}; write "
             "GenerationConfig(...), or give params=SamplingParams(...)"
         )
-    if (config.num_return_sequences or 1) != 1:
-        raise UnsupportedArgumentError(
-            f"num_return_sequences: expected 1 for tokens of one answer, got "
-            f"{short_repr(config.num_return_sequences)}; call generate_batch() with SamplingParams(n=...)"
-        )
-
-
-def _merged(config: GenerationConfig, params: SamplingParams) -> GenerationConfig:
-    """Returns `config` with the sampling options of `params`.
-
-    Raises:
-        UnsupportedArgumentError: `params` has stop strings or asks for several answers.
-    """
-    given_or_default(params)
-    for name in ("stop", "n"):
-        if (value := getattr(params, name)) not in (None, 1):
-            raise UnsupportedArgumentError(
-                f"{name}: expected None for tokens of one answer, got {short_repr(value)}; call "
-                f"{'stream()' if name == 'stop' else 'generate_batch()'}"
-            )
-    return params.merged_into(config)
+    check_one_answer(config)

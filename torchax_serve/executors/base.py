@@ -7,19 +7,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import numpy as np
 
 from model_adapters.errors import InvalidArgumentError
-from model_adapters.sharding.model_sharding import ModelSharding
+from torchax_serve.compilation.background import CompileTask
 from torchax_serve.executors.request_input import RequestInput
 from torchax_serve.kv_cache.pools import PagedCache
 from torchax_serve.sampling.sampler import Sampler
 from torchax_serve.sampling.types import Logprobs, Sampled
 from torchax_serve.scheduler import PageCopy, PlanRow, StepPlan
+
+if TYPE_CHECKING:
+    from model_adapters.sharding.model_sharding import ModelSharding
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,7 +36,7 @@ class ExecutorLimits:
         batches_prefill: Whether a step may have several prefill rows.
         shares_prefixes: Whether pages hold the complete state of a prefix, so that requests can share it.
         fused_decode_steps: Maximum number of decode steps with sampling in one dispatch; 0: no `run_decode`.
-        token_buckets: Numbers of tokens that a step with prefill rows is padded to, ascending; empty: none.
+        token_buckets: Numbers of tokens up to which a step with prefill rows costs the same, ascending; empty: none.
     """
 
     max_num_seqs: int
@@ -115,6 +118,7 @@ class Executor(Protocol):
         limits: What the executor can run.
         cache: Page pools and states by slot, replaced by each step.
         runs_ahead: Whether a step may be dispatched before the tokens of the one before it have been read.
+        num_substitutes: Number of dispatches by a larger program than needed, while another thread compiled that one.
     """
 
     limits: ExecutorLimits
@@ -131,6 +135,10 @@ class Executor(Protocol):
     def num_programs(self) -> int:
         """Number of compiled steps."""
 
+    @property
+    def num_substitutes(self) -> int:
+        """Number of dispatches by a larger program than needed."""
+
     def check(self, name: str, source: RequestInput) -> None:
         """Raises InvalidArgumentError, naming `name`, if the model cannot take `source`."""
 
@@ -146,7 +154,7 @@ class Executor(Protocol):
         ahead: int = 0,
         all_logits: bool = False,
     ) -> jax.Array:
-        """Dispatches one step and returns its logits [S, vocab], S >= len(rows).
+        """Dispatches one step and returns its logits [num_slots, vocab], those of `rows` first.
 
         The method does not wait for them.
 
@@ -166,14 +174,17 @@ class Executor(Protocol):
         is 0).
         """
 
-    def padded_rows(self, numbers: np.ndarray) -> np.ndarray:
-        """Pads `numbers` int[num_rows] with zeros to the bucket of a step with that many rows."""
-
     def temporary_bytes(self) -> int:
         """Returns the temporary bytes of the largest step, by XLA's memory analysis."""
 
+    def prepare(self, plan: StepPlan) -> None:
+        """Has other threads compile what the requests of a plan with prefill rows need after it."""
+
+    def compile_tasks(self, sampler: Sampler) -> Iterator[CompileTask]:
+        """Yields the programs that mixed traffic can meet, those of the sampler with them; any threads may run them."""
+
     def warm_up(self, sampler: Sampler) -> None:
-        """Compiles every step that mixed traffic can meet, and the sampler's programs."""
+        """Compiles, on the engine's thread, what `compile_tasks` leaves."""
 
 
 class PagedExecutor(Executor, Protocol):
@@ -239,12 +250,3 @@ def refuse_encoder_input(name: str, source: RequestInput) -> None:
     """Raises InvalidArgumentError, naming `name`, for any input of an encoder."""
     if not (isinstance(source, tuple) and not source):
         raise InvalidArgumentError(f"{name}: expected no input of an encoder, which this model has not, got one")
-
-
-def warm_up_sampler(sampler: Sampler, steps: Iterable[jax.Array]) -> None:
-    """Compiles the sampler's programs for every shape [S, vocab] that `steps` yields."""
-    seen: set[tuple[int, ...]] = set()
-    for logits in steps:
-        if logits.shape not in seen:
-            seen.add(logits.shape)
-            sampler.warm_up(logits)

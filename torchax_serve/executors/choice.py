@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
-from model_adapters.caches.paged_cache import NotPackableError
+from model_adapters.caches.packed_batch import NotPackableError
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops.linear import not_invariant_reason
 from model_adapters.ops.quantized_weight import QuantizedWeight
 from torchax_serve.executors.base import ExecutorChoice
 from torchax_serve.executors.packed_factory import packed_executor
-from torchax_serve.executors.per_sequence_factory import per_sequence_executor
 from torchax_serve.kv_cache.memory import MemoryBudget
-from torchax_serve.runtime.model_runtime import ModelRuntime
+
+if TYPE_CHECKING:
+    from torchax_serve.runtime.model_runtime import ModelRuntime
 
 
 def choose_executor(runtime: ModelRuntime, sizes: MemoryBudget) -> ExecutorChoice:
@@ -32,6 +34,8 @@ def choose_executor(runtime: ModelRuntime, sizes: MemoryBudget) -> ExecutorChoic
                 f"kv_cache_dtype: expected None for a model that cannot be packed, got {sizes.kv_cache_dtype!r} "
                 f"({reason}); leave it out"
             ) from reason
+        from torchax_serve.executors.per_sequence_factory import per_sequence_executor  # needs torch
+
         choice = per_sequence_executor(runtime, sizes, str(reason))
     _check_invariance(sizes, not_invariant_reason() or _quantized_without_kernel(runtime))
     return dataclasses.replace(choice, sampler_table_bytes=sizes.sampler_table_bytes)

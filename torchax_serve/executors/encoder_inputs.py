@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from transformers.modeling_outputs import MoEModelOutput
 
-from model_adapters.bridge.host_arrays import to_device
+from model_adapters.device_arrays import to_device
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError
 from model_adapters.program.model_program import CallSpec
 from torchax_serve.buckets import bucket_sizes

@@ -1,42 +1,59 @@
 """Runs the rows of a step as one ragged batch on the paged cache.
 
-A decode step has a program of its own, with one token per row. Every other step, chunks of prompts with or without
-decode rows, is a packed batch of tokens.
+Decode steps, one or several, have programs of their own, with one token per row. Every other step, chunks of prompts
+with or without decode rows, is a packed batch of tokens.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core as jex
 
-from model_adapters.bridge.host_arrays import to_device
-from model_adapters.caches.paged_cache import PackedBatch, Pool
+from model_adapters.caches.packed_batch import PackedBatch, Pool
+from model_adapters.device_arrays import to_device
+from model_adapters.ops import registry
 from model_adapters.ops.compressed_weight import Weights
 from model_adapters.ops.cpu.ffi import batch_invariant
-from model_adapters.program.model_program import ModelProgram
-from model_adapters.program.packed_forward import forward_packed
-from torchax_serve.buckets import bucket_for, bucket_sizes, token_buckets
+from model_adapters.ops.linear import skips_equal_rows
+from torchax_serve.buckets import bucket_sizes, token_buckets
+from torchax_serve.compilation.background import CompileTask
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
 from torchax_serve.executors.base import (
     AbstractStep,
     ExecutorLimits,
     abstract_ints,
     refuse_encoder_input,
-    warm_up_sampler,
 )
+from torchax_serve.executors.compiled_steps import CompiledSteps, StepCall
+from torchax_serve.executors.packed_specs import PackedSpecs
 from torchax_serve.executors.request_input import RequestInput
-from torchax_serve.executors.step_inputs import FusedDecodeSpec, PackedStepSpec
+from torchax_serve.executors.step_inputs import SAMPLED_ON_DEVICE, FusedDecodeSpec, PackedStepSpec
 from torchax_serve.kv_cache.pools import PagedCache
 from torchax_serve.sampling.sample import sample
-from torchax_serve.sampling.sampler import Sampler
+from torchax_serve.sampling.sampler import Sampler, default_sharding
+from torchax_serve.sampling.slot_params import SlotParams
 from torchax_serve.sampling.types import RowOptions, SamplerSpec, SamplerState
 from torchax_serve.scheduler import PlanRow, StepPlan
+
+if TYPE_CHECKING:
+    from model_adapters.program.model_program import ModelProgram
+
+SMALLEST_DECODE_BUCKET = 4
+"""Rows of a decode step that cost what one costs: the weights are read once for all of them."""
+
+FREE_TOKENS = 256
+"""Tokens up to which a step takes an accelerator about as long as one token, as it waits for the weights."""
+
+
+Spec = PackedStepSpec | FusedDecodeSpec
+"""Spec of a step."""
 
 
 class PackedExecutor:
@@ -68,23 +85,42 @@ class PackedExecutor:
         batch_invariant: bool = False,
     ) -> None:
         self._program, self._weights, self.cache = program, weights, cache
-        self._max_num_steps = max_num_steps
-        self._batch_invariant = batch_invariant
-        self._decode_buckets = bucket_sizes(num_slots)
-        self._row_buckets = bucket_sizes(num_slots, 4, 4) if num_slots > 4 else (num_slots,)
-        self._token_buckets = token_buckets(token_budget)
-        self.limits = ExecutorLimits(
-            max_num_seqs=num_slots, fused_decode_steps=max_num_steps, token_buckets=self._token_buckets
+        self._num_slots = num_slots
+        is_accelerator = registry.platform() != "cpu"
+        smallest = min(SMALLEST_DECODE_BUCKET, num_slots)
+        costs = steps = token_buckets(token_budget)
+        if is_accelerator:
+            costs = steps = token_buckets(token_budget, 4, FREE_TOKENS)
+        elif skips_equal_rows():  # padding, that is: what remains of its cost lies between elements of other sizes
+            steps = token_buckets(token_budget, 2, steps[-1])
+        self._specs = PackedSpecs(
+            layout=cache.layout,
+            pages_per_seq=cache.pages_per_seq,
+            num_slots=num_slots,
+            decode_buckets=bucket_sizes(num_slots, 4 if is_accelerator else 2, smallest),
+            token_buckets=steps,
+            max_num_steps=max_num_steps,
+            batch_invariant=batch_invariant,
+            has_rope_lens=program.rope is not None,
         )
+        self.limits = ExecutorLimits(max_num_seqs=num_slots, fused_decode_steps=max_num_steps, token_buckets=costs)
         compiled = functools.partial(CachedFunction, programs, facts=program.trace_facts, recall=program.restore_facts)
-        self._known_specs: dict[tuple[int, int, bool, bool], PackedStepSpec] = {}
-        self._programs: dict[PackedStepSpec | FusedDecodeSpec, Any] = {}
+        self._idle_options: dict[int, RowOptions] = {}
+        self._steps: CompiledSteps[Spec] = CompiledSteps(weights, programs.background, self._call_of)
+        self.compiles_ahead = self._steps.compiles_ahead
         self._step = compiled("packed", self._run, donate=["pools"])
-        self._decode_steps = compiled("decode_steps", self._decode, donate=["pools", "state"])
+        self._decode_steps = compiled("decode_steps", self._decode, donate=["pools"])
+
+    @property
+    def num_substitutes(self) -> int:
+        """As `Executor.num_substitutes`."""
+        return self._steps.num_substitutes
 
     def _forward(
         self, weights: Weights, pools: tuple[Pool, ...], batch: PackedBatch, spec: PackedStepSpec
     ) -> tuple[jax.Array, tuple[Pool, ...]]:
+        from model_adapters.program.packed_forward import forward_packed  # tracing needs torch, running does not
+
         with batch_invariant(spec.batch_invariant):
             return forward_packed(self._program, weights, pools, batch, spec.layout)
 
@@ -96,8 +132,9 @@ class PackedExecutor:
         numbers: jax.Array,
         spec: PackedStepSpec,
     ) -> tuple[jax.Array, tuple[Pool, ...]]:
-        """Computes logits [S, vocab] (or [T, vocab]) in the model's dtype, and the pools."""
-        return self._forward(weights, pools, spec.unpack(numbers, last_tokens), spec)
+        """Computes logits [num_slots, vocab] (or [T, vocab]) in the model's dtype, and the pools."""
+        logits, pools = self._forward(weights, pools, spec.unpack(numbers, last_tokens), spec)
+        return logits if spec.layout.all_logits else _with_rows(logits, self._num_slots), pools
 
     def _decode(
         self,
@@ -107,32 +144,45 @@ class PackedExecutor:
         options: RowOptions,
         numbers: jax.Array,
         spec: FusedDecodeSpec,
-    ) -> tuple[jax.Array, tuple[Pool, ...], SamplerState]:
-        """Computes tokens int32[max_num_steps, S] of decode steps, pools and the sampler's state."""
+    ) -> tuple[tuple[jax.Array, jax.Array], tuple[Pool, ...], SamplerState]:
+        """Computes decode steps.
+
+        Returns logits [num_slots, vocab] of the last step and tokens int32[max_num_steps, S] of all, pools, and the
+        sampler's state.
+        """
         batch, slots, num_steps, draws = spec.unpack(numbers)
         in_use = batch.kv_lens > 0
+        # Traced in front of the loop, which has to know the shape of the logits.
+        forward = _TracedFunction(functools.partial(self._forward, spec=spec.packed), weights, pools, batch)
 
         def step(index: jax.Array, carry: Any) -> Any:
-            tokens, pools, state = carry
+            _, tokens, pools, state = carry
+            is_given = (index == 0) & (batch.token_ids != SAMPLED_ON_DEVICE)
             now = dataclasses.replace(
                 batch,
-                token_ids=state.last_tokens[slots],
+                token_ids=jnp.where(is_given, batch.token_ids, state.last_tokens[slots]),
                 positions=batch.positions + index,
                 kv_lens=batch.kv_lens + jnp.where(in_use, index, 0),
             )
-            logits, pools = self._forward(weights, pools, now, spec.packed)
+            logits, pools = forward(weights, pools, now)
             args = options.advanced(now.kv_lens), state, logits
             # Behind the condition XLA would look for the maxima on one thread.
             greedy = sample(SamplerSpec("greedy"), *args)
             sampled, state = jax.lax.cond(draws, lambda: sample(SamplerSpec("sampled"), *args), lambda: greedy)
-            return tokens.at[index].set(sampled.tokens), pools, state
+            return logits, tokens.at[index].set(sampled.tokens), pools, state
 
+        shape = forward.result_shape[0]
+        logits = jnp.zeros(shape.shape, shape.dtype)
         tokens = jnp.zeros((spec.max_num_steps, spec.packed.num_rows), jnp.int32)
-        return jax.lax.fori_loop(0, num_steps, step, (tokens, pools, state))
+        logits, tokens, pools, state = jax.lax.fori_loop(0, num_steps, step, (logits, tokens, pools, state))
+        return (_with_rows(logits, self._num_slots), tokens), pools, state
 
     def run_decode(self, plan: StepPlan, sampler: Sampler) -> jax.Array | None:
         """Implements `Executor.run_decode`."""
-        found = sampler.fused_options(plan.rows, bucket_for(self._decode_buckets, len(plan.rows)))
+        spec = self._steps.choose(self._specs.for_decode(len(plan.rows)))
+        if not isinstance(spec, FusedDecodeSpec):
+            return None
+        found = sampler.fused_options(plan.rows, spec.packed.num_rows)
         if found is None:
             return None
         options, draws = found
@@ -155,18 +205,27 @@ class PackedExecutor:
         Args:
             rows: Decode rows of a plan.
             tables: Page tables by group, int32[num_slots, pages_per_seq].
-            state: Sampler state without tables; donated.
-            options: Options of the rows at their first token, padded to the bucket; levels "greedy" and "sampled".
+            state: Sampler state without tables.
+            options: Options of the rows at their first token, padded to a bucket; levels "greedy" and "sampled".
             num_steps: Number of steps, at most `max_num_steps`.
             draws: Whether any row has the level "sampled".
 
         Returns:
             Tokens int32[max_num_steps, S], of which the first `num_steps` rows are valid, and the new state.
         """
-        spec = self._decode_spec(bucket_for(self._decode_buckets, len(rows)))
-        args = (self._weights, self.cache.pools, state, options, spec.pack(rows, tables, num_steps, draws))
-        tokens, self.cache.pools, state = self._program_of(self._decode_steps, spec, args)(*args)
+        spec = self._specs.decode(len(options.ints))
+        numbers = spec.pack(rows, tables, num_steps=num_steps, draws=draws)
+        (_, tokens), state = self._dispatch_decode(spec, state, options, numbers)
         return tokens, state
+
+    def _dispatch_decode(
+        self, spec: FusedDecodeSpec, state: SamplerState, options: RowOptions, numbers: np.ndarray
+    ) -> tuple[tuple[jax.Array, jax.Array], SamplerState]:
+        """Runs a decode program on the cache; returns logits and tokens, and the new state."""
+        args = (self.cache.pools, state, options, numbers)
+        program = self._steps.get(spec, StepCall(self._decode_steps, args))
+        results, self.cache.pools, state = program(self._weights, *args)
+        return results, state
 
     @property
     def num_programs(self) -> int:
@@ -183,80 +242,42 @@ class PackedExecutor:
         all_logits: bool = False,
     ) -> jax.Array:
         """Implements `Executor.run`; logits are in the model's dtype."""
-        spec = self._spec(rows, all_logits)
-        numbers = spec.pack(rows, tables, ahead)
-        args = (self._weights, self.cache.pools, last_tokens, numbers)
-        logits, self.cache.pools = self._program_of(self._step, spec, args)(*args)
+        num_tokens, specs = sum(row.num_tokens for row in rows), self._specs
+        is_decode = specs.is_decode(rows) and not all_logits
+        fitting = specs.for_decode(len(rows)) if is_decode else specs.for_tokens(num_tokens, all_logits=all_logits)
+        spec = self._steps.choose(fitting)
+        if isinstance(spec, FusedDecodeSpec):
+            return self._decode_logits(spec, last_tokens, spec.pack(rows, tables, ahead=ahead))
+        args = (self.cache.pools, last_tokens, spec.pack(rows, tables, ahead))
+        program = self._steps.get(spec, StepCall(self._step, args))
+        logits, self.cache.pools = program(self._weights, *args)
         return logits
 
-    def _program_of(
-        self, function: CachedFunction, spec: PackedStepSpec | FusedDecodeSpec, args: tuple[Any, ...]
-    ) -> Any:
-        """Returns the compiled step; the spec determines the shapes of all arguments."""
-        program = self._programs.get(spec)
-        if program is None:
-            program = self._programs[spec] = function.compiled(*args, spec=spec)
-        return program
-
-    def _spec(self, rows: Sequence[PlanRow], all_logits: bool) -> PackedStepSpec:
-        is_decode = all(row.num_tokens == 1 for row in rows) and not all_logits
-        if is_decode and self._program.rope is not None:  # whose decode steps rotate each token for its own length
-            is_decode = all(row.rope_len <= row.context_len + 1 for row in rows)
-        if is_decode:
-            num_rows = num_tokens = bucket_for(self._decode_buckets, len(rows))
-        else:
-            num_rows = bucket_for(self._row_buckets, len(rows))
-            num_tokens = bucket_for(self._token_buckets, sum(row.num_tokens for row in rows))
-        return self._spec_of(num_tokens, num_rows, is_decode, all_logits)
-
-    def _spec_of(self, num_tokens: int, num_rows: int, is_decode: bool, all_logits: bool = False) -> PackedStepSpec:
-        key = num_tokens, num_rows, is_decode, all_logits
-        spec = self._known_specs.get(key)
-        if spec is None:
-            layout = dataclasses.replace(self.cache.layout, is_decode=is_decode, all_logits=all_logits)
-            has_rope_lens = self._program.rope is not None and not is_decode
-            spec = PackedStepSpec(
-                num_tokens, num_rows, self.cache.pages_per_seq, layout, self._batch_invariant, has_rope_lens
-            )
-            self._known_specs[key] = spec
-        return spec
-
-    def _decode_spec(self, num_rows: int) -> FusedDecodeSpec:
-        return FusedDecodeSpec(self._spec_of(num_rows, num_rows, True), self._max_num_steps)
-
-    def padded_rows(self, numbers: np.ndarray) -> np.ndarray:
-        """Implements `Executor.padded_rows`."""
-        padded = np.zeros(bucket_for(self._row_buckets, len(numbers)), np.int32)
-        padded[: len(numbers)] = numbers
-        return padded
-
-    def _specs(self) -> Iterator[PackedStepSpec]:
-        """Yields every step that mixed traffic can meet."""
-        for num_rows in self._decode_buckets:
-            yield self._spec_of(num_rows, num_rows, True)
-        for num_rows in self._row_buckets:
-            for num_tokens in self._token_buckets:
-                yield self._spec_of(num_tokens, num_rows, False)
+    def _decode_logits(self, spec: FusedDecodeSpec, last_tokens: jax.Array, numbers: np.ndarray) -> jax.Array:
+        """Runs a decode step and returns its logits [num_slots, vocab]; its tokens are not used."""
+        num_rows = spec.packed.num_rows
+        options = self._idle_options.get(num_rows)
+        if options is None:
+            idle = SlotParams(self._num_slots, 1).rows((), num_rows)[0]
+            options = self._idle_options[num_rows] = jax.device_put(idle, last_tokens.sharding)
+        return self._dispatch_decode(spec, SamplerState(last_tokens), options, numbers)[0][0]
 
     def temporary_bytes(self) -> int:
         """Implements `Executor.temporary_bytes`."""
-        spec = self._spec_of(self._token_buckets[-1], self._row_buckets[-1], False)
+        spec = self._specs.of_tokens(self._specs.token_buckets[-1])
         return self._step.temporary_bytes(
             self._weights,
             self.cache.pools,
-            to_device(np.zeros(self._row_buckets[-1]), np.int32),
+            to_device(np.zeros(self._num_slots), np.int32),
             np.zeros(spec.size, np.int32),
             spec=spec,
         )
 
     def abstract_steps(self, prefill_lens: Sequence[int]) -> Iterator[AbstractStep]:
-        """Yields the steps of `Executor.abstract_steps`.
-
-        A prefill step has the rows of the smallest bucket, and no padding.
-        """
-        num_slots = self._decode_buckets[-1]
-        specs = [self._spec_of(num_slots, num_slots, True)]
-        specs += [self._spec_of(num_tokens, self._row_buckets[0], False) for num_tokens in prefill_lens]
+        """Yields the steps of `Executor.abstract_steps`; a prefill step has no padding."""
+        num_slots = self._num_slots
+        specs = [self._specs.of_tokens(num_slots, is_decode=True)]
+        specs += [self._specs.of_tokens(num_tokens) for num_tokens in prefill_lens]
         for spec in specs:
             is_decode = spec.layout.is_decode
             ints = (abstract_ints(self._program.sharding, size) for size in (num_slots, spec.size))
@@ -278,20 +299,69 @@ class PackedExecutor:
     def assign(self, slot: int, source: RequestInput) -> None:
         """Implements `Executor.assign`: rows have no inputs of their own."""
 
-    def warm_up(self, sampler: Sampler) -> None:
-        """Implements `Executor.warm_up`."""
-        warm_up_sampler(sampler, self._warm_up_steps(sampler))
-        for num_rows in self._decode_buckets:
-            spec = self._decode_spec(num_rows)
-            state, options = sampler.idle_options(num_rows)
-            args = (self.cache.pools, state, options, np.zeros(spec.size, np.int32))
-            _, self.cache.pools, state = self._decode_steps(self._weights, *args, spec=spec)
-            sampler.set_state(state)
+    def prepare(self, plan: StepPlan) -> None:
+        """Implements `Executor.prepare`: the decode steps of the plan's requests."""
+        self._steps.expect(self._specs.for_decode(len(plan.rows))[:1])
 
-    def _warm_up_steps(self, sampler: Sampler) -> Iterator[jax.Array]:
-        """Runs every step without rows and yields its logits; the sampler may run in between."""
-        for spec in self._specs():
-            numbers = np.zeros(spec.size, np.int32)
-            args = (self._weights, self.cache.pools, sampler.last_tokens, numbers)
-            logits, self.cache.pools = self._step(*args, spec=spec)
-            yield logits
+    def _call_of(self, spec: Spec) -> StepCall:
+        """Returns a step with its arguments as shapes."""
+        placed = functools.partial(jax.ShapeDtypeStruct, sharding=default_sharding())
+        tokens: Any = placed((self._num_slots,), np.int32)
+        numbers = np.zeros(spec.size, np.int32)
+        if isinstance(spec, PackedStepSpec):
+            return StepCall(self._step, (self.cache.pools, tokens, numbers))
+        idle = SlotParams(self._num_slots, 1).rows((), spec.packed.num_rows)[0]
+        options = jax.tree.map(lambda x: placed(x.shape, x.dtype), idle)
+        return StepCall(self._decode_steps, (self.cache.pools, SamplerState(tokens), options, numbers))
+
+    def compile_tasks(self, sampler: Sampler) -> Iterator[CompileTask]:
+        """Implements `Executor.compile_tasks`; the sampler's programs come with the first step, all have its shape."""
+        if not self.compiles_ahead:  # several hosts: `warm_up` runs every step
+            return
+        has_sampling = False
+        for spec in self._specs.all():
+            is_scored = isinstance(spec, PackedStepSpec) and spec.layout.all_logits
+            task = self._steps.task(spec)
+            if is_scored:
+                task = task.then(lambda program: sampler.compile_tasks_of_prompts(program.out_info[0]))
+            elif not has_sampling and isinstance(spec, PackedStepSpec):
+                has_sampling, task = True, task.then(lambda program: sampler.compile_tasks(program.out_info[0]))
+            yield task
+
+    def warm_up(self, sampler: Sampler) -> None:
+        """Implements `Executor.warm_up`: copies of pages, and on several hosts every step, without rows."""
+        for spec in () if self.compiles_ahead else self._specs.all():
+            function, (_, *shapes) = self._call_of(spec)
+            args = jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), default_sharding()), shapes)
+            results, self.cache.pools, *_ = function(self._weights, self.cache.pools, *args, spec=spec)
+            if isinstance(spec, PackedStepSpec):
+                of_prompts = spec.layout.all_logits
+                tasks = sampler.compile_tasks_of_prompts if of_prompts else sampler.compile_tasks
+                for task in tasks(results):
+                    task.compile()
+        self.cache.warm_up()
+
+
+def _with_rows(logits: jax.Array, num_rows: int) -> jax.Array:
+    """Returns logits [S, vocab] with rows of zeros behind them, [num_rows, vocab]."""
+    return jnp.pad(logits, ((0, num_rows - len(logits)), (0, 0)))
+
+
+class _TracedFunction:
+    """A pure function, traced once for arguments of these shapes.
+
+    Args:
+        function: Function of pytrees of arrays.
+        *args: Arguments, or others of their shapes.
+
+    Attributes:
+        result_shape: Shapes and dtypes of its results.
+    """
+
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+        self._closed, self.result_shape = jax.make_jaxpr(function, return_shape=True)(*args)
+
+    def __call__(self, *args: Any) -> Any:
+        """Returns the results for `args`."""
+        results = jex.jaxpr_as_fun(self._closed)(*jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(self.result_shape), results)

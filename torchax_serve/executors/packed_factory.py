@@ -1,6 +1,7 @@
 """Probes whether a model runs packed and builds its `PackedExecutor`.
 
 It does if its decoder takes positions as an argument and attends only through transformers' attention interface.
+What traces a model is imported where it is needed: a model whose probes are on disk starts without torch.
 """
 
 from __future__ import annotations
@@ -8,25 +9,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
-from model_adapters.caches.device_cache import AttentionLayer
-from model_adapters.caches.paged_cache import Int8Pool, NotPackableError, PackedBatch
+from model_adapters.caches.packed_batch import Int8Pool, NotPackableError, PackedBatch
 from model_adapters.errors import InvalidArgumentError, TorchaxServeError
 from model_adapters.ops import registry
 from model_adapters.ops.compressed_weight import Weights
-from model_adapters.program.model_program import CallSpec
-from model_adapters.program.packed_forward import forward_packed
 from torchax_serve.executors.base import ExecutorChoice
 from torchax_serve.executors.packed import PackedExecutor
-from torchax_serve.kv_cache.int8_scales import calibrate_int8_scales, check_int8_kernels
 from torchax_serve.kv_cache.memory import MemoryBudget
-from torchax_serve.kv_cache.multihost_pools import MultiHostPoolAllocator
 from torchax_serve.kv_cache.pools import CacheAllocation, HeadScales, PagedCache, PagedLayerSpec, PoolAllocator
-from torchax_serve.runtime.model_runtime import ModelRuntime
+
+if TYPE_CHECKING:
+    from torchax_serve.runtime.model_runtime import ModelRuntime
 
 TPU_LANES = 128
 
@@ -45,6 +43,8 @@ def packed_executor(runtime: ModelRuntime, sizes: MemoryBudget) -> ExecutorChoic
         raise NotPackableError(shapes)
     scales = None
     if sizes.kv_cache_dtype is not None:
+        from torchax_serve.kv_cache.int8_scales import calibrate_int8_scales
+
         shapes, scales = _in_int8(runtime, shapes, sizes), calibrate_int8_scales(runtime)
 
     def temporary() -> int:
@@ -61,6 +61,8 @@ def _cache(runtime: ModelRuntime, plan: CacheAllocation, scales: Sequence[HeadSc
     sharding, programs = runtime.program.sharding, runtime.steps.executables
     if sharding is None:
         return PagedCache(plan, scales=scales)
+    from torchax_serve.kv_cache.multihost_pools import MultiHostPoolAllocator
+
     is_multihost = programs.launcher is not None
     pages = MultiHostPoolAllocator(programs, sharding) if is_multihost else PoolAllocator(sharding.pool_sharding)
     return PagedCache(plan, pages, scales)
@@ -78,6 +80,8 @@ def _in_int8(
         raise InvalidArgumentError(
             "kv_cache_dtype: expected None for a model on several hosts, got 'int8'; leave it out"
         )
+    from torchax_serve.kv_cache.int8_scales import check_int8_kernels
+
     narrow = tuple(dataclasses.replace(shape, dtype=np.dtype(np.int8)) for shape in shapes)
 
     def refusals(shapes: Sequence[PagedLayerSpec]) -> list[str]:
@@ -135,6 +139,8 @@ def page_shapes(runtime: ModelRuntime) -> tuple[PagedLayerSpec, ...]:
         raise NotPackableError("there is an encoder beside the decoder")
     if not runtime.cache_support.is_supported or runtime.cache_support.is_recurrent:
         raise NotPackableError("a layer keeps a recurrent state, or the model has no cache that could be paged")
+    from model_adapters.program.call_spec import CallSpec
+
     cache = runtime.cache_support.new(16)
     inputs = {"input_ids": jax.ShapeDtypeStruct((1, 16), np.int32)}
 
@@ -145,6 +151,8 @@ def page_shapes(runtime: ModelRuntime) -> tuple[PagedLayerSpec, ...]:
 
 
 def _page_shape(layer: Any) -> PagedLayerSpec:
+    from model_adapters.caches.layers import AttentionLayer
+
     if not isinstance(layer, AttentionLayer):
         raise NotPackableError(f"a layer of the cache is a {type(layer).__name__}, which keeps no keys and values")
     if len(layer.POOLS) > 1:
@@ -163,6 +171,8 @@ def _trace_packed(runtime: ModelRuntime, shapes: Sequence[PagedLayerSpec], sizes
     Raises:
         NotPackableError: the model's code does not let it.
     """
+    from model_adapters.program.packed_forward import forward_packed
+
     plan = sizes.probe_plan(shapes)
     pages = {group.window: group.num_pages for group in plan.groups}
 

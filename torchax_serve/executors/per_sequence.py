@@ -16,15 +16,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from model_adapters.bridge.host_arrays import to_device
+from model_adapters.device_arrays import to_device
 from model_adapters.ops.compressed_weight import Weights
+from torchax_serve.compilation.background import CompileTask, abstract
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
 from torchax_serve.executors.base import (
     AbstractStep,
     ExecutorLimits,
     abstract_ints,
     refuse_encoder_input,
-    warm_up_sampler,
 )
 from torchax_serve.executors.encoder_inputs import EncoderInputs
 from torchax_serve.executors.per_sequence_batching import ProgramCall, StepInputs, StepSplitter
@@ -60,6 +60,7 @@ class PerSequenceExecutor:
     """
 
     runs_ahead = True
+    num_substitutes = 0
 
     def __init__(
         self,
@@ -95,6 +96,7 @@ class PerSequenceExecutor:
             has_rope_lens=forward.program.rope is not None,
         )
         self._jobs = StepSplitter(self.shapes, num_slots, sources)
+        self._compiles_ahead = programs.background is not None
         facts = forward.program
         self._step = CachedFunction(
             programs,
@@ -190,9 +192,10 @@ class PerSequenceExecutor:
             if self.sources is not None and job.spec.kind == "begin":
                 hidden = self.sources.encoder_output(job.rows[0].slot, job.spec.source_len)
             parts.append(self._dispatch(job.spec, last_tokens, numbers, hidden))
-        if len(jobs) == 1:
+        size = self._jobs.num_tokens_out(jobs) if all_logits else self._num_slots
+        if len(jobs) == 1 and len(parts[0]) == size:
             return parts[0]
-        out = jnp.zeros((self._jobs.num_out(jobs), parts[0].shape[1]), jnp.float32)
+        out = jnp.zeros((size, parts[0].shape[1]), jnp.float32)
         for job, logits in zip(jobs, parts, strict=True):
             places = np.full(len(logits), len(out), np.int32)  # out of bounds, hence dropped
             places[: len(job.places)] = job.places
@@ -214,10 +217,6 @@ class PerSequenceExecutor:
         )
         return logits
 
-    def num_rows(self, rows: Sequence[PlanRow]) -> int:
-        """Returns the number of rows of the logits of a step with `rows`."""
-        return self.shapes.rows(len(rows))
-
     def first_pages(self) -> tuple[np.ndarray, ...]:
         """Returns page tables that assign the first pages to slot 0 of an unused cache."""
         tables = []
@@ -227,12 +226,6 @@ class PerSequenceExecutor:
             table[0, :num_pages] = np.arange(1, num_pages + 1)
             tables.append(table)
         return tuple(tables)
-
-    def padded_rows(self, numbers: np.ndarray) -> np.ndarray:
-        """Implements `Executor.padded_rows`."""
-        padded = np.zeros(self.shapes.rows(len(numbers)), np.int32)
-        padded[: len(numbers)] = numbers
-        return padded
 
     def temporary_bytes(self) -> int:
         """Implements `Executor.temporary_bytes`."""
@@ -285,23 +278,33 @@ class PerSequenceExecutor:
         """Implements `Executor.run_decode`: there is no such program for forwards per request."""
         return None
 
-    def warm_up(self, sampler: Sampler) -> None:
-        """Implements `Executor.warm_up`."""
-        warm_up_sampler(sampler, self._warm_up_steps(sampler))
+    def prepare(self, plan: StepPlan) -> None:
+        """Does nothing: steps differ by the lengths of requests, so few are known before."""
 
-    def _warm_up_steps(self, sampler: Sampler) -> Iterator[jax.Array]:
-        """Runs every step without rows and yields its logits; the sampler may run in between."""
+    def compile_tasks(self, sampler: Sampler) -> Iterator[CompileTask]:
+        """Implements `Executor.compile_tasks`; several hosts compile in the order in which `warm_up` runs steps."""
+
+        def compile(spec: PerSequenceSpec) -> Any:
+            ints = (to_device(np.zeros(size), np.int32) for size in (self._num_slots, sum(spec.sizes)))
+            args = (self.cache.pools, self.cache.states, *ints, self._empty_encoder_input(spec))
+            return self._step.compiled(self._weights, *abstract(args), spec=spec)
+
+        for spec in self.shapes.all() if self._compiles_ahead else ():
+            yield CompileTask(spec, partial(compile, spec))
+
+    def warm_up(self, sampler: Sampler) -> None:
+        """Implements `Executor.warm_up`; every step runs without rows."""
+        out = None
         for spec in self.shapes.all():
-            logits = self._dispatch(
-                spec,
-                sampler.last_tokens,
-                self._jobs.numbers(ProgramCall(spec, [], []), (), 0),
-                self._empty_encoder_input(spec),
-            )
-            for num_rows in self.shapes.row_buckets[1:]:
-                out = jnp.zeros((num_rows, logits.shape[1]), jnp.float32)
-                _place(out, logits, to_device(np.full(len(logits), num_rows), np.int32))
-            yield logits
+            numbers = self._jobs.numbers(ProgramCall(spec, [], []), (), 0)
+            logits = self._dispatch(spec, sampler.last_tokens, numbers, self._empty_encoder_input(spec))
+            if out is None:
+                out = jnp.zeros((self._num_slots, logits.shape[1]), jnp.float32)
+            out = _place(out, logits, to_device(np.full(len(logits), self._num_slots), np.int32))
+        assert out is not None
+        for task in sampler.compile_tasks(out):
+            task.compile()
+        self.cache.warm_up()
 
 
 def _how(spec: PerSequenceSpec, given: StepInputs) -> dict[str, Any]:

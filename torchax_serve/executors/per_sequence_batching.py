@@ -76,8 +76,8 @@ class StepSplitter:
     def _source_len(self, row: PlanRow) -> int:
         return 0 if self._sources is None else self._sources.length(row.slot)
 
-    def num_out(self, jobs: Sequence[ProgramCall]) -> int:
-        """Returns the number of rows of the logits of all `jobs` together."""
+    def num_tokens_out(self, jobs: Sequence[ProgramCall]) -> int:
+        """Returns the number of rows of the logits of all tokens of `jobs` together."""
         num_rows = sum(len(job.places) for job in jobs if not job.spec.all_logits)
         num_tokens = sum(job.spec.num_tokens for job in jobs if job.spec.all_logits)
         return num_tokens + (self._shapes.rows(num_rows) if num_rows else 0)

@@ -7,12 +7,13 @@ cancellation, and nothing here depends on how they are computed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
 
 from model_adapters.errors import InvalidArgumentError
+from torchax_serve.compilation.background import CompileTask
 from torchax_serve.executors.base import ExecutorLimits
 from torchax_serve.executors.request_input import RequestInput, SequenceSteps
 from torchax_serve.sampling.sampler import Sampler
@@ -36,6 +37,7 @@ class SingleRequestExecutor:
     """The `Executor` of single requests: one slot, complete prompts, no pages."""
 
     limits = ExecutorLimits(max_num_seqs=1, batches_prefill=False, shares_prefixes=False)
+    num_substitutes = 0
     num_programs = 0  # those of the model's runtime; requests share them with `generate`
 
     def __init__(self) -> None:
@@ -74,13 +76,16 @@ class SingleRequestExecutor:
         """Implements `Executor.run_decode`: there is no such program."""
         return None
 
-    def padded_rows(self, numbers: np.ndarray) -> np.ndarray:
-        """Implements `Executor.padded_rows`."""
-        return numbers
-
     def temporary_bytes(self) -> int:
         """Implements `Executor.temporary_bytes`: known to the requests only."""
         return 0
+
+    def prepare(self, plan: StepPlan) -> None:
+        """Does nothing: requests bring their steps."""
+
+    def compile_tasks(self, sampler: Sampler) -> Iterator[CompileTask]:
+        """Yields nothing: what a request runs is known when it comes."""
+        yield from ()
 
     def warm_up(self, sampler: Sampler) -> None:
         """Does nothing: what a request runs is known when it comes."""

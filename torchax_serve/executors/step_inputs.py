@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from model_adapters.caches.paged_cache import PackedBatch, PagedLayout
+from model_adapters.caches.packed_batch import PackedBatch, PagedLayout
 from torchax_serve.scheduler import DecodeBatch, PlanRow
 
 SAMPLED_ON_DEVICE = -1
@@ -75,10 +75,14 @@ class PackedStepSpec:
         for row, end in zip(rows, ends.tolist(), strict=True):
             if row.token_ids is not None:
                 ids[end - row.num_tokens : end] = row.token_ids
+        # Padding repeats the last token: kernels compute equal rows once.
+        for part in (ids, token_slots, positions, rope_lens):
+            part[total:] = part[total - 1 : total]
         cu_q_lens[1 : num_rows + 1] = ends
         cu_q_lens[num_rows + 1 :] = total
         kv_lens[:num_rows] = starts + num_tokens
         last[:num_rows] = ends - 1
+        last[num_rows:] = total - 1
         for part, table in zip(parts, tables, strict=True):
             part.reshape(self.num_rows, -1)[:num_rows] = table[slots]
         return numbers
@@ -102,10 +106,11 @@ class PackedStepSpec:
 
 @dataclasses.dataclass(frozen=True)
 class FusedDecodeSpec:
-    """Static arguments of fused decode steps; the number of steps is an input.
+    """Static arguments of decode steps; the number of steps is an input.
 
-    The inputs are few, since each array costs the host time while the device waits for the next call: slots and lengths
-    of the rows, page tables, the number of steps, and whether any row samples. The program derives the rest.
+    The inputs are few, since each array costs the host time while the device waits for the next call: first tokens,
+    slots and lengths of the rows, page tables, the number of steps, and whether any row samples. The program derives
+    the rest.
     """
 
     packed: PackedStepSpec
@@ -114,9 +119,17 @@ class FusedDecodeSpec:
     @property
     def size(self) -> int:
         """Number of integers in the array of a call."""
-        return self.packed.num_rows * (2 + self.packed.num_tables * self.packed.pages_per_seq) + 2
+        return self.packed.num_rows * (3 + self.packed.num_tables * self.packed.pages_per_seq) + 2
 
-    def pack(self, rows: Sequence[PlanRow], tables: Sequence[np.ndarray], num_steps: int, draws: bool) -> np.ndarray:
+    def pack(
+        self,
+        rows: Sequence[PlanRow],
+        tables: Sequence[np.ndarray],
+        *,
+        num_steps: int = 1,
+        draws: bool = False,
+        ahead: int = 0,
+    ) -> np.ndarray:
         """Returns the inputs of a call as one array, int32[size].
 
         Args:
@@ -124,17 +137,20 @@ class FusedDecodeSpec:
             tables: Page tables by group, int32[num_slots, pages_per_seq].
             num_steps: Number of decode steps.
             draws: Whether any row samples.
+            ahead: Number of decode steps since the first step of the plan.
         """
         numbers = np.zeros(self.size, np.int32)
         by_row, num_rows = numbers[:-2].reshape(-1, self.packed.num_rows), len(rows)
         if isinstance(rows, DecodeBatch):
             slots, starts = rows.slots, rows.starts
+            by_row[2, :num_rows] = SAMPLED_ON_DEVICE
         else:
             slots = np.array([row.slot for row in rows], np.int32)
             starts = np.array([row.context_len for row in rows], np.int32)
+            by_row[2, :num_rows] = [SAMPLED_ON_DEVICE if row.token_ids is None else row.token_ids[0] for row in rows]
         by_row[0, :num_rows] = slots
-        by_row[1, :num_rows] = starts + 1
-        for table, pages in zip(tables, np.split(by_row[2:], self.packed.num_tables), strict=True):
+        by_row[1, :num_rows] = starts + (1 + ahead)
+        for table, pages in zip(tables, np.split(by_row[3:], self.packed.num_tables), strict=True):
             table.take(slots, axis=0, out=pages.reshape(self.packed.num_rows, -1)[:num_rows], mode="clip")
         numbers[-2:] = num_steps, draws
         return numbers
@@ -142,18 +158,21 @@ class FusedDecodeSpec:
     def unpack(self, numbers: jax.Array) -> tuple[PackedBatch, jax.Array, jax.Array, jax.Array]:
         """Returns the unpacked arguments of a fused decode program.
 
-        They are the first batch without token ids, slots int32[S], number of steps, whether to draw.
+        They are the first batch, whose token ids may be `SAMPLED_ON_DEVICE`, slots int32[S], number of steps, whether
+        to draw.
         """
         by_row = numbers[:-2].reshape(-1, self.packed.num_rows)
-        slots, lengths = by_row[0], by_row[1]
-        tables = jnp.split(by_row[2:], self.packed.num_tables)
+        slots, lengths, ids = by_row[0], by_row[1], by_row[2]
+        tables = jnp.split(by_row[3:], self.packed.num_tables)
         index, num_in_use = jnp.arange(self.packed.num_rows + 1), jnp.sum(lengths > 0)
+        repeated = jnp.minimum(index[:-1], jnp.maximum(num_in_use - 1, 0))  # padding repeats the last row
+        slots = slots[repeated]
         batch = PackedBatch(
-            token_ids=jnp.zeros_like(slots),
-            positions=jnp.maximum(lengths - 1, 0),
+            token_ids=ids[repeated],
+            positions=jnp.maximum(lengths[repeated] - 1, 0),
             cu_q_lens=jnp.minimum(index, num_in_use),
             kv_lens=lengths,
-            last=jnp.where(lengths > 0, index[:-1], 0),
+            last=repeated,
             page_tables=tuple(table.reshape(self.packed.num_rows, self.packed.pages_per_seq) for table in tables),
         )
         return batch, slots, numbers[-2], numbers[-1] > 0

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import torch
 
-from model_adapters.bridge.host_arrays import to_device
 from model_adapters.caches.device_cache import DeviceCache
+from model_adapters.device_arrays import to_device
 from model_adapters.program.call_signature import cache_in
 from model_adapters.program.model_program import CallSpec
 from torchax_serve.buckets import next_bucket

@@ -14,9 +14,9 @@ import jax
 from transformers.utils import ModelOutput
 
 from model_adapters.caches.device_cache import DeviceCache
+from model_adapters.jax_settings import programs_run
 from model_adapters.program.call_signature import cache_field_of
 from model_adapters.program.model_program import CallSpec
-from model_adapters.program.trace_context import programs_run
 from torchax_serve.multimodal.mrope_positions import positions_on_host
 from torchax_serve.runtime.call_arguments import all_on_host, check_surroundings
 from torchax_serve.runtime.eager import raise_if_eager_fails

@@ -19,7 +19,7 @@ import torch
 from transformers.generation.stopping_criteria import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from model_adapters.bridge.host_arrays import to_device
+from model_adapters.device_arrays import to_device
 from torchax_serve.executors.request_input import SequenceEnded
 from torchax_serve.generation.batch_forward import BatchForward
 from torchax_serve.outputs import FinishReason

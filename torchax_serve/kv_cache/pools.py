@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from model_adapters.bridge.host_arrays import to_device
-from model_adapters.caches.paged_cache import Int8Pool, PagedLayout, Pool, laid_out, pages_of, with_pages
+from model_adapters.caches.packed_batch import Int8Pool, PagedLayout, Pool, laid_out, pages_of, with_pages
+from model_adapters.device_arrays import to_device
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops.cpu.huge_pages import without_memory
 from torchax_serve.scheduler import CacheGroup, PageCopy
@@ -109,6 +109,9 @@ class CacheAllocation:
         )
 
 
+COPIES_PER_CALL = 16
+"""Pages that one program copies; more are several calls. Each takes microseconds, so that padding costs little."""
+
 HeadScales = tuple[np.ndarray, np.ndarray]
 """Scales of the keys and of the values of a layer in int8, float32[num_heads] each."""
 
@@ -161,8 +164,10 @@ class PoolAllocator:
 
 def _zeros(shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
     """Zeros on the default device; on a CPU they take memory only as they are written."""
-    made = jax.device_put(jnp.zeros(shape, dtype), jax.local_devices()[0])
-    return without_memory(made) if made.platform() == "cpu" else made
+    device = jax.local_devices()[0]
+    if device.platform != "cpu":
+        return jax.device_put(jnp.zeros(shape, dtype), device)
+    return without_memory(jax.device_put(np.zeros(shape, dtype), device, may_alias=False))  # compiles nothing
 
 
 class PagedCache:
@@ -208,21 +213,25 @@ class PagedCache:
         return group.num_pages, shape.num_heads, self.plan.page_size, shape.width
 
     def copy(self, copies: Sequence[PageCopy]) -> None:
-        """Copies pages, all at once as if every source were read first."""
+        """Copies pages; none of the targets, which are new pages, is a source."""
         for group in sorted({copy.group for copy in copies}):
             pairs = [(copy.source, copy.target) for copy in copies if copy.group == group]
-            pairs += [(0, 0)] * (_power_of_two(len(pairs)) - len(pairs))  # the null page onto itself
-            sources, targets = zip(*pairs, strict=True)
-            layers = [layer for layer, owner in enumerate(self.layout.groups) if owner == group]
-            copied = self._pages.copy(tuple(pages_of(self.pools[layer]) for layer in layers), sources, targets)
-            pools = list(self.pools)
-            for layer, pages in zip(layers, copied, strict=True):
-                pools[layer] = with_pages(pools[layer], pages)
-            self.pools = tuple(pools)
+            pairs += [(0, 0)] * (-len(pairs) % COPIES_PER_CALL)  # the null page onto itself
+            for begin in range(0, len(pairs), COPIES_PER_CALL):
+                sources, targets = zip(*pairs[begin : begin + COPIES_PER_CALL], strict=True)
+                self._copy_in_group(group, sources, targets)
 
+    def warm_up(self) -> None:
+        """Compiles the copying of pages, with the null page of each group."""
+        self.copy([PageCopy(group, 0, 0) for group in range(len(self.plan.groups))])
 
-def _power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()
+    def _copy_in_group(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
+        layers = [layer for layer, owner in enumerate(self.layout.groups) if owner == group]
+        copied = self._pages.copy(tuple(pages_of(self.pools[layer]) for layer in layers), sources, targets)
+        pools = list(self.pools)
+        for layer, pages in zip(layers, copied, strict=True):
+            pools[layer] = with_pages(pools[layer], pages)
+        self.pools = tuple(pools)
 
 
 def copy_pages(pools: tuple[jax.Array, ...], sources: jax.Array, targets: jax.Array) -> tuple[jax.Array, ...]:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from model_adapters.caches.paged_cache import NotPackableError
+from model_adapters.caches.packed_batch import NotPackableError
 from model_adapters.errors import UnsupportedModelError
 from model_adapters.sharding.model_sharding import ModelSharding
 from torchax_serve.executors.base import AbstractStep

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import torch
 
-from model_adapters.bridge.host_arrays import to_device
 from model_adapters.caches.device_cache import DeviceCache
+from model_adapters.device_arrays import to_device
 from model_adapters.program.model_program import CallSpec, ModelProgram
 from torchax_serve.runtime.encoder import EncoderRuntime
 from torchax_serve.runtime.encoder_output import ENCODER_ARGUMENTS, EncoderOutput

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from transformers.utils import ModelOutput
 
-from model_adapters.bridge.host_arrays import to_device
 from model_adapters.bridge.views import to_jax_array, to_torch_tensor
+from model_adapters.device_arrays import to_device
 from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
 from model_adapters.program.model_program import CallSpec
 from model_adapters.program.padding_safety import masked_tokens_are_ignored

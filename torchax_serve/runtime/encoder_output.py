@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from transformers.utils import ModelOutput
 
-from model_adapters.bridge.host_arrays import to_device
 from model_adapters.bridge.views import to_jax_array
+from model_adapters.device_arrays import to_device
 from torchax_serve.buckets import next_bucket
 
 ENCODER_ARGUMENTS = ("encoder_outputs", "attention_mask")

@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from model_adapters import quirks
-from model_adapters.bridge.host_arrays import to_device
 from model_adapters.bridge.views import named_tensors, to_torch_tensor
 from model_adapters.caches.device_cache import DeviceCache
+from model_adapters.device_arrays import to_device
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops.compressed_weight import Stored, Weights
 from model_adapters.program.embeddings import submodule_name

@@ -9,9 +9,9 @@ import jax
 import numpy as np
 import torch
 
-from model_adapters.bridge.host_arrays import to_device
 from model_adapters.bridge.views import to_jax_array
 from model_adapters.caches.device_cache import AttentionLayer, DeviceCache
+from model_adapters.device_arrays import to_device
 from model_adapters.errors import InvalidArgumentError
 
 

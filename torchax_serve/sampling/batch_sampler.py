@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from model_adapters.bridge.host_arrays import to_device
-from model_adapters.program.trace_context import torch_promotion
+from model_adapters.device_arrays import to_device
+from model_adapters.jax_settings import jax_promotion
 from torchax_serve.sampling.config_options import CALLER_OPTIONS, id_list, unsupported_options, validate_options
 from torchax_serve.sampling.row_params import RowSamplingParams
 from torchax_serve.sampling.sample import append, choose
@@ -140,7 +140,7 @@ class BatchSampler:
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-@torch_promotion()
+@jax_promotion()
 def sample_batch(
     spec: SamplerSpec, options: BatchOptions, state: BatchState, logits: jax.Array
 ) -> tuple[jax.Array, BatchState, jax.Array | None]:

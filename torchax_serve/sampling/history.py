@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig
 
 MAX_DECAY_STEPS = 2**20  # entries of a table of decay weights; the last one is that of all later tokens
+NUM_SEQUENCES, SEQUENCE_LEN = 64, 8
+"""Sequences of several tokens, and tokens of one, that a history has room for from the start: more than the lists of
+bad words of usual configs. A request with more compiles one program."""
+
 MAX_NGRAM_SIZE = 2**30  # longer ones than any row; twice as many are still an int32
 
 
@@ -130,10 +134,24 @@ def _power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length() if number else 0
 
 
-def with_room_for(
-    history: SamplerHistory | None, row: SamplerHistory, num_slots: int, sharding: jax.sharding.Sharding
-) -> SamplerHistory:
-    """Returns `history`, or an empty one, with arrays at least as large as those of `row`."""
+def empty_history(num_slots: int, max_len: int | None) -> SamplerHistory:
+    """Returns the history of unused slots on the host, with room for requests of `max_len` tokens; None: for none."""
+    num_tokens, num_sequences, sequence_len, num_weights = 0, 0, 0, 0
+    if max_len is not None:
+        num_tokens, num_weights = next_bucket(max_len), _power_of_two(min(max_len, MAX_DECAY_STEPS) + 1)
+        num_sequences, sequence_len = NUM_SEQUENCES, SEQUENCE_LEN
+    arrays: Any = (
+        np.zeros((num_slots, len(HISTORY_COLUMNS)), np.int32),
+        np.zeros((num_slots, num_tokens), np.int32),
+        np.zeros((num_slots, num_sequences, sequence_len), np.int32),
+        np.zeros((num_slots, num_sequences), np.float32),
+        np.zeros((num_slots, num_weights), np.float32),
+    )
+    return SamplerHistory(*arrays)
+
+
+def with_room_for(history: SamplerHistory, row: SamplerHistory, sharding: jax.sharding.Sharding) -> SamplerHistory:
+    """Returns `history` with arrays at least as large as those of `row`."""
 
     def grown(array: jax.Array, of_row: np.ndarray) -> jax.Array:
         padding = [(0, max(0, need - have)) for have, need in zip(array.shape[1:], of_row.shape, strict=True)]
@@ -141,8 +159,6 @@ def with_room_for(
             return array
         return jax.device_put(jnp.pad(array, [(0, 0), *padding]), sharding)
 
-    if history is None:
-        history = jax.tree.map(lambda array: jnp.zeros((num_slots, *array.shape), array.dtype, device=sharding), row)
     return jax.tree.map(grown, history, row)
 
 

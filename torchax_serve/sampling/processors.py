@@ -52,9 +52,15 @@ def process(options: RowOptions, state: SamplerState, scores: jax.Array) -> jax.
     too_early = (flags & IS_STOP > 0) & (num_new < options.int_column("min_new_tokens"))[:, None]
     scores = jnp.where(too_early, -jnp.inf, scores)
     if history is not None:
-        scores = force(history, num_new, flags, scores)
-        scores = remove_invalid_values(history, scores)
-        scores = decay_length_penalty(history, num_new, flags, scores)
+
+        def with_history(scores: jax.Array) -> jax.Array:
+            scores = force(history, num_new, flags, scores)
+            scores = remove_invalid_values(history, scores)
+            return decay_length_penalty(history, num_new, flags, scores)
+
+        assert state.history is not None
+        has_history = options.int_column("history_slot") < len(state.history.ints)
+        scores = lax.cond(has_history.any(), with_history, lambda scores: scores, scores)
     suppressed = (flags & SUPPRESSED > 0) | (flags & NOT_FIRST > 0) & (num_new == not_first_at)[:, None]
     return jnp.where(suppressed, -jnp.inf, scores)
 
@@ -113,14 +119,15 @@ def ban_repeated_ngrams(history: SamplerHistory, num_new: jax.Array, scores: jax
     if not capacity:
         return scores
     length, places = (history.column("prompt_len") + num_new)[:, None], jnp.arange(capacity)
-    twice = jnp.concatenate([tokens, tokens], axis=1)
-
-    def match(offset: Any, matches: jax.Array) -> jax.Array:
-        before = lax.dynamic_slice_in_dim(twice, capacity - offset, capacity, axis=1)  # `offset` tokens earlier
-        newest = jnp.take_along_axis(tokens, jnp.maximum(length - offset, 0), axis=1, mode="clip")
-        return matches & ((before == newest) | (offset >= size))
 
     def banned() -> jax.Array:
+        twice = jnp.concatenate([tokens, tokens], axis=1)
+
+        def match(offset: Any, matches: jax.Array) -> jax.Array:
+            before = lax.dynamic_slice_in_dim(twice, capacity - offset, capacity, axis=1)  # `offset` tokens earlier
+            newest = jnp.take_along_axis(tokens, jnp.maximum(length - offset, 0), axis=1, mode="clip")
+            return matches & ((before == newest) | (offset >= size))
+
         # A place matches if the size - 1 tokens before it are the newest ones: the token there completed the n-gram.
         is_complete = (places >= size - 1) & (places < length) & (size > 0)
         matches = lax.fori_loop(1, size.max(), match, is_complete)

@@ -72,7 +72,7 @@ def choose(
     if spec.level == "penalties" and not spec.draws:  # no sums, so rows cannot change each other
         tokens, *scores = of_rows(options, logits)
     else:
-        tokens, *scores = per_row(of_rows, options, logits)
+        tokens, *scores = per_row(of_rows, options, logits, num_rows=_num_read(options, state))
     return tokens, scores[0] if scores else None
 
 
@@ -102,37 +102,87 @@ def append(spec: SamplerSpec, options: RowOptions, state: SamplerState, tokens: 
     return state
 
 
-def logprobs_of(logits: jax.Array, tokens: jax.Array, *, num_top: int) -> Logprobs:
+def logprobs_of(
+    logits: jax.Array,
+    tokens: jax.Array,
+    *,
+    num_top: int,
+    has_top: jax.Array | bool = True,
+    num_rows: jax.Array | int | None = None,
+) -> Logprobs:
     """Computes log-probabilities of `tokens` int32[n] and of the `num_top` likeliest.
 
     They follow from `logits`. That of an invalid token is nan.
+
+    Args:
+        logits: float[n, vocab].
+        tokens: int32[n].
+        num_top: Number of likeliest tokens.
+        has_top: Whether these are read; else they are zeros.
+        num_rows: Number of rows that are read, as in `per_row`.
     """
-    logits = logits.astype(jnp.float32)
-    total = per_row(functools.partial(jax.nn.logsumexp, axis=-1, keepdims=True), logits)
-    column = jnp.where(tokens < 0, logits.shape[1], tokens)[:, None]
-    chosen = jnp.take_along_axis(logits, column, axis=1, mode="fill", fill_value=jnp.nan) - total
-    if not num_top:
-        return Logprobs(chosen[:, 0], None, None)
-    best, ids = lax.top_k(logits, min(num_top, logits.shape[1]))
-    return Logprobs(chosen[:, 0], ids, best - total)
+
+    def of_rows(logits: jax.Array, tokens: jax.Array) -> Logprobs:
+        logits = logits.astype(jnp.float32)
+        total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        column = jnp.where(tokens < 0, logits.shape[1], tokens)[:, None]
+        chosen = jnp.take_along_axis(logits, column, axis=1, mode="fill", fill_value=jnp.nan) - total
+        if not num_top:
+            return Logprobs(chosen[:, 0], None, None)
+
+        def likeliest() -> tuple[jax.Array, jax.Array]:
+            best, ids = lax.top_k(logits, num_columns)
+            return ids, best - total
+
+        num_columns = min(num_top, logits.shape[1])
+        shape = (len(logits), num_columns)
+        none = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
+        return Logprobs(chosen[:, 0], *lax.cond(has_top, likeliest, lambda: none))
+
+    logprobs: Logprobs = per_row(of_rows, logits, tokens, num_rows=num_rows)
+    return logprobs
 
 
-def per_row(function: Callable[..., Any], *operands: Any) -> Any:
+def per_row(function: Callable[..., Any], *operands: Any, num_rows: jax.Array | int | None = None) -> Any:
     """Applies `function` to pytrees of arrays [n, ...]; on a CPU, to one row at a time.
 
     XLA's CPU backend adds up the numbers of a row in an order that depends on how many rows there are. Row by row the
     sums are the same in any company. It is no slower: a row fits into the cache, and takes only its own branches. An
     accelerator, to which rows one after another would be slow, gets all of them at once; nothing is promised about the
     last bit of its sums.
+
+    Args:
+        function: Function of the arrays of some rows.
+        *operands: Arrays [n, ...].
+        num_rows: Number of rows whose results are read, int32[]; None: all. Those behind may be zeros.
     """
 
-    def one_by_one(*operands: Any) -> Any:
-        def one(row: Any) -> Any:
-            return jax.tree.map(lambda out: out[0], function(*jax.tree.map(lambda array: array[None], row)))
+    def one_by_one(num_rows: jax.Array, *operands: Any) -> Any:
+        def one(index: jax.Array) -> Any:
+            row = jax.tree.map(lambda array: lax.dynamic_slice_in_dim(array, index, 1), operands)
+            return function(*row)
 
-        return lax.map(one, operands)
+        def write(index: jax.Array, out: Any) -> Any:
+            return jax.tree.map(
+                lambda array, of_row: lax.dynamic_update_slice_in_dim(array, of_row, index, 0), out, one(index)
+            )
 
-    return lax.platform_dependent(*operands, cpu=one_by_one, default=function)
+        shapes = jax.eval_shape(one, jnp.int32(0))
+        out = jax.tree.map(lambda of_row: jnp.zeros((size, *of_row.shape[1:]), of_row.dtype), shapes)
+        return lax.fori_loop(0, num_rows, write, out)
+
+    def at_once(num_rows: jax.Array, *operands: Any) -> Any:
+        return function(*operands)
+
+    size = len(jax.tree.leaves(operands)[0])
+    count = jnp.asarray(size if num_rows is None else num_rows, jnp.int32)
+    return lax.platform_dependent(count, *operands, cpu=one_by_one, default=at_once)
+
+
+def _num_read(options: RowOptions, state: SamplerState) -> jax.Array:
+    """Returns the number of rows up to the last one that samples, int32[]."""
+    samples = options.int_column("slot") < len(state.last_tokens)
+    return jnp.max(jnp.where(samples, jnp.arange(1, len(samples) + 1, dtype=jnp.int32), 0))
 
 
 def argmax_tokens(scores: jax.Array) -> jax.Array:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from model_adapters.program.trace_context import torch_promotion
-from torchax_serve.sampling.history import padded_row, with_room_for
+from torchax_serve.compilation.background import CompileTask
+from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
+from torchax_serve.compilation.xla_cache import programs_dir
+from torchax_serve.sampling.history import empty_history, padded_row, with_room_for
 from torchax_serve.sampling.row_params import RowSamplingParams
 from torchax_serve.sampling.sample import logprobs_of, sample
 from torchax_serve.sampling.slot_params import BatchRows, SlotParams
+from torchax_serve.sampling.token_masks import mask_logits
 from torchax_serve.sampling.types import (
-    NUM_TOP_BUCKETS,
+    MAX_NUM_TOP,
     Level,
     Logprobs,
     RowOptions,
@@ -30,26 +33,37 @@ from torchax_serve.sampling.types import (
 from torchax_serve.scheduler import PlanRow
 
 
-def tables_bytes(num_slots: int, vocab_size: int) -> int:
-    """Returns the bytes of the sampler's tables, allocated once a request needs them."""
-    return num_slots * vocab_size * sum(dtype.itemsize for dtype in _TABLE_DTYPES.values())
+def tables_bytes(num_slots: int, vocab_size: int, max_len: int) -> int:
+    """Returns the bytes of the sampler's tables and history, allocated once a request needs them."""
+    history = sum(array.nbytes for array in jax.tree.leaves(empty_history(num_slots, max_len)))
+    return num_slots * vocab_size * sum(dtype.itemsize for dtype in _TABLE_DTYPES.values()) + history
 
 
-_Arrays = TypeVar("_Arrays", SamplerTables, SamplerHistory)
-
-WARM_LEVELS: tuple[Level, ...] = ("greedy", "sampled", "penalties")
-"""Levels that `Sampler.warm_up` compiles. "history", which few requests need, is compiled by the first of them."""
+PROGRAMS: dict[Level, Level] = {
+    "greedy": "greedy",
+    "sampled": "sampled",
+    "penalties": "history",
+    "history": "history",
+}
+"""Level of the program that samples a batch, by the level of its rows."""
 
 
 class Sampler:
     """Samples the tokens of each step.
 
-    For each shape of the logits there is one sampling program for each level, and three for log-probabilities. No
-    option compiles another, except at the level "history", whose programs with and without draws are compiled by the
-    first step at their sizes (`SamplerHistory`). Masks are a program of their own (`mask_logits`), before these.
+    For each shape of the logits there are three sampling programs (`PROGRAMS`), and one for log-probabilities. No
+    option compiles another, except a history that is larger than `empty_history`. Masks are a program of their own
+    (`mask_logits`), before these. `compile_tasks` has all of them.
     """
 
-    def __init__(self, num_slots: int, vocab_size: int, sharding: jax.sharding.Sharding | None = None) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        vocab_size: int,
+        sharding: jax.sharding.Sharding | None = None,
+        *,
+        max_len: int | None = None,
+    ) -> None:
         """Makes an empty sampler.
 
         Args:
@@ -58,12 +72,16 @@ class Sampler:
             sharding: Placement of the state; None: this host's first device. For logits on a mesh it is replicated
                 there. Never left to JAX: an uncommitted array compiles another program than a committed one, so that
                 each would be compiled twice.
+            max_len: Maximum number of tokens of a request; None: the history grows with the requests.
         """
-        self._sharding = sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        self.num_traces = 0  # programs compiled so far
-        self._sample = jax.jit(self._counted_sample, static_argnums=0, donate_argnums=2)
-        self._logprobs = jax.jit(self._counted_logprobs, static_argnames="num_top")
-        self._num_slots, self._vocab_size = num_slots, vocab_size
+        self._sharding = sharding or default_sharding()
+        is_on_mesh = len(self._sharding.device_set) > 1
+        programs = ExecutableCache(None if is_on_mesh else programs_dir(), "sampling")  # the same for every model
+        self._sample = CachedFunction(programs, "sample", _sample, donate=["state"])
+        self._logprobs = CachedFunction(programs, "logprobs", _logprobs)
+        self._prompt_logprobs = CachedFunction(programs, "prompt_logprobs", _prompt_logprobs)
+        self._write_rows = CachedFunction(programs, "write_rows", _write_rows, donate=["arrays"])
+        self._num_slots, self._vocab_size, self._max_len = num_slots, vocab_size, max_len
         self.reset()
 
     def reset(self) -> None:
@@ -72,6 +90,11 @@ class Sampler:
         self.state = SamplerState.empty(self._num_slots, self._sharding)
         self._failures: dict[int, Exception] = {}
         self._placed: tuple[BatchRows, RowOptions] | None = None
+
+    @property
+    def num_traces(self) -> int:
+        """Number of programs compiled or loaded so far that sample or compute log-probabilities."""
+        return sum(each.num_programs for each in (self._sample, self._logprobs, self._prompt_logprobs))
 
     @property
     def last_tokens(self) -> jax.Array:
@@ -99,13 +122,30 @@ class Sampler:
 
     def _set(self, slot: int, params: RowSamplingParams, prompt_ids: Sequence[int], outputs: Sequence[int]) -> None:
         tables, history = self.slots.set(slot, params, prompt_ids, outputs)
-        if tables is not None:
-            of_all = self.state.tables or self._empty_tables()
-            self.state = dataclasses.replace(self.state, tables=_write(of_all, np.int32(slot), tables))
-        if history is not None:
-            larger = with_room_for(self.state.history, history, self._num_slots, self._sharding)
-            written = _write(larger, np.int32(slot), padded_row(history, larger))
-            self.state = dataclasses.replace(self.state, history=written)
+        if tables is not None or history is not None:
+            self._write(slot, tables, history)
+
+    def _write(self, slot: int, tables: SamplerTables | None, history: SamplerHistory | None) -> None:
+        """Writes the rows of `slot`, where it is one, into tables and history; None: zeros."""
+        self._allocate()
+        state = self.state
+        assert state.tables is not None and state.history is not None
+        larger = state.history if history is None else with_room_for(state.history, history, self._sharding)
+        rows = tables or _zero_row(state.tables), _zero_row(larger) if history is None else padded_row(history, larger)
+        written, larger = self._write_rows({}, (state.tables, larger), np.int32(slot), rows, spec=None)
+        self.state = dataclasses.replace(state, tables=written, history=larger)
+
+    def _allocate(self) -> None:
+        """Makes empty tables and an empty history if there are none."""
+        if self.state.tables is None:
+            made = jax.device_put(self._empty_arrays(), self._sharding)
+            self.state = dataclasses.replace(self.state, tables=made[0], history=made[1])
+
+    def _empty_arrays(self) -> tuple[SamplerTables, SamplerHistory]:
+        """Returns empty tables and an empty history on the host."""
+        shape = (self._num_slots, self._vocab_size)
+        zeros: dict[str, Any] = {name: np.zeros(shape, dtype) for name, dtype in _TABLE_DTYPES.items()}
+        return SamplerTables(**zeros), empty_history(self._num_slots, self._max_len)
 
     def sample(self, plan_rows: Sequence[PlanRow], logits: jax.Array, ahead: int = 0) -> Sampled:
         """Dispatches the sampling of a token for each row and returns at once.
@@ -116,9 +156,10 @@ class Sampler:
             ahead: Number of steps since the first one of the plan.
         """
         options, spec = self.slots.rows(plan_rows, len(logits), ahead)
-        sampled = self._run(SamplerSpec(spec.level, spec.draws), options, logits)
+        sampled = self._run(PROGRAMS[spec.level], options, logits)
         if spec.logprobs:
-            sampled = dataclasses.replace(sampled, logprobs=self.logprobs(logits, sampled.tokens, spec.num_top))
+            logprobs = self.logprobs(logits, sampled.tokens, spec.num_top, len(plan_rows))
+            sampled = dataclasses.replace(sampled, logprobs=logprobs)
         return sampled
 
     def take_failures(self) -> dict[int, Exception]:
@@ -139,10 +180,6 @@ class Sampler:
             return None
         return self._on_device(batch_rows), spec.level == "sampled"
 
-    def idle_options(self, num_rows: int) -> tuple[SamplerState, RowOptions]:
-        """Returns the state, to be donated, and options of `num_rows` idle rows (`fused_options`)."""
-        return self.take_state("sampled"), self._on_device(self.slots.level_of((), num_rows)[0])
-
     def _on_device(self, batch_rows: BatchRows) -> RowOptions:
         if self._placed is None or self._placed[0] is not batch_rows:
             self._placed = batch_rows, jax.device_put(batch_rows.at_prompt_start(), self._sharding)
@@ -151,10 +188,7 @@ class Sampler:
     def take_state(self, level: Level) -> SamplerState:
         """Returns the state as a program of this level takes it, to be donated."""
         # What a level does not use is no argument of it: the program is the same with and without it.
-        tables = self.state.tables if level in ("penalties", "history") else None
-        return dataclasses.replace(
-            self.state, tables=tables, history=self.state.history if level == "history" else None
-        )
+        return self.state if level == "history" else dataclasses.replace(self.state, tables=None, history=None)
 
     def set_state(self, state: SamplerState) -> None:
         """Sets the state that a program returned, with or without tables and history."""
@@ -162,56 +196,107 @@ class Sampler:
             state, tables=state.tables or self.state.tables, history=state.history or self.state.history
         )
 
-    def logprobs(self, logits: jax.Array, tokens: jax.Array, num_top: int) -> Logprobs:
+    def logprobs(self, logits: jax.Array, tokens: jax.Array, num_top: int, num_rows: int) -> Logprobs:
         """Computes log-probabilities of `tokens` int32[n] by `logits` [n, vocab].
 
-        The result has at least `num_top` of the likeliest tokens: a bucket of `NUM_TOP_BUCKETS`.
+        The result has `MAX_NUM_TOP` of the likeliest tokens; they have a meaning if `num_top` is above 0. Only the
+        first `num_rows` rows are read.
         """
-        bucket = next(bucket for bucket in NUM_TOP_BUCKETS if bucket >= num_top)
-        return self._logprobs(logits, tokens, num_top=bucket)
+        found: Logprobs = self._logprobs({}, logits, tokens, np.bool_(num_top > 0), np.int32(num_rows), spec=None)
+        return found
 
-    def warm_up(self, logits: jax.Array) -> None:
-        """Compiles every program for logits of this shape [n, vocab], dtype and sharding.
+    def prompt_logprobs(
+        self, logits: jax.Array, following: np.ndarray, last: np.ndarray, num_top: int, num_tokens: int
+    ) -> tuple[Logprobs, jax.Array]:
+        """Computes the log-probabilities of tokens of prompts, and takes the logits of some tokens.
 
-        The tables of the level "penalties" exist meanwhile (`sampler_table_bytes`).
+        Args:
+            logits: float[T, vocab], of each token of a step.
+            following: int32[T], the token that follows each.
+            last: int32[n], the tokens whose logits are returned, [n, vocab].
+            num_top: Number of the likeliest tokens that are read.
+            num_tokens: Number of tokens that are no padding.
         """
-        options, _ = self.slots.rows((), len(logits))
-        before = self.state.tables
-        for level in WARM_LEVELS:
-            if level == "penalties" and before is None:
-                self.state = dataclasses.replace(self.state, tables=self._empty_tables())
-            sampled = self._run(SamplerSpec(level), options, logits)
-        if before is None:
-            self.state = dataclasses.replace(self.state, tables=None)
-        for bucket in NUM_TOP_BUCKETS:
-            self.logprobs(logits, sampled.tokens, bucket)
+        has_top = np.bool_(num_top > 0)
+        found: tuple[Logprobs, jax.Array] = self._prompt_logprobs(
+            {}, logits, following, last, has_top, np.int32(num_tokens), spec=None
+        )
+        return found
 
-    def _run(self, spec: SamplerSpec, options: RowOptions, logits: jax.Array) -> Sampled:
-        sampled, state = self._sample(spec, options, self.take_state(spec.level), logits)
+    def compile_tasks(self, like: Any) -> Iterator[CompileTask]:
+        """Yields every program for logits of the shape [n, vocab] and dtype of `like`; any thread may compile them."""
+        logits = jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=self._sharding)
+        options = SlotParams(self._num_slots, self._vocab_size).rows((), logits.shape[0])[0]
+        arrays = self._empty_arrays()
+        last_tokens, (tables, history) = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding),
+            (np.zeros(self._num_slots, np.int32), arrays),
+        )
+
+        def task(function: CachedFunction, *args: Any, spec: Any = None) -> CompileTask:
+            compile = functools.partial(function.compiled, {}, *args, spec=spec)
+            return CompileTask((function.name, spec, logits.shape, logits.dtype), compile)
+
+        for level in dict.fromkeys(PROGRAMS.values()):
+            of_level = (tables, history) if level == "history" else ()
+            yield task(self._sample, options, SamplerState(last_tokens, *of_level), logits, spec=SamplerSpec(level))
+        yield task(self._write_rows, (tables, history), np.int32(0), _zero_row(arrays))
+        tokens = jax.ShapeDtypeStruct(logits.shape[:1], np.int32, sharding=self._sharding)
+        yield task(self._logprobs, logits, tokens, np.bool_(False), np.int32(0))
+        words = np.zeros((0, -(-self._vocab_size // 32)), np.int32)
+        zeros = functools.partial(np.zeros, logits.shape, logits.dtype)
+        yield CompileTask(
+            ("mask", logits.shape, logits.dtype),
+            lambda: mask_logits(jax.device_put(zeros(), self._sharding), words),
+        )
+
+    def compile_tasks_of_prompts(self, like: Any) -> Iterator[CompileTask]:
+        """Yields `prompt_logprobs` for logits of the shape [T, vocab] and dtype of `like`."""
+        logits = jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=self._sharding)
+        following, last = np.zeros(logits.shape[0], np.int32), np.zeros(self._num_slots, np.int32)
+        args = (logits, following, last, np.bool_(False), np.int32(0))
+        compile = functools.partial(self._prompt_logprobs.compiled, {}, *args, spec=None)
+        yield CompileTask(("prompt_logprobs", logits.shape, logits.dtype), compile)
+
+    def _run(self, level: Level, options: RowOptions, logits: jax.Array) -> Sampled:
+        if level == "history":
+            self._allocate()
+        sampled, state = self._sample({}, options, self.take_state(level), logits, spec=SamplerSpec(level))
         self.set_state(state)
         return sampled
 
-    def _empty_tables(self) -> SamplerTables:
-        shape = (self._num_slots, self._vocab_size)
-        return SamplerTables(
-            **{name: jnp.zeros(shape, dtype, device=self._sharding) for name, dtype in _TABLE_DTYPES.items()}
-        )
 
-    @torch_promotion()
-    def _counted_sample(
-        self,
-        spec: SamplerSpec,
-        options: RowOptions,
-        state: SamplerState,
-        logits: jax.Array,
-    ) -> tuple[Sampled, SamplerState]:
-        self.num_traces += 1
-        return sample(spec, options, state, logits)
+def default_sharding() -> jax.sharding.Sharding:
+    """Returns the place of a sampler's state: this host's first device."""
+    return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
-    @torch_promotion()
-    def _counted_logprobs(self, logits: jax.Array, tokens: jax.Array, num_top: int) -> Logprobs:
-        self.num_traces += 1
-        return logprobs_of(logits, tokens, num_top=num_top)
+
+# As `CachedFunction` takes them: there are no weights, and a spec only where something is static.
+
+
+def _sample(
+    weights: Any, options: RowOptions, state: SamplerState, logits: jax.Array, spec: SamplerSpec
+) -> tuple[Sampled, SamplerState]:
+    return sample(spec, options, state, logits)
+
+
+def _logprobs(
+    weights: Any, logits: jax.Array, tokens: jax.Array, has_top: jax.Array, num_rows: jax.Array, spec: None
+) -> Logprobs:
+    return logprobs_of(logits, tokens, num_top=MAX_NUM_TOP, has_top=has_top, num_rows=num_rows)
+
+
+def _prompt_logprobs(
+    weights: Any,
+    logits: jax.Array,
+    following: jax.Array,
+    last: jax.Array,
+    has_top: jax.Array,
+    num_tokens: jax.Array,
+    spec: None,
+) -> tuple[Logprobs, jax.Array]:
+    logprobs = logprobs_of(logits, following, num_top=MAX_NUM_TOP, has_top=has_top, num_rows=num_tokens)
+    return logprobs, jnp.take(logits, last, axis=0)
 
 
 _TABLE_DTYPES: dict[str, np.dtype] = {
@@ -221,7 +306,17 @@ _TABLE_DTYPES: dict[str, np.dtype] = {
 }
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def _write(arrays: _Arrays, slot: jax.Array, row: _Arrays) -> _Arrays:
-    """Returns the arrays of all slots with `row` at `slot`."""
-    return jax.tree.map(lambda array, of_row: array.at[slot].set(of_row), arrays, row)
+def _write_rows(
+    weights: Any,
+    arrays: tuple[SamplerTables, SamplerHistory],
+    slot: jax.Array,
+    rows: tuple[SamplerTables, SamplerHistory],
+    spec: None,
+) -> tuple[SamplerTables, SamplerHistory]:
+    """Returns the arrays of all slots with `rows` at `slot`, if there is one."""
+    return jax.tree.map(lambda array, row: array.at[slot].set(row, mode="drop"), arrays, rows)
+
+
+def _zero_row(arrays: Any) -> Any:
+    """Returns zeros for the rows of a slot, on the host."""
+    return jax.tree.map(lambda array: np.zeros(array.shape[1:], array.dtype), arrays)

@@ -17,7 +17,6 @@ from torchax_serve.sampling.types import (
     LEVELS,
     NOT_FIRST,
     NUM_NEW,
-    NUM_TOP_BUCKETS,
     SUPPRESSED,
     Level,
     RowOptions,
@@ -27,7 +26,6 @@ from torchax_serve.sampling.types import (
 )
 from torchax_serve.scheduler import DecodeBatch, PlanRow
 
-TEMPERATURE = FLOAT_COLUMNS.index("temperature")
 _NO_LOGPROBS = -1
 
 
@@ -41,7 +39,7 @@ class BatchRows(NamedTuple):
     num_tokens_with_tables: np.ndarray
     needs_tables: bool  # some row needs them for its first tokens
     level: Level  # of rows beyond `num_tokens_with_tables`
-    num_top: int | None  # a bucket; None: no row needs log-probabilities
+    num_top: int | None  # None: no row needs log-probabilities
 
     def at_prompt_start(self) -> RowOptions:
         """Returns the options as they are before the first token of the prompt."""
@@ -148,9 +146,7 @@ class SlotParams:
         if batch_rows.needs_tables and LEVELS.index(level) < LEVELS.index("penalties"):
             is_early = self._num_new(batch_rows, plan_rows, ahead) < batch_rows.num_tokens_with_tables
             level = "penalties" if is_early.any() else level
-        # The programs of other levels are compiled by warm-up, with draws.
-        draws = level != "history" or bool((batch_rows.floats[:, TEMPERATURE] > 0).any())
-        return batch_rows, SamplerSpec(level, draws, batch_rows.num_top or 0, batch_rows.num_top is not None)
+        return batch_rows, SamplerSpec(level, num_top=batch_rows.num_top or 0, logprobs=batch_rows.num_top is not None)
 
     @staticmethod
     def _num_new(batch_rows: BatchRows, plan_rows: Sequence[PlanRow], ahead: int) -> np.ndarray:
@@ -174,7 +170,7 @@ class SlotParams:
         rows = np.full(num_rows, self.num_slots)
         rows[: len(slots)] = slots
         logprobs = int(self._num_top[rows].max())
-        num_top = None if logprobs == _NO_LOGPROBS else next(bucket for bucket in NUM_TOP_BUCKETS if bucket >= logprobs)
+        num_top = None if logprobs == _NO_LOGPROBS else logprobs
         num_tokens_with_tables = self._num_tokens_with_tables[rows]
         return BatchRows(
             is_sampled=rows < self.num_slots,

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from model_adapters.bridge.host_arrays import to_device
+from model_adapters.device_arrays import to_device
 
 ALL_TOKENS = np.int32(-1)
 """Word of a mask in which every bit is set."""

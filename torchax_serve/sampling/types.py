@@ -19,8 +19,8 @@ counts and on tables of the vocabulary, and the rarer truncations; `history` wha
 top-h, which takes long to compile.
 """
 
-NUM_TOP_BUCKETS = (0, 5, 20)
-"""Numbers of top log-probabilities that a program returns; the host delivers as many as were requested."""
+MAX_NUM_TOP = 20
+"""Number of top log-probabilities that a program returns; the host delivers as many as were requested."""
 
 INT_COLUMNS = (
     "slot",
@@ -72,7 +72,7 @@ class SamplerSpec:
     Attributes:
         level: Lowest level that covers every row.
         draws: Whether any row draws tokens; a program without draws is compiled much faster.
-        num_top: Number of top log-probabilities to return, a bucket of `NUM_TOP_BUCKETS`.
+        num_top: Number of top log-probabilities to return.
         logprobs: Whether to return log-probabilities.
         scores: Whether to return the processed scores.
         nan_is_invalid: Whether a row with nan gets `INVALID_TOKEN`; otherwise nan is a maximum, as in ``torch.argmax``.

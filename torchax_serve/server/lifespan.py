@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 
 from model_adapters.errors import UnsupportedModelError
+from model_adapters.loading.progress import RichProgress
 from torchax_serve.compilation import gc_pause
 from torchax_serve.entrypoints.encoder_model import EncoderModel
 from torchax_serve.entrypoints.served_model import ServedModel
@@ -195,7 +196,10 @@ def warm_up(model: ServedModel) -> None:
     if isinstance(model, EncoderModel):
         return
     try:
-        model.engine.warm_up()
+        engine = model.engine
+        began = time.monotonic()
+        engine.warm_up(RichProgress())
+        logger.info("%d programs are ready after %.1f s", engine.stats().num_programs, time.monotonic() - began)
     except UnsupportedModelError as error:
         logger.warning("requests run one at a time: %s", error)
 

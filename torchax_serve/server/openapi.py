@@ -135,7 +135,7 @@ def _schema_of(kind: type[ApiRequest], schemas: dict[str, Any], model_names: Seq
         for choice in (schema["properties"]["model"], *schema["properties"]["model"].get("anyOf", ())):
             if choice.get("type") == "string":
                 choice["enum"] = list(model_names)
-    return _with_int_bounds(schema)  # type: ignore[no-any-return]
+    return _with_int_bounds(schema)
 
 
 def _with_int_bounds(schema: Any) -> Any:

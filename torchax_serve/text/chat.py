@@ -157,6 +157,8 @@ def _text(model: TextModel, conversation: list[dict[str, Any]], options: ChatOpt
 
 
 def _is_overridden(tokenizer: Any) -> bool:
+    if not getattr(type(tokenizer), "has_own_template_method", True):
+        return False  # recorded as one of transformers' own
     from transformers import PreTrainedTokenizerBase
 
     return type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template

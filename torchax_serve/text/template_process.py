@@ -12,11 +12,14 @@ has the parent's ``sys.path`` and is answered with ``{}``; each later one is a j
 from __future__ import annotations
 
 import contextlib
+import importlib
+import importlib.util
 import json
 import os
 import resource
 import socket
 import sys
+import types
 from typing import Any
 
 MEMORY_BYTES = 2**30  # for rendering, without the imports: a template needs a few MiB
@@ -32,8 +35,7 @@ def main() -> None:
     if first is None:
         return
     sys.path[:] = first["path"]
-    import transformers.utils.chat_template_utils as chat_template_utils
-
+    chat_template_utils = _chat_template_utils()
     _limit(resource.RLIMIT_AS, _used_bytes() + MEMORY_BYTES)
     _send(connection, {})
     while (job := _receive(connection)) is not None:
@@ -47,6 +49,27 @@ def main() -> None:
         except Exception as error:
             answer = {"error": _described(error)}
         _send(connection, answer)
+
+
+def _chat_template_utils() -> Any:
+    """Returns transformers' module of chat templates, imported without the packages around it.
+
+    These import torch, which takes seconds; the module and what it imports do not. With a release of transformers of
+    which this is not true, the packages are imported.
+    """
+    packages = ("transformers", "transformers.utils")
+    try:
+        found = importlib.util.find_spec("transformers")
+        assert found is not None and found.submodule_search_locations is not None
+        folder = found.submodule_search_locations[0]
+        for name, path in zip(packages, (folder, os.path.join(folder, "utils")), strict=True):
+            sys.modules[name] = types.ModuleType(name)
+            sys.modules[name].__path__ = [path]
+        return importlib.import_module("transformers.utils.chat_template_utils")
+    except Exception:
+        for name in [each for each in sys.modules if each.split(".")[0] == "transformers"]:
+            del sys.modules[name]
+        return importlib.import_module("transformers.utils.chat_template_utils")
 
 
 def _answer(chat_template_utils: Any, job: dict[str, Any]) -> dict[str, Any]:
@@ -141,7 +164,10 @@ def _receive(connection: socket.socket) -> Any:
 def _read(connection: socket.socket, length: int) -> bytes | None:
     data = bytearray()
     while len(data) < length:
-        piece = connection.recv(min(length - len(data), 2**20))
+        try:
+            piece = connection.recv(min(length - len(data), 2**20))
+        except ConnectionResetError:  # the parent has ended with an answer unread
+            return None
         if not piece:
             return None
         data += piece

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from model_adapters.bridge.host_arrays import XLA_CPU_ALIGNMENT
+from model_adapters.device_arrays import XLA_CPU_ALIGNMENT
 from model_adapters.ops.cpu import ffi
 from model_adapters.ops.cpu.ffi import GROUP_COLUMNS, GROUP_ROWS
 

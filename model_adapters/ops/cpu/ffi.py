@@ -40,6 +40,7 @@ TARGETS = (
     "tas_rms_norm",
     "tas_row_sum",
     "tas_unpack",
+    "tas_unpack_rows",
 )
 ROW_BY_ROW = (
     "tas_activation",
@@ -308,6 +309,16 @@ def unpack(groups: jax.Array, index: jax.Array) -> jax.Array:
     """
     result = jax.ShapeDtypeStruct((groups.shape[0] * GROUP_ROWS, groups.shape[1] * GROUP_COLUMNS), jnp.bfloat16)
     return _call("tas_unpack", result)(groups, index)
+
+
+def unpack_rows(ids: jax.Array, groups: jax.Array, index: jax.Array) -> jax.Array:
+    """Returns the rows `ids` int32[T] of a compressed weight, bfloat16[T, K]; ids outside of it are clamped.
+
+    `groups` are uint8[N / 16, K / 8, 192], `index` int32[...].
+    """
+    result = jax.ShapeDtypeStruct((ids.shape[0], groups.shape[1] * GROUP_COLUMNS), jnp.bfloat16)
+    out: jax.Array = _call("tas_unpack_rows", result)(ids, groups, index)
+    return out
 
 
 def grouped_linear(x: jax.Array, weight: jax.Array, group_sizes: jax.Array) -> jax.Array:

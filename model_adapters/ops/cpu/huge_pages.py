@@ -10,14 +10,19 @@ import contextlib
 import ctypes
 import mmap
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
 
-from model_adapters.bridge.host_arrays import XLA_CPU_ALIGNMENT
+from model_adapters.device_arrays import XLA_CPU_ALIGNMENT
 
 HUGE_PAGE_BYTES = 2 << 20
 _MADV_DONTNEED, _MADV_HUGEPAGE = 4, 14
+_MREMAP_TO = 1 | 2  # may move, to a fixed address
+_FAILED = ctypes.c_void_p(-1).value
+MOVED_BYTES = 32 << 20
+"""Number of bytes that `move_into_huge_pages` copies at once, which are in memory twice meanwhile."""
 _MADV_COLLAPSE = 25  # of Linux 6.1 and later: copies what is there into huge pages, at once
 
 
@@ -35,6 +40,55 @@ class HugePages:
         """Returns the next uint8[num_bytes], aligned to a cache line."""
         begin, self._next = self._next, self._next + num_bytes + -num_bytes % XLA_CPU_ALIGNMENT
         return self._bytes[begin : begin + num_bytes]
+
+
+def move_into_huge_pages(mapped: np.ndarray) -> int:
+    """Replaces the pages of a mapped file, uint8[n] that nobody writes, by huge pages with the same content.
+
+    Addresses stay, and other threads may read meanwhile: the system exchanges pages under its lock.
+
+    Returns:
+        Number of bytes that are in huge pages now; 0 where the system has none.
+    """
+    if sys.platform != "linux" or "[never]" in _huge_page_setting():
+        return 0
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = libc.mremap.restype = ctypes.c_void_p
+    begin = mapped.ctypes.data + -mapped.ctypes.data % HUGE_PAGE_BYTES
+    end = (mapped.ctypes.data + mapped.nbytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    for address in range(begin, end, MOVED_BYTES):
+        if not _exchange(libc, address, min(MOVED_BYTES, end - address)):
+            return address - begin
+    return max(0, end - begin)
+
+
+def _huge_page_setting() -> str:
+    try:
+        return Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+    except OSError:
+        return "[never]"
+
+
+def _exchange(libc: ctypes.CDLL, address: int, num_bytes: int) -> bool:
+    """Exchanges complete huge pages at `address`; returns False if the system refuses."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    size = num_bytes + HUGE_PAGE_BYTES
+    memory = libc.mmap(None, ctypes.c_size_t(size), protection, flags, -1, ctypes.c_long(0))
+    if memory in (None, _FAILED):
+        return False
+    first = memory + -memory % HUGE_PAGE_BYTES
+    libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(num_bytes), _MADV_HUGEPAGE)
+    ctypes.memmove(first, address, num_bytes)
+    amount = ctypes.c_size_t(num_bytes)
+    moved = libc.mremap(ctypes.c_void_p(first), amount, amount, _MREMAP_TO, ctypes.c_void_p(address))
+    rest = [(memory, first - memory), (first + num_bytes, memory + size - first - num_bytes)]
+    if moved != address:
+        rest = [(memory, size)]
+    for begin, length in rest:
+        if length:
+            libc.munmap(ctypes.c_void_p(begin), ctypes.c_size_t(length))
+    return bool(moved == address)
 
 
 def in_huge_pages(array: jax.Array) -> jax.Array:

@@ -5,6 +5,7 @@
 #include "few_rows.h"
 #include "processor.h"
 #include "product.h"
+#include "repeated_rows.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -45,8 +46,11 @@ class RowProduct {
 
 template <class T, class Out>
 ffi::Error run(ffi::ThreadPool& threads, const T* x, const T* weight, const float* bias, Out* out, int64_t rows, int64_t n, int64_t k, bool in_order) {
-  const RowProduct<T> product(&threads, x, weight, bias, rows, n, k, in_order);
-  parallel_for(threads, product.num_chunks(), num_workers(rows, n, k, sizeof(T)), [&](int64_t c, int64_t next) { product.run(c, next, out); });
+  const int64_t count = num_distinct_rows(x, rows, k);
+  // The order of the sums is that of all rows.
+  const RowProduct<T> product(&threads, x, weight, bias, count, n, k, in_order || rows > FewRows<T>::kMaxRows);
+  parallel_for(threads, product.num_chunks(), num_workers(count, n, k, sizeof(T)), [&](int64_t c, int64_t next) { product.run(c, next, out); });
+  repeat_last_row(threads, out, count, rows, n);
   return ffi::Error::Success();
 }
 

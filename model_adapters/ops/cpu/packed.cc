@@ -1,6 +1,7 @@
 // Products with packed weights, and packing and unpacking them; nothing of it where the processor does not pack.
 #include "packed_product.h"
 #include "packer.h"
+#include "repeated_rows.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -9,6 +10,8 @@ namespace tas {
 namespace {
 
 #if defined(TAS_PACKS)
+constexpr int64_t kNumbersPerUnpacker = 1 << 15;  // less is taken apart before another thread is awake
+
 // groups uint8[n / 16, k / 8, 192], index int32[...] as `Packed` says.
 Packed packed_of(ffi::AnyBuffer& groups, ffi::AnyBuffer& index) {
   const auto dims = groups.dimensions();
@@ -17,10 +20,13 @@ Packed packed_of(ffi::AnyBuffer& groups, ffi::AnyBuffer& index) {
 
 ffi::Error packed_linear(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer groups, ffi::AnyBuffer index, ffi::AnyBuffer bias, ffi::Result<ffi::AnyBuffer> out) {
   const Packed packed = packed_of(groups, index);
-  const int64_t rows = x.dimensions()[0];
-  const HeldRows<bf16> held(&threads, (const bf16*)x.untyped_data(), rows, packed.k, PackedProduct::lanes(rows));
-  const PackedProduct product(held, rows, packed, bias.element_count() ? (const float*)bias.untyped_data() : nullptr, (bf16*)out->untyped_data());
-  parallel_for(threads, product.num_chunks(), num_workers(rows, packed.n, packed.k, sizeof(bf16)), [&](int64_t c, int64_t next) { product.run(c, next); });
+  const auto* from = (const bf16*)x.untyped_data();
+  auto* to = (bf16*)out->untyped_data();
+  const int64_t rows = x.dimensions()[0], count = num_distinct_rows(from, rows, packed.k);
+  const HeldRows<bf16> held(&threads, from, count, packed.k, PackedProduct::lanes(count));
+  const PackedProduct product(held, count, packed, bias.element_count() ? (const float*)bias.untyped_data() : nullptr, to);
+  parallel_for(threads, product.num_chunks(), num_workers(count, packed.n, packed.k, sizeof(bf16)), [&](int64_t c, int64_t next) { product.run(c, next); });
+  repeat_last_row(threads, to, count, rows, packed.n);
   return ffi::Error::Success();
 }
 
@@ -44,7 +50,26 @@ ffi::Error unpack_weight(ffi::ThreadPool threads, ffi::AnyBuffer groups, ffi::An
   });
   return ffi::Error::Success();
 }
+// Rows ids[t] of the matrix -> out[t, k]. A row is taken apart with the fifteen of its block, some microseconds in all.
+ffi::Error unpack_rows(ffi::ThreadPool threads, ffi::Buffer<ffi::S32> ids, ffi::AnyBuffer groups, ffi::AnyBuffer index, ffi::Result<ffi::AnyBuffer> out) {
+  const Packed packed = packed_of(groups, index);
+  const PackedWeights weights(packed);
+  auto* words = (float*)out->untyped_data();
+  const int64_t rows = ids.element_count(), stride = packed.k / 2;
+  parallel_for(threads, rows, 1 + rows * packed.k / kNumbersPerUnpacker, [&](int64_t t, int64_t) {
+    const int64_t id = std::clamp<int64_t>(ids.typed_data()[t], 0, packed.n - 1), block = id / kGroupRows, row = id % kGroupRows;
+    weights.walk<1>(block, {block + 1, block + 1}, [&](int64_t w, const auto& take) {
+      Vec v[kGroupWords];
+      take(0, int(row / kLanes), v);
+      for (int j = 0; j < kGroupWords; j++) words[t * stride + w + j] = v[j][row % kLanes];
+    });
+  });
+  return ffi::Error::Success();
+}
 #else
+ffi::Error unpack_rows(ffi::ThreadPool, ffi::Buffer<ffi::S32>, ffi::AnyBuffer, ffi::AnyBuffer, ffi::Result<ffi::AnyBuffer>) {
+  return ffi::Error::Internal("packed weights are not for this processor");
+}
 ffi::Error packed_linear(ffi::ThreadPool, ffi::AnyBuffer, ffi::AnyBuffer, ffi::AnyBuffer, ffi::AnyBuffer, ffi::Result<ffi::AnyBuffer>) {
   return ffi::Error::Internal("packed weights are not for this processor");
 }
@@ -86,6 +111,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(tas_packed_linear, tas::packed_linear,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(tas_unpack, tas::unpack_weight,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(tas_unpack_rows, tas::unpack_rows,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>());

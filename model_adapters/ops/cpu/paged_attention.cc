@@ -10,6 +10,7 @@
 
 #include "attend.h"
 #include "parallel.h"
+#include "repeated_rows.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -113,6 +114,12 @@ class Attention {
   void run() {
     const std::vector<Piece> pieces = pieces_of(call_, shape_);
     clear_outputs(pieces);
+    attend_all(pieces);
+    repeat_last(pieces);
+  }
+
+ private:
+  void attend_all(const std::vector<Piece>& pieces) {
     const int64_t heads = shape_.kv_heads, num_items = int64_t(pieces.size()) * heads;
     int64_t products = 0, most_spans = 1;
     for (const Piece& p : pieces) {
@@ -145,7 +152,16 @@ class Attention {
     });
   }
 
- private:
+  // Padding behind the last token gets that one's result, so that the products that follow find equal rows.
+  void repeat_last(const std::vector<Piece>& pieces) {
+    int64_t count = 0;
+    for (const Piece& p : pieces) count = std::max(count, p.token + p.count);
+    if (call_.cu_q_lens && count != call_.cu_q_lens[call_.num_seqs]) return;  // tokens without a position are no padding
+    const int64_t width = call_.query_heads * shape_.value_dim;
+    if (call_.q.dtype == ffi::F32) repeat_last_row(threads_, static_cast<float*>(call_.out), count, call_.num_tokens, width);
+    else repeat_last_row(threads_, static_cast<uint16_t*>(call_.out), count, call_.num_tokens, width);
+  }
+
   void write(const Piece& piece, int64_t head) {
     for (int64_t token = piece.token; token < piece.token + piece.count; token++) write(piece.seq, token, head);
   }
@@ -169,7 +185,7 @@ class Attention {
     for (int64_t d = 0; d < n; d++) put(row[d], scale, out + d);
   }
 
-  // Zeros for padding and for tokens before position 0.
+  // Zeros for tokens before position 0, and for rows of length 0.
   void clear_outputs(const std::vector<Piece>& pieces) {
     const int64_t covered = std::accumulate(pieces.begin(), pieces.end(), int64_t{0}, [](int64_t n, const Piece& p) { return n + p.count; });
     const int64_t item = call_.q.dtype == ffi::F32 ? 4 : 2;

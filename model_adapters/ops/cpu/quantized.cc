@@ -1,5 +1,6 @@
 // x[rows, k] times a matrix of int8 or int4 (quantized.h) transposed.
 #include "quantized.h"
+#include "repeated_rows.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -10,10 +11,12 @@ namespace {
 template <class T>
 ffi::Error run_quantized(ffi::ThreadPool& threads, const T* x, int64_t rows, const QuantizedMatrix& matrix, int64_t act_group, const float* bias, T* out) {
   const bool rounds = act_group > 0;
-  QuantizedRows held(rows, matrix, rounds);
+  const int64_t count = num_distinct_rows(x, rows, matrix.k);
+  QuantizedRows held(count, matrix, rounds);
   held.take(threads, x, act_group);
-  const QuantizedProduct product(held, rows, matrix, rounds, bias, out, QuantizedProduct::store_as<T>);
-  parallel_for(threads, product.num_chunks(), num_workers(rows, matrix.n, matrix.k, 1), [&](int64_t c, int64_t next) { product.run(c, next); });
+  const QuantizedProduct product(held, count, matrix, rounds, bias, out, QuantizedProduct::store_as<T>);
+  parallel_for(threads, product.num_chunks(), num_workers(count, matrix.n, matrix.k, 1), [&](int64_t c, int64_t next) { product.run(c, next); });
+  repeat_last_row(threads, out, count, rows, matrix.n);
   return ffi::Error::Success();
 }
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from model_adapters.ops import registry
 from model_adapters.ops.attention_args import AttentionArgs, unsupported_field
 from model_adapters.ops.decode_attention import OP, write_token
-from model_adapters.ops.gpu.hopper import NAME, unsupported_reason
+from model_adapters.ops.gpu.hopper import NAME, PLATFORMS, unsupported_reason
 from model_adapters.ops.gpu.split_kv import LOG2_E, NOTHING, num_splits
 
 MAX_GROUP = 64  # rows of a warp group's product
@@ -56,7 +56,7 @@ def _unsupported_reason(
     args: AttentionArgs,
 ) -> str | None:
     group, dims = q.shape[1] // pool.shape[1], (q.shape[2], v.shape[2])
-    if (reason := unsupported_field(args, SUPPORTED_ARGS) or unsupported_reason(q, v, pool, page_table)) is not None:
+    if (reason := unsupported_reason(q, v, pool, page_table) or unsupported_field(args, SUPPORTED_ARGS)) is not None:
         return reason
     if sum(dims) > MAX_DIMS:
         return f"keys of {dims[0]} and values of {dims[1]}; the kernel has shared memory for {MAX_DIMS} together"
@@ -65,7 +65,7 @@ def _unsupported_reason(
     return None
 
 
-@registry.register(OP, NAME, ("gpu",), unsupported_reason=_unsupported_reason)
+@registry.register(OP, NAME, PLATFORMS, unsupported_reason=_unsupported_reason)
 def decode_attention(
     q: jax.Array,
     k: jax.Array,

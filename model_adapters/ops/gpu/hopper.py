@@ -7,6 +7,9 @@ import jax
 from model_adapters.ops import registry
 
 NAME = "gpu-mosaic"
+# Platforms on which the kernels are selected before others; none as long as no hardware has confirmed all of them:
+# until then they run only inside of `use`. Then ``("gpu",)``.
+PLATFORMS: tuple[str, ...] = ()
 DTYPES = ("bfloat16", "float16")
 MAX_DIM = 256
 DIM_MULTIPLE = 64  # the 128 bytes of a swizzle
@@ -30,8 +33,8 @@ def unsupported_reason(q: jax.Array, v: jax.Array, pool: jax.Array, page_table: 
         return f"keys of {dims[0]} and values of {dims[1]}; the kernel has multiples of {DIM_MULTIPLE} up to {MAX_DIM}"
     if page % PAGE_MULTIPLE or (BLOCK_LEN % page and page % BLOCK_LEN):
         return f"pages of {page} positions; the kernel has 8, 16, 32 and multiples of {BLOCK_LEN}"
-    if pool.shape[3] % PAGE_MULTIPLE:
-        return f"rows of the pool have {pool.shape[3]} elements; the kernel needs a multiple of {PAGE_MULTIPLE}"
+    if pool.shape[3] % DIM_MULTIPLE:
+        return f"rows of the pool have {pool.shape[3]} elements; the kernel needs a multiple of {DIM_MULTIPLE}"
     if jax.default_backend() == "gpu" and not str(jax.devices()[0].compute_capability).startswith("9."):
         return f"a GPU of compute capability {jax.devices()[0].compute_capability}; the kernel is for 9.0, Hopper"
     return None

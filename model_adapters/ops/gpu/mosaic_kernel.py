@@ -7,6 +7,7 @@ time.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +54,15 @@ class StageSizes:
         return self.group + -self.group % TILE_ROWS
 
     @property
+    def row_stride(self) -> int:
+        """Number of rows from the queries of one kv head to those of the next.
+
+        The tensor memory accelerator reads rows that begin within a tile only up to its end: a group is in one tile,
+        or begins with one.
+        """
+        return self.group if TILE_ROWS % self.group == 0 else self.num_rows
+
+    @property
     def num_stages(self) -> int:
         """Number of blocks in flight, as many as there is shared memory for."""
         fixed_bytes = NUM_ROWS * (2 * self.dim + (2 if self.num_splits == 1 else 4) * self.value_dim)
@@ -64,7 +74,7 @@ class MosaicProgram:
     """One program of the kernel: a row, a kv head and a split; its references and sizes."""
 
     sizes: StageSizes
-    q: Any  # [B * Hq, D]
+    q: Any  # [rows, D], of each kv head those of its group and padding
     pool: Any  # [P, H, page, W]
     table: Any  # int32[B, pages_per_seq]
     lens: Any  # int32[B]
@@ -162,8 +172,8 @@ class MosaicProgram:
         row, head, split = lax.axis_index("row"), lax.axis_index("head"), lax.axis_index("split")
         sizes, num_heads = self.sizes, self.pool.shape[1]
         heads = pl.ds(head * sizes.group, sizes.group)
-        # Further rows are those of other heads, zeros behind the last one, or undefined; no row depends on another.
-        queries = self.q.at[pl.ds((row * num_heads + head) * sizes.group, sizes.num_rows)]
+        # Further rows are those of other heads, zeros, or undefined; no row depends on another.
+        queries = self.q.at[pl.ds((row * num_heads + head) * sizes.row_stride, sizes.num_rows)]
         plgpu.copy_gmem_to_smem(queries, self.queries.at[pl.ds(0, sizes.num_rows)], self.queries_loaded)
         top, total, sums = self.run(row, head, split)
         if self.sinks is not None:
@@ -201,6 +211,15 @@ def with_sinks(
     return total * shrink + jnp.exp2(sink - new_top), sums * lax.broadcast_in_dim(shrink, sums.shape, [0])
 
 
+def query_rows(q: jax.Array, sizes: StageSizes) -> jax.Array:
+    """Returns ``q[B, Hq, D]`` as rows ``[rows, D]``: `row_stride` for each kv head, in whole tiles."""
+    rows = q.reshape(-1, sizes.group, sizes.dim)
+    rows = jnp.pad(rows, ((0, 0), (0, sizes.row_stride - sizes.group), (0, 0))).reshape(-1, sizes.dim)
+    return jnp.pad(rows, ((0, -rows.shape[0] % TILE_ROWS), (0, 0)))
+
+
+# As a function of its own in the program, all layers that call it share one kernel: each takes seconds to compile.
+@functools.partial(jax.jit, static_argnames="sizes")
 def attend(
     q: jax.Array,
     pool: jax.Array,
@@ -227,8 +246,6 @@ def attend(
         ``[B, Hq, Dv]`` in q's dtype, or ``float32[splits, B, Hq, Dv]`` and ``float32[splits, B, H, 64]``.
     """
     (batch, query_heads, _), num_heads = q.shape, pool.shape[1]
-    rows = q.reshape(batch * query_heads, sizes.dim)
-    rows = jnp.pad(rows, ((0, max(0, sizes.num_rows - rows.shape[0])), (0, 0)))
     out_type = [jax.ShapeDtypeStruct((batch, query_heads, sizes.value_dim), q.dtype)]
     if sizes.num_splits > 1:
         splits = (sizes.num_splits, batch)
@@ -236,12 +253,12 @@ def attend(
             jax.ShapeDtypeStruct((*splits, query_heads, sizes.value_dim), jnp.float32),
             jax.ShapeDtypeStruct((*splits, num_heads, NUM_ROWS), jnp.float32),
         ]
-    arrays = [rows, pool, page_table, lens, starts, *([] if sinks is None else [sinks])]
+    arrays = [query_rows(q, sizes), pool, page_table, lens, starts, *([] if sinks is None else [sinks])]
 
     def body(*refs: Any) -> None:
-        results = refs[len(arrays) : len(arrays) + len(out_type)]
-        rest = refs[len(arrays) + len(out_type) :]
-        MosaicProgram(sizes, *refs[:5], refs[5] if sinks is not None else None, *(*results, None)[:2], *rest)()
+        inputs, results, rest = refs[: len(arrays)], refs[len(arrays) : -7], refs[-7:]
+        given = [*inputs, *([None] if sinks is None else []), *results, *([None] if len(results) == 1 else []), *rest]
+        MosaicProgram(sizes, *given)()
 
     tiled = (plgpu.TilingTransform((TILE_ROWS, TILE_COLUMNS)), plgpu.SwizzleTransform(2 * TILE_COLUMNS))
     stages = (sizes.num_stages, NUM_KEYS)

@@ -11,6 +11,7 @@ keys and values are read once for all of them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -239,20 +240,27 @@ class PrefillProgram:
         pl.when(first < last)(lambda: plgpu.barrier_wait(self.keys_loaded.at[0]))
         pl.when(group == 1)(self.take_turn)
         if sizes.window is not None:
-            carry = lax.fori_loop(first, inner, lambda *at: step(*at, has_mask=True), carry)
-        carry = lax.fori_loop(inner, outer, lambda *at: step(*at, has_mask=False), carry)
-        carry = lax.fori_loop(outer, last, lambda *at: step(*at, has_mask=True), carry)
+            carry = lax.fori_loop(first, inner, functools.partial(step, has_mask=True), carry)
+        carry = lax.fori_loop(inner, outer, functools.partial(step, has_mask=False), carry)
+        carry = lax.fori_loop(outer, last, functools.partial(step, has_mask=True), carry)
         pl.when(group == 0)(self.take_turn)
         return carry
+
+    def first_query(self, item: SplitKVItem, group: Any) -> Any:
+        """Returns the token of a group's first row: a copy of queries begins and ends with a tile of shared memory.
+
+        The tensor memory accelerator reads a tile that begins between two tiles of the array only up to the second.
+        """
+        return jnp.bitwise_and(item.begin, -TILE_ROWS) + group * self.sizes.num_queries
 
     def store(self, item: SplitKVItem, group: Any, base: Any, head: Any, made: jax.Array) -> None:
         """Writes the rows of the item's tokens, ``[64, Dv]``: all at once, or else one by one."""
         num_queries, value_dim = self.sizes.num_queries, self.sizes.value_dim
-        begin = jnp.clip(item.begin + group * num_queries - base, 0, num_queries)
+        begin = jnp.clip(jnp.maximum(item.begin, self.first_query(item, group)) - base, 0, num_queries)
         end = jnp.clip(item.end - base, begin, num_queries)
-        is_whole = jnp.logical_and(begin == 0, end == num_queries)
+        is_complete = jnp.logical_and(begin == 0, end == num_queries)
 
-        @pl.when(is_whole)
+        @pl.when(is_complete)
         def _() -> None:
             self.outputs[group] = made
             plgpu.commit_smem()
@@ -261,7 +269,7 @@ class PrefillProgram:
                 plgpu.copy_smem_to_gmem(source, self.out.at[pl.ds(base, num_queries), head + i])
             plgpu.wait_smem_to_gmem(0)
 
-        @pl.when(jnp.logical_not(is_whole))
+        @pl.when(jnp.logical_not(is_complete))
         def _() -> None:
             for column in range(0, value_dim, TILE_COLUMNS):
                 self.rows[group] = made[:, column : column + TILE_COLUMNS]
@@ -280,7 +288,7 @@ class PrefillProgram:
         """Writes the attention of one group's rows."""
         num_queries, num_tokens = self.sizes.num_queries, self.q.shape[0]
         # A tile at the end begins earlier, so that all of it is inside of the array; those rows are not written.
-        base = jnp.minimum(item.begin + group * num_queries, num_tokens - num_queries)
+        base = jnp.minimum(self.first_query(item, group), num_tokens - num_queries)
         for i in range(self.sizes.num_heads):
             target = self.queries.at[group, pl.ds(i * num_queries, num_queries)]
             source = self.q.at[pl.ds(base, num_queries), head + i]
@@ -312,6 +320,8 @@ class PrefillProgram:
             self.fetch(item, kv_head)
 
 
+# As a function of its own in the program, all layers that call it share one kernel: each takes seconds to compile.
+@functools.partial(jax.jit, static_argnames="sizes")
 def attend_runs(
     items: jax.Array,
     q: jax.Array,
@@ -323,8 +333,9 @@ def attend_runs(
     """Returns the attention ``[T, Hq, Dv]`` of all items.
 
     Args:
-        items: ``int32[num_items, fields]`` of up to ``2 * num_queries`` tokens each, which cover every token once.
-        q: ``[T, Hq, D]``, at least `num_queries` tokens.
+        items: ``int32[num_items, fields]`` that cover every token once, each of up to ``2 * num_queries`` tokens from
+            a multiple of `TILE_ROWS` on.
+        q: ``[T, Hq, D]``, a multiple of `TILE_ROWS` tokens and at least `num_queries`.
         pool: ``[P, H, page, W]``.
         page_table: ``int32[S, pages_per_seq]``.
         sinks: ``float32[Hq]`` or None.

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from model_adapters.ops import registry
 from model_adapters.ops.attention_args import AttentionArgs, unsupported_field
-from model_adapters.ops.gpu.hopper import NAME, unsupported_reason
+from model_adapters.ops.gpu.hopper import NAME, PLATFORMS, unsupported_reason
 from model_adapters.ops.gpu.work_items import ragged_items, token_places
 from model_adapters.ops.kv_pool import write_tokens_at
 from model_adapters.ops.paged_attention import OP
@@ -27,7 +27,7 @@ def _unsupported_reason(
     cu_q_lens: jax.Array,
     args: AttentionArgs,
 ) -> str | None:
-    return unsupported_field(args, SUPPORTED_ARGS) or unsupported_reason(q, v, pool, page_table)
+    return unsupported_reason(q, v, pool, page_table) or unsupported_field(args, SUPPORTED_ARGS)
 
 
 def _num_heads(group: int) -> int:
@@ -38,7 +38,7 @@ def _num_heads(group: int) -> int:
     return num_heads
 
 
-@registry.register(OP, NAME, ("gpu",), unsupported_reason=_unsupported_reason)
+@registry.register(OP, NAME, PLATFORMS, unsupported_reason=_unsupported_reason)
 def paged_attention(
     q: jax.Array,
     k: jax.Array,
@@ -51,7 +51,7 @@ def paged_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """Writes the new tokens, by a scatter in place, and runs the kernel for Hopper."""
     # Imported on use: the lowering takes longer to import than all other ops together.
-    from model_adapters.ops.gpu.mosaic_prefill import NUM_GROUPS, PrefillSizes, attend_runs
+    from model_adapters.ops.gpu.mosaic_prefill import NUM_GROUPS, TILE_ROWS, PrefillSizes, attend_runs
 
     seqs, positions = token_places(q.shape[0], kv_lens, cu_q_lens)
     pool = write_tokens_at(pool, page_table, seqs, positions, k, v, args.kv_scales)
@@ -69,7 +69,9 @@ def paged_attention(
         args.softcap,
     )
     block_len = NUM_GROUPS * sizes.num_queries
-    q = jnp.pad(q, ((0, max(0, sizes.num_queries - num_tokens)), (0, 0), (0, 0)))
-    items = ragged_items(num_tokens, block_len, page_table.shape[1] * page, kv_lens, cu_q_lens, None, args.window)
+    num_padded = max(sizes.num_queries, num_tokens + -num_tokens % TILE_ROWS)
+    q = jnp.pad(q, ((0, num_padded - num_tokens), (0, 0), (0, 0)))
+    capacity = page_table.shape[1] * page
+    items = ragged_items(num_tokens, block_len, capacity, kv_lens, cu_q_lens, None, args.window, TILE_ROWS)
     sinks = None if args.sinks is None else args.sinks.astype(jnp.float32)
     return attend_runs(items, q, pool, page_table, sinks, sizes)[:num_tokens], pool

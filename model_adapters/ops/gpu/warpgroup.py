@@ -5,6 +5,7 @@ Tests replace each of these functions, because the interpreter does not know the
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 LAYOUT = plgpu.Layout.WGMMA
+# An index, which `plgpu.load` needs up to jax 0.10 and warns of from 0.11 on.
+LOAD_INDEX = ((),) if inspect.signature(plgpu.load).parameters["idx"].default is inspect.Parameter.empty else ()
 
 
 def _nothing() -> None:
@@ -34,7 +37,7 @@ def scores(queries: Any, keys: Any, meanwhile: Callable[[], None] = _nothing) ->
 
     `meanwhile` is called while the product is computed.
     """
-    return _product(queries, plgpu.transpose_ref(keys, (1, 0)), keys.shape[0], meanwhile)
+    return _product(queries, keys.transpose((1, 0)), keys.shape[0], meanwhile)
 
 
 def sums(weights: jax.Array, values: Any) -> jax.Array:
@@ -52,10 +55,10 @@ def add_product(sums: jax.Array, weights: jax.Array, values: Any, meanwhile: Cal
         plgpu.wgmma(out, weights, values)
         meanwhile()
 
-    return pl.run_state(run)(plgpu.ACC.init(sums))  # type: ignore[no-any-return]
+    return pl.run_state(run)(plgpu.ACC.init(sums))
 
 
-def iota(shape: tuple[int, int], axis: int) -> jax.Array:
+def iota(shape: tuple[int, ...], axis: int) -> jax.Array:
     """Returns the index along `axis`, int32 of `shape`, in the layout of a product."""
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=LAYOUT)
 
@@ -77,4 +80,4 @@ def by_tile(x: jax.Array) -> jax.Array:
 
 def load(ref: Any) -> jax.Array:
     """Returns a tile ``[64, n]`` of shared memory in the layout of a product."""
-    return plgpu.load(ref, (), layout=LAYOUT)
+    return plgpu.load(ref, *LOAD_INDEX, layout=LAYOUT)

@@ -69,25 +69,30 @@ def ragged_items(
     cu_q_lens: jax.Array,
     prefix_lens: jax.Array | None,
     window: int | None,
+    alignment: int = 1,
 ) -> jax.Array:
     """Returns items ``int32[num_items, fields]`` that cover all tokens and padding.
 
-    An item has at most `block_len` queries. Padding is one more sequence at negative positions: it sees nothing and
-    gives zeros. The number of items is enough for any division of the tokens into sequences; unused items are empty.
-    `kv_lens` and `prefix_lens` are ``int32[S]``, `cu_q_lens` is ``int32[S + 1]``.
+    An item has at most `block_len` queries. Where a sequence begins at no multiple of `alignment`, its items are those
+    of a sequence from the multiple before, so that no other item begins or ends between two multiples. Padding is one
+    more sequence at negative positions: it sees nothing and gives zeros. The number of items is enough for any division
+    of the tokens into sequences; unused items are empty. `kv_lens` and `prefix_lens` are ``int32[S]``, `cu_q_lens` is
+    ``int32[S + 1]``.
     """
     num_seqs = kv_lens.shape[0]
     ends = jnp.clip(jnp.append(cu_q_lens[1:], jnp.int32(num_tokens)), 0, num_tokens)
     begins = jnp.clip(jnp.append(cu_q_lens[:-1], cu_q_lens[-1]), 0, num_tokens)
-    num_blocks = -(-jnp.maximum(ends - begins, 0) // block_len)
+    first = begins - begins % alignment
+    num_blocks = jnp.where(ends > begins, -(-(ends - first) // block_len), 0)
     last = jnp.cumsum(num_blocks).astype(jnp.int32)  # blocks up to and with each sequence
-    num_items = min(num_tokens, (num_tokens + (num_seqs + 1) * (block_len - 1)) // block_len)
+    num_items = min(num_tokens, (num_tokens + (num_seqs + 1) * (block_len + alignment - 2)) // block_len)
     index = jnp.arange(num_items, dtype=jnp.int32)
     seq = num_at_most(last, index)
     is_used = seq <= num_seqs
     seq = jnp.minimum(seq, num_seqs)
-    begin = jnp.where(is_used, begins[seq] + (index - last[seq] + num_blocks[seq]) * block_len, num_tokens)
-    end = jnp.where(is_used, jnp.minimum(begin + block_len, ends[seq]), num_tokens)
+    block = first[seq] + (index - last[seq] + num_blocks[seq]) * block_len
+    begin = jnp.where(is_used, jnp.maximum(block, begins[seq]), num_tokens)
+    end = jnp.where(is_used, jnp.minimum(block + block_len, ends[seq]), num_tokens)
     known = jnp.minimum(seq, num_seqs - 1)
     is_seq = seq < num_seqs
     shift = jnp.where(is_seq, kv_lens[known] - cu_q_lens[known + 1], -num_tokens)

@@ -38,8 +38,8 @@ def read_config(context: typer.Context, file: Path | None) -> Path | None:
             near = difflib.get_close_matches(name.replace("-", "_"), options, 1)
             meant = f"; did you mean {near[0].replace('_', '-')}?" if near else f"; {context.command_path} --help"
             raise typer.BadParameter(f"expected options of this command in {str(file)!r}, got {name!r}{meant}")
-        if isinstance(value, list) != param.multiple or isinstance(value, dict):  # type: ignore[attr-defined]
-            kind = "a list" if param.multiple else "one value"  # type: ignore[attr-defined]
+        if isinstance(value, list) != param.multiple or isinstance(value, dict):
+            kind = "a list" if param.multiple else "one value"
             raise typer.BadParameter(f"{name}: expected {kind} in {str(file)!r}, got {value!r}")
         assert param.name is not None
         defaults[param.name] = value

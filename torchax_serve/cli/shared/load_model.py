@@ -13,6 +13,7 @@ import typer
 from model_adapters.errors import InvalidArgumentError
 from torchax_serve.cli.chat.interrupts import prompt_interrupts
 from torchax_serve.cli.shared.load_options import DeviceOptions, LoadOptions
+from torchax_serve.cli.shared.model_name import may_have_template
 from torchax_serve.cli.shared.terminal import hidden_keys, may_style, passing_note, print_note
 
 
@@ -77,14 +78,14 @@ def loaded_model(
     """
     with prompt_interrupts(leave_at=1), hidden_keys():
         end_if_explained(name, options)
-        with passing_note("starting torch and jax ..."):
+        if starts_chat and may_have_template(name):
+            from torchax_serve.text.template_renderer import shared_renderer
+
+            shared_renderer().start()  # while all else is imported
+        with passing_note("starting jax ..."):
             from model_adapters.loading.progress import RichProgress, SilentProgress
             from torchax_serve import EngineOptions, serve
 
-        if starts_chat:
-            from torchax_serve.text.template_renderer import shared_renderer
-
-            shared_renderer().start()  # while the model loads
         if isinstance(options, DeviceOptions) and options.hosts() is not None:
             _keep_stdout_for_answers()
         options.show_details()

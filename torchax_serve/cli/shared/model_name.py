@@ -48,6 +48,19 @@ def check_one_model(name: str | None, random_weights: Path | None, revision: str
         )
 
 
+def may_have_template(name: str | None) -> bool:
+    """Returns whether model `name` may have a chat template; False if its files are here and none of them has one."""
+    source = parse_name(name)
+    if not isinstance(source, ModelSource) or source.folder is None:
+        return True
+    if any(source.folder.glob("*.jinja")) or (source.folder / "chat_template.json").is_file():
+        return True
+    try:
+        return "chat_template" in (source.folder / "tokenizer_config.json").read_text("utf-8", errors="replace")
+    except OSError:
+        return False
+
+
 def complete_model(incomplete: str) -> list[str]:
     """Returns the shell's completions for MODEL: short names and downloaded models.
 

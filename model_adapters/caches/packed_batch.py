@@ -1,0 +1,90 @@
+"""Inputs of a packed step, and the pools of pages that it reads and writes; imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from model_adapters.errors import UnsupportedModelError
+
+
+class NotPackableError(UnsupportedModelError):
+    """An error of a model whose code does not let sequences be packed; the message says where."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PackedBatch:
+    """The new tokens of S sequences, padded to T tokens and S rows."""
+
+    token_ids: jax.Array  # int32[T]
+    positions: jax.Array  # int32[T]
+    cu_q_lens: jax.Array  # int32[S + 1], where each sequence's tokens begin; the last entry is the end of all
+    kv_lens: jax.Array  # int32[S], length of each sequence with its new tokens; 0 for an unused row
+    last: jax.Array  # int32[S], index of each sequence's last token, whose logits are wanted
+    page_tables: tuple[jax.Array, ...]  # by group of layers, int32[S, pages_per_seq]
+    rope_lens: jax.Array | None = None  # int32[T], lengths that tokens' rotary frequencies are for
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedLayout:
+    """The static part of a packed step.
+
+    Attributes:
+        groups: by layer, the index of its page table.
+        windows: by layer, its sliding window, None for full attention; pages before it may be freed.
+        max_len: tokens that a page table covers.
+        is_decode: every sequence has one new token: T = S, in the order of the rows.
+        all_logits: logits of every token instead of each sequence's last.
+    """
+
+    groups: tuple[int, ...]
+    windows: tuple[int | None, ...]
+    max_len: int
+    is_decode: bool = False
+    all_logits: bool = False
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Int8Pool:
+    """A layer's pages in int8, with a scale for each kv head.
+
+    The values are ``round(x / scale)`` within -127 .. 127.
+    """
+
+    pages: jax.Array  # int8[pages, kv_heads, page_len, width]
+    k_scale: jax.Array  # float32[kv_heads]
+    v_scale: jax.Array  # float32[kv_heads]
+
+
+Pool = jax.Array | Int8Pool
+
+
+def pages_of(pool: Pool) -> jax.Array:
+    """Returns the array with the pages of a pool."""
+    return pool.pages if isinstance(pool, Int8Pool) else pool
+
+
+def with_pages(pool: Pool, pages: jax.Array) -> Pool:
+    """Returns a pool like `pool` with these pages."""
+    return dataclasses.replace(pool, pages=pages) if isinstance(pool, Int8Pool) else pages
+
+
+def laid_out(
+    pool: Pool, sharding: Callable[[int], NamedSharding], place: Callable[[Any, NamedSharding], jax.Array]
+) -> Pool:
+    """Returns `pool` with each array placed by `place`.
+
+    `sharding` returns the sharding of pages for a number of heads.
+    """
+    of_pages = sharding(pages_of(pool).shape[1])
+    pages = place(pages_of(pool), of_pages)
+    if not isinstance(pool, Int8Pool):
+        return pages
+    by_head = NamedSharding(of_pages.mesh, PartitionSpec(*of_pages.spec[1:2]))
+    return Int8Pool(pages, place(pool.k_scale, by_head), place(pool.v_scale, by_head))

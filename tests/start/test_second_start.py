@@ -1,0 +1,98 @@
+"""A second start answers without torch and transformers, with the tokens of the first; what it lacks brings them."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from model_adapters.loading.model_source import EMBEDDED
+from torchax_serve import SamplingParams, serve
+
+# Prints the answers of a model as JSON. With "refused", importing torch, transformers or torchax raises at first.
+SCRIPT = """
+import json, sys
+
+class Refusal:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "transformers", "torchax"):
+            raise AssertionError(f"{name} is imported")
+
+refusal = Refusal()
+if sys.argv[2] == "refused":
+    sys.meta_path.insert(0, refusal)
+from torchax_serve import SamplingParams, serve
+
+def answers(model):
+    chat = model.chat("What is 3 plus 4?", SamplingParams(max_new_tokens=8), stream=True)
+    text = "".join(chat)
+    drawn = model.stream("The capital of", SamplingParams(max_new_tokens=8, temperature=1.0, seed=5, logprobs=2))
+    list(drawn)
+    batch = model.generate_batch(["One, two,", [5, 6, 7]], SamplingParams(max_new_tokens=4, ignore_eos=True))
+    return {
+        "chat": [text, chat.token_ids],
+        "drawn": [drawn.token_ids, [round(each.logprob, 3) for each in drawn.logprobs]],
+        "batch": [[each.text, each.token_ids] for each in batch],
+    }
+
+model = serve(sys.argv[1])
+found = {"answers": answers(model), "imported": "torch" in sys.modules or "transformers" in sys.modules}
+if refusal in sys.meta_path:
+    sys.meta_path.remove(refusal)
+    found["description"] = repr(model)
+    found["beams"] = list(model.iter_tokens([5, 6, 7], params=SamplingParams(max_new_tokens=4, num_beams=2)))
+    found["parameters"] = model.torch_model.num_parameters()
+    found["template"] = model.tokenizer.chat_template
+    found["after"] = answers(model)
+print(json.dumps(found))
+model.close()
+"""
+
+
+def started(folder, *, refused=False):
+    """What a new process prints that serves `folder`."""
+    command = [sys.executable, "-c", SCRIPT, str(folder), "refused" if refused else ""]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    copied = tmp_path_factory.mktemp("second_start") / "model"
+    shutil.copytree(EMBEDDED, copied)
+    return copied
+
+
+@pytest.fixture(scope="module")
+def first(folder):
+    return started(folder)
+
+
+def test_a_second_start_imports_neither_torch_nor_transformers(folder, first):
+    assert first["imported"]
+    second = started(folder, refused=True)
+    assert not second["imported"]
+    assert second["answers"] == first["answers"]
+    with serve(folder) as model:  # this process has imported transformers: it loads as ever
+        assert second["description"].startswith(repr(model)[: repr(model).index(">")])
+        assert second["parameters"] == model.torch_model.num_parameters()
+        assert second["template"] == model.tokenizer.chat_template
+        beams = model.iter_tokens([5, 6, 7], params=SamplingParams(max_new_tokens=4, num_beams=2))
+        assert second["beams"] == list(beams)
+    assert second["after"] == first["answers"]
+
+
+def test_changed_weights_are_loaded(folder, first):
+    """Last, as it changes the folder."""
+    file = folder / "model.safetensors"
+    save_file({name: np.roll(array, 1) for name, array in load_file(file).items()}, file, {"format": "pt"})
+    after = started(folder)
+    assert after["imported"]
+    with serve(folder) as model:
+        expected = model.generate_batch(["One, two,", [5, 6, 7]], SamplingParams(max_new_tokens=4, ignore_eos=True))
+    assert after["answers"]["batch"] == [[each.text, each.token_ids] for each in expected]
+    assert after["answers"]["batch"] != first["answers"]["batch"]

@@ -1,0 +1,172 @@
+"""Compilation in other threads: of what the next tokens need, and of everything before a server is ready.
+
+XLA compiles without the interpreter's lock, so threads compile in parallel; one at a time traces.
+"""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import concurrent.futures
+import dataclasses
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
+
+import jax
+
+from model_adapters.errors import TorchaxServeError
+from model_adapters.jax_settings import programs_run
+
+logger = logging.getLogger("torchax_serve")
+
+MAX_THREADS = 8
+"""Maximum number of threads that compile: tracing, one at a time, does not feed more, and each takes memory."""
+
+POLL_S = 0.2
+"""Seconds between two looks at whether a warm-up was cancelled."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CompileTask:
+    """A program that can be compiled in any thread.
+
+    Attributes:
+        key: Identity of the program among the tasks of its owner.
+        compile: Compiles or loads it, if it is not there, and returns it.
+    """
+
+    key: Hashable
+    compile: Callable[[], Any]
+
+    def then(self, following: Callable[[Any], Iterable[CompileTask]]) -> CompileTask:
+        """Returns the task that compiles the program and then those that `following` returns for it."""
+
+        def compile() -> Any:
+            program = self.compile()
+            for task in following(program):
+                task.compile()
+            return program
+
+        return CompileTask(self.key, compile)
+
+
+def num_compile_threads() -> int:
+    """Returns the number of threads that compile in parallel: one for each core of this process."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores, MAX_THREADS))
+
+
+def abstract(tree: Any) -> Any:
+    """Returns `tree` with the shape, dtype and place of each array instead of the array.
+
+    A program compiled for these is the program for the arrays.
+    """
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=getattr(x, "sharding", None), weak_type=getattr(x, "weak_type", False)
+        ),
+        tree,
+    )
+
+
+class BackgroundCompiler:
+    """Compiles tasks in one thread, in their order, while others compute.
+
+    The thread ends when nothing is left. It ends before the process does: a thread inside XLA while the interpreter is
+    taken down would bring the process down with it.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: collections.deque[CompileTask] = collections.deque()
+        self._known: set[Hashable] = set()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+        atexit.register(_close, weakref.ref(self))
+
+    def submit(self, task: CompileTask) -> None:
+        """Compiles a program in the background; a program that was submitted before is not compiled again."""
+        with self._lock:
+            if self._is_closed or task.key in self._known:
+                return
+            self._known.add(task.key)
+            self._tasks.append(task)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="compile", daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if self._is_closed or not self._tasks:
+                    self._thread = None
+                    return
+                task = self._tasks.popleft()
+            try:
+                with programs_run():
+                    task.compile()
+            except Exception as error:  # whoever needs the program compiles it, and gets the error
+                logger.info("a program was not compiled ahead: %s", str(error).splitlines()[0:1])
+            del task  # which holds weights
+
+    def wait(self) -> None:
+        """Waits until nothing is left to compile."""
+        while (thread := self._thread) is not None:
+            thread.join()
+
+    def close(self) -> None:
+        """Drops what is waiting, and waits for the program that is being compiled."""
+        with self._lock:
+            self._is_closed = True
+            self._tasks.clear()
+        if self._thread is not threading.current_thread():
+            self.wait()
+
+
+def _close(compiler: weakref.ref[BackgroundCompiler]) -> None:
+    if (open_one := compiler()) is not None:
+        open_one.close()
+
+
+def compile_all(
+    tasks: Sequence[CompileTask],
+    advance: Callable[[int], object] = lambda number: None,
+    cancelled: Callable[[], str | None] = lambda: None,
+) -> None:
+    """Compiles all tasks, in parallel where there are cores.
+
+    An exception in the caller, such as Ctrl-C, ends it: what is being compiled is finished by its thread, the rest is
+    dropped.
+
+    Args:
+        tasks: The programs.
+        advance: Called with the number of programs done since its last call.
+        cancelled: Returns the reason to stop, if there is one; looked at several times a second.
+
+    Raises:
+        TorchaxServeError: it was cancelled.
+        Exception: of a program that cannot be compiled.
+    """
+
+    def run(task: CompileTask) -> None:
+        with programs_run():
+            task.compile()
+
+    pool = concurrent.futures.ThreadPoolExecutor(num_compile_threads(), thread_name_prefix="warm-up")
+    try:
+        pending = {pool.submit(run, task) for task in tasks}
+        while pending:
+            if (reason := cancelled()) is not None:
+                raise TorchaxServeError(f"expected the warm-up to end, got {reason}; what is compiled stays")
+            done, pending = concurrent.futures.wait(
+                pending, timeout=POLL_S, return_when=concurrent.futures.FIRST_COMPLETED
+            )
+            for future in done:
+                future.result()
+            advance(len(done))
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,87 @@
+"""Loads models with their torch modules, and chooses the class that serves them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from jax.sharding import Mesh
+from transformers import PreTrainedModel
+
+from model_adapters.errors import InvalidArgumentError
+from model_adapters.loading import load_model
+from model_adapters.loading.compress_weights import prepare_weights
+from torchax_serve.distributed.hosts.leader import Leader
+from torchax_serve.distributed.hosts.options import Hosts
+from torchax_serve.distributed.hosts.startup import (
+    check_same_model,
+    joined,
+    load_digest,
+    mesh_of_hosts,
+    shared_arguments,
+)
+from torchax_serve.distributed.mesh import mesh_for
+from torchax_serve.engine.options import EngineOptions
+from torchax_serve.entrypoints.encoder_model import EncoderModel
+from torchax_serve.entrypoints.served_model import ServedModel, record_start
+from torchax_serve.entrypoints.speech_model import SpeechModel, is_speech_model
+from torchax_serve.start.record import StartFolder
+
+
+def load_served_model(
+    model: str | os.PathLike[str] | PreTrainedModel | None,
+    engine: EngineOptions | None,
+    mesh: Mesh | Mapping[str, int] | None,
+    tensor_parallel: int | None,
+    pack_weights: bool,
+    loading: dict[str, Any],
+    start_folder: StartFolder | None = None,
+) -> ServedModel:
+    """Returns a model on the devices of this host; errors as of `serve`.
+
+    Args:
+        model, engine, mesh, tensor_parallel, pack_weights: As of `serve`.
+        loading: Arguments of `load_model` by name.
+        start_folder: Where the record of this start is written; None: nowhere.
+    """
+    loaded = load_model(model, mesh=mesh_for(mesh, tensor_parallel), **loading)
+    if pack_weights:
+        prepare_weights(loaded)
+    served = model_class_for(loaded.module)(loaded, engine)
+    if start_folder is not None and type(served) is ServedModel:
+        record_start(served, start_folder)
+    return served
+
+
+def serve_on_hosts(
+    hosts: Hosts,
+    model: str | os.PathLike[str] | PreTrainedModel | None,
+    engine: EngineOptions | None,
+    mesh: Mesh | Mapping[str, int] | None,
+    tensor_parallel: int | None,
+    loading: dict[str, Any],
+) -> ServedModel:
+    """Returns a model whose weights are sharded over the devices of `hosts`.
+
+    This process is their leader.
+
+    Raises:
+        InvalidArgumentError: `hosts` names another process as the leader.
+    """
+    if not hosts.is_leader:
+        raise InvalidArgumentError(
+            f"hosts: expected host_id 0, the leader's, got {hosts.host_id}; call follow() on the other hosts"
+        )
+    with joined(hosts, model, shared_arguments(loading, mesh, tensor_parallel)) as followers:
+        loaded = load_model(model, mesh=mesh_of_hosts(hosts, mesh, tensor_parallel), **loading)
+        check_same_model(followers, load_digest(loaded))
+    assert loaded.sharding is not None
+    return model_class_for(loaded.module)(loaded, engine, Leader(loaded.sharding.mesh, followers))
+
+
+def model_class_for(module: PreTrainedModel) -> type[ServedModel]:
+    """Returns the served model class for `module`: text, transcripts, or embeddings and labels."""
+    if is_speech_model(module):
+        return SpeechModel
+    return ServedModel if module.can_generate() else EncoderModel

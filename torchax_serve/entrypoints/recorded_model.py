@@ -1,0 +1,315 @@
+"""`RecordedModel`: a served model from the record of an earlier start, without torch until something needs it."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import jax
+
+from model_adapters.errors import TorchaxServeError
+from model_adapters.jax_settings import programs_run
+from model_adapters.loading.model_source import ModelSource
+from model_adapters.ops.cpu.huge_pages import move_into_huge_pages
+from torchax_serve.compilation.executable_cache import ExecutableCache
+from torchax_serve.engine.engine import Engine
+from torchax_serve.engine.factory import build_engine
+from torchax_serve.engine.options import EngineOptions
+from torchax_serve.engine.request import EngineRequest
+from torchax_serve.engine.request_handle import TokenStream
+from torchax_serve.generation.token_options import check_one_answer, with_params
+from torchax_serve.outputs import Completion, EngineStats
+from torchax_serve.sampling import unsupported_options
+from torchax_serve.sampling.row_params import ENGINE_OPTIONS
+from torchax_serve.sampling_params import SamplingParams
+from torchax_serve.start.record import StartFolder, StartRecord
+from torchax_serve.start.recorded_runtime import RecordedRuntime
+from torchax_serve.start.recorded_tokenizer import RecordedTokenizer, TokenizerRecord
+from torchax_serve.start.torch_side import (
+    ABSENT,
+    Deferred,
+    GenerationValues,
+    RecordedConfig,
+    RecordedGenerationConfig,
+    TorchSide,
+)
+from torchax_serve.start.weights_file import mapped
+from torchax_serve.text import TextStream, chat, generate_batch, stream
+from torchax_serve.text.prompt import checked_ids, encode_prompt
+from torchax_serve.validation.owner_process import OwnerProcess
+
+if TYPE_CHECKING:
+    from torchax_serve.entrypoints.served_model import ServedModel
+
+logger = logging.getLogger("torchax_serve")
+
+POLL_S, BUSY_S = 0.25, 5.0
+"""Seconds between two looks at whether the engine is idle, and until it need not be."""
+_NO_ATTRIBUTES = frozenset({"max_len"})
+"""Names that the text layer looks for on other models, and a `ServedModel` has not."""
+
+
+def recorded_model(
+    source: ModelSource, folder: StartFolder, engine: EngineOptions | None, load: Callable[[], ServedModel]
+) -> RecordedModel | None:
+    """Returns the model of a start record; None if there is no valid one.
+
+    Args:
+        source: The model.
+        folder: The record's place.
+        engine: Options of the engine.
+        load: Loads the model with its torch module.
+    """
+    record = folder.read()
+    if record is None:
+        return None
+    try:
+        return RecordedModel(source, folder, record, engine, load)
+    except OSError as error:  # a file that went away meanwhile
+        logger.info("a start record is not used: %s", error)
+        return None
+
+
+class RecordedModel:
+    """A `ServedModel` from a record; what was not recorded loads the torch module, once, and continues with it.
+
+    Attributes:
+        name: The name by which the model was loaded.
+        config, generation_config, load_report: Those of the model; what requests do not read loads the torch module.
+
+    Args:
+        source: The model.
+        folder: The record's place.
+        record: The record.
+        engine_options: Options of the engine.
+        load: Loads the model with its torch module.
+    """
+
+    def __init__(
+        self,
+        source: ModelSource,
+        folder: StartFolder,
+        record: StartRecord,
+        engine_options: EngineOptions | None,
+        load: Callable[[], ServedModel],
+    ) -> None:
+        self.name = source.name
+        self._folder, self._record, self._engine_options = folder, record, engine_options
+        self._load, self._process = load, OwnerProcess()
+        self._lock = threading.RLock()
+        self._engine: Engine | None = None
+        self._is_closed = False
+        self._side = TorchSide(self._load_torch_side)
+        self._weights, content = mapped(folder.weights_path, record.weights)
+        self._into_huge_pages = functools.partial(move_into_huge_pages, content)
+        absent = dict.fromkeys(record.config_absent, ABSENT)
+        self.config: Any = RecordedConfig(self._side, lambda model: model.config, {**record.config, **absent})
+        values = {**record.generation_config, "_defaults": record.generation_defaults}
+        self.generation_config: Any = RecordedGenerationConfig(
+            self._side, lambda model: model.generation_config, values
+        )
+        self.load_report: Any = Deferred(self._side, lambda model: model.load_report, {"quantization": ""})
+        self._tokenizer = None if record.tokenizer is None else _tokenizer(self._side, record.tokenizer)
+
+    def _load_torch_side(self) -> ServedModel:
+        """Loads the model with its torch module; its engine and arrays are those that run already.
+
+        Raises:
+            TorchaxServeError: the files have changed since.
+        """
+        if self._is_closed:
+            raise _closed_error()
+        if self._folder.read() is None:
+            raise TorchaxServeError(
+                f"expected the files of {self.name} as they were when it was loaded, and they have changed since; call "
+                "serve() again"
+            )
+        from torchax_serve.entrypoints.served_model import continue_with
+
+        model = self._load()
+        continue_with(model, self._weights, self._engine)
+        return model
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # what isinstance sees
+        from torchax_serve.entrypoints.served_model import ServedModel
+
+        return ServedModel
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _NO_ATTRIBUTES or name.startswith("__") or "_side" not in vars(self):
+            raise AttributeError(f"a ServedModel has no attribute {name}")
+        return getattr(self._side.get(), name)
+
+    def __repr__(self) -> str:
+        if self._side.loaded is not None:
+            return repr(self._side.loaded)
+        model_type, dtype = self._record.described
+        state = "closed" if self._is_closed else f"on {self.device_description}"
+        engine = "" if self._engine is None else f", engine: {self._engine.description}"
+        return f"<ServedModel {self.name!r}: {model_type}, {dtype}, {state}{engine}>"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the model's forward, with torch tensors in and out."""
+        return self._side.get()(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._side.get().__reduce_ex__(protocol)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends requests on the engine with an error and frees the weights."""
+        if not self._process.is_current:
+            return
+        with self._lock:
+            self._is_closed = True
+            if self._side.loaded is not None:
+                self._side.loaded.close()
+            elif self._engine is not None:
+                self._engine.close("the model was closed")
+            self._weights.clear()
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer, or None if it came without one."""
+        self._check_open()
+        return self._side.loaded.tokenizer if self._side.loaded is not None else self._tokenizer
+
+    @property
+    def device_description(self) -> str:
+        """Kind of the device, such as ``cpu``."""
+        return jax.devices()[0].device_kind
+
+    @property
+    def engine(self) -> Any:
+        """Engine that runs the requests of all threads in one batch; made at its first use."""
+        self._check_open()
+        if self._side.loaded is not None:
+            return self._side.loaded.engine
+        with self._lock:
+            if self._engine is None:
+                executables = ExecutableCache(self._folder.programs, self._record.identity)
+                runtime: Any = RecordedRuntime(self._side, self._weights, executables, self.config, self._record.limits)
+                with programs_run():
+                    self._engine = build_engine(runtime, self._engine_options)
+                when_idle(self._engine, self._into_huge_pages)
+            return self._engine
+
+    def stats(self) -> EngineStats | None:
+        """Returns the statistics of the engine; None before the first request."""
+        self._check_open()
+        if self._side.loaded is not None:
+            stats: EngineStats | None = self._side.loaded.stats()
+            return stats
+        return None if self._engine is None else EngineStats.sum_of([self._engine.stats()])
+
+    def iter_tokens(
+        self,
+        prompt_ids: Sequence[int],
+        generation_config: Any = None,
+        *,
+        inputs: Mapping[str, Any] | None = None,
+        seed: int | None = None,
+        params: SamplingParams | None = None,
+        masks: Any = None,
+    ) -> TokenStream:
+        """Yields new token ids of one prompt as they come; see `ServedModel.iter_tokens`."""
+        self._check_open()
+        config = copy.deepcopy(self.generation_config) if generation_config is None else generation_config
+        if self._side.loaded is None and inputs is None and type(config) is GenerationValues:
+            check_one_answer(config)
+            prompt_ids = checked_ids(self, encode_prompt(self, prompt_ids))
+            if params is not None:
+                config, seed = with_params(config, params), params.seed if seed is None else seed  # type: ignore[arg-type]
+                params = params.only_engine_options()
+            if not unsupported_options(config, ENGINE_OPTIONS):
+                if seed is None:
+                    seed = secrets.randbits(63) if config.do_sample else 0
+                request = EngineRequest.of(
+                    prompt_ids, config, params, vocab_size=self._record.limits["vocab_size"], seed=seed
+                )
+                return TokenStream(self.engine.submit(dataclasses.replace(request, masks=masks)))
+        model = self._side.get()
+        if type(config) is GenerationValues:
+            config = config.written_into(model.generation_config)
+        tokens: TokenStream = model.iter_tokens(
+            prompt_ids, config, inputs=inputs, seed=seed, params=params, masks=masks
+        )
+        return tokens
+
+    def chat(self, *args: Any, stream: bool = False, **kwargs: Any) -> str | TextStream:
+        """Answers a conversation; see `torchax_serve.text.chat`."""
+        self._check_open()
+        answer: str | TextStream = chat(self, *args, stream=stream, **kwargs)  # type: ignore[call-overload]
+        return answer
+
+    def stream(self, *args: Any, **kwargs: Any) -> TextStream:
+        """Yields the text that follows a prompt; see `torchax_serve.text.text_stream.stream`."""
+        self._check_open()
+        return stream(self, *args, **kwargs)
+
+    def generate_batch(self, *args: Any, **kwargs: Any) -> list[Completion]:
+        """Returns completions of many prompts; see `torchax_serve.text.generate_batch`."""
+        self._check_open()
+        return generate_batch(self, *args, **kwargs)
+
+    def _check_open(self) -> None:
+        self._process.check("a model")
+        if self._is_closed:
+            raise _closed_error()
+
+
+def when_idle(engine: Engine, function: Callable[[], object]) -> None:
+    """Calls `function` on a thread of its own once `engine` has answered a request, or worked for some seconds."""
+
+    def run() -> None:
+        began = time.monotonic()
+        while engine.close_reason is None:
+            stats = engine.stats()
+            is_busy = bool(stats.scheduler.num_running) and time.monotonic() - began < BUSY_S
+            if stats.num_steps and not is_busy:
+                function()
+                return
+            time.sleep(POLL_S)
+
+    threading.Thread(target=run, name="huge-pages", daemon=True).start()
+
+
+def _closed_error() -> TorchaxServeError:
+    return TorchaxServeError("expected an open model, this one is closed; call serve() again")
+
+
+def _tokenizer(side: TorchSide, record: TokenizerRecord) -> RecordedTokenizer:
+    """Returns the tokenizer, which is made by a thread of its own."""
+    backend: Future[Any] = Future()
+
+    def make() -> None:
+        try:
+            backend.set_result(record.tokenizer())
+        except BaseException as error:
+            backend.set_exception(error)
+
+    threading.Thread(target=make, name="make-tokenizer", daemon=True).start()
+    return RecordedTokenizer(side, lambda model: model.tokenizer, record, backend)
+
+
+def source_folder(source: ModelSource | str) -> Path | None:
+    """Returns the folder of a model whose start is recorded; None for others."""
+    return source.folder if isinstance(source, ModelSource) and source.kind in ("embedded", "folder") else None

@@ -1,0 +1,88 @@
+"""Sizes of the steps of a packed executor."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from model_adapters.caches.packed_batch import PagedLayout
+from torchax_serve.buckets import bucket_for
+from torchax_serve.executors.step_inputs import FusedDecodeSpec, PackedStepSpec
+from torchax_serve.scheduler import PlanRow
+
+MAX_WARM_SCORED_TOKENS = 256
+"""Tokens of a step with log-probabilities of prompts that warm-up compiles, if the budget is not smaller. More are
+compiled when they come: their logits take as much memory as hundreds of requests."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PackedSpecs:
+    """Makes the specs of steps.
+
+    Attributes:
+        layout: Layout of the cache.
+        pages_per_seq: Pages of the longest sequence.
+        num_slots: Maximum number of rows of a step.
+        decode_buckets: Numbers of rows of decode steps, ascending.
+        token_buckets: Numbers of tokens of other steps, ascending.
+        max_num_steps: Maximum number of decode steps in one dispatch.
+        batch_invariant: Whether matrix products sum in the same order for any number of rows.
+        has_rope_lens: Whether rotary frequencies depend on lengths.
+    """
+
+    layout: PagedLayout
+    pages_per_seq: int
+    num_slots: int
+    decode_buckets: tuple[int, ...]
+    token_buckets: tuple[int, ...]
+    max_num_steps: int
+    batch_invariant: bool
+    has_rope_lens: bool
+    _known: dict[tuple[int, bool, bool], PackedStepSpec] = dataclasses.field(default_factory=dict)
+
+    def is_decode(self, rows: Sequence[PlanRow]) -> bool:
+        """Returns whether each row has one token, whose rotary frequencies are those of its own length."""
+        if self.has_rope_lens and any(row.rope_len > row.context_len + 1 for row in rows):
+            return False
+        return all(row.num_tokens == 1 for row in rows)
+
+    def of_tokens(self, num_tokens: int, *, is_decode: bool = False, all_logits: bool = False) -> PackedStepSpec:
+        """Returns the spec of a step with `num_tokens` tokens, a bucket; no more rows than tokens."""
+        key = num_tokens, is_decode, all_logits
+        spec = self._known.get(key)
+        if spec is None:
+            num_rows = min(num_tokens, self.num_slots)
+            layout = dataclasses.replace(self.layout, is_decode=is_decode, all_logits=all_logits)
+            has_rope_lens = self.has_rope_lens and not is_decode
+            spec = PackedStepSpec(num_tokens, num_rows, self.pages_per_seq, layout, self.batch_invariant, has_rope_lens)
+            self._known[key] = spec
+        return spec
+
+    def decode(self, num_rows: int) -> FusedDecodeSpec:
+        """Returns the spec of decode steps of `num_rows` rows, a bucket."""
+        return FusedDecodeSpec(self.of_tokens(num_rows, is_decode=True), self.max_num_steps)
+
+    def for_tokens(self, num_tokens: int, *, all_logits: bool = False) -> list[PackedStepSpec]:
+        """Returns the specs of steps that have room for `num_tokens` tokens, ascending."""
+        if all_logits:
+            num_tokens = max(num_tokens, self.num_scored_tokens)
+        buckets = (size for size in self.token_buckets if size >= num_tokens)
+        return [self.of_tokens(size, all_logits=all_logits) for size in buckets]
+
+    def for_decode(self, num_rows: int) -> list[FusedDecodeSpec | PackedStepSpec]:
+        """Returns the specs of steps that can decode `num_rows` rows: decode steps first, each ascending."""
+        buckets = (size for size in self.decode_buckets if size >= num_rows)
+        return [*(self.decode(size) for size in buckets), *self.for_tokens(num_rows)]
+
+    @property
+    def num_scored_tokens(self) -> int:
+        """Smallest number of tokens that a step with log-probabilities of prompts is padded to."""
+        return bucket_for(self.token_buckets, min(self.token_buckets[-1], MAX_WARM_SCORED_TOKENS))
+
+    def all(self) -> list[PackedStepSpec | FusedDecodeSpec]:
+        """Returns every step that mixed traffic can meet."""
+        return [
+            *(self.of_tokens(size) for size in self.token_buckets),
+            self.of_tokens(self.num_scored_tokens, all_logits=True),
+            *(self.decode(size) for size in self.decode_buckets),
+        ]

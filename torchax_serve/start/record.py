@@ -1,0 +1,145 @@
+"""The record of a start: what a later start of the same model needs, and when it is valid.
+
+A record is found by the arguments of `serve`, the folder of the checkpoint, our code, versions of the libraries,
+settings of JAX and the processor. It is used if the files of the folder have the sizes and times that they had.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import logging
+import os
+import pickle
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from model_adapters.disk_cache import SealedFolder
+from torchax_serve.compilation.cache_folders import EVICTOR, START
+from torchax_serve.compilation.executable_cache import environment
+from torchax_serve.compilation.xla_cache import programs_dir
+from torchax_serve.start.recorded_tokenizer import TokenizerRecord
+from torchax_serve.start.weights_file import WeightPlaces
+
+logger = logging.getLogger("torchax_serve")
+
+MAX_FILES = 200
+"""Files of a model's folder; more are those of something else, and are not looked at."""
+MAX_SHARE = 0.5
+"""Fraction of the cache's limit that the weights of one model may take."""
+
+FileState = tuple[str, int, int]
+"""Path of a file, its size in bytes, and the time of its last change in nanoseconds."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StartRecord:
+    """What a start has found out about a model.
+
+    Attributes:
+        files: State of the checkpoint's files, and of the source of the model's class.
+        identity: Name of the model in the cache of executables.
+        weights: Places of the weights.
+        weights_seal: End of the cache's own file of weights, which tells it from any other.
+        tokenizer: The tokenizer; None if the model has none.
+        config: Attributes of the configuration; `ABSENT` ones as None are in `config_absent`.
+        config_absent: Names that the configuration does not have.
+        generation_config: Attributes of the model's generation config.
+        generation_defaults: Values that transformers' ``generate`` fills in.
+        limits: Fields of `torchax_serve.runtime.input_limits.InputLimits`.
+        described: Type and dtype of the model, for people.
+    """
+
+    files: tuple[FileState, ...]
+    identity: str
+    weights: WeightPlaces
+    weights_seal: bytes
+    tokenizer: TokenizerRecord | None
+    config: dict[str, Any]
+    config_absent: tuple[str, ...]
+    generation_config: dict[str, Any]
+    generation_defaults: dict[str, Any]
+    limits: dict[str, Any]
+    described: tuple[str, str]
+
+
+def states_of(folder: Path, others: Sequence[Path] = ()) -> tuple[FileState, ...] | None:
+    """Returns the state of all files in `folder` and of `others`; None if there are too many."""
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    if len(paths) > MAX_FILES:
+        return None
+    return tuple(state_of(path) for path in [*paths, *others])
+
+
+def state_of(path: Path) -> FileState:
+    """Returns the state of a file; links are followed."""
+    status = path.stat()
+    return str(path), status.st_size, status.st_mtime_ns
+
+
+class StartFolder:
+    """The record of one model and one set of arguments, on disk.
+
+    Args:
+        folder: Folder with the checkpoint.
+        arguments: Arguments of `serve` that decide about the weights.
+    """
+
+    def __init__(self, folder: Path, arguments: Mapping[str, Any]) -> None:
+        self.checkpoint = folder.resolve()
+        programs = programs_dir()
+        assert programs is not None
+        self.programs = programs
+        self._files = SealedFolder(programs.parent / START, "start records")
+        described = f"{self.checkpoint}\n{sorted(arguments.items())}\n{environment()}"
+        self._name = hashlib.sha256(described.encode()).hexdigest()[:40]
+
+    @property
+    def _record_name(self) -> str:
+        return f"record-{self._name}"
+
+    @property
+    def weights_path(self) -> Path:
+        """The cache's own file of weights."""
+        return self._files.path / f"weights-{self._name}.safetensors"
+
+    def read(self) -> StartRecord | None:
+        """Returns the record, if there is one and all files are as they were; never raises."""
+        try:
+            content = self._files.read(self._record_name)
+            if content is None:
+                return None
+            record: StartRecord = pickle.loads(content)
+            if self._is_valid(record):
+                return record
+        except Exception as error:  # intact, and written by other code: start as if it were not there
+            logger.info("a start record is not used: %s: %s", type(error).__name__, error)
+        return None
+
+    def _is_valid(self, record: StartRecord) -> bool:
+        others = [Path(path) for path, *_ in record.files if not Path(path).is_relative_to(self.checkpoint)]
+        if states_of(self.checkpoint, others) != record.files:
+            return False
+        if not self._files.is_trusted() or self._files.seal_of(self.weights_path.name) != record.weights_seal:
+            return False
+        with contextlib.suppress(OSError):
+            os.utime(self.weights_path)  # the least recently used files are removed first
+        return True
+
+    def write_weights(self, num_bytes: int, pieces: Any) -> bytes | None:
+        """Writes the file of weights; returns its seal, or None if it would take too much of the cache."""
+        if num_bytes > EVICTOR.max_bytes * MAX_SHARE:
+            return None
+        self._files.write_pieces(self.weights_path.name, pieces)
+        EVICTOR.wrote(num_bytes, self._files)
+        return self._files.seal_of(self.weights_path.name)
+
+    def write(self, record: StartRecord) -> None:
+        """Writes the record.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self._files.write(self._record_name, pickle.dumps(record))
