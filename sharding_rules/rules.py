@@ -15,7 +15,7 @@ tensors are errors, and all that is wrong is said at once.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jax.sharding import PartitionSpec
@@ -115,6 +115,14 @@ class TensorPlacement:
     def laid_out_shape(self) -> tuple[int, ...]:
         """Shape on the mesh, with zeros and repeated heads."""
         return tuple(dim.size for dim in self.dims)
+
+    @property
+    def layout_key(self) -> Hashable:
+        """Equal for tensors that are laid out alike, whatever their names."""
+        return tuple(
+            (dim.size_before, dim.size, dim.mesh_axis, dim.sections, None if dim.index is None else dim.index.tobytes())
+            for dim in self.dims
+        )
 
     @property
     def is_unchanged(self) -> bool:

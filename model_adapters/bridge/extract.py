@@ -21,6 +21,7 @@ from model_adapters.bridge.views import (
 )
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.lowerings import install
+from model_adapters.program import shared_layers
 from model_adapters.program.trace_context import torch_promotion
 
 
@@ -38,7 +39,7 @@ def functional_call(module: torch.nn.Module, method: str = "forward") -> JaxFunc
         args, kwargs = _arguments(args, kwargs)
         with torch_promotion():
             state, args_view, kwargs_view = torch_view((dict(weights), args, kwargs))
-            with torch_mode(module, state):
+            with torch_mode(module, state), shared_layers.intercepted(module):
                 return jax_view(getattr(module, method)(*args_view, **kwargs_view))
 
     return call

@@ -104,11 +104,14 @@ class TraceCache(Cache):
     def __init__(self, layers: LayerStates, offset: Any, right_align_len: int | None = None) -> None:
         super().__init__(layers=list(layers))
         self.num_layers = len(layers)
+        lengths: dict[int, TracedLength] = {}  # one object for all layers, whose lengths are then known to be equal
         for layer in self.layers:
             if isinstance(layer, AttentionLayer):
                 layer.offset = offset
                 if layer.pool is not None and offset is not None:
-                    layer.offset = TracedLength.of(jax_view(offset), layer.capacity)
+                    if layer.capacity not in lengths:
+                        lengths[layer.capacity] = TracedLength.of(jax_view(offset), layer.capacity)
+                    layer.offset = lengths[layer.capacity]
                 layer.right_align_len = None if layer.pool is None else right_align_len
                 layer.counted_new_tokens = False
 

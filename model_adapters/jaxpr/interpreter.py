@@ -17,6 +17,10 @@ CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "custom_j
 """Parameter with the called program, by primitives that call one."""
 
 
+SHARED = "shared_"
+"""Beginning of the names of functions that many equations call; such a call is an equation of its own."""
+
+
 @dataclass(eq=False)
 class Value:
     """A result of an equation, or an input; `aval` has its shape and dtype."""
@@ -40,6 +44,11 @@ class Equation:
         """Name of the primitive."""
         return str(self.primitive.name)
 
+    @property
+    def is_shared_call(self) -> bool:
+        """Whether it calls a function that other equations call, too."""
+        return _is_shared(self.primitive, self.params)
+
 
 @dataclass
 class Program:
@@ -49,6 +58,22 @@ class Program:
     outputs: list[Any]
     constants: dict[Value, Any] = field(default_factory=dict)
     equations: list[Equation] = field(default_factory=list)
+
+    def inline(self, call: Equation) -> None:
+        """Replaces `call`, a call of a shared function, by that function's equations."""
+        place = self.equations.index(call)
+        before, after = self.equations[:place], self.equations[place + 1 :]
+        self.equations = before
+        results = _inline(call.params[CALLS[call.name]], call.inputs, self)
+        new = dict(zip(call.outputs, results, strict=True))
+
+        def read(atom: Any) -> Any:
+            return atom if isinstance(atom, jex.Literal) else new.get(atom, atom)
+
+        for equation in after:
+            equation.inputs = [read(atom) for atom in equation.inputs]
+        self.equations += after
+        self.outputs = [read(atom) for atom in self.outputs]
 
     def ancestors(self, atoms: Iterable[Any]) -> set[Equation]:
         """Returns all equations that `atoms` are computed by."""
@@ -64,11 +89,15 @@ class Program:
 
 
 def inlined(closed: jex.ClosedJaxpr) -> Program:
-    """Returns `closed` with called programs inlined. Rules for derivatives are lost."""
+    """Returns `closed` with called programs inlined, but for shared functions. Rules for derivatives are lost."""
     values = {var: Value(var.aval) for var in closed.jaxpr.invars}
     program = Program([values[var] for var in closed.jaxpr.invars], [])
     program.outputs = _inline(closed, program.inputs, program)
     return program
+
+
+def _is_shared(primitive: Any, params: dict[str, Any]) -> bool:
+    return primitive.name in CALLS and str(params.get("name", "")).startswith(SHARED)
 
 
 def _inline(closed: jex.ClosedJaxpr, arguments: Sequence[Any], program: Program) -> list[Any]:
@@ -85,7 +114,7 @@ def _inline(closed: jex.ClosedJaxpr, arguments: Sequence[Any], program: Program)
     for each in jaxpr.eqns:
         inputs = read(each.invars)
         called = each.params.get(CALLS.get(each.primitive.name, ""))
-        if called is not None:
+        if called is not None and not _is_shared(each.primitive, each.params):
             outputs = _inline(called, inputs, program)
         else:
             outputs = [Value(var.aval) for var in each.outvars]

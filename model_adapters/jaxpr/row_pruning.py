@@ -73,16 +73,19 @@ def prune_rows(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
         program = inlined(closed)
-        out = _evaluate(program, _tasks(program), jax.tree.leaves(args))
+        while isinstance(tasks := _tasks(program), Equation):
+            program.inline(tasks)
+        out = _evaluate(program, tasks, jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(shape), out)
 
     return call
 
 
-def _tasks(program: Program) -> dict[Equation, EquationPlan]:
+def _tasks(program: Program) -> dict[Equation, EquationPlan] | Equation:
     """Returns, for each equation whose results are read, the plan of what is read.
 
-    A gather that moves is asked for its own rows.
+    A gather that moves is asked for its own rows. If some rows are read of what a shared function returns, the call of
+    that function is returned instead: to be inlined first.
     """
     readers: dict[Any, set[RowSelection | None]] = defaultdict(set)
     tasks: dict[Equation, EquationPlan] = {}
@@ -95,6 +98,8 @@ def _tasks(program: Program) -> dict[Equation, EquationPlan]:
 
     read(program.outputs, [None] * len(program.outputs))
     for equation in reversed(program.equations):
+        if equation.is_shared_call and any(len(readers[x]) == 1 and None not in readers[x] for x in equation.outputs):
+            return equation
         wanted = set[RowSelection | None]().union(*(readers[value] for value in equation.outputs))
         if not wanted and not equation.has_effects:
             continue

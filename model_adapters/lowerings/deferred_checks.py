@@ -27,6 +27,7 @@ collect = _CONDITIONS.collect
 
 The conditions are assumed to be met.
 """
+collect_if_collected, add = _CONDITIONS.collect_if_collected, _CONDITIONS.add
 
 
 def install() -> None:

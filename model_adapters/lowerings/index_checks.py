@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -29,6 +29,7 @@ collect = _CONDITIONS.collect
 
 The conditions are to be checked after the program.
 """
+collect_if_collected, add = _CONDITIONS.collect_if_collected, _CONDITIONS.add
 
 
 @contextlib.contextmanager
@@ -39,6 +40,15 @@ def named(arrays: Mapping[str, jax.Array]) -> Iterator[None]:
         yield
     finally:
         _STATE.arrays = before
+
+
+@contextlib.contextmanager
+def also_named(pairs: Iterable[tuple[jax.Array, jax.Array]]) -> Iterator[None]:
+    """Gives the first array of each pair the name of the second, inside the context."""
+    names = {id(array): name for name, array in (getattr(_STATE, "arrays", None) or {}).items()}
+    found = {names[id(outer)]: inner for inner, outer in pairs if id(outer) in names}
+    with named({**(getattr(_STATE, "arrays", None) or {}), **found}):
+        yield
 
 
 def check_rows(tensor: Any, indices: Any, dim: int, *, from_end: bool = False) -> None:

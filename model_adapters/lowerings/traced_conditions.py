@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import jax
 
@@ -22,3 +22,20 @@ class TracedConditions(threading.local):
             yield self.found
         finally:
             self.found = before
+
+    @contextlib.contextmanager
+    def collect_if_collected(self) -> Iterator[list[jax.Array]]:
+        """Yields a list of its own for the conditions made inside, if conditions are collected outside.
+
+        Otherwise it stays empty.
+        """
+        if self.found is None:
+            yield []
+        else:
+            with self.collect() as found:
+                yield found
+
+    def add(self, conditions: Iterable[jax.Array]) -> None:
+        """Adds conditions that a traced function has returned."""
+        if self.found is not None:
+            self.found.extend(conditions)

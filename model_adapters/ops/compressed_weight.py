@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -135,6 +135,26 @@ def substituted(weights: Weights) -> Iterator[dict[str, jax.Array]]:
         yield arrays
     finally:
         _IN_TRACE.reset(before)
+
+
+@contextlib.contextmanager
+def also_stored(pairs: Iterable[tuple[jax.Array, Weight]]) -> Iterator[None]:
+    """Makes stored forms be found by other arrays as well, inside the context.
+
+    Each of `pairs` is an array and its form, or the array itself.
+    """
+    found = {id(array): _Known(array, form) for array, form in pairs if isinstance(form, Stored)}
+    before = _IN_TRACE.set({**_IN_TRACE.get(), **found})
+    try:
+        yield
+    finally:
+        _IN_TRACE.reset(before)
+
+
+def stored_form(array: jax.Array) -> Weight:
+    """Returns the stored form of a weight of the traced model; the array itself if it has none."""
+    known = _IN_TRACE.get().get(id(array))
+    return array if known is None or known.is_turned else known.weight
 
 
 def compressed_of(weight: jax.Array) -> CompressedWeight | None:

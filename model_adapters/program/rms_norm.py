@@ -22,10 +22,12 @@ from model_adapters.program.trace_context import replaced_methods
 
 def intercepted(module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
     """Makes norms of `module` and its parts call this project's op inside the context."""
+    children = list(module.modules())
+    replacements = {kind: _replacement(kind) for kind in {type(child) for child in children}}
     return replaced_methods(
         (child, "forward", replacement)
-        for child in module.modules()
-        if (replacement := _replacement(type(child))) is not None and "forward" not in vars(child)
+        for child in children
+        if (replacement := replacements[type(child)]) is not None and "forward" not in vars(child)
     )
 
 

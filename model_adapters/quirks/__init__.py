@@ -90,7 +90,11 @@ def _file(folder: str) -> types.ModuleType | None:
 
 
 def _folder(module: torch.nn.Module) -> str:
-    path = next((c.__module__ for c in type(module).__mro__ if c.__module__.startswith(_MODELS)), "")
+    return _folder_of(type(module))
+
+
+def _folder_of(kind: type[torch.nn.Module]) -> str:
+    path = next((c.__module__ for c in kind.__mro__ if c.__module__.startswith(_MODELS)), "")
     return path.removeprefix(_MODELS).partition(".")[0]
 
 
@@ -99,8 +103,8 @@ def apply_methods(module: torch.nn.Module) -> contextlib.AbstractContextManager[
 
     Submodules are included.
     """
-    for child in module.modules():
-        _install_functions(type(child).__module__, _folder(child))
+    for kind in {type(child) for child in module.modules()}:
+        _install_functions(kind.__module__, _folder_of(kind))
     return replaced_methods(
         (child, method, function)
         for child in module.modules()

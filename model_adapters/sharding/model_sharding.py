@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -308,6 +308,21 @@ def placement_in_trace(weight: Any) -> TensorPlacement | None:
     """Returns the placement of a weight, unchanged by model code, in the current trace."""
     trace = _IN_USE.get()
     return None if trace is None else trace.placed.get(id(weight))
+
+
+@contextlib.contextmanager
+def also_placed(pairs: Iterable[tuple[jax.Array, TensorPlacement | None]]) -> Iterator[None]:
+    """Makes placements be found by other arrays as well, inside the context."""
+    trace = _IN_USE.get()
+    if trace is None:
+        yield
+        return
+    found = {id(array): placed for array, placed in pairs if placed is not None}
+    token = _IN_USE.set(_Trace(trace.sharding, {**trace.placed, **found}))
+    try:
+        yield
+    finally:
+        _IN_USE.reset(token)
 
 
 def mesh_in_trace() -> Mesh | None:

@@ -1,0 +1,222 @@
+"""Layers of one kind share one traced function; everything else is traced by itself. Results are those of PyTorch."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from model_adapters.bridge.extract import extract_jax
+from model_adapters.jaxpr.interpreter import SHARED
+from torchax_serve import to_jax
+
+WIDTH = 8
+
+
+class Layer(torch.nn.Module):
+    """Two products, with what a test changes of them."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.first, self.second = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("shift", torch.full((WIDTH,), 0.1 * (index + 1)))
+
+    def forward(self, x: torch.Tensor, **kwargs: Any) -> Any:
+        return x + self.second(torch.tanh(self.first(x))) + self.shift
+
+
+class Stack(torch.nn.Module):
+    """Layers one after the other."""
+
+    def __init__(self, kind: type[Layer], number: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList([kind(index) for index in range(number)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def compared(module: torch.nn.Module, tolerance: float = 1e-5) -> list[Any]:
+    """Compares the module with eager PyTorch; returns the programs of its shared calls."""
+    x = torch.linspace(-1, 1, 3 * WIDTH).reshape(3, WIDTH)
+    with torch.no_grad():
+        expected = copy.deepcopy(module).eval()(x.clone())
+    weights, function = extract_jax(module.eval())
+    traced = jax.jit(function).trace(weights, (x.numpy(),))
+    found = traced.lower().compile()(weights, (x.numpy(),))
+    np.testing.assert_allclose(np.asarray(found), expected.numpy(), rtol=tolerance, atol=tolerance)
+    return [each.params["jaxpr"] for each in traced.jaxpr.eqns if str(each.params.get("name")).startswith(SHARED)]
+
+
+def test_layers_of_one_kind_call_one_program() -> None:
+    calls = compared(Stack(Layer))
+    assert len(calls) == 4
+    assert len({id(program) for program in calls}) == 1
+
+
+def test_a_lowered_program_has_one_function_for_all_layers() -> None:
+    sizes = []
+    for number in (2, 8):
+        weights, function = extract_jax(Stack(Layer, number))
+        text = jax.jit(function).lower(weights, (np.ones((3, WIDTH), np.float32),)).as_text()
+        sizes.append((text.count("func.func private @shared_"), text.count("stablehlo.tanh")))
+    assert sizes == [(1, 1), (1, 1)]
+
+
+def test_gradients_are_those_of_pytorch() -> None:
+    module = Stack(Layer).eval()
+    x = torch.linspace(-1, 1, WIDTH).reshape(1, WIDTH)
+    weights, function = extract_jax(module)
+    found = jax.grad(lambda w: function(w, (x.numpy(),)).sum())(weights)
+    module(x).sum().backward()
+    for name, parameter in module.named_parameters():
+        assert parameter.grad is not None
+        np.testing.assert_allclose(np.asarray(found[name]), parameter.grad.numpy(), rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+class ReadsIndex(Layer):
+    def forward(self, x: torch.Tensor, **kwargs: Any) -> Any:
+        return super().forward(x) * (2.0 if self.index % 2 else 0.5)
+
+
+class ReadsTable(Layer):
+    TABLE = (1.0, 0.5, 2.0, -1.0)
+
+    def forward(self, x: torch.Tensor, **kwargs: Any) -> Any:
+        return super().forward(x) * self.TABLE[self.index]
+
+
+class WritesAttribute(Layer):
+    def forward(self, x: torch.Tensor, **kwargs: Any) -> Any:
+        self.number_of_calls = getattr(self, "number_of_calls", 0) + 1
+        return super().forward(x) * self.number_of_calls
+
+
+class WritesList(Layer):
+    """Has a list that is one for all layers of a stack, as copies have."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.seen = [index] if index == 0 else []
+
+    def forward(self, x: torch.Tensor, **kwargs: Any) -> Any:
+        self.seen.append(1)
+        return super().forward(x) * len(self.seen)
+
+
+class SharedLists(Stack):
+    def __init__(self, kind: type[Layer]) -> None:
+        super().__init__(kind)
+        for layer in self.layers:
+            layer.seen = self.layers[0].seen
+
+
+@pytest.mark.parametrize("kind", [ReadsIndex, ReadsTable, WritesAttribute])
+def test_a_layer_that_does_more_is_traced_by_itself(kind: type[Layer]) -> None:
+    assert compared(Stack(kind)) == []
+
+
+def test_a_layer_that_writes_into_a_shared_list_is_traced_by_itself() -> None:
+    assert compared(SharedLists(WritesList)) == []
+
+
+class WritesArgument(Layer):
+    def forward(self, x: torch.Tensor, **kwargs: Any) -> Any:
+        x += self.shift
+        return torch.tanh(self.first(x))
+
+
+class StackWithResidual(Stack):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * 1.0
+        for layer in self.layers:
+            x = layer(x) + x  # reads what the layer has written
+        return x
+
+
+def test_writes_into_an_argument_are_seen_outside() -> None:
+    assert len(compared(StackWithResidual(WritesArgument))) == 4
+
+
+class OtherAttribute(Layer):
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.scale = 2.0 if index == 2 else 0.5
+
+    def forward(self, x: torch.Tensor, **kwargs: Any) -> Any:
+        return super().forward(x) * self.scale
+
+
+def test_layers_with_other_attributes_are_of_another_kind() -> None:
+    calls = compared(Stack(OtherAttribute))
+    assert [id(each) == id(calls[0]) for each in calls] == [True, True, False, True]
+
+
+class WithExperts(Layer):
+    """A layer with a list of parts of one kind."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.experts = torch.nn.ModuleList([Layer(number) for number in range(3)])
+
+    def forward(self, x: torch.Tensor, **kwargs: Any) -> Any:
+        return sum(expert(x) for expert in self.experts) + super().forward(x)
+
+
+def test_lists_within_layers() -> None:
+    calls = compared(Stack(WithExperts))
+    assert len(calls) == 4
+    assert len({id(program) for program in calls}) == 1
+
+
+class TwoArguments(Stack):
+    """Passes a dict that layers fill."""
+
+    KIND: type[dict[str, torch.Tensor]] = dict
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        stored = self.KIND()
+        for layer in self.layers:
+            x = layer(x, stored=stored)
+        return x + stored["sum"]
+
+
+class FillsDict(Layer):
+    def forward(self, x: torch.Tensor, **kwargs: Any) -> Any:
+        stored = kwargs["stored"]
+        stored["sum"] = stored.get("sum", 0) + x
+        return super().forward(x)
+
+
+class OwnDict(dict[str, torch.Tensor]):
+    """A dict of a class of its own, as Gemma 3n passes."""
+
+
+@pytest.mark.parametrize("kind", [dict, OwnDict])
+def test_a_dict_that_layers_fill(kind: type[dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TwoArguments, "KIND", kind)
+    assert compared(TwoArguments(FillsDict)) == []
+
+
+def test_a_model_returns_hidden_states_and_attentions_of_each_layer() -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=32, num_hidden_layers=4, attn_implementation="eager", **sizes))
+    ids = torch.tensor([[1, 5, 7, 2]])
+    wanted = {"output_hidden_states": True, "output_attentions": True}
+    with torch.no_grad():
+        expected = model.eval()(ids, **wanted)
+    found = to_jax(model)(ids, **wanted)
+    for name in ("hidden_states", "attentions"):
+        assert len(found[name]) == len(expected[name])
+        for ours, theirs in zip(found[name], expected[name], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
