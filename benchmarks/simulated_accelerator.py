@@ -97,7 +97,7 @@ class RoundRecorder:
             for owner, name in [*timed, (jax.stages.Compiled, "__call__")]:
                 span = "call" if name == "__call__" else name
                 stack.enter_context(mock.patch.object(owner, name, self._timed(span, getattr(owner, name))))
-            stack.enter_context(mock.patch.object(packed, "forward_packed", arguments_only))
+            stack.enter_context(mock.patch.object(packed.PackedExecutor, "_forward", arguments_only))
             stack.enter_context(mock.patch.object(factory, "ModelRunner", self._paced(factory.ModelRunner)))
             yield
 
@@ -176,7 +176,7 @@ class RoundRecorder:
         ]
 
 
-def arguments_only(program: Any, weights: Any, pools: Any, batch: Any, layout: Any) -> tuple[Any, Any]:
+def arguments_only(executor: Any, weights: Any, pools: Any, batch: Any, spec: Any) -> tuple[Any, Any]:
     """In the place of a model's forward: takes all that it takes, and makes next to nothing of it."""
     import jax
     import jax.numpy as jnp

@@ -118,10 +118,22 @@ def test_a_gather_of_more_rows_than_there_are_stays():
     assert products(prune_rows(function), whole(TOKENS, WIDTH)) == [(TOKENS, 3)]
 
 
+def with_called(program):
+    """All equations of a program, those of functions that layers share in the place of their calls."""
+    for each in program.equations:
+        if each.name == "jit":
+            yield from with_called(inlined(each.params["jaxpr"]))
+        else:
+            yield each
+
+
 def rows_of_products(function, *args, width):
     """How many rows the products have whose last dimension is `width`, in the order of the program."""
-    equations = inlined(jax.make_jaxpr(function)(*args)).equations
-    shapes = [each.outputs[0].aval.shape for each in equations if each.name in ("dot_general", "ffi_call")]
+    shapes = [
+        each.outputs[0].aval.shape
+        for each in with_called(inlined(jax.make_jaxpr(function)(*args)))
+        if each.name in ("dot_general", "ffi_call")
+    ]
     return [shape[-2] for shape in shapes if shape[-1] == width]
 
 

@@ -119,7 +119,7 @@ def _conversation(model: Any, params: SamplingParams, options: RunOptions) -> Co
     from torchax_serve.cli.chat.conversation import Conversation
     from torchax_serve.text.chat import has_chat_template
 
-    if not hasattr(model, "iter_tokens"):
+    if not getattr(model, "writes_text", True):
         raise UnsupportedModelError(
             f"run: expected a model that writes text, and {model.name} is an encoder; for embeddings of texts: "
             f"torchax-serve embed {model.name} TEXT"

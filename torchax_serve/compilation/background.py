@@ -14,6 +14,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -73,8 +74,25 @@ def abstract(tree: Any) -> Any:
     )
 
 
+class TracingHeldError(Exception):
+    """A thread of a `BackgroundCompiler` may not trace now."""
+
+
+_this_thread = threading.local()
+
+
+def check_may_trace() -> None:
+    """Raises TracingHeldError in the thread of a `BackgroundCompiler` that is held."""
+    compiler = getattr(_this_thread, "compiler", None)
+    if compiler is not None and not compiler.may_trace:
+        raise TracingHeldError
+
+
 class BackgroundCompiler:
     """Compiles tasks in one thread, in their order, while others compute.
+
+    A trace replaces the tensors of the model's modules for its time. So none runs while the model is idle and its
+    owner may change it: see `hold_tracing`.
 
     The thread ends when nothing is left. It ends before the process does: a thread inside XLA while the interpreter is
     taken down would bring the process down with it.
@@ -86,6 +104,8 @@ class BackgroundCompiler:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._is_closed = False
+        self._may_trace = threading.Event()
+        self._may_trace.set()
         atexit.register(_close, weakref.ref(self))
 
     def submit(self, task: CompileTask) -> None:
@@ -99,7 +119,27 @@ class BackgroundCompiler:
                 self._thread = threading.Thread(target=self._run, name="compile", daemon=True)
                 self._thread.start()
 
+    @property
+    def may_trace(self) -> bool:
+        """Whether the thread may trace."""
+        return self._may_trace.is_set()
+
+    def hold_tracing(self, lock: AbstractContextManager[Any]) -> None:
+        """Lets no task trace any more; waits for one that does. What XLA compiles goes on.
+
+        Args:
+            lock: held by whoever traces.
+        """
+        self._may_trace.clear()
+        with lock:
+            return
+
+    def allow_tracing(self) -> None:
+        """Lets tasks trace again."""
+        self._may_trace.set()
+
     def _run(self) -> None:
+        _this_thread.compiler = self
         while True:
             with self._lock:
                 if self._is_closed or not self._tasks:
@@ -109,12 +149,17 @@ class BackgroundCompiler:
             try:
                 with programs_run():
                     task.compile()
+            except TracingHeldError:
+                with self._lock:
+                    self._tasks.appendleft(task)
+                self._may_trace.wait()
             except Exception as error:  # whoever needs the program compiles it, and gets the error
                 logger.info("a program was not compiled ahead: %s", str(error).splitlines()[0:1])
             del task  # which holds weights
 
     def wait(self) -> None:
         """Waits until nothing is left to compile."""
+        self.allow_tracing()
         while (thread := self._thread) is not None:
             thread.join()
 

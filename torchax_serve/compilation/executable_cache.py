@@ -35,7 +35,7 @@ from model_adapters.ops import registry
 from model_adapters.ops.compressed_weight import Weights
 from model_adapters.ops.cpu import build, ffi
 from torchax_serve.compilation import gc_pause, jax_cache
-from torchax_serve.compilation.background import BackgroundCompiler
+from torchax_serve.compilation.background import BackgroundCompiler, check_may_trace
 from torchax_serve.compilation.cache_folders import EVICTOR
 from torchax_serve.compilation.compile_lock import CompileLock
 from torchax_serve.compilation.launchers import Launcher, MeshExecutable, on_mesh
@@ -322,6 +322,7 @@ class CachedFunction:
         from model_adapters.program.trace_context import trace_lock
 
         with trace_lock():  # a thread at a time: a trace changes the module
+            check_may_trace()
             lowered = jax.jit(traced, donate_argnums=donated).lower(weights, *args)
         when_traced()
         return lowered.compile()

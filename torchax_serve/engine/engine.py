@@ -343,6 +343,8 @@ class Engine:
         num_before = self._scheduler.num_new_tokens
         outcomes = self._scheduler.commit(step.plan, tokens, now, duration_s)
         self._rate.append((now, self._scheduler.num_new_tokens - num_before))
+        if not len(self._scheduler):  # whoever reads the last token may change the model
+            self._runner.hold_tracing()
         self._output_processor.deliver(outcomes, step)
 
     def _fail(self, plan: StepPlan, error: Exception) -> None:

@@ -61,7 +61,12 @@ def build_engine(
     )
     choice = choose_executor(runtime, sizes)
     logger.info("%s", choice)
-    runner = ModelRunner(choice.executor, vocab_size=runtime.limits.vocab_size, max_model_len=sizes.max_model_len)
+    runner = ModelRunner(
+        choice.executor,
+        vocab_size=runtime.limits.vocab_size,
+        max_model_len=sizes.max_model_len,
+        background=runtime.steps.executables.background,
+    )
     return Engine(
         Scheduler(_scheduler_config(runtime, options, sizes, choice)), runner, str(choice), ids, options.max_num_waiting
     )

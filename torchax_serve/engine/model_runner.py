@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
 
-from torchax_serve.compilation.background import CompileTask
+from torchax_serve.compilation.background import BackgroundCompiler, CompileTask
 from torchax_serve.engine.request import EngineRequest
 from torchax_serve.executors.base import Executor, InFlightStep
 from torchax_serve.outputs import TokenLogprobs
@@ -26,9 +27,18 @@ class ModelRunner:
         executor: Runs the model's steps.
         vocab_size: Number of columns of the logits.
         max_model_len: Maximum number of tokens of a request; None: any.
+        background: Compiles programs of the model in another thread; None: none does.
     """
 
-    def __init__(self, executor: Executor, *, vocab_size: int, max_model_len: int | None = None) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        *,
+        vocab_size: int,
+        max_model_len: int | None = None,
+        background: BackgroundCompiler | None = None,
+    ) -> None:
+        self._background = background
         self.vocab_size = vocab_size
         self._executor, self._cache = executor, executor.cache
         self._sampler = Sampler(executor.limits.max_num_seqs, vocab_size, max_len=max_model_len)
@@ -37,6 +47,13 @@ class ModelRunner:
         """Empties the cache and all slots."""
         self._cache.reset()
         self._sampler.reset()
+
+    def hold_tracing(self) -> None:
+        """Lets no other thread trace until the next `execute`: the model is idle, and may be changed."""
+        if self._background is not None and "torch" in sys.modules:
+            from model_adapters.program.trace_context import trace_lock  # imports torch
+
+            self._background.hold_tracing(trace_lock())
 
     @property
     def cache_is_lost(self) -> bool:
@@ -91,6 +108,8 @@ class ModelRunner:
             masks: int32[num_rows, ceil(vocab / 32)], tokens that each row may sample; None: all. Such a plan has one
                 step.
         """
+        if self._background is not None:
+            self._background.allow_tracing()
         if plan.page_copies:
             self._cache.copy(plan.page_copies)
         for slot in plan.fresh_slots:

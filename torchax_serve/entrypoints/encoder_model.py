@@ -21,6 +21,8 @@ class EncoderModel(ServedModel):
     It does not generate.
     """
 
+    writes_text = False
+
     def classify(self, texts: str | Sequence[Text], *, truncate: bool = False) -> Classification | list[Classification]:
         """Returns labels of texts with scores.
 

@@ -57,7 +57,12 @@ class ServedModel(BaseModel):
     """A model that generates, with weights on the devices of JAX; made by `serve`.
 
     A context manager: leaving it ends the requests and frees the weights.
+
+    Attributes:
+        writes_text: Whether it generates; encoders do not.
     """
+
+    writes_text = True
 
     def __init__(
         self, loaded: LoadedModel, engine_options: EngineOptions | None = None, leader: Leader | None = None

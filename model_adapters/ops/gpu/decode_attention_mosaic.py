@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from model_adapters.ops import registry
-from model_adapters.ops.attention_args import AttentionArgs, unsupported_field
+from model_adapters.ops.attention_args import AttentionArgs
 from model_adapters.ops.decode_attention import OP, write_token
 from model_adapters.ops.gpu.hopper import NAME, PLATFORMS, unsupported_reason
 from model_adapters.ops.gpu.split_kv import LOG2_E, NOTHING, num_splits
@@ -16,9 +16,6 @@ from model_adapters.ops.gpu.split_kv import LOG2_E, NOTHING, num_splits
 MAX_GROUP = 64  # rows of a warp group's product
 MAX_DIMS = 448  # keys and values together: two blocks of them, queries and sums fit into shared memory
 MAX_UNROLLED = 16  # splits; XLA divides a kernel of more
-SUPPORTED_ARGS = frozenset({"window", "softcap", "sinks"})
-"""Fields of `AttentionArgs` that the kernel takes."""
-
 
 def _combine(outs: jax.Array, logs: jax.Array, sinks: jax.Array | None) -> jax.Array:
     """Returns attention over all splits, ``float32[B, Hq, Dv]``.
@@ -56,7 +53,7 @@ def _unsupported_reason(
     args: AttentionArgs,
 ) -> str | None:
     group, dims = q.shape[1] // pool.shape[1], (q.shape[2], v.shape[2])
-    if (reason := unsupported_reason(q, v, pool, page_table) or unsupported_field(args, SUPPORTED_ARGS)) is not None:
+    if (reason := unsupported_reason(q, v, pool, page_table, args)) is not None:
         return reason
     if sum(dims) > MAX_DIMS:
         return f"keys of {dims[0]} and values of {dims[1]}; the kernel has shared memory for {MAX_DIMS} together"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 
 from model_adapters.ops import registry
+from model_adapters.ops.attention_args import AttentionArgs, unsupported_field
 
 NAME = "gpu-mosaic"
 # Platforms on which the kernels are selected before others; none as long as no hardware has confirmed all of them:
@@ -17,13 +18,21 @@ PAGE_MULTIPLE = 8  # rows of a tile in shared memory
 BLOCK_LEN = 64  # keys of the smallest block
 
 
-def unsupported_reason(q: jax.Array, v: jax.Array, pool: jax.Array, page_table: jax.Array) -> str | None:
+SUPPORTED_ARGS = frozenset({"window", "softcap", "sinks"})
+"""Fields of `AttentionArgs` that the kernels take."""
+
+
+def unsupported_reason(
+    q: jax.Array, v: jax.Array, pool: jax.Array, page_table: jax.Array, args: AttentionArgs
+) -> str | None:
     """Returns why the kernels cannot take a call, or None.
 
     Arrays are ``q[T, Hq, D]``, ``v[T, H, Dv]``, the pool and the page table.
     """
     if registry.platform() != "gpu":
         return f"programs are traced for a {registry.platform()}; the kernel is for GPUs"
+    if (reason := unsupported_field(args, SUPPORTED_ARGS)) is not None:
+        return reason
     if str(q.dtype) not in DTYPES or pool.dtype != q.dtype:
         return f"q is {q.dtype} and pool {pool.dtype}; the kernel has bfloat16 over itself and float16 over itself"
     if 0 in q.shape or page_table.shape[0] == 0:

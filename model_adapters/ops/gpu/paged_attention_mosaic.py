@@ -6,15 +6,13 @@ import jax
 import jax.numpy as jnp
 
 from model_adapters.ops import registry
-from model_adapters.ops.attention_args import AttentionArgs, unsupported_field
+from model_adapters.ops.attention_args import AttentionArgs
 from model_adapters.ops.gpu.hopper import NAME, PLATFORMS, unsupported_reason
 from model_adapters.ops.gpu.work_items import ragged_items, token_places
 from model_adapters.ops.kv_pool import write_tokens_at
 from model_adapters.ops.paged_attention import OP
 
 MAX_HEADS = 8  # query heads of a tile: each has at least 8 of its 64 rows, a tile of shared memory
-SUPPORTED_ARGS = frozenset({"window", "softcap", "sinks"})
-"""Fields of `AttentionArgs` that the kernel takes."""
 
 
 def _unsupported_reason(
@@ -27,7 +25,7 @@ def _unsupported_reason(
     cu_q_lens: jax.Array,
     args: AttentionArgs,
 ) -> str | None:
-    return unsupported_reason(q, v, pool, page_table) or unsupported_field(args, SUPPORTED_ARGS)
+    return unsupported_reason(q, v, pool, page_table, args)
 
 
 def _num_heads(group: int) -> int:
