@@ -70,6 +70,8 @@ class LayerCall:
             raise NotComparableError("it gets a cache of a class of its own")
         places = sorted(set(layer.indices.values()))
         self.states = [cache.layers[place] for cache in self.caches for place in places if place < len(cache.layers)]
+        if self.caches and not self.states:
+            raise NotComparableError("its part of the cache is not known")
         self.state_forms = [self.values.form(vars(state)) for state in self.states]
         self.weights = layer.weights()
         self.key = (
@@ -168,7 +170,9 @@ def restored(layer: ModelLayer, call: LayerCall) -> Iterator[None]:
     before = [dict(each) for each in caches]
     collected = _collected()
     counts = {key: len(value) for key, value in collected.items() if isinstance(value, list)}
-    snapshot = Snapshot([*layer.parts.tables, *(vars(state) for state in call.states), *caches, collected])
+    states = [vars(state) for cache in call.caches for state in cache.layers]
+    snapshot = Snapshot([*layer.parts.tables, *states, *caches, collected])
+    tensors = [(each, each._elem) for table in states for each in table.values() if type(each) is TorchTensor]
     random = default_env().param.prng
     try:
         yield
@@ -177,6 +181,8 @@ def restored(layer: ModelLayer, call: LayerCall) -> Iterator[None]:
         _require(counts == {key: len(collected[key]) for key in counts}, "its outputs are collected")
     finally:
         snapshot.restore()
+        for tensor, array in tensors:  # written in place
+            tensor._elem = array
         default_env().param.prng = random
 
 
