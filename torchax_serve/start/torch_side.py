@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
+
 ABSENT = object()
 """Value of an attribute that the object was recorded not to have."""
 
@@ -29,7 +31,8 @@ class TorchSide:
         """Returns the model, which is loaded now if it was not."""
         with self._lock:
             if self.loaded is None:
-                self.loaded = self._load()
+                with jax.ensure_compile_time_eval():  # may be needed inside a trace, which the arrays must not join
+                    self.loaded = self._load()
             return self.loaded
 
 
