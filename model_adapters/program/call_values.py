@@ -7,7 +7,7 @@ in their arrays alone. Values that are neither arrays of the trace nor plain dat
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -30,6 +30,20 @@ def is_plain(value: Any) -> bool:
     return type(value) is TorchView and isinstance(jax_view(value), jax.core.Tracer)
 
 
+def _form_of_data(value: Any, form: Callable[[Any], Form]) -> Form | None:
+    """Returns the form of a constant or a container, of whose items `form` returns it; None for anything else."""
+    kind = type(value)
+    if kind in PRIMITIVES:
+        return "constant", kind, value
+    if kind in (tuple, list):
+        return "sequence", kind, tuple(form(item) for item in value)
+    if kind is dict:
+        return "dict", tuple((key, form(item)) for key, item in value.items())
+    if kind is Int8Pool:
+        return "pool", tuple(form(getattr(value, field.name)) for field in dataclasses.fields(value))
+    return None
+
+
 @dataclasses.dataclass
 class CallValues:
     """The arrays and objects of one call, numbered as its form has them.
@@ -50,14 +64,8 @@ class CallValues:
             NotComparableError: It has an object that code may write into unseen.
         """
         kind = type(value)
-        if kind in PRIMITIVES:
-            return "constant", kind, value
-        if kind in (tuple, list):
-            return "sequence", kind, tuple(self.form(item) for item in value)
-        if kind is dict:
-            return "dict", tuple((key, self.form(item)) for key, item in value.items())
-        if kind is Int8Pool:
-            return "pool", tuple(self.form(getattr(value, field.name)) for field in dataclasses.fields(value))
+        if (plain := _form_of_data(value, self.form)) is not None:
+            return plain
         if isinstance(value, jax.core.Tracer) or is_plain(value):
             return "input", self._number(value)
         if not isinstance(value, (torch.Tensor, jax.Array, Cache, *SHARED_TYPES)) and not _is_frozen(value):
@@ -141,14 +149,8 @@ class Results:
             NotComparableError: It has a part that is neither new arrays nor an argument nor plain data.
         """
         kind = type(value)
-        if kind in PRIMITIVES:
-            return "constant", kind, value
-        if kind in (tuple, list):
-            return "sequence", kind, tuple(self.form(item) for item in value)
-        if kind is dict:
-            return "dict", tuple((key, self.form(item)) for key, item in value.items())
-        if kind is Int8Pool:
-            return "pool", tuple(self.form(getattr(value, field.name)) for field in dataclasses.fields(value))
+        if (plain := _form_of_data(value, self.form)) is not None:
+            return plain
         if id(value) in self._inputs:
             return "input", self._inputs[id(value)]
         if id(value) in self._objects:

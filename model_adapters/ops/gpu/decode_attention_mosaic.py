@@ -17,6 +17,7 @@ MAX_GROUP = 64  # rows of a warp group's product
 MAX_DIMS = 448  # keys and values together: two blocks of them, queries and sums fit into shared memory
 MAX_UNROLLED = 16  # splits; XLA divides a kernel of more
 
+
 def _combine(outs: jax.Array, logs: jax.Array, sinks: jax.Array | None) -> jax.Array:
     """Returns attention over all splits, ``float32[B, Hq, Dv]``.
 
