@@ -88,7 +88,8 @@ class ExecutableCache:
     With a `mesh` the programs run on all its devices; arguments and results stay where the caller has them, and the
     programs are cached in memory alone. With a `launcher` the mesh has devices of other hosts, which run them too.
     `num_traces` counts traces by function, `num_loaded` programs that came from the folder; `functions` are the cached
-    ones, by name. `background` compiles what will be needed; None with a `launcher`.
+    ones, by name. `background` compiles what will be needed; None with a `launcher`. `before_trace` is called before
+    each trace, while no lock is held that a trace holds: it may load what the trace needs.
     """
 
     def __init__(
@@ -97,7 +98,9 @@ class ExecutableCache:
         identity: str | None = None,
         mesh: jax.sharding.Mesh | None = None,
         launcher: Launcher | None = None,
+        before_trace: Callable[[], object] = lambda: None,
     ) -> None:
+        self.before_trace = before_trace
         self.folder = folder if identity is not None and mesh is None else None
         self._files = None if self.folder is None else SealedFolder(self.folder)
         self.mesh, self.launcher = mesh, launcher
@@ -321,6 +324,8 @@ class CachedFunction:
         donated = tuple(parameters.index(each) for each in self._donate)
         from model_adapters.program.trace_context import trace_lock
 
+        check_may_trace()
+        self._cache.before_trace()
         with trace_lock():  # a thread at a time: a trace changes the module
             check_may_trace()
             lowered = jax.jit(traced, donate_argnums=donated).lower(weights, *args)

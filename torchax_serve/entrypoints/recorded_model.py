@@ -205,7 +205,7 @@ class RecordedModel:
             return self._side.loaded.engine
         with self._lock:
             if self._engine is None:
-                executables = ExecutableCache(self._folder.programs, self._record.identity)
+                executables = ExecutableCache(self._folder.programs, self._record.identity, before_trace=self._side.get)
                 runtime: Any = RecordedRuntime(self._side, self._weights, executables, self.config, self._record.limits)
                 with programs_run():
                     self._engine = build_engine(runtime, self._engine_options)

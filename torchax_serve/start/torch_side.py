@@ -28,7 +28,12 @@ class TorchSide:
         self.loaded: Any = None
 
     def get(self) -> Any:
-        """Returns the model, which is loaded now if it was not."""
+        """Returns the model, which is loaded now if it was not.
+
+        Loading waits for traces in other threads. So a thread that traces calls it once before it begins.
+        """
+        if self.loaded is not None:
+            return self.loaded
         with self._lock:
             if self.loaded is None:
                 with jax.ensure_compile_time_eval():  # may be needed inside a trace, which the arrays must not join
