@@ -62,6 +62,7 @@ class LoadReport:
     num_shared: int  # names whose array another name has as well
     unused_tensors: tuple[str, ...] = ()  # names in the files that the class has no place for
     missing_tensors: tuple[str, ...] = ()  # names of the class that the files lack: a head, a pooler; left out
+    made_dense: tuple[str, ...] = ()  # names of weights that are quantized in the files and had to become dense
     quantization: str = ""  # which weights have how many bits, in one line; "" if all are dense
 
     @property
@@ -136,9 +137,15 @@ class LoadedModel:
                 self._processors.append(self._load_processor())
             return self._processors[0]
 
+    @property
+    def has_processor(self) -> bool:
+        """Whether the model's folder has a processor."""
+        folder = self.files_folder
+        return folder is not None and any((folder / name).is_file() for name in _PROCESSOR_FILES)
+
     def _load_processor(self) -> Any:
         folder = self.files_folder
-        if folder is None or not any((folder / name).is_file() for name in _PROCESSOR_FILES):
+        if not self.has_processor:
             return None
         try:
             return AutoProcessor.from_pretrained(

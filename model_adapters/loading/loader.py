@@ -6,6 +6,7 @@ The model is given by name, folder or object.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import time
 from collections.abc import Iterator
@@ -33,7 +34,7 @@ from model_adapters.loading.formats.placement import StoredWeights
 from model_adapters.loading.loaded_model import LoadedModel, numpy_dtype, report_of
 from model_adapters.loading.memory import PeakMemory, check_fits
 from model_adapters.loading.model_class import find_class, module_of, torch_dtype_of
-from model_adapters.loading.model_files import AnyCheckpoint, ModelFiles, dense_note
+from model_adapters.loading.model_files import AnyCheckpoint, ModelFiles, dense_note, made_dense_in
 from model_adapters.loading.model_source import ModelSource, resolve
 from model_adapters.loading.progress import Progress, SilentProgress
 from model_adapters.loading.shared_weights import share_weights, without_adapters
@@ -198,8 +199,9 @@ class _Builder:
         if note := self._match.note(self._source.name, type(module).__name__):
             logger.warning("%s", note)
         self._match.log_names()
-        if note := dense_note(checkpoint):
-            logger.warning("%s: %s", self._source.name, note)
+        if made_dense := made_dense_in(checkpoint):
+            logger.warning("%s: %s", self._source.name, dense_note(made_dense))
+            loaded = dataclasses.replace(loaded, report=dataclasses.replace(loaded.report, made_dense=made_dense))
         return loaded
 
     def _read(

@@ -64,9 +64,8 @@ class BaseModel:
         known = vars(self)
         if "dtype" not in known:
             return f"<{type(self).__name__}, not loaded>"
-        dtype = str(self.dtype).removeprefix("torch.")
         state = "closed" if self._loaded is None else f"on {self.device_description}"
-        return f"<{type(self).__name__} {self.name!r}: {self.config.model_type}, {dtype}, {state}>"
+        return f"<{type(self).__name__} {self.name!r}: {self.config.model_type}, {self.dtype_name}, {state}>"
 
     def __enter__(self) -> Self:
         return self
@@ -91,6 +90,15 @@ class BaseModel:
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The model's tokenizer, or None if it came without one."""
         return self._loaded_or_raise().tokenizer()
+
+    @property
+    def dtype_name(self) -> str:
+        """Name of the weights' dtype, such as ``bfloat16``."""
+        return str(self.dtype).removeprefix("torch.")
+
+    def _processor(self) -> Any:
+        """Returns the checkpoint's processor of images or audio; None if it came without one."""
+        return self._loaded_or_raise().processor()
 
     @property
     def device_description(self) -> str:

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -60,7 +59,11 @@ _NO_ATTRIBUTES = frozenset({"max_len"})
 
 
 def recorded_model(
-    source: ModelSource, folder: StartFolder, engine: EngineOptions | None, load: Callable[[], ServedModel]
+    source: ModelSource,
+    folder: StartFolder,
+    engine: EngineOptions | None,
+    load: Callable[[], ServedModel],
+    is_latest: Callable[[], bool],
 ) -> RecordedModel | None:
     """Returns the model of a start record; None if there is no valid one.
 
@@ -69,9 +72,10 @@ def recorded_model(
         folder: The record's place.
         engine: Options of the engine.
         load: Loads the model with its torch module.
+        is_latest: Returns whether the files are those that would be loaded; called if there is a record of them.
     """
     record = folder.read()
-    if record is None:
+    if record is None or not is_latest():
         return None
     try:
         return RecordedModel(source, folder, record, engine, load)
@@ -84,7 +88,9 @@ class RecordedModel:
     """A `ServedModel` from a record; what was not recorded loads the torch module, once, and continues with it.
 
     Attributes:
+        writes_text, transcribes: As of the models that are recorded.
         name: The name by which the model was loaded.
+        dtype_name: Name of the weights' dtype, such as ``bfloat16``.
         config, generation_config, load_report: Those of the model; what requests do not read loads the torch module.
 
     Args:
@@ -95,6 +101,8 @@ class RecordedModel:
         load: Loads the model with its torch module.
     """
 
+    writes_text, transcribes = True, False
+
     def __init__(
         self,
         source: ModelSource,
@@ -103,7 +111,7 @@ class RecordedModel:
         engine_options: EngineOptions | None,
         load: Callable[[], ServedModel],
     ) -> None:
-        self.name = source.name
+        self.name, self.dtype_name = source.name, record.described[1]
         self._folder, self._record, self._engine_options = folder, record, engine_options
         self._load, self._process = load, OwnerProcess()
         self._lock = threading.RLock()
@@ -118,7 +126,9 @@ class RecordedModel:
         self.generation_config: Any = RecordedGenerationConfig(
             self._side, lambda model: model.generation_config, values
         )
-        self.load_report: Any = Deferred(self._side, lambda model: model.load_report, {"quantization": ""})
+        self.load_report: Any = Deferred(
+            self._side, lambda model: model.load_report, {"quantization": record.quantization}
+        )
         self._tokenizer = None if record.tokenizer is None else _tokenizer(self._side, record.tokenizer)
 
     def _load_torch_side(self) -> ServedModel:
@@ -192,6 +202,9 @@ class RecordedModel:
         self._check_open()
         return self._side.loaded.tokenizer if self._side.loaded is not None else self._tokenizer
 
+    def _processor(self) -> None:
+        """Returns None: no start of a model with a processor of images or audio is recorded."""
+
     @property
     def device_description(self) -> str:
         """Kind of the device, such as ``cpu``."""
@@ -215,10 +228,8 @@ class RecordedModel:
     def stats(self) -> EngineStats | None:
         """Returns the statistics of the engine; None before the first request."""
         self._check_open()
-        if self._side.loaded is not None:
-            stats: EngineStats | None = self._side.loaded.stats()
-            return stats
-        return None if self._engine is None else EngineStats.sum_of([self._engine.stats()])
+        each = [engine.stats() for engine in engines_of(self)]
+        return EngineStats.sum_of(each) if each else None
 
     def iter_tokens(
         self,
@@ -276,6 +287,14 @@ class RecordedModel:
             raise _closed_error()
 
 
+def engines_of(model: Any) -> list[Any]:
+    """Returns the engines of a served model that there are; none before its first request."""
+    if type(model) is RecordedModel and model._side.loaded is not None:
+        model = model._side.loaded
+    engines = (vars(model).get(name) for name in ("_engine", "_single_engine"))
+    return [engine for engine in engines if hasattr(engine, "stats")]  # one that cannot be made is an error
+
+
 def when_idle(engine: Engine, function: Callable[[], object]) -> None:
     """Calls `function` on a thread of its own once `engine` has answered a request, or worked for some seconds."""
 
@@ -308,8 +327,3 @@ def _tokenizer(side: TorchSide, record: TokenizerRecord) -> RecordedTokenizer:
 
     threading.Thread(target=make, name="make-tokenizer", daemon=True).start()
     return RecordedTokenizer(side, lambda model: model.tokenizer, record, backend)
-
-
-def source_folder(source: ModelSource | str) -> Path | None:
-    """Returns the folder of a model whose start is recorded; None for others."""
-    return source.folder if isinstance(source, ModelSource) and source.kind in ("embedded", "folder") else None

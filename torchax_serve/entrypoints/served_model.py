@@ -60,9 +60,10 @@ class ServedModel(BaseModel):
 
     Attributes:
         writes_text: Whether it generates; encoders do not.
+        transcribes: Whether it is a `SpeechModel`.
     """
 
-    writes_text = True
+    writes_text, transcribes = True, False
 
     def __init__(
         self, loaded: LoadedModel, engine_options: EngineOptions | None = None, leader: Leader | None = None

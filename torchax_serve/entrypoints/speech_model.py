@@ -45,6 +45,8 @@ def _modalities(declared: str | Sequence[str]) -> tuple[str, ...]:
 class SpeechModel(ServedModel):
     """A model that transcribes audio; made by `serve`."""
 
+    transcribes = True
+
     @functools.cached_property
     def feature_extractor(self) -> FeatureExtractionMixin:
         """Feature extractor of the checkpoint, which computes the model's inputs from samples.

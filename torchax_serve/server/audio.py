@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
 from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
@@ -11,7 +11,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from model_adapters.errors import InvalidArgumentError
-from torchax_serve.entrypoints.speech_model import SpeechModel
 from torchax_serve.server.audio_files import decode_audio, resampled
 from torchax_serve.server.body import check_scalars
 from torchax_serve.server.context import ServerContext, context_of
@@ -19,6 +18,9 @@ from torchax_serve.server.errors import ApiError, bad_request
 from torchax_serve.server.model_service import ModelService
 from torchax_serve.server.request_fields import ApiRequest, honoured, no_effect, refused
 from torchax_serve.server.sse import until_disconnect
+
+if TYPE_CHECKING:
+    from torchax_serve.entrypoints.speech_model import SpeechModel  # imports torch, which a recorded start needs not
 
 MAX_FIELDS = 32
 MAX_FIELD_BYTES = 65536
@@ -125,8 +127,8 @@ def _transcribe(
     context: ServerContext, service: ModelService, body: TranscriptionRequest, data: bytes, task: str
 ) -> tuple[str, float]:
     """Returns the transcript, and the seconds of the audio."""
-    model = service.model
-    assert isinstance(model, SpeechModel)
+    assert service.model.transcribes
+    model = cast("SpeechModel", service.model)
     samples, rate = decode_audio(data, context.options.request.max_audio_s)
     wanted = getattr(model.feature_extractor, "sampling_rate", rate)
     text = model.transcribe(resampled(samples, rate, wanted), sampling_rate=wanted, **_options(model, body, task))

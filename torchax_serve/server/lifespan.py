@@ -11,17 +11,19 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from model_adapters.errors import UnsupportedModelError
 from model_adapters.loading.progress import RichProgress
 from torchax_serve.compilation import gc_pause
-from torchax_serve.entrypoints.encoder_model import EncoderModel
-from torchax_serve.entrypoints.served_model import ServedModel
 from torchax_serve.server.app import Application
 from torchax_serve.server.context import ServerContext, Stage
 from torchax_serve.server.listening import HttpListener
 from torchax_serve.server.model_service import ModelService, progress_of
 from torchax_serve.server.options import ServerOptions
+
+if TYPE_CHECKING:
+    from torchax_serve.entrypoints.served_model import ServedModel  # imports torch, which a recorded start needs not
 
 logger = logging.getLogger("torchax_serve.server")
 
@@ -193,7 +195,7 @@ class Server:
 
 def warm_up(model: ServedModel) -> None:
     """Compiles the programs of the model's engine; models without one compile at their first request."""
-    if isinstance(model, EncoderModel):
+    if not model.writes_text:
         return
     try:
         engine = model.engine

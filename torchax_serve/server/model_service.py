@@ -12,15 +12,11 @@ import importlib.util
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from model_adapters.errors import TorchaxServeError, UnsupportedModelError
-from torchax_serve.engine.data_parallel import DataParallelEngines
-from torchax_serve.engine.engine import Engine
 from torchax_serve.engine.progress import EngineProgress
-from torchax_serve.entrypoints.encoder_model import EncoderModel
-from torchax_serve.entrypoints.served_model import ServedModel
-from torchax_serve.entrypoints.speech_model import SpeechModel
+from torchax_serve.entrypoints.recorded_model import engines_of
 from torchax_serve.multimodal.processor import has_media, media_inputs, processor_of
 from torchax_serve.sampling.grammar import GrammarCompiler, GrammarMasks
 from torchax_serve.sampling_params import SamplingParams
@@ -37,6 +33,10 @@ from torchax_serve.text.messages import checked_conversation
 from torchax_serve.text.prompt import encode_prompt, position_limit
 from torchax_serve.text.template_renderer import shared_renderer
 from torchax_serve.text.token_text import TokenBytes
+
+if TYPE_CHECKING:  # they import torch, which a recorded start needs not
+    from torchax_serve.entrypoints.encoder_model import EncoderModel
+    from torchax_serve.entrypoints.served_model import ServedModel
 
 Result = TypeVar("Result")
 
@@ -102,20 +102,20 @@ class ModelService:
     @functools.cached_property
     def tasks(self) -> tuple[str, ...]:
         """What the model can do: ``generate``, ``chat``, ``transcribe``, ``embed``, ``classify``, ``rank`` ..."""
-        if isinstance(self.model, EncoderModel):
+        if not self.model.writes_text:
             return _encoder_tasks(type(self.model.torch_model).__name__, self.model.config.num_labels)
         found = ["generate", "embed"]
         if self.model.tokenizer is not None and self.template:
             found.append("chat")
-        if isinstance(self.model, SpeechModel):
+        if self.model.transcribes:
             found.append("transcribe")
         return tuple(found)
 
     @property
     def encoder(self) -> EncoderModel:
         """The model, for tasks that only encoders have."""
-        assert isinstance(self.model, EncoderModel)
-        return self.model
+        assert not self.model.writes_text
+        return cast("EncoderModel", self.model)
 
     def num_tokens(self, texts: Sequence[Any]) -> int:
         """Returns the number of tokens of texts and of token ids together, special tokens included."""
@@ -145,7 +145,7 @@ class ModelService:
     @functools.cached_property
     def max_model_len(self) -> int | None:
         """Largest number of tokens of prompt and answer; None without a limit."""
-        if isinstance(self.model, EncoderModel):
+        if not self.model.writes_text:
             return position_limit(self.model)
         try:
             return self.model.engine.max_model_len
@@ -266,8 +266,7 @@ def _check_length(prompt_len: int, max_new_tokens: int | None, limit: int | None
 
 def progress_of(service: ModelService) -> list[EngineProgress]:
     """Returns the progress of the engines that have been made."""
-    made = (vars(service.model).get(name) for name in ("_engine", "_single_engine"))
-    return [engine.progress() for engine in made if isinstance(engine, Engine | DataParallelEngines)]
+    return [engine.progress() for engine in engines_of(service.model)]
 
 
 def _encoder_tasks(class_name: str, num_labels: int | None) -> tuple[str, ...]:
