@@ -76,13 +76,25 @@ def engine():
 
 
 def test_warm_up_compiles_few_programs(engine):
-    """One for each bucket of tokens and of decode rows, one with logits of all tokens, and those of the sampler."""
+    """One for each bucket of tokens and of decode rows, one with log-probabilities of prompts, the sampler's."""
     engine, compiled = engine
     num_steps = 2 + 2 + 1  # of 32 and 64 tokens, of 4 and 8 rows
-    num_sampling = 3 + 2  # three levels; log-probabilities of new tokens and of prompts
+    num_sampling = 3 + 1  # three levels; log-probabilities of new tokens
     assert engine.stats().num_programs == num_steps + num_sampling
     num_small = 3  # masks, pages copied, rows of tables written
     assert len(compiled) <= num_steps + num_sampling + num_small, compiled
+
+
+def test_the_programs_of_the_documents_example():
+    """The count in docs/compilation.md, for `max_model_len` 640 and 32 slots on a CPU; nothing is compiled here."""
+    options = EngineOptions(max_model_len=640, max_num_seqs=32)
+    with serve(tiny_model("llama"), engine=options) as model:
+        runner = model.engine._runner
+        steps = list(runner.compile_tasks())
+        sampling = list(runner._sampler.compile_tasks(jax.ShapeDtypeStruct((32, VOCAB_SIZE), np.float32)))
+        num_small = 3  # masks and rows of tables, which are among those of the sampler, and pages copied
+        assert len(steps) == 9
+        assert len(steps) + len(sampling) + 1 == 9 + 4 + num_small == 16
 
 
 def test_first_uses_in_traffic_compile_nothing(engine):

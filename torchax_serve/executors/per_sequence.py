@@ -35,6 +35,7 @@ from torchax_serve.executors.step_inputs import SAMPLED_ON_DEVICE
 from torchax_serve.kv_cache.cache_layout import UNBOUNDED, CacheLayout, Leaves
 from torchax_serve.kv_cache.slot_states import PagedCacheWithStates, gather, scatter
 from torchax_serve.sampling.sampler import Sampler
+from torchax_serve.sampling.types import Logprobs
 from torchax_serve.scheduler import PlanRow, StepPlan
 
 
@@ -178,12 +179,38 @@ class PerSequenceExecutor:
         last_tokens: jax.Array,
         *,
         ahead: int = 0,
-        all_logits: bool = False,
     ) -> jax.Array:
         """Runs one step as `Executor.run`, with float32 logits.
 
         The prefill row is the last one, and there is at most one group.
         """
+        return self._run_rows(rows, tables, last_tokens, ahead)
+
+    def run_scored(
+        self,
+        rows: Sequence[PlanRow],
+        tables: Sequence[np.ndarray],
+        sampler: Sampler,
+        following: np.ndarray,
+        num_top: int,
+    ) -> tuple[Logprobs, jax.Array]:
+        """Implements `Executor.run_scored`."""
+        logits = self._run_rows(rows, tables, sampler.last_tokens, 0, all_logits=True)
+        ids, last = np.zeros(len(logits), np.int32), np.zeros(self._num_slots, np.int32)
+        ids[: len(following)] = following
+        last[: len(rows)] = np.cumsum([row.num_tokens for row in rows]) - 1
+        return sampler.prompt_logprobs(logits, ids, last, num_top, len(following))
+
+    def _run_rows(
+        self,
+        rows: Sequence[PlanRow],
+        tables: Sequence[np.ndarray],
+        last_tokens: jax.Array,
+        ahead: int,
+        *,
+        all_logits: bool = False,
+    ) -> jax.Array:
+        """Runs one step; returns logits [num_slots, vocab], or [T, vocab] of every token, in the order of the rows."""
         jobs = self._jobs.of(rows, ahead, all_logits)
         parts = []
         for job in jobs:
