@@ -133,20 +133,19 @@ class PackedExecutor:
         scored: tuple[jax.Array, jax.Array] | None = None,
         *,
         spec: PackedStepSpec,
-    ) -> tuple[jax.Array, tuple[Pool, ...], Logprobs | None]:
-        """Computes logits [num_slots, vocab] in the model's dtype, the pools, and log-probabilities.
+    ) -> tuple[jax.Array | tuple[jax.Array, Logprobs], tuple[Pool, ...]]:
+        """Computes logits [num_slots, vocab] in the model's dtype, and the pools.
 
-        These are of the tokens int32[T] that `scored` has, together with whether the likeliest tokens are read.
+        With `scored`, tokens int32[T] and whether the likeliest ones are read, the logits come with log-probabilities.
         """
         batch = spec.unpack(numbers, last_tokens)
         logits, pools = self._forward(weights, pools, batch, spec)
-        logprobs = None
-        if scored is not None:
-            ids, has_top = scored
-            num_tokens = batch.cu_q_lens[-1]
-            logprobs = logprobs_of(logits, ids, num_top=MAX_NUM_TOP, has_top=has_top, num_rows=num_tokens)
-            logits = logits[batch.last]
-        return _with_rows(logits, len(last_tokens)), pools, logprobs
+        if scored is None:
+            return _with_rows(logits, len(last_tokens)), pools
+        ids, has_top = scored
+        num_tokens = batch.cu_q_lens[-1]
+        logprobs = logprobs_of(logits, ids, num_top=MAX_NUM_TOP, has_top=has_top, num_rows=num_tokens)
+        return (_with_rows(logits[batch.last], len(last_tokens)), logprobs), pools
 
     def _decode(
         self,
@@ -260,7 +259,7 @@ class PackedExecutor:
             return self._decode_logits(spec, last_tokens, spec.pack(rows, tables, ahead=ahead))
         args = (self.cache.pools, last_tokens, spec.pack(rows, tables, ahead))
         program = self._steps.get(spec, StepCall(self._step, args))
-        logits, self.cache.pools, _ = program(self._weights, *args)
+        logits, self.cache.pools = program(self._weights, *args)
         return logits
 
     def run_scored(
@@ -279,7 +278,7 @@ class PackedExecutor:
         scored = ids, np.bool_(num_top > 0)
         args = (self.cache.pools, sampler.last_tokens, spec.pack(rows, tables, 0), scored)
         program = self._steps.get(spec, StepCall(self._step, args))
-        logits, self.cache.pools, logprobs = program(self._weights, *args)
+        (logits, logprobs), self.cache.pools = program(self._weights, *args)
         return logprobs, logits
 
     def _decode_logits(self, spec: FusedDecodeSpec, last_tokens: jax.Array, numbers: np.ndarray) -> jax.Array:
