@@ -24,7 +24,7 @@ if sys.argv.pop(1) == "refused":
 from torchax_serve.cli.main import main
 main()
 """
-SIZES = "--max-num-seqs", "2", "--max-model-len", "64"
+SIZES = "--max-num-seqs", "2", "--max-model-len", "128"
 QUESTION = {"model": "tiny", "messages": [{"role": "user", "content": "What is 3 plus 4?"}], "max_tokens": 8}
 DIGITS = {"model": "tiny", "prompt": "3 + 4 =", "max_tokens": 8, "structured_outputs": {"regex": "[0-9]{1,4}"}}
 

@@ -15,7 +15,7 @@ from torchax_serve.entrypoints.load import load_served_model
 from torchax_serve.entrypoints.recorded_model import recorded_model
 from torchax_serve.start.record import start_folder
 
-OPTIONS = EngineOptions(max_num_seqs=2, max_model_len=64)
+OPTIONS = EngineOptions(max_num_seqs=2, max_model_len=128)
 PARAMS = SamplingParams(max_new_tokens=6, ignore_eos=True)
 
 

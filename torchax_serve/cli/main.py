@@ -36,8 +36,8 @@ COMMANDS = Commands(cli, _made)
 """Commands by name, in the order of ``--help``."""
 
 
-class Program(CommandGroup):
-    """The program with `COMMANDS`."""
+class AllCommands(CommandGroup):
+    """The group of `COMMANDS`."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
@@ -48,7 +48,7 @@ app = typer.Typer(
     name="torchax-serve",
     help="Any Hugging Face PyTorch model, its code untouched, served by JAX.",
     epilog=EXIT_STATUS_HELP,
-    cls=Program,
+    cls=AllCommands,
     no_args_is_help=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",

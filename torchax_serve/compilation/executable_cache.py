@@ -276,14 +276,9 @@ class CachedFunction:
             return kept[0]
         # A program that is kept here as a whole does not lie in JAX's own cache as well, unless the user has chosen
         # that one's folder: then the name tells it apart what this cache does.
+        name = None if path is None else path.name.replace("-", "_")
         with jax_cache.counting_hits() as hits, jax_cache.bypassed(path is not None):
-            program: Any = self.compile(
-                weights,
-                args,
-                signature.spec,
-                name=None if path is None else path.name.replace("-", "_"),
-                when_traced=when_traced,
-            )
+            program: Any = self.compile(weights, args, signature.spec, name=name, when_traced=when_traced)
         if mesh is not None:
             program = MeshExecutable(program, mesh)
         # XLA's CPU client cannot serialize a program that it has itself deserialized: functions are lost.
