@@ -141,7 +141,7 @@ class ExecutableCache:
         return program, facts
 
     def write(self, path: Path, program: Any, facts: dict[str, Any]) -> None:
-        """Keeps `program` in `path`; on a thread of its own, so that the first token does not wait."""
+        """Keeps `program` in `path`; in a thread of its own, as the first token waits, unless the process may end."""
 
         def run() -> None:
             try:
@@ -149,6 +149,9 @@ class ExecutableCache:
             except Exception as error:  # keeping a program costs nothing but time when it fails
                 logger.info("a program is not kept: %s", error)
 
+        if self.background is not None and self.background.is_closed:
+            run()
+            return
         thread = threading.Thread(target=run, name="keep-program")
         self._writers = [writer for writer in self._writers if writer.is_alive()]
         self._writers.append(thread)

@@ -20,6 +20,7 @@ from model_adapters.errors import TorchaxServeError
 from model_adapters.jax_settings import programs_run
 from model_adapters.loading.model_source import ModelSource
 from model_adapters.ops.cpu.huge_pages import move_into_huge_pages
+from torchax_serve.compilation.background import hesitate
 from torchax_serve.compilation.executable_cache import ExecutableCache
 from torchax_serve.engine.engine import Engine
 from torchax_serve.engine.factory import build_engine
@@ -54,6 +55,8 @@ logger = logging.getLogger("torchax_serve")
 
 POLL_S, BUSY_S = 0.25, 5.0
 """Seconds between two looks at whether the engine is idle, and until it need not be."""
+HESITATION_S = 3.0
+"""Seconds of work after which a program that others stand in for is worth loading torch, which takes as long."""
 _NO_ATTRIBUTES = frozenset({"max_len"})
 """Names that the text layer looks for on other models, and a `ServedModel` has not."""
 
@@ -218,7 +221,8 @@ class RecordedModel:
             return self._side.loaded.engine
         with self._lock:
             if self._engine is None:
-                executables = ExecutableCache(self._folder.programs, self._record.identity, before_trace=self._side.get)
+                load_first = functools.partial(before_trace, self._side)
+                executables = ExecutableCache(self._folder.programs, self._record.identity, before_trace=load_first)
                 runtime: Any = RecordedRuntime(self._side, self._weights, executables, self.config, self._record.limits)
                 with programs_run():
                     self._engine = build_engine(runtime, self._engine_options)
@@ -285,6 +289,13 @@ class RecordedModel:
         self._process.check("a model")
         if self._is_closed:
             raise _closed_error()
+
+
+def before_trace(side: TorchSide) -> None:
+    """Loads what a trace needs; in the background only for a model that has work for longer than a short answer."""
+    if side.loaded is None:
+        hesitate(HESITATION_S)
+        side.get()
 
 
 def engines_of(model: Any) -> list[Any]:
