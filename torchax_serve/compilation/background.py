@@ -90,17 +90,20 @@ def check_may_trace() -> None:
 
 
 def hesitate(seconds: float) -> None:
-    """Waits, in the thread of a `BackgroundCompiler` alone, for what is worth its cost only while the model works on.
+    """Waits, in the thread of a `BackgroundCompiler` alone, for what is worth its cost only where there is much work.
+
+    Args:
+        seconds: Time for which the model has to work, in all calls together.
 
     Raises:
         TracingHeldError: The model has become idle, or was closed.
     """
     compiler: BackgroundCompiler | None = getattr(_this_thread, "compiler", None)
-    until = time.monotonic() + seconds
-    while compiler is not None and time.monotonic() < until:
+    while compiler is not None and compiler.hesitated_s < seconds:
         if compiler.is_closed or not compiler.may_trace:
             raise TracingHeldError
         time.sleep(POLL_S)
+        compiler.hesitated_s += POLL_S
 
 
 class BackgroundCompiler:
@@ -114,6 +117,7 @@ class BackgroundCompiler:
 
     Attributes:
         is_closed: Whether it takes no more tasks.
+        hesitated_s: Time in seconds that `hesitate` has waited.
     """
 
     def __init__(self) -> None:
@@ -121,7 +125,7 @@ class BackgroundCompiler:
         self._known: set[Hashable] = set()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self.is_closed = False
+        self.is_closed, self.hesitated_s = False, 0.0
         self._may_trace = threading.Event()
         self._may_trace.set()
         atexit.register(_close, weakref.ref(self))
