@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from serving_peers.curve_pictures import PANELS
-from serving_peers.variants import UNQUANTIZED
+from serving_peers.variants import NAMES, UNQUANTIZED
 
 INTRODUCTION = """# Performance
 
@@ -77,11 +77,12 @@ def table(found: Mapping[str, Cells]) -> str:
     for cells in found.values():
         for numbers in cells.values():
             columns += [name for name in numbers if name not in ("dtype", *columns)]
-    lines = ["| weights | system | dtype | " + " | ".join(columns) + " |", "|---" * (3 + len(columns)) + "|"]
+    heads = ["1 request" if column == "1 requests" else column for column in columns]
+    lines = ["| weights | system | dtype | " + " | ".join(heads) + " |", "|---" * (3 + len(columns)) + "|"]
     for kind, cells in found.items():
         for system, numbers in cells.items():
             values = [text_of(numbers.get(column)) for column in columns]
-            lines.append(f"| {kind} | {system} | {numbers['dtype']} | " + " | ".join(values) + " |")
+            lines.append(f"| {kind} | {NAMES.get(system, system)} | {numbers['dtype']} | " + " | ".join(values) + " |")
     return "\n".join(lines) + "\n"
 
 
@@ -138,7 +139,10 @@ def page(results: Path) -> str:
     """The whole document, of the result files that are there."""
     parts = [INTRODUCTION]
     for command, title in (("decode", "Requests that come together"), ("start", "Starts")):
-        found = [json.loads(path.read_text()) for path in sorted(results.glob(f"serving-{command}-*.json"))]
+        found = [
+            json.loads(path.read_text())
+            for path in sorted(results.glob(f"serving-{command}-*.json"), key=lambda path: path.stem)
+        ]
         found = [result for result in found if "choices" in result]  # else of a time when peers had one dtype each
         for result in found:
             parts.append(f"## {title}\n\n{filled(f'{describe(result)} Peers: {versions_of(result)}.')}\n")
