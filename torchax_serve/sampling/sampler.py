@@ -53,7 +53,8 @@ class Sampler:
 
     For each shape of the logits there are three sampling programs (`PROGRAMS`), and one for log-probabilities. No
     option compiles another, except a history that is larger than `empty_history`. Masks are a program of their own
-    (`mask_logits`), before these. `compile_tasks` has all of them.
+    (`mask_logits`), before these. `compile_tasks` has all of them, but not `prompt_logprobs`, which packed models do
+    not need.
     """
 
     def __init__(
