@@ -69,7 +69,10 @@ class DevicePlacement:
             requantized = self._quantizer is not None and self._quantizer.takes(name)
             if not requantized and self._stored.takes(name, tensor):
                 return self._as_stored(name, tensor)
-            tensor = tensor.parts.dense(tensor.dtype)
+            parts, tensor = tensor.parts, tensor.parts.dense(tensor.dtype)
+            if requantized:
+                assert self._quantizer is not None
+                return self._quantizer(name, to_jax_array(tensor), was=f"{parts.source} in {parts.bits} bits")
         if self._quantizer is not None and self._quantizer.takes(name):
             return self._quantizer(name, to_jax_array(tensor))
         if self._device_put is None and jax.default_backend() == "cpu":

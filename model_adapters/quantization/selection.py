@@ -17,6 +17,7 @@ from model_adapters.ops import registry
 from model_adapters.ops.cpu import ffi
 from model_adapters.quantization.quantize import scheme_of
 from model_adapters.quantization.rules import QuantizationRule, QuantizationRules
+from model_adapters.sharding.model_sharding import ModelSharding
 
 MAX_FAULTS = 4
 """Faults of rules that an error lists."""
@@ -95,6 +96,12 @@ class Selection:
             raise InvalidArgumentError(f"quantization: {'; '.join(faults[:MAX_FAULTS] + more)}")
         num_dense = sum(each.op_name != "embedding" and each.name not in chosen for each in products)
         return cls(rules, _with_tied_names(module, chosen), num_dense)
+
+    def on_mesh(self, name: str, sharding: ModelSharding | None) -> tuple[QuantizationRule, Product]:
+        """Returns rule and product of the tensor `name`; presets have one scale a row where a mesh moves columns."""
+        rule, product = self.chosen[name]
+        is_moved = sharding is not None and sharding.moves_columns(name, transposed=product.transposed)
+        return (dataclasses.replace(rule, tile_size=None) if is_moved and self.rules.is_preset else rule), product
 
     def saved_bytes(self, module: torch.nn.Module) -> int:
         """Returns how many bytes less the weights of `module` take than dense ones."""

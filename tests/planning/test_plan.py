@@ -141,11 +141,9 @@ def test_plan_chooses_the_executor_of_the_engine():
         assert report.fallback_reason in served.engine.description
 
 
-def test_kv_cache_dtype_is_refused_unless_packed():
-    module = module_of(transformers.BloomForCausalLM, EXECUTORS["bloom"][0], torch.float32)
-    with pytest.raises(
-        UnsupportedArgumentError, match="kv_cache_dtype: expected 'auto' for a model that is not packed"
-    ):
+def test_kv_cache_dtype_is_refused_for_a_static_batch():
+    module = module_of(transformers.OpenAIGPTLMHeadModel, EXECUTORS["openai-gpt"][0], torch.float32)
+    with pytest.raises(UnsupportedArgumentError, match="kv_cache_dtype: expected 'auto' for a static batch, got"):
         make_plan(module, "toy", dataclasses.replace(REQUEST, kv_cache_dtype="bfloat16"))
 
 
@@ -313,7 +311,7 @@ def test_invalid_meshes(text, said):
 @pytest.mark.parametrize(
     ("changes", "kind", "said"),
     [
-        ({"kv_cache_dtype": "int8"}, UnsupportedArgumentError, "kv_cache_dtype: expected one of auto.*got 'int8'"),
+        ({"kv_cache_dtype": "int4"}, InvalidArgumentError, "kv_cache_dtype: expected one of auto.*got 'int4'"),
         ({"kv_cache_dtype": "int9"}, InvalidArgumentError, "kv_cache_dtype: expected one of auto.*got 'int9'"),
         ({"max_num_seqs": 0}, InvalidArgumentError, "max_num_seqs"),
         ({"max_model_len": 1}, InvalidArgumentError, "max_model_len"),
@@ -329,8 +327,8 @@ def test_invalid_plan_requests(changes, kind, said):
     ("arguments", "said"),
     [
         (
-            ["--topology", "v6e:2x4", "--quantization", "int8"],
-            "--quantization int8: quantized weights are not supported",
+            ["--topology", "v6e:2x4", "--quantization", "int3"],
+            "--quantization: expected int8, int4, fp8, w8a8, fp8-w8a8, none or a .toml, .yaml or .json file of rules",
         ),
         ([], "expected --topology, such as v6e:2x4 or h200:8, or --for SLOTSxLEN; got neither"),
         (["--for", "64by8"], "--for: expected SLOTSxLEN such as 64x8192, got '64by8'"),

@@ -64,6 +64,8 @@ def bench_quantizations(
         say(f"loading {name}")
         rules = None if name in DENSE_NAMES else name
         options = {"random_weights": random_weights, "seed": settings.seed, **load_options, "quantization": rules}
+        if rules is None:
+            options["requantize"] = False
         loaded = load_model(model, **options)
         require_causal_lm(loaded)
         check_positions(loaded, settings)
