@@ -44,6 +44,7 @@ class Scheme:
         zero: What the "cpu" layout has added to numbers of 4 bits.
         act_scale: Scale of the activations if a checkpoint fixes it; None computes one for each row.
         table: The 16 numbers that values of 4 bits are indices of (nf4, fp4); None: values are numbers.
+        axes: On a mesh the axes that columns and rows are divided along; None for a matrix of each expert.
     """
 
     bits: int
@@ -58,6 +59,7 @@ class Scheme:
     zero: int = 8
     act_scale: float | None = None
     table: tuple[float, ...] | None = None
+    axes: tuple[str | None, str | None] | None = None
 
 
 @jax.tree_util.register_dataclass

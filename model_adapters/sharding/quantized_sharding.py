@@ -60,6 +60,8 @@ class QuantizedDims:
         shards = 1 if inner.mesh_axis is None else mesh.shape[inner.mesh_axis]
         is_aligned = num_groups % shards == 0 and num_groups * scheme.group == inner.size  # not so for one group
         by_group = [*dims[:-1], DimLayout(num_groups, num_groups, inner.mesh_axis if is_aligned else None, None)]
+        if len(dims) == 2:
+            scheme = dataclasses.replace(scheme, axes=(inner.mesh_axis, dims[0].mesh_axis))
         if scheme.layout == "input-major":
             dims[-2:], by_group[-2:] = dims[:-3:-1], by_group[:-3:-1]
         return cls(tuple(dims), tuple(by_group), scheme)
