@@ -130,7 +130,7 @@ def stored_bytes(num_elements: int, rule: QuantizationRule, product: Product) ->
     scale_bytes = jnp.dtype(rule.scale_dtype).itemsize
     if rule.weight_calibration_method.startswith("minmax"):
         scale_bytes += 4
-    is_packed = registry.platform() != "cpu" or ffi.missing() is None
+    is_packed = registry.platform() != "cpu" or (ffi.missing() is None and scheme.table is None)
     return num_elements * ((scheme.bits if is_packed else 8) / 8 + scale_bytes / scheme.group)
 
 

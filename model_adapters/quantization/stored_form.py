@@ -40,7 +40,8 @@ class StoredForm:
         scheme = scheme_of(rule, product.num_columns, dtype, transposed=product.transposed, source=source)
         method, *numbers = rule.weight_calibration_method.lower().split(",")
         has_offset = method == "minmax" or (method == "fixed" and len(numbers) == 2)
-        return cls(scheme, rule.weight_qtype, rule.scale_dtype, has_offset)
+        values = "uint4" if scheme.table is not None else rule.weight_qtype
+        return cls(scheme, values, rule.scale_dtype, has_offset)
 
     def on_platform(self, platform: str, num_columns: int, *, multiplies_fp8: bool) -> StoredForm:
         """Returns the form on a device of `platform`: "cpu", "gpu" or "tpu"; see `device_layout`."""

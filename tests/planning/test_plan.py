@@ -328,7 +328,7 @@ def test_invalid_plan_requests(changes, kind, said):
     [
         (
             ["--topology", "v6e:2x4", "--quantization", "int3"],
-            "--quantization: expected int8, int4, fp8, w8a8, fp8-w8a8, none or a .toml, .yaml or .json file of rules",
+            "--quantization: expected int8, int4, fp8, w8a8, fp8-w8a8, nf4, none or a .toml, .yaml or .json",
         ),
         ([], "expected --topology, such as v6e:2x4 or h200:8, or --for SLOTSxLEN; got neither"),
         (["--for", "64by8"], "--for: expected SLOTSxLEN such as 64x8192, got '64by8'"),

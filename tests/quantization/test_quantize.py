@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from model_adapters.errors import InvalidArgumentError
-from model_adapters.ops.quantized_weight import dequantize
+from model_adapters.ops.quantized_weight import NF4, dequantize
 from model_adapters.quantization.quantize import quantize_weight
 from model_adapters.quantization.rules import QuantizationRule
 
@@ -66,6 +66,22 @@ def test_signed_absmax_gives_the_largest_number_the_lowest_value():
     plain = quantize_weight("w", jnp.asarray(weight), QuantizationRule(weight_qtype="int4", tile_size=32))
     error, plain_error = (np.square(dequantize(each, jnp.float32) - weight).sum() for each in (ours, plain))
     assert error < plain_error
+
+
+def test_nf4_gives_each_number_the_nearest_of_its_table():
+    weight = weights()
+    ours = quantize_weight("w", jnp.asarray(weight), QuantizationRule(weight_qtype="nf4", tile_size=64))
+    tiles = weight.reshape(24, 2, 64)
+    largest = np.abs(tiles).max(-1)
+    largest[largest == 0] = 1
+    np.testing.assert_array_equal(ours.scale, largest)
+    nearest = np.abs(tiles[..., None] / largest[..., None, None] - np.float32(NF4)).argmin(-1)
+    np.testing.assert_array_equal(np.asarray(ours.values).reshape(tiles.shape), nearest)
+    restored = np.float32(NF4)[nearest] * largest[..., None]
+    np.testing.assert_allclose(dequantize(ours, jnp.float32), restored.reshape(24, 128), rtol=1e-6)
+    int4 = quantize_weight("w", jnp.asarray(weight), QuantizationRule(weight_qtype="int4", tile_size=64))
+    error, int4_error = (np.square(dequantize(each, jnp.float32) - weight).sum() for each in (ours, int4))
+    assert error < int4_error  # of normal numbers
 
 
 def test_a_group_may_be_cut_at_the_end_of_a_row():

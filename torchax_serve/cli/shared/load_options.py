@@ -122,7 +122,7 @@ class LoadOptions(ConfigOptions):
             "--quantization",
             autocompletion=complete_quantization,
             show_default=False,
-            help="Store weights with fewer bits: int8, int4, fp8, w8a8, fp8-w8a8, or a .toml, .yaml or .json file of "
+            help="Store weights with fewer bits: int8, int4, fp8, w8a8, fp8-w8a8, nf4, or a .toml, .yaml or .json file of "
             "rules.",
         ),
     ] = None
