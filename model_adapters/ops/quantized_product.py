@@ -199,9 +199,6 @@ def _kernel_product(x: jax.Array, weight: QuantizedWeight, bias: jax.Array | Non
     )
 
 
-registry.register_module(LINEAR_OP, "tpu", "model_adapters.ops.tpu.quantized_linear")
-
-
 @registry.register(
     LINEAR_OP, "cpu-quantized", ("cpu",), unsupported_reason=_kernel_unsupported_reason, takes_precedence=True
 )

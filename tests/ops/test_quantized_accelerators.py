@@ -100,22 +100,40 @@ SIZES = [(128, 256, 16), (384, 1024, 3), (640, 2048, 40), (200, 384, 1)]
 """Rows and columns of a weight, and rows of activations: one tile, several, and rows that tiles do not divide."""
 
 
-@pytest.mark.parametrize(("out", "columns", "num_rows"), SIZES)
-@pytest.mark.parametrize("form", KERNEL)
-def test_the_kernel_multiplies_as_numpy(form, out, columns, num_rows, capfd):
+def check(got, x, plain, bias):
+    matrix, rows = (np.asarray(each, np.float64) for each in (dequantize(plain, jnp.float32), x))
+    exact = rows @ matrix.T + np.asarray(bias, np.float64)
+    size = np.abs(rows) @ np.abs(matrix).T / np.sqrt(x.shape[1])
+    # One rounding of the output, and one of weights that are scaled before the product.
+    assert (np.abs(got - exact) <= 2**-8 * np.abs(exact) + 2**-7 * size + 1e-6).all()
+
+
+def case(form, out, columns, num_rows, platform):
     plain = make(form, out=out, columns=columns, dtype="bfloat16", **KERNEL[form])
     rng = np.random.default_rng(1)
     x = jnp.asarray(rng.standard_normal((num_rows, columns)), jnp.bfloat16)
     bias = jnp.asarray(rng.standard_normal(out), jnp.bfloat16)
-    with on_platform("tpu"):
-        held = lay_out(plain)
+    with on_platform(platform):
+        return plain, lay_out(plain), x, bias
+
+
+@pytest.mark.parametrize(("out", "columns", "num_rows"), SIZES)
+@pytest.mark.parametrize("form", KERNEL)
+def test_the_tpu_kernel_multiplies_as_numpy(form, out, columns, num_rows, capfd):
+    plain, held, x, bias = case(form, out, columns, num_rows, "tpu")
     with pltpu.force_tpu_interpret_mode(PARAMS):
         got, name = run(x, held, bias)
         pltpu.reset_tpu_interpret_mode_state()
     assert name == "tpu-quantized"
-    exact = np.asarray(x, np.float64) @ np.asarray(dequantize(plain, jnp.float32), np.float64).T
-    exact += np.asarray(bias, np.float64)
-    size = np.abs(np.asarray(x, np.float64)) @ np.abs(np.asarray(dequantize(plain, jnp.float32), np.float64)).T
-    # One rounding of the output, and of weights that are scaled before the product.
-    assert (np.abs(got - exact) <= 2**-8 * np.abs(exact) + 2**-9 * size / np.sqrt(columns) * 4 + 1e-6).all()
+    check(got, x, plain, bias)
     assert "RACE DETECTED" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(("out", "columns", "num_rows"), [(128, 256, 16), (192, 1024, 3)])
+@pytest.mark.parametrize("form", ["int4 by 32", "int8 by 64"])
+def test_the_gpu_kernel_multiplies_as_numpy(form, out, columns, num_rows):
+    plain, held, x, bias = case(form, out, columns, num_rows, "gpu")
+    with registry.use("linear", "gpu-quantized"):
+        got, name = run(x, held, bias, "cpu")
+    assert name == "gpu-quantized"
+    check(got, x, plain, bias)

@@ -14,12 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import PartitionSpec
 
-from model_adapters.ops import registry, spmd
+from model_adapters.ops import registry
 from model_adapters.ops.compressed_weight import quantized_of
 from model_adapters.ops.linear import OP, finish, pad_rows_to
-from model_adapters.ops.quantized_weight import QuantizedWeight
+from model_adapters.ops.quantized_kernels import by_device, local_sizes, not_for_kernels
 
 NAME = "tpu-quantized"
 TILE_COLUMNS = (1024, 2048)
@@ -38,7 +37,6 @@ ROW_TILE = 16
 """Rows that a bfloat16 register tile has."""
 UNIT = 128
 """Columns that the matrix unit sums over; shorter groups are scaled before the product."""
-DTYPES = ("int4", "int8")
 
 
 def _tile(rows: int, columns: int, groups: int) -> tuple[int, int] | None:
@@ -55,30 +53,14 @@ def _tile(rows: int, columns: int, groups: int) -> tuple[int, int] | None:
     return tile_k, next((size for size in sizes if rows % size == 0), min(512, sizes[0]))
 
 
-def _local_sizes(weight: QuantizedWeight) -> tuple[int, int, int]:
-    """Returns rows, columns and groups of a weight on one device."""
-    mesh, (rows, columns) = spmd.mesh_in_use(), weight.stored_shape
-    groups = weight.scale.shape[0]
-    if mesh is None:
-        return rows, columns, groups
-    by_columns, by_rows = (1 if axis is None else mesh.shape[axis] for axis in weight.scheme.axes)
-    return rows // by_rows, columns // by_columns, groups if groups == 1 else groups // by_columns
-
-
 def _unsupported_reason(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> str | None:
     found = quantized_of(weight)
-    if found is None or found.scheme.transposed or not found.is_input_major or found.ndim != 2:
-        return "the weight is not quantized input-major"
-    scheme = found.scheme
-    if str(found.values.dtype) not in DTYPES or scheme.table is not None or scheme.act_dtype != "none":
-        return f"values are {found.values.dtype}, activations {scheme.act_dtype}; the kernel has {' and '.join(DTYPES)}"
-    if x.dtype != jnp.bfloat16 or not 0 < x.shape[0] <= MAX_ROWS:
-        return f"x is {x.dtype}{list(x.shape)}; the kernel has up to {MAX_ROWS} rows of bfloat16"
-    if spmd.mesh_in_use() is not None and scheme.axes is None:
-        return "the weight's place on the mesh is not known"
-    rows, columns, groups = _local_sizes(found)
-    if groups > 1 and groups * scheme.group != columns:
-        return "the last group is shorter, or devices do not divide the groups"
+    if (reason := not_for_kernels(x, found)) is not None:
+        return reason
+    assert found is not None
+    rows, columns, groups = local_sizes(found)
+    if x.shape[0] > MAX_ROWS:
+        return f"{x.shape[0]} rows; the kernel is for up to {MAX_ROWS}"
     return None if _tile(rows, columns, groups) else f"a weight of {rows} rows and {columns} columns cannot be cut"
 
 
@@ -87,23 +69,11 @@ def multiply(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> 
     """Computes with a quantized weight, on one device or on each device's part of it."""
     found = quantized_of(weight)
     assert found is not None
-    if spmd.mesh_in_use() is None:
-        return finish(_product(x, found.values, found.scale, found.offset, jnp.float32), bias, x.dtype)
-    assert found.scheme.axes is not None
-    inner, outer = found.scheme.axes
-    by_group = PartitionSpec(None if found.scale.shape[0] == 1 else inner, outer)
-
-    def one_device(x: jax.Array, values: jax.Array, scale: jax.Array, offset: jax.Array | None) -> jax.Array:
-        out = _product(x, values, scale, offset, x.dtype)
-        return out if inner is None else jax.lax.psum(out, inner)
-
-    specs = (PartitionSpec(None, inner), PartitionSpec(inner, outer), by_group, by_group)
-    parts = (x, found.values, found.scale, found.offset)
-    return finish(spmd.per_shard(one_device, parts, specs, PartitionSpec(None, outer)), bias, x.dtype)
+    return finish(by_device(x, found, _product), bias, x.dtype)
 
 
-def _product(x: jax.Array, values: jax.Array, scale: jax.Array, offset: jax.Array | None, dtype: Any) -> jax.Array:
-    """Returns ``x[rows, in]`` times ``values[in, out]``, scaled by group and shifted, in `dtype`."""
+def _product(x: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
+    """Returns ``x[rows, in]`` times ``values[in, out]`` with scales float32[groups, out]: float32[rows, out]."""
     num_rows, (num_columns, size) = x.shape[0], values.shape
     groups = scale.shape[0]
     group = num_columns // groups
@@ -112,9 +82,9 @@ def _product(x: jax.Array, values: jax.Array, scale: jax.Array, offset: jax.Arra
     tile_k, tile_n = tile
     rows = pad_rows_to(x, 0, num_rows + -num_rows % ROW_TILE)
     groups_of_tile = 1 if groups == 1 else tile_k // group
-    out = pl.pallas_call(
+    return pl.pallas_call(
         functools.partial(_kernel, group=min(group, tile_k), is_by_row=groups == 1),
-        out_shape=jax.ShapeDtypeStruct((len(rows), size), dtype if offset is None else jnp.float32),
+        out_shape=jax.ShapeDtypeStruct((len(rows), size), jnp.float32),
         grid=(pl.cdiv(size, tile_n), num_columns // tile_k),
         in_specs=[
             pl.BlockSpec((len(rows), tile_k), lambda j, i: (0, i)),
@@ -129,11 +99,6 @@ def _product(x: jax.Array, values: jax.Array, scale: jax.Array, offset: jax.Arra
         cost_estimate=_cost(len(rows), values, scale),
         name="quantized_linear",
     )(rows, values, scale.astype(jnp.float32))[:num_rows]
-    if offset is None:
-        return out
-    sums = jnp.sum(x.astype(jnp.float32).reshape(num_rows, groups, group), axis=2)
-    shift = jnp.matmul(sums, offset.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
-    return (out + shift).astype(dtype)
 
 
 def _kernel(

@@ -122,8 +122,8 @@ class LoadOptions(ConfigOptions):
             "--quantization",
             autocompletion=complete_quantization,
             show_default=False,
-            help="Store weights with fewer bits: int8, int4, fp8, w8a8, fp8-w8a8, nf4, or a .toml, .yaml or .json file of "
-            "rules.",
+            help="Store weights with fewer bits: int8, int4, fp8, w8a8, fp8-w8a8, nf4, or a .toml, .yaml or .json file "
+            "of rules.",
         ),
     ] = None
     requantize: Annotated[
