@@ -74,7 +74,7 @@ Text = Annotated[
     typer.Option(
         "--text",
         show_default=False,
-        help="Measure quantization on a file of text; with --quantization alone on one of ours.",
+        help="Measure quantization on this file; --quantization alone on ours.",
     ),
 ]
 MaxKL = Annotated[
