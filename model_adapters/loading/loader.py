@@ -29,6 +29,7 @@ from model_adapters.errors import (
 from model_adapters.loading import random_weights as random_init
 from model_adapters.loading.custom_generate import attach_own_generate
 from model_adapters.loading.file_names import CONFIG
+from model_adapters.loading.formats.gguf_checkpoint import GgufCheckpoint
 from model_adapters.loading.formats.placement import StoredWeights
 from model_adapters.loading.loaded_model import LoadedModel, numpy_dtype, report_of
 from model_adapters.loading.memory import PeakMemory, check_fits
@@ -238,7 +239,8 @@ class _Builder:
         self, checkpoint: AnyCheckpoint, dtype: torch.dtype, progress: Progress
     ) -> tuple[PreTrainedModel, DevicePlacement, WeightSink]:
         place = self._placement()
-        sink = WeightSink(place, self._peak)
+        names = checkpoint.parameter_names if isinstance(checkpoint, GgufCheckpoint) else ()
+        sink = WeightSink(place, self._peak, names)
         with (
             progress.stage(f"loading {self._source.name}", checkpoint.num_bytes) as advance,
             checkpoint.readers(advance) as readers,

@@ -107,10 +107,11 @@ class WeightSink:
     Args:
         place: makes the JAX array of a finished tensor.
         peak: looked at whenever a tensor lands, when memory is at its highest.
+        names: Names of all tensors in the files, if they are those of the module.
     """
 
-    def __init__(self, place: DevicePlacement, peak: PeakMemory) -> None:
-        self._place, self._peak = place, peak
+    def __init__(self, place: DevicePlacement, peak: PeakMemory, names: Iterable[str] = ()) -> None:
+        self._place, self._peak, self._names = place, peak, frozenset(names)
         self._landed: dict[int, tuple[torch.Tensor, Weight]] = {}  # by id of the meta tensor in its place
         self._since_trim = 0
         self.info: LoadStateDictInfo | None = None
@@ -119,7 +120,8 @@ class WeightSink:
         """Takes the tensor that the loader has just set as `target_name`, unless it may be tied to another.
 
         Which of two tied names a checkpoint holds, and whether both are equal, transformers finds out at the end and
-        by their values; the few tensors in question stay in the module until then.
+        by their values; the few tensors in question stay in the module until then, but for those that the files have
+        under one name only.
         """
         self._peak.sample()
         self._since_trim += tensor_bytes
@@ -127,7 +129,8 @@ class WeightSink:
             self._since_trim = 0
             give_back_freed()
         tied = getattr(model, "all_tied_weights_keys", {})
-        if target_name in tied or target_name in tied.values():
+        group = {name for pair in tied.items() if target_name in pair for name in pair}
+        if group and group & self._names != {target_name}:
             return
         path, _, attribute = target_name.rpartition(".")
         owner = model.get_submodule(path) if path else model
