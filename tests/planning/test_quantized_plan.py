@@ -40,7 +40,10 @@ def test_quantized_weights_are_counted_with_their_scales(module):
     report = make_plan(module, "toy", dataclasses.replace(REQUEST, quantization="int8", prefill_lens=()))
     linear = 2 * (32 * 32 * 2 + 16 * 32 * 2 + 3 * 32 * 64) + 64 * 32  # projections and the head
     assert report.weights_bytes == WEIGHTS_BYTES - 4 * linear + linear + 2 * linear // 32
-    assert report.quantization == "15 weights int8 (groups of 32, activations int8); 8.50 bits a number"
+    assert report.quantization == (
+        "13 weights int8 (one scale a row, activations int8); 2 weights int8 (groups of 32, activations int8); "
+        "8.50 bits a number"
+    )
     assert report.weight_bits == round(8 * report.weights_bytes / (WEIGHTS_BYTES / 4), 3)
     assert report.programs[0].argument_bytes == pytest.approx(report.weights_bytes + report.pages_bytes, rel=0.05)
     assert report.bounds[0].bytes_read < report.weights_bytes + report.pages_bytes_wanted
@@ -51,7 +54,7 @@ STATED = {
     "fp8": ({"weight_block_size": [16, 16]}, "14 weights float8_e4m3fn (groups of 16)"),
     "gptq": ({"bits": 4, "group_size": 16, "sym": False}, "14 weights int4 (groups of 16)"),
     "awq": ({"bits": 4, "group_size": 16}, "14 weights int4 (groups of 16)"),
-    "bitsandbytes": ({"load_in_4bit": True}, "2 weights int4 (one scale a row)"),
+    "bitsandbytes": ({"load_in_4bit": True}, "14 weights int4 (one scale a row)"),
     "compressed-tensors": (
         {"config_groups": {"a": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 16}}}},
         "14 weights int4 (groups of 16)",
