@@ -40,9 +40,9 @@ def test_every_number_and_the_bytes(pair, found):
     found(name, "GGUF file as it is: weights in memory", f"{loaded.report.weights_bytes / size:.2f} of the file")
 
 
-LOAD = (
-    "import sys; from model_adapters.loading import load_model; print(load_model(sys.argv[1]).report.peak_host_bytes)"
-)
+LOAD = """import sys
+from model_adapters.loading import load_model
+print(load_model(sys.argv[1]).report.peak_host_bytes)"""
 
 
 def test_loading_takes_little_more_than_the_file(found):
