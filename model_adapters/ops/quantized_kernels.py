@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -13,21 +13,19 @@ from model_adapters.ops import registry, spmd
 from model_adapters.ops.linear import OP
 from model_adapters.ops.quantized_weight import QuantizedWeight
 
-DTYPES = ("int4", "int8")
-"""Dtypes of numbers that the kernels take."""
 Product = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """From rows bfloat16[rows, in], numbers ``[in, out]`` and scales [groups, out] to float32[rows, out]."""
 
 
-def not_for_kernels(x: jax.Array, weight: QuantizedWeight | None) -> str | None:
-    """Returns why no kernel multiplies ``x[rows, in]`` with `weight`, or None."""
+def not_for_kernels(x: jax.Array, weight: QuantizedWeight | None, dtypes: Sequence[str]) -> str | None:
+    """Returns why a kernel for numbers of `dtypes` cannot multiply ``x[rows, in]`` with `weight`, or None."""
     if weight is None or weight.scheme.transposed or not weight.is_input_major or weight.ndim != 2:
         return "the weight is not quantized input-major"
     scheme, columns, mesh = weight.scheme, weight.num_columns, spmd.mesh_in_use()
-    if str(weight.values.dtype) not in DTYPES or scheme.table is not None or scheme.act_dtype != "none":
-        return f"values are {weight.values.dtype}, activations {scheme.act_dtype}; kernels have {' and '.join(DTYPES)}"
+    if str(weight.values.dtype) not in dtypes or scheme.act_dtype != "none":
+        return f"values are {weight.values.dtype}, activations {scheme.act_dtype}; the kernel has {', '.join(dtypes)}"
     if x.dtype != jnp.bfloat16 or not x.shape[0]:
-        return f"x is {x.dtype}{list(x.shape)}; kernels have rows of bfloat16"
+        return f"x is {x.dtype}{list(x.shape)}; the kernel has rows of bfloat16"
     groups = weight.scale.shape[0]
     if groups > 1 and groups * scheme.group != columns:
         return "the last group is shorter"

@@ -218,20 +218,6 @@ _OF_4_BITS = ("int4", "uint4", "float4_e2m1fn")
 """Dtypes whose numbers take half a byte in an accelerator's memory; `itemsize` is 1."""
 
 
-def spread(by_group: jax.Array, group: int, num_columns: int, axis: int) -> jax.Array:
-    """Returns scales or offsets with each group's number repeated for its columns.
-
-    Args:
-        by_group: Numbers with the groups along `axis`, which counts from the end; a single group is returned as it is.
-        group: Number of columns of a group.
-        num_columns: Number of all columns; the last group may be shorter.
-        axis: -1, or -2 of input-major parts.
-    """
-    if by_group.shape[axis] == 1:
-        return by_group
-    return jax.lax.slice_in_dim(jnp.repeat(by_group, group, axis), 0, num_columns, axis=by_group.ndim + axis)
-
-
 FP4_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 """The 16 numbers of float4_e2m1fn, times two."""
 NF4 = (
@@ -274,11 +260,20 @@ def looked_up(values: jax.Array, scheme: Scheme) -> jax.Array:
 
 
 def _numbers(values: jax.Array, scale: jax.Array, offset: jax.Array | None, scheme: Scheme, axis: int) -> jax.Array:
-    """Returns float32 values times scale plus offset, columns along `axis` in the stored order."""
-    num_columns, group = values.shape[axis], scheme.group
+    """Returns float32 values times scale plus offset, columns along `axis` (-1 or -2) in the stored order."""
+    num_columns, groups = values.shape[axis], scale.shape[axis]
+    group = num_columns if groups == 1 else scheme.group
     dense = looked_up(values, scheme)
-    dense = dense * spread(scale.astype(jnp.float32), group, num_columns, axis)
-    return dense if offset is None else dense + spread(offset.astype(jnp.float32), group, num_columns, axis)
+    missing = groups * group - num_columns
+    if missing:  # the last group is shorter
+        dense = jnp.pad(dense, [(0, missing if each == dense.ndim + axis else 0) for each in range(dense.ndim)])
+    at = dense.ndim + axis
+    # By groups, and not with scales repeated for all columns, which XLA would write to memory.
+    tiles = dense.reshape(*dense.shape[:at], groups, group, *dense.shape[at + 1 :])
+    tiles = tiles * jnp.expand_dims(scale.astype(jnp.float32), at + 1)
+    if offset is not None:
+        tiles = tiles + jnp.expand_dims(offset.astype(jnp.float32), at + 1)
+    return jax.lax.slice_in_dim(tiles.reshape(dense.shape), 0, num_columns, axis=at)
 
 
 def _in_model_order(dense: jax.Array, columns: jax.Array | None, axis: int) -> jax.Array:

@@ -92,20 +92,28 @@ def test_float8_becomes_int8_on_a_tpu_that_does_not_multiply_it():
 
 KERNEL = {
     "int4 by 32": {},
+    "uint4 by 64": {"offset": True},
+    "fp4 by 32": {},
+    "nf4 by 64": {},
     "int8 by 64": {"offset": True},
     "int4 by row": {"order": True},
     "int8 by row": {"offset": True},
 }
-SIZES = [(128, 256, 16), (384, 1024, 3), (640, 2048, 40), (200, 384, 1)]
+SIZES = [(128, 256, 16), (640, 2048, 40), (200, 384, 1), (128, 256, 300)]
 """Rows and columns of a weight, and rows of activations: one tile, several, and rows that tiles do not divide."""
 
 
-def check(got, x, plain, bias):
-    matrix, rows = (np.asarray(each, np.float64) for each in (dequantize(plain, jnp.float32), x))
-    exact = rows @ matrix.T + np.asarray(bias, np.float64)
-    size = np.abs(rows) @ np.abs(matrix).T / np.sqrt(x.shape[1])
-    # One rounding of the output, and one of weights that are scaled before the product.
-    assert (np.abs(got - exact) <= 2**-8 * np.abs(exact) + 2**-7 * size + 1e-6).all()
+def check(got, x, plain, bias, *, rounds=False):
+    """Beside float64; `rounds` says that weights are rounded to bfloat16 once they are scaled."""
+    scaled = dataclasses.replace(plain, offset=None)
+    matrix, exact, rows = (
+        np.asarray(each, np.float64)
+        for each in (dequantize(scaled, jnp.bfloat16 if rounds else jnp.float32), dequantize(scaled, jnp.float32), x)
+    )
+    matrix = matrix + np.asarray(dequantize(plain, jnp.float32), np.float64) - exact
+    wanted = rows @ matrix.T + np.asarray(bias, np.float64)
+    size = np.abs(rows) @ np.abs(matrix).T
+    assert (np.abs(got - wanted) <= 2**-8 * np.abs(wanted) + 1e-6 * size).all()
 
 
 def case(form, out, columns, num_rows, platform):
@@ -125,7 +133,7 @@ def test_the_tpu_kernel_multiplies_as_numpy(form, out, columns, num_rows, capfd)
         got, name = run(x, held, bias)
         pltpu.reset_tpu_interpret_mode_state()
     assert name == "tpu-quantized"
-    check(got, x, plain, bias)
+    check(got, x, plain, bias, rounds=not form.endswith("by row"))
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 

@@ -20,6 +20,7 @@ from model_adapters.ops.linear import OP, finish, pad_rows_to
 from model_adapters.ops.quantized_kernels import by_device, local_sizes, not_for_kernels
 
 NAME = "gpu-quantized"
+DTYPES = ("int4", "int8")
 TILE_ROWS = 64
 """Rows of the weight that a program computes."""
 MAX_TILE_COLUMNS = 128
@@ -33,9 +34,11 @@ MAX_SPLITS = 8
 
 def _unsupported_reason(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> str | None:
     found = quantized_of(weight)
-    if (reason := not_for_kernels(x, found)) is not None:
+    if (reason := not_for_kernels(x, found, DTYPES)) is not None:
         return reason
     assert found is not None
+    if found.scheme.table is not None:
+        return "values are indices of a table"
     rows, columns, groups = local_sizes(found)
     if groups == 1:
         return "one scale a row, which XLA fuses"

@@ -19,8 +19,10 @@ from model_adapters.ops import registry
 from model_adapters.ops.compressed_weight import quantized_of
 from model_adapters.ops.linear import OP, finish, pad_rows_to
 from model_adapters.ops.quantized_kernels import by_device, local_sizes, not_for_kernels
+from model_adapters.ops.quantized_weight import Scheme, looked_up
 
 NAME = "tpu-quantized"
+DTYPES = ("int4", "uint4", "int8")
 TILE_COLUMNS = (1024, 2048)
 """Columns of a tile, the first that fits; else all columns of the weight."""
 TILE_ROWS = (1024, 512, 256, 128)
@@ -32,7 +34,7 @@ SUBLANES = 8
 VMEM_BYTES = 48 << 20
 """Vector memory that the compiler may use; the least of the chips has 64 MB."""
 MAX_ROWS = 256
-"""Rows of activations; with more of them products are bound by arithmetic, and XLA's are as fast."""
+"""Rows of activations that are computed with a tile of the weight; of more, each part reads the weight again."""
 ROW_TILE = 16
 """Rows that a bfloat16 register tile has."""
 UNIT = 128
@@ -55,12 +57,10 @@ def _tile(rows: int, columns: int, groups: int) -> tuple[int, int] | None:
 
 def _unsupported_reason(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> str | None:
     found = quantized_of(weight)
-    if (reason := not_for_kernels(x, found)) is not None:
+    if (reason := not_for_kernels(x, found, DTYPES)) is not None:
         return reason
     assert found is not None
     rows, columns, groups = local_sizes(found)
-    if x.shape[0] > MAX_ROWS:
-        return f"{x.shape[0]} rows; the kernel is for up to {MAX_ROWS}"
     return None if _tile(rows, columns, groups) else f"a weight of {rows} rows and {columns} columns cannot be cut"
 
 
@@ -69,10 +69,11 @@ def multiply(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> 
     """Computes with a quantized weight, on one device or on each device's part of it."""
     found = quantized_of(weight)
     assert found is not None
-    return finish(by_device(x, found, _product), bias, x.dtype)
+    product = functools.partial(_product, scheme=found.scheme)
+    return finish(by_device(x, found, product), bias, x.dtype)
 
 
-def _product(x: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
+def _product(x: jax.Array, values: jax.Array, scale: jax.Array, *, scheme: Scheme) -> jax.Array:
     """Returns ``x[rows, in]`` times ``values[in, out]`` with scales float32[groups, out]: float32[rows, out]."""
     num_rows, (num_columns, size) = x.shape[0], values.shape
     groups = scale.shape[0]
@@ -80,32 +81,41 @@ def _product(x: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
     tile = _tile(size, num_columns, groups)
     assert tile is not None
     tile_k, tile_n = tile
-    rows = pad_rows_to(x, 0, num_rows + -num_rows % ROW_TILE)
+    tile_m = min(num_rows + -num_rows % ROW_TILE, MAX_ROWS)
+    rows = pad_rows_to(x, 0, num_rows + -num_rows % tile_m)
     groups_of_tile = 1 if groups == 1 else tile_k // group
     return pl.pallas_call(
-        functools.partial(_kernel, group=min(group, tile_k), is_by_row=groups == 1),
+        functools.partial(_kernel, scheme=scheme, group=min(group, tile_k), is_by_row=groups == 1),
         out_shape=jax.ShapeDtypeStruct((len(rows), size), jnp.float32),
-        grid=(pl.cdiv(size, tile_n), num_columns // tile_k),
+        grid=(len(rows) // tile_m, pl.cdiv(size, tile_n), num_columns // tile_k),
         in_specs=[
-            pl.BlockSpec((len(rows), tile_k), lambda j, i: (0, i)),
-            pl.BlockSpec((tile_k, tile_n), lambda j, i: (i, j)),
-            pl.BlockSpec((groups_of_tile, tile_n), lambda j, i: (0 if groups == 1 else i, j)),
+            pl.BlockSpec((tile_m, tile_k), lambda m, n, k: (m, k)),
+            pl.BlockSpec((tile_k, tile_n), lambda m, n, k: (k, n)),
+            pl.BlockSpec((groups_of_tile, tile_n), lambda m, n, k: (0 if groups == 1 else k, n)),
         ],
-        out_specs=pl.BlockSpec((len(rows), tile_n), lambda j, i: (0, j)),
-        scratch_shapes=[pltpu.VMEM((len(rows), tile_n), jnp.float32)],
+        out_specs=pl.BlockSpec((tile_m, tile_n), lambda m, n, k: (m, n)),
+        scratch_shapes=[pltpu.VMEM((tile_m, tile_n), jnp.float32)],
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
+            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
         ),
         cost_estimate=_cost(len(rows), values, scale),
         name="quantized_linear",
-    )(rows, values, scale.astype(jnp.float32))[:num_rows]
+    )(rows, values, scale)[:num_rows]
 
 
 def _kernel(
-    x_ref: Any, values_ref: Any, scale_ref: Any, out_ref: Any, sums_ref: Any, *, group: int, is_by_row: bool
+    x_ref: Any,
+    values_ref: Any,
+    scale_ref: Any,
+    out_ref: Any,
+    sums_ref: Any,
+    *,
+    scheme: Scheme,
+    group: int,
+    is_by_row: bool,
 ) -> None:
     """Adds the products of a tile to the sums of its rows; the last tile of a row writes them."""
-    step = pl.program_id(1)
+    step = pl.program_id(2)
 
     @pl.when(step == 0)
     def _() -> None:
@@ -114,23 +124,25 @@ def _kernel(
     def product(x: jax.Array, matrix: jax.Array) -> jax.Array:
         return jnp.dot(x, matrix, preferred_element_type=jnp.float32)
 
-    num_columns = values_ref.shape[0]
+    def numbers(part: slice) -> jax.Array:
+        return looked_up(values_ref[part], scheme) if scheme.table else values_ref[part].astype(jnp.bfloat16)
+
+    parts = [slice(begin, begin + group) for begin in range(0, values_ref.shape[0], group)]
     if is_by_row:
-        sums_ref[...] += product(x_ref[...], values_ref[...].astype(jnp.bfloat16))
-    elif group % UNIT == 0:
+        sums_ref[...] += product(x_ref[...], numbers(slice(None)).astype(jnp.bfloat16))
+    elif group % UNIT == 0 and scheme.table is None:
         total = sums_ref[...]
-        for number, begin in enumerate(range(0, num_columns, group)):
-            part = slice(begin, begin + group)
-            total += product(x_ref[:, part], values_ref[part].astype(jnp.bfloat16)) * scale_ref[number : number + 1]
+        for number, part in enumerate(parts):
+            total += product(x_ref[:, part], numbers(part)) * scale_ref[number : number + 1]
         sums_ref[...] = total
     else:
-        parts = [
-            values_ref[begin : begin + group].astype(jnp.float32) * scale_ref[number : number + 1]
-            for number, begin in enumerate(range(0, num_columns, group))
+        scaled = [
+            (numbers(part).astype(jnp.float32) * scale_ref[number : number + 1]).astype(jnp.bfloat16)
+            for number, part in enumerate(parts)
         ]
-        sums_ref[...] += product(x_ref[...], jnp.concatenate([part.astype(jnp.bfloat16) for part in parts], axis=0))
+        sums_ref[...] += product(x_ref[...], jnp.concatenate(scaled, axis=0))
 
-    @pl.when(step == pl.num_programs(1) - 1)
+    @pl.when(step == pl.num_programs(2) - 1)
     def _() -> None:
         sums = sums_ref[...] * scale_ref[0:1] if is_by_row else sums_ref[...]
         out_ref[...] = sums.astype(out_ref.dtype)
@@ -138,7 +150,7 @@ def _kernel(
 
 def _cost(num_rows: int, values: jax.Array, scale: jax.Array) -> pl.CostEstimate:
     num_columns, size = values.shape
-    bits = 4 if values.dtype == jnp.int4 else 8
+    bits = 4 if str(values.dtype).endswith("int4") else 8
     return pl.CostEstimate(
         flops=2 * num_rows * num_columns * size,
         bytes_accessed=num_columns * size * bits // 8 + 4 * scale.size + 2 * num_rows * (num_columns + size),
