@@ -1,7 +1,8 @@
 """Plans of well-known shapes on hardware that need not be here, one process each, and the table of what came out.
 
     python benchmarks/plan_shapes.py                  # all of them; needs the extras plan and cuda
-    python benchmarks/plan_shapes.py llama-3-70b      # those of one shape
+    python benchmarks/plan_shapes.py llama-3-70b      # those with this word
+    python benchmarks/plan_shapes.py int4 fp8 mxfp4   # those with one of these
 
 Results go to benchmarks/results/plan.json, which keeps what was planned before and is not planned again now.
 """
@@ -102,14 +103,15 @@ def key(row):
 
 def main():
     wanted = set(sys.argv[1:])
-    kept = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
+    content = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"rows": []}
+    kept = content["rows"]
     for plan in PLANS:
-        if wanted and plan[0] not in wanted:
+        if wanted and not any(word in " ".join(map(str, plan)) for word in wanted):
             continue
-        row = run(*plan)
+        row = run(*plan) | {"versions": versions()}
         kept = [each for each in kept if key(each) != key(row)]
         kept.append(row)
-        content = {"length": LEN, "versions": versions(), "rows": kept}
+        content |= {"length": LEN, "rows": kept}
         RESULTS.write_text(json.dumps(content, indent=1) + "\n")
         print(table([row]), flush=True)
     print(table(kept))

