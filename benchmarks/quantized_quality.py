@@ -13,27 +13,22 @@ import ctypes
 import json
 import math
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "quantized-quality.json"
 TEXT = HERE.parent / "torchax_serve" / "parity" / "quality_text.txt"
-PRESETS = ("int8", "int4", "nf4", "fp8", "w8a8", "fp8-w8a8")
-COMMAND = "import sys; sys.argv[0] = 'torchax-serve'; from torchax_serve.cli.main import main; main()"
+PRESETS = ("int8", "int4", "nf4", "fp8", "w8a8")
 THREADS = len(os.sched_getaffinity(0))
-sys.path.insert(0, str(HERE.parent / "tests" / "real"))
+sys.path[:0] = [str(HERE.parent), str(HERE.parent / "tests" / "real")]
 
 
-def verify(model, *options):
-    """The JSON object that ``torchax-serve verify`` prints."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-c", COMMAND, "verify", *([model] if model else []), *options, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    if done.returncode:
-        raise RuntimeError(done.stderr.strip().splitlines()[-1])
-    return json.loads(done.stdout)
+def verify(model, **options):
+    """What ``torchax-serve verify MODEL --quantization PRESET --json`` prints."""
+    from torchax_serve.parity.quantization import measure_quality
+
+    return measure_quality(model, **options).as_dict()
 
 
 def language_models(folders):
@@ -41,7 +36,7 @@ def language_models(folders):
     rows = []
     for title, folder in folders.items():
         for preset in PRESETS:
-            found = verify(folder, "--quantization", preset)
+            found = verify(folder, quantization=preset)
             rows.append({"title": title, "preset": preset, **found})
             print(line_of(rows[-1]), flush=True)
     return rows
@@ -130,7 +125,7 @@ def gguf_files(environment):
     rows = []
     for name in ("smollm2", "gemma3"):
         file = gguf_of(name)
-        ours = verify(str(file), "--text", str(TEXT))
+        ours = verify(file, text=TEXT)
         theirs, count = perplexity_of_llama_cpp(environment, file) if environment else (None, ours["num_tokens"])
         rows.append({"file": name, "perplexity": ours["perplexity"], "llama_cpp": theirs, "num_tokens": count} | ours)
         beside = "" if theirs is None else f", llama.cpp {theirs:.4f} ({ours['perplexity'] / theirs - 1:+.2%})"
@@ -144,11 +139,12 @@ def main():
     arguments = parser.parse_args()
     from fetch import folder_of
 
-    content = {"files": gguf_files(arguments.llama_cpp)}
+    content = {}
     print("| model | preset | perplexity | mean KL | 99 % KL | same top token | MB |\n|" + "---|" * 7)
     content["models"] = language_models({"SmolLM2-135M": str(folder_of("smollm2")), "embedded": None})
     print("| model | preset | mean cosine | least | MB |\n|" + "---|" * 5)
     content["embeddings"] = embeddings(str(folder_of("minilm")))
+    content["files"] = gguf_files(arguments.llama_cpp)
     RESULTS.write_text(json.dumps(content, indent=1) + "\n")
 
 

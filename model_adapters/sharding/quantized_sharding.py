@@ -123,5 +123,6 @@ def specs_of(placed: TensorPlacement, mesh: Mesh, weight: QuantizedWeight) -> Qu
     dims = QuantizedDims.of(placed, mesh, weight.scheme, groups)
     if groups > 1 and [dim.mesh_axis for dim in dims.values] != [dim.mesh_axis for dim in dims.by_group]:
         return None
-    specs: Any = _spec(dims.values), _spec(dims.by_group), None if weight.offset is None else _spec(dims.by_group)
-    return QuantizedWeight(*specs, None, weight.scheme)
+    values, scale = _spec(dims.values), _spec(dims.by_group)
+    offset = None if weight.offset is None else scale
+    return QuantizedWeight(values, scale, offset, None, weight.scheme)  # type: ignore[arg-type]

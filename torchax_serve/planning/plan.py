@@ -268,7 +268,7 @@ def _report(
         model=name,
         model_type=model.module.config.model_type,
         dtype=str(model.module.dtype).removeprefix("torch."),
-        quantization=describe_weights(model.weights),
+        quantization=describe_weights(model.weights),  # type: ignore[arg-type]  # shapes and dtypes alone are read
         weight_bits=round(8 * model.weights_bytes / model.num_elements, 3),
         topology=request.topology,
         num_devices=math.prod(mesh.values()),
