@@ -159,7 +159,7 @@ class QuantizedWeight:
 
     def unpacked(self) -> jax.Array:
         """Returns the dense weight, in the shape and dtype that model code expects."""
-        dense = dequantized(self, self.dtype)
+        dense = _dense(self)
         return jnp.swapaxes(dense, -1, -2) if self.scheme.transposed != self.is_input_major else dense
 
 
@@ -295,6 +295,12 @@ def dequantized(weight: QuantizedWeight, dtype: Any) -> jax.Array:
     axis = -2 if weight.is_input_major else -1
     dense = _numbers(weight.values, weight.scale, weight.offset, weight.scheme, axis)
     return _in_model_order(dense, weight.columns, axis).astype(dtype)
+
+
+@jax.jit
+def _dense(weight: QuantizedWeight) -> jax.Array:
+    """Returns `dequantized` in the weight's dtype, traced once for all weights of one form."""
+    return dequantized(weight, weight.dtype)
 
 
 def take_rows(weight: QuantizedWeight, indices: jax.Array, dtype: Any = None) -> jax.Array:
