@@ -141,10 +141,12 @@ def test_plan_chooses_the_executor_of_the_engine():
         assert report.fallback_reason in served.engine.description
 
 
-def test_kv_cache_dtype_is_refused_for_a_static_batch():
-    module = module_of(transformers.OpenAIGPTLMHeadModel, EXECUTORS["openai-gpt"][0], torch.float32)
-    with pytest.raises(UnsupportedArgumentError, match="kv_cache_dtype: expected 'auto' for a static batch, got"):
-        make_plan(module, "toy", dataclasses.replace(REQUEST, kv_cache_dtype="bfloat16"))
+@pytest.mark.parametrize(("name", "dtype"), [("bloom", "bfloat16"), ("openai-gpt", "int8")])
+def test_kv_cache_dtype_is_refused_where_there_is_no_such_cache(name, dtype):
+    classes = {"bloom": transformers.BloomForCausalLM, "openai-gpt": transformers.OpenAIGPTLMHeadModel}
+    module = module_of(classes[name], EXECUTORS[name][0], torch.float32)
+    with pytest.raises(UnsupportedArgumentError, match=f"expected 'auto'.* not packed but .*, got '{dtype}'"):
+        make_plan(module, "toy", dataclasses.replace(REQUEST, kv_cache_dtype=dtype))
 
 
 def test_untraceable_model_is_refused_with_every_reason():

@@ -37,6 +37,14 @@ def test_pages_in_int8_take_a_quarter_of_those_in_float32(module):
     assert narrow.programs[0].alias_bytes == narrow.pages_bytes + scales
 
 
+def test_a_model_that_runs_per_sequence_is_planned_with_pages_in_int8():
+    config = transformers.BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=64)
+    bloom = module_of(transformers.BloomForCausalLM, config, torch.float32)
+    report = make_plan(bloom, "toy", dataclasses.replace(REQUEST, kv_cache_dtype="int8"))
+    assert (report.executor, report.kv_cache_dtype) == ("per-sequence", "int8")
+    assert report.programs[0].alias_bytes == report.pages_bytes + 2 * 2 * 4 * 4  # and scales of four heads
+
+
 def test_quantized_weights_are_counted_with_their_scales(module):
     report = make_plan(module, "toy", dataclasses.replace(REQUEST, quantization="int8", prefill_lens=()))
     linear = 2 * (32 * 32 * 2 + 16 * 32 * 2 + 3 * 32 * 64) + 64 * 32  # projections and the head

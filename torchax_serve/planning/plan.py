@@ -226,9 +226,12 @@ def _with_dtype(executor: PlannedExecutor, request: PlanRequest) -> PlannedExecu
     if request.kv_cache_dtype == "auto":
         return executor
     dtype = np.dtype(jnp.dtype(request.kv_cache_dtype))
-    if executor.name == "static" and any(shape.dtype != dtype for shape in executor.pages):
+    is_same = all(shape.dtype == dtype for shape in executor.pages)
+    if executor.name == "static" or (executor.name == "per-sequence" and dtype != np.int8 and not is_same):
+        choices = "'auto'" if executor.name == "static" else "'auto' or 'int8'"
         raise UnsupportedArgumentError(
-            f"kv_cache_dtype: expected 'auto' for a static batch, got {request.kv_cache_dtype!r}; leave it out"
+            f"kv_cache_dtype: expected {choices} for a model that is not packed but {executor.name}, got "
+            f"{request.kv_cache_dtype!r}; leave it out"
         )
     pages = tuple(dataclasses.replace(shape, dtype=dtype) for shape in executor.pages)
     return dataclasses.replace(executor, pages=pages)
