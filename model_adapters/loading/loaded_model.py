@@ -29,8 +29,7 @@ from model_adapters.loading.model_class import require_causal_module
 from model_adapters.loading.model_source import ModelSource
 from model_adapters.loading.tensor_match import TensorMatch, some
 from model_adapters.ops.compressed_weight import Weight
-from model_adapters.quantization.loading import describe_weights
-from model_adapters.quantization.selection import Selection
+from model_adapters.quantization.loading import WeightQuantizer, describe_losses, describe_weights
 from model_adapters.sharding.model_sharding import ModelSharding
 
 T = TypeVar("T")
@@ -216,12 +215,14 @@ def report_of(
     load_s: float,
     checkpoint_bytes: int | None,
     match: TensorMatch | None = None,
-    selection: Selection | None = None,
+    quantizer: WeightQuantizer | None = None,
 ) -> LoadReport:
     """Returns the report of a load; `checkpoint_bytes` and `match` are None without files.
 
-    `selection` says which weights were quantized while they were loaded, if any.
+    `quantizer` says which weights were quantized while they were loaded, if any.
     """
+    num_dense = None if quantizer is None else quantizer.selection.num_dense
+    lost = "" if quantizer is None else describe_losses(quantizer.losses)
     unique = {id(array): array.nbytes for array in weights.values()}
     weights_bytes = sum(unique.values())
     return LoadReport(
@@ -235,5 +236,5 @@ def report_of(
         num_shared=len(weights) - len(unique),
         unused_tensors=() if match is None else match.unused,
         missing_tensors=() if match is None else match.missing,
-        quantization=describe_weights(weights, None if selection is None else selection.num_dense),
+        quantization="; ".join(filter(None, (describe_weights(weights, num_dense), lost))),
     )
