@@ -45,7 +45,7 @@ async def completions(request: Request) -> Any:
             "prompt",
             "invalid_value",
         )
-    if body.max_tokens == 0 and not body.echo:
+    if body.max_tokens is not None and body.max_tokens < (0 if body.echo else 1):
         raise bad_request("max_tokens: expected at least 1, or echo true with 0", "max_tokens", "invalid_value")
     try:
         work = service.run(_start, context, service, body, request.state.key_name)
