@@ -128,7 +128,8 @@ def main():
     print(
         f"over the last {num}: {growth:+} KiB ({10_000 * growth / num:+.0f} for 10,000), {first[4]} programs at first"
     )
-    assert last[2:] == first[2:], (first, last)
+    assert (first[2], first[4]) == (last[2], last[4]), (first, last)
+    assert abs(last[3] - first[3]) <= 2 * arguments.clients, (first, last)  # sockets of the requests of that moment
 
 
 if __name__ == "__main__":

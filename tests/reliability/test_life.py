@@ -108,13 +108,14 @@ def test_an_engine_whose_thread_has_ended_is_reported_dead():
         raise SystemExit
 
     with serve(engine=ENGINE) as model:
+        engine = model.engine
         guarded = RunningServer(model)
         with httpx.Client(base_url=guarded.url, timeout=30) as http:
             body = {"model": "tiny", "prompt": "Hi", "max_tokens": 400, "ignore_eos": True}
             with concurrent.futures.ThreadPoolExecutor(1) as pool:
-                model.engine._run_on_engine_thread(lambda: time.sleep(0.5))
+                engine._run_on_engine_thread(lambda: time.sleep(0.5))
                 running = pool.submit(http.post, "/v1/completions", json=body)
-                model.engine._run_on_engine_thread(end_thread)
+                engine._run_on_engine_thread(end_thread)
                 assert running.result().status_code in (500, 503)
             while guarded.context.stage is not Stage.DEAD:
                 assert guarded.thread.is_alive()
