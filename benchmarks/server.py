@@ -157,7 +157,7 @@ def main():
 
     port = free_port()
     process = start_server(arguments, port)
-    held = {"guided_regex": "[a-z ]{1000}", "ignore_eos": None}
+    held = {"guided_regex": "[a-z ]{3000}", "ignore_eos": None}
 
     def http(**fields):
         return lambda num_tokens: HttpClient(port, num_tokens, **fields)
