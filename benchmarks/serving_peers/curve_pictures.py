@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from serving_peers.variants import NAMES
+
 COLORS = {"ours": "#c4451c", "llama.cpp": "#1f6f8b", "openvino": "#6b4fa0", "onnxruntime": "#7a7a2e", "vllm": "#2e7d4f"}
 OTHER_COLOR = "#777777"
 
@@ -78,9 +80,11 @@ def draw_part(points: Mapping[str, Any], panels: tuple[Panel, ...], path: Path) 
     for axis, panel in zip(axes[0], panels, strict=True):
         xs = sorted(map(float, points))
         for name, series in series_of(points, panel.number).items():
-            color = next((color for system, color in COLORS.items() if name.startswith(system)), OTHER_COLOR)
+            color = next((color for each, color in COLORS.items() if name.startswith(each)), OTHER_COLOR)
             style = "--" if "first start" in name else "-"
-            axis.plot(*zip(*series, strict=True), style, marker="o", markersize=4, color=color, label=name)
+            system, _, variant = name.partition(" ")
+            label = f"{NAMES.get(system, system)} {variant}"
+            axis.plot(*zip(*series, strict=True), style, marker="o", markersize=4, color=color, label=label)
         if panel.is_log_x:
             axis.set_xscale("log", base=2)
         if panel.is_log_y:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from serving_peers.curve_pictures import PANELS
-from serving_peers.variants import UNQUANTIZED
+from serving_peers.variants import NAMES, UNQUANTIZED
 
 INTRODUCTION = """# Performance
 
@@ -17,7 +17,7 @@ Written by `python benchmarks/curves.py` from the files in `benchmarks/results`;
 measured is in [benchmarks/README.md](../benchmarks/README.md).
 """
 CAPTIONS = {
-    "requests": "Requests of 8 prompt and 17 new tokens that come together. Right: what the engine's thread works for"
+    "requests": "Requests of 8 prompt and 33 new tokens that come together. Right: what the engine's thread works for"
     " one step, waiting left out; while the same requests decode, several steps are one dispatch.",
     "context": "One request: time per token behind a prompt of so many tokens, and the time that the prompt takes.",
     "layers": "A model of width 256, so that weights take no time: what grows is tracing and compilation. A second"
@@ -77,11 +77,12 @@ def table(found: Mapping[str, Cells]) -> str:
     for cells in found.values():
         for numbers in cells.values():
             columns += [name for name in numbers if name not in ("dtype", *columns)]
-    lines = ["| weights | system | dtype | " + " | ".join(columns) + " |", "|---" * (3 + len(columns)) + "|"]
+    heads = ["1 request" if column == "1 requests" else column for column in columns]
+    lines = ["| weights | system | dtype | " + " | ".join(heads) + " |", "|---" * (3 + len(columns)) + "|"]
     for kind, cells in found.items():
         for system, numbers in cells.items():
             values = [text_of(numbers.get(column)) for column in columns]
-            lines.append(f"| {kind} | {system} | {numbers['dtype']} | " + " | ".join(values) + " |")
+            lines.append(f"| {kind} | {NAMES.get(system, system)} | {numbers['dtype']} | " + " | ".join(values) + " |")
     return "\n".join(lines) + "\n"
 
 
@@ -113,10 +114,21 @@ def describe(result: Mapping[str, Any]) -> str:
     return f"`{result['command']}` on {where}; {ours}.{busy}"
 
 
-def failures(result: Mapping[str, Any]) -> list[str]:
-    """A line for each variant that did not run."""
-    failed = [each["failed"] for found in result["choices"].values() for each in found.values()]
-    return [f"* {name} did not run: {why.strip().splitlines()[-1]}" for each in failed for name, why in each.items()]
+def choices_of(result: Mapping[str, Any], of: str) -> dict[str, Any]:
+    """By the name of each variant, what is known of it: `tried` or `failed`."""
+    return {
+        name: found
+        for systems in result["choices"].values()
+        for choice in systems.values()
+        for name, found in choice[of].items()
+    }
+
+
+def failures(result: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line for each variant that ran neither here nor in `others`."""
+    ran = {name for each in others for name in choices_of(each, "tried")}
+    failed = choices_of(result, "failed")
+    return [f"* {name} did not run: {why.strip().splitlines()[-1]}" for name, why in failed.items() if name not in ran]
 
 
 def filled(text: str) -> str:
@@ -127,15 +139,17 @@ def page(results: Path) -> str:
     """The whole document, of the result files that are there."""
     parts = [INTRODUCTION]
     for command, title in (("decode", "Requests that come together"), ("start", "Starts")):
-        for path in sorted(results.glob(f"serving-{command}-*.json")):
-            result = json.loads(path.read_text())
-            if "choices" not in result:  # of a time when peers had one dtype each
-                continue
+        found = [
+            json.loads(path.read_text())
+            for path in sorted(results.glob(f"serving-{command}-*.json"), key=lambda path: path.stem)
+        ]
+        found = [result for result in found if "choices" in result]  # else of a time when peers had one dtype each
+        for result in found:
             parts.append(f"## {title}\n\n{filled(f'{describe(result)} Peers: {versions_of(result)}.')}\n")
             if command == "decode":
                 for number in ("decode tokens/s", "prefill tokens/s"):
                     parts.append(f"{number[:1].upper()}{number[1:]}:\n\n{table(decode_cells(result['rows'], number))}")
-                if lines := failures(result):
+                if lines := failures(result, found):
                     parts.append("\n".join(lines) + "\n")
             else:
                 parts.append(table(start_cells(result["rows"])))

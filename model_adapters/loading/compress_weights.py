@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from concurrent.futures import ThreadPoolExecutor
 
@@ -18,6 +19,12 @@ from model_adapters.ops.cpu.huge_pages import HugePages, in_huge_pages
 
 MIN_BYTES = 1 << 17
 """Of a weight. A smaller one stays in the processor's cache anyway."""
+
+MAX_PADDING = 0.05
+"""Most of the bytes of all packed weights that padding may add to them, as a share."""
+
+INDEX_BYTES = 4
+"""Of an entry of an index, int32."""
 
 
 def prepare_weights(loaded: LoadedModel) -> int:
@@ -82,4 +89,41 @@ def pack_linear_weights(module: torch.nn.Module, weights: dict[str, Weight]) -> 
         return packed is not None
 
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        return sum(threads.map(pack_one, chosen, map(memory.take, sizes)))
+        num_packed = sum(threads.map(pack_one, chosen, map(memory.take, sizes)))
+    equalize_indices(weights)
+    return num_packed
+
+
+def equalize_indices(weights: dict[str, Weight]) -> None:
+    """Pads the indices of packed weights of one shape to one length, where that takes little memory.
+
+    An index is as long as its matrix has uncompressed groups. With other lengths in each layer no two layers would be
+    of a kind, and each would be traced by itself (`shared_layers`).
+
+    Args:
+        weights: by name, tied names sharing one weight; changed in place.
+    """
+    by_shape: dict[tuple[int, int], dict[int, CompressedWeight]] = {}
+    for weight in weights.values():
+        if isinstance(weight, CompressedWeight):
+            by_shape.setdefault(weight.shape, {})[id(weight)] = weight
+    padded: dict[int, Weight] = {}
+    num_bytes = sum(weight.nbytes for same in by_shape.values() for weight in same.values())
+    for same in by_shape.values():
+        most = int(num_bytes * MAX_PADDING / len(by_shape))
+        length = _common_length([weight.index.size for weight in same.values()], most)
+        for key, weight in same.items():
+            if weight.index.size < length:
+                index = np.pad(np.asarray(weight.index), (0, length - weight.index.size))
+                padded[key] = dataclasses.replace(weight, index=jax.device_put(index, may_alias=True))
+    weights.update({name: padded[id(weight)] for name, weight in weights.items() if id(weight) in padded})
+
+
+def _common_length(lengths: list[int], num_bytes: int) -> int:
+    """Returns the greatest of `lengths` to which all shorter ones can be padded with `num_bytes`."""
+    chosen, total = 0, 0
+    for number, length in enumerate(sorted(lengths), 1):
+        total += length
+        if (number * length - total) * INDEX_BYTES <= num_bytes:
+            chosen = length
+    return chosen

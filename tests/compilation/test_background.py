@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from model_adapters.errors import TorchaxServeError
-from torchax_serve.compilation.background import BackgroundCompiler, CompileTask, compile_all
+from torchax_serve.compilation.background import BackgroundCompiler, CompileTask, check_may_trace, compile_all
 
 
 def test_tasks_run_once_each_in_order_in_another_thread():
@@ -48,6 +48,21 @@ def test_closing_drops_what_waits_and_finishes_what_runs():
     compiler.submit(CompileTask(3, lambda: ran.append("third")))
     compiler.wait()
     assert ran == ["first"]
+
+
+@pytest.mark.parametrize("end", [BackgroundCompiler.wait, BackgroundCompiler.close])
+def test_a_model_that_becomes_idle_does_not_hold_up_who_waits_for_the_end(end):
+    compiler, begun, go_on = BackgroundCompiler(), threading.Event(), threading.Event()
+    compiler.submit(CompileTask(1, lambda: begun.set() or go_on.wait(60)))
+    compiler.submit(CompileTask(2, check_may_trace))
+    begun.wait(60)
+    waiting = threading.Thread(target=end, args=[compiler], daemon=True)
+    waiting.start()
+    waiting.join(0.1)  # it has allowed tracing
+    compiler.hold_tracing(threading.Lock())
+    go_on.set()
+    waiting.join(30)
+    assert not waiting.is_alive()
 
 
 def test_all_are_compiled_and_counted():

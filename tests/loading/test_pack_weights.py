@@ -2,6 +2,7 @@
 
 import weakref
 
+import jax
 import numpy as np
 import pytest
 import torch
@@ -10,6 +11,7 @@ from transformers import GenerationConfig
 
 from model_adapters.bridge.extract import extract_jax
 from model_adapters.loading import compress_weights, load_model
+from model_adapters.ops import compressed_weight
 from model_adapters.ops.compressed_weight import CompressedWeight
 from model_adapters.ops.cpu import ffi
 from torchax_serve import EngineOptions, serve
@@ -122,3 +124,31 @@ def test_a_layer_that_computes_something_else_stays_as_it_is():
     assert compress_weights.pack_linear_weights(module, weights) == 1
     assert isinstance(weights["0.weight"], CompressedWeight)
     assert not isinstance(weights["1.weight"], CompressedWeight)
+
+
+def index_lengths(weights):
+    packed = [weight for weight in weights.values() if isinstance(weight, CompressedWeight)]
+    return {shape: {each.index.size for each in packed if each.shape == shape} for shape in {w.shape for w in packed}}
+
+
+def test_indices_of_one_shape_have_one_length_so_that_layers_share_a_traced_function():
+    def matrix(num_uncompressed):
+        values = np.tile(2.0 ** np.arange(-31, 1), (32, 32)).astype(np.float32)  # of sixteen high bytes
+        values[0, : 8 * num_uncompressed : 8] = 1e-30
+        return jax.numpy.asarray(values, jax.numpy.bfloat16)
+
+    arrays = {name: matrix(number) for name, number in [("a", 0), ("b", 1), ("c", 2)]}
+    weights = {name: compressed_weight.compress_weight(array) for name, array in arrays.items()}
+    weights |= {"tied": weights["a"], "dense": arrays["a"]}
+    assert [len(found) for found in index_lengths(weights).values()] == [3]
+    compress_weights.equalize_indices(weights)
+    assert weights["tied"] is weights["a"] and weights["dense"] is arrays["a"]
+    assert [len(found) for found in index_lengths(weights).values()] == [1]
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(np.asarray(weights[name].unpacked()), np.asarray(array))
+
+
+def test_one_index_that_is_much_longer_does_not_lengthen_the_others():
+    lengths = [100] * 50 + [90] * 50 + [5000]
+    assert compress_weights._common_length(lengths, num_bytes=2000) == 100
+    assert compress_weights._common_length(lengths, num_bytes=2_000_000) == 5000

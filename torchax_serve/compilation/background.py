@@ -28,7 +28,7 @@ MAX_THREADS = 8
 """Maximum number of threads that compile: tracing, one at a time, does not feed more, and each takes memory."""
 
 POLL_S = 0.2
-"""Seconds between two looks at whether a warm-up was cancelled."""
+"""Seconds between two looks at what another thread does: whether it cancels, whether it holds tracing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +130,9 @@ class BackgroundCompiler:
         Args:
             lock: held by whoever traces.
         """
-        self._may_trace.clear()
+        with self._lock:
+            if not self._is_closed:  # else its thread would never end
+                self._may_trace.clear()
         with lock:
             return
 
@@ -159,9 +161,9 @@ class BackgroundCompiler:
 
     def wait(self) -> None:
         """Waits until nothing is left to compile."""
-        self.allow_tracing()
         while (thread := self._thread) is not None:
-            thread.join()
+            self.allow_tracing()  # again: the model may have become idle meanwhile
+            thread.join(POLL_S)
 
     def close(self) -> None:
         """Drops what is waiting, and waits for the program that is being compiled."""
