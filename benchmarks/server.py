@@ -2,8 +2,8 @@
 
     python benchmarks/server.py --rate 50 --streams 500
 
-The engine is measured first in this process, then a server of the same model in a process of its own, by a client that
-does nothing but read its sockets. Without a model, the embedded one.
+The engine is measured in this process, a server of the same model in a process of its own, in turns, by a client that
+does nothing but read its sockets. Medians of the turns are shown. Without a model, the embedded one.
 """
 
 import argparse
@@ -15,14 +15,9 @@ import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 PROMPT = "Tell me a story about a fox and a crow."
-
-
-def percentiles(seconds):
-    ordered = sorted(1000 * each for each in seconds)
-    p99 = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
-    return f"p50 {statistics.median(ordered):.1f} ms, p99 {p99:.1f} ms"
 
 
 async def at_rate(ask, rate, num_requests):
@@ -77,9 +72,9 @@ class HttpClient:
         writer.write(self.data)
         received = b""
         while piece := await reader.read(65536):
-            received = (received + piece)[-200:]
+            received = (received + piece)[-400:]
         writer.close()
-        assert b"data: [DONE]" in received, received
+        assert b'"length"' in received and b"data: [DONE]" in received, received
         return self.max_tokens
 
 
@@ -121,13 +116,30 @@ def start_server(arguments, port):
         time.sleep(0.5)
 
 
-async def measure(name, make, arguments):
+async def load(make, arguments):
+    """Milliseconds of requests at a fixed rate, and tokens/s of many streams."""
+    ordered = sorted(1000 * each for each in await at_rate(make(16), arguments.rate, arguments.requests))
+    found = {"p50_ms": statistics.median(ordered), "p99_ms": ordered[int(0.99 * len(ordered))]}
+    return found | {"tokens_per_s": await tokens_per_s(make(64), arguments.streams)}
+
+
+def in_turns(sides, num_turns, measure):
+    """Medians over turns of what `measure` returns for each side, by name."""
+    turns = {name: [] for name in sides}
+    for _ in range(num_turns):
+        for name, make in sides.items():
+            turns[name].append(asyncio.run(measure(make)))
+            print(f"{name}: {', '.join(f'{key} {value:.1f}' for key, value in turns[name][-1].items())}", flush=True)
+    return {
+        name: {key: statistics.median(each[key] for each in found) for key in found[0]} | {"turns": found}
+        for name, found in turns.items()
+    }
+
+
+async def warmed(make):
     for _ in range(3):
         await asyncio.gather(*(make(16)() for _ in range(8)))
-    seconds = await at_rate(make(16), arguments.rate, arguments.requests)
-    print(f"{name}: {arguments.rate} requests/s of 16 tokens: {percentiles(seconds)}", flush=True)
-    rate = await tokens_per_s(make(64), arguments.streams)
-    print(f"{name}: {arguments.streams} streams of 64 tokens: {rate:.0f} tokens/s", flush=True)
+    return {}
 
 
 def main():
@@ -137,24 +149,45 @@ def main():
     parser.add_argument("--requests", type=int, default=300)
     parser.add_argument("--streams", type=int, default=500)
     parser.add_argument("--seqs", type=int, default=32)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     from torchax_serve import EngineOptions, serve
+    from torchax_serve.bench.machine import Machine
 
-    with serve(arguments.model, engine=EngineOptions(max_num_seqs=arguments.seqs, max_num_waiting=1000)) as model:
-        model.engine.warm_up()
-        asyncio.run(measure("engine", lambda num_tokens: EngineClient(model, num_tokens), arguments))
     port = free_port()
     process = start_server(arguments, port)
+    held = {"guided_regex": "[a-z ]{3000}", "ignore_eos": None}
+
+    def http(**fields):
+        return lambda num_tokens: HttpClient(port, num_tokens, **fields)
+
+    async def rows(make):
+        return {"tokens_per_s": await tokens_per_s(make(128), arguments.seqs)}
+
     try:
-        asyncio.run(measure("server", lambda num_tokens: HttpClient(port, num_tokens), arguments))
-        held = {"guided_regex": "[a-z ]{400}", "ignore_eos": None}
-        for name, fields in (("plain", {}), ("structured", held)):
-            rate = asyncio.run(tokens_per_s(HttpClient(port, 64, **fields), 32))
-            rate = asyncio.run(tokens_per_s(HttpClient(port, 64, **fields), 32))
-            print(f"server, 32 {name} streams of 64 tokens: {rate:.0f} tokens/s", flush=True)
+        with serve(arguments.model, engine=EngineOptions(max_num_seqs=arguments.seqs, max_num_waiting=1000)) as model:
+            model.engine.warm_up()
+            sides = {"engine": lambda num_tokens: EngineClient(model, num_tokens), "server": http()}
+            in_turns(sides | {"structured": http(**held)}, 1, warmed)
+            found = {"load": in_turns(sides, arguments.turns, lambda make: load(make, arguments))}
+        sides = {"plain": http(), "structured": http(**held)}
+        found["structured"] = in_turns(sides, 2 * arguments.turns, rows)
     finally:
         process.terminate()
         process.wait()
+    engine, server = found["load"]["engine"], found["load"]["server"]
+    plain, structured = found["structured"]["plain"], found["structured"]["structured"]
+    ratios = {
+        "overhead_p50_ms": server["p50_ms"] - engine["p50_ms"],
+        "overhead_p99_ms": server["p99_ms"] - engine["p99_ms"],
+        "streams": server["tokens_per_s"] / engine["tokens_per_s"],
+        "structured": structured["tokens_per_s"] / plain["tokens_per_s"],
+    }
+    print(", ".join(f"{name} {value:.2f}" for name, value in ratios.items()))
+    if arguments.output is not None:
+        facts = {"command": " ".join(["python", *sys.argv]), "machine": str(Machine.here()), "ratios": ratios}
+        arguments.output.write_text(json.dumps(facts | found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

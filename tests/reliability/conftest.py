@@ -6,7 +6,8 @@ PACKAGES = ("starlette", "uvicorn", "httptools", "prometheus_client", "llguidanc
 
 if all(importlib.util.find_spec(package) for package in PACKAGES):
     from running_server import client, http, model, server, start_server
+    from server_process import process, started
 
-    __all__ = ["client", "http", "model", "server", "start_server"]
+    __all__ = ["client", "http", "model", "process", "server", "start_server", "started"]
 else:
     collect_ignore_glob = ["test_*.py"]

@@ -1,13 +1,16 @@
 """Mixed requests for long, a tenth of them cut off; a command, since it takes long.
 
-    python tests/reliability/soak.py --requests 10000
+    python tests/reliability/soak.py --requests 100000
 
-Every complete answer is compared with the one that the same request got first. At the end: growth of memory, threads
-and descriptors between the first fifth and the last.
+Every complete answer is compared with the one that the same request got first, and no program may be compiled after the
+warm-up. At the end: growth of memory, threads and descriptors between the first fifth and the last.
 """
 
 import argparse
+import array
 import asyncio
+import gc
+import itertools
 import json
 import random
 import sys
@@ -22,13 +25,14 @@ from running_server import ENGINE, RunningServer
 
 from torchax_serve import serve
 
+SCHEMA = {"type": "object", "properties": {"color": {"enum": ["red", "blue"]}, "good": {"type": "boolean"}}}
 PROMPTS = [f"What is {number} plus {number + 1}?" for number in range(40)]
 
 
 def request_of(rng):
     """A path and a body; equal bodies have equal answers."""
     prompt = rng.choice(PROMPTS)
-    kind = rng.randrange(6)
+    kind = rng.randrange(9)
     chat = {"model": "tiny", "messages": [{"role": "user", "content": prompt}], "max_tokens": 24}
     plain = {"model": "tiny", "prompt": prompt, "max_tokens": 24}
     seed = rng.randrange(4)
@@ -38,6 +42,9 @@ def request_of(rng):
         ("/v1/completions", {**plain, "logprobs": 3, "echo": True}),
         ("/v1/completions", {**plain, "guided_regex": "[a-z]{5,12}", "temperature": 1.0, "seed": seed}),
         ("/v1/embeddings", {"model": "tiny", "input": prompt, "pooling": "mean"}),
+        ("/v1/completions", {**plain, "guided_json": SCHEMA, "max_tokens": 60}),
+        ("/v1/completions", {**plain, "presence_penalty": 1, "logit_bias": {"40": 2}, "bad_words": ["the"]}),
+        ("/v1/chat/completions", {**chat, "stream": True, "min_p": 0.1, "temperature": 0.7, "seed": seed}),
         ("/tokenize", {"prompt": prompt}),
     ][kind]
 
@@ -57,17 +64,26 @@ async def ask(port, path, body, cut_after_s):
     writer.close()
     status = int(answer.split(b" ", 2)[1])
     assert status == 200, answer[:500]
+    if body.get("stream"):
+        assert b"data: [DONE]" in answer, answer[-500:]
+        return "".join(map(delta_of, answer.split(b"data: {")[1:]))
     found = json.loads(answer.partition(b"\r\n\r\n")[2])
     if path == "/v1/embeddings":
         return [round(value, 3) for value in found["data"][0]["embedding"][:8]]
     return [{"text": c.get("text"), "message": c.get("message")} for c in found.get("choices", ())] or found["tokens"]
 
 
-async def soak(port, num_requests, num_clients):
+def delta_of(event):
+    """The text of a chunk, the rest of the event behind ``data: {``."""
+    return json.loads(b"{" + event.partition(b"\n\n")[0])["choices"][0]["delta"].get("content", "")
+
+
+async def soak(model, port, num_requests, num_clients, most_s):
     rng = random.Random(7)
-    known, seconds, marks = {}, [], []
+    known, seconds, marks = {}, array.array("f"), []
     process = psutil.Process()
-    left = iter(range(num_requests))
+    until = time.monotonic() + most_s
+    left = itertools.takewhile(lambda _: time.monotonic() < until, range(num_requests))
 
     async def client():
         for index in left:
@@ -79,10 +95,11 @@ async def soak(port, num_requests, num_clients):
             if answer is not None:
                 key = path + json.dumps(body)
                 assert known.setdefault(key, answer) == answer, (path, body, known[key], answer)
-            if index % max(1, num_requests // 10) == 0:
-                memory = process.memory_info().rss >> 10
-                marks.append((index, memory, process.num_threads(), process.num_fds(), len(asyncio.all_tasks())))
-                print(f"{index}: {memory} KiB, {marks[-1][2]} threads, {marks[-1][3]} descriptors", flush=True)
+            if index % 1000 == 0:
+                gc.collect()
+                counts = process.num_threads(), process.num_fds(), model.engine.stats().num_programs
+                marks.append((index, process.memory_info().rss >> 10, *counts))
+                print("{}: {} KiB, {} threads, {} descriptors, {} programs".format(*marks[-1]), flush=True)
 
     await asyncio.gather(*(client() for _ in range(num_clients)))
     return seconds, marks, len(known)
@@ -92,18 +109,27 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--seconds", type=float, default=1e9, help="end after so many seconds")
     arguments = parser.parse_args()
     with serve(engine=ENGINE) as model:
+        model.engine.warm_up()
         server = RunningServer(model, access_log=False)
-        seconds, marks, num_known = asyncio.run(soak(server.address[1], arguments.requests, arguments.clients))
+        port, most_s = server.address[1], arguments.seconds
+        seconds, marks, num_known = asyncio.run(soak(model, port, arguments.requests, arguments.clients, most_s))
         assert server.pages_are_back(model)
         server.stop()
     fifth = len(seconds) // 5
     for name, part in (("first", seconds[:fifth]), ("last", seconds[-fifth:])):
         print(f"{name} fifth: p99 {1000 * sorted(part)[int(0.99 * len(part))]:.0f} ms")
-    late = [mark for mark in marks if mark[0] >= arguments.requests // 5]
-    growth = late[-1][1] - late[0][1]
-    print(f"{num_known} different requests, each with one answer; memory from one fifth on: +{growth} KiB")
+    late = [mark for mark in marks if mark[0] >= len(seconds) // 5]
+    (first, *_, last), num = late, late[-1][0] - late[0][0]
+    print(f"{len(seconds)} requests, {num_known} different ones, each with one answer")
+    growth = last[1] - first[1]
+    print(
+        f"over the last {num}: {growth:+} KiB ({10_000 * growth / num:+.0f} for 10,000), {first[4]} programs at first"
+    )
+    assert (first[2], first[4]) == (last[2], last[4]), (first, last)
+    assert abs(last[3] - first[3]) <= 2 * arguments.clients, (first, last)  # sockets of the requests of that moment
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Start, drain and end of the process, as its supervisor sees them."""
 
 import concurrent.futures
-import os
 import signal
 import subprocess
 import sys
@@ -10,56 +9,13 @@ import time
 import httpx
 import openai
 import psutil
-import pytest
-from ports import free_port
+from running_server import ENGINE, RunningServer
+from server_process import START
 
+from torchax_serve import serve
 from torchax_serve.server.context import Stage
 
-START = "from torchax_serve.cli.main import main; import sys; sys.argv = ['torchax-serve', *sys.argv[1:]]; main()"
 QUESTION = [{"role": "user", "content": "What is 3 plus 4?"}]
-
-
-class Process:
-    """``torchax-serve serve`` of the embedded model."""
-
-    def __init__(self, *arguments, **environment):
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        command = [sys.executable, "-c", START, "serve", "--port", str(self.port), "--no-warm-up", *arguments]
-        self.process = subprocess.Popen(
-            command, stderr=subprocess.PIPE, env={**os.environ, "JAX_PLATFORMS": "cpu", **environment}, text=True
-        )
-
-    def wait_until_ready(self):
-        until = time.monotonic() + 120
-        while time.monotonic() < until:
-            assert self.process.poll() is None, self.process.stderr.read()
-            try:
-                if httpx.get(f"{self.url}/readyz").status_code == 200:
-                    return self
-            except httpx.HTTPError:
-                time.sleep(0.2)
-        raise AssertionError("it is not ready")
-
-    def end(self):
-        """Returns the exit status and stderr."""
-        _, errors = self.process.communicate(timeout=60)
-        return self.process.returncode, errors
-
-
-@pytest.fixture
-def started():
-    processes = []
-
-    def start(*arguments, **environment):
-        processes.append(Process(*arguments, **environment))
-        return processes[-1]
-
-    yield start
-    for each in processes:
-        if each.process.poll() is None:
-            each.process.kill()
-        each.process.communicate()
 
 
 def test_sigterm_drains(started):
@@ -145,6 +101,28 @@ def test_an_engine_that_does_not_move_is_reported_dead(start_server, model):
     guarded.thread.join(30)
     assert guarded.status == 70
     assert guarded.context.stage is Stage.DEAD
+
+
+def test_an_engine_whose_thread_has_ended_is_reported_dead():
+    def end_thread():
+        raise SystemExit
+
+    with serve(engine=ENGINE) as model:
+        engine = model.engine
+        guarded = RunningServer(model)
+        with httpx.Client(base_url=guarded.url, timeout=30) as http:
+            body = {"model": "tiny", "prompt": "Hi", "max_tokens": 400, "ignore_eos": True}
+            with concurrent.futures.ThreadPoolExecutor(1) as pool:
+                engine._run_on_engine_thread(lambda: time.sleep(0.5))
+                running = pool.submit(http.post, "/v1/completions", json=body)
+                engine._run_on_engine_thread(end_thread)
+                assert running.result().status_code in (500, 503)
+            while guarded.context.stage is not Stage.DEAD:
+                assert guarded.thread.is_alive()
+                time.sleep(0.01)
+            assert http.get("/livez").status_code == 503
+        guarded.thread.join(30)
+        assert guarded.status == 70
 
 
 def test_a_long_compilation_is_not_taken_for_death(start_server, model):

@@ -1,6 +1,7 @@
 """Clients that leave, and clients that do not read: their pages come back, and others notice nothing."""
 
 import json
+import os
 import random
 import socket
 import time
@@ -12,6 +13,14 @@ from torchax_serve.server.options import ConnectionLimits
 LONG = {"ignore_eos": True, "max_tokens": 400}
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Tell me a story."}]}
 PLAIN = {"model": "tiny", "prompt": "Once upon a time"}
+ROUTES = [
+    *(("/v1/chat/completions", {**CHAT, **LONG, "stream": stream}) for stream in (False, True)),
+    *(("/v1/completions", {**PLAIN, **LONG, "stream": stream}) for stream in (False, True)),
+    ("/v1/chat/completions/render", CHAT),
+    ("/v1/embeddings", {"model": "tiny", "input": ["Once upon a time"] * 20, "pooling": "mean"}),
+    ("/tokenize", {"prompt": "Once upon a time. " * 500}),
+    ("/detokenize", {"tokens": [5] * 2000}),
+]
 
 
 def send(server, path, body):
@@ -38,9 +47,8 @@ def test_a_client_that_leaves_frees_its_pages(server, model, path, body, stream,
 def test_clients_cut_at_random_leave_a_server_that_is_well(server, model, http):
     rng = random.Random(5)
     known = http.post("/v1/completions", json={**PLAIN, "max_tokens": 8}).json()["choices"]
-    for _ in range(60):
-        path, body = rng.choice([("/v1/chat/completions", CHAT), ("/v1/completions", PLAIN)])
-        connection = send(server, path, {**body, **LONG, "stream": rng.random() < 0.5})
+    for _ in range(int(os.environ.get("TORCHAX_SERVE_NUM_CUTS", "60"))):
+        connection = send(server, *rng.choice(ROUTES))
         time.sleep(rng.random() * 0.05)
         if rng.random() < 0.5:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # a reset
@@ -51,6 +59,15 @@ def test_clients_cut_at_random_leave_a_server_that_is_well(server, model, http):
     while server.context.num_in_flight:  # the last one is counted down behind its last byte
         assert time.monotonic() < until
         time.sleep(0.01)
+
+
+def test_a_half_closed_connection_is_closed(server, model):
+    for stream in (False, True):
+        with send(server, "/v1/completions", {**PLAIN, **LONG, "stream": stream}) as connection:
+            connection.shutdown(socket.SHUT_WR)
+            while connection.recv(65536):
+                pass
+        assert server.pages_are_back(model, within_s=5)
 
 
 def test_clients_that_do_not_read_are_dropped(start_server, model):

@@ -80,6 +80,13 @@ class AccessOptions:
     metrics_compat: Annotated[
         str | None, _access("--metrics-compat", help="vllm: vLLM's metric names next to our own.")
     ] = None
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        _access("--otlp-traces-endpoint", help="URL of an OpenTelemetry collector, with its path: spans of requests."),
+    ] = None
+    profile_dir: Annotated[
+        Path | None, _access("--profile-dir", help="Folder of the profiles of /start_profile and /stop_profile.")
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -190,6 +197,8 @@ def _server_options(
         log_format=access.log_format,
         access_log=not access.no_access_log,
         metrics_compat=access.metrics_compat,
+        otlp_traces_endpoint=access.otlp_traces_endpoint,
+        profile_dir=access.profile_dir,
         response_template=access.response_template,
         request_timeout_s=limits.request_timeout,
         keep_alive_s=limits.keep_alive,

@@ -301,10 +301,7 @@ class Engine:
                 if row.slot in plan.fresh_slots
             }
             outputs = {slot: [] if state is None else state.output_ids for slot, state in fresh.items()}
-            failures: dict[int, Exception] = {}
-            masks = self._masked.words(plan, self._scheduler.find, failures)
-            step = self._runner.execute(plan, requests, outputs, masks)
-            step.failures |= failures
+            step = self._runner.execute(plan, requests, outputs, self._masked.of(plan, self._scheduler.find))
         except SequenceEnded as end:
             while self._dispatched:  # tokens that the request has got come first
                 self._retire_oldest()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -27,31 +27,49 @@ class MaskedRequests:
         if masks is not None:
             self._masks[request_id] = masks
 
-    def words(
-        self, plan: StepPlan, find: Callable[[RequestId], RequestState | None], failures: dict[int, Exception]
-    ) -> np.ndarray | None:
-        """Returns the masks of a plan's rows, int32[num_rows, ceil(vocab / 32)].
-
-        None if no row has one.
+    def of(self, plan: StepPlan, find: Callable[[RequestId], RequestState | None]) -> PlanMasks | None:
+        """Returns the masks of a plan's rows; None if no row has one.
 
         Args:
             plan: The plan; it has one step if a row is masked.
             find: Returns the state of a request that has not ended.
-            failures: Takes the errors of masks, by slot.
         """
         if not self._masks:
             return None
         self._masks = {request_id: masks for request_id, masks in self._masks.items() if find(request_id) is not None}
-        words: np.ndarray | None = None
+        masked: list[tuple[int, int, TokenMasks, RequestState]] = []
         for index, row in enumerate(plan.rows):
             masks, state = self._masks.get(row.request_id), find(row.request_id)
-            if masks is None or state is None or not row.samples_token:
-                continue
-            if words is None:
-                words = np.full((len(plan.rows), self._num_words), ALL_TOKENS)
+            if masks is not None and state is not None and row.samples_token:
+                masked.append((index, row.slot, masks, state))
+        return PlanMasks(len(plan.rows), self._num_words, masked) if masked else None
+
+
+class PlanMasks:
+    """Masks of the rows of one plan, not computed yet.
+
+    Args:
+        num_rows: Rows of the plan.
+        num_words: Words of a row.
+        masked: Index, slot, masks and state of each masked row.
+    """
+
+    def __init__(
+        self, num_rows: int, num_words: int, masked: Sequence[tuple[int, int, TokenMasks, RequestState]]
+    ) -> None:
+        self._num_rows, self._num_words, self._masked = num_rows, num_words, masked
+
+    def words(self, failures: dict[int, Exception]) -> np.ndarray:
+        """Computes the masks, int32[num_rows, ceil(vocab / 32)].
+
+        Args:
+            failures: Takes the errors of masks, by slot.
+        """
+        words = np.full((self._num_rows, self._num_words), ALL_TOKENS)
+        for index, slot, masks, state in self._masked:
             try:
                 masks.fill(words[index], state.output_ids)
             except Exception as error:  # of this request
                 words[index] = ALL_TOKENS
-                failures[row.slot] = error
+                failures[slot] = error
         return words

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from torchax_serve.compilation.background import BackgroundCompiler, CompileTask
+from torchax_serve.engine.masked_requests import PlanMasks
 from torchax_serve.engine.request import EngineRequest
 from torchax_serve.executors.base import Executor, InFlightStep
 from torchax_serve.outputs import TokenLogprobs
@@ -96,7 +97,7 @@ class ModelRunner:
         plan: StepPlan,
         requests: Mapping[int, EngineRequest],
         outputs: Mapping[int, Sequence[int]],
-        masks: np.ndarray | None = None,
+        masks: PlanMasks | None = None,
     ) -> InFlightStep:
         """Sends a plan to the device.
 
@@ -104,8 +105,8 @@ class ModelRunner:
             plan: the next one.
             requests: by slot, of the plan's prefill rows.
             outputs: by slot, of fresh slots: tokens that the request has been given before it was preempted.
-            masks: int32[num_rows, ceil(vocab / 32)], tokens that each row may sample; None: all. Such a plan has one
-                step.
+            masks: tokens that rows may sample; None: all. Such a plan has one step. They are computed while the device
+                computes the logits.
         """
         if self._background is not None:
             self._background.allow_tracing()
@@ -123,6 +124,7 @@ class ModelRunner:
                 return step
         tops = [requests[row.slot].params.prompt_logprobs for row in plan.prefill_rows]
         asked = max((top for top in tops if top is not None), default=None)
+        failures: dict[int, Exception] = {}
         for ahead in range(plan.num_steps):
             if asked is None:
                 logits = self._executor.run(plan.rows, plan.page_tables, self._sampler.last_tokens, ahead=ahead)
@@ -132,9 +134,9 @@ class ModelRunner:
                     plan.rows, plan.page_tables, self._sampler, following, asked
                 )
             if masks is not None:
-                logits = mask_logits(logits, masks)
+                logits = mask_logits(logits, masks.words(failures))
             step.sampled.append(self._sampler.sample(plan.rows, logits, ahead))
-        step.failures = self._sampler.take_failures()
+        step.failures = self._sampler.take_failures() | failures
         return step
 
     def read(self, step: InFlightStep) -> np.ndarray:

@@ -6,7 +6,7 @@ import asyncio
 import collections
 import contextlib
 import queue
-from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from typing import NamedTuple, Self
 
 from model_adapters.errors import TorchaxServeError
@@ -22,7 +22,7 @@ class RequestError(TorchaxServeError):
 
 
 class RequestOutput(NamedTuple):
-    """The output of one step for one request."""
+    """The output of one step for one request, or of several that an asynchronous reader finds together."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] | None = None  # one for each token, if they were asked for
@@ -97,6 +97,18 @@ class RequestHandle:
             raise RequestError(f"request {self.request_id}: {new.error}")
         return new
 
+    def _take_all(self) -> tuple[list[RequestOutput], RequestError | None]:
+        """Returns the outputs that have arrived, and the error that ends the request, if it has come."""
+        outputs: list[RequestOutput] = []
+        try:
+            while self.finish_reason is None:
+                outputs.append(self._take(self._arrivals.get_nowait()))
+        except queue.Empty:
+            pass
+        except RequestError as error:
+            return outputs, error
+        return outputs, None
+
     def __iter__(self) -> Iterator[RequestOutput]:
         """Blocks for each arrival; ends after the one with a finish reason.
 
@@ -109,18 +121,27 @@ class RequestHandle:
             yield self._take(self._arrivals.get())
 
     async def __aiter__(self) -> AsyncIterator[RequestOutput]:
-        """Yields outputs without blocking the event loop; leaving early cancels the request."""
+        """Yields outputs without blocking the event loop; leaving early cancels the request.
+
+        Outputs that have arrived since the last one come as one: a reader that is slower than the engine then has fewer
+        of them to handle, and keeps up.
+
+        Raises:
+            RequestError: the request failed.
+        """
         self._process.check("a request")
         self.loop = loop = asyncio.get_running_loop()
         try:
             while self.finish_reason is None:
-                try:
-                    new = self._arrivals.get_nowait()
-                except queue.Empty:
+                if self._arrivals.empty():
                     self._waiter = loop.create_future()
                     await self._waiter
                     continue
-                yield self._take(new)
+                outputs, failure = self._take_all()
+                if outputs:
+                    yield outputs[0] if len(outputs) == 1 else _joined(outputs)
+                if failure is not None:
+                    raise failure
         finally:
             self.loop = self._waiter = None
             self.cancel()
@@ -130,6 +151,19 @@ class RequestHandle:
         for _ in self:
             pass
         return self.token_ids
+
+
+def _joined(outputs: Sequence[RequestOutput]) -> RequestOutput:
+    """Returns outputs of one request as one."""
+    logprobs = None
+    if any(output.logprobs is not None for output in outputs):
+        logprobs = tuple(each for output in outputs for each in output.logprobs or ())
+    return RequestOutput(
+        tuple(token_id for output in outputs for token_id in output.token_ids),
+        logprobs,
+        next((output.prompt_logprobs for output in outputs if output.prompt_logprobs is not None), None),
+        outputs[-1].finish_reason,
+    )
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from torchax_serve.server import audio, health, openapi, pooling, tokens
+from torchax_serve.server import audio, health, openapi, pooling, profile_routes, tokens
 from torchax_serve.server.chat import chat_completions
 from torchax_serve.server.completions import completions
 from torchax_serve.server.context import ServerContext, Stage
@@ -58,6 +58,8 @@ ROUTES: tuple[tuple[str, str, Callable[..., Awaitable[Any]]], ...] = (
     ("POST", "/v1/audio/translations", audio.translations),
     ("POST", "/tokenize", tokens.tokenize),
     ("POST", "/detokenize", tokens.detokenize),
+    ("POST", "/start_profile", profile_routes.start_profile),
+    ("POST", "/stop_profile", profile_routes.stop_profile),
 )
 """Method, path and function of each endpoint."""
 
@@ -141,8 +143,12 @@ class _Exchange:
         self._app, self._context = app, app.context
         self._scope, self._receive, self._send = scope, receive, send
         self._status = 0
+        self._error_type: str | None = None
         scope["app"] = app
-        scope["state"] = {"request_id": _request_id(scope), "key": None, "key_name": None, "usage": None}
+        request_id, span = _request_id(scope), None
+        if app.context.tracing is not None and scope["method"] == "POST":
+            span = app.context.tracing.begin(app.label(scope), request_id, scope["headers"])
+        scope["state"] = {"request_id": request_id, "key": None, "key_name": None, "usage": None, "span": span}
 
     async def run(self) -> None:
         """Answers the request, with an error if the endpoint raises one."""
@@ -189,6 +195,7 @@ class _Exchange:
         if answer.status >= 500 and not isinstance(error, ApiError):
             logger.error("%s: the request failed: %s", self._scope["state"]["request_id"], where_of(error))
         self._context.metrics.errors.labels(answer.type).inc()
+        self._error_type = answer.code or answer.type
         if self._status:
             return
         body = answer.body()
@@ -205,6 +212,8 @@ class _Exchange:
         label, metrics, state = self._app.label(self._scope), self._context.metrics, self._scope["state"]
         metrics.requests.labels(label, str(self._status)).inc()
         metrics.request_s.labels(label).observe(duration_s)
+        if state["span"] is not None:
+            state["span"].end(self._status, self._error_type)
         if state["key_name"] is not None:
             metrics.by_key.labels(state["key_name"]).inc()
         if self._context.options.access_log and self._scope["path"] not in PUBLIC:

@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse
 from torchax_serve.server.answers import Answer, AnswerOptions
 from torchax_serve.server.body import read_json
 from torchax_serve.server.chat_answer import ChatCompletion
-from torchax_serve.server.context import ServerContext, context_of
+from torchax_serve.server.context import ServerContext, context_of, follow
 from torchax_serve.server.errors import ApiError, bad_request
 from torchax_serve.server.model_service import ChatPrompt, ModelService, scoped_salt
 from torchax_serve.server.request_checks import check_counts
@@ -45,8 +45,7 @@ async def chat_completions(request: Request) -> Any:
         started = await until_disconnect(request.receive, work)
     except ValueError as error:
         raise renamed_error(error, body) from error
-    if request.state.usage is not None:
-        request.state.usage.follow(started.answers)
+    follow(request, body, started.answers)
     completion = ChatCompletion(context, service, body, *started)
     if body.stream:
         return EventStream(completion.events(), context.options.keep_alive_s)

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse
 from torchax_serve.outputs import TokenLogprobs
 from torchax_serve.server.answers import Answer, AnswerOptions
 from torchax_serve.server.body import read_json
-from torchax_serve.server.context import ServerContext, context_of
+from torchax_serve.server.context import ServerContext, context_of, follow
 from torchax_serve.server.errors import ApiError, bad_request
 from torchax_serve.server.formats import LogprobFormat, finish_reason_of, usage_of
 from torchax_serve.server.merged_answers import merged_steps
@@ -45,15 +45,14 @@ async def completions(request: Request) -> Any:
             "prompt",
             "invalid_value",
         )
-    if body.max_tokens == 0 and not body.echo:
+    if body.max_tokens is not None and body.max_tokens < (0 if body.echo else 1):
         raise bad_request("max_tokens: expected at least 1, or echo true with 0", "max_tokens", "invalid_value")
     try:
         work = service.run(_start, context, service, body, request.state.key_name)
         prompts, answers = await until_disconnect(request.receive, work)
     except ValueError as error:
         raise renamed_error(error, body) from error
-    if request.state.usage is not None:
-        request.state.usage.follow(answers)
+    follow(request, body, answers)
     completion = TextCompletion(context, service, body, prompts, answers)
     if body.stream:
         return EventStream(completion.events(), context.options.keep_alive_s)

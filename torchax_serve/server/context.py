@@ -5,16 +5,25 @@ from __future__ import annotations
 import enum
 import hashlib
 import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 
+from model_adapters.errors import UnsupportedArgumentError
 from torchax_serve import __version__
+from torchax_serve.server.answers import Answer
 from torchax_serve.server.auth import ApiKeys
 from torchax_serve.server.errors import ApiError
 from torchax_serve.server.key_limits import KeyUsages
 from torchax_serve.server.metrics import Metrics
 from torchax_serve.server.model_service import ModelService
 from torchax_serve.server.options import ServerOptions
+from torchax_serve.server.profiler import Profiler
+from torchax_serve.server.schemas import TextRequest
+
+if TYPE_CHECKING:
+    from torchax_serve.server.tracing import Tracing
 
 
 class Stage(enum.Enum):
@@ -34,6 +43,8 @@ class ServerContext:
         stage: How far it is.
         num_in_flight: Requests that are being answered, apart from those of health and metrics.
         fingerprint: ``system_fingerprint`` of answers: equal for equal versions and models.
+        tracing: Spans of requests; None without a collector.
+        profiler: Profiles of the process; None without a folder for them.
     """
 
     def __init__(self, options: ServerOptions) -> None:
@@ -46,6 +57,8 @@ class ServerContext:
         self.num_in_flight = 0
         self.started_s = time.time()
         self.fingerprint = "fp_" + hashlib.sha256(__version__.encode()).hexdigest()[:10]
+        self.tracing = _tracing(options.otlp_traces_endpoint)
+        self.profiler = None if options.profile_dir is None else Profiler(options.profile_dir)
         self._service: ModelService | None = None
 
     def set_service(self, service: ModelService) -> None:
@@ -80,3 +93,25 @@ def context_of(request: Request) -> ServerContext:
     """Returns the state of the server that answers `request`."""
     found: ServerContext = request.scope["app"].context
     return found
+
+
+def follow(request: Request, body: TextRequest, answers: Sequence[Answer]) -> None:
+    """Has the limits of a request's key and its span follow its answers."""
+    if request.state.usage is not None:
+        request.state.usage.follow(answers)
+    if request.state.span is not None:
+        request.state.span.follow(body, answers)
+
+
+def _tracing(endpoint: str | None) -> Tracing | None:
+    if endpoint is None:
+        return None
+    try:
+        from torchax_serve.server.tracing import Tracing
+
+        return Tracing.to_collector(endpoint)
+    except ImportError as error:
+        raise UnsupportedArgumentError(
+            f"otlp_traces_endpoint: expected the packages of OpenTelemetry, found no {error.name}; "
+            "pip install torchax-serve[otel]"
+        ) from error

@@ -34,6 +34,7 @@ _CODES: Mapping[int, str] = {
     404: "not_found",
     405: "method_not_allowed",
     408: "request_timeout",
+    409: "conflict",
     413: "request_too_large",
     415: "unsupported_media_type",
     429: "rate_limit_exceeded",

@@ -103,11 +103,18 @@ class Server:
             self._listener.cancel_requests()
             await asyncio.sleep(0)
             await asyncio.to_thread(self._close_model)
+            await self._close_context()
 
     def _close_model(self) -> None:
         service = self.context.loaded
         if service is not None and self.context.stage is not Stage.DEAD:
             service.close()
+
+    async def _close_context(self) -> None:
+        if self.context.profiler is not None and self.context.stage is not Stage.DEAD:
+            await self.context.profiler.close()
+        if self.context.tracing is not None:
+            await asyncio.to_thread(self.context.tracing.close)
 
     def _load_model(self, loop: asyncio.AbstractEventLoop) -> None:
         """Loads and warms up the model, in a thread of its own."""

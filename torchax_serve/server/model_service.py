@@ -175,6 +175,7 @@ class ModelService:
         if len(messages) > self._options.request.max_messages:
             most = self._options.request.max_messages
             raise bad_request(f"messages: expected at most {most}, got {len(messages)}", "messages", "invalid_value")
+        self._check_chars(sum(map(_num_chars, messages)), "messages")
         plain = plain_messages(messages, self.template, self._audio_rate)
         if not has_media(plain):
             return ChatPrompt(chat_prompt_ids(self.model, plain, options=options))
@@ -198,7 +199,29 @@ class ModelService:
 
     def plain_prompt(self, prompt: str | Sequence[int]) -> list[int]:
         """Returns the token ids of a plain prompt."""
+        if isinstance(prompt, str):
+            self._check_chars(len(prompt), "prompt")
         return encode_prompt(self.model, prompt)
+
+    def _check_chars(self, num_chars: int, field: str) -> None:
+        """Raises ApiError, 400, for a text that no tokens could shorten to what the model allows.
+
+        Tokenizing a text of megabytes takes seconds and hundreds of megabytes.
+        """
+        limit = self.max_model_len
+        if limit is not None and num_chars > limit * self._max_token_chars:
+            raise bad_request(
+                f"This model's maximum context length is {limit} tokens of at most {self._max_token_chars} characters, "
+                f"and the prompt has {num_chars} characters; shorten it",
+                field,
+                "context_length_exceeded",
+            )
+
+    @functools.cached_property
+    def _max_token_chars(self) -> int:
+        """Length of the tokenizer's longest token; as in vLLM, texts of more than that per token are too long."""
+        tokenizer: Any = self.model.tokenizer
+        return 1 if tokenizer is None else max(map(len, tokenizer.get_vocab()), default=1)
 
     @functools.cached_property
     def grammars(self) -> GrammarCompiler:
@@ -244,6 +267,16 @@ def scoped_salt(key_name: str | None, salt: str | None) -> str | None:
     if key_name is None and not salt:
         return None
     return hashlib.sha256(f"{key_name or ''}\0{salt or ''}".encode()).hexdigest()
+
+
+def _num_chars(message: Mapping[str, Any]) -> int:
+    """Returns the characters of a message's texts."""
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if isinstance(content, str):
+        return len(content)
+    parts = content if isinstance(content, list) else ()
+    texts = (part.get("text") for part in parts if isinstance(part, Mapping))
+    return sum(len(text) for text in texts if isinstance(text, str))
 
 
 def _public_name(name: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,8 @@ class ServerOptions:
         metrics_compat: ``vllm`` for vLLM's metric names next to our own.
         log_format: ``text`` or ``json``.
         access_log: Whether each request is a line in the log.
+        otlp_traces_endpoint: URL of an OpenTelemetry collector, with its path, that gets a span of each request.
+        profile_dir: Folder of profiles, which ``/start_profile`` and ``/stop_profile`` take; None for none.
         warm_up: Whether programs are compiled before the server is ready.
         connection: Limits of connections.
         request: Limits of requests.
@@ -121,6 +124,8 @@ class ServerOptions:
     metrics_compat: str | None = None
     log_format: str = "text"
     access_log: bool = True
+    otlp_traces_endpoint: str | None = None
+    profile_dir: Path | None = None
     warm_up: bool = True
     connection: ConnectionLimits = dataclasses.field(default_factory=ConnectionLimits)
     request: RequestLimits = dataclasses.field(default_factory=RequestLimits)
@@ -137,6 +142,12 @@ class ServerOptions:
             raise InvalidArgumentError(f"metrics_compat: expected vllm, got {self.metrics_compat!r}")
         if self.log_format not in ("text", "json"):
             raise InvalidArgumentError(f"log_format: expected text or json, got {self.log_format!r}")
+        endpoint = self.otlp_traces_endpoint
+        if endpoint is not None and not re.fullmatch(r"https?://[^/@\s]+(/[^@\s]*)?", endpoint):
+            raise InvalidArgumentError(
+                "otlp_traces_endpoint: expected a URL http://HOST:PORT/PATH without a password, got another; "
+                "OTEL_EXPORTER_OTLP_HEADERS is the place of one"
+            )
         if "*" in self.cors_origins and (self.api_keys or self.api_key_file):
             raise InvalidArgumentError("cors_origins: expected origins by name next to API keys, got *; list them")
         if (self.tls_certificate is None) != (self.tls_key is None):

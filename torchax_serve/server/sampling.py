@@ -15,6 +15,8 @@ MAX_BAD_WORDS = 256
 """Most texts of `bad_words`."""
 MAX_BAD_WORD_CHARS = 1024
 """Longest of them, in characters."""
+MAX_SALT_CHARS = 1024
+"""Longest `cache_salt`, in characters."""
 _SAME_NAME = (
     "stop_token_ids",
     "ignore_eos",
@@ -50,6 +52,12 @@ def sampling_params(
     Raises:
         ApiError: 400 for a value out of its range.
     """
+    if request.allowed_token_ids == []:
+        message = "allowed_token_ids: expected at least one token id, or none of the field, got an empty list"
+        raise bad_request(message, "allowed_token_ids", "invalid_value")
+    if request.cache_salt is not None and len(request.cache_salt) > MAX_SALT_CHARS:
+        message = f"cache_salt: expected at most {MAX_SALT_CHARS} characters, got {len(request.cache_salt)}"
+        raise bad_request(message, "cache_salt", "invalid_value")
     options: dict[str, Any] = {name: getattr(request, name) for name in _SAME_NAME}
     options |= {
         "max_new_tokens": max_new_tokens,

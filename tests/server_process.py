@@ -1,0 +1,90 @@
+"""``torchax-serve serve`` as a process of its own."""
+
+import os
+import subprocess
+import sys
+import time
+
+import httpx
+import psutil
+import pytest
+from ports import free_port
+
+START = "from torchax_serve.cli.main import main; import sys; sys.argv = ['torchax-serve', *sys.argv[1:]]; main()"
+
+
+class Process:
+    """``torchax-serve serve`` of the embedded model."""
+
+    def __init__(self, *arguments, **environment):
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        command = [sys.executable, "-c", START, "serve", "--port", str(self.port), "--no-warm-up", *arguments]
+        self.process = subprocess.Popen(
+            command, stderr=subprocess.PIPE, env={**os.environ, "JAX_PLATFORMS": "cpu", **environment}, text=True
+        )
+
+    def wait_until_ready(self):
+        until = time.monotonic() + 120
+        while time.monotonic() < until:
+            assert self.process.poll() is None, self.process.stderr.read()
+            try:
+                if httpx.get(f"{self.url}/readyz").status_code == 200:
+                    return self
+            except httpx.HTTPError:
+                time.sleep(0.2)
+        raise AssertionError("it is not ready")
+
+    def end(self):
+        """Returns the exit status and stderr."""
+        _, errors = self.process.communicate(timeout=60)
+        return self.process.returncode, errors
+
+    def stop(self):
+        """Ends it at once, if it still runs."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.communicate()
+
+    def settle(self):
+        """Sends requests until all that the first ones load and compile is there."""
+        sizes = [0]
+        for _ in range(60):
+            for count in (1, 4):
+                body = {"model": "tiny", "prompt": ["Hi", "Once upon a time"] * count, "max_tokens": 8}
+                assert httpx.post(f"{self.url}/v1/completions", json=body, timeout=60).status_code == 200
+            httpx.get(f"{self.url}/metrics")
+            sizes.append(self.memory_bytes())
+            if len(sizes) > 3 and max(sizes[-4:]) - min(sizes[-4:]) < 1 << 20:
+                return
+            time.sleep(0.5)
+
+    def memory_bytes(self):
+        return psutil.Process(self.process.pid).memory_info().rss
+
+
+@pytest.fixture
+def started():
+    processes = []
+
+    def start(*arguments, **environment):
+        processes.append(Process(*arguments, **environment))
+        return processes[-1]
+
+    yield start
+    for each in processes:
+        each.stop()
+
+
+@pytest.fixture(scope="session")
+def process():
+    found = Process("--served-model-name", "tiny", "--no-access-log", "--max-body-mib", "16")
+    try:
+        found.wait_until_ready()
+        found.settle()
+        yield found
+    finally:
+        found.stop()
+
+
+__all__ = ["START", "Process", "process", "started"]
