@@ -201,8 +201,7 @@ class _Builder:
             logger.warning("%s", note)
         self._match.log_names()
         made_dense = made_dense_in(checkpoint)
-        if made_dense:
-            loaded = dataclasses.replace(loaded, report=dataclasses.replace(loaded.report, made_dense=made_dense))
+        loaded = dataclasses.replace(loaded, report=dataclasses.replace(loaded.report, made_dense=made_dense))
         lost = "" if self._quantizer is None else describe_losses(self._quantizer.losses)
         for line in filter(None, (dense_note(made_dense) if made_dense else "", lost)):
             logger.warning("%s: %s", self._source.name, line)
