@@ -29,7 +29,6 @@ from torchax_serve.server.errors import ApiError, bad_request
 from torchax_serve.server.key_limits import ApiKey
 from torchax_serve.server.messages import plain_messages
 from torchax_serve.server.options import ServerOptions
-from torchax_serve.server.pooling_batches import PoolingBatches
 from torchax_serve.server.response_families import ResponseFamily, response_template_for
 from torchax_serve.text.chat import chat_prompt_ids
 from torchax_serve.text.chat_template import ChatOptions, check_last_message
@@ -63,7 +62,6 @@ class ModelService:
     Attributes:
         names: Names that requests may use; the first one is shown.
         created: When it was ready, in seconds since 1970.
-        pooling: Queue of texts to embed, label or score.
     """
 
     def __init__(self, model: ServedModel, options: ServerOptions) -> None:
@@ -71,7 +69,6 @@ class ModelService:
         self.names = options.served_model_names or (_public_name(model.name),)
         self.created = int(time.time())
         self._options = options
-        self.pooling = PoolingBatches(self.run)
         self._pool = concurrent.futures.ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="request")
 
     async def run(self, function: Callable[..., Result], *args: Any) -> Result:
@@ -266,8 +263,21 @@ def _check_length(prompt_len: int, max_new_tokens: int | None, limit: int | None
 
 def progress_of(service: ModelService) -> list[EngineProgress]:
     """Returns the progress of the engines that have been made."""
-    made = (vars(service.model).get(name) for name in ("_engine", "_single_engine"))
-    return [engine.progress() for engine in made if isinstance(engine, Engine | DataParallelEngines)]
+    return [engine.progress() for engine in _engines_of(service)]
+
+
+def drain_engines(service: ModelService, timeout_s: float) -> bool:
+    """Drains the engines that have been made, as `Engine.drain` does; `timeout_s` is for all of them together."""
+    until = time.monotonic() + timeout_s
+    return all([engine.drain(max(0.0, until - time.monotonic())) for engine in _engines_of(service)])  # noqa: C419
+
+
+def _engines_of(service: ModelService) -> list[Engine | DataParallelEngines]:
+    """Returns the engines that have been made, also those of a recorded model that has loaded its torch module."""
+    side = vars(service.model).get("_side")
+    model = service.model if side is None or side.loaded is None else side.loaded
+    made = (vars(model).get(name) for name in ("_engine", "_single_engine"))
+    return [engine for engine in made if isinstance(engine, Engine | DataParallelEngines)]
 
 
 def _encoder_tasks(class_name: str, num_labels: int | None) -> tuple[str, ...]:
