@@ -10,6 +10,7 @@ from test_engine_hostile import request
 
 from model_adapters.errors import InvalidArgumentError, TorchaxServeError
 from torchax_serve import EngineOptions, RequestError, serve
+from torchax_serve.engine.data_parallel import DataParallelEngines
 
 ENGINE = EngineOptions(max_model_len=512, max_num_seqs=2, page_size=8)
 PROMPTS = [[first, 9, 8] for first in range(10, 16)]
@@ -123,3 +124,24 @@ def test_close_returns_though_a_step_hangs_and_readers_get_an_error(closing):
     go_on.set()
     closing.close()
     assert not closing.progress().is_alive
+
+
+def test_replicas_are_drained_and_closed_together():
+    with serve(tiny_model("llama"), engine=ENGINE) as one, serve(tiny_model("llama"), engine=ENGINE) as two:
+        replicas = DataParallelEngines([])
+        replicas.engines = [one.engine, two.engine]
+        handles = replicas.submit_all([request(prompt, max_new_tokens=24) for prompt in PROMPTS])
+        assert replicas.drain(60)
+        assert [handle.result() for handle in handles] == [expected_tokens("llama", prompt, 24) for prompt in PROMPTS]
+        with pytest.raises(TorchaxServeError, match=r"drain\(\) was called"):
+            replicas.submit(request([5]))
+        one.engine._admission.is_draining = two.engine._admission.is_draining = False
+        go_on = stalled(two.engine)
+        handle = two.engine.submit(request([5]))
+        began = time.monotonic()
+        assert not replicas.drain(0.2)
+        replicas.close("enough", timeout_s=0.2)
+        assert time.monotonic() - began < 10
+        with pytest.raises(RequestError, match="enough"):
+            handle.result()
+        go_on.set()
