@@ -5,6 +5,7 @@ It holds the weights on the device until it is closed.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Sequence
 from types import TracebackType
@@ -23,6 +24,7 @@ from torchax_serve.distributed.hosts.leader import Leader
 from torchax_serve.engine.data_parallel import split_runtimes
 from torchax_serve.generation.jax_forward import following
 from torchax_serve.generation.jax_model import run_on_jax
+from torchax_serve.pooling.queue import PoolingQueue, QueuedTexts
 from torchax_serve.runtime.model_runtime import ModelRuntime
 from torchax_serve.validation.owner_process import OwnerProcess
 
@@ -78,6 +80,8 @@ class BaseModel:
     def close(self) -> None:
         """Frees the weights. Closing twice does nothing; any other call afterwards raises."""
         self._loaded = None
+        if (queue := vars(self).pop("_pooling_queue", None)) is not None:
+            queue.close("the model was closed")
         if self._leader is not None:
             self._leader.close()
         if hasattr(self, "torch_model"):
@@ -118,8 +122,12 @@ class BaseModel:
         prompt_name: str | None = None,
         truncate: bool | None = None,
         truncate_dim: int | None = None,
+        timeout_s: float | None = None,
+        queue_timeout_s: float | None = None,
     ) -> np.ndarray:
         """Returns embeddings of texts: float32[dim] of one, float32[num_texts, dim] of a list.
+
+        Texts of several threads that wait are embedded together.
 
         Args:
             texts: one text or several; a list of token ids may replace a text.
@@ -129,18 +137,56 @@ class BaseModel:
             prompt_name: name of one of the checkpoint's prompts, in place of `prompt`.
             truncate: cut texts that are too long (True) or raise (False); None follows the checkpoint's files.
             truncate_dim: number of leading values of each embedding to return; None follows the checkpoint's files.
+            timeout_s: seconds after which the call ends with an error, looked at before each forward; None: never.
+            queue_timeout_s: the same for a call that has not begun by then.
 
         Raises:
             InvalidArgumentError: no pooling is known; an empty or too long text; an unknown prompt.
             CheckpointError: the checkpoint's files about embeddings are not readable.
             UnsupportedModelError: the model gives no hidden states, or its files ask for what is not supported.
+            QueueFullError: too many texts are waiting.
+            DeadlineError: a time limit has passed.
         """
-        from torchax_serve.pooling import embed
+        call = self._embedding(texts, pooling, normalize, prompt, prompt_name, truncate, truncate_dim)
+        rows = call.run(timeout_s, queue_timeout_s)
+        return np.asarray(rows[0]) if isinstance(texts, str) else np.stack(rows)
 
-        return embed(
+    async def aembed(
+        self,
+        texts: str | Sequence[str | Sequence[int]],
+        *,
+        pooling: str | None = None,
+        normalize: bool | None = None,
+        prompt: str | None = None,
+        prompt_name: str | None = None,
+        truncate: bool | None = None,
+        truncate_dim: int | None = None,
+        timeout_s: float | None = None,
+        queue_timeout_s: float | None = None,
+    ) -> np.ndarray:
+        """Works as `embed`, without blocking the event loop; cancelling it ends the call before the next forward."""
+        call = self._embedding(texts, pooling, normalize, prompt, prompt_name, truncate, truncate_dim)
+        rows = await call.run_async(timeout_s, queue_timeout_s)
+        return np.asarray(rows[0]) if isinstance(texts, str) else np.stack(rows)
+
+    def _embedding(
+        self,
+        texts: str | Sequence[str | Sequence[int]],
+        pooling: str | None,
+        normalize: bool | None,
+        prompt: str | None,
+        prompt_name: str | None,
+        truncate: bool | None,
+        truncate_dim: int | None,
+    ) -> QueuedTexts:
+        """Returns the call for `texts`, which are checked."""
+        from torchax_serve.pooling import embed
+        from torchax_serve.pooling.batching import checked_texts
+
+        call = functools.partial(
+            embed,
             self._followed(),
             self._runtimes[0],
-            texts,
             pooling=pooling,
             normalize=normalize,
             prompt=prompt,
@@ -148,6 +194,13 @@ class BaseModel:
             truncate=truncate,
             truncate_dim=truncate_dim,
         )
+        key = ("embed", pooling, normalize, prompt, prompt_name, truncate, truncate_dim)
+        return QueuedTexts(self._pooling_queue, key, call, checked_texts(texts))
+
+    @functools.cached_property
+    def _pooling_queue(self) -> PoolingQueue:
+        """Queue of texts to embed, label or score."""
+        return PoolingQueue()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model's forward, with torch tensors in and out."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import logging
 import secrets
@@ -244,6 +243,7 @@ class RecordedModel:
         seed: int | None = None,
         params: SamplingParams | None = None,
         masks: Any = None,
+        fork_of: TokenStream | None = None,
     ) -> TokenStream:
         """Yields new token ids of one prompt as they come; see `ServedModel.iter_tokens`."""
         self._check_open()
@@ -260,12 +260,12 @@ class RecordedModel:
                 request = EngineRequest.of(
                     prompt_ids, config, params, vocab_size=self._record.limits["vocab_size"], seed=seed
                 )
-                return TokenStream(self.engine.submit(dataclasses.replace(request, masks=masks)))
+                return TokenStream(self.engine.submit(request.as_answer(masks, fork_of)))
         model = self._side.get()
         if type(config) is GenerationValues:
             config = config.written_into(model.generation_config)
         tokens: TokenStream = model.iter_tokens(
-            prompt_ids, config, inputs=inputs, seed=seed, params=params, masks=masks
+            prompt_ids, config, inputs=inputs, seed=seed, params=params, masks=masks, fork_of=fork_of
         )
         return tokens
 

@@ -25,7 +25,6 @@ from torchax_serve.server.errors import ApiError, bad_request
 from torchax_serve.server.key_limits import ApiKey
 from torchax_serve.server.messages import plain_messages
 from torchax_serve.server.options import ServerOptions
-from torchax_serve.server.pooling_batches import PoolingBatches
 from torchax_serve.server.response_families import ResponseFamily, response_template_for
 from torchax_serve.text.chat import chat_prompt_ids
 from torchax_serve.text.chat_template import ChatOptions, check_last_message
@@ -61,17 +60,17 @@ class ModelService:
         options: Of the server.
 
     Attributes:
-        names: Names that requests may use; the first one is shown.
+        names: Names that requests may use.
+        name: The first of them, which answers show.
         created: When it was ready, in seconds since 1970.
-        pooling: Queue of texts to embed, label or score.
     """
 
     def __init__(self, model: ServedModel, options: ServerOptions) -> None:
         self.model = model
         self.names = options.served_model_names or (_public_name(model.name),)
+        self.name = self.names[0]
         self.created = int(time.time())
         self._options = options
-        self.pooling = PoolingBatches(self.run)
         self._pool = concurrent.futures.ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="request")
 
     async def run(self, function: Callable[..., Result], *args: Any) -> Result:
@@ -93,11 +92,6 @@ class ModelService:
         if importlib.util.find_spec("llguidance") is not None:
             with contextlib.suppress(UnsupportedModelError):
                 assert self.grammars is not None
-
-    @property
-    def name(self) -> str:
-        """Name that answers show."""
-        return self.names[0]
 
     @functools.cached_property
     def tasks(self) -> tuple[str, ...]:
@@ -176,18 +170,14 @@ class ModelService:
             most = self._options.request.max_messages
             raise bad_request(f"messages: expected at most {most}, got {len(messages)}", "messages", "invalid_value")
         self._check_chars(sum(map(_num_chars, messages)), "messages")
-        plain = plain_messages(messages, self.template, self._audio_rate)
+        extractor = getattr(self._processor, "feature_extractor", None)
+        plain = plain_messages(messages, self.template, getattr(extractor, "sampling_rate", None))
         if not has_media(plain):
             return ChatPrompt(chat_prompt_ids(self.model, plain, options=options))
         conversation = checked_conversation(plain, None)
         check_last_message(conversation, options)
         inputs = media_inputs(self.model, conversation, options)
         return ChatPrompt(inputs["input_ids"][0].tolist(), inputs)
-
-    @functools.cached_property
-    def _audio_rate(self) -> int | None:
-        extractor = getattr(self._processor, "feature_extractor", None)
-        return getattr(extractor, "sampling_rate", None)
 
     @functools.cached_property
     def _processor(self) -> Any:
@@ -300,6 +290,12 @@ def _check_length(prompt_len: int, max_new_tokens: int | None, limit: int | None
 def progress_of(service: ModelService) -> list[EngineProgress]:
     """Returns the progress of the engines that have been made."""
     return [engine.progress() for engine in engines_of(service.model)]
+
+
+def drain_engines(service: ModelService, timeout_s: float) -> bool:
+    """Drains the engines that have been made, as `Engine.drain` does; `timeout_s` is for all of them together."""
+    until = time.monotonic() + timeout_s
+    return all([engine.drain(max(0.0, until - time.monotonic())) for engine in engines_of(service.model)])  # noqa: C419
 
 
 def _encoder_tasks(class_name: str, num_labels: int | None) -> tuple[str, ...]:
