@@ -43,6 +43,7 @@ class BaseModel:
         name: The name by which the model was loaded.
         config: The model's transformers configuration.
         dtype: The weights' dtype.
+        dtype_name: Its name, such as ``bfloat16``.
         load_report: Tensors that the checkpoint lacks, or has and the model does not use.
         torch_model: The transformers model object whose ``forward`` and ``generate`` run on JAX, for code that needs
             one (``transformers.pipeline``, lm-eval).
@@ -56,6 +57,7 @@ class BaseModel:
         self.name = loaded.source.name
         self.config = loaded.config
         self.dtype: torch.dtype = loaded.module.dtype
+        self.dtype_name = str(self.dtype).removeprefix("torch.")
         self.load_report = loaded.report
         if loaded.sharding is None:
             self._runtimes = [ModelRuntime(loaded.module, loaded.weights, programs_of(loaded))]
@@ -65,7 +67,7 @@ class BaseModel:
 
     def __repr__(self) -> str:
         known = vars(self)
-        if "dtype" not in known:
+        if "dtype_name" not in known:
             return f"<{type(self).__name__}, not loaded>"
         state = "closed" if self._loaded is None else f"on {self.device_description}"
         return f"<{type(self).__name__} {self.name!r}: {self.config.model_type}, {self.dtype_name}, {state}>"
@@ -95,11 +97,6 @@ class BaseModel:
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The model's tokenizer, or None if it came without one."""
         return self._loaded_or_raise().tokenizer()
-
-    @property
-    def dtype_name(self) -> str:
-        """Name of the weights' dtype, such as ``bfloat16``."""
-        return str(self.dtype).removeprefix("torch.")
 
     def _processor(self) -> Any:
         """Returns the checkpoint's processor of images or audio; None if it came without one."""
