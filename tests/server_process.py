@@ -24,8 +24,8 @@ class Process:
             command, stderr=subprocess.PIPE, env={**os.environ, "JAX_PLATFORMS": "cpu", **environment}, text=True
         )
 
-    def wait_until_ready(self):
-        until = time.monotonic() + 120
+    def wait_until_ready(self, within_s=120):
+        until = time.monotonic() + within_s
         while time.monotonic() < until:
             assert self.process.poll() is None, self.process.stderr.read()
             try:

@@ -52,6 +52,7 @@ class BaseModel:
     def __init__(self, loaded: LoadedModel, leader: Leader | None = None) -> None:
         self._leader = leader
         self._process = OwnerProcess()
+        self._pooling_queue = PoolingQueue()  # of texts to embed, label or score
         self._loaded: LoadedModel | None = loaded
         self.name = loaded.source.name
         self.config = loaded.config
@@ -82,8 +83,8 @@ class BaseModel:
     def close(self) -> None:
         """Frees the weights. Closing twice does nothing; any other call afterwards raises."""
         self._loaded = None
-        if (queue := vars(self).pop("_pooling_queue", None)) is not None:
-            queue.close("the model was closed")
+        if "_pooling_queue" in vars(self):  # a model that could not be made has none
+            self._pooling_queue.close("the model was closed")
         if self._leader is not None:
             self._leader.close()
         if hasattr(self, "torch_model"):
@@ -193,11 +194,6 @@ class BaseModel:
         )
         key = ("embed", pooling, normalize, prompt, prompt_name, truncate, truncate_dim)
         return QueuedTexts(self._pooling_queue, key, call, checked_texts(texts))
-
-    @functools.cached_property
-    def _pooling_queue(self) -> PoolingQueue:
-        """Queue of texts to embed, label or score."""
-        return PoolingQueue()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model's forward, with torch tensors in and out."""
