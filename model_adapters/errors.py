@@ -11,6 +11,9 @@
     ├── ChatTemplateError       no chat template, or one that does not render
     ├── HostsError              hosts of one model that do not find each other, or are not alike
     ├── QueueFullError          more requests wait for an engine than it lets wait; ask again later
+    ├── RequestError            a request that was taken has failed
+    │   └── DeadlineError       its time limit has passed
+    │       └── QueueDeadlineError  its time limit for waiting has passed, before it began
     └── OutOfMemoryError        weights or cache do not fit; says how much was needed
 
 A message says what was expected, what came, and what to do.
@@ -51,6 +54,18 @@ class HostsError(TorchaxServeError):
 
 class QueueFullError(TorchaxServeError):
     """More requests wait for an engine than it accepts (``EngineOptions(max_num_waiting=...)``)."""
+
+
+class RequestError(TorchaxServeError):
+    """A request that was taken has failed; the message says why. Others are not concerned."""
+
+
+class DeadlineError(RequestError):
+    """The time limit of a request has passed."""
+
+
+class QueueDeadlineError(DeadlineError):
+    """The time limit of a request for waiting has passed before it began."""
 
 
 class OutOfMemoryError(TorchaxServeError, MemoryError):

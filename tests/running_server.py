@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from torchax_serve import EngineOptions, serve
+from torchax_serve.engine.engine import Engine
 from torchax_serve.server.context import Stage
 from torchax_serve.server.lifespan import Server
 from torchax_serve.server.options import ServerOptions
@@ -20,6 +21,7 @@ class RunningServer:
 
     def __init__(self, model, **options):
         self.options = ServerOptions(port=0, **{"warm_up": False, "served_model_names": ("tiny",), **options})
+        self.model = model
         self.server = Server(self.options, lambda: _Unclosed(model))
         self.status = None
         self.thread = threading.Thread(target=self._run)
@@ -42,6 +44,9 @@ class RunningServer:
         if self.thread.is_alive():
             self.server.stop()
         self.thread.join(60)
+        for engine in (self.model._engine, self.model._single_engine):
+            if isinstance(engine, Engine):  # it was drained with its server, and others go on with it
+                engine._admission.is_draining = False
         assert not self.thread.is_alive()
         return self.status
 

@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING
 from model_adapters.errors import (
     ChatTemplateError,
     CheckpointError,
+    DeadlineError,
     HostsError,
     InvalidArgumentError,
     ModelNotFoundError,
     OutOfMemoryError,
+    QueueDeadlineError,
     QueueFullError,
+    RequestError,
     TorchaxServeError,
     UnsupportedArgumentError,
     UnsupportedModelError,
@@ -29,7 +32,6 @@ if TYPE_CHECKING:
     from torchax_serve.distributed.hosts.follow import follow
     from torchax_serve.distributed.hosts.options import Hosts
     from torchax_serve.engine.options import EngineOptions
-    from torchax_serve.engine.request_handle import RequestError
     from torchax_serve.entrypoints.encoder_model import EncoderModel
     from torchax_serve.entrypoints.serve import serve
     from torchax_serve.entrypoints.served_model import ServedModel
@@ -45,6 +47,7 @@ __all__ = [
     "ChatTemplateError",
     "CheckpointError",
     "Completion",
+    "DeadlineError",
     "EncoderModel",
     "EngineOptions",
     "Hosts",
@@ -52,6 +55,7 @@ __all__ = [
     "InvalidArgumentError",
     "ModelNotFoundError",
     "OutOfMemoryError",
+    "QueueDeadlineError",
     "QueueFullError",
     "RequestError",
     "SamplingParams",
@@ -75,7 +79,6 @@ __getattr__, __dir__ = lazy_exports(
         "EncoderModel": ".entrypoints.encoder_model",
         "EngineOptions": ".engine.options",
         "Hosts": ".distributed.hosts.options",
-        "RequestError": ".engine.request_handle",
         "SamplingParams": ".sampling_params",
         "ServedModel": ".entrypoints.served_model",
         "SpeechModel": ".entrypoints.speech_model",

@@ -10,12 +10,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
+FinishReason = Literal["stop", "length", "abort", "deadline", "queue_deadline", "error"]
 """Why a request ended.
 
 ``stop``: an end-of-sequence token, a stop token or a stop string. ``length``: `max_new_tokens`, the longest request of
-the engine, or all pages of the cache. ``abort``: its reader cancelled it. ``deadline``: its time limit. ``error``: a
-failure.
+the engine, or all pages of the cache. ``abort``: its reader cancelled it. ``deadline``: its time limit.
+``queue_deadline``: its time limit for waiting, before it began. ``error``: a failure.
 """
 
 
@@ -55,6 +55,59 @@ class Completion:
     finish_reason: FinishReason
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class TranscriptWord:
+    """A word of a transcript, with its times in seconds from the begin of the audio."""
+
+    text: str
+    start_s: float
+    end_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class TranscriptSegment:
+    """A part of a transcript.
+
+    Attributes:
+        text: Its text.
+        start_s: Its begin, in seconds from that of the audio.
+        end_s: Its end, in the same seconds.
+        token_ids: Its tokens, those of times included.
+        seek: Frame of the audio at which the window with the segment begins.
+        avg_logprob: Mean log-probability of the window's tokens under the model.
+        no_speech_prob: Probability under the model that the window has no speech.
+        compression_ratio: Bytes of the window's text over those of it compressed by zlib; high for repetitions.
+    """
+
+    text: str
+    start_s: float
+    end_s: float
+    token_ids: list[int]
+    seek: int
+    avg_logprob: float
+    no_speech_prob: float
+    compression_ratio: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Transcript:
+    """The words in audio, with times.
+
+    Attributes:
+        text: All of it.
+        duration_s: Seconds of the audio.
+        language: English name of the language, in lower case; None if the model does not tell.
+        segments: Its parts in their order.
+        words: Its words in their order; None if they were not requested.
+    """
+
+    text: str
+    duration_s: float
+    language: str | None
+    segments: list[TranscriptSegment]
+    words: list[TranscriptWord] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

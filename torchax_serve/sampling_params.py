@@ -84,6 +84,7 @@ ENGINE_LIMITS: Mapping[str, ValueRange] = {
     "prompt_logprobs": ValueRange(0, 20, is_integer=True),
     "priority": ValueRange(-MAX_INT - 1, MAX_INT, is_integer=True),
     "timeout_s": ValueRange(0, low_open=True),
+    "queue_timeout_s": ValueRange(0, low_open=True),
 }
 """Ranges of the options that are one number and that transformers does not have; those of log-probabilities and
 penalties are OpenAI's."""
@@ -97,6 +98,7 @@ ENGINE_ONLY: Mapping[str, Any] = {
     "prompt_logprobs": None,
     "priority": 0,
     "timeout_s": None,
+    "queue_timeout_s": None,
     "cache_salt": "",
 }
 """Options that a generation config does not have, with the value that means no effect."""
@@ -186,6 +188,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None  # the same for the tokens of the prompt
     priority: int | None = None  # lower runs first
     timeout_s: float | None = None  # seconds from submission after which the request ends
+    queue_timeout_s: float | None = None  # seconds from submission after which it ends if it has not begun to run
     cache_salt: str | None = None  # cached prefixes are shared between requests of equal salt only
 
     def __new__(cls, *args: Any, **kwargs: Any) -> SamplingParams:

@@ -23,7 +23,7 @@ from model_adapters.errors import CheckpointError
 from model_adapters.loading import checkpoint
 from model_adapters.loading.file_names import CONFIG, MODULES, inside
 from model_adapters.loading.gguf_names import is_gguf_only, language_models, pick
-from model_adapters.loading.hub_request import HubRequest, hub_errors, is_connection_error, status_of
+from model_adapters.loading.hub_request import HubRequest, hub_errors, is_unreachable
 from model_adapters.loading.model_class import read_config_json
 from model_adapters.loading.modules_json import read_modules, transformer_path
 from model_adapters.loading.progress import Advance, Progress, hub_bar_class
@@ -173,7 +173,7 @@ def _info(request: HubRequest, revision: str | None) -> ModelInfo | None:
             request.hub_id, revision=revision, files_metadata=True, timeout=constants.DEFAULT_ETAG_TIMEOUT
         )
     except Exception as error:
-        if not is_connection_error(error) and (status_of(error) or 0) < 500:
+        if not is_unreachable(error):
             raise
         if _cached_gguf(request) is not None:
             return None

@@ -20,6 +20,23 @@ def hub_cache(cache_dir: str | os.PathLike[str] | None = None) -> Path:
     return Path(os.path.expandvars(home)).expanduser() / "hub"
 
 
+def snapshot(hub_id: str, revision: str | None = None, cache_dir: str | os.PathLike[str] | None = None) -> Path | None:
+    """Returns the cached copy of a repository at the commit that its revision had last; None if there is none.
+
+    Args:
+        hub_id: Id of the repository.
+        revision: Branch, tag or commit; None: the branch ``main``.
+        cache_dir: In place of the hub's own cache.
+    """
+    folder = hub_cache(cache_dir) / f"models--{hub_id.replace('/', '--')}"
+    try:
+        commit = (folder / "refs" / (revision or "main")).read_text()
+    except OSError:
+        commit = revision or ""
+    found = folder / "snapshots" / commit
+    return found if commit and found.is_dir() else None
+
+
 def downloaded(cache_dir: str | os.PathLike[str] | None = None) -> list[str]:
     """Returns the hub ids of the models that have a folder in the hub's cache, sorted."""
     try:

@@ -55,6 +55,27 @@ def is_connection_error(error: BaseException) -> bool:
     return isinstance(error, errors.HTTPError) and not isinstance(error, errors.HfHubHTTPError)
 
 
+def is_unreachable(error: BaseException) -> bool:
+    """Tells whether the hub cannot say anything now: a cached copy counts."""
+    return is_connection_error(error) or (status_of(error) or 0) >= 500
+
+
+def is_latest(request: HubRequest, commit: str) -> bool:
+    """Returns whether a cached commit is what a request is for: the one that the hub has now, if it can be asked.
+
+    False also where the hub refuses the request, which `model_adapters.loading.hub.fetch` then reports.
+    """
+    if request.offline or request.revision == commit:
+        return True
+    try:
+        info = huggingface_hub.HfApi(token=request.token).model_info(
+            request.hub_id, revision=request.revision, timeout=constants.DEFAULT_ETAG_TIMEOUT
+        )
+    except Exception as error:
+        return is_unreachable(error)
+    return info.sha == commit
+
+
 @contextmanager
 def hub_errors(request: HubRequest) -> Iterator[None]:
     """Turns what the hub's client raises into one line of ours."""

@@ -29,8 +29,7 @@ from model_adapters.loading.model_class import require_causal_module
 from model_adapters.loading.model_source import ModelSource
 from model_adapters.loading.tensor_match import TensorMatch, some
 from model_adapters.ops.compressed_weight import Weight
-from model_adapters.quantization.loading import describe_weights
-from model_adapters.quantization.selection import Selection
+from model_adapters.quantization.loading import WeightQuantizer, describe_losses, describe_weights
 from model_adapters.sharding.model_sharding import ModelSharding
 
 T = TypeVar("T")
@@ -62,6 +61,7 @@ class LoadReport:
     num_shared: int  # names whose array another name has as well
     unused_tensors: tuple[str, ...] = ()  # names in the files that the class has no place for
     missing_tensors: tuple[str, ...] = ()  # names of the class that the files lack: a head, a pooler; left out
+    made_dense: tuple[str, ...] = ()  # names of weights that are quantized in the files and had to become dense
     quantization: str = ""  # which weights have how many bits, in one line; "" if all are dense
 
     @property
@@ -136,9 +136,15 @@ class LoadedModel:
                 self._processors.append(self._load_processor())
             return self._processors[0]
 
+    @property
+    def has_processor(self) -> bool:
+        """Whether the model's folder has a processor."""
+        folder = self.files_folder
+        return folder is not None and any((folder / name).is_file() for name in _PROCESSOR_FILES)
+
     def _load_processor(self) -> Any:
         folder = self.files_folder
-        if folder is None or not any((folder / name).is_file() for name in _PROCESSOR_FILES):
+        if not self.has_processor:
             return None
         try:
             return AutoProcessor.from_pretrained(
@@ -209,12 +215,14 @@ def report_of(
     load_s: float,
     checkpoint_bytes: int | None,
     match: TensorMatch | None = None,
-    selection: Selection | None = None,
+    quantizer: WeightQuantizer | None = None,
 ) -> LoadReport:
     """Returns the report of a load; `checkpoint_bytes` and `match` are None without files.
 
-    `selection` says which weights were quantized while they were loaded, if any.
+    `quantizer` says which weights were quantized while they were loaded, if any.
     """
+    num_dense = None if quantizer is None else quantizer.selection.num_dense
+    lost = "" if quantizer is None else describe_losses(quantizer.losses)
     unique = {id(array): array.nbytes for array in weights.values()}
     weights_bytes = sum(unique.values())
     return LoadReport(
@@ -228,5 +236,5 @@ def report_of(
         num_shared=len(weights) - len(unique),
         unused_tensors=() if match is None else match.unused,
         missing_tensors=() if match is None else match.missing,
-        quantization=describe_weights(weights, None if selection is None else selection.num_dense),
+        quantization="; ".join(filter(None, (describe_weights(weights, num_dense), lost))),
     )

@@ -6,6 +6,7 @@ The model is given by name, folder or object.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import time
 from collections.abc import Iterator
@@ -29,18 +30,19 @@ from model_adapters.errors import (
 from model_adapters.loading import random_weights as random_init
 from model_adapters.loading.custom_generate import attach_own_generate
 from model_adapters.loading.file_names import CONFIG
+from model_adapters.loading.formats.gguf_checkpoint import GgufCheckpoint
 from model_adapters.loading.formats.placement import StoredWeights
 from model_adapters.loading.loaded_model import LoadedModel, numpy_dtype, report_of
 from model_adapters.loading.memory import PeakMemory, check_fits
 from model_adapters.loading.model_class import find_class, module_of, torch_dtype_of
-from model_adapters.loading.model_files import AnyCheckpoint, ModelFiles, dense_note
+from model_adapters.loading.model_files import AnyCheckpoint, ModelFiles, dense_note, made_dense_in
 from model_adapters.loading.model_source import ModelSource, resolve
 from model_adapters.loading.progress import Progress, SilentProgress
 from model_adapters.loading.shared_weights import share_weights, without_adapters
 from model_adapters.loading.tensor_match import TensorMatch, logger, smaller_classes, without_missing_parts
 from model_adapters.loading.weight_sink import DevicePlacement, DevicePut, WeightSink, meta_like
 from model_adapters.ops.compressed_weight import Weight
-from model_adapters.quantization.loading import WeightQuantizer
+from model_adapters.quantization.loading import WeightQuantizer, describe_losses
 from model_adapters.quantization.rules import QuantizationRules, parse_rules
 from model_adapters.quantization.selection import Selection
 from model_adapters.sharding.model_sharding import ModelSharding
@@ -162,7 +164,7 @@ class _Builder:
         self._device_put, self._mesh, self._refuse_uneven = device_put, mesh, refuse_uneven
         self._sharding: ModelSharding | None = None
         self._rules, self.makes_dense = rules, False
-        self._selection: Selection | None = None
+        self._quantizer: WeightQuantizer | None = None
         self._allow_pickle = False
         self._match: TensorMatch | None = None
         self._peak, self._start = PeakMemory(), time.perf_counter()
@@ -179,10 +181,10 @@ class _Builder:
         empty = module_of(self._class, self._config, self._dtype or torch.float32)
         if self._mesh is not None:
             self._sharding = ModelSharding.of(empty, self._mesh, refuse_uneven=self._refuse_uneven)
-        self._selection = None if self._rules is None else Selection.of(empty, self._rules)
-        quantizer = None if self._selection is None else WeightQuantizer(self._selection, self._sharding)
+        if self._rules is not None:
+            self._quantizer = WeightQuantizer(Selection.of(empty, self._rules), self._sharding)
         put = None if self._sharding is None else self._sharding.put
-        return DevicePlacement(put, quantizer, stored=StoredWeights(self._sharding, self.makes_dense))
+        return DevicePlacement(put, self._quantizer, stored=StoredWeights(self._sharding, self.makes_dense))
 
     def from_checkpoint(self, allow_pickle: bool, strict: bool, progress: Progress) -> LoadedModel:
         """Returns the model with the weights of the files."""
@@ -198,8 +200,11 @@ class _Builder:
         if note := self._match.note(self._source.name, type(module).__name__):
             logger.warning("%s", note)
         self._match.log_names()
-        if note := dense_note(checkpoint):
-            logger.warning("%s: %s", self._source.name, note)
+        made_dense = made_dense_in(checkpoint)
+        loaded = dataclasses.replace(loaded, report=dataclasses.replace(loaded.report, made_dense=made_dense))
+        lost = "" if self._quantizer is None else describe_losses(self._quantizer.losses)
+        for line in filter(None, (dense_note(made_dense) if made_dense else "", lost)):
+            logger.warning("%s: %s", self._source.name, line)
         return loaded
 
     def _read(
@@ -237,7 +242,8 @@ class _Builder:
         self, checkpoint: AnyCheckpoint, dtype: torch.dtype, progress: Progress
     ) -> tuple[PreTrainedModel, DevicePlacement, WeightSink]:
         place = self._placement()
-        sink = WeightSink(place, self._peak)
+        names = checkpoint.parameter_names if isinstance(checkpoint, GgufCheckpoint) else ()
+        sink = WeightSink(place, self._peak, names)
         with (
             progress.stage(f"loading {self._source.name}", checkpoint.num_bytes) as advance,
             checkpoint.readers(advance) as readers,
@@ -320,7 +326,7 @@ class _Builder:
                 attach_own_generate(module, folder)
         jax.block_until_ready(weights)
         took = time.perf_counter() - self._start
-        report = report_of(weights, self._peak, self._source, took, checkpoint_bytes, self._match, self._selection)
+        report = report_of(weights, self._peak, self._source, took, checkpoint_bytes, self._match, self._quantizer)
         generation = module.generation_config if module.can_generate() else None
         return LoadedModel(
             module,

@@ -23,11 +23,13 @@ from model_adapters.loading.tensor_match import some
 AnyCheckpoint = Checkpoint | QuantizedCheckpoint | GgufCheckpoint
 
 
-def dense_note(checkpoint: AnyCheckpoint) -> str | None:
-    """Returns one line about quantized weights that had to be made dense; None if there are none."""
-    names = [] if isinstance(checkpoint, Checkpoint) else sorted(checkpoint.made_dense)
-    if not names:
-        return None
+def made_dense_in(checkpoint: AnyCheckpoint) -> tuple[str, ...]:
+    """Returns the names of quantized weights that had to be made dense."""
+    return () if isinstance(checkpoint, Checkpoint) else tuple(sorted(checkpoint.made_dense))
+
+
+def dense_note(names: tuple[str, ...]) -> str:
+    """Returns one line about quantized weights, by name, that had to be made dense."""
     return (
         f"{len(names)} quantized weights were made dense, because their parts do not fit the model's: {some(names, 3)}"
     )

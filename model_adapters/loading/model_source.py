@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Literal
 from model_adapters.errors import InvalidArgumentError, ModelNotFoundError
 from model_adapters.loading.file_names import CONFIG
 from model_adapters.loading.gguf_names import SUFFIX, gguf_in, split_tag
+from model_adapters.loading.hub_cache import snapshot
 from model_adapters.loading.short_names import near_matches, short_name
 
 if TYPE_CHECKING:
+    from model_adapters.loading.hub_request import HubRequest
     from model_adapters.loading.progress import Progress
 
 
@@ -103,6 +105,21 @@ def resolve(
         file, commit = folder, _commit_of(folder)
         return ModelSource("hub", name, file.parent, hub_id, commit, download_bytes, took, gguf=file)
     return ModelSource("hub", name, _model_folder(folder), hub_id, folder.name, download_bytes, took)
+
+
+def cached_source(name: str, request: HubRequest) -> ModelSource | None:
+    """Returns the source of a hub model at the commit that was downloaded last; None if that is none, or a GGUF file.
+
+    Imports neither torch nor transformers, and sends no request.
+
+    Args:
+        name: Name of the model, to be shown to people.
+        request: What would be fetched.
+    """
+    folder = None if request.gguf is not None else snapshot(request.hub_id, request.revision, request.cache_dir)
+    if folder is None:
+        return None
+    return ModelSource("hub", name, _model_folder(folder), request.hub_id, folder.name)
 
 
 def _commit_of(file: Path) -> str:

@@ -78,7 +78,7 @@ def share_weights(
             arrays[id(tensor)] = place(name, tensor)
         weights[name] = arrays[id(tensor)]
     source = of_object(module.name_or_path or "")
-    report = report_of(weights, peak, source, time.perf_counter() - start, None, selection=selection)
+    report = report_of(weights, peak, source, time.perf_counter() - start, None, quantizer=quantizer)
     generation = module.generation_config if module.can_generate() else None
     dtype = numpy_dtype(module.dtype)
     return LoadedModel(module, weights, source, module.config, generation, dtype, report, sharding=sharding)

@@ -69,7 +69,10 @@ class DevicePlacement:
             requantized = self._quantizer is not None and self._quantizer.takes(name)
             if not requantized and self._stored.takes(name, tensor):
                 return self._as_stored(name, tensor)
-            tensor = tensor.parts.dense(tensor.dtype)
+            parts, tensor = tensor.parts, tensor.parts.dense(tensor.dtype)
+            if requantized:
+                assert self._quantizer is not None
+                return self._quantizer(name, to_jax_array(tensor), was=f"{parts.source} in {parts.bits} bits")
         if self._quantizer is not None and self._quantizer.takes(name):
             return self._quantizer(name, to_jax_array(tensor))
         if self._device_put is None and jax.default_backend() == "cpu":
@@ -104,10 +107,11 @@ class WeightSink:
     Args:
         place: makes the JAX array of a finished tensor.
         peak: looked at whenever a tensor lands, when memory is at its highest.
+        names: Names of all tensors in the files, if they are those of the module.
     """
 
-    def __init__(self, place: DevicePlacement, peak: PeakMemory) -> None:
-        self._place, self._peak = place, peak
+    def __init__(self, place: DevicePlacement, peak: PeakMemory, names: Iterable[str] = ()) -> None:
+        self._place, self._peak, self._names = place, peak, frozenset(names)
         self._landed: dict[int, tuple[torch.Tensor, Weight]] = {}  # by id of the meta tensor in its place
         self._since_trim = 0
         self.info: LoadStateDictInfo | None = None
@@ -116,7 +120,8 @@ class WeightSink:
         """Takes the tensor that the loader has just set as `target_name`, unless it may be tied to another.
 
         Which of two tied names a checkpoint holds, and whether both are equal, transformers finds out at the end and
-        by their values; the few tensors in question stay in the module until then.
+        by their values; the few tensors in question stay in the module until then, but for those that the files have
+        under one name only.
         """
         self._peak.sample()
         self._since_trim += tensor_bytes
@@ -124,7 +129,8 @@ class WeightSink:
             self._since_trim = 0
             give_back_freed()
         tied = getattr(model, "all_tied_weights_keys", {})
-        if target_name in tied or target_name in tied.values():
+        group = {name for pair in tied.items() if target_name in pair for name in pair}
+        if group and group & self._names != {target_name}:
             return
         path, _, attribute = target_name.rpartition(".")
         owner = model.get_submodule(path) if path else model

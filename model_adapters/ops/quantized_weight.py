@@ -21,7 +21,7 @@ from model_adapters.ops import quantized_layout
 from model_adapters.ops.quantized_layout import BLOCK_ROWS
 
 ActDtype = Literal["none", "int8", "float8_e4m3fn"]
-Layout = Literal["plain", "cpu"]
+Layout = Literal["plain", "cpu", "input-major"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,13 +36,15 @@ class Scheme:
         dtype: Name of the dtype that the weight has for model code, such as "bfloat16".
         transposed: Model code has the matrix as [in, out] (`Conv1D`, some experts); it is stored as [out, in].
         layout: "plain" is ``values[..., out, in]``, one element a number; "cpu" is the order of the C++ kernels
-            (`model_adapters.ops.quantized_layout`).
+            (`model_adapters.ops.quantized_layout`); "input-major" is ``values[..., in, out]``, on accelerators: a
+            group's scales lie along the lanes there, so that XLA converts numbers on their way to a product.
         source: Format or preset that the weight comes from, for reports: "gptq", "int8".
         act_group: Columns that share a scale of activations; None is `group`.
-        matrix: Sizes ``(out, in)``, where the layout pads them; None in the plain layout.
+        matrix: Sizes ``(out, in)``, where the layout pads them ("cpu"); None in the others.
         zero: What the "cpu" layout has added to numbers of 4 bits.
         act_scale: Scale of the activations if a checkpoint fixes it; None computes one for each row.
         table: The 16 numbers that values of 4 bits are indices of (nf4, fp4); None: values are numbers.
+        axes: On a mesh the axes that columns and rows are divided along; None for a matrix of each expert.
     """
 
     bits: int
@@ -57,6 +59,7 @@ class Scheme:
     zero: int = 8
     act_scale: float | None = None
     table: tuple[float, ...] | None = None
+    axes: tuple[str | None, str | None] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -67,7 +70,7 @@ class QuantizedWeight:
     Attributes:
         values: In the plain layout numbers ``[..., out, in]``: int8, uint8, int4, uint4, float8_e4m3fn, float4_e2m1fn.
             On CPUs 4-bit integers are int8: arrays of jnp.int4 fail there in programs compiled ahead of time.
-        scale: ``[..., out, ceil(in / group)]``, float32, bfloat16 or float16.
+        scale: ``[..., out, ceil(in / group)]``, float32, bfloat16 or float16; input-major ``[..., groups, out]``.
         offset: Like `scale`; None is zero.
         columns: int32[in], the order in which columns of the matrix are stored: ``x[:, columns]`` meets `values`.
             None is the order of model code.
@@ -83,9 +86,15 @@ class QuantizedWeight:
     @property
     def stored_shape(self) -> tuple[int, ...]:
         """Shape ``(..., out, in)``."""
-        if self.scheme.matrix is None:
-            return tuple(self.values.shape)
-        return (*self.values.shape[:-4], *self.scheme.matrix)
+        if self.scheme.matrix is not None:
+            return (*self.values.shape[:-4], *self.scheme.matrix)
+        *lead, first, second = self.values.shape
+        return (*lead, second, first) if self.is_input_major else (*lead, first, second)
+
+    @property
+    def is_input_major(self) -> bool:
+        """Whether the matrix is stored as [in, out]."""
+        return self.scheme.layout == "input-major"
 
     @property
     def num_columns(self) -> int:
@@ -116,7 +125,7 @@ class QuantizedWeight:
     @property
     def nbytes(self) -> int:
         """Number of bytes that a product reads."""
-        return sum(int(part.nbytes) for part in jax.tree.leaves(self))
+        return sum(num_bytes(part) for part in jax.tree.leaves(self))
 
     def turned(self) -> QuantizedWeight:
         """Returns the same numbers for model code that has exchanged the last two axes."""
@@ -126,8 +135,11 @@ class QuantizedWeight:
     def plain(self) -> QuantizedWeight:
         """Returns the same numbers in the plain layout."""
         scheme = self.scheme
-        if scheme.matrix is None:
+        if scheme.layout == "plain":
             return self
+        if self.is_input_major:
+            return self.with_layout("plain")
+        assert scheme.matrix is not None
         values = quantized_layout.from_steps(self.values, scheme.bits, scheme.zero, *scheme.matrix)
         scale, offset = (
             None if part is None else quantized_layout.from_blocks(part, scheme.matrix[0])
@@ -136,10 +148,19 @@ class QuantizedWeight:
         assert scale is not None
         return QuantizedWeight(values, scale, offset, self.columns, _plain_scheme(scheme))
 
+    def with_layout(self, layout: Layout) -> QuantizedWeight:
+        """Returns the numbers of the plain or input-major layout with their last two axes exchanged."""
+        values, scale, offset = (
+            None if part is None else jnp.swapaxes(part, -1, -2) for part in (self.values, self.scale, self.offset)
+        )
+        assert values is not None
+        assert scale is not None
+        return QuantizedWeight(values, scale, offset, self.columns, dataclasses.replace(self.scheme, layout=layout))
+
     def unpacked(self) -> jax.Array:
         """Returns the dense weight, in the shape and dtype that model code expects."""
-        dense = dequantize(self)
-        return jnp.swapaxes(dense, -1, -2) if self.scheme.transposed else dense
+        dense = _dense(self)
+        return jnp.swapaxes(dense, -1, -2) if self.scheme.transposed != self.is_input_major else dense
 
 
 def make_quantized(
@@ -186,29 +207,77 @@ def _plain_scheme(scheme: Scheme) -> Scheme:
     return dataclasses.replace(scheme, layout="plain", matrix=None)
 
 
-def _over_columns(by_group: jax.Array, group: int, num_columns: int) -> jax.Array:
-    """Returns ``[..., out, groups]`` repeated to ``[..., out, in]``.
-
-    Each column has the number of its group.
-    """
-    if by_group.shape[-1] == 1:
-        return by_group
-    return jnp.repeat(by_group, group, axis=-1, total_repeat_length=by_group.shape[-1] * group)[..., :num_columns]
+def num_bytes(array: Any) -> int:
+    """Returns the bytes of an array or of a shape; two numbers of 4 bits take one."""
+    kind = jnp.dtype(array.dtype)
+    bits = 4 if kind.name in _OF_4_BITS else 8 * kind.itemsize
+    return math.prod(array.shape) * bits // 8
 
 
-def _looked_up(values: jax.Array, scheme: Scheme) -> jax.Array:
-    return values if scheme.table is None else jnp.asarray(scheme.table, jnp.float32)[values.astype(jnp.int32)]
+_OF_4_BITS = ("int4", "uint4", "float4_e2m1fn")
+"""Dtypes whose numbers take half a byte in an accelerator's memory; `itemsize` is 1."""
 
 
-def _rows_of(values: jax.Array, scale: jax.Array, offset: jax.Array | None, group: int) -> jax.Array:
-    """Returns float32[..., in] of stored rows, their columns in the stored order."""
-    num_columns = values.shape[-1]
-    rows = values.astype(jnp.float32) * _over_columns(scale.astype(jnp.float32), group, num_columns)
-    return rows if offset is None else rows + _over_columns(offset.astype(jnp.float32), group, num_columns)
+FP4_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+"""The 16 numbers of float4_e2m1fn, times two."""
+NF4 = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
+"""The 16 numbers of nf4: quantiles of a normal distribution (QLoRA, Dettmers et al. 2023, appendix E)."""
 
 
-def _in_model_order(rows: jax.Array, columns: jax.Array | None) -> jax.Array:
-    return rows if columns is None else jnp.take(rows, jnp.argsort(columns), axis=-1)
+def looked_up(values: jax.Array, scheme: Scheme) -> jax.Array:
+    """Returns float32 numbers that stored values mean: themselves, or those at their places in a table."""
+    if scheme.table is None:
+        return values.astype(jnp.float32)
+    codes = values.astype(jnp.int32)
+    if scheme.table == FP4_DOUBLED:
+        code = codes & 7
+        size = jnp.where(code < 4, code, jnp.where(code < 6, 2 * code - 4, 4 * code - 16))
+        return jnp.where(codes < 8, size, -size).astype(jnp.float32)
+    if scheme.layout == "plain":
+        return jnp.asarray(scheme.table, jnp.float32)[codes]
+    numbers: list[Any] = list(scheme.table)  # an accelerator selects faster than it looks up
+    for bit in range(4):
+        is_odd = (codes >> bit) & 1 == 1
+        numbers = [jnp.where(is_odd, odd, even) for even, odd in zip(numbers[::2], numbers[1::2], strict=True)]
+    return numbers[0].astype(jnp.float32)
+
+
+def _numbers(values: jax.Array, scale: jax.Array, offset: jax.Array | None, scheme: Scheme, axis: int) -> jax.Array:
+    """Returns float32 values times scale plus offset, columns along `axis` (-1 or -2) in the stored order."""
+    num_columns, groups = values.shape[axis], scale.shape[axis]
+    group = num_columns if groups == 1 else scheme.group
+    dense = looked_up(values, scheme)
+    missing = groups * group - num_columns
+    if missing:  # the last group is shorter
+        dense = jnp.pad(dense, [(0, missing if each == dense.ndim + axis else 0) for each in range(dense.ndim)])
+    at = dense.ndim + axis
+    # By groups, and not with scales repeated for all columns, which XLA would write to memory.
+    tiles = dense.reshape(*dense.shape[:at], groups, group, *dense.shape[at + 1 :])
+    tiles = tiles * jnp.expand_dims(scale.astype(jnp.float32), at + 1)
+    if offset is not None:
+        tiles = tiles + jnp.expand_dims(offset.astype(jnp.float32), at + 1)
+    return jax.lax.slice_in_dim(tiles.reshape(dense.shape), 0, num_columns, axis=at)
+
+
+def _in_model_order(dense: jax.Array, columns: jax.Array | None, axis: int) -> jax.Array:
+    return dense if columns is None else jnp.take(dense, jnp.argsort(columns), axis=axis)
 
 
 def dequantize(weight: QuantizedWeight, dtype: Any = None) -> jax.Array:
@@ -216,9 +285,22 @@ def dequantize(weight: QuantizedWeight, dtype: Any = None) -> jax.Array:
 
     The result is in `dtype`, by default that of the weight.
     """
-    weight = weight.plain()
-    dense = _rows_of(_looked_up(weight.values, weight.scheme), weight.scale, weight.offset, weight.scheme.group)
-    return _in_model_order(dense, weight.columns).astype(weight.dtype if dtype is None else dtype)
+    return dequantized(weight.plain(), weight.dtype if dtype is None else dtype)
+
+
+def dequantized(weight: QuantizedWeight, dtype: Any) -> jax.Array:
+    """Returns the dense matrix in `dtype`, computed in float32: ``[..., out, in]``, input-major ``[..., in, out]``."""
+    if weight.scheme.layout == "cpu":
+        weight = weight.plain()
+    axis = -2 if weight.is_input_major else -1
+    dense = _numbers(weight.values, weight.scale, weight.offset, weight.scheme, axis)
+    return _in_model_order(dense, weight.columns, axis).astype(dtype)
+
+
+@jax.jit
+def _dense(weight: QuantizedWeight) -> jax.Array:
+    """Returns `dequantized` in the weight's dtype, traced once for all weights of one form."""
+    return dequantized(weight, weight.dtype)
 
 
 def take_rows(weight: QuantizedWeight, indices: jax.Array, dtype: Any = None) -> jax.Array:
@@ -226,15 +308,19 @@ def take_rows(weight: QuantizedWeight, indices: jax.Array, dtype: Any = None) ->
 
     A lookup in an embedding table reads them so.
     """
-    values, scale, offset = _parts_of_rows(weight, indices)
-    rows = _rows_of(_looked_up(values, weight.scheme), scale, offset, weight.scheme.group)
-    return _in_model_order(rows, weight.columns).astype(weight.dtype if dtype is None else dtype)
+    rows = _numbers(*_parts_of_rows(weight, indices), weight.scheme, -1)
+    return _in_model_order(rows, weight.columns, -1).astype(weight.dtype if dtype is None else dtype)
 
 
 def _parts_of_rows(weight: QuantizedWeight, indices: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Returns values, scales and offsets of rows of a matrix in any layout."""
     scheme, parts = weight.scheme, (weight.scale, weight.offset)
-    if scheme.matrix is None:
+    if weight.is_input_major:
+        values, scale, offset = (
+            None if part is None else jnp.moveaxis(part[:, indices], 0, -1) for part in (weight.values, *parts)
+        )
+        assert values is not None
+    elif scheme.matrix is None:
         values = weight.values[indices]
         scale, offset = (None if part is None else part[indices] for part in parts)
     else:

@@ -93,8 +93,8 @@ def _attention_unsupported_reason(*arrays: Any, return_weights: bool = False, **
     return unsupported_field(arrays[-1], SUPPORTED_ARGS)
 
 
-def per_shard(call: Callable[..., Any], args: tuple[Any, ...], specs: tuple[PartitionSpec, ...], out_specs: Any) -> Any:
-    """Runs `call` on each device's part of `args`, which may be None."""
+def per_shard(call: Callable[..., Any], args: tuple[Any, ...], specs: tuple[Any, ...], out_specs: Any) -> Any:
+    """Runs `call` on each device's part of `args`: arrays or trees of them, or None."""
     given = [number for number, arg in enumerate(args) if arg is not None]
     mesh = mesh_in_use()
     assert mesh is not None

@@ -14,12 +14,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import torch
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 
 from model_adapters.bridge.views import jax_view, torch_view
+from model_adapters.ops.compressed_weight import Weight, stored_form, substituted
+from model_adapters.ops.quantized_weight import QuantizedWeight
 from model_adapters.ops.spmd import per_shard
 from model_adapters.sharding.model_sharding import mesh_in_trace, placement_in_trace
+from model_adapters.sharding.quantized_sharding import specs_of
+from sharding_rules import TensorPlacement
 
 IMPLEMENTATION = "torchax_serve_sharded"
 
@@ -40,27 +44,36 @@ def sharded_experts(
     mesh = mesh_in_trace()
     tensors = {name: jax_view(tensor) for name, tensor in module._parameters.items() if tensor is not None}
     placed = {name: placement_in_trace(array) for name, array in tensors.items()}
-    specs = {name: _REPLICATED if each is None else each.spec for name, each in placed.items()}
-    divided = {axis for spec in specs.values() for axis in spec if axis is not None}
+    divided = {axis for each in placed.values() if each is not None for axis in each.spec if axis is not None}
     if mesh is None or not divided:
         return grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
     names = list(tensors)
+    parts, specs = zip(*(_divided(array, placed[name], mesh) for name, array in tensors.items()), strict=True)
     num_local = module.num_experts // (mesh.shape["expert"] if "expert" in divided else 1)
 
-    def one_device(states: jax.Array, index: jax.Array, weights: jax.Array, *parts: jax.Array) -> jax.Array:
+    def one_device(states: jax.Array, index: jax.Array, weights: jax.Array, *parts: Weight) -> jax.Array:
         if "expert" in divided:
             index = index - jax.lax.axis_index("expert") * num_local
             is_here = (index >= 0) & (index < num_local)
             index, weights = jnp.where(is_here, index, num_local), jnp.where(is_here, weights, 0)
-        here = dict(zip(names, parts, strict=True))
-        if "model" in divided and "down_proj_bias" in here:  # added once, though every device adds its own
-            here["down_proj_bias"] = jnp.where(jax.lax.axis_index("model") == 0, here["down_proj_bias"], 0)
-        out = _run(module, here, (states, index, weights), num_local, "expert" in divided)
+        with substituted(dict(zip(names, parts, strict=True))) as here:
+            if "model" in divided and "down_proj_bias" in here:  # added once, though every device adds its own
+                here["down_proj_bias"] = jnp.where(jax.lax.axis_index("model") == 0, here["down_proj_bias"], 0)
+            out = _run(module, here, (states, index, weights), num_local, "expert" in divided)
         return jax.lax.psum(out, tuple(sorted(divided)))
 
-    arrays = (*(jax_view(x) for x in (hidden_states, top_k_index, top_k_weights)), *tensors.values())
-    all_specs = (_REPLICATED, _REPLICATED, _REPLICATED, *(specs[name] for name in names))
-    return torch_view(per_shard(one_device, arrays, all_specs, _REPLICATED))
+    arrays = (*(jax_view(x) for x in (hidden_states, top_k_index, top_k_weights)), *parts)
+    return torch_view(per_shard(one_device, arrays, (_REPLICATED, _REPLICATED, _REPLICATED, *specs), _REPLICATED))
+
+
+def _divided(array: jax.Array, placed: TensorPlacement | None, mesh: Mesh) -> tuple[Weight, Any]:
+    """Returns a tensor of a module for each device, quantized if it is stored so, and how it is divided."""
+    if placed is None:
+        return array, _REPLICATED
+    stored = stored_form(array)
+    if isinstance(stored, QuantizedWeight) and (specs := specs_of(placed, mesh, stored)) is not None:
+        return stored, specs
+    return array, placed.spec
 
 
 def _run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops import registry
-from model_adapters.ops.quantized_weight import QuantizedWeight, Scheme
+from model_adapters.ops.quantized_weight import NF4, QuantizedWeight, Scheme
 from model_adapters.quantization.rules import QuantizationRule
 
 
@@ -28,12 +29,13 @@ def scheme_of(rule: QuantizationRule, num_columns: int, dtype: Any, *, transpose
     tile = rule.tile_size
     group = round(num_columns * tile) if isinstance(tile, float) else tile or num_columns
     return Scheme(
-        bits=4 if rule.weight_qtype == "int4" else 8,
+        bits=4 if rule.weight_qtype in ("int4", "nf4") else 8,
         group=min(group, num_columns),
         act_dtype=rule.act_qtype or "none",  # type: ignore[arg-type]  # checked by the rules
         dtype=str(jnp.dtype(dtype)),
         transposed=transposed,
         source=source,
+        table=NF4 if rule.weight_qtype == "nf4" else None,
     )
 
 
@@ -79,8 +81,10 @@ def _quantized(
     if zero is not None:
         quotients = quotients + zero[..., None]
     values = quotients.reshape(*dense.shape[:-1], num_groups * group)[..., :num_columns]
-    dtype = jnp.dtype(rule.weight_qtype)
-    if rule.weight_qtype.startswith("int"):
+    dtype = jnp.dtype(jnp.uint8 if scheme.table is not None else rule.weight_qtype)
+    if scheme.table is not None:
+        values = _nearest(values, scheme.table)
+    elif rule.weight_qtype.startswith("int"):
         bounds = jnp.iinfo(dtype)
         values = jnp.clip(jnp.round(values), bounds.min, bounds.max)
         dtype = jnp.dtype(jnp.int8) if is_cpu else dtype  # see QuantizedWeight.values
@@ -89,6 +93,13 @@ def _quantized(
         values = jnp.clip(values, -largest, largest)
     offset = None if zero is None else -zero * scale.astype(jnp.float32)
     return jnp.isfinite(tiles).all(), values.astype(dtype), scale, offset
+
+
+def _nearest(numbers: jax.Array, table: tuple[float, ...]) -> jax.Array:
+    """Returns for each number float32[...] the place int32[...] of the nearest one of an ascending table."""
+    middles = [(low + high) / 2 for low, high in itertools.pairwise(table)]
+    places: Any = sum(jnp.asarray(numbers > middle, jnp.int32) for middle in middles)
+    return places
 
 
 def _scale_and_zero(tiles: jax.Array, rule: QuantizationRule) -> tuple[jax.Array, jax.Array | None]:
@@ -127,6 +138,8 @@ def _asymmetric(
 
 def _largest_value(qtype: str) -> float:
     """Returns the number that the largest of a group becomes before it is rounded; half a step past the last one."""
+    if qtype == "nf4":
+        return 1.0
     dtype = jnp.dtype(qtype)
     return float(jnp.iinfo(dtype).max) + 0.5 if qtype.startswith("int") else float(jnp.finfo(dtype).max)
 

@@ -24,7 +24,9 @@ from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops import registry
 
 DENSE = "none"
-WEIGHT_TYPES = ("int8", "int4", "float8_e4m3fn")
+WEIGHT_TYPES = ("int8", "int4", "float8_e4m3fn", "nf4")
+_FLOATS = ("float8_e4m3fn", "nf4")
+"""Types without a zero point."""
 ACT_TYPES = ("int8", "float8_e4m3fn")
 SCALE_TYPES = ("float32", "bfloat16", "float16")
 OP_NAMES = ("dot_general", "ragged_dot", "embedding")
@@ -43,7 +45,8 @@ class QuantizationRule:
 
     Attributes:
         module_path: Regular expression for the full path of a module.
-        weight_qtype: One of `WEIGHT_TYPES`, or "none": these weights stay dense.
+        weight_qtype: One of `WEIGHT_TYPES`, or "none": these weights stay dense. nf4 is 4 bits whose 16 numbers are
+            quantiles of a normal distribution.
         act_qtype: One of `ACT_TYPES`: activations are rounded to it for each product; None leaves them.
         tile_size: Columns that share a scale, or one over their number (a float); None is one scale for each row.
         weight_calibration_method: A name of `CALIBRATIONS` and its numbers, with commas.
@@ -112,6 +115,7 @@ def _presets(platform: str) -> dict[str, QuantizationRule]:
         "fp8": QuantizationRule(weight_qtype="float8_e4m3fn"),
         "w8a8": QuantizationRule(weight_qtype="int8", act_qtype="int8"),
         "fp8-w8a8": QuantizationRule(weight_qtype="float8_e4m3fn", act_qtype="float8_e4m3fn"),
+        "nf4": QuantizationRule(weight_qtype="nf4", tile_size=64),
     }
 
 
@@ -144,10 +148,14 @@ def rules_for_files(given: Any) -> QuantizationRules | None:
 
     Scales are bfloat16 and positive, and groups of int4 have 128 columns, as is usual there.
     """
-    if isinstance(given, str) and given in PRESETS:
+    if isinstance(given, str) and given in PRESETS and given != "nf4":
         rule = dataclasses.replace(_presets("tpu")[given], weight_calibration_method="absmax", scale_dtype="bfloat16")
         return QuantizationRules((rule,), given, is_preset=True, for_files=True)
     rules = parse_rules(given)
+    if rules is not None and any(rule.weight_qtype == "nf4" for rule in rules.rules):
+        raise InvalidArgumentError(
+            "quantization: expected numbers that the format compressed-tensors has, got nf4; choose int4"
+        )
     return None if rules is None else dataclasses.replace(rules, for_files=True)
 
 
@@ -281,7 +289,7 @@ def _type_faults(values: Mapping[str, Any]) -> Iterable[str]:
         if values.get(name) is not None and _dtype_name(values[name]) not in (*allowed, *extra):
             yield f"{name}: expected {', '.join((*allowed, *extra))}, got {_dtype_name(values[name])}"
     weight, act = (_dtype_name(values.get(name)) for name in ("weight_qtype", "act_qtype"))
-    if act in ACT_TYPES and weight in WEIGHT_TYPES and act.startswith("int") != weight.startswith("int"):
+    if act in ACT_TYPES and weight in WEIGHT_TYPES and act[:3] != weight[:3]:
         yield f"act_qtype: expected a product of one kind of numbers, got {weight} times {act}"
     names = values.get("op_names") or ()
     names = (names,) if isinstance(names, str) else names
@@ -308,10 +316,10 @@ def _number_faults(values: Mapping[str, Any]) -> Iterable[str]:
             "weight_calibration_method: expected absmax[,FACTOR], minmax[,FACTOR], rms,FACTOR, fixed,MIN,MAX or "
             f"signed_absmax, got {method!r}"
         )
-    elif name == "minmax" and _dtype_name(values.get("weight_qtype")) == "float8_e4m3fn":
-        yield "weight_calibration_method: expected absmax, rms or fixed for float8_e4m3fn, got minmax"
-    elif name == "signed_absmax" and _dtype_name(values.get("weight_qtype")) == "float8_e4m3fn":
-        yield "weight_calibration_method: expected absmax, rms or fixed for float8_e4m3fn, got signed_absmax"
+    elif name in ("minmax", "signed_absmax") and (kind := _dtype_name(values.get("weight_qtype"))) in _FLOATS:
+        yield f"weight_calibration_method: expected absmax, rms or fixed for {kind}, got {name}"
+    elif len(floats) == 2 and floats[0] != -floats[1] and (kind := _dtype_name(values.get("weight_qtype"))) in _FLOATS:
+        yield f"weight_calibration_method: expected a range around zero for {kind}, got {method}"
 
 
 def _dtype_name(dtype: Any) -> str:

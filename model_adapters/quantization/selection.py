@@ -17,6 +17,7 @@ from model_adapters.ops import registry
 from model_adapters.ops.cpu import ffi
 from model_adapters.quantization.quantize import scheme_of
 from model_adapters.quantization.rules import QuantizationRule, QuantizationRules
+from model_adapters.sharding.model_sharding import ModelSharding
 
 MAX_FAULTS = 4
 """Faults of rules that an error lists."""
@@ -96,6 +97,12 @@ class Selection:
         num_dense = sum(each.op_name != "embedding" and each.name not in chosen for each in products)
         return cls(rules, _with_tied_names(module, chosen), num_dense)
 
+    def on_mesh(self, name: str, sharding: ModelSharding | None) -> tuple[QuantizationRule, Product]:
+        """Returns rule and product of the tensor `name`; presets have one scale a row where a mesh moves columns."""
+        rule, product = self.chosen[name]
+        is_moved = sharding is not None and sharding.moves_columns(name, transposed=product.transposed)
+        return (dataclasses.replace(rule, tile_size=None) if is_moved and self.rules.is_preset else rule), product
+
     def saved_bytes(self, module: torch.nn.Module) -> int:
         """Returns how many bytes less the weights of `module` take than dense ones."""
         tensors = {id(tensor): (tensor, self.chosen.get(name)) for name, tensor in named_tensors(module).items()}
@@ -123,7 +130,7 @@ def stored_bytes(num_elements: int, rule: QuantizationRule, product: Product) ->
     scale_bytes = jnp.dtype(rule.scale_dtype).itemsize
     if rule.weight_calibration_method.startswith("minmax"):
         scale_bytes += 4
-    is_packed = registry.platform() != "cpu" or ffi.missing() is None
+    is_packed = registry.platform() != "cpu" or (ffi.missing() is None and scheme.table is None)
     return num_elements * ((scheme.bits if is_packed else 8) / 8 + scale_bytes / scheme.group)
 
 

@@ -27,7 +27,6 @@ from model_adapters import quirks
 from model_adapters.bridge.views import named_tensors
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops.compressed_weight import Weight, Weights
-from model_adapters.ops.quantized_weight import QuantizedWeight
 from model_adapters.ops.spmd import on_mesh, pool_spec, state_spec
 from model_adapters.sharding.rule_selection import rules_for
 from sharding_rules import HeadCounts, ShardingRuleError, TensorPlacement, place
@@ -176,9 +175,9 @@ class ModelSharding:
         placed = self.placed[name]
         if tuple(array.shape) != placed.shape:
             raise InvalidArgumentError(f"{name}: expected shape {placed.shape}, got {tuple(array.shape)}")
-        return self._divided(array, placed.dims)
+        return self.divided(array, placed.dims)
 
-    def _divided(self, array: Any, dims: Sequence[DimLayout]) -> jax.Array:
+    def divided(self, array: Any, dims: Sequence[DimLayout]) -> jax.Array:
         """Gives each device its part of ``array[...]``, as `dims` say."""
 
         def part(index: Any) -> np.ndarray:
@@ -193,33 +192,6 @@ class ModelSharding:
         Groups of such columns cannot be.
         """
         return self.placed[name].dims[-2 if transposed else -1].index is not None
-
-    def put_quantized(self, name: str, weight: QuantizedWeight) -> QuantizedWeight:
-        """Gives each device its part of a quantized weight in the plain layout.
-
-        Scales are divided like the rows they belong to. Along the columns scales are divided where each device has
-        full groups; else every device has all of them.
-
-        Raises:
-            InvalidArgumentError: groups of columns that the mesh moves.
-        """
-        dims = list(self.placed[name].dims)
-        if weight.scheme.transposed:
-            dims[-2:] = dims[:-3:-1]
-        inner, num_groups, scheme = dims[-1], weight.scale.shape[-1], weight.scheme
-        if num_groups == 1:
-            scheme = dataclasses.replace(scheme, group=inner.size)
-        elif inner.index is not None:
-            raise InvalidArgumentError(
-                f"quantization: {name}: expected one scale a row, since its columns are padded or repeated on this "
-                f"mesh, got groups of {scheme.group}; leave tile_size out for it"
-            )
-        shards = 1 if inner.mesh_axis is None else self.mesh.shape[inner.mesh_axis]
-        is_aligned = num_groups % shards == 0 and num_groups * scheme.group == inner.size
-        by_group = [*dims[:-1], DimLayout(num_groups, num_groups, inner.mesh_axis if is_aligned else None, None)]
-        scale = self._divided(np.asarray(weight.scale), by_group)
-        offset = None if weight.offset is None else self._divided(np.asarray(weight.offset), by_group)
-        return QuantizedWeight(self._divided(np.asarray(weight.values), dims), scale, offset, None, scheme)
 
     @contextlib.contextmanager
     def trace_context(self, module: PreTrainedModel, weights: Mapping[str, jax.Array]) -> Iterator[None]:

@@ -44,7 +44,7 @@ def test_version():
 
 def test_every_command_and_every_option_is_explained():
     text = call("--help").stdout
-    for name in (command.name for command in COMMANDS):
+    for name in COMMANDS:
         assert name in text
         result = call(name, "--help", env={"COLUMNS": "200", "TERMINAL_WIDTH": "200"})
         assert result.exit_code == 0

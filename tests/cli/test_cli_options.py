@@ -24,6 +24,7 @@ GIVEN = {
     "cache_dir": ("--cache-dir=/there", Path("/there")),
     "strict": ("--strict", True),
     "quantization": ("--quantization=int8", "int8"),
+    "requantize": ("--requantize", True),
     "explain": ("--explain", True),
     "verbose": ("--verbose", True),
 }

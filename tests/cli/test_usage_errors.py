@@ -176,7 +176,7 @@ def test_hints_name_only_missing_flags():
     ],
 )
 def test_messages_name_flags(message, expected):
-    command = next(each.function for each in COMMANDS if each.name == "run")
+    command = next(each.function for each in COMMANDS.all() if each.name == "run")
     parameters = with_exit_status(command).__signature__.parameters.values()
     assert in_flags(message, flags_of(parameters)) == expected
 

@@ -280,6 +280,21 @@ def test_a_request_ends_when_its_time_is_up(llama):
     assert ticket.finish_reason == "deadline"
 
 
+def test_the_time_for_waiting_ends_requests_that_have_not_begun(llama):
+    running = [llama.engine.submit(request([3, 4 + i], 40)) for i in range(4)]  # in all slots
+    waiting = llama.engine.submit(request([5, 6], 4, params=SamplingParams(queue_timeout_s=1e-6)))
+    patient = llama.engine.submit(request([5, 6], 4, params=SamplingParams(queue_timeout_s=600)))
+    assert (waiting.result(), waiting.finish_reason) == ([], "queue_deadline")
+    assert (patient.result(), patient.finish_reason) == (expected_tokens("llama", [5, 6], 4), "length")
+    assert [handle.result() for handle in running] == [expected_tokens("llama", [3, 4 + i], 40) for i in range(4)]
+
+
+def test_a_stream_says_that_it_has_waited_too_long(llama):
+    answer = llama.stream([5, 6], SamplingParams(max_new_tokens=4, queue_timeout_s=1e-6))
+    assert "".join(answer) == ""
+    assert (answer.token_ids, answer.stats.finish_reason) == ([], "queue_deadline")
+
+
 @pytest.mark.parametrize(
     ("options", "prompt", "new", "message"),
     [

@@ -77,7 +77,7 @@ VALUES = {
 PLAIN = (
     *("max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff"),
     *("eta_cutoff", "repetition_penalty", "seed", "presence_penalty", "frequency_penalty", "logprobs"),
-    *("prompt_logprobs", "priority", "timeout_s"),
+    *("prompt_logprobs", "priority", "timeout_s", "queue_timeout_s"),
 )
 options = st.fixed_dictionaries({}, optional={**dict.fromkeys(PLAIN, numbers), **VALUES})
 prompts = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=12)
@@ -242,10 +242,10 @@ def test_a_fork_of_another_prompt_ends_itself_alone(llama):
 def test_waiting_requests_are_bounded(llama):
     assert is_idle(llama)
     tickets = [llama.engine.submit(request([5, index], max_new_tokens=40)) for index in range(10)]
-    with pytest.raises(QueueFullError, match=r"at most 10 requests at a time, 6 of them waiting, got 1 beside"):
+    with pytest.raises(QueueFullError, match=r"at most 10 requests at a time, 6 of them waiting, got 1 next to"):
         for index in range(10):
             tickets.append(llama.engine.submit(request([6, index], max_new_tokens=40)))
-    with pytest.raises(QueueFullError, match="got 11 beside"):
+    with pytest.raises(QueueFullError, match="got 11 next to"):
         llama.engine.submit_all([request([5])] * 11)
     assert tickets[0].result() == expected_tokens("llama", [5, 0], 40)
     tickets.clear()

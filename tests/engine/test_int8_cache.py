@@ -16,9 +16,13 @@ from model_adapters.device_arrays import to_device
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops import registry
 from torchax_serve import EngineOptions, SamplingParams, serve
-from torchax_serve.engine.factory import build_engine
+from torchax_serve.engine.factory import build_engine, build_single_engine
 from torchax_serve.engine.request import EngineRequest
+from torchax_serve.executors.choice import choose_executor
 from torchax_serve.executors.packed_factory import packed_executor
+from torchax_serve.executors.per_sequence import PerSequenceExecutor
+from torchax_serve.executors.per_sequence_int8 import check_int8_layout
+from torchax_serve.kv_cache.cache_layout import CacheLayout
 from torchax_serve.kv_cache.int8_scales import HEADROOM, TRIAL_LEN, TRIAL_ROWS
 from torchax_serve.kv_cache.memory import MemoryBudget
 from torchax_serve.scheduler import PlanRow
@@ -124,6 +128,34 @@ def test_kernels_store_what_the_reference_stores_and_attend_alike(llama):
         assert (found != wanted).mean() < 1e-3
 
 
+@torch.no_grad()
+def test_a_model_that_runs_per_sequence_reads_rounded_keys_and_values():
+    """Each forward attends to its own tokens as they are, and to those stored before as numpy rounds them."""
+    ids, cuts = prompt_of(20, 3), [0, 16, 17, 18, 19, 20]
+    sizes = MemoryBudget(**LAYOUT, kv_cache_memory_bytes=1 << 18, kv_cache_dtype="int8")
+    with serve(tiny_model("bloom")) as model:
+        executor = choose_executor(model._generator()._jax_runtime, sizes).executor
+        assert isinstance(executor, PerSequenceExecutor)
+        scales, (table,) = executor.cache._scales, executor.first_pages()
+        eager, cache, whole = tiny_model("bloom"), DynamicCache(), DynamicCache()
+        for start, end in itertools.pairwise(cuts):
+            row = PlanRow(0, 0, start, end - start, tuple(ids[start:end]), True)
+            found = np.asarray(executor.run([row], (table,), to_device(np.zeros(4), np.int32)))[0]
+            new = torch.tensor([ids[start:end]])
+            expected, exact = (
+                eager(new, attention_mask=torch.ones(1, end), **{CACHE: each}).logits[0, -1].numpy()
+                for each in (cache, whole)
+            )
+            np.testing.assert_allclose(found, expected, atol=BOUND)
+            for layer, pair in zip(cache.layers, scales, strict=True):
+                for name, scale in zip(("keys", "values"), pair, strict=True):
+                    numbers, by_head = getattr(layer, name).numpy(), scale[:, None, None]
+                    rounded = np.clip(np.rint(numbers / by_head), -127, 127) * by_head
+                    setattr(layer, name, torch.from_numpy(rounded.astype(np.float32)))
+        assert np.abs(expected - exact).max() > 10 * BOUND
+        assert {pool.pages.dtype for pool in executor.cache.pools} == {np.dtype(np.int8)}
+
+
 @pytest.fixture(scope="module")
 def alone(llama):
     """Tokens of a prompt alone, computed once for each."""
@@ -205,10 +237,14 @@ def test_int8_is_refused_where_it_cannot_be():
     with pytest.raises(InvalidArgumentError, match="kv_cache_dtype: expected 'int8' or None, got 'int4'"):
         EngineOptions(kv_cache_dtype="int4")
     with (
-        serve(tiny_model("bloom"), engine=INT8) as model,
-        pytest.raises(InvalidArgumentError, match="kv_cache_dtype: expected None for a model that cannot be packed"),
+        serve(tiny_model("mamba"), engine=INT8) as model,
+        pytest.raises(InvalidArgumentError, match="kv_cache_dtype: expected None for a model that stores states in"),
     ):
         model.engine.stats()
+    with pytest.raises(InvalidArgumentError, match="kv_cache_dtype: expected None for a model with an encoder"):
+        check_int8_layout(CacheLayout(()), has_encoder=True)
+    with pytest.raises(InvalidArgumentError, match="kv_cache_dtype: expected None for requests that share no batch"):
+        build_single_engine(None, INT8)
 
 
 def test_int8_is_refused_on_several_hosts(llama, monkeypatch):

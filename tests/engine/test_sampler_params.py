@@ -20,6 +20,7 @@ GIVEN = {
     "prompt_logprobs": 2,
     "priority": -3,
     "timeout_s": 1.5,
+    "queue_timeout_s": 0.5,
     "cache_salt": "tenant",
 }
 
@@ -50,6 +51,8 @@ def params_of(config=None, vocab_size=40, seed=0, **options):
         ({"priority": 1.5}, "priority: expected a whole number .*, got 1.5; 0 is usual"),
         ({"timeout_s": 0}, "timeout_s: expected a number > 0, got 0"),
         ({"timeout_s": math.inf}, "timeout_s: expected"),
+        ({"queue_timeout_s": 0}, "queue_timeout_s: expected a number > 0, got 0"),
+        ({"queue_timeout_s": "soon"}, "queue_timeout_s: expected a number > 0"),
         ({"cache_salt": 3}, "cache_salt: expected a string, got 3"),
         ({"presence_penality": 1}, r"no 'presence_penality'; did you mean presence_penalty"),
     ],

@@ -34,18 +34,19 @@ def test_every_number_is_that_of_the_tools_dequantization(case, tmp_path):
     assert not loaded.report.unused_tensors
 
 
-def test_a_class_that_is_not_read_is_refused_by_name(tmp_path):
+@pytest.mark.parametrize("kind", ["Int4Tensor", "Int4TilePackedTo4dTensor"])
+def test_a_class_of_a_kernel_for_gpus_is_refused_by_name(kind, tmp_path):
     import json
 
     from safetensors.torch import save_file
 
     plain = tiny_llama(num_hidden_layers=1)
     plain.save_pretrained(tmp_path)
-    described = {"_type": "Int4TilePackedTo4dTensor", "_data": {}, "_tensor_data_names": ["qdata"]}
+    described = {"_type": kind, "_data": {}, "_tensor_data_names": ["qdata"]}
     metadata = {"format": "pt", "model.layers.0.self_attn.q_proj.weight": json.dumps(described)}
     tensors = {name: tensor.contiguous() for name, tensor in plain.state_dict().items()}
     save_file(tensors, tmp_path / "model.safetensors", metadata)
     content = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(content | {"quantization_config": {"quant_method": "torchao"}}))
-    with pytest.raises(UnsupportedModelError, match="torchao with tensors of class Int4TilePackedTo4dTensor"):
+    with pytest.raises(UnsupportedModelError, match=f"torchao with tensors of class {kind} .* quantize it with IntxW"):
         load_model(tmp_path)

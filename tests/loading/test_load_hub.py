@@ -18,6 +18,8 @@ from loading_models import tiny_folder, tiny_model
 from model_adapters.bridge.views import named_tensors
 from model_adapters.errors import CheckpointError, InvalidArgumentError, ModelNotFoundError
 from model_adapters.loading import load_model, resolve
+from model_adapters.loading.hub_request import HubRequest, is_latest
+from model_adapters.loading.model_source import cached_source
 from model_adapters.loading.short_names import SHORT_NAMES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,6 +69,31 @@ class Recorder:
         done = [0]
         yield lambda amount: done.__setitem__(0, done[0] + amount)
         self.stages.append((name.split()[0], done[0], total))
+
+
+def test_whether_the_cached_copy_is_the_latest(hub, cache, tmp_path):
+    request = HubRequest(NAME, cache_dir=cache)
+    assert cached_source(NAME, request) is None
+    found = resolve(NAME, cache_dir=cache)
+    del hub.requests[:]
+    source = cached_source(NAME, request)
+    assert (source.folder, source.revision) == (found.folder, found.revision)
+    assert is_latest(request, source.revision)
+    hub.status = 503
+    assert is_latest(request, source.revision), "a hub that cannot be asked"
+    hub.status = 404
+    assert not is_latest(request, source.revision)
+    assert len([path for _, path in hub.requests if NAME in path]) >= 3
+
+    hub.status = None
+    hub.repositories[NAME].branches["main"] = "f" * 40, tiny_folder(tmp_path / "moved")
+    assert not is_latest(request, source.revision)
+    del hub.requests[:]
+    pinned = HubRequest(NAME, source.revision, cache_dir=cache)
+    assert cached_source(NAME, pinned).folder == found.folder
+    assert is_latest(pinned, source.revision)
+    assert is_latest(HubRequest(NAME, local_files_only=True), source.revision)
+    assert not hub.requests
 
 
 def test_a_model_is_downloaded_once_and_loaded(hub, cache, capfd):

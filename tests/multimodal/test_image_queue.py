@@ -13,6 +13,7 @@ from PIL import Image
 
 from model_adapters.errors import QueueFullError
 from torchax_serve import EngineOptions, SamplingParams, serve
+from torchax_serve.engine.admission import Admission
 from torchax_serve.multimodal import processor_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -140,7 +141,7 @@ def test_deadline_and_priority(model):
 
 
 def test_a_full_queue_is_an_error(model, monkeypatch):
-    monkeypatch.setattr(model.single_engine, "max_num_waiting", 1)
+    monkeypatch.setattr(model.single_engine, "_admission", Admission(max_num_seqs=1, max_num_waiting=1))
     running = [model.chat(question(0), LONG, stream=True) for _ in range(2)]
     with pytest.raises(QueueFullError, match="expected at most 2 requests at a time"):
         stream(model, 1)

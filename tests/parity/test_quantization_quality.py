@@ -67,7 +67,7 @@ def test_the_command_fails_above_the_largest_divergence(folder):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--max-kl", "1"), "--text, --max-kl: expected --quantization with them"),
+        (("--max-kl", "1"), "--quantization: expected a preset, a file or rules, got none"),
         (("--quantization", "int8", "--tokens", "4"), "--tokens: expected without --quantization"),
         (("--quantization", "none"), "--quantization: expected a preset, a file or rules, got none"),
         (("--quantization", "int8", "--max-kl", "-1"), "--max-kl: expected a number from 0 up, got -1"),

@@ -141,12 +141,12 @@ def test_plan_chooses_the_executor_of_the_engine():
         assert report.fallback_reason in served.engine.description
 
 
-def test_kv_cache_dtype_is_refused_unless_packed():
-    module = module_of(transformers.BloomForCausalLM, EXECUTORS["bloom"][0], torch.float32)
-    with pytest.raises(
-        UnsupportedArgumentError, match="kv_cache_dtype: expected 'auto' for a model that is not packed"
-    ):
-        make_plan(module, "toy", dataclasses.replace(REQUEST, kv_cache_dtype="bfloat16"))
+@pytest.mark.parametrize(("name", "dtype"), [("bloom", "bfloat16"), ("openai-gpt", "int8")])
+def test_kv_cache_dtype_is_refused_where_there_is_no_such_cache(name, dtype):
+    classes = {"bloom": transformers.BloomForCausalLM, "openai-gpt": transformers.OpenAIGPTLMHeadModel}
+    module = module_of(classes[name], EXECUTORS[name][0], torch.float32)
+    with pytest.raises(UnsupportedArgumentError, match=f"expected 'auto'.* not packed but .*, got '{dtype}'"):
+        make_plan(module, "toy", dataclasses.replace(REQUEST, kv_cache_dtype=dtype))
 
 
 def test_untraceable_model_is_refused_with_every_reason():
@@ -313,7 +313,7 @@ def test_invalid_meshes(text, said):
 @pytest.mark.parametrize(
     ("changes", "kind", "said"),
     [
-        ({"kv_cache_dtype": "int8"}, UnsupportedArgumentError, "kv_cache_dtype: expected one of auto.*got 'int8'"),
+        ({"kv_cache_dtype": "int4"}, InvalidArgumentError, "kv_cache_dtype: expected one of auto.*got 'int4'"),
         ({"kv_cache_dtype": "int9"}, InvalidArgumentError, "kv_cache_dtype: expected one of auto.*got 'int9'"),
         ({"max_num_seqs": 0}, InvalidArgumentError, "max_num_seqs"),
         ({"max_model_len": 1}, InvalidArgumentError, "max_model_len"),
@@ -329,8 +329,8 @@ def test_invalid_plan_requests(changes, kind, said):
     ("arguments", "said"),
     [
         (
-            ["--topology", "v6e:2x4", "--quantization", "int8"],
-            "--quantization int8: quantized weights are not supported",
+            ["--topology", "v6e:2x4", "--quantization", "int3"],
+            "--quantization: expected int8, int4, fp8, w8a8, fp8-w8a8, nf4, none or a .toml, .yaml or .json",
         ),
         ([], "expected --topology, such as v6e:2x4 or h200:8, or --for SLOTSxLEN; got neither"),
         (["--for", "64by8"], "--for: expected SLOTSxLEN such as 64x8192, got '64by8'"),

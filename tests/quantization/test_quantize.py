@@ -5,11 +5,14 @@ import numpy as np
 import pytest
 
 from model_adapters.errors import InvalidArgumentError
-from model_adapters.ops.quantized_weight import dequantize
+from model_adapters.ops.quantized_weight import NF4, dequantize
 from model_adapters.quantization.quantize import quantize_weight
 from model_adapters.quantization.rules import QuantizationRule
 
-METHODS = ("absmax", "absmax,0.8", "minmax", "minmax,0.9", "rms,3", "fixed,-1,1", "fixed,-1,2")
+SYMMETRIC = ("absmax", "absmax,0.8", "rms,3", "fixed,-1,1")
+ASYMMETRIC = ("minmax", "minmax,0.9", "fixed,-1,2")  # with a zero point, which float8 has not
+METHODS = [(qtype, method) for qtype in ("int8", "int4") for method in (*SYMMETRIC, *ASYMMETRIC)]
+METHODS += [("float8_e4m3fn", method) for method in SYMMETRIC]
 
 
 def weights(seed=0, shape=(24, 128)):
@@ -18,13 +21,10 @@ def weights(seed=0, shape=(24, 128)):
     return made
 
 
-@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("tile", [None, 32, 0.25])
-@pytest.mark.parametrize("qtype", ["int8", "int4", "float8_e4m3fn"])
+@pytest.mark.parametrize(("qtype", "method"), METHODS)
 def test_values_and_scales_are_those_of_qwix(qtype, tile, method):
     qwix = pytest.importorskip("qwix", reason="qwix is not installed: pip install qwix")
-    if qtype.startswith("float") and (method.startswith("minmax") or method == "fixed,-1,2"):
-        pytest.skip("fp8 has no zero point")
     weight = weights()
     tiled = {1: tile} if tile else None
     theirs = qwix.quantize(
@@ -66,6 +66,22 @@ def test_signed_absmax_gives_the_largest_number_the_lowest_value():
     plain = quantize_weight("w", jnp.asarray(weight), QuantizationRule(weight_qtype="int4", tile_size=32))
     error, plain_error = (np.square(dequantize(each, jnp.float32) - weight).sum() for each in (ours, plain))
     assert error < plain_error
+
+
+def test_nf4_gives_each_number_the_nearest_of_its_table():
+    weight = weights()
+    ours = quantize_weight("w", jnp.asarray(weight), QuantizationRule(weight_qtype="nf4", tile_size=64))
+    tiles = weight.reshape(24, 2, 64)
+    largest = np.abs(tiles).max(-1)
+    largest[largest == 0] = 1
+    np.testing.assert_array_equal(ours.scale, largest)
+    nearest = np.abs(tiles[..., None] / largest[..., None, None] - np.float32(NF4)).argmin(-1)
+    np.testing.assert_array_equal(np.asarray(ours.values).reshape(tiles.shape), nearest)
+    restored = np.float32(NF4)[nearest] * largest[..., None]
+    np.testing.assert_allclose(dequantize(ours, jnp.float32), restored.reshape(24, 128), rtol=1e-6)
+    int4 = quantize_weight("w", jnp.asarray(weight), QuantizationRule(weight_qtype="int4", tile_size=64))
+    error, int4_error = (np.square(dequantize(each, jnp.float32) - weight).sum() for each in (ours, int4))
+    assert error < int4_error  # of normal numbers
 
 
 def test_a_group_may_be_cut_at_the_end_of_a_row():

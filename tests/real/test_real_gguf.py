@@ -40,6 +40,22 @@ def test_every_number_and_the_bytes(pair, found):
     found(name, "GGUF file as it is: weights in memory", f"{loaded.report.weights_bytes / size:.2f} of the file")
 
 
+LOAD = """import gc, sys
+from model_adapters.loading import load_model
+load_model(sys.argv[1])  # what libraries and compilers take
+gc.collect()
+print(load_model(sys.argv[1]).report.peak_host_bytes)"""
+
+
+def test_a_second_load_takes_the_files_memory_and_half_again_at_most(found):
+    file = gguf_of("smollm2")
+    done = subprocess.run([sys.executable, "-c", LOAD, file], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    peak = int(done.stdout) / file.stat().st_size
+    found("smollm2", "GGUF file as it is: memory of the host while loading, at most", f"{peak:.2f} of the file")
+    assert peak < 1.6
+
+
 def test_tokens_are_those_of_the_dequantized_model(pair, found):
     name, file, theirs = pair
     with serve(file) as model:

@@ -12,7 +12,7 @@ import psutil
 from running_server import ENGINE, RunningServer
 from server_process import START
 
-from torchax_serve import serve
+from torchax_serve import SamplingParams, serve
 from torchax_serve.server.context import Stage
 
 QUESTION = [{"role": "user", "content": "What is 3 plus 4?"}]
@@ -141,3 +141,20 @@ def test_a_long_compilation_is_not_taken_for_death(start_server, model):
         answer = http.post("/v1/completions", json={"model": "tiny", "prompt": "Hi", "max_tokens": 2})
         assert answer.status_code == 200
         assert http.get("/livez").status_code == 200
+
+
+def test_requests_of_the_process_itself_are_finished_too(start_server, model):
+    drained = start_server()
+    stream = model.stream("Once upon a time", SamplingParams(max_new_tokens=200, ignore_eos=True))
+    next(stream)
+    assert drained.stop() == 0
+    assert model.engine.stats().scheduler.num_running == 0
+    assert len(list(stream) and stream.token_ids) == 200
+
+
+def test_an_engine_that_does_not_finish_in_time_is_cut_off(start_server, model):
+    hurried = start_server(drain_timeout_s=0.1)
+    model.engine._run_on_engine_thread(lambda: time.sleep(1))
+    stream = model.stream("Once upon a time", SamplingParams(max_new_tokens=2))
+    assert hurried.stop() == 1
+    assert len(list(stream) and stream.token_ids) == 2

@@ -27,6 +27,7 @@ from torchax_serve.scheduler import CacheGroup, Scheduler, SchedulerConfig, Sche
         ({"priority": 0.5}, "priority"),
         ({"deadline_s": math.nan}, "deadline_s"),
         ({"deadline_s": "soon"}, "deadline_s"),
+        ({"queue_deadline_s": math.nan}, "queue_deadline_s"),
         ({"stop_token_ids": [1]}, "stop_token_ids"),
         ({"salt": None}, "salt"),
         ({"cache_prompt": 1}, "cache_prompt"),

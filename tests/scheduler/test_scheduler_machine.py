@@ -56,15 +56,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_new=st.integers(1, 12),
         priority=st.integers(0, 1),
         deadline=st.sampled_from([None, None, None, 5, 40]),
+        queue_deadline=st.sampled_from([None, None, 2, 10]),
         shares=st.sampled_from([True, True, False]),
         stops=st.frozensets(st.integers(0, 49), max_size=3),
     )
-    def add(self, beginning, end, max_new, priority, deadline, shares, stops):
+    def add(self, beginning, end, max_new, priority, deadline, queue_deadline, shares, stops):
         self.enter(
             prompt_ids=beginning + end,
             max_new_tokens=max_new,
             priority=priority,
             deadline_s=None if deadline is None else self.loop.now + deadline,
+            queue_deadline_s=None if queue_deadline is None else self.loop.now + queue_deadline,
             cache_prompt=shares,
             stop_token_ids=stops,
         )
@@ -160,7 +162,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             truth = self.truth(request.prompt_ids, request.max_new_tokens, request.stop_token_ids)
             got = self.loop.tokens.get(request_id, [])
             reason = self.loop.reasons.get(request_id)
-            if request_id in self.dead or reason == "deadline":
+            if reason == "queue_deadline":
+                assert got == []
+            elif request_id in self.dead or reason == "deadline":
                 assert got == truth[: len(got)]
             else:
                 assert got == truth, request_id

@@ -267,6 +267,36 @@ def test_deadlines_end_waiting_and_running_requests():
     assert loop.reasons[2] == "length"
 
 
+def test_deadlines_for_waiting_end_requests_that_have_never_run():
+    loop = make_loop(max_num_seqs=2, depth=1)
+    for index in range(4):
+        loop.scheduler.add(request(index, max_new=20, queue_deadline_s=5.0, deadline_s=100.0))
+    loop.step()
+    loop.now = 5.0
+    loop.drain()
+    assert loop.reasons == {0: "length", 1: "length", 2: "queue_deadline", 3: "queue_deadline"}
+    assert len(loop.tokens[0]) == len(loop.tokens[1]) == 20
+
+
+def test_deadlines_for_waiting_spare_preempted_requests():
+    loop = make_loop(max_num_seqs=1, depth=1)
+    loop.scheduler.add(request(0, max_new=6, queue_deadline_s=5.0))
+    loop.step()
+    state = loop.scheduler.find(0)
+    loop.scheduler._queues.preempt(state)
+    loop.now = 6.0
+    loop.drain()
+    assert loop.reasons == {0: "length"}
+
+
+def test_deadlines_of_ended_requests_are_dropped():
+    loop = make_loop(max_num_seqs=2, depth=1)
+    for index in range(400):
+        loop.scheduler.add(request(index, max_new=1, queue_deadline_s=1e9, deadline_s=1e9))
+        loop.drain()
+    assert len(loop.scheduler._queues._deadlines) <= 4 + 64 + 2
+
+
 def test_deadlines_end_requests_at_a_commit_too():
     loop = make_loop()
     loop.scheduler.add(request(0, deadline_s=2.0))

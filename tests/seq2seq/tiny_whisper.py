@@ -7,10 +7,10 @@ from weights import draw_matrices
 VOCAB_SIZE, WIDTH = 60, 32
 
 
-def tiny_whisper(*, encoder_layers=2, num_mel_bins=80, max_source_positions=100, **generation):
+def tiny_whisper(*, encoder_layers=2, num_mel_bins=80, max_source_positions=100, vocab_size=VOCAB_SIZE, **generation):
     """The model in eager PyTorch; `generation` are attributes of its generation config."""
     config = transformers.WhisperConfig(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         d_model=WIDTH,
         encoder_layers=encoder_layers,
         decoder_layers=2,

@@ -1,7 +1,10 @@
 """Transcripts of audio files by OpenAI's own client, against the model's own call on the samples."""
 
+import asyncio
 import io
+import re
 import sys
+import time
 from pathlib import Path
 
 import httpx
@@ -9,11 +12,12 @@ import numpy as np
 import openai
 import pytest
 import soundfile
-from running_server import serving
+from running_server import RunningServer, serving
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "seq2seq"))
 
 from test_speech import RATE, sound, whisper
+from timed_whisper import noise, timed_whisper
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64:UserWarning"),
@@ -94,3 +98,138 @@ def test_forms_that_are_none(speech, server):
     unknown = httpx.post(url, data={"model": "tiny", "wat": "x"}, files={"file": file_of(sound(1))})
     assert unknown.json()["error"]["param"] == "wat"
     assert httpx.post(f"{server.url}/v1/audio/transcriptions", files={"file": b"x"}).status_code == 404
+
+
+@pytest.fixture(scope="module")
+def timed(tmp_path_factory):
+    path = tmp_path_factory.mktemp("timed")
+    timed_whisper(path)
+    with serving(path) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def timed_client(timed):
+    with openai.OpenAI(base_url=f"{timed[0].url}/v1", api_key="none", max_retries=0) as found:
+        yield found
+
+
+def test_verbose_json_is_what_the_client_expects(timed, timed_client):
+    audio = noise(3.4, 1)
+    data = file_of(audio, subtype="FLOAT")
+    expected = timed[1].transcribe_with_times(audio, sampling_rate=RATE, words=True, language="en", task="transcribe")
+    answer = timed_client.audio.transcriptions.create(
+        model="tiny",
+        file=("a.wav", data),
+        language="en",
+        response_format="verbose_json",
+        timestamp_granularities=["word", "segment"],
+    )
+    checked = openai.types.audio.TranscriptionVerbose.model_validate(answer.model_dump(), strict=True)
+    assert (checked.text, checked.language) == (expected.text, "english")
+    assert checked.duration == pytest.approx(3.4)
+    for segment, other in zip(checked.segments, expected.segments, strict=True):
+        assert (segment.start, segment.end, segment.text) == (other.start_s, other.end_s, other.text)
+        assert (segment.tokens, segment.seek) == (other.token_ids, other.seek)
+        assert segment.avg_logprob == pytest.approx(other.avg_logprob, abs=1e-5)
+    assert [(each.word, each.start, each.end) for each in checked.words] == [
+        (word.text, word.start_s, word.end_s) for word in expected.words
+    ]
+    plain = timed_client.audio.transcriptions.create(
+        model="tiny", file=("a.wav", data), language="en", response_format="verbose_json"
+    )
+    assert plain.words is None and len(plain.segments) == len(expected.segments)
+
+
+def test_subtitles(timed, timed_client):
+    audio = noise(3.4, 1)
+    expected = timed[1].transcribe_with_times(audio, sampling_rate=RATE, language="en", task="transcribe").segments
+    fields = {"model": "tiny", "file": ("a.wav", file_of(audio, subtype="FLOAT")), "language": "en"}
+    clock = r"(\d\d):(\d\d):(\d\d)[.,](\d{3})"
+    for form, sign in (("srt", ","), ("vtt", ".")):
+        text = timed_client.audio.transcriptions.create(response_format=form, **fields)
+        assert text.startswith("WEBVTT\n\n" if form == "vtt" else "1\n")
+        found = re.findall(rf"{clock} --> {clock}\n(.*)\n", text)
+        assert len(found) == len(expected) == text.count("-->")
+        for times, segment in zip(found, expected, strict=True):
+            hours, minutes, seconds, milliseconds = map(int, times[:4])
+            start_s = 3600 * hours + 60 * minutes + seconds + milliseconds / 1000
+            assert start_s == pytest.approx(segment.start_s, abs=1e-3)
+            assert times[-1] == " ".join(segment.text.split())
+        assert sign in text.partition("-->")[0]
+
+
+@pytest.mark.filterwarnings("ignore:deprecated:DeprecationWarning")  # of the client's own method
+def test_translations_take_the_same_forms(timed, timed_client):
+    audio = noise(1.4, 2)
+    data = file_of(audio, subtype="FLOAT")
+    answer = timed_client.audio.translations.create(
+        model="tiny", file=("a.wav", data), response_format="verbose_json", extra_body={"language": "de"}
+    )
+    expected = timed[1].transcribe_with_times(audio, sampling_rate=RATE, language="de", task="translate")
+    checked = openai.types.audio.TranslationVerbose.model_validate(answer.model_dump(), strict=True)
+    assert (checked.text, checked.language) == (expected.text, "english")
+
+
+@pytest.mark.parametrize("seconds", [1.4, 4.2])
+def test_a_streamed_transcript_is_the_complete_one(timed, timed_client, seconds):
+    audio = noise(seconds, 3)
+    fields = {"model": "tiny", "file": ("a.wav", file_of(audio, subtype="FLOAT")), "language": "en"}
+    complete = timed_client.audio.transcriptions.create(**fields).text
+    *deltas, last = timed_client.audio.transcriptions.create(stream=True, **fields)
+    assert all(isinstance(each, openai.types.audio.TranscriptionTextDeltaEvent) for each in deltas)
+    assert isinstance(last, openai.types.audio.TranscriptionTextDoneEvent)
+    assert "".join(each.delta for each in deltas) == last.text == complete
+    assert len(deltas) > 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": "verbose_json", "timestamp_granularities": ["word"]}, "timestamp_granularities"),
+        ({"timestamp_granularities": ["word"]}, "timestamp_granularities"),
+        ({"response_format": "diarized_json"}, "response_format"),
+        ({"response_format": "srt", "stream": True}, "stream"),
+        ({"language": "Klingon"}, "language"),
+        ({"extra_body": {"stream": "perhaps"}}, "stream"),
+        ({"prompt": "Dear reader"}, "prompt"),
+        ({"include": ["logprobs"]}, "include"),
+    ],
+)
+def test_what_cannot_be_had_is_named(client, fields, param):
+    """The model of this client has no alignment heads, and one language."""
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.audio.transcriptions.create(model="tiny", file=("a.wav", file_of(sound(1))), **fields)
+    assert caught.value.param == param
+
+
+def test_a_client_that_goes_frees_its_work(timed):
+    """Of a minute of noise, whether or not it is streamed, and whatever has times."""
+    server, model = timed
+    data = file_of(noise(60, 4), "FLAC")
+
+    async def go(fields):
+        async with httpx.AsyncClient(base_url=server.url, timeout=0.7) as http:
+            with pytest.raises(httpx.TimeoutException):
+                form = {"model": "tiny", "language": "en", **fields}
+                answer = await http.post("/v1/audio/transcriptions", data=form, files={"file": ("a", data)})
+                raise AssertionError(answer.text)
+
+    async def main():
+        await asyncio.gather(*map(go, [{}, {"response_format": "verbose_json"}, {"stream": "true"}]))
+
+    asyncio.run(main())
+    until = time.monotonic() + 5
+    while (stats := model.stats().scheduler).num_running or stats.num_waiting or server.context.num_in_flight:
+        assert time.monotonic() < until, stats
+        time.sleep(0.02)
+
+
+def test_a_transcription_has_the_time_limit_of_requests(timed):
+    impatient = RunningServer(timed[1], request_timeout_s=0.3)
+    try:
+        form, files = {"model": "tiny", "language": "en"}, {"file": ("a", file_of(noise(60, 4), "FLAC"))}
+        answer = httpx.post(f"{impatient.url}/v1/audio/transcriptions", data=form, files=files, timeout=60)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
+    finally:
+        impatient.stop()

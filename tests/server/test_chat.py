@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 
 import openai
 import pytest
@@ -193,3 +194,18 @@ def test_every_error_class_of_the_client(client):
         client.chat.completions.create(model="other", messages=QUESTION)
     with pytest.raises(openai.BadRequestError, match="temperature"):
         client.chat.completions.create(model="tiny", messages=QUESTION, temperature=-1)
+
+
+def test_a_request_that_has_waited_too_long_is_told_to_come_again(start_server, model):
+    hurried = start_server(queue_timeout_s=0.1)
+    with openai.OpenAI(base_url=f"{hurried.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        for stream in (False, True):
+            model.engine._run_on_engine_thread(lambda: time.sleep(0.6))
+            with pytest.raises(openai.APIError) as caught:
+                list(client.chat.completions.create(model="tiny", messages=QUESTION, stream=stream))
+            assert caught.value.code == "queue_deadline_exceeded"
+            if not stream:
+                assert caught.value.status_code == 503
+                assert caught.value.response.headers["retry-after"] == "1"
+        answer = client.chat.completions.create(model="tiny", messages=QUESTION)
+        assert answer.choices[0].finish_reason == "stop"

@@ -1,5 +1,6 @@
 """``/v1/completions`` by OpenAI's own client, and lm-eval's requests for log-likelihoods."""
 
+import openai
 import pytest
 
 from torchax_serve import SamplingParams
@@ -83,3 +84,28 @@ def test_a_prompt_longer_than_the_context_is_refused(http):
     response = http.post("/v1/completions", json={"model": "tiny", "prompt": [5] * 600, "max_tokens": 1})
     assert response.status_code == 400
     assert response.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_answers_to_one_prompt_share_its_pages(client, model):
+    """Each is the one that it is by itself; the prompt is computed once, and counted once."""
+    prompt, options = "Once upon a time there was a king who had a very long name and " * 4, {"temperature": 1.0}
+    before = model.stats().scheduler
+    answer = client.completions.create(
+        model="tiny", prompt=prompt, n=5, seed=11, max_tokens=6, extra_body={"cache_salt": "together"}, **options
+    )
+    after = model.stats().scheduler
+    prompt_len = answer.usage.prompt_tokens
+    assert after.num_prompt_tokens - before.num_prompt_tokens == 5 * prompt_len
+    assert after.num_hit_tokens - before.num_hit_tokens == 4 * (prompt_len - 1)
+    assert answer.usage.prompt_tokens_details.cached_tokens == 0
+    for index, choice in enumerate(answer.choices):
+        alone = client.completions.create(
+            model="tiny", prompt=prompt, seed=11 + index, max_tokens=6, extra_body={"cache_salt": str(index)}, **options
+        )
+        assert choice.text == alone.choices[0].text
+
+
+def test_of_answers_that_do_not_fit_into_the_queue_none_is_taken(client, server, model):
+    with pytest.raises(openai.RateLimitError):
+        client.completions.create(model="tiny", prompt="Hi", n=100, temperature=1, max_tokens=200)  # 8 run, 64 wait
+    assert server.pages_are_back(model)

@@ -9,7 +9,7 @@ import httpx
 import numpy as np
 import openai
 import pytest
-from running_server import serving
+from running_server import RunningServer, serving
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "pooling"))
 
@@ -151,3 +151,27 @@ def test_endpoints_of_other_models_are_404(classifier, server):
         assert answer.status_code == 404, path
         assert "classify" in answer.json()["error"]["message"]
     assert post(server, "/classify", input="a").status_code == 404
+
+
+def test_limits_of_time_and_clients_that_go(embedder):
+    """A client that goes ends its call before the next forward, and makes room for others."""
+    server, model = embedder
+    texts = [f"{text} {word}" for text in TEXTS for word in ("cat", "dog")] * 340
+    with pytest.raises(httpx.TimeoutException):
+        httpx.post(
+            f"{server.url}/v1/embeddings", json={"model": "tiny", "input": texts, "pooling": "mean"}, timeout=0.05
+        )
+    assert post(server, "/v1/embeddings", input="a dog", pooling="mean").status_code == 200
+    impatient = RunningServer(model, request_timeout_s=1e-4)
+    try:
+        answer = post(impatient, "/v1/embeddings", input=texts, pooling="mean")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
+    finally:
+        impatient.stop()
+    impatient = RunningServer(model, queue_timeout_s=1e-6)
+    try:
+        answer = post(impatient, "/v1/embeddings", input=texts, pooling="mean")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "queue_deadline_exceeded")
+        assert answer.headers["retry-after"] == "1"
+    finally:
+        impatient.stop()

@@ -6,6 +6,7 @@ import re
 import time
 
 import httpx
+import openai
 import pydantic
 import pytest
 
@@ -108,6 +109,56 @@ def test_answers_next_to_it_are_not_changed(client, model):
         held = [pool.submit(ask, client, extra_body={"guided_regex": "[0-9]{30}"}) for _ in range(3)]
         assert list(pool.map(plain, questions)) == expected
         assert all(re.fullmatch("[0-9]{30}", each.result().message.content) for each in held)
+
+
+NUMBER = {"type": "object", "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 9}}, "required": ["n"]}
+TAG = {
+    "type": "structural_tag",
+    "structures": [
+        {"begin": "e[", "schema": NUMBER, "end": "]"},
+        {"begin": "a=", "schema": {"enum": ["x", "y"]}, "end": ";"},
+    ],
+    "triggers": ["e", "a="],
+}
+UNTAGGED = {name: value for name, value in TAG.items() if name != "type"}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"response_format": TAG}, {"extra_body": {"structured_outputs": {"structural_tag": json.dumps(UNTAGGED)}}}],
+    ids=["response_format", "structured_outputs"],
+)
+def test_structural_tags_hold_what_a_trigger_begins(client, fields):
+    """The rest of the text is free; every trigger in it begins a tag, whose content follows its schema."""
+    num_tags = 0
+    for seed in range(6):
+        story = [{"role": "user", "content": "Tell me a story about the sea."}]
+        answer = client.chat.completions.create(
+            model="tiny", messages=story, max_tokens=80, temperature=1.5, seed=seed, **fields
+        )
+        text = answer.choices[0].message.content
+        free = re.sub(r'e\[\{"n": [0-9]\}\]|a="[xy]";', "|", text)
+        num_tags += free.count("|")
+        unfinished = re.sub(r"(e(\[.{0,8})?|a=.{0,4})$", "", free)  # at the limit of tokens
+        assert "e" not in unfinished and "a=" not in unfinished, text
+    assert num_tags > 3
+
+
+@pytest.mark.parametrize(
+    "tag",
+    [
+        {"type": "structural_tag", "format": {"type": "any_text"}},
+        {**TAG, "triggers": ["<"]},
+        {**TAG, "triggers": []},
+        {**TAG, "structures": [{"begin": "e["}]},
+        {**TAG, "structures": [{"begin": "e[", "schema": {}, "end": 3}]},
+        {**TAG, "at_least_one": True},
+    ],
+)
+def test_structural_tags_of_another_form_are_named(client, tag):
+    with pytest.raises(openai.BadRequestError, match="structural_tag") as caught:
+        ask(client, response_format=tag)
+    assert caught.value.param == "response_format"
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,20 @@
 """A second start answers without torch and transformers, with the tokens of the first; what it lacks brings them."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
 
+import hub_lookalike
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from model_adapters.loading.model_source import EMBEDDED
 from torchax_serve import SamplingParams, serve
+
+NAME = "people/tiny"
 
 # Prints the answers of a model as JSON. With "refused", importing torch, transformers or torchax raises at first.
 SCRIPT = """
@@ -38,8 +42,9 @@ def answers(model):
         "batch": [[each.text, each.token_ids] for each in batch],
     }
 
-model = serve(sys.argv[1])
+model = serve(sys.argv[1], **json.loads(sys.argv[3]))
 found = {"answers": answers(model), "imported": "torch" in sys.modules or "transformers" in sys.modules}
+found["quantization"] = model.load_report.quantization
 if refusal in sys.meta_path:
     sys.meta_path.remove(refusal)
     found["description"] = repr(model)
@@ -52,12 +57,35 @@ model.close()
 """
 
 
-def started(folder, *, refused=False):
-    """What a new process prints that serves `folder`."""
-    command = [sys.executable, "-c", SCRIPT, str(folder), "refused" if refused else ""]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+# Asks the command line for an answer, and says on stderr what it has imported. "refused" as above.
+RUN = """
+import sys
+refused = sys.argv.pop(1)
+class Refusal:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "transformers", "torchax"):
+            raise AssertionError(f"{name} is imported")
+
+if refused:
+    sys.meta_path.insert(0, Refusal())
+from torchax_serve.cli.main import main
+main()
+"""
+
+
+def output_of(script, *arguments, environment=()):
+    """What a new process prints."""
+    command = [sys.executable, "-c", script, *arguments]
+    variables = {**os.environ, **dict(environment)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=variables)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return done.stdout
+
+
+def started(model, *, refused=False, environment=(), **options):
+    """What a new process finds out that serves `model`."""
+    arguments = [str(model), "refused" if refused else "", json.dumps(options)]
+    return json.loads(output_of(SCRIPT, *arguments, environment=environment).splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +112,33 @@ def test_a_second_start_imports_neither_torch_nor_transformers(folder, first):
         beams = model.iter_tokens([5, 6, 7], params=SamplingParams(max_new_tokens=4, num_beams=2))
         assert second["beams"] == list(beams)
     assert second["after"] == first["answers"]
+
+
+def test_run_imports_neither_torch_nor_transformers(folder):
+    arguments = "run", str(folder), "-p", "What is 3 plus 4?", "--max-new-tokens", "8"
+    first = output_of(RUN, "", *arguments)
+    assert output_of(RUN, "refused", *arguments) == first
+
+
+@pytest.fixture
+def hub(folder, tmp_path):
+    """A look-alike of the hub with the model, and the variables of processes that use it."""
+    with hub_lookalike.serving() as served:
+        served.repositories[NAME] = hub_lookalike.Repository(folder)
+        yield served, {"HF_ENDPOINT": served.endpoint, "HF_HOME": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "0"}
+
+
+def test_a_model_of_the_hub_with_quantized_weights(hub):
+    served, environment = hub
+    first = started(NAME, environment=environment, quantization="int8")
+    assert first["imported"] and "int8" in first["quantization"]
+    del served.requests[:]
+    second = started(NAME, refused=True, environment=environment, quantization="int8")
+    assert not second["imported"]
+    assert (second["answers"], second["quantization"]) == (first["answers"], first["quantization"])
+    assert second["after"] == first["answers"]
+    asked = [path for _, path in served.requests if NAME in path]
+    assert asked == [f"/api/models/{NAME}"]  # whether the branch has moved
 
 
 def test_changed_weights_are_loaded(folder, first):

@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from model_adapters.program.trace_context import trace_lock
+from torchax_serve.compilation.background import BackgroundCompiler, CompileTask
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
+from torchax_serve.entrypoints.recorded_model import before_trace
 from torchax_serve.start.torch_side import TorchSide
 
 
@@ -36,3 +38,23 @@ def test_a_thread_that_traces_and_one_that_loads_do_not_wait_for_each_other():
     tracer.join(20)
     assert not loader.is_alive() and not tracer.is_alive()
     assert seen == ["loaded"]
+
+
+def test_an_answer_that_is_short_does_not_load_it_in_the_background():
+    side, compiler = TorchSide(lambda: "loaded"), BackgroundCompiler()
+    begun = threading.Event()
+    compiler.submit(CompileTask("a program", lambda: begun.set() or before_trace(side)))
+    assert begun.wait(20)
+    compiler.hold_tracing(threading.Lock())  # as when the model becomes idle
+    compiler.close()
+    assert side.loaded is None
+    before_trace(side)  # a thread that has to wait for the program does not hesitate
+    assert side.loaded == "loaded"
+
+
+def test_a_program_that_is_compiled_while_the_process_ends_is_stored_before_it_has_ended(tmp_path):
+    cache = ExecutableCache(tmp_path / "programs", "a model")
+    function = CachedFunction(cache, "f", lambda weights, x, *, spec: x + 1)
+    cache.close()
+    function.compiled({}, jnp.ones(2), spec=None)
+    assert list((tmp_path / "programs").glob("f-*"))

@@ -48,8 +48,7 @@ def bench_quantizations(
         A report for each of `quantizations`.
 
     Raises:
-        InvalidArgumentError: a peer, or a name twice.
-        TorchaxServeError: the model cannot be loaded.
+        TorchaxServeError: a peer, or a name twice; the model cannot be loaded.
     """
     settings, say = settings or BenchSettings(), note or silent
     if settings.against is not None:
@@ -64,6 +63,7 @@ def bench_quantizations(
         say(f"loading {name}")
         rules = None if name in DENSE_NAMES else name
         options = {"random_weights": random_weights, "seed": settings.seed, **load_options, "quantization": rules}
+        options["requantize"] = rules is not None and options.get("requantize", False)
         loaded = load_model(model, **options)
         require_causal_lm(loaded)
         check_positions(loaded, settings)

@@ -9,7 +9,14 @@ import typer
 
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
 from torchax_serve.cli.shared.command import Command
-from torchax_serve.cli.shared.load_options import DTYPES, MaxModelLen, check_choice, complete_dtype
+from torchax_serve.cli.shared.load_options import (
+    DTYPES,
+    MaxModelLen,
+    check_choice,
+    check_quantization,
+    complete_dtype,
+    complete_quantization,
+)
 from torchax_serve.cli.shared.model_name import check_model, complete_model
 
 Model = Annotated[
@@ -30,6 +37,15 @@ KVCacheDtype = Annotated[
 Dtype = Annotated[
     str,
     typer.Option("--dtype", "--torch-dtype", autocompletion=complete_dtype, help="auto, float32, bfloat16 or float16."),
+]
+Quantization = Annotated[
+    str | None,
+    typer.Option(
+        "--quantization",
+        show_default=False,
+        autocompletion=complete_quantization,
+        help="Weights with fewer bits: a preset such as int4, or a file of rules that every node has.",
+    ),
 ]
 TensorParallel = Annotated[
     int | None,
@@ -52,6 +68,7 @@ def deploy(
     max_model_len: MaxModelLen = None,
     kv_cache_dtype: KVCacheDtype = None,
     dtype: Dtype = "auto",
+    quantization: Quantization = None,
     tensor_parallel: TensorParallel = None,
     accelerator: Accelerator = None,
     address: Address = None,
@@ -61,13 +78,15 @@ def deploy(
     """Serve a model by several replicas on a Ray cluster: autoscaling, health checks, updates without a gap."""
     least, most = _range(replicas)
     check_choice("--dtype", dtype, DTYPES)
-    if address is None:  # a folder of another machine cannot be checked here
+    if address is None:  # folders and files of another machine cannot be checked here
         check_model(model)
+        check_quantization(quantization)
     from torchax_serve.distributed.ray.options import DeployOptions
 
     options = DeployOptions(
         model=model,
         dtype=dtype,
+        quantization=quantization,
         tensor_parallel=tensor_parallel,
         min_replicas=least,
         max_replicas=most,

@@ -13,35 +13,42 @@ from torchax_serve.cli.shared import startup  # isort: skip  first: answers Ctrl
 import contextlib
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from torchax_serve import __version__, cli
-from torchax_serve.cli.shared.command import find_commands, first_screen_lines
+from torchax_serve.cli.shared.command import Command, Commands, first_screen_lines
 from torchax_serve.cli.shared.errors import EXIT_INTERRUPTED, EXIT_STATUS_HELP, with_exit_status
 from torchax_serve.cli.shared.usage import CommandGroup
 
-COMMANDS = find_commands(cli.__name__, cli.__path__)
-"""Commands in the order of ``--help``."""
-
 startup.imports_done()
 
-FIRST_SCREEN = "\n".join(
-    [
-        "torchax-serve runs Hugging Face PyTorch models, their code untouched, on JAX.",
-        "",
-        *first_screen_lines("torchax-serve", COMMANDS),
-        "",
-        "Every command explains itself: torchax-serve run --help",
-    ]
-)
+
+def _made(command: Command) -> Any:
+    """Returns the command of click."""
+    single = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
+    single.command(command.name, epilog=EXIT_STATUS_HELP)(with_exit_status(command.function))
+    return typer.main.get_command(single)
+
+
+COMMANDS = Commands(cli, _made)
+"""Commands by name, in the order of ``--help``."""
+
+
+class AllCommands(CommandGroup):
+    """The group of `COMMANDS`."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.commands = COMMANDS
+
 
 app = typer.Typer(
     name="torchax-serve",
     help="Any Hugging Face PyTorch model, its code untouched, served by JAX.",
     epilog=EXIT_STATUS_HELP,
-    cls=CommandGroup,
+    cls=AllCommands,
     no_args_is_help=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
@@ -64,11 +71,14 @@ def first_screen(
 ) -> None:
     """Any Hugging Face PyTorch model, its code untouched, served by JAX."""
     if context.invoked_subcommand is None:
-        typer.echo(FIRST_SCREEN)
-
-
-for _command in COMMANDS:
-    app.command(_command.name, epilog=EXIT_STATUS_HELP)(with_exit_status(_command.function))
+        lines = [
+            "torchax-serve runs Hugging Face PyTorch models, their code untouched, on JAX.",
+            "",
+            *first_screen_lines("torchax-serve", COMMANDS.all()),
+            "",
+            "Every command explains itself: torchax-serve run --help",
+        ]
+        typer.echo("\n".join(lines))
 
 
 def main() -> None:

@@ -11,10 +11,17 @@ from typing import Annotated, Any
 
 import typer
 
-from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
+from model_adapters.errors import InvalidArgumentError
 from torchax_serve.cli.chat.interrupts import prompt_interrupts
 from torchax_serve.cli.shared.command import Command
-from torchax_serve.cli.shared.load_options import DTYPES, ConfigOptions, MaxModelLen, check_choice, option_groups
+from torchax_serve.cli.shared.load_options import (
+    DTYPES,
+    ConfigOptions,
+    MaxModelLen,
+    check_choice,
+    complete_quantization,
+    option_groups,
+)
 from torchax_serve.cli.shared.model_name import check_model, complete_model
 from torchax_serve.cli.shared.terminal import activity, passing_note
 
@@ -33,9 +40,15 @@ PageSize = Annotated[int, typer.Option("--page-size", "--block-size", min=1, hel
 PrefillLens = Annotated[
     str, typer.Option("--prefill", help="Tokens of the prefill steps to compile, with commas; empty for none.")
 ]
-KVCacheDtype = Annotated[str, typer.Option("--kv-cache-dtype", help="auto, float32, bfloat16 or float16.")]
+KVCacheDtype = Annotated[str, typer.Option("--kv-cache-dtype", help="auto, float32, bfloat16, float16 or int8.")]
 Quantization = Annotated[
-    str | None, typer.Option("--quantization", show_default=False, help="Not supported yet; refused by name.")
+    str | None,
+    typer.Option(
+        "--quantization",
+        show_default=False,
+        autocompletion=complete_quantization,
+        help="Weights with fewer bits: a preset such as int4, a file of rules, or none; by default as the checkpoint.",
+    ),
 ]
 Search = Annotated[
     str | None, typer.Option("--for", help="SLOTSxLEN, such as 64x8192: the smallest topologies that fit, as a table.")
@@ -72,10 +85,9 @@ def plan(
     load: ConfigOptions,
 ) -> None:
     """Compile a model's steps for hardware that need not be here: fits or not, bytes a device, exchange, time bound."""
-    _refuse_quantization(quantization)
     check_model(model, load.revision, with_weights=False)
     prefill_lens = _lengths(prefill)
-    check_choice("--kv-cache-dtype", kv_cache_dtype, DTYPES)
+    check_choice("--kv-cache-dtype", kv_cache_dtype, (*DTYPES, "int8"))
     _check_together(topology, mesh, save, search, sharding=sharding)
     options: dict[str, Any] = {
         "mesh": mesh,
@@ -89,11 +101,12 @@ def plan(
         with passing_note("starting torch and jax ..."):
             from torchax_serve.planning.abstract_model import empty_module
 
-        module = empty_module(model, **load.kwargs())
+        module, stated = empty_module(model, **load.kwargs())
+        options["quantization"] = _quantization(quantization, stated)
         name = model or "the embedded model"
         with activity() as note:
             if sharding:
-                show = _sharding(module, topology, mesh, refuse_uneven=refuse_uneven, as_json=as_json)
+                show = _sharding(module, topology, options, as_json=as_json)
             elif search is not None:
                 show = _search(module, name, search, options, note, as_json=as_json)
             else:
@@ -102,11 +115,13 @@ def plan(
     show()
 
 
-def _refuse_quantization(quantization: str | None) -> None:
-    if quantization is not None:
-        raise UnsupportedArgumentError(
-            f"--quantization {quantization}: quantized weights are not supported yet; leave the option out"
-        )
+def _quantization(given: str | None, stated: Any) -> Any:
+    """Returns the quantization to plan: a preset by its name, rules of a file, or what the configuration states."""
+    from model_adapters.quantization.rules import DENSE, PRESETS, parse_rules
+
+    if given is None:
+        return stated
+    return None if given == DENSE else given if given in PRESETS else parse_rules(given)
 
 
 def _check_together(
@@ -171,12 +186,11 @@ def _lengths(text: str) -> tuple[int, ...]:
     return lengths
 
 
-def _sharding(
-    module: Any, topology: str | None, mesh: str | None, *, refuse_uneven: bool, as_json: bool
-) -> Callable[[], None]:
+def _sharding(module: Any, topology: str | None, options: dict[str, Any], *, as_json: bool) -> Callable[[], None]:
     from torchax_serve.planning.sharding_table import print_sharding, sharding_rows
 
-    rows = sharding_rows(module, topology, mesh, refuse_uneven=refuse_uneven)
+    chosen = {name: options[name] for name in ("mesh", "refuse_uneven", "quantization")}
+    rows = sharding_rows(module, topology, **chosen)
     return (lambda: print(json.dumps(rows, indent=1))) if as_json else (lambda: print_sharding(rows))
 
 

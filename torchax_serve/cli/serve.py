@@ -105,6 +105,9 @@ class LimitOptions:
     request_timeout: Annotated[
         float | None, _limits("--request-timeout", help="Seconds that a request may take, waiting included.")
     ] = None
+    queue_timeout: Annotated[
+        float | None, _limits("--queue-timeout", help="Seconds that a request may wait before it begins.")
+    ] = None
     keep_alive: Annotated[
         float, _limits("--keep-alive", help="Seconds of silence of a stream after which a comment is sent.")
     ] = 15.0
@@ -201,6 +204,7 @@ def _server_options(
         profile_dir=access.profile_dir,
         response_template=access.response_template,
         request_timeout_s=limits.request_timeout,
+        queue_timeout_s=limits.queue_timeout,
         keep_alive_s=limits.keep_alive,
         pre_stop_s=life.pre_stop,
         drain_timeout_s=life.drain_timeout,

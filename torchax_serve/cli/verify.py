@@ -71,12 +71,16 @@ RandomWeights = Annotated[
 
 Text = Annotated[
     Path | None,
-    typer.Option("--text", show_default=False, help="With --quantization: file of text; one of ours without it."),
+    typer.Option(
+        "--text",
+        show_default=False,
+        help="Measure quantization on this file; --quantization alone on ours.",
+    ),
 ]
 MaxKL = Annotated[
     float | None,
     typer.Option(
-        "--max-kl", show_default=False, help="With --quantization: largest mean KL divergence in nats that passes."
+        "--max-kl", show_default=False, help="Measure quantization: largest mean KL divergence in nats that passes."
     ),
 ]
 
@@ -97,7 +101,8 @@ def verify(
     """Compare a model on JAX with eager PyTorch: each layer, the logits, greedy tokens.
 
     Exit status 1 when they part; the tables show the first layer that does. With --quantization, compare the model
-    with itself without quantization: perplexity, KL divergence, equal top tokens, bytes.
+    with itself without quantization: perplexity, KL divergence, equal top tokens, bytes. With --text or --max-kl alone,
+    compare a quantized checkpoint with its own weights made dense.
 
     torchax-serve verify qwen3-0.6b
 
@@ -112,11 +117,9 @@ def verify(
         source = model if random_weights is None else str(random_weights)
         end_if_explained(source, load)
         load.show_details()
-        if load.quantization is not None:
+        if load.quantization is not None or text is not None or max_kl is not None:
             _refuse_with_quantization(prompt, tokens, tolerance)
             return _quality(source, load, text, max_kl, is_random=random_weights is not None, as_json=as_json)
-        if text is not None or max_kl is not None:
-            raise InvalidArgumentError("--text, --max-kl: expected --quantization with them, got none; add it")
         from torchax_serve.parity.verify import verify as compare
 
         print_note("running both sides; the first time, compiling takes a while")
@@ -143,7 +146,7 @@ def _refuse_with_quantization(prompt: str | None, tokens: int, tolerance: float 
     given = {"--prompt": prompt is not None, "--tokens": tokens != NUM_TOKENS, "--tolerance": tolerance is not None}
     if wrong := [flag for flag, is_given in given.items() if is_given]:
         raise InvalidArgumentError(
-            f"{wrong[0]}: expected without --quantization, which compares on a text; use --text and --max-kl"
+            f"{wrong[0]}: expected without --quantization, --text and --max-kl, which compare on a text; leave it out"
         )
 
 

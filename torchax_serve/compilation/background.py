@@ -12,6 +12,7 @@ import dataclasses
 import logging
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -88,6 +89,23 @@ def check_may_trace() -> None:
         raise TracingHeldError
 
 
+def hesitate(seconds: float) -> None:
+    """Waits, in the thread of a `BackgroundCompiler` alone, for what is worth its cost only where there is much work.
+
+    Args:
+        seconds: Time for which the model has to work, in all calls together.
+
+    Raises:
+        TracingHeldError: The model has become idle, or was closed.
+    """
+    compiler: BackgroundCompiler | None = getattr(_this_thread, "compiler", None)
+    while compiler is not None and compiler.hesitated_s < seconds:
+        if compiler.is_closed or not compiler.may_trace:
+            raise TracingHeldError
+        time.sleep(POLL_S)
+        compiler.hesitated_s += POLL_S
+
+
 class BackgroundCompiler:
     """Compiles tasks in one thread, in their order, while others compute.
 
@@ -96,6 +114,10 @@ class BackgroundCompiler:
 
     The thread ends when nothing is left. It ends before the process does: a thread inside XLA while the interpreter is
     taken down would bring the process down with it.
+
+    Attributes:
+        is_closed: Whether it takes no more tasks.
+        hesitated_s: Time in seconds that `hesitate` has waited.
     """
 
     def __init__(self) -> None:
@@ -103,7 +125,7 @@ class BackgroundCompiler:
         self._known: set[Hashable] = set()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._is_closed = False
+        self.is_closed, self.hesitated_s = False, 0.0
         self._may_trace = threading.Event()
         self._may_trace.set()
         atexit.register(_close, weakref.ref(self))
@@ -111,7 +133,7 @@ class BackgroundCompiler:
     def submit(self, task: CompileTask) -> None:
         """Compiles a program in the background; a program that was submitted before is not compiled again."""
         with self._lock:
-            if self._is_closed or task.key in self._known:
+            if self.is_closed or task.key in self._known:
                 return
             self._known.add(task.key)
             self._tasks.append(task)
@@ -131,7 +153,7 @@ class BackgroundCompiler:
             lock: held by whoever traces.
         """
         with self._lock:
-            if not self._is_closed:  # else its thread would never end
+            if not self.is_closed:  # else its thread would never end
                 self._may_trace.clear()
         with lock:
             return
@@ -144,7 +166,7 @@ class BackgroundCompiler:
         _this_thread.compiler = self
         while True:
             with self._lock:
-                if self._is_closed or not self._tasks:
+                if self.is_closed or not self._tasks:
                     self._thread = None
                     return
                 task = self._tasks.popleft()
@@ -168,7 +190,7 @@ class BackgroundCompiler:
     def close(self) -> None:
         """Drops what is waiting, and waits for the program that is being compiled."""
         with self._lock:
-            self._is_closed = True
+            self.is_closed = True
             self._tasks.clear()
         if self._thread is not threading.current_thread():
             self.wait()

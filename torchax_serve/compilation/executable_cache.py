@@ -141,7 +141,7 @@ class ExecutableCache:
         return program, facts
 
     def write(self, path: Path, program: Any, facts: dict[str, Any]) -> None:
-        """Keeps `program` in `path`; on a thread of its own, so that the first token does not wait."""
+        """Keeps `program` in `path`; in a thread of its own, as the first token waits, unless the process may end."""
 
         def run() -> None:
             try:
@@ -149,6 +149,9 @@ class ExecutableCache:
             except Exception as error:  # keeping a program costs nothing but time when it fails
                 logger.info("a program is not kept: %s", error)
 
+        if self.background is not None and self.background.is_closed:
+            run()
+            return
         thread = threading.Thread(target=run, name="keep-program")
         self._writers = [writer for writer in self._writers if writer.is_alive()]
         self._writers.append(thread)
@@ -276,14 +279,9 @@ class CachedFunction:
             return kept[0]
         # A program that is kept here as a whole does not lie in JAX's own cache as well, unless the user has chosen
         # that one's folder: then the name tells it apart what this cache does.
+        name = None if path is None else path.name.replace("-", "_")
         with jax_cache.counting_hits() as hits, jax_cache.bypassed(path is not None):
-            program: Any = self.compile(
-                weights,
-                args,
-                signature.spec,
-                name=None if path is None else path.name.replace("-", "_"),
-                when_traced=when_traced,
-            )
+            program: Any = self.compile(weights, args, signature.spec, name=name, when_traced=when_traced)
         if mesh is not None:
             program = MeshExecutable(program, mesh)
         # XLA's CPU client cannot serialize a program that it has itself deserialized: functions are lost.

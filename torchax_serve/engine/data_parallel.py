@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from transformers import PreTrainedModel
 from model_adapters.ops.compressed_weight import Weight
 from model_adapters.sharding.model_sharding import ModelSharding
 from torchax_serve.compilation.executable_cache import ExecutableCache
-from torchax_serve.engine.engine import Engine
+from torchax_serve.engine.engine import CLOSE_TIMEOUT_S, Engine
 from torchax_serve.engine.factory import build_engine
 from torchax_serve.engine.options import EngineOptions
 from torchax_serve.engine.progress import EngineProgress
@@ -164,7 +165,16 @@ class DataParallelEngines:
         """As `Engine.close_reason`, of the first that is."""
         return next((engine.close_reason for engine in self.engines if engine.close_reason is not None), None)
 
-    def close(self, why: str = "close() was called") -> None:
-        """Works as `Engine.close`, for all."""
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """Works as `Engine.drain`, for all at once."""
+        until = None if timeout_s is None else time.monotonic() + timeout_s
         for engine in self.engines:
-            engine.close(why)
+            engine.drain(0)
+        rests = (None if until is None else max(0.0, until - time.monotonic()) for _ in self.engines)
+        return all(engine.drain(rest_s) for engine, rest_s in zip(self.engines, rests, strict=True))
+
+    def close(self, why: str = "close() was called", timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Works as `Engine.close`, for all at once."""
+        until = time.monotonic() + timeout_s
+        for engine in self.engines:
+            engine.close(why, max(0.0, until - time.monotonic()))

@@ -14,8 +14,9 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from model_adapters.errors import QueueFullError, TorchaxServeError
+from model_adapters.errors import InvalidArgumentError
 from model_adapters.jax_settings import programs_run
+from torchax_serve.engine.admission import Admission
 from torchax_serve.engine.dispatch_queue import DispatchQueue
 from torchax_serve.engine.masked_requests import MaskedRequests
 from torchax_serve.engine.model_runner import InFlightStep, ModelRunner
@@ -23,6 +24,7 @@ from torchax_serve.engine.output_processor import OutputProcessor, describe
 from torchax_serve.engine.progress import ProgressClock
 from torchax_serve.engine.request import EngineRequest
 from torchax_serve.engine.request_handle import RequestHandle, RequestOutput
+from torchax_serve.engine.step_counts import StepCounts
 from torchax_serve.engine.warm_up import warm_up
 from torchax_serve.executors.request_input import SequenceEnded
 from torchax_serve.outputs import EngineStats, FinishReason
@@ -40,6 +42,9 @@ MAX_NUM_WAITING = 8192
 MAX_IN_FLIGHT = 2
 """Maximum number of steps in flight: the device computes one while the host prepares the next."""
 
+CLOSE_TIMEOUT_S = 30.0
+"""Default time limit of `Engine.close`, in seconds: longer than any step, unless it hangs or compiles."""
+
 
 class Engine:
     """Owner of a scheduler, a model runner and their thread. All methods are thread-safe.
@@ -53,6 +58,7 @@ class Engine:
 
     Attributes:
         max_model_len, vocab_size: Most tokens of a request, with its answer; columns of the logits.
+        max_encoder_len: Most tokens that a request may send to an encoder; None if the model has none.
         progress: Called, returns `torchax_serve.engine.progress.EngineProgress`: whether the engine moves.
     """
 
@@ -65,23 +71,25 @@ class Engine:
         max_num_waiting: int = MAX_NUM_WAITING,
     ) -> None:
         self.description = description
-        self.max_num_waiting = max_num_waiting
         self.max_model_len, self.vocab_size = scheduler.config.max_model_len, runner.vocab_size
-        self._num_entering = 0  # requests in commands
+        self.max_encoder_len = runner.max_encoder_len
+        self._admission = Admission(scheduler.config.max_num_seqs, max_num_waiting)
         self._process = OwnerProcess()
         self._scheduler, self._runner = scheduler, runner
         self._output_processor = OutputProcessor(runner)
         self._masked = MaskedRequests(runner.vocab_size)
         self._dispatched = DispatchQueue()
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
-        self._wake = threading.Condition()
+        self._handles: weakref.WeakSet[RequestHandle] = weakref.WeakSet()  # those with a reader, ended or not
+        lock = threading.RLock()
+        self._wake, self._idle = threading.Condition(lock), threading.Condition(lock)  # idle: nothing is left to do
         self._ids: Iterator[RequestId] = itertools.count() if ids is None else ids
         self._closed: str | None = None  # why, once it is
-        self._rate: collections.deque[tuple[float, int]] = collections.deque(maxlen=512)
-        self._num_steps, self._wait_s, self._busy_s = 0, 0.0, 0.0
+        self._counts = StepCounts()
         self.check_integrity = False  # after every step: for tests
-        queued, sent = self._commands, self._dispatched
-        self.progress = ProgressClock(lambda: bool(self._num_entering or queued or sent or len(scheduler)))
+        admission, queued, sent = self._admission, self._commands, self._dispatched
+        self._is_due = lambda: bool(admission.num_entering or queued or sent or len(scheduler))
+        self.progress = ProgressClock(self._is_due)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.progress.watch(self._thread)
         self._thread.start()
@@ -92,13 +100,7 @@ class Engine:
         return f"<Engine: {self.description}; {f'closed ({self._closed})' if self._closed else self.stats()}>"
 
     def submit(self, request: EngineRequest) -> RequestHandle:
-        """Submits a request; returns its handle at once.
-
-        Raises:
-            InvalidArgumentError: it can never run.
-            QueueFullError: too many requests wait already.
-            TorchaxServeError: the engine is closed, or this process was forked from the one that made it.
-        """
+        """Submits a request; returns its handle at once. Errors are those of `submit_all`."""
         return self.submit_all([request])[0]
 
     def submit_all(self, requests: Sequence[EngineRequest]) -> list[RequestHandle]:
@@ -107,25 +109,22 @@ class Engine:
         Raises:
             InvalidArgumentError: one can never run.
             QueueFullError: too many requests wait already.
-            TorchaxServeError: the engine is closed, or this process was forked from the one that made it.
+            TorchaxServeError: the engine is closed or drains, or this process was forked from the one that made it.
         """
         self._process.check("an engine")
         entries = [self._make_entry(request) for request in requests]
 
         def enter_all() -> None:
-            self._num_entering -= len(entries)
-            for enter, _ in entries:
-                enter()
-
-        def refuse() -> None:
-            raise TorchaxServeError(f"expected an open model, this one is closed ({self._closed}); call serve() again")
+            with self._wake:  # or others could see that the requests are neither entering nor live
+                self._admission.num_entering -= len(entries)
+                for enter, _ in entries:
+                    enter()
 
         with self._wake:
-            num_open = len(self._scheduler) + self._num_entering
-            _check_room(num_open, len(entries), self._scheduler.config.max_num_seqs, self.max_num_waiting)
-            if self._closed is None:
-                self._num_entering += len(entries)
-            self._run_on_engine_thread(enter_all, refuse)
+            self._admission.check(len(entries), len(self._scheduler), self._closed)
+            self._admission.num_entering += len(entries)
+            self._run_on_engine_thread(enter_all)
+            self._handles.update(handle for _, handle in entries)
         return [handle for _, handle in entries]
 
     def _make_entry(self, request: EngineRequest) -> tuple[Callable[[], None], RequestHandle]:
@@ -196,17 +195,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counts; cheap, and right between two steps."""
-        now = time.monotonic()
-        recent = [(when, count) for when, count in list(self._rate) if now - when < 10]
-        span = now - recent[0][0] if recent else 0.0
-        return EngineStats(
-            scheduler=self._scheduler.stats(),
-            num_programs=self._runner.num_programs,
-            num_steps=self._num_steps,
-            tokens_per_s=sum(count for _, count in recent) / span if span > 0 else 0.0,
-            host_s=max(0.0, self._busy_s - self._wait_s),
-            busy_s=self._busy_s,
-        )
+        return self._counts.stats(self._scheduler.stats(), self._runner.num_programs)
 
     def can_hold(self, length: int) -> bool:
         """Returns whether a request may have `length` tokens, prompt and answer."""
@@ -214,17 +203,35 @@ class Engine:
         return length <= config.max_model_len and config.unfit(length) is None
 
     @property
-    def max_encoder_len(self) -> int | None:
-        """Number of tokens that a request may send to an encoder; None if the model has none."""
-        return self._runner.max_encoder_len
-
-    @property
     def close_reason(self) -> str | None:
         """Reason why no more requests are taken; None as long as they are."""
         return self._closed
 
-    def close(self, why: str = "close() was called") -> None:
-        """Ends the thread, and all requests with an error; safe to call twice or in a forked child."""
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """Refuses new requests, waits for those that were taken, and returns whether all of them have ended.
+
+        It refuses them for good; `close` ends what is left. It blocks: an event loop calls it in a thread.
+
+        Args:
+            timeout_s: Seconds to wait at most; None: as long as it takes.
+
+        Raises:
+            InvalidArgumentError: `timeout_s` is no number of seconds.
+        """
+        self._process.check("an engine")
+        if timeout_s is not None and not 0 <= timeout_s <= threading.TIMEOUT_MAX:
+            raise InvalidArgumentError(f"timeout_s: expected seconds >= 0 or None, got {timeout_s!r}")
+        with self._wake:
+            self._admission.is_draining = True
+            self._idle.wait_for(lambda: self._closed or not self._is_due(), timeout_s)
+            return self._closed is None and not self._is_due()
+
+    def close(self, why: str = "close() was called", timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Ends the thread, and all requests with an error; returns after `timeout_s` seconds at the latest.
+
+        A step that has not ended by then, because it hangs or compiles, keeps the thread; readers get their error. Safe
+        to call twice or in a forked child.
+        """
         if not self._process.is_current:
             self._closed = why
             return
@@ -232,9 +239,16 @@ class Engine:
             if self._closed is None:
                 self._closed = why
             self._wake.notify()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+        if threading.current_thread() is self._thread:
+            return
+        self._output_processor.cancel_steps()
+        self._thread.join(timeout_s)
+        if not self._thread.is_alive():
             atexit.unregister(self.close)
+            return
+        logger.error("the engine was closed, and its step has not ended after %g s", timeout_s)
+        for handle in list(self._handles):
+            handle.fail(f"the engine was closed ({self._closed})")
 
     def _run(self) -> None:
         try:
@@ -255,18 +269,19 @@ class Engine:
         began = time.monotonic()
         self._output_processor.notify_async_readers()
         with self._wake:
-            while not (self._closed or self._commands or len(self._scheduler) or self._dispatched):
+            while not (self._closed or self._is_due()):
+                self._idle.notify_all()
                 self._wake.wait()
                 began = time.monotonic()
             self.progress.moved()
             rest_s = self._dispatched.seconds_until_next()
             if rest_s > 0:
                 self._wake.wait_for(lambda: self._closed or self._commands, rest_s)
-                waited_s = time.monotonic() - began
-                self._wait_s, self._busy_s = self._wait_s + waited_s, self._busy_s + waited_s
+                self._counts.wait_s += time.monotonic() - began
+                self._counts.busy_s += time.monotonic() - began
             if self._closed:
                 return False
-            commands = _drained(self._commands)
+            commands = [self._commands.popleft() for _ in range(len(self._commands))]
         for command in commands:
             command()
             self.progress.moved()
@@ -289,7 +304,7 @@ class Engine:
             self._scheduler.abort(request_id, "error")
         if self.check_integrity:
             self._scheduler.check_integrity()
-        self._busy_s += time.monotonic() - began
+        self._counts.busy_s += time.monotonic() - began
 
     def _execute(self, plan: StepPlan) -> None:
         num_untimed = self._runner.num_untimed
@@ -303,6 +318,8 @@ class Engine:
             outputs = {slot: [] if state is None else state.output_ids for slot, state in fresh.items()}
             step = self._runner.execute(plan, requests, outputs, self._masked.of(plan, self._scheduler.find))
         except SequenceEnded as end:
+            if self._closed:  # by `close`, which ends its request with an error
+                return
             while self._dispatched:  # tokens that the request has got come first
                 self._retire_oldest()
             self._output_processor.deliver(self._scheduler.fail(plan, end.reason))
@@ -333,13 +350,12 @@ class Engine:
             self._fail(step.plan, error)
             return
         now = time.monotonic()
-        self._wait_s += now - waits_from
+        self._counts.wait_s += now - waits_from
         duration_s = self._dispatched.completed(oldest, now)
         self._output_processor.record_prompt_logprobs(step)
-        self._num_steps += step.plan.num_steps
         num_before = self._scheduler.num_new_tokens
         outcomes = self._scheduler.commit(step.plan, tokens, now, duration_s)
-        self._rate.append((now, self._scheduler.num_new_tokens - num_before))
+        self._counts.add(now, step.plan.num_steps, self._scheduler.num_new_tokens - num_before)
         if not len(self._scheduler):  # whoever reads the last token may change the model
             self._runner.hold_tracing()
         self._output_processor.deliver(outcomes, step)
@@ -364,7 +380,7 @@ class Engine:
     def _end_all(self) -> None:
         """Ends all requests with an error and notifies their readers, as the thread ends."""
         with self._wake:
-            commands = _drained(self._commands)
+            commands = [self._commands.popleft() for _ in range(len(self._commands))]
         for command in commands:
             command()  # a submission is entered, and told below
         open_ids = self._output_processor.open_ids()
@@ -374,21 +390,5 @@ class Engine:
         self._output_processor.deliver(ended, error=f"the engine was closed ({self._closed})")
         self._output_processor.notify_async_readers()
         self._dispatched.clear()
-
-
-def _check_room(num_open: int, num_new: int, max_num_seqs: int, max_num_waiting: int) -> None:
-    """Raises QueueFullError if `num_new` requests do not fit with the `num_open` live ones."""
-    most = max_num_seqs + max_num_waiting
-    if num_open + num_new > most:
-        raise QueueFullError(
-            f"expected at most {most} requests at a time, {max_num_waiting} of them waiting, got {num_new} "
-            f"beside {num_open}; ask again later, or raise EngineOptions(max_num_waiting=...)"
-        )
-
-
-def _drained(commands: collections.deque[Callable[[], None]]) -> list[Callable[[], None]]:
-    """Removes and returns all commands, oldest first; one by one, as a finalizer may add one."""
-    drained = []
-    while commands:
-        drained.append(commands.popleft())
-    return drained
+        with self._wake:
+            self._idle.notify_all()

@@ -78,8 +78,16 @@ def build_single_engine(runtime: ModelRuntime, options: EngineOptions | None = N
     Args:
         runtime: The model.
         options: Of these, the limit of waiting requests.
+
+    Raises:
+        InvalidArgumentError: `options` ask for a cache in int8; a request that shares no batch brings its own.
     """
     options = options or EngineOptions()
+    if options.kv_cache_dtype is not None:
+        raise InvalidArgumentError(
+            f"kv_cache_dtype: expected None for requests that share no batch (images, audio, beam search, models that "
+            f"cannot be batched), whose caches are in the model's dtype, got {options.kv_cache_dtype!r}; leave it out"
+        )
     config = SchedulerConfig(
         groups=(),
         page_size=options.page_size,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 
-import jax
 import numpy as np
 
 from torchax_serve.compilation.background import BackgroundCompiler, CompileTask
@@ -127,33 +126,18 @@ class ModelRunner:
         asked = max((top for top in tops if top is not None), default=None)
         failures: dict[int, Exception] = {}
         for ahead in range(plan.num_steps):
-            logits = self._executor.run(
-                plan.rows, plan.page_tables, self._sampler.last_tokens, ahead=ahead, all_logits=asked is not None
-            )
-            if asked is not None:
-                logits = self._prompt_logprobs(step, requests, logits, asked)
+            if asked is None:
+                logits = self._executor.run(plan.rows, plan.page_tables, self._sampler.last_tokens, ahead=ahead)
+            else:
+                following = _following_tokens(plan.rows, requests)
+                step.prompt, logits = self._executor.run_scored(
+                    plan.rows, plan.page_tables, self._sampler, following, asked
+                )
             if masks is not None:
                 logits = mask_logits(logits, masks.words(failures))
             step.sampled.append(self._sampler.sample(plan.rows, logits, ahead))
         step.failures = self._sampler.take_failures() | failures
         return step
-
-    def _prompt_logprobs(
-        self, step: InFlightStep, requests: Mapping[int, EngineRequest], logits: jax.Array, num_top: int
-    ) -> jax.Array:
-        """Stores log-probabilities of every next token in `step`.
-
-        Returns the logits of each row's last token.
-        """
-        rows = step.plan.rows
-        following, last = np.zeros(len(logits), np.int32), np.zeros(self._executor.limits.max_num_seqs, np.int32)
-        ends = np.cumsum([row.num_tokens for row in rows])
-        last[: len(rows)] = ends - 1
-        for row, end in zip(rows, ends, strict=True):
-            ids = () if row.is_decode else _following(row, requests[row.slot])
-            following[end - row.num_tokens : end - row.num_tokens + len(ids)] = ids
-        step.prompt, logits = self._sampler.prompt_logprobs(logits, following, last, num_top, int(ends[-1]))
-        return logits
 
     def read(self, step: InFlightStep) -> np.ndarray:
         """Returns the sampled tokens, int[num_rows, num_steps], once the device has them."""
@@ -183,6 +167,16 @@ class ModelRunner:
             rows[row].context_len + i + 1: _token(step.prompt, begin + i, token, num_top)
             for i, token in enumerate(_following(rows[row], request))
         }
+
+
+def _following_tokens(rows: Sequence[PlanRow], requests: Mapping[int, EngineRequest]) -> np.ndarray:
+    """Returns the prompt token that follows each token of `rows`, int32[num_tokens]; 0 where there is none."""
+    ends = np.cumsum([row.num_tokens for row in rows])
+    following = np.zeros(ends[-1], np.int32)
+    for row, end in zip(rows, ends, strict=True):
+        ids = () if row.is_decode else _following(row, requests[row.slot])
+        following[end - row.num_tokens : end - row.num_tokens + len(ids)] = ids
+    return following
 
 
 def _following(row: PlanRow, request: EngineRequest) -> tuple[int, ...]:

@@ -90,6 +90,11 @@ class OutputProcessor:
         if entry is not None:
             entry[0].close()
 
+    def cancel_steps(self) -> None:
+        """Ends steps that block, such as calls of ``generate``; called from any thread."""
+        for request, _ in list(self._requests.values()):
+            request.cancel()
+
     def take_failed(self) -> list[RequestId]:
         """Returns, once each, the requests whose delivery failed.
 

@@ -18,6 +18,8 @@ from torchax_serve.scheduler import RequestId, SchedulerRequest
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
+    from torchax_serve.engine.request_handle import TokenStream
+
 
 @dataclasses.dataclass(frozen=True)
 class EngineRequest:
@@ -107,6 +109,16 @@ class EngineRequest:
         row = dataclasses.replace(row, max_new_tokens=most)
         return cls(tuple(prompt_ids), most, least, params, row, fork_of, tuple(source_ids), encoded, steps)
 
+    def as_answer(self, masks: TokenMasks | None, fork_of: TokenStream | None) -> Self:
+        """Returns the request with masks, and as one more answer to the prompt of another one.
+
+        Args:
+            masks: As the attribute.
+            fork_of: Tokens of a request on the same engine; None: of none.
+        """
+        parent = None if fork_of is None else fork_of.handle.request_id
+        return dataclasses.replace(self, masks=masks, fork_of=parent)
+
     def within(self, max_len: int) -> Self:
         """Returns the request limited to `max_len` tokens, prompt and answer.
 
@@ -133,6 +145,7 @@ class EngineRequest:
             min_new_tokens=self.min_new_tokens,
             priority=params.priority or 0,
             deadline_s=None if params.timeout_s is None else now + params.timeout_s,
+            queue_deadline_s=None if params.queue_timeout_s is None else now + params.queue_timeout_s,
             salt=params.cache_salt or "",
             cache_prompt=params.prompt_logprobs is None,  # cached tokens have no logits
             fork_of=self.fork_of,

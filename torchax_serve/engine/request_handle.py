@@ -9,16 +9,12 @@ import queue
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from typing import NamedTuple, Self
 
-from model_adapters.errors import TorchaxServeError
+from model_adapters.errors import RequestError
 from torchax_serve.compilation.compile_lock import check_not_compiling
 from torchax_serve.outputs import FinishReason, TokenLogprobs
 from torchax_serve.scheduler import RequestId, RowResult
 from torchax_serve.scheduler.request import RequestState
 from torchax_serve.validation.owner_process import OwnerProcess
-
-
-class RequestError(TorchaxServeError):
-    """A request that was taken has failed; the message says why. Others are not concerned."""
 
 
 class RequestOutput(NamedTuple):
@@ -74,6 +70,14 @@ class RequestHandle:
         An outcome stands for its tokens: most arrivals are nothing more, and it is the reader who makes them of it.
         """
         self._arrivals.put(new)
+
+    def fail(self, error: str) -> None:
+        """Ends the reading with an error; called from any thread, where the engine's own does not any more."""
+        self.put(RequestOutput((), finish_reason="error", error=error))
+        loop = self.loop
+        if loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has been closed, and its readers with it
+                loop.call_soon_threadsafe(self.wake)
 
     def wake(self) -> None:
         """Lets the asynchronous reader look for arrivals; called in its event loop."""

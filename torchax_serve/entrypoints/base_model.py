@@ -5,6 +5,7 @@ It holds the weights on the device until it is closed.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Sequence
 from types import TracebackType
@@ -23,6 +24,7 @@ from torchax_serve.distributed.hosts.leader import Leader
 from torchax_serve.engine.data_parallel import split_runtimes
 from torchax_serve.generation.jax_forward import following
 from torchax_serve.generation.jax_model import run_on_jax
+from torchax_serve.pooling.queue import PoolingQueue, QueuedTexts
 from torchax_serve.runtime.model_runtime import ModelRuntime
 from torchax_serve.validation.owner_process import OwnerProcess
 
@@ -41,6 +43,7 @@ class BaseModel:
         name: The name by which the model was loaded.
         config: The model's transformers configuration.
         dtype: The weights' dtype.
+        dtype_name: Its name, such as ``bfloat16``.
         load_report: Tensors that the checkpoint lacks, or has and the model does not use.
         torch_model: The transformers model object whose ``forward`` and ``generate`` run on JAX, for code that needs
             one (``transformers.pipeline``, lm-eval).
@@ -49,10 +52,12 @@ class BaseModel:
     def __init__(self, loaded: LoadedModel, leader: Leader | None = None) -> None:
         self._leader = leader
         self._process = OwnerProcess()
+        self._pooling_queue = PoolingQueue()  # of texts to embed, label or score
         self._loaded: LoadedModel | None = loaded
         self.name = loaded.source.name
         self.config = loaded.config
         self.dtype: torch.dtype = loaded.module.dtype
+        self.dtype_name = str(self.dtype).removeprefix("torch.")
         self.load_report = loaded.report
         if loaded.sharding is None:
             self._runtimes = [ModelRuntime(loaded.module, loaded.weights, programs_of(loaded))]
@@ -62,11 +67,10 @@ class BaseModel:
 
     def __repr__(self) -> str:
         known = vars(self)
-        if "dtype" not in known:
+        if "dtype_name" not in known:
             return f"<{type(self).__name__}, not loaded>"
-        dtype = str(self.dtype).removeprefix("torch.")
         state = "closed" if self._loaded is None else f"on {self.device_description}"
-        return f"<{type(self).__name__} {self.name!r}: {self.config.model_type}, {dtype}, {state}>"
+        return f"<{type(self).__name__} {self.name!r}: {self.config.model_type}, {self.dtype_name}, {state}>"
 
     def __enter__(self) -> Self:
         return self
@@ -79,6 +83,8 @@ class BaseModel:
     def close(self) -> None:
         """Frees the weights. Closing twice does nothing; any other call afterwards raises."""
         self._loaded = None
+        if "_pooling_queue" in vars(self):  # a model that could not be made has none
+            self._pooling_queue.close("the model was closed")
         if self._leader is not None:
             self._leader.close()
         if hasattr(self, "torch_model"):
@@ -91,6 +97,10 @@ class BaseModel:
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The model's tokenizer, or None if it came without one."""
         return self._loaded_or_raise().tokenizer()
+
+    def _processor(self) -> Any:
+        """Returns the checkpoint's processor of images or audio; None if it came without one."""
+        return self._loaded_or_raise().processor()
 
     @property
     def device_description(self) -> str:
@@ -110,8 +120,12 @@ class BaseModel:
         prompt_name: str | None = None,
         truncate: bool | None = None,
         truncate_dim: int | None = None,
+        timeout_s: float | None = None,
+        queue_timeout_s: float | None = None,
     ) -> np.ndarray:
         """Returns embeddings of texts: float32[dim] of one, float32[num_texts, dim] of a list.
+
+        Texts of several threads that wait are embedded together.
 
         Args:
             texts: one text or several; a list of token ids may replace a text.
@@ -121,18 +135,56 @@ class BaseModel:
             prompt_name: name of one of the checkpoint's prompts, in place of `prompt`.
             truncate: cut texts that are too long (True) or raise (False); None follows the checkpoint's files.
             truncate_dim: number of leading values of each embedding to return; None follows the checkpoint's files.
+            timeout_s: seconds after which the call ends with an error, looked at before each forward; None: never.
+            queue_timeout_s: the same for a call that has not begun by then.
 
         Raises:
             InvalidArgumentError: no pooling is known; an empty or too long text; an unknown prompt.
             CheckpointError: the checkpoint's files about embeddings are not readable.
             UnsupportedModelError: the model gives no hidden states, or its files ask for what is not supported.
+            QueueFullError: too many texts are waiting.
+            DeadlineError: a time limit has passed.
         """
-        from torchax_serve.pooling import embed
+        call = self._embedding(texts, pooling, normalize, prompt, prompt_name, truncate, truncate_dim)
+        rows = call.run(timeout_s, queue_timeout_s)
+        return np.asarray(rows[0]) if isinstance(texts, str) else np.stack(rows)
 
-        return embed(
+    async def aembed(
+        self,
+        texts: str | Sequence[str | Sequence[int]],
+        *,
+        pooling: str | None = None,
+        normalize: bool | None = None,
+        prompt: str | None = None,
+        prompt_name: str | None = None,
+        truncate: bool | None = None,
+        truncate_dim: int | None = None,
+        timeout_s: float | None = None,
+        queue_timeout_s: float | None = None,
+    ) -> np.ndarray:
+        """Works as `embed`, without blocking the event loop; cancelling it ends the call before the next forward."""
+        call = self._embedding(texts, pooling, normalize, prompt, prompt_name, truncate, truncate_dim)
+        rows = await call.run_async(timeout_s, queue_timeout_s)
+        return np.asarray(rows[0]) if isinstance(texts, str) else np.stack(rows)
+
+    def _embedding(
+        self,
+        texts: str | Sequence[str | Sequence[int]],
+        pooling: str | None,
+        normalize: bool | None,
+        prompt: str | None,
+        prompt_name: str | None,
+        truncate: bool | None,
+        truncate_dim: int | None,
+    ) -> QueuedTexts:
+        """Returns the call for `texts`, which are checked."""
+        from torchax_serve.pooling import embed
+        from torchax_serve.pooling.batching import checked_texts
+
+        call = functools.partial(
+            embed,
             self._followed(),
             self._runtimes[0],
-            texts,
             pooling=pooling,
             normalize=normalize,
             prompt=prompt,
@@ -140,6 +192,8 @@ class BaseModel:
             truncate=truncate,
             truncate_dim=truncate_dim,
         )
+        key = ("embed", pooling, normalize, prompt, prompt_name, truncate, truncate_dim)
+        return QueuedTexts(self._pooling_queue, key, call, checked_texts(texts))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model's forward, with torch tensors in and out."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jax.sharding import Mesh
@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.loading import load_model
 from model_adapters.loading.compress_weights import prepare_weights
+from model_adapters.loading.model_source import ModelSource
 from torchax_serve.distributed.hosts.leader import Leader
 from torchax_serve.distributed.hosts.options import Hosts
 from torchax_serve.distributed.hosts.startup import (
@@ -36,21 +37,22 @@ def load_served_model(
     tensor_parallel: int | None,
     pack_weights: bool,
     loading: dict[str, Any],
-    start_folder: StartFolder | None = None,
+    start_folder_of: Callable[[ModelSource], StartFolder | None] = lambda source: None,
 ) -> ServedModel:
     """Returns a model on the devices of this host; errors as of `serve`.
 
     Args:
         model, engine, mesh, tensor_parallel, pack_weights: As of `serve`.
         loading: Arguments of `load_model` by name.
-        start_folder: Where the record of this start is written; None: nowhere.
+        start_folder_of: Returns where the record of this start is written; None: nowhere.
     """
     loaded = load_model(model, mesh=mesh_for(mesh, tensor_parallel), **loading)
     if pack_weights:
         prepare_weights(loaded)
     served = model_class_for(loaded.module)(loaded, engine)
-    if start_folder is not None and type(served) is ServedModel:
-        record_start(served, start_folder)
+    folder = start_folder_of(loaded.source)
+    if folder is not None and type(served) is ServedModel:
+        record_start(served, folder)
     return served
 
 

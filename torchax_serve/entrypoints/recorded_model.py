@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import logging
 import secrets
@@ -11,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -21,6 +19,7 @@ from model_adapters.errors import TorchaxServeError
 from model_adapters.jax_settings import programs_run
 from model_adapters.loading.model_source import ModelSource
 from model_adapters.ops.cpu.huge_pages import move_into_huge_pages
+from torchax_serve.compilation.background import hesitate
 from torchax_serve.compilation.executable_cache import ExecutableCache
 from torchax_serve.engine.engine import Engine
 from torchax_serve.engine.factory import build_engine
@@ -55,12 +54,18 @@ logger = logging.getLogger("torchax_serve")
 
 POLL_S, BUSY_S = 0.25, 5.0
 """Seconds between two looks at whether the engine is idle, and until it need not be."""
+HESITATION_S = 3.0
+"""Seconds of work after which a program that others stand in for is worth loading torch, which takes as long."""
 _NO_ATTRIBUTES = frozenset({"max_len"})
 """Names that the text layer looks for on other models, and a `ServedModel` has not."""
 
 
 def recorded_model(
-    source: ModelSource, folder: StartFolder, engine: EngineOptions | None, load: Callable[[], ServedModel]
+    source: ModelSource,
+    folder: StartFolder,
+    engine: EngineOptions | None,
+    load: Callable[[], ServedModel],
+    is_latest: Callable[[], bool],
 ) -> RecordedModel | None:
     """Returns the model of a start record; None if there is no valid one.
 
@@ -69,9 +74,10 @@ def recorded_model(
         folder: The record's place.
         engine: Options of the engine.
         load: Loads the model with its torch module.
+        is_latest: Returns whether the files are those that would be loaded; called if there is a record of them.
     """
     record = folder.read()
-    if record is None:
+    if record is None or not is_latest():
         return None
     try:
         return RecordedModel(source, folder, record, engine, load)
@@ -84,7 +90,9 @@ class RecordedModel:
     """A `ServedModel` from a record; what was not recorded loads the torch module, once, and continues with it.
 
     Attributes:
+        writes_text, transcribes: As of the models that are recorded.
         name: The name by which the model was loaded.
+        dtype_name: Name of the weights' dtype, such as ``bfloat16``.
         config, generation_config, load_report: Those of the model; what requests do not read loads the torch module.
 
     Args:
@@ -95,6 +103,8 @@ class RecordedModel:
         load: Loads the model with its torch module.
     """
 
+    writes_text, transcribes = True, False
+
     def __init__(
         self,
         source: ModelSource,
@@ -103,7 +113,7 @@ class RecordedModel:
         engine_options: EngineOptions | None,
         load: Callable[[], ServedModel],
     ) -> None:
-        self.name = source.name
+        self.name, self.dtype_name = source.name, record.described[1]
         self._folder, self._record, self._engine_options = folder, record, engine_options
         self._load, self._process = load, OwnerProcess()
         self._lock = threading.RLock()
@@ -118,7 +128,9 @@ class RecordedModel:
         self.generation_config: Any = RecordedGenerationConfig(
             self._side, lambda model: model.generation_config, values
         )
-        self.load_report: Any = Deferred(self._side, lambda model: model.load_report, {"quantization": ""})
+        self.load_report: Any = Deferred(
+            self._side, lambda model: model.load_report, {"quantization": record.quantization}
+        )
         self._tokenizer = None if record.tokenizer is None else _tokenizer(self._side, record.tokenizer)
 
     def _load_torch_side(self) -> ServedModel:
@@ -192,6 +204,9 @@ class RecordedModel:
         self._check_open()
         return self._side.loaded.tokenizer if self._side.loaded is not None else self._tokenizer
 
+    def _processor(self) -> None:
+        """Returns None: no start of a model with a processor of images or audio is recorded."""
+
     @property
     def device_description(self) -> str:
         """Kind of the device, such as ``cpu``."""
@@ -205,7 +220,8 @@ class RecordedModel:
             return self._side.loaded.engine
         with self._lock:
             if self._engine is None:
-                executables = ExecutableCache(self._folder.programs, self._record.identity, before_trace=self._side.get)
+                load_first = functools.partial(before_trace, self._side)
+                executables = ExecutableCache(self._folder.programs, self._record.identity, before_trace=load_first)
                 runtime: Any = RecordedRuntime(self._side, self._weights, executables, self.config, self._record.limits)
                 with programs_run():
                     self._engine = build_engine(runtime, self._engine_options)
@@ -215,10 +231,8 @@ class RecordedModel:
     def stats(self) -> EngineStats | None:
         """Returns the statistics of the engine; None before the first request."""
         self._check_open()
-        if self._side.loaded is not None:
-            stats: EngineStats | None = self._side.loaded.stats()
-            return stats
-        return None if self._engine is None else EngineStats.sum_of([self._engine.stats()])
+        each = [engine.stats() for engine in engines_of(self)]
+        return EngineStats.sum_of(each) if each else None
 
     def iter_tokens(
         self,
@@ -229,6 +243,7 @@ class RecordedModel:
         seed: int | None = None,
         params: SamplingParams | None = None,
         masks: Any = None,
+        fork_of: TokenStream | None = None,
     ) -> TokenStream:
         """Yields new token ids of one prompt as they come; see `ServedModel.iter_tokens`."""
         self._check_open()
@@ -245,12 +260,12 @@ class RecordedModel:
                 request = EngineRequest.of(
                     prompt_ids, config, params, vocab_size=self._record.limits["vocab_size"], seed=seed
                 )
-                return TokenStream(self.engine.submit(dataclasses.replace(request, masks=masks)))
+                return TokenStream(self.engine.submit(request.as_answer(masks, fork_of)))
         model = self._side.get()
         if type(config) is GenerationValues:
             config = config.written_into(model.generation_config)
         tokens: TokenStream = model.iter_tokens(
-            prompt_ids, config, inputs=inputs, seed=seed, params=params, masks=masks
+            prompt_ids, config, inputs=inputs, seed=seed, params=params, masks=masks, fork_of=fork_of
         )
         return tokens
 
@@ -274,6 +289,21 @@ class RecordedModel:
         self._process.check("a model")
         if self._is_closed:
             raise _closed_error()
+
+
+def before_trace(side: TorchSide) -> None:
+    """Loads what a trace needs; in the background only for a model that has work for longer than a short answer."""
+    if side.loaded is None:
+        hesitate(HESITATION_S)
+        side.get()
+
+
+def engines_of(model: Any) -> list[Any]:
+    """Returns the engines of a served model that there are; none before its first request."""
+    if type(model) is RecordedModel and model._side.loaded is not None:
+        model = model._side.loaded
+    engines = (vars(model).get(name) for name in ("_engine", "_single_engine"))
+    return [engine for engine in engines if hasattr(engine, "stats")]  # one that cannot be made is an error
 
 
 def when_idle(engine: Engine, function: Callable[[], object]) -> None:
@@ -308,8 +338,3 @@ def _tokenizer(side: TorchSide, record: TokenizerRecord) -> RecordedTokenizer:
 
     threading.Thread(target=make, name="make-tokenizer", daemon=True).start()
     return RecordedTokenizer(side, lambda model: model.tokenizer, record, backend)
-
-
-def source_folder(source: ModelSource | str) -> Path | None:
-    """Returns the folder of a model whose start is recorded; None for others."""
-    return source.folder if isinstance(source, ModelSource) and source.kind in ("embedded", "folder") else None

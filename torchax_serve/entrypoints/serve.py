@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import jax
 from jax.sharding import Mesh
 
-from model_adapters.loading.model_source import ModelSource, parse_name
+from model_adapters.loading.gguf_names import split_tag
+from model_adapters.loading.model_source import ModelSource, cached_source, parse_name
+from model_adapters.quantization.rules import DENSE, parse_rules
 from torchax_serve.compilation import gc_pause
 from torchax_serve.compilation.xla_cache import enable_compile_cache, programs_dir
 from torchax_serve.engine.options import EngineOptions
-from torchax_serve.entrypoints.recorded_model import recorded_model, source_folder
-from torchax_serve.start.record import StartFolder
+from torchax_serve.entrypoints.recorded_model import recorded_model
+from torchax_serve.start.record import start_folder
 from torchax_serve.validation.argument_hints import refuses_unknown
 
 if TYPE_CHECKING:
@@ -106,16 +109,7 @@ _LOADING = (
 )
 """Arguments of `serve` that `load_model` takes under the same names."""
 
-_NOT_RECORDED = (
-    "trust_remote_code",
-    "allow_pickle",
-    "random_weights",
-    "mesh",
-    "tensor_parallel",
-    "refuse_uneven",
-    "quantization",
-    "requantize",
-)
+_NOT_RECORDED = ("trust_remote_code", "allow_pickle", "random_weights", "mesh", "tensor_parallel", "refuse_uneven")
 """Arguments of `serve` that, where they are given, always load the torch module."""
 
 
@@ -125,34 +119,61 @@ def _serve_on_this_host(arguments: dict[str, Any]) -> ServedModel:
     Args:
         arguments: Arguments of `serve` by name.
     """
-    model, is_plain = arguments["model"], not any(arguments[name] for name in _NOT_RECORDED)
-    source = parse_name(model, arguments["revision"]) if is_plain and not _is_object(model) else None
-    folder = _start_folder(source, arguments)
+    decisive = _decisive(arguments)
 
-    def load() -> ServedModel:
+    def load(**changed: Any) -> ServedModel:
         from torchax_serve.entrypoints.load import load_served_model
 
-        others = {name: arguments[name] for name in ("engine", "mesh", "tensor_parallel", "pack_weights")}
-        loading = {name: arguments[name] for name in _LOADING}
-        return load_served_model(model, **others, loading=loading, start_folder=folder)
+        others = {name: arguments[name] for name in ("model", "engine", "mesh", "tensor_parallel", "pack_weights")}
+        loading = {name: arguments[name] for name in _LOADING} | changed
+        return load_served_model(
+            **others, loading=loading, start_folder_of=functools.partial(start_folder, arguments=decisive)
+        )
 
-    if folder is not None and isinstance(source, ModelSource):
-        recorded = recorded_model(source, folder, arguments["engine"], load)
+    if decisive is None:
+        return load()
+    source, is_latest = _source_here(arguments)
+    if source is not None and (folder := start_folder(source, decisive)) is not None:
+        # The module has to be that of the record, whatever its branch of the hub has become by then.
+        pinned = {} if source.hub_id is None else {"revision": source.revision, "local_files_only": True}
+        load_torch_side = functools.partial(load, **pinned)
+        recorded = recorded_model(source, folder, arguments["engine"], load_torch_side, is_latest)
         if recorded is not None:
             return cast("ServedModel", recorded)
     return load()
 
 
-def _is_object(model: Any) -> bool:
-    return model is not None and not isinstance(model, str | os.PathLike)
-
-
-def _start_folder(source: ModelSource | str | None, arguments: Mapping[str, Any]) -> StartFolder | None:
-    """Returns the place of the start record of a model; None if it has none.
+def _decisive(arguments: Mapping[str, Any]) -> dict[str, str] | None:
+    """Returns the arguments that decide about weights, as text; None if the start of this model is not recorded.
 
     A process that has imported transformers has paid for what a record saves, and its scripts may change the model.
+
+    Raises:
+        InvalidArgumentError: rules of quantization that are none.
     """
-    folder = None if source is None else source_folder(source)
-    if folder is None or programs_dir() is None or "transformers" in sys.modules or jax.default_backend() != "cpu":
+    model = arguments["model"]
+    if any(arguments[name] for name in _NOT_RECORDED) or not isinstance(model, str | os.PathLike | None):
         return None
-    return StartFolder(folder, {name: str(arguments[name]) for name in ("dtype", "strict", "pack_weights")})
+    if programs_dir() is None or "transformers" in sys.modules or jax.default_backend() != "cpu":
+        return None
+    found = {name: str(arguments[name]) for name in ("dtype", "strict", "pack_weights", "quantization", "requantize")}
+    if arguments["quantization"] not in (None, DENSE):
+        found["quantization"] = repr(parse_rules(arguments["quantization"]))  # what a file of rules has now
+    return found
+
+
+def _source_here(arguments: Mapping[str, Any]) -> tuple[ModelSource | None, Callable[[], bool]]:
+    """Returns the source of a model whose files are on this machine, and a function that says if they are the latest.
+
+    Of a model of the hub it is the copy in the hub's cache.
+    """
+    model, revision = arguments["model"], arguments["revision"]
+    source = parse_name(model, revision)
+    if isinstance(source, ModelSource):
+        return source, lambda: True
+    from model_adapters.loading.hub_request import HubRequest, is_latest
+
+    others = {name: arguments[name] for name in ("token", "local_files_only", "cache_dir")}
+    request = HubRequest(source, revision, **others, gguf=split_tag(str(model))[1])
+    cached = cached_source(str(model).strip(), request)
+    return cached, lambda: cached is not None and is_latest(request, str(cached.revision))

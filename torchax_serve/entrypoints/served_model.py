@@ -60,9 +60,10 @@ class ServedModel(BaseModel):
 
     Attributes:
         writes_text: Whether it generates; encoders do not.
+        transcribes: Whether it is a `SpeechModel`.
     """
 
-    writes_text = True
+    writes_text, transcribes = True, False
 
     def __init__(
         self, loaded: LoadedModel, engine_options: EngineOptions | None = None, leader: Leader | None = None
@@ -179,10 +180,7 @@ class ServedModel(BaseModel):
         self._engine = self._single_engine = None
 
     def stats(self) -> EngineStats | None:
-        """Returns the statistics of the engine; None before the first request.
-
-        They are requests running and waiting, pages in use, prefix hits, tokens/s.
-        """
+        """Returns requests running and waiting, pages in use, prefix hits, tokens/s; None before the first request."""
         self._loaded_or_raise()
         engines = (self._engine, self._single_engine)
         each = [engine.stats() for engine in engines if isinstance(engine, Engine | DataParallelEngines)]
@@ -227,6 +225,7 @@ class ServedModel(BaseModel):
         seed: int | None = None,
         params: SamplingParams | None = None,
         masks: TokenMasks | None = None,
+        fork_of: TokenStream | None = None,
     ) -> TokenStream:
         """Yields new token ids of one prompt as they come, including the token that ends the answer.
 
@@ -242,6 +241,7 @@ class ServedModel(BaseModel):
             seed: Seed of sampling.
             params: Sampling parameters, merged into `generation_config`.
             masks: Tokens that may be sampled, step by step, such as those of a grammar; None: all.
+            fork_of: Another answer to the same prompt, whose pages are shared on the engine.
 
         Raises:
             InvalidArgumentError: token ids outside the vocabulary.
@@ -267,7 +267,7 @@ class ServedModel(BaseModel):
                 if seed is None:  # torch.manual_seed makes it repeatable, as in transformers
                     seed = int(torch.randint(2**63 - 1, ())) if config.do_sample else 0
                 if (request := engine_request_for(model, prompt_ids, config, params, seed)) is not None:
-                    return TokenStream(self.engine.submit(dataclasses.replace(request, masks=masks)))
+                    return TokenStream(self.engine.submit(request.as_answer(masks, fork_of)))
                 chosen = route(facts, dataclasses.replace(call, ends_in_loop=False))
             inputs = {"input_ids": torch.tensor([list(prompt_ids)], dtype=torch.long)}
         if masks is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,13 +15,17 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SPEECH_SEQ_2_SEQ_MA
 
 from model_adapters.caches.native_cache import allows_fixed_shapes
 from model_adapters.errors import CheckpointError, InvalidArgumentError, UnsupportedModelError
+from torchax_serve.engine.options import EngineOptions
 from torchax_serve.entrypoints.served_model import ServedModel
-from torchax_serve.generation.engine_rows import queue_params
+from torchax_serve.generation.call_limits import CallLimits, call_limits
+from torchax_serve.generation.call_pool import CallPool
 from torchax_serve.generation.queued_call import run_on_queue
 from torchax_serve.generation.sequence_steps import GenerateWatch
+from torchax_serve.generation.transcript_pieces import TranscriptPieces, TranscriptStream
+from torchax_serve.generation.transcript_times import TimedTranscription, check_times
 from torchax_serve.multimodal.audio import check_rate, checked_samples
 from torchax_serve.multimodal.processor import processor_of
-from torchax_serve.sampling_params import SamplingParams
+from torchax_serve.outputs import Transcript
 
 
 def is_speech_model(module: PreTrainedModel) -> bool:
@@ -44,6 +48,8 @@ def _modalities(declared: str | Sequence[str]) -> tuple[str, ...]:
 
 class SpeechModel(ServedModel):
     """A model that transcribes audio; made by `serve`."""
+
+    transcribes = True
 
     @functools.cached_property
     def feature_extractor(self) -> FeatureExtractionMixin:
@@ -78,6 +84,7 @@ class SpeechModel(ServedModel):
         sampling_rate: int,
         priority: int = 0,
         timeout_s: float | None = None,
+        queue_timeout_s: float | None = None,
         **options: Any,
     ) -> str | list[str]:
         """Returns the words in `audio`, which waits for its turn on the engine's queue.
@@ -87,6 +94,7 @@ class SpeechModel(ServedModel):
             sampling_rate: samples per second (Hz), which must be the model's.
             priority: lower runs first; 0 is usual.
             timeout_s: seconds after which the transcription is ended with an error; None: never.
+            queue_timeout_s: the same for a transcription that has not begun by then.
             **options: options of ``generate``, such as ``language`` and ``task`` of Whisper, or ``max_new_tokens``; for
                 a decoder with audio inputs also those of its processor's ``apply_transcription_request``, such as
                 ``prompt``.
@@ -99,8 +107,113 @@ class SpeechModel(ServedModel):
             UnsupportedModelError: the model was served without a tokenizer, or its processor has no prompt for
                 transcription.
             QueueFullError: too many requests are waiting.
-            RequestError: the time limit has passed.
+            DeadlineError: a time limit has passed.
         """
+        limits = CallLimits(priority, timeout_s, queue_timeout_s)
+        return self._transcribe(audio, sampling_rate, options, limits)
+
+    async def atranscribe(
+        self,
+        audio: np.ndarray | Sequence[np.ndarray],
+        *,
+        sampling_rate: int,
+        priority: int = 0,
+        timeout_s: float | None = None,
+        queue_timeout_s: float | None = None,
+        **options: Any,
+    ) -> str | list[str]:
+        """Works as `transcribe`, without blocking the event loop; cancelling it ends the work within a step."""
+        limits = CallLimits(priority, timeout_s, queue_timeout_s)
+        call = functools.partial(self._transcribe, audio, sampling_rate, options, limits)
+        return await self._call_pool.run(self._call_pool.submit(call, limits), limits)
+
+    def astream_transcript(
+        self,
+        audio: np.ndarray,
+        *,
+        sampling_rate: int,
+        priority: int = 0,
+        timeout_s: float | None = None,
+        queue_timeout_s: float | None = None,
+        **options: Any,
+    ) -> TranscriptStream:
+        """Returns the words in one array of samples piece by piece, for ``async for``; they are submitted at once.
+
+        The pieces joined are the text of `transcribe`, whose arguments and errors these are. There is one for each step
+        of the decoding, or for each window of audio that is longer than one. Leaving the loop ends the work within a
+        step.
+        """
+        pieces = TranscriptPieces(self.torch_model, self._writer(), is_cut=self._is_cut(audio, sampling_rate))
+        return TranscriptStream(
+            self._call_pool,
+            functools.partial(self._transcribe, audio, sampling_rate, options),
+            functools.partial(CallLimits, priority, timeout_s, queue_timeout_s),
+            pieces,
+        )
+
+    def transcribe_with_times(
+        self,
+        audio: np.ndarray,
+        *,
+        sampling_rate: int,
+        words: bool = False,
+        priority: int = 0,
+        timeout_s: float | None = None,
+        queue_timeout_s: float | None = None,
+        **options: Any,
+    ) -> Transcript:
+        """Returns the words in one array of samples with the times of segments, for Whisper.
+
+        Args:
+            audio: as in `transcribe`; one array.
+            sampling_rate: as in `transcribe`.
+            words: whether each word has times, too, by the cross-attention of ``alignment_heads``.
+            priority: as in `transcribe`.
+            timeout_s: as in `transcribe`.
+            queue_timeout_s: as in `transcribe`.
+            **options: as in `transcribe`.
+
+        Raises:
+            UnsupportedModelError: the model does not write times, or has none of words.
+            TorchaxServeError: as `transcribe`.
+        """
+        limits = CallLimits(priority, timeout_s, queue_timeout_s)
+        return self._transcribe_with_times(audio, sampling_rate, words, options, limits)
+
+    async def atranscribe_with_times(
+        self,
+        audio: np.ndarray,
+        *,
+        sampling_rate: int,
+        words: bool = False,
+        priority: int = 0,
+        timeout_s: float | None = None,
+        queue_timeout_s: float | None = None,
+        **options: Any,
+    ) -> Transcript:
+        """Works as `transcribe_with_times`, without blocking the event loop; cancelling it ends the work."""
+        limits = CallLimits(priority, timeout_s, queue_timeout_s)
+        call = functools.partial(self._transcribe_with_times, audio, sampling_rate, words, options, limits)
+        return await self._call_pool.run(self._call_pool.submit(call, limits), limits)
+
+    @functools.cached_property
+    def _call_pool(self) -> CallPool:
+        options = self._engine_options or EngineOptions()
+        return CallPool(options.max_num_seqs, options.max_num_waiting)
+
+    def close(self) -> None:
+        """Ends transcriptions with an error and frees the weights; see `ServedModel.close`."""
+        super().close()
+        if self._process.is_current and (pool := vars(self).pop("_call_pool", None)) is not None:
+            pool.close()
+
+    def _transcribe(
+        self,
+        audio: np.ndarray | Sequence[np.ndarray],
+        sampling_rate: int,
+        options: Mapping[str, Any],
+        limits: CallLimits,
+    ) -> str | list[str]:
         clips = [audio] if isinstance(audio, np.ndarray) else audio
         if isinstance(clips, str | bytes) or not isinstance(clips, Sequence):
             raise InvalidArgumentError(
@@ -110,39 +223,66 @@ class SpeechModel(ServedModel):
         arrays = [checked_samples(clip, f"audio[{index}]") for index, clip in enumerate(clips)]
         if not arrays:
             raise InvalidArgumentError("audio: expected at least one array of samples, got an empty list")
+        tokenizer, further = self._writer(), dict(options)
+        if self.config.is_encoder_decoder:
+            inputs, prompt_len = self._features(arrays, sampling_rate), 0
+        else:
+            inputs = self._request(arrays, sampling_rate, further)
+            prompt_len = inputs["input_ids"].shape[1] if "input_ids" in inputs else 1  # the token that all begin with
+        tokens = self._generate_on_queue({**inputs, **further}, limits)
+        tokens = getattr(tokens, "sequences", tokens)[:, prompt_len:]
+        texts = [text.strip() for text in tokenizer.batch_decode(tokens, skip_special_tokens=True)]
+        return texts[0] if isinstance(audio, np.ndarray) else texts
+
+    def _transcribe_with_times(
+        self, audio: np.ndarray, sampling_rate: int, words: bool, options: Mapping[str, Any], limits: CallLimits
+    ) -> Transcript:
+        array, tokenizer = checked_samples(audio, "audio"), self._writer()
+        check_times(self.torch_model, tokenizer, words=words)
+        inputs = self._features([array], sampling_rate, with_mask=True)
+        inputs.pop("return_timestamps", None)
+        timed = TimedTranscription(self.torch_model, tokenizer, inputs, array.size / sampling_rate, words=words)
+
+        def call(watch: GenerateWatch) -> Transcript:
+            limits.begin()
+            criteria = StoppingCriteriaList([*options.get("stopping_criteria", ()), watch.criterion()])
+            return timed.run(watch.check, **{**options, "stopping_criteria": criteria})
+
+        return run_on_queue(self.single_engine, call, limits, self.torch_model._jax_runtime.limits.vocab_size)
+
+    def _writer(self) -> Any:
+        """Returns the tokenizer; raises UnsupportedModelError if there is none."""
         if self.tokenizer is None:
             raise UnsupportedModelError(
                 f"{self.name} has no tokenizer to write text with; put its tokenizer files next to the weights"
             )
-        if self.config.is_encoder_decoder:
-            inputs, prompt_len = self._features(arrays, sampling_rate), 0
-        else:
-            inputs = self._request(arrays, sampling_rate, options)
-            prompt_len = inputs["input_ids"].shape[1] if "input_ids" in inputs else 1  # the token that all begin with
-        tokens = self._generate_on_queue(
-            {**inputs, **options}, SamplingParams(priority=priority or None, timeout_s=timeout_s)
-        )
-        tokens = getattr(tokens, "sequences", tokens)[:, prompt_len:]
-        texts = [text.strip() for text in self.tokenizer.batch_decode(tokens, skip_special_tokens=True)]
-        return texts[0] if isinstance(audio, np.ndarray) else texts
+        return self.tokenizer
 
-    def _generate_on_queue(self, arguments: dict[str, Any], params: SamplingParams) -> Any:
+    def _is_cut(self, audio: Any, sampling_rate: int) -> bool:
+        """Returns whether audio is transcribed in several windows."""
+        length = getattr(self.feature_extractor, "n_samples", None)
+        return length is not None and isinstance(audio, np.ndarray) and audio.size > length
+
+    def _generate_on_queue(self, arguments: dict[str, Any], limits: CallLimits) -> Any:
         """Returns the result of ``generate``.
 
         Its rows run on the engine, or the call on the engine of single requests.
         """
         num_beams = arguments.get("num_beams", self.generation_config.num_beams) or 1
-        if num_beams == 1 and self.torch_model._engine_rows is not None:
-            with queue_params(params):
+        # Times depend on all tokens before, by code on the host: transformers' loop.
+        has_times = arguments.get("return_timestamps") or getattr(self.generation_config, "return_timestamps", False)
+        if num_beams == 1 and self.torch_model._engine_rows is not None and not has_times:
+            with call_limits(limits):
                 return self.generate(**arguments)
 
         def call(watch: GenerateWatch) -> Any:
+            limits.begin()
             if num_beams == 1 and "streamer" not in arguments:
-                return self.generate(**arguments, streamer=watch.streamer())
+                return self.generate(**arguments, streamer=watch.streamer(limits.on_tokens))
             criteria = [*arguments.get("stopping_criteria", ()), watch.criterion()]
             return self.generate(**arguments | {"stopping_criteria": StoppingCriteriaList(criteria)})
 
-        return run_on_queue(self.single_engine, call, params, self.torch_model._jax_runtime.limits.vocab_size)
+        return run_on_queue(self.single_engine, call, limits, self.torch_model._jax_runtime.limits.vocab_size)
 
     def _request(self, arrays: list[np.ndarray], sampling_rate: int, options: dict[str, Any]) -> dict[str, Any]:
         """Returns inputs of ``generate`` with a prompt for transcription.
@@ -169,11 +309,12 @@ class SpeechModel(ServedModel):
             ) from error
         return dict(inputs)
 
-    def _features(self, arrays: list[np.ndarray], sampling_rate: int) -> dict[str, Any]:
+    def _features(self, arrays: list[np.ndarray], sampling_rate: int, *, with_mask: bool = False) -> dict[str, Any]:
         """Returns inputs of ``generate`` for an encoder-decoder: features and their masks."""
         extractor: Any = self.feature_extractor
         check_rate(getattr(extractor, "sampling_rate", None), sampling_rate)
         options: dict[str, Any] = {"sampling_rate": sampling_rate, "return_tensors": "pt"}
+        options |= {"return_attention_mask": True} if with_mask else {}
         further: dict[str, Any] = {}
         chunk_len = getattr(extractor, "n_samples", None)  # of Whisper, which cuts longer audio
         longest = max(array.size for array in arrays)

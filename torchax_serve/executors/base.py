@@ -152,7 +152,6 @@ class Executor(Protocol):
         last_tokens: jax.Array,
         *,
         ahead: int = 0,
-        all_logits: bool = False,
     ) -> jax.Array:
         """Dispatches one step and returns its logits [num_slots, vocab], those of `rows` first.
 
@@ -163,7 +162,27 @@ class Executor(Protocol):
             tables: Page tables by group, int32[num_slots, pages_per_seq].
             last_tokens: Token sampled last in each slot, int32[num_slots].
             ahead: Number of decode steps since the first step of the plan.
-            all_logits: Whether to return the logits of every token, [T, vocab], in the order of the rows.
+        """
+
+    def run_scored(
+        self,
+        rows: Sequence[PlanRow],
+        tables: Sequence[np.ndarray],
+        sampler: Sampler,
+        following: np.ndarray,
+        num_top: int,
+    ) -> tuple[Logprobs, jax.Array]:
+        """Dispatches one step with log-probabilities of given tokens, as of prompts; does not wait for them.
+
+        Args:
+            rows: Rows of a plan.
+            tables: Page tables by group, int32[num_slots, pages_per_seq].
+            sampler: Sampler of the slots.
+            following: Token that follows each token of the rows, int32[num_tokens].
+            num_top: Number of the likeliest tokens that are read.
+
+        Returns:
+            Log-probabilities of `following`, and logits [num_slots, vocab] as those of `run`.
         """
 
     def run_decode(self, plan: StepPlan, sampler: Sampler) -> jax.Array | None:

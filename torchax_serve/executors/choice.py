@@ -29,11 +29,6 @@ def choose_executor(runtime: ModelRuntime, sizes: MemoryBudget) -> ExecutorChoic
         choice = packed_executor(runtime, sizes)
     except NotPackableError as reason:
         _check_invariance(sizes, str(reason))
-        if sizes.kv_cache_dtype is not None:
-            raise InvalidArgumentError(
-                f"kv_cache_dtype: expected None for a model that cannot be packed, got {sizes.kv_cache_dtype!r} "
-                f"({reason}); leave it out"
-            ) from reason
         from torchax_serve.executors.per_sequence_factory import per_sequence_executor  # needs torch
 
         choice = per_sequence_executor(runtime, sizes, str(reason))

@@ -36,10 +36,10 @@ from torchax_serve.executors.packed_specs import PackedSpecs
 from torchax_serve.executors.request_input import RequestInput
 from torchax_serve.executors.step_inputs import SAMPLED_ON_DEVICE, FusedDecodeSpec, PackedStepSpec
 from torchax_serve.kv_cache.pools import PagedCache
-from torchax_serve.sampling.sample import sample
+from torchax_serve.sampling.sample import logprobs_of, sample
 from torchax_serve.sampling.sampler import Sampler, default_sharding
 from torchax_serve.sampling.slot_params import SlotParams
-from torchax_serve.sampling.types import RowOptions, SamplerSpec, SamplerState
+from torchax_serve.sampling.types import MAX_NUM_TOP, Logprobs, RowOptions, SamplerSpec, SamplerState
 from torchax_serve.scheduler import PlanRow, StepPlan
 
 if TYPE_CHECKING:
@@ -130,11 +130,22 @@ class PackedExecutor:
         pools: tuple[Pool, ...],
         last_tokens: jax.Array,
         numbers: jax.Array,
+        scored: tuple[jax.Array, jax.Array] | None = None,
+        *,
         spec: PackedStepSpec,
-    ) -> tuple[jax.Array, tuple[Pool, ...]]:
-        """Computes logits [num_slots, vocab] (or [T, vocab]) in the model's dtype, and the pools."""
-        logits, pools = self._forward(weights, pools, spec.unpack(numbers, last_tokens), spec)
-        return logits if spec.layout.all_logits else _with_rows(logits, len(last_tokens)), pools
+    ) -> tuple[jax.Array | tuple[jax.Array, Logprobs], tuple[Pool, ...]]:
+        """Computes logits [num_slots, vocab] in the model's dtype, and the pools.
+
+        With `scored`, tokens int32[T] and whether the likeliest ones are read, the logits come with log-probabilities.
+        """
+        batch = spec.unpack(numbers, last_tokens)
+        logits, pools = self._forward(weights, pools, batch, spec)
+        if scored is None:
+            return _with_rows(logits, len(last_tokens)), pools
+        ids, has_top = scored
+        num_tokens = batch.cu_q_lens[-1]
+        logprobs = logprobs_of(logits, ids, num_top=MAX_NUM_TOP, has_top=has_top, num_rows=num_tokens)
+        return (_with_rows(logits[batch.last], len(last_tokens)), logprobs), pools
 
     def _decode(
         self,
@@ -239,19 +250,36 @@ class PackedExecutor:
         last_tokens: jax.Array,
         *,
         ahead: int = 0,
-        all_logits: bool = False,
     ) -> jax.Array:
         """Implements `Executor.run`; logits are in the model's dtype."""
         num_tokens, specs = sum(row.num_tokens for row in rows), self._specs
-        is_decode = specs.is_decode(rows) and not all_logits
-        fitting = specs.for_decode(len(rows)) if is_decode else specs.for_tokens(num_tokens, all_logits=all_logits)
-        spec = self._steps.choose(fitting)
+        is_decode = specs.is_decode(rows)
+        spec = self._steps.choose(specs.for_decode(len(rows)) if is_decode else specs.for_tokens(num_tokens))
         if isinstance(spec, FusedDecodeSpec):
             return self._decode_logits(spec, last_tokens, spec.pack(rows, tables, ahead=ahead))
         args = (self.cache.pools, last_tokens, spec.pack(rows, tables, ahead))
         program = self._steps.get(spec, StepCall(self._step, args))
         logits, self.cache.pools = program(self._weights, *args)
         return logits
+
+    def run_scored(
+        self,
+        rows: Sequence[PlanRow],
+        tables: Sequence[np.ndarray],
+        sampler: Sampler,
+        following: np.ndarray,
+        num_top: int,
+    ) -> tuple[Logprobs, jax.Array]:
+        """Implements `Executor.run_scored`."""
+        spec = self._steps.choose(self._specs.for_tokens(len(following), all_logits=True))
+        assert isinstance(spec, PackedStepSpec)
+        ids = np.zeros(spec.num_tokens, np.int32)
+        ids[: len(following)] = following
+        scored = ids, np.bool_(num_top > 0)
+        args = (self.cache.pools, sampler.last_tokens, spec.pack(rows, tables, 0), scored)
+        program = self._steps.get(spec, StepCall(self._step, args))
+        (logits, logprobs), self.cache.pools = program(self._weights, *args)
+        return logprobs, logits
 
     def _decode_logits(self, spec: FusedDecodeSpec, last_tokens: jax.Array, numbers: np.ndarray) -> jax.Array:
         """Runs a decode step and returns its logits [num_slots, vocab]; its tokens are not used."""
@@ -309,7 +337,9 @@ class PackedExecutor:
         tokens: Any = placed((self._num_slots,), np.int32)
         numbers = np.zeros(spec.size, np.int32)
         if isinstance(spec, PackedStepSpec):
-            return StepCall(self._step, (self.cache.pools, tokens, numbers))
+            scored = np.zeros(spec.num_tokens, np.int32), np.bool_(False)
+            args = (self.cache.pools, tokens, numbers)
+            return StepCall(self._step, (*args, scored) if spec.layout.all_logits else args)
         idle = SlotParams(self._num_slots, 1).rows((), spec.packed.num_rows)[0]
         options = jax.tree.map(lambda x: placed(x.shape, x.dtype), idle)
         return StepCall(self._decode_steps, (self.cache.pools, SamplerState(tokens), options, numbers))
@@ -320,11 +350,8 @@ class PackedExecutor:
             return
         has_sampling = False
         for spec in self._specs.all():
-            is_scored = isinstance(spec, PackedStepSpec) and spec.layout.all_logits
             task = self._steps.task(spec)
-            if is_scored:
-                task = task.then(lambda program: sampler.compile_tasks_of_prompts(program.out_info[0]))
-            elif not has_sampling and isinstance(spec, PackedStepSpec):
+            if not has_sampling and isinstance(spec, PackedStepSpec) and not spec.layout.all_logits:
                 has_sampling, task = True, task.then(lambda program: sampler.compile_tasks(program.out_info[0]))
             yield task
 
@@ -334,10 +361,8 @@ class PackedExecutor:
             function, (_, *shapes) = self._call_of(spec)
             args = jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), default_sharding()), shapes)
             results, self.cache.pools, *_ = function(self._weights, self.cache.pools, *args, spec=spec)
-            if isinstance(spec, PackedStepSpec):
-                of_prompts = spec.layout.all_logits
-                tasks = sampler.compile_tasks_of_prompts if of_prompts else sampler.compile_tasks
-                for task in tasks(results):
+            if isinstance(spec, PackedStepSpec) and not spec.layout.all_logits:
+                for task in sampler.compile_tasks(results):
                     task.compile()
         self.cache.warm_up()
 

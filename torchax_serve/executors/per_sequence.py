@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from model_adapters.caches.packed_batch import Pool, laid_out
 from model_adapters.device_arrays import to_device
 from model_adapters.ops.compressed_weight import Weights
 from torchax_serve.compilation.background import CompileTask, abstract
@@ -35,6 +36,7 @@ from torchax_serve.executors.step_inputs import SAMPLED_ON_DEVICE
 from torchax_serve.kv_cache.cache_layout import UNBOUNDED, CacheLayout, Leaves
 from torchax_serve.kv_cache.slot_states import PagedCacheWithStates, gather, scatter
 from torchax_serve.sampling.sampler import Sampler
+from torchax_serve.sampling.types import Logprobs
 from torchax_serve.scheduler import PlanRow, StepPlan
 
 
@@ -115,13 +117,13 @@ class PerSequenceExecutor:
     def _run(
         self,
         weights: Weights,
-        pools: Leaves,
+        pools: tuple[Pool, ...],
         states: Leaves,
         last_tokens: jax.Array,
         numbers: jax.Array,
         hidden: jax.Array | None,
         spec: PerSequenceSpec,
-    ) -> tuple[jax.Array, Leaves, Leaves]:
+    ) -> tuple[jax.Array, tuple[Pool, ...], Leaves]:
         """Computes logits float32[S, vocab] (or [T, vocab]) of a step, pools and states.
 
         `hidden` is the encoder output ``[1, padded_len, width]``; given for the first chunk of a request only.
@@ -137,23 +139,23 @@ class PerSequenceExecutor:
             logits, news = self._forward.prefill(weights, ids[0], given.lens[0], self._layout, *source, **how)
             news = jax.tree.map(lambda new: new[None], news)
         else:
-            dense = tuple(gather(pool, table, given.starts) for pool in pools)
+            leaves = zip(pools, self._layout.pages, strict=True)
+            dense = tuple(gather(pool, table, given.starts, leaf) for pool, leaf in leaves)
             kept = self._layout.merge(dense, self._layout.gather_slots(states, given.slots, spec.source_len))
             logits, news = self._extend(weights, kept, ids, given, spec)
         new_pages, new_states = self._layout.partition(news)
-        pools = tuple(
-            scatter(pool, table, given.starts, given.lens, new) for pool, new in zip(pools, new_pages, strict=True)
-        )
+        written = zip(pools, new_pages, self._layout.pages, strict=True)
+        pools = tuple(scatter(pool, table, given.starts, given.lens, new, leaf) for pool, new, leaf in written)
         states = self._layout.scatter_slots(states, given.slots, new_states, is_first=spec.kind == "begin")
         return logits, *self._with_sharding(pools, states)
 
-    def _with_sharding(self, pools: Leaves, states: Leaves) -> tuple[Leaves, Leaves]:
+    def _with_sharding(self, pools: tuple[Pool, ...], states: Leaves) -> tuple[tuple[Pool, ...], Leaves]:
         """Constrains `pools` and `states` to the cache's sharding if the model is on a mesh."""
         sharding, constrained = self._forward.program.sharding, jax.lax.with_sharding_constraint
         if sharding is None:
             return pools, states
         return (
-            tuple(constrained(pool, sharding.pool_sharding(pool.shape[1])) for pool in pools),
+            tuple(laid_out(pool, sharding.pool_sharding, constrained) for pool in pools),
             tuple(constrained(state, sharding.state_sharding(state.shape)) for state in states),
         )
 
@@ -178,12 +180,38 @@ class PerSequenceExecutor:
         last_tokens: jax.Array,
         *,
         ahead: int = 0,
-        all_logits: bool = False,
     ) -> jax.Array:
         """Runs one step as `Executor.run`, with float32 logits.
 
         The prefill row is the last one, and there is at most one group.
         """
+        return self._run_rows(rows, tables, last_tokens, ahead)
+
+    def run_scored(
+        self,
+        rows: Sequence[PlanRow],
+        tables: Sequence[np.ndarray],
+        sampler: Sampler,
+        following: np.ndarray,
+        num_top: int,
+    ) -> tuple[Logprobs, jax.Array]:
+        """Implements `Executor.run_scored`."""
+        logits = self._run_rows(rows, tables, sampler.last_tokens, 0, all_logits=True)
+        ids, last = np.zeros(len(logits), np.int32), np.zeros(self._num_slots, np.int32)
+        ids[: len(following)] = following
+        last[: len(rows)] = np.cumsum([row.num_tokens for row in rows]) - 1
+        return sampler.prompt_logprobs(logits, ids, last, num_top, len(following))
+
+    def _run_rows(
+        self,
+        rows: Sequence[PlanRow],
+        tables: Sequence[np.ndarray],
+        last_tokens: jax.Array,
+        ahead: int,
+        *,
+        all_logits: bool = False,
+    ) -> jax.Array:
+        """Runs one step; returns logits [num_slots, vocab], or [T, vocab] of every token, in the order of the rows."""
         jobs = self._jobs.of(rows, ahead, all_logits)
         parts = []
         for job in jobs:

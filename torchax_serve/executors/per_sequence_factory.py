@@ -6,6 +6,8 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
+import numpy as np
+
 from model_adapters.errors import OutOfMemoryError, UnsupportedModelError
 from torchax_serve.buckets import bucket_sizes
 from torchax_serve.executors.base import ExecutorChoice
@@ -19,9 +21,10 @@ from torchax_serve.executors.encoder_inputs import (
 )
 from torchax_serve.executors.per_sequence import PerSequenceExecutor
 from torchax_serve.executors.per_sequence_forward import PROBE_LEN, SequenceForward, as_unsupported
+from torchax_serve.executors.per_sequence_int8 import calibrate_by_sequence, check_int8_layout
 from torchax_serve.kv_cache.cache_layout import UNBOUNDED, CacheLayout
 from torchax_serve.kv_cache.memory import MemoryBudget, free_bytes
-from torchax_serve.kv_cache.pools import PoolAllocator
+from torchax_serve.kv_cache.pools import HeadScales, PagedLayerSpec, PoolAllocator
 from torchax_serve.kv_cache.slot_states import PagedCacheWithStates
 from torchax_serve.runtime.model_runtime import ModelRuntime
 
@@ -63,9 +66,14 @@ def per_sequence_executor(runtime: ModelRuntime, sizes: MemoryBudget, why_not_pa
             )
             layout = layout.with_encoder_len(max_len)
         parts = PerSequenceFactory(runtime, forward, layout, sizes, sources)
+        exact = parts  # probes compare logits, which rounded keys and values change
+        if sizes.kv_cache_dtype is not None:
+            check_int8_layout(layout, has_encoder=sources is not None)
+            scales = calibrate_by_sequence(runtime, forward, layout, parts.wanted_block_len)
+            parts = dataclasses.replace(parts, scales=scales)
         cache = parts.cache()
         make = functools.cache(functools.partial(parts.model, cache))
-        block_len = programs.memoize("per-sequence trial", f"{sizes}", lambda: parts.block_len(cache, make))
+        block_len = programs.memoize("per-sequence trial", f"{sizes}", lambda: exact.block_len(cache, make))
     except UnsupportedModelError as reason:
         raise UnsupportedModelError(
             f"requests of this model cannot be batched. Packed: {why_not_packed}. Each by itself: {reason}"
@@ -116,6 +124,14 @@ class PerSequenceFactory:
     layout: CacheLayout
     sizes: MemoryBudget
     sources: EncoderInputs | None
+    scales: tuple[HeadScales, ...] | None = None
+
+    @property
+    def stored(self) -> tuple[PagedLayerSpec, ...]:
+        """Leaves in pages as they are stored: in int8 with `scales`."""
+        if self.scales is None:
+            return self.layout.pages
+        return tuple(dataclasses.replace(leaf, dtype=np.dtype(np.int8)) for leaf in self.layout.pages)
 
     @property
     def pages(self) -> PoolAllocator | None:
@@ -150,21 +166,20 @@ class PerSequenceFactory:
         """Returns the cache of the engine: states for all slots, pages in the rest of the budget."""
         sizes, slots = self.sizes, self.sizes.max_num_seqs
         state_bytes = sum(row.num_bytes for row in self.layout.rows) * (slots + 1)
-        budget = sizes.choose_cache_bytes(
-            sizes.max_usable_bytes(self.layout.pages) + state_bytes, self._temporary_bytes
-        )
+        budget = sizes.choose_cache_bytes(sizes.max_usable_bytes(self.stored) + state_bytes, self._temporary_bytes)
         if state_bytes > budget:
             raise OutOfMemoryError(
                 f"expected memory for the states of {slots} requests, {state_bytes} bytes, got {budget} bytes; raise "
                 "kv_cache_memory_bytes, or lower max_num_seqs"
                 + (" or max_encoder_len" if self.sources is not None else "")
             )
-        return PagedCacheWithStates(sizes.plan(self.layout.pages, budget - state_bytes), self.layout, slots, self.pages)
+        plan = sizes.plan(self.stored, budget - state_bytes)
+        return PagedCacheWithStates(plan, self.layout, slots, self.pages, self.scales)
 
     def _small_cache(self) -> PagedCacheWithStates:
         num_pages = 2 + PROBE_LEN // self.sizes.page_size
-        plan = self.sizes.probe_plan(self.layout.pages, num_pages)
-        return PagedCacheWithStates(plan, self.layout, self.sizes.max_num_seqs, self.pages)
+        plan = self.sizes.probe_plan(self.stored, num_pages)
+        return PagedCacheWithStates(plan, self.layout, self.sizes.max_num_seqs, self.pages, self.scales)
 
     def _temporary_bytes(self) -> int:
         def ask() -> int:
@@ -182,7 +197,8 @@ class PerSequenceFactory:
     def block_len(self, cache: PagedCacheWithStates, make: Callable[[int], PerSequenceExecutor]) -> int:
         """Finds the number of tokens of one forward, on `cache` or on a larger one."""
         needed = -(-PROBE_LEN // self.sizes.page_size)
-        if any(group.num_pages <= needed for group in cache.plan.groups):
+        is_rounded = any(leaf.dtype == np.int8 for leaf in cache.plan.shapes)
+        if is_rounded or any(group.num_pages <= needed for group in cache.plan.groups):
             make = functools.partial(self.model, self._small_cache())
         with as_unsupported():
             return find_chunk_len(

@@ -101,16 +101,21 @@ class SequenceForward:
 
     def _find_layout(self) -> CacheLayout:
         states, size = self._after_first(PROBE_LEN)
-        pools = {
-            id(getattr(layer, name)) for layer in states if isinstance(layer, AttentionLayer) for name in layer.POOLS
+        # Columns of the key by pool; all of what is not a key and a value.
+        k_dims = {
+            id(pool := getattr(layer, name)): layer.k_dim if name == "pool" else pool.shape[3]
+            for layer in states
+            if isinstance(layer, AttentionLayer)
+            for name in layer.POOLS
+            if getattr(layer, name) is not None
         }
         of_source = {id(leaf) for layer in states if isinstance(layer, CrossLayer) for leaf in jax.tree.leaves(layer)}
         leaves: list[PagedLayerSpec | SlotStateSpec] = []
         for leaf in jax.tree.leaves(states):
             dtype = np.dtype(leaf.dtype)
-            if id(leaf) in pools:
+            if id(leaf) in k_dims:
                 # Pages behind a window stay: only the model's own masks say what is looked at.
-                leaves.append(PagedLayerSpec(leaf.shape[1], leaf.shape[3], dtype, None))
+                leaves.append(PagedLayerSpec(leaf.shape[1], leaf.shape[3], dtype, None, k_dims[id(leaf)]))
             elif id(leaf) in of_source:
                 leaves.append(SlotStateSpec((1, leaf.shape[1], 1, leaf.shape[3]), dtype, is_of_source=True))
             else:

@@ -8,6 +8,7 @@ cancellation, and nothing here depends on how they are computed.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,6 +18,7 @@ from torchax_serve.compilation.background import CompileTask
 from torchax_serve.executors.base import ExecutorLimits
 from torchax_serve.executors.request_input import RequestInput, SequenceSteps
 from torchax_serve.sampling.sampler import Sampler
+from torchax_serve.sampling.types import Logprobs
 from torchax_serve.scheduler import PlanRow, StepPlan
 
 
@@ -66,11 +68,14 @@ class SingleRequestExecutor:
         last_tokens: jax.Array,
         *,
         ahead: int = 0,
-        all_logits: bool = False,
     ) -> jax.Array:
         """Implements `Executor.run`."""
-        assert self._steps is not None and len(rows) == 1 and not all_logits
+        assert self._steps is not None and len(rows) == 1
         return self._steps.decode(last_tokens) if rows[0].is_decode else self._steps.prefill()
+
+    def run_scored(self, *args: Any) -> tuple[Logprobs, jax.Array]:
+        """Raises AssertionError: requests for log-probabilities of prompts are refused before they come here."""
+        raise AssertionError("expected no request with log-probabilities of its prompt")
 
     def run_decode(self, plan: StepPlan, sampler: Sampler) -> jax.Array | None:
         """Implements `Executor.run_decode`: there is no such program."""

@@ -6,10 +6,8 @@ with the tokens that come back. Only its loop over tokens is replaced by the eng
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +18,10 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from model_adapters.errors import OutOfMemoryError, UnsupportedModelError
 from torchax_serve.engine.request import EngineRequest
-from torchax_serve.engine.request_handle import cancel_on_error
+from torchax_serve.engine.request_handle import RequestHandle
 from torchax_serve.executors.encoder_inputs import decoder_start_ids
-from torchax_serve.generation.queued_call import check_deadline, run_on_queue
+from torchax_serve.generation.call_limits import CallLimits, current_limits
+from torchax_serve.generation.queued_call import run_on_queue
 from torchax_serve.generation.routing import EngineFacts, ModelCapabilities, Path, PromptCall, RowsCall, route
 from torchax_serve.generation.sample_call import SampleCall, StaticBatchStart, static_batch_start
 from torchax_serve.generation.single_request import loop_options, prepared_call
@@ -42,22 +41,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("torchax_serve")
 
 _COUNTERS = ("create_position_ids_from_input_ids", "make_positions")  # methods of embeddings that count positions
-
-
-_QUEUE_PARAMS: contextvars.ContextVar[SamplingParams | None] = contextvars.ContextVar("queue params", default=None)
-
-
-@contextlib.contextmanager
-def queue_params(params: SamplingParams) -> Iterator[None]:
-    """Submits rows of ``generate`` calls inside the block to the engine's queue.
-
-    They have the priority and the time limit of `params`.
-    """
-    token = _QUEUE_PARAMS.set(params)
-    try:
-        yield
-    finally:
-        _QUEUE_PARAMS.reset(token)
 
 
 class EngineRows:
@@ -90,13 +73,13 @@ class EngineRows:
             start: what a static batch would start with.
         """
         tokens = self._on_engine(request, start)
-        params = _QUEUE_PARAMS.get()
-        if tokens is not None or params is None:
+        limits = current_limits()
+        if tokens is not None or limits is None:
             return tokens
         runtime = self._torch_model._jax_runtime
         loop = StaticBatchLoop(runtime, request, start)
         engine, vocab_size = self._get_single_engine(), runtime.limits.vocab_size
-        return run_on_queue(engine, lambda watch: loop.run(watch.check), params, vocab_size)
+        return run_on_queue(engine, lambda watch: loop.run(watch.check), limits, vocab_size)
 
     def _on_engine(self, request: SampleCall, start: StaticBatchStart) -> torch.Tensor | None:
         """Returns prompts and new tokens, int64[batch, len]; None if the engine takes no rows.
@@ -205,20 +188,28 @@ def _run(
 ) -> torch.Tensor:
     prompt_len = request.input_ids.shape[1]
     config = loop_options(request.config, max_length, prompt_len)
+    limits = current_limits() or CallLimits()
+    params = limits.params()
     handles = engine.submit_all(
         [
-            EngineRequest.of(prompt, config, _QUEUE_PARAMS.get(), vocab_size=vocab_size, seed=0, encoded=output)
+            EngineRequest.of(prompt, config, params, vocab_size=vocab_size, seed=0, encoded=output)
             for prompt, output in zip(request.input_ids.tolist(), outputs, strict=True)
         ]
     )
-    with cancel_on_error(handles):
-        rows = [handle.result() for handle in handles]
-        for handle in handles:
-            check_deadline(handle)
+    with limits.cancelling(handles):
+        rows = [_read(handle, limits) for handle in handles]
     longest = max(len(row) for row in rows)
     pad = 0 if request.config._pad_token_tensor is None else int(request.config._pad_token_tensor)
     padded = torch.tensor([row + [pad] * (longest - len(row)) for row in rows], dtype=torch.long)
     return torch.cat([request.input_ids, padded], 1)
+
+
+def _read(handle: RequestHandle, limits: CallLimits) -> list[int]:
+    """Returns all tokens of a request, and passes them to `limits` as they come."""
+    for output in handle:
+        if limits.on_tokens is not None:
+            limits.on_tokens(output.token_ids)
+    return handle.token_ids
 
 
 def prompt_call(

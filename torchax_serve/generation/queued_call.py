@@ -11,49 +11,43 @@ from typing import Generic, TypeVar
 import jax
 from transformers import GenerationConfig
 
+from model_adapters.errors import RequestError
 from torchax_serve.engine.engine import Engine
 from torchax_serve.engine.request import EngineRequest
-from torchax_serve.engine.request_handle import RequestError, RequestHandle, cancel_on_error
 from torchax_serve.executors.request_input import SequenceEnded
+from torchax_serve.generation.call_limits import CallLimits
 from torchax_serve.generation.sequence_steps import GenerateWatch
-from torchax_serve.sampling_params import SamplingParams
 
 T = TypeVar("T")
 
 
-def run_on_queue(engine: Engine, call: Callable[[GenerateWatch], T], params: SamplingParams, vocab_size: int) -> T:
+def run_on_queue(engine: Engine, call: Callable[[GenerateWatch], T], limits: CallLimits, vocab_size: int) -> T:
     """Returns the result of `call`, which runs on the thread of `engine`.
 
     Args:
         engine: Engine of single requests.
         call: Calls ``generate`` with a streamer or a stopping criterion of the watch, so that it can be ended.
-        params: Priority and time limit.
+        limits: Priority, time limits and cancellation.
         vocab_size: Number of columns of the model's logits.
 
     Raises:
-        RequestError: the time limit has passed, or the engine was closed.
+        RequestError: it was cancelled, a time limit has passed (DeadlineError), or the engine was closed.
         QueueFullError: too many requests are waiting.
         Exception: what `call` raises.
     """
+    params = limits.params()
     steps = CallSteps(call, params.timeout_s)
     config = GenerationConfig(max_new_tokens=1)
     request = EngineRequest.of((0,), config, params, vocab_size=vocab_size, seed=0, steps=steps)
     handle = engine.submit(request)
-    with cancel_on_error([handle]):
+    with limits.cancelling([handle]):
         try:
             handle.result()
         except RequestError as error:
             if steps.error is not None:
                 raise steps.error from None
             raise error
-    check_deadline(handle)
     return steps.results[0]
-
-
-def check_deadline(handle: RequestHandle) -> None:
-    """Raises RequestError if a request without partial results has passed its time limit."""
-    if handle.finish_reason == "deadline":
-        raise RequestError(f"request {handle.request_id}: expected its end within timeout_s, which has passed")
 
 
 class CallSteps(Generic[T]):

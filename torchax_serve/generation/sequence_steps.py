@@ -9,7 +9,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -157,9 +157,13 @@ class GenerateWatch:
         if reason is not None:
             raise SequenceEnded(reason)
 
-    def streamer(self) -> BaseStreamer:
-        """Returns a streamer that takes the new tokens of one row."""
-        return _WatchStreamer(self)
+    def streamer(self, on_tokens: Callable[[Sequence[int] | None], None] | None = None) -> BaseStreamer:
+        """Returns a streamer that takes the new tokens of one row.
+
+        Args:
+            on_tokens: Called with them, too, and with None at the end of each loop over tokens; None: nobody asks.
+        """
+        return _WatchStreamer(self, on_tokens)
 
     def criterion(self) -> StoppingCriteria:
         """Returns a stopping criterion for calls without a streamer."""
@@ -167,17 +171,22 @@ class GenerateWatch:
 
 
 class _WatchStreamer(BaseStreamer):
-    def __init__(self, watch: GenerateWatch) -> None:
-        self._watch, self._has_prompt = watch, False
+    def __init__(self, watch: GenerateWatch, on_tokens: Callable[[Sequence[int] | None], None] | None) -> None:
+        self._watch, self._on_tokens, self._has_prompt = watch, on_tokens, False
 
     def put(self, value: torch.Tensor) -> None:
         self._watch.check()
         if self._has_prompt:
-            self._watch.tokens.put(int(value.reshape(-1)[0]))
+            token_id = int(value.reshape(-1)[0])
+            self._watch.tokens.put(token_id)
+            if self._on_tokens is not None:
+                self._on_tokens((token_id,))
         self._has_prompt = True
 
     def end(self) -> None:
-        pass
+        self._has_prompt = False  # a call may have several loops, each with a prompt
+        if self._on_tokens is not None:
+            self._on_tokens(None)
 
 
 class _WatchCriterion(StoppingCriteria):

@@ -47,7 +47,7 @@ def calibrate_int8_scales(runtime: ModelRuntime) -> tuple[HeadScales, ...]:
         states = runtime.cache_support.new(length).states
         _, after = runtime.program.forward(weights, states, jnp.int32(0), inputs, CallSpec())
         assert after is not None
-        return [_largest(layer.pool, layer.k_dim) for layer in after]
+        return [largest_by_head(layer.pool, layer.k_dim) for layer in after]
 
     facts = runtime.program
     kept = CachedFunction(
@@ -55,16 +55,22 @@ def calibrate_int8_scales(runtime: ModelRuntime) -> tuple[HeadScales, ...]:
     )
     ids = np.random.default_rng(0).integers(0, runtime.limits.vocab_size, (TRIAL_ROWS, length))
     found = kept(runtime.weights, to_device(ids, np.int32), spec=None)
-    return tuple((_scale(keys), _scale(values)) for keys, values in found)
+    return tuple((scale_of(keys), scale_of(values)) for keys, values in found)
 
 
-def _largest(pool: jax.Array, k_dim: int) -> tuple[jax.Array, jax.Array]:
+def largest_by_head(pool: jax.Array, k_dim: int) -> tuple[jax.Array, jax.Array]:
     """Returns the largest magnitudes float32[heads] of keys and of values of a dense pool."""
     by_head = jnp.abs(pool.astype(jnp.float32)).max(axis=(0, 2))
-    return by_head[:, :k_dim].max(axis=1), by_head[:, k_dim:].max(axis=1)
+    keys, values = by_head[:, :k_dim], by_head[:, k_dim:]
+    return keys.max(axis=1), values.max(axis=1, initial=0.0)
 
 
-def _scale(largest: jax.Array) -> np.ndarray:
+def scale_of(largest: jax.Array) -> np.ndarray:
+    """Returns the scales float32[heads] for the largest magnitudes of a trial, float32[heads].
+
+    Raises:
+        InvalidArgumentError: they are not finite.
+    """
     numbers = np.asarray(largest, np.float32)
     if not np.isfinite(numbers).all():
         raise InvalidArgumentError(

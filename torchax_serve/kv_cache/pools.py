@@ -25,6 +25,7 @@ class PagedLayerSpec:
     width: int  # of a key and a value side by side
     dtype: np.dtype
     window: int | None  # None: full attention
+    k_dim: int = 0  # columns of the key, the first of a token's; 0: not needed
 
     def page_bytes(self, page_size: int) -> int:
         """Returns the bytes of a page of this layer."""

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
-from model_adapters.ops.kv_pool import write_tokens_at
+from model_adapters.caches.packed_batch import Int8Pool, Pool, pages_of, with_pages
+from model_adapters.ops.attention_args import KVScales
+from model_adapters.ops.kv_pool import split, write_tokens_at
 from torchax_serve.kv_cache.cache_layout import CacheLayout, Leaves
-from torchax_serve.kv_cache.pools import CacheAllocation, PagedCache, PoolAllocator
+from torchax_serve.kv_cache.pools import CacheAllocation, HeadScales, PagedCache, PagedLayerSpec, PoolAllocator
 
 
 class PagedCacheWithStates(PagedCache):
     """Pools of a `CacheAllocation`, and states by slot; the last row of a state is padding's."""
 
     def __init__(
-        self, plan: CacheAllocation, layout: CacheLayout, num_slots: int, pages: PoolAllocator | None = None
+        self,
+        plan: CacheAllocation,
+        layout: CacheLayout,
+        num_slots: int,
+        pages: PoolAllocator | None = None,
+        scales: Sequence[HeadScales] | None = None,
     ) -> None:
         self.states: Leaves = ()
         self._rows, self._num_slots = layout.rows, num_slots
-        super().__init__(plan, pages)
+        super().__init__(plan, pages, scales)
 
     def reset(self) -> None:
         """Allocates pools and states again, all zeros."""
@@ -37,38 +46,49 @@ class PagedCacheWithStates(PagedCache):
         return super().is_lost or any(state.is_deleted() for state in self.states)
 
 
-def gather(pool: jax.Array, table: jax.Array, starts: jax.Array) -> jax.Array:
+def gather(pool: Pool, table: jax.Array, starts: jax.Array, spec: PagedLayerSpec) -> jax.Array:
     """Gathers dense keys and values ``[S, 1, heads, capacity, width]`` from pages.
 
     They are zero after `starts` tokens: another request's NaN there would not be removed by an attention weight of 0.
 
     Args:
-        pool: ``[num_pages, heads, page_size, width]``.
+        pool: ``[num_pages, heads, page_size, width]``, also in int8.
         table: Page table int32[S, num_pages].
         starts: int32[S], number of tokens stored.
+        spec: Form of a token for the model.
     """
     num_rows, num_pages = table.shape
-    _, heads, page_size, width = pool.shape
-    dense = jnp.swapaxes(pool[table], 1, 2).reshape(num_rows, heads, num_pages * page_size, width)
+    pages = pages_of(pool)
+    _, heads, page_size, width = pages.shape
+    dense = jnp.swapaxes(pages[table], 1, 2).reshape(num_rows, heads, num_pages * page_size, width)
+    if isinstance(pool, Int8Pool):
+        keys, values = split(dense, spec.k_dim, width - spec.k_dim, KVScales(pool.k_scale, pool.v_scale))
+        dense = jnp.concatenate([keys, values], axis=-1).astype(spec.dtype)
     is_stored = jnp.arange(num_pages * page_size) < starts[:, None]
     return jnp.where(is_stored[:, None, :, None], dense, 0)[:, None]
 
 
-def scatter(pool: jax.Array, table: jax.Array, starts: jax.Array, lens: jax.Array, new: jax.Array) -> jax.Array:
+def scatter(
+    pool: Pool, table: jax.Array, starts: jax.Array, lens: jax.Array, new: jax.Array, spec: PagedLayerSpec
+) -> Pool:
     """Returns the pool with new keys and values written after the `starts` tokens of each row.
 
     Padding is dropped and not written to the null page.
 
     Args:
-        pool: ``[num_pages, heads, page_size, width]``.
+        pool: ``[num_pages, heads, page_size, width]``, also in int8.
         table: Page table int32[S, num_pages].
         starts: int32[S], number of tokens stored.
         lens: int32[S], number of new tokens without padding.
         new: ``[S, T, heads, width]``.
+        spec: Form of a token for the model.
     """
     num_rows, num_tokens = new.shape[:2]
     steps = jnp.arange(num_tokens, dtype=jnp.int32)
     positions = jnp.where(steps < lens[:, None], starts[:, None] + steps, -1).reshape(-1)
     rows = jnp.repeat(jnp.arange(num_rows, dtype=jnp.int32), num_tokens)
     flat = new.reshape(num_rows * num_tokens, *new.shape[2:])
-    return write_tokens_at(pool, table, rows, positions, flat, flat[..., :0])
+    if not isinstance(pool, Int8Pool):
+        return write_tokens_at(pool, table, rows, positions, flat, flat[..., :0])
+    keys, values, scales = flat[..., : spec.k_dim], flat[..., spec.k_dim :], KVScales(pool.k_scale, pool.v_scale)
+    return with_pages(pool, write_tokens_at(pool.pages, table, rows, positions, keys, values, scales))

@@ -29,7 +29,7 @@ def processor_of(model: Any) -> Any:
         UnsupportedModelError: the folder has no processor, or one without a part for images.
         CheckpointError: the processor's files are broken.
     """
-    processor = model._loaded_or_raise().processor()
+    processor = model._processor()
     if processor is None:
         raise UnsupportedModelError(
             f"expected a processor next to the weights of {model.name} (preprocessor_config.json), found none; save it "

@@ -116,7 +116,9 @@ def measure_quality(
     if not any(isinstance(weight, Stored) for weight in quantized.weights.values()):
         raise InvalidArgumentError("quantization: expected a preset, a file or rules, got none; choose int8 or int4")
     ids = _token_ids(quantized, text)
-    dense = _made_dense(quantized) if quantization is None else load_model(model, **load_options)
+    dense = (
+        _made_dense(quantized) if quantization is None else load_model(model, **{**load_options, "requantize": False})
+    )
     pairs = zip(_log_probabilities(dense, ids), _log_probabilities(quantized, ids), strict=True)
     parts = [_compare(*pair, window[1:]) for pair, window in zip(pairs, _windows(ids, dense), strict=True)]
     losses, theirs, divergences, same = (torch.cat([part[i] for part in parts]) for i in range(4))

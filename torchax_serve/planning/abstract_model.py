@@ -17,13 +17,28 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from model_adapters.bridge.views import named_tensors
 from model_adapters.errors import UnsupportedModelError
-from model_adapters.loading.file_names import CONFIG
+from model_adapters.loading.formats.declared import declared_forms
+from model_adapters.loading.formats.settings import QuantizationSettings
 from model_adapters.loading.loaded_model import numpy_dtype
-from model_adapters.loading.model_class import find_class, load_config, module_of, require_causal_module, torch_dtype_of
+from model_adapters.loading.model_class import find_class, module_of, require_causal_module, torch_dtype_of
+from model_adapters.loading.model_files import ModelFiles
 from model_adapters.loading.model_source import resolve
+from model_adapters.ops import on_platform
+from model_adapters.ops.quantized_weight import QuantizedWeight, num_bytes
+from model_adapters.quantization.rules import QuantizationRules, parse_rules
+from model_adapters.quantization.selection import Selection
+from model_adapters.quantization.stored_form import StoredForm
 from model_adapters.sharding.model_sharding import ModelSharding
+from torchax_serve.planning.chips import Chip
+
+Quantization = str | QuantizationRules | QuantizationSettings | None
+"""Preset, rules, or what a configuration states."""
 
 _NARROWED = {"int64": "int32", "float64": "float32", "uint64": "uint32"}  # JAX without 64-bit types
+
+
+AbstractWeight = jax.ShapeDtypeStruct | QuantizedWeight
+"""A weight of shapes without values."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,12 +48,14 @@ class AbstractModel:
     Attributes:
         module: Module on the meta device.
         sharding: Sharding of the module on the mesh.
-        weights: Abstract arrays by name; tied names share one object.
+        weights: Abstract arrays by name, or quantized weights of them; tied names share one object.
+        forms: Forms of the quantized weights, by name.
     """
 
     module: PreTrainedModel
     sharding: ModelSharding
-    weights: Mapping[str, jax.ShapeDtypeStruct]
+    weights: Mapping[str, AbstractWeight]
+    forms: Mapping[str, StoredForm] = dataclasses.field(default_factory=dict)
 
     @property
     def mesh_shape(self) -> dict[str, int]:
@@ -47,8 +64,17 @@ class AbstractModel:
 
     def bytes_per_device(self, name: str) -> int:
         """Returns the bytes of the tensor `name` on one device."""
-        placed = self.sharding.placed[name]
-        return placed.bytes_per_device(self.mesh_shape, self.weights[name].dtype.itemsize)
+        placed, weight = self.sharding.placed[name], self.weights[name]
+        if not isinstance(weight, QuantizedWeight):
+            return placed.bytes_per_device(self.mesh_shape, weight.dtype.itemsize)
+        return sum(
+            num_bytes(jax.ShapeDtypeStruct(part.sharding.shard_shape(part.shape), part.dtype))
+            for part in jax.tree.leaves(weight)
+        )
+
+    def elements_per_device(self, name: str) -> int:
+        """Returns the number of elements of the tensor `name` on one device."""
+        return self.sharding.placed[name].bytes_per_device(self.mesh_shape, 1)
 
     def unique_names(self) -> list[str]:
         """Returns one name for each array."""
@@ -70,16 +96,26 @@ class AbstractModel:
     @property
     def weights_bytes(self) -> int:
         """Bytes of all arrays of the unsharded model."""
-        return sum(
-            math.prod(self.sharding.placed[name].shape) * self.weights[name].dtype.itemsize
-            for name in self.unique_names()
-        )
+        return sum(map(self._bytes_of, self.unique_names()))
+
+    @property
+    def num_elements(self) -> int:
+        """Number of elements of all arrays of the unsharded model."""
+        return sum(math.prod(self.sharding.placed[name].shape) for name in self.unique_names())
+
+    def _bytes_of(self, name: str) -> int:
+        weight, form = self.weights[name], self.forms.get(name)
+        shape = self.sharding.placed[name].shape
+        return math.prod(shape) * weight.dtype.itemsize if form is None else form.num_bytes(shape)
 
 
 def empty_module(
     model: str | os.PathLike[str] | None, *, dtype: str = "auto", trust_remote_code: bool = False, **where: Any
-) -> PreTrainedModel:
+) -> tuple[PreTrainedModel, QuantizationSettings | None]:
     """Builds the module of `model` (as `serve` takes it, or a config file) on the meta device.
+
+    Returns:
+        The module, and the quantization that its configuration states.
 
     Raises:
         ModelNotFoundError, CheckpointError, UnsupportedModelError, InvalidArgumentError: in one line.
@@ -88,14 +124,15 @@ def empty_module(
     source = resolve(model, with_weights=False, with_code=trust_remote_code, **where)
     assert source.path is not None
     if source.gguf is not None:
-        raise UnsupportedModelError(f"plan: expected a model with a config.json, got {source.gguf.name}, a GGUF file")
-    file = source.path if source.kind == "config" else source.path / CONFIG
-    config = load_config(file, trust_remote_code=trust_remote_code)
-    model_class, config = find_class(config, folder=source.folder, trust_remote_code=trust_remote_code)
-    said: Any = config.dtype
-    module = module_of(model_class, config, wanted or said or torch.bfloat16)
+        raise UnsupportedModelError(
+            f"plan: expected a model with a config.json, got {source.gguf.name}, a GGUF file; plan the model that it "
+            "was made of, with --quantization int4 or int8"
+        )
+    files = ModelFiles.of(source, trust_remote_code=trust_remote_code)
+    model_class, config = find_class(files.config, folder=source.folder, trust_remote_code=trust_remote_code)
+    module = module_of(model_class, config, wanted or files.dtype or torch.bfloat16)
     require_causal_module(module, source.name)
-    return module
+    return module, files.settings
 
 
 def module_of_type(model_type: str) -> PreTrainedModel:
@@ -118,18 +155,75 @@ def module_of_type(model_type: str) -> PreTrainedModel:
     return module_of(model_class, config, torch.bfloat16)
 
 
-def abstract_model(module: PreTrainedModel, mesh: Mesh, *, refuse_uneven: bool = False) -> AbstractModel:
-    """Shards `module` on `mesh`.
+def stored_forms(
+    module: PreTrainedModel, quantization: Quantization, chip: Chip, sharding: ModelSharding | None = None
+) -> dict[str, StoredForm]:
+    """Returns the forms of the weights of `module` that are quantized, by name.
+
+    Args:
+        module: Module on the meta device.
+        quantization: Preset, rules, or what a configuration states; None: nothing is quantized.
+        chip: Kind of device that multiplies with them.
+        sharding: Layout on a mesh, which may leave presets no groups of columns.
 
     Raises:
-        InvalidArgumentError: The sharding rules do not fit the mesh.
+        InvalidArgumentError: Rules that do not fit the module.
+        UnsupportedModelError: The configuration does not say how its weights are quantized.
+    """
+    if isinstance(quantization, QuantizationSettings):
+        found = declared_forms(module, quantization)
+    else:
+        with on_platform(chip.platform):
+            rules = parse_rules(quantization)
+        chosen = None if rules is None else Selection.of(module, rules)
+        found = {} if chosen is None else _forms_of_rules(module, chosen, sharding)
+    tensors = named_tensors(module)
+    return {
+        name: form.on_platform(
+            chip.platform, tensors[name].shape[-2 if form.scheme.transposed else -1], multiplies_fp8=chip.multiplies_fp8
+        )
+        for name, form in found.items()
+    }
+
+
+def _forms_of_rules(
+    module: PreTrainedModel, selection: Selection, sharding: ModelSharding | None
+) -> dict[str, StoredForm]:
+    source, tensors = selection.rules.name, named_tensors(module)
+    return {
+        name: StoredForm.of_rule(*selection.on_mesh(name, sharding), numpy_dtype(tensors[name].dtype), source)
+        for name in selection.chosen
+    }
+
+
+def abstract_model(
+    module: PreTrainedModel,
+    mesh: Mesh,
+    *,
+    refuse_uneven: bool = False,
+    quantization: Quantization = None,
+    chip: Chip | None = None,
+) -> AbstractModel:
+    """Shards `module` on `mesh`.
+
+    Args:
+        module: Module on the meta device.
+        mesh: The mesh.
+        refuse_uneven: Whether sizes that would be padded are an error.
+        quantization: What `stored_forms` takes.
+        chip: Kind of the mesh's devices; needed with `quantization` only.
+
+    Raises:
+        InvalidArgumentError: The sharding rules do not fit the mesh, or the quantization does not fit the module.
     """
     sharding = ModelSharding.of(module, mesh, refuse_uneven=refuse_uneven)
-    arrays: dict[int, jax.ShapeDtypeStruct] = {}
+    forms = {} if chip is None else stored_forms(module, quantization, chip, sharding)
+    arrays: dict[int, AbstractWeight] = {}
     weights = {}
     for name, tensor in named_tensors(module).items():
         if id(tensor) not in arrays:
             kind = numpy_dtype(tensor.dtype)
-            arrays[id(tensor)] = sharding.abstract(name, jnp.dtype(_NARROWED.get(str(kind), kind)))
+            dense = sharding.abstract(name, jnp.dtype(_NARROWED.get(str(kind), kind)))
+            arrays[id(tensor)] = forms[name].abstract(sharding, name) if name in forms else dense
         weights[name] = arrays[id(tensor)]
-    return AbstractModel(module, sharding, weights)
+    return AbstractModel(module, sharding, weights, forms)

@@ -30,6 +30,7 @@ class Chip:
         devices_per_chip: Number of JAX devices in a chip.
         topologies: Usual topologies, the smallest first.
         config: libtpu's options for the chip; a v4 has two cores for libtpu and is one device for JAX.
+        multiplies_fp8: Whether products of float8 are faster than those of bfloat16.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Chip:
     devices_per_chip: int = 1
     topologies: tuple[str, ...] = ()
     config: str = "default"
+    multiplies_fp8: bool = False
 
 
 CHIPS: dict[str, Chip] = {
@@ -49,10 +51,19 @@ CHIPS: dict[str, Chip] = {
         Chip("v5e", "tpu", int(15.75 * GIB), 819e9, 197e12, 1, ("2x2", "2x4", "4x4", "4x8", "8x8")),
         Chip("v5p", "tpu", int(94.75 * GIB), 2765e9, 459e12, 1, ("2x2x1", "2x2x2", "2x2x4", "2x4x4")),
         Chip("v6e", "tpu", int(31.25 * GIB), 1638e9, 918e12, 1, ("2x2", "2x4", "4x4", "4x8", "8x8")),
-        Chip("tpu7x", "tpu", int(94.75 * GIB), 3690e9, 1153.5e12, 2, ("2x2x1", "2x2x2", "2x2x4", "2x4x4")),
-        Chip("h100", "gpu", int(80e9 * GPU_PART), 3350e9, 989e12, 1, ("1", "2", "4", "8")),
-        Chip("h200", "gpu", int(141e9 * GPU_PART), 4800e9, 989e12, 1, ("1", "2", "4", "8")),
-        Chip("b200", "gpu", int(180e9 * GPU_PART), 7700e9, 2250e12, 1, ("1", "2", "4", "8")),
+        Chip(
+            "tpu7x",
+            "tpu",
+            int(94.75 * GIB),
+            3690e9,
+            1153.5e12,
+            2,
+            ("2x2x1", "2x2x2", "2x2x4", "2x4x4"),
+            multiplies_fp8=True,
+        ),
+        Chip("h100", "gpu", int(80e9 * GPU_PART), 3350e9, 989e12, 1, ("1", "2", "4", "8"), multiplies_fp8=True),
+        Chip("h200", "gpu", int(141e9 * GPU_PART), 4800e9, 989e12, 1, ("1", "2", "4", "8"), multiplies_fp8=True),
+        Chip("b200", "gpu", int(180e9 * GPU_PART), 7700e9, 2250e12, 1, ("1", "2", "4", "8"), multiplies_fp8=True),
     )
 }
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from model_adapters.caches.packed_batch import NotPackableError
+from model_adapters.caches.packed_batch import Int8Pool, NotPackableError, Pool, laid_out
 from model_adapters.errors import UnsupportedModelError
 from model_adapters.sharding.model_sharding import ModelSharding
 from torchax_serve.executors.base import AbstractStep
@@ -21,7 +21,7 @@ from torchax_serve.executors.per_sequence_forward import SequenceForward
 from torchax_serve.executors.static_batch_steps import StaticBatchSteps
 from torchax_serve.kv_cache.cache_layout import SlotStateSpec
 from torchax_serve.kv_cache.memory import MemoryBudget
-from torchax_serve.kv_cache.pools import CacheAllocation, PagedCache, PagedLayerSpec, PoolAllocator
+from torchax_serve.kv_cache.pools import CacheAllocation, HeadScales, PagedCache, PagedLayerSpec, PoolAllocator
 from torchax_serve.kv_cache.slot_states import PagedCacheWithStates
 from torchax_serve.runtime.model_runtime import ModelRuntime
 
@@ -75,9 +75,20 @@ class AbstractPages(PoolAllocator):
         """Returns the shape of a pool ``[num_pages, num_heads, page_size, width]``."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self._model_sharding.pool_sharding(shape[1]))
 
+    def pool(self, shape: tuple[int, int, int, int], dtype: np.dtype, scales: HeadScales | None) -> Pool:
+        """Returns the shape of a pool; with scales of keys and values by head for int8."""
+        pages, by_head = self.zeros(shape, dtype), jax.ShapeDtypeStruct((shape[1],), np.dtype(np.float32))
+        if dtype != np.int8:
+            return pages
+        return laid_out(Int8Pool(pages, by_head, by_head), self._model_sharding.pool_sharding, _with_sharding)  # type: ignore[arg-type]
+
     def slot_states(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         """Returns the shape of a state for each slot ``[num_slots + 1, ...]``."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self._model_sharding.state_sharding(shape))
+
+
+def _with_sharding(shape: Any, sharding: jax.sharding.NamedSharding) -> Any:
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
 
 def planned_executor(

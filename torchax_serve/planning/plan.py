@@ -21,10 +21,11 @@ from transformers import PreTrainedModel
 
 from model_adapters.errors import InvalidArgumentError, OutOfMemoryError, UnsupportedArgumentError
 from model_adapters.loading.memory import give_back_freed
+from model_adapters.quantization.loading import describe_weights
 from torchax_serve.distributed.mesh import mesh_of
 from torchax_serve.distributed.mesh_shape import parse_mesh
 from torchax_serve.kv_cache.pools import CacheAllocation
-from torchax_serve.planning.abstract_model import abstract_model
+from torchax_serve.planning.abstract_model import Quantization, abstract_model
 from torchax_serve.planning.cache_sizes import CacheSizes
 from torchax_serve.planning.compiled_steps import ProgramReport, compile_step
 from torchax_serve.planning.executors import PlannedExecutor, planned_executor
@@ -38,9 +39,11 @@ MAX_COMPILER_TIME_S = 0.5
 
 Some compilers report their time modulo a second, so that of a longer step may be wrong.
 """
-KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16")
-QUANTIZED = ("int8", "int4", "fp8", "float8_e4m3fn", "float8_e5m2")
+KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
 
+
+_PARTS_OF_BFLOAT16 = {"int8": 0.52, "int4": 0.3}
+"""Bytes of quantized weights with their scales and what stays dense, compared with bfloat16, about."""
 
 Note = Callable[[str], None]
 """Function that is called with a text before each part that may take a while."""
@@ -63,6 +66,7 @@ class PlanRequest:
         prefill_lens: Numbers of tokens of the prefill steps to compile.
         kv_cache_dtype: Dtype of pages; "auto" is that of the weights.
         refuse_uneven: Whether sizes that would be padded with zeros are an error.
+        quantization: Preset, rules, or what the model's configuration states; None: weights are dense.
     """
 
     topology: str
@@ -73,6 +77,7 @@ class PlanRequest:
     prefill_lens: tuple[int, ...] = (1024,)
     kv_cache_dtype: str = "auto"
     refuse_uneven: bool = False
+    quantization: Quantization = None
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "page_size"):
@@ -81,11 +86,6 @@ class PlanRequest:
             check_int("max_model_len", self.max_model_len, 2, "a request has a token of prompt and a new one")
         for length in self.prefill_lens:
             check_int("prefill", length, 1, "give positive numbers")
-        if self.kv_cache_dtype in QUANTIZED:
-            raise UnsupportedArgumentError(
-                f"kv_cache_dtype: expected one of {', '.join(KV_CACHE_DTYPES)}, got {self.kv_cache_dtype!r}, which the "
-                "engine's steps cannot use yet; leave it out"
-            )
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
             raise InvalidArgumentError(
                 f"kv_cache_dtype: expected one of {', '.join(KV_CACHE_DTYPES)}, got {self.kv_cache_dtype!r}; choose one"
@@ -99,6 +99,8 @@ class PlanReport:
     model: str
     model_type: str
     dtype: str
+    quantization: str  # which weights have how many bits; empty if all are in `dtype`
+    weight_bits: float  # of a number on average, with scales
     topology: str
     num_devices: int
     num_replicas: int
@@ -169,7 +171,9 @@ def make_plan(
     num_replicas = shape["data"]
     per_replica = shape | {"data": 1}
     mesh = mesh_of(devices[: math.prod(per_replica.values())], per_replica)
-    model = abstract_model(module, mesh, refuse_uneven=request.refuse_uneven)
+    model = abstract_model(
+        module, mesh, refuse_uneven=request.refuse_uneven, quantization=request.quantization, chip=chip
+    )
     runtime = ModelRuntime(module, model.weights, sharding=model.sharding)  # type: ignore[arg-type]
     max_len = _max_len(runtime, request)
     num_slots = -(-request.max_num_seqs // num_replicas)
@@ -222,10 +226,12 @@ def _with_dtype(executor: PlannedExecutor, request: PlanRequest) -> PlannedExecu
     if request.kv_cache_dtype == "auto":
         return executor
     dtype = np.dtype(jnp.dtype(request.kv_cache_dtype))
-    if executor.fallback_reason is not None and any(shape.dtype != dtype for shape in executor.pages):
+    is_same = all(shape.dtype == dtype for shape in executor.pages)
+    if executor.name == "static" or (executor.name == "per-sequence" and dtype != np.int8 and not is_same):
+        choices = "'auto'" if executor.name == "static" else "'auto' or 'int8'"
         raise UnsupportedArgumentError(
-            f"kv_cache_dtype: expected 'auto' for a model that is not packed, got {request.kv_cache_dtype!r}; leave it "
-            "out"
+            f"kv_cache_dtype: expected {choices} for a model that is not packed but {executor.name}, got "
+            f"{request.kv_cache_dtype!r}; leave it out"
         )
     pages = tuple(dataclasses.replace(shape, dtype=dtype) for shape in executor.pages)
     return dataclasses.replace(executor, pages=pages)
@@ -265,6 +271,8 @@ def _report(
         model=name,
         model_type=model.module.config.model_type,
         dtype=str(model.module.dtype).removeprefix("torch."),
+        quantization=describe_weights(model.weights),  # type: ignore[arg-type]  # shapes and dtypes alone are read
+        weight_bits=round(8 * model.weights_bytes / model.num_elements, 3),
         topology=request.topology,
         num_devices=math.prod(mesh.values()),
         num_replicas=num_replicas,
@@ -309,9 +317,12 @@ def _remedies(sizes: CacheSizes, temporary: int, out_of_memory: str | None) -> t
         length = int(sizes.max_len * slots / sizes.num_slots) // sizes.page_size * sizes.page_size
         if length >= sizes.page_size:
             remedies.append(f"{sizes.num_slots} slots of about {length} tokens")
-    eight_bits = weights // sizes.model.itemsize
-    if eight_bits < weights and need - weights + eight_bits <= memory:
-        remedies.append(f"weights of 8 bits, {eight_bits / 1e9:.2f} GB on each device; they cannot be served here yet")
+    if not sizes.model.forms:
+        for preset, part in _PARTS_OF_BFLOAT16.items():
+            fewer = int(weights * part * 2 / sizes.model.itemsize)
+            if need - weights + fewer <= memory:
+                remedies.append(f"--quantization {preset}: about {fewer / 1e9:.2f} GB of weights on each device")
+                break
     devices = sizes.model.sharding.mesh.size
     total_bytes = sizes.model.weights_bytes + sizes.wanted_bytes * devices
     remedies.append(

@@ -31,7 +31,9 @@ def lines_of(report: PlanReport, *, from_cache: bool) -> list[str]:
         "",
         "each device",
         f"  memory            {_gb(report.memory_bytes)}",
-        f"  weights           {_gb(report.weights_bytes)}  of {_gb(report.weights_bytes_of_one_device).strip()} in all",
+        f"  weights           {_gb(report.weights_bytes)}  of {_gb(report.weights_bytes_of_one_device).strip()} in all"
+        f", {report.weight_bits:.2f} bits a weight",
+        *([f"{'':20}{report.quantization}"] if report.quantization else []),
         f"  pages             {_gb(report.pages_bytes_wanted)}  {report.kv_cache_dtype}, {report.page_size} tokens each"
         + ("" if report.fits else f"; compiled with {_gb(report.pages_bytes).strip()}"),
         *_states(report),

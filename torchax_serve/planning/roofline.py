@@ -151,7 +151,7 @@ def _weights(model: AbstractModel, num_tokens: int, num_logits: int) -> tuple[fl
     for name in model.unique_names():
         placed = model.sharding.placed[name]
         num_bytes = model.bytes_per_device(name)
-        size = num_bytes / model.weights[name].dtype.itemsize
+        size = model.elements_per_device(name)
         is_head = name == head_name or (tied and name == words_name)
         if name == words_name and not is_head:
             continue  # a row for each token

@@ -9,6 +9,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from model_adapters.errors import TorchaxServeError
+from torchax_serve.planning.abstract_model import Quantization, stored_forms
 from torchax_serve.planning.chips import CHIPS, Chip
 from torchax_serve.planning.plan import Note, PlanReport, PlanRequest, no_note
 from torchax_serve.planning.plan_cache import cached_plan
@@ -33,7 +34,7 @@ def search(
 
 
 def _row(module: PreTrainedModel, name: str, chip: Chip, fields: dict[str, Any], note: Note) -> dict[str, Any]:
-    weights = sum(p.numel() * p.element_size() for p in module.parameters())
+    weights = _weights_bytes(module, fields.get("quantization"), chip)
     row: dict[str, Any] = {"chip": chip.name, "topology": None, "fits": False}
     for shape in chip.topologies:
         devices = chip.devices_per_chip * math.prod(map(int, shape.split("x")))
@@ -50,6 +51,14 @@ def _row(module: PreTrainedModel, name: str, chip: Chip, fields: dict[str, Any],
     return row | {"why": "none of its topologies is large enough" if row["topology"] is None else "too small"}
 
 
+def _weights_bytes(module: PreTrainedModel, quantization: Quantization, chip: Chip) -> int:
+    forms = stored_forms(module, quantization, chip)
+    return sum(
+        forms[name].num_bytes(tensor.shape) if name in forms else tensor.numel() * tensor.element_size()
+        for name, tensor in module.named_parameters()
+    )
+
+
 def _summary(report: PlanReport) -> dict[str, Any]:
     decode = next((bound for bound in report.bounds if bound.step == "decode"), None)
     return {
@@ -58,6 +67,7 @@ def _summary(report: PlanReport) -> dict[str, Any]:
         "num_devices": report.num_devices,
         "gb_per_device": round(report.total_bytes / 1e9, 2),
         "gb_of_device": round(report.memory_bytes / 1e9, 2),
+        "weight_bits": report.weight_bits,
         "ms_per_token": None if decode is None or decode.seconds is None else round(decode.seconds * 1e3, 3),
         "why": None if report.fits else (report.remedies[0] if report.remedies else "too small"),
     }

@@ -10,14 +10,19 @@ from transformers import PreTrainedModel
 
 from sharding_rules import MESH_AXES
 from torchax_serve.distributed.mesh_shape import parse_mesh
-from torchax_serve.planning.abstract_model import abstract_model
-from torchax_serve.planning.chips import num_devices
+from torchax_serve.planning.abstract_model import Quantization, abstract_model
+from torchax_serve.planning.chips import CHIPS, chip_of, num_devices
 
 DEFAULT_MESH = "model=8"
 
 
 def sharding_rows(
-    module: PreTrainedModel, topology: str | None = None, mesh: str | None = None, *, refuse_uneven: bool = False
+    module: PreTrainedModel,
+    topology: str | None = None,
+    mesh: str | None = None,
+    *,
+    refuse_uneven: bool = False,
+    quantization: Quantization = None,
 ) -> list[dict[str, Any]]:
     """Returns a row for each form of a parameter's name.
 
@@ -28,12 +33,15 @@ def sharding_rows(
         topology: Topology that sets the number of devices; None: `mesh` does.
         mesh: Sizes of mesh axes, such as ``model=4``; None: all devices on ``model``, 8 without a topology.
         refuse_uneven: Whether sizes that would be padded are an error.
+        quantization: Which weights have fewer bits; without a topology as on a TPU.
     """
     shape = parse_mesh(
         mesh or (DEFAULT_MESH if topology is None else None), None if topology is None else num_devices(topology)
     )
     sizes = tuple(shape[axis] for axis in MESH_AXES)
-    model = abstract_model(module, AbstractMesh(sizes, MESH_AXES), refuse_uneven=refuse_uneven)  # type: ignore[arg-type]
+    abstract: Any = AbstractMesh(sizes, MESH_AXES)
+    chip = CHIPS["v6e"] if topology is None else chip_of(topology)
+    model = abstract_model(module, abstract, refuse_uneven=refuse_uneven, quantization=quantization, chip=chip)
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     for name in model.sharding.placed:
         placed = model.sharding.placed[name]

@@ -17,6 +17,7 @@ from model_adapters.loading import LoadedModel
 from model_adapters.program.model_program import CallSpec
 from model_adapters.program.padding_safety import can_batch_padded
 from torchax_serve.buckets import next_bucket
+from torchax_serve.pooling.queue import check_wanted
 from torchax_serve.pooling.text_tokenizer import IDS, MASK, Row, TextTokenizer
 from torchax_serve.runtime.model_runtime import ModelRuntime
 
@@ -144,6 +145,7 @@ def run(runtime: ModelRuntime, rows: Sequence[Row], *, pad_id: int | None) -> It
         most = max(1, min(MAX_ROWS, TOKENS_PER_BATCH // width)) if pad_id is not None else 1
         taken = [index for index in order[:most] if may_pad or len(rows[index][IDS]) == longest]
         order = order[len(taken) :]
+        check_wanted()
         yield _forward(runtime, [rows[index] for index in taken], taken, width, pad_id or 0)
 
 

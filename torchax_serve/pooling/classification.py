@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -83,9 +83,9 @@ def rerank(
     documents: Sequence[str],
     *,
     top_k: int | None,
-    truncate: bool | None,
+    score_pairs: Callable[[Sequence[tuple[str, str]]], np.ndarray],
 ) -> list[RankedDocument]:
-    """See `torchax_serve.EncoderModel.rerank`."""
+    """See `torchax_serve.EncoderModel.rerank`; `score_pairs` returns the scores of pairs of texts."""
     _require(loaded, runtime, "ForSequenceClassification", "rerank", "scores pairs of texts")
     if not isinstance(query, str) or not query:
         raise InvalidArgumentError(f"query: expected some text, got {query!r}")
@@ -94,7 +94,7 @@ def rerank(
     if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1):
         raise InvalidArgumentError(f"top_k: expected a positive number or None for all, got {top_k!r}")
     pairs = list(documents)
-    scores = score_pairs(loaded, runtime, [(query, document) for document in pairs], truncate=truncate)
+    scores = score_pairs([(query, document) for document in pairs])
     order = sorted(range(len(pairs)), key=lambda index: -scores[index])
     return [RankedDocument(index, pairs[index], float(scores[index])) for index in order[:top_k]]
 

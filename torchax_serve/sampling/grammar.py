@@ -6,6 +6,7 @@ Grammars are compiled once and cached by their text.
 from __future__ import annotations
 
 import collections
+import copy
 import json
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -154,11 +155,14 @@ class GrammarCompiler:
             raise UnsupportedModelError("expected a fast tokenizer for answers held to a grammar, got one in Python")
         if not eos_ids:
             raise UnsupportedModelError("expected a model with an end-of-sequence token for answers held to a grammar")
-        from llguidance.hf import from_tokenizer
+        from llguidance import LLTokenizer
 
         self._eos_ids = tuple(eos_ids)
+        backend = copy.copy(tokenizer.backend_tokenizer)
+        backend.no_padding()
+        backend.no_truncation()
         try:
-            self._tokenizer = from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(self._eos_ids))
+            self._tokenizer = LLTokenizer(backend.to_str(), n_vocab=vocab_size, eos_token=list(self._eos_ids))
         except Exception as error:  # such as a decoder that llguidance does not know
             raise UnsupportedModelError(
                 f"expected a tokenizer that llguidance reads, for answers held to a grammar, got another ({error})"

@@ -53,7 +53,8 @@ class Sampler:
 
     For each shape of the logits there are three sampling programs (`PROGRAMS`), and one for log-probabilities. No
     option compiles another, except a history that is larger than `empty_history`. Masks are a program of their own
-    (`mask_logits`), before these. `compile_tasks` has all of them.
+    (`mask_logits`), before these. `compile_tasks` has all of them, but not `prompt_logprobs`, which packed models do
+    not need.
     """
 
     def __init__(
@@ -249,14 +250,6 @@ class Sampler:
             ("mask", logits.shape, logits.dtype),
             lambda: mask_logits(jax.device_put(zeros(), self._sharding), words),
         )
-
-    def compile_tasks_of_prompts(self, like: Any) -> Iterator[CompileTask]:
-        """Yields `prompt_logprobs` for logits of the shape [T, vocab] and dtype of `like`."""
-        logits = jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=self._sharding)
-        following, last = np.zeros(logits.shape[0], np.int32), np.zeros(self._num_slots, np.int32)
-        args = (logits, following, last, np.bool_(False), np.int32(0))
-        compile = functools.partial(self._prompt_logprobs.compiled, {}, *args, spec=None)
-        yield CompileTask(("prompt_logprobs", logits.shape, logits.dtype), compile)
 
     def _run(self, level: Level, options: RowOptions, logits: jax.Array) -> Sampled:
         if level == "history":

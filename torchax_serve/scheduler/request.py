@@ -32,6 +32,7 @@ class SchedulerRequest:
     min_new_tokens: int = 0  # stop tokens among the first `min_new_tokens` outputs do not end the request
     priority: int = 0  # lower runs first
     deadline_s: float | None = None  # on the scheduler's clock; the request ends at the first step at or after it
+    queue_deadline_s: float | None = None  # the same for a request that has not been given a slot by then
     salt: str = ""  # prefixes are shared among requests of equal salt only
     cache_prompt: bool = True  # False: shares nothing (token ids that do not say all, such as those of images)
     fork_of: RequestId | None = None  # a live request with the same prompt, whose computed prompt is shared if possible
@@ -51,9 +52,9 @@ class SchedulerRequest:
             raise invalid(f"{name}: min_new_tokens", expected, self.min_new_tokens, "lower it")
         if type(self.priority) is not int:
             raise invalid(f"{name}: priority", "a whole number, lower ones first", self.priority, "0 is usual")
-        deadline = self.deadline_s
-        if deadline is not None and (not isinstance(deadline, int | float) or math.isnan(deadline)):
-            raise invalid(f"{name}: deadline_s", "seconds on the scheduler's clock", deadline, "None sets none")
+        for field, deadline in (("deadline_s", self.deadline_s), ("queue_deadline_s", self.queue_deadline_s)):
+            if deadline is not None and (not isinstance(deadline, int | float) or math.isnan(deadline)):
+                raise invalid(f"{name}: {field}", "seconds on the scheduler's clock", deadline, "None sets none")
         stops = self.stop_token_ids
         if not isinstance(stops, frozenset) or not all(type(token) is int for token in stops):
             raise invalid(f"{name}: stop_token_ids", "a frozenset of token ids", stops, "frozenset() stops nowhere")
@@ -99,6 +100,11 @@ class RequestState:
     started_step: int | None = None  # the same when it was given its first token
     num_cached: int | None = None  # tokens found in the prefix cache when it was first given a slot
     started_s: float | None = None  # when it was first given a slot, on the scheduler's clock
+
+    def missed(self, reason: FinishReason) -> bool:
+        """Returns whether a deadline that has passed, "deadline" or "queue_deadline", ends the request."""
+        is_open = self.status is not Status.FINISHED
+        return is_open and (reason == "deadline" or self.num_cached is None)
 
     @property
     def slot(self) -> int | None:

@@ -64,7 +64,7 @@ class RequestQueues:
         self._allocator = allocator
         self._live: dict[RequestId, RequestState] = {}
         self._draining: dict[int, RequestState] = {}  # by slot
-        self._deadlines: list[tuple[float, int, RequestState]] = []  # a heap
+        self._deadlines: list[tuple[float, int, FinishReason, RequestState]] = []  # a heap: when, rank, kind, whose
         self._num_arrived = 0
 
     def __len__(self) -> int:
@@ -110,16 +110,18 @@ class RequestQueues:
         self._num_arrived += 1
         self._live[request.request_id] = state
         self.waiting.add(state)
-        if request.deadline_s is not None:
-            self._drop_old_deadlines()
-            heapq.heappush(self._deadlines, (request.deadline_s, state.rank[1], state))
+        self._add_deadline(state, "deadline", request.deadline_s)
+        self._add_deadline(state, "queue_deadline", request.queue_deadline_s)
         return state
 
-    def _drop_old_deadlines(self) -> None:
-        """Lets go of requests that ended before a deadline far away, once they are most of the heap."""
-        if len(self._deadlines) > 2 * len(self._live) + 64:
-            self._deadlines = [entry for entry in self._deadlines if entry[2].status is not Status.FINISHED]
+    def _add_deadline(self, state: RequestState, reason: FinishReason, deadline_s: float | None) -> None:
+        """Adds a deadline to the heap; drops those far away of ended requests once they are most of it."""
+        if deadline_s is None:
+            return
+        if len(self._deadlines) > 4 * len(self._live) + 64:
+            self._deadlines = [entry for entry in self._deadlines if entry[3].missed(entry[2])]
             heapq.heapify(self._deadlines)
+        heapq.heappush(self._deadlines, (deadline_s, state.rank[1], reason, state))
 
     def start(self, state: RequestState, pages: SequencePages, num_computed: int) -> None:
         """Starts a waiting request on `pages`, whose first `num_computed` tokens are in the cache."""
@@ -168,11 +170,11 @@ class RequestQueues:
         state.pages = None
 
     def expire(self, now: float) -> None:
-        """Ends every request whose deadline is `now` or before."""
+        """Ends every request whose deadline is `now` or before, also one for waiting that has not begun by then."""
         while self._deadlines and self._deadlines[0][0] <= now:
-            state = heapq.heappop(self._deadlines)[2]
-            if state.status is not Status.FINISHED:
-                self.finish_outside_step(state, "deadline")
+            _, _, reason, state = heapq.heappop(self._deadlines)
+            if state.missed(reason):
+                self.finish_outside_step(state, reason)
 
     def finish_outside_step(self, state: RequestState, reason: FinishReason) -> None:
         """Ends a live request outside of a commit; its result is stored for `pop_finished`."""

@@ -41,7 +41,7 @@ class Scheduler:
     thread calls it.
 
     A request ends with the reason "stop" (a stop token), "length" (`max_new_tokens` or `max_model_len` is reached, or
-    the request needs more pages than there are), "deadline", "abort" or "error".
+    the request needs more pages than there are), "deadline", "queue_deadline", "abort" or "error".
     """
 
     def __init__(self, config: SchedulerConfig, hash_function: PageHash = page_hash) -> None:

@@ -123,7 +123,7 @@ def prepare_media(
 
 
 def submit(model: TextModel, prepared: Sequence[PreparedPrompt], options: AnswerOptions) -> list[Answer]:
-    """Submits requests; all of them or, on an error, none.
+    """Submits requests; all of them or, on an error, none. Answers to one prompt share its pages.
 
     Raises:
         QueueFullError: Too many requests are waiting.
@@ -131,10 +131,12 @@ def submit(model: TextModel, prepared: Sequence[PreparedPrompt], options: Answer
     """
     handles: list[RequestHandle] = []
     answers: list[Answer] = []
+    first: TokenStream | None = None  # tokens of the first answer to the prompt
     with cancel_on_error(handles):
         for index, request in enumerate(prepared):
-            tokens = new_tokens(model, request)
+            tokens = new_tokens(model, request, first)
             assert isinstance(tokens, TokenStream)
+            first = first if request.answer_index else tokens
             handles.append(tokens.handle)
             answers.append(Answer(index, request, tokens.handle, _decoder(model, request, options)))
     return answers

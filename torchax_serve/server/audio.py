@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
+import numpy as np
 from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from model_adapters.errors import InvalidArgumentError
-from torchax_serve.entrypoints.speech_model import SpeechModel
+from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
+from torchax_serve.outputs import Transcript
+from torchax_serve.server import transcripts
 from torchax_serve.server.audio_files import decode_audio, resampled
 from torchax_serve.server.body import check_scalars
 from torchax_serve.server.context import ServerContext, context_of
 from torchax_serve.server.errors import ApiError, bad_request
-from torchax_serve.server.model_service import ModelService
 from torchax_serve.server.request_fields import ApiRequest, honoured, no_effect, refused
-from torchax_serve.server.sse import until_disconnect
+from torchax_serve.server.sse import EventStream, until_disconnect
 
+if TYPE_CHECKING:
+    from torchax_serve.entrypoints.speech_model import SpeechModel  # imports torch, which a recorded start needs not
+
+TIMED_FORMATS = ("verbose_json", "srt", "vtt")
 MAX_FIELDS = 32
 MAX_FIELD_BYTES = 65536
 _NUMBERS = frozenset({"temperature"})
+_FLAGS = frozenset({"stream"})
 _LISTS = frozenset({"include", "timestamp_granularities", "languages", "keywords"})
 
 
@@ -33,43 +39,102 @@ class TranscriptionRequest(ApiRequest):
     file: Annotated[Any, honoured("wav, flac, ogg or mp3, bounded in bytes and seconds")] = None
     model: Annotated[str, honoured("a name in `/v1/models`; another one is 404")]
     language: Annotated[str | None, honoured("of the audio, as the model names it")] = None
-    response_format: Annotated[Literal["json", "text"] | None, honoured("`json` or `text`")] = None
+    response_format: Annotated[
+        Literal["json", "text", "verbose_json", "srt", "vtt"] | None,
+        honoured("`json`, `text`; of models that write times also `verbose_json`, `srt`, `vtt`"),
+    ] = None
     temperature: Annotated[float | None, honoured("0, by default, is greedy")] = None
     prompt: Annotated[Any, refused("expected none; the model is given no text in front", "")] = None
-    stream: Annotated[Any, refused("expected false; transcripts come at once", "false", "False")] = None
-    timestamp_granularities: Annotated[Any, refused("expected none; transcripts have no times", [])] = None
+    stream: Annotated[bool | None, honoured("`transcript.text.delta` events; with `json` only")] = None
+    timestamp_granularities: Annotated[
+        list[Literal["segment", "word"]] | None,
+        honoured("what has times in `verbose_json`; words need `alignment_heads` in the generation config"),
+    ] = None
     include: Annotated[Any, refused("expected none; transcripts have no log-probabilities", [])] = None
     chunking_strategy: Annotated[str | None, no_effect("long audio is cut as the model does it")] = None
     languages: Annotated[Any, refused("expected none; write language", [])] = None
     keywords: Annotated[Any, refused("expected none", [])] = None
     user: Annotated[str | None, no_effect("who asks is told by the API key")] = None
 
+    @property
+    def granularities(self) -> tuple[str, ...]:
+        """What has times: ``segment`` by default."""
+        return tuple(self.timestamp_granularities or ("segment",))
 
-async def transcriptions(request: Request) -> Response:
+
+async def transcriptions(request: Request) -> Any:
     """Returns the words in an audio file."""
     return await _answer(request, "transcribe")
 
 
-async def translations(request: Request) -> Response:
+async def translations(request: Request) -> Any:
     """Returns the words in an audio file in English."""
     return await _answer(request, "translate")
 
 
-async def _answer(request: Request, task: str) -> Response:
+async def _answer(request: Request, task: str) -> Any:
     context = context_of(request)
     service = context.service()
     service.require("transcribe", request.scope["path"])
     fields, data = await _read_form(request, context)
     body = TranscriptionRequest.parse(fields)
     service.check_name(body.model, request.state.key)
+    assert service.model.transcribes
+    model = cast("SpeechModel", service.model)
+    options = _options(model, body, task) | _limits(context)
+    _check_form(model, body)
     try:
-        work = service.run(_transcribe, context, service, body, data, task)
-        text, seconds = await until_disconnect(request.receive, work)
+        work = service.run(_samples, model, data, context.options.request.max_audio_s)
+        samples, rate, duration_s = await until_disconnect(request.receive, work)
+        options["sampling_rate"] = rate
+        if body.stream:
+            pieces = transcripts.events(model.astream_transcript(samples, **options))
+            return EventStream(pieces, context.options.keep_alive_s)
+        if body.response_format in TIMED_FORMATS:
+            timed = model.atranscribe_with_times(samples, words="word" in body.granularities, **options)
+            return _timed_answer(body, await until_disconnect(request.receive, timed), task)
+        text = await until_disconnect(request.receive, model.atranscribe(samples, **options))
     except InvalidArgumentError as error:
         raise bad_request(str(error), "file", "invalid_value") from error
     if body.response_format == "text":
-        return PlainTextResponse(text + "\n")
-    return JSONResponse({"text": text, "usage": {"type": "duration", "seconds": max(1, round(seconds))}})
+        return PlainTextResponse(f"{text}\n")
+    return JSONResponse({"text": text, "usage": transcripts.usage_of(duration_s)})
+
+
+def _timed_answer(body: TranscriptionRequest, transcript: Transcript, task: str) -> Response:
+    if body.response_format == "srt":
+        return PlainTextResponse(transcripts.srt(transcript))
+    if body.response_format == "vtt":
+        return PlainTextResponse(transcripts.vtt(transcript), media_type="text/vtt")
+    temperature = body.temperature or 0.0
+    return JSONResponse(transcripts.verbose_json(transcript, body.granularities, task=task, temperature=temperature))
+
+
+def _limits(context: ServerContext) -> dict[str, Any]:
+    return {"timeout_s": context.options.request_timeout_s, "queue_timeout_s": context.options.queue_timeout_s}
+
+
+def _check_form(model: SpeechModel, body: TranscriptionRequest) -> None:
+    """Checks that a model can answer in the form of a request.
+
+    Raises:
+        ApiError: 400.
+    """
+    if body.stream and body.response_format not in (None, "json"):
+        message = f"stream: expected false with response_format {body.response_format}, got true; events are JSON"
+        raise bad_request(message, "stream", "invalid_value")
+    if body.timestamp_granularities and body.response_format != "verbose_json":
+        name = "timestamp_granularities"
+        raise bad_request(f"{name}: expected response_format verbose_json with it, got another", name, "invalid_value")
+    if body.response_format in TIMED_FORMATS:
+        from torchax_serve.generation.transcript_times import check_times  # imports torch
+
+        has_words = "word" in body.granularities
+        try:
+            check_times(model.torch_model, model.tokenizer, words=has_words)
+        except UnsupportedModelError as error:
+            name = "timestamp_granularities" if has_words else "response_format"
+            raise bad_request(f"{name}: {error}", name, "unsupported_parameter") from error
 
 
 async def _read_form(request: Request, context: ServerContext) -> tuple[dict[str, Any], bytes]:
@@ -110,8 +175,13 @@ async def _fields_of(form: FormData) -> tuple[dict[str, Any], bytes | None]:
         elif name.removesuffix("[]") in _LISTS:
             fields.setdefault(name.removesuffix("[]"), []).append(value)
         else:
-            fields[name] = _number(name, value) if name in _NUMBERS else value
+            fields[name] = _number(name, value) if name in _NUMBERS else _flag(value) if name in _FLAGS else value
     return fields, data
+
+
+def _flag(text: str) -> bool | str:
+    """Returns a truth value, or the text where it is none."""
+    return {"true": True, "false": False}.get(text.strip().lower(), text)
 
 
 def _number(name: str, text: str) -> float:
@@ -121,17 +191,11 @@ def _number(name: str, text: str) -> float:
         raise bad_request(f"{name}: expected a number, got {text[:60]!r}", name, "invalid_value") from error
 
 
-def _transcribe(
-    context: ServerContext, service: ModelService, body: TranscriptionRequest, data: bytes, task: str
-) -> tuple[str, float]:
-    """Returns the transcript, and the seconds of the audio."""
-    model = service.model
-    assert isinstance(model, SpeechModel)
-    samples, rate = decode_audio(data, context.options.request.max_audio_s)
+def _samples(model: SpeechModel, data: bytes, max_s: float) -> tuple[np.ndarray, int, float]:
+    """Returns the samples of a file at the model's rate, float32[num_samples], the rate in Hz, and the seconds."""
+    samples, rate = decode_audio(data, max_s)
     wanted = getattr(model.feature_extractor, "sampling_rate", rate)
-    text = model.transcribe(resampled(samples, rate, wanted), sampling_rate=wanted, **_options(model, body, task))
-    assert isinstance(text, str)
-    return text, len(samples) / rate
+    return resampled(samples, rate, wanted), wanted, len(samples) / rate
 
 
 def _options(model: SpeechModel, body: TranscriptionRequest, task: str) -> dict[str, Any]:
@@ -145,7 +209,13 @@ def _options(model: SpeechModel, body: TranscriptionRequest, task: str) -> dict[
     if body.language:
         if not is_multilingual:
             raise bad_request("language: expected none, the model has one only", "language", "unsupported_parameter")
-        options["language"] = body.language
+        from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
+
+        code = TO_LANGUAGE_CODE.get(body.language.lower(), body.language.lower())
+        if f"<|{code}|>" not in getattr(model.generation_config, "lang_to_id", {f"<|{code}|>": 0}):
+            message = f"language: expected one of the model's, such as en, got {body.language[:40]!r}"
+            raise bad_request(message, "language", "invalid_value")
+        options["language"] = code
     if body.temperature:
         if not 0 < body.temperature <= 1:
             raise bad_request(

@@ -79,9 +79,9 @@ def _start_answers(context: ServerContext, service: ModelService, body: ChatRequ
     params = sampling_params(
         body,
         service.model.tokenizer,
+        context.options,
         max_new_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         cache_salt=scoped_salt(key_name, body.cache_salt),
-        timeout_s=context.options.request_timeout_s,
     )
     plan = plan_tools(body, service.family)
     prompt = render_chat(service, body, plan)

@@ -66,9 +66,9 @@ def _start(
     params = sampling_params(
         _with_prompt_logprobs(body),
         service.model.tokenizer,
+        context.options,
         max_new_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else max(1, body.max_tokens),
         cache_salt=scoped_salt(key_name, body.cache_salt),
-        timeout_s=context.options.request_timeout_s,
     )
     prompts = [_prompt_ids(service, index, prompt) for index, prompt in enumerate(body.prompts())]
     masks = masks_of(lambda: service.grammars, grammar_of(body, context.options.request))

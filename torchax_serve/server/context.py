@@ -64,7 +64,7 @@ class ServerContext:
     def set_service(self, service: ModelService) -> None:
         """Sets the model, from which on requests are answered."""
         self._service = service
-        digest = hashlib.sha256(f"{__version__} {service.name} {service.model.dtype}".encode())
+        digest = hashlib.sha256(f"{__version__} {service.name} {service.model.dtype_name}".encode())
         self.fingerprint = f"fp_{digest.hexdigest()[:10]}"
         self.metrics.watch(service)
 

@@ -10,14 +10,16 @@ from typing import Any
 
 from model_adapters.errors import (
     ChatTemplateError,
+    DeadlineError,
     InvalidArgumentError,
     OutOfMemoryError,
+    QueueDeadlineError,
     QueueFullError,
+    RequestError,
     TorchaxServeError,
     UnsupportedArgumentError,
     UnsupportedModelError,
 )
-from torchax_serve.engine.request_handle import RequestError
 
 MAX_MESSAGE_CHARS = 2000
 """Longest message of an error, in characters."""
@@ -106,6 +108,14 @@ def api_error_of(error: BaseException) -> ApiError:
         return ApiError(503, "expected enough memory for the request, found too little; send it again later")
     if isinstance(error, _BLAMES_REQUEST):
         return bad_request(str(error))
+    if isinstance(error, QueueDeadlineError):
+        return ApiError(
+            503,
+            "expected the request to begin within the time limit for waiting, which has passed; send it again later",
+            code="queue_deadline_exceeded",
+        )
+    if isinstance(error, DeadlineError):
+        return ApiError(504, "expected an answer within the time limit of requests, which has passed; ask for less")
     if isinstance(error, RequestError):
         return ApiError(500, "the request failed while it ran; send it again")
     if isinstance(error, TorchaxServeError):

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from model_adapters.errors import QueueDeadlineError
 from torchax_serve.outputs import FinishReason, TokenLogprobs
 from torchax_serve.server.answers import Answer
-from torchax_serve.server.errors import ApiError
+from torchax_serve.server.errors import ApiError, api_error_of
 from torchax_serve.text.token_text import TokenBytes
 
 
@@ -37,6 +38,8 @@ def finish_reason_of(reason: FinishReason | None) -> str | None:
         return reason
     if reason == "deadline":
         raise ApiError(504, "expected an answer within the time limit of requests, got a longer one; lower max_tokens")
+    if reason == "queue_deadline":
+        raise api_error_of(QueueDeadlineError())
     raise ApiError(503, "the request was ended by the server; send it again")
 
 

@@ -11,17 +11,19 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from model_adapters.errors import UnsupportedModelError
 from model_adapters.loading.progress import RichProgress
 from torchax_serve.compilation import gc_pause
-from torchax_serve.entrypoints.encoder_model import EncoderModel
-from torchax_serve.entrypoints.served_model import ServedModel
 from torchax_serve.server.app import Application
 from torchax_serve.server.context import ServerContext, Stage
 from torchax_serve.server.listening import HttpListener
-from torchax_serve.server.model_service import ModelService, progress_of
+from torchax_serve.server.model_service import ModelService, drain_engines, progress_of
 from torchax_serve.server.options import ServerOptions
+
+if TYPE_CHECKING:
+    from torchax_serve.entrypoints.served_model import ServedModel  # imports torch, which a recorded start needs not
 
 logger = logging.getLogger("torchax_serve.server")
 
@@ -143,7 +145,7 @@ class Server:
             notify_systemd("READY=1")
 
     async def _drain(self) -> int:
-        """Refuses new requests and waits for those that run; returns the exit status."""
+        """Refuses new requests and waits for those that run, then for the engines; returns the exit status."""
         context = self.context
         was_ready = context.stage is Stage.READY
         context.stage = Stage.DRAINING
@@ -155,10 +157,12 @@ class Server:
         until = time.monotonic() + self._options.drain_timeout_s
         while context.num_in_flight and time.monotonic() < until:
             await asyncio.sleep(0.02)
-        if context.num_in_flight:
-            logger.warning("%d requests were cut off", context.num_in_flight)
-            return EXIT_CUT
-        return EXIT_DONE
+        assert context.loaded is not None
+        have_ended = await asyncio.to_thread(drain_engines, context.loaded, max(0.0, until - time.monotonic()))
+        if have_ended and not context.num_in_flight:
+            return EXIT_DONE
+        logger.warning("%d requests were cut off", context.num_in_flight)
+        return EXIT_CUT
 
     async def _tick(self) -> None:
         """Looks at the engine, the certificate and the event loop from time to time."""
@@ -200,7 +204,7 @@ class Server:
 
 def warm_up(model: ServedModel) -> None:
     """Compiles the programs of the model's engine; models without one compile at their first request."""
-    if isinstance(model, EncoderModel):
+    if not model.writes_text:
         return
     try:
         engine = model.engine

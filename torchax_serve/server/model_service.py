@@ -12,15 +12,11 @@ import importlib.util
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from model_adapters.errors import TorchaxServeError, UnsupportedModelError
-from torchax_serve.engine.data_parallel import DataParallelEngines
-from torchax_serve.engine.engine import Engine
 from torchax_serve.engine.progress import EngineProgress
-from torchax_serve.entrypoints.encoder_model import EncoderModel
-from torchax_serve.entrypoints.served_model import ServedModel
-from torchax_serve.entrypoints.speech_model import SpeechModel
+from torchax_serve.entrypoints.recorded_model import engines_of
 from torchax_serve.multimodal.processor import has_media, media_inputs, processor_of
 from torchax_serve.sampling.grammar import GrammarCompiler, GrammarMasks
 from torchax_serve.sampling_params import SamplingParams
@@ -29,7 +25,6 @@ from torchax_serve.server.errors import ApiError, bad_request
 from torchax_serve.server.key_limits import ApiKey
 from torchax_serve.server.messages import plain_messages
 from torchax_serve.server.options import ServerOptions
-from torchax_serve.server.pooling_batches import PoolingBatches
 from torchax_serve.server.response_families import ResponseFamily, response_template_for
 from torchax_serve.text.chat import chat_prompt_ids
 from torchax_serve.text.chat_template import ChatOptions, check_last_message
@@ -37,6 +32,10 @@ from torchax_serve.text.messages import checked_conversation
 from torchax_serve.text.prompt import encode_prompt, position_limit
 from torchax_serve.text.template_renderer import shared_renderer
 from torchax_serve.text.token_text import TokenBytes
+
+if TYPE_CHECKING:  # they import torch, which a recorded start needs not
+    from torchax_serve.entrypoints.encoder_model import EncoderModel
+    from torchax_serve.entrypoints.served_model import ServedModel
 
 Result = TypeVar("Result")
 
@@ -61,17 +60,17 @@ class ModelService:
         options: Of the server.
 
     Attributes:
-        names: Names that requests may use; the first one is shown.
+        names: Names that requests may use.
+        name: The first of them, which answers show.
         created: When it was ready, in seconds since 1970.
-        pooling: Queue of texts to embed, label or score.
     """
 
     def __init__(self, model: ServedModel, options: ServerOptions) -> None:
         self.model = model
         self.names = options.served_model_names or (_public_name(model.name),)
+        self.name = self.names[0]
         self.created = int(time.time())
         self._options = options
-        self.pooling = PoolingBatches(self.run)
         self._pool = concurrent.futures.ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="request")
 
     async def run(self, function: Callable[..., Result], *args: Any) -> Result:
@@ -94,28 +93,23 @@ class ModelService:
             with contextlib.suppress(UnsupportedModelError):
                 assert self.grammars is not None
 
-    @property
-    def name(self) -> str:
-        """Name that answers show."""
-        return self.names[0]
-
     @functools.cached_property
     def tasks(self) -> tuple[str, ...]:
         """What the model can do: ``generate``, ``chat``, ``transcribe``, ``embed``, ``classify``, ``rank`` ..."""
-        if isinstance(self.model, EncoderModel):
+        if not self.model.writes_text:
             return _encoder_tasks(type(self.model.torch_model).__name__, self.model.config.num_labels)
         found = ["generate", "embed"]
         if self.model.tokenizer is not None and self.template:
             found.append("chat")
-        if isinstance(self.model, SpeechModel):
+        if self.model.transcribes:
             found.append("transcribe")
         return tuple(found)
 
     @property
     def encoder(self) -> EncoderModel:
         """The model, for tasks that only encoders have."""
-        assert isinstance(self.model, EncoderModel)
-        return self.model
+        assert not self.model.writes_text
+        return cast("EncoderModel", self.model)
 
     def num_tokens(self, texts: Sequence[Any]) -> int:
         """Returns the number of tokens of texts and of token ids together, special tokens included."""
@@ -145,7 +139,7 @@ class ModelService:
     @functools.cached_property
     def max_model_len(self) -> int | None:
         """Largest number of tokens of prompt and answer; None without a limit."""
-        if isinstance(self.model, EncoderModel):
+        if not self.model.writes_text:
             return position_limit(self.model)
         try:
             return self.model.engine.max_model_len
@@ -176,18 +170,14 @@ class ModelService:
             most = self._options.request.max_messages
             raise bad_request(f"messages: expected at most {most}, got {len(messages)}", "messages", "invalid_value")
         _check_chars(self, sum(map(_num_chars, messages)), "messages")
-        plain = plain_messages(messages, self.template, self._audio_rate)
+        extractor = getattr(self._processor, "feature_extractor", None)
+        plain = plain_messages(messages, self.template, getattr(extractor, "sampling_rate", None))
         if not has_media(plain):
             return ChatPrompt(chat_prompt_ids(self.model, plain, options=options))
         conversation = checked_conversation(plain, None)
         check_last_message(conversation, options)
         inputs = media_inputs(self.model, conversation, options)
         return ChatPrompt(inputs["input_ids"][0].tolist(), inputs)
-
-    @functools.cached_property
-    def _audio_rate(self) -> int | None:
-        extractor = getattr(self._processor, "feature_extractor", None)
-        return getattr(extractor, "sampling_rate", None)
 
     @functools.cached_property
     def _processor(self) -> Any:
@@ -297,8 +287,13 @@ def _check_length(prompt_len: int, max_new_tokens: int | None, limit: int | None
 
 def progress_of(service: ModelService) -> list[EngineProgress]:
     """Returns the progress of the engines that have been made."""
-    made = (vars(service.model).get(name) for name in ("_engine", "_single_engine"))
-    return [engine.progress() for engine in made if isinstance(engine, Engine | DataParallelEngines)]
+    return [engine.progress() for engine in engines_of(service.model)]
+
+
+def drain_engines(service: ModelService, timeout_s: float) -> bool:
+    """Drains the engines that have been made, as `Engine.drain` does; `timeout_s` is for all of them together."""
+    until = time.monotonic() + timeout_s
+    return all([engine.drain(max(0.0, until - time.monotonic())) for engine in engines_of(service.model)])  # noqa: C419
 
 
 def _encoder_tasks(class_name: str, num_labels: int | None) -> tuple[str, ...]:

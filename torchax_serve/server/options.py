@@ -89,6 +89,7 @@ class ServerOptions:
         tls_client_ca: Certificates in PEM, one of which must have signed a client's; None asks for none.
         keep_alive_s: Seconds of silence of a streamed answer after which a comment is sent.
         request_timeout_s: Seconds that a request may take, waiting included; None for any time.
+        queue_timeout_s: Seconds that a request may wait before it begins; None for any time.
         pre_stop_s: Seconds for which requests are still accepted after SIGTERM.
         drain_timeout_s: Seconds that requests have to finish after that.
         watchdog_s: Seconds without progress after which the process reports itself dead and ends; 0 switches it off.
@@ -117,6 +118,7 @@ class ServerOptions:
     tls_client_ca: Path | None = None
     keep_alive_s: float = 15.0
     request_timeout_s: float | None = None
+    queue_timeout_s: float | None = None
     pre_stop_s: float = 0.0
     drain_timeout_s: float = 30.0
     watchdog_s: float = 300.0
@@ -136,6 +138,9 @@ class ServerOptions:
         for name in ("pre_stop_s", "drain_timeout_s", "watchdog_s"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise InvalidArgumentError(f"{name}: expected seconds >= 0, got {getattr(self, name)!r}")
+        for name in ("request_timeout_s", "queue_timeout_s"):
+            if getattr(self, name) is not None and not 0 < getattr(self, name) < math.inf:
+                raise InvalidArgumentError(f"{name}: expected seconds > 0, got {getattr(self, name)!r}")
         if not 0 < self.keep_alive_s < math.inf:
             raise InvalidArgumentError(f"keep_alive_s: expected seconds > 0, got {self.keep_alive_s!r}")
         if self.metrics_compat not in (None, "vllm"):

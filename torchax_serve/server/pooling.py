@@ -6,7 +6,7 @@ import base64
 import functools
 import time
 import uuid
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -41,19 +41,16 @@ async def _read(request: Request, kind: type[Body], task: str) -> tuple[ModelSer
 
 
 async def _results(
-    request: Request,
-    service: ModelService,
-    key: Hashable,
-    call: Callable[..., Any],
-    items: Sequence[Any],
-    field: str,
+    request: Request, call: Callable[..., Coroutine[Any, Any, Any]], items: Sequence[Any], field: str
 ) -> list[Any]:
     """Returns the results of `call` for `items`, in a batch with those of other requests."""
-    most = context_of(request).options.request.max_texts
+    options = context_of(request).options
+    most = options.request.max_texts
     if not 1 <= len(items) <= most:
         raise bad_request(f"{field}: expected 1 to {most} texts, got {len(items)}", field, "invalid_value")
+    work = call(items, timeout_s=options.request_timeout_s, queue_timeout_s=options.queue_timeout_s)
     try:
-        return await until_disconnect(request.receive, service.pooling.submit(key, call, items))
+        return list(await until_disconnect(request.receive, work))
     except ValueError as error:
         raise _renamed(error, field) from error
 
@@ -86,9 +83,7 @@ async def embeddings(request: Request) -> Response:
         "normalize": body.normalize,
         "pooling": body.pooling,
     }
-    call: Callable[..., Any] = functools.partial(service.model.embed, **options)
-    key = ("embed", *options.values())
-    found = await _results(request, service, key, call, texts, "input")
+    found = await _results(request, functools.partial(service.model.aembed, **options), texts, "input")
     usage = await _usage(request, service, texts)
     data = [
         {"object": "embedding", "index": index, "embedding": _encoded(row, body.encoding_format)}
@@ -108,8 +103,8 @@ async def classify(request: Request) -> Response:
     service, body = await _read(request, ClassifyRequest, "classify")
     texts = texts_of(body.input)
     truncate = bool(body.truncate)
-    call = functools.partial(service.encoder.classify, truncate=truncate)
-    found = await _results(request, service, ("classify", truncate), call, texts, "input")
+    call = functools.partial(service.encoder.aclassify, truncate=truncate)
+    found = await _results(request, call, texts, "input")
     data = [
         {
             "index": index,
@@ -128,8 +123,8 @@ async def pooling(request: Request) -> Response:
     service, body = await _read(request, TokenPoolingRequest, "label tokens")
     texts = texts_of(body.input)
     truncate = bool(body.truncate)
-    call = functools.partial(service.encoder.classify_tokens, truncate=truncate)
-    found = await _results(request, service, ("label", truncate), call, texts, "input")
+    call = functools.partial(service.encoder.aclassify_tokens, truncate=truncate)
+    found = await _results(request, call, texts, "input")
     data = [
         {
             "index": index,
@@ -206,8 +201,7 @@ def _texts(name: str, given: str | list[str] | None, other: str | list[str] | No
 async def _scores(
     request: Request, service: ModelService, pairs: list[tuple[str, str]], truncate: bool | None, field: str
 ) -> list[float]:
-    call = functools.partial(service.encoder.score_pairs, truncate=truncate)
-    found = await _results(request, service, ("score", truncate), call, pairs, field)
+    found = await _results(request, functools.partial(service.encoder.ascore_pairs, truncate=truncate), pairs, field)
     return [float(each) for each in found]
 
 

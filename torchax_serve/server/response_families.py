@@ -22,6 +22,8 @@ _CHATML = "<|im_start|>assistant\n"
 
 MARKER = "marker"
 """Beginning of the names of fields that are texts of the format, and no part of a message."""
+REASONING = ("reasoning", "reasoning_content", "thinking")
+"""Names of the field of reasoning."""
 
 
 def _fields(

@@ -9,6 +9,7 @@ from typing import Any
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
 from torchax_serve.sampling_params import MAX_SEED, SamplingParams
 from torchax_serve.server.errors import bad_request
+from torchax_serve.server.options import ServerOptions
 from torchax_serve.server.schemas import ChatRequest, TextRequest
 
 MAX_BAD_WORDS = 256
@@ -38,16 +39,16 @@ _RENAMED: Mapping[str, str] = {
 
 
 def sampling_params(
-    request: TextRequest, tokenizer: Any, *, max_new_tokens: int | None, cache_salt: str | None, timeout_s: float | None
+    request: TextRequest, tokenizer: Any, limits: ServerOptions, *, max_new_tokens: int | None, cache_salt: str | None
 ) -> SamplingParams:
     """Returns the sampling parameters of a request, for one answer.
 
     Args:
         request: Its fields.
         tokenizer: Tokenizer of the model, or None.
+        limits: Options of the server, of which those about time are read.
         max_new_tokens: Most tokens of the answer; None follows the model's generation config.
         cache_salt: Salt of cached prefixes.
-        timeout_s: Seconds that the request may take.
 
     Raises:
         ApiError: 400 for a value out of its range.
@@ -69,7 +70,8 @@ def sampling_params(
         "seed": _seed(request.seed),
         "logprobs": _num_top(request),
         "cache_salt": cache_salt,
-        "timeout_s": timeout_s,
+        "timeout_s": limits.request_timeout_s,
+        "queue_timeout_s": limits.queue_timeout_s,
     }
     try:
         return SamplingParams(**{name: value for name, value in options.items() if value not in (None, [], {})})

@@ -66,7 +66,8 @@ class TextRequest(ApiRequest):
     metadata: Annotated[dict[str, str] | None, no_effect(_STORE)] = None
     store: Annotated[bool | None, no_effect(_STORE)] = None
     response_format: Annotated[
-        dict[str, Any] | None, honoured("`text`, `json_object`, `json_schema` or `structural_tag`")
+        dict[str, Any] | None,
+        honoured("`text`, `json_object`, `json_schema`; `structural_tag` of `structures` and `triggers`"),
     ] = None
     structured_outputs: Annotated[
         dict[str, Any] | None, honoured("vLLM's: `json`, `regex`, `choice`, `grammar` (Lark or GBNF) ...")

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from model_adapters.disk_cache import SealedFolder
+from model_adapters.loading.model_source import ModelSource
 from torchax_serve.compilation.cache_folders import EVICTOR, START
 from torchax_serve.compilation.executable_cache import environment
 from torchax_serve.compilation.xla_cache import programs_dir
@@ -49,6 +50,7 @@ class StartRecord:
         generation_config: Attributes of the model's generation config.
         generation_defaults: Values that transformers' ``generate`` fills in.
         limits: Fields of `torchax_serve.runtime.input_limits.InputLimits`.
+        quantization: The load report's line on quantized weights.
         described: Type and dtype of the model, for people.
     """
 
@@ -62,12 +64,13 @@ class StartRecord:
     generation_config: dict[str, Any]
     generation_defaults: dict[str, Any]
     limits: dict[str, Any]
+    quantization: str
     described: tuple[str, str]
 
 
-def states_of(folder: Path, others: Sequence[Path] = ()) -> tuple[FileState, ...] | None:
-    """Returns the state of all files in `folder` and of `others`; None if there are too many."""
-    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+def states_of(checkpoint: Path, others: Sequence[Path] = ()) -> tuple[FileState, ...] | None:
+    """Returns the state of all files in a folder, or of a GGUF file, and of `others`; None if there are too many."""
+    paths = [path for path in sorted(checkpoint.rglob("*")) or [checkpoint] if path.is_file()]
     if len(paths) > MAX_FILES:
         return None
     return tuple(state_of(path) for path in [*paths, *others])
@@ -79,16 +82,27 @@ def state_of(path: Path) -> FileState:
     return str(path), status.st_size, status.st_mtime_ns
 
 
+def start_folder(source: ModelSource, arguments: Mapping[str, str] | None) -> StartFolder | None:
+    """Returns the place of the start record of a model; None for one of which no start is recorded.
+
+    Args:
+        source: The model.
+        arguments: Arguments of `serve` that decide about the weights; None: no start is recorded.
+    """
+    checkpoint = source.gguf if source.kind == "folder" and source.gguf is not None else source.folder
+    return None if checkpoint is None or arguments is None else StartFolder(checkpoint, arguments)
+
+
 class StartFolder:
     """The record of one model and one set of arguments, on disk.
 
     Args:
-        folder: Folder with the checkpoint.
+        checkpoint: Folder with the checkpoint, or its GGUF file.
         arguments: Arguments of `serve` that decide about the weights.
     """
 
-    def __init__(self, folder: Path, arguments: Mapping[str, Any]) -> None:
-        self.checkpoint = folder.resolve()
+    def __init__(self, checkpoint: Path, arguments: Mapping[str, Any]) -> None:
+        self.checkpoint = checkpoint.resolve()
         programs = programs_dir()
         assert programs is not None
         self.programs = programs

@@ -30,12 +30,14 @@ class TokenizerRecord:
         chat_template: Chat template without tools; None if there is none.
         tools_template: Chat template for tools.
         special_tokens_map: Special tokens by name.
+        response_template: How answers spell reasoning and tool calls; None if the checkpoint does not say.
     """
 
     backend: str
     chat_template: str | None
     tools_template: str | None
     special_tokens_map: dict[str, Any]
+    response_template: dict[str, Any] | None = None
 
     def tokenizer(self) -> tokenizers.Tokenizer:
         """Returns the tokenizer, which neither cuts nor pads."""
@@ -68,6 +70,7 @@ class RecordedTokenizer(Deferred):
             "is_fast": True,
             "chat_template": record.chat_template,
             "special_tokens_map": record.special_tokens_map,
+            "response_template": record.response_template,
             "clean_up_tokenization_spaces": False,
         }
         super().__init__(side, pick, recorded)

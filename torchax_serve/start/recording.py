@@ -10,11 +10,10 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import jax
-from transformers import GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from model_adapters.loading import LoadedModel
-from model_adapters.ops.compressed_weight import CompressedWeight, Weight
+from model_adapters.ops.compressed_weight import Weight
 from torchax_serve.generation.routing import ModelCapabilities
 from torchax_serve.multimodal.placeholders import MODALITIES
 from torchax_serve.runtime.model_runtime import ModelRuntime
@@ -102,13 +101,15 @@ def _record(
     identity = runtime.steps.executables.identity
     if identity is None or runtime.program.rope is not None or runtime.encoder is not None:
         raise NotRecordableError("its programs are not kept, or depend on lengths or an encoder")
-    if "packed" not in runtime.steps.executables.functions or not _are_recordable(weights):
-        raise NotRecordableError("it does not run packed, or has quantized weights")
+    if "packed" not in runtime.steps.executables.functions:
+        raise NotRecordableError("it does not run packed")
     if ModelCapabilities.of(runtime) != ModelCapabilities():
         raise NotRecordableError("its requests do not all run on the engine")
     report = loaded.report
-    if report.unused_tensors or report.missing_tensors or report.quantization:
+    if report.unused_tensors or report.missing_tensors or report.made_dense:
         raise NotRecordableError("its load report has something to say")
+    if loaded.has_processor:
+        raise NotRecordableError("it has a processor of images or audio")
     config, absent = _config_of(loaded)
     assert loaded.generation_config is not None
     values, defaults = _generation_config_of(loaded)
@@ -130,12 +131,9 @@ def _record(
         generation_config=values,
         generation_defaults=defaults,
         limits=dataclasses.asdict(runtime.limits),
+        quantization=report.quantization,
         described=(config["model_type"], str(loaded.module.dtype).removeprefix("torch.")),
     )
-
-
-def _are_recordable(weights: dict[str, Weight]) -> bool:
-    return all(isinstance(weight, jax.Array | CompressedWeight) for weight in weights.values())
 
 
 def _config_of(loaded: LoadedModel) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -150,10 +148,14 @@ def _config_of(loaded: LoadedModel) -> tuple[dict[str, Any], tuple[str, ...]]:
 
 def _generation_config_of(loaded: LoadedModel) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the values of the checkpoint's generation config, and transformers' defaults."""
+    from model_adapters.loading.formats import gguf_model
     from model_adapters.loading.loader import generation_config_of
 
-    assert loaded.source.folder is not None
-    config: GenerationConfig = generation_config_of(loaded.source.folder, loaded.module)  # a script may change ours
+    folder = loaded.source.folder  # read again: a script may have changed that of the module
+    if folder is None:
+        config = gguf_model.generation_config_of(loaded.config)
+    else:
+        config = generation_config_of(folder, loaded.module)
     return _plain(vars(config)), _plain(config._get_default_generation_params())
 
 
@@ -193,7 +195,8 @@ def _tokenizer_of(loaded: LoadedModel) -> TokenizerRecord | None:
         for name, value in tokenizer.special_tokens_map.items()
     }
     backend = tokenizer.backend_tokenizer.to_str()
-    record = TokenizerRecord(backend, _template(tokenizer, None), _template(tokenizer, [{}]), special)
+    own = _plain({"response_template": getattr(tokenizer, "response_template", None)})
+    record = TokenizerRecord(backend, _template(tokenizer, None), _template(tokenizer, [{}]), special, **own)
     _check_equal(tokenizer, record)
     return record
 

@@ -6,7 +6,7 @@ import collections
 import copy
 import dataclasses
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from model_adapters.errors import InvalidArgumentError, QueueFullError
 from torchax_serve.outputs import Completion
@@ -27,7 +27,7 @@ def generate_batch(
 
     All requests are submitted before the first answer is read. On the engine they share a batch, and each gets the
     tokens it gets by itself. Requests for which the queue has no room are submitted as others finish. ``n`` answers to
-    a prompt follow each other, and with a ``seed`` answer i of them samples with ``seed + i``.
+    a prompt follow each other and share its pages; with a ``seed`` answer i of them samples with ``seed + i``.
 
     Args:
         model: the model.
@@ -57,16 +57,19 @@ def generate_batch(
     detokenizers = [detokenizer_of(model, request.stop_strings) for request in requests]
     pending: collections.deque[TextStream] = collections.deque()
     completions: list[Completion] = []
+    first: Iterator[int] | None = None  # tokens of the first answer to the prompt
     try:
         for request, detokenizer in zip(requests, detokenizers, strict=True):
             while True:
                 try:
-                    pending.append(TextStream(request, detokenizer, new_tokens(model, request)))
+                    tokens = new_tokens(model, request, first)
                     break
                 except QueueFullError:
                     if not pending:
                         raise
                     completions.append(_completed(pending.popleft()))
+            pending.append(TextStream(request, detokenizer, tokens))
+            first = first if request.answer_index else tokens
         while pending:
             completions.append(_completed(pending.popleft()))
         return completions
@@ -97,7 +100,7 @@ def split_answers(request: PreparedPrompt, num_answers: int) -> list[PreparedPro
     config.num_return_sequences = None
     seed = secrets.randbits(63) if request.seed is None else request.seed
     return [
-        dataclasses.replace(request, generation_config=config, seed=(seed + index) % (MAX_SEED + 1))
+        dataclasses.replace(request, generation_config=config, seed=(seed + index) % (MAX_SEED + 1), answer_index=index)
         for index in range(num_answers)
     ]
 

@@ -56,10 +56,11 @@ class TextModel(Protocol):
         seed: int | None = None,
         params: SamplingParams | None = None,
         masks: Any = None,
+        fork_of: Any = None,
     ) -> Iterator[int]:
         """Yields the new token ids, the end-of-sequence token included.
 
-        Closing the iterator stops the decoding.
+        Closing the iterator stops the decoding. `fork_of` is the iterator of another answer to the same prompt.
         """
 
 
@@ -75,6 +76,7 @@ class PreparedPrompt:
         params: The caller's parameters, for options that a generation config does not have.
         inputs: Tensors by argument of ``generate``, for a prompt with images or audio; None for text.
         masks: `torchax_serve.sampling.token_masks.TokenMasks` of this request; None for all tokens.
+        answer_index: Number of the answer among those to its prompt, from 0 on.
     """
 
     prompt_ids: tuple[int, ...]
@@ -84,6 +86,7 @@ class PreparedPrompt:
     params: SamplingParams = field(default_factory=SamplingParams)
     inputs: Mapping[str, Any] | None = field(default=None, repr=False)
     masks: Any = field(default=None, repr=False)
+    answer_index: int = 0
 
     @property
     def eos_token_ids(self) -> frozenset[int]:

@@ -136,7 +136,8 @@ class TextStream(Iterator[str]):
 
     def _finish_reason_without_stop(self) -> FinishReason:
         """Returns why the tokens have ended without an end-of-sequence token or stop string."""
-        return "deadline" if getattr(self._tokens, "finish_reason", None) == "deadline" else "length"
+        reason: FinishReason | None = getattr(self._tokens, "finish_reason", None)
+        return reason if reason in ("deadline", "queue_deadline") else "length"
 
     def _advance(self) -> str:
         """Takes one token, or the end; returns the text that became final."""
@@ -209,13 +210,21 @@ def start_stream(model: TextModel, request: PreparedPrompt) -> TextStream:
     return TextStream(request, detokenizer, new_tokens(model, request))
 
 
-def new_tokens(model: TextModel, request: PreparedPrompt) -> Iterator[int]:
-    """Returns the model's iterator over the new tokens of `request`."""
+def new_tokens(model: TextModel, request: PreparedPrompt, first: Iterator[int] | None = None) -> Iterator[int]:
+    """Returns the model's iterator over the new tokens of `request`.
+
+    Args:
+        model: The model.
+        request: The request.
+        first: Tokens of the first answer to its prompt; a later one shares its pages.
+    """
     kwargs: dict[str, Any] = {} if request.seed is None else {"seed": request.seed}
     if request.inputs is not None:
         kwargs["inputs"] = request.inputs
     if request.masks is not None:
         kwargs["masks"] = request.masks
+    if request.answer_index and request.inputs is None and hasattr(first, "handle"):
+        kwargs["fork_of"] = first
     if request.params.engine_only():
         kwargs["params"] = request.params.only_engine_options()  # the config has the others
     return model.iter_tokens(request.prompt_ids, request.generation_config, **kwargs)

@@ -20,7 +20,6 @@ import torch
 
 from model_adapters.errors import CheckpointError
 from model_adapters.loading.formats import fp8
-from model_adapters.loading.formats.gguf_blocks import FP4_DOUBLED
 from model_adapters.loading.formats.gptq import column_order
 from model_adapters.loading.formats.parts import (
     QuantizedParts,
@@ -32,7 +31,7 @@ from model_adapters.loading.formats.parts import (
 )
 from model_adapters.loading.formats.settings import QuantizationSettings, matches
 from model_adapters.loading.formats.weight_groups import WeightGroup, groups_by_suffix
-from model_adapters.ops.quantized_weight import ActDtype
+from model_adapters.ops.quantized_weight import FP4_DOUBLED, ActDtype
 
 _PLAIN = ("int-quantized", "float-quantized", "naive-quantized", "mxfp8-quantized")
 _FP4 = ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
@@ -74,7 +73,7 @@ def _groups(settings: QuantizationSettings) -> Mapping[str, Any]:
     return groups
 
 
-def _scheme_of(module: str, settings: QuantizationSettings) -> Mapping[str, Any]:
+def scheme_of_module(module: str, settings: QuantizationSettings) -> Mapping[str, Any]:
     """Returns the group of settings for a module: one that names it, else one for its class."""
     groups = list(_groups(settings).values())
     for group in groups:
@@ -85,7 +84,7 @@ def _scheme_of(module: str, settings: QuantizationSettings) -> Mapping[str, Any]
 
 def read(group: WeightGroup, tensors: Mapping[str, torch.Tensor], settings: QuantizationSettings) -> QuantizedParts:
     """Returns the parts of one weight, exactly; activations are rounded as the checkpoint says."""
-    scheme, name = _scheme_of(group.module, settings), group.weight
+    scheme, name = scheme_of_module(group.module, settings), group.weight
     weights = scheme.get("weights") or {}
     if "packed" in tensors:
         if weights.get("type") == "float":
@@ -209,4 +208,4 @@ def _read_fp4(name: str, tensors: Mapping[str, torch.Tensor]) -> QuantizedParts:
         scale = scale / divisor.float()
     group = codes.shape[-1] // scale.shape[-1]
     require_shapes(name, {"scale": (codes.shape[0], codes.shape[-1] // group)}, dict(tensors))
-    return QuantizedParts(numbers, scale / 2, group=group, source=_NAME)
+    return QuantizedParts(numbers, scale / 2, bits=4, group=group, source=_NAME)

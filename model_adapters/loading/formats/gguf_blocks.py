@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from model_adapters.loading.formats.parts import QuantizedParts
+from model_adapters.ops.quantized_weight import FP4_DOUBLED
 
 BLOCK_BYTES: dict[str, tuple[int, int]] = {
     "F32": (1, 4),
@@ -144,10 +145,6 @@ def _q6_k(b: torch.Tensor) -> Unpacked:
     return numbers, _halves(b, 208) * scale, None
 
 
-FP4_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-"""The 16 numbers of float4_e2m1fn, times two."""
-
-
 def _mxfp4(b: torch.Tensor) -> Unpacked:
     numbers = torch.tensor(FP4_DOUBLED, dtype=torch.int8)[_nibbles(b[:, 1:]).long()]
     return numbers, torch.exp2(b[:, :1].float() - 128), None
@@ -163,7 +160,7 @@ _UNPACK: dict[str, tuple[Callable[[torch.Tensor], Unpacked], int]] = {
     "Q4_K": (_q4_k, 4),
     "Q5_K": (_q5_k, 8),
     "Q6_K": (_q6_k, 8),
-    "MXFP4": (_mxfp4, 8),
+    "MXFP4": (_mxfp4, 4),
 }
 
 QUANTIZED_TYPES = tuple(_UNPACK)

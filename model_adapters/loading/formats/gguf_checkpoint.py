@@ -56,6 +56,11 @@ class GgufCheckpoint:
         """Dtype that the model computes in unless the caller says otherwise: on CPUs float32, as in llama.cpp."""
         return torch.float32 if jax.default_backend() == "cpu" else torch.bfloat16
 
+    @property
+    def parameter_names(self) -> set[str]:
+        """Names of the module's parameters that are in the file."""
+        return {self._names.get(name, name) for name in self.file.tensors}
+
     def sizes_in(self, dtype: torch.dtype | None) -> dict[str, int]:
         """Returns bytes of each tensor as it is stored: quantized ones stay as they are."""
         return {name: tensor.num_bytes for name, tensor in self.file.tensors.items()}

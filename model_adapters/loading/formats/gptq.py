@@ -29,7 +29,7 @@ def find(entries: Mapping[str, Any], settings: QuantizationSettings) -> list[Wei
 
 def read(group: WeightGroup, tensors: Mapping[str, torch.Tensor], settings: QuantizationSettings) -> QuantizedParts:
     """Returns the parts of one weight, exactly."""
-    bits, group_size = _settings_of(group.module, settings)
+    bits, group_size = settings_of_module(group.module, settings)
     qweight = tensors["qweight"]
     num_columns, num_rows = qweight.shape[0] * 32 // bits, qweight.shape[1]
     group_size = num_columns if group_size == -1 else group_size
@@ -49,7 +49,7 @@ def read(group: WeightGroup, tensors: Mapping[str, torch.Tensor], settings: Quan
     return QuantizedParts(numbers, scale, offset, columns, bits=8 if bits == 8 else 4, group=group_size, source="gptq")
 
 
-def _settings_of(module: str, settings: QuantizationSettings) -> tuple[int, int]:
+def settings_of_module(module: str, settings: QuantizationSettings) -> tuple[int, int]:
     """Returns bits and group size of a module: ``dynamic`` of GPTQModel has others for some of them."""
     values = dict(settings.values)
     for pattern, changes in (settings.values.get("dynamic") or {}).items():

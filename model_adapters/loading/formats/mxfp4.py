@@ -14,10 +14,10 @@ import torch
 
 from model_adapters.errors import CheckpointError
 from model_adapters.loading.formats import fp8
-from model_adapters.loading.formats.gguf_blocks import FP4_DOUBLED
 from model_adapters.loading.formats.parts import QuantizedParts, require_shapes, unpack_bytes
 from model_adapters.loading.formats.settings import QuantizationSettings
 from model_adapters.loading.formats.weight_groups import WeightGroup, groups_by_suffix
+from model_adapters.ops.quantized_weight import FP4_DOUBLED
 
 _GROUP = 32
 
@@ -36,7 +36,7 @@ def read(group: WeightGroup, tensors: Mapping[str, torch.Tensor], settings: Quan
     codes = unpack_bytes(blocks, 4).flatten(-2)
     numbers = torch.tensor(FP4_DOUBLED, dtype=torch.int8)[codes.long()]
     scale = fp8.exponents_to_float(tensors["scales"]) / 2
-    return QuantizedParts(numbers, scale, group=_GROUP, transposed=True, source="mxfp4")
+    return QuantizedParts(numbers, scale, bits=4, group=_GROUP, transposed=True, source="mxfp4")
 
 
 def find_fp8(entries: Mapping[str, Any], settings: QuantizationSettings) -> list[WeightGroup]:

@@ -10,8 +10,9 @@ import torch
 from model_adapters.bridge.host_arrays import to_jax_zero_copy, to_numpy
 from model_adapters.loading.formats.quantized_tensor import QuantizedTensor
 from model_adapters.ops.quantized_weight import QuantizedWeight, Scheme, make_quantized
-from model_adapters.quantization.cpu_layout import lay_out
+from model_adapters.quantization.device_layout import lay_out
 from model_adapters.sharding.model_sharding import ModelSharding
+from model_adapters.sharding.quantized_sharding import put_quantized
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,9 +43,8 @@ class StoredWeights:
 
     def __call__(self, name: str, tensor: QuantizedTensor) -> QuantizedWeight:
         """Returns the weight `name`, in the order of the kernels where these can read it."""
-        weight = _plain_weight(name, tensor)
-        placed = lay_out(weight) if self.sharding is None else self.sharding.put_quantized(name, weight)
-        return jax.block_until_ready(placed)
+        weight = lay_out(_plain_weight(name, tensor), on_mesh=self.sharding is not None)
+        return jax.block_until_ready(weight if self.sharding is None else put_quantized(self.sharding, name, weight))
 
 
 def _plain_weight(name: str, tensor: QuantizedTensor) -> QuantizedWeight:

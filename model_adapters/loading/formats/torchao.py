@@ -1,4 +1,4 @@
-"""torchao tensors in safetensors: int8, int4 and float8 weights with plain layouts.
+"""torchao tensors in safetensors: int8, int4 and float8 weights with an element for each number.
 
 A weight ``m.weight`` lies as ``m._weight_qdata``, ``m._weight_scale`` …; the header of the file has JSON of its class
 and attributes (`torchao.prototype.safetensors.safetensors_support`).
@@ -15,12 +15,12 @@ from safetensors import safe_open
 
 from model_adapters.errors import CheckpointError
 from model_adapters.loading.formats import fp8
-from model_adapters.loading.formats.parts import QuantizedParts, unpack_bytes
+from model_adapters.loading.formats.parts import QuantizedParts
 from model_adapters.loading.formats.settings import QuantizationSettings
 from model_adapters.loading.formats.weight_groups import WeightGroup
 
 _NAME = "torchao"
-_READ = ("Int8Tensor", "Int4Tensor", "IntxUnpackedToInt8Tensor", "Float8Tensor")
+_READ = ("Int8Tensor", "IntxUnpackedToInt8Tensor", "Float8Tensor")
 
 
 def find(entries: Mapping[str, Any], settings: QuantizationSettings) -> list[WeightGroup]:
@@ -37,7 +37,7 @@ def find(entries: Mapping[str, Any], settings: QuantizationSettings) -> list[Wei
         if said["_type"] not in _READ:
             raise settings.refuse(
                 f"tensors of class {said['_type']} (expected one of {', '.join(_READ)})",
-                "quantize it with a config of torchao that has a plain layout",
+                "quantize it with IntxWeightOnlyConfig or Int8WeightOnlyConfig of torchao, whose layouts are plain",
             )
         module, _, leaf = name.rpartition(".")
         tensors = {part: f"{module}._{leaf}_{part}" for part in said.get("_tensor_data_names", ())}
@@ -63,12 +63,6 @@ def read(group: WeightGroup, tensors: Mapping[str, torch.Tensor], settings: Quan
     qdata, scale = tensors["qdata"], tensors["scale"].float()
     if kind == "Float8Tensor":
         return _read_float8(group.weight, qdata, scale)
-    if kind == "Int4Tensor":  # numbers -8 to 7, scales [groups, out], a zero that is added
-        codes = unpack_bytes(qdata.view(torch.uint8), 4)
-        values = torch.where(codes > 7, codes.to(torch.int16) - 16, codes.to(torch.int16)).to(torch.int8)
-        zero = tensors["zero_point"].float()
-        offset = zero.T.contiguous() if bool(zero.any()) else None
-        return QuantizedParts(values, scale.T.contiguous(), offset, bits=4, group=int(block[-1]), source=_NAME)
     rows = qdata.shape[0]
     if (
         block is None

@@ -46,6 +46,11 @@ CASES = {
         None,
     ),
     "mxfp4": ("mxfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}, None),
+    "mxfp8": (
+        "mxfp8-quantized",
+        {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"},
+        None,
+    ),
 }
 
 

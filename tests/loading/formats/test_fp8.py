@@ -52,6 +52,27 @@ def test_blocks_have_the_numbers_that_transformers_dequantizes(tmp_path):
         torch.testing.assert_close(theirs.state_dict()[name].float(), expected[name], rtol=0, atol=0)
 
 
+def test_mxfp8_has_the_numbers_that_transformers_dequantizes(tmp_path):
+    model, expected = tiny_llama(), {}
+
+    def make(module, weight):
+        exponents = torch.empty(weight.shape[0], weight.shape[1] // 32, dtype=torch.uint8)
+        groups = weight.float().reshape(*exponents.shape, 32)
+        exponents[:] = 127 + torch.ceil(torch.log2(groups.abs().amax(-1) / 448))
+        powers = torch.exp2(exponents.float() - 127)[..., None]
+        values = (groups / powers).to(torch.float8_e4m3fn)
+        expected[f"{module}.weight"] = (values.float() * powers).reshape(weight.shape)
+        return {f"{module}.weight": values.reshape(weight.shape), f"{module}.weight_scale_inv": exponents}
+
+    settings = {"quant_method": "mxfp8", "weight_block_size": [1, 32], "modules_to_not_convert": ["lm_head"]}
+    folder = write(tmp_path / "model", model, replaced(model, make), settings)
+    loaded = check_weights(folder, expected)
+    assert not loaded.report.unused_tensors
+    theirs = tf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for name in projections(model):
+        torch.testing.assert_close(theirs.state_dict()[name].float(), expected[name], rtol=0, atol=0)
+
+
 def test_blocks_that_end_before_the_matrix_does(tmp_path):
     model = tiny_llama()
     folder, expected = block_folder(tmp_path / "model", model)

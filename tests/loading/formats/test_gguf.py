@@ -15,6 +15,7 @@ from model_adapters.loading import load_model
 from model_adapters.loading.formats import gguf_model
 from model_adapters.loading.formats.gguf_blocks import BLOCK_BYTES, QUANTIZED_TYPES, unpack_blocks
 from model_adapters.loading.formats.gguf_file import GgufFile
+from model_adapters.loading.formats.placement import StoredWeights
 from model_adapters.loading.gguf_names import pick, split_tag
 from model_adapters.loading.model_source import parse_name
 from model_adapters.ops.compressed_weight import unpacked
@@ -95,6 +96,21 @@ def dequantized(model):
 def test_it_generates_the_tokens_of_its_dequantized_twin(tmp_path):
     file = write_gguf(tmp_path / "m.gguf", tiny_model("llama", tie_word_embeddings=True), "llama", "Q4_1")
     check_generates(file, by_transformers(file))
+
+
+def test_a_tied_table_is_placed_when_it_is_read(tmp_path, monkeypatch):
+    """Not at the end, when all weights are in memory: so a load takes little more than the weights."""
+    file = write_gguf(tmp_path / "m.gguf", tiny_model("llama", tie_word_embeddings=True), "llama", "Q8_0")
+    names, place = [], StoredWeights.__call__
+
+    def noted(self, name, tensor):
+        names.append(name)
+        return place(self, name, tensor)
+
+    monkeypatch.setattr(StoredWeights, "__call__", noted)
+    loaded = load_model(file)
+    assert names.index("model.embed_tokens.weight") < names.index("model.layers.0.mlp.down_proj.weight")
+    assert loaded.weights["lm_head.weight"] is loaded.weights["model.embed_tokens.weight"]
 
 
 def test_experts_generate_the_tokens_of_their_dequantized_twin(tmp_path):

@@ -5,6 +5,7 @@ The layouts are those of AutoGPTQ (``auto_gptq/nn_modules/qlinear/qlinear_cuda.p
 """
 
 import json
+import re
 
 import jax
 import numpy as np
@@ -203,6 +204,7 @@ def test_a_quantized_checkpoint_is_made_dense_or_rounded_again_if_that_is_asked_
     with pytest.raises(InvalidArgumentError, match=r"is quantized already \(awq\), and another grid .*requantize=True"):
         load_model(folder, quantization="int8")
     again = load_model(folder, quantization="int8", requantize=True)
+    assert re.search(r"quantized again, which were awq in 4 bits: numbers off by 0\.\d+ %", again.report.quantization)
     assert again.weights["model.layers.0.mlp.up_proj.weight"].scheme.bits == 8
     model = tiny_llama(num_hidden_layers=1)
     plain = write(tmp_path / "plain", model, model.state_dict(), None)

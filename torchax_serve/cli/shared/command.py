@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import pkgutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from types import ModuleType
 from typing import Any
 
 
@@ -29,17 +30,50 @@ class Command:
     examples: tuple[tuple[str, str], ...] = ()
 
 
-def find_commands(package: str, folders: Sequence[str]) -> tuple[Command, ...]:
-    """Imports every module of a package and returns their commands, by position.
+class Commands(MutableMapping[str, Any]):
+    """Commands of click by name, each made when it is first looked up: to import and make all takes time.
 
     Args:
-        package: Dotted name of the package.
-        folders: Folders of the package (``__path__``).
+        package: Package with a module for each command, which has its name.
+        make: Makes the command of click.
     """
-    names = [module.name for module in pkgutil.iter_modules(folders) if not module.ispkg and module.name != "main"]
-    modules = [importlib.import_module(f"{package}.{name}") for name in names]
-    commands = [module.COMMAND for module in modules if hasattr(module, "COMMAND")]
-    return tuple(sorted(commands, key=lambda command: (command.position, command.name)))
+
+    def __init__(self, package: ModuleType, make: Callable[[Command], Any]) -> None:
+        self._package, self._make = package, make
+        found = pkgutil.iter_modules(package.__path__)
+        self._names = {module.name for module in found if not module.ispkg and module.name != "main"}
+        self._made: dict[str, Any] = {}
+
+    def all(self) -> tuple[Command, ...]:
+        """Returns all commands, by position."""
+        commands = (self._command(name) for name in self._names)
+        return tuple(sorted(commands, key=lambda command: (command.position, command.name)))
+
+    def _command(self, name: str) -> Command:
+        command: Command = importlib.import_module(f"{self._package.__name__}.{name}").COMMAND
+        assert command.name == name
+        return command
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._made:
+            if name not in self._names:
+                raise KeyError(name)
+            self._made[name] = self._make(self._command(name))
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return (command.name for command in self.all())
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __setitem__(self, name: str, made: Any) -> None:
+        self._names.add(name)
+        self._made[name] = made
+
+    def __delitem__(self, name: str) -> None:
+        self._names.remove(name)
+        self._made.pop(name, None)
 
 
 def first_screen_lines(program: str, commands: Sequence[Command]) -> list[str]:

@@ -42,6 +42,14 @@ def complete_quantization() -> list[str]:
     return list(PRESETS)
 
 
+def check_quantization(given: str | None) -> None:
+    """Raises `InvalidArgumentError` for what is neither a preset nor a file of rules."""
+    from model_adapters.quantization.rules import parse_rules  # imports jax
+
+    if given is not None:
+        parse_rules(given)
+
+
 @dataclass(frozen=True)
 class ConfigOptions:
     """Source of a model's configuration and code.
@@ -114,10 +122,14 @@ class LoadOptions(ConfigOptions):
             "--quantization",
             autocompletion=complete_quantization,
             show_default=False,
-            help="Store weights with fewer bits: int8, int4, fp8, w8a8, fp8-w8a8, or a .toml, .yaml or .json file of "
-            "rules.",
+            help="Store weights with fewer bits: int8, int4, fp8, w8a8, fp8-w8a8, nf4, or a .toml, .yaml or .json file "
+            "of rules.",
         ),
     ] = None
+    requantize: Annotated[
+        bool,
+        _option("--requantize", help="Let --quantization round weights again that the checkpoint has quantized."),
+    ] = False
     explain: Annotated[bool, _option("--explain", help="Print what --quantization does to each weight, and end.")] = (
         False
     )
@@ -132,6 +144,7 @@ class LoadOptions(ConfigOptions):
             "allow_pickle": self.allow_pickle,
             "strict": self.strict,
             "quantization": self.quantization,
+            "requantize": self.requantize,
         }
 
     def show_details(self) -> None:

@@ -132,7 +132,7 @@ def shared_arguments(
 ) -> dict[str, Any]:
     """Returns the arguments that must be the same on all hosts."""
     shape = None if mesh is None else dict(mesh.shape if isinstance(mesh, Mesh) else mesh)
-    same = {"dtype": "auto", "revision": None, "random_weights": False, "refuse_uneven": False}
+    same = {"dtype": "auto", "revision": None, "random_weights": False, "refuse_uneven": False, "requantize": False}
     said = {name: loading.get(name, usual) for name, usual in same.items()}
     said["quantization"] = str(loading.get("quantization"))
     return {**said, "mesh": shape, "tensor_parallel": tensor_parallel}

@@ -47,7 +47,13 @@ class Replica:
             max_model_len=options.max_model_len,
             kv_cache_dtype=options.kv_cache_dtype,
         )
-        self._model = serve(options.model, dtype=options.dtype, tensor_parallel=options.tensor_parallel, engine=engine)
+        self._model = serve(
+            options.model,
+            dtype=options.dtype,
+            quantization=options.quantization,
+            tensor_parallel=options.tensor_parallel,
+            engine=engine,
+        )
         self._model.engine.warm_up()
         gc_pause.freeze_for_serving()
 

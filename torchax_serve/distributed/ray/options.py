@@ -19,6 +19,8 @@ class DeployOptions:
     Attributes:
         model: Short name, hub id or folder that every node has; None is the model of the package.
         dtype: Dtype of the weights.
+        quantization: Preset, or file of rules that every node has, for weights with fewer bits; None: as the
+            checkpoint has them.
         tensor_parallel: Number of devices of a replica, all on one node.
         min_replicas, max_replicas: Limits of autoscaling; Ray adds replicas above `max_num_seqs` requests per replica.
         upscale_delay_s, downscale_delay_s: Seconds of higher or lower load before replicas are added or removed.
@@ -35,6 +37,7 @@ class DeployOptions:
 
     model: str | None = None
     dtype: str = "auto"
+    quantization: str | None = None
     tensor_parallel: int | None = None
     min_replicas: int = 1
     max_replicas: int = 1

@@ -1,0 +1,69 @@
+"""Scales of keys and values in int8 for models that run per sequence, and which of them cannot have such a cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from model_adapters.device_arrays import to_device
+from model_adapters.errors import InvalidArgumentError
+from model_adapters.ops.compressed_weight import Weights
+from torchax_serve.compilation.executable_cache import CachedFunction
+from torchax_serve.executors.per_sequence_forward import SequenceForward
+from torchax_serve.kv_cache.cache_layout import CacheLayout
+from torchax_serve.kv_cache.int8_scales import TRIAL_LEN, TRIAL_ROWS, largest_by_head, scale_of
+from torchax_serve.kv_cache.pools import HeadScales
+from torchax_serve.runtime.model_runtime import ModelRuntime
+
+
+def check_int8_layout(layout: CacheLayout, *, has_encoder: bool) -> None:
+    """Raises InvalidArgumentError for a model whose cache cannot be in int8."""
+    reason = None
+    if has_encoder:
+        reason = "a model with an encoder, whose keys and values are stored by request"
+    elif not layout.pages:
+        reason = "a model that stores states in place of keys and values"
+    if reason is not None:
+        raise InvalidArgumentError(f"kv_cache_dtype: expected None for {reason}, got 'int8'; leave it out")
+
+
+def calibrate_by_sequence(
+    runtime: ModelRuntime, forward: SequenceForward, layout: CacheLayout, block_len: int
+) -> tuple[HeadScales, ...]:
+    """Computes the scales of keys and of values, float32[num_heads] each, for every leaf in pages.
+
+    As `calibrate_int8_scales` does, with the model's forward of one request.
+
+    Args:
+        runtime: The model.
+        forward: Its forward of one request.
+        layout: What a request stores.
+        block_len: Maximum number of tokens of one forward.
+
+    Raises:
+        InvalidArgumentError: the calibration prompt has keys or values that are not finite.
+    """
+    most = min(TRIAL_LEN, runtime.limits.learned_positions or TRIAL_LEN)
+    length = 1 << most.bit_length() - 1  # blocks of tokens are powers of two
+
+    def largest(weights: Weights, ids: jax.Array, spec: None) -> Any:
+        def of_row(row: jax.Array) -> Any:
+            _, news = forward.prefill(weights, row, length, layout, block_len=block_len)
+            pages, _ = layout.partition(news)
+            return [
+                largest_by_head(jnp.swapaxes(new, 0, 1)[None], leaf.k_dim)
+                for new, leaf in zip(pages, layout.pages, strict=True)
+            ]
+
+        return jax.tree.map(lambda found: found.max(axis=0), jax.lax.map(of_row, ids))
+
+    facts = runtime.program
+    kept = CachedFunction(
+        runtime.steps.executables, "int8_trial", largest, facts=facts.trace_facts, recall=facts.restore_facts
+    )
+    ids = np.random.default_rng(0).integers(0, runtime.limits.vocab_size, (TRIAL_ROWS, length))
+    found = kept(runtime.weights, to_device(ids, np.int32), spec=None)
+    return tuple((scale_of(keys), scale_of(values)) for keys, values in found)

@@ -1,0 +1,72 @@
+"""transformers' parser of response templates, for texts that may not be as they expect."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers.utils.chat_parsing import ResponseParser
+
+from torchax_serve.server.response_families import REASONING
+
+MAX_HELD_CHARS = 1 << 12
+"""Characters of parsed text after which the parser's buffer is cut, so that time stays linear in the length."""
+
+
+class TolerantParser(ResponseParser):
+    """transformers' parser, with the text of regions that do not parse, and a buffer that does not grow."""
+
+    _raw = ""
+
+    @property
+    def field(self) -> str | None:
+        """Field of the text that comes now."""
+        return self._current
+
+    def answer_start(self, prompt: str) -> str:
+        """Returns the part of the answer that the prompt has written already."""
+        found: str = self._spec.truncate_past_last_anchor(prompt)
+        if found != prompt:
+            return found
+        # Without an anchor: an opened reasoning at the end of the prompt is all that matters.
+        for name in REASONING:
+            field = self._spec.fields.get(name)
+            if field is None or field.open_re is None:
+                continue
+            opened = [match.end() for match in field.open_re.finditer(prompt)]
+            closed = [match.end() for match in field.close_re.finditer(prompt)] if field.close_re else []
+            if opened and not prompt[opened[-1] :].strip() and (not closed or closed[-1] < opened[-1]):
+                match = list(field.open_re.finditer(prompt))[-1]
+                return prompt[match.start() :]
+        return ""
+
+    def cut(self) -> None:
+        """Drops text that has been parsed; one character stays, for patterns that look back."""
+        if self._pos > MAX_HELD_CHARS:
+            self._buffer, self._pos = self._buffer[self._pos - 1 :], 1
+            if self._current is None or self._spec.fields[self._current].content == "text":
+                self._body = ""
+
+    def end(self) -> list[dict[str, Any]]:
+        """Closes all regions; returns the last events."""
+        events: list[dict[str, Any]] = []
+        self._process(events, eos=True)
+        return events
+
+    def _open_explicit(self, events: list[dict[str, Any]], field: Any, m: Any) -> None:
+        super()._open_explicit(events, field, m)
+        self._raw = m.group(0)
+
+    def _close_current(self, events: list[dict[str, Any]]) -> None:
+        field, raw = self._current, self._raw + self._body
+        is_explicit = field is not None and field != self._implicit_name
+        num_before = len(events)
+        try:
+            super()._close_current(events)
+        except Exception:  # content parsers raise whatever they like for an answer that is not as they expect
+            del events[num_before:]
+            events.append({"type": "region_error", "field": field, "raw": raw})
+            self._reset_to_implicit()
+            return
+        for event in events[num_before:]:
+            event["raw"] = raw if is_explicit else ""
+        self._output.clear()  # events have all of it
