@@ -169,7 +169,7 @@ class ModelService:
         if len(messages) > self._options.request.max_messages:
             most = self._options.request.max_messages
             raise bad_request(f"messages: expected at most {most}, got {len(messages)}", "messages", "invalid_value")
-        self._check_chars(sum(map(_num_chars, messages)), "messages")
+        _check_chars(self, sum(map(_num_chars, messages)), "messages")
         extractor = getattr(self._processor, "feature_extractor", None)
         plain = plain_messages(messages, self.template, getattr(extractor, "sampling_rate", None))
         if not has_media(plain):
@@ -190,28 +190,8 @@ class ModelService:
     def plain_prompt(self, prompt: str | Sequence[int]) -> list[int]:
         """Returns the token ids of a plain prompt."""
         if isinstance(prompt, str):
-            self._check_chars(len(prompt), "prompt")
+            _check_chars(self, len(prompt), "prompt")
         return encode_prompt(self.model, prompt)
-
-    def _check_chars(self, num_chars: int, field: str) -> None:
-        """Raises ApiError, 400, for a text that no tokens could shorten to what the model allows.
-
-        Tokenizing a text of megabytes takes seconds and hundreds of megabytes.
-        """
-        limit = self.max_model_len
-        if limit is not None and num_chars > limit * self._max_token_chars:
-            raise bad_request(
-                f"This model's maximum context length is {limit} tokens of at most {self._max_token_chars} characters, "
-                f"and the prompt has {num_chars} characters; shorten it",
-                field,
-                "context_length_exceeded",
-            )
-
-    @functools.cached_property
-    def _max_token_chars(self) -> int:
-        """Length of the tokenizer's longest token; as in vLLM, texts of more than that per token are too long."""
-        tokenizer: Any = self.model.tokenizer
-        return 1 if tokenizer is None else max(map(len, tokenizer.get_vocab()), default=1)
 
     @functools.cached_property
     def grammars(self) -> GrammarCompiler:
@@ -257,6 +237,24 @@ def scoped_salt(key_name: str | None, salt: str | None) -> str | None:
     if key_name is None and not salt:
         return None
     return hashlib.sha256(f"{key_name or ''}\0{salt or ''}".encode()).hexdigest()
+
+
+def _check_chars(service: ModelService, num_chars: int, field: str) -> None:
+    """Raises ApiError, 400, for a text that no tokens could shorten to what the model allows.
+
+    Tokenizing a text of megabytes takes seconds and hundreds of megabytes.
+    """
+    limit = service.max_model_len
+    if limit is None or service.model.tokenizer is None:
+        return
+    most = service.token_bytes.max_token_chars
+    if num_chars > limit * most:
+        raise bad_request(
+            f"This model's maximum context length is {limit} tokens of at most {most} characters, and the prompt has "
+            f"{num_chars} characters; shorten it",
+            field,
+            "context_length_exceeded",
+        )
 
 
 def _num_chars(message: Mapping[str, Any]) -> int:

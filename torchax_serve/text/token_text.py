@@ -33,6 +33,11 @@ class TokenBytes:
         self._added = {index: token.content for index, token in tokenizer.added_tokens_decoder.items()}
         self._cache: dict[int, bytes] = {}
 
+    @functools.cached_property
+    def max_token_chars(self) -> int:
+        """Length of the longest token; vLLM, too, takes texts of more than that per token for too long."""
+        return max(map(len, self._tokenizer.get_vocab()), default=1)
+
     def __call__(self, token_id: int) -> bytes:
         """Returns the bytes of a token; none for an id outside the vocabulary."""
         found = self._cache.get(token_id)
