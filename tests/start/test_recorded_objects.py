@@ -47,6 +47,7 @@ def test_a_recorded_tokenizer_encodes_and_decodes_as_the_real_one(real, recorded
         detokenizers = [Detokenizer(each) for each in (recorded, real)]
         assert len({tuple(map(each.push, ids)) for each in detokenizers}) == 1
     assert recorded.get_chat_template(None, None) == real.get_chat_template()
+    assert recorded.get_vocab() == real.get_vocab()
     assert side.loaded is None
 
 

@@ -88,6 +88,11 @@ class RecordedTokenizer(Deferred):
             return dict(self.made().added_tokens_decoder)
         return dict(self._backend.result().get_added_tokens_decoder())
 
+    def get_vocab(self) -> dict[str, int]:
+        """Returns the ids of all tokens, added ones included."""
+        vocabulary: dict[str, int] = self.backend_tokenizer.get_vocab(with_added_tokens=True)
+        return vocabulary
+
     def get_chat_template(self, chat_template: Any = None, tools: Sequence[Any] | None = None) -> Any:
         """Returns the chat template for requests with or without `tools`."""
         if self.is_loaded or chat_template is not None:

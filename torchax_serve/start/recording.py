@@ -43,6 +43,7 @@ _TOKENIZER_METHODS = (
     "_decode",
     "convert_ids_to_tokens",
     "get_chat_template",
+    "get_vocab",
     "apply_chat_template",
     "special_tokens_map",
     "added_tokens_decoder",
