@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
-import transformers.modeling_gguf_pytorch_utils
 from quantized_folders import check_generates
+from transformers import modeling_gguf_pytorch_utils
 
 from model_adapters.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
 from model_adapters.loading import load_model
@@ -136,7 +136,7 @@ def test_tokenizer_and_chat_template_are_those_of_the_file(tmp_path):
 def test_older_releases_of_transformers_get_the_vocabulary_from_the_header(good_file):
     header = GgufFile.read(good_file)
     with gguf_model._header_for_transformers(header, with_vocabulary=True):
-        found = tf.modeling_gguf_pytorch_utils.load_gguf_checkpoint(str(good_file))["tokenizer"]
+        found = modeling_gguf_pytorch_utils.load_gguf_checkpoint(str(good_file))["tokenizer"]
     assert found["tokens"] == header.metadata["tokenizer.ggml.tokens"]
     assert found["merges"] == ["h e", "he l"]
 
