@@ -179,6 +179,6 @@ def test_a_protocol_or_package_that_is_missing_is_named(monkeypatch):
     with pytest.raises(InvalidArgumentError, match="expected http/protobuf or grpc, got 'http/json'"):
         ServerContext(options)
     monkeypatch.delenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL")
-    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http", None)
     with pytest.raises(UnsupportedArgumentError, match=r"pip install torchax-serve\[otel\]"):
         ServerContext(options)
