@@ -73,6 +73,12 @@ def draw(results: Path, pictures: Path) -> list[Path]:
     return written
 
 
+def label_of(name: str) -> str:
+    """The name of a variant, with its system as the project writes it."""
+    system, _, variant = name.partition(" ")
+    return f"{NAMES.get(system, system)} {variant}"
+
+
 def draw_part(points: Mapping[str, Any], panels: tuple[Panel, ...], path: Path) -> Path:
     from matplotlib import pyplot, ticker
 
@@ -82,9 +88,7 @@ def draw_part(points: Mapping[str, Any], panels: tuple[Panel, ...], path: Path) 
         for name, series in series_of(points, panel.number).items():
             color = next((color for each, color in COLORS.items() if name.startswith(each)), OTHER_COLOR)
             style = "--" if "first start" in name else "-"
-            system, _, variant = name.partition(" ")
-            label = f"{NAMES.get(system, system)} {variant}"
-            axis.plot(*zip(*series, strict=True), style, marker="o", markersize=4, color=color, label=label)
+            axis.plot(*zip(*series, strict=True), style, marker="o", markersize=4, color=color, label=label_of(name))
         if panel.is_log_x:
             axis.set_xscale("log", base=2)
         if panel.is_log_y:

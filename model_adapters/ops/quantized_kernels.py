@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Sequence
 
 import jax
@@ -85,5 +84,4 @@ def _with_offset(
 
 
 registry.register_module(OP, "tpu", "model_adapters.ops.tpu.quantized_linear")
-if importlib.util.find_spec("jax.experimental.pallas.triton") is not None:  # JAX has announced an end of it
-    registry.register_module(OP, "gpu", "model_adapters.ops.gpu.quantized_linear")
+registry.register_module(OP, "gpu", "model_adapters.ops.gpu.quantized_linear")

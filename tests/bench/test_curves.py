@@ -11,7 +11,7 @@ import pytest
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 import curves  # noqa: E402  # a script
-from serving_peers.curve_pictures import PANELS, draw, series_of  # noqa: E402
+from serving_peers.curve_pictures import PANELS, draw, label_of, series_of  # noqa: E402
 from serving_peers.jobs import JobResult, Trace  # noqa: E402
 from serving_peers.performance_page import page  # noqa: E402
 
@@ -76,7 +76,7 @@ def test_pictures_show_what_was_measured_and_are_the_same_again(tmp_path):
     (picture,) = draw(tmp_path, tmp_path / "pictures")
     text = picture.read_text()
     assert picture.name == "layers.svg"
-    for words in ("ours bfloat16", "llama.cpp f16", PANELS["layers"][0].title, "48"):
+    for words in ("torchax-serve bfloat16", "llama.cpp f16", PANELS["layers"][0].title, "48"):
         assert words in text
     assert draw(tmp_path, tmp_path / "again")[0].read_text() == text
 
@@ -88,7 +88,7 @@ def test_the_committed_pictures_are_of_the_committed_numbers(tmp_path):
     for name in parts:
         text = (committed / f"{name}.svg").read_text()
         for systems in json.loads((BENCHMARKS / "results" / f"curves-{name}.json").read_text())["points"].values():
-            assert all(system in text for system in systems)
+            assert all(label_of(system) in text for system in systems)
 
 
 def result(command, rows):
@@ -96,7 +96,7 @@ def result(command, rows):
         "command": f"python benchmarks/serving.py {command}",
         "machine": MACHINE | {"versions": {"jax": "1", "torch": "2", "transformers": "3"}, "is_busy": False},
         "rows": rows,
-        "choices": {"8 bits": {"vllm": {"failed": {"vllm int8": "a line\nno such kernel"}}}},
+        "choices": {"8 bits": {"vllm": {"tried": {}, "failed": {"vllm int8": "a line\nno such kernel"}}}},
         "environments": {
             "vllm": {"error": "no wheel for it"},
             "onnx": {"error": None, "versions": {"onnxruntime_genai": "0.18"}},
@@ -117,8 +117,8 @@ def test_the_page_says_dtypes_versions_and_what_did_not_run(tmp_path):
         (tmp_path / f"serving-{command}-shape.json").write_text(json.dumps(result(command, rows)))
     (tmp_path / "serving-decode-old.json").write_text(json.dumps({"rows": []}))
     lines = page(tmp_path).splitlines()
-    assert "| 16 or 32 bits | hf | float32 | 37 |" in lines
-    assert "| 16 or 32 bits | ours | bfloat16 | 225 |" in lines
+    assert "| 16 or 32 bits | transformers, eager | float32 | 37 |" in lines
+    assert "| 16 or 32 bits | torchax-serve | bfloat16 | 225 |" in lines
     assert "| 8 bits | at most, by the roofline |  | 400 |" in lines
     assert "| 8 bits | x | float32 | 0.45 |" in lines
     assert not any("88" in line for line in lines), "a row without dtypes"

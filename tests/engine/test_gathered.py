@@ -1,6 +1,7 @@
 """The gathered road: models that cannot be packed give each request the tokens that transformers gives it alone."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from torchax_serve.executors import chunked_prefill_probe, per_sequence_buckets
 from torchax_serve.executors.per_sequence_factory import per_sequence_executor
 from torchax_serve.executors.per_sequence_forward import SequenceForward
 from torchax_serve.kv_cache import cache_layout, memory
+from torchax_serve.kv_cache.pools import PagedLayerSpec
 from torchax_serve.kv_cache.slot_states import gather, scatter
 from torchax_serve.sampling_params import SamplingParams
 from torchax_serve.scheduler import PlanRow
@@ -236,10 +238,11 @@ def test_many_rows_are_split_by_length(monkeypatch):
 def test_pages_are_gathered_and_scattered():
     generator = np.random.default_rng(0)
     pool = generator.normal(size=(7, 2, 4, 3)).astype(np.float32)
+    spec = PagedLayerSpec(2, 3, np.dtype(np.float32), None)
     pool[6] = np.nan  # what another request has left
     table = np.array([[3, 5, 6], [2, 0, 0]], np.int32)
     starts, lens = np.array([6, 1], np.int32), np.array([3, 1], np.int32)
-    dense = np.asarray(gather(jnp.asarray(pool), jnp.asarray(table), jnp.asarray(starts)))
+    dense = np.asarray(gather(jnp.asarray(pool), jnp.asarray(table), jnp.asarray(starts), spec))
     assert dense.shape == (2, 1, 2, 12, 3)
     for row in range(2):
         for position in range(12):
@@ -250,7 +253,7 @@ def test_pages_are_gathered_and_scattered():
     expected = pool.copy()
     expected[5, :, 2], expected[5, :, 3], expected[6, :, 0] = new[0]
     expected[2, :, 1] = new[1, 0]
-    step = jax.jit(scatter, donate_argnums=0)
+    step = jax.jit(partial(scatter, spec=spec), donate_argnums=0)
     given = jnp.asarray(pool.copy())
     scattered = step(given, jnp.asarray(table), jnp.asarray(starts), jnp.asarray(lens), jnp.asarray(new))
     np.testing.assert_array_equal(np.asarray(scattered), expected)

@@ -22,6 +22,7 @@ class PacedRunner:
     num_programs = 0
     num_untimed = 0
     vocab_size = 8
+    max_encoder_len = None
     runs_ahead = True
     cache_is_lost = False
 

@@ -61,7 +61,7 @@ def test_every_op_has_a_reference_for_every_platform():
     ops = {op.name: op for op in list_ops()}
     names = (f"{op_modules.__name__}.{module.name}" for module in pkgutil.iter_modules(op_modules.__path__))
     modules = [importlib.import_module(name) for name in names]
-    assert list(ops) == sorted(module.OP for module in modules if hasattr(module, "OP"))
+    assert list(ops) == sorted({module.OP for module in modules if hasattr(module, "OP")})
     for op in ops.values():
         assert op.summary
         assert op.implementations[0].name == registry.REFERENCE

@@ -34,11 +34,14 @@ def test_requests_for_too_much_cost_an_error_and_no_memory(process, name):
         known = http.post("/v1/completions", json=body).json()["choices"]
         for _ in range(4):  # each thread that parses bodies keeps some memory of its own
             http.post("/v1/completions", json={**body, **ABSURD[name]})
-        before = process.memory_bytes()
-        answer = http.post("/v1/completions", json={**body, **ABSURD[name]})
-        assert answer.status_code in (400, 404), answer.text
-        assert len(answer.text) < 4000
-        assert process.memory_bytes() - before < LIMIT
+        grown = []
+        for _ in range(3):  # an allocator takes more at times; what is lost is lost each time
+            before = process.memory_bytes()
+            answer = http.post("/v1/completions", json={**body, **ABSURD[name]})
+            assert answer.status_code in (400, 404), answer.text
+            assert len(answer.text) < 4000
+            grown.append(process.memory_bytes() - before)
+        assert min(grown) < LIMIT, grown
         assert http.post("/v1/completions", json=body).json()["choices"] == known
 
 

@@ -25,6 +25,7 @@ EXTRAS = {
     "cuda": "NVIDIA GPUs; plan for GPUs",
     "gguf": "GGUF files",
     "images": "models that see images",
+    "otel": "serve --otlp-traces-endpoint: spans of requests",
     "plan": "plan for TPUs",
     "plot": "bench --plot",
     "ray": "deploy: replicas on a Ray cluster",

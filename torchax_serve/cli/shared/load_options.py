@@ -44,9 +44,9 @@ def complete_quantization() -> list[str]:
 
 def check_quantization(given: str | None) -> None:
     """Raises `InvalidArgumentError` for what is neither a preset nor a file of rules."""
-    from model_adapters.quantization.rules import parse_rules  # imports jax
-
     if given is not None:
+        from model_adapters.quantization.rules import parse_rules  # imports jax
+
         parse_rules(given)
 
 
