@@ -17,7 +17,7 @@ TPU = [
 GPU = [
     "pip install --quiet --no-deps jax-cuda13-pjrt==1.2.3 jax-cuda13-plugin==1.2.3 nvidia-cuda-nvcc==13.0.* "
     "nvidia-nvvm==13.0.* nvidia-cuda-runtime==13.0.*",
-    "pytest tests/aot/test_gpu_aot.py --dist load",
+    "pytest tests/aot/test_gpu_aot.py tests/aot/test_quantized_aot.py --dist load",
 ]
 RAY = ["pip install --quiet .[ray]", "pytest tests/replicas"]
 FORMATS = [
