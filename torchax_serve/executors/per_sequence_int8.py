@@ -6,15 +6,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from model_adapters.device_arrays import to_device
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops.compressed_weight import Weights
-from torchax_serve.compilation.executable_cache import CachedFunction
 from torchax_serve.executors.per_sequence_forward import SequenceForward
 from torchax_serve.kv_cache.cache_layout import CacheLayout
-from torchax_serve.kv_cache.int8_scales import TRIAL_LEN, TRIAL_ROWS, largest_by_head, scale_of
+from torchax_serve.kv_cache.int8_scales import TRIAL_LEN, largest_by_head, scales_of_trial
 from torchax_serve.kv_cache.pools import HeadScales
 from torchax_serve.runtime.model_runtime import ModelRuntime
 
@@ -60,10 +57,4 @@ def calibrate_by_sequence(
 
         return jax.tree.map(lambda found: found.max(axis=0), jax.lax.map(of_row, ids))
 
-    facts = runtime.program
-    kept = CachedFunction(
-        runtime.steps.executables, "int8_trial", largest, facts=facts.trace_facts, recall=facts.restore_facts
-    )
-    ids = np.random.default_rng(0).integers(0, runtime.limits.vocab_size, (TRIAL_ROWS, length))
-    found = kept(runtime.weights, to_device(ids, np.int32), spec=None)
-    return tuple((scale_of(keys), scale_of(values)) for keys, values in found)
+    return scales_of_trial(runtime, largest, length)

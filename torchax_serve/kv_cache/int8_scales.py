@@ -8,7 +8,7 @@ no text of users is available.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -49,6 +49,17 @@ def calibrate_int8_scales(runtime: ModelRuntime) -> tuple[HeadScales, ...]:
         assert after is not None
         return [largest_by_head(layer.pool, layer.k_dim) for layer in after]
 
+    return scales_of_trial(runtime, largest, length)
+
+
+def scales_of_trial(runtime: ModelRuntime, largest: Callable[..., Any], length: int) -> tuple[HeadScales, ...]:
+    """Computes scales from the largest magnitudes in prompts of random tokens.
+
+    Args:
+        runtime: The model.
+        largest: Function of weights and ids int32[TRIAL_ROWS, length]; returns `largest_by_head` of each layer.
+        length: Number of tokens of a prompt.
+    """
     facts = runtime.program
     kept = CachedFunction(
         runtime.steps.executables, "int8_trial", largest, facts=facts.trace_facts, recall=facts.restore_facts
