@@ -152,7 +152,10 @@ def page(results: Path) -> str:
                 if lines := failures(result, found):
                     parts.append("\n".join(lines) + "\n")
             else:
-                parts.append(table(start_cells(result["rows"])))
+                newer = [each for each in found if each["machine"]["date"] > result["machine"]["date"]]
+                measured_anew = {kind for each in newer for kind in start_cells(each["rows"])}
+                cells = start_cells(result["rows"])
+                parts.append(table({kind: cells[kind] for kind in cells if kind not in measured_anew}))
     curves = [name for name in PANELS if (results / f"curves-{name}.json").exists()]
     for name in curves:
         result = json.loads((results / f"curves-{name}.json").read_text())
