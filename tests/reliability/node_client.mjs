@@ -1,7 +1,7 @@
 // OpenAI's client for Node against a server; no test of pytest, since it needs packages of its own.
 //
-//     npm install --prefix /tmp/node-client openai
-//     NODE_PATH=/tmp/node-client/node_modules node tests/reliability/node_client.mjs http://127.0.0.1:8000 MODEL
+//     npm install --prefix node-client openai
+//     NODE_PATH=node-client/node_modules node tests/reliability/node_client.mjs http://127.0.0.1:8000 MODEL
 //
 // MODEL needs a chat template with tools. Each check prints a line; the exit status is the number of those that failed.
 
