@@ -1,4 +1,4 @@
-"""``.ci/run``: the README's second command and the linters, in order, failures kept."""
+"""``.ci/run``: the README's second command and the other checks, in order, failures kept."""
 
 import os
 import re
@@ -21,7 +21,8 @@ GPU = [
 ]
 RAY = ["pip install --quiet .[ray]", "pytest tests/replicas"]
 FORMATS = [
-    "pip install --quiet --no-deps --target format-tools bitsandbytes>=0.50 torchao>=0.18 hqq>=0.2.8 einops termcolor",
+    "pip install --quiet --no-deps --target .venv/format-tools bitsandbytes>=0.50 torchao>=0.18 hqq>=0.2.8 einops "
+    "termcolor",
     "pytest -n 0 tests/format_tools",
 ]
 REAL = ["pip install --quiet .[real]", "python tests/real/fetch.py", "pytest -n 0 tests/real"]
@@ -33,9 +34,10 @@ PARITY = [
     "python benchmarks/parity.py --third --diff changes.diff",
     "python benchmarks/parity.py --task configurations --third",
 ]
-SUITE = ["pip install .[dev]", "pytest", AS_SERVED]
-FAST = ["ruff check .", "ruff format --check .", "mypy", "pytest -m fast"]
-CHECKS = [*SUITE, *PARITY, *TPU, *GPU, *RAY, *FORMATS, *REAL, "ruff check .", "ruff format --check .", "mypy"]
+LINT = ["ruff check .", "ruff format --check .", "mypy"]
+SUITE = ["pip install .[dev]", "pytest", *LINT, AS_SERVED]
+FAST = [*LINT, "pytest -m fast"]
+CHECKS = [*SUITE, *PARITY, *TPU, *GPU, *RAY, *FORMATS, *REAL]
 COMPILERS = [TPU[0], GPU[0], RAY[0], FORMATS[0], REAL[0], REAL[1]]
 SUITES = [TPU[1:], GPU[1:], RAY[1:], FORMATS[1:], REAL[1:], REAL[2:]]
 

@@ -1,8 +1,8 @@
 """Checkpoints that bitsandbytes, torchao and HQQ write; collected only where the folder is named.
 
 These libraries are large, and transformers takes other paths where it finds them installed: ``pip install --no-deps
---target format-tools bitsandbytes torchao hqq einops termcolor``, then ``PYTHONPATH=format-tools pytest -n 0
-tests/format_tools``.
+--target .venv/format-tools bitsandbytes torchao hqq einops termcolor``, then
+``PYTHONPATH=.venv/format-tools pytest -n 0 tests/format_tools``.
 """
 
 import sys
