@@ -32,9 +32,15 @@ async def at_rate(ask, rate, num_requests):
     return await asyncio.gather(*(timed(index / rate) for index in range(num_requests)))
 
 
-async def tokens_per_s(ask, num_streams):
+async def tokens_per_s(ask, num_streams, gap_s=0.0):
+    """Tokens/s of streams that begin `gap_s` after each other; so rows are not in step with each other on any side."""
+
+    async def later(delay_s):
+        await asyncio.sleep(delay_s)
+        return await ask()
+
     began = time.perf_counter()
-    counts = await asyncio.gather(*(ask() for _ in range(num_streams)))
+    counts = await asyncio.gather(*(later(index * gap_s) for index in range(num_streams)))
     return sum(counts) / (time.perf_counter() - began)
 
 
@@ -104,23 +110,29 @@ def start_server(arguments, port):
         "--no-access-log",
     ]
     process = subprocess.Popen(command, env=os.environ)
-    while True:
+    while not is_ready(port, "/readyz"):
         assert process.poll() is None
-        try:
-            with socket.create_connection(("127.0.0.1", port)) as connection:
-                connection.sendall(b"GET /readyz HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
-                if b" 200 " in connection.recv(100):
-                    return process
-        except OSError:
-            pass
         time.sleep(0.5)
+    return process
+
+
+def is_ready(port, path):
+    """Whether a server answers `path` with 200."""
+    try:
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            connection.sendall(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n".encode())
+            return b" 200 " in connection.recv(100)
+    except OSError:
+        return False
 
 
 async def load(make, arguments):
     """Milliseconds of requests at a fixed rate, and tokens/s of many streams."""
     ordered = sorted(1000 * each for each in await at_rate(make(16), arguments.rate, arguments.requests))
     found = {"p50_ms": statistics.median(ordered), "p99_ms": ordered[int(0.99 * len(ordered))]}
-    return found | {"tokens_per_s": await tokens_per_s(make(64), arguments.streams)}
+    return found | {
+        "tokens_per_s": await tokens_per_s(make(arguments.tokens), arguments.streams, arguments.gap_ms / 1000)
+    }
 
 
 def in_turns(sides, num_turns, measure):
@@ -148,6 +160,8 @@ def main():
     parser.add_argument("--rate", type=float, default=50)
     parser.add_argument("--requests", type=int, default=300)
     parser.add_argument("--streams", type=int, default=500)
+    parser.add_argument("--tokens", type=int, default=192, help="of a stream")
+    parser.add_argument("--gap-ms", type=float, default=2, help="between the beginnings of two streams")
     parser.add_argument("--seqs", type=int, default=32)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--output", type=Path)

@@ -108,6 +108,9 @@ class LimitOptions:
     queue_timeout: Annotated[
         float | None, _limits("--queue-timeout", help="Seconds that a request may wait before it begins.")
     ] = None
+    first_token_timeout: Annotated[
+        float | None, _limits("--first-token-timeout", help="Seconds until an answer's first token, waiting included.")
+    ] = None
     keep_alive: Annotated[
         float, _limits("--keep-alive", help="Seconds of silence of a stream after which a comment is sent.")
     ] = 15.0
@@ -167,7 +170,9 @@ def serve(
     )
     load.show_details()
     _warn_if_open(options)
-    server = Server(options, lambda: load_model(model, engine=engine, **load.serve_kwargs()))
+    server = Server(
+        options, lambda: load_model(model, engine=engine, progress=server.context.start, **load.serve_kwargs())
+    )
     for each in server.addresses:
         print(f"listening on {each}", file=sys.stderr, flush=True)
     try:
@@ -205,6 +210,7 @@ def _server_options(
         response_template=access.response_template,
         request_timeout_s=limits.request_timeout,
         queue_timeout_s=limits.queue_timeout,
+        first_token_timeout_s=limits.first_token_timeout,
         keep_alive_s=limits.keep_alive,
         pre_stop_s=life.pre_stop,
         drain_timeout_s=life.drain_timeout,

@@ -8,6 +8,7 @@ import logging
 import weakref
 from collections.abc import Iterable
 
+from torchax_serve.engine.loop_readers import LoopReaders
 from torchax_serve.engine.model_runner import InFlightStep, ModelRunner
 from torchax_serve.engine.request import EngineRequest
 from torchax_serve.engine.request_handle import RequestHandle, RequestOutput
@@ -34,10 +35,11 @@ class OutputProcessor:
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self._requests: dict[RequestId, tuple[EngineRequest, weakref.ref[RequestHandle]]] = {}
-        # Handles of asynchronous readers with undelivered wake-ups, by event loop.
-        self._to_wake: collections.defaultdict[asyncio.AbstractEventLoop, list[RequestHandle]] = (
-            collections.defaultdict(list)
-        )
+        # Handles of asynchronous readers with undelivered wake-ups, by event loop: those at once, and the others.
+        self._to_wake: collections.defaultdict[
+            asyncio.AbstractEventLoop, tuple[list[RequestHandle], list[RequestHandle]]
+        ] = collections.defaultdict(lambda: ([], []))
+        self._readers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopReaders] = weakref.WeakKeyDictionary()
         self._prompts: dict[RequestId, dict[int, TokenLogprobs]] = {}  # log-probabilities by position, so far
         self._failed: list[RequestId] = []  # requests whose tokens could not be delivered
 
@@ -75,8 +77,10 @@ class OutputProcessor:
 
     def _put(self, handle: RequestHandle, new: RequestOutput | RowResult) -> None:
         handle.put(new)
-        if handle.loop is not None:
-            self._to_wake[handle.loop].append(handle)
+        if (loop := handle.loop) is not None:
+            at_once, soon = self._to_wake[loop]
+            is_end = isinstance(new, RequestOutput) and new.finish_reason is not None
+            (at_once if is_end or not handle.token_ids else soon).append(handle)
 
     def _failure(self, request_id: RequestId, error: Exception) -> RequestOutput:
         logger.error("request %s: its tokens could not be delivered", request_id, exc_info=error)
@@ -108,12 +112,14 @@ class OutputProcessor:
 
         One call per reader would take longer than many a step.
         """
-        served, self._to_wake = self._to_wake, collections.defaultdict(list)
-        for loop, handles in served.items():
+        served = dict(self._to_wake)
+        self._to_wake.clear()
+        for loop, (at_once, soon) in served.items():
+            readers = self._readers.setdefault(loop, LoopReaders())
             try:
-                loop.call_soon_threadsafe(_wake_all, handles)
+                loop.call_soon_threadsafe(readers.notify, at_once, soon)
             except RuntimeError:  # the loop has been closed, and its readers with it
-                for handle in handles:
+                for handle in (*at_once, *soon):
                     handle.cancel()
 
     def _make_output(
@@ -163,8 +169,3 @@ def describe(error: BaseException) -> str:
     """Returns the type of an error and the first line of its message."""
     lines = str(error).splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
-
-
-def _wake_all(handles: Iterable[RequestHandle]) -> None:
-    for handle in handles:
-        handle.wake()

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from model_adapters.errors import UnsupportedModelError
-from model_adapters.loading.progress import RichProgress
+from model_adapters.loading.progress import Progress
 from torchax_serve.compilation import gc_pause
 from torchax_serve.server.app import Application
 from torchax_serve.server.context import ServerContext, Stage
@@ -111,6 +111,7 @@ class Server:
             service.close()
 
     async def _close_context(self) -> None:
+        self.context.metrics.close()
         if self.context.profiler is not None and self.context.stage is not Stage.DEAD:
             await self.context.profiler.close()
         if self.context.tracing is not None:
@@ -123,7 +124,7 @@ class Server:
             service = ModelService(self._load(), self._options)
             loop.call_soon_threadsafe(self._set_loaded, service)
             if self._options.warm_up:
-                warm_up(service.model)
+                warm_up(service.model, self.context.start)
             service.prepare()
             gc_pause.freeze_for_serving()
             loop.call_soon_threadsafe(self._set_ready, time.monotonic() - began)
@@ -202,14 +203,15 @@ class Server:
         self._ended.set()
 
 
-def warm_up(model: ServedModel) -> None:
+def warm_up(model: ServedModel, progress: Progress) -> None:
     """Compiles the programs of the model's engine; models without one compile at their first request."""
     if not model.writes_text:
         return
     try:
-        engine = model.engine
+        with progress.stage("building kernels", None, "items"):
+            engine = model.engine  # which needs them
         began = time.monotonic()
-        engine.warm_up(RichProgress())
+        engine.warm_up(progress)
         logger.info("%d programs are ready after %.1f s", engine.stats().num_programs, time.monotonic() - began)
     except UnsupportedModelError as error:
         logger.warning("requests run one at a time: %s", error)
