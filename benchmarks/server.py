@@ -1,6 +1,7 @@
 """What HTTP costs on top of the engine: latency at a fixed rate, tokens/s of many streams, structured output.
 
     python benchmarks/server.py --rate 50 --streams 500
+    python benchmarks/server.py --starts --model FOLDER
 
 The engine is measured in this process, a server of the same model in a process of its own, in turns, by a client that
 does nothing but read its sockets. Medians of the turns are shown. Without a model, the embedded one.
@@ -14,6 +15,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -89,7 +91,7 @@ def free_port():
         return found.getsockname()[1]
 
 
-def start_server(arguments, port):
+def start_server(arguments, port, **environment):
     code = "from torchax_serve.cli.main import main; main()"
     command = [
         sys.executable,
@@ -109,11 +111,31 @@ def start_server(arguments, port):
         "1000",
         "--no-access-log",
     ]
-    process = subprocess.Popen(command, env=os.environ)
+    if arguments.max_model_len is not None:
+        command += ["--max-model-len", str(arguments.max_model_len)]
+    process = subprocess.Popen(command, env={**os.environ, **environment})
     while not is_ready(port, "/readyz"):
         assert process.poll() is None
-        time.sleep(0.5)
+        time.sleep(0.05)
     return process
+
+
+def measure_starts(arguments):
+    """Seconds from the start of the process to the first 200 of /readyz: with empty caches, and with those of before.
+
+    The first start also builds the C++ kernels.
+    """
+    found = []
+    with tempfile.TemporaryDirectory() as cache:
+        for _ in range(1 + arguments.turns):
+            port, began = free_port(), time.perf_counter()
+            process = start_server(arguments, port, XDG_CACHE_HOME=cache)
+            found.append(time.perf_counter() - began)
+            print(f"ready after {found[-1]:.2f} s", flush=True)
+            process.terminate()
+            process.wait()
+    first_s, second_s = found[0], statistics.median(found[1:])
+    return {"first_s": first_s, "second_s": second_s, "ratio": second_s / first_s, "turns": found}
 
 
 def is_ready(port, path):
@@ -154,20 +176,9 @@ async def warmed(make):
     return {}
 
 
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model")
-    parser.add_argument("--rate", type=float, default=50)
-    parser.add_argument("--requests", type=int, default=300)
-    parser.add_argument("--streams", type=int, default=500)
-    parser.add_argument("--tokens", type=int, default=192, help="of a stream")
-    parser.add_argument("--gap-ms", type=float, default=2, help="between the beginnings of two streams")
-    parser.add_argument("--seqs", type=int, default=32)
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--output", type=Path)
-    arguments = parser.parse_args()
+def measure_load(arguments):
+    """Latency at a fixed rate and tokens/s, of the engine and of the server; ratios of both."""
     from torchax_serve import EngineOptions, serve
-    from torchax_serve.bench.machine import Machine
 
     port = free_port()
     process = start_server(arguments, port)
@@ -199,8 +210,28 @@ def main():
         "structured": structured["tokens_per_s"] / plain["tokens_per_s"],
     }
     print(", ".join(f"{name} {value:.2f}" for name, value in ratios.items()))
+    return {"ratios": ratios} | found
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model")
+    parser.add_argument("--rate", type=float, default=50)
+    parser.add_argument("--requests", type=int, default=300)
+    parser.add_argument("--streams", type=int, default=500)
+    parser.add_argument("--tokens", type=int, default=192, help="of a stream")
+    parser.add_argument("--gap-ms", type=float, default=2, help="between the beginnings of two streams")
+    parser.add_argument("--seqs", type=int, default=32)
+    parser.add_argument("--max-model-len", type=int, help="of the server; a longer one has a larger cache to allocate")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--starts", action="store_true", help="measure the starts of the server, and nothing else")
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    found = {"starts": measure_starts(arguments)} if arguments.starts else measure_load(arguments)
     if arguments.output is not None:
-        facts = {"command": " ".join(["python", *sys.argv]), "machine": str(Machine.here()), "ratios": ratios}
+        from torchax_serve.bench.machine import Machine
+
+        facts = {"command": " ".join(["python", *sys.argv]), "machine": str(Machine.here())}
         arguments.output.write_text(json.dumps(facts | found, indent=1) + "\n")
 
 
