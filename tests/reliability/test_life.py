@@ -1,6 +1,7 @@
 """Start, drain and end of the process, as its supervisor sees them."""
 
 import concurrent.futures
+import json
 import signal
 import subprocess
 import sys
@@ -78,10 +79,13 @@ def test_options_come_from_the_environment(started):
     assert httpx.get(f"{server.url}/v1/models", headers=headers).status_code == 200
     version = httpx.get(f"{server.url}/version", headers=headers)
     assert "from-the-environment" not in version.text
+    assert version.json()["options"]["log_format"] == "json"
     server.process.send_signal(signal.SIGINT)
     status, errors = server.end()
     assert status == 0
     assert "from-the-environment" not in errors
+    (shown,) = (json.loads(line)["message"] for line in errors.splitlines() if '"options: ' in line)
+    assert json.loads(shown.removeprefix("options: ")) == version.json()["options"]
 
 
 def test_a_port_in_use_is_one_line(server):

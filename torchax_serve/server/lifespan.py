@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import signal
@@ -92,6 +93,7 @@ class Server:
                 self._loop.add_signal_handler(number, self._on_signal)
         await self._listener.start()
         logger.info("listening on %s", ", ".join(self.addresses))
+        logger.info("options: %s", json.dumps(self._options.public()))
         threading.Thread(target=self._load_model, args=(self._loop,), name="load", daemon=True).start()
         ticker = asyncio.create_task(self._tick())
         try:

@@ -166,10 +166,10 @@ class ServerOptions:
         return self.uds is not None or self.host in LOOPBACK
 
     def public(self) -> dict[str, Any]:
-        """Returns the effective options without secrets, for the log and ``/version``."""
+        """Returns the effective options without secrets and folders, for the log and ``/version``."""
         shown = dataclasses.asdict(self)
         shown["api_keys"] = len(self.api_keys)
-        return {name: str(value) if isinstance(value, Path) else value for name, value in shown.items()}
+        return {name: value.name if isinstance(value, Path) else value for name, value in shown.items()}
 
 
 def _check_positive(limits: Any) -> None:

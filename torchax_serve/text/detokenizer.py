@@ -44,7 +44,6 @@ class Detokenizer:
         self._skipped = _special_ids(tokenizer) if skip_special_tokens else frozenset()
         decoders = _decoder_types(tokenizer)
         self._has_byte_tokens = "ByteFallback" in decoders
-        self._needs_tokens = self._has_byte_tokens or not decoders  # others leave unknown ids out by themselves
         self._skips_empty = bool(decoders) and decoders <= _NO_END_RULE
         self._clean_up = _CleanUp(tokenizer) if _cleans_up(tokenizer) else None
         self._token_ids: list[int] = []
@@ -63,7 +62,8 @@ class Detokenizer:
         """Takes tokens; returns the text that became final. Many tokens cost little more than one."""
         new_ids: list[int] = []
         for token_id in token_ids:
-            if self._needs_tokens and (token := self._token(token_id)) is None:
+            token = self._token(token_id)
+            if token is None:
                 continue
             self._token_ids.append(token_id)
             if token_id in self._skipped or self._lost:
