@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import logging
 import secrets
 import threading
@@ -146,6 +147,9 @@ class RecordedModel:
                 f"expected the files of {self.name} as they were when it was loaded, and they have changed since; call "
                 "serve() again"
             )
+        # transformers replaces its module at the end of its import: names cannot be imported from the one that another
+        # thread is importing, such as the one that compiles. This waits for it.
+        importlib.import_module("transformers")
         from torchax_serve.entrypoints.served_model import continue_with
 
         model = self._load()
