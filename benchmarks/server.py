@@ -9,6 +9,7 @@ does nothing but read its sockets. Medians of the turns are shown. Without a mod
 
 import argparse
 import asyncio
+import dataclasses
 import json
 import os
 import socket
@@ -231,7 +232,7 @@ def main():
     if arguments.output is not None:
         from torchax_serve.bench.machine import Machine
 
-        facts = {"command": " ".join(["python", *sys.argv]), "machine": str(Machine.here())}
+        facts = {"command": " ".join(["python", *sys.argv]), "machine": dataclasses.asdict(Machine.here())}
         arguments.output.write_text(json.dumps(facts | found, indent=1) + "\n")
 
 

