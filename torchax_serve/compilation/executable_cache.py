@@ -12,17 +12,13 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import inspect
 import logging
-import os
 import pickle
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,19 +29,16 @@ from model_adapters.disk_cache import SealedFolder
 from model_adapters.jax_settings import programs_run
 from model_adapters.ops import registry
 from model_adapters.ops.compressed_weight import Weights
-from model_adapters.ops.cpu import build, ffi
 from torchax_serve.compilation import gc_pause, jax_cache
 from torchax_serve.compilation.background import BackgroundCompiler, check_may_trace
 from torchax_serve.compilation.cache_folders import EVICTOR
 from torchax_serve.compilation.compile_lock import CompileLock
+from torchax_serve.compilation.environment import devices, environment
 from torchax_serve.compilation.launchers import Launcher, MeshExecutable, on_mesh
 
 logger = logging.getLogger("torchax_serve")
 
 Value = TypeVar("Value")
-
-LIBRARIES = ("jax", "jaxlib", "torch", "torchax", "transformers")
-
 
 def model_identity(model_class: type, config_json: str, weights: Weights) -> str:
     """Names a model for the cache: two models of one identity have the same programs.
@@ -132,7 +125,7 @@ class ExecutableCache:
             return None
         try:
             code, in_tree, out_tree, facts = pickle.loads(content)
-            program = serialize_executable.deserialize_and_load(code, in_tree, out_tree, execution_devices=_devices())
+            program = serialize_executable.deserialize_and_load(code, in_tree, out_tree, execution_devices=devices())
         except Exception as error:  # intact, and still nothing for this machine: compile as if it were not there
             logger.info("a kept program is not used: %s (%s)", path.name, str(error).splitlines()[0:1])
             self._files.remove(path.name)
@@ -329,72 +322,3 @@ class CachedFunction:
             lowered = jax.jit(traced, donate_argnums=donated).lower(weights, *args)
         when_traced()
         return lowered.compile()
-
-
-def _devices() -> list[jax.Device]:
-    device = jax.config.jax_default_device  # type: ignore[attr-defined]
-    return [device] if isinstance(device, jax.Device) else jax.devices()[:1]
-
-
-ROOT = Path(__file__).parents[2]
-PACKAGES = ("model_adapters", "pytree_registry", "sharding_rules", "torchax_serve")
-NOT_TRACED = ("bench", "cli", "distributed/ray", "parity", "planning", "text")
-"""Parts of `torchax_serve` that programs do not depend on: an edit there leaves them valid.
-
-Listed is what is left out, not what is taken, so that a new module counts until somebody has looked at it. What may
-be listed is what no module with a traced function imports, directly or through others; a test holds that. Everything
-in the other packages counts: model code reaches it while it is traced, or it decides which weights a program gets.
-"""
-
-
-@functools.cache
-def source_digest() -> str:
-    """Returns a digest of all source of this project; equal on all hosts of a model."""
-    return _digest_of(())
-
-
-@functools.cache
-def program_source_digest() -> str:
-    """Returns a digest of the source that programs depend on; see `NOT_TRACED`."""
-    return _digest_of(NOT_TRACED)
-
-
-def _digest_of(left_out: Sequence[str]) -> str:
-    digest = hashlib.sha256()
-    for package in PACKAGES:
-        root = ROOT / package
-        for file in sorted(root.rglob("*")):
-            name = file.relative_to(root).as_posix()
-            if package == "torchax_serve" and any(f"{name}/".startswith(f"{each}/") for each in left_out):
-                continue
-            if file.suffix in (".py", ".cc", ".h"):
-                digest.update(f"{package}/{name}\0".encode() + file.read_bytes())
-    return digest.hexdigest()
-
-
-@functools.cache
-def _installed(source: str) -> str:
-    """Returns what is constant in a process: source, library versions, processor."""
-    versions = [f"{name} {version(name)}" for name in LIBRARIES]
-    return "\n".join([source, sys.version, *versions, build.processor()])
-
-
-def installed_versions() -> str:
-    """Returns a digest of all source and library versions, for any platform."""
-    return _installed(source_digest())
-
-
-def environment() -> str:
-    """Returns everything outside of model and arguments that a program depends on."""
-    settings = {k: v for k, v in jax.config.values.items() if "cache" not in k and "log" not in k}
-    device = _devices()[0]
-    return "\n".join(
-        [
-            _installed(program_source_digest()),
-            f"{device.platform} {device.device_kind} {device.client.platform_version}",
-            f"kernels {ffi.missing() is None}" if device.platform == "cpu" else "",
-            os.environ.get("XLA_FLAGS", ""),
-            os.environ.get("LIBTPU_INIT_ARGS", ""),
-            repr(sorted(settings.items())),
-        ]
-    )

@@ -19,7 +19,7 @@ from typing import Any
 from model_adapters.disk_cache import SealedFolder
 from model_adapters.loading.model_source import ModelSource
 from torchax_serve.compilation.cache_folders import EVICTOR, START
-from torchax_serve.compilation.executable_cache import environment
+from torchax_serve.compilation.environment import environment
 from torchax_serve.compilation.xla_cache import programs_dir
 from torchax_serve.start.recorded_tokenizer import TokenizerRecord
 from torchax_serve.start.weights_file import WeightPlaces
