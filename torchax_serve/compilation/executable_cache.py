@@ -12,21 +12,22 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import inspect
 import logging
 import pickle
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import jax
 from jax.experimental import serialize_executable
 
 from model_adapters.disk_cache import SealedFolder
-from model_adapters.jax_settings import programs_run
+from model_adapters.jax_settings import jax_promotion, programs_run
 from model_adapters.ops import registry
 from model_adapters.ops.compressed_weight import Weights
 from torchax_serve.compilation import gc_pause, jax_cache
@@ -39,6 +40,7 @@ from torchax_serve.compilation.launchers import Launcher, MeshExecutable, on_mes
 logger = logging.getLogger("torchax_serve")
 
 Value = TypeVar("Value")
+
 
 def model_identity(model_class: type, config_json: str, weights: Weights) -> str:
     """Names a model for the cache: two models of one identity have the same programs.
@@ -75,6 +77,20 @@ class _Signature:
         return cls(tree, kinds, spec, jax.config.jax_default_matmul_precision)  # type: ignore[attr-defined]
 
 
+class ExportedFunctions(Protocol):
+    """Functions of a model that were traced before, such as those of a bundle."""
+
+    def function(self, name: str, args: tuple[Any, ...], spec: Any) -> Callable[..., Any]:
+        """Returns ``f(weights, *args)``, which computes what the function `name` does for these arguments.
+
+        Raises:
+            TorchaxServeError: it was not traced for them.
+        """
+
+    def memoized(self, name: str) -> Any:
+        """Returns what `ExecutableCache.memoize` would compute."""
+
+
 class ExecutableCache:
     """Cache of the compiled programs of one model; in memory alone if `folder` is None.
 
@@ -82,7 +98,8 @@ class ExecutableCache:
     programs are cached in memory alone. With a `launcher` the mesh has devices of other hosts, which run them too.
     `num_traces` counts traces by function, `num_loaded` programs that came from the folder; `functions` are the cached
     ones, by name. `background` compiles what will be needed; None with a `launcher`. `before_trace` is called before
-    each trace, while no lock is held that a trace holds: it may load what the trace needs.
+    each trace, while no lock is held that a trace holds: it may load what the trace needs. `exported` has the functions
+    that were traced before, in place of tracing.
     """
 
     def __init__(
@@ -92,8 +109,9 @@ class ExecutableCache:
         mesh: jax.sharding.Mesh | None = None,
         launcher: Launcher | None = None,
         before_trace: Callable[[], object] = lambda: None,
+        exported: ExportedFunctions | None = None,
     ) -> None:
-        self.before_trace = before_trace
+        self.before_trace, self.exported = before_trace, exported
         self.folder = folder if identity is not None and mesh is None else None
         self._files = None if self.folder is None else SealedFolder(self.folder)
         self.mesh, self.launcher = mesh, launcher
@@ -158,6 +176,9 @@ class ExecutableCache:
 
     def memoize(self, name: str, described: str, compute: Callable[[], Value]) -> Value:
         """Returns the result of `compute`, from disk if it was stored for this model."""
+        if self.exported is not None:
+            result: Value = self.exported.memoized(name)
+            return result
         if self._files is None or registry.is_overridden():
             return compute()
         file = self._file_of(name, described).name
@@ -195,6 +216,10 @@ class CachedFunction:
         facts: called after a trace; its result is stored with the program.
         restore_facts: gets those facts when a program is read from the folder.
         is_uncompiled: whether calls run operator by operator now, for hooks that a script has set.
+        is_pure: whether it is JAX's alone, so that a trace needs neither torch nor the model.
+
+    Attributes:
+        function: The function.
     """
 
     def __init__(
@@ -207,8 +232,10 @@ class CachedFunction:
         facts: Callable[[], dict[str, Any]] = dict,
         recall: Callable[[dict[str, Any]], None] = lambda facts: None,
         is_uncompiled: Callable[[], bool] = lambda: False,
+        is_pure: bool = False,
     ) -> None:
-        self._cache, self.name, self._function = cache, name, function
+        self._cache, self.name, self.function = cache, name, function
+        self._is_pure = is_pure
         self._donate, self.facts, self.restore_facts = tuple(donate), facts, recall
         self._programs: dict[_Signature, Any] = {}
         self._is_uncompiled = is_uncompiled
@@ -233,7 +260,7 @@ class CachedFunction:
             from model_adapters.program.trace_context import torch_promotion
 
             with errors_of_hooks(), torch_promotion():
-                return self._function(weights, *args, spec=spec)
+                return self.function(weights, *args, spec=spec)
         with programs_run():
             return self.compiled(weights, *args, spec=spec)(weights, *args)
 
@@ -279,7 +306,7 @@ class CachedFunction:
             program = MeshExecutable(program, mesh)
         # XLA's CPU client cannot serialize a program that it has itself deserialized: functions are lost.
         if path is not None and not hits:
-            self._cache.write(path, program, self.facts())
+            self._cache.write(path, program, {} if self._cache.exported is not None else self.facts())
         return program
 
     def compile(
@@ -303,22 +330,42 @@ class CachedFunction:
             when_traced: called between tracing and XLA.
         """
 
-        def traced(weights: Any, *args: Any) -> Any:
-            from model_adapters.program.trace_context import torch_promotion  # tracing needs torch, running does not
+        exported = self._cache.exported
+        if exported is not None:
+            function = exported.function(self.name, args, spec)
+        else:
+            function = functools.partial(self.function, spec=spec)
 
-            self._cache.num_traces[self.name] += 1
-            with torch_promotion():
-                return adapt(self._function(weights, *args, spec=spec))
+        def traced(weights: Any, *args: Any) -> Any:
+            self._cache.num_traces[self.name] += exported is None
+            return adapt(function(weights, *args))
 
         traced.__name__ = name or self.name
-        parameters = list(inspect.signature(self._function).parameters)
-        donated = tuple(parameters.index(each) for each in self._donate)
-        from model_adapters.program.trace_context import trace_lock
-
-        check_may_trace()
-        self._cache.before_trace()
-        with trace_lock():  # a thread at a time: a trace changes the module
-            check_may_trace()
-            lowered = jax.jit(traced, donate_argnums=donated).lower(weights, *args)
+        with self._tracing():
+            lowered = jax.jit(traced, donate_argnums=self.donated).lower(weights, *args)
         when_traced()
         return lowered.compile()
+
+    @property
+    def donated(self) -> tuple[int, ...]:
+        """Positions of the donated arguments, of which the weights are number 0."""
+        parameters = list(inspect.signature(self.function).parameters)
+        return tuple(parameters.index(each) for each in self._donate)
+
+    @contextlib.contextmanager
+    def _tracing(self) -> Iterator[None]:
+        """Holds what a trace of the function needs."""
+        if self._is_pure or self._cache.exported is not None:
+            with jax_promotion():
+                yield
+            return
+        check_may_trace()
+        self._cache.before_trace()
+        from model_adapters.program.trace_context import (  # tracing needs torch, running does not
+            torch_promotion,
+            trace_lock,
+        )
+
+        with trace_lock(), torch_promotion():  # a thread at a time: a trace changes the module
+            check_may_trace()
+            yield

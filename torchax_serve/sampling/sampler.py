@@ -78,10 +78,11 @@ class Sampler:
         self._sharding = sharding or default_sharding()
         is_on_mesh = len(self._sharding.device_set) > 1
         programs = ExecutableCache(None if is_on_mesh else programs_dir(), "sampling")  # the same for every model
-        self._sample = CachedFunction(programs, "sample", _sample, donate=["state"])
-        self._logprobs = CachedFunction(programs, "logprobs", _logprobs)
-        self._prompt_logprobs = CachedFunction(programs, "prompt_logprobs", _prompt_logprobs)
-        self._write_rows = CachedFunction(programs, "write_rows", _write_rows, donate=["arrays"])
+        cached = functools.partial(CachedFunction, programs, is_pure=True)
+        self._sample = cached("sample", _sample, donate=["state"])
+        self._logprobs = cached("logprobs", _logprobs)
+        self._prompt_logprobs = cached("prompt_logprobs", _prompt_logprobs)
+        self._write_rows = cached("write_rows", _write_rows, donate=["arrays"])
         self._num_slots, self._vocab_size, self._max_len = num_slots, vocab_size, max_len
         self.reset()
 
