@@ -43,7 +43,27 @@ def build_engine(
         OutOfMemoryError: the cache does not fit.
     """
     options = options or EngineOptions()
-    sizes = MemoryBudget(
+    sizes = memory_budget(runtime, options)
+    choice = choose_executor(runtime, sizes)
+    logger.info("%s", choice)
+    runner = ModelRunner(
+        choice.executor,
+        vocab_size=runtime.limits.vocab_size,
+        max_model_len=sizes.max_model_len,
+        background=runtime.steps.executables.background,
+    )
+    return Engine(
+        Scheduler(_scheduler_config(runtime, options, sizes, choice)), runner, str(choice), ids, options.max_num_waiting
+    )
+
+
+def memory_budget(runtime: ModelRuntime, options: EngineOptions) -> MemoryBudget:
+    """Returns the engine's options resolved for a model.
+
+    Raises:
+        InvalidArgumentError: options do not fit the model.
+    """
+    return MemoryBudget(
         max_model_len=_max_model_len(runtime, options),
         max_num_seqs=options.max_num_seqs,
         page_size=options.page_size,
@@ -58,17 +78,6 @@ def build_engine(
         max_encoder_len=_max_encoder_len(runtime, options),
         encoder_len_is_default=options.max_encoder_len is None,
         source_len=None if runtime.encoder is None else runtime.encoder.fixed_output_len,
-    )
-    choice = choose_executor(runtime, sizes)
-    logger.info("%s", choice)
-    runner = ModelRunner(
-        choice.executor,
-        vocab_size=runtime.limits.vocab_size,
-        max_model_len=sizes.max_model_len,
-        background=runtime.steps.executables.background,
-    )
-    return Engine(
-        Scheduler(_scheduler_config(runtime, options, sizes, choice)), runner, str(choice), ids, options.max_num_waiting
     )
 
 

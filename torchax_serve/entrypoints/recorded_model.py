@@ -133,7 +133,7 @@ class RecordedModel:
     """A `ServedModel` from a record; what was not recorded loads the torch module, once, and continues with it.
 
     Attributes:
-        writes_text, transcribes: As of the models that are recorded.
+        writes_text, transcribes, embeds: As of the models that are recorded.
         name: The name by which the model was loaded.
         dtype_name: Name of the weights' dtype, such as ``bfloat16``.
         config, generation_config, load_report: Those of the model; what requests do not read loads the torch module.
@@ -143,7 +143,7 @@ class RecordedModel:
         engine_options: Options of the engine.
     """
 
-    writes_text, transcribes = True, False
+    writes_text, transcribes, embeds = True, False, True
 
     def __init__(self, parts: RecordedParts, engine_options: EngineOptions | None) -> None:
         record = parts.record
