@@ -29,9 +29,7 @@ EMBEDDED = Path(__file__).parents[2] / "torchax_serve" / "embedded"
 
 Kind = Literal["embedded", "hub", "folder", "object", "config", "bundle"]
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_FORMS = (
-    "a short name, a hub id (organisation/name), a folder, a bundle, a GGUF file, or nothing for the embedded model"
-)
+_FORMS = "a short name, a hub id (organisation/name), a folder, a GGUF file, or nothing for the embedded model"
 
 
 @dataclass(frozen=True)

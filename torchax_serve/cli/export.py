@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from model_adapters.errors import InvalidArgumentError
+from model_adapters.loading.model_source import bundle_folder
 from torchax_serve.cli.shared.command import Command
 from torchax_serve.cli.shared.load_model import loaded_model
 from torchax_serve.cli.shared.load_options import LoadOptions, MaxModelLen, check_choice, option_groups
@@ -75,6 +76,11 @@ def export(
     Each export is a new version, a folder with the next number; run and serve take the highest.
     """
     check_model(model, load.revision)
+    if bundle_folder(model) is not None:
+        raise InvalidArgumentError(
+            f"MODEL: expected a model to export, got the bundle {model}; name the model that it was made from, or run: "
+            f"torchax-serve bundle refresh {model}"
+        )
     with loaded_model(model, load, packs_weights=False) as served:
         from torchax_serve import EngineOptions
 

@@ -328,6 +328,7 @@ def before_trace(side: TorchSide) -> None:
 
 def engines_of(model: Any) -> list[Any]:
     """Returns the engines of a served model that there are; none before its first request."""
+    model = vars(model).get("current", model)  # of a bundle that is watched
     if issubclass(type(model), RecordedModel) and model._side.loaded is not None:
         model = model._side.loaded
     engines = (vars(model).get(name) for name in ("_engine", "_single_engine"))

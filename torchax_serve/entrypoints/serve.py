@@ -61,7 +61,7 @@ def serve(
     Returns a `ServedModel` for models that generate, a `SpeechModel` if they also transcribe, else an `EncoderModel`.
 
     Args:
-        model: a short name, a hub id, a folder, bundle or GGUF file, a loaded `PreTrainedModel`; None: the embedded model.
+        model: a short name, a hub id, a folder, bundle or GGUF file, a `PreTrainedModel`; None: the embedded model.
         revision: branch, tag or commit on the hub.
         token: access token for gated repositories.
         local_files_only: do not use the network.
@@ -176,7 +176,7 @@ def _bundle_model(folder: Path, arguments: Mapping[str, Any]) -> ServedModel:
     for name in _NOT_OF_BUNDLES:
         if arguments[name] != defaults[name].default:
             raise InvalidArgumentError(
-                f"{name}: expected no such argument for a bundle, whose programs and weights are as they were exported, "
+                f"{name}: expected no such argument for a bundle, whose programs and weights were exported, "
                 f"got {arguments[name]!r}; leave it out, or serve the model itself"
             )
     from torchax_serve.export.bundle_model import load_bundle

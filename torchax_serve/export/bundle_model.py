@@ -15,7 +15,7 @@ from model_adapters.errors import InvalidArgumentError, TorchaxServeError, Unsup
 from model_adapters.loading.bundle_folder import version_folder
 from model_adapters.ops.cpu import build, ffi
 from torchax_serve.compilation.executable_cache import ExecutableCache
-from torchax_serve.compilation.xla_cache import programs_dir
+from torchax_serve.compilation.xla_cache import enable_compile_cache, programs_dir
 from torchax_serve.engine.options import EngineOptions
 from torchax_serve.entrypoints.recorded_model import RecordedModel, RecordedParts
 from torchax_serve.export.layout import GENERATION_CONFIG, TEMPLATE, TOKENIZER, TOOLS_TEMPLATE
@@ -89,6 +89,7 @@ def load_bundle(
         UnsupportedModelError: it has no programs for this device.
         InvalidArgumentError: an option of the engine that its programs do not have.
     """
+    enable_compile_cache()
     manifest = read_manifest(version_folder(folder, version))
     variants = _variants_here(manifest)
     check_files(manifest)

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import datetime
 import json
-import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from model_adapters.errors import InvalidArgumentError, TorchaxServeError, UnsupportedModelError
+from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
 from model_adapters.loading import LoadedModel
-from model_adapters.loading.bundle_folder import PARTIAL, is_bundle, versions
-from model_adapters.loading.memory import gigabytes
 from model_adapters.ops import registry
 from model_adapters.ops.compressed_weight import CompressedWeight, Weight, Weights, unpacked
 from model_adapters.ops.cpu import build, ffi
@@ -31,6 +27,7 @@ from torchax_serve.export.manifest import Manifest, write_manifest
 from torchax_serve.export.steps import StepExporter
 from torchax_serve.export.targets import PLATFORMS, ExportTarget, parse_platforms
 from torchax_serve.export.trees import described_weights
+from torchax_serve.export.versions import new_version
 from torchax_serve.export.weights import WeightsFormat, check_format, write_weights
 from torchax_serve.kv_cache.memory import MemoryBudget
 from torchax_serve.runtime.model_runtime import ModelRuntime
@@ -102,23 +99,21 @@ def export_model(loaded: LoadedModel, runtime: ModelRuntime, out: Path, request:
         raise UnsupportedModelError(
             f"export: expected a model of text that the engine runs packed, got one that it does not: {reason}"
         ) from reason
-    with _new_version(out, sum(array.nbytes for array in tensors.values())) as folder:
+    with new_version(out, sum(array.nbytes for array in tensors.values())) as new:
         shapes = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in tensors.items()}
-        exporter = StepExporter(runtime, sizes, record.weights, shapes, folder, request.advance)
+        exporter = StepExporter(runtime, sizes, record.weights, shapes, new.folder, request.advance)
         content = {
             **_facts(loaded, record, sizes),
-            "native": _write_native(folder) if any(_is_native(target) for target in targets) else None,
+            "native": _write_native(new.folder) if any(_is_native(target) for target in targets) else None,
             "variants": {target.name: exporter.export(target) for target in targets},
             "weights": {
                 "format": request.weights,
-                "files": write_weights(folder, tensors, request.weights),
+                "files": write_weights(new.folder, tensors, request.weights),
                 "names": described_weights(record.weights),
             },
         }
-        _write_texts(folder, loaded, record)
-        manifest = write_manifest(folder, content)
-    number = versions(out)[-1]
-    return dataclasses.replace(manifest, folder=out / str(number))
+        _write_texts(new.folder, loaded, record)
+        return new.completed(write_manifest(new.folder, content))
 
 
 def _portable(weights: Weights) -> dict[str, Weight]:
@@ -208,47 +203,3 @@ def _write_native(folder: Path) -> dict[str, Any]:
     machine = build.machine_key()
     shutil.copyfile(build.library_path(), native / f"kernels-{machine}.so")
     return {"targets": list(ffi.TARGETS), "libraries": {machine: f"native/kernels-{machine}.so"}}
-
-
-@contextlib.contextmanager
-def _new_version(out: Path, num_bytes: int) -> Iterator[Path]:
-    """Yields a folder that becomes the next version of `out` if all goes well, and is removed otherwise.
-
-    Args:
-        out: The bundle.
-        num_bytes: Bytes of its weights.
-
-    Raises:
-        InvalidArgumentError: `out` is something else than a bundle.
-        TorchaxServeError: it cannot be written.
-    """
-    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not is_bundle(out))):
-        raise InvalidArgumentError(f"{out}: expected a new folder or a bundle, got something else; choose another one")
-    partial = out / f"{PARTIAL}{os.getpid()}"
-    try:
-        (partial / "programs").mkdir(parents=True)
-        if (free := shutil.disk_usage(out).free) < num_bytes:
-            raise TorchaxServeError(
-                f"{out}: expected {gigabytes(num_bytes)} of free disk for the weights, got {gigabytes(free)}; free "
-                "some, or choose another folder"
-            )
-        yield partial
-        _complete(partial, out)
-    except OSError as error:
-        raise TorchaxServeError(
-            f"{out}: expected a folder that can be written, got {error.strerror or error}; free some disk, or choose "
-            "another folder"
-        ) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _complete(partial: Path, out: Path) -> None:
-    """Gives a complete version the next number; another process may take one meanwhile."""
-    while True:
-        number = max([*versions(out), 0]) + 1
-        with contextlib.suppress(FileExistsError):
-            partial.rename(out / str(number))
-            return
-        if (out / str(number)).is_dir() and number not in versions(out):
-            raise TorchaxServeError(f"{out / str(number)}: expected a version with a manifest, got none; remove it")
