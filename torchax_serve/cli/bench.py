@@ -131,7 +131,9 @@ def bench(
 
 def _bundle(folder: Path, measured: MeasureOptions, load: LoadOptions, plot: Path | None, *, as_json: bool) -> None:
     """Measures a bundle, without PyTorch, and prints a table."""
-    given = {"--against": measured.against, "--plot": plot, "options of loading": load != LoadOptions() or None}
+    without_variables = dataclasses.replace(load, offline=False, token=None)  # which the environment may set
+    given_options = without_variables != LoadOptions()
+    given = {"--against": measured.against, "--plot": plot, "options of loading": given_options or None}
     if wrong := [flag for flag, value in given.items() if value is not None]:
         raise InvalidArgumentError(
             f"{wrong[0]}: expected none with a bundle, which has no PyTorch model; leave them out, or name the model"
