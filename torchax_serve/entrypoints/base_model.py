@@ -259,6 +259,10 @@ class BaseModel:
         """
         from torchax_serve.export.writer import ExportRequest, export_model
 
+        if len(self._runtimes) > 1:
+            raise UnsupportedModelError(
+                "export: expected one replica, got several on the axis data; serve the model without it"
+            )
         options = engine or vars(self).get("_engine_options") or EngineOptions()
         request = ExportRequest(
             platforms=platforms, engine=options, weights=weights, native=native, reference=reference, advance=advance

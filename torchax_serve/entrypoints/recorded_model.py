@@ -119,6 +119,7 @@ class RecordedParts:
         content: The mapped file of weights, uint8[n]; None if there is none to be moved into huge pages.
         load: Loads the model with its torch module.
         executables: Makes the cache of programs; takes what is called before each trace.
+        sharding: How the model lies on a mesh; None for one device.
     """
 
     name: str
@@ -127,6 +128,7 @@ class RecordedParts:
     content: np.ndarray | None
     load: Callable[[], ServedModel]
     executables: Callable[[Callable[[], object]], ExecutableCache]
+    sharding: Any = None
 
 
 class RecordedModel:
@@ -249,7 +251,14 @@ class RecordedModel:
         with self._lock:
             if self._engine is None:
                 executables = self._parts.executables(functools.partial(before_trace, self._side))
-                runtime: Any = RecordedRuntime(self._side, self._weights, executables, self.config, self._record.limits)
+                runtime: Any = RecordedRuntime(
+                    self._side,
+                    self._weights,
+                    executables,
+                    self.config,
+                    self._record.limits,
+                    self._parts.sharding,
+                )
                 with programs_run():
                     self._engine = build_engine(runtime, self._engine_options)
                 if self._parts.content is not None:

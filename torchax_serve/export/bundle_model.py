@@ -20,6 +20,7 @@ from torchax_serve.engine.options import EngineOptions
 from torchax_serve.entrypoints.recorded_model import RecordedModel, RecordedParts
 from torchax_serve.export.layout import GENERATION_CONFIG, TEMPLATE, TOKENIZER, TOOLS_TEMPLATE
 from torchax_serve.export.manifest import Manifest, check_files, read_manifest
+from torchax_serve.export.mesh import BundleSharding
 from torchax_serve.export.programs import ExportedPrograms
 from torchax_serve.export.weights import read_weights
 from torchax_serve.start.model_record import ModelRecord
@@ -96,6 +97,9 @@ def load_bundle(
     variant = _chosen(manifest, variants)
     options = _engine_options(manifest, variant, engine)
     weights, names, content = read_weights(manifest)
+    sharding = None if manifest["mesh"] is None else BundleSharding.of(manifest["mesh"])
+    if sharding is not None:
+        weights, content = sharding.divided(weights, names), None
 
     def load() -> NoReturn:
         raise UnsupportedModelError(
@@ -109,16 +113,18 @@ def load_bundle(
         weights=weights,
         content=content,
         load=load,
-        executables=_executables(manifest, variant, names),
+        executables=_executables(manifest, variant, names, sharding),
+        sharding=sharding,
     )
     return BundleModel(manifest, parts, options)
 
 
 def _executables(
-    manifest: Manifest, variant: Mapping[str, Any], names: TensorNames
+    manifest: Manifest, variant: Mapping[str, Any], names: TensorNames, sharding: BundleSharding | None
 ) -> Callable[[Callable[[], object]], ExecutableCache]:
     exported = ExportedPrograms(manifest, variant, names)
-    return lambda load_first: ExecutableCache(programs_dir(), manifest.digest, exported=exported)
+    mesh = None if sharding is None else sharding.mesh
+    return lambda load_first: ExecutableCache(programs_dir(), manifest.digest, mesh, exported=exported)
 
 
 def _variants_here(manifest: Manifest) -> list[Mapping[str, Any]]:

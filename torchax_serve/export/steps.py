@@ -27,6 +27,7 @@ from torchax_serve.export.trees import described_tree
 from torchax_serve.kv_cache.memory import DEVICE_MEMORY_FRACTION, MemoryBudget, free_bytes
 from torchax_serve.kv_cache.pools import PagedCache, PoolAllocator
 from torchax_serve.planning.chips import CHIPS
+from torchax_serve.planning.executors import AbstractPages
 from torchax_serve.runtime.model_runtime import ModelRuntime
 from torchax_serve.start.weights_file import TensorNames, assembled
 
@@ -68,7 +69,8 @@ class StepExporter:
         Raises:
             UnsupportedModelError: the engine does not run the model packed.
         """
-        with target.tracing() as sharding:
+        of_mesh = self.runtime.program.sharding
+        with target.tracing(None if of_mesh is None else of_mesh.replicated()) as sharding:
             executor, num_bytes = self._executor(target)
             calls = list(executor.step_calls())
             programs = dict(self._exported(spec, call, target, sharding) for spec, call in calls)
@@ -91,13 +93,13 @@ class StepExporter:
             raise UnsupportedModelError(
                 f"export: expected a model that the engine runs packed, got one that it does not: {reason}"
             ) from reason
-        num_bytes = sizes.kv_cache_memory_bytes
+        sharding, num_bytes = self.runtime.program.sharding, sizes.kv_cache_memory_bytes
         if num_bytes is None:
             num_bytes = min(sizes.max_usable_bytes(shapes), self._free_bytes(target))
         executor = PackedExecutor(
             self.runtime.program,
             self.runtime.weights,
-            PagedCache(sizes.plan(shapes, num_bytes), _PoolShapes()),
+            PagedCache(sizes.plan(shapes, num_bytes), _PoolShapes() if sharding is None else AbstractPages(sharding)),
             ExecutableCache(),
             num_slots=sizes.max_num_seqs,
             token_budget=sizes.max_num_batched_tokens,
@@ -116,7 +118,7 @@ class StepExporter:
         self, spec: Any, call: StepCall, target: ExportTarget, sharding: jax.sharding.Sharding | None
     ) -> tuple[str, dict[str, Any]]:
         def placed(tree: Any) -> Any:
-            return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree)
+            return jax.tree.map(lambda leaf: _placed(leaf, sharding), tree)
 
         leaves, structure = jax.tree.flatten(placed(call.args))
         results: list[Any] = []
@@ -145,6 +147,13 @@ class StepExporter:
             "donated": _donated_names(call),
             "custom_calls": sorted(set(_CUSTOM_CALL.findall(str(made.mlir_module())))),
         }
+
+
+def _placed(leaf: Any, sharding: jax.sharding.Sharding | None) -> jax.ShapeDtypeStruct:
+    """Returns the shape of an argument: where it is on a mesh, else at `sharding`."""
+    own = getattr(leaf, "sharding", None)
+    is_divided = isinstance(own, jax.sharding.NamedSharding)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=own if is_divided else sharding)
 
 
 def _serialized(made: export.Exported) -> bytes:

@@ -38,14 +38,18 @@ class ExportTarget:
         return "-".join([self.chip or self.platform, *([] if self.uses_kernels else ["reference"])])
 
     @contextlib.contextmanager
-    def tracing(self) -> Iterator[jax.sharding.Sharding | None]:
-        """Traces for the platform in this context; yields where arguments are said to be (None: anywhere)."""
+    def tracing(self, here: jax.sharding.Sharding | None) -> Iterator[jax.sharding.Sharding | None]:
+        """Traces for the platform in this context; yields where arguments are said to be (None: anywhere).
+
+        Args:
+            here: Where they are on a mesh of this process; None: the model is on one device, or none.
+        """
         with contextlib.ExitStack() as stack:
             if not self.uses_kernels:
                 for op in registry.list_ops():
                     stack.enter_context(registry.use(op.name, registry.REFERENCE))
-            if self.chip is None:
-                yield None
+            if self.chip is None or here is not None:
+                yield here
                 return
             chip, devices = describe(f"{self.chip}:{CHIPS[self.chip].topologies[0]}")
             mesh = jax.sharding.Mesh(np.array(devices[:1]), ("model",))

@@ -24,6 +24,7 @@ from torchax_serve.engine.factory import memory_budget
 from torchax_serve.engine.options import EngineOptions
 from torchax_serve.export.layout import ENGINE_SIZES, GENERATION_CONFIG, TEMPLATE, TOKENIZER, TOOLS_TEMPLATE
 from torchax_serve.export.manifest import Manifest, write_manifest
+from torchax_serve.export.mesh import described_mesh
 from torchax_serve.export.steps import StepExporter
 from torchax_serve.export.targets import PLATFORMS, ExportTarget, parse_platforms
 from torchax_serve.export.trees import described_weights
@@ -91,7 +92,7 @@ def export_model(loaded: LoadedModel, runtime: ModelRuntime, out: Path, request:
     check_format(request.weights)
     targets = request.targets()
     weights = _portable(runtime.weights)
-    _check_quantized(weights, targets)
+    _check_layout(weights, targets)
     sizes = _sizes(runtime, request.engine)
     try:
         record, tensors = model_record(loaded, runtime, weights)
@@ -100,10 +101,11 @@ def export_model(loaded: LoadedModel, runtime: ModelRuntime, out: Path, request:
             f"export: expected a model of text that the engine runs packed, got one that it does not: {reason}"
         ) from reason
     with new_version(out, sum(array.nbytes for array in tensors.values())) as new:
-        shapes = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in tensors.items()}
+        shapes = {name: _shape_of(array) for name, array in tensors.items()}
         exporter = StepExporter(runtime, sizes, record.weights, shapes, new.folder, request.advance)
         content = {
             **_facts(loaded, record, sizes),
+            "mesh": described_mesh(tensors),
             "native": _write_native(new.folder) if any(_is_native(target) for target in targets) else None,
             "variants": {target.name: exporter.export(target) for target in targets},
             "weights": {
@@ -116,6 +118,11 @@ def export_model(loaded: LoadedModel, runtime: ModelRuntime, out: Path, request:
         return new.completed(write_manifest(new.folder, content))
 
 
+def _shape_of(array: jax.Array) -> jax.ShapeDtypeStruct:
+    sharding = array.sharding if isinstance(array.sharding, jax.sharding.NamedSharding) else None
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+
+
 def _portable(weights: Weights) -> dict[str, Weight]:
     """Returns the weights with compressed ones as arrays: only C++ kernels of one processor read those."""
     unique = {id(weight): weight for weight in weights.values()}
@@ -123,15 +130,22 @@ def _portable(weights: Weights) -> dict[str, Weight]:
     return {name: made[id(weight)] for name, weight in weights.items()}
 
 
-def _check_quantized(weights: Weights, targets: Sequence[ExportTarget]) -> None:
-    """Raises InvalidArgumentError if quantized weights are laid out for another platform than a target's."""
+def _check_layout(weights: Weights, targets: Sequence[ExportTarget]) -> None:
+    """Raises InvalidArgumentError if weights are laid out for other devices than a target's."""
     here = registry.platform()
     other = next((target for target in targets if PLATFORMS[target.platform] != here), None)
+    if other is None:
+        return
     name = next((name for name, weight in weights.items() if isinstance(weight, QuantizedWeight)), None)
-    if name is not None and other is not None:
+    if name is not None:
         raise InvalidArgumentError(
             f"platforms: expected {here}, for which the quantized weight {name} and others are laid out here, got "
             f"{other.name}; export there, or without quantization"
+        )
+    if any(isinstance(array.sharding, jax.sharding.NamedSharding) for array in jax.tree.leaves(weights)):
+        raise InvalidArgumentError(
+            f"platforms: expected {here}, on whose devices the model is divided, got {other.name}; export there, or a "
+            "model on one device"
         )
 
 
@@ -140,10 +154,6 @@ def _sizes(runtime: ModelRuntime, options: EngineOptions) -> MemoryBudget:
         raise InvalidArgumentError(
             f"kv_cache_dtype: expected None for a bundle, whose cache is in the model's dtype, got "
             f"{options.kv_cache_dtype!r}; leave it out"
-        )
-    if runtime.program.sharding is not None:
-        raise UnsupportedModelError(
-            "export: expected a model on one device, got one on a mesh; serve it without mesh and tensor_parallel"
         )
     return memory_budget(runtime, options)
 
