@@ -38,7 +38,7 @@ def start_folder(checkpoint, source, tmp_path, monkeypatch):
     seal = folder.write_weights(*file_of({"w": jnp.ones(8)}))
     files = states_of(checkpoint, [source])
     written = StartRecord(
-        files, "id", seal, ModelRecord({"w": "w"}, None, {}, (), {}, {}, {}, "", ("llama", "float32"))
+        files, "id", seal, ModelRecord({"w": "w"}, None, {}, (), {}, {}, {}, {}, "", ("llama", "float32"))
     )
     folder.write(written)
     assert folder.read() == written

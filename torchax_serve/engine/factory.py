@@ -51,6 +51,7 @@ def build_engine(
         vocab_size=runtime.limits.vocab_size,
         max_model_len=sizes.max_model_len,
         background=runtime.steps.executables.background,
+        rules=runtime.sampling_rules,
     )
     return Engine(
         Scheduler(_scheduler_config(runtime, options, sizes, choice)), runner, str(choice), ids, options.max_num_waiting

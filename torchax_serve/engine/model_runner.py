@@ -14,6 +14,7 @@ from torchax_serve.executors.base import Executor, InFlightStep
 from torchax_serve.outputs import TokenLogprobs
 from torchax_serve.sampling.sampler import Sampler
 from torchax_serve.sampling.token_masks import mask_logits
+from torchax_serve.sampling.transformers_behaviour import TransformersBehaviour
 from torchax_serve.sampling.types import Logprobs
 from torchax_serve.scheduler import PlanRow, StepPlan
 
@@ -28,6 +29,7 @@ class ModelRunner:
         vocab_size: Number of columns of the logits.
         max_model_len: Maximum number of tokens of a request; None: any.
         background: Compiles programs of the model in another thread; None: none does.
+        rules: Release of transformers whose processors are followed; None: the installed one.
     """
 
     def __init__(
@@ -37,11 +39,12 @@ class ModelRunner:
         vocab_size: int,
         max_model_len: int | None = None,
         background: BackgroundCompiler | None = None,
+        rules: TransformersBehaviour | None = None,
     ) -> None:
         self._background = background
         self.vocab_size = vocab_size
         self._executor, self._cache = executor, executor.cache
-        self._sampler = Sampler(executor.limits.max_num_seqs, vocab_size, max_len=max_model_len)
+        self._sampler = Sampler(executor.limits.max_num_seqs, vocab_size, max_len=max_model_len, rules=rules)
 
     def reset(self) -> None:
         """Empties the cache and all slots."""

@@ -33,6 +33,7 @@ from torchax_serve.generation.token_options import check_one_answer, with_params
 from torchax_serve.outputs import Completion, EngineStats
 from torchax_serve.sampling import unsupported_options
 from torchax_serve.sampling.row_params import ENGINE_OPTIONS
+from torchax_serve.sampling.transformers_behaviour import TransformersBehaviour
 from torchax_serve.sampling_params import SamplingParams
 from torchax_serve.start.model_record import ModelRecord
 from torchax_serve.start.record import StartFolder
@@ -258,6 +259,7 @@ class RecordedModel:
                     self.config,
                     self._record.limits,
                     self._parts.sharding,
+                    TransformersBehaviour(**self._record.sampling_rules),
                 )
                 with programs_run():
                     self._engine = build_engine(runtime, self._engine_options)

@@ -203,6 +203,7 @@ def _record(manifest: Manifest, names: TensorNames) -> ModelRecord:
         config_absent=tuple(model["config_absent"]),
         generation_config=json.loads(manifest.read_bytes(GENERATION_CONFIG)),
         generation_defaults=model["generation_defaults"],
+        sampling_rules=model["sampling_rules"],
         limits=model["limits"],
         quantization=model["quantization"],
         described=(model["model_type"], model["dtype"]),
@@ -223,7 +224,7 @@ def _tokenizer(manifest: Manifest) -> TokenizerRecord | None:
     return TokenizerRecord(
         backend,
         texts[TEMPLATE],
-        texts[TOOLS_TEMPLATE],
+        texts[TOOLS_TEMPLATE] or texts[TEMPLATE],
         described["special_tokens_map"],
         described["response_template"],
     )

@@ -179,6 +179,7 @@ def _facts(loaded: LoadedModel, record: ModelRecord, sizes: MemoryBudget) -> dic
             "config": record.config,
             "config_absent": list(record.config_absent),
             "generation_defaults": record.generation_defaults,
+            "sampling_rules": record.sampling_rules,
             "limits": record.limits,
         },
         "tokenizer": None
@@ -196,7 +197,8 @@ def _write_texts(folder: Path, loaded: LoadedModel, record: ModelRecord) -> None
     written = {GENERATION_CONFIG: json.dumps(record.generation_config, indent=1) + "\n"}
     if record.tokenizer is not None:
         written[TOKENIZER] = record.tokenizer.backend
-        templates = {TEMPLATE: record.tokenizer.chat_template, TOOLS_TEMPLATE: record.tokenizer.tools_template}
+        plain, for_tools = record.tokenizer.chat_template, record.tokenizer.tools_template
+        templates = {TEMPLATE: plain, TOOLS_TEMPLATE: None if for_tools == plain else for_tools}
         written |= {name: text for name, text in templates.items() if text is not None}
     for name, text in written.items():
         (folder / name).write_text(text, "utf-8", newline="")

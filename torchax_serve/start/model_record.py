@@ -20,6 +20,7 @@ class ModelRecord:
         config_absent: Names that the configuration does not have.
         generation_config: Attributes of the model's generation config.
         generation_defaults: Values that transformers' ``generate`` fills in.
+        sampling_rules: Fields of `torchax_serve.sampling.transformers_behaviour.TransformersBehaviour`.
         limits: Fields of `torchax_serve.runtime.input_limits.InputLimits`.
         quantization: The load report's line on quantized weights.
         described: Type and dtype of the model, for people.
@@ -31,6 +32,7 @@ class ModelRecord:
     config_absent: tuple[str, ...]
     generation_config: dict[str, Any]
     generation_defaults: dict[str, Any]
+    sampling_rules: dict[str, bool]
     limits: dict[str, Any]
     quantization: str
     described: tuple[str, str]

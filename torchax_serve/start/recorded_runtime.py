@@ -16,6 +16,7 @@ class RecordedProgram:
     Args:
         side: The torch side.
         sharding: How the model lies on a mesh; None for one device.
+        sampling_rules: Release of transformers whose processors are followed.
 
     Attributes:
         rope: None: models whose programs depend on lengths are not recorded.
@@ -86,9 +87,10 @@ class RecordedRuntime:
         config: Any,
         limits: dict[str, Any],
         sharding: Any = None,
+        sampling_rules: TransformersBehaviour | None = None,
     ) -> None:
         self._side = side
-        self.weights, self.text_config = weights, config
+        self.weights, self.text_config, self.sampling_rules = weights, config, sampling_rules
         self.steps = RecordedSteps(side, executables)
         self.program = RecordedProgram(side, sharding)
         self.limits = SimpleNamespace(**limits)

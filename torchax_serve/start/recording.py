@@ -151,6 +151,7 @@ def model_record(
         config_absent=absent,
         generation_config=values,
         generation_defaults=defaults,
+        sampling_rules=dataclasses.asdict(runtime.sampling_rules),
         limits=dataclasses.asdict(runtime.limits),
         quantization=loaded.report.quantization,
         described=(config["model_type"], str(loaded.module.dtype).removeprefix("torch.")),
