@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from torchax_serve import EngineOptions
 
-ENGINE = EngineOptions(max_model_len=128, max_num_seqs=4, max_num_batched_tokens=64, max_num_steps=4)
+ENGINE = EngineOptions(max_model_len=128, max_num_seqs=4, max_num_batched_tokens=32, max_num_steps=4)
 PROMPTS = ([5, 6, 7], [11] * 20, [300, 2, 40, 41, 42, 43, 99])
 NUM_TOKENS = 12
 

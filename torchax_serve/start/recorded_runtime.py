@@ -7,6 +7,7 @@ from typing import Any
 
 from model_adapters.ops.compressed_weight import Weight
 from torchax_serve.compilation.executable_cache import ExecutableCache
+from torchax_serve.sampling.transformers_behaviour import TransformersBehaviour
 from torchax_serve.start.torch_side import TorchSide
 
 
