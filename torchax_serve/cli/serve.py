@@ -159,12 +159,12 @@ def serve(
     from torchax_serve.server import require_packages
 
     end_if_explained(model, load)
-    require_packages()
-    check_model(model, load.revision)
     if life.watch and bundle_folder(model) is None:
         raise InvalidArgumentError(
             f"--watch: expected a bundle as MODEL, got {model or 'none'}; leave it out, or export the model"
         )
+    require_packages()
+    check_model(model, load.revision)
     options = _server_options(address, access, limits, life)
     _log_to_stderr(options.log_format)
     from torchax_serve import EngineOptions
