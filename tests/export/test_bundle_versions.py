@@ -69,7 +69,7 @@ def with_other_weights(folder, number):
     save_file(arrays, checkpoint / "model.safetensors", {"format": "pt"})
     partial = folder / ".partial-new"
     shutil.copytree(folder / "1", partial)
-    tensors = {name: changed(name, each) for name, each in weights_of(folder / "1").items()}
+    tensors = {name: changed(name, each) if name in arrays else each for name, each in weights_of(folder / "1").items()}
     (partial / "weights.safetensors").write_bytes(b"".join(file_of(tensors)[1]))
     content = manifest_of(partial)
     for name in ("format", "format_version", "files", "digest"):
