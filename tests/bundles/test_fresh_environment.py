@@ -44,14 +44,17 @@ def bundle(tmp_path_factory):
 def test_the_tokens_are_those_of_eager_transformers(bundle, jax, tmp_path):
     environment = tmp_path / "environment"
     subprocess.run([sys.executable, "-m", "venv", environment], check=True)
+    variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS")}
+    variables |= {"XDG_CACHE_HOME": str(tmp_path / "cache"), "JAX_PLATFORMS": "cpu"}
     pip = [environment / "bin" / "python", "-m", "pip", "install", "--quiet"]
     sources = tmp_path / "sources"
     ignored = shutil.ignore_patterns(".git", ".venv", "build", "*.egg-info", "__pycache__")
     shutil.copytree(ROOT, sources, ignore=ignored)
-    subprocess.run([*pip, jax, *PACKAGES], check=True)
-    subprocess.run([*pip, "--no-deps", sources], check=True)
-    variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS")}
-    variables |= {"XDG_CACHE_HOME": str(tmp_path / "cache"), "JAX_PLATFORMS": "cpu"}
+    installed = subprocess.run([*pip, jax, *PACKAGES], env=variables, capture_output=True, text=True, check=False)
+    if installed.returncode and jax == OTHER:
+        pytest.skip(f"no {jax} for this Python: {installed.stderr.strip().splitlines()[-1]}")
+    assert installed.returncode == 0, installed.stderr
+    subprocess.run([*pip, "--no-deps", sources], env=variables, check=True)
     command = [environment / "bin" / "python", "-c", RUN, bundle, json.dumps(PROMPTS), str(NUM_TOKENS)]
     done = subprocess.run(command, capture_output=True, text=True, env=variables, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr

@@ -19,7 +19,7 @@ from torchax_serve.compilation.xla_cache import enable_compile_cache, programs_d
 from torchax_serve.engine.options import EngineOptions
 from torchax_serve.entrypoints.recorded_model import RecordedModel, RecordedParts
 from torchax_serve.export.layout import GENERATION_CONFIG, TEMPLATE, TOKENIZER, TOOLS_TEMPLATE
-from torchax_serve.export.manifest import Manifest, check_files, read_manifest
+from torchax_serve.export.manifest import Manifest, check_files, read_manifest, require_flatbuffers
 from torchax_serve.export.mesh import BundleSharding
 from torchax_serve.export.programs import ExportedPrograms
 from torchax_serve.export.weights import read_weights
@@ -90,6 +90,7 @@ def load_bundle(
         UnsupportedModelError: it has no programs for this device.
         InvalidArgumentError: an option of the engine that its programs do not have.
     """
+    require_flatbuffers()
     enable_compile_cache()
     manifest = read_manifest(version_folder(folder, version))
     variants = _variants_here(manifest)

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import datetime
 import hashlib
+import importlib.util
 import json
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from model_adapters.disk_cache import SealedFolder
-from model_adapters.errors import CheckpointError
+from model_adapters.errors import CheckpointError, TorchaxServeError
 from model_adapters.loading.bundle_folder import FORMAT, MANIFEST
 from torchax_serve.compilation.cache_folders import START
 from torchax_serve.compilation.xla_cache import programs_dir
@@ -197,3 +198,12 @@ def _state(path: Path) -> list[int] | None:
     except OSError:
         return None
     return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+
+
+def require_flatbuffers() -> None:
+    """Raises TorchaxServeError if the package is missing that `jax.export` reads and writes programs with."""
+    if importlib.util.find_spec("flatbuffers") is None:
+        raise TorchaxServeError(
+            "expected the package flatbuffers, which jax.export reads and writes programs with, and it is not "
+            "installed; install torchax-serve[export]"
+        )

@@ -92,10 +92,6 @@ def read_program(manifest: Manifest, name: str) -> export.Exported:
     content = manifest.read_bytes(name)
     try:
         return export.deserialize(bytearray(content))
-    except ModuleNotFoundError as error:
-        raise TorchaxServeError(
-            "expected the package flatbuffers, which jax.export reads programs with; install torchax-serve[export]"
-        ) from error
     except Exception as error:  # whatever JAX's readers raise for formats that they no longer read
         made_with = manifest["made_with"]["jax"]
         raise CheckpointError(

@@ -14,7 +14,7 @@ from jax import export
 
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops.cpu import ffi
-from torchax_serve.export.manifest import Manifest, write_manifest
+from torchax_serve.export.manifest import Manifest, require_flatbuffers, write_manifest
 from torchax_serve.export.programs import read_program
 from torchax_serve.export.versions import new_version
 
@@ -34,6 +34,7 @@ def refresh_bundle(manifest: Manifest) -> Manifest:
     for name in ("format", "format_version", "files"):
         del content[name]
     programs = {entry["file"] for each in content["variants"].values() for entry in each["programs"].values()}
+    require_flatbuffers()
     folder = manifest.folder.resolve()
     if not folder.name.isdigit():
         raise InvalidArgumentError(

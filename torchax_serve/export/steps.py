@@ -14,7 +14,7 @@ import numpy as np
 from jax import export
 
 from model_adapters.caches.packed_batch import NotPackableError
-from model_adapters.errors import TorchaxServeError, UnsupportedModelError
+from model_adapters.errors import UnsupportedModelError
 from model_adapters.ops.cpu import ffi
 from model_adapters.program.trace_context import torch_promotion, trace_lock
 from torchax_serve.compilation.executable_cache import ExecutableCache
@@ -138,7 +138,7 @@ class StepExporter:
             )
         path = self.root / "programs" / target.name / f"{key}.jax_export"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(_serialized(made))
+        path.write_bytes(bytes(made.serialize()))
         self.advance(1)
         return key, {
             "file": path.relative_to(self.root).as_posix(),
@@ -154,16 +154,6 @@ def _placed(leaf: Any, sharding: jax.sharding.Sharding | None) -> jax.ShapeDtype
     own = getattr(leaf, "sharding", None)
     is_divided = isinstance(own, jax.sharding.NamedSharding)
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=own if is_divided else sharding)
-
-
-def _serialized(made: export.Exported) -> bytes:
-    try:
-        return bytes(made.serialize())
-    except ModuleNotFoundError as error:
-        raise TorchaxServeError(
-            "export: expected the package flatbuffers, which jax.export writes programs with; install "
-            "torchax-serve[export]"
-        ) from error
 
 
 def _named_leaves(call: StepCall) -> Iterator[tuple[str, Any]]:

@@ -23,7 +23,7 @@ from torchax_serve import __version__
 from torchax_serve.engine.factory import memory_budget
 from torchax_serve.engine.options import EngineOptions
 from torchax_serve.export.layout import ENGINE_SIZES, GENERATION_CONFIG, TEMPLATE, TOKENIZER, TOOLS_TEMPLATE
-from torchax_serve.export.manifest import Manifest, write_manifest
+from torchax_serve.export.manifest import Manifest, require_flatbuffers, write_manifest
 from torchax_serve.export.mesh import described_mesh
 from torchax_serve.export.steps import StepExporter
 from torchax_serve.export.targets import PLATFORMS, ExportTarget, parse_platforms
@@ -89,6 +89,7 @@ def export_model(loaded: LoadedModel, runtime: ModelRuntime, out: Path, request:
         UnsupportedModelError: requests of the model need more than a bundle has.
         TorchaxServeError: the disk is full, or a package is missing.
     """
+    require_flatbuffers()
     check_format(request.weights)
     targets = request.targets()
     weights = _portable(runtime.weights)
