@@ -4,6 +4,7 @@ import openai
 import pytest
 
 from torchax_serve import SamplingParams
+from torchax_serve.engine.admission import Admission
 
 PROMPT = "Once upon a time"
 
@@ -18,6 +19,21 @@ def test_prompts_of_every_kind(client, model, kind):
     assert [choice.text for choice in answer.choices] == [each.text for each in expected]
     assert answer.usage.completion_tokens == sum(len(each.token_ids) for each in expected)
     assert answer.usage.prompt_tokens == sum(each.prompt_len for each in expected)
+
+
+def test_answers_whose_prompts_would_wait_with_too_many_tokens_are_429(http, server, model, monkeypatch):
+    """The prompt counts for each answer; one that runs at once does not."""
+    assert server.pages_are_back(model)
+    monkeypatch.setattr(model.engine, "_admission", Admission(1, max_num_waiting=64, max_num_waiting_tokens=8))
+    body = {"model": "tiny", "prompt": [5] * 6, "max_tokens": 2}
+    assert http.post("/v1/completions", json=body | {"n": 2}).status_code == 200
+    assert server.pages_are_back(model)
+    refused = http.post("/v1/completions", json=body | {"n": 4})
+    assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
+    error = refused.json()["error"]
+    assert error["code"] == "rate_limit_exceeded" and "tokens that wait" in error["message"]
+    assert server.pages_are_back(model)
+    assert http.post("/v1/completions", json=body).status_code == 200
 
 
 def test_sixteen_tokens_by_default(client):

@@ -97,6 +97,9 @@ class LimitOptions:
     max_num_waiting: Annotated[
         int, _limits("--max-num-waiting", help="Requests that wait; one more is answered with 429.", min=1)
     ] = 256
+    max_num_waiting_tokens: Annotated[
+        int, _limits("--max-num-waiting-tokens", help="Tokens of waiting prompts; more are answered with 429.", min=1)
+    ] = 1 << 22
     max_body_mib: Annotated[int, _limits("--max-body-mib", help="MiB of a request's body.", min=1)] = 32
     max_connections: Annotated[int, _limits("--max-connections", help="Open connections.", min=1)] = 4096
     max_connections_per_address: Annotated[
@@ -163,7 +166,10 @@ def serve(
     from torchax_serve.text.template_renderer import shared_renderer
 
     engine = EngineOptions(
-        max_num_seqs=limits.max_num_seqs, max_num_waiting=limits.max_num_waiting, max_model_len=max_model_len
+        max_num_seqs=limits.max_num_seqs,
+        max_num_waiting=limits.max_num_waiting,
+        max_num_waiting_tokens=limits.max_num_waiting_tokens,
+        max_model_len=max_model_len,
     )
     load.show_details()
     _warn_if_open(options)

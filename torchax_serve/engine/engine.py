@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.jax_settings import programs_run
-from torchax_serve.engine.admission import Admission
+from torchax_serve.engine.admission import MAX_NUM_WAITING, MAX_NUM_WAITING_TOKENS, Admission
 from torchax_serve.engine.dispatch_queue import DispatchQueue
 from torchax_serve.engine.masked_requests import MaskedRequests
 from torchax_serve.engine.model_runner import InFlightStep, ModelRunner
@@ -36,9 +36,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("torchax_serve")
 
-MAX_NUM_WAITING = 8192
-"""Default limit of the requests that wait for a slot."""
-
 MAX_IN_FLIGHT = 2
 """Maximum number of steps in flight: the device computes one while the host prepares the next."""
 
@@ -55,6 +52,7 @@ class Engine:
         description: The executor and the sizes of the cache in one line.
         ids: Ids of the requests to come; 0, 1, ... by default.
         max_num_waiting: Maximum number of requests that wait for a slot.
+        max_num_waiting_tokens: Maximum number of tokens of their prompts.
 
     Attributes:
         max_model_len, vocab_size: Most tokens of a request, with its answer; columns of the logits.
@@ -69,11 +67,12 @@ class Engine:
         description: str = "",
         ids: Iterator[RequestId] | None = None,
         max_num_waiting: int = MAX_NUM_WAITING,
+        max_num_waiting_tokens: int = MAX_NUM_WAITING_TOKENS,
     ) -> None:
         self.description = description
         self.max_model_len, self.vocab_size = scheduler.config.max_model_len, runner.vocab_size
         self.max_encoder_len = runner.max_encoder_len
-        self._admission = Admission(scheduler.config.max_num_seqs, max_num_waiting)
+        self._admission = Admission(scheduler.config.max_num_seqs, max_num_waiting, max_num_waiting_tokens)
         self._process = OwnerProcess()
         self._scheduler, self._runner = scheduler, runner
         self._output_processor = OutputProcessor(runner)
@@ -108,21 +107,21 @@ class Engine:
 
         Raises:
             InvalidArgumentError: one can never run.
-            QueueFullError: too many requests wait already.
+            QueueFullError: too many requests wait already, or (`QueueTokensError`) too many tokens of their prompts.
             TorchaxServeError: the engine is closed or drains, or this process was forked from the one that made it.
         """
         self._process.check("an engine")
         entries = [self._make_entry(request) for request in requests]
+        prompt_lens = [handle.prompt_len for _, handle in entries]
 
         def enter_all() -> None:
             with self._wake:  # or others could see that the requests are neither entering nor live
-                self._admission.num_entering -= len(entries)
+                self._admission.entered(prompt_lens)
                 for enter, _ in entries:
                     enter()
 
         with self._wake:
-            self._admission.check(len(entries), len(self._scheduler), self._closed)
-            self._admission.num_entering += len(entries)
+            self._admission.admit(prompt_lens, self._scheduler, self._closed)
             self._run_on_engine_thread(enter_all)
             self._handles.update(handle for _, handle in entries)
         return [handle for _, handle in entries]
