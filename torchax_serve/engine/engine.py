@@ -306,16 +306,13 @@ class Engine:
         self._counts.busy_s += time.monotonic() - began
 
     def _execute(self, plan: StepPlan) -> None:
-        num_untimed = self._runner.num_untimed
+        num_untimed, find = self._runner.num_untimed, self._scheduler.find
         try:
             requests = {row.slot: self._output_processor.request(row.request_id) for row in plan.prefill_rows}
-            fresh = {
-                row.slot: self._scheduler.find(row.request_id)
-                for row in plan.prefill_rows
-                if row.slot in plan.fresh_slots
-            }
+            fresh = {row.slot: find(row.request_id) for row in plan.prefill_rows if row.slot in plan.fresh_slots}
             outputs = {slot: [] if state is None else state.output_ids for slot, state in fresh.items()}
-            step = self._runner.execute(plan, requests, outputs, self._masked.of(plan, self._scheduler.find))
+            masks, sent_s = self._masked.of(plan, find, self._read_all), time.monotonic()
+            step = self._runner.execute(plan, requests, outputs, masks)
         except SequenceEnded as end:
             if self._closed:  # by `close`, which ends its request with an error
                 return
@@ -328,7 +325,8 @@ class Engine:
             return
         self._end_failed(plan, step)
         expected_seconds = self._scheduler.expected_seconds(plan) if plan.num_steps > 1 else 0.0
-        self._dispatched.push(step, expected_seconds, is_timed=self._runner.num_untimed == num_untimed)
+        sent_s = time.monotonic() if masks is None else sent_s  # a masked one has waited for the step before
+        self._dispatched.push(step, expected_seconds, self._runner.num_untimed == num_untimed, sent_s)
 
     def _end_failed(self, plan: StepPlan, step: InFlightStep) -> None:
         """Ends requests of a plan with failures of their own; their results are not read."""
@@ -340,14 +338,21 @@ class Engine:
                 message = f"it could not be prepared ({describe(error)})"
                 self._output_processor.deliver([RowResult(row.request_id, None, (), "error")], error=message)
 
-    def _retire_oldest(self) -> None:
+    def _read_all(self) -> None:
+        """Takes the tokens of all steps in flight, for masks; raises the error of a step that has failed."""
+        while self._dispatched:
+            if (error := self._retire_oldest()) is not None:
+                raise error
+
+    def _retire_oldest(self) -> Exception | None:
+        """Takes the tokens of the oldest step in flight, or ends its requests and returns its error."""
         oldest = self._dispatched.pop()
         step, waits_from = oldest.step, time.monotonic()
         try:
             tokens = self._runner.read(step)
         except Exception as error:
             self._fail(step.plan, error)
-            return
+            return error
         now = time.monotonic()
         self._counts.wait_s += now - waits_from
         duration_s = self._dispatched.completed(oldest, now)
@@ -358,6 +363,7 @@ class Engine:
         if not len(self._scheduler):  # whoever reads the last token may change the model
             self._runner.hold_tracing()
         self._output_processor.deliver(outcomes, step)
+        return None
 
     def _fail(self, plan: StepPlan, error: Exception) -> None:
         """Ends the requests of a plan whose step has raised; without the cache, all that use it."""

@@ -27,12 +27,15 @@ class MaskedRequests:
         if masks is not None:
             self._masks[request_id] = masks
 
-    def of(self, plan: StepPlan, find: Callable[[RequestId], RequestState | None]) -> PlanMasks | None:
+    def of(
+        self, plan: StepPlan, find: Callable[[RequestId], RequestState | None], read_tokens: Callable[[], None]
+    ) -> PlanMasks | None:
         """Returns the masks of a plan's rows; None if no row has one.
 
         Args:
             plan: The plan; it has one step if a row is masked.
             find: Returns the state of a request that has not ended.
+            read_tokens: Reads the tokens of all steps in flight.
         """
         if not self._masks:
             return None
@@ -42,7 +45,7 @@ class MaskedRequests:
             masks, state = self._masks.get(row.request_id), find(row.request_id)
             if masks is not None and state is not None and row.samples_token:
                 masked.append((index, row.slot, masks, state))
-        return PlanMasks(len(plan.rows), self._num_words, masked) if masked else None
+        return PlanMasks(len(plan.rows), self._num_words, masked, read_tokens) if masked else None
 
 
 class PlanMasks:
@@ -52,21 +55,35 @@ class PlanMasks:
         num_rows: Rows of the plan.
         num_words: Words of a row.
         masked: Index, slot, masks and state of each masked row.
+        read_tokens: Reads the tokens of all steps in flight.
     """
 
     def __init__(
-        self, num_rows: int, num_words: int, masked: Sequence[tuple[int, int, TokenMasks, RequestState]]
+        self,
+        num_rows: int,
+        num_words: int,
+        masked: Sequence[tuple[int, int, TokenMasks, RequestState]],
+        read_tokens: Callable[[], None],
     ) -> None:
         self._num_rows, self._num_words, self._masked = num_rows, num_words, masked
+        self._read_tokens = read_tokens
 
     def words(self, failures: dict[int, Exception]) -> np.ndarray:
         """Computes the masks, int32[num_rows, ceil(vocab / 32)].
 
+        The device computes the logits of the plan meanwhile: it needs the tokens before, and not their values here.
+
         Args:
             failures: Takes the errors of masks, by slot.
+
+        Raises:
+            Exception: A step in flight has failed.
         """
+        self._read_tokens()
         words = np.full((self._num_rows, self._num_words), ALL_TOKENS)
         for index, slot, masks, state in self._masked:
+            if state.finish_reason is not None:
+                continue  # with a token that has just been read: the row's next one is not delivered
             try:
                 masks.fill(words[index], state.output_ids)
             except Exception as error:  # of this request

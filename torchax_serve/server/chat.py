@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from torchax_serve.server.answers import Answer, AnswerOptions
-from torchax_serve.server.body import read_json
+from torchax_serve.server.body import read_request
 from torchax_serve.server.chat_answer import ChatCompletion
 from torchax_serve.server.context import ServerContext, context_of, follow
 from torchax_serve.server.errors import ApiError, bad_request
@@ -37,7 +37,7 @@ async def chat_completions(request: Request) -> Any:
     context = context_of(request)
     service = context.service()
     service.require("chat", "/v1/chat/completions")
-    body = ChatRequest.parse(await read_json(request, context.options))
+    body = await read_request(request, context.options, ChatRequest)
     service.check_name(body.model, request.state.key)
     check_counts(body, context.options.request)
     try:

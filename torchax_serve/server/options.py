@@ -54,16 +54,20 @@ class RequestLimits:
     Attributes:
         max_answers: Answers of a request: prompts times `n`.
         max_json_depth: Levels of nested objects and arrays of a body.
+        max_json_values: Values of a body, those of lists and objects counted.
         max_messages: Messages of a conversation.
         max_texts: Texts of a request for embeddings, labels or scores.
+        max_text_bytes: Bytes of one of these, and of a text to tokenize, in UTF-8.
         max_audio_s: Seconds of audio to transcribe.
         max_schema_bytes: Bytes of a JSON schema, a regular expression or a grammar.
     """
 
     max_answers: int = 128
     max_json_depth: int = 64
+    max_json_values: int = 1 << 20
     max_messages: int = 4096
     max_texts: int = 2048
+    max_text_bytes: int = MIB
     max_audio_s: float = 1800.0
     max_schema_bytes: int = 256 * 1024
 
