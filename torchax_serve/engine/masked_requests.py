@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from torchax_serve.sampling.token_masks import ALL_TOKENS, TokenMasks
+from torchax_serve.sampling.token_masks import ALL_TOKENS, TokenMasks, num_words
 from torchax_serve.scheduler import RequestId, StepPlan
 from torchax_serve.scheduler.request import RequestState
 
@@ -19,7 +19,7 @@ class MaskedRequests:
     """
 
     def __init__(self, vocab_size: int) -> None:
-        self._num_words = -(-vocab_size // 32)
+        self._num_words = num_words(vocab_size)
         self._masks: dict[RequestId, TokenMasks] = {}
 
     def add(self, request_id: RequestId, masks: TokenMasks | None) -> None:
@@ -45,14 +45,13 @@ class MaskedRequests:
             masks, state = self._masks.get(row.request_id), find(row.request_id)
             if masks is not None and state is not None and row.samples_token:
                 masked.append((index, row.slot, masks, state))
-        return PlanMasks(len(plan.rows), self._num_words, masked, read_tokens) if masked else None
+        return PlanMasks(self._num_words, masked, read_tokens) if masked else None
 
 
 class PlanMasks:
     """Masks of the rows of one plan, not computed yet.
 
     Args:
-        num_rows: Rows of the plan.
         num_words: Words of a row.
         masked: Index, slot, masks and state of each masked row.
         read_tokens: Reads the tokens of all steps in flight.
@@ -60,27 +59,26 @@ class PlanMasks:
 
     def __init__(
         self,
-        num_rows: int,
         num_words: int,
         masked: Sequence[tuple[int, int, TokenMasks, RequestState]],
         read_tokens: Callable[[], None],
     ) -> None:
-        self._num_rows, self._num_words, self._masked = num_rows, num_words, masked
-        self._read_tokens = read_tokens
+        self._num_words, self._masked, self._read_tokens = num_words, masked, read_tokens
 
-    def words(self, failures: dict[int, Exception]) -> np.ndarray:
+    def words(self, num_rows: int, failures: dict[int, Exception]) -> np.ndarray:
         """Computes the masks, int32[num_rows, ceil(vocab / 32)].
 
         The device computes the logits of the plan meanwhile: it needs the tokens before, and not their values here.
 
         Args:
+            num_rows: Rows of the logits; those behind the plan's have no masks.
             failures: Takes the errors of masks, by slot.
 
         Raises:
             Exception: A step in flight has failed.
         """
         self._read_tokens()
-        words = np.full((self._num_rows, self._num_words), ALL_TOKENS)
+        words = np.full((num_rows, self._num_words), ALL_TOKENS)
         for index, slot, masks, state in self._masked:
             if state.finish_reason is not None:
                 continue  # with a token that has just been read: the row's next one is not delivered
