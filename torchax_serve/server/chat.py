@@ -83,7 +83,7 @@ def _start_answers(context: ServerContext, service: ModelService, body: ChatRequ
         max_new_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         cache_salt=scoped_salt(key_name, body.cache_salt),
     )
-    plan = plan_tools(body, service.family)
+    plan = plan_tools(body, service.family, service.special_ids)
     prompt = render_chat(service, body, plan)
     is_parsed = service.family is not None and body.skip_special_tokens is not False
     prompt_end = _text_of(service, prompt.token_ids[-PROMPT_END_TOKENS:]) if is_parsed else ""

@@ -154,6 +154,12 @@ class ModelService:
         return TokenBytes(self.model.tokenizer)
 
     @functools.cached_property
+    def special_ids(self) -> dict[str, int]:
+        """Ids of the tokenizer's special tokens by their text."""
+        tokenizer: Any = self.model.tokenizer
+        return {token.content: index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+
+    @functools.cached_property
     def family(self) -> ResponseFamily | None:
         """How answers spell reasoning and tool calls; None for plain text."""
         if self.model.tokenizer is None:
