@@ -20,28 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from server_process import Process
 
 ALICE, BOB = "alice-0123456789", "bob-0123456789"
-WORDS = [
-    "the",
-    "a",
-    "fox",
-    "crow",
-    "sea",
-    "old",
-    "tree",
-    "house",
-    "day",
-    "night",
-    "little",
-    "big",
-    "ran",
-    "saw",
-    "went",
-    "home",
-    "and",
-    "then",
-    "with",
-    "about",
-]
+WORDS = list("abcdefghijklmnopqrstuvwxyz")
 
 
 def ask(client, url, key, prompt):

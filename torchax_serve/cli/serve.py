@@ -71,6 +71,10 @@ class AccessOptions:
     cors_origin: Annotated[
         list[str] | None, _access("--cors-origin", help="Origin whose pages may call the server from a browser.")
     ] = None
+    media_host: Annotated[
+        list[str] | None,
+        _access("--media-host", help="Host, or HOST:PORT, that images and audio of chats may be fetched from."),
+    ] = None
     log_format: Annotated[str, _access("--log-format", help="text or json.")] = "text"
     no_access_log: Annotated[bool, _access("--no-access-log", help="No line for each request.")] = False
     response_template: Annotated[
@@ -203,6 +207,7 @@ def _server_options(
         api_keys=tuple(_named_key(index, key) for index, key in enumerate(access.api_key or ())),
         api_key_file=access.api_key_file,
         cors_origins=tuple(access.cors_origin or ()),
+        media_hosts=tuple(access.media_host or ()),
         log_format=access.log_format,
         access_log=not access.no_access_log,
         metrics_compat=access.metrics_compat,

@@ -13,6 +13,8 @@ from torchax_serve.server.chat_answer import ChatCompletion
 from torchax_serve.server.context import ServerContext, context_of, follow
 from torchax_serve.server.errors import ApiError, bad_request
 from torchax_serve.server.model_service import ChatPrompt, ModelService, scoped_salt
+from torchax_serve.server.options import ServerOptions
+from torchax_serve.server.remote_files import with_remote_files
 from torchax_serve.server.request_checks import check_counts
 from torchax_serve.server.response_parsing import AnswerParser
 from torchax_serve.server.sampling import renamed_error, sampling_params
@@ -40,6 +42,7 @@ async def chat_completions(request: Request) -> Any:
     body = await read_request(request, context.options, ChatRequest)
     service.check_name(body.model, request.state.key)
     check_counts(body, context.options.request)
+    body = await with_files(body, context.options)
     try:
         work = service.run(_start_answers, context, service, body, request.state.key_name)
         started = await until_disconnect(request.receive, work)
@@ -50,6 +53,13 @@ async def chat_completions(request: Request) -> Any:
     if body.stream:
         return EventStream(completion.events(), context.options.keep_alive_s)
     return JSONResponse(await until_disconnect(request.receive, completion.complete()))
+
+
+async def with_files(body: ChatRequest, options: ServerOptions) -> ChatRequest:
+    """Returns a request with the files that its messages name, if any may be fetched."""
+    if not options.media_hosts:
+        return body
+    return body.model_copy(update={"messages": await with_remote_files(body.messages, options.media_hosts)})
 
 
 def chat_options(service: ModelService, body: ChatRequest, plan: ToolPlan) -> ChatOptions:

@@ -87,6 +87,7 @@ class ServerOptions:
         api_keys: Keys by their name; empty: no key is needed.
         api_key_file: File with a key a line, ``NAME:KEY`` or ``KEY``; it is read again when it changes.
         allowed_hosts: Further values of the header Host; on a loopback address others are refused.
+        media_hosts: Names and addresses that images and audio of chats may be fetched from; empty: none are fetched.
         cors_origins: Origins whose pages may call the server from a browser.
         tls_certificate: Certificate chain in PEM; with `tls_key`.
         tls_key: Private key in PEM.
@@ -116,6 +117,7 @@ class ServerOptions:
     api_keys: tuple[tuple[str, str], ...] = dataclasses.field(default=(), repr=False)
     api_key_file: Path | None = None
     allowed_hosts: tuple[str, ...] = ()
+    media_hosts: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
     tls_certificate: Path | None = None
     tls_key: Path | None = None

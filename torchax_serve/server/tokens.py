@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from torchax_serve.server.body import read_request
-from torchax_serve.server.chat import render_chat
+from torchax_serve.server.chat import render_chat, with_files
 from torchax_serve.server.context import context_of
 from torchax_serve.server.errors import ApiError, bad_request
 from torchax_serve.server.json_lists import list_response
@@ -73,6 +73,7 @@ async def render(request: Request) -> Response:
     service.require("chat", "/v1/chat/completions/render")
     body = await read_request(request, context.options, ChatRequest)
     service.check_name(body.model, request.state.key)
+    body = await with_files(body, context.options)
     plan = plan_tools(body, service.family)
     prompt = await until_disconnect(request.receive, service.run(render_chat, service, body, plan))
     ids = prompt.token_ids
