@@ -118,7 +118,8 @@ class OutputProcessor:
         urgent, self._urgent = self._urgent, set()
         for loop, handles in served.items():
             try:
-                self._wakeups.setdefault(loop, ReaderWakeups()).request(loop, handles, at_once=loop in urgent)
+                wakeups = self._wakeups.setdefault(loop, ReaderWakeups())
+                wakeups.request(loop, handles, len(self._requests), at_once=loop in urgent)
             except RuntimeError:  # the loop has been closed, and its readers with it
                 for handle in handles:
                     handle.cancel()

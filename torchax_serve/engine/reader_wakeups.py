@@ -9,11 +9,10 @@ from collections.abc import Iterable
 
 from torchax_serve.engine.request_handle import RequestHandle
 
-WAKE_INTERVAL_S = 0.02
-"""Seconds for which tokens of a request that has begun may wait for later ones, so that they are read together.
-
-A reader that is woken for each token of a small model takes longer for it than the model.
-"""
+WAKES_PER_S = 1000
+"""Readers that are woken in a second: woken for each token of a small model, they would take longer than the model."""
+MAX_INTERVAL_S = 0.05
+"""Most seconds for which tokens of a request that has begun wait for later ones, so that they are read together."""
 
 
 class ReaderWakeups:
@@ -22,14 +21,23 @@ class ReaderWakeups:
     def __init__(self) -> None:
         self._pending: collections.deque[weakref.ref[RequestHandle]] = collections.deque()
         self._is_requested = False  # a call in the loop will wake what is pending
-        self._woken_s = 0.0  # on the loop's clock
+        self._interval_s = self._woken_s = 0.0  # the last time, on the loop's clock
 
-    def request(self, loop: asyncio.AbstractEventLoop, handles: Iterable[RequestHandle], *, at_once: bool) -> None:
+    def request(
+        self, loop: asyncio.AbstractEventLoop, handles: Iterable[RequestHandle], num_readers: int, *, at_once: bool
+    ) -> None:
         """Has `loop` wake the readers of `handles`.
+
+        Args:
+            loop: Event loop of the readers.
+            handles: Handles with new outputs.
+            num_readers: Number of requests that have not ended, which sets the interval between two wake-ups.
+            at_once: Whether they are woken without regard to the interval.
 
         Raises:
             RuntimeError: The loop has been closed.
         """
+        self._interval_s = min(MAX_INTERVAL_S, num_readers / WAKES_PER_S)
         self._pending.extend(map(weakref.ref, handles))
         if at_once:
             loop.call_soon_threadsafe(self._wake)
@@ -39,7 +47,7 @@ class ReaderWakeups:
 
     def _wake_later(self) -> None:
         loop = asyncio.get_running_loop()
-        rest_s = self._woken_s + WAKE_INTERVAL_S - loop.time()
+        rest_s = self._woken_s + self._interval_s - loop.time()
         if rest_s > 0:
             loop.call_later(rest_s, self._wake)
         else:
