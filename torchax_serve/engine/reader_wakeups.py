@@ -21,7 +21,8 @@ class ReaderWakeups:
     def __init__(self) -> None:
         self._pending: collections.deque[weakref.ref[RequestHandle]] = collections.deque()
         self._is_requested = False  # a call in the loop will wake what is pending
-        self._interval_s = self._woken_s = 0.0  # the last time, on the loop's clock
+        self._interval_s = 0.0  # between two wake-ups
+        self._woken_s = 0.0  # time of the last one, on the loop's clock
 
     def request(
         self, loop: asyncio.AbstractEventLoop, handles: Iterable[RequestHandle], num_readers: int, *, at_once: bool
