@@ -135,7 +135,7 @@ class SealedFolder:
             self._warn(str(error))
             return None
         except (OSError, DamagedError) as error:
-            self.report_damage(name, str(error))
+            report_damage(self._content, self.path / name, str(error))
             self.remove(name)
             return None
         with contextlib.suppress(OSError):  # a file system that is read-only: eviction knows less, nothing else
@@ -187,17 +187,6 @@ class SealedFolder:
                 return FileSeal(file.read(), status.st_size, status.st_mtime_ns)
         except (OSError, DamagedError):
             return None
-
-    def touch(self, name: str) -> None:
-        """Notes that a file is used, without a change of its state."""
-        with contextlib.suppress(OSError):
-            os.utime(self.path / name, ns=(time.time_ns(), os.stat(self.path / name).st_mtime_ns))
-
-    def report_damage(self, name: str, reason: str) -> None:
-        """Logs that a file is not used: the first one of a process as a warning."""
-        level = logging.INFO if "damage" in _WARNED else logging.WARNING
-        _WARNED.add("damage")  # one warning says it of all files: a damaged disk has damaged many
-        logger.log(level, "%s: %s is damaged (%s); it is made anew", self._content, self.path / name, reason)
 
     def remove(self, name: str) -> None:
         """Removes a file; ignores one that is missing or cannot be removed."""
@@ -315,6 +304,19 @@ class NotPrivateError(OSError):
 
 class DamagedError(Exception):
     """A file whose seal is missing or wrong."""
+
+
+def touch(path: Path) -> None:
+    """Notes that a file is used, without a change of its state (`SealedFolder.state_of`)."""
+    with contextlib.suppress(OSError):
+        os.utime(path, ns=(time.time_ns(), os.stat(path).st_mtime_ns))
+
+
+def report_damage(content: str, path: Path, reason: str) -> None:
+    """Logs that a file is not used: the first one of a process as a warning."""
+    level = logging.INFO if "damage" in _WARNED else logging.WARNING
+    _WARNED.add("damage")  # one warning says it of all files: a damaged disk has damaged many
+    logger.log(level, "%s: %s is damaged (%s); it is made anew", content, path, reason)
 
 
 def keep_within(folders: Iterable[SealedFolder], max_bytes: int) -> list[Entry]:

@@ -306,12 +306,17 @@ class Engine:
         self._counts.busy_s += time.monotonic() - began
 
     def _execute(self, plan: StepPlan) -> None:
+        def read_all() -> None:  # tokens of all steps in flight, for masks
+            while self._dispatched:
+                if (error := self._retire_oldest()) is not None:
+                    raise error
+
         num_untimed, find = self._runner.num_untimed, self._scheduler.find
         try:
             requests = {row.slot: self._output_processor.request(row.request_id) for row in plan.prefill_rows}
             fresh = {row.slot: find(row.request_id) for row in plan.prefill_rows if row.slot in plan.fresh_slots}
             outputs = {slot: [] if state is None else state.output_ids for slot, state in fresh.items()}
-            masks, sent_s = self._masked.of(plan, find, self._read_all), time.monotonic()
+            masks, sent_s = self._masked.of(plan, find, read_all), time.monotonic()
             step = self._runner.execute(plan, requests, outputs, masks)
         except SequenceEnded as end:
             if self._closed:  # by `close`, which ends its request with an error
@@ -337,12 +342,6 @@ class Engine:
             if error is not None and self._scheduler.abort(row.request_id, "error"):
                 message = f"it could not be prepared ({describe(error)})"
                 self._output_processor.deliver([RowResult(row.request_id, None, (), "error")], error=message)
-
-    def _read_all(self) -> None:
-        """Takes the tokens of all steps in flight, for masks; raises the error of a step that has failed."""
-        while self._dispatched:
-            if (error := self._retire_oldest()) is not None:
-                raise error
 
     def _retire_oldest(self) -> Exception | None:
         """Takes the tokens of the oldest step in flight, or ends its requests and returns its error."""

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-import pydantic
-
-from torchax_serve.server.request_fields import ApiRequest, Ids, Objects, Strings, honoured, no_effect, refused
+from torchax_serve.server.request_fields import (
+    FAIL_FAST,
+    ApiRequest,
+    Ids,
+    Objects,
+    Strings,
+    honoured,
+    no_effect,
+    refused,
+)
 
 _USER = no_effect("who asks is told by the API key")
 _MODEL = honoured("a name in `/v1/models`; another one is 404")
 _CUT = "`null` cuts texts as the checkpoint's files say; -1 cuts them to the model's length"
-Texts = str | Ids | Strings | Annotated[list[Ids], pydantic.FailFast()]
+Texts = str | Ids | Strings | Annotated[list[Ids], FAIL_FAST]
 
 
 def texts_of(given: Texts) -> list[Any]:
@@ -70,7 +77,7 @@ class RerankRequest(PoolingRequest):
     routes: ClassVar[tuple[str, ...]] = ("/v1/rerank", "/v2/rerank", "/rerank")
     query: Annotated[str, honoured("the text that documents are ranked for")]
     documents: Annotated[
-        Annotated[list[str | dict[str, str]], pydantic.FailFast()], honoured('texts, or objects `{"text": ...}`')
+        Annotated[list[str | dict[str, str]], FAIL_FAST], honoured('texts, or objects `{"text": ...}`')
     ]
     top_n: Annotated[int | None, honoured("documents to return; 0 and by default all")] = None
     return_documents: Annotated[bool | None, honoured("whether results have the documents' texts")] = None

@@ -17,10 +17,18 @@ from torchax_serve.validation.argument_checks import short_repr
 
 Effect = Literal["honoured", "no effect", "refused"]
 
-# Lists whose check ends at the first wrong item: as many errors as items would take seconds.
-Ids = Annotated[list[int], pydantic.FailFast()]
-Strings = Annotated[list[str], pydantic.FailFast()]
-Objects = Annotated[list[dict[str, Any]], pydantic.FailFast()]
+
+class _FailFast(pydantic.FailFast):
+    """pydantic's annotation, which has no hash, as unions of annotated types need one."""
+
+    __hash__ = object.__hash__
+
+
+FAIL_FAST = _FailFast()
+"""Annotation of lists whose check ends at the first wrong item: as many errors as items would take seconds."""
+Ids = Annotated[list[int], FAIL_FAST]
+Strings = Annotated[list[str], FAIL_FAST]
+Objects = Annotated[list[dict[str, Any]], FAIL_FAST]
 MAX_ENTRIES = 1 << 16
 """Most entries of a field that is an object."""
 

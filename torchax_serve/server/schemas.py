@@ -6,7 +6,16 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
 
-from torchax_serve.server.request_fields import ApiRequest, Ids, Objects, Strings, honoured, no_effect, refused
+from torchax_serve.server.request_fields import (
+    FAIL_FAST,
+    ApiRequest,
+    Ids,
+    Objects,
+    Strings,
+    honoured,
+    no_effect,
+    refused,
+)
 
 _STORE = "answers are not stored"
 _TIER = "there is one tier"
@@ -130,7 +139,7 @@ class CompletionRequest(TextRequest):
 
     routes: ClassVar[tuple[str, ...]] = ("/v1/completions",)
     prompt: Annotated[
-        str | Ids | Strings | Annotated[list[Ids], pydantic.FailFast()],
+        str | Ids | Strings | Annotated[list[Ids], FAIL_FAST],
         honoured("a text, token ids, or a list of one of these"),
     ]
     max_tokens: Annotated[int | None, honoured("most tokens of the answer, 16 by default; 0 with `echo`")] = None

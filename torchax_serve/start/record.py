@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from model_adapters.disk_cache import FileSeal, SealedFolder
+from model_adapters.disk_cache import FileSeal, SealedFolder, report_damage, touch
 from model_adapters.loading.model_source import ModelSource
 from torchax_serve.compilation.cache_folders import EVICTOR, START
 from torchax_serve.compilation.executable_cache import environment
@@ -24,6 +24,8 @@ from torchax_serve.start.weights_file import WeightPlaces
 
 logger = logging.getLogger("torchax_serve")
 
+CONTENT = "start records"
+"""Name of the files, for messages."""
 MAX_FILES = 200
 """Files of a model's folder; more are those of something else, and are not looked at."""
 MAX_SHARE = 0.5
@@ -104,7 +106,7 @@ class StartFolder:
         programs = programs_dir()
         assert programs is not None
         self.programs = programs
-        self._files = SealedFolder(programs.parent / START, "start records")
+        self._files = SealedFolder(programs.parent / START, CONTENT)
         described = f"{self.checkpoint}\n{sorted(arguments.items())}\n{environment()}"
         self._name = hashlib.sha256(described.encode()).hexdigest()[:40]
 
@@ -137,10 +139,10 @@ class StartFolder:
         name = self.weights_path.name
         seal = self._files.state_of(name) if self._files.is_trusted() else None
         if seal is not None and seal != record.weights_seal:
-            self._files.report_damage(name, "it is not what was written")
+            report_damage(CONTENT, self.weights_path, "it is not what was written")
         if seal != record.weights_seal:
             return False
-        self._files.touch(name)  # the least recently used files are removed first
+        touch(self.weights_path)  # the least recently used files are removed first
         return True
 
     def write_weights(self, num_bytes: int, pieces: Any) -> FileSeal | None:
