@@ -176,10 +176,7 @@ class SealedFolder:
             raise
 
     def state_of(self, name: str) -> FileSeal | None:
-        """Returns the seal of a file, unchecked, with its size and time; None if there is no file of the user's own.
-
-        For files too large to be read through at each start; it differs once one is written to.
-        """
+        """Returns the seal of a file, unchecked, and what changes with it; None if there is no file of the user's own."""
         try:
             with _opened_private(self.path / name) as file:
                 status = os.fstat(file.fileno())
@@ -313,9 +310,9 @@ def touch(path: Path) -> None:
 
 
 def report_damage(content: str, path: Path, reason: str) -> None:
-    """Logs that a file is not used: the first one of a process as a warning."""
+    """Logs that a file is not used: the first one of a process as a warning, as a damaged disk damages many."""
     level = logging.INFO if "damage" in _WARNED else logging.WARNING
-    _WARNED.add("damage")  # one warning says it of all files: a damaged disk has damaged many
+    _WARNED.add("damage")
     logger.log(level, "%s: %s is damaged (%s); it is made anew", content, path, reason)
 
 
