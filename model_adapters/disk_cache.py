@@ -176,7 +176,7 @@ class SealedFolder:
             raise
 
     def state_of(self, name: str) -> FileSeal | None:
-        """Returns the seal of a file, unchecked, and what changes with it; None if there is no file of the user's own."""
+        """Returns the seal of a file, unchecked, with its size and time; None if there is no file of the user's own."""
         try:
             with _opened_private(self.path / name) as file:
                 status = os.fstat(file.fileno())

@@ -21,22 +21,16 @@ def test_prompts_of_every_kind(client, model, kind):
     assert answer.usage.prompt_tokens == sum(each.prompt_len for each in expected)
 
 
-def test_answers_whose_prompts_would_wait_with_too_many_tokens_are_429(http, server, model, monkeypatch):
-    """A prompt counts for each of its answers."""
+def test_a_prompt_that_would_wait_with_too_many_tokens_is_429(http, server, model, monkeypatch):
     assert server.pages_are_back(model)
-    monkeypatch.setattr(model.engine, "_admission", Admission(8, max_num_waiting=64, max_num_waiting_tokens=13))
-    body = {"model": "tiny", "prompt": [5] * 6, "max_tokens": 2}
-    running = [model.stream(PROMPT, SamplingParams(max_new_tokens=400, ignore_eos=True)) for _ in range(8)]
-    for stream in running:
-        next(stream)  # it has a slot
-    refused = http.post("/v1/completions", json=body | {"n": 4})
-    for stream in running:
-        stream.close()
+    monkeypatch.setattr(model.engine, "_admission", Admission(0, max_num_waiting=64, max_num_waiting_tokens=13))
+    body = {"model": "tiny", "max_tokens": 2}
+    refused = http.post("/v1/completions", json=body | {"prompt": [5] * 20})
     assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
     error = refused.json()["error"]
     assert error["code"] == "rate_limit_exceeded" and "tokens that wait" in error["message"]
     assert server.pages_are_back(model)
-    assert http.post("/v1/completions", json=body | {"n": 2}).status_code == 200
+    assert http.post("/v1/completions", json=body | {"prompt": [5] * 6}).status_code == 200
 
 
 def test_sixteen_tokens_by_default(client):

@@ -55,7 +55,8 @@ def test_a_long_prompt_is_refused_by_the_tokens_of_its_pieces(http, monkeypatch,
 
 
 def test_a_body_of_too_many_values_is_refused_and_commas_of_a_text_are_none(http):
-    for body in ('{"tokens": [' + "1," * (1 << 20) + "1]}", '{"tokens": ["' + '\\\\","' * (1 << 20) + '"]}'):
+    most = 1 << 20
+    for body in ('{"tokens": [' + "1," * (most + 1) + "1]}", '{"tokens": ["' + '\\\\","' * (most + 1) + '"]}'):
         answer = http.post("/detokenize", content=body, headers={"Content-Type": "application/json"})
         assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_json", answer.text
     escaped = {"prompt": '\\",' * 300_000 + "," * 900_000, "n": 1}
