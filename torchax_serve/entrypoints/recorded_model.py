@@ -19,7 +19,7 @@ from model_adapters.errors import TorchaxServeError
 from model_adapters.jax_settings import programs_run
 from model_adapters.loading.model_source import ModelSource
 from model_adapters.ops.cpu.huge_pages import move_into_huge_pages
-from torchax_serve.compilation.background import hesitate
+from torchax_serve.compilation.background import wait_for_work
 from torchax_serve.compilation.executable_cache import ExecutableCache
 from torchax_serve.engine.engine import Engine
 from torchax_serve.engine.factory import build_engine
@@ -54,7 +54,7 @@ logger = logging.getLogger("torchax_serve")
 
 POLL_S, BUSY_S = 0.25, 5.0
 """Seconds between two looks at whether the engine is idle, and until it need not be."""
-HESITATION_S = 3.0
+MIN_WORK_S = 3.0
 """Seconds of work after which a program that others stand in for is worth loading torch, which takes as long."""
 _NO_ATTRIBUTES = frozenset({"max_len"})
 """Names that the text layer looks for on other models, and a `ServedModel` has not."""
@@ -294,7 +294,7 @@ class RecordedModel:
 def before_trace(side: TorchSide) -> None:
     """Loads what a trace needs; in the background only for a model that has work for longer than a short answer."""
     if side.loaded is None:
-        hesitate(HESITATION_S)
+        wait_for_work(MIN_WORK_S)
         side.get()
 
 
