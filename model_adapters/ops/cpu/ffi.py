@@ -26,7 +26,7 @@ from model_adapters.ops.cpu import build
 logger = logging.getLogger("torchax_serve")
 
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32))
-POOL_DTYPES = (*DTYPES, jnp.dtype(jnp.int8))
+POOL_DTYPES = (*DTYPES, jnp.dtype(jnp.int8), jnp.dtype(jnp.float8_e4m3fn))
 GROUP_ROWS, GROUP_COLUMNS = 16, 8
 """Rows and columns of a weight that are compressed together."""
 TARGETS = (
