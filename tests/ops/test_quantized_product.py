@@ -16,7 +16,7 @@ from model_adapters.ops import grouped_matmul, linear, registry
 from model_adapters.ops.compressed_weight import note_turned, quantized_of, substituted
 from model_adapters.ops.cpu import build, ffi
 from model_adapters.ops.linear import addmm, matmul
-from model_adapters.ops.quantized_weight import Scheme, dequantize, make_quantized, take_rows
+from model_adapters.ops.quantized_weight import FP4_DOUBLED, NF4, Scheme, dequantize, make_quantized, take_rows
 from model_adapters.quantization.cpu_layout import lay_out
 
 KERNEL = ffi.missing() is None
@@ -30,7 +30,12 @@ def make(seed, out, columns, scheme, *, lead=(), offset=False, order=False, half
     scale = rng.uniform(0.01, 0.03, (*lead, out, groups)).astype(np.float32) * rng.choice([-1, 1], (*lead, out, groups))
     shift = rng.uniform(-0.1, 0.1, scale.shape).astype(np.float32) if offset else None
     scale, shift = (None if x is None else x.astype(np.float16 if half else np.float32) for x in (scale, shift))
+    if scheme.table is not None:
+        low, high = 0, 16
     values = rng.integers(low, high, (*lead, out, columns)).astype(np.int8)
+    if scheme.numbers:
+        values = np.where((values & 127) == 127, 0, values).astype(np.int8).view(scheme.numbers)  # 127 is no number
+        scale, scheme = scale / 64, dataclasses.replace(scheme, numbers="")
     columns_of = rng.permutation(columns).astype(np.int32) if order else None
     return make_quantized("w", values, scale, shift, columns_of, scheme=scheme)
 
@@ -83,7 +88,12 @@ SCHEMES = {
     "int4 by 128, rows by 32": Scheme(4, 128, "int8", "float32", act_group=32),
     "int4 by 16": Scheme(4, 16, "int8", "float32"),
     "int4 of floats": Scheme(4, 64, "none", "float32"),
+    "nf4": Scheme(4, 64, "none", "float32", table=NF4),
+    "fp4 by 16": Scheme(4, 16, "none", "float32", table=tuple(map(float, FP4_DOUBLED))),
+    "fp8 by row": Scheme(8, 1 << 20, "none", "float32", numbers="float8_e4m3fn"),
+    "fp8 by 32": Scheme(8, 32, "none", "float32", numbers="float8_e4m3fn"),
 }
+"""With `numbers` those of `make`; `Scheme` itself has it in the order of the kernels alone."""
 
 
 # The kernel has passes of up to twelve rows; to XLA's operations their number makes no difference.
@@ -286,7 +296,7 @@ def test_experts_are_multiplied_as_they_are_stored(layout, act_dtype, held_as):
 
     with registry.record_calls() as calls:
         got = jax.jit(call)(x, held)
-    assert calls == {("grouped_matmul", "quantized")}
+    assert calls == {("grouped_matmul", "cpu-quantized" if held_as == "cpu" else "quantized")}
     begin = 0
     for expert, size in enumerate(sizes):
         scheme = Scheme(4, 32, act_dtype, "float32")

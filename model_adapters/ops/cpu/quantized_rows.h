@@ -1,0 +1,153 @@
+// Matrices of int8 or int4 with a scale, and perhaps an offset, for each group of columns of a row, in the order that products
+// with the processor's instructions for bytes want.
+//
+// Sixteen rows of the matrix form a block, four columns of one of its rows a word of 32 bits. A step is a word of each of
+// the sixteen rows: 64 bytes, so that sums of rows stay in the lanes of a vector and are never added across them.
+//   8 bits (int8, float8_e4m3fn): [n / 16][k / 4] steps. 4 bits: two steps lie in 64 bytes, the first in the low halves of the
+//   bytes; what is stored is an integer plus `zero`, from 0 to 15, or a place in a table of 16 floats (nf4, fp4).
+//   scale and offset: [n / 16][number of groups][16], float16 or float32.
+// What lies behind the last row or column is zero.
+//
+// Rows of x are rounded to int8 with a scale for a group of columns (as llama.cpp's Q8_0 does), or stay floats; to meet numbers
+// that are no integers they stay floats.
+#pragma once
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "parallel.h"
+#include "product.h"
+#include "simd.h"
+
+namespace tas {
+
+constexpr int kBlockRows = 16, kStepColumns = 4, kStepBytes = kBlockRows * kStepColumns;
+constexpr int kRowStrips = kBlockRows / kLanes;  // of a block: what a vector holds of it
+constexpr int kQuantizedPassRows = kManyRegisters ? 12 : 4;  // of x, whose sums stay in registers
+
+enum class Numbers { kInt8, kInt4, kFloat8, kTable4 };
+constexpr int bits_of(Numbers numbers) { return numbers == Numbers::kInt8 || numbers == Numbers::kFloat8 ? 8 : 4; }
+constexpr bool are_integers(Numbers numbers) { return numbers == Numbers::kInt8 || numbers == Numbers::kInt4; }
+
+// A matrix [n, k] and where its parts lie.
+struct QuantizedMatrix {
+  const uint8_t* values;
+  const void* scale;
+  const void* offset;  // or null
+  bool is_half;        // scale and offset are float16
+  Numbers numbers;
+  int zero;
+  const float* table;  // float[16] of kTable4, else null
+  int64_t n, k, padded_k, group;
+
+  int64_t num_blocks() const { return (n + kBlockRows - 1) / kBlockRows; }
+  int64_t block_bytes() const { return padded_k * kBlockRows * bits_of(numbers) / 8; }
+  int64_t num_groups() const { return (k + group - 1) / group; }
+  int unit() const { return group % 32 == 0 || group >= k ? 32 : 16; }  // columns that share all scales
+  int64_t num_units() const { return (k + unit() - 1) / unit(); }  // with scales: of 16 columns one may lie behind them
+};
+
+// kLanes scales or offsets of group g, from row `row` of block b on.
+inline Vec load_scales(const void* scales, bool is_half, int64_t index) {
+  return is_half ? load((const f16*)scales + index) : load((const float*)scales + index);
+}
+
+// Rows of x as the product wants them, in passes of R rows: word w of row r of pass p at words + ((p * num_words + w) * R + r).
+// A word is four rounded numbers, or one float. For each unit of columns and row: the scale of the rounded numbers, their sum,
+// and their sum times the scale.
+class QuantizedRows {
+ public:
+  QuantizedRows(int64_t rows, const QuantizedMatrix& matrix, bool rounds)
+      : rows_(rows), unit_(matrix.unit()), num_units_(matrix.num_units()), k_(matrix.k), rounds_(rounds) {
+    const int64_t passes = std::max<int64_t>(1, (rows + kQuantizedPassRows - 1) / kQuantizedPassRows);
+    const int64_t even = (rows + passes - 1) / passes;
+    pass_rows = even <= 2 ? std::max<int64_t>(1, even) : even <= 4 ? 4 : even <= 8 ? 8 : 12;
+    num_passes = (rows + pass_rows - 1) / pass_rows;
+    num_words_ = num_units_ * unit_ / (rounds ? 4 : 1);
+    const int64_t count = num_passes * pass_rows;
+    words_.resize(count * num_words_);
+    scale_.resize(count * num_units_);
+    sum_.resize(count * num_units_);
+    scaled_sum_.resize(count * num_units_);
+  }
+
+  template <class T>
+  void take(xla::ffi::ThreadPool& threads, const T* x, int64_t act_group) {
+    parallel_for(threads, rows_, 1 + rows_ * k_ / (64 << 10), [&](int64_t r, int64_t) {
+      if (rounds_) round_row(x + r * k_, r, act_group);
+      else copy_row(x + r * k_, r);
+    });
+  }
+
+  int64_t pass_rows, num_passes;
+  const float* words(int64_t pass) const { return words_.data() + pass * num_words_ * pass_rows; }
+  const float* scale(int64_t pass) const { return scale_.data() + pass * num_units_ * pass_rows; }
+  const int32_t* sum(int64_t pass) const { return sum_.data() + pass * num_units_ * pass_rows; }
+  const float* scaled_sum(int64_t pass) const { return scaled_sum_.data() + pass * num_units_ * pass_rows; }
+
+ private:
+  // Number `index` of row r, in an array that has `per_row` of each.
+  int64_t place(int64_t r, int64_t index, int64_t per_row) const {
+    return ((r / pass_rows) * per_row + index) * pass_rows + r % pass_rows;
+  }
+
+  template <class T>
+  static Vec load_at(const T* row, int64_t d, int64_t end) {
+    return d + kLanes <= end ? load(row + d) : d < end ? load_first(row + d, int(end - d)) : Vec{};
+  }
+
+  template <class T>
+  void round_row(const T* row, int64_t r, int64_t act_group) {
+    const Vec magic = splat(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer in the low bits
+    for (int64_t begin = 0; begin < k_; begin += act_group) {
+      const int64_t end = std::min(k_, begin + act_group);
+      UVec most{};
+      for (int64_t d = begin; d < end; d += kLanes) {
+        const UVec bits = bit_cast<UVec>(load_at(row, d, end)) & 0x7fffffffu;
+        most = bits > most ? bits : most;
+      }
+      uint32_t largest_bits = 0;
+      for (int i = 0; i < kLanes; i++) largest_bits = std::max<uint32_t>(largest_bits, most[i]);
+      const float largest = bit_cast<float>(largest_bits);
+      // NaN and infinity make the outputs of the row NaN; numbers so small that their inverse is none are zeros.
+      const bool is_finite = largest_bits < 0x7f800000u, is_zero = largest < 1e-30f;
+      const float inverse = is_finite && !is_zero ? 127.f / largest : 0.f;
+      const float scale = is_finite ? (is_zero ? 0.f : largest / 127.f) : bit_cast<float>(0x7fc00000u);
+      for (int64_t d = begin; d < end; d += unit_) {
+        int8_t numbers[32 + kLanes] = {};
+        if (is_finite)
+          for (int j = 0; j < unit_; j += kLanes) {
+            const Vec shifted = load_at(row, d + j, end) * inverse + magic;
+            const BVec bytes = __builtin_convertvector(bit_cast<IVec>(shifted) - bit_cast<IVec>(magic), BVec);
+            std::memcpy(numbers + j, &bytes, sizeof bytes);
+          }
+        int32_t sum = 0;
+        for (int j = 0; j < unit_; j++) sum += numbers[j];
+        const int64_t u = d / unit_, at = place(r, u, num_units_);
+        for (int v = 0; v < unit_ / 4; v++) std::memcpy(&words_[place(r, u * (unit_ / 4) + v, num_words_)], numbers + 4 * v, 4);
+        scale_[at] = scale, sum_[at] = sum, scaled_sum_[at] = scale * float(sum);
+      }
+    }
+  }
+
+  template <class T>
+  void copy_row(const T* row, int64_t r) {
+    for (int64_t u = 0; u < num_units_; u++) {
+      float sum = 0;
+      for (int64_t d = u * unit_; d < std::min(k_, (u + 1) * unit_); d++) {
+        const float number = to_float(row[d]);
+        words_[place(r, d, num_words_)] = number;
+        sum += number;
+      }
+      scaled_sum_[place(r, u, num_units_)] = sum;
+    }
+  }
+
+  int64_t rows_, unit_, num_units_, num_words_, k_;
+  bool rounds_;
+  std::vector<float> words_, scale_, scaled_sum_;
+  std::vector<int32_t> sum_;
+};
+
+}  // namespace tas
