@@ -56,30 +56,29 @@ __attribute__((always_inline)) inline Vec number_of(IVec weights, int c, int zer
   else return __builtin_convertvector((weights << (24 - 8 * c) >> 24) - (kNumbers == Numbers::kInt4 ? zero : 0), Vec);
 }
 
-// Exact sums of products of bytes in the lanes of a vector, over the columns of a unit. Weights are int8, or of 4 bits: 0 to 15,
-// from which `zero` is to be taken. `sum` is that of the row's numbers of the unit.
+// Exact sums of products of bytes in the lanes of a vector, over the columns of a unit. Weights are int8, or of 4 bits: 0 to 15.
+// `start` is what they begin with, which takes away what has been added to the weights (`QuantizedMatrix::added`).
 template <int kBits>
 struct ByteSum {
 #if defined(__AVX512VNNI__)
-  // One instruction takes unsigned weights: int8 plus 128.
   IVec acc;
-  ByteSum(int32_t sum, int zero) : acc(IVec{} - (kBits == 8 ? 128 : zero) * sum) {}
+  explicit ByteSum(const int32_t* start) : acc(splat_int(start)) {}
   static IVec prepared(IVec weights) { return kBits == 8 ? weights ^ int32_t(0x80808080) : weights; }
   void add(IVec weights, IVec x) { acc = (IVec)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)weights, (__m512i)x); }
-  Vec total(int32_t, int) const { return __builtin_convertvector(acc, Vec); }
+  Vec total(const int32_t*) const { return __builtin_convertvector(acc, Vec); }
 #elif defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__))
   // Products of unsigned and signed bytes are added in pairs to 16 bits: of int8 the size of a weight and x with its sign; of
   // int4, whose sums of a unit fit in 16 bits (15 * 127 * 2 * 8), as they are.
   IVec acc{};
-  ByteSum(int32_t, int) {}
+  explicit ByteSum(const int32_t*) {}
   static IVec prepared(IVec weights) { return weights; }
   void add(IVec weights, IVec x) {
     if constexpr (kBits == 4) acc = (IVec)((Shorts)acc + (Shorts)pairs(weights, x));
     else acc += joined(pairs(size(weights), with_sign_of(weights, x)));
   }
-  Vec total(int32_t sum, int zero) const {
+  Vec total(const int32_t* start) const {
     if constexpr (kBits == 8) return __builtin_convertvector(acc, Vec);
-    else return __builtin_convertvector(joined(acc) - zero * sum, Vec);
+    else return __builtin_convertvector(joined(acc) + splat_int(start), Vec);
   }
 
  private:
@@ -101,18 +100,18 @@ struct ByteSum {
  public:
 #elif defined(__ARM_FEATURE_DOTPROD)
   IVec acc;
-  ByteSum(int32_t sum, int zero) : acc(IVec{} - (kBits == 4 ? zero * sum : 0)) {}
+  explicit ByteSum(const int32_t* start) : acc(splat_int(start)) {}
   static IVec prepared(IVec weights) { return weights; }
   void add(IVec weights, IVec x) { acc = (IVec)vdotq_s32((int32x4_t)acc, (int8x16_t)weights, (int8x16_t)x); }
-  Vec total(int32_t, int) const { return __builtin_convertvector(acc, Vec); }
+  Vec total(const int32_t*) const { return __builtin_convertvector(acc, Vec); }
 #else
-  IVec acc{};
-  ByteSum(int32_t, int) {}
+  IVec acc;
+  explicit ByteSum(const int32_t* start) : acc(splat_int(start)) {}
   static IVec prepared(IVec weights) { return weights; }
   void add(IVec weights, IVec x) {
     for (int shift = 0; shift < 32; shift += 8) acc += (weights << (24 - shift) >> 24) * (x << (24 - shift) >> 24);
   }
-  Vec total(int32_t sum, int zero) const { return __builtin_convertvector(acc - (kBits == 4 ? zero * sum : 0), Vec); }
+  Vec total(const int32_t*) const { return __builtin_convertvector(acc, Vec); }
 #endif
 };
 
@@ -199,7 +198,7 @@ class QuantizedProduct {
 
   // Sums of a unit of S strips and R rows: of rounded numbers, times their scale, or of floats.
   template <Numbers kNumbers, int kUnit, int R, int S, bool kRounds>
-  __attribute__((always_inline)) static void sum_unit(const uint8_t* p, int zero, const Table& table, int strip, const float* x, const float* scale, const int32_t* sum, Vec (&out)[S][R]) {
+  __attribute__((always_inline)) static void sum_unit(const uint8_t* p, int zero, const Table& table, int strip, const float* x, const float* scale, const int32_t* start, Vec (&out)[S][R]) {
     constexpr int kBits = bits_of(kNumbers);
     if constexpr (kRounds) {
       using Sum = ByteSum<kBits>;
@@ -208,7 +207,7 @@ class QuantizedProduct {
 #pragma GCC unroll 2
       for (int s = 0; s < S; s++)
 #pragma GCC unroll 12
-        for (int r = 0; r < R; r++) new (&sums[s][r]) Sum(sum[r], zero);
+        for (int r = 0; r < R; r++) new (&sums[s][r]) Sum(start + r);
 #pragma GCC unroll 8
       for (int v = 0; v < kUnit / 4; v++) {
         IVec weights[S];
@@ -225,7 +224,7 @@ class QuantizedProduct {
 #pragma GCC unroll 12
       for (int r = 0; r < R; r++)
 #pragma GCC unroll 2
-        for (int s = 0; s < S; s++) out[s][r] = sums[s][r].total(sum[r], zero) * splat(scale[r]);
+        for (int s = 0; s < S; s++) out[s][r] = sums[s][r].total(start + r) * splat(scale[r]);
     } else {
 #pragma GCC unroll 8
       for (int v = 0; v < kUnit / 4; v++) {
@@ -255,12 +254,12 @@ class QuantizedProduct {
     const uint8_t* last_fetched = first + block_bytes - kAhead;
     const int64_t behind = kAhead + (then - block - 1) * block_bytes;
     const float *x = x_.words(pass), *scale = x_.scale(pass), *scaled_sum = x_.scaled_sum(pass);
-    const int32_t* sum = x_.sum(pass);
+    const int32_t* start = x_.start(pass);
     const int64_t scale_bytes = matrix_.is_half ? 2 : 4;
     int64_t at = block * matrix_.num_groups() * kBlockRows + strip * kLanes, left = 0;
     const Table table(matrix_.table);
     Vec sums[S][R] = {}, weight_scale[S], offset[S];
-    for (int64_t u = 0; u < num_units; u++, p += kUnitBytes, x += kUnitWords * R, scale += R, sum += R, scaled_sum += R) {
+    for (int64_t u = 0; u < num_units; u++, p += kUnitBytes, x += kUnitWords * R, scale += R, start += R, scaled_sum += R) {
       if (then >= 0) {
         const uint8_t* later = p + (p < last_fetched ? kAhead : behind);
 #pragma GCC unroll 8
@@ -281,7 +280,7 @@ class QuantizedProduct {
       }
       left--;
       Vec of_unit[S][R] = {};
-      sum_unit<kNumbers, kUnit, R, S, kRounds>(p, matrix_.zero, table, strip, x, scale, sum, of_unit);
+      sum_unit<kNumbers, kUnit, R, S, kRounds>(p, matrix_.zero, table, strip, x, scale, start, of_unit);
 #pragma GCC unroll 12
       for (int r = 0; r < R; r++)
 #pragma GCC unroll 2

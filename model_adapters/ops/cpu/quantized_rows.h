@@ -26,6 +26,12 @@ constexpr int kBlockRows = 16, kStepColumns = 4, kStepBytes = kBlockRows * kStep
 constexpr int kRowStrips = kBlockRows / kLanes;  // of a block: what a vector holds of it
 constexpr int kQuantizedPassRows = kManyRegisters ? 12 : 4;  // of x, whose sums stay in registers
 
+#if defined(__AVX512VNNI__)
+constexpr bool kUnsignedBytes = true;  // one instruction takes unsigned weights: int8 plus 128
+#else
+constexpr bool kUnsignedBytes = false;
+#endif
+
 enum class Numbers { kInt8, kInt4, kFloat8, kTable4 };
 constexpr int bits_of(Numbers numbers) { return numbers == Numbers::kInt8 || numbers == Numbers::kFloat8 ? 8 : 4; }
 constexpr bool are_integers(Numbers numbers) { return numbers == Numbers::kInt8 || numbers == Numbers::kInt4; }
@@ -41,6 +47,8 @@ struct QuantizedMatrix {
   const float* table;  // float[16] of kTable4, else null
   int64_t n, k, padded_k, group;
 
+  // What is added to integers where they are multiplied: sums begin with that many times the sum of x taken away.
+  int added() const { return numbers == Numbers::kInt4 ? zero : numbers == Numbers::kInt8 && kUnsignedBytes ? 128 : 0; }
   int64_t num_blocks() const { return (n + kBlockRows - 1) / kBlockRows; }
   int64_t block_bytes() const { return padded_k * kBlockRows * bits_of(numbers) / 8; }
   int64_t num_groups() const { return (k + group - 1) / group; }
@@ -54,12 +62,12 @@ inline Vec load_scales(const void* scales, bool is_half, int64_t index) {
 }
 
 // Rows of x as the product wants them, in passes of R rows: word w of row r of pass p at words + ((p * num_words + w) * R + r).
-// A word is four rounded numbers, or one float. For each unit of columns and row: the scale of the rounded numbers, their sum,
-// and their sum times the scale.
+// A word is four rounded numbers, or one float. For each unit of columns and row: the scale of the rounded numbers, what a sum of
+// products with them begins with, and the sum of the numbers times the scale.
 class QuantizedRows {
  public:
   QuantizedRows(int64_t rows, const QuantizedMatrix& matrix, bool rounds)
-      : rows_(rows), unit_(matrix.unit()), num_units_(matrix.num_units()), k_(matrix.k), rounds_(rounds) {
+      : rows_(rows), unit_(matrix.unit()), num_units_(matrix.num_units()), k_(matrix.k), added_(matrix.added()), rounds_(rounds) {
     const int64_t passes = std::max<int64_t>(1, (rows + kQuantizedPassRows - 1) / kQuantizedPassRows);
     const int64_t even = (rows + passes - 1) / passes;
     pass_rows = even <= 2 ? std::max<int64_t>(1, even) : even <= 4 ? 4 : even <= 8 ? 8 : 12;
@@ -68,7 +76,7 @@ class QuantizedRows {
     const int64_t count = num_passes * pass_rows;
     words_.resize(count * num_words_);
     scale_.resize(count * num_units_);
-    sum_.resize(count * num_units_);
+    start_.resize(count * num_units_);
     scaled_sum_.resize(count * num_units_);
   }
 
@@ -83,7 +91,7 @@ class QuantizedRows {
   int64_t pass_rows, num_passes;
   const float* words(int64_t pass) const { return words_.data() + pass * num_words_ * pass_rows; }
   const float* scale(int64_t pass) const { return scale_.data() + pass * num_units_ * pass_rows; }
-  const int32_t* sum(int64_t pass) const { return sum_.data() + pass * num_units_ * pass_rows; }
+  const int32_t* start(int64_t pass) const { return start_.data() + pass * num_units_ * pass_rows; }
   const float* scaled_sum(int64_t pass) const { return scaled_sum_.data() + pass * num_units_ * pass_rows; }
 
  private:
@@ -116,17 +124,19 @@ class QuantizedRows {
       const float scale = is_finite ? (is_zero ? 0.f : largest / 127.f) : bit_cast<float>(0x7fc00000u);
       for (int64_t d = begin; d < end; d += unit_) {
         int8_t numbers[32 + kLanes] = {};
+        IVec sums{};
         if (is_finite)
           for (int j = 0; j < unit_; j += kLanes) {
             const Vec shifted = load_at(row, d + j, end) * inverse + magic;
-            const BVec bytes = __builtin_convertvector(bit_cast<IVec>(shifted) - bit_cast<IVec>(magic), BVec);
+            const IVec rounded = bit_cast<IVec>(shifted) - bit_cast<IVec>(magic);
+            const BVec bytes = __builtin_convertvector(rounded, BVec);
             std::memcpy(numbers + j, &bytes, sizeof bytes);
+            sums += rounded;
           }
-        int32_t sum = 0;
-        for (int j = 0; j < unit_; j++) sum += numbers[j];
+        const int32_t sum = sum_of(sums);
         const int64_t u = d / unit_, at = place(r, u, num_units_);
         for (int v = 0; v < unit_ / 4; v++) std::memcpy(&words_[place(r, u * (unit_ / 4) + v, num_words_)], numbers + 4 * v, 4);
-        scale_[at] = scale, sum_[at] = sum, scaled_sum_[at] = scale * float(sum);
+        scale_[at] = scale, start_[at] = -added_ * sum, scaled_sum_[at] = scale * float(sum);
       }
     }
   }
@@ -144,10 +154,21 @@ class QuantizedRows {
     }
   }
 
+  static int32_t sum_of(IVec v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_epi32((__m512i)v);
+#else
+    int32_t total = 0;
+    for (int i = 0; i < kLanes; i++) total += v[i];
+    return total;
+#endif
+  }
+
   int64_t rows_, unit_, num_units_, num_words_, k_;
+  int32_t added_;
   bool rounds_;
   std::vector<float> words_, scale_, scaled_sum_;
-  std::vector<int32_t> sum_;
+  std::vector<int32_t> start_;
 };
 
 }  // namespace tas
