@@ -12,11 +12,10 @@ namespace {
 
 template <class T>
 ffi::Error run_quantized(ffi::ThreadPool& threads, const T* x, int64_t rows, const QuantizedMatrix& matrix, int64_t act_group, const float* bias, T* out) {
-  const bool rounds = act_group > 0;
   const int64_t count = num_distinct_rows(x, rows, matrix.k);
-  QuantizedRows held(count, matrix, rounds);
+  QuantizedRows held(count, matrix, words_for<T>(matrix, act_group > 0));
   held.take(threads, x, act_group);
-  const QuantizedProduct product(held, count, matrix, rounds, bias, out, QuantizedProduct::store_as<T>);
+  const QuantizedProduct product(held, count, matrix, bias, out, QuantizedProduct::store_as<T>);
   parallel_for(threads, product.num_chunks(), num_workers(count, matrix.n, matrix.k, 1), [&](int64_t c, int64_t next) { product.run(c, next); });
   repeat_last_row(threads, out, count, rows, matrix.n);
   return ffi::Error::Success();
@@ -24,8 +23,8 @@ ffi::Error run_quantized(ffi::ThreadPool& threads, const T* x, int64_t rows, con
 
 // Rows of one group and the product of them; numbers of chunks count on over all groups.
 struct GroupProduct {
-  GroupProduct(int64_t rows, const QuantizedMatrix& matrix, bool rounds, void* out, QuantizedProduct::Store store, int64_t first_chunk)
-      : held(rows, matrix, rounds), product(held, rows, matrix, rounds, nullptr, out, store), first_chunk(first_chunk) {}
+  GroupProduct(int64_t rows, const QuantizedMatrix& matrix, Words words, void* out, QuantizedProduct::Store store, int64_t first_chunk)
+      : held(rows, matrix, words), product(held, rows, matrix, nullptr, out, store), first_chunk(first_chunk) {}
   QuantizedRows held;
   QuantizedProduct product;
   int64_t first_chunk;
@@ -43,7 +42,7 @@ ffi::Error run_quantized_groups(ffi::ThreadPool& threads, const T* x, int64_t ro
     matrix.values += g * first.num_blocks() * first.block_bytes();
     matrix.scale = (const char*)first.scale + g * scale_bytes;
     if (first.offset) matrix.offset = (const char*)first.offset + g * scale_bytes;
-    groups.push_back(std::make_unique<GroupProduct>(count, matrix, act_group > 0, out + begin * first.n, QuantizedProduct::store_as<T>, num_chunks));
+    groups.push_back(std::make_unique<GroupProduct>(count, matrix, words_for<T>(matrix, act_group > 0), out + begin * first.n, QuantizedProduct::store_as<T>, num_chunks));
     groups.back()->held.take(threads, x + begin * first.k, act_group);
     num_chunks += groups.back()->product.num_chunks();
     begin += count;

@@ -1,119 +1,9 @@
 // x times a quantized matrix transposed: sixteen rows of the matrix, in the lanes of vectors, meet some rows of x in registers.
 // `quantized_rows.h` has the order of both.
 #pragma once
-#include "quantized_rows.h"
+#include "quantized_numbers.h"
 
 namespace tas {
-
-inline IVec load_bytes(const void* p) {
-  IVec v;
-  std::memcpy(&v, p, sizeof v);
-  return v;
-}
-
-inline IVec splat_int(const void* p) {
-#if defined(__AVX512F__)
-  return (IVec)_mm512_set1_epi32(*(const int32_t*)p);
-#else
-  int32_t word;
-  std::memcpy(&word, p, sizeof word);
-  return IVec{} + word;
-#endif
-}
-
-// Sixteen floats, looked up by the low four bits of words.
-class Table {
- public:
-  explicit Table(const float* numbers) : numbers_(numbers) {
-    if (numbers == nullptr) return;
-    low_ = load(numbers);
-    if (kLanes < 16) high_ = load(numbers + 16 - kLanes);
-  }
-
-  Vec at(IVec codes) const {
-#if defined(__AVX512F__)
-    return (Vec)_mm512_permutexvar_ps((__m512i)codes, (__m512)low_);
-#elif defined(__AVX2__)
-    const __m256 low = _mm256_permutevar8x32_ps((__m256)low_, (__m256i)codes), high = _mm256_permutevar8x32_ps((__m256)high_, (__m256i)codes);
-    return (Vec)_mm256_blendv_ps(low, high, (__m256)(codes << 28));
-#else
-    Vec v;
-    for (int i = 0; i < kLanes; i++) v[i] = numbers_[codes[i] & 15];
-    return v;
-#endif
-  }
-
- private:
-  const float* numbers_;
-  Vec low_{}, high_{};
-};
-
-// Number c of each word of weights, as floats.
-template <Numbers kNumbers>
-__attribute__((always_inline)) inline Vec number_of(IVec weights, int c, int zero, const Table& table) {
-  if constexpr (kNumbers == Numbers::kFloat8) return widen_f8<IVec, Vec>(weights >> (8 * c));
-  else if constexpr (kNumbers == Numbers::kTable4) return table.at((IVec)((UVec)weights >> (8 * c)));
-  else return __builtin_convertvector((weights << (24 - 8 * c) >> 24) - (kNumbers == Numbers::kInt4 ? zero : 0), Vec);
-}
-
-// Exact sums of products of bytes in the lanes of a vector, over the columns of a unit. Weights are int8, or of 4 bits: 0 to 15.
-// `start` is what they begin with, which takes away what has been added to the weights (`QuantizedMatrix::added`).
-template <int kBits>
-struct ByteSum {
-#if defined(__AVX512VNNI__)
-  IVec acc;
-  explicit ByteSum(const int32_t* start) : acc(splat_int(start)) {}
-  static IVec prepared(IVec weights) { return kBits == 8 ? weights ^ int32_t(0x80808080) : weights; }
-  void add(IVec weights, IVec x) { acc = (IVec)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)weights, (__m512i)x); }
-  Vec total(const int32_t*) const { return __builtin_convertvector(acc, Vec); }
-#elif defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__))
-  // Products of unsigned and signed bytes are added in pairs to 16 bits: of int8 the size of a weight and x with its sign; of
-  // int4, whose sums of a unit fit in 16 bits (15 * 127 * 2 * 8), as they are.
-  IVec acc{};
-  explicit ByteSum(const int32_t*) {}
-  static IVec prepared(IVec weights) { return weights; }
-  void add(IVec weights, IVec x) {
-    if constexpr (kBits == 4) acc = (IVec)((Shorts)acc + (Shorts)pairs(weights, x));
-    else acc += joined(pairs(size(weights), with_sign_of(weights, x)));
-  }
-  Vec total(const int32_t* start) const {
-    if constexpr (kBits == 8) return __builtin_convertvector(acc, Vec);
-    else return __builtin_convertvector(joined(acc) + splat_int(start), Vec);
-  }
-
- private:
-  typedef int16_t Shorts __attribute__((vector_size(kLanes * 4)));
-#if defined(__AVX512BW__)
-  static IVec pairs(IVec a, IVec b) { return (IVec)_mm512_maddubs_epi16((__m512i)a, (__m512i)b); }
-  static IVec joined(IVec a) { return (IVec)_mm512_madd_epi16((__m512i)a, _mm512_set1_epi16(1)); }
-  static IVec size(IVec a) { return (IVec)_mm512_abs_epi8((__m512i)a); }
-  static IVec with_sign_of(IVec a, IVec x) {
-    return (IVec)_mm512_mask_sub_epi8((__m512i)x, _mm512_movepi8_mask((__m512i)a), _mm512_setzero_si512(), (__m512i)x);
-  }
-#else
-  static IVec pairs(IVec a, IVec b) { return (IVec)_mm256_maddubs_epi16((__m256i)a, (__m256i)b); }
-  static IVec joined(IVec a) { return (IVec)_mm256_madd_epi16((__m256i)a, _mm256_set1_epi16(1)); }
-  static IVec size(IVec a) { return (IVec)_mm256_abs_epi8((__m256i)a); }
-  static IVec with_sign_of(IVec a, IVec x) { return (IVec)_mm256_sign_epi8((__m256i)x, (__m256i)a); }
-#endif
-
- public:
-#elif defined(__ARM_FEATURE_DOTPROD)
-  IVec acc;
-  explicit ByteSum(const int32_t* start) : acc(splat_int(start)) {}
-  static IVec prepared(IVec weights) { return weights; }
-  void add(IVec weights, IVec x) { acc = (IVec)vdotq_s32((int32x4_t)acc, (int8x16_t)weights, (int8x16_t)x); }
-  Vec total(const int32_t*) const { return __builtin_convertvector(acc, Vec); }
-#else
-  IVec acc;
-  explicit ByteSum(const int32_t* start) : acc(splat_int(start)) {}
-  static IVec prepared(IVec weights) { return weights; }
-  void add(IVec weights, IVec x) {
-    for (int shift = 0; shift < 32; shift += 8) acc += (weights << (24 - shift) >> 24) * (x << (24 - shift) >> 24);
-  }
-  Vec total(const int32_t*) const { return __builtin_convertvector(acc, Vec); }
-#endif
-};
 
 // x[rows, k] times a quantized matrix transposed.
 class QuantizedProduct {
@@ -121,8 +11,8 @@ class QuantizedProduct {
   // Writes kLanes sums, or the first `count` of them, to element `index` of the result.
   using Store = void (*)(void* out, int64_t index, Vec sums, int count);
 
-  QuantizedProduct(const QuantizedRows& x, int64_t rows, const QuantizedMatrix& matrix, bool rounds, const float* bias, void* out, Store store)
-      : x_(x), rows_(rows), matrix_(matrix), rounds_(rounds), bias_(bias), out_(out), store_(store) {}
+  QuantizedProduct(const QuantizedRows& x, int64_t rows, const QuantizedMatrix& matrix, const float* bias, void* out, Store store)
+      : x_(x), rows_(rows), matrix_(matrix), bias_(bias), out_(out), store_(store) {}
 
   template <class Out>
   static void store_as(void* out, int64_t index, Vec sums, int count) {
@@ -158,6 +48,13 @@ class QuantizedProduct {
     const int64_t stop = std::min(matrix_.num_blocks(), (c + 1) * kChunkBlocks);
     for (int64_t block = c * kChunkBlocks; block < stop; block++) {
       const int64_t then = block + 1 < stop ? block + 1 : next * kChunkBlocks;  // the block that is multiplied next
+#if defined(TAS_PAIRS)
+      if constexpr (kNumbers != Numbers::kTable4)
+        if (x_.kind == Words::kPairs && x_.num_passes > 1) {
+          multiply_slices<kNumbers, kUnit>(block, then);
+          continue;
+        }
+#endif
       for (int64_t pass = 0; pass < x_.num_passes; pass++) {
         const auto run_pass = [&](auto count) { multiply<kNumbers, kUnit, count>(block, then, pass); };
         switch (x_.pass_rows) {
@@ -176,12 +73,14 @@ class QuantizedProduct {
     constexpr int S = R <= 2 ? std::min(2, kRowStrips) : 1;  // strips that meet a word of x together
     for (int strip = 0; strip < kRowStrips; strip += S) {
       const int64_t fetched = pass == 0 && strip == 0 ? then : -1;
+      const auto run_strips = [&](auto words) { multiply_strips<kNumbers, kUnit, R, S, words>(block, fetched, pass, strip); };
+      if (x_.kind == Words::kFloats) run_strips(std::integral_constant<Words, Words::kFloats>{});
       if constexpr (are_integers(kNumbers))
-        if (rounds_) {
-          multiply_strips<kNumbers, kUnit, R, S, true>(block, fetched, pass, strip);
-          continue;
-        }
-      multiply_strips<kNumbers, kUnit, R, S, false>(block, fetched, pass, strip);
+        if (x_.kind == Words::kBytes) run_strips(std::integral_constant<Words, Words::kBytes>{});
+#if defined(TAS_PAIRS)
+      if constexpr (kNumbers != Numbers::kTable4)
+        if (x_.kind == Words::kPairs) run_strips(std::integral_constant<Words, Words::kPairs>{});
+#endif
     }
   }
 
@@ -196,11 +95,87 @@ class QuantizedProduct {
     }
   }
 
-  // Sums of a unit of S strips and R rows: of rounded numbers, times their scale, or of floats.
-  template <Numbers kNumbers, int kUnit, int R, int S, bool kRounds>
+#if defined(TAS_PAIRS)
+  // Numbers 2 h and 2 h + 1 of each word of weights as a pair of bfloat16: the high halves of floats, which are exact.
+  template <Numbers kNumbers>
+  __attribute__((always_inline)) static Vec pair_of(IVec weights, int h, int zero, const Table& table) {
+    const UVec first = bit_cast<UVec>(number_of<kNumbers>(weights, 2 * h, zero, table)), second = bit_cast<UVec>(number_of<kNumbers>(weights, 2 * h + 1, zero, table));
+    return bit_cast<Vec>(first >> 16 | (second & 0xffff0000u));
+  }
+
+  static Vec add_pairs(Vec sum, Vec a, Vec b) { return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b); }
+
+  static constexpr int kSliceColumns = 512;  // whose pairs of bfloat16 take half of the first-level cache
+
+  // The outputs of a block and more rows of x than one pass takes. A slice of the block becomes pairs once, for all passes; every
+  // sum is that of `multiply_strips`, to the last bit.
+  template <Numbers kNumbers, int kUnit>
+  void multiply_slices(int64_t block, int64_t then) const {
+    switch (x_.pass_rows) {
+      case 8: return multiply_slices<kNumbers, kUnit, 8>(block, then);
+      default: return multiply_slices<kNumbers, kUnit, 12>(block, then);
+    }
+  }
+
+  template <Numbers kNumbers, int kUnit, int R>
+  void multiply_slices(int64_t block, int64_t then) const {
+    constexpr int kBits = bits_of(kNumbers), kSliceUnits = kSliceColumns / kUnit, kPairsOfUnit = kUnit / 2;
+    constexpr int64_t kUnitBytes = kUnit * kBlockRows * kBits / 8;
+    static_assert(kRowStrips == 1, "a vector holds a word of each row of a block");
+    struct Sums { Vec of[R]; };
+    static thread_local std::vector<Sums> kept;
+    kept.assign(x_.num_passes, Sums{});
+    Vec pairs[kSliceUnits * kPairsOfUnit];
+    const Table table(matrix_.table);
+    const int64_t num_units = matrix_.num_units(), units_of_group = (matrix_.group + kUnit - 1) / kUnit;
+    const uint8_t* first = matrix_.values + block * matrix_.block_bytes();
+    const uint8_t* following = matrix_.values + then * matrix_.block_bytes();
+    for (int64_t begin = 0; begin < num_units; begin += kSliceUnits) {
+      const int64_t end = std::min<int64_t>(num_units, begin + kSliceUnits);
+      for (int64_t u = begin; u < end; u++) {
+        const uint8_t* p = first + u * kUnitBytes;
+        for (int64_t line = 0; line < kUnitBytes; line += 64) __builtin_prefetch(following + u * kUnitBytes + line, 0, 2);
+#pragma GCC unroll 8
+        for (int v = 0; v < kUnit / 4; v++) {
+          IVec weights[1];
+          load_step<kBits, 1>(p, v, 0, weights);
+          for (int h = 0; h < 2; h++) pairs[(u - begin) * kPairsOfUnit + 2 * v + h] = pair_of<kNumbers>(weights[0], h, matrix_.zero, table);
+        }
+      }
+      for (int64_t pass = 0; pass < x_.num_passes; pass++) {
+        const float *x = x_.words(pass) + begin * kPairsOfUnit * R, *scaled_sum = x_.scaled_sum(pass) + begin * R;
+        Sums sums = kept[pass];
+        for (int64_t u = begin; u < end; u++, scaled_sum += R) {
+          const int64_t at = (block * matrix_.num_groups() + u / units_of_group) * kBlockRows;
+          const Vec weight_scale = load_scales(matrix_.scale, matrix_.is_half, at);
+          Vec of_unit[R] = {};
+          const Vec* of_slice = pairs + (u - begin) * kPairsOfUnit;
+#pragma GCC unroll 4
+          for (int w = 0; w < kPairsOfUnit; w++, x = in_register(x + R)) {
+            const Vec weights = of_slice[w];
+#pragma GCC unroll 12
+            for (int r = 0; r < R; r++) of_unit[r] = add_pairs(of_unit[r], weights, splat_word<Vec>(x + r));
+          }
+#pragma GCC unroll 12
+          for (int r = 0; r < R; r++) sums.of[r] = fma(of_unit[r], weight_scale, sums.of[r]);
+          if (matrix_.offset) {
+            const Vec offset = load_scales(matrix_.offset, matrix_.is_half, at);
+#pragma GCC unroll 12
+            for (int r = 0; r < R; r++) sums.of[r] = fma(splat(scaled_sum[r]), offset, sums.of[r]);
+          }
+        }
+        kept[pass] = sums;
+      }
+    }
+    for (int64_t pass = 0; pass < x_.num_passes; pass++) put<R>(block * kBlockRows, pass * R, kept[pass].of);
+  }
+#endif
+
+  // Sums of a unit of S strips and R rows: of rounded numbers, times their scale, or of numbers as they are.
+  template <Numbers kNumbers, int kUnit, int R, int S, Words kWords>
   __attribute__((always_inline)) static void sum_unit(const uint8_t* p, int zero, const Table& table, int strip, const float* x, const float* scale, const int32_t* start, Vec (&out)[S][R]) {
     constexpr int kBits = bits_of(kNumbers);
-    if constexpr (kRounds) {
+    if constexpr (kWords == Words::kBytes) {
       using Sum = ByteSum<kBits>;
       struct { alignas(64) char bytes[sizeof(Sum)]; } memory[S][R];
       Sum (*sums)[R] = reinterpret_cast<Sum (*)[R]>(memory);
@@ -225,6 +200,26 @@ class QuantizedProduct {
       for (int r = 0; r < R; r++)
 #pragma GCC unroll 2
         for (int s = 0; s < S; s++) out[s][r] = sums[s][r].total(start + r) * splat(scale[r]);
+#if defined(TAS_PAIRS)
+    } else if constexpr (kWords == Words::kPairs) {
+#pragma GCC unroll 8
+      for (int v = 0; v < kUnit / 4; v++) {
+        IVec weights[S];
+        load_step<kBits, S>(p, v, strip, weights);
+#pragma GCC unroll 2
+        for (int h = 0; h < 2; h++) {
+          Vec pairs[S];
+#pragma GCC unroll 2
+          for (int s = 0; s < S; s++) pairs[s] = pair_of<kNumbers>(weights[s], h, zero, table);
+#pragma GCC unroll 12
+          for (int r = 0; r < R; r++) {
+            const Vec word = splat_word<Vec>(x + (2 * v + h) * R + r);
+#pragma GCC unroll 2
+            for (int s = 0; s < S; s++) out[s][r] = add_pairs(out[s][r], pairs[s], word);
+          }
+        }
+      }
+#endif
     } else {
 #pragma GCC unroll 8
       for (int v = 0; v < kUnit / 4; v++) {
@@ -246,9 +241,9 @@ class QuantizedProduct {
     }
   }
 
-  template <Numbers kNumbers, int kUnit, int R, int S, bool kRounds>
+  template <Numbers kNumbers, int kUnit, int R, int S, Words kWords>
   void multiply_strips(int64_t block, int64_t then, int64_t pass, int strip) const {
-    constexpr int64_t kUnitBytes = kUnit * kBlockRows * bits_of(kNumbers) / 8, kUnitWords = kUnit / (kRounds ? 4 : 1);
+    constexpr int64_t kUnitBytes = kUnit * kBlockRows * bits_of(kNumbers) / 8, kUnitWords = kUnit / numbers_in(kWords);
     const int64_t block_bytes = matrix_.block_bytes(), num_units = matrix_.num_units(), units_of_group = (matrix_.group + kUnit - 1) / kUnit;
     const uint8_t *first = matrix_.values + block * block_bytes, *p = first;
     const uint8_t* last_fetched = first + block_bytes - kAhead;
@@ -280,7 +275,7 @@ class QuantizedProduct {
       }
       left--;
       Vec of_unit[S][R] = {};
-      sum_unit<kNumbers, kUnit, R, S, kRounds>(p, matrix_.zero, table, strip, x, scale, start, of_unit);
+      sum_unit<kNumbers, kUnit, R, S, kWords>(p, matrix_.zero, table, strip, x, scale, start, of_unit);
 #pragma GCC unroll 12
       for (int r = 0; r < R; r++)
 #pragma GCC unroll 2
@@ -308,7 +303,6 @@ class QuantizedProduct {
   const QuantizedRows& x_;
   int64_t rows_;
   const QuantizedMatrix matrix_;
-  bool rounds_;
   const float* bias_;
   void* out_;
   Store store_;

@@ -8,12 +8,13 @@
 //   scale and offset: [n / 16][number of groups][16], float16 or float32.
 // What lies behind the last row or column is zero.
 //
-// Rows of x are rounded to int8 with a scale for a group of columns (as llama.cpp's Q8_0 does), or stay floats; to meet numbers
-// that are no integers they stay floats.
+// Rows of x are rounded to int8 with a scale for a group of columns (as llama.cpp's Q8_0 does), or stay as they are; to meet
+// numbers that are no integers they always do.
 #pragma once
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 #include "parallel.h"
@@ -61,33 +62,52 @@ inline Vec load_scales(const void* scales, bool is_half, int64_t index) {
   return is_half ? load((const f16*)scales + index) : load((const float*)scales + index);
 }
 
+// What a word of 32 bits of x holds: four numbers that are rounded to bytes, a pair of bfloat16, or one float.
+enum class Words { kBytes, kPairs, kFloats };
+constexpr int numbers_in(Words words) { return words == Words::kBytes ? 4 : words == Words::kPairs ? 2 : 1; }
+
+#if defined(__AVX512BF16__) && !defined(TAS_SLOW_DPBF16)
+#define TAS_PAIRS
+#endif
+
+// How rows of T meet a matrix. All numbers of 8 bits and integers of 4 are exact in bfloat16, those of a table are not.
+template <class T>
+Words words_for(const QuantizedMatrix& matrix, bool rounds) {
+#if defined(TAS_PAIRS)
+  if (!rounds && std::is_same_v<T, bf16> && matrix.numbers != Numbers::kTable4) return Words::kPairs;
+#endif
+  return rounds ? Words::kBytes : Words::kFloats;
+}
+
 // Rows of x as the product wants them, in passes of R rows: word w of row r of pass p at words + ((p * num_words + w) * R + r).
-// A word is four rounded numbers, or one float. For each unit of columns and row: the scale of the rounded numbers, what a sum of
-// products with them begins with, and the sum of the numbers times the scale.
+// For each unit of columns and row: the scale of rounded numbers, what a sum of products with them begins with, and the sum of
+// the numbers times the scale.
 class QuantizedRows {
  public:
-  QuantizedRows(int64_t rows, const QuantizedMatrix& matrix, bool rounds)
-      : rows_(rows), unit_(matrix.unit()), num_units_(matrix.num_units()), k_(matrix.k), added_(matrix.added()), rounds_(rounds) {
+  QuantizedRows(int64_t rows, const QuantizedMatrix& matrix, Words kind)
+      : kind(kind), rows_(rows), unit_(matrix.unit()), num_units_(matrix.num_units()), k_(matrix.k), added_(matrix.added()) {
     const int64_t passes = std::max<int64_t>(1, (rows + kQuantizedPassRows - 1) / kQuantizedPassRows);
     const int64_t even = (rows + passes - 1) / passes;
     pass_rows = even <= 2 ? std::max<int64_t>(1, even) : even <= 4 ? 4 : even <= 8 ? 8 : 12;
     num_passes = (rows + pass_rows - 1) / pass_rows;
-    num_words_ = num_units_ * unit_ / (rounds ? 4 : 1);
+    num_words_ = num_units_ * unit_ / numbers_in(kind);
     const int64_t count = num_passes * pass_rows;
     words_.resize(count * num_words_);
+    scaled_sum_.resize(count * num_units_);
+    if (kind != Words::kBytes) return;
     scale_.resize(count * num_units_);
     start_.resize(count * num_units_);
-    scaled_sum_.resize(count * num_units_);
   }
 
   template <class T>
   void take(xla::ffi::ThreadPool& threads, const T* x, int64_t act_group) {
     parallel_for(threads, rows_, 1 + rows_ * k_ / (64 << 10), [&](int64_t r, int64_t) {
-      if (rounds_) round_row(x + r * k_, r, act_group);
+      if (kind == Words::kBytes) round_row(x + r * k_, r, act_group);
       else copy_row(x + r * k_, r);
     });
   }
 
+  Words kind;
   int64_t pass_rows, num_passes;
   const float* words(int64_t pass) const { return words_.data() + pass * num_words_ * pass_rows; }
   const float* scale(int64_t pass) const { return scale_.data() + pass * num_units_ * pass_rows; }
@@ -95,10 +115,8 @@ class QuantizedRows {
   const float* scaled_sum(int64_t pass) const { return scaled_sum_.data() + pass * num_units_ * pass_rows; }
 
  private:
-  // Number `index` of row r, in an array that has `per_row` of each.
-  int64_t place(int64_t r, int64_t index, int64_t per_row) const {
-    return ((r / pass_rows) * per_row + index) * pass_rows + r % pass_rows;
-  }
+  // Where row r begins in an array that has `per_row` for each; the next of the row is pass_rows behind it.
+  int64_t begin_of(int64_t r, int64_t per_row) const { return r / pass_rows * per_row * pass_rows + r % pass_rows; }
 
   template <class T>
   static Vec load_at(const T* row, int64_t d, int64_t end) {
@@ -108,6 +126,8 @@ class QuantizedRows {
   template <class T>
   void round_row(const T* row, int64_t r, int64_t act_group) {
     const Vec magic = splat(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer in the low bits
+    float* words = words_.data() + begin_of(r, num_words_);
+    const int64_t stride = pass_rows, by_unit = begin_of(r, num_units_);
     for (int64_t begin = 0; begin < k_; begin += act_group) {
       const int64_t end = std::min(k_, begin + act_group);
       UVec most{};
@@ -115,8 +135,7 @@ class QuantizedRows {
         const UVec bits = bit_cast<UVec>(load_at(row, d, end)) & 0x7fffffffu;
         most = bits > most ? bits : most;
       }
-      uint32_t largest_bits = 0;
-      for (int i = 0; i < kLanes; i++) largest_bits = std::max<uint32_t>(largest_bits, most[i]);
+      const uint32_t largest_bits = largest_of(most);
       const float largest = bit_cast<float>(largest_bits);
       // NaN and infinity make the outputs of the row NaN; numbers so small that their inverse is none are zeros.
       const bool is_finite = largest_bits < 0x7f800000u, is_zero = largest < 1e-30f;
@@ -134,8 +153,9 @@ class QuantizedRows {
             sums += rounded;
           }
         const int32_t sum = sum_of(sums);
-        const int64_t u = d / unit_, at = place(r, u, num_units_);
-        for (int v = 0; v < unit_ / 4; v++) std::memcpy(&words_[place(r, u * (unit_ / 4) + v, num_words_)], numbers + 4 * v, 4);
+        const int64_t u = d / unit_, at = by_unit + u * stride;
+        float* to = words + u * (unit_ / 4) * stride;
+        for (int v = 0; v < unit_ / 4; v++) std::memcpy(to + v * stride, numbers + 4 * v, 4);
         scale_[at] = scale, start_[at] = -added_ * sum, scaled_sum_[at] = scale * float(sum);
       }
     }
@@ -143,15 +163,28 @@ class QuantizedRows {
 
   template <class T>
   void copy_row(const T* row, int64_t r) {
+    float *words = words_.data() + begin_of(r, num_words_), *sums = scaled_sum_.data() + begin_of(r, num_units_);
+    const int64_t stride = pass_rows;
     for (int64_t u = 0; u < num_units_; u++) {
       float sum = 0;
-      for (int64_t d = u * unit_; d < std::min(k_, (u + 1) * unit_); d++) {
-        const float number = to_float(row[d]);
-        words_[place(r, d, num_words_)] = number;
-        sum += number;
-      }
-      scaled_sum_[place(r, u, num_units_)] = sum;
+      for (int64_t d = u * unit_; d < std::min(k_, (u + 1) * unit_); d++) sum += to_float(row[d]);
+      sums[u * stride] = sum;
     }
+    if (kind == Words::kFloats) {
+      for (int64_t d = 0; d < k_; d++) words[d * stride] = to_float(row[d]);
+    } else {
+      for (int64_t d = 0; d < k_; d += 2) std::memcpy(words + d / 2 * stride, row + d, sizeof(T) * (d + 1 < k_ ? 2 : 1));
+    }
+  }
+
+  static uint32_t largest_of(UVec v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_epu32((__m512i)v);
+#else
+    uint32_t most = 0;
+    for (int i = 0; i < kLanes; i++) most = std::max<uint32_t>(most, v[i]);
+    return most;
+#endif
   }
 
   static int32_t sum_of(IVec v) {
@@ -166,7 +199,6 @@ class QuantizedRows {
 
   int64_t rows_, unit_, num_units_, num_words_, k_;
   int32_t added_;
-  bool rounds_;
   std::vector<float> words_, scale_, scaled_sum_;
   std::vector<int32_t> start_;
 };
