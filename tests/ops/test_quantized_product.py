@@ -130,6 +130,22 @@ def test_the_kernel_takes_any_size_and_dtype(dtype, out, columns):
     np.testing.assert_allclose(got, want, rtol=max(tolerance, 3e-6), atol=3e-6 * np.abs(want).max())
 
 
+@needs_kernel
+@pytest.mark.parametrize("offset", [False, True])
+@pytest.mark.parametrize("name", ["int8 of floats", "int4 of floats", "fp8 by row", "fp8 by 32", "nf4", "fp4 by 16"])
+def test_rows_of_bfloat16_have_the_same_bits_for_any_number_of_rows(name, offset):
+    """More columns than are made pairs of bfloat16 at a time, and more rows than meet them at a time."""
+    scheme = dataclasses.replace(SCHEMES[name], dtype="bfloat16")
+    weight = make(3, 40, 1104, scheme, offset=offset and scheme.group < 1104)
+    x = jnp.asarray(np.random.default_rng(4).standard_normal((30, 1104)), jnp.bfloat16)
+    got, chosen = run(x, lay_out(weight))
+    assert chosen == "cpu-quantized"
+    want = expected(x, weight)
+    np.testing.assert_allclose(got, want, rtol=2**-8, atol=1e-5 * np.abs(want).max())
+    for rows in (1, 2, 9, 13):
+        np.testing.assert_array_equal(run(x[:rows], lay_out(weight))[0], got[:rows])
+
+
 PASSES = """
 import ctypes, sys
 import jax, numpy as np, jax.numpy as jnp
@@ -248,6 +264,31 @@ def test_fp8_rows_are_rounded_to_fp8():
     numbers = np.asarray(jnp.asarray(x / scale, jnp.float8_e4m3fn), np.float64) * scale
     got, _ = run(jnp.asarray(x), weight)
     np.testing.assert_allclose(got, numbers @ (np.asarray(values, np.float64) * 0.01).T, rtol=1e-2, atol=0.02)
+
+
+@needs_kernel
+@pytest.mark.parametrize("act_scale", [None, 0.02])
+def test_the_kernel_multiplies_rows_that_are_rounded_to_fp8(act_scale):
+    scheme = Scheme(8, 64, "float8_e4m3fn", "float32", act_scale=act_scale, numbers="float8_e4m3fn")
+    weight = make(0, 24, 64, scheme)
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((5, 64)), jnp.float32)
+    bias = jnp.asarray(np.random.default_rng(2).standard_normal(24), jnp.float32)
+    held = lay_out(weight)
+    assert held.scheme.layout == "cpu" and held.plain().scheme == weight.scheme
+    got, name = run(x, held, bias)
+    by_xla, other = run(x, weight, bias)
+    assert (name, other) == ("cpu-quantized", "quantized")
+    np.testing.assert_allclose(got, by_xla, rtol=1e-5, atol=1e-5)
+
+
+@needs_kernel
+def test_halves_of_fp4_become_places_in_a_table():
+    values = np.asarray(FP4_DOUBLED, np.int8)[np.random.default_rng(0).integers(0, 16, (3, 16, 64))]
+    scale = np.full((3, 16, 2), 0.25, np.float32)
+    weight = make_quantized("w", values, scale, scheme=Scheme(4, 32, "none", "float32"))
+    held = lay_out(weight)
+    assert held.values.nbytes == 3 * 16 * 32 and held.scheme.table is not None
+    np.testing.assert_array_equal(dequantize(held), dequantize(weight))
 
 
 def test_a_fixed_scale_of_activations_is_used():
