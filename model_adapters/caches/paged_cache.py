@@ -16,11 +16,11 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from model_adapters.bridge.views import jax_view, torch_view
 from model_adapters.caches.packed_batch import (
-    Int8Pool,
     NotPackableError,
     PackedBatch,
     PagedLayout,
     Pool,
+    ScaledPool,
     pages_of,
     with_pages,
 )
@@ -49,7 +49,7 @@ class PagedLayer(CacheLayerMixin):
         self._given = pool
         self.pages: Any = torch_view(pages_of(pool))
         self.scales: dict[str, Any] = {}
-        if isinstance(pool, Int8Pool):
+        if isinstance(pool, ScaledPool):
             self.scales = {"k_scale": torch_view(pool.k_scale), "v_scale": torch_view(pool.v_scale)}
         self.batch, self.table, self.window, self.layout = batch, table, window, layout
         self.num_updates = 0

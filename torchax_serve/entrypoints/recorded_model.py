@@ -129,8 +129,12 @@ class RecordedModel:
             self._side, lambda model: model.generation_config, values
         )
         self.load_report: Any = Deferred(
-            self._side, lambda model: model.load_report, {"quantization": record.quantization}
+            self._side,
+            lambda model: model.load_report,
+            {"quantization": record.quantization, "requantized": record.requantized},
         )
+        if record.requantized:
+            logger.warning("%s: %s", self.name, record.requantized)
         self._tokenizer = None if record.tokenizer is None else _tokenizer(self._side, record.tokenizer)
 
     def _load_torch_side(self) -> ServedModel:
