@@ -29,6 +29,7 @@ LAYERS = (
     ("runtime",),
     ("sampling",),
     ("text", "multimodal"),
+    ("profiling",),
     ("scheduler", "compilation", "distributed.mesh", "distributed.mesh_shape"),
     ("sampling_params", "outputs", "buckets"),
     ("validation",),

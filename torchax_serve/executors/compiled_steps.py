@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from model_adapters.ops.compressed_weight import Weights
-from torchax_serve.compilation.background import BackgroundCompiler, CompileTask, abstract
-from torchax_serve.compilation.executable_cache import CachedFunction
+from torchax_serve.compilation.background import CompileTask, abstract
+from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
 
 Spec = TypeVar("Spec", bound=Hashable)
 
@@ -25,20 +25,24 @@ class CompiledSteps(Generic[Spec]):
 
     Args:
         weights: Weights by name, the first argument of every step.
-        background: Compiles programs ahead; None: each is compiled where it is needed.
+        cache: Cache of the programs. Its `background` compiles them ahead; None: each is compiled where it is needed.
         call_of: Returns what to compile for a spec.
 
     Attributes:
         num_substitutes: Number of times that `choose` chose another than the first.
     """
 
-    def __init__(
-        self, weights: Weights, background: BackgroundCompiler | None, call_of: Callable[[Spec], StepCall]
-    ) -> None:
-        self._weights, self._background, self._call_of = weights, background, call_of
-        self._programs: dict[Spec, Any] = {}
+    def __init__(self, weights: Weights, cache: ExecutableCache, call_of: Callable[[Spec], StepCall]) -> None:
+        self._weights, self._cache, self._call_of = weights, cache, call_of
+        self._background = cache.background
+        self._unnamed: dict[Spec, Any] = {}
+        self._named: dict[Spec, Any] = {}  # with the names of modules
         self._next: list[Spec] = []
         self.num_substitutes = 0
+
+    @property
+    def _programs(self) -> dict[Spec, Any]:
+        return self._named if self._cache.names_modules else self._unnamed
 
     @property
     def compiles_ahead(self) -> bool:

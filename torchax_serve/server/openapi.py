@@ -21,6 +21,7 @@ from torchax_serve.server.pooling_schemas import (
     TokenizeRequest,
     TokenPoolingRequest,
 )
+from torchax_serve.server.profile_routes import ProfileRequest
 from torchax_serve.server.request_fields import ApiRequest, notes_of
 from torchax_serve.server.schemas import ChatRequest, CompletionRequest
 
@@ -35,6 +36,7 @@ REQUESTS: tuple[type[ApiRequest], ...] = (
     TokenizeRequest,
     DetokenizeRequest,
     TranscriptionRequest,
+    ProfileRequest,
 )
 """Bodies of all routes that have one."""
 
