@@ -30,7 +30,7 @@ LAYERS = (
     ("sampling",),
     ("text", "multimodal"),
     ("profiling",),
-    ("scheduler", "compilation", "distributed.mesh", "distributed.mesh_shape"),
+    ("scheduler", "compilation", "distributed.mesh", "distributed.mesh_shape", "distributed.pathways"),
     ("sampling_params", "outputs", "buckets"),
     ("validation",),
     ("model_adapters",),
