@@ -54,14 +54,18 @@ class CompiledSteps(Generic[Spec]):
 
         The first of all, if none is there or no other thread compiles.
         """
-        if self._background is None or specs[0] in self._programs:
+        if self._background is None or self._is_there(specs[0]):
             return specs[0]
-        found = next((spec for spec in specs if spec in self._programs), None)
+        found = next((spec for spec in specs if self._is_there(spec)), None)
         if found is None:
             return specs[0]
         self.num_substitutes += 1
         self._compile_ahead([specs[0]])
         return found
+
+    def _is_there(self, spec: Spec) -> bool:
+        # What had run before a profile began was compiled again with names then.
+        return spec in self._programs or spec in self._unnamed
 
     def get(self, spec: Spec, call: StepCall) -> Any:
         """Returns the program of `spec` for the arguments of `call`, compiled here if it is not there.
