@@ -29,7 +29,9 @@ def _unsupported_reason(x: jax.Array, weight: jax.Array, group_sizes: jax.Array,
         return f"Tokamax chooses a kernel by the devices in use, which are those of {backend}; this is for {here}"
     inner, columns = weight.shape[1:] if layout == "ekn" else weight.shape[:0:-1]
     if here == "tpu" and (x.shape[0] % MIN_SIZE or min(inner, columns) < MIN_SIZE):
-        return f"Tokamax's kernel takes a multiple of {MIN_SIZE} rows, and weights of {MIN_SIZE} rows and columns or more"
+        return (
+            f"Tokamax's kernel takes a multiple of {MIN_SIZE} rows, and weights of {MIN_SIZE} rows and columns or more"
+        )
     if here == "tpu" and x.dtype == jnp.float16:
         return "Tokamax's kernel takes no float16"
     return None
