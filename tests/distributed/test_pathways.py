@@ -1,5 +1,6 @@
 """Pathways: JAX is told of it before it looks for devices, and replicas lie in slices."""
 
+import dataclasses
 import subprocess
 import sys
 import types
@@ -68,9 +69,17 @@ def test_kernels_behind_the_proxy_are_those_of_tpus(monkeypatch):
     assert registry.platform() == "tpu"
 
 
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """What a mesh needs of a device."""
+
+    id: int
+    slice_index: int
+
+
 def devices(*slices):
-    """Devices with the slices given, in an order that mixes them."""
-    return [types.SimpleNamespace(id=number, slice_index=index) for number, index in enumerate(slices)]
+    """Devices of the slices given."""
+    return [Device(number, index) for number, index in enumerate(slices)]
 
 
 def test_replicas_lie_in_slices():

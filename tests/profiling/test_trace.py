@@ -78,7 +78,7 @@ def test_nested_events_are_counted_once(monkeypatch, tmp_path):
     times = {time.instruction.kernel if time.instruction else time.kernel: time for time in found.times}
     assert {kernel: (time.num_calls, round(time.seconds * 1e9)) for kernel, time in times.items()} == {
         "fusion": (3, 40),
-        "call.1": (1, 20),
+        "call": (1, 20),
         "tas_linear": (1, 10),
     }
     assert found.span_s == pytest.approx((20 + 30 + 15) * 1e-9)

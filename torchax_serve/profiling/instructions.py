@@ -50,11 +50,16 @@ def instructions_of(text: str) -> tuple[str, dict[str, Instruction]]:
         opcode = _OPCODE.search(rest[_type_end(rest) :])
         scopes, target = _SCOPES.search(rest), _TARGET.search(rest)
         found[name[1]] = Instruction(
-            kernel=target[1] if target else re.sub(r"\.\d+", "", name[1]),
+            kernel=target[1] if target else without_numbers(name[1]),
             scopes=scopes[1] if scopes else "",
             is_control_flow=opcode is not None and opcode[1] in CONTROL_FLOW,
         )
     return program[1] if program else "", found
+
+
+def without_numbers(name: str) -> str:
+    """Returns the name of an instruction without the numbers that tell it from others."""
+    return re.sub(r"\.\d+", "", name)
 
 
 def _type_end(text: str) -> int:

@@ -73,6 +73,8 @@ class ProfileSession:
             if self._folder is None:
                 weakref.finalize(self.profile, shutil.rmtree, self._path, ignore_errors=True)
             for cache in self.caches:
+                if cache.background is not None:  # until it has a program, a larger one stands in for it
+                    cache.background.wait()
                 for function in list(cache.functions.values()):
                     function.name_modules()
             for cache in self.caches:

@@ -69,7 +69,8 @@ class ProfileTable:
         """Returns the table with the layers of a list as one row: ``model.layers.*.mlp``."""
         parts: dict[str | None, list[ProfileRow]] = collections.defaultdict(list)
         for row in self.rows:
-            parts[row.name and _NUMBER.sub(".*", row.name)].append(row)
+            is_module = self.by == "module" and row.name is not None
+            parts[_NUMBER.sub(".*", row.name or "") if is_module else row.name].append(row)
         return _table(self.by, (_sum_of(name, rows) for name, rows in parts.items()), self.bytes_per_s)
 
     def as_dict(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from torchax_serve.profiling.instructions import Instruction
+from torchax_serve.profiling.instructions import Instruction, without_numbers
 
 NS = 1e-9
 
@@ -80,7 +80,7 @@ def read_trace(folder: Path, programs: Mapping[str, Mapping[str, Instruction]]) 
             instruction = programs.get(event.program, {}).get(event.name)
             if instruction is not None and instruction.is_control_flow:
                 continue
-            kernel = event.kernel or (instruction.kernel if instruction else event.name)
+            kernel = event.kernel or (instruction.kernel if instruction else without_numbers(event.name))
             time = found.setdefault((event.program, event.name), InstructionTime(event.program, instruction, kernel))
             time.num_calls += 1
             time.seconds += (event.end - event.begin - event.inner_ns) * NS
