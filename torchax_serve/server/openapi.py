@@ -132,7 +132,7 @@ def _schema_of(kind: type[ApiRequest], schemas: dict[str, Any], model_names: Seq
             schema["properties"].pop(name)
         else:
             schema["properties"][name]["description"] = f"{note.effect}: {note.text}"
-    if model_names:
+    if model_names and "model" in schema["properties"]:
         schema["properties"]["model"]["examples"] = list(model_names)
         for choice in (schema["properties"]["model"], *schema["properties"]["model"].get("anyOf", ())):
             if choice.get("type") == "string":
