@@ -29,7 +29,7 @@ from torchax_serve.start.weights_file import TensorNames
 
 logger = logging.getLogger("torchax_serve")
 
-_POLICIES = ("enable_prefix_caching", "max_num_waiting", "max_decode_slowdown")
+_POLICIES = ("enable_prefix_caching", "max_num_waiting", "max_num_waiting_tokens", "max_decode_slowdown")
 """Options of the engine that no program depends on."""
 
 
@@ -207,6 +207,7 @@ def _record(manifest: Manifest, names: TensorNames) -> ModelRecord:
         sampling_rules=model["sampling_rules"],
         limits=model["limits"],
         quantization=model["quantization"],
+        requantized=model["requantized"],
         described=(model["model_type"], model["dtype"]),
     )
 

@@ -7,13 +7,13 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from model_adapters.caches.packed_batch import Int8Pool
+from model_adapters.caches.packed_batch import ScaledPool
 from model_adapters.errors import CheckpointError
 from model_adapters.ops.quantized_weight import QuantizedWeight, Scheme
 from torchax_serve.sampling.types import Logprobs, SamplerState
 from torchax_serve.start.weights_file import TensorNames
 
-_CLASSES = {each.__name__: each for each in (Int8Pool, Logprobs, SamplerState)}
+_CLASSES = {each.__name__: each for each in (ScaledPool, Logprobs, SamplerState)}
 """Dataclasses that programs return."""
 
 

@@ -177,6 +177,7 @@ def _facts(loaded: LoadedModel, record: ModelRecord, sizes: MemoryBudget) -> dic
             "model_type": model_type,
             "dtype": dtype,
             "quantization": record.quantization,
+            "requantized": record.requantized,
             "config": record.config,
             "config_absent": list(record.config_absent),
             "generation_defaults": record.generation_defaults,

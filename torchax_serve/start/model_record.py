@@ -23,6 +23,7 @@ class ModelRecord:
         sampling_rules: Fields of `torchax_serve.sampling.transformers_behaviour.TransformersBehaviour`.
         limits: Fields of `torchax_serve.runtime.input_limits.InputLimits`.
         quantization: The load report's line on quantized weights.
+        requantized: Its line on what weights lost that were quantized again.
         described: Type and dtype of the model, for people.
     """
 
@@ -35,4 +36,5 @@ class ModelRecord:
     sampling_rules: dict[str, bool]
     limits: dict[str, Any]
     quantization: str
+    requantized: str
     described: tuple[str, str]

@@ -154,6 +154,7 @@ def model_record(
         sampling_rules=dataclasses.asdict(runtime.sampling_rules),
         limits=dataclasses.asdict(runtime.limits),
         quantization=loaded.report.quantization,
+        requantized=loaded.report.requantized,
         described=(config["model_type"], str(loaded.module.dtype).removeprefix("torch.")),
     )
     return record, tensors
