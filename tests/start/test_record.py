@@ -39,7 +39,7 @@ def start_folder(checkpoint, source, tmp_path, monkeypatch):
     places, pieces = stored({"w": jnp.ones(8)})
     seal = folder.write_weights(places.num_bytes, pieces)
     files = states_of(checkpoint, [source])
-    written = StartRecord(files, "id", places, seal, None, {}, (), {}, {}, {}, "", ("llama", "float32"))
+    written = StartRecord(files, "id", places, seal, None, {}, (), {}, {}, {}, "", "", ("llama", "float32"))
     folder.write(written)
     assert folder.read() == written
     return folder

@@ -10,6 +10,7 @@ import dataclasses
 from model_adapters.errors import InvalidArgumentError
 from torchax_serve.engine.admission import MAX_NUM_WAITING, MAX_NUM_WAITING_TOKENS
 from torchax_serve.scheduler.config import check_int
+from torchax_serve.validation.argument_checks import KV_CACHE_DTYPES
 from torchax_serve.validation.argument_hints import fields_refuse_unknown
 
 MAX_MODEL_LEN = 32768
@@ -62,9 +63,9 @@ class EngineOptions:
             take more than 0.1 s, since a request that arrives meanwhile waits for the dispatch.
         max_decode_slowdown: Factor by which prompts of new requests may lengthen the time per token of running
             requests. A larger factor shortens the time to first token and finishes a batch of many prompts sooner.
-        kv_cache_dtype: "int8" stores keys and values in 8 bits, so that twice as many tokens of a 16-bit model fit; a
-            scale for each layer and head is calibrated at the start with a prompt of random tokens. None: the model's
-            dtype.
+        kv_cache_dtype: "int8" or "fp8" (float8_e4m3fn, where the chip has it) stores keys and values in 8 bits, so that
+            twice as many tokens of a 16-bit model fit; a scale for each layer and head is calibrated at the start with
+            a prompt of random tokens. None: the model's dtype.
         batch_invariant: Whether a request's results are bit-equal for any other requests in the batch; float32 on a
             CPU always has that. In bfloat16 and float16 batches of up to four requests then lose about a quarter of
             their tokens per second, as they go without a faster order of summation.
@@ -93,8 +94,9 @@ class EngineOptions:
         for name in ("enable_prefix_caching", "batch_invariant"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidArgumentError(f"{name}: expected True or False, got {getattr(self, name)!r}")
-        if self.kv_cache_dtype not in (None, "int8"):
-            raise InvalidArgumentError(f"kv_cache_dtype: expected 'int8' or None, got {self.kv_cache_dtype!r}")
+        if self.kv_cache_dtype not in (None, *KV_CACHE_DTYPES):
+            names = ", ".join(repr(name) for name in KV_CACHE_DTYPES)
+            raise InvalidArgumentError(f"kv_cache_dtype: expected {names} or None, got {self.kv_cache_dtype!r}")
         slowdown = self.max_decode_slowdown
         if isinstance(slowdown, bool) or not isinstance(slowdown, int | float) or not slowdown > 1:
             raise InvalidArgumentError(f"max_decode_slowdown: expected a number above 1, got {slowdown!r}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import os
 import secrets
 import threading
 import time
@@ -49,6 +50,7 @@ from torchax_serve.validation.owner_process import OwnerProcess
 
 if TYPE_CHECKING:
     from torchax_serve.entrypoints.served_model import ServedModel
+    from torchax_serve.profiling import ProfileSession
 
 logger = logging.getLogger("torchax_serve")
 
@@ -118,6 +120,7 @@ class RecordedModel:
         self._load, self._process = load, OwnerProcess()
         self._lock = threading.RLock()
         self._engine: Engine | None = None
+        self._executables: ExecutableCache | None = None  # of the engine
         self._is_closed = False
         self._side = TorchSide(self._load_torch_side)
         self._weights, content = mapped(folder.weights_path, record.weights)
@@ -129,8 +132,12 @@ class RecordedModel:
             self._side, lambda model: model.generation_config, values
         )
         self.load_report: Any = Deferred(
-            self._side, lambda model: model.load_report, {"quantization": record.quantization}
+            self._side,
+            lambda model: model.load_report,
+            {"quantization": record.quantization, "requantized": record.requantized},
         )
+        if record.requantized:
+            logger.warning("%s: %s", self.name, record.requantized)
         self._tokenizer = None if record.tokenizer is None else _tokenizer(self._side, record.tokenizer)
 
     def _load_torch_side(self) -> ServedModel:
@@ -222,11 +229,20 @@ class RecordedModel:
             if self._engine is None:
                 load_first = functools.partial(before_trace, self._side)
                 executables = ExecutableCache(self._folder.programs, self._record.identity, before_trace=load_first)
+                self._executables = executables
                 runtime: Any = RecordedRuntime(self._side, self._weights, executables, self.config, self._record.limits)
                 with programs_run():
                     self._engine = build_engine(runtime, self._engine_options)
                 when_idle(self._engine, self._into_huge_pages)
             return self._engine
+
+    def profile(self, folder: str | os.PathLike[str] | None = None) -> ProfileSession:
+        """Profiles what runs on this model inside of a ``with`` block; see `BaseModel.profile`."""
+        self._check_open()
+        profile = self._side.get().profile(folder)
+        if self._executables is not None:
+            profile.caches.append(self._executables)
+        return profile
 
     def stats(self) -> EngineStats | None:
         """Returns the statistics of the engine; None before the first request."""

@@ -51,6 +51,7 @@ class StartRecord:
         generation_defaults: Values that transformers' ``generate`` fills in.
         limits: Fields of `torchax_serve.runtime.input_limits.InputLimits`.
         quantization: The load report's line on quantized weights.
+        requantized: Its line on what weights lost that were quantized again.
         described: Type and dtype of the model, for people.
     """
 
@@ -65,6 +66,7 @@ class StartRecord:
     generation_defaults: dict[str, Any]
     limits: dict[str, Any]
     quantization: str
+    requantized: str
     described: tuple[str, str]
 
 
