@@ -67,6 +67,7 @@ def build_engine(
         max_model_len=sizes.max_model_len,
         background=runtime.steps.executables.background,
     )
+    runner.weights_version = runtime.weights_version
     return Engine(
         Scheduler(_scheduler_config(runtime, options, sizes, choice)), runner, str(choice), ids, options.max_num_waiting
     )
@@ -98,6 +99,7 @@ def build_single_engine(runtime: ModelRuntime, options: EngineOptions | None = N
         batches_prefill=False,
     )
     runner = ModelRunner(SingleRequestExecutor(), vocab_size=runtime.limits.vocab_size)
+    runner.weights_version = runtime.weights_version
     description = "single requests: one at a time, each with its own cache"
     return Engine(Scheduler(config), runner, description, max_num_waiting=options.max_num_waiting)
 
