@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import jax
 from jax.sharding import Mesh
 
+from model_adapters.errors import InvalidArgumentError
 from model_adapters.loading.gguf_names import split_tag
 from model_adapters.loading.model_source import ModelSource, cached_source, parse_name
 from model_adapters.quantization.rules import DENSE, parse_rules
@@ -52,6 +53,7 @@ def serve(
     pack_weights: bool = True,
     quantization: Any = None,
     requantize: bool = False,
+    adapter: str | os.PathLike[str] | None = None,
 ) -> ServedModel:
     """Loads a model and makes it run on JAX, its code untouched.
 
@@ -77,6 +79,7 @@ def serve(
         pack_weights: compress bfloat16 weights to 3/4 of their bytes without loss, on one CPU with AVX and without AMX.
         quantization: preset ("int8", "int4", "fp8", ...), file or rules for fewer bits; "none": dense.
         requantize: let `quantization` round weights again that the checkpoint has quantized.
+        adapter: folder of a LoRA adapter as peft writes it, which is added to the weights.
 
     Raises:
         TorchaxServeError: the model cannot be loaded or served; subclass and message say why.
@@ -88,6 +91,10 @@ def serve(
             return _serve_on_this_host(arguments)
         from torchax_serve.entrypoints.load import serve_on_hosts
 
+        if adapter is not None:
+            raise InvalidArgumentError(
+                "adapter: expected one host, got several; merge it with peft, and serve the result"
+            )
         loading = {name: arguments[name] for name in _LOADING}
         return serve_on_hosts(hosts, model, engine, mesh, tensor_parallel, loading)
 
@@ -109,7 +116,18 @@ _LOADING = (
 )
 """Arguments of `serve` that `load_model` takes under the same names."""
 
-_NOT_RECORDED = ("trust_remote_code", "allow_pickle", "random_weights", "mesh", "tensor_parallel", "refuse_uneven")
+_OTHERS = ("model", "engine", "mesh", "tensor_parallel", "pack_weights", "adapter")
+"""Arguments of `serve` that `load_served_model` takes under the same names."""
+
+_NOT_RECORDED = (
+    "trust_remote_code",
+    "allow_pickle",
+    "random_weights",
+    "mesh",
+    "tensor_parallel",
+    "refuse_uneven",
+    "adapter",
+)
 """Arguments of `serve` that, where they are given, always load the torch module."""
 
 
@@ -124,7 +142,7 @@ def _serve_on_this_host(arguments: dict[str, Any]) -> ServedModel:
     def load(**changed: Any) -> ServedModel:
         from torchax_serve.entrypoints.load import load_served_model
 
-        others = {name: arguments[name] for name in ("model", "engine", "mesh", "tensor_parallel", "pack_weights")}
+        others = {name: arguments[name] for name in _OTHERS}
         loading = {name: arguments[name] for name in _LOADING} | changed
         return load_served_model(
             **others, loading=loading, start_folder_of=functools.partial(start_folder, arguments=decisive)

@@ -1,0 +1,100 @@
+"""Arguments of a model's forward for a batch: masks that keep the examples of a row apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from model_adapters.bridge.views import to_torch_tensor
+from model_adapters.errors import UnsupportedModelError
+from torchax_serve.training.packing import Batch
+from torchax_serve.training.trainable import TrainableModel, accepts
+
+Inputs = Callable[[Batch], dict[str, Any]]
+KINDS = {"full_attention", "sliding_attention"}
+MAX_PROBE_ERROR = 0.02
+"""Largest difference of logits, over the largest logit, between an example in a shared row and by itself."""
+
+
+def inputs_of(model: TrainableModel, *, packing: bool) -> Inputs:
+    """Returns the function from a batch to the arguments of the forward.
+
+    Raises:
+        UnsupportedModelError: examples cannot share a row of this model.
+    """
+    common = {"use_cache": False, "return_dict": False}
+    if not packing:
+        return lambda batch: {"input_ids": batch.tokens, "attention_mask": jnp.minimum(batch.segments, 1), **common}
+    config = model.base.config.get_text_config(decoder=True)
+    kinds = set(getattr(config, "layer_types", None) or ())
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    if not accepts(model.base, "position_ids") or kinds - KINDS:
+        raise _unsupported(
+            model, "its forward takes no positions" if not kinds - KINDS else f"it has {min(kinds - KINDS)}"
+        )
+    dtype = jnp.dtype(str(model.base.dtype).removeprefix("torch."))
+
+    def inputs(batch: Batch) -> dict[str, Any]:
+        full = attention_mask(batch.segments, None, dtype)
+        mask: Any = full
+        if "sliding_attention" in kinds:
+            mask = {"full_attention": full, "sliding_attention": attention_mask(batch.segments, window, dtype)}
+        elif not kinds and window is not None:
+            mask = attention_mask(batch.segments, window, dtype)
+        return {"input_ids": batch.tokens, "position_ids": batch.positions, "attention_mask": mask, **common}
+
+    _check_apart(model, inputs)
+    return inputs
+
+
+def attention_mask(segments: Any, window: int | None, dtype: Any) -> jax.Array:
+    """Returns what is added to the scores, [num_rows, 1, row_len, row_len] in `dtype`.
+
+    Args:
+        segments: int32[num_rows, row_len]; tokens of one segment see each other.
+        window: Positions that a token sees, its own included; None: all before it.
+        dtype: Dtype of the result.
+    """
+    positions = jnp.arange(segments.shape[1])
+    distance = positions[:, None] - positions[None]
+    is_near = (distance >= 0) & (True if window is None else distance < window)
+    is_seen = is_near & (segments[:, :, None] == segments[:, None])
+    return jnp.where(is_seen[:, None], 0, jnp.finfo(dtype).min).astype(dtype)
+
+
+def _unsupported(model: TrainableModel, why: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{model.name}: expected a model whose examples can share a row, and {why}; choose packing=False"
+    )
+
+
+def _check_apart(model: TrainableModel, inputs: Inputs) -> None:
+    """Raises UnsupportedModelError if an example gets other logits in a shared row, by a forward in eager PyTorch."""
+    lens = (6, 5)
+    tokens = np.arange(3, 3 + sum(lens), dtype=np.int32)[None]
+    segments = np.repeat([1, 2], lens).astype(np.int32)[None]
+    positions = np.concatenate([np.arange(length) for length in lens]).astype(np.int32)[None]
+    packed = _eager(model, inputs(Batch(tokens, segments, positions, tokens)))
+    last = slice(lens[0], None)
+    single = Batch(tokens[:, last], segments[:, last] - 1, positions[:, last], tokens[:, last])
+    separate = _eager(model, inputs(single))
+    error = float((packed[:, last] - separate).abs().max() / separate.abs().max())
+    if not error <= MAX_PROBE_ERROR:
+        raise _unsupported(model, f"their logits change by {error:.0%} there")
+
+
+def _eager(model: TrainableModel, given: dict[str, Any]) -> torch.Tensor:
+    def tensor(value: Any) -> Any:
+        if not isinstance(value, jax.Array | np.ndarray):
+            return value
+        made = to_torch_tensor(jnp.asarray(value))
+        return made if made.is_floating_point() else made.long()
+
+    with torch.no_grad():
+        logits: torch.Tensor = model.module(**jax.tree.map(tensor, given))[0]
+    return logits.float()
