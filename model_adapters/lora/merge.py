@@ -1,7 +1,7 @@
 """Adds a LoRA adapter of peft to the weights of a loaded model (Hu et al., 2021).
 
 The arithmetic is that of peft's ``merge_and_unload``: ``W + scale * B A``. It is done on the weights as they lie on the
-device or mesh; the layouts of `sharding_rules` copy, repeat and pad rows, so that the product is laid out as the weight.
+device or mesh: layouts of `sharding_rules` copy, repeat and pad rows, so that the product is laid out as the weight.
 """
 
 from __future__ import annotations
@@ -29,26 +29,27 @@ READ = frozenset(
 )
 """Fields of the configuration that are honoured."""
 WITHOUT_EFFECT = frozenset(
-    {
-        *(
-            "task_type",
-            "inference_mode",
-            "auto_mapping",
-            "revision",
-            "peft_version",
-            "lora_dropout",
-            "init_lora_weights",
-        ),
-        *("exclude_modules", "layers_to_transform", "layers_pattern", "loftq_config", "eva_config", "corda_config"),
-        *(
-            "runtime_config",
-            "ensure_weight_tying",
-            "rank_pattern",
-            "megatron_core",
-            "qalora_group_size",
-            "lora_ga_config",
-        ),
-    }
+    [
+        "task_type",
+        "inference_mode",
+        "auto_mapping",
+        "revision",
+        "peft_version",
+        "lora_dropout",
+        "init_lora_weights",
+        "exclude_modules",
+        "layers_to_transform",
+        "layers_pattern",
+        "loftq_config",
+        "eva_config",
+        "corda_config",
+        "runtime_config",
+        "ensure_weight_tying",
+        "rank_pattern",
+        "megatron_core",
+        "qalora_group_size",
+        "lora_ga_config",
+    ]
 )
 """Fields that say how an adapter was made or trained; ranks and modules are those of its tensors."""
 NEUTRAL = (None, False, "none", [], {}, 0)
@@ -144,8 +145,6 @@ def _merged(
         raise InvalidArgumentError(
             f"adapter: {name}: expected matrices for a weight of shape {shape}, got A {a.shape} and B {b.shape}"
         )
-    if loaded.sharding is not None:
-        array = loaded.sharding.put(name, delta)
-    else:
-        array = jax.device_put(delta, weight.sharding)
+    sharding = loaded.sharding
+    array = jax.device_put(delta, weight.sharding) if sharding is None else sharding.put(name, delta)
     return (weight.astype(jnp.float32) + array).astype(weight.dtype)

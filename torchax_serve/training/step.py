@@ -78,8 +78,8 @@ def make_step(
     """Returns the function of a step.
 
     ``step(state, frozen, batch)`` takes batches [num_micro_batches, num_rows, row_len] and returns the new state and
-    the step's ``loss`` (mean over learned tokens), ``grad_norm`` and ``is_finite``. If a number is not finite, the state
-    stays as it was.
+    the step's ``loss`` (mean over learned tokens), ``grad_norm`` and ``is_finite``. If a number is not finite, the
+    state stays as it was.
     """
 
     def loss_sum(trained: Arrays, frozen: Arrays, batch: Batch) -> jax.Array:
