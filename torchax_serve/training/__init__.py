@@ -8,12 +8,13 @@
 
 from pytree_registry.lazy_exports import lazy_exports
 
-__all__ = ["RolloutLoop", "TrainingOptions", "TrainingResult", "train"]
+__all__ = ["RolloutLoop", "RolloutOptions", "TrainingOptions", "TrainingResult", "train"]
 
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "RolloutLoop": ".rollouts",
+        "RolloutOptions": ".rollouts",
         "TrainingOptions": ".options",
         "TrainingResult": ".trainer",
         "train": ".trainer",
