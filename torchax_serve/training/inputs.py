@@ -30,41 +30,57 @@ def inputs_of(model: TrainableModel, *, packing: bool) -> Inputs:
     common = {"use_cache": False, "return_dict": False}
     if not packing:
         return lambda batch: {"input_ids": batch.tokens, "attention_mask": jnp.minimum(batch.segments, 1), **common}
-    config = model.base.config.get_text_config(decoder=True)
-    kinds = set(getattr(config, "layer_types", None) or ())
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    if not accepts(model.base, "position_ids") or kinds - KINDS:
-        raise _unsupported(
-            model, "its forward takes no positions" if not kinds - KINDS else f"it has {min(kinds - KINDS)}"
-        )
-    dtype = jnp.dtype(str(model.base.dtype).removeprefix("torch."))
 
     def inputs(batch: Batch) -> dict[str, Any]:
-        full = attention_mask(batch.segments, None, dtype)
-        mask: Any = full
-        if "sliding_attention" in kinds:
-            mask = {"full_attention": full, "sliding_attention": attention_mask(batch.segments, window, dtype)}
-        elif not kinds and window is not None:
-            mask = attention_mask(batch.segments, window, dtype)
-        return {"input_ids": batch.tokens, "position_ids": batch.positions, "attention_mask": mask, **common}
+        seen = seen_tokens(batch.segments)
+        return {
+            "input_ids": batch.tokens,
+            "position_ids": batch.positions,
+            "attention_mask": additive_masks(model, seen),
+            **common,
+        }
 
     _check_apart(model, inputs)
     return inputs
 
 
-def attention_mask(segments: Any, window: int | None, dtype: Any) -> jax.Array:
-    """Returns what is added to the scores, [num_rows, 1, row_len, row_len] in `dtype`.
+def seen_tokens(segments: Any) -> jax.Array:
+    """Returns which tokens see which, bool[num_rows, row_len, row_len]: earlier ones of the same segment.
 
     Args:
-        segments: int32[num_rows, row_len]; tokens of one segment see each other.
-        window: Positions that a token sees, its own included; None: all before it.
-        dtype: Dtype of the result.
+        segments: int32[num_rows, row_len].
     """
     positions = jnp.arange(segments.shape[1])
-    distance = positions[:, None] - positions[None]
-    is_near = (distance >= 0) & (True if window is None else distance < window)
-    is_seen = is_near & (segments[:, :, None] == segments[:, None])
-    return jnp.where(is_seen[:, None], 0, jnp.finfo(dtype).min).astype(dtype)
+    return (positions[:, None] >= positions[None]) & (segments[:, :, None] == segments[:, None])
+
+
+def additive_masks(model: TrainableModel, seen: Any) -> Any:
+    """Returns what model code adds to the scores, [num_rows, 1, row_len, row_len], by kind of layer.
+
+    Args:
+        model: The model.
+        seen: bool[num_rows, row_len, row_len], which tokens see which in a layer without a window.
+
+    Raises:
+        UnsupportedModelError: the model has layers that take no such mask.
+    """
+    config = model.base.config.get_text_config(decoder=True)
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if not accepts(model.base, "position_ids"):
+        raise _unsupported(model, "its forward takes no positions")
+    if kinds - KINDS:
+        raise _unsupported(model, f"it has layers of kind {min(kinds - KINDS)}")
+    dtype = jnp.dtype(str(model.base.dtype).removeprefix("torch."))
+
+    def added(is_seen: Any) -> jax.Array:
+        return jnp.where(is_seen[:, None], 0, jnp.finfo(dtype).min).astype(dtype)
+
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    if window is None or kinds == {"full_attention"}:
+        return added(seen)
+    positions = jnp.arange(seen.shape[-1])
+    near = added(seen & (positions[:, None] - positions[None] < window))
+    return {"full_attention": added(seen), "sliding_attention": near} if kinds else near
 
 
 def _unsupported(model: TrainableModel, why: str) -> UnsupportedModelError:
