@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -35,8 +36,8 @@ def weights_of(model):
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-def eager(model, prompt=PROMPT):
-    return model.generate(torch.tensor([prompt]), max_new_tokens=NUM_NEW, do_sample=False)[0, len(prompt) :].tolist()
+def eager(model, prompt=PROMPT, num_new=NUM_NEW):
+    return model.generate(torch.tensor([prompt]), max_new_tokens=num_new, do_sample=False)[0, len(prompt) :].tolist()
 
 
 def ask(served, prompt=PROMPT, params=GREEDY):
@@ -101,41 +102,59 @@ def test_a_model_read_from_files_without_values_in_torch(tmp_path, versions):
         assert ask(fresh).token_ids == versions[1][1]
 
 
+def swap_at_step(served, monkeypatch, number, weights, when):
+    """Calls `set_weights` in a thread, which is started, once the engine is in step `number` from now."""
+    engine = served.engine
+    execute, counts = engine._runner.execute, iter(range(10_000))
+    swap = threading.Thread(target=served.set_weights, args=(weights,), kwargs={"when": when})
+
+    def counted(*args):
+        if next(counts) == number:
+            swap.start()
+            while not engine._commands:
+                time.sleep(0.001)
+        return execute(*args)
+
+    monkeypatch.setattr(engine._runner, "execute", counted)
+    return swap
+
+
 @pytest.mark.parametrize("when", ["idle", "now"])
-def test_a_swap_while_eight_requests_stream(served, versions, when):
+def test_a_swap_while_eight_requests_stream(served, versions, monkeypatch, when):
     weights, tokens = versions[0]
     rng = np.random.default_rng(1)
     prompts = [[int(token) for token in rng.integers(3, VOCAB_SIZE, 20)] for _ in range(8)]
+    swap = swap_at_step(served, monkeypatch, 30, weights, when)
     params = SamplingParams(max_new_tokens=60, temperature=0.0, logprobs=0)
     streams = [served.iter_tokens(prompt, params=params) for prompt in prompts]
-    firsts = [next(stream) for stream in streams]
-    swap = threading.Thread(target=served.set_weights, args=(weights,), kwargs={"when": when})
-    swap.start()
-    late = served.iter_tokens(PROMPT, params=GREEDY)  # may begin before or after
-    rows = [[first, *stream] for first, stream in zip(firsts, streams, strict=True)]
+    late = served.iter_tokens(PROMPT, params=GREEDY)  # waits for a slot, and begins after the swap
+    rows = [list(stream) for stream in streams]
     swap.join()
-    list(late)
-    assert all(len(row) == 60 for row in rows)
+    assert list(late) == tokens
+    assert {each.weights_version for each in late.logprobs} == {1}
+    assert [len(row) for row in rows] == [60] * 8
     kinds = [[each.weights_version for each in stream.logprobs] for stream in streams]
     assert all(row == sorted(row) and row[0] == 0 for row in kinds)
     if when == "idle":
+        assert rows == [eager(tiny_model("llama"), prompt, 60) for prompt in prompts]
         assert {version for row in kinds for version in row} == {0}, "they ended with the weights that they began with"
     else:
-        assert {version for row in kinds for version in row} == {0, 1}
-    assert len({each.weights_version for each in late.logprobs}) == 1 or when == "now"
-    assert ask(served).token_ids == tokens
-    for prompt in prompts:  # none finds pages of before, nor of requests that have seen both
+        assert all(set(row) == {0, 1} for row in kinds)
+    for prompt in prompts[:3]:  # none finds pages of before, nor of requests that have seen both
         assert ask(served, prompt).token_ids == eager(other_model(1), prompt)
 
 
-def test_a_swap_in_the_middle_of_a_chunked_prompt(served, versions):
-    weights, tokens = versions[0]
+def test_a_swap_in_the_middle_of_a_chunked_prompt(served, versions, monkeypatch):
+    weights, _ = versions[0]
     long = PROMPT + PROMPT[::-1]  # three chunks of at most 32 tokens
-    stream = served.iter_tokens(long, params=GREEDY)
-    served.set_weights(weights, when="now")
-    list(stream)
-    assert ask(served, long).token_ids == eager(other_model(1), long)
-    assert ask(served).token_ids == tokens
+    swap = swap_at_step(served, monkeypatch, 0, weights, "now")
+    begun = served.generate_batch([long], [GREEDY])[0]
+    swap.join()
+    assert {each.weights_version for each in begun.logprobs} == {1}
+    wanted = eager(other_model(1), long)
+    assert begun.token_ids != wanted, "its first chunk is of the weights of before"
+    assert ask(served, long).token_ids == wanted
+    assert ask(served).token_ids == versions[0][1]
 
 
 def test_a_hundred_swaps_leak_nothing(served, versions):

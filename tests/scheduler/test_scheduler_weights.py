@@ -29,7 +29,7 @@ def test_pages_that_are_cached_are_not_found_after_clearing():
 
 
 def test_a_request_that_runs_meanwhile_publishes_nothing_of_before_or_after():
-    loop = make_loop(max_num_batched_tokens=8, depth=1)
+    loop = make_loop(max_num_batched_tokens=8)
     first = loop.scheduler.add(of_same_prompt(0, prompt_len=24, max_new=8))
     loop.step()
     assert 0 < first.num_computed < 24, "in the middle of its prompt"
@@ -49,7 +49,7 @@ def test_a_request_that_runs_meanwhile_publishes_nothing_of_before_or_after():
 
 
 def test_a_fork_of_a_request_from_before_computes_its_own_prompt():
-    loop = make_loop(depth=1)
+    loop = make_loop()
     parent = loop.scheduler.add(of_same_prompt(0, prompt_len=12, max_new=8))
     loop.step()
     loop.scheduler.clear_prefix_cache()
@@ -60,12 +60,13 @@ def test_a_fork_of_a_request_from_before_computes_its_own_prompt():
 
 
 def test_held_requests_wait_and_those_that_have_begun_go_on():
-    loop = make_loop(max_num_seqs=2, depth=1)
+    loop = make_loop(max_num_seqs=2)
     running = loop.scheduler.add(of_same_prompt(0, prompt_len=4, max_new=6))
     loop.step()
     loop.scheduler.hold_waiting(True)
     held = loop.scheduler.add(of_same_prompt(1, prompt_len=4, max_new=2))
-    while loop.step() is not None:
+    while running.status is not Status.FINISHED:
+        loop.step()
         assert held.status is Status.WAITING
     assert (running.status, loop.scheduler.num_started) == (Status.FINISHED, 0)
     loop.scheduler.hold_waiting(False)

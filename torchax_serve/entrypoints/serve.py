@@ -87,16 +87,7 @@ def serve(
     arguments = locals()  # taken first: they are the only variables yet
     enable_compile_cache()
     with gc_pause.paused():
-        if hosts is None:
-            return _serve_on_this_host(arguments)
-        from torchax_serve.entrypoints.load import serve_on_hosts
-
-        if adapter is not None:
-            raise InvalidArgumentError(
-                "adapter: expected one host, got several; merge it with peft, and serve the result"
-            )
-        loading = {name: arguments[name] for name in _LOADING}
-        return serve_on_hosts(hosts, model, engine, mesh, tensor_parallel, loading)
+        return _serve_on_this_host(arguments) if hosts is None else _serve_on_hosts(arguments)
 
 
 _LOADING = (
@@ -159,6 +150,20 @@ def _serve_on_this_host(arguments: dict[str, Any]) -> ServedModel:
         if recorded is not None:
             return cast("ServedModel", recorded)
     return load()
+
+
+def _serve_on_hosts(arguments: dict[str, Any]) -> ServedModel:
+    """Returns a model on several hosts, of which this one is the leader.
+
+    Args:
+        arguments: Arguments of `serve` by name.
+    """
+    from torchax_serve.entrypoints.load import serve_on_hosts
+
+    if arguments["adapter"] is not None:
+        raise InvalidArgumentError("adapter: expected one host, got several; merge it with peft, and serve the result")
+    given = (arguments[name] for name in ("hosts", "model", "engine", "mesh", "tensor_parallel"))
+    return serve_on_hosts(*given, {name: arguments[name] for name in _LOADING})
 
 
 def _decisive(arguments: Mapping[str, Any]) -> dict[str, str] | None:

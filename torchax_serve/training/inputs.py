@@ -12,10 +12,10 @@ import torch
 
 from model_adapters.bridge.views import to_torch_tensor
 from model_adapters.errors import UnsupportedModelError
-from torchax_serve.training.packing import Batch
+from torchax_serve.training.packing import TrainingBatch
 from torchax_serve.training.trainable import TrainableModel, accepts
 
-Inputs = Callable[[Batch], dict[str, Any]]
+Inputs = Callable[[TrainingBatch], dict[str, Any]]
 KINDS = {"full_attention", "sliding_attention"}
 MAX_PROBE_ERROR = 0.02
 """Largest difference of logits, over the largest logit, between an example in a shared row and by itself."""
@@ -31,7 +31,7 @@ def inputs_of(model: TrainableModel, *, packing: bool) -> Inputs:
     if not packing:
         return lambda batch: {"input_ids": batch.tokens, "attention_mask": jnp.minimum(batch.segments, 1), **common}
 
-    def inputs(batch: Batch) -> dict[str, Any]:
+    def inputs(batch: TrainingBatch) -> dict[str, Any]:
         seen = seen_tokens(batch.segments)
         return {
             "input_ids": batch.tokens,
@@ -95,9 +95,9 @@ def _check_apart(model: TrainableModel, inputs: Inputs) -> None:
     tokens = np.arange(3, 3 + sum(lens), dtype=np.int32)[None]
     segments = np.repeat([1, 2], lens).astype(np.int32)[None]
     positions = np.concatenate([np.arange(length) for length in lens]).astype(np.int32)[None]
-    packed = _eager(model, inputs(Batch(tokens, segments, positions, tokens)))
+    packed = _eager(model, inputs(TrainingBatch(tokens, segments, positions, tokens)))
     last = slice(lens[0], None)
-    single = Batch(tokens[:, last], segments[:, last] - 1, positions[:, last], tokens[:, last])
+    single = TrainingBatch(tokens[:, last], segments[:, last] - 1, positions[:, last], tokens[:, last])
     separate = _eager(model, inputs(single))
     error = float((packed[:, last] - separate).abs().max() / separate.abs().max())
     if not error <= MAX_PROBE_ERROR:

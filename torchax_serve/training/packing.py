@@ -15,7 +15,7 @@ from torchax_serve.training.chats import Example
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Batch:
+class TrainingBatch:
     """Rows of a step; every field is int32[num_rows, row_len].
 
     Attributes:
@@ -55,7 +55,7 @@ class Packer:
         self._ends: list[int] = []  # by epoch, rows up to its end
         self._rows_of_epoch = functools.lru_cache(maxsize=2)(self._fill)
 
-    def batch(self, step: int) -> Batch:
+    def batch(self, step: int) -> TrainingBatch:
         """Returns the batch of step `step`, from 0."""
         num_rows = self._shape[0]
         fields = np.zeros((4, *self._shape), np.int32)
@@ -67,7 +67,7 @@ class Packer:
                 fields[0, row, here], fields[1, row, here] = example.token_ids, number
                 fields[2, row, here], fields[3, row, here] = np.arange(here.stop - used), example.learned
                 used = here.stop
-        return Batch(*fields)
+        return TrainingBatch(*fields)
 
     def _row(self, number: int) -> list[int]:
         """Returns the examples of row `number` of all epochs."""

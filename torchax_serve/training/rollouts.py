@@ -19,7 +19,7 @@ from model_adapters.errors import InvalidArgumentError, TorchaxServeError
 from torchax_serve.buckets import next_bucket
 from torchax_serve.sampling_params import SamplingParams
 from torchax_serve.training.inputs import Inputs, inputs_of
-from torchax_serve.training.packing import Batch
+from torchax_serve.training.packing import TrainingBatch
 from torchax_serve.training.trainable import Arrays, TrainableModel
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class RolloutLoop:
             max_new_tokens=self._options.max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, seed=seed, logprobs=0
         )
 
-    def _batch(self, rows: Sequence[Any], outputs: Sequence[Any]) -> tuple[Batch, np.ndarray]:
+    def _batch(self, rows: Sequence[Any], outputs: Sequence[Any]) -> tuple[TrainingBatch, np.ndarray]:
         """Returns prompts with answers, and the log-probabilities of the answers' tokens, float32[rows, row_len]."""
         tokenizer: Any = self._served.tokenizer
         prompts = [tokenizer.encode(row) if isinstance(row, str) else list(row) for row in rows]
@@ -163,10 +163,16 @@ class RolloutLoop:
             learned[row, len(prompt) : end] = 1
             logprobs[row, len(prompt) : end] = [each.logprob for each in out.logprobs]
         positions = np.tile(np.arange(length, dtype=np.int32), (len(rows), 1))
-        return Batch(tokens, segments, positions, learned), logprobs
+        return TrainingBatch(tokens, segments, positions, learned), logprobs
 
     def _update(
-        self, trained: Arrays, state: Any, frozen: Arrays, batch: Batch, sampled: jax.Array, advantages: jax.Array
+        self,
+        trained: Arrays,
+        state: Any,
+        frozen: Arrays,
+        batch: TrainingBatch,
+        sampled: jax.Array,
+        advantages: jax.Array,
     ) -> tuple[Arrays, Any, jax.Array, jax.Array]:
         """Returns weights and optimizer state after a step, its loss, and the largest gap of log-probabilities."""
         mask = batch.learned[:, 1:].astype(jnp.float32)
@@ -184,7 +190,9 @@ class RolloutLoop:
         return optax.apply_updates(trained, updates), state, loss, gap
 
 
-def token_logprobs(model: TrainableModel, inputs: Inputs, trained: Arrays, frozen: Arrays, batch: Batch) -> jax.Array:
+def token_logprobs(
+    model: TrainableModel, inputs: Inputs, trained: Arrays, frozen: Arrays, batch: TrainingBatch
+) -> jax.Array:
     """Returns the log-probability of each token but the first, given those before it, float32[num_rows, row_len "
     "- 1]."""
     logits = model.forward(model.weights(trained, frozen), (), inputs(batch))[0][:, :-1].astype(jnp.float32)

@@ -13,7 +13,7 @@ import optax
 
 from torchax_serve.training.inputs import Inputs
 from torchax_serve.training.options import TrainingOptions
-from torchax_serve.training.packing import Batch
+from torchax_serve.training.packing import TrainingBatch
 from torchax_serve.training.parallel import Layout, partitionable
 from torchax_serve.training.trainable import Arrays, TrainableModel
 
@@ -34,7 +34,7 @@ class TrainState:
     optimizer: Any
 
 
-Step = Callable[[TrainState, Arrays, Batch], tuple[TrainState, dict[str, jax.Array]]]
+Step = Callable[[TrainState, Arrays, TrainingBatch], tuple[TrainState, dict[str, jax.Array]]]
 
 
 def optimizer_of(options: TrainingOptions) -> optax.GradientTransformation:
@@ -55,7 +55,9 @@ def optimizer_of(options: TrainingOptions) -> optax.GradientTransformation:
     return optax.chain(*clip, adamw)
 
 
-def token_losses(model: TrainableModel, inputs: Inputs, trained: Arrays, frozen: Arrays, batch: Batch) -> jax.Array:
+def token_losses(
+    model: TrainableModel, inputs: Inputs, trained: Arrays, frozen: Arrays, batch: TrainingBatch
+) -> jax.Array:
     """Returns the sum of the losses of all learned tokens of `batch`, float32[].
 
     A token is predicted from those before it in its segment.
@@ -66,7 +68,7 @@ def token_losses(model: TrainableModel, inputs: Inputs, trained: Arrays, frozen:
     return jnp.sum(losses * learned_mask(batch))
 
 
-def learned_mask(batch: Batch) -> jax.Array:
+def learned_mask(batch: TrainingBatch) -> jax.Array:
     """Returns 1 where a token is predicted from the one before it and learned, float32[num_rows, row_len - 1]."""
     same = batch.segments[..., 1:] == batch.segments[..., :-1]
     return (same & (batch.learned[..., 1:] > 0) & (batch.segments[..., 1:] > 0)).astype(jnp.float32)
@@ -82,14 +84,14 @@ def make_step(
     state stays as it was.
     """
 
-    def loss_sum(trained: Arrays, frozen: Arrays, batch: Batch) -> jax.Array:
+    def loss_sum(trained: Arrays, frozen: Arrays, batch: TrainingBatch) -> jax.Array:
         with contextlib.nullcontext() if layout is None else partitionable():
             return token_losses(model, inputs, trained, frozen, batch)
 
-    def step(state: TrainState, frozen: Arrays, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+    def step(state: TrainState, frozen: Arrays, batch: TrainingBatch) -> tuple[TrainState, dict[str, jax.Array]]:
         gradient_of = jax.value_and_grad(loss_sum)
 
-        def add(total: Any, part: Batch) -> tuple[Any, None]:
+        def add(total: Any, part: TrainingBatch) -> tuple[Any, None]:
             return jax.tree.map(jnp.add, total, gradient_of(state.trained, frozen, part)), None
 
         parts: Any = batch

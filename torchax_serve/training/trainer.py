@@ -20,7 +20,7 @@ from torchax_serve.training.chats import RowChecks, digest, encode_rows, read_ro
 from torchax_serve.training.checkpoints import Checkpoints
 from torchax_serve.training.inputs import inputs_of
 from torchax_serve.training.options import TrainingOptions
-from torchax_serve.training.packing import Batch, Packer
+from torchax_serve.training.packing import Packer, TrainingBatch
 from torchax_serve.training.parallel import Layout
 from torchax_serve.training.step import Step, TrainState, make_step, optimizer_of
 from torchax_serve.training.trainable import Arrays, TrainableModel, trainable_model
@@ -199,11 +199,11 @@ class _Run:
         if found is not None:
             self.state, self.losses = found
 
-    def batch(self, step: int) -> Batch:
+    def batch(self, step: int) -> TrainingBatch:
         """Returns the batch of step `step` in micro-batches."""
         parts, host = self._options.num_micro_batches, self._packer.batch(step)
         fields = (field.reshape(parts, -1, field.shape[-1]) for field in vars(host).values())
-        batch = Batch(*fields)
+        batch = TrainingBatch(*fields)
         return batch if self._layout is None else jax.device_put(batch, self._layout.of_batch())
 
     def steps(
