@@ -49,7 +49,8 @@ def test_texts_are_learned_as_a_whole_and_end(tokenizer):
 
 def test_a_template_that_writes_earlier_turns_otherwise_is_refused_or_only_the_last_is_learned(tokenizer):
     thinking = tokenizer.chat_template.replace(
-        "{{ '<end_of_turn>\\n' }}", "{% if loop.last %}{{ '!' }}{% endif %}{{ '<end_of_turn>\\n' }}"
+        "{{ '<end_of_turn>\\n' }}",
+        "{% if loop.last and message['role'] == 'assistant' %}{{ '!' }}{% endif %}{{ '<end_of_turn>\\n' }}",
     )
     assert thinking != tokenizer.chat_template
     before, tokenizer.chat_template = tokenizer.chat_template, thinking

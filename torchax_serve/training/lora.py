@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -74,7 +75,9 @@ def adapter_of(base: PreTrainedModel, lora: Any, seed: int) -> torch.nn.Module:
         raise InvalidArgumentError(f"lora: expected a text or a LoraConfig of peft, got {type(lora).__name__}")
     if config.lora_dropout:
         raise InvalidArgumentError(_DROPOUT.format(config.lora_dropout))
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        # peft reads an attribute that transformers has renamed.
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         torch.manual_seed(seed)
         try:
             wrapped: torch.nn.Module = peft.get_peft_model(base, config)

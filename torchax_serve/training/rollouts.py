@@ -193,8 +193,7 @@ class RolloutLoop:
 def token_logprobs(
     model: TrainableModel, inputs: Inputs, trained: Arrays, frozen: Arrays, batch: TrainingBatch
 ) -> jax.Array:
-    """Returns the log-probability of each token but the first, given those before it, float32[num_rows, row_len "
-    "- 1]."""
+    """Returns log-probabilities of the tokens but the first, given those before, float32[num_rows, row_len - 1]."""
     logits = model.forward(model.weights(trained, frozen), (), inputs(batch))[0][:, :-1].astype(jnp.float32)
     return jnp.take_along_axis(jax.nn.log_softmax(logits, -1), batch.tokens[:, 1:, None], -1)[..., 0]
 

@@ -58,7 +58,7 @@ class TrainingResult:
         out: Folder with the adapter as peft writes it, or with the model as transformers does.
         losses: Loss of each step, those before a resumption included.
         is_complete: Whether all steps were done; else the run was asked to stop.
-        model: The trained model.
+        model: The model, with the trained weights.
     """
 
     out: Path
@@ -123,7 +123,7 @@ def train(
         saved.save_pretrained(folder)
         if prepared.tokenizer is not None:
             prepared.tokenizer.save_pretrained(folder)
-    return TrainingResult(folder, run.losses, is_complete, prepared)
+    return TrainingResult(folder, run.losses, is_complete, dataclasses.replace(prepared, trained=run.state.trained))
 
 
 def _described(lora: Any) -> str | None:
@@ -180,8 +180,8 @@ class _Run:
 
     def _first_state(self, trained: Arrays, optimizer: optax.GradientTransformation) -> TrainState:
         state = TrainState(jnp.zeros((), jnp.int32), trained, optimizer.init(trained))
-        if self._layout is None:
-            return state
+        if self._layout is None:  # on a device, as a step returns it: else the second step would be compiled anew
+            return jax.device_put(state, jax.local_devices()[0])
         everywhere = self._layout.replicated()
         shardings = {name: array.sharding for name, array in trained.items()}
         states = optax.tree_map_params(
