@@ -52,7 +52,7 @@ WITHOUT_EFFECT = frozenset(
     ]
 )
 """Fields that say how an adapter was made or trained; ranks and modules are those of its tensors."""
-NEUTRAL = (None, False, "none", [], {}, 0)
+NEUTRAL: tuple[Any, ...] = (None, False, "none", [], {}, 0)
 PREFIX = "base_model.model."
 
 
@@ -68,8 +68,8 @@ def merge_adapter(loaded: LoadedModel, folder: str | os.PathLike[str]) -> None:
     config = _config(path)
     factors = _factors(path)
     owners: dict[int, list[str]] = {}
-    for name, weight in loaded.weights.items():
-        owners.setdefault(id(weight), []).append(name)
+    for name, held in loaded.weights.items():
+        owners.setdefault(id(held), []).append(name)
     for module, parts in sorted(factors.items()):
         name = f"{module}.weight"
         weight: Any = loaded.weights.get(name)

@@ -11,6 +11,9 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from model_adapters.errors import CheckpointError, InvalidArgumentError, UnsupportedModelError
 from torchax_serve import serve
 
+# peft reads an attribute that transformers has renamed.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
 
 def adapter(base, folder, **config):
     """An adapter with random matrices; returns peft's merged model."""

@@ -24,6 +24,8 @@ from torchax_serve.training.packing import Packer
 LORA = "r=4,alpha=8,targets=q_proj+v_proj"
 SIZES = {"batch_size": 2, "seq_len": 64, "max_grad_norm": None}
 ROOT = Path(__file__).parents[2]
+# peft reads an attribute that transformers has renamed.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 
 @pytest.fixture(scope="module")

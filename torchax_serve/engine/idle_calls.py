@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from model_adapters.errors import TorchaxServeError
 from torchax_serve.engine.model_runner import ModelRunner
@@ -58,7 +58,7 @@ class IdleCalls:
 
     def __init__(self, scheduler: Scheduler, runner: ModelRunner) -> None:
         self._scheduler, self._runner = scheduler, runner
-        self._waiting: collections.deque[EngineCall[object]] = collections.deque()
+        self._waiting: collections.deque[EngineCall[Any]] = collections.deque()
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -67,7 +67,7 @@ class IdleCalls:
         """Returns a call of `function`, to be added, or run by itself."""
         return EngineCall(lambda: function(self._scheduler, self._runner))
 
-    def add(self, call: EngineCall[object]) -> None:
+    def add(self, call: EngineCall[Any]) -> None:
         """Adds a call; no further request begins until it is done."""
         self._waiting.append(call)
         self._scheduler.hold_waiting(True)

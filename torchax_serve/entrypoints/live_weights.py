@@ -24,7 +24,7 @@ class LiveWeights(BaseModel):
     _engine_options: EngineOptions | None
     _engine: Any
     _single_engine: Engine | None
-    _engine_lock: threading.RLock  # type: ignore[valid-type]
+    _engine_lock: threading.RLock
     _engine_weights: dict[str, Any] | None = None  # of an engine that was there before the model
 
     def __init__(self, loaded: LoadedModel, leader: Leader | None = None) -> None:

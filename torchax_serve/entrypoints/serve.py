@@ -162,8 +162,8 @@ def _serve_on_hosts(arguments: dict[str, Any]) -> ServedModel:
 
     if arguments["adapter"] is not None:
         raise InvalidArgumentError("adapter: expected one host, got several; merge it with peft, and serve the result")
-    given = (arguments[name] for name in ("hosts", "model", "engine", "mesh", "tensor_parallel"))
-    return serve_on_hosts(*given, {name: arguments[name] for name in _LOADING})
+    given = {name: arguments[name] for name in ("hosts", "model", "engine", "mesh", "tensor_parallel")}
+    return serve_on_hosts(**given, loading={name: arguments[name] for name in _LOADING})
 
 
 def _decisive(arguments: Mapping[str, Any]) -> dict[str, str] | None:

@@ -102,7 +102,7 @@ def make_step(
             total, _ = jax.lax.scan(add, zero, parts)
         count = jnp.maximum(jnp.sum(learned_mask(batch)), 1.0)
         loss, gradients = jax.tree.map(lambda array: array / count, total)
-        norm = optax.global_norm(gradients)
+        norm = jnp.sqrt(sum(jnp.sum(array * array) for array in jax.tree.leaves(gradients)))
         is_finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.trained)
         new = TrainState(state.step + 1, optax.apply_updates(state.trained, updates), optimizer_state)

@@ -165,9 +165,11 @@ class _Run:
         self._frozen: Arrays = self._placed(model.frozen)
         self.state = self._first_state(self._placed(model.trained), optimizer)
         self.losses: list[float] = []
-        shardings = None if self._layout is None else (jax.tree.map(lambda array: array.sharding, self.state), None)
         step: Any = make_step(model, inputs, optimizer, self._layout)
-        self.step: Step = jax.jit(step, donate_argnums=0, **({} if shardings is None else {"out_shardings": shardings}))
+        options_of_jit: dict[str, Any] = {"donate_argnums": 0}
+        if self._layout is not None:
+            options_of_jit["out_shardings"] = jax.tree.map(lambda array: array.sharding, self.state), None
+        self.step: Step = jax.jit(step, **options_of_jit)
 
     def _placed(self, arrays: Arrays) -> Arrays:
         if self._layout is None:
