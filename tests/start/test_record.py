@@ -2,10 +2,12 @@
 
 import os
 import shutil
+import time
 
 import jax.numpy as jnp
 import pytest
 
+from model_adapters import disk_cache
 from torchax_serve.compilation.cache_folders import EVICTOR
 from torchax_serve.start import record as record_module
 from torchax_serve.start.record import StartFolder, StartRecord, states_of
@@ -37,7 +39,7 @@ def start_folder(checkpoint, source, tmp_path, monkeypatch):
     places, pieces = stored({"w": jnp.ones(8)})
     seal = folder.write_weights(places.num_bytes, pieces)
     files = states_of(checkpoint, [source])
-    written = StartRecord(files, "id", places, seal, None, {}, (), {}, {}, {}, "", ("llama", "float32"))
+    written = StartRecord(files, "id", places, seal, None, {}, (), {}, {}, {}, "", "", ("llama", "float32"))
     folder.write(written)
     assert folder.read() == written
     return folder
@@ -70,6 +72,21 @@ def test_weights_that_were_removed_or_replaced(start_folder):
     assert start_folder.read() is None
     start_folder.weights_path.unlink()
     assert start_folder.read() is None
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "other"])
+def test_damaged_weights(start_folder, damage, caplog, monkeypatch):
+    """Weights are not read through at a start; what writes to them leaves its time."""
+    monkeypatch.setattr(disk_cache, "_WARNED", set())
+    file = start_folder.weights_path
+    assert start_folder.read() is not None and start_folder.read() is not None  # a use is no change
+    content = file.read_bytes()
+    time.sleep(0.02)  # the clock of a file system may have steps of some milliseconds
+    flipped = bytes([content[0] ^ 1]) + content[1:]
+    file.write_bytes({"flip": flipped, "cut": content[:-100], "other": b""}[damage])
+    assert start_folder.read() is None
+    (line,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert f"{file} is damaged" in line.getMessage()
 
 
 def test_a_damaged_record(start_folder):

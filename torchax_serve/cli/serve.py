@@ -71,6 +71,10 @@ class AccessOptions:
     cors_origin: Annotated[
         list[str] | None, _access("--cors-origin", help="Origin whose pages may call the server from a browser.")
     ] = None
+    media_host: Annotated[
+        list[str] | None,
+        _access("--media-host", help="Host, or HOST:PORT, that images and audio of chats may be fetched from."),
+    ] = None
     log_format: Annotated[str, _access("--log-format", help="text or json.")] = "text"
     no_access_log: Annotated[bool, _access("--no-access-log", help="No line for each request.")] = False
     response_template: Annotated[
@@ -97,6 +101,9 @@ class LimitOptions:
     max_num_waiting: Annotated[
         int, _limits("--max-num-waiting", help="Requests that wait; one more is answered with 429.", min=1)
     ] = 256
+    max_num_waiting_tokens: Annotated[
+        int, _limits("--max-num-waiting-tokens", help="Tokens of waiting prompts; more are answered with 429.", min=1)
+    ] = 1 << 22
     max_body_mib: Annotated[int, _limits("--max-body-mib", help="MiB of a request's body.", min=1)] = 32
     max_connections: Annotated[int, _limits("--max-connections", help="Open connections.", min=1)] = 4096
     max_connections_per_address: Annotated[
@@ -163,7 +170,10 @@ def serve(
     from torchax_serve.text.template_renderer import shared_renderer
 
     engine = EngineOptions(
-        max_num_seqs=limits.max_num_seqs, max_num_waiting=limits.max_num_waiting, max_model_len=max_model_len
+        max_num_seqs=limits.max_num_seqs,
+        max_num_waiting=limits.max_num_waiting,
+        max_num_waiting_tokens=limits.max_num_waiting_tokens,
+        max_model_len=max_model_len,
     )
     load.show_details()
     _warn_if_open(options)
@@ -197,6 +207,7 @@ def _server_options(
         api_keys=tuple(_named_key(index, key) for index, key in enumerate(access.api_key or ())),
         api_key_file=access.api_key_file,
         cors_origins=tuple(access.cors_origin or ()),
+        media_hosts=tuple(access.media_host or ()),
         log_format=access.log_format,
         access_log=not access.no_access_log,
         metrics_compat=access.metrics_compat,

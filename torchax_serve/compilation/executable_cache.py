@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import hashlib
 import inspect
+import itertools
 import logging
 import os
 import pickle
@@ -39,47 +40,16 @@ from torchax_serve.compilation.background import BackgroundCompiler, check_may_t
 from torchax_serve.compilation.cache_folders import EVICTOR
 from torchax_serve.compilation.compile_lock import CompileLock
 from torchax_serve.compilation.launchers import Launcher, MeshExecutable, on_mesh
+from torchax_serve.compilation.program_signature import ProgramSignature
 
 logger = logging.getLogger("torchax_serve")
 
 Value = TypeVar("Value")
 
+_NUMBERS = itertools.count(1)
+"""Numbers of programs that have the names of modules: a trace tells programs apart by name."""
+
 LIBRARIES = ("jax", "jaxlib", "torch", "torchax", "transformers")
-
-
-def model_identity(model_class: type, config_json: str, weights: Weights) -> str:
-    """Names a model for the cache: two models of one identity have the same programs.
-
-    Args:
-        model_class: of the module, whose source is read.
-        config_json: every attribute of its configuration.
-        weights: by name; their shapes, dtypes and quantization schemes count.
-    """
-    digest = hashlib.sha256(f"{model_class.__module__}.{model_class.__qualname__}\n{config_json}\n".encode())
-    folder = Path(inspect.getfile(model_class)).parent
-    for file in sorted(folder.glob("*.py")):
-        digest.update(file.read_bytes())
-    for name in sorted(weights):
-        parts = [f"{part.shape} {part.dtype}" for part in jax.tree.leaves(weights[name])]
-        scheme = getattr(weights[name], "scheme", "")  # of a quantized weight, which decides how it is multiplied
-        digest.update(f"{name} {' '.join(parts)} {scheme}\n".encode())
-    return digest.hexdigest()
-
-
-@dataclasses.dataclass(frozen=True)
-class _Signature:
-    """Properties that calls must share to run the same program."""
-
-    tree: Any
-    leaves: tuple[Any, ...]
-    spec: Any
-    precision: str | None  # of products, which callers set by a context
-
-    @classmethod
-    def of(cls, args: tuple[Any, ...], spec: Any) -> _Signature:
-        leaves, tree = jax.tree.flatten(args)
-        kinds = tuple((x.shape, x.dtype, getattr(x, "weak_type", False), getattr(x, "sharding", None)) for x in leaves)
-        return cls(tree, kinds, spec, jax.config.jax_default_matmul_precision)  # type: ignore[attr-defined]
 
 
 class ExecutableCache:
@@ -89,7 +59,8 @@ class ExecutableCache:
     programs are cached in memory alone. With a `launcher` the mesh has devices of other hosts, which run them too.
     `num_traces` counts traces by function, `num_loaded` programs that came from the folder; `functions` are the cached
     ones, by name. `background` compiles what will be needed; None with a `launcher`. `before_trace` is called before
-    each trace, while no lock is held that a trace holds: it may load what the trace needs.
+    each trace, while no lock is held that a trace holds: it may load what the trace needs. While `names_modules` is
+    set, calls run programs whose instructions have the names of modules, for profiles; these are in memory alone.
     """
 
     def __init__(
@@ -108,14 +79,15 @@ class ExecutableCache:
         self.identity = identity
         self.num_traces: collections.Counter[str] = collections.Counter()
         self.num_loaded = 0
+        self.names_modules = False
         self._writers: list[threading.Thread] = []
         # Programs of several hosts are compiled by all of them, in one order, which the engine's thread decides.
         self.background = BackgroundCompiler() if launcher is None else None
 
-    def path_of(self, name: str, signature: _Signature) -> Path | None:
+    def path_of(self, name: str, signature: ProgramSignature) -> Path | None:
         """Returns the file of a program; None if it is not stored."""
         described = f"{signature.tree} {signature.leaves} {signature.spec!r}"
-        if self.folder is None or " at 0x" in described or registry.is_overridden():
+        if self.folder is None or signature.names_modules or " at 0x" in described or registry.is_overridden():
             return None
         return self._file_of(name, described)
 
@@ -217,9 +189,10 @@ class CachedFunction:
     ) -> None:
         self._cache, self.name, self._function = cache, name, function
         self._donate, self.facts, self.restore_facts = tuple(donate), facts, recall
-        self._programs: dict[_Signature, Any] = {}
+        self._programs: dict[ProgramSignature, Any] = {}
+        self._weights: Weights = {}  # of the last call
         self._is_uncompiled = is_uncompiled
-        self._locks: dict[_Signature, CompileLock] = {}
+        self._locks: dict[ProgramSignature, CompileLock] = {}
         self._lock_owners: set[int] = set()
         cache.functions[name] = self
 
@@ -253,9 +226,25 @@ class CachedFunction:
         `abstract` makes them. `when_traced` is called once the program is traced, if it has to be made: from then on
         others can be traced, while XLA compiles this one.
         """
-        signature = _Signature.of(args, spec)
+        return self._compiled(ProgramSignature.of(args, spec, self._cache.names_modules), weights, args, when_traced)
+
+    def name_modules(self) -> None:
+        """Compiles every program in memory once more, with the names of modules."""
+        for signature in list(self._programs):
+            named = dataclasses.replace(signature, names_modules=True)
+            with jax.default_matmul_precision(signature.precision):
+                self._compiled(named, self._weights, signature.abstract_args(), lambda: None)
+
+    def named_programs(self) -> list[Any]:
+        """Returns the programs that have the names of modules."""
+        return [program for signature, program in list(self._programs.items()) if signature.names_modules]
+
+    def _compiled(
+        self, signature: ProgramSignature, weights: Weights, args: tuple[Any, ...], when_traced: Callable[[], object]
+    ) -> Any:
         program = self._programs.get(signature)
         if program is None:
+            self._weights = weights
             with self._locks.setdefault(signature, CompileLock(self._lock_owners)):
                 program = self._programs.get(signature)
                 if program is None:
@@ -265,7 +254,7 @@ class CachedFunction:
         return program
 
     def _load_or_compile(
-        self, signature: _Signature, weights: Weights, args: tuple[Any, ...], when_traced: Callable[[], object]
+        self, signature: ProgramSignature, weights: Weights, args: tuple[Any, ...], when_traced: Callable[[], object]
     ) -> Any:
         mesh, launcher = self._cache.mesh, self._cache.launcher
         if launcher is not None:
@@ -280,7 +269,13 @@ class CachedFunction:
         # A program that is kept here as a whole does not lie in JAX's own cache as well, unless the user has chosen
         # that one's folder: then the name tells it apart what this cache does.
         name = None if path is None else path.name.replace("-", "_")
-        with jax_cache.counting_hits() as hits, jax_cache.bypassed(path is not None):
+        # JAX's own cache ignores names: it would give a program without them.
+        is_bypassed, named = path is not None or signature.names_modules, contextlib.nullcontext()
+        if signature.names_modules:
+            from model_adapters.program import module_scopes  # tracing needs torch, running does not
+
+            name, named = f"{self.name}_{next(_NUMBERS)}", module_scopes.enabled()
+        with jax_cache.counting_hits() as hits, jax_cache.bypassed(is_bypassed), named:
             program: Any = self.compile(weights, args, signature.spec, name=name, when_traced=when_traced)
         if mesh is not None:
             program = MeshExecutable(program, mesh)
@@ -338,7 +333,7 @@ def _devices() -> list[jax.Device]:
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("model_adapters", "pytree_registry", "sharding_rules", "torchax_serve")
-NOT_TRACED = ("bench", "cli", "distributed/ray", "parity", "planning", "text")
+NOT_TRACED = ("bench", "cli", "distributed/ray", "parity", "planning", "profiling", "text")
 """Parts of `torchax_serve` that programs do not depend on: an edit there leaves them valid.
 
 Listed is what is left out, not what is taken, so that a new module counts until somebody has looked at it. What may

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.jax_settings import programs_run
-from torchax_serve.engine.admission import DRAINED, Admission
+from torchax_serve.engine.admission import DRAINED, MAX_NUM_WAITING, MAX_NUM_WAITING_TOKENS, Admission
 from torchax_serve.engine.dispatch_queue import DispatchQueue
 from torchax_serve.engine.idle_calls import IdleCalls, Result
 from torchax_serve.engine.masked_requests import MaskedRequests
@@ -37,9 +37,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("torchax_serve")
 
-MAX_NUM_WAITING = 8192
-"""Default limit of the requests that wait for a slot."""
-
 MAX_IN_FLIGHT = 2
 """Maximum number of steps in flight: the device computes one while the host prepares the next."""
 
@@ -56,13 +53,13 @@ class Engine:
         description: The executor and the sizes of the cache in one line.
         ids: Ids of the requests to come; 0, 1, ... by default.
         max_num_waiting: Maximum number of requests that wait for a slot.
+        max_num_waiting_tokens: Maximum number of tokens of their prompts.
 
     Attributes:
         max_model_len, vocab_size: Most tokens of a request, with its answer; columns of the logits.
         max_encoder_len: Most tokens that a request may send to an encoder; None if the model has none.
         can_hold: Called with a number of tokens, returns whether a request may have as many, prompt and answer.
-        admission: Decides whether requests are taken.
-        close_reason: Reason why no more requests are taken for good; None as long as they are.
+        admission, close_reason: Decides whether requests are taken; why none are for good, None as long as they are.
         progress: Called, returns `torchax_serve.engine.progress.EngineProgress`: whether the engine moves.
     """
 
@@ -73,11 +70,12 @@ class Engine:
         description: str = "",
         ids: Iterator[RequestId] | None = None,
         max_num_waiting: int = MAX_NUM_WAITING,
+        max_num_waiting_tokens: int = MAX_NUM_WAITING_TOKENS,
     ) -> None:
         self.description = description
         self.max_model_len, self.vocab_size = scheduler.config.max_model_len, runner.vocab_size
         self.max_encoder_len, self.can_hold = runner.max_encoder_len, scheduler.config.can_hold
-        self.admission = Admission(scheduler.config.max_num_seqs, max_num_waiting)
+        self.admission = Admission(scheduler.config.max_num_seqs, max_num_waiting, max_num_waiting_tokens)
         self._process = OwnerProcess()
         self._scheduler, self._runner = scheduler, runner
         self._output_processor = OutputProcessor(runner)
@@ -113,21 +111,21 @@ class Engine:
 
         Raises:
             InvalidArgumentError: one can never run.
-            QueueFullError: too many requests wait already.
+            QueueFullError: too many requests wait already, or (`QueueTokensError`) too many tokens of their prompts.
             TorchaxServeError: the engine is closed or drains, or this process was forked from the one that made it.
         """
         self._process.check("an engine")
         entries = [self._make_entry(request) for request in requests]
+        prompt_lens = [handle.prompt_len for _, handle in entries]
 
         def enter_all() -> None:
             with self._wake:  # or others could see that the requests are neither entering nor live
-                self.admission.num_entering -= len(entries)
+                self.admission.entered(prompt_lens)
                 for enter, _ in entries:
                     enter()
 
         with self._wake:
-            self.admission.check(len(entries), len(self._scheduler), self.close_reason)
-            self.admission.num_entering += len(entries)
+            self.admission.admit(prompt_lens, self._scheduler, self.close_reason)
             self._run_on_engine_thread(enter_all)
             self._handles.update(handle for _, handle in entries)
         return [handle for _, handle in entries]
@@ -187,16 +185,14 @@ class Engine:
     def call(self, function: Callable[[Scheduler, ModelRunner], Result], *, when_idle: bool = False) -> Result:
         """Runs `function` on the engine's thread between two steps, and returns its result.
 
-        Args:
-            function: Function of the scheduler and the runner.
-            when_idle: Wait until the requests that have begun have ended; no other begins before the call is done.
+        With `when_idle` it waits until the requests that have begun have ended, and no other begins before the end.
 
         Raises:
-            TorchaxServeError: the engine is closed, or closes before the call.
+            TorchaxServeError: the engine is closed, or closes before it.
         """
         self._process.check("an engine")
-        call = self._idle_calls.new(function)
-        command = functools.partial(self._idle_calls.add, call) if when_idle else call.run
+        call, calls = self._idle_calls.new(function), self._idle_calls
+        command = functools.partial(calls.add, call) if when_idle else call.run
         self._run_on_engine_thread(command, lambda: call.fail(self.close_reason))
         return call.result()
 
@@ -321,16 +317,18 @@ class Engine:
         self._counts.busy_s += time.monotonic() - began
 
     def _execute(self, plan: StepPlan) -> None:
-        num_untimed = self._runner.num_untimed
+        def read_all() -> None:  # tokens of all steps in flight, for masks
+            while self._dispatched:
+                if (error := self._retire_oldest()) is not None:
+                    raise error
+
+        num_untimed, find = self._runner.num_untimed, self._scheduler.find
         try:
             requests = {row.slot: self._output_processor.request(row.request_id) for row in plan.prefill_rows}
-            fresh = {
-                row.slot: self._scheduler.find(row.request_id)
-                for row in plan.prefill_rows
-                if row.slot in plan.fresh_slots
-            }
+            fresh = {row.slot: find(row.request_id) for row in plan.prefill_rows if row.slot in plan.fresh_slots}
             outputs = {slot: [] if state is None else state.output_ids for slot, state in fresh.items()}
-            step = self._runner.execute(plan, requests, outputs, self._masked.of(plan, self._scheduler.find))
+            masks, sent_s = self._masked.of(plan, find, read_all), time.monotonic()
+            step = self._runner.execute(plan, requests, outputs, masks)
         except SequenceEnded as end:
             if self.close_reason:  # by `close`, which ends its request with an error
                 return
@@ -343,16 +341,18 @@ class Engine:
             return
         self._output_processor.deliver_failures(step, self._scheduler.abort)
         expected_seconds = self._scheduler.expected_seconds(plan) if plan.num_steps > 1 else 0.0
-        self._dispatched.push(step, expected_seconds, is_timed=self._runner.num_untimed == num_untimed)
+        sent_s = time.monotonic() if masks is None else sent_s  # a masked one has waited for the step before
+        self._dispatched.push(step, expected_seconds, self._runner.num_untimed == num_untimed, sent_s)
 
-    def _retire_oldest(self) -> None:
+    def _retire_oldest(self) -> Exception | None:
+        """Takes the tokens of the oldest step in flight, or ends its requests and returns its error."""
         oldest = self._dispatched.pop()
         step, waits_from = oldest.step, time.monotonic()
         try:
             tokens = self._runner.read(step)
         except Exception as error:
             self._fail(step.plan, error)
-            return
+            return error
         now = time.monotonic()
         self._counts.wait_s += now - waits_from
         duration_s = self._dispatched.completed(oldest, now)
@@ -363,6 +363,7 @@ class Engine:
         if not len(self._scheduler):  # whoever reads the last token may change the model
             self._runner.hold_tracing()
         self._output_processor.deliver(outcomes, step)
+        return None
 
     def _fail(self, plan: StepPlan, error: Exception) -> None:
         """Ends the requests of a plan whose step has raised; without the cache, all that use it."""

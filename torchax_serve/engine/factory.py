@@ -68,9 +68,9 @@ def build_engine(
         background=runtime.steps.executables.background,
     )
     runner.weights_version = runtime.weights_version
-    return Engine(
-        Scheduler(_scheduler_config(runtime, options, sizes, choice)), runner, str(choice), ids, options.max_num_waiting
-    )
+    scheduler = Scheduler(_scheduler_config(runtime, options, sizes, choice))
+    limits = options.max_num_waiting, options.max_num_waiting_tokens
+    return Engine(scheduler, runner, str(choice), ids, *limits)
 
 
 def build_single_engine(runtime: ModelRuntime, options: EngineOptions | None = None) -> Engine:
@@ -78,7 +78,7 @@ def build_single_engine(runtime: ModelRuntime, options: EngineOptions | None = N
 
     Args:
         runtime: The model.
-        options: Of these, the limit of waiting requests.
+        options: Of these, the limits of waiting requests.
 
     Raises:
         InvalidArgumentError: `options` ask for a cache in int8; a request that shares no batch brings its own.
@@ -101,7 +101,13 @@ def build_single_engine(runtime: ModelRuntime, options: EngineOptions | None = N
     runner = ModelRunner(SingleRequestExecutor(), vocab_size=runtime.limits.vocab_size)
     runner.weights_version = runtime.weights_version
     description = "single requests: one at a time, each with its own cache"
-    return Engine(Scheduler(config), runner, description, max_num_waiting=options.max_num_waiting)
+    return Engine(
+        Scheduler(config),
+        runner,
+        description,
+        max_num_waiting=options.max_num_waiting,
+        max_num_waiting_tokens=options.max_num_waiting_tokens,
+    )
 
 
 def _scheduler_config(

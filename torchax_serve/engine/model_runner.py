@@ -13,7 +13,6 @@ from torchax_serve.engine.request import EngineRequest
 from torchax_serve.executors.base import Executor, InFlightStep
 from torchax_serve.outputs import TokenLogprobs
 from torchax_serve.sampling.sampler import Sampler
-from torchax_serve.sampling.token_masks import mask_logits
 from torchax_serve.sampling.types import Logprobs
 from torchax_serve.scheduler import PlanRow, StepPlan
 
@@ -141,9 +140,8 @@ class ModelRunner:
                 step.prompt, logits = self._executor.run_scored(
                     plan.rows, plan.page_tables, self._sampler, following, asked
                 )
-            if masks is not None:
-                logits = mask_logits(logits, masks.words(failures))
-            step.sampled.append(self._sampler.sample(plan.rows, logits, ahead))
+            words = None if masks is None else masks.words(len(logits), failures)
+            step.sampled.append(self._sampler.sample(plan.rows, logits, ahead, words))
         step.failures = self._sampler.take_failures() | failures
         return step
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 import numpy as np
@@ -18,7 +19,8 @@ from transformers import PreTrainedTokenizerBase
 
 from model_adapters.errors import TorchaxServeError, UnsupportedModelError
 from model_adapters.loading import LoadedModel
-from torchax_serve.compilation.executable_cache import ExecutableCache, model_identity
+from torchax_serve.compilation.executable_cache import ExecutableCache
+from torchax_serve.compilation.program_signature import model_identity
 from torchax_serve.compilation.xla_cache import programs_dir
 from torchax_serve.distributed.hosts.leader import Leader
 from torchax_serve.engine.data_parallel import split_runtimes
@@ -27,6 +29,9 @@ from torchax_serve.generation.jax_model import run_on_jax
 from torchax_serve.pooling.queue import PoolingQueue, QueuedTexts
 from torchax_serve.runtime.model_runtime import ModelRuntime
 from torchax_serve.validation.owner_process import OwnerProcess
+
+if TYPE_CHECKING:
+    from torchax_serve.profiling import ProfileSession
 
 
 class MissingAttributeError(TorchaxServeError, AttributeError):
@@ -199,6 +204,34 @@ class BaseModel:
         """Calls the model's forward, with torch tensors in and out."""
         self._loaded_or_raise()
         return self.torch_model(*args, **kwargs)
+
+    def profile(self, folder: str | os.PathLike[str] | None = None) -> ProfileSession:
+        """Profiles what runs on this model inside of a ``with`` block, by the names of its modules.
+
+        The block gets a `torchax_serve.profiling.Profile`, whose tables are there behind it::
+
+            with model.profile("trace/") as profile:
+                model.generate_batch(prompts)
+            print(profile.table(by="module"))
+
+        Entering compiles the programs that the model has run so far once more, with names. What runs in the block for
+        the first time is compiled in it.
+
+        Args:
+            folder: Where the trace is written, for XProf; None: into a folder that goes with the profile.
+
+        Raises:
+            ProfileRunningError: another profile of this process runs; on entering the block, as all others.
+            InvalidArgumentError: nothing can be written to `folder`.
+        """
+        from torchax_serve.profiling import ProfileSession
+
+        self._loaded_or_raise()
+        caches = [runtime.steps.executables for runtime in self._runtimes]
+        if (head := vars(self).get("_generates_with_head")) is not None:  # of a `ServedModel`
+            caches.append(head._jax_runtime.steps.executables)
+        path = None if folder is None else Path(folder)
+        return ProfileSession(caches, self.torch_model, self._runtimes[0].weights, path)
 
     def refresh(self) -> None:
         """Makes programs and arrays again from `torch_model`, for changes that no call detects."""

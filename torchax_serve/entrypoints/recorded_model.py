@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import os
 import secrets
 import threading
 import time
@@ -19,7 +20,7 @@ from model_adapters.errors import TorchaxServeError
 from model_adapters.jax_settings import programs_run
 from model_adapters.loading.model_source import ModelSource
 from model_adapters.ops.cpu.huge_pages import move_into_huge_pages
-from torchax_serve.compilation.background import hesitate
+from torchax_serve.compilation.background import wait_for_work
 from torchax_serve.compilation.executable_cache import ExecutableCache
 from torchax_serve.engine.engine import Engine
 from torchax_serve.engine.factory import build_engine
@@ -49,12 +50,13 @@ from torchax_serve.validation.owner_process import OwnerProcess
 
 if TYPE_CHECKING:
     from torchax_serve.entrypoints.served_model import ServedModel
+    from torchax_serve.profiling import ProfileSession
 
 logger = logging.getLogger("torchax_serve")
 
 POLL_S, BUSY_S = 0.25, 5.0
 """Seconds between two looks at whether the engine is idle, and until it need not be."""
-HESITATION_S = 3.0
+MIN_WORK_S = 3.0
 """Seconds of work after which a program that others stand in for is worth loading torch, which takes as long."""
 _NO_ATTRIBUTES = frozenset({"max_len"})
 """Names that the text layer looks for on other models, and a `ServedModel` has not."""
@@ -118,6 +120,7 @@ class RecordedModel:
         self._load, self._process = load, OwnerProcess()
         self._lock = threading.RLock()
         self._engine: Engine | None = None
+        self._executables: ExecutableCache | None = None  # of the engine
         self._is_closed = False
         self._side = TorchSide(self._load_torch_side)
         self._weights, content = mapped(folder.weights_path, record.weights)
@@ -129,8 +132,12 @@ class RecordedModel:
             self._side, lambda model: model.generation_config, values
         )
         self.load_report: Any = Deferred(
-            self._side, lambda model: model.load_report, {"quantization": record.quantization}
+            self._side,
+            lambda model: model.load_report,
+            {"quantization": record.quantization, "requantized": record.requantized},
         )
+        if record.requantized:
+            logger.warning("%s: %s", self.name, record.requantized)
         self._tokenizer = None if record.tokenizer is None else _tokenizer(self._side, record.tokenizer)
 
     def _load_torch_side(self) -> ServedModel:
@@ -222,11 +229,20 @@ class RecordedModel:
             if self._engine is None:
                 load_first = functools.partial(before_trace, self._side)
                 executables = ExecutableCache(self._folder.programs, self._record.identity, before_trace=load_first)
+                self._executables = executables
                 runtime: Any = RecordedRuntime(self._side, self._weights, executables, self.config, self._record.limits)
                 with programs_run():
                     self._engine = build_engine(runtime, self._engine_options)
                 when_idle(self._engine, self._into_huge_pages)
             return self._engine
+
+    def profile(self, folder: str | os.PathLike[str] | None = None) -> ProfileSession:
+        """Profiles what runs on this model inside of a ``with`` block; see `BaseModel.profile`."""
+        self._check_open()
+        profile = self._side.get().profile(folder)
+        if self._executables is not None:
+            profile.caches.append(self._executables)
+        return profile
 
     def stats(self) -> EngineStats | None:
         """Returns the statistics of the engine; None before the first request."""
@@ -294,7 +310,7 @@ class RecordedModel:
 def before_trace(side: TorchSide) -> None:
     """Loads what a trace needs; in the background only for a model that has work for longer than a short answer."""
     if side.loaded is None:
-        hesitate(HESITATION_S)
+        wait_for_work(MIN_WORK_S)
         side.get()
 
 

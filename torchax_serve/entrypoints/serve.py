@@ -17,6 +17,7 @@ from model_adapters.loading.model_source import ModelSource, cached_source, pars
 from model_adapters.quantization.rules import DENSE, parse_rules
 from torchax_serve.compilation import gc_pause
 from torchax_serve.compilation.xla_cache import enable_compile_cache, programs_dir
+from torchax_serve.distributed import pathways
 from torchax_serve.engine.options import EngineOptions
 from torchax_serve.entrypoints.recorded_model import recorded_model
 from torchax_serve.start.record import start_folder
@@ -85,6 +86,7 @@ def serve(
         TorchaxServeError: the model cannot be loaded or served; subclass and message say why.
     """
     arguments = locals()  # taken first: they are the only variables yet
+    pathways.connect()
     enable_compile_cache()
     with gc_pause.paused():
         return _serve_on_this_host(arguments) if hosts is None else _serve_on_hosts(arguments)

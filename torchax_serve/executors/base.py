@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from model_adapters.errors import InvalidArgumentError
+from model_adapters.ops.kv_pool import LARGEST
 from torchax_serve.compilation.background import CompileTask
 from torchax_serve.executors.request_input import RequestInput
 from torchax_serve.kv_cache.pools import PagedCache
@@ -250,12 +251,12 @@ class ExecutorChoice:
         plan = cache.plan
         if plan.groups:
             pages = " + ".join(str(group.num_pages - 1) for group in plan.groups)
-            in_int8 = " in int8" if any(shape.dtype == np.int8 for shape in plan.shapes) else ""
+            in_8_bits = next((f" in {shape.dtype}" for shape in plan.shapes if str(shape.dtype) in LARGEST), "")
             at_once = plan.num_full_length_requests(plan.max_len)
             fit = "1 request fits" if at_once == 1 else f"{at_once} requests fit"
             line = (
-                f"cache of {plan.num_bytes / 1e6:.1f} MB{in_int8}: {pages} pages of {plan.page_size} tokens, room for "
-                f"{plan.num_tokens} tokens; {fit} at once, each of up to {plan.max_len} tokens"
+                f"cache of {plan.num_bytes / 1e6:.1f} MB{in_8_bits}: {pages} pages of {plan.page_size} tokens, room "
+                f"for {plan.num_tokens} tokens; {fit} at once, each of up to {plan.max_len} tokens"
             )
         else:
             line = f"no pages: each request has a state of one size; requests of at most {plan.max_len} tokens"

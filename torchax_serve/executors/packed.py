@@ -106,7 +106,7 @@ class PackedExecutor:
         self.limits = ExecutorLimits(max_num_seqs=num_slots, fused_decode_steps=max_num_steps, token_buckets=costs)
         compiled = functools.partial(CachedFunction, programs, facts=program.trace_facts, recall=program.restore_facts)
         self._idle_options: dict[int, RowOptions] = {}
-        self._steps: CompiledSteps[Spec] = CompiledSteps(weights, programs.background, self._call_of)
+        self._steps: CompiledSteps[Spec] = CompiledSteps(weights, programs, self._call_of)
         self.compiles_ahead = self._steps.compiles_ahead
         self._step = compiled("packed", self._run, donate=["pools"])
         self._decode_steps = compiled("decode_steps", self._decode, donate=["pools"])

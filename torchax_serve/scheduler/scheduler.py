@@ -57,6 +57,11 @@ class Scheduler:
         """Requests that have not ended."""
         return len(self._queues)
 
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Tokens of the prompts of waiting requests."""
+        return self._queues.waiting.num_prompt_tokens
+
     def add(self, request: SchedulerRequest) -> RequestState:
         """Adds `request` to the waiting ones; returns its state, which is read-only for callers.
 

@@ -133,6 +133,7 @@ def _record(
         generation_defaults=defaults,
         limits=dataclasses.asdict(runtime.limits),
         quantization=report.quantization,
+        requantized=report.requantized,
         described=(config["model_type"], str(loaded.module.dtype).removeprefix("torch.")),
     )
 

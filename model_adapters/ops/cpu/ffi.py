@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import ctypes
+import dataclasses
 import functools
 import logging
 import threading
@@ -26,7 +27,7 @@ from model_adapters.ops.cpu import build
 logger = logging.getLogger("torchax_serve")
 
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32))
-POOL_DTYPES = (*DTYPES, jnp.dtype(jnp.int8))
+POOL_DTYPES = (*DTYPES, jnp.dtype(jnp.int8), jnp.dtype(jnp.float8_e4m3fn))
 GROUP_ROWS, GROUP_COLUMNS = 16, 8
 """Rows and columns of a weight that are compressed together."""
 TARGETS = (
@@ -36,6 +37,7 @@ TARGETS = (
     "tas_linear",
     "tas_packed_linear",
     "tas_paged_attention",
+    "tas_quantized_grouped_linear",
     "tas_quantized_linear",
     "tas_rms_norm",
     "tas_row_sum",
@@ -264,6 +266,32 @@ def packed_linear(x: jax.Array, groups: jax.Array, index: jax.Array, bias: jax.A
     return _call("tas_packed_linear", result)(x, groups, index, _or_empty(bias))
 
 
+@dataclasses.dataclass(frozen=True)
+class QuantizedNumbers:
+    """What the numbers of a quantized matrix are, and which columns share scales.
+
+    Attributes:
+        kind: "int8", "int4", "float8_e4m3fn", or "table" for 4 bits that are places in `table`.
+        zero: What is taken from a stored integer of 4 bits.
+        group: Columns that share a scale: a multiple of 16, or all and more.
+        act_group: Columns of x that are rounded to int8 with one scale: like `group`; 0: x is not rounded.
+        table: 16 numbers.
+    """
+
+    kind: str
+    zero: int
+    group: int
+    act_group: int
+    table: tuple[float, ...] | None = None
+
+    def attributes(self) -> dict[str, Any]:
+        """Returns the attributes of a call."""
+        numbers = ("int8", "int4", "float8_e4m3fn", "table").index(self.kind)
+        table = np.zeros(16, np.float32) if self.table is None else np.asarray(self.table, np.float32)
+        of_64_bits = {"numbers": numbers, "zero": self.zero, "group": self.group, "act_group": self.act_group}
+        return {name: np.int64(value) for name, value in of_64_bits.items()} | {"table": table}
+
+
 def quantized_linear(
     x: jax.Array,
     values: jax.Array,
@@ -272,10 +300,7 @@ def quantized_linear(
     bias: jax.Array | None,
     *,
     num_rows: int,
-    bits: int,
-    zero: int,
-    group: int,
-    act_group: int,
+    numbers: QuantizedNumbers,
 ) -> jax.Array:
     """Returns ``x[rows, K]`` times the transpose of a quantized matrix ``[N, K]``.
 
@@ -283,21 +308,40 @@ def quantized_linear(
 
     Args:
         x: float[rows, K].
-        values: Numbers in the order of `quantized.h`.
+        values: Numbers in the order of `quantized_rows.h`.
         scale: float16 or float32 ``[N / 16, groups, 16]``.
         offset: Like `scale`, or None.
         bias: float[N] or None.
         num_rows: N.
-        bits: 8 or 4.
-        zero: What is taken from a stored number of 4 bits.
-        group: Columns that share a scale: a multiple of 16, or K and more.
-        act_group: Columns of x that are rounded to int8 with one scale: like `group`; 0: x is not rounded.
+        numbers: What the values are.
     """
     result = jax.ShapeDtypeStruct((x.shape[0], num_rows), x.dtype)
     shift = jnp.zeros((0,), scale.dtype) if offset is None else offset
-    options = {"bits": bits, "zero": zero, "group": group, "act_group": act_group}
     out: jax.Array = _call("tas_quantized_linear", result)(
-        x, values, scale, shift, _or_empty(bias), **{name: np.int64(value) for name, value in options.items()}
+        x, values, scale, shift, _or_empty(bias), **numbers.attributes()
+    )
+    return out
+
+
+def quantized_grouped_linear(
+    x: jax.Array,
+    values: jax.Array,
+    scale: jax.Array,
+    offset: jax.Array | None,
+    group_sizes: jax.Array,
+    *,
+    num_rows: int,
+    numbers: QuantizedNumbers,
+) -> jax.Array:
+    """Returns groups of rows of ``x[T, K]``, each times the transpose of its quantized matrix of ``[E, N, K]``.
+
+    As :func:`quantized_linear`, with a leading axis E of the parts. `group_sizes` is ``int32[E]``. Rows after the last
+    group are zero; matrices of groups without rows are not read.
+    """
+    result = jax.ShapeDtypeStruct((x.shape[0], num_rows), x.dtype)
+    shift = jnp.zeros((0,), scale.dtype) if offset is None else offset
+    out: jax.Array = _call("tas_quantized_grouped_linear", result)(
+        x, values, scale, shift, group_sizes.astype(jnp.int32), **numbers.attributes()
     )
     return out
 
