@@ -53,6 +53,7 @@ def build_engine(
         background=runtime.steps.executables.background,
         rules=runtime.sampling_rules,
     )
+    runner.weights_version = runtime.weights_version
     scheduler = Scheduler(_scheduler_config(runtime, options, sizes, choice))
     limits = options.max_num_waiting, options.max_num_waiting_tokens
     return Engine(scheduler, runner, str(choice), ids, *limits)
@@ -108,6 +109,7 @@ def build_single_engine(runtime: ModelRuntime, options: EngineOptions | None = N
         batches_prefill=False,
     )
     runner = ModelRunner(SingleRequestExecutor(), vocab_size=runtime.limits.vocab_size)
+    runner.weights_version = runtime.weights_version
     description = "single requests: one at a time, each with its own cache"
     return Engine(
         Scheduler(config),

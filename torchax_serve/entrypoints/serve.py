@@ -56,6 +56,7 @@ def serve(
     pack_weights: bool = True,
     quantization: Any = None,
     requantize: bool = False,
+    adapter: str | os.PathLike[str] | None = None,
 ) -> ServedModel:
     """Loads a model and makes it run on JAX, its code untouched.
 
@@ -81,6 +82,7 @@ def serve(
         pack_weights: compress bfloat16 weights to 3/4 of their bytes without loss, on one CPU with AVX and without AMX.
         quantization: preset ("int8", "int4", "fp8", ...), file or rules for fewer bits; "none": dense.
         requantize: let `quantization` round weights again that the checkpoint has quantized.
+        adapter: folder of a LoRA adapter as peft writes it, which is added to the weights.
 
     Raises:
         TorchaxServeError: the model cannot be loaded or served; subclass and message say why.
@@ -89,14 +91,7 @@ def serve(
     pathways.connect()
     enable_compile_cache()
     with gc_pause.paused():
-        if hosts is None:
-            return _serve_on_this_host(arguments)
-        if bundle_folder(model) is not None:
-            raise InvalidArgumentError("hosts: expected None for a bundle, which runs on one device; leave it out")
-        from torchax_serve.entrypoints.load import serve_on_hosts
-
-        loading = {name: arguments[name] for name in _LOADING}
-        return serve_on_hosts(hosts, model, engine, mesh, tensor_parallel, loading)
+        return _serve_on_this_host(arguments) if hosts is None else _serve_on_hosts(arguments)
 
 
 _LOADING = (
@@ -116,7 +111,18 @@ _LOADING = (
 )
 """Arguments of `serve` that `load_model` takes under the same names."""
 
-_NOT_RECORDED = ("trust_remote_code", "allow_pickle", "random_weights", "mesh", "tensor_parallel", "refuse_uneven")
+_OTHERS = ("model", "engine", "mesh", "tensor_parallel", "pack_weights", "adapter")
+"""Arguments of `serve` that `load_served_model` takes under the same names."""
+
+_NOT_RECORDED = (
+    "trust_remote_code",
+    "allow_pickle",
+    "random_weights",
+    "mesh",
+    "tensor_parallel",
+    "refuse_uneven",
+    "adapter",
+)
 """Arguments of `serve` that, where they are given, always load the torch module."""
 
 
@@ -130,6 +136,7 @@ _NOT_OF_BUNDLES = (
     "mesh",
     "tensor_parallel",
     "refuse_uneven",
+    "adapter",
     "quantization",
     "requantize",
 )
@@ -149,7 +156,7 @@ def _serve_on_this_host(arguments: dict[str, Any]) -> ServedModel:
     def load(**changed: Any) -> ServedModel:
         from torchax_serve.entrypoints.load import load_served_model
 
-        others = {name: arguments[name] for name in ("model", "engine", "mesh", "tensor_parallel", "pack_weights")}
+        others = {name: arguments[name] for name in _OTHERS}
         loading = {name: arguments[name] for name in _LOADING} | changed
         return load_served_model(
             **others, loading=loading, start_folder_of=functools.partial(start_folder, arguments=decisive)
@@ -184,6 +191,22 @@ def _bundle_model(folder: Path, arguments: Mapping[str, Any]) -> ServedModel:
     from torchax_serve.export.bundle_model import load_bundle
 
     return cast("ServedModel", load_bundle(folder, arguments["engine"], name=os.fspath(arguments["model"])))
+
+
+def _serve_on_hosts(arguments: dict[str, Any]) -> ServedModel:
+    """Returns a model on several hosts, of which this one is the leader.
+
+    Args:
+        arguments: Arguments of `serve` by name.
+    """
+    from torchax_serve.entrypoints.load import serve_on_hosts
+
+    if bundle_folder(arguments["model"]) is not None:
+        raise InvalidArgumentError("hosts: expected None for a bundle, which runs on one device; leave it out")
+    if arguments["adapter"] is not None:
+        raise InvalidArgumentError("adapter: expected one host, got several; merge it with peft, and serve the result")
+    given = {name: arguments[name] for name in ("hosts", "model", "engine", "mesh", "tensor_parallel")}
+    return serve_on_hosts(**given, loading={name: arguments[name] for name in _LOADING})
 
 
 def _decisive(arguments: Mapping[str, Any]) -> dict[str, str] | None:

@@ -43,7 +43,9 @@ from torchax_serve.validation.owner_process import OwnerProcess
 
 NUM_EARLIER = 4
 """Structures of a model whose programs are kept: with an adapter and without it, and some more."""
-_OF_ALL_STRUCTURES = frozenset({"weights", "watch", "num_changes", "last_change", "_earlier", "_lock"})
+_OF_ALL_STRUCTURES = frozenset(
+    {"weights", "weights_version", "watch", "num_changes", "last_change", "_earlier", "_lock"}
+)
 Call = tuple[tuple[Any, Any, dict[str, jax.Array]], CallSpec]
 """Cache, offset and arrays of a step, and what is static of it."""
 
@@ -62,7 +64,7 @@ class ModelRuntime:
     ) -> None:
         self.weights = weights if part and isinstance(weights, dict) else dict(weights)
         self.watch = watch or ModuleWatch(module)
-        self.num_changes = 0
+        self.weights_version = self.num_changes = 0
         self.last_change = ""
         self._earlier: list[tuple[Structure, dict[str, Any]]] = []
         self._lock = threading.Lock()

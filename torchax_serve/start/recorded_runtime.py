@@ -76,9 +76,11 @@ class RecordedRuntime:
 
     Attributes:
         encoder: None: models with one are not recorded.
+        weights_version: Version of the weights of the files.
     """
 
     encoder = None
+    weights_version = 0
 
     def __init__(
         self,
