@@ -190,14 +190,11 @@ def serve(
     )
     load.show_details()
     _warn_if_open(options)
-<<<<<<< HEAD
-    server = Server(
-        options, lambda: load_model(model, engine=engine, progress=server.context.start, **load.serve_kwargs())
-    )
-=======
-    load_here = functools.partial(load_model, engine=engine, **load.serve_kwargs())
+
+    def load_here(name: str | None) -> Any:
+        return load_model(name, engine=engine, progress=server.context.start, **load.serve_kwargs())
+
     server = Server(options, functools.partial(_loaded, model, load_here, is_watched=life.watch))
->>>>>>> main
     for each in server.addresses:
         print(f"listening on {each}", file=sys.stderr, flush=True)
     try:

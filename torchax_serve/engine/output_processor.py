@@ -8,7 +8,6 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable
 
-from torchax_serve.engine.loop_readers import LoopReaders
 from torchax_serve.engine.model_runner import InFlightStep, ModelRunner
 from torchax_serve.engine.reader_wakeups import ReaderWakeups
 from torchax_serve.engine.request import EngineRequest
@@ -38,18 +37,10 @@ class OutputProcessor:
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self._requests: dict[RequestId, tuple[EngineRequest, weakref.ref[RequestHandle]]] = {}
-<<<<<<< HEAD
-        # Handles of asynchronous readers with undelivered wake-ups, by event loop: those at once, and the others.
-        self._to_wake: collections.defaultdict[
-            asyncio.AbstractEventLoop, tuple[list[RequestHandle], list[RequestHandle]]
-        ] = collections.defaultdict(lambda: ([], []))
-        self._readers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopReaders] = weakref.WeakKeyDictionary()
-=======
         # Handles of asynchronous readers with new outputs by event loop, and the loops of first and last ones.
         self._to_wake: _ByLoop = collections.defaultdict(list)
         self._urgent: set[asyncio.AbstractEventLoop] = set()
         self._wakeups: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, ReaderWakeups] = weakref.WeakKeyDictionary()
->>>>>>> main
         self._prompts: dict[RequestId, dict[int, TokenLogprobs]] = {}  # log-probabilities by position, so far
         self._failed: list[RequestId] = []  # requests whose tokens could not be delivered
 
@@ -96,17 +87,10 @@ class OutputProcessor:
     def _put(self, handle: RequestHandle, new: RequestOutput | RowResult) -> None:
         is_first_or_last = not handle.has_output or new.finish_reason is not None
         handle.put(new)
-<<<<<<< HEAD
-        if (loop := handle.loop) is not None:
-            at_once, soon = self._to_wake[loop]
-            is_end = isinstance(new, RequestOutput) and new.finish_reason is not None
-            (at_once if is_end or not handle.token_ids else soon).append(handle)
-=======
         if handle.loop is not None:
             self._to_wake[handle.loop].append(handle)
             if is_first_or_last:
                 self._urgent.add(handle.loop)
->>>>>>> main
 
     def _failure(self, request_id: RequestId, error: Exception) -> RequestOutput:
         logger.error("request %s: its tokens could not be delivered", request_id, exc_info=error)
@@ -138,23 +122,14 @@ class OutputProcessor:
 
         One call per reader would take longer than many a step.
         """
-<<<<<<< HEAD
-        served = dict(self._to_wake)
-        self._to_wake.clear()
-        for loop, (at_once, soon) in served.items():
-            readers = self._readers.setdefault(loop, LoopReaders())
-            try:
-                loop.call_soon_threadsafe(readers.notify, at_once, soon)
-=======
         served, self._to_wake = self._to_wake, collections.defaultdict(list)
         urgent, self._urgent = self._urgent, set()
         for loop, handles in served.items():
             try:
                 wakeups = self._wakeups.setdefault(loop, ReaderWakeups())
                 wakeups.request(loop, handles, len(self._requests), at_once=loop in urgent)
->>>>>>> main
             except RuntimeError:  # the loop has been closed, and its readers with it
-                for handle in (*at_once, *soon):
+                for handle in handles:
                     handle.cancel()
 
     def _make_output(

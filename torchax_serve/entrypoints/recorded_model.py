@@ -185,18 +185,10 @@ class RecordedModel:
         """
         if self._is_closed:
             raise _closed_error()
-<<<<<<< HEAD
-        if self._folder.read() is None:
-            raise TorchaxServeError(
-                f"expected the files of {self.name} as they were when it was loaded, and they have changed since; call "
-                "serve() again"
-            )
         # transformers replaces its module at the end of its import: names cannot be imported from the one that another
         # thread is importing, such as the one that compiles. This waits for it.
         importlib.import_module("transformers")
-=======
         model = self._parts.load()
->>>>>>> main
         from torchax_serve.entrypoints.served_model import continue_with
 
         continue_with(model, self._weights, self._engine)
