@@ -33,10 +33,10 @@ class _Compilations:
         self._monitoring, self._lock = jax.monitoring, threading.Lock()
         self._monitoring.register_event_duration_secs_listener(self._on_duration)
 
-    def _on_duration(self, event: str, duration_s: float, **_: Any) -> None:
+    def _on_duration(self, event: str, duration_secs: float, **_kwargs: str | int) -> None:
         if event == _COMPILED:
             with self._lock:
-                self.number, self.duration_s = self.number + 1, self.duration_s + duration_s
+                self.number, self.duration_s = self.number + 1, self.duration_s + duration_secs
 
     def close(self) -> None:
         """Ends the counting."""
