@@ -22,6 +22,7 @@ LAYERS = (
     ("bench", "parity", "diagnostics"),
     ("distributed.ray",),
     ("entrypoints", "planning"),
+    ("diffusion",),
     ("generation", "distributed.hosts", "start"),
     ("engine",),
     ("executors",),

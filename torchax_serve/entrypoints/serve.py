@@ -20,9 +20,11 @@ from torchax_serve.engine.options import EngineOptions
 from torchax_serve.entrypoints.recorded_model import recorded_model
 from torchax_serve.start.record import start_folder
 from torchax_serve.validation.argument_hints import refuses_unknown
+from torchax_serve.validation.library_objects import is_pipeline, is_pipeline_folder
 
 if TYPE_CHECKING:
     import torch
+    from diffusers import DiffusionPipeline
     from transformers import PreTrainedModel
 
     from model_adapters.loading import Progress
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 
 @refuses_unknown
 def serve(
-    model: str | os.PathLike[str] | PreTrainedModel | None = None,
+    model: str | os.PathLike[str] | PreTrainedModel | DiffusionPipeline | None = None,
     *,
     revision: str | None = None,
     token: str | None = None,
@@ -55,10 +57,12 @@ def serve(
 ) -> ServedModel:
     """Loads a model and makes it run on JAX, its code untouched.
 
-    Returns a `ServedModel` for models that generate, a `SpeechModel` if they also transcribe, else an `EncoderModel`.
+    Returns a `ServedModel` for models that generate, a `SpeechModel` if they also transcribe, an `ImageModel` for a
+    pipeline of diffusers, else an `EncoderModel`.
 
     Args:
-        model: a short name, a hub id, a folder or GGUF file, a loaded `PreTrainedModel`; None: the embedded model.
+        model: a short name, a hub id, a folder or GGUF file, a loaded `PreTrainedModel`, a folder or object of a
+            pipeline of diffusers; None: the embedded model.
         revision: branch, tag or commit on the hub.
         token: access token for gated repositories.
         local_files_only: do not use the network.
@@ -84,6 +88,11 @@ def serve(
     arguments = locals()  # taken first: they are the only variables yet
     enable_compile_cache()
     with gc_pause.paused():
+        if is_pipeline(model) or is_pipeline_folder(model):
+            from torchax_serve.entrypoints.image_model import load_image_model
+
+            # The annotation is that of language models, which nearly all callers have.
+            return cast("ServedModel", load_image_model(arguments))
         if hosts is None:
             return _serve_on_this_host(arguments)
         from torchax_serve.entrypoints.load import serve_on_hosts
