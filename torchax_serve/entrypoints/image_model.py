@@ -217,7 +217,7 @@ def load_image_model(arguments: Mapping[str, Any]) -> ImageModel:
     if not isinstance(model, str | os.PathLike):
         if arguments["dtype"] != "auto":
             raise UnsupportedArgumentError(
-                f"dtype: expected auto with a pipeline object, got {arguments['dtype']!r}; call pipeline.to(dtype) first"
+                f"dtype: expected auto with a pipeline object, got {arguments['dtype']!r}; call pipeline.to first"
             )
         check_pipeline(model)
         return ImageModel(put_on_jax(model, mesh=mesh), type(model).__name__)
