@@ -64,9 +64,7 @@ SaveFolder = Annotated[Path | None, typer.Option("--save", help="Folder for the 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of a report.")]
 ImageSize = Annotated[
     str | None,
-    typer.Option(
-        "--image-size", show_default=False, help="WIDTHxHEIGHT of a diffusion transformer; 1024x1024 without."
-    ),
+    typer.Option("--image-size", show_default=False, help="WIDTHxHEIGHT of an image; 1024x1024 without."),
 ]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="Compile even what was planned before.")]
 
