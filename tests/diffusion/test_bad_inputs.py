@@ -75,14 +75,14 @@ def test_distributed_by_accelerate(eager):
 def test_quantized_and_double_precision(eager):
     pipeline = copied(eager)
     pipeline.unet.is_quantized = True
-    with pytest.raises(UnsupportedModelError, match="^unet: expected weights without quantization"):
+    with pytest.raises(UnsupportedModelError, match=r"^unet: expected weights without quantization"):
         to_jax(pipeline)
     with pytest.raises(UnsupportedModelError, match="float64"):
         to_jax(unet().double())
 
 
 def test_quantization_is_refused(eager):
-    with pytest.raises(UnsupportedArgumentError, match="^quantization: expected none with a StableDiffusionPipeline"):
+    with pytest.raises(UnsupportedArgumentError, match=r"^quantization: expected none with a StableDiffusionPipeline"):
         to_jax(copied(eager), quantization="int8")
 
 

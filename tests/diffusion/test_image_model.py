@@ -66,7 +66,7 @@ def test_seeds_batches_and_steps(model):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"width": 30}, "width: expected a multiple of 2 pixels, got 31; take 30 or 32"),
+        ({"width": 31}, "width: expected a multiple of 2 pixels, got 31; take 30 or 32"),
         ({"height": 0}, "height: expected a whole number >= 1, got 0"),
         ({"num_inference_steps": 1.5}, "num_inference_steps: expected a whole number >= 1, got 1.5"),
         ({"seed": -1}, "seed: expected a whole number from 0"),
@@ -76,8 +76,6 @@ def test_seeds_batches_and_steps(model):
     ],
 )
 def test_bad_arguments(model, given, message):
-    if given == {"width": 30}:
-        given = {"width": 31}
     asked = {"prompt": PROMPT, **SIZE, **given}
     with pytest.raises(InvalidArgumentError) as error:
         model.generate_image(asked.pop("prompt"), **asked)
@@ -94,11 +92,11 @@ def test_what_diffusers_refuses_is_one_line(model):
 def test_unknown_arguments_and_other_pipelines(model, tmp_path):
     with pytest.raises(UnsupportedArgumentError, match="temperature"):
         model.generate_image(PROMPT, temperature=1.0)
-    with serve(dit(tmp_path)) as classes, pytest.raises(UnsupportedModelError, match="class_labels; call model.pip"):
+    with serve(dit(tmp_path)) as classes, pytest.raises(UnsupportedModelError, match="class_labels; call"):
         classes.generate_image(PROMPT)
-    with serve(flux(tmp_path)) as flux_model:
-        with pytest.raises(InvalidArgumentError, match="width: expected a multiple of 4 pixels, got 34"):
-            flux_model.generate_image(PROMPT, width=34, height=32)
+    expected = pytest.raises(InvalidArgumentError, match="width: expected a multiple of 4 pixels, got 34")
+    with serve(flux(tmp_path)) as packed, expected:
+        packed.generate_image(PROMPT, width=34, height=32)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
+from model_adapters.program.module_hooks import hooked_parts
 
 
 def check_pipeline(pipeline: Any) -> None:
@@ -40,6 +41,10 @@ def check_module(name: str, module: torch.nn.Module) -> None:
                 f"{name}: expected a module in memory, without hooks, got one that is offloaded or cached by hooks "
                 f"({', '.join(_diffusers_hooks(child)) or 'accelerate'}); leave enable_*_offload and enable_cache out"
             )
+    if hooked := hooked_parts(module):
+        raise UnsupportedModelError(
+            f"{name}.{hooked[0]}: expected no forward hook, got one, which a compiled program would run once; remove it"
+        )
     if getattr(module, "is_quantized", False) or getattr(module, "hf_quantizer", None) is not None:
         raise UnsupportedModelError(f"{name}: expected weights without quantization, got quantized ones; load it dense")
     for tensor_name, tensor in (*module.named_parameters(), *module.named_buffers()):

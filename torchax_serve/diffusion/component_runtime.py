@@ -13,14 +13,17 @@ import numpy as np
 import torch
 from jax.sharding import Mesh
 
+from model_adapters.bridge.device_tensor import DeviceTensor
 from model_adapters.bridge.host_arrays import check_floats
 from model_adapters.bridge.views import is_view, jax_view, named_tensors, to_jax_array, to_torch_tensor
 from model_adapters.diffusion.component_program import ComponentCall, ComponentProgram
 from model_adapters.errors import TorchaxServeError, UnsupportedArgumentError, UnsupportedModelError
+from model_adapters.jax_settings import programs_run
 from model_adapters.program.module_watch import ModuleWatch
 from model_adapters.program.static_tensors import StaticTensor, can_be_static
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
 from torchax_serve.diffusion.checks import check_module
+from torchax_serve.runtime.call_arguments import check_surroundings
 from torchax_serve.runtime.module_changes import weights_of
 
 logger = logging.getLogger("torchax_serve")
@@ -40,9 +43,10 @@ class ComponentRuntime:
         weights: Arrays by name; None: the module's tensors, in shared memory if the device is the CPU.
         programs: Cache of its programs; None: one in memory.
         mesh: Devices that share `weights`; None: one.
-        to_torch: Makes a torch tensor of an array of a result.
+        stays_on_device: Whether tensors of results are `DeviceTensor`, rather than copies on the CPU.
 
     Attributes:
+        stays_on_device: As above.
         weights: Arrays by name.
         programs: Cache of its programs, which counts traces.
     """
@@ -53,11 +57,11 @@ class ComponentRuntime:
         weights: Mapping[str, jax.Array] | None = None,
         programs: ExecutableCache | None = None,
         mesh: Mesh | None = None,
-        to_torch: Callable[[jax.Array], torch.Tensor] | None = None,
+        stays_on_device: bool = False,
     ) -> None:
         self.weights: dict[str, Any] = dict(arrays_of(module) if weights is None else weights)
         self.module, self._mesh = module, mesh
-        self._to_torch = to_torch or host_tensor
+        self.stays_on_device = stays_on_device
         self._lock = threading.RLock()
         self.watch = ModuleWatch(module)
         self._set_up(programs or ExecutableCache(mesh=mesh))
@@ -74,17 +78,18 @@ class ComponentRuntime:
         return method
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Returns the result of a method, with torch tensors on the CPU.
+        """Returns the result of a method, with torch tensors.
 
         Raises:
             UnsupportedArgumentError: an argument that is neither a tensor nor a constant; names it.
             UnsupportedModelError: code that cannot be traced.
         """
-        with self._lock:
+        check_surroundings()
+        with self._lock, programs_run():
             self._follow_module()
             args, kwargs = self._numbers_as_tensors(method, args, kwargs)
             result = self._run(method, args, kwargs)
-        return jax.tree.map(self._to_torch, result)
+        return jax.tree.map(_device_tensor if self.stays_on_device else host_tensor, result)
 
     def _follow_module(self) -> None:
         """Takes over what has changed on the module, such as weights, an adapter, or tiling."""
@@ -218,6 +223,11 @@ def arrays_of(module: torch.nn.Module) -> dict[str, jax.Array]:
             shared[id(tensor)] = to_jax_array(tensor)
         found[name] = shared[id(tensor)]
     return found
+
+
+def _device_tensor(array: Any) -> Any:
+    is_float = isinstance(array, jax.Array) and jax.numpy.issubdtype(array.dtype, jax.numpy.floating)
+    return DeviceTensor.of(array) if is_float else host_tensor(array)
 
 
 def host_tensor(array: Any) -> Any:

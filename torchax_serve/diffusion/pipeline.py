@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import torch
 from transformers import PreTrainedModel
 
@@ -25,23 +26,29 @@ _STAY_IN_PYTORCH = ("SafetyChecker",)
 """Endings of class names of models that decide by values in Python, one image at a time."""
 
 
-def pipeline_to_jax(pipeline: Any) -> Any:
+def pipeline_to_jax(pipeline: Any, *, latents_on_device: bool | None = None) -> Any:
     """Makes the models of a diffusers pipeline run on JAX; returns the pipeline. Idempotent.
 
     Text encoders run as `to_jax` makes models of transformers run, modules of diffusers by `component_to_jax`. Others
     (safety checkers) stay in PyTorch.
+
+    Args:
+        pipeline: The pipeline.
+        latents_on_device: Whether what a module returns stays on the device, where scheduler and loop compute with it
+            operator by operator; None: unless the device is the CPU, whose memory is the host's.
 
     Raises:
         InvalidArgumentError: a model on another device than the CPU, offloaded, or compiled by ``torch.compile``.
         UnsupportedModelError: a quantized model, or weights in float64.
     """
     check_pipeline(pipeline)
+    stays = jax.default_backend() != "cpu" if latents_on_device is None else latents_on_device
     for component in pipeline.components.values():
         if isinstance(component, PreTrainedModel):
             if not type(component).__name__.endswith(_STAY_IN_PYTORCH):
                 model_to_jax(component)
         elif is_component(component):
-            component_to_jax(component)
+            vars(component_to_jax(component))["_jax_runtime"].stays_on_device = stays
     return pipeline
 
 
