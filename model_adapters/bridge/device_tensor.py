@@ -27,6 +27,7 @@ from model_adapters.bridge.views import (
     torchax,
 )
 from model_adapters.errors import UnsupportedModelError
+from model_adapters.lowerings import constant_folding, install
 
 NUM_TRANSFERS: collections.Counter[str] = collections.Counter()
 """How often values were copied to the host, by the torch function that needed them there."""
@@ -46,8 +47,6 @@ class DeviceTensor(TorchTensor):
     @classmethod
     def of(cls, array: jax.Array) -> DeviceTensor:
         """Returns a tensor around `array`."""
-        from model_adapters.lowerings import install
-
         install.install()
         return cls(array, default_env())
 
@@ -96,8 +95,6 @@ def _kept(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _writes(func: Any) -> bool:
-    from model_adapters.lowerings import constant_folding
-
     return bool(constant_folding.writes_in_place(func))
 
 
