@@ -185,6 +185,7 @@ class ComponentRuntime:
     def _untraceable(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Exception:
         """Returns PyTorch's own error where the call fails in PyTorch, too; else what cannot be traced."""
         own = self._method_of_class(method)
+        args, kwargs = jax.tree.map(lambda x: host_tensor(jax_view(x)) if is_view(x) else x, (args, kwargs))
         try:
             with torch.no_grad():
                 own(self.module, *args, **kwargs)
