@@ -100,7 +100,6 @@ def dit(folder):
         num_attention_heads=2,
         in_channels=4,
         out_channels=8,
-        num_embeds_ada_norm=10,
     ).eval()
     return DiTPipeline(transformer=transformer, vae=autoencoder(), scheduler=DDIMScheduler())
 

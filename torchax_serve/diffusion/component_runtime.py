@@ -127,7 +127,7 @@ class ComponentRuntime:
         if kind not in self._reads_values:
             try:
                 return function(self.weights, arrays, spec=spec)
-            except (TorchaxServeError, jax.errors.JaxRuntimeError):
+            except (UnsupportedArgumentError, jax.errors.JaxRuntimeError):
                 raise
             except Exception as error:  # whatever model code raises for want of values
                 first = error
@@ -158,7 +158,8 @@ class ComponentRuntime:
         """
         leaves, structure = jax.tree_util.tree_flatten_with_path((args, kwargs))
         names = list(inspect.signature(self._method_of_class(method)).parameters)[1:]
-        arrays, static = [], []
+        arrays: list[jax.Array] = []
+        static: list[tuple[int, type, Any]] = []
         for index, (path, value) in enumerate(leaves):
             name = _argument(path, names)
             if isinstance(value, np.ndarray | np.generic):

@@ -102,7 +102,8 @@ def _dtype_of_files(folder: Path) -> torch.dtype | None:
         for file in sorted((folder / name).glob("*.safetensors")):
             with safe_open(file, framework="pt") as opened:
                 for key in opened.keys():  # noqa: SIM118  # not a mapping
-                    found: torch.dtype = opened.get_slice(key)[:0].dtype if opened.get_slice(key).get_shape() else None
-                    if found is not None and found.is_floating_point:
-                        return found
+                    part = opened.get_slice(key)
+                    if part.get_shape() and part[:0].dtype.is_floating_point:
+                        dtype: torch.dtype = part[:0].dtype
+                        return dtype
     return None

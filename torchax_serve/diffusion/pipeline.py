@@ -72,7 +72,8 @@ def component_to_jax(module: torch.nn.Module, runtime: ComponentRuntime | None =
     check_floats(module)
     module.eval()
     made = runtime or ComponentRuntime(module)
-    module.__class__ = _jax_class(type(module))
+    cls: Any = type(module)
+    module.__class__ = _jax_class(cls)
     vars(module)["_jax_runtime"] = made
     made.watch.take()
     return module
