@@ -76,6 +76,9 @@ def check(name, path, class_name):
         case = getattr(module, class_name)
         makes = case.__new__(case)
         components = makes.get_dummy_components()
+        for part in components.values():
+            if isinstance(part, torch.nn.Module):
+                part.eval()  # some tests leave dropout on
         eager = case.pipeline_class(**copy.deepcopy(components))
         pipeline = case.pipeline_class(**components)
         for each in (eager, pipeline):

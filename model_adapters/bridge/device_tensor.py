@@ -39,7 +39,8 @@ _PROPERTIES = ("__get__", "__set__")
 class DeviceTensor(TorchTensor):
     """A tensor around a JAX array that may be used outside of a trace.
 
-    Its ``device`` is the CPU, so code that follows it makes new tensors on the host; ``cpu()`` and ``numpy()`` copy.
+    A part of it, such as a slice, has a copy of the values, into which nothing can be written. Its ``device`` is the
+    CPU, so code that follows it makes new tensors on the host; ``cpu()`` and ``numpy()`` copy.
     """
 
     _is_part = False  # of another tensor, into which a write would have to go
