@@ -40,6 +40,7 @@ def work(connection, tests):
     """The loop of a worker process of a sweep."""
     warnings.filterwarnings("ignore")
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_COMPILATION}"
+    os.environ["HF_HUB_OFFLINE"] = "1"  # what has no replacement is said at once
     sys.path.insert(0, str(tests.parent))
     import diffusers
     import torch

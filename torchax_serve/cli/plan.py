@@ -93,18 +93,10 @@ def plan(
     """Compile a model's steps for hardware that need not be here: fits or not, bytes a device, exchange, time bound."""
     check_model(model, load.revision, with_weights=False)
     if model is not None and (denoiser := transformer_config(model)) is not None:
-        given = {
-            "--max-model-len": max_model_len,
-            "--quantization": quantization,
-            "--for": search,
-            "--sharding": sharding,
-            "--refuse-uneven": refuse_uneven,
-            "--save": save,
-            "--max-num-seqs": max_num_seqs != 64,
-            "--page-size": page_size != 64,
-            "--prefill": prefill != "1024",
-            "--kv-cache-dtype": kv_cache_dtype != "auto",
-        }
+        given = {"--max-model-len": max_model_len, "--quantization": quantization, "--for": search, "--save": save}
+        given |= {"--sharding": sharding, "--refuse-uneven": refuse_uneven, "--max-num-seqs": max_num_seqs != 64}
+        given |= {"--page-size": page_size != 64, "--prefill": prefill != "1024"}
+        given |= {"--kv-cache-dtype": kv_cache_dtype != "auto"}
         _plan_transformer(model, denoiser, topology, mesh, load.dtype, image_size, given, as_json=as_json)
         return
     if image_size is not None:

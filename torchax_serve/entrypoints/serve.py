@@ -57,8 +57,7 @@ def serve(
 ) -> ServedModel:
     """Loads a model and makes it run on JAX, its code untouched.
 
-    Returns a `ServedModel` for models that generate, a `SpeechModel` if they also transcribe, an `ImageModel` for a
-    pipeline of diffusers, else an `EncoderModel`.
+    Returns a `ServedModel`; a `SpeechModel` if it also transcribes; an `EncoderModel`; an `ImageModel` of a pipeline.
 
     Args:
         model: a short name, a hub id, a folder or GGUF file, a loaded `PreTrainedModel`, a folder or object of a
@@ -88,12 +87,7 @@ def serve(
     arguments = locals()  # taken first: they are the only variables yet
     enable_compile_cache()
     with gc_pause.paused():
-        if is_pipeline(model) or is_pipeline_folder(model):
-            from torchax_serve.entrypoints.image_model import load_image_model
-
-            # The annotation is that of language models, which nearly all callers have.
-            return cast("ServedModel", load_image_model(arguments))
-        if hosts is None:
+        if hosts is None or is_pipeline(model) or is_pipeline_folder(model):
             return _serve_on_this_host(arguments)
         from torchax_serve.entrypoints.load import serve_on_hosts
 
@@ -128,6 +122,11 @@ def _serve_on_this_host(arguments: dict[str, Any]) -> ServedModel:
     Args:
         arguments: Arguments of `serve` by name.
     """
+    if is_pipeline(arguments["model"]) or is_pipeline_folder(arguments["model"]):
+        from torchax_serve.entrypoints.image_model import load_image_model
+
+        # The annotation is that of language models, which nearly all callers have.
+        return cast("ServedModel", load_image_model(arguments))
     decisive = _decisive(arguments)
 
     def load(**changed: Any) -> ServedModel:

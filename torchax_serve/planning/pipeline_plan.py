@@ -111,12 +111,7 @@ def plan_transformer(
     placed = place_tensors(
         type(module).__name__, dict(module.config), {name: tuple(x.shape) for name, x in tensors.items()}, shape
     )
-    weights = {
-        name: jax.ShapeDtypeStruct(
-            x.shape, numpy_dtype(_narrow(x.dtype)), sharding=NamedSharding(on_devices, placed[name].spec)
-        )
-        for name, x in tensors.items()
-    }
+    weights = {name: _abstract(x, NamedSharding(on_devices, placed[name].spec)) for name, x in tensors.items()}
     inputs = denoiser_inputs(type(module).__name__, dict(module.config), width, height, torch_dtype)
     weight_bytes = sum(placed[name].bytes_per_device(shape, array.dtype.itemsize) for name, array in weights.items())
     flops = _flops(module, inputs)
@@ -174,8 +169,9 @@ def _on_meta(config: Mapping[str, Any], dtype: torch.dtype) -> Any:
         return cls.from_config(dict(config)).to(dtype).eval()
 
 
-def _narrow(dtype: torch.dtype) -> torch.dtype:
-    return {torch.float64: torch.float32, torch.int64: torch.int32}.get(dtype, dtype)
+def _abstract(tensor: torch.Tensor, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    dtype = {torch.float64: torch.float32, torch.int64: torch.int32}.get(tensor.dtype, tensor.dtype)
+    return jax.ShapeDtypeStruct(tensor.shape, numpy_dtype(dtype), sharding=sharding)
 
 
 def _flops(module: Any, inputs: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> float:
