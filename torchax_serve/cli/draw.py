@@ -30,12 +30,8 @@ class DrawingOptions:
     guidance_scale: Annotated[
         float | None, typer.Option("--guidance-scale", show_default=False, help="Weight of the prompt.")
     ] = None
-    width: Annotated[
-        int | None, typer.Option("--width", min=1, show_default=False, help="Of the image, in pixels.")
-    ] = None
-    height: Annotated[
-        int | None, typer.Option("--height", min=1, show_default=False, help="Of the image, in pixels.")
-    ] = None
+    width: Annotated[int | None, typer.Option("--width", min=1, show_default=False, help="In pixels.")] = None
+    height: Annotated[int | None, typer.Option("--height", min=1, show_default=False, help="In pixels.")] = None
     seed: Annotated[int | None, typer.Option("--seed", show_default=False, help="Of the noise; random without.")] = None
 
 
