@@ -115,12 +115,12 @@ SHAPES = {
 
 
 def measure(name, repeats):
-    """Medians of seconds of both, and the ratio of each pair."""
+    """Medians of seconds and processor seconds of both, and of the ratios of seconds of each pair."""
     torch.manual_seed(0)
     eager, given = SHAPES[name]()
     eager.eval()
     model = to_jax(copy.deepcopy(eager))
-    seconds = {"pytorch": [], "jax": []}
+    seconds, cpu_seconds = {"pytorch": [], "jax": []}, {"pytorch": [], "jax": []}
     outputs = {}
     began = time.perf_counter()
     with torch.no_grad():
@@ -129,9 +129,10 @@ def measure(name, repeats):
         outputs["pytorch"] = eager(**given, return_dict=False)[0]
         for _ in range(repeats):
             for which, module in (("pytorch", eager), ("jax", model)):
-                began = time.perf_counter()
+                began, cpu = time.perf_counter(), time.process_time()
                 module(**given, return_dict=False)
                 seconds[which].append(time.perf_counter() - began)
+                cpu_seconds[which].append(time.process_time() - cpu)
     difference = float((outputs["jax"] - outputs["pytorch"]).abs().max())
     ratios = [theirs / ours for theirs, ours in zip(seconds["pytorch"], seconds["jax"], strict=True)]
     return {
@@ -139,6 +140,8 @@ def measure(name, repeats):
         "pytorch_s": round(statistics.median(seconds["pytorch"]), 4),
         "jax_s": round(statistics.median(seconds["jax"]), 4),
         "times_pytorch": round(statistics.median(ratios), 3),
+        "pytorch_cpu_s": round(statistics.median(cpu_seconds["pytorch"]), 4),
+        "jax_cpu_s": round(statistics.median(cpu_seconds["jax"]), 4),
         "first_call_s": round(compile_s, 1),
         "largest_difference": float(f"{difference:.1e}"),
         "repeats": repeats,
