@@ -166,7 +166,8 @@ def _on_meta(config: Mapping[str, Any], dtype: torch.dtype) -> Any:
     if cls is None:
         raise CheckpointError(f"{CLASS}: expected a class of diffusers, got {config[CLASS]}; correct the configuration")
     with torch.device("meta"):
-        return cls.from_config(dict(config)).to(dtype).eval()
+        # torch's own `to`: that of diffusers warns of what only matters to weights with values.
+        return torch.nn.Module.to(cls.from_config(dict(config)), dtype).eval()
 
 
 def _abstract(tensor: torch.Tensor, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
