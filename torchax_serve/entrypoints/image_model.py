@@ -37,9 +37,9 @@ _OF_LANGUAGE_MODELS = (
     "random_weights",
     "engine",
     "refuse_uneven",
-    "hosts",
     "quantization",
     "requantize",
+    "adapter",
 )
 """Arguments of `serve` that a pipeline has no use for."""
 
