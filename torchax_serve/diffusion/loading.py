@@ -18,7 +18,8 @@ from model_adapters.errors import (
     UnsupportedModelError,
 )
 from model_adapters.loading.model_class import torch_dtype_of
-from torchax_serve.compilation.executable_cache import ExecutableCache, model_identity
+from torchax_serve.compilation.executable_cache import ExecutableCache
+from torchax_serve.compilation.program_signature import model_identity
 from torchax_serve.compilation.xla_cache import programs_dir
 from torchax_serve.diffusion.component_runtime import ComponentRuntime, arrays_of
 from torchax_serve.diffusion.pipeline import component_to_jax, is_component, pipeline_to_jax
