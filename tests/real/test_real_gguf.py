@@ -57,36 +57,6 @@ def test_a_first_load_takes_the_files_memory_and_half_again_at_most(found):
     assert 0.9 < peak < 1.5  # less than the weights take would mean that nothing was measured
 
 
-CHAT = """import sys
-import jax
-import torchax_serve.entrypoints.recorded_model, torchax_serve.entrypoints.load
-from model_adapters.loading.memory import PeakMemory
-from torchax_serve import EngineOptions, SamplingParams, serve
-jax.devices()
-peak = PeakMemory()
-with serve(sys.argv[1], engine=EngineOptions(max_num_seqs=1)) as model:
-    text = model.chat(sys.argv[2], params=SamplingParams(temperature=0, max_new_tokens=24))
-    grown = peak.growth_bytes
-print(text)
-print(grown)"""
-
-
-def test_a_second_start_chats_in_twice_the_files_memory(found, tmp_path):
-    """Over what importing the libraries takes; the first start compiles, which takes more."""
-    file, environment = gguf_of("smollm2"), os.environ | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "XLA_FLAGS": ""}
-    grown = []
-    for _ in range(2):
-        command = [sys.executable, "-c", CHAT, str(file), QUESTION]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        text, last = done.stdout.strip().rsplit("\n", 1)
-        assert text == "The capital of France is Paris."
-        grown.append(int(last) / file.stat().st_size)
-    told = ", ".join(f"{each:.2f} of the file" for each in grown)
-    found("smollm2", "GGUF file as it is: memory of a chat over imports, first and second start", told)
-    assert 0.9 < grown[1] < 2
-
-
 def test_tokens_are_those_of_the_dequantized_model(pair, found):
     name, file, theirs = pair
     with serve(file) as model:
@@ -102,7 +72,7 @@ def test_tokens_are_those_of_the_dequantized_model(pair, found):
     found(name, "GGUF file as it is: greedy tokens beside transformers in float32", f"{same} of {same} prompts equal")
 
 
-def test_a_piped_question_to_the_file(tmp_path):
+def test_a_piped_question_to_the_file(tmp_path, found):
     """``torchax-serve run FILE`` answers, and its second start has the first token soon."""
     environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "XLA_FLAGS": ""}
     command = [sys.executable, "-c", RUN, "run", str(gguf_of("smollm2")), "--json", "--max-new-tokens", "24"]
@@ -112,4 +82,8 @@ def test_a_piped_question_to_the_file(tmp_path):
         answer = json.loads(done.stdout)
         assert answer["text"] == "The capital of France is Paris."
     assert answer["stats"]["ttft_s"] < 5
-    assert 1024 * int(re.search(r"^VmHWM:\s+(\d+) kB", done.stderr, re.M)[1]) < 1.5e9
+    taken = 1024 * int(re.search(r"^VmHWM:\s+(\d+) kB", done.stderr, re.M)[1])
+    found(
+        "smollm2", "`run` on the GGUF file, peak memory of a second start, libraries included", f"{taken / 1e9:.2f} GB"
+    )
+    assert taken < 0.75e9  # 0.17 are libraries
