@@ -130,7 +130,7 @@ class WeightSink:
             give_back_freed()
         tied = getattr(model, "all_tied_weights_keys", {})
         group = {name for pair in tied.items() if target_name in pair for name in pair}
-        if group and not self._is_alone(target_name, group):
+        if group and not self._is_under_one_name(target_name, group):
             return
         path, _, attribute = target_name.rpartition(".")
         owner = model.get_submodule(path) if path else model
@@ -139,8 +139,8 @@ class WeightSink:
             return  # a refused shape, or state of another kind
         self._replace(owner, attribute, tensor, self._place(target_name, tensor))
 
-    def _is_alone(self, target_name: str, group: set[str]) -> bool:
-        """Tells whether the files have one of the tied names in `group` alone, `target_name`."""
+    def _is_under_one_name(self, target_name: str, group: set[str]) -> bool:
+        """Tells whether the files have the tied names in `group` under one of them only, `target_name`."""
         others = {f".{name.split('.')[-2]}." for name in group - {target_name} if "." in name}
         return target_name in self._names and not any(other in f".{name}" for name in self._names for other in others)
 
