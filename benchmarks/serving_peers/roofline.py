@@ -39,7 +39,7 @@ class Roofline:
     @classmethod
     def measured(cls, shape: Mapping[str, Any], kv_token_bytes: int) -> Roofline:
         """With the rates of this machine, now, for a dense decoder of this configuration."""
-        from torchax_serve.bench.machine import measure_bandwidth
+        from torchax_serve.profiling.bandwidth import measure_bandwidth
 
         flops_of = {dtype: products_per_s(dtype) for dtype in PRODUCT_DTYPES}
         return cls(measure_bandwidth().bytes_per_s, flops_of, *num_weights(shape), kv_token_bytes)
@@ -106,7 +106,7 @@ def products_per_s(dtype: str) -> float:
     import torch
 
     from model_adapters import ops
-    from torchax_serve.bench.machine import fastest_s
+    from torchax_serve.profiling.bandwidth import fastest_s
 
     rows, outputs, inputs = PRODUCT_SHAPE
     x, weight = (torch.ones(size, inputs, dtype=getattr(torch, dtype)) for size in (rows, outputs))

@@ -145,7 +145,9 @@ def attend_paged(
     slopes.
     """
     layer = write.layer
-    if layer.window is not None and (window is None or window > layer.window):
+    reach = layer.layout.max_len if window is None else window
+    # A mask without a window, over no more tokens than the layer's window has, hides nothing that the window shows.
+    if layer.window is not None and reach > layer.window:
         raise NotPackableError(f"a layer with a window of {layer.window} has a mask with one of {window}")
     layer.num_attended += 1
     # Turned before the batch of one is dropped: XLA does not see through a reshape that two turns are none.

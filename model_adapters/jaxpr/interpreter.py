@@ -6,11 +6,12 @@ custom Jaxpr interpreters").
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 from jax.extend import core as jex
 
 CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
@@ -96,12 +97,31 @@ def inlined(closed: jex.ClosedJaxpr) -> Program:
     return program
 
 
+@contextmanager
+def in_context_of(equation: Any, scopes: str = "") -> Iterator[None]:
+    """Evaluates a traced equation in its own context inside, with the named scopes that it was traced in."""
+    scopes = scopes or str(equation.source_info.name_stack)
+    with jax.named_scope(scopes) if scopes else nullcontext(), equation.ctx.manager:
+        yield
+
+
+def _joined(outer: str, inner: str) -> str:
+    return f"{outer}/{inner}" if outer and inner else outer or inner
+
+
 def _is_shared(primitive: Any, params: dict[str, Any]) -> bool:
     return primitive.name in CALLS and str(params.get("name", "")).startswith(SHARED)
 
 
-def _inline(closed: jex.ClosedJaxpr, arguments: Sequence[Any], program: Program) -> list[Any]:
-    """Appends the equations of `closed` to `program`; returns what it gives for `arguments`."""
+def _inline(closed: jex.ClosedJaxpr, arguments: Sequence[Any], program: Program, outer_scopes: str = "") -> list[Any]:
+    """Appends the equations of `closed` to `program`; returns what it gives for `arguments`.
+
+    Args:
+        closed: The called program.
+        arguments: Its inputs.
+        program: Where its equations go.
+        outer_scopes: Named scopes around the call.
+    """
     jaxpr = closed.jaxpr
     values: dict[Any, Any] = dict(zip(jaxpr.invars, arguments, strict=True))
     for var, constant in zip(jaxpr.constvars, closed.consts, strict=True):
@@ -114,11 +134,12 @@ def _inline(closed: jex.ClosedJaxpr, arguments: Sequence[Any], program: Program)
     for each in jaxpr.eqns:
         inputs = read(each.invars)
         called = each.params.get(CALLS.get(each.primitive.name, ""))
+        scopes = _joined(outer_scopes, str(each.source_info.name_stack))
         if called is not None and not _is_shared(each.primitive, each.params):
-            outputs = _inline(called, inputs, program)
+            outputs = _inline(called, inputs, program, scopes)
         else:
             outputs = [Value(var.aval) for var in each.outvars]
-            context = each.ctx.manager
+            context = in_context_of(each, scopes)
             program.equations.append(
                 Equation(each.primitive, each.params, inputs, outputs, bool(each.effects), context)
             )

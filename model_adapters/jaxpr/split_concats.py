@@ -17,7 +17,7 @@ from typing import Any
 import jax
 from jax.extend import core as jex
 
-from model_adapters.jaxpr.interpreter import bind
+from model_adapters.jaxpr.interpreter import bind, in_context_of
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def _evaluate(closed: Any, args: list[Any]) -> list[Any]:
     values.update(zip(jaxpr.constvars, closed.consts, strict=True))
     values.update(zip(jaxpr.invars, args, strict=True))
     for equation in jaxpr.eqns:
-        with equation.ctx.manager:
+        with in_context_of(equation):
             short = _in_parts(equation, read)
             if short is not None:
                 values[equation.outvars[0]] = short

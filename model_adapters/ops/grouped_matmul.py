@@ -60,10 +60,11 @@ def reference(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, layout
         precision=precision(x.dtype),
         preferred_element_type=accumulator(x.dtype),
     )
-    return _zero_after(sums, group_sizes).astype(x.dtype)
+    return zero_after(sums, group_sizes).astype(x.dtype)
 
 
-def _zero_after(rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
+def zero_after(rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """Returns ``rows[T, N]`` with zeros after the last group of ``group_sizes[E]``."""
     inside = jnp.arange(rows.shape[0], dtype=jnp.int32) < jnp.sum(group_sizes)
     return jnp.where(inside[:, None], rows, 0)
 
@@ -104,7 +105,7 @@ def over_tiles(
         return jax.lax.dynamic_update_slice_in_dim(out, product(rows, group).astype(x.dtype), begin, axis=0)
 
     out = jax.lax.fori_loop(0, tile_ends[-1], step, jnp.zeros((num_rows + tile, num_columns), x.dtype))
-    return _zero_after(out[:num_rows], group_sizes)
+    return zero_after(out[:num_rows], group_sizes)
 
 
 @registry.register(OP, "tiled", ("cpu",))

@@ -162,7 +162,7 @@ def platform() -> str:
         return chosen
     device = jax.config.jax_default_device  # type: ignore[attr-defined]
     name = jax.default_backend() if device is None else getattr(device, "platform", device)
-    return {"cuda": "gpu", "rocm": "gpu"}.get(name, name)
+    return {"cuda": "gpu", "rocm": "gpu", "proxy": "tpu"}.get(name, name)  # the proxy is that of Pathways
 
 
 @contextlib.contextmanager

@@ -37,7 +37,7 @@ def keep_this_process_as_it_is(monkeypatch):
 @pytest.fixture(scope="module", autouse=True)
 def small_buffer():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torchax_serve.bench.machine.BUFFER_BYTES", 2**24)
+        patch.setattr("torchax_serve.profiling.bandwidth.BUFFER_BYTES", 2**24)
         yield
 
 

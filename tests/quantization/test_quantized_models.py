@@ -180,7 +180,7 @@ def test_wrong_rules_are_errors_before_weights_are_read(folders):
 
 
 def test_two_schemes_are_two_programs_on_disk(folders, tmp_path, monkeypatch):
-    from torchax_serve.compilation.executable_cache import model_identity
+    from torchax_serve.compilation.program_signature import model_identity
 
     identities = set()
     for rules in (None, "w8a8", {"weight_qtype": "int8"}):

@@ -76,6 +76,30 @@ def test_a_forgotten_profile_ends_by_itself(profiled, folder, monkeypatch):
     assert http.post("/stop_profile").status_code in (200, 409)
 
 
+def test_a_profile_of_some_seconds_names_modules(profiled, folder, model):
+    _, http = profiled
+    assert http.post("/v1/completions", json=BODY).status_code == 200
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(http.post, "/profile", json={"seconds": 1.0})
+        while not answer.done():
+            assert http.post("/v1/completions", json=BODY).status_code == 200
+        found = answer.result()
+    assert found.status_code == 200, found.text
+    rows = found.json()["rows"]
+    names = {row["name"] for row in rows if row["name"] is not None}
+    assert "model.layers.0.mlp.down_proj" in names
+    assert names <= set(dict(model.torch_model.named_modules()))
+    assert (folder / "plugins" / "profile" / found.json()["trace"]).is_dir()
+    assert str(folder) not in found.text
+
+
+@pytest.mark.parametrize("body", [{"seconds": 0}, {"seconds": 61}, {"by": "layer"}, {"folder": "/tmp"}, []])
+def test_a_wrong_body_is_refused(profiled, body):
+    _, http = profiled
+    assert http.post("/profile", json=body).status_code == 400
+    assert http.post("/stop_profile").status_code == 409
+
+
 def test_a_folder_that_cannot_be_made_is_said_without_its_path(start_server, tmp_path):
     (tmp_path / "file").write_text("")
     running = start_server(profile_dir=tmp_path / "file")
@@ -86,6 +110,6 @@ def test_a_folder_that_cannot_be_made_is_said_without_its_path(start_server, tmp
 
 
 def test_there_are_no_profiles_without_a_folder(http):
-    for path in ("/start_profile", "/stop_profile"):
-        answer = http.post(path)
+    for path in ("/start_profile", "/stop_profile", "/profile"):
+        answer = http.post(path, json={})
         assert answer.status_code == 404 and "--profile-dir" in answer.json()["error"]["message"]

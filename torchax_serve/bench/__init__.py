@@ -8,9 +8,10 @@ from pytree_registry.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from torchax_serve.bench.compare import bench
-    from torchax_serve.bench.machine import Bandwidth, Machine, measure_bandwidth
+    from torchax_serve.bench.machine import Machine
     from torchax_serve.bench.report import BenchReport, Case, Measurement, ModelFacts, Timing
     from torchax_serve.bench.settings import BenchSettings
+    from torchax_serve.profiling.bandwidth import Bandwidth, measure_bandwidth
 
 __all__ = [
     "Bandwidth",
@@ -29,7 +30,7 @@ __all__ = [
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
-        "Bandwidth": ".machine",
+        "Bandwidth": "torchax_serve.profiling.bandwidth",
         "BenchReport": ".report",
         "BenchSettings": ".settings",
         "Case": ".report",
@@ -38,6 +39,6 @@ __getattr__, __dir__ = lazy_exports(
         "ModelFacts": ".report",
         "Timing": ".report",
         "bench": ".compare",
-        "measure_bandwidth": ".machine",
+        "measure_bandwidth": "torchax_serve.profiling.bandwidth",
     },
 )

@@ -18,13 +18,14 @@ from model_adapters.loading.compress_weights import prepare_weights
 from model_adapters.ops.compressed_weight import Weights
 from model_adapters.ops.quantized_weight import QuantizedWeight
 from model_adapters.program.position_limits import max_positions
-from torchax_serve.bench.machine import Bandwidth, Machine, measure_bandwidth, num_cores
+from torchax_serve.bench.machine import Machine
 from torchax_serve.bench.memory_traffic import CacheLayer, cache_layers, step_bytes, weight_bytes_per_step
 from torchax_serve.bench.report import BenchReport, Case, Measurement, ModelFacts, same_part
 from torchax_serve.bench.settings import BenchSettings
 from torchax_serve.bench.timed_model import Call, JaxMemory, TimedModel, TorchMemory
 from torchax_serve.compilation.xla_cache import enable_compile_cache
 from torchax_serve.entrypoints.served_model import ServedModel
+from torchax_serve.profiling.bandwidth import Bandwidth, measure_bandwidth, num_cores
 from torchax_serve.runtime.eager import EagerReference
 
 Note = Callable[[str], None]

@@ -1,29 +1,20 @@
-"""Describes the machine of a benchmark: hardware, installed versions, memory bandwidth."""
+"""Describes the machine of a benchmark: hardware and installed versions."""
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
 import importlib.metadata
-import os
 import platform
-import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import psutil  # type: ignore[import-untyped]
-import torch
 
-from model_adapters.loading.memory import free_host_bytes
 from torchax_serve import __version__
+from torchax_serve.profiling.bandwidth import num_cores
 
 PACKAGES = ("torch", "torchax", "jax", "jaxlib", "transformers", "numpy")
-BUFFER_BYTES = 2**30  # many times the largest caches
-_ROUNDS = 5
 _QUIET_CORES = 0.25
 
 
@@ -68,11 +59,6 @@ class Machine:
         )
 
 
-def num_cores() -> int:
-    """Returns the number of cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _cpu_model() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -80,74 +66,3 @@ def _cpu_model() -> str:
         lines = []
     named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return named[0] if named else platform.processor() or platform.machine()
-
-
-@dataclasses.dataclass(frozen=True)
-class Bandwidth:
-    """Measured memory bandwidth.
-
-    Attributes:
-        bytes_per_s: Rate of the fastest method.
-        method: Name of the fastest method.
-        tried: Bytes per second of each method.
-        buffer_bytes: Bytes read at a time.
-    """
-
-    bytes_per_s: float
-    method: str
-    tried: dict[str, float]
-    buffer_bytes: int
-
-    def better(self, other: Bandwidth) -> Bandwidth:
-        """Returns the faster of two measurements: other programs can only slow one down."""
-        tried = {name: max(rate, other.tried[name]) for name, rate in self.tried.items()}
-        return _best(tried, self.buffer_bytes)
-
-
-def measure_bandwidth(buffer_bytes: int | None = None) -> Bandwidth:
-    """Returns the bandwidth of the fastest of several methods on the default device.
-
-    Each method reads a buffer much larger than the caches.
-
-    Args:
-        buffer_bytes: Size of the buffer; None for 1 GiB, or a quarter of the free memory if that is less.
-    """
-    size = min(BUFFER_BYTES, free_host_bytes() // 4) if buffer_bytes is None else buffer_bytes
-    if jax.default_backend() != "cpu":
-        ways = {"jnp.sum of float32": _jax_sum(jnp.ones(size // 4, jnp.float32))}
-        return _measured(ways, size)
-    buffer = np.ones(size // 4, np.float32)
-    tensor, parts = torch.from_numpy(buffer), np.array_split(buffer, num_cores())
-    with ThreadPoolExecutor(num_cores()) as threads:
-        ways = {
-            "jnp.sum of float32": _jax_sum(jnp.asarray(buffer)),
-            "torch.sum of float32": lambda: tensor.sum().item(),
-            # numpy lets go of the interpreter in a reduction
-            f"numpy.max of float32 in {num_cores()} threads": lambda: list(threads.map(np.max, parts)),
-        }
-        return _measured(ways, size)
-
-
-def _jax_sum(array: jax.Array) -> Callable[[], object]:
-    total = jax.jit(jnp.sum)
-    return lambda: total(array).block_until_ready()
-
-
-def _measured(ways: dict[str, Callable[[], object]], size: int) -> Bandwidth:
-    return _best({name: size // 4 * 4 / fastest_s(read, _ROUNDS) for name, read in ways.items()}, size)
-
-
-def _best(tried: dict[str, float], size: int) -> Bandwidth:
-    method = max(tried, key=lambda name: tried[name])
-    return Bandwidth(tried[method], method, tried, size)
-
-
-def fastest_s(call: Callable[[], object], rounds: int) -> float:
-    """Returns the seconds of the fastest of `rounds` calls, after one that is not counted."""
-    call()
-    times = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return min(times)

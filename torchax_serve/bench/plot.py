@@ -4,24 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from model_adapters.errors import InvalidArgumentError
 from torchax_serve.bench.report import BenchReport, Measurement
-
-
-def check_plot(file: Path) -> None:
-    """Raises `InvalidArgumentError` if no plot can be written to `file`.
-
-    Call it before hours of work.
-    """
-    try:
-        from matplotlib.backend_bases import FigureCanvasBase
-    except ImportError as error:
-        raise InvalidArgumentError("a plot needs matplotlib: pip install 'torchax-serve[plot]'") from error
-    endings = sorted(FigureCanvasBase.filetypes)
-    if file.suffix.removeprefix(".").lower() not in endings:
-        raise InvalidArgumentError(f"the plot's name is {file}, expected one that ends in {', '.join(endings)}")
-    if not file.absolute().parent.is_dir():
-        raise InvalidArgumentError(f"there is no folder {file.absolute().parent} for the plot; make it first")
+from torchax_serve.profiling.picture import check_plot as check_plot
 
 
 def plot(report: BenchReport, file: Path) -> None:

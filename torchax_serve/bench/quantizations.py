@@ -13,11 +13,12 @@ import torch
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.loading import load_model, require_causal_lm
 from torchax_serve.bench.compare import BenchRun, Note, check_positions, model_facts, silent
-from torchax_serve.bench.machine import Machine, measure_bandwidth
+from torchax_serve.bench.machine import Machine
 from torchax_serve.bench.report import BenchReport
 from torchax_serve.bench.settings import BenchSettings
 from torchax_serve.bench.timed_model import Call
 from torchax_serve.compilation.xla_cache import enable_compile_cache
+from torchax_serve.profiling.bandwidth import measure_bandwidth
 
 DENSE_NAMES = ("bf16", "bfloat16", "none", "dense")
 """Names for weights that are not quantized: they keep the model's dtype, packed where the processor is made for it."""

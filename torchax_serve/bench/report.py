@@ -7,8 +7,9 @@ import math
 import statistics
 from typing import Any
 
-from torchax_serve.bench.machine import Bandwidth, Machine
+from torchax_serve.bench.machine import Machine
 from torchax_serve.bench.settings import BenchSettings
+from torchax_serve.profiling.bandwidth import Bandwidth
 
 
 @dataclasses.dataclass(frozen=True)

@@ -91,3 +91,8 @@ class MeshExecutable:
     def memory_analysis(self) -> Any:
         """Returns XLA's memory analysis of the program, for one device."""
         return self.program.memory_analysis()
+
+    def as_text(self) -> str:
+        """Returns the compiled program in XLA's language (HLO)."""
+        text: str = self.program.as_text()
+        return text

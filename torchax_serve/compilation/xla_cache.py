@@ -18,12 +18,15 @@ def enable_compile_cache(folder: Path | None = None) -> Path | None:
     """Stores compiled programs in `folder`, unless the user has chosen one for JAX before.
 
     Returns:
-        The folder in use; None where it cannot be written or trusted, which is said once and costs only time.
+        The folder in use; None where it cannot be written or trusted, which is said once and costs only time, and
+        where JAX's cache is switched off.
 
     Raises:
         InvalidArgumentError: TORCHAX_SERVE_CACHE_SIZE is no size.
     """
     EVICTOR.max_bytes = max_cache_bytes()
+    if not jax.config.jax_enable_compilation_cache:  # type: ignore[attr-defined]
+        return None  # such as on Pathways, which has a cache of its own and gives no executables to the host
     if chosen := jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
         return Path(chosen)
     try:
@@ -46,4 +49,6 @@ def enable_compile_cache(folder: Path | None = None) -> Path | None:
 def programs_dir() -> Path | None:
     """Returns the folder of serialized programs; None if nothing is stored."""
     folder = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    if not jax.config.jax_enable_compilation_cache:  # type: ignore[attr-defined]
+        return None
     return Path(folder) / PROGRAMS if folder else None

@@ -26,13 +26,16 @@ EXTRAS = {
     "gguf": "GGUF files",
     "images": "models that see images",
     "otel": "serve --otlp-traces-endpoint: spans of requests",
+    "pathways": "devices of Pathways (JAX_PLATFORMS=proxy)",
     "plan": "plan for TPUs",
-    "plot": "bench --plot",
+    "plot": "bench --plot, profile --plot",
     "ray": "deploy: replicas on a Ray cluster",
     "real": "tests with trained models",
     "server": "serve: the OpenAI-compatible HTTP server",
+    "tokamax": "Tokamax's kernels for products of experts",
     "tpu": "TPUs",
     "train": "training the embedded model anew",
+    "xprof": "roofline of profiles on TPUs and GPUs",
 }
 """Purpose of each extra of the package."""
 VARIABLES = (

@@ -239,7 +239,7 @@ def largest_difference(got: Any, expected: Any) -> float:
 
 def bandwidth(note: Callable[[str], None], *, buffer_bytes: int | None = None) -> Iterator[Fact]:
     """Yields the memory bandwidth and how much of it bandwidth-bound kernels reach."""
-    from torchax_serve.bench.machine import measure_bandwidth
+    from torchax_serve.profiling.bandwidth import measure_bandwidth
 
     note("reading memory")
     best = measure_bandwidth(buffer_bytes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,27 @@ def mesh_of(devices: Any, shape: Mapping[str, int]) -> Mesh:
     """Builds the mesh of `devices` in the order of `MESH_AXES`."""
     sizes = [shape.get(axis, 1) for axis in MESH_AXES]
     return Mesh(np.asarray(devices, dtype=object).reshape(sizes), MESH_AXES)
+
+
+def mesh_across_slices(devices: Sequence[Any], shape: Mapping[str, int]) -> Mesh:
+    """Builds the mesh of `devices` with the axis ``data`` across their slices, whose networks are far quicker inside.
+
+    Devices of one slice, and those that know of no slices, are in the given order.
+
+    Raises:
+        InvalidArgumentError: Slices take unequal parts, or replicas do not divide evenly among them.
+    """
+    slices: dict[int, list[Any]] = {}
+    for device in devices:
+        slices.setdefault(getattr(device, "slice_index", None) or 0, []).append(device)
+    num_replicas = shape.get("data", 1)
+    if len({len(each) for each in slices.values()}) > 1 or num_replicas % len(slices):
+        parts = " + ".join(str(len(each)) for each in slices.values())
+        raise InvalidArgumentError(
+            f"mesh: expected data to be a multiple of the {len(slices)} slices and as many devices of each, got data "
+            f"{num_replicas} on {parts} devices; only data goes across slices"
+        )
+    return mesh_of([device for index in sorted(slices) for device in slices[index]], shape)
 
 
 def mesh_for(mesh: Mesh | Mapping[str, int] | None, tensor_parallel: int | None) -> Mesh | None:
@@ -51,7 +72,7 @@ def mesh_for(mesh: Mesh | Mapping[str, int] | None, tensor_parallel: int | None)
             + " x ".join(f"{axis} {size}" for axis, size in shape.items())
             + f" = {number}; lower an axis"
         )
-    return None if number == 1 else mesh_of(jax.devices()[:number], shape)
+    return None if number == 1 else mesh_across_slices(jax.devices()[:number], shape)
 
 
 def _check(shape: Mapping[str, Any]) -> None:

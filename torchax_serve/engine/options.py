@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 from model_adapters.errors import InvalidArgumentError
-from torchax_serve.engine.engine import MAX_NUM_WAITING
+from torchax_serve.engine.admission import MAX_NUM_WAITING, MAX_NUM_WAITING_TOKENS
 from torchax_serve.scheduler.config import check_int
 from torchax_serve.validation.argument_checks import KV_CACHE_DTYPES
 from torchax_serve.validation.argument_hints import fields_refuse_unknown
@@ -29,6 +29,16 @@ MAX_DECODER_LEN = 4096
 """Default limit of the decoder tokens of an encoder-decoder model: each slot also stores encoder keys and values."""
 
 
+_POSITIVE = (
+    "max_num_seqs",
+    "page_size",
+    "max_num_batched_tokens",
+    "max_num_steps",
+    "max_num_waiting",
+    "max_num_waiting_tokens",
+)
+
+
 @fields_refuse_unknown
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineOptions:
@@ -47,6 +57,8 @@ class EngineOptions:
         enable_prefix_caching: Whether requests share the pages of a common prefix.
         max_num_waiting: Requests that may wait for a slot; one more is refused with `QueueFullError`. `generate_batch`
             queues longer lists by itself.
+        max_num_waiting_tokens: Tokens of the prompts that wait for a slot, those of each answer counted; a request that
+            would bring more is refused with `QueueTokensError`.
         max_num_steps: Decode steps in one dispatch, at most, while no request waits. Fewer are sent where they would
             take more than 0.1 s, since a request that arrives meanwhile waits for the dispatch.
         max_decode_slowdown: Factor by which prompts of new requests may lengthen the time per token of running
@@ -71,9 +83,10 @@ class EngineOptions:
     kv_cache_dtype: str | None = None
     max_encoder_len: int | None = None
     max_num_waiting: int = MAX_NUM_WAITING
+    max_num_waiting_tokens: int = MAX_NUM_WAITING_TOKENS
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "page_size", "max_num_batched_tokens", "max_num_steps", "max_num_waiting"):
+        for name in _POSITIVE:
             check_int(name, getattr(self, name), 1, "give a positive number")
         for name in ("max_model_len", "kv_cache_memory_bytes", "max_encoder_len"):
             if getattr(self, name) is not None:

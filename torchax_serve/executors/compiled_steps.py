@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from model_adapters.ops.compressed_weight import Weights
-from torchax_serve.compilation.background import BackgroundCompiler, CompileTask, abstract
-from torchax_serve.compilation.executable_cache import CachedFunction
+from torchax_serve.compilation.background import CompileTask, abstract
+from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
 
 Spec = TypeVar("Spec", bound=Hashable)
 
@@ -25,20 +25,24 @@ class CompiledSteps(Generic[Spec]):
 
     Args:
         weights: Weights by name, the first argument of every step.
-        background: Compiles programs ahead; None: each is compiled where it is needed.
+        cache: Cache of the programs. Its `background` compiles them ahead; None: each is compiled where it is needed.
         call_of: Returns what to compile for a spec.
 
     Attributes:
         num_substitutes: Number of times that `choose` chose another than the first.
     """
 
-    def __init__(
-        self, weights: Weights, background: BackgroundCompiler | None, call_of: Callable[[Spec], StepCall]
-    ) -> None:
-        self._weights, self._background, self._call_of = weights, background, call_of
-        self._programs: dict[Spec, Any] = {}
+    def __init__(self, weights: Weights, cache: ExecutableCache, call_of: Callable[[Spec], StepCall]) -> None:
+        self._weights, self._cache, self._call_of = weights, cache, call_of
+        self._background = cache.background
+        self._unnamed: dict[Spec, Any] = {}
+        self._named: dict[Spec, Any] = {}  # with the names of modules
         self._next: list[Spec] = []
         self.num_substitutes = 0
+
+    @property
+    def _programs(self) -> dict[Spec, Any]:
+        return self._named if self._cache.names_modules else self._unnamed
 
     @property
     def compiles_ahead(self) -> bool:
@@ -50,14 +54,18 @@ class CompiledSteps(Generic[Spec]):
 
         The first of all, if none is there or no other thread compiles.
         """
-        if self._background is None or specs[0] in self._programs:
+        if self._background is None or self._is_there(specs[0]):
             return specs[0]
-        found = next((spec for spec in specs if spec in self._programs), None)
+        found = next((spec for spec in specs if self._is_there(spec)), None)
         if found is None:
             return specs[0]
         self.num_substitutes += 1
         self._compile_ahead([specs[0]])
         return found
+
+    def _is_there(self, spec: Spec) -> bool:
+        # What had run before a profile began was compiled again with names then.
+        return spec in self._programs or spec in self._unnamed
 
     def get(self, spec: Spec, call: StepCall) -> Any:
         """Returns the program of `spec` for the arguments of `call`, compiled here if it is not there.

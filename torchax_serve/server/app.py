@@ -60,6 +60,7 @@ ROUTES: tuple[tuple[str, str, Callable[..., Awaitable[Any]]], ...] = (
     ("POST", "/detokenize", tokens.detokenize),
     ("POST", "/start_profile", profile_routes.start_profile),
     ("POST", "/stop_profile", profile_routes.stop_profile),
+    ("POST", "/profile", profile_routes.profile),
 )
 """Method, path and function of each endpoint."""
 

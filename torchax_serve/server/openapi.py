@@ -21,6 +21,7 @@ from torchax_serve.server.pooling_schemas import (
     TokenizeRequest,
     TokenPoolingRequest,
 )
+from torchax_serve.server.profile_routes import ProfileRequest
 from torchax_serve.server.request_fields import ApiRequest, notes_of
 from torchax_serve.server.schemas import ChatRequest, CompletionRequest
 
@@ -35,6 +36,7 @@ REQUESTS: tuple[type[ApiRequest], ...] = (
     TokenizeRequest,
     DetokenizeRequest,
     TranscriptionRequest,
+    ProfileRequest,
 )
 """Bodies of all routes that have one."""
 
@@ -130,7 +132,7 @@ def _schema_of(kind: type[ApiRequest], schemas: dict[str, Any], model_names: Seq
             schema["properties"].pop(name)
         else:
             schema["properties"][name]["description"] = f"{note.effect}: {note.text}"
-    if model_names:
+    if model_names and "model" in schema["properties"]:
         schema["properties"]["model"]["examples"] = list(model_names)
         for choice in (schema["properties"]["model"], *schema["properties"]["model"].get("anyOf", ())):
             if choice.get("type") == "string":

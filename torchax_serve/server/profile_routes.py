@@ -1,18 +1,35 @@
-"""``/start_profile`` and ``/stop_profile``, as vLLM names them; there with ``--profile-dir`` only."""
+"""``/start_profile`` and ``/stop_profile``, as vLLM names them, and ``/profile``; there with ``--profile-dir`` only."""
 
 from __future__ import annotations
 
-from starlette.requests import Request
-from starlette.responses import Response
+from typing import Annotated, ClassVar, Literal
 
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from torchax_serve.server import profiler
+from torchax_serve.server.body import read_request
 from torchax_serve.server.context import context_of
-from torchax_serve.server.errors import ApiError
-from torchax_serve.server.profiler import Profiler
+from torchax_serve.server.errors import ApiError, bad_request
+from torchax_serve.server.request_fields import ApiRequest, honoured
+
+DEFAULT_S = 3.0
+"""Seconds of a profile without the field."""
+
+
+class ProfileRequest(ApiRequest):
+    """Body of ``/profile``."""
+
+    routes: ClassVar[tuple[str, ...]] = ("/profile",)
+    seconds: Annotated[float | None, honoured("length of the profile, above 0 and up to 60; 3 without it")] = None
+    by: Annotated[
+        Literal["module", "op", "kernel"] | None, honoured("`module`, `op` (primitive of JAX) or `kernel`")
+    ] = None
 
 
 async def start_profile(request: Request) -> Response:
     """Starts a profile of the server."""
-    await _profiler(request).start()
+    await _profiler(request).start(context_of(request).service().model)
     return Response()
 
 
@@ -22,7 +39,19 @@ async def stop_profile(request: Request) -> Response:
     return Response()
 
 
-def _profiler(request: Request) -> Profiler:
+async def profile(request: Request) -> Response:
+    """Takes a profile of some seconds and returns where the time went, by the model's modules."""
+    taken_by, context = _profiler(request), context_of(request)
+    body = await read_request(request, context.options, ProfileRequest)
+    seconds = DEFAULT_S if body.seconds is None else body.seconds
+    if not 0 < seconds <= profiler.MAX_PROFILE_S:
+        limit = f"{profiler.MAX_PROFILE_S:g}"
+        raise bad_request(f"seconds: expected a number above 0 and up to {limit}, got {seconds!r}", "seconds")
+    found = await taken_by.take(context.service().model, seconds)
+    return JSONResponse({"trace": found.file.parent.name, **found.as_dict(body.by or "module")})
+
+
+def _profiler(request: Request) -> profiler.Profiler:
     found = context_of(request).profiler
     if found is None:
         raise ApiError(404, "expected a server that takes profiles, got one started without --profile-dir")

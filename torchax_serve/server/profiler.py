@@ -1,4 +1,4 @@
-"""Profiles of a running server by the JAX profiler, which XProf and TensorBoard show."""
+"""Profiles of a running server, by the names of its model's modules."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ import asyncio
 import contextlib
 import logging
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from model_adapters.errors import InvalidArgumentError
 from torchax_serve.server.errors import ApiError
+
+if TYPE_CHECKING:
+    from torchax_serve.profiling import Profile, ProfileSession
 
 logger = logging.getLogger("torchax_serve.server")
 
@@ -25,37 +30,43 @@ class Profiler:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._lock = asyncio.Lock()  # held while one starts or is written
+        self._running: ProfileSession | None = None
         self._timer: asyncio.TimerHandle | None = None  # of the profile that runs
         self._last: asyncio.Task[None] | None = None  # writes a profile whose time is over
 
-    async def start(self) -> None:
-        """Starts a profile.
+    async def start(self, model: Any) -> None:
+        """Starts a profile of `model`; its programs get the names of modules first, which takes their compilation.
 
         Raises:
-            ApiError: 409 if one runs already.
+            ApiError: 409 if one runs already, 503 if the folder cannot be written to.
         """
         async with self._lock:
-            if self._timer is not None:
+            if self._running is not None:
                 raise ApiError(409, "expected no running profile, found one; POST /stop_profile ends it")
-            await asyncio.to_thread(self._start_trace)
+            self._running = await asyncio.to_thread(self._start, model)
             self._timer = asyncio.get_running_loop().call_later(MAX_PROFILE_S, self._end_late)
             logger.info("a profile has started")
 
-    async def stop(self) -> None:
-        """Ends the profile and writes it.
+    async def stop(self) -> Profile:
+        """Ends the profile, writes and returns it.
 
         Raises:
             ApiError: 409 if none runs.
         """
-        import jax
-
         async with self._lock:
-            if self._timer is None:
+            if self._running is None or self._timer is None:
                 raise ApiError(409, "expected a running profile, found none; POST /start_profile starts one")
             self._timer.cancel()
-            self._timer = None
-            await asyncio.to_thread(jax.profiler.stop_trace)
+            session, self._running, self._timer = self._running, None, None
+            profile = await asyncio.to_thread(session.stop)
             logger.info("a profile was written")
+            return profile
+
+    async def take(self, model: Any, seconds: float) -> Profile:
+        """Returns a profile of the next `seconds` seconds; errors of `start`."""
+        await self.start(model)
+        await asyncio.sleep(seconds)
+        return await self.stop()
 
     async def close(self) -> None:
         """Writes the profile that runs, if any."""
@@ -66,15 +77,15 @@ class Profiler:
         logger.warning("a profile has run for %.0f s and ends", MAX_PROFILE_S)
         self._last = asyncio.ensure_future(self.close())
 
-    def _start_trace(self) -> None:
-        import jax
+    def _start(self, model: Any) -> ProfileSession:
+        from torchax_serve.profiling.session import ProfileRunningError
 
-        options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0  # every call of Python in the trace would slow down what is measured
+        session: ProfileSession = model.profile(self._folder)
+        session.profile.measures_bandwidth = False  # which would hold up what the server answers
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            jax.profiler.start_trace(self._folder, profiler_options=options)
-        except OSError as error:
+            session.start()
+        except InvalidArgumentError as error:
             raise ApiError(503, "expected --profile-dir to be a folder for new files, found none") from error
-        except RuntimeError as error:
+        except ProfileRunningError as error:
             raise ApiError(409, "expected no other profile of this process, found one; end it first") from error
+        return session
