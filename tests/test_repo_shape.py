@@ -21,7 +21,7 @@ LAYERS = (
     ("cli", "server"),
     ("bench", "parity", "diagnostics", "training"),
     ("distributed.ray",),
-    ("entrypoints", "planning"),
+    ("entrypoints", "planning", "export"),
     ("generation", "distributed.hosts", "start"),
     ("engine",),
     ("executors",),

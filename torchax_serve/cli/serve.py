@@ -6,12 +6,15 @@ import functools
 import logging
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from model_adapters.errors import InvalidArgumentError
+from model_adapters.loading.model_source import bundle_folder
 from torchax_serve.cli.shared.command import Command
 from torchax_serve.cli.shared.config_file import ConfigFile
 from torchax_serve.cli.shared.load_model import end_if_explained
@@ -129,6 +132,9 @@ class LifeOptions:
     watchdog: Annotated[
         float, _life("--watchdog", help="Seconds without progress of the engine that end the process; 0: none.")
     ] = 300.0
+    watch: Annotated[
+        bool, _life("--watch", help="Of a bundle: take new versions as they come, while requests of the old one end.")
+    ] = False
     no_warm_up: Annotated[bool, _life("--no-warm-up", help="Compile at the first requests, not before.")] = False
 
 
@@ -160,6 +166,10 @@ def serve(
     from torchax_serve.server import require_packages
 
     end_if_explained(model, load)
+    if life.watch and bundle_folder(model) is None:
+        raise InvalidArgumentError(
+            f"--watch: expected a bundle as MODEL, got {model or 'none'}; leave it out, or export the model"
+        )
     require_packages()
     check_model(model, load.revision)
     options = _server_options(address, access, limits, life)
@@ -177,7 +187,8 @@ def serve(
     )
     load.show_details()
     _warn_if_open(options)
-    server = Server(options, lambda: load_model(model, engine=engine, **load.serve_kwargs()))
+    load_here = functools.partial(load_model, engine=engine, **load.serve_kwargs())
+    server = Server(options, functools.partial(_loaded, model, load_here, is_watched=life.watch))
     for each in server.addresses:
         print(f"listening on {each}", file=sys.stderr, flush=True)
     try:
@@ -188,6 +199,15 @@ def serve(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def _loaded(model: str | None, load: Callable[[Any], Any], *, is_watched: bool) -> Any:
+    """Returns the model, or the newest version of a bundle that is watched."""
+    if not is_watched:
+        return load(model)
+    from torchax_serve.export.watch import WatchedBundle
+
+    return WatchedBundle(Path(model or ""), load)
 
 
 def _server_options(

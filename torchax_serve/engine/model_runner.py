@@ -13,6 +13,7 @@ from torchax_serve.engine.request import EngineRequest
 from torchax_serve.executors.base import Executor, InFlightStep
 from torchax_serve.outputs import TokenLogprobs
 from torchax_serve.sampling.sampler import Sampler
+from torchax_serve.sampling.transformers_behaviour import TransformersBehaviour
 from torchax_serve.sampling.types import Logprobs
 from torchax_serve.scheduler import PlanRow, StepPlan
 
@@ -27,6 +28,7 @@ class ModelRunner:
         vocab_size: Number of columns of the logits.
         max_model_len: Maximum number of tokens of a request; None: any.
         background: Compiles programs of the model in another thread; None: none does.
+        rules: Release of transformers whose processors are followed; None: the installed one.
 
     Attributes:
         weights_version: Version of the weights of the steps to come.
@@ -39,12 +41,13 @@ class ModelRunner:
         vocab_size: int,
         max_model_len: int | None = None,
         background: BackgroundCompiler | None = None,
+        rules: TransformersBehaviour | None = None,
     ) -> None:
         self._background = background
         self.weights_version = 0
         self.vocab_size = vocab_size
         self._executor, self._cache = executor, executor.cache
-        self._sampler = Sampler(executor.limits.max_num_seqs, vocab_size, max_len=max_model_len)
+        self._sampler = Sampler(executor.limits.max_num_seqs, vocab_size, max_len=max_model_len, rules=rules)
 
     def reset(self) -> None:
         """Empties the cache and all slots."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import jax
@@ -13,7 +15,7 @@ from jax.sharding import Mesh
 
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.loading.gguf_names import split_tag
-from model_adapters.loading.model_source import ModelSource, cached_source, parse_name
+from model_adapters.loading.model_source import ModelSource, bundle_folder, cached_source, parse_name
 from model_adapters.quantization.rules import DENSE, parse_rules
 from torchax_serve.compilation import gc_pause
 from torchax_serve.compilation.xla_cache import enable_compile_cache, programs_dir
@@ -61,7 +63,7 @@ def serve(
     Returns a `ServedModel` for models that generate, a `SpeechModel` if they also transcribe, else an `EncoderModel`.
 
     Args:
-        model: a short name, a hub id, a folder or GGUF file, a loaded `PreTrainedModel`; None: the embedded model.
+        model: a short name, a hub id, a folder, bundle or GGUF file, a `PreTrainedModel`; None: the embedded model.
         revision: branch, tag or commit on the hub.
         token: access token for gated repositories.
         local_files_only: do not use the network.
@@ -124,12 +126,31 @@ _NOT_RECORDED = (
 """Arguments of `serve` that, where they are given, always load the torch module."""
 
 
+_NOT_OF_BUNDLES = (
+    "revision",
+    "dtype",
+    "trust_remote_code",
+    "allow_pickle",
+    "strict",
+    "random_weights",
+    "mesh",
+    "tensor_parallel",
+    "refuse_uneven",
+    "adapter",
+    "quantization",
+    "requantize",
+)
+"""Arguments of `serve` that a bundle cannot follow."""
+
+
 def _serve_on_this_host(arguments: dict[str, Any]) -> ServedModel:
     """Returns the model of a start record, or loads it.
 
     Args:
         arguments: Arguments of `serve` by name.
     """
+    if (bundle := bundle_folder(arguments["model"])) is not None:
+        return _bundle_model(bundle, arguments)
     decisive = _decisive(arguments)
 
     def load(**changed: Any) -> ServedModel:
@@ -154,6 +175,24 @@ def _serve_on_this_host(arguments: dict[str, Any]) -> ServedModel:
     return load()
 
 
+def _bundle_model(folder: Path, arguments: Mapping[str, Any]) -> ServedModel:
+    """Returns the model of a bundle.
+
+    Raises:
+        InvalidArgumentError: an argument about what was decided when the bundle was exported.
+    """
+    defaults = inspect.signature(serve).parameters
+    for name in _NOT_OF_BUNDLES:
+        if arguments[name] != defaults[name].default:
+            raise InvalidArgumentError(
+                f"{name}: expected no such argument for a bundle, whose programs and weights were exported, "
+                f"got {arguments[name]!r}; leave it out, or serve the model itself"
+            )
+    from torchax_serve.export.bundle_model import load_bundle
+
+    return cast("ServedModel", load_bundle(folder, arguments["engine"], name=os.fspath(arguments["model"])))
+
+
 def _serve_on_hosts(arguments: dict[str, Any]) -> ServedModel:
     """Returns a model on several hosts, of which this one is the leader.
 
@@ -162,6 +201,8 @@ def _serve_on_hosts(arguments: dict[str, Any]) -> ServedModel:
     """
     from torchax_serve.entrypoints.load import serve_on_hosts
 
+    if bundle_folder(arguments["model"]) is not None:
+        raise InvalidArgumentError("hosts: expected None for a bundle, which runs on one device; leave it out")
     if arguments["adapter"] is not None:
         raise InvalidArgumentError("adapter: expected one host, got several; merge it with peft, and serve the result")
     given = {name: arguments[name] for name in ("hosts", "model", "engine", "mesh", "tensor_parallel")}

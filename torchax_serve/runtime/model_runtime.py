@@ -38,6 +38,7 @@ from torchax_serve.runtime.module_changes import check_can_follow, weights_of
 from torchax_serve.runtime.padding import NewTokenBatch, cut, is_own_mask
 from torchax_serve.runtime.static_args import StaticArgPolicy, StaticArgs, all_hold, split_traced_and_static
 from torchax_serve.runtime.step_functions import StepFunctions
+from torchax_serve.sampling.transformers_behaviour import TransformersBehaviour, installed_rules
 from torchax_serve.validation.owner_process import OwnerProcess
 
 NUM_EARLIER = 4
@@ -68,6 +69,11 @@ class ModelRuntime:
         self._earlier: list[tuple[Structure, dict[str, Any]]] = []
         self._lock = threading.Lock()
         self._set_up(ModelProgram(module, sharding, part, self.watch), programs or ExecutableCache())
+
+    @property
+    def sampling_rules(self) -> TransformersBehaviour:
+        """Release of transformers whose processors are followed: the installed one."""
+        return installed_rules()
 
     def _set_up(self, program: ModelProgram, programs: ExecutableCache) -> None:
         """Makes all that depends on the module's structure."""

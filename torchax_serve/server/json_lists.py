@@ -35,8 +35,8 @@ async def list_response(
 
 
 def _encoded(name: str, items: Iterable[Any], others: Mapping[str, Any], num_at_once: int) -> bytes:
-    batches: Iterable[Sequence[Any]] = iter(lambda: list(itertools.islice(rest, num_at_once)), [])
     rest = iter(items)
+    batches: Iterable[Sequence[Any]] = iter(lambda: list(itertools.islice(rest, num_at_once)), [])
     pieces = [_ENCODER.encode(batch)[1:-1].encode() for batch in batches]
     head, tail = _ENCODER.encode(name).encode(), _ENCODER.encode(others).encode()
     return b"{" + head + b":[" + b",".join(pieces) + b"]" + (b"," + tail[1:] if others else b"}")

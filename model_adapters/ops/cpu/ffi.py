@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops.attention_args import AttentionArgs
 from model_adapters.ops.cpu import build
 
@@ -54,6 +55,8 @@ ROW_BY_ROW = (
 )
 """Targets that compute each row of their result from the same row of their first operand."""
 _lock = threading.Lock()
+_CODE: tuple[Path, Path | None] = (build.FOLDER, None)
+"""Folder of the kernels' C++ files, and the library if it is built already."""
 _BATCH_INVARIANT = contextvars.ContextVar("in_order", default=False)
 
 
@@ -69,12 +72,13 @@ def _open(path: Path) -> ctypes.CDLL:
 def _loaded() -> ctypes.CDLL | str:
     """Returns the library with its targets registered, or why there is none. Logs one line."""
     begin = time.perf_counter()
+    code, built = _CODE
     try:
-        path = build.library_path()
+        path = built or build.library_path(code=code)
         try:
             library = _open(path)
         except (OSError, AttributeError):  # an intact file, linked to libraries that this system lacks
-            library = _open(build.library_path(rebuild=True))
+            library = _open(build.library_path(rebuild=True, code=code))
     except (build.BuildError, OSError, AttributeError) as error:
         remedy = error.remedy if isinstance(error, build.BuildError) else "install g++ or set CXX"
         logger.warning(
@@ -85,6 +89,28 @@ def _loaded() -> ctypes.CDLL | str:
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, target)), platform="cpu")
     logger.info("CPU kernels ready in %.1f s (%s)", time.perf_counter() - begin, path)
     return library
+
+
+def load_from(code: Path, built: Path | None) -> None:
+    """Loads the kernels of other C++ files than the package's, for the rest of the process.
+
+    Args:
+        code: Folder of the C++ files.
+        built: The library of these files for this machine; None: it is built if there is a compiler.
+
+    Raises:
+        InvalidArgumentError: other kernels are loaded already.
+    """
+    global _CODE
+    with _lock:
+        if _loaded.cache_info().currsize == 0:
+            _CODE = code, built
+            _loaded()
+        elif build.sources_digest(_CODE[0]) != build.sources_digest(code):
+            raise InvalidArgumentError(
+                f"expected a process without C++ kernels, or with those of {code}, got one that has loaded others; "
+                "load this model in a process of its own"
+            )
 
 
 def _library() -> ctypes.CDLL | str:
