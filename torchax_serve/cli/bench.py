@@ -93,14 +93,11 @@ def bench(
 
     torchax-serve bench qwen3-0.6b --against hf --batch 1 --batch 8
 
-    torchax-serve bench --random-weights config.json --dtype bfloat16
-
     torchax-serve bench qwen3-0.6b --quantization bf16,int8,int4
     """
     check_one_model(model, random_weights, load.revision)
     if (folder := bundle_folder(model)) is not None:
-        _bundle(folder, measured, load, plot, as_json=as_json)
-        return
+        return _bundle(folder, measured, load, plot, as_json=as_json)
     from torchax_serve.cli.chat.interrupts import prompt_interrupts
 
     with prompt_interrupts(leave_at=1):
@@ -114,12 +111,12 @@ def bench(
         load.show_details()
         if plot is not None:
             check_plot(plot)
-        options |= {"random_weights": random_weights is not None, "note": print_note}
-        options["command"] = shlex.join(["torchax-serve", *sys.argv[1:]])
+        command = shlex.join(["torchax-serve", *sys.argv[1:]])
+        options |= {"random_weights": random_weights is not None, "note": print_note, "command": command}
         if load.quantization is not None and "," in load.quantization:
             _refuse_plot(plot)
             _quantizations(source, load.quantization.split(","), settings, options, as_json=as_json)
-            return
+            return None
         report = measure(source, settings, **options)
         if plot is not None:
             draw(report, plot)
