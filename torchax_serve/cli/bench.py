@@ -97,7 +97,8 @@ def bench(
     """
     check_one_model(model, random_weights, load.revision)
     if (folder := bundle_folder(model)) is not None:
-        return _bundle(folder, measured, load, plot, as_json=as_json)
+        _bundle(folder, measured, load, plot, as_json=as_json)
+        return
     from torchax_serve.cli.chat.interrupts import prompt_interrupts
 
     with prompt_interrupts(leave_at=1):
@@ -116,14 +117,11 @@ def bench(
         if load.quantization is not None and "," in load.quantization:
             _refuse_plot(plot)
             _quantizations(source, load.quantization.split(","), settings, options, as_json=as_json)
-            return None
+            return
         report = measure(source, settings, **options)
         if plot is not None:
             draw(report, plot)
-    if as_json:
-        print(json.dumps(report.as_dict(), allow_nan=False))
-    else:
-        print_report(report)
+    print(json.dumps(report.as_dict(), allow_nan=False)) if as_json else print_report(report)
 
 
 def _bundle(folder: Path, measured: MeasureOptions, load: LoadOptions, plot: Path | None, *, as_json: bool) -> None:
