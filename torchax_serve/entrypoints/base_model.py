@@ -50,6 +50,7 @@ class BaseModel:
         dtype: The weights' dtype.
         dtype_name: Its name, such as ``bfloat16``.
         load_report: Tensors that the checkpoint lacks, or has and the model does not use.
+        recorded_executables: Programs of an engine that a `RecordedModel` has begun; None if there is none.
         torch_model: The transformers model object whose ``forward`` and ``generate`` run on JAX, for code that needs
             one (``transformers.pipeline``, lm-eval).
     """
@@ -57,6 +58,7 @@ class BaseModel:
     def __init__(self, loaded: LoadedModel, leader: Leader | None = None) -> None:
         self._leader = leader
         self._process = OwnerProcess()
+        self.recorded_executables: ExecutableCache | None = None  # of an engine that a start record has begun
         self._pooling_queue = PoolingQueue()  # of texts to embed, label or score
         self._loaded: LoadedModel | None = loaded
         self.name = loaded.source.name
@@ -230,6 +232,8 @@ class BaseModel:
         caches = [runtime.steps.executables for runtime in self._runtimes]
         if (head := vars(self).get("_generates_with_head")) is not None:  # of a `ServedModel`
             caches.append(head._jax_runtime.steps.executables)
+        if self.recorded_executables is not None:
+            caches.append(self.recorded_executables)
         path = None if folder is None else Path(folder)
         return ProfileSession(caches, self.torch_model, self._runtimes[0].weights, path)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-import os
 import secrets
 import threading
 import time
@@ -50,7 +49,6 @@ from torchax_serve.validation.owner_process import OwnerProcess
 
 if TYPE_CHECKING:
     from torchax_serve.entrypoints.served_model import ServedModel
-    from torchax_serve.profiling import ProfileSession
 
 logger = logging.getLogger("torchax_serve")
 
@@ -153,6 +151,7 @@ class RecordedModel:
 
         model = self._load()
         continue_with(model, self._weights, self._engine)
+        model.recorded_executables = self._executables
         return model
 
     @property  # type: ignore[misc]
@@ -231,14 +230,6 @@ class RecordedModel:
                     self._engine = build_engine(runtime, self._engine_options)
                 when_idle(self._engine, self._into_huge_pages)
             return self._engine
-
-    def profile(self, folder: str | os.PathLike[str] | None = None) -> ProfileSession:
-        """Profiles what runs on this model inside of a ``with`` block; see `BaseModel.profile`."""
-        self._check_open()
-        profile = self._side.get().profile(folder)
-        if self._executables is not None:
-            profile.caches.append(self._executables)
-        return profile
 
     def stats(self) -> EngineStats | None:
         """Returns the statistics of the engine; None before the first request."""
