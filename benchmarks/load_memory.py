@@ -4,12 +4,16 @@
     python benchmarks/load_memory.py --kind moe --megabytes 300 --dtype float32
     python benchmarks/load_memory.py --megabytes 2000 --devices 8 --save benchmarks/results/load-8-devices.json
 
+    python benchmarks/load_memory.py --stored int4 --devices 4      # the files quantized (compressed-tensors)
+    python benchmarks/load_memory.py --quantization int4            # quantized while they are loaded
+
     python benchmarks/load_memory.py --answer --megabytes 370 --kind dense   # first start and one answer, over imports
 
 A first process writes random bfloat16 weights in several shards. A second one loads them, after a tiny model of the
 same architecture, so that imports and compiled code are in its baseline, and reads the growth of its resident memory:
 the high-water mark that Linux keeps, so no peak between two samples is missed. With --devices the weights go straight
-to so many CPU devices, which are host memory too. With --answer a process without stored programs serves one
+to so many CPU devices, which are host memory too. With --stored the files are quantized, and their size is that of the
+quantized ones. With --answer a process without stored programs serves one
 conversation and answers once: it compiles, and its baseline is what importing the libraries takes.
 """
 
@@ -18,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -76,8 +81,11 @@ def _config(kind: str, megabytes: int, shrink: int = 1) -> Any:
     return config_class(**shape, num_hidden_layers=num_layers, dtype="bfloat16")
 
 
-def write(kind: str, megabytes: int, folder: Path) -> None:
-    """Writes a checkpoint of about `megabytes` in shards of a sixth of that, and a tiny one beside it."""
+def write(kind: str, megabytes: int, folder: Path, stored: str | None = None) -> None:
+    """Writes a checkpoint of about `megabytes` in shards of a sixth of that, and a tiny one beside it.
+
+    With `stored` they are quantized then, and smaller.
+    """
     import torch
     import transformers
 
@@ -85,9 +93,17 @@ def write(kind: str, megabytes: int, folder: Path) -> None:
     for name, size, shrink in (("big", megabytes, 1), ("tiny", 1, 64)):
         model = transformers.AutoModelForCausalLM.from_config(_config(kind, size, shrink), dtype=torch.bfloat16)
         model.save_pretrained(folder / name, max_shard_size=f"{max(1, megabytes // 6)}MB")
+        if stored is not None:
+            from model_adapters.loading.save_quantized import save_quantized
+
+            save_quantized(folder / name, folder / "quantized", stored)
+            shutil.rmtree(folder / name)
+            (folder / "quantized").rename(folder / name)
 
 
-def load(folder: Path, dtype: str, random_weights: bool, devices: int) -> dict[str, Any]:
+def load(
+    folder: Path, dtype: str, random_weights: bool, devices: int, quantization: str | None = None
+) -> dict[str, Any]:
     """Loads ``folder/big`` and returns what it took."""
     import jax
 
@@ -97,9 +113,10 @@ def load(folder: Path, dtype: str, random_weights: bool, devices: int) -> dict[s
 
     assert len(jax.devices()) == devices
     mesh = mesh_for(None, devices)
-    load_model(folder / "tiny", dtype=dtype, random_weights=random_weights, mesh=mesh)
+    options: dict[str, Any] = {"dtype": dtype, "random_weights": random_weights, "quantization": quantization}
+    load_model(folder / "tiny", mesh=mesh, **options)
     peak = PeakMemory()
-    loaded = load_model(folder / "big", dtype=dtype, random_weights=random_weights, mesh=mesh)
+    loaded = load_model(folder / "big", mesh=mesh, **options)
     report = loaded.report
     on_disk = sum(file.stat().st_size for file in (folder / "big").glob("*.safetensors"))
     return {
@@ -111,6 +128,8 @@ def load(folder: Path, dtype: str, random_weights: bool, devices: int) -> dict[s
         "weights_bytes": report.weights_bytes,
         "peak_growth_bytes": peak.growth_bytes,
         "peak_over_weights": round(peak.growth_bytes / report.weights_bytes, 3),
+        "peak_over_files": round(peak.growth_bytes / on_disk, 3),
+        "quantization": report.quantization,
         "load_s": round(report.load_s, 2),
         "bytes_per_s": round(report.weights_bytes / report.load_s),
     }
@@ -143,6 +162,8 @@ def measure(
     random_weights: bool = False,
     devices: int = 1,
     answers: bool = False,
+    stored: str | None = None,
+    quantization: str | None = None,
 ) -> dict[str, Any]:
     """Writes and loads in two processes of their own; returns the second one's numbers."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path]), "HF_HUB_OFFLINE": "1"}
@@ -150,6 +171,8 @@ def measure(
     with tempfile.TemporaryDirectory(prefix="load_memory") as folder:
         common = [sys.executable, __file__, "--kind", kind, "--megabytes", str(megabytes), "--folder", folder]
         flags = ["--dtype", dtype, "--devices", str(devices), *(["--random-weights"] if random_weights else [])]
+        flags += [] if quantization is None else ["--quantization", quantization]
+        common += [] if stored is None else ["--stored", stored]
         environment["XDG_CACHE_HOME"] = folder if answers else environment.get("XDG_CACHE_HOME", "")
         for step in (["write"], ["answer"] if answers else ["load", *flags]):
             done = subprocess.run([*common, "--step", *step], env=environment, capture_output=True, text=True)
@@ -165,22 +188,25 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--random-weights", action="store_true")
     parser.add_argument("--devices", type=int, default=1, help="CPU devices that share the weights")
+    parser.add_argument("--stored", help="preset by which the files are quantized")
+    parser.add_argument("--quantization", help="preset by which weights are quantized while they are loaded")
     parser.add_argument("--answer", action="store_true", help="serve and answer, in place of loading alone")
     parser.add_argument("--save", type=Path, help="file for the results")
     parser.add_argument("--step", choices=["all", "write", "load", "answer"], default="all", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    of_load = (options.dtype, options.random_weights, options.devices, options.quantization)
     if options.step == "write":
-        write(options.kind, options.megabytes, options.folder)
+        write(options.kind, options.megabytes, options.folder, options.stored)
     elif options.step == "answer":
         print(json.dumps(answer(options.folder)))
     elif options.step == "load":
-        print(json.dumps(load(options.folder, options.dtype, options.random_weights, options.devices)))
+        print(json.dumps(load(options.folder, *of_load)))
     else:
         results = []
         for kind in SHAPES if options.kind == "all" else [options.kind]:
-            common = (options.dtype, options.random_weights, options.devices)
-            results.append(measure(kind, options.megabytes, *common, answers=options.answer))
+            common = (options.dtype, options.random_weights, options.devices, options.answer, options.stored)
+            results.append(measure(kind, options.megabytes, *common, options.quantization))
             print(json.dumps(results[-1]), flush=True)
         if options.save is not None:
             options.save.write_text(json.dumps(results, indent=1) + "\n")

@@ -25,7 +25,7 @@ import stat
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 logger = logging.getLogger("torchax_serve")
 
@@ -64,6 +64,14 @@ class Entry:
     last_used: float
 
 
+class FileSeal(NamedTuple):
+    """What tells a file from others without a look at all of it."""
+
+    seal: bytes
+    num_bytes: int
+    changed_ns: int
+
+
 class SealedFolder:
     """A folder of sealed files, for one user; any number of processes read and write it at once.
 
@@ -78,8 +86,7 @@ class SealedFolder:
     def untrusted_reason(self) -> str | None:
         """Returns why the folder is not used, with the remedy; None if it can be used.
 
-        Nothing is read from or written to a folder that cannot be trusted. A folder that does not exist yet can be
-        used.
+        Nothing is read from or written to one that cannot. A folder that does not exist yet can be used.
         """
         try:
             status = os.stat(self.path)
@@ -128,7 +135,7 @@ class SealedFolder:
             self._warn(str(error))
             return None
         except (OSError, DamagedError) as error:
-            logger.info("%s: %s is not used and will be made anew (%s)", self._content, self.path / name, error)
+            report_damage(self._content, self.path / name, str(error))
             self.remove(name)
             return None
         with contextlib.suppress(OSError):  # a file system that is read-only: eviction knows less, nothing else
@@ -168,18 +175,15 @@ class SealedFolder:
                 partial.unlink()
             raise
 
-    def seal_of(self, name: str) -> bytes | None:
-        """Returns the seal of a file, unchecked: it tells two files apart; None if there is no file of the user's own.
-
-        For files too large to be read through at each start.
-        """
+    def state_of(self, name: str) -> FileSeal | None:
+        """Returns the seal of a file, unchecked, with its size and time; None if there is no file of the user's own."""
         try:
             with _opened_private(self.path / name) as file:
-                file.seek(-SEAL_BYTES, os.SEEK_END)
-                sealed = file.read()
+                status = os.fstat(file.fileno())
+                file.seek(-min(SEAL_BYTES, status.st_size), os.SEEK_END)
+                return FileSeal(file.read(), status.st_size, status.st_mtime_ns)
         except (OSError, DamagedError):
             return None
-        return sealed if sealed.endswith(MARK) else None
 
     def remove(self, name: str) -> None:
         """Removes a file; ignores one that is missing or cannot be removed."""
@@ -192,7 +196,7 @@ class SealedFolder:
             if not found.name.startswith("."):
                 with contextlib.suppress(OSError):
                     status = found.stat(follow_symlinks=False)
-                    yield Entry(Path(found.path), status.st_size, status.st_mtime)
+                    yield Entry(Path(found.path), status.st_size, max(status.st_mtime, status.st_atime))
 
     def damage(self, name: str) -> str | None:
         """Returns a description of a file's damage; None if its content can be used.
@@ -297,6 +301,19 @@ class NotPrivateError(OSError):
 
 class DamagedError(Exception):
     """A file whose seal is missing or wrong."""
+
+
+def touch(path: Path) -> None:
+    """Notes that a file is used, without a change of its state (`SealedFolder.state_of`)."""
+    with contextlib.suppress(OSError):
+        os.utime(path, ns=(time.time_ns(), os.stat(path).st_mtime_ns))
+
+
+def report_damage(content: str, path: Path, reason: str) -> None:
+    """Logs that a file is not used: the first one of a process as a warning, as a damaged disk damages many."""
+    level = logging.INFO if "damage" in _WARNED else logging.WARNING
+    _WARNED.add("damage")
+    logger.log(level, "%s: %s is damaged (%s); it is made anew", content, path, reason)
 
 
 def keep_within(folders: Iterable[SealedFolder], max_bytes: int) -> list[Entry]:

@@ -11,6 +11,7 @@
     ├── ChatTemplateError       no chat template, or one that does not render
     ├── HostsError              hosts of one model that do not find each other, or are not alike
     ├── QueueFullError          more requests wait for an engine than it lets wait; ask again later
+    │   └── QueueTokensError    more tokens of prompts wait than it lets wait
     ├── RequestError            a request that was taken has failed
     │   └── DeadlineError       its time limit has passed
     │       └── QueueDeadlineError  its time limit for waiting has passed, before it began
@@ -54,6 +55,10 @@ class HostsError(TorchaxServeError):
 
 class QueueFullError(TorchaxServeError):
     """More requests wait for an engine than it accepts (``EngineOptions(max_num_waiting=...)``)."""
+
+
+class QueueTokensError(QueueFullError):
+    """More tokens of prompts wait for an engine than it accepts (``EngineOptions(max_num_waiting_tokens=...)``)."""
 
 
 class RequestError(TorchaxServeError):

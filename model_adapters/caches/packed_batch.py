@@ -51,28 +51,28 @@ class PagedLayout:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Int8Pool:
-    """A layer's pages in int8, with a scale for each kv head.
+class ScaledPool:
+    """A layer's pages in 8 bits, with a scale for each kv head.
 
-    The values are ``round(x / scale)`` within -127 .. 127.
+    The values are ``x / scale``, rounded to int8 or float8_e4m3fn.
     """
 
-    pages: jax.Array  # int8[pages, kv_heads, page_len, width]
+    pages: jax.Array  # int8 or float8_e4m3fn[pages, kv_heads, page_len, width]
     k_scale: jax.Array  # float32[kv_heads]
     v_scale: jax.Array  # float32[kv_heads]
 
 
-Pool = jax.Array | Int8Pool
+Pool = jax.Array | ScaledPool
 
 
 def pages_of(pool: Pool) -> jax.Array:
     """Returns the array with the pages of a pool."""
-    return pool.pages if isinstance(pool, Int8Pool) else pool
+    return pool.pages if isinstance(pool, ScaledPool) else pool
 
 
 def with_pages(pool: Pool, pages: jax.Array) -> Pool:
     """Returns a pool like `pool` with these pages."""
-    return dataclasses.replace(pool, pages=pages) if isinstance(pool, Int8Pool) else pages
+    return dataclasses.replace(pool, pages=pages) if isinstance(pool, ScaledPool) else pages
 
 
 def laid_out(
@@ -84,7 +84,7 @@ def laid_out(
     """
     of_pages = sharding(pages_of(pool).shape[1])
     pages = place(pages_of(pool), of_pages)
-    if not isinstance(pool, Int8Pool):
+    if not isinstance(pool, ScaledPool):
         return pages
     by_head = NamedSharding(of_pages.mesh, PartitionSpec(*of_pages.spec[1:2]))
-    return Int8Pool(pages, place(pool.k_scale, by_head), place(pool.v_scale, by_head))
+    return ScaledPool(pages, place(pool.k_scale, by_head), place(pool.v_scale, by_head))

@@ -16,11 +16,11 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from model_adapters.bridge.views import jax_view, torch_view
 from model_adapters.caches.packed_batch import (
-    Int8Pool,
     NotPackableError,
     PackedBatch,
     PagedLayout,
     Pool,
+    ScaledPool,
     pages_of,
     with_pages,
 )
@@ -49,7 +49,7 @@ class PagedLayer(CacheLayerMixin):
         self._given = pool
         self.pages: Any = torch_view(pages_of(pool))
         self.scales: dict[str, Any] = {}
-        if isinstance(pool, Int8Pool):
+        if isinstance(pool, ScaledPool):
             self.scales = {"k_scale": torch_view(pool.k_scale), "v_scale": torch_view(pool.v_scale)}
         self.batch, self.table, self.window, self.layout = batch, table, window, layout
         self.num_updates = 0
@@ -145,7 +145,9 @@ def attend_paged(
     slopes.
     """
     layer = write.layer
-    if layer.window is not None and (window is None or window > layer.window):
+    reach = layer.layout.max_len if window is None else window
+    # A mask without a window, over no more tokens than the layer's window has, hides nothing that the window shows.
+    if layer.window is not None and reach > layer.window:
         raise NotPackableError(f"a layer with a window of {layer.window} has a mask with one of {window}")
     layer.num_attended += 1
     # Turned before the batch of one is dropped: XLA does not see through a reshape that two turns are none.

@@ -63,6 +63,7 @@ class LoadReport:
     missing_tensors: tuple[str, ...] = ()  # names of the class that the files lack: a head, a pooler; left out
     made_dense: tuple[str, ...] = ()  # names of weights that are quantized in the files and had to become dense
     quantization: str = ""  # which weights have how many bits, in one line; "" if all are dense
+    requantized: str = ""  # what weights lost that were quantized again, in one line; "" if none were
 
     @property
     def lack(self) -> str:
@@ -237,4 +238,5 @@ def report_of(
         unused_tensors=() if match is None else match.unused,
         missing_tensors=() if match is None else match.missing,
         quantization="; ".join(filter(None, (describe_weights(weights, num_dense), lost))),
+        requantized=lost,
     )

@@ -42,7 +42,7 @@ from model_adapters.loading.shared_weights import share_weights, without_adapter
 from model_adapters.loading.tensor_match import TensorMatch, logger, smaller_classes, without_missing_parts
 from model_adapters.loading.weight_sink import DevicePlacement, DevicePut, WeightSink, meta_like
 from model_adapters.ops.compressed_weight import Weight
-from model_adapters.quantization.loading import WeightQuantizer, describe_losses
+from model_adapters.quantization.loading import WeightQuantizer
 from model_adapters.quantization.rules import QuantizationRules, parse_rules
 from model_adapters.quantization.selection import Selection
 from model_adapters.sharding.model_sharding import ModelSharding
@@ -202,8 +202,7 @@ class _Builder:
         self._match.log_names()
         made_dense = made_dense_in(checkpoint)
         loaded = dataclasses.replace(loaded, report=dataclasses.replace(loaded.report, made_dense=made_dense))
-        lost = "" if self._quantizer is None else describe_losses(self._quantizer.losses)
-        for line in filter(None, (dense_note(made_dense) if made_dense else "", lost)):
+        for line in filter(None, (dense_note(made_dense) if made_dense else "", loaded.report.requantized)):
             logger.warning("%s: %s", self._source.name, line)
         return loaded
 

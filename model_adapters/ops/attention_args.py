@@ -20,7 +20,7 @@ STATIC = {"static": True}
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVScales:
-    """Scales of an int8 pool, which holds ``round(x / scale)`` within -127 .. 127.
+    """Scales of a pool in 8 bits, which holds ``x / scale`` rounded to int8 or float8_e4m3fn.
 
     Attributes:
         k: Scale of the keys of each kv head, ``float32[kv_heads]``.
@@ -47,7 +47,7 @@ class AttentionArgs:
             scaled scores (Press et al., arXiv 2108.12409). Not together with `softcap`.
         prefix_lens: Length ``int32[num_seqs]`` of the beginning that all queries of a sequence see (prefix language
             models, images that are read in both directions).
-        kv_scales: Scales of an int8 pool; given with an int8 pool and with no other.
+        kv_scales: Scales of a pool in 8 bits (int8, float8_e4m3fn); given with such a pool and with no other.
     """
 
     scale: float = field(metadata=STATIC)
@@ -60,12 +60,12 @@ class AttentionArgs:
 
     @property
     def k_scale(self) -> jax.Array | None:
-        """Scale of the keys of each kv head, ``float32[kv_heads]``, of an int8 pool."""
+        """Scale of the keys of each kv head, ``float32[kv_heads]``, of a pool in 8 bits."""
         return None if self.kv_scales is None else self.kv_scales.k
 
     @property
     def v_scale(self) -> jax.Array | None:
-        """Scale of the values of each kv head, ``float32[kv_heads]``, of an int8 pool."""
+        """Scale of the values of each kv head, ``float32[kv_heads]``, of a pool in 8 bits."""
         return None if self.kv_scales is None else self.kv_scales.v
 
 

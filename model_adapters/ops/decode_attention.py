@@ -52,7 +52,7 @@ def decode_attention(
         Page numbers outside the pool are not written to, and read as the nearest page.
 
     Raises:
-        InvalidArgumentError: shapes that do not fit together, an int8 pool without scales or scales without one, a
+        InvalidArgumentError: shapes that do not fit together, a pool in 8 bits without scales or scales without one, a
             window or soft cap that is not positive, a soft cap together with ALiBi.
     """
     check_arrays(OP, q, k, v, pool, page_table, args.kv_scales)

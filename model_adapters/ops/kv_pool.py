@@ -1,9 +1,9 @@
-"""The pool of keys and values: its layout, its int8 form, the write of new tokens.
+"""The pool of keys and values: its layout, its forms in 8 bits, the write of new tokens.
 
 A pool is ``[P, H, page, W]`` with ``W >= D + Dv``: keys at ``[0:D]``, values at ``[D:D+Dv]``, then zeros, so that W can
-be a multiple of 128 where a platform needs that. An int8 pool holds ``round(x / scale)``, clipped to -127 .. 127, with
-one scale per kv head for keys and one for values (symmetric quantization; -128 is unused so that the range is
-symmetric).
+be a multiple of 128 where a platform needs that. A pool in 8 bits holds ``x / scale``, rounded and clipped, with one
+scale per kv head for keys and one for values: int8 within -127 .. 127 (symmetric quantization; -128 is unused so that
+the range is symmetric), float8_e4m3fn within -448 .. 448, its largest number.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops import registry
 from model_adapters.ops.attention_args import AttentionArgs, KVScales
 
-INT8_LARGEST = 127  # largest magnitude of a stored number
+LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
+"""Largest magnitude of a stored number, by the dtype of a pool in 8 bits; a pool of these has scales, no other has."""
 
 
 def expect(op: str, what: str, expected: Any, got: Any) -> None:
@@ -67,15 +68,15 @@ def check_arrays(
             f"{op}: expected at least one page of at least one position, got pool {pool.shape}, "
             f"page_table {page_table.shape}"
         )
-    if (pool.dtype == jnp.int8) != (kv_scales is not None):
+    if (str(pool.dtype) in LARGEST) != (kv_scales is not None):
         raise InvalidArgumentError(
-            f"{op}: expected kv_scales with an int8 pool and with no other, got a pool of {pool.dtype} "
-            f"{'without' if kv_scales is None else 'with'} kv_scales"
+            f"{op}: expected kv_scales with a pool of {' or '.join(LARGEST)} and with no other, got a pool of "
+            f"{pool.dtype} {'without' if kv_scales is None else 'with'} kv_scales"
         )
     if kv_scales is not None:
         for name, scale in (("k", kv_scales.k), ("v", kv_scales.v)):
             expect(op, f"kv_scales.{name} of shape", (heads,), scale.shape)
-    if pool.dtype != jnp.int8 and not jnp.issubdtype(pool.dtype, jnp.floating):
+    if str(pool.dtype) not in LARGEST and not jnp.issubdtype(pool.dtype, jnp.floating):
         raise InvalidArgumentError(f"{op}: expected a pool of a float dtype or int8, got {pool.dtype}")
 
 
@@ -103,13 +104,17 @@ def checked_args(op: str, args: AttentionArgs, query_heads: int, num_seqs: int) 
     return dataclasses.replace(args, prefix_lens=prefix_lens)
 
 
-def quantize(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """Returns ``x[..., H, D]`` as int8 by ``float32 scale[H]``, clipped to -127 .. 127.
+def quantize(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
+    """Returns ``x[..., H, D]`` by ``float32 scale[H]`` in int8 or float8_e4m3fn, clipped to its largest number.
 
-    Ties are rounded to even.
+    Ties are rounded to even. NaN becomes 0.
     """
-    steps = jnp.round(x.astype(jnp.float32) / scale.astype(jnp.float32)[:, None])
-    return jnp.clip(steps, -INT8_LARGEST, INT8_LARGEST).astype(jnp.int8)
+    steps = x.astype(jnp.float32) / scale.astype(jnp.float32)[:, None]
+    steps = jnp.where(jnp.isnan(steps), 0.0, steps)
+    if dtype == jnp.int8:
+        steps = jnp.round(steps)
+    largest = LARGEST[str(jnp.dtype(dtype))]
+    return jnp.clip(steps, -largest, largest).astype(dtype)
 
 
 def split(rows: jax.Array, dim: int, value_dim: int, kv_scales: KVScales | None) -> tuple[jax.Array, jax.Array]:
@@ -144,7 +149,7 @@ def write_tokens_at(
             nothing.
         k: ``[T, H, D]``.
         v: ``[T, H, Dv]``.
-        kv_scales: Scales of an int8 pool, ``float32[H]`` each.
+        kv_scales: Scales of a pool in 8 bits, ``float32[H]`` each.
     """
     num_pages, heads, page, width = pool.shape
     column = positions // page
@@ -156,7 +161,7 @@ def write_tokens_at(
     unused = num_pages * heads * page + jnp.arange(flat.size, dtype=jnp.int32).reshape(flat.shape)
     flat = jnp.where(writable[:, None], flat, unused)
     if kv_scales is not None:
-        k, v = quantize(k, kv_scales.k), quantize(v, kv_scales.v)
+        k, v = quantize(k, kv_scales.k, pool.dtype), quantize(v, kv_scales.v, pool.dtype)
     token = jnp.concatenate([k, v], axis=-1).astype(pool.dtype)
     token = jnp.pad(token, ((0, 0), (0, 0), (0, width - token.shape[2])))
     dtype = pool.dtype

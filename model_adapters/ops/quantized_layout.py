@@ -1,4 +1,4 @@
-"""Conversion of quantized numbers to and from the C++ kernels' order (`cpu/quantized.h`).
+"""Conversion of quantized numbers to and from the C++ kernels' order (`cpu/quantized_rows.h`).
 
 Sixteen rows of a matrix form a block; four columns of a row are a word of 32 bits. Of int8 one step of 64 bytes holds a
 word of each of the sixteen rows; of 4 bits it holds two steps, in the low and the high halves of its bytes.
@@ -6,36 +6,61 @@ word of each of the sixteen rows; of 4 bits it holds two steps, in the low and t
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from model_adapters.device_arrays import XLA_CPU_ALIGNMENT
 
 BLOCK_ROWS, UNIT_COLUMNS, STEP_COLUMNS = 16, 32, 4
 
 
-def _padded(array: jax.Array, num_rows: int, num_columns: int) -> jax.Array:
-    missing = (num_rows - array.shape[-2], num_columns - array.shape[-1])
-    return jnp.pad(array, [(0, 0)] * (array.ndim - 2) + [(0, each) for each in missing])
+def to_steps(values: np.ndarray, bits: int, zero: int) -> np.ndarray:
+    """Returns integers ``[..., out, in]`` in the kernel's order of steps, on the host.
 
-
-def to_steps(values: jax.Array, bits: int, zero: int) -> jax.Array:
-    """Returns integers ``[..., out, in]`` in the kernel's order of steps.
-
-    These are int8 ``[..., out / 16, in / 4, 16, 4]`` or uint8 ``[..., in / 8, 16, 4]``.
+    These are int8 ``[..., out / 16, in / 4, 16, 4]`` or uint8 ``[..., out / 16, in / 8, 16, 4]``, aligned for XLA.
 
     Args:
-        values: From -128 to 127, or of 4 bits from ``-zero`` to ``15 - zero``.
+        values: int8 or uint8 numbers or bits; of 4 bits from ``-zero`` to ``15 - zero``.
         bits: 8 or 4.
-        zero: Added to numbers of 4 bits.
+        zero: Added to numbers of 4 bits: 8 or 0.
     """
     *lead, rows, columns = values.shape
-    blocks, units = -(-rows // BLOCK_ROWS), -(-columns // UNIT_COLUMNS)
-    padded = _padded(values.astype(jnp.int8), blocks * BLOCK_ROWS, units * UNIT_COLUMNS)
-    words = padded.reshape(*lead, blocks, BLOCK_ROWS, -1, STEP_COLUMNS)
-    steps = jnp.swapaxes(words, -3, -2)
+    blocks, width = -(-rows // BLOCK_ROWS), -(-columns // UNIT_COLUMNS) * UNIT_COLUMNS
+    words = _padded(values.view(np.uint8), blocks * BLOCK_ROWS, width).view(np.uint32)
+    words = words.reshape(*lead, blocks, BLOCK_ROWS, -1)
+    steps = aligned_empty((*lead, blocks, width * bits // 32, BLOCK_ROWS), np.uint32)
+    turned = np.swapaxes(steps, -1, -2)
     if bits == 8:
-        return steps
-    halves = (steps + zero).astype(jnp.uint8).reshape(*lead, blocks, -1, 2, BLOCK_ROWS, STEP_COLUMNS)
-    return halves[..., 0, :, :] | halves[..., 1, :, :] << 4
+        turned[...] = words
+        return steps[..., None].view(np.int8)
+    # A number plus 8 has the four lowest bits of the number with the highest of them turned over.
+    np.bitwise_or(_low_halves(words[..., ::2], zero), _low_halves(words[..., 1::2], zero) << np.uint32(4), out=turned)
+    return steps[..., None].view(np.uint8)
+
+
+def _low_halves(words: np.ndarray, zero: int) -> np.ndarray:
+    return (words & np.uint32(0x0F0F0F0F)) ^ np.uint32(0x08080808 if zero else 0)
+
+
+def _padded(array: np.ndarray, num_rows: int, num_columns: int) -> np.ndarray:
+    """Returns ``array[..., rows, columns]`` in C order with zeros behind its rows and columns."""
+    if array.shape[-2:] == (num_rows, num_columns):
+        return np.ascontiguousarray(array)
+    padded = np.zeros((*array.shape[:-2], num_rows, num_columns), array.dtype)
+    padded[..., : array.shape[-2], : array.shape[-1]] = array
+    return padded
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Returns memory that JAX takes over without a copy."""
+    num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = np.empty(num_bytes + XLA_CPU_ALIGNMENT, np.uint8)
+    begin = -memory.ctypes.data % XLA_CPU_ALIGNMENT
+    return memory[begin : begin + num_bytes].view(dtype).reshape(shape)
 
 
 def _split(steps: jax.Array, bits: int, zero: int) -> jax.Array:
@@ -61,14 +86,17 @@ def rows_of_steps(steps: jax.Array, bits: int, zero: int, indices: jax.Array, co
     return words.reshape(*indices.shape, -1)[..., :columns]
 
 
-def to_blocks(scale: jax.Array) -> jax.Array:
-    """Returns scales or offsets ``[..., out, groups]`` in blocks of 16 rows.
+def to_blocks(scale: np.ndarray, dtype: Any) -> np.ndarray:
+    """Returns scales or offsets ``[..., out, groups]`` in blocks of 16 rows, on the host.
 
-    The blocks are ``[..., out / 16, groups, 16]``, padded with zeros.
+    The blocks are ``dtype[..., out / 16, groups, 16]``, padded with zeros, aligned for XLA.
     """
     *lead, rows, groups = scale.shape
     blocks = -(-rows // BLOCK_ROWS)
-    return jnp.swapaxes(_padded(scale, blocks * BLOCK_ROWS, groups).reshape(*lead, blocks, BLOCK_ROWS, groups), -1, -2)
+    made = aligned_empty((*lead, blocks, groups, BLOCK_ROWS), dtype)
+    padded = _padded(np.asarray(scale, np.float32), blocks * BLOCK_ROWS, groups)
+    np.swapaxes(made, -1, -2)[...] = padded.reshape(*lead, blocks, BLOCK_ROWS, groups)
+    return made
 
 
 def from_blocks(scale: jax.Array, rows: int) -> jax.Array:

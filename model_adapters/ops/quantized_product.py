@@ -20,7 +20,7 @@ from model_adapters.ops.grouped_matmul import OP as GROUPED_OP
 from model_adapters.ops.grouped_matmul import Layout, over_tiles
 from model_adapters.ops.linear import OP as LINEAR_OP
 from model_adapters.ops.linear import accumulator, finish, precision, product_sums
-from model_adapters.ops.quantized_weight import QuantizedWeight, dequantized
+from model_adapters.ops.quantized_weight import QuantizedWeight, Scheme, dequantized
 
 LARGEST_INT8 = 127.0
 """The rounded value of a group's largest number.
@@ -176,6 +176,13 @@ def _kernel_unsupported_reason(x: jax.Array, weight: jax.Array, bias: jax.Array 
     return ffi.unsupported_reason(x) if x.shape[0] else "no rows"
 
 
+def _numbers_of(scheme: Scheme, num_columns: int) -> ffi.QuantizedNumbers:
+    """Returns what the kernels have to know of a weight in their order."""
+    kind = "table" if scheme.table is not None else scheme.numbers or f"int{scheme.bits}"
+    act_group = min(scheme.act_group or scheme.group, num_columns) if scheme.act_dtype == "int8" else 0
+    return ffi.QuantizedNumbers(kind, scheme.zero, scheme.group, act_group, scheme.table)
+
+
 def _kernel_product(x: jax.Array, weight: QuantizedWeight, bias: jax.Array | None) -> jax.Array:
     """Returns ``x[rows, in]`` times the transpose of a matrix in the kernel's order.
 
@@ -184,19 +191,21 @@ def _kernel_product(x: jax.Array, weight: QuantizedWeight, bias: jax.Array | Non
     scheme, (num_rows, num_columns) = weight.scheme, weight.stored_shape[-2:]
     if weight.columns is not None:
         x = x[:, weight.columns]
-    act_group = 0 if scheme.act_dtype == "none" else min(scheme.act_group or scheme.group, num_columns)
-    return ffi.quantized_linear(
-        x,
-        weight.values,
-        weight.scale,
-        weight.offset,
-        bias,
-        num_rows=num_rows,
-        bits=scheme.bits,
-        zero=scheme.zero,
-        group=scheme.group,
-        act_group=act_group,
-    )
+    parts, numbers = (weight.values, weight.scale, weight.offset), _numbers_of(scheme, num_columns)
+    if scheme.act_dtype != "float8_e4m3fn":
+        return ffi.quantized_linear(x, *parts, bias, num_rows=num_rows, numbers=numbers)
+    rows, scale = _rounded_rows(x, scheme)
+    sums = ffi.quantized_linear(rows, *parts, None, num_rows=num_rows, numbers=numbers) * scale
+    return finish(sums, bias, x.dtype)
+
+
+def _rounded_rows(x: jax.Array, scheme: Scheme) -> tuple[jax.Array, jax.Array]:
+    """Returns rows float32[rows, in] of rounded numbers, and their scales float32[rows, 1], one a row."""
+    if scheme.act_scale is None:
+        numbers, scale = round_rows(x, x.shape[1], scheme.act_dtype)
+    else:
+        numbers, scale = _rounded_by(x, scheme.act_scale, scheme.act_dtype)
+    return numbers[:, 0].astype(jnp.float32), scale
 
 
 @registry.register(
@@ -241,3 +250,36 @@ def quantized_experts(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *
         return quantized_sums(rows, dataclasses.replace(one, columns=found.columns))
 
     return over_tiles(x, group_sizes, found.stored_shape[-2], product)
+
+
+def _grouped_kernel_unsupported_reason(
+    x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, layout: Layout
+) -> str | None:
+    found = _experts_of(weight, layout)
+    if found is None:
+        return "the weight is not quantized"
+    if found.scheme.layout != "cpu" or found.scheme.act_dtype == "float8_e4m3fn":
+        return "the weight is not in the kernel's order, or float8 activations"
+    if spmd.mesh_in_use() is not None:
+        return "a mesh of devices"
+    return ffi.unsupported_reason(x) if x.shape[0] else "no rows"
+
+
+@registry.register(
+    GROUPED_OP,
+    "cpu-quantized",
+    ("cpu",),
+    unsupported_reason=_grouped_kernel_unsupported_reason,
+    takes_precedence=True,
+)
+def streamed_experts(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, layout: Layout) -> jax.Array:
+    """Computes with the C++ kernel, which reads the experts that have rows as they are stored."""
+    found = _experts_of(weight, layout)
+    assert found is not None
+    num_rows, num_columns = found.stored_shape[-2:]
+    if found.columns is not None:
+        x = x[:, found.columns]
+    numbers = _numbers_of(found.scheme, num_columns)
+    return ffi.quantized_grouped_linear(
+        x, found.values, found.scale, found.offset, group_sizes, num_rows=num_rows, numbers=numbers
+    )

@@ -44,6 +44,7 @@ class Scheme:
         zero: What the "cpu" layout has added to numbers of 4 bits.
         act_scale: Scale of the activations if a checkpoint fixes it; None computes one for each row.
         table: The 16 numbers that values of 4 bits are indices of (nf4, fp4); None: values are numbers.
+        numbers: Dtype of the numbers where the stored ones are their bits ("cpu": "float8_e4m3fn"); "" for integers.
         axes: On a mesh the axes that columns and rows are divided along; None for a matrix of each expert.
     """
 
@@ -59,6 +60,7 @@ class Scheme:
     zero: int = 8
     act_scale: float | None = None
     table: tuple[float, ...] | None = None
+    numbers: str = ""
     axes: tuple[str | None, str | None] | None = None
 
 
@@ -140,7 +142,7 @@ class QuantizedWeight:
         if self.is_input_major:
             return self.with_layout("plain")
         assert scheme.matrix is not None
-        values = quantized_layout.from_steps(self.values, scheme.bits, scheme.zero, *scheme.matrix)
+        values = _as_numbers(quantized_layout.from_steps(self.values, scheme.bits, scheme.zero, *scheme.matrix), scheme)
         scale, offset = (
             None if part is None else quantized_layout.from_blocks(part, scheme.matrix[0])
             for part in (self.scale, self.offset)
@@ -204,7 +206,12 @@ def make_quantized(
 
 
 def _plain_scheme(scheme: Scheme) -> Scheme:
-    return dataclasses.replace(scheme, layout="plain", matrix=None)
+    return dataclasses.replace(scheme, layout="plain", matrix=None, numbers="")
+
+
+def _as_numbers(values: jax.Array, scheme: Scheme) -> jax.Array:
+    """Returns stored int8 as the numbers whose bits they are, if they are that."""
+    return jax.lax.bitcast_convert_type(values, scheme.numbers) if scheme.numbers else values
 
 
 def num_bytes(array: Any) -> int:
@@ -325,6 +332,7 @@ def _parts_of_rows(weight: QuantizedWeight, indices: jax.Array) -> tuple[jax.Arr
         scale, offset = (None if part is None else part[indices] for part in parts)
     else:
         values = quantized_layout.rows_of_steps(weight.values, scheme.bits, scheme.zero, indices, scheme.matrix[1])
+        values = _as_numbers(values, scheme)
         block, lane = indices // BLOCK_ROWS, indices % BLOCK_ROWS
         scale, offset = (None if part is None else part[block, :, lane] for part in parts)
     assert scale is not None

@@ -15,7 +15,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from model_adapters.bridge.views import TorchTensor, TorchView, jax_view, torch_view
-from model_adapters.caches.paged_cache import Int8Pool
+from model_adapters.caches.paged_cache import ScaledPool
 from model_adapters.program.layer_structure import PRIMITIVES, SHARED_TYPES, NotComparableError
 
 Form = Hashable
@@ -39,7 +39,7 @@ def _form_of_data(value: Any, form: Callable[[Any], Form]) -> Form | None:
         return "sequence", kind, tuple(form(item) for item in value)
     if kind is dict:
         return "dict", tuple((key, form(item)) for key, item in value.items())
-    if kind is Int8Pool:
+    if kind is ScaledPool:
         return "pool", tuple(form(getattr(value, field.name)) for field in dataclasses.fields(value))
     return None
 
@@ -119,7 +119,7 @@ def built(form: Any, inputs: Sequence[Any], objects: dict[int, Any], outputs: Se
     if kind == "dict":
         return {key: built(item, inputs, objects, outputs) for key, item in rest[0]}
     if kind == "pool":
-        return Int8Pool(*(built(item, inputs, objects, outputs) for item in rest[0]))
+        return ScaledPool(*(built(item, inputs, objects, outputs) for item in rest[0]))
     if kind == "object":
         return objects[rest[0]]
     return (inputs if kind == "input" else outputs)[rest[0]]

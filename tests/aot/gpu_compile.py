@@ -124,7 +124,7 @@ def arguments(shape):
             abstract((query_heads,), shape.dtype) if shape.sinks else None,
             abstract((query_heads,), "float32") if shape.alibi else None,
             row if shape.prefix else None,
-            KVScales(by_head, by_head) if pool_dtype == "int8" else None,
+            KVScales(by_head, by_head) if pool_dtype in ("int8", "float8_e4m3fn") else None,
         ),
     ]
 

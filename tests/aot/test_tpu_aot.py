@@ -4,7 +4,7 @@ Needs ``pip install libtpu`` in the version that fits the installed JAX.
 """
 
 import pytest
-from tpu_shapes import CHIPS, Shape, compile_call
+from tpu_shapes import CHIPS, IN_8_BITS, Shape, compile_call
 
 DECODE = (
     Shape(capacity=16384),
@@ -19,6 +19,8 @@ DECODE = (
     Shape(heads=4, group=7, dim=64, pool_dtype="int8", options={"window": 512}),
     Shape(heads=5, group=3, dim=80, page=32, dtype="float32", pool_dtype="int8", capacity=16384),
     Shape(heads=2, group=4, page=4096, num_pages=33),
+    Shape(heads=2, group=4, dim=128, pool_dtype="float8_e4m3fn", page=32, sinks=True),
+    Shape(heads=4, group=7, dim=64, pool_dtype="float8_e4m3fn", options={"window": 512}),
 )
 RAGGED = (
     Shape(),
@@ -26,6 +28,7 @@ RAGGED = (
     Shape(heads=3, group=3, dim=80, page=16, alibi=True, prefix=True),
     Shape(heads=2, group=2, dim=256, dtype="float32", options={"softcap": 50.0}),
     Shape(heads=2, group=4, pool_dtype="int8", page=32),
+    Shape(heads=2, group=4, pool_dtype="float8_e4m3fn", page=32),
 )
 
 
@@ -43,10 +46,10 @@ def test_ragged_attention_compiles_and_copies_its_queries_at_most(shape, chip):
     memory = compile_call("paged_attention", shape, chip).memory_analysis()
     pool_bytes = shape.pool.size * shape.pool.dtype.itemsize
     assert memory.alias_size_in_bytes == pool_bytes
-    # Queries and outputs by head, whose rows are whole registers; new int8 rows by tile.
+    # Queries and outputs by head, whose rows are whole registers; new rows in 8 bits by tile.
     lanes = shape.dim + -shape.dim % 128
     itemsize = 4 if shape.dtype == "float32" else 2
     copied = 3 * shape.num_tokens * shape.heads * shape.group * lanes * itemsize
-    tiles = shape.num_tokens // 32 + 2 * shape.rows + 2 if shape.pool_dtype == "int8" else 0
+    tiles = shape.num_tokens // 32 + 2 * shape.rows + 2 if shape.pool_dtype in IN_8_BITS else 0
     images = 3 * tiles * shape.heads * 32 * shape.width
     assert memory.temp_size_in_bytes <= copied + images + (1 << 20)

@@ -29,6 +29,7 @@ class Chip:
     hbm_gb_per_s: float  # published; of tpu7x the half that belongs to one of its two cores
 
 
+IN_8_BITS = ("int8", "float8_e4m3fn")  # pools that have scales
 CHIPS = {
     "v5e": Chip("v5e:2x2", 1.5, 820),
     "v6e": Chip("v6e:2x2", 1.75, 1640),
@@ -100,7 +101,7 @@ def compile_call(op, shape, chip):
         sinks=by_query_head if shape.sinks else None,
         alibi_slopes=by_query_head if shape.alibi else None,
         prefix_lens=ints if shape.prefix else None,
-        kv_scales=KVScales(by_head, by_head) if shape.pool.dtype == jnp.int8 else None,
+        kv_scales=KVScales(by_head, by_head) if shape.pool_dtype in IN_8_BITS else None,
         **shape.options,
     )
     args = (

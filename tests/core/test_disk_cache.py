@@ -81,6 +81,17 @@ def test_files_of_other_names_other_folders_and_other_keys_are_foreign(folder, t
     assert folder.read("one") == CONTENT
 
 
+def test_any_number_of_damaged_files_is_one_warning(folder, tmp_path, warnings_of):
+    other = SealedFolder(tmp_path / "other")
+    for each in (folder, other):
+        for name in ("one", "two"):
+            each.write(name, CONTENT)
+            (each.path / name).write_bytes(CONTENT)
+            assert each.read(name) is None
+    (line,) = warnings_of()
+    assert f"{folder.path / 'one'} is damaged (it has no seal); it is made anew" in line
+
+
 def test_a_damaged_key_is_replaced(folder):
     (folder.path / ".key").write_bytes(b"short")
     assert folder.read("one") is None

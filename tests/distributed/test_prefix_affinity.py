@@ -76,7 +76,7 @@ def test_prefix_of_a_conversation():
         ({"min_replicas": "3", "max_replicas": "2"}, "expected 1 <= min <= max, got 3 and 2"),
         ({"accelerator": "NPU"}, "accelerator: expected GPU or TPU, got 'NPU'"),
         ({"max_num_seqs": "0"}, "max_num_seqs: expected a whole number >= 1, got 0"),
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype: expected int8, got 'fp8'"),
+        ({"kv_cache_dtype": "int4"}, "kv_cache_dtype: expected int8 or fp8, got 'int4'"),
     ],
 )
 def test_wrong_arguments_of_rays_command_line(given, said):

@@ -60,6 +60,18 @@ def test_requests_get_the_tokens_they_get_alone(name):
         assert [ticket.result() for ticket in tickets] == [expected_tokens(name, prompt, 8) for prompt in prompts]
 
 
+@pytest.mark.parametrize("max_model_len", [6, 8, 12])  # its sliding window is 8 tokens
+def test_a_window_as_long_as_the_longest_request_is_packed(max_model_len):
+    options = EngineOptions(max_model_len=max_model_len, max_num_seqs=2, page_size=4, max_num_batched_tokens=8)
+    with serve(tiny_model("gemma3_text"), engine=options) as model:
+        assert "not packed" not in model.engine.description
+        prompts = [[5, 6, 7], [8] * (max_model_len - 3)]
+        handles = [model.engine.submit(request(prompt, 3)) for prompt in prompts]
+        assert [handle.result() for handle in handles] == [
+            expected_tokens("gemma3_text", prompt, 3) for prompt in prompts
+        ]
+
+
 def test_requests_submitted_together_share_every_step(llama):
     prompts = [[first, 9, 8, 7, 6] for first in (10, 11, 12, 13)]
     begun = steps_taken(llama)

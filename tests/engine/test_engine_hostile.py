@@ -10,8 +10,15 @@ from engine_models import VOCAB_SIZE, expected_tokens, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model_adapters.errors import InvalidArgumentError, QueueFullError, TorchaxServeError, UnsupportedArgumentError
+from model_adapters.errors import (
+    InvalidArgumentError,
+    QueueFullError,
+    QueueTokensError,
+    TorchaxServeError,
+    UnsupportedArgumentError,
+)
 from torchax_serve import EngineOptions, RequestError, SamplingParams, serve
+from torchax_serve.engine.admission import Admission
 from torchax_serve.engine.request import EngineRequest
 from torchax_serve.sampling.history import HistoryOptions
 
@@ -251,6 +258,27 @@ def test_waiting_requests_are_bounded(llama):
     tickets.clear()
     assert is_idle(llama)
     assert llama.engine.submit(request([9], max_new_tokens=4)).result() == expected_tokens("llama", [9], 4)
+
+
+def test_waiting_tokens_are_bounded(llama, monkeypatch):
+    """Prompts that find a free slot are not counted, each answer to one is, and a batch waits by itself."""
+    assert is_idle(llama)
+    monkeypatch.setattr(llama.engine, "admission", Admission(4, max_num_waiting=100, max_num_waiting_tokens=25))
+    handles = llama.engine.submit_all([request([5] * 10, max_new_tokens=40)] * 4)
+    next(iter(handles[3]))  # all have a slot
+    handles += llama.engine.submit_all([request([5, 6] * 5, max_new_tokens=40)] * 2)
+    with pytest.raises(QueueTokensError, match="at most 25 tokens of prompts that wait, got 10 next to"):
+        for _ in range(5):
+            handles.append(llama.engine.submit(request([6] * 10, max_new_tokens=40)))
+    with pytest.raises(QueueTokensError, match="got 30 next to"):
+        llama.engine.submit_all([request([6] * 30)])
+    assert handles[4].result() == expected_tokens("llama", [5, 6] * 5, 40)
+    handles.clear()
+    assert is_idle(llama)
+    assert len(llama.engine.submit(request([5] * 30, max_new_tokens=4)).result()) == 4
+    completions = llama.generate_batch([[5, index] * 5 for index in range(9)], SamplingParams(max_new_tokens=3))
+    assert [len(each.token_ids) for each in completions] == [3] * 9
+    assert is_idle(llama)
 
 
 def test_a_batch_waits_for_room_by_itself(llama):

@@ -79,3 +79,37 @@ def test_a_masked_request_goes_on_after_a_preemption(model):
     answer = [index % 50 for index in range(40)]
     many = [start(served, [6] * 20, 40, OnlyAfter(answer)) for _ in range(8)]
     assert [list(each) for each in many] == [answer] * 8
+
+
+def test_a_step_is_sent_before_the_tokens_that_its_masks_follow_from(model, monkeypatch):
+    served, _ = model
+    runner, events = served.engine._runner, []
+
+    def recorded(name, function):
+        def call(*args, **kwargs):
+            events.append(name)
+            return function(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(runner._executor, "run", recorded("run", runner._executor.run))
+    monkeypatch.setattr(runner, "read", recorded("read", runner.read))
+    assert list(start(served, PROMPT, 12, OnlyAfter([7] * 12))) == [7] * 12
+    assert ("run", "run", "read", "run", "read") in zip(*(events[begin:] for begin in range(5)), strict=False)
+
+
+def test_a_step_that_fails_before_its_masks_ends_its_requests_alone(model, monkeypatch):
+    served, name = model
+    read, steps = served.engine._runner.read, []
+
+    def failing(step):
+        steps.append(step)
+        if len(steps) == 4:
+            raise RuntimeError("injected")
+        return read(step)
+
+    monkeypatch.setattr(served.engine._runner, "read", failing)
+    with pytest.raises(RequestError, match="injected"):
+        list(start(served, PROMPT, 20, OnlyAfter([7] * 20)))
+    for masks, expected in ((None, expected_tokens(name, PROMPT, 6)), (OnlyAfter([7] * 6), [7] * 6)):
+        assert list(start(served, PROMPT, 6, masks)) == expected

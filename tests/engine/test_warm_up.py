@@ -83,7 +83,7 @@ def test_warm_up_compiles_few_programs(engine):
     num_steps = 2 + 2 + 1  # of 32 and 64 tokens, of 4 and 8 rows
     num_sampling = 3 + 1  # three levels; log-probabilities of new tokens
     assert engine.stats().num_programs == num_steps + num_sampling
-    num_small = 3  # masks, pages copied, rows of tables written
+    num_small = 2  # pages copied, rows of tables written
     assert len(compiled) <= num_steps + num_sampling + num_small, compiled
 
 
@@ -94,9 +94,9 @@ def test_the_programs_of_the_documents_example():
         runner = model.engine._runner
         steps = list(runner.compile_tasks())
         sampling = list(runner._sampler.compile_tasks(jax.ShapeDtypeStruct((32, VOCAB_SIZE), np.float32)))
-        num_small = 3  # masks and rows of tables, which are among those of the sampler, and pages copied
+        num_small = 2  # rows of tables, which are among those of the sampler, and pages copied
         assert len(steps) == 9
-        assert len(steps) + len(sampling) + 1 == 9 + 4 + num_small == 16
+        assert len(steps) + len(sampling) + 1 == 9 + 4 + num_small == 15
 
 
 def test_first_uses_in_traffic_compile_nothing(engine):

@@ -62,7 +62,7 @@ def paged_case(
     pages_per_seq = max(1, -(-max(kv_lens) // page)) + 1
     total = num_seqs * pages_per_seq + 3
     table = 1 + rng.permutation(total - 1)[: num_seqs * pages_per_seq].reshape(num_seqs, pages_per_seq)
-    int8 = pool_dtype == "int8"
+    largest = {"int8": 127, "float8_e4m3fn": 448}.get(pool_dtype)  # in 8 bits there are scales
 
     def normal(*shape):
         return jnp.asarray(rng.standard_normal(shape, dtype=np.float32), dtype)
@@ -77,8 +77,9 @@ def paged_case(
         for p in range(first * page, length - new):
             written[table[s, p // page], p % page] = True
     held = np.pad(held, ((0, 0), (0, 0), (0, 0), (0, spare)))
-    if int8:
-        pool = jnp.asarray(np.clip(np.rint(held * 40), -127, 127), jnp.int8)
+    if largest:
+        steps = np.rint(held * 40) if pool_dtype == "int8" else held * 40
+        pool = jnp.asarray(np.clip(steps, -largest, largest), pool_dtype)
     else:
         pool = jnp.asarray(np.where(written[:, None, :, None], held, np.nan), pool_dtype or dtype)
     options = {"scale": dim**-0.5, "window": window, "softcap": softcap}
@@ -86,7 +87,7 @@ def paged_case(
         options["alibi"] = jnp.asarray(2.0 ** -rng.uniform(0, 8, heads * group), jnp.float32)
     if prefix_lens is not None:
         options["prefix_lens"] = jnp.asarray(prefix_lens, jnp.int32)
-    if int8:
+    if largest:
         options["k_scale"] = jnp.asarray(rng.uniform(0.01, 0.03, heads), jnp.float32)
         options["v_scale"] = jnp.asarray(rng.uniform(0.01, 0.03, heads), jnp.float32)
     return PagedCase(
@@ -105,11 +106,13 @@ def paged_case(
 def as_stored(case):
     """The new tokens' keys and values ``[T, H, D + Dv]`` as the pool keeps them, by numpy alone."""
     k, v = (np.asarray(x, np.float32) for x in (case.k, case.v))
-    if case.pool.dtype != jnp.int8:
+    if "k_scale" not in case.options:
         return np.asarray(jnp.asarray(np.concatenate([k, v], -1)).astype(case.pool.dtype))
     scales = (np.asarray(case.options[name], np.float32)[:, None] for name in ("k_scale", "v_scale"))
-    steps = [np.rint(x / scale) for x, scale in zip((k, v), scales, strict=True)]
-    return np.clip(np.concatenate(steps, -1), -127, 127).astype(np.int8)
+    steps = np.concatenate([x / scale for x, scale in zip((k, v), scales, strict=True)], -1)
+    if case.pool.dtype != jnp.int8:
+        return np.clip(steps, -448, 448).astype(case.pool.dtype)
+    return np.clip(np.rint(steps), -127, 127).astype(np.int8)
 
 
 def exact_pool(case):
@@ -149,7 +152,7 @@ def exact_paged(case):
         context = np.concatenate([pool[page_of] for page_of in np.clip(row, 0, len(pool) - 1)], axis=1)
         context = context.astype(np.float64)  # [H, positions, W]
         keys, values = context[..., :dim], context[..., dim : dim + value_dim]
-        if pool.dtype == np.int8:
+        if "k_scale" in case.options:
             keys = keys * np.asarray(case.options["k_scale"], np.float64)[:, None, None]
             values = values * np.asarray(case.options["v_scale"], np.float64)[:, None, None]
         for t in range(begin, end):

@@ -30,7 +30,15 @@ FEATURES = (
     {"window": 21, "softcap": 10.0, "sinks": True, "free_behind_window": True},
     {"alibi": True, "window": 30, "sinks": True, "padding": 1, "spare": 24},
 )
-DTYPES = (("float32", None), ("bfloat16", None), ("float32", "bfloat16"), ("bfloat16", "int8"), ("float32", "int8"))
+DTYPES = (
+    ("float32", None),
+    ("bfloat16", None),
+    ("float32", "bfloat16"),
+    ("bfloat16", "int8"),
+    ("float32", "int8"),
+    ("float32", "float8_e4m3fn"),
+    ("bfloat16", "float8_e4m3fn"),
+)
 GRID = list(itertools.product((64, 80, 96, 128, 256), (1, 2, 3, 4, 8, 16), (16, 32, 64)))
 
 
@@ -152,6 +160,28 @@ def test_int8_pools_hold_what_numpy_quantizes():
     assert expected.max() == 127
 
 
+def test_float8_pools_hold_what_numpy_rounds():
+    """Every number between two neighbours, the ends of the range, subnormals, and what is not a number."""
+    case = paged_case(dtype="float32", pool_dtype="float8_e4m3fn", dim=256, heads=1, group=1, page=64)
+    case.options["k_scale"] = jnp.array([2**-6], jnp.float32)
+    codes = np.arange(127, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float32)  # 0 to 448
+    ties = (codes[:-1] + codes[1:]) / 2
+    edges = np.array([0.0009, 0.0011, 1e-30, 449.0, 1e30, np.inf], np.float32)
+    for token, numbers in enumerate((codes, ties, np.nextafter(ties, 0), np.nextafter(ties, 500), edges)):
+        for sign, begin in ((1, 0), (-1, 128)):
+            place = slice(begin, begin + len(numbers))
+            case.k = case.k.at[token, 0, place].set(sign * numbers * np.float32(2**-6))
+    expected = exact_paged(case)[1]
+    case.k = case.k.at[5, 0, :3].set(jnp.nan)
+    for implementation in IMPLEMENTATIONS:
+        pool = np.asarray(run(implementation, case)[1]).copy()
+        assert pool.dtype == jnp.float8_e4m3fn
+        stored, place = pool.view(np.uint8), np.asarray(expected).view(np.uint8)
+        different = np.argwhere(stored != place)
+        assert len(different) == 3  # the three that are not numbers, which become 0
+        assert (stored[tuple(different.T)] == 0).all()
+
+
 CASE = paged_case(q_lens=(4, 4, 4, 4), kv_lens=(30, 30, 30, 30), page=8, group=3, dim=16, sinks=True)
 CASE.pool = jnp.nan_to_num(CASE.pool)
 
@@ -194,7 +224,7 @@ def test_a_prompt_matches_torch_attention():
         np.testing.assert_allclose(run(implementation, case)[0], expected, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("pool_dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("pool_dtype", ["float32", "bfloat16", "int8", "float8_e4m3fn"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_the_donated_pool_stays_where_it_is(implementation, pool_dtype):
     case = paged_case(pool_dtype=pool_dtype, page=64, heads=8, dim=64)
@@ -241,7 +271,7 @@ REFUSED = [
     ({"pool": jnp.zeros((0, 2, 16, 64))}, "at least one page of at least one position"),
     (
         {"pool": jnp.zeros((9, 2, 16, 64), jnp.int8)},
-        "kv_scales with an int8 pool and with no other, got a pool of int8 w",
+        "kv_scales with a pool of int8 or float8_e4m3fn and with no other, got a pool of int8 w",
     ),
     ({"pool": jnp.zeros((9, 2, 16, 64), jnp.int32)}, "a pool of a float dtype or int8, got int32"),
     ({"kv_lens": jnp.zeros((3,), jnp.int32)}, r"kv_lens of shape \(4,\), got \(3,\)"),
@@ -254,7 +284,7 @@ REFUSED = [
     ({"options": {"scale": 1.0, "alibi": jnp.zeros(2)}}, r"alibi_slopes of shape \(4,\), got \(2,\)"),
     ({"options": {"scale": 1.0, "alibi": jnp.zeros(4), "softcap": 1.0}}, "softcap or alibi_slopes, got both"),
     ({"options": {"scale": 1.0, "prefix_lens": jnp.zeros(3, jnp.int32)}}, r"prefix_lens of shape \(4,\), got \(3,\)"),
-    ({"options": {"scale": 1.0, **SCALES}}, "kv_scales with an int8 pool and with no other"),
+    ({"options": {"scale": 1.0, **SCALES}}, "kv_scales with a pool of int8 or float8_e4m3fn and with no other"),
     (
         {"pool": jnp.zeros((9, 2, 16, 64), jnp.int8), "options": {"scale": 1.0, **SCALES, "v_scale": jnp.zeros(3)}},
         r"kv_scales.v of shape \(2,\), got \(3,\)",
@@ -270,10 +300,10 @@ def test_what_does_not_fit_is_refused(change, message):
 
 
 def test_a_dtype_the_kernel_lacks_goes_to_the_reference():
-    case = paged_case(pool_dtype="float8_e4m3fn")
+    case = paged_case(pool_dtype="float8_e5m2")
     assert registry.implementation_for("paged_attention", *case.args).name == "reference"
     check("reference", case)
-    with pytest.raises(InvalidArgumentError, match="pool is float8_e4m3fn; the kernel has"):
+    with pytest.raises(InvalidArgumentError, match="pool is float8_e5m2; the kernel has"):
         run("cpu-ffi", case)
 
 

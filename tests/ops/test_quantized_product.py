@@ -16,7 +16,7 @@ from model_adapters.ops import grouped_matmul, linear, registry
 from model_adapters.ops.compressed_weight import note_turned, quantized_of, substituted
 from model_adapters.ops.cpu import build, ffi
 from model_adapters.ops.linear import addmm, matmul
-from model_adapters.ops.quantized_weight import Scheme, dequantize, make_quantized, take_rows
+from model_adapters.ops.quantized_weight import FP4_DOUBLED, NF4, Scheme, dequantize, make_quantized, take_rows
 from model_adapters.quantization.cpu_layout import lay_out
 
 KERNEL = ffi.missing() is None
@@ -30,7 +30,12 @@ def make(seed, out, columns, scheme, *, lead=(), offset=False, order=False, half
     scale = rng.uniform(0.01, 0.03, (*lead, out, groups)).astype(np.float32) * rng.choice([-1, 1], (*lead, out, groups))
     shift = rng.uniform(-0.1, 0.1, scale.shape).astype(np.float32) if offset else None
     scale, shift = (None if x is None else x.astype(np.float16 if half else np.float32) for x in (scale, shift))
+    if scheme.table is not None:
+        low, high = 0, 16
     values = rng.integers(low, high, (*lead, out, columns)).astype(np.int8)
+    if scheme.numbers:
+        values = np.where((values & 127) == 127, 0, values).astype(np.int8).view(scheme.numbers)  # 127 is no number
+        scale, scheme = scale / 64, dataclasses.replace(scheme, numbers="")
     columns_of = rng.permutation(columns).astype(np.int32) if order else None
     return make_quantized("w", values, scale, shift, columns_of, scheme=scheme)
 
@@ -83,7 +88,12 @@ SCHEMES = {
     "int4 by 128, rows by 32": Scheme(4, 128, "int8", "float32", act_group=32),
     "int4 by 16": Scheme(4, 16, "int8", "float32"),
     "int4 of floats": Scheme(4, 64, "none", "float32"),
+    "nf4": Scheme(4, 64, "none", "float32", table=NF4),
+    "fp4 by 16": Scheme(4, 16, "none", "float32", table=tuple(map(float, FP4_DOUBLED))),
+    "fp8 by row": Scheme(8, 1 << 20, "none", "float32", numbers="float8_e4m3fn"),
+    "fp8 by 32": Scheme(8, 32, "none", "float32", numbers="float8_e4m3fn"),
 }
+"""With `numbers` those of `make`; `Scheme` itself has it in the order of the kernels alone."""
 
 
 # The kernel has passes of up to twelve rows; to XLA's operations their number makes no difference.
@@ -118,6 +128,22 @@ def test_the_kernel_takes_any_size_and_dtype(dtype, out, columns):
     want = expected(x, weight)
     tolerance = float(jnp.finfo(dtype).eps)
     np.testing.assert_allclose(got, want, rtol=max(tolerance, 3e-6), atol=3e-6 * np.abs(want).max())
+
+
+@needs_kernel
+@pytest.mark.parametrize("offset", [False, True])
+@pytest.mark.parametrize("name", ["int8 of floats", "int4 of floats", "fp8 by row", "fp8 by 32", "nf4", "fp4 by 16"])
+def test_rows_of_bfloat16_have_the_same_bits_for_any_number_of_rows(name, offset):
+    """More columns than are made pairs of bfloat16 at a time, and more rows than meet them at a time."""
+    scheme = dataclasses.replace(SCHEMES[name], dtype="bfloat16")
+    weight = make(3, 40, 1104, scheme, offset=offset and scheme.group < 1104)
+    x = jnp.asarray(np.random.default_rng(4).standard_normal((30, 1104)), jnp.bfloat16)
+    got, chosen = run(x, lay_out(weight))
+    assert chosen == "cpu-quantized"
+    want = expected(x, weight)
+    np.testing.assert_allclose(got, want, rtol=2**-8, atol=1e-5 * np.abs(want).max())
+    for rows in (1, 2, 9, 13):
+        np.testing.assert_array_equal(run(x[:rows], lay_out(weight))[0], got[:rows])
 
 
 PASSES = """
@@ -240,6 +266,31 @@ def test_fp8_rows_are_rounded_to_fp8():
     np.testing.assert_allclose(got, numbers @ (np.asarray(values, np.float64) * 0.01).T, rtol=1e-2, atol=0.02)
 
 
+@needs_kernel
+@pytest.mark.parametrize("act_scale", [None, 0.02])
+def test_the_kernel_multiplies_rows_that_are_rounded_to_fp8(act_scale):
+    scheme = Scheme(8, 64, "float8_e4m3fn", "float32", act_scale=act_scale, numbers="float8_e4m3fn")
+    weight = make(0, 24, 64, scheme)
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((5, 64)), jnp.float32)
+    bias = jnp.asarray(np.random.default_rng(2).standard_normal(24), jnp.float32)
+    held = lay_out(weight)
+    assert held.scheme.layout == "cpu" and held.plain().scheme == weight.scheme
+    got, name = run(x, held, bias)
+    by_xla, other = run(x, weight, bias)
+    assert (name, other) == ("cpu-quantized", "quantized")
+    np.testing.assert_allclose(got, by_xla, rtol=1e-5, atol=1e-5)
+
+
+@needs_kernel
+def test_halves_of_fp4_become_places_in_a_table():
+    values = np.asarray(FP4_DOUBLED, np.int8)[np.random.default_rng(0).integers(0, 16, (3, 16, 64))]
+    scale = np.full((3, 16, 2), 0.25, np.float32)
+    weight = make_quantized("w", values, scale, scheme=Scheme(4, 32, "none", "float32"))
+    held = lay_out(weight)
+    assert held.values.nbytes == 3 * 16 * 32 and held.scheme.table is not None
+    np.testing.assert_array_equal(dequantize(held), dequantize(weight))
+
+
 def test_a_fixed_scale_of_activations_is_used():
     weight = make(0, 8, 64, Scheme(8, 64, "int8", "float32", act_scale=0.05))
     x = np.random.default_rng(1).standard_normal((3, 64)).astype(np.float32)
@@ -286,7 +337,7 @@ def test_experts_are_multiplied_as_they_are_stored(layout, act_dtype, held_as):
 
     with registry.record_calls() as calls:
         got = jax.jit(call)(x, held)
-    assert calls == {("grouped_matmul", "quantized")}
+    assert calls == {("grouped_matmul", "cpu-quantized" if held_as == "cpu" else "quantized")}
     begin = 0
     for expert, size in enumerate(sizes):
         scheme = Scheme(4, 32, act_dtype, "float32")

@@ -315,6 +315,11 @@ def test_invalid_meshes(text, said):
     [
         ({"kv_cache_dtype": "int4"}, InvalidArgumentError, "kv_cache_dtype: expected one of auto.*got 'int4'"),
         ({"kv_cache_dtype": "int9"}, InvalidArgumentError, "kv_cache_dtype: expected one of auto.*got 'int9'"),
+        (
+            {"kv_cache_dtype": "fp8", "topology": "v6e:2x2"},
+            InvalidArgumentError,
+            "int8 or auto for v6e, which has no float8",
+        ),
         ({"max_num_seqs": 0}, InvalidArgumentError, "max_num_seqs"),
         ({"max_model_len": 1}, InvalidArgumentError, "max_model_len"),
         ({"prefill_lens": (0,)}, InvalidArgumentError, "prefill"),

@@ -27,12 +27,13 @@ def config_file(folder, quantization):
     return file
 
 
-def test_pages_in_int8_take_a_quarter_of_those_in_float32(module):
+@pytest.mark.parametrize(("name", "dtype"), [("int8", "int8"), ("fp8", "float8_e4m3fn")])
+def test_pages_in_8_bits_take_a_quarter_of_those_in_float32(module, name, dtype):
     dense, narrow = (
-        make_plan(module, "toy", dataclasses.replace(REQUEST, kv_cache_dtype=dtype, prefill_lens=()))
-        for dtype in ("auto", "int8")
+        make_plan(module, "toy", dataclasses.replace(REQUEST, kv_cache_dtype=each, prefill_lens=()))
+        for each in ("auto", name)
     )
-    assert (narrow.kv_cache_dtype, 4 * narrow.pages_bytes) == ("int8", dense.pages_bytes)
+    assert (narrow.kv_cache_dtype, 4 * narrow.pages_bytes) == (dtype, dense.pages_bytes)
     scales = 2 * 2 * 2 * 4  # of keys and values, by layer and head
     assert narrow.programs[0].alias_bytes == narrow.pages_bytes + scales
 

@@ -4,6 +4,7 @@ import openai
 import pytest
 
 from torchax_serve import SamplingParams
+from torchax_serve.engine.admission import Admission
 
 PROMPT = "Once upon a time"
 
@@ -18,6 +19,18 @@ def test_prompts_of_every_kind(client, model, kind):
     assert [choice.text for choice in answer.choices] == [each.text for each in expected]
     assert answer.usage.completion_tokens == sum(len(each.token_ids) for each in expected)
     assert answer.usage.prompt_tokens == sum(each.prompt_len for each in expected)
+
+
+def test_a_prompt_that_would_wait_with_too_many_tokens_is_429(http, server, model, monkeypatch):
+    assert server.pages_are_back(model)
+    monkeypatch.setattr(model.engine, "admission", Admission(0, max_num_waiting=64, max_num_waiting_tokens=13))
+    body = {"model": "tiny", "max_tokens": 2}
+    refused = http.post("/v1/completions", json=body | {"prompt": [5] * 20})
+    assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
+    error = refused.json()["error"]
+    assert error["code"] == "rate_limit_exceeded" and "tokens that wait" in error["message"]
+    assert server.pages_are_back(model)
+    assert http.post("/v1/completions", json=body | {"prompt": [5] * 6}).status_code == 200
 
 
 def test_sixteen_tokens_by_default(client):

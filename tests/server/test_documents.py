@@ -4,12 +4,15 @@ import re
 from pathlib import Path
 
 import jsonschema
+import openai
 import pytest
 import yaml
 
 from torchax_serve.server.app import ROUTES
 from torchax_serve.server.field_docs import with_tables
 from torchax_serve.server.openapi import description
+from torchax_serve.server.pooling_schemas import EmbeddingRequest
+from torchax_serve.server.schemas import ChatRequest, CompletionRequest
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -17,6 +20,18 @@ DOCS = Path(__file__).parents[2] / "docs"
 def test_tables_of_fields_are_current():
     text = (DOCS / "server.md").read_text()
     assert with_tables(text) == text, "run python -m torchax_serve.server.field_docs docs/server.md"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "kind"),
+    [
+        (openai.types.chat.completion_create_params.CompletionCreateParamsBase, ChatRequest),
+        (openai.types.completion_create_params.CompletionCreateParamsBase, CompletionRequest),
+        (openai.types.EmbeddingCreateParams, EmbeddingRequest),
+    ],
+)
+def test_every_parameter_of_the_client_is_known(parameters, kind):
+    assert set(parameters.__annotations__) | {"stream"} <= set(kind.model_fields) | {"stream"}
 
 
 def test_every_route_is_in_the_document():

@@ -50,6 +50,18 @@ def post(server, path, **body):
     return httpx.post(f"{server.url}{path}", json={"model": "tiny", **body}, timeout=60)
 
 
+def test_texts_beyond_the_limit_are_refused_by_the_name_of_their_field(embedder, ranker):
+    long = "ą" * (1 << 19) + "a"
+    for server, path, field, body in (
+        (embedder[0], "/v1/embeddings", "input", {"input": ["a", long]}),
+        (ranker[0], "/rerank", "documents", {"query": "a", "documents": ["a", long]}),
+        (ranker[0], "/score", "text_2", {"text_1": long, "text_2": "a"}),
+    ):
+        answer = post(server, path, **body)
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == field
+        assert f"at most {1 << 20} bytes in UTF-8" in answer.json()["error"]["message"]
+
+
 def test_embeddings_are_those_of_the_model(embedder):
     server, model = embedder
     expected = model.embed(TEXTS, pooling="mean")

@@ -67,7 +67,7 @@ TRANSCRIPTS = [
         [("weather", ARGUMENTS), ("clock", {})],
     ),
     (
-        "deepseek",
+        "deepseek-v3.1",
         "<｜Assistant｜><think>\n",
         f"Hm.\n</think>\n<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{JSON}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
         "",
@@ -141,6 +141,23 @@ TRANSCRIPTS = [
         "",
         [],
     ),
+    (
+        "llama4",
+        "<|header_start|>user<|header_end|>\n\nhi<|eot|><|header_start|>assistant<|header_end|>\n\n",
+        f'<|python_start|>{{"name": "weather", "parameters": {JSON}}}<|python_end|>',
+        "",
+        "",
+        [("weather", ARGUMENTS)],
+    ),
+    (
+        "llama4",
+        "<|header_start|>assistant<|header_end|>\n\n",
+        f'{{"name": "weather", "parameters": {JSON}}}',
+        "",
+        "",
+        [("weather", ARGUMENTS)],
+    ),
+    ("llama4", "<|header_start|>assistant<|header_end|>\n\n", "Hello!", "Hello!", "", []),
     ("think", "Question: hi\n<think>\n", "Hm.</think>42", "42", "Hm.", []),
 ]
 

@@ -2,14 +2,17 @@
 
 import os
 import shutil
+import time
 
 import jax.numpy as jnp
 import pytest
 
+from model_adapters import disk_cache
 from torchax_serve.compilation.cache_folders import EVICTOR
 from torchax_serve.start import record as record_module
+from torchax_serve.start.model_record import ModelRecord
 from torchax_serve.start.record import StartFolder, StartRecord, states_of
-from torchax_serve.start.weights_file import stored
+from torchax_serve.start.weights_file import file_of
 
 ARGUMENTS = {"dtype": "auto", "strict": "False", "pack_weights": "True"}
 
@@ -34,10 +37,11 @@ def source(tmp_path):
 def start_folder(checkpoint, source, tmp_path, monkeypatch):
     monkeypatch.setattr(record_module, "programs_dir", lambda: tmp_path / "cache" / "programs")
     folder = StartFolder(checkpoint, ARGUMENTS)
-    places, pieces = stored({"w": jnp.ones(8)})
-    seal = folder.write_weights(places.num_bytes, pieces)
+    seal = folder.write_weights(*file_of({"w": jnp.ones(8)}))
     files = states_of(checkpoint, [source])
-    written = StartRecord(files, "id", places, seal, None, {}, (), {}, {}, {}, "", ("llama", "float32"))
+    written = StartRecord(
+        files, "id", seal, ModelRecord({"w": "w"}, None, {}, (), {}, {}, {}, {}, "", "", ("llama", "float32"))
+    )
     folder.write(written)
     assert folder.read() == written
     return folder
@@ -65,11 +69,25 @@ def test_changed_source_of_the_models_class(start_folder, source):
 
 def test_weights_that_were_removed_or_replaced(start_folder):
     shutil.copy(start_folder.weights_path, start_folder.weights_path.with_name("other"))
-    places, pieces = stored({"w": jnp.zeros(8)})
-    start_folder.write_weights(places.num_bytes, pieces)
+    start_folder.write_weights(*file_of({"w": jnp.zeros(8)}))
     assert start_folder.read() is None
     start_folder.weights_path.unlink()
     assert start_folder.read() is None
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "other"])
+def test_damaged_weights(start_folder, damage, caplog, monkeypatch):
+    """Weights are not read through at a start; what writes to them leaves its time."""
+    monkeypatch.setattr(disk_cache, "_WARNED", set())
+    file = start_folder.weights_path
+    assert start_folder.read() is not None and start_folder.read() is not None  # a use is no change
+    content = file.read_bytes()
+    time.sleep(0.02)  # the clock of a file system may have steps of some milliseconds
+    flipped = bytes([content[0] ^ 1]) + content[1:]
+    file.write_bytes({"flip": flipped, "cut": content[:-100], "other": b""}[damage])
+    assert start_folder.read() is None
+    (line,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert f"{file} is damaged" in line.getMessage()
 
 
 def test_a_damaged_record(start_folder):
@@ -92,5 +110,4 @@ def test_other_arguments_have_another_record(start_folder, checkpoint):
 
 def test_weights_too_large_for_the_cache_are_not_kept(start_folder, monkeypatch):
     monkeypatch.setattr(EVICTOR, "max_bytes", 1000)
-    places, pieces = stored({"w": jnp.zeros(200)})
-    assert start_folder.write_weights(places.num_bytes, pieces) is None
+    assert start_folder.write_weights(*file_of({"w": jnp.zeros(200)})) is None

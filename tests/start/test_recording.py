@@ -68,6 +68,14 @@ def test_a_quantized_checkpoint(make, tmp_path):
             assert getattr(recorded.generation_config, name) == generation_config.get(name)
 
 
+def test_what_weights_lost_is_told_again(tmp_path, caplog):
+    recorded, *_ = recorded_start(quantized_folder(tmp_path), quantization="int4", requantize=True)
+    recorded.close()
+    first, second = (each.getMessage() for each in caplog.records if "quantized again" in each.getMessage())
+    assert first == second
+    assert first.endswith(recorded.load_report.requantized)
+
+
 def test_files_that_are_no_longer_the_latest_are_not_used(tmp_path):
     recorded, *_ = recorded_start(EMBEDDED, quantization="int4")
     recorded.close()

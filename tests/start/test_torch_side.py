@@ -48,7 +48,7 @@ def test_an_answer_that_is_short_does_not_load_it_in_the_background():
     compiler.hold_tracing(threading.Lock())  # as when the model becomes idle
     compiler.close()
     assert side.loaded is None
-    before_trace(side)  # a thread that has to wait for the program does not hesitate
+    before_trace(side)  # a thread that needs the program now loads it at once
     assert side.loaded == "loaded"
 
 

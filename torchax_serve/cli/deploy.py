@@ -32,7 +32,8 @@ Replicas = Annotated[
 ]
 MaxNumSeqs = Annotated[int, typer.Option("--max-num-seqs", min=1, help="Requests that a replica runs at once.")]
 KVCacheDtype = Annotated[
-    str | None, typer.Option("--kv-cache-dtype", help="int8: keys and values in 8 bits; by default as the model.")
+    str | None,
+    typer.Option("--kv-cache-dtype", help="int8 or fp8: keys and values in 8 bits; by default as the model."),
 ]
 Dtype = Annotated[
     str,

@@ -24,6 +24,7 @@ from torchax_serve.cli.shared.load_options import (
 )
 from torchax_serve.cli.shared.model_name import check_model, complete_model
 from torchax_serve.cli.shared.terminal import activity, passing_note
+from torchax_serve.validation.argument_checks import KV_CACHE_DTYPES
 
 Model = Annotated[
     str | None,
@@ -40,7 +41,7 @@ PageSize = Annotated[int, typer.Option("--page-size", "--block-size", min=1, hel
 PrefillLens = Annotated[
     str, typer.Option("--prefill", help="Tokens of the prefill steps to compile, with commas; empty for none.")
 ]
-KVCacheDtype = Annotated[str, typer.Option("--kv-cache-dtype", help="auto, float32, bfloat16, float16 or int8.")]
+KVCacheDtype = Annotated[str, typer.Option("--kv-cache-dtype", help="auto, float32, bfloat16, float16, int8 or fp8.")]
 Quantization = Annotated[
     str | None,
     typer.Option(
@@ -87,7 +88,7 @@ def plan(
     """Compile a model's steps for hardware that need not be here: fits or not, bytes a device, exchange, time bound."""
     check_model(model, load.revision, with_weights=False)
     prefill_lens = _lengths(prefill)
-    check_choice("--kv-cache-dtype", kv_cache_dtype, (*DTYPES, "int8"))
+    check_choice("--kv-cache-dtype", kv_cache_dtype, (*DTYPES, *KV_CACHE_DTYPES))
     _check_together(topology, mesh, save, search, sharding=sharding)
     options: dict[str, Any] = {
         "mesh": mesh,

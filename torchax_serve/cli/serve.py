@@ -6,12 +6,15 @@ import functools
 import logging
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from model_adapters.errors import InvalidArgumentError
+from model_adapters.loading.model_source import bundle_folder
 from torchax_serve.cli.shared.command import Command
 from torchax_serve.cli.shared.config_file import ConfigFile
 from torchax_serve.cli.shared.load_model import end_if_explained
@@ -71,6 +74,10 @@ class AccessOptions:
     cors_origin: Annotated[
         list[str] | None, _access("--cors-origin", help="Origin whose pages may call the server from a browser.")
     ] = None
+    media_host: Annotated[
+        list[str] | None,
+        _access("--media-host", help="Host, or HOST:PORT, that images and audio of chats may be fetched from."),
+    ] = None
     log_format: Annotated[str, _access("--log-format", help="text or json.")] = "text"
     no_access_log: Annotated[bool, _access("--no-access-log", help="No line for each request.")] = False
     response_template: Annotated[
@@ -97,6 +104,9 @@ class LimitOptions:
     max_num_waiting: Annotated[
         int, _limits("--max-num-waiting", help="Requests that wait; one more is answered with 429.", min=1)
     ] = 256
+    max_num_waiting_tokens: Annotated[
+        int, _limits("--max-num-waiting-tokens", help="Tokens of waiting prompts; more are answered with 429.", min=1)
+    ] = 1 << 22
     max_body_mib: Annotated[int, _limits("--max-body-mib", help="MiB of a request's body.", min=1)] = 32
     max_connections: Annotated[int, _limits("--max-connections", help="Open connections.", min=1)] = 4096
     max_connections_per_address: Annotated[
@@ -122,6 +132,9 @@ class LifeOptions:
     watchdog: Annotated[
         float, _life("--watchdog", help="Seconds without progress of the engine that end the process; 0: none.")
     ] = 300.0
+    watch: Annotated[
+        bool, _life("--watch", help="Of a bundle: take new versions as they come, while requests of the old one end.")
+    ] = False
     no_warm_up: Annotated[bool, _life("--no-warm-up", help="Compile at the first requests, not before.")] = False
 
 
@@ -153,6 +166,10 @@ def serve(
     from torchax_serve.server import require_packages
 
     end_if_explained(model, load)
+    if life.watch and bundle_folder(model) is None:
+        raise InvalidArgumentError(
+            f"--watch: expected a bundle as MODEL, got {model or 'none'}; leave it out, or export the model"
+        )
     require_packages()
     check_model(model, load.revision)
     options = _server_options(address, access, limits, life)
@@ -163,11 +180,15 @@ def serve(
     from torchax_serve.text.template_renderer import shared_renderer
 
     engine = EngineOptions(
-        max_num_seqs=limits.max_num_seqs, max_num_waiting=limits.max_num_waiting, max_model_len=max_model_len
+        max_num_seqs=limits.max_num_seqs,
+        max_num_waiting=limits.max_num_waiting,
+        max_num_waiting_tokens=limits.max_num_waiting_tokens,
+        max_model_len=max_model_len,
     )
     load.show_details()
     _warn_if_open(options)
-    server = Server(options, lambda: load_model(model, engine=engine, **load.serve_kwargs()))
+    load_here = functools.partial(load_model, engine=engine, **load.serve_kwargs())
+    server = Server(options, functools.partial(_loaded, model, load_here, is_watched=life.watch))
     for each in server.addresses:
         print(f"listening on {each}", file=sys.stderr, flush=True)
     try:
@@ -178,6 +199,15 @@ def serve(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def _loaded(model: str | None, load: Callable[[Any], Any], *, is_watched: bool) -> Any:
+    """Returns the model, or the newest version of a bundle that is watched."""
+    if not is_watched:
+        return load(model)
+    from torchax_serve.export.watch import WatchedBundle
+
+    return WatchedBundle(Path(model or ""), load)
 
 
 def _server_options(
@@ -197,6 +227,7 @@ def _server_options(
         api_keys=tuple(_named_key(index, key) for index, key in enumerate(access.api_key or ())),
         api_key_file=access.api_key_file,
         cors_origins=tuple(access.cors_origin or ()),
+        media_hosts=tuple(access.media_host or ()),
         log_format=access.log_format,
         access_log=not access.no_access_log,
         metrics_compat=access.metrics_compat,

@@ -89,21 +89,23 @@ def check_may_trace() -> None:
         raise TracingHeldError
 
 
-def hesitate(seconds: float) -> None:
-    """Waits, in the thread of a `BackgroundCompiler` alone, for what is worth its cost only where there is much work.
+def wait_for_work(seconds: float) -> None:
+    """Waits, in the thread of a `BackgroundCompiler` alone, until the model has worked for some time.
+
+    For what is worth its cost only where there is much work.
 
     Args:
-        seconds: Time for which the model has to work, in all calls together.
+        seconds: Seconds of work, in all calls together.
 
     Raises:
         TracingHeldError: The model has become idle, or was closed.
     """
     compiler: BackgroundCompiler | None = getattr(_this_thread, "compiler", None)
-    while compiler is not None and compiler.hesitated_s < seconds:
+    while compiler is not None and compiler.waited_s < seconds:
         if compiler.is_closed or not compiler.may_trace:
             raise TracingHeldError
         time.sleep(POLL_S)
-        compiler.hesitated_s += POLL_S
+        compiler.waited_s += POLL_S
 
 
 class BackgroundCompiler:
@@ -117,7 +119,7 @@ class BackgroundCompiler:
 
     Attributes:
         is_closed: Whether it takes no more tasks.
-        hesitated_s: Time in seconds that `hesitate` has waited.
+        waited_s: Time in seconds that `wait_for_work` has waited.
     """
 
     def __init__(self) -> None:
@@ -125,7 +127,7 @@ class BackgroundCompiler:
         self._known: set[Hashable] = set()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self.is_closed, self.hesitated_s = False, 0.0
+        self.is_closed, self.waited_s = False, 0.0
         self._may_trace = threading.Event()
         self._may_trace.set()
         atexit.register(_close, weakref.ref(self))

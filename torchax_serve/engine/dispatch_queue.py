@@ -43,9 +43,9 @@ class DispatchQueue:
         """Whether the newest step, if there is one, needed no program that was compiled or loaded for it."""
         return not self._queue or self._queue[-1].is_timed
 
-    def push(self, step: InFlightStep, expected_s: float, is_timed: bool) -> None:
-        """Adds a step that has just been dispatched."""
-        self._queue.append(QueuedStep(step, time.monotonic(), expected_s, is_timed))
+    def push(self, step: InFlightStep, expected_s: float, is_timed: bool, sent_s: float) -> None:
+        """Adds a step whose first program was sent at `sent_s`."""
+        self._queue.append(QueuedStep(step, sent_s, expected_s, is_timed))
 
     def pop(self) -> QueuedStep:
         """Removes and returns the oldest step, which is read next."""

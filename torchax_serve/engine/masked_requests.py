@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from torchax_serve.sampling.token_masks import ALL_TOKENS, TokenMasks
+from torchax_serve.sampling.token_masks import ALL_TOKENS, TokenMasks, num_words
 from torchax_serve.scheduler import RequestId, StepPlan
 from torchax_serve.scheduler.request import RequestState
 
@@ -19,7 +19,7 @@ class MaskedRequests:
     """
 
     def __init__(self, vocab_size: int) -> None:
-        self._num_words = -(-vocab_size // 32)
+        self._num_words = num_words(vocab_size)
         self._masks: dict[RequestId, TokenMasks] = {}
 
     def add(self, request_id: RequestId, masks: TokenMasks | None) -> None:
@@ -27,12 +27,15 @@ class MaskedRequests:
         if masks is not None:
             self._masks[request_id] = masks
 
-    def of(self, plan: StepPlan, find: Callable[[RequestId], RequestState | None]) -> PlanMasks | None:
+    def of(
+        self, plan: StepPlan, find: Callable[[RequestId], RequestState | None], read_tokens: Callable[[], None]
+    ) -> PlanMasks | None:
         """Returns the masks of a plan's rows; None if no row has one.
 
         Args:
             plan: The plan; it has one step if a row is masked.
             find: Returns the state of a request that has not ended.
+            read_tokens: Reads the tokens of all steps in flight.
         """
         if not self._masks:
             return None
@@ -42,31 +45,43 @@ class MaskedRequests:
             masks, state = self._masks.get(row.request_id), find(row.request_id)
             if masks is not None and state is not None and row.samples_token:
                 masked.append((index, row.slot, masks, state))
-        return PlanMasks(len(plan.rows), self._num_words, masked) if masked else None
+        return PlanMasks(self._num_words, masked, read_tokens) if masked else None
 
 
 class PlanMasks:
     """Masks of the rows of one plan, not computed yet.
 
     Args:
-        num_rows: Rows of the plan.
         num_words: Words of a row.
         masked: Index, slot, masks and state of each masked row.
+        read_tokens: Reads the tokens of all steps in flight.
     """
 
     def __init__(
-        self, num_rows: int, num_words: int, masked: Sequence[tuple[int, int, TokenMasks, RequestState]]
+        self,
+        num_words: int,
+        masked: Sequence[tuple[int, int, TokenMasks, RequestState]],
+        read_tokens: Callable[[], None],
     ) -> None:
-        self._num_rows, self._num_words, self._masked = num_rows, num_words, masked
+        self._num_words, self._masked, self._read_tokens = num_words, masked, read_tokens
 
-    def words(self, failures: dict[int, Exception]) -> np.ndarray:
+    def words(self, num_rows: int, failures: dict[int, Exception]) -> np.ndarray:
         """Computes the masks, int32[num_rows, ceil(vocab / 32)].
 
+        The device computes the logits of the plan meanwhile: it needs the tokens before, and not their values here.
+
         Args:
+            num_rows: Rows of the logits; those behind the plan's have no masks.
             failures: Takes the errors of masks, by slot.
+
+        Raises:
+            Exception: A step in flight has failed.
         """
-        words = np.full((self._num_rows, self._num_words), ALL_TOKENS)
+        self._read_tokens()
+        words = np.full((num_rows, self._num_words), ALL_TOKENS)
         for index, slot, masks, state in self._masked:
+            if state.finish_reason is not None:
+                continue  # with a token that has just been read: the row's next one is not delivered
             try:
                 masks.fill(words[index], state.output_ids)
             except Exception as error:  # of this request

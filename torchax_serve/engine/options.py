@@ -8,8 +8,9 @@ from __future__ import annotations
 import dataclasses
 
 from model_adapters.errors import InvalidArgumentError
-from torchax_serve.engine.engine import MAX_NUM_WAITING
+from torchax_serve.engine.admission import MAX_NUM_WAITING, MAX_NUM_WAITING_TOKENS
 from torchax_serve.scheduler.config import check_int
+from torchax_serve.validation.argument_checks import KV_CACHE_DTYPES
 from torchax_serve.validation.argument_hints import fields_refuse_unknown
 
 MAX_MODEL_LEN = 32768
@@ -26,6 +27,16 @@ MAX_ENCODER_LEN = 1024
 
 MAX_DECODER_LEN = 4096
 """Default limit of the decoder tokens of an encoder-decoder model: each slot also stores encoder keys and values."""
+
+
+_POSITIVE = (
+    "max_num_seqs",
+    "page_size",
+    "max_num_batched_tokens",
+    "max_num_steps",
+    "max_num_waiting",
+    "max_num_waiting_tokens",
+)
 
 
 @fields_refuse_unknown
@@ -46,13 +57,15 @@ class EngineOptions:
         enable_prefix_caching: Whether requests share the pages of a common prefix.
         max_num_waiting: Requests that may wait for a slot; one more is refused with `QueueFullError`. `generate_batch`
             queues longer lists by itself.
+        max_num_waiting_tokens: Tokens of the prompts that wait for a slot, those of each answer counted; a request that
+            would bring more is refused with `QueueTokensError`.
         max_num_steps: Decode steps in one dispatch, at most, while no request waits. Fewer are sent where they would
             take more than 0.1 s, since a request that arrives meanwhile waits for the dispatch.
         max_decode_slowdown: Factor by which prompts of new requests may lengthen the time per token of running
             requests. A larger factor shortens the time to first token and finishes a batch of many prompts sooner.
-        kv_cache_dtype: "int8" stores keys and values in 8 bits, so that twice as many tokens of a 16-bit model fit; a
-            scale for each layer and head is calibrated at the start with a prompt of random tokens. None: the model's
-            dtype.
+        kv_cache_dtype: "int8" or "fp8" (float8_e4m3fn, where the chip has it) stores keys and values in 8 bits, so that
+            twice as many tokens of a 16-bit model fit; a scale for each layer and head is calibrated at the start with
+            a prompt of random tokens. None: the model's dtype.
         batch_invariant: Whether a request's results are bit-equal for any other requests in the batch; float32 on a
             CPU always has that. In bfloat16 and float16 batches of up to four requests then lose about a quarter of
             their tokens per second, as they go without a faster order of summation.
@@ -70,9 +83,10 @@ class EngineOptions:
     kv_cache_dtype: str | None = None
     max_encoder_len: int | None = None
     max_num_waiting: int = MAX_NUM_WAITING
+    max_num_waiting_tokens: int = MAX_NUM_WAITING_TOKENS
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "page_size", "max_num_batched_tokens", "max_num_steps", "max_num_waiting"):
+        for name in _POSITIVE:
             check_int(name, getattr(self, name), 1, "give a positive number")
         for name in ("max_model_len", "kv_cache_memory_bytes", "max_encoder_len"):
             if getattr(self, name) is not None:
@@ -80,8 +94,9 @@ class EngineOptions:
         for name in ("enable_prefix_caching", "batch_invariant"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidArgumentError(f"{name}: expected True or False, got {getattr(self, name)!r}")
-        if self.kv_cache_dtype not in (None, "int8"):
-            raise InvalidArgumentError(f"kv_cache_dtype: expected 'int8' or None, got {self.kv_cache_dtype!r}")
+        if self.kv_cache_dtype not in (None, *KV_CACHE_DTYPES):
+            names = ", ".join(repr(name) for name in KV_CACHE_DTYPES)
+            raise InvalidArgumentError(f"kv_cache_dtype: expected {names} or None, got {self.kv_cache_dtype!r}")
         slowdown = self.max_decode_slowdown
         if isinstance(slowdown, bool) or not isinstance(slowdown, int | float) or not slowdown > 1:
             raise InvalidArgumentError(f"max_decode_slowdown: expected a number above 1, got {slowdown!r}")

@@ -6,15 +6,18 @@ import asyncio
 import collections
 import logging
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from torchax_serve.engine.model_runner import InFlightStep, ModelRunner
+from torchax_serve.engine.reader_wakeups import ReaderWakeups
 from torchax_serve.engine.request import EngineRequest
 from torchax_serve.engine.request_handle import RequestHandle, RequestOutput
-from torchax_serve.outputs import TokenLogprobs
+from torchax_serve.outputs import FinishReason, TokenLogprobs
 from torchax_serve.scheduler import RequestId, RowResult
 
 logger = logging.getLogger("torchax_serve")
+
+_ByLoop = collections.defaultdict[asyncio.AbstractEventLoop, list[RequestHandle]]
 
 NO_TOKEN = (
     "no token could be chosen: its options forbid all, or its logits were not finite numbers; weights may hold such, "
@@ -34,10 +37,10 @@ class OutputProcessor:
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self._requests: dict[RequestId, tuple[EngineRequest, weakref.ref[RequestHandle]]] = {}
-        # Handles of asynchronous readers with undelivered wake-ups, by event loop.
-        self._to_wake: collections.defaultdict[asyncio.AbstractEventLoop, list[RequestHandle]] = (
-            collections.defaultdict(list)
-        )
+        # Handles of asynchronous readers with new outputs by event loop, and the loops of first and last ones.
+        self._to_wake: _ByLoop = collections.defaultdict(list)
+        self._urgent: set[asyncio.AbstractEventLoop] = set()
+        self._wakeups: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, ReaderWakeups] = weakref.WeakKeyDictionary()
         self._prompts: dict[RequestId, dict[int, TokenLogprobs]] = {}  # log-probabilities by position, so far
         self._failed: list[RequestId] = []  # requests whose tokens could not be delivered
 
@@ -73,10 +76,21 @@ class OutputProcessor:
             if handle is not None:
                 self._put(handle, new)
 
+    def deliver_failures(self, step: InFlightStep, abort: Callable[[RequestId, FinishReason], bool]) -> None:
+        """Ends requests of a step with failures of their own, by `abort`; their results are not read."""
+        for row in step.plan.rows if step.failures else ():
+            error = step.failures.get(row.slot)
+            if error is not None and abort(row.request_id, "error"):
+                message = f"it could not be prepared ({describe(error)})"
+                self.deliver([RowResult(row.request_id, None, (), "error")], error=message)
+
     def _put(self, handle: RequestHandle, new: RequestOutput | RowResult) -> None:
+        is_first_or_last = not handle.has_output or new.finish_reason is not None
         handle.put(new)
         if handle.loop is not None:
             self._to_wake[handle.loop].append(handle)
+            if is_first_or_last:
+                self._urgent.add(handle.loop)
 
     def _failure(self, request_id: RequestId, error: Exception) -> RequestOutput:
         logger.error("request %s: its tokens could not be delivered", request_id, exc_info=error)
@@ -104,14 +118,16 @@ class OutputProcessor:
         return failed
 
     def notify_async_readers(self) -> None:
-        """Wakes the asynchronous readers with new outputs, with one call per event loop.
+        """Has the asynchronous readers with new outputs woken, with one call per event loop.
 
         One call per reader would take longer than many a step.
         """
         served, self._to_wake = self._to_wake, collections.defaultdict(list)
+        urgent, self._urgent = self._urgent, set()
         for loop, handles in served.items():
             try:
-                loop.call_soon_threadsafe(_wake_all, handles)
+                wakeups = self._wakeups.setdefault(loop, ReaderWakeups())
+                wakeups.request(loop, handles, len(self._requests), at_once=loop in urgent)
             except RuntimeError:  # the loop has been closed, and its readers with it
                 for handle in handles:
                     handle.cancel()
@@ -163,8 +179,3 @@ def describe(error: BaseException) -> str:
     """Returns the type of an error and the first line of its message."""
     lines = str(error).splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
-
-
-def _wake_all(handles: Iterable[RequestHandle]) -> None:
-    for handle in handles:
-        handle.wake()

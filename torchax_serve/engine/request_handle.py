@@ -43,6 +43,7 @@ class RequestHandle:
         self._arrivals: queue.SimpleQueue[RequestOutput | RowResult] = queue.SimpleQueue()
         self._waiter: asyncio.Future[None] | None = None  # what an asynchronous reader waits for
         self.loop: asyncio.AbstractEventLoop | None = None  # of an asynchronous reader
+        self.has_output = False  # whether one has arrived, read or not
         self._process = OwnerProcess()
 
     def __repr__(self) -> str:
@@ -69,6 +70,7 @@ class RequestHandle:
 
         An outcome stands for its tokens: most arrivals are nothing more, and it is the reader who makes them of it.
         """
+        self.has_output = True
         self._arrivals.put(new)
 
     def fail(self, error: str) -> None:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import jax
 import numpy as np
@@ -24,6 +24,7 @@ from torchax_serve.compilation.program_signature import model_identity
 from torchax_serve.compilation.xla_cache import programs_dir
 from torchax_serve.distributed.hosts.leader import Leader
 from torchax_serve.engine.data_parallel import split_runtimes
+from torchax_serve.engine.options import EngineOptions
 from torchax_serve.generation.jax_forward import following
 from torchax_serve.generation.jax_model import run_on_jax
 from torchax_serve.pooling.queue import PoolingQueue, QueuedTexts
@@ -53,7 +54,10 @@ class BaseModel:
         recorded_executables: Programs of an engine that a `RecordedModel` has begun; None if there is none.
         torch_model: The transformers model object whose ``forward`` and ``generate`` run on JAX, for code that needs
             one (``transformers.pipeline``, lm-eval).
+        embeds: Whether it has embeddings of texts.
     """
+
+    embeds = True
 
     def __init__(self, loaded: LoadedModel, leader: Leader | None = None) -> None:
         self._leader = leader
@@ -261,6 +265,45 @@ class BaseModel:
         self.torch_model.save_pretrained(save_directory, **kwargs)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(save_directory)
+
+    def export(
+        self,
+        out: str | os.PathLike[str],
+        *,
+        platforms: Sequence[str] = ("cpu",),
+        engine: EngineOptions | None = None,
+        weights: Literal["safetensors", "orbax"] = "safetensors",
+        native: bool = True,
+        reference: bool = True,
+        advance: Callable[[int], object] = lambda number: None,
+    ) -> Path:
+        """Writes programs, weights and tokenizer as a bundle that runs without torch; returns the version's folder.
+
+        Args:
+            out: folder of the bundle, new or with other versions.
+            platforms: platforms of the programs: ``cpu``, ``tpu:v6e``, ``cuda:h100``; their devices need not be here.
+            engine: sizes of the engine, which its programs have; None: those that the model was served with.
+            weights: format of the weights; safetensors are mapped.
+            native: let programs for a CPU call the C++ kernels.
+            reference: write programs for a CPU without kernels as well, for processors without a compiler.
+            advance: called with the number of programs written since the last call.
+
+        Raises:
+            UnsupportedModelError: requests of the model need more than a bundle has.
+            InvalidArgumentError: options that do not fit the model; a folder with something else in it.
+            TorchaxServeError: the disk is full, or a package is missing.
+        """
+        from torchax_serve.export.writer import ExportRequest, export_model
+
+        if len(self._runtimes) > 1:
+            raise UnsupportedModelError(
+                "export: expected one replica, got several on the axis data; serve the model without it"
+            )
+        options = engine or vars(self).get("_engine_options") or EngineOptions()
+        request = ExportRequest(
+            platforms=platforms, engine=options, weights=weights, native=native, reference=reference, advance=advance
+        )
+        return export_model(self._followed(), self._runtimes[0], Path(out), request).folder
 
     def __getattr__(self, name: str) -> Any:
         model = vars(self).get("torch_model")

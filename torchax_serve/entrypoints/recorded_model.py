@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import logging
 import secrets
@@ -14,12 +15,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import jax
+import numpy as np
 
 from model_adapters.errors import TorchaxServeError
 from model_adapters.jax_settings import programs_run
 from model_adapters.loading.model_source import ModelSource
+from model_adapters.ops.compressed_weight import Weight
 from model_adapters.ops.cpu.huge_pages import move_into_huge_pages
-from torchax_serve.compilation.background import hesitate
+from torchax_serve.compilation.background import wait_for_work
 from torchax_serve.compilation.executable_cache import ExecutableCache
 from torchax_serve.engine.engine import Engine
 from torchax_serve.engine.factory import build_engine
@@ -30,8 +33,10 @@ from torchax_serve.generation.token_options import check_one_answer, with_params
 from torchax_serve.outputs import Completion, EngineStats
 from torchax_serve.sampling import unsupported_options
 from torchax_serve.sampling.row_params import ENGINE_OPTIONS
+from torchax_serve.sampling.transformers_behaviour import TransformersBehaviour
 from torchax_serve.sampling_params import SamplingParams
-from torchax_serve.start.record import StartFolder, StartRecord
+from torchax_serve.start.model_record import ModelRecord
+from torchax_serve.start.record import StartFolder
 from torchax_serve.start.recorded_runtime import RecordedRuntime
 from torchax_serve.start.recorded_tokenizer import RecordedTokenizer, TokenizerRecord
 from torchax_serve.start.torch_side import (
@@ -54,7 +59,7 @@ logger = logging.getLogger("torchax_serve")
 
 POLL_S, BUSY_S = 0.25, 5.0
 """Seconds between two looks at whether the engine is idle, and until it need not be."""
-HESITATION_S = 3.0
+MIN_WORK_S = 3.0
 """Seconds of work after which a program that others stand in for is worth loading torch, which takes as long."""
 _NO_ATTRIBUTES = frozenset({"max_len"})
 """Names that the text layer looks for on other models, and a `ServedModel` has not."""
@@ -80,49 +85,80 @@ def recorded_model(
     if record is None or not is_latest():
         return None
     try:
-        return RecordedModel(source, folder, record, engine, load)
+        weights, content = mapped(folder.weights_path, record.model.weights)
     except OSError as error:  # a file that went away meanwhile
         logger.info("a start record is not used: %s", error)
         return None
+
+    def load_again() -> ServedModel:
+        if folder.read() is None:
+            raise TorchaxServeError(
+                f"expected the files of {source.name} as they were when it was loaded, and they have changed since; "
+                "call serve() again"
+            )
+        return load()
+
+    parts = RecordedParts(
+        name=source.name,
+        record=record.model,
+        weights=weights,
+        content=content,
+        load=load_again,
+        executables=lambda load_first: ExecutableCache(folder.programs, record.identity, before_trace=load_first),
+    )
+    return RecordedModel(parts, engine)
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordedParts:
+    """What a `RecordedModel` is made of.
+
+    Attributes:
+        name: Name by which the model was loaded.
+        record: The model.
+        weights: Its weights by qualified name.
+        content: The mapped file of weights, uint8[n]; None if there is none to be moved into huge pages.
+        load: Loads the model with its torch module.
+        executables: Makes the cache of programs; takes what is called before each trace.
+        sharding: How the model lies on a mesh; None for one device.
+    """
+
+    name: str
+    record: ModelRecord
+    weights: dict[str, Weight]
+    content: np.ndarray | None
+    load: Callable[[], ServedModel]
+    executables: Callable[[Callable[[], object]], ExecutableCache]
+    sharding: Any = None
 
 
 class RecordedModel:
     """A `ServedModel` from a record; what was not recorded loads the torch module, once, and continues with it.
 
     Attributes:
-        writes_text, transcribes: As of the models that are recorded.
+        writes_text, transcribes, embeds: As of the models that are recorded.
         name: The name by which the model was loaded.
         dtype_name: Name of the weights' dtype, such as ``bfloat16``.
         config, generation_config, load_report: Those of the model; what requests do not read loads the torch module.
 
     Args:
-        source: The model.
-        folder: The record's place.
-        record: The record.
+        parts: What it is made of.
         engine_options: Options of the engine.
-        load: Loads the model with its torch module.
     """
 
-    writes_text, transcribes = True, False
+    writes_text, transcribes, embeds = True, False, True
 
-    def __init__(
-        self,
-        source: ModelSource,
-        folder: StartFolder,
-        record: StartRecord,
-        engine_options: EngineOptions | None,
-        load: Callable[[], ServedModel],
-    ) -> None:
-        self.name, self.dtype_name = source.name, record.described[1]
-        self._folder, self._record, self._engine_options = folder, record, engine_options
-        self._load, self._process = load, OwnerProcess()
+    def __init__(self, parts: RecordedParts, engine_options: EngineOptions | None) -> None:
+        record = parts.record
+        self.name, self.dtype_name = parts.name, record.described[1]
+        self._parts, self._record, self._engine_options = parts, record, engine_options
+        self._process = OwnerProcess()
         self._lock = threading.RLock()
         self._engine: Engine | None = None
         self._executables: ExecutableCache | None = None  # of the engine
         self._is_closed = False
         self._side = TorchSide(self._load_torch_side)
-        self._weights, content = mapped(folder.weights_path, record.weights)
-        self._into_huge_pages = functools.partial(move_into_huge_pages, content)
+        self._weights = parts.weights
         absent = dict.fromkeys(record.config_absent, ABSENT)
         self.config: Any = RecordedConfig(self._side, lambda model: model.config, {**record.config, **absent})
         values = {**record.generation_config, "_defaults": record.generation_defaults}
@@ -130,8 +166,12 @@ class RecordedModel:
             self._side, lambda model: model.generation_config, values
         )
         self.load_report: Any = Deferred(
-            self._side, lambda model: model.load_report, {"quantization": record.quantization}
+            self._side,
+            lambda model: model.load_report,
+            {"quantization": record.quantization, "requantized": record.requantized},
         )
+        if record.requantized:
+            logger.warning("%s: %s", self.name, record.requantized)
         self._tokenizer = None if record.tokenizer is None else _tokenizer(self._side, record.tokenizer)
 
     def _load_torch_side(self) -> ServedModel:
@@ -142,14 +182,9 @@ class RecordedModel:
         """
         if self._is_closed:
             raise _closed_error()
-        if self._folder.read() is None:
-            raise TorchaxServeError(
-                f"expected the files of {self.name} as they were when it was loaded, and they have changed since; call "
-                "serve() again"
-            )
+        model = self._parts.load()
         from torchax_serve.entrypoints.served_model import continue_with
 
-        model = self._load()
         continue_with(model, self._weights, self._engine)
         model.recorded_executables = self._executables
         return model
@@ -222,13 +257,21 @@ class RecordedModel:
             return self._side.loaded.engine
         with self._lock:
             if self._engine is None:
-                load_first = functools.partial(before_trace, self._side)
-                executables = ExecutableCache(self._folder.programs, self._record.identity, before_trace=load_first)
+                executables = self._parts.executables(functools.partial(before_trace, self._side))
                 self._executables = executables
-                runtime: Any = RecordedRuntime(self._side, self._weights, executables, self.config, self._record.limits)
+                runtime: Any = RecordedRuntime(
+                    self._side,
+                    self._weights,
+                    executables,
+                    self.config,
+                    self._record.limits,
+                    self._parts.sharding,
+                    TransformersBehaviour(**self._record.sampling_rules),
+                )
                 with programs_run():
                     self._engine = build_engine(runtime, self._engine_options)
-                when_idle(self._engine, self._into_huge_pages)
+                if self._parts.content is not None:
+                    when_idle(self._engine, functools.partial(move_into_huge_pages, self._parts.content))
             return self._engine
 
     def stats(self) -> EngineStats | None:
@@ -297,13 +340,14 @@ class RecordedModel:
 def before_trace(side: TorchSide) -> None:
     """Loads what a trace needs; in the background only for a model that has work for longer than a short answer."""
     if side.loaded is None:
-        hesitate(HESITATION_S)
+        wait_for_work(MIN_WORK_S)
         side.get()
 
 
 def engines_of(model: Any) -> list[Any]:
     """Returns the engines of a served model that there are; none before its first request."""
-    if type(model) is RecordedModel and model._side.loaded is not None:
+    model = vars(model).get("current", model)  # of a bundle that is watched
+    if issubclass(type(model), RecordedModel) and model._side.loaded is not None:
         model = model._side.loaded
     engines = (vars(model).get(name) for name in ("_engine", "_single_engine"))
     return [engine for engine in engines if hasattr(engine, "stats")]  # one that cannot be made is an error

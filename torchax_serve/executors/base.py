@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from model_adapters.errors import InvalidArgumentError
+from model_adapters.ops.kv_pool import LARGEST
 from torchax_serve.compilation.background import CompileTask
 from torchax_serve.executors.request_input import RequestInput
 from torchax_serve.kv_cache.pools import PagedCache
@@ -83,6 +84,7 @@ class InFlightStep:
         tokens: int32[>= num_steps, S] of fused decode steps, in place of `sampled`.
         prompt: Log-probabilities of all prompt tokens of the step; None if not requested.
         failures: Errors by slot, each of one request.
+        weights_version: Version of the weights that the step was computed with.
     """
 
     plan: StepPlan
@@ -90,6 +92,7 @@ class InFlightStep:
     tokens: jax.Array | None = None
     prompt: Logprobs | None = None
     failures: dict[int, Exception] = dataclasses.field(default_factory=dict)
+    weights_version: int = 0
 
     @property
     def has_logprobs(self) -> bool:
@@ -106,6 +109,9 @@ class ExecutorCache(Protocol):
 
     def reset(self) -> None:
         """Empties the cache."""
+
+    def release(self) -> None:
+        """Frees the memory of the cache until `reset`."""
 
     def copy(self, copies: Sequence[PageCopy]) -> None:
         """Copies pages."""
@@ -245,12 +251,12 @@ class ExecutorChoice:
         plan = cache.plan
         if plan.groups:
             pages = " + ".join(str(group.num_pages - 1) for group in plan.groups)
-            in_int8 = " in int8" if any(shape.dtype == np.int8 for shape in plan.shapes) else ""
+            in_8_bits = next((f" in {shape.dtype}" for shape in plan.shapes if str(shape.dtype) in LARGEST), "")
             at_once = plan.num_full_length_requests(plan.max_len)
             fit = "1 request fits" if at_once == 1 else f"{at_once} requests fit"
             line = (
-                f"cache of {plan.num_bytes / 1e6:.1f} MB{in_int8}: {pages} pages of {plan.page_size} tokens, room for "
-                f"{plan.num_tokens} tokens; {fit} at once, each of up to {plan.max_len} tokens"
+                f"cache of {plan.num_bytes / 1e6:.1f} MB{in_8_bits}: {pages} pages of {plan.page_size} tokens, room "
+                f"for {plan.num_tokens} tokens; {fit} at once, each of up to {plan.max_len} tokens"
             )
         else:
             line = f"no pages: each request has a state of one size; requests of at most {plan.max_len} tokens"

@@ -39,7 +39,7 @@ def choose_executor(runtime: ModelRuntime, sizes: MemoryBudget) -> ExecutorChoic
 def _quantized_without_kernel(runtime: ModelRuntime) -> str | None:
     """Returns a quantized weight that XLA multiplies with, whose sums depend on the number of rows, or None."""
     for name, weight in runtime.weights.items():
-        if isinstance(weight, QuantizedWeight) and (weight.scheme.layout != "cpu" or weight.ndim > 2):
+        if isinstance(weight, QuantizedWeight) and weight.scheme.layout != "cpu":
             return f"no C++ kernel multiplies with the quantized weight {name} ({weight.scheme.source})"
     return None
 

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from model_adapters.caches.packed_batch import Int8Pool, NotPackableError, PackedBatch
+from model_adapters.caches.packed_batch import NotPackableError, PackedBatch, ScaledPool
 from model_adapters.errors import InvalidArgumentError, TorchaxServeError
 from model_adapters.ops import registry
 from model_adapters.ops.compressed_weight import Weights
+from model_adapters.ops.kv_pool import LARGEST
 from torchax_serve.executors.base import ExecutorChoice
 from torchax_serve.executors.packed import PackedExecutor
 from torchax_serve.kv_cache.memory import MemoryBudget
@@ -43,9 +44,10 @@ def packed_executor(runtime: ModelRuntime, sizes: MemoryBudget) -> ExecutorChoic
         raise NotPackableError(shapes)
     scales = None
     if sizes.kv_cache_dtype is not None:
-        from torchax_serve.kv_cache.int8_scales import calibrate_int8_scales
+        from torchax_serve.kv_cache.scales import calibrate_scales, dtype_of
 
-        shapes, scales = _in_int8(runtime, shapes, sizes), calibrate_int8_scales(runtime)
+        dtype = dtype_of(sizes.kv_cache_dtype)
+        shapes, scales = _in_8_bits(runtime, shapes, sizes, dtype), calibrate_scales(runtime, dtype)
 
     def temporary() -> int:
         return _model(runtime, _cache(runtime, sizes.probe_plan(shapes), scales), sizes).temporary_bytes()
@@ -61,28 +63,28 @@ def _cache(runtime: ModelRuntime, plan: CacheAllocation, scales: Sequence[HeadSc
     sharding, programs = runtime.program.sharding, runtime.steps.executables
     if sharding is None:
         return PagedCache(plan, scales=scales)
-    from torchax_serve.kv_cache.multihost_pools import MultiHostPoolAllocator
+    if programs.launcher is None:
+        return PagedCache(plan, PoolAllocator(sharding.pool_sharding), scales)
+    from torchax_serve.kv_cache.multihost_pools import MultiHostPoolAllocator  # imports transformers
 
-    is_multihost = programs.launcher is not None
-    pages = MultiHostPoolAllocator(programs, sharding) if is_multihost else PoolAllocator(sharding.pool_sharding)
-    return PagedCache(plan, pages, scales)
+    return PagedCache(plan, MultiHostPoolAllocator(programs, sharding), scales)
 
 
-def _in_int8(
-    runtime: ModelRuntime, shapes: Sequence[PagedLayerSpec], sizes: MemoryBudget
+def _in_8_bits(
+    runtime: ModelRuntime, shapes: Sequence[PagedLayerSpec], sizes: MemoryBudget, dtype: np.dtype
 ) -> tuple[PagedLayerSpec, ...]:
-    """Returns the same layers with pages in int8.
+    """Returns the same layers with pages in `dtype`, of 8 bits.
 
     Raises:
         InvalidArgumentError: no kernel supports them, or several hosts share the model.
     """
     if runtime.steps.executables.launcher is not None:
         raise InvalidArgumentError(
-            "kv_cache_dtype: expected None for a model on several hosts, got 'int8'; leave it out"
+            f"kv_cache_dtype: expected None for a model on several hosts, got {sizes.kv_cache_dtype!r}; leave it out"
         )
-    from torchax_serve.kv_cache.int8_scales import check_int8_kernels
+    from torchax_serve.kv_cache.scales import check_kernels
 
-    narrow = tuple(dataclasses.replace(shape, dtype=np.dtype(np.int8)) for shape in shapes)
+    narrow = tuple(dataclasses.replace(shape, dtype=dtype) for shape in shapes)
 
     def refusals(shapes: Sequence[PagedLayerSpec]) -> list[str]:
         with registry.fallbacks() as reasons:
@@ -90,8 +92,10 @@ def _in_int8(
         return reasons
 
     described = f"{sizes.page_size} {sizes.max_model_len}"
-    both = runtime.steps.executables.memoize("int8 kernels", described, lambda: (refusals(shapes), refusals(narrow)))
-    check_int8_kernels(*both)
+    both = runtime.steps.executables.memoize(
+        f"{dtype} kernels", described, lambda: (refusals(shapes), refusals(narrow))
+    )
+    check_kernels(str(sizes.kv_cache_dtype), *both)
     return narrow
 
 
@@ -107,6 +111,7 @@ def _model(runtime: ModelRuntime, cache: PagedCache, sizes: MemoryBudget) -> Pac
         token_budget=budget,
         max_num_steps=sizes.max_num_steps,
         batch_invariant=sizes.batch_invariant,
+        buckets=None if programs.exported is None else programs.exported.memoized("step buckets"),
     )
 
 
@@ -179,7 +184,7 @@ def _trace_packed(runtime: ModelRuntime, shapes: Sequence[PagedLayerSpec], sizes
     def pool(shape: PagedLayerSpec) -> Any:
         made = jax.ShapeDtypeStruct((pages[shape.window], shape.num_heads, plan.page_size, shape.width), shape.dtype)
         scale: Any = jax.ShapeDtypeStruct((shape.num_heads,), np.float32)
-        return made if shape.dtype != np.int8 else Int8Pool(made, scale, scale)  # type: ignore[arg-type]
+        return made if str(shape.dtype) not in LARGEST else ScaledPool(made, scale, scale)  # type: ignore[arg-type]
 
     pools = tuple(pool(shape) for shape in shapes)
 

@@ -6,9 +6,8 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
-import numpy as np
-
 from model_adapters.errors import OutOfMemoryError, UnsupportedModelError
+from model_adapters.ops.kv_pool import LARGEST
 from torchax_serve.buckets import bucket_sizes
 from torchax_serve.executors.base import ExecutorChoice
 from torchax_serve.executors.chunked_prefill_probe import find_chunk_len
@@ -21,10 +20,11 @@ from torchax_serve.executors.encoder_inputs import (
 )
 from torchax_serve.executors.per_sequence import PerSequenceExecutor
 from torchax_serve.executors.per_sequence_forward import PROBE_LEN, SequenceForward, as_unsupported
-from torchax_serve.executors.per_sequence_int8 import calibrate_by_sequence, check_int8_layout
+from torchax_serve.executors.per_sequence_scales import calibrate_by_sequence, check_layout
 from torchax_serve.kv_cache.cache_layout import UNBOUNDED, CacheLayout
 from torchax_serve.kv_cache.memory import MemoryBudget, free_bytes
 from torchax_serve.kv_cache.pools import HeadScales, PagedLayerSpec, PoolAllocator
+from torchax_serve.kv_cache.scales import dtype_of
 from torchax_serve.kv_cache.slot_states import PagedCacheWithStates
 from torchax_serve.runtime.model_runtime import ModelRuntime
 
@@ -68,8 +68,9 @@ def per_sequence_executor(runtime: ModelRuntime, sizes: MemoryBudget, why_not_pa
         parts = PerSequenceFactory(runtime, forward, layout, sizes, sources)
         exact = parts  # probes compare logits, which rounded keys and values change
         if sizes.kv_cache_dtype is not None:
-            check_int8_layout(layout, has_encoder=sources is not None)
-            scales = calibrate_by_sequence(runtime, forward, layout, parts.wanted_block_len)
+            check_layout(sizes.kv_cache_dtype, layout, has_encoder=sources is not None)
+            dtype = dtype_of(sizes.kv_cache_dtype)
+            scales = calibrate_by_sequence(runtime, forward, layout, parts.wanted_block_len, dtype)
             parts = dataclasses.replace(parts, scales=scales)
         cache = parts.cache()
         make = functools.cache(functools.partial(parts.model, cache))
@@ -128,10 +129,11 @@ class PerSequenceFactory:
 
     @property
     def stored(self) -> tuple[PagedLayerSpec, ...]:
-        """Leaves in pages as they are stored: in int8 with `scales`."""
-        if self.scales is None:
+        """Leaves in pages as they are stored: in 8 bits with `scales`."""
+        if self.sizes.kv_cache_dtype is None or self.scales is None:
             return self.layout.pages
-        return tuple(dataclasses.replace(leaf, dtype=np.dtype(np.int8)) for leaf in self.layout.pages)
+        dtype = dtype_of(self.sizes.kv_cache_dtype)
+        return tuple(dataclasses.replace(leaf, dtype=dtype) for leaf in self.layout.pages)
 
     @property
     def pages(self) -> PoolAllocator | None:
@@ -197,7 +199,7 @@ class PerSequenceFactory:
     def block_len(self, cache: PagedCacheWithStates, make: Callable[[int], PerSequenceExecutor]) -> int:
         """Finds the number of tokens of one forward, on `cache` or on a larger one."""
         needed = -(-PROBE_LEN // self.sizes.page_size)
-        is_rounded = any(leaf.dtype == np.int8 for leaf in cache.plan.shapes)
+        is_rounded = any(str(leaf.dtype) in LARGEST for leaf in cache.plan.shapes)
         if is_rounded or any(group.num_pages <= needed for group in cache.plan.groups):
             make = functools.partial(self.model, self._small_cache())
         with as_unsupported():

@@ -30,7 +30,7 @@ class MemoryBudget:
     kv_cache_memory_bytes: int | None  # None: chosen from the free memory
     max_num_steps: int = 1  # decode steps in one dispatch
     batch_invariant: bool = False
-    kv_cache_dtype: str | None = None  # "int8"; None: the model's dtype
+    kv_cache_dtype: str | None = None  # "int8" or "fp8"; None: the model's dtype
     sampler_table_bytes: int = 0  # tables of the sampler, which are not part of the cache
     max_encoder_len: int = 0  # encoder input of one request; 0: no encoder
     encoder_len_is_default: bool = False  # whether the caller left max_encoder_len open

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from model_adapters.caches.packed_batch import Int8Pool, PagedLayout, Pool, laid_out, pages_of, with_pages
+from model_adapters.caches.packed_batch import PagedLayout, Pool, ScaledPool, laid_out, pages_of, with_pages
 from model_adapters.device_arrays import to_device
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops.cpu.huge_pages import without_memory
@@ -114,7 +114,7 @@ COPIES_PER_CALL = 16
 """Pages that one program copies; more are several calls. Each takes microseconds, so that padding costs little."""
 
 HeadScales = tuple[np.ndarray, np.ndarray]
-"""Scales of the keys and of the values of a layer in int8, float32[num_heads] each."""
+"""Scales of the keys and of the values of a layer in 8 bits, float32[num_heads] each."""
 
 
 def _name(window: int | None) -> str:
@@ -137,14 +137,14 @@ class PoolAllocator:
         self._sharding, self._states = sharding, states
 
     def pool(self, shape: tuple[int, int, int, int], dtype: np.dtype, scales: HeadScales | None) -> Pool:
-        """Returns the pool of a layer, all zeros; with `scales` for int8."""
+        """Returns the pool of a layer, all zeros; with `scales` for 8 bits."""
         pages = self.zeros(shape, dtype)
         if scales is None:
             return pages
         if self._sharding is None:
             k_scale, v_scale = (jax.device_put(scale, jax.local_devices()[0]) for scale in scales)
-            return Int8Pool(pages, k_scale, v_scale)
-        return laid_out(Int8Pool(pages, *scales), self._sharding, jax.device_put)  # type: ignore[arg-type]
+            return ScaledPool(pages, k_scale, v_scale)
+        return laid_out(ScaledPool(pages, *scales), self._sharding, jax.device_put)  # type: ignore[arg-type]
 
     def zeros(self, shape: tuple[int, int, int, int], dtype: np.dtype) -> jax.Array:
         """Returns zeros for a pool ``[num_pages, num_heads, page_size, width]``."""
@@ -177,7 +177,7 @@ class PagedCache:
     Args:
         plan: Number of pages of each group.
         pages: Allocator of the pools; None: the default device.
-        scales: Scales of each layer if the pools are in int8.
+        scales: Scales of each layer if the pools are in 8 bits.
     """
 
     def __init__(
@@ -203,6 +203,10 @@ class PagedCache:
             self._pages.pool(self._shape(n), shape.dtype, None if self._scales is None else self._scales[n])
             for n, shape in enumerate(self.plan.shapes)
         )
+
+    def release(self) -> None:
+        """Frees the pools until `reset`."""
+        self.pools = ()
 
     @property
     def is_lost(self) -> bool:

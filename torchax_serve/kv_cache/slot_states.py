@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from model_adapters.caches.packed_batch import Int8Pool, Pool, pages_of, with_pages
+from model_adapters.caches.packed_batch import Pool, ScaledPool, pages_of, with_pages
 from model_adapters.ops.attention_args import KVScales
 from model_adapters.ops.kv_pool import split, write_tokens_at
 from torchax_serve.kv_cache.cache_layout import CacheLayout, Leaves
@@ -35,6 +35,11 @@ class PagedCacheWithStates(PagedCache):
         self.states = ()
         self.states = tuple(self._pages.slot_states((self._num_slots + 1, *row.shape), row.dtype) for row in self._rows)
 
+    def release(self) -> None:
+        """Frees pools and states until `reset`."""
+        super().release()
+        self.states = ()
+
     @property
     def state_bytes(self) -> int:
         """Bytes of the states of all slots."""
@@ -52,7 +57,7 @@ def gather(pool: Pool, table: jax.Array, starts: jax.Array, spec: PagedLayerSpec
     They are zero after `starts` tokens: another request's NaN there would not be removed by an attention weight of 0.
 
     Args:
-        pool: ``[num_pages, heads, page_size, width]``, also in int8.
+        pool: ``[num_pages, heads, page_size, width]``, also in 8 bits.
         table: Page table int32[S, num_pages].
         starts: int32[S], number of tokens stored.
         spec: Form of a token for the model.
@@ -61,7 +66,7 @@ def gather(pool: Pool, table: jax.Array, starts: jax.Array, spec: PagedLayerSpec
     pages = pages_of(pool)
     _, heads, page_size, width = pages.shape
     dense = jnp.swapaxes(pages[table], 1, 2).reshape(num_rows, heads, num_pages * page_size, width)
-    if isinstance(pool, Int8Pool):
+    if isinstance(pool, ScaledPool):
         keys, values = split(dense, spec.k_dim, width - spec.k_dim, KVScales(pool.k_scale, pool.v_scale))
         dense = jnp.concatenate([keys, values], axis=-1).astype(spec.dtype)
     is_stored = jnp.arange(num_pages * page_size) < starts[:, None]
@@ -76,7 +81,7 @@ def scatter(
     Padding is dropped and not written to the null page.
 
     Args:
-        pool: ``[num_pages, heads, page_size, width]``, also in int8.
+        pool: ``[num_pages, heads, page_size, width]``, also in 8 bits.
         table: Page table int32[S, num_pages].
         starts: int32[S], number of tokens stored.
         lens: int32[S], number of new tokens without padding.
@@ -88,7 +93,7 @@ def scatter(
     positions = jnp.where(steps < lens[:, None], starts[:, None] + steps, -1).reshape(-1)
     rows = jnp.repeat(jnp.arange(num_rows, dtype=jnp.int32), num_tokens)
     flat = new.reshape(num_rows * num_tokens, *new.shape[2:])
-    if not isinstance(pool, Int8Pool):
+    if not isinstance(pool, ScaledPool):
         return write_tokens_at(pool, table, rows, positions, flat, flat[..., :0])
     keys, values, scales = flat[..., : spec.k_dim], flat[..., spec.k_dim :], KVScales(pool.k_scale, pool.v_scale)
     return with_pages(pool, write_tokens_at(pool.pages, table, rows, positions, keys, values, scales))

@@ -10,8 +10,9 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from model_adapters.caches.packed_batch import Int8Pool, NotPackableError, Pool, laid_out
+from model_adapters.caches.packed_batch import NotPackableError, Pool, ScaledPool, laid_out
 from model_adapters.errors import UnsupportedModelError
+from model_adapters.ops.kv_pool import LARGEST
 from model_adapters.sharding.model_sharding import ModelSharding
 from torchax_serve.executors.base import AbstractStep
 from torchax_serve.executors.packed import PackedExecutor
@@ -76,11 +77,11 @@ class AbstractPages(PoolAllocator):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self._model_sharding.pool_sharding(shape[1]))
 
     def pool(self, shape: tuple[int, int, int, int], dtype: np.dtype, scales: HeadScales | None) -> Pool:
-        """Returns the shape of a pool; with scales of keys and values by head for int8."""
+        """Returns the shape of a pool; with scales of keys and values by head for 8 bits."""
         pages, by_head = self.zeros(shape, dtype), jax.ShapeDtypeStruct((shape[1],), np.dtype(np.float32))
-        if dtype != np.int8:
+        if str(dtype) not in LARGEST:
             return pages
-        return laid_out(Int8Pool(pages, by_head, by_head), self._model_sharding.pool_sharding, _with_sharding)  # type: ignore[arg-type]
+        return laid_out(ScaledPool(pages, by_head, by_head), self._model_sharding.pool_sharding, _with_sharding)  # type: ignore[arg-type]
 
     def slot_states(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         """Returns the shape of a state for each slot ``[num_slots + 1, ...]``."""

@@ -25,22 +25,24 @@ from model_adapters.quantization.loading import describe_weights
 from torchax_serve.distributed.mesh import mesh_of
 from torchax_serve.distributed.mesh_shape import parse_mesh
 from torchax_serve.kv_cache.pools import CacheAllocation
+from torchax_serve.kv_cache.scales import PAGES_IN_8_BITS
 from torchax_serve.planning.abstract_model import Quantization, abstract_model
 from torchax_serve.planning.cache_sizes import CacheSizes
+from torchax_serve.planning.chips import chip_of
 from torchax_serve.planning.compiled_steps import ProgramReport, compile_step
 from torchax_serve.planning.executors import PlannedExecutor, planned_executor
 from torchax_serve.planning.roofline import StepBound, bound_of
 from torchax_serve.planning.topology import compiling_for, describe
 from torchax_serve.runtime.model_runtime import ModelRuntime
 from torchax_serve.scheduler.config import check_int
+from torchax_serve.validation.argument_checks import KV_CACHE_DTYPES
 
 MAX_COMPILER_TIME_S = 0.5
 """Largest bound of a step, in seconds, for which the compiler's time is reported.
 
 Some compilers report their time modulo a second, so that of a longer step may be wrong.
 """
-KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
-
+PAGE_DTYPES = ("auto", "float32", "bfloat16", "float16", *KV_CACHE_DTYPES)
 
 _PARTS_OF_BFLOAT16 = {"int8": 0.52, "int4": 0.3}
 """Bytes of quantized weights with their scales and what stays dense, compared with bfloat16, about."""
@@ -86,10 +88,16 @@ class PlanRequest:
             check_int("max_model_len", self.max_model_len, 2, "a request has a token of prompt and a new one")
         for length in self.prefill_lens:
             check_int("prefill", length, 1, "give positive numbers")
-        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+        if self.kv_cache_dtype not in PAGE_DTYPES:
             raise InvalidArgumentError(
-                f"kv_cache_dtype: expected one of {', '.join(KV_CACHE_DTYPES)}, got {self.kv_cache_dtype!r}; choose one"
+                f"kv_cache_dtype: expected one of {', '.join(PAGE_DTYPES)}, got {self.kv_cache_dtype!r}; choose one"
             )
+        if self.kv_cache_dtype == "fp8":
+            chip = chip_of(self.topology)
+            if chip.platform != "cpu" and not chip.multiplies_fp8:
+                raise InvalidArgumentError(
+                    f"kv_cache_dtype: expected int8 or auto for {chip.name}, which has no float8, got fp8; use int8"
+                )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,12 +231,13 @@ def _max_len(runtime: ModelRuntime, request: PlanRequest) -> int:
 
 def _with_dtype(executor: PlannedExecutor, request: PlanRequest) -> PlannedExecutor:
     """Returns `executor` with pages of the requested dtype."""
-    if request.kv_cache_dtype == "auto":
+    name = request.kv_cache_dtype
+    if name == "auto":
         return executor
-    dtype = np.dtype(jnp.dtype(request.kv_cache_dtype))
+    dtype = np.dtype(PAGES_IN_8_BITS.get(name) or jnp.dtype(name))
     is_same = all(shape.dtype == dtype for shape in executor.pages)
-    if executor.name == "static" or (executor.name == "per-sequence" and dtype != np.int8 and not is_same):
-        choices = "'auto'" if executor.name == "static" else "'auto' or 'int8'"
+    if executor.name == "static" or (executor.name == "per-sequence" and name not in KV_CACHE_DTYPES and not is_same):
+        choices = "'auto'" if executor.name == "static" else "'auto', 'int8' or 'fp8'"
         raise UnsupportedArgumentError(
             f"kv_cache_dtype: expected {choices} for a model that is not packed but {executor.name}, got "
             f"{request.kv_cache_dtype!r}; leave it out"

@@ -63,7 +63,7 @@ def checked_texts(texts: str | Sequence[Text]) -> list[Text]:
                     f"texts[{index}]: expected Unicode text, got {surrogate!r}, half of a character; decode its bytes "
                     "with errors='replace'"
                 )
-        elif isinstance(text, bytes) or not isinstance(text, Iterable) or not all(_is_id(token) for token in text):
+        elif isinstance(text, bytes) or not isinstance(text, Iterable) or not all(map(_is_id, text)):
             raise InvalidArgumentError(f"texts[{index}]: expected text or a list of token ids, got {text!r:.80}")
     return requested
 
@@ -81,7 +81,7 @@ def _surrogate_in(text: str) -> str | None:
 
 
 def _is_id(token: Any) -> bool:
-    return isinstance(token, numbers.Integral) and not isinstance(token, bool)
+    return type(token) is int or (isinstance(token, numbers.Integral) and not isinstance(token, bool))
 
 
 def rows_of(
@@ -104,6 +104,7 @@ def rows_of(
     rows: list[Row] = []
     cut: list[int] = []
     for index, text in enumerate(texts):
+        check_wanted()
         if isinstance(text, str):
             row, length = tokenizer.rows_of(
                 text, None if pairs is None else pairs[index], max_len if truncate else None

@@ -17,12 +17,13 @@ from jax import lax
 
 from torchax_serve.sampling.processors import process, renormalize
 from torchax_serve.sampling.selection import INVALID_TOKEN, draw, first_argmax
+from torchax_serve.sampling.token_masks import mask_logits
 from torchax_serve.sampling.truncation import truncate
 from torchax_serve.sampling.types import Logprobs, RowOptions, Sampled, SamplerSpec, SamplerState
 
 
 def sample(
-    spec: SamplerSpec, options: RowOptions, state: SamplerState, logits: jax.Array
+    spec: SamplerSpec, options: RowOptions, state: SamplerState, logits: jax.Array, words: jax.Array | None = None
 ) -> tuple[Sampled, SamplerState]:
     """Samples a token for each row. Pure: jit it with `spec` static and `state` donated.
 
@@ -35,24 +36,26 @@ def sample(
         options: Options of the n rows.
         state: State of all slots.
         logits: float[n, vocab], of each row's last token.
+        words: int32[n, ceil(vocab / 32)], tokens that a row may sample, as for `mask_logits`; None: all.
     """
-    tokens, scores = choose(spec, options, state, logits)
+    tokens, scores = choose(spec, options, state, logits, words)
     logprobs = logprobs_of(logits, tokens, num_top=spec.num_top) if spec.logprobs else None
     return Sampled(tokens, logprobs, scores), append(spec, options, state, tokens)
 
 
 def choose(
-    spec: SamplerSpec, options: RowOptions, state: SamplerState, logits: jax.Array
+    spec: SamplerSpec, options: RowOptions, state: SamplerState, logits: jax.Array, words: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns tokens int32[n], and scores float32[n, vocab] if `spec` asks for them.
 
     Arguments are those of `sample`; the state does not change.
     """
     if spec.level == "greedy":  # a maximum is the same in any order, and in the dtype of the logits
-        return _best_tokens(spec, logits), logits.astype(jnp.float32) if spec.scores else None
+        best = mask_logits(logits, words, functools.partial(_best_tokens, spec))
+        return best, mask_logits(logits, words).astype(jnp.float32) if spec.scores else None
 
-    def of_rows(options: RowOptions, logits: jax.Array) -> tuple[jax.Array, ...]:
-        scores = processed(spec, options, state, logits)
+    def of_rows(options: RowOptions, logits: jax.Array, words: jax.Array | None) -> tuple[jax.Array, ...]:
+        scores = processed(spec, options, state, mask_logits(logits, words))
         best = _best_tokens(spec, _renormalized(spec, options, state, scores))
 
         def drawn() -> tuple[jax.Array, ...]:
@@ -70,9 +73,9 @@ def choose(
         return lax.cond(is_random.any(), drawn, greedy)
 
     if spec.level == "penalties" and not spec.draws:  # no sums, so rows cannot change each other
-        tokens, *scores = of_rows(options, logits)
+        tokens, *scores = of_rows(options, logits, words)
     else:
-        tokens, *scores = per_row(of_rows, options, logits, num_rows=_num_read(options, state))
+        tokens, *scores = per_row(of_rows, options, logits, words, num_rows=_num_read(options, state))
     return tokens, scores[0] if scores else None
 
 
@@ -80,7 +83,7 @@ def processed(spec: SamplerSpec, options: RowOptions, state: SamplerState, logit
     """Returns float32[n, vocab]: the scores before truncation. Arguments are those of `sample`."""
     scores = logits.astype(jnp.float32)
     if spec.level in ("penalties", "history"):
-        scores = process(options, state, scores)
+        scores = process(options, state, scores, spec.rules)
     return scores
 
 
@@ -105,6 +108,7 @@ def append(spec: SamplerSpec, options: RowOptions, state: SamplerState, tokens: 
 def logprobs_of(
     logits: jax.Array,
     tokens: jax.Array,
+    words: jax.Array | None = None,
     *,
     num_top: int,
     has_top: jax.Array | bool = True,
@@ -117,13 +121,14 @@ def logprobs_of(
     Args:
         logits: float[n, vocab].
         tokens: int32[n].
+        words: As in `sample`; masked tokens have a probability of zero.
         num_top: Number of likeliest tokens.
         has_top: Whether these are read; else they are zeros.
         num_rows: Number of rows that are read, as in `per_row`.
     """
 
-    def of_rows(logits: jax.Array, tokens: jax.Array) -> Logprobs:
-        logits = logits.astype(jnp.float32)
+    def of_rows(logits: jax.Array, tokens: jax.Array, words: jax.Array | None) -> Logprobs:
+        logits = mask_logits(logits, words).astype(jnp.float32)
         total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
         column = jnp.where(tokens < 0, logits.shape[1], tokens)[:, None]
         chosen = jnp.take_along_axis(logits, column, axis=1, mode="fill", fill_value=jnp.nan) - total
@@ -139,7 +144,7 @@ def logprobs_of(
         none = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
         return Logprobs(chosen[:, 0], *lax.cond(has_top, likeliest, lambda: none))
 
-    logprobs: Logprobs = per_row(of_rows, logits, tokens, num_rows=num_rows)
+    logprobs: Logprobs = per_row(of_rows, logits, tokens, words, num_rows=num_rows)
     return logprobs
 
 

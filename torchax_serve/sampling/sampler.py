@@ -18,7 +18,8 @@ from torchax_serve.sampling.history import empty_history, padded_row, with_room_
 from torchax_serve.sampling.row_params import RowSamplingParams
 from torchax_serve.sampling.sample import logprobs_of, sample
 from torchax_serve.sampling.slot_params import BatchRows, SlotParams
-from torchax_serve.sampling.token_masks import mask_logits
+from torchax_serve.sampling.token_masks import ALL_TOKENS, num_words
+from torchax_serve.sampling.transformers_behaviour import TransformersBehaviour
 from torchax_serve.sampling.types import (
     MAX_NUM_TOP,
     Level,
@@ -52,9 +53,9 @@ class Sampler:
     """Samples the tokens of each step.
 
     For each shape of the logits there are three sampling programs (`PROGRAMS`), and one for log-probabilities. No
-    option compiles another, except a history that is larger than `empty_history`. Masks are a program of their own
-    (`mask_logits`), before these. `compile_tasks` has all of them, but not `prompt_logprobs`, which packed models do
-    not need.
+    option compiles another, except a history that is larger than `empty_history`. Masks of tokens are an argument of
+    them, which stays on the device while no row has one. `compile_tasks` has all of them, but not `prompt_logprobs`,
+    which packed models do not need.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Sampler:
         sharding: jax.sharding.Sharding | None = None,
         *,
         max_len: int | None = None,
+        rules: TransformersBehaviour | None = None,
     ) -> None:
         """Makes an empty sampler.
 
@@ -74,14 +76,16 @@ class Sampler:
                 there. Never left to JAX: an uncommitted array compiles another program than a committed one, so that
                 each would be compiled twice.
             max_len: Maximum number of tokens of a request; None: the history grows with the requests.
+            rules: Release of transformers whose processors are followed; None: the installed one.
         """
-        self._sharding = sharding or default_sharding()
+        self._sharding, self._rules = sharding or default_sharding(), rules
         is_on_mesh = len(self._sharding.device_set) > 1
         programs = ExecutableCache(None if is_on_mesh else programs_dir(), "sampling")  # the same for every model
-        self._sample = CachedFunction(programs, "sample", _sample, donate=["state"])
-        self._logprobs = CachedFunction(programs, "logprobs", _logprobs)
-        self._prompt_logprobs = CachedFunction(programs, "prompt_logprobs", _prompt_logprobs)
-        self._write_rows = CachedFunction(programs, "write_rows", _write_rows, donate=["arrays"])
+        cached = functools.partial(CachedFunction, programs, is_pure=True)
+        self._sample = cached("sample", _sample, donate=["state"])
+        self._logprobs = cached("logprobs", _logprobs)
+        self._prompt_logprobs = cached("prompt_logprobs", _prompt_logprobs)
+        self._write_rows = cached("write_rows", _write_rows, donate=["arrays"])
         self._num_slots, self._vocab_size, self._max_len = num_slots, vocab_size, max_len
         self.reset()
 
@@ -91,6 +95,7 @@ class Sampler:
         self.state = SamplerState.empty(self._num_slots, self._sharding)
         self._failures: dict[int, Exception] = {}
         self._placed: tuple[BatchRows, RowOptions] | None = None
+        self._unmasked: dict[int, jax.Array] = {}  # words of so many rows without masks
 
     @property
     def num_traces(self) -> int:
@@ -148,20 +153,31 @@ class Sampler:
         zeros: dict[str, Any] = {name: np.zeros(shape, dtype) for name, dtype in _TABLE_DTYPES.items()}
         return SamplerTables(**zeros), empty_history(self._num_slots, self._max_len)
 
-    def sample(self, plan_rows: Sequence[PlanRow], logits: jax.Array, ahead: int = 0) -> Sampled:
+    def sample(
+        self, plan_rows: Sequence[PlanRow], logits: jax.Array, ahead: int = 0, words: np.ndarray | None = None
+    ) -> Sampled:
         """Dispatches the sampling of a token for each row and returns at once.
 
         Args:
             plan_rows: Rows of the plan; those that do not sample get a token without meaning.
             logits: float[n, vocab], of each row's last token; n may exceed the number of rows.
             ahead: Number of steps since the first one of the plan.
+            words: int32[n, ceil(vocab / 32)], tokens that each row may sample (`mask_logits`); None: all.
         """
         options, spec = self.slots.rows(plan_rows, len(logits), ahead)
-        sampled = self._run(PROGRAMS[spec.level], options, logits)
+        placed = self._words(len(logits)) if words is None else jax.device_put(words, self._sharding)
+        sampled = self._run(PROGRAMS[spec.level], options, logits, placed)
         if spec.logprobs:
-            logprobs = self.logprobs(logits, sampled.tokens, spec.num_top, len(plan_rows))
+            logprobs = self.logprobs(logits, sampled.tokens, spec.num_top, len(plan_rows), placed)
             sampled = dataclasses.replace(sampled, logprobs=logprobs)
         return sampled
+
+    def _words(self, num_rows: int) -> jax.Array:
+        """Returns words of rows without masks."""
+        if num_rows not in self._unmasked:
+            words = np.full((num_rows, num_words(self._vocab_size)), ALL_TOKENS)
+            self._unmasked[num_rows] = jax.device_put(words, self._sharding)
+        return self._unmasked[num_rows]
 
     def take_failures(self) -> dict[int, Exception]:
         """Returns the errors by slot since the last call, each of one request."""
@@ -197,13 +213,15 @@ class Sampler:
             state, tables=state.tables or self.state.tables, history=state.history or self.state.history
         )
 
-    def logprobs(self, logits: jax.Array, tokens: jax.Array, num_top: int, num_rows: int) -> Logprobs:
-        """Computes log-probabilities of `tokens` int32[n] by `logits` [n, vocab].
+    def logprobs(self, logits: jax.Array, tokens: jax.Array, num_top: int, num_rows: int, words: jax.Array) -> Logprobs:
+        """Computes log-probabilities of `tokens` int32[n] by `logits` [n, vocab], without those that `words` mask.
 
         The result has `MAX_NUM_TOP` of the likeliest tokens; they have a meaning if `num_top` is above 0. Only the
         first `num_rows` rows are read.
         """
-        found: Logprobs = self._logprobs({}, logits, tokens, np.bool_(num_top > 0), np.int32(num_rows), spec=None)
+        found: Logprobs = self._logprobs(
+            {}, logits, tokens, words, np.bool_(num_top > 0), np.int32(num_rows), spec=None
+        )
         return found
 
     def prompt_logprobs(
@@ -238,25 +256,23 @@ class Sampler:
             compile = functools.partial(function.compiled, {}, *args, spec=spec)
             return CompileTask((function.name, spec, logits.shape, logits.dtype), compile)
 
+        words = jax.ShapeDtypeStruct((logits.shape[0], num_words(self._vocab_size)), np.int32, sharding=self._sharding)
         for level in dict.fromkeys(PROGRAMS.values()):
-            of_level = (tables, history) if level == "history" else ()
-            yield task(self._sample, options, SamplerState(last_tokens, *of_level), logits, spec=SamplerSpec(level))
+            state = SamplerState(last_tokens, *((tables, history) if level == "history" else ()))
+            yield task(self._sample, options, state, logits, words, spec=self._spec(level))
         yield task(self._write_rows, (tables, history), np.int32(0), _zero_row(arrays))
         tokens = jax.ShapeDtypeStruct(logits.shape[:1], np.int32, sharding=self._sharding)
-        yield task(self._logprobs, logits, tokens, np.bool_(False), np.int32(0))
-        words = np.zeros((0, -(-self._vocab_size // 32)), np.int32)
-        zeros = functools.partial(np.zeros, logits.shape, logits.dtype)
-        yield CompileTask(
-            ("mask", logits.shape, logits.dtype),
-            lambda: mask_logits(jax.device_put(zeros(), self._sharding), words),
-        )
+        yield task(self._logprobs, logits, tokens, words, np.bool_(False), np.int32(0))
 
-    def _run(self, level: Level, options: RowOptions, logits: jax.Array) -> Sampled:
+    def _run(self, level: Level, options: RowOptions, logits: jax.Array, words: jax.Array) -> Sampled:
         if level == "history":
             self._allocate()
-        sampled, state = self._sample({}, options, self.take_state(level), logits, spec=SamplerSpec(level))
+        sampled, state = self._sample({}, options, self.take_state(level), logits, words, spec=self._spec(level))
         self.set_state(state)
         return sampled
+
+    def _spec(self, level: Level) -> SamplerSpec:
+        return SamplerSpec(level, rules=self._rules if level == "history" else None)
 
 
 def default_sharding() -> jax.sharding.Sharding:
@@ -268,15 +284,21 @@ def default_sharding() -> jax.sharding.Sharding:
 
 
 def _sample(
-    weights: Any, options: RowOptions, state: SamplerState, logits: jax.Array, spec: SamplerSpec
+    weights: Any, options: RowOptions, state: SamplerState, logits: jax.Array, words: jax.Array, spec: SamplerSpec
 ) -> tuple[Sampled, SamplerState]:
-    return sample(spec, options, state, logits)
+    return sample(spec, options, state, logits, words)
 
 
 def _logprobs(
-    weights: Any, logits: jax.Array, tokens: jax.Array, has_top: jax.Array, num_rows: jax.Array, spec: None
+    weights: Any,
+    logits: jax.Array,
+    tokens: jax.Array,
+    words: jax.Array,
+    has_top: jax.Array,
+    num_rows: jax.Array,
+    spec: None,
 ) -> Logprobs:
-    return logprobs_of(logits, tokens, num_top=MAX_NUM_TOP, has_top=has_top, num_rows=num_rows)
+    return logprobs_of(logits, tokens, words, num_top=MAX_NUM_TOP, has_top=has_top, num_rows=num_rows)
 
 
 def _prompt_logprobs(

@@ -5,17 +5,20 @@ The host computes them from the request's tokens so far.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from model_adapters.device_arrays import to_device
-
 ALL_TOKENS = np.int32(-1)
 """Word of a mask in which every bit is set."""
+
+
+def num_words(vocab_size: int) -> int:
+    """Returns the words of a row's mask, a bit for each column of the logits."""
+    return -(-vocab_size // 32)
 
 
 class TokenMasks(Protocol):
@@ -34,20 +37,22 @@ class TokenMasks(Protocol):
         """
 
 
-def mask_logits(logits: jax.Array, words: np.ndarray) -> jax.Array:
-    """Returns logits float[n, vocab] with those of masked tokens at minus infinity.
+def mask_logits(
+    logits: jax.Array, words: jax.Array | None, then: Callable[[jax.Array], jax.Array] = lambda logits: logits
+) -> jax.Array:
+    """Returns logits with those of masked tokens at minus infinity; rows without masks cost a look at their words.
 
     Args:
         logits: float[n, vocab].
-        words: int32[rows, ceil(vocab / 32)] of the first rows, as `TokenMasks.fill` writes them; rows <= n.
+        words: int32[n, ceil(vocab / 32)], as `TokenMasks.fill` writes them; None: no token is masked.
+        then: A function of the logits, whose result is returned: logits of many rows take long to copy.
     """
-    padded = np.full((len(logits), words.shape[1]), ALL_TOKENS)
-    padded[: len(words)] = words
-    return _masked(logits, to_device(padded, np.int32))
+    if words is None:
+        return then(logits)
 
+    def masked() -> jax.Array:
+        bits = (words[:, :, None] >> jnp.arange(32, dtype=jnp.int32)) & 1
+        allowed = bits.reshape(len(words), -1)[:, : logits.shape[1]] != 0
+        return then(jnp.where(allowed, logits, jnp.asarray(-jnp.inf, logits.dtype)))
 
-@jax.jit
-def _masked(logits: jax.Array, words: jax.Array) -> jax.Array:
-    bits = (words[:, :, None] >> jnp.arange(32, dtype=jnp.int32)) & 1
-    allowed = bits.reshape(len(words), -1)[:, : logits.shape[1]] != 0
-    return jnp.where(allowed, logits, -jnp.inf).astype(logits.dtype)
+    return jax.lax.cond((words == ALL_TOKENS).all(), lambda: then(logits), masked)

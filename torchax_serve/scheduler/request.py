@@ -36,7 +36,7 @@ class SchedulerRequest:
     salt: str = ""  # prefixes are shared among requests of equal salt only
     cache_prompt: bool = True  # False: shares nothing (token ids that do not say all, such as those of images)
     fork_of: RequestId | None = None  # a live request with the same prompt, whose computed prompt is shared if possible
-    waits_for_tokens: bool = False  # a step is planned only when all tokens of the request so far are known
+    waits_for_tokens: bool = False  # what may be sampled follows from all tokens before: one may be unread, not more
 
     def __post_init__(self) -> None:
         name = f"request {self.request_id!r}"
@@ -119,7 +119,7 @@ class RequestState:
     @property
     def wants_decode(self) -> bool:
         """Whether a sampled token is to be computed next, and one more may be sampled after it."""
-        if self.num_unread_tokens and self.request.waits_for_tokens:
+        if self.num_unread_tokens > 1 and self.request.waits_for_tokens:
             return False
         return self.num_prefill_tokens <= self.num_planned < self.max_total_len - 1
 

@@ -25,6 +25,7 @@ class PriorityList:
     def __init__(self) -> None:
         self._states: list[RequestState] = []
         self.num_changes = 0  # so far: while it stays the same, so do the requests
+        self.num_prompt_tokens = 0  # of all
 
     def __len__(self) -> int:
         return len(self._states)
@@ -39,6 +40,7 @@ class PriorityList:
         """Inserts `state` by its rank."""
         bisect.insort(self._states, state, key=_RANK)
         self.num_changes += 1
+        self.num_prompt_tokens += state.prompt_len
 
     def remove(self, state: RequestState) -> None:
         """Removes `state`, which must be in the list."""
@@ -46,6 +48,7 @@ class PriorityList:
         assert self._states[index] is state
         del self._states[index]
         self.num_changes += 1
+        self.num_prompt_tokens -= state.prompt_len
 
 
 class RequestQueues:
@@ -74,6 +77,16 @@ class RequestQueues:
     def num_draining(self) -> int:
         """Number of requests whose pages are freed when the plans in flight are committed."""
         return len(self._draining)
+
+    @property
+    def num_started(self) -> int:
+        """Number of requests that have begun: running, draining, or preempted."""
+        return len(self.running) + len(self._draining) + sum(s.status is Status.PREEMPTED for s in self.waiting)
+
+    def clear_prefix_cache(self) -> None:
+        """Removes all cached prefixes; pages that live requests hold are not shared any more."""
+        holders = {id(state): state for state in (*self.running, *self._draining.values())}
+        self._allocator.clear_prefix_cache(s.pages for s in holders.values() if s.pages is not None)
 
     def find(self, request_id: RequestId) -> RequestState | None:
         """Returns the state of a request that has not ended; None if there is no such request."""
@@ -193,6 +206,7 @@ class RequestQueues:
         check_equal("live requests", sorted(map(id, self._live.values())), sorted(map(id, listed)))
         for ranked in (self.waiting, self.running):
             check_equal("order of ranks", sorted(state.rank for state in ranked), [state.rank for state in ranked])
+            check_equal("tokens of prompts", sum(state.prompt_len for state in ranked), ranked.num_prompt_tokens)
         draining = list(self._draining.values())
         for state in {id(state): state for state in [*listed, *draining, *in_flight]}.values():
             what = f"request {state.request.request_id!r}"

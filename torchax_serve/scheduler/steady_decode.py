@@ -43,6 +43,7 @@ class SteadyDecodeBatch:
             max(to_come),
         )  # steps until a request, or all, have their tokens
         self.first_recompute = min(state.steps_to_recompute for state in states)  # steps until one is computed anew
+        self.waits_for_tokens = any(state.request.waits_for_tokens for state in states)  # one step at a time then
         self._free_steps = self._least_room()
 
     @property

@@ -49,6 +49,7 @@ class StepPlanner:
         self._prefill_budget = prefill_budget
         self._steady_batch: SteadyDecodeBatch | None = None  # of the last plan
         self._now_s = 0.0  # of the plan that is made
+        self.holds_waiting = False  # no request begins; preempted ones continue
         self.num_planned = 0
         self.num_prompt_tokens = 0  # of requests let in, each time they were
         self.num_hit_tokens = 0  # of those, found in the cache
@@ -66,7 +67,10 @@ class StepPlanner:
         if steady.steps_to_first_finish <= 0 or steady.first_recompute <= 0:
             return None
         num_decode = len(steady.states)
-        num_steps = self._steps_within(num_decode, steady.longest, steady.steps_to_last_finish, steady.first_recompute)
+        num_steps = 1
+        if not steady.waits_for_tokens:
+            limits = steady.longest, steady.steps_to_last_finish, steady.first_recompute
+            num_steps = self._steps_within(num_decode, *limits)
         if not steady.reserve(num_steps, self._allocator):
             return None
         self._prefill_budget.limit(
@@ -108,8 +112,7 @@ class StepPlanner:
         if not states:
             return None
         running, rows = self._queues.running, (*draft.decode_rows, *draft.prefill_rows)
-        repeats = not any(state.request.waits_for_tokens for state in running)
-        if repeats and len(draft.decoding) == len(running) and not self._queues.waiting:
+        if len(draft.decoding) == len(running) and not self._queues.waiting:
             self._steady_batch = SteadyDecodeBatch(states, running, self._config.page_size)
         plan = self._build(rows, len(draft.decode_rows), num_steps, draft.fresh_slots, draft.copies)
         if not is_burst:
@@ -253,6 +256,8 @@ class StepPlanner:
         for state in () if self._is_full(draft) else tuple(self._queues.waiting):
             if self._is_full(draft):
                 return
+            if self.holds_waiting and state.status is not Status.PREEMPTED:
+                continue
             if state.pages is not None or state.num_in_flight:
                 return  # preempted, and its last tokens are not known yet; later requests wait for it
             state.grow_rope()

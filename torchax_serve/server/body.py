@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
 from torchax_serve.server.errors import ApiError, bad_request
 from torchax_serve.server.options import ServerOptions
+from torchax_serve.server.request_fields import ApiRequest
 from torchax_serve.validation.argument_checks import short_repr
 from torchax_serve.validation.bounded_json import parse_json
 
@@ -18,9 +19,11 @@ MAX_INTEGER = 2**64 - 1
 THREAD_BYTES = 256 * 1024
 """Bytes of a body from which it is parsed off the event loop."""
 
+Body = TypeVar("Body", bound=ApiRequest)
 
-async def read_json(request: Request, options: ServerOptions) -> Any:
-    """Returns the JSON value in the body of a request.
+
+async def read_request(request: Request, options: ServerOptions, kind: type[Body]) -> Body:
+    """Returns the body of a request, which is JSON.
 
     Raises:
         ApiError: 415 for another type, 413, 408 or 400.
@@ -29,8 +32,8 @@ async def read_json(request: Request, options: ServerOptions) -> Any:
     check_type(request, "application/json")
     body = await read_body(request, options)
     if len(body) > THREAD_BYTES:
-        return await asyncio.to_thread(_parsed, body, options)
-    return _parsed(body, options)
+        return await asyncio.to_thread(lambda: kind.parse(_parsed(body, options)))
+    return kind.parse(_parsed(body, options))
 
 
 def check_type(request: Request, expected: str) -> None:
@@ -77,12 +80,27 @@ def too_large(max_body_bytes: int) -> ApiError:
 
 
 def _parsed(body: bytes, options: ServerOptions) -> Any:
+    _check_num_values(body, options.request.max_json_values)
     try:
         value = parse_json(body, max_bytes=options.connection.max_body_bytes, max_depth=options.request.max_json_depth)
     except ValueError as error:
         raise bad_request(str(error), code="invalid_json") from error
     check_scalars(value)
     return value
+
+
+def _check_num_values(body: bytes, most: int) -> None:
+    """Raises ApiError, 400, for a body with too many values.
+
+    The parser holds Python's lock, and with it the event loop, for as long as it takes for all of them. A value needs a
+    comma, which does not count inside of a text.
+    """
+    if body.count(b",") <= most:
+        return
+    bare = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    is_too_long = bare.count(b'"') > 2 * most
+    if is_too_long or sum(part.count(b",") for part in bare.split(b'"')[::2]) > most:
+        raise bad_request(f"expected JSON of at most {most} values, got more", code="invalid_json")
 
 
 def check_scalars(value: Any) -> None:
@@ -116,4 +134,4 @@ def _shown(key: str) -> str:
     return key[:100].encode("utf-8", "replace").decode()
 
 
-__all__ = ["ClientDisconnect", "check_scalars", "check_type", "read_body", "read_json", "too_large"]
+__all__ = ["ClientDisconnect", "check_scalars", "check_type", "read_body", "read_request", "too_large"]

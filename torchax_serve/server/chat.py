@@ -8,11 +8,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from torchax_serve.server.answers import Answer, AnswerOptions
-from torchax_serve.server.body import read_json
+from torchax_serve.server.body import read_request
 from torchax_serve.server.chat_answer import ChatCompletion
 from torchax_serve.server.context import ServerContext, context_of, follow
 from torchax_serve.server.errors import ApiError, bad_request
 from torchax_serve.server.model_service import ChatPrompt, ModelService, scoped_salt
+from torchax_serve.server.options import ServerOptions
+from torchax_serve.server.remote_files import with_remote_files
 from torchax_serve.server.request_checks import check_counts
 from torchax_serve.server.response_parsing import AnswerParser
 from torchax_serve.server.sampling import renamed_error, sampling_params
@@ -37,9 +39,10 @@ async def chat_completions(request: Request) -> Any:
     context = context_of(request)
     service = context.service()
     service.require("chat", "/v1/chat/completions")
-    body = ChatRequest.parse(await read_json(request, context.options))
+    body = await read_request(request, context.options, ChatRequest)
     service.check_name(body.model, request.state.key)
     check_counts(body, context.options.request)
+    body = await with_files(body, context.options)
     try:
         work = service.run(_start_answers, context, service, body, request.state.key_name)
         started = await until_disconnect(request.receive, work)
@@ -50,6 +53,13 @@ async def chat_completions(request: Request) -> Any:
     if body.stream:
         return EventStream(completion.events(), context.options.keep_alive_s)
     return JSONResponse(await until_disconnect(request.receive, completion.complete()))
+
+
+async def with_files(body: ChatRequest, options: ServerOptions) -> ChatRequest:
+    """Returns a request with the files that its messages name, if any may be fetched."""
+    if not options.media_hosts:
+        return body
+    return body.model_copy(update={"messages": await with_remote_files(body.messages, options.media_hosts)})
 
 
 def chat_options(service: ModelService, body: ChatRequest, plan: ToolPlan) -> ChatOptions:
@@ -83,7 +93,7 @@ def _start_answers(context: ServerContext, service: ModelService, body: ChatRequ
         max_new_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         cache_salt=scoped_salt(key_name, body.cache_salt),
     )
-    plan = plan_tools(body, service.family)
+    plan = plan_tools(body, service.family, service.special_ids)
     prompt = render_chat(service, body, plan)
     is_parsed = service.family is not None and body.skip_special_tokens is not False
     prompt_end = _text_of(service, prompt.token_ids[-PROMPT_END_TOKENS:]) if is_parsed else ""

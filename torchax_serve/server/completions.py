@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse
 
 from torchax_serve.outputs import TokenLogprobs
 from torchax_serve.server.answers import Answer, AnswerOptions
-from torchax_serve.server.body import read_json
+from torchax_serve.server.body import read_request
 from torchax_serve.server.context import ServerContext, context_of, follow
 from torchax_serve.server.errors import ApiError, bad_request
 from torchax_serve.server.formats import LogprobFormat, finish_reason_of, usage_of
@@ -35,7 +35,7 @@ async def completions(request: Request) -> Any:
     context = context_of(request)
     service = context.service()
     service.require("generate", "/v1/completions")
-    body = CompletionRequest.parse(await read_json(request, context.options))
+    body = await read_request(request, context.options, CompletionRequest)
     service.check_name(body.model, request.state.key)
     check_counts(body, context.options.request)
     num_prompts = len(body.prompts())

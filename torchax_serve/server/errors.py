@@ -15,6 +15,7 @@ from model_adapters.errors import (
     OutOfMemoryError,
     QueueDeadlineError,
     QueueFullError,
+    QueueTokensError,
     RequestError,
     TorchaxServeError,
     UnsupportedArgumentError,
@@ -102,6 +103,11 @@ def api_error_of(error: BaseException) -> ApiError:
     """
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, QueueTokensError):
+        return ApiError(
+            429,
+            "expected room for the prompt among the tokens that wait, found too little; send the request again later",
+        )
     if isinstance(error, QueueFullError):
         return ApiError(429, "expected room in the queue of requests, found it full; send the request again later")
     if isinstance(error, OutOfMemoryError):

@@ -93,7 +93,7 @@ def _url_of(value: Any) -> Any:
 
 
 def _data_of(where: str, url: Any) -> bytes:
-    """Returns the bytes of a data URL; others are refused, so that a request makes no connection."""
+    """Returns the bytes of a data URL; others are refused: those that may be fetched have been."""
     if isinstance(url, str) and url.startswith("data:"):
         head, comma, data = url.partition(",")
         if comma and head.endswith(";base64"):

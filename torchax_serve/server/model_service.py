@@ -41,6 +41,8 @@ Result = TypeVar("Result")
 
 EMBEDDED_NAME = "the embedded model"
 """Name of the model that comes with the package, which is no name for requests."""
+PIECE_CHARS, PIECE_SLACK = 1 << 18, 16
+"""Characters of a long text that are tokenized at once, and tokens that its ends may add."""
 NUM_THREADS = 4
 """Threads that render, tokenize and submit; most of their work is outside of Python's lock."""
 
@@ -88,7 +90,7 @@ class ModelService:
             shared_renderer().start()
         if self.model.tokenizer is None or "generate" not in self.tasks:
             return
-        assert self.token_bytes is not None
+        assert self.token_bytes.max_token_chars
         if importlib.util.find_spec("llguidance") is not None:
             with contextlib.suppress(UnsupportedModelError):
                 assert self.grammars is not None
@@ -98,7 +100,7 @@ class ModelService:
         """What the model can do: ``generate``, ``chat``, ``transcribe``, ``embed``, ``classify``, ``rank`` ..."""
         if not self.model.writes_text:
             return _encoder_tasks(type(self.model.torch_model).__name__, self.model.config.num_labels)
-        found = ["generate", "embed"]
+        found = ["generate", "embed"] if self.model.embeds else ["generate"]
         if self.model.tokenizer is not None and self.template:
             found.append("chat")
         if self.model.transcribes:
@@ -152,6 +154,12 @@ class ModelService:
         return TokenBytes(self.model.tokenizer)
 
     @functools.cached_property
+    def special_ids(self) -> dict[str, int]:
+        """Ids of the tokenizer's special tokens by their text."""
+        tokenizer: Any = self.model.tokenizer
+        return {token.content: index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+
+    @functools.cached_property
     def family(self) -> ResponseFamily | None:
         """How answers spell reasoning and tool calls; None for plain text."""
         if self.model.tokenizer is None:
@@ -169,7 +177,7 @@ class ModelService:
         if len(messages) > self._options.request.max_messages:
             most = self._options.request.max_messages
             raise bad_request(f"messages: expected at most {most}, got {len(messages)}", "messages", "invalid_value")
-        _check_chars(self, sum(map(_num_chars, messages)), "messages")
+        _check_len(self, [text for message in messages for text in _texts_of(message)], "messages")
         extractor = getattr(self._processor, "feature_extractor", None)
         plain = plain_messages(messages, self.template, getattr(extractor, "sampling_rate", None))
         if not has_media(plain):
@@ -190,7 +198,7 @@ class ModelService:
     def plain_prompt(self, prompt: str | Sequence[int]) -> list[int]:
         """Returns the token ids of a plain prompt."""
         if isinstance(prompt, str):
-            _check_chars(self, len(prompt), "prompt")
+            _check_len(self, [prompt], "prompt")
         return encode_prompt(self.model, prompt)
 
     @functools.cached_property
@@ -239,32 +247,42 @@ def scoped_salt(key_name: str | None, salt: str | None) -> str | None:
     return hashlib.sha256(f"{key_name or ''}\0{salt or ''}".encode()).hexdigest()
 
 
-def _check_chars(service: ModelService, num_chars: int, field: str) -> None:
-    """Raises ApiError, 400, for a text that no tokens could shorten to what the model allows.
+def _check_len(service: ModelService, texts: Sequence[str], field: str) -> None:
+    """Raises ApiError, 400, for texts that have more tokens than the model allows, if they are long.
 
-    Tokenizing a text of megabytes takes seconds and hundreds of megabytes.
+    Tokenizing a text of megabytes takes seconds and hundreds of megabytes, and the list of its tokens holds Python's
+    lock. A text with more characters than so many tokens can have is not tokenized, another long one in pieces.
     """
-    limit = service.max_model_len
-    if limit is None or service.model.tokenizer is None:
+    limit, tokenizer = service.max_model_len, cast(Any, service.model.tokenizer)
+    if limit is None or tokenizer is None:
         return
-    most = service.token_bytes.max_token_chars
+    num_chars, most = sum(map(len, texts)), service.token_bytes.max_token_chars
     if num_chars > limit * most:
-        raise bad_request(
-            f"This model's maximum context length is {limit} tokens of at most {most} characters, and the prompt has "
-            f"{num_chars} characters; shorten it",
-            field,
-            "context_length_exceeded",
-        )
+        raise _too_long(f"{limit} tokens of at most {most} characters", f"{num_chars} characters", field)
+    if num_chars <= 4 * PIECE_CHARS:
+        return
+    pieces = (text[begin : begin + PIECE_CHARS] for text in texts for begin in range(0, len(text), PIECE_CHARS))
+    num_tokens = 0
+    for piece in pieces:
+        num_tokens += len(tokenizer(piece, add_special_tokens=False)["input_ids"])
+        num_tokens -= PIECE_SLACK  # a word that is cut has more tokens
+        if num_tokens > limit:
+            raise _too_long(f"{limit} tokens", "more", field)
 
 
-def _num_chars(message: Mapping[str, Any]) -> int:
-    """Returns the characters of a message's texts."""
+def _too_long(limit: str, got: str, field: str) -> ApiError:
+    message = f"This model's maximum context length is {limit}, and the prompt has {got}; shorten it"
+    return bad_request(message, field, "context_length_exceeded")
+
+
+def _texts_of(message: Mapping[str, Any]) -> list[str]:
+    """Returns the texts of a message."""
     content = message.get("content") if isinstance(message, Mapping) else None
     if isinstance(content, str):
-        return len(content)
+        return [content]
     parts = content if isinstance(content, list) else ()
     texts = (part.get("text") for part in parts if isinstance(part, Mapping))
-    return sum(len(text) for text in texts if isinstance(text, str))
+    return [text for text in texts if isinstance(text, str)]
 
 
 def _public_name(name: str) -> str:

@@ -54,16 +54,20 @@ class RequestLimits:
     Attributes:
         max_answers: Answers of a request: prompts times `n`.
         max_json_depth: Levels of nested objects and arrays of a body.
+        max_json_values: Values of a body, those of lists and objects counted.
         max_messages: Messages of a conversation.
         max_texts: Texts of a request for embeddings, labels or scores.
+        max_text_bytes: Bytes of one of these, and of a text to tokenize, in UTF-8.
         max_audio_s: Seconds of audio to transcribe.
         max_schema_bytes: Bytes of a JSON schema, a regular expression or a grammar.
     """
 
     max_answers: int = 128
     max_json_depth: int = 64
+    max_json_values: int = 1 << 20
     max_messages: int = 4096
     max_texts: int = 2048
+    max_text_bytes: int = MIB
     max_audio_s: float = 1800.0
     max_schema_bytes: int = 256 * 1024
 
@@ -83,6 +87,7 @@ class ServerOptions:
         api_keys: Keys by their name; empty: no key is needed.
         api_key_file: File with a key a line, ``NAME:KEY`` or ``KEY``; it is read again when it changes.
         allowed_hosts: Further values of the header Host; on a loopback address others are refused.
+        media_hosts: Names and addresses that images and audio of chats may be fetched from; empty: none are fetched.
         cors_origins: Origins whose pages may call the server from a browser.
         tls_certificate: Certificate chain in PEM; with `tls_key`.
         tls_key: Private key in PEM.
@@ -112,6 +117,7 @@ class ServerOptions:
     api_keys: tuple[tuple[str, str], ...] = dataclasses.field(default=(), repr=False)
     api_key_file: Path | None = None
     allowed_hosts: tuple[str, ...] = ()
+    media_hosts: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
     tls_certificate: Path | None = None
     tls_key: Path | None = None

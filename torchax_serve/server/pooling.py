@@ -11,11 +11,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
-from torchax_serve.server.body import read_json
+from torchax_serve.server.body import read_request
 from torchax_serve.server.context import context_of
 from torchax_serve.server.errors import bad_request
+from torchax_serve.server.json_lists import list_response
 from torchax_serve.server.model_service import ModelService
 from torchax_serve.server.pooling_schemas import (
     ClassifyRequest,
@@ -26,6 +27,7 @@ from torchax_serve.server.pooling_schemas import (
     TokenPoolingRequest,
     texts_of,
 )
+from torchax_serve.server.request_checks import check_text_size
 from torchax_serve.server.sse import until_disconnect
 
 Body = TypeVar("Body", bound=PoolingRequest)
@@ -35,7 +37,7 @@ async def _read(request: Request, kind: type[Body], task: str) -> tuple[ModelSer
     context = context_of(request)
     service = context.service()
     service.require(task, request.scope["path"])
-    body = kind.parse(await read_json(request, context.options))
+    body = await read_request(request, context.options, kind)
     service.check_name(body.model, request.state.key)
     return service, body
 
@@ -48,6 +50,10 @@ async def _results(
     most = options.request.max_texts
     if not 1 <= len(items) <= most:
         raise bad_request(f"{field}: expected 1 to {most} texts, got {len(items)}", field, "invalid_value")
+    for item in items:
+        for text in item if isinstance(item, tuple) else (item,):
+            if isinstance(text, str):
+                check_text_size(text, options.request, field)
     work = call(items, timeout_s=options.request_timeout_s, queue_timeout_s=options.queue_timeout_s)
     try:
         return list(await until_disconnect(request.receive, work))
@@ -85,11 +91,11 @@ async def embeddings(request: Request) -> Response:
     }
     found = await _results(request, functools.partial(service.model.aembed, **options), texts, "input")
     usage = await _usage(request, service, texts)
-    data = [
+    data = (
         {"object": "embedding", "index": index, "embedding": _encoded(row, body.encoding_format)}
         for index, row in enumerate(found)
-    ]
-    return JSONResponse({"object": "list", "data": data, "model": body.model, "usage": usage})
+    )
+    return await list_response(service, "data", data, {"object": "list", "model": body.model, "usage": usage})
 
 
 def _encoded(row: np.ndarray, form: str | None) -> Any:
@@ -105,7 +111,7 @@ async def classify(request: Request) -> Response:
     truncate = bool(body.truncate)
     call = functools.partial(service.encoder.aclassify, truncate=truncate)
     found = await _results(request, call, texts, "input")
-    data = [
+    data = (
         {
             "index": index,
             "label": each.label,
@@ -113,9 +119,9 @@ async def classify(request: Request) -> Response:
             "num_classes": len(each.scores),
         }
         for index, each in enumerate(found)
-    ]
+    )
     usage = await _usage(request, service, texts)
-    return JSONResponse(_list("classify", body.model, data) | {"usage": usage})
+    return await list_response(service, "data", data, _list("classify", body.model) | {"usage": usage})
 
 
 async def pooling(request: Request) -> Response:
@@ -125,7 +131,7 @@ async def pooling(request: Request) -> Response:
     truncate = bool(body.truncate)
     call = functools.partial(service.encoder.aclassify_tokens, truncate=truncate)
     found = await _results(request, call, texts, "input")
-    data = [
+    data = (
         {
             "index": index,
             "object": "pooling",
@@ -135,9 +141,9 @@ async def pooling(request: Request) -> Response:
             ],
         }
         for index, labels in enumerate(found)
-    ]
+    )
     usage = await _usage(request, service, texts)
-    return JSONResponse(_list("pool", body.model, data) | {"usage": usage})
+    return await list_response(service, "data", data, _list("pool", body.model) | {"usage": usage})
 
 
 async def rerank(request: Request) -> Response:
@@ -151,14 +157,14 @@ async def rerank(request: Request) -> Response:
     pairs = [(body.query, document) for document in documents]
     scores = await _scores(request, service, pairs, body.truncate, "documents")
     order = sorted(range(len(pairs)), key=lambda index: -scores[index])[: body.top_n or None]
-    results = []
-    for index in order:
-        result: dict[str, Any] = {"index": index, "relevance_score": scores[index]}
-        if body.return_documents is not False:
-            result["document"] = {"text": documents[index]}
-        results.append(result)
+    shown = body.return_documents is not False
+    results = (
+        {"index": index, "relevance_score": scores[index]} | ({"document": {"text": documents[index]}} if shown else {})
+        for index in order
+    )
     usage = await _usage(request, service, [*documents, *[body.query] * len(documents)])
-    return JSONResponse({"id": f"rerank-{uuid.uuid4().hex}", "model": body.model, "usage": usage, "results": results})
+    others = {"id": f"rerank-{uuid.uuid4().hex}", "model": body.model, "usage": usage}
+    return await list_response(service, "results", results, others)
 
 
 def _document(index: int, document: str | dict[str, str]) -> str:
@@ -186,9 +192,9 @@ async def score(request: Request) -> Response:
             "invalid_value",
         )
     scores = await _scores(request, service, list(zip(firsts, seconds, strict=True)), body.truncate, "text_2")
-    data = [{"index": index, "object": "score", "score": each} for index, each in enumerate(scores)]
+    data = ({"index": index, "object": "score", "score": each} for index, each in enumerate(scores))
     usage = await _usage(request, service, [*firsts, *seconds])
-    return JSONResponse(_list("score", body.model, data) | {"usage": usage})
+    return await list_response(service, "data", data, _list("score", body.model) | {"usage": usage})
 
 
 def _texts(name: str, given: str | list[str] | None, other: str | list[str] | None) -> list[str]:
@@ -205,11 +211,10 @@ async def _scores(
     return [float(each) for each in found]
 
 
-def _list(kind: str, model: str, data: list[dict[str, Any]]) -> dict[str, Any]:
+def _list(kind: str, model: str) -> dict[str, Any]:
     return {
         "id": f"{kind}-{uuid.uuid4().hex}",
         "object": "list",
         "created": int(time.time()),
         "model": model,
-        "data": data,
     }

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from torchax_serve.server.request_fields import ApiRequest, honoured, no_effect, refused
+from torchax_serve.server.request_fields import (
+    FAIL_FAST,
+    ApiRequest,
+    Ids,
+    Objects,
+    Strings,
+    honoured,
+    no_effect,
+    refused,
+)
 
 _USER = no_effect("who asks is told by the API key")
 _MODEL = honoured("a name in `/v1/models`; another one is 404")
 _CUT = "`null` cuts texts as the checkpoint's files say; -1 cuts them to the model's length"
-Texts = str | list[int] | list[str] | list[list[int]]
+Texts = str | Ids | Strings | Annotated[list[Ids], FAIL_FAST]
 
 
 def texts_of(given: Texts) -> list[Any]:
@@ -67,7 +76,9 @@ class RerankRequest(PoolingRequest):
 
     routes: ClassVar[tuple[str, ...]] = ("/v1/rerank", "/v2/rerank", "/rerank")
     query: Annotated[str, honoured("the text that documents are ranked for")]
-    documents: Annotated[list[str | dict[str, str]], honoured('texts, or objects `{"text": ...}`')]
+    documents: Annotated[
+        Annotated[list[str | dict[str, str]], FAIL_FAST], honoured('texts, or objects `{"text": ...}`')
+    ]
     top_n: Annotated[int | None, honoured("documents to return; 0 and by default all")] = None
     return_documents: Annotated[bool | None, honoured("whether results have the documents' texts")] = None
     max_tokens_per_doc: Annotated[Any, refused("expected null; documents are cut to the model's length")] = None
@@ -78,10 +89,10 @@ class ScoreRequest(PoolingRequest):
     """Body of ``/v1/score`` and ``/score``."""
 
     routes: ClassVar[tuple[str, ...]] = ("/v1/score", "/score")
-    text_1: Annotated[str | list[str] | None, honoured("a text, or as many as `text_2` has")] = None
-    text_2: Annotated[str | list[str] | None, honoured("a text or several")] = None
-    queries: Annotated[str | list[str] | None, honoured("as `text_1`")] = None
-    documents: Annotated[str | list[str] | None, honoured("as `text_2`")] = None
+    text_1: Annotated[str | Strings | None, honoured("a text, or as many as `text_2` has")] = None
+    text_2: Annotated[str | Strings | None, honoured("a text or several")] = None
+    queries: Annotated[str | Strings | None, honoured("as `text_1`")] = None
+    documents: Annotated[str | Strings | None, honoured("as `text_2`")] = None
 
 
 class TokenizeRequest(ApiRequest):
@@ -90,12 +101,12 @@ class TokenizeRequest(ApiRequest):
     routes: ClassVar[tuple[str, ...]] = ("/tokenize",)
     model: Annotated[str | None, _MODEL] = None
     prompt: Annotated[str | None, honoured("a text; in place of `messages`")] = None
-    messages: Annotated[list[dict[str, Any]] | None, honoured("a conversation; in place of `prompt`")] = None
+    messages: Annotated[Objects | None, honoured("a conversation; in place of `prompt`")] = None
     add_special_tokens: Annotated[bool | None, honoured("special tokens of the tokenizer; a chat has its own")] = None
     add_generation_prompt: Annotated[Any, refused("expected true", True)] = None
     continue_final_message: Annotated[bool | None, honoured("the prompt continues the last message")] = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, honoured("variables of the chat template")] = None
-    tools: Annotated[list[dict[str, Any]] | None, honoured("tools of the chat template")] = None
+    tools: Annotated[Objects | None, honoured("tools of the chat template")] = None
     return_token_strs: Annotated[bool | None, honoured("the text of each token")] = None
 
 
@@ -104,4 +115,4 @@ class DetokenizeRequest(ApiRequest):
 
     routes: ClassVar[tuple[str, ...]] = ("/detokenize",)
     model: Annotated[str | None, _MODEL] = None
-    tokens: Annotated[list[int], honoured("token ids")]
+    tokens: Annotated[Ids, honoured("token ids")]

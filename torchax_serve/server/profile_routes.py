@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from torchax_serve.server import profiler
-from torchax_serve.server.body import read_json
+from torchax_serve.server.body import read_request
 from torchax_serve.server.context import context_of
 from torchax_serve.server.errors import ApiError, bad_request
 from torchax_serve.server.request_fields import ApiRequest, honoured
@@ -42,7 +42,7 @@ async def stop_profile(request: Request) -> Response:
 async def profile(request: Request) -> Response:
     """Takes a profile of some seconds and returns where the time went, by the model's modules."""
     taken_by, context = _profiler(request), context_of(request)
-    body = ProfileRequest.parse(await read_json(request, context.options))
+    body = await read_request(request, context.options, ProfileRequest)
     seconds = DEFAULT_S if body.seconds is None else body.seconds
     if not 0 < seconds <= profiler.MAX_PROFILE_S:
         limit = f"{profiler.MAX_PROFILE_S:g}"

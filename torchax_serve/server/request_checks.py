@@ -1,4 +1,4 @@
-"""Checks of lists and numbers in a request before any work is done for it."""
+"""Checks of lists, numbers and texts in a request before any work is done for it."""
 
 from __future__ import annotations
 
@@ -23,3 +23,14 @@ def check_counts(request: TextRequest, limits: RequestLimits) -> None:
         )
     if request.stream_options is not None and not request.stream:
         raise bad_request("stream_options: expected stream true with it", "stream_options", "invalid_value")
+
+
+def check_text_size(text: str, limits: RequestLimits, field: str) -> None:
+    """Raises ApiError, 400, for a text whose tokens would take seconds to compute and to list."""
+    num_bytes = len(text) if text.isascii() else len(text.encode("utf-8", "replace"))
+    if num_bytes > limits.max_text_bytes:
+        raise bad_request(
+            f"{field}: expected texts of at most {limits.max_text_bytes} bytes in UTF-8, got {num_bytes}; split it",
+            field,
+            "context_length_exceeded",
+        )

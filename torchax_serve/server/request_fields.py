@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import pydantic
 
@@ -16,6 +16,21 @@ from torchax_serve.server.errors import ApiError, bad_request
 from torchax_serve.validation.argument_checks import short_repr
 
 Effect = Literal["honoured", "no effect", "refused"]
+
+
+class _FailFast(pydantic.FailFast):
+    """pydantic's annotation, which has no hash, as unions of annotated types need one."""
+
+    __hash__ = object.__hash__
+
+
+FAIL_FAST = _FailFast()
+"""Annotation of lists whose check ends at the first wrong item: as many errors as items would take seconds."""
+Ids = Annotated[list[int], FAIL_FAST]
+Strings = Annotated[list[str], FAIL_FAST]
+Objects = Annotated[list[dict[str, Any]], FAIL_FAST]
+MAX_ENTRIES = 1 << 16
+"""Most entries of a field that is an object."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +84,9 @@ class ApiRequest(pydantic.BaseModel):
             given = value.get(name)
             if note.effect == "refused" and given is not None and given not in note.harmless:
                 raise bad_request(f"{name}: {note.text}", name, "unsupported_parameter")
+            if isinstance(given, dict) and len(given) > MAX_ENTRIES:
+                message = f"{name}: expected at most {MAX_ENTRIES} entries, got {len(given)}"
+                raise bad_request(message, name, "invalid_value")
         try:
             return cls.model_validate(value)
         except pydantic.ValidationError as error:

@@ -14,8 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from model_adapters.errors import InvalidArgumentError
+from torchax_serve.server.call_forms import CallForm
 
 _CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+_LLAMA_CALL = {"type": "function", "function": {"name": "{content.name}", "arguments": "{content.parameters}"}}
+_LLAMA_FORM = CallForm('{"name": ', ', "parameters": ', "}", between=None, quotes_name=True)
 _THINK = {"open": "<think>", "close": "</think>"}
 _CHATML = "<|im_start|>assistant\n"
 
@@ -47,15 +50,29 @@ class ResponseFamily:
         name: Name of the family.
         signs: Texts that its chat template has, all of them.
         template: Response template of transformers.
-        call: Text of a tool call around its name and its arguments, a JSON text, for answers held to a call; None if
-            its arguments are not JSON.
+        call: How calls are spelled, for answers held to them; None if they cannot be.
     """
 
     name: str
     signs: tuple[str, ...]
     template: Mapping[str, Any]
-    call: tuple[str, str, str] | None = None
+    call: CallForm | None = None
 
+
+_DEEPSEEK = {
+    "start_anchor": "<｜Assistant｜>",
+    "fields": _fields(
+        {
+            "open_pattern": r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>(?P<name>[\w.-]+)\n```json\n"
+            r"|(?!function<)(?P<name>[\w.-]+)<｜tool▁sep｜>)",
+            "close_pattern": r"(?:\n```)?<｜tool▁call▁end｜>",
+            "content": "json",
+            "transform": _CALL,
+        },
+        markers=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    ),
+}
+"""DeepSeek's calls, of R1 and V3 and of V3.1."""
 
 FAMILIES: tuple[ResponseFamily, ...] = (
     ResponseFamily(
@@ -79,6 +96,7 @@ FAMILIES: tuple[ResponseFamily, ...] = (
                 },
             },
         },
+        CallForm("<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", "<|call|>", between=None),
     ),
     ResponseFamily(
         "kimi",
@@ -96,23 +114,39 @@ FAMILIES: tuple[ResponseFamily, ...] = (
                 markers=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
             ),
         },
+        CallForm(
+            "<|tool_call_begin|>functions.",
+            ":0<|tool_call_argument_begin|>",
+            "<|tool_call_end|>",
+            between=None,
+            opening="<|tool_calls_section_begin|>",
+            closing="<|tool_calls_section_end|>",
+        ),
     ),
     ResponseFamily(
         "deepseek",
+        ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "```json"),
+        _DEEPSEEK,
+        CallForm(
+            "<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+            "\n```json\n",
+            "\n```<｜tool▁call▁end｜>",
+            opening="<｜tool▁calls▁begin｜>",
+            closing="<｜tool▁calls▁end｜>",
+        ),
+    ),
+    ResponseFamily(
+        "deepseek-v3.1",
         ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"),
-        {
-            "start_anchor": "<｜Assistant｜>",
-            "fields": _fields(
-                {
-                    "open_pattern": r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>(?P<name>[\w.-]+)\n```json\n"
-                    r"|(?!function<)(?P<name>[\w.-]+)<｜tool▁sep｜>)",
-                    "close_pattern": r"(?:\n```)?<｜tool▁call▁end｜>",
-                    "content": "json",
-                    "transform": _CALL,
-                },
-                markers=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
-            ),
-        },
+        _DEEPSEEK,
+        CallForm(
+            "<｜tool▁call▁begin｜>",
+            "<｜tool▁sep｜>",
+            "<｜tool▁call▁end｜>",
+            between="",
+            opening="<｜tool▁calls▁begin｜>",
+            closing="<｜tool▁calls▁end｜>",
+        ),
     ),
     ResponseFamily(
         "gemma4",
@@ -148,6 +182,12 @@ FAMILIES: tuple[ResponseFamily, ...] = (
                 }
             ),
         },
+        CallForm(
+            "<tool_call>",
+            "\n",
+            "</tool_call>",
+            argument=("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
+        ),
     ),
     ResponseFamily(
         "qwen-xml",
@@ -164,6 +204,12 @@ FAMILIES: tuple[ResponseFamily, ...] = (
                 }
             ),
         },
+        CallForm(
+            "<tool_call>\n<function=",
+            ">\n",
+            "</function>\n</tool_call>",
+            argument=("<parameter=", ">\n", "\n</parameter>\n"),
+        ),
     ),
     ResponseFamily(
         "hermes",
@@ -179,7 +225,7 @@ FAMILIES: tuple[ResponseFamily, ...] = (
                 }
             ),
         },
-        ('<tool_call>\n{"name": ', ', "arguments": ', "}\n</tool_call>"),
+        CallForm('<tool_call>\n{"name": ', ', "arguments": ', "}\n</tool_call>", quotes_name=True),
     ),
     ResponseFamily(
         "mistral",
@@ -196,6 +242,7 @@ FAMILIES: tuple[ResponseFamily, ...] = (
                 {"open": "[THINK]", "close": "[/THINK]"},
             ),
         },
+        CallForm("[TOOL_CALLS]", "[ARGS]", "", between=""),
     ),
     ResponseFamily(
         "mistral-list",
@@ -213,6 +260,9 @@ FAMILIES: tuple[ResponseFamily, ...] = (
                 {"open": "[THINK]", "close": "[/THINK]"},
             ),
         },
+        CallForm(
+            '{"name": ', ', "arguments": ', "}", between=", ", opening="[TOOL_CALLS] [", closing="]", quotes_name=True
+        ),
     ),
     ResponseFamily(
         "llama",
@@ -225,15 +275,30 @@ FAMILIES: tuple[ResponseFamily, ...] = (
                     "open_pattern": r'(?<![\s\S])\s*(?:<\|python_tag\|>)?(?=\{\s*"name")',
                     "content": "json",
                     "repeats": False,
-                    "transform": {
-                        "type": "function",
-                        "function": {"name": "{content.name}", "arguments": "{content.parameters}"},
-                    },
+                    "transform": _LLAMA_CALL,
                 },
                 None,
             ),
         },
-        ('{"name": ', ', "parameters": ', "}"),
+        _LLAMA_FORM,
+    ),
+    ResponseFamily(
+        "llama4",
+        ("<|header_start|>", '"parameters"'),
+        {
+            "start_anchor": "<|header_start|>assistant<|header_end|>\n\n",
+            "fields": _fields(
+                {
+                    "open_pattern": r'(?<![\s\S])\s*(?:<\|python_start\|>)?(?=\{\s*"name")',
+                    "close": "<|python_end|>",
+                    "content": "json",
+                    "repeats": False,
+                    "transform": _LLAMA_CALL,
+                },
+                None,
+            ),
+        },
+        _LLAMA_FORM,
     ),
     ResponseFamily("think", ("</think>",), {"start_anchor_pattern": r"(?!)", "fields": _fields(None)}),
 )

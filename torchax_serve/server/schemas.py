@@ -6,11 +6,19 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
 
-from torchax_serve.server.request_fields import ApiRequest, honoured, no_effect, refused
+from torchax_serve.server.request_fields import (
+    FAIL_FAST,
+    ApiRequest,
+    Ids,
+    Objects,
+    Strings,
+    honoured,
+    no_effect,
+    refused,
+)
 
 _STORE = "answers are not stored"
 _TIER = "there is one tier"
-Ids = list[int]
 
 
 class StreamOptions(pydantic.BaseModel):
@@ -33,7 +41,7 @@ class TextRequest(ApiRequest):
     ] = None
     n: Annotated[int | None, honoured("answers to each prompt; answer i has the seed `seed + i`")] = None
     best_of: Annotated[int | None, honoured("as many as `n`; more are refused")] = None
-    stop: Annotated[str | list[str] | None, honoured("strings that end the answer, at most 64")] = None
+    stop: Annotated[str | Strings | None, honoured("strings that end the answer, at most 64")] = None
     include_stop_str_in_output: Annotated[bool | None, honoured("the answer's text has the stop string")] = None
     stop_token_ids: Annotated[Ids | None, honoured("token ids that end the answer")] = None
     ignore_eos: Annotated[bool | None, honoured("an end-of-sequence token does not end the answer")] = None
@@ -46,7 +54,7 @@ class TextRequest(ApiRequest):
     frequency_penalty: Annotated[float | None, honoured("-2 to 2")] = None
     repetition_penalty: Annotated[float | None, honoured("above 0; 1 switches it off")] = None
     logit_bias: Annotated[dict[str, float] | None, honoured("-100 to 100 by token id")] = None
-    bad_words: Annotated[list[str] | None, honoured("texts that are never written, as sequences of tokens")] = None
+    bad_words: Annotated[Strings | None, honoured("texts that are never written, as sequences of tokens")] = None
     allowed_token_ids: Annotated[Ids | None, honoured("the only token ids that may be sampled")] = None
     seed: Annotated[int | None, honoured("equal requests with equal seeds have equal answers")] = None
     prompt_logprobs: Annotated[int | None, honoured("log-probabilities of the prompt's tokens, up to 20")] = None
@@ -87,20 +95,20 @@ class ChatRequest(TextRequest):
     """Body of ``/v1/chat/completions``."""
 
     routes: ClassVar[tuple[str, ...]] = ("/v1/chat/completions",)
-    messages: Annotated[list[dict[str, Any]], honoured("the conversation, oldest message first")]
+    messages: Annotated[Objects, honoured("the conversation, oldest message first")]
     max_tokens: Annotated[int | None, honoured("most tokens of the answer; by default as the model's config")] = None
     max_completion_tokens: Annotated[int | None, honoured("as `max_tokens`, in its place")] = None
     logprobs: Annotated[bool | None, honoured("log-probabilities of the answer's tokens")] = None
     top_logprobs: Annotated[int | None, honoured("those of so many likeliest tokens, up to 20")] = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, honoured("variables of the chat template")] = None
-    documents: Annotated[list[dict[str, Any]] | None, honoured("documents, if the chat template reads them")] = None
+    documents: Annotated[Objects | None, honoured("documents, if the chat template reads them")] = None
     continue_final_message: Annotated[bool | None, honoured("the answer continues the last message")] = None
     add_generation_prompt: Annotated[
         Any, refused("expected true, or false with continue_final_message", True, False)
     ] = None
     echo: Annotated[Any, refused("expected false; a chat's prompt is not repeated", False)] = None
     tools: Annotated[
-        list[dict[str, Any]] | None, honoured("functions, at most 128; `strict` holds their arguments to the schema")
+        Objects | None, honoured("functions, at most 128; `strict` holds their arguments to the schema")
     ] = None
     tool_choice: Annotated[
         Any, honoured("`none`, `auto`, `required`, a function or `allowed_tools`; forced calls follow the schema")
@@ -130,7 +138,10 @@ class CompletionRequest(TextRequest):
     """Body of ``/v1/completions``."""
 
     routes: ClassVar[tuple[str, ...]] = ("/v1/completions",)
-    prompt: Annotated[str | Ids | list[str] | list[Ids], honoured("a text, token ids, or a list of one of these")]
+    prompt: Annotated[
+        str | Ids | Strings | Annotated[list[Ids], FAIL_FAST],
+        honoured("a text, token ids, or a list of one of these"),
+    ]
     max_tokens: Annotated[int | None, honoured("most tokens of the answer, 16 by default; 0 with `echo`")] = None
     logprobs: Annotated[int | None, honoured("log-probabilities, and those of so many likeliest tokens")] = None
     echo: Annotated[bool | None, honoured("the prompt in front of the answer")] = None

@@ -7,17 +7,22 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from torchax_serve.server.body import read_json
-from torchax_serve.server.chat import render_chat
+from torchax_serve.server.body import read_request
+from torchax_serve.server.chat import render_chat, with_files
 from torchax_serve.server.context import context_of
 from torchax_serve.server.errors import ApiError, bad_request
+from torchax_serve.server.json_lists import list_response
 from torchax_serve.server.model_service import ModelService
 from torchax_serve.server.pooling_schemas import DetokenizeRequest, TokenizeRequest
+from torchax_serve.server.request_checks import check_text_size
 from torchax_serve.server.schemas import ChatRequest
 from torchax_serve.server.sse import until_disconnect
 from torchax_serve.server.tools import plan_tools
 from torchax_serve.text.chat_template import ChatOptions
 from torchax_serve.validation.argument_checks import short_repr
+
+MAX_DETOKENIZED = 1 << 18
+"""Most token ids of ``/detokenize``: their text takes 0.1 s."""
 
 
 async def tokenize(request: Request) -> Response:
@@ -25,11 +30,14 @@ async def tokenize(request: Request) -> Response:
     service, body = await _read(request, TokenizeRequest)
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("prompt: expected one of prompt and messages, got both or neither", "prompt", "invalid_value")
+    if body.prompt is not None:
+        check_text_size(body.prompt, context_of(request).options.request, "prompt")
     ids = await until_disconnect(request.receive, service.run(_token_ids, service, body))
-    answer: dict[str, Any] = {"count": len(ids), "max_model_len": service.max_model_len, "tokens": ids}
+    others: dict[str, Any] = {"count": len(ids), "max_model_len": service.max_model_len}
     if body.return_token_strs:
-        answer["token_strs"] = service.model.tokenizer.convert_ids_to_tokens(ids)  # type: ignore[union-attr]
-    return JSONResponse(answer)
+        tokenizer: Any = service.model.tokenizer
+        others["token_strs"] = await service.run(tokenizer.convert_ids_to_tokens, ids)
+    return await list_response(service, "tokens", ids, others, are_short=True)
 
 
 def _token_ids(service: ModelService, body: TokenizeRequest) -> list[int]:
@@ -44,10 +52,14 @@ async def detokenize(request: Request) -> Response:
     """Returns the text of token ids."""
     service, body = await _read(request, DetokenizeRequest)
     tokenizer: Any = service.model.tokenizer
-    beyond = next((each for each in body.tokens if not 0 <= each < len(tokenizer)), None)
+    if len(body.tokens) > MAX_DETOKENIZED:
+        message = f"tokens: expected at most {MAX_DETOKENIZED} token ids, got {len(body.tokens)}; split them"
+        raise bad_request(message, "tokens", "invalid_value")
+    num_ids = len(tokenizer)
+    beyond = next((each for each in body.tokens if not 0 <= each < num_ids), None)
     if beyond is not None:
         raise bad_request(
-            f"tokens: expected token ids from 0 to {len(tokenizer) - 1}, got {short_repr(beyond)}",
+            f"tokens: expected token ids from 0 to {num_ids - 1}, got {short_repr(beyond)}",
             "tokens",
             "invalid_value",
         )
@@ -59,16 +71,16 @@ async def render(request: Request) -> Response:
     context = context_of(request)
     service = context.service()
     service.require("chat", "/v1/chat/completions/render")
-    body = ChatRequest.parse(await read_json(request, context.options))
+    body = await read_request(request, context.options, ChatRequest)
     service.check_name(body.model, request.state.key)
+    body = await with_files(body, context.options)
     plan = plan_tools(body, service.family)
     prompt = await until_disconnect(request.receive, service.run(render_chat, service, body, plan))
     ids = prompt.token_ids
     tokenizer: Any = service.model.tokenizer
     text = await service.run(tokenizer.decode, ids)
-    return JSONResponse(
-        {"object": "chat.completion.render", "model": body.model, "prompt": text, "prompt_token_ids": ids}
-    )
+    others = {"object": "chat.completion.render", "model": body.model, "prompt": text}
+    return await list_response(service, "prompt_token_ids", ids, others, are_short=True)
 
 
 async def _read(request: Request, kind: type[Any]) -> tuple[ModelService, Any]:
@@ -76,7 +88,7 @@ async def _read(request: Request, kind: type[Any]) -> tuple[ModelService, Any]:
     service = context.service()
     if service.model.tokenizer is None:
         raise ApiError(404, f"{request.scope['path']}: {service.name} has no tokenizer")
-    body = kind.parse(await read_json(request, context.options))
+    body = await read_request(request, context.options, kind)
     if body.model is not None:
         service.check_name(body.model, request.state.key)
     return service, body

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torchax_serve.sampling.grammar import JSON_OPTIONS, closed
+from torchax_serve.server.call_forms import call_grammar
 from torchax_serve.server.errors import bad_request
 from torchax_serve.server.response_families import ResponseFamily
 from torchax_serve.server.schemas import ChatRequest
@@ -33,8 +32,15 @@ class ToolPlan:
     max_calls: int | None = None
 
 
-def plan_tools(request: ChatRequest, family: ResponseFamily | None) -> ToolPlan:
+def plan_tools(
+    request: ChatRequest, family: ResponseFamily | None, special_ids: Mapping[str, int] | None = None
+) -> ToolPlan:
     """Returns the tools of a request, checked.
+
+    Args:
+        request: The request.
+        family: How the model's answers are spelled.
+        special_ids: Special tokens of its tokenizer.
 
     Raises:
         ApiError: 400 for tools that are none, a choice that is none of them, or a model whose calls cannot be read.
@@ -64,7 +70,8 @@ def plan_tools(request: ChatRequest, family: ResponseFamily | None) -> ToolPlan:
                 field,
                 "unsupported_parameter",
             )
-        grammar = _grammar(family.call, chosen, is_forced=mode != "auto", max_calls=max_calls)
+        is_forced = mode != "auto"
+        grammar = call_grammar(family.call, chosen, special_ids or {}, is_forced=is_forced, max_calls=max_calls)
     shown = [_without_strict(tool) for tool in chosen]
     return ToolPlan(shown, None if grammar is None else Grammar("tools", grammar), max_calls)
 
@@ -118,31 +125,6 @@ def _choice(choice: Any, names: Sequence[str]) -> tuple[str, Sequence[str]]:
             "invalid_value",
         )
     return mode, [name for name in wanted if name is not None]
-
-
-def _grammar(
-    call: tuple[str, str, str], tools: Sequence[Mapping[str, Any]], *, is_forced: bool, max_calls: int | None
-) -> str:
-    """Returns the grammar of answers with calls of `tools`: of calls only, or of text with calls."""
-    begin, middle, end = call
-    rules = []
-    for index, tool in enumerate(tools):
-        function = tool["function"]
-        free = is_forced or function.get("strict")
-        schema = dict(closed(function.get("parameters") or {"type": "object"})) if free else {"type": "object"}
-        schema["x-guidance"] = JSON_OPTIONS
-        opening = json.dumps(begin + json.dumps(function["name"]) + middle)
-        rules.append(f"call_{index}: {opening} %json {json.dumps(schema)} {json.dumps(end)}")
-    any_call = "any_call: " + " | ".join(f"call_{index}" for index in range(len(tools)))
-    if is_forced:
-        start = "start: any_call" if max_calls == 1 else 'start: any_call ("\\n" any_call)*'
-        return "\n".join([start, any_call, *rules])
-    # Free text up to the beginning of a call, which is then followed.
-    trigger = begin.partition('"name"')[0] or begin
-    rest = [rule.replace(json.dumps(begin)[:-1], json.dumps(begin[len(trigger) :])[:-1], 1) for rule in rules]
-    start = "start: (text_then_call)* TEXT\ntext_then_call: trigger any_call"
-    lines = [start, f"trigger[lazy]: TEXT {json.dumps(trigger)}", r"TEXT: /(.|\n)*/", any_call, *rest]
-    return "\n".join(lines)
 
 
 def reasoning_end(

@@ -6,26 +6,25 @@ settings of JAX and the processor. It is used if the files of the folder have th
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import logging
-import os
 import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from model_adapters.disk_cache import SealedFolder
+from model_adapters.disk_cache import FileSeal, SealedFolder, report_damage, touch
 from model_adapters.loading.model_source import ModelSource
 from torchax_serve.compilation.cache_folders import EVICTOR, START
-from torchax_serve.compilation.executable_cache import environment
+from torchax_serve.compilation.environment import environment
 from torchax_serve.compilation.xla_cache import programs_dir
-from torchax_serve.start.recorded_tokenizer import TokenizerRecord
-from torchax_serve.start.weights_file import WeightPlaces
+from torchax_serve.start.model_record import ModelRecord
 
 logger = logging.getLogger("torchax_serve")
 
+CONTENT = "start records"
+"""Name of the files, for messages."""
 MAX_FILES = 200
 """Files of a model's folder; more are those of something else, and are not looked at."""
 MAX_SHARE = 0.5
@@ -42,30 +41,14 @@ class StartRecord:
     Attributes:
         files: State of the checkpoint's files, and of the source of the model's class.
         identity: Name of the model in the cache of executables.
-        weights: Places of the weights.
-        weights_seal: End of the cache's own file of weights, which tells it from any other.
-        tokenizer: The tokenizer; None if the model has none.
-        config: Attributes of the configuration; `ABSENT` ones as None are in `config_absent`.
-        config_absent: Names that the configuration does not have.
-        generation_config: Attributes of the model's generation config.
-        generation_defaults: Values that transformers' ``generate`` fills in.
-        limits: Fields of `torchax_serve.runtime.input_limits.InputLimits`.
-        quantization: The load report's line on quantized weights.
-        described: Type and dtype of the model, for people.
+        weights_seal: Seal of the cache's own file of weights, which tells it from any other, with its size and time.
+        model: The model.
     """
 
     files: tuple[FileState, ...]
     identity: str
-    weights: WeightPlaces
-    weights_seal: bytes
-    tokenizer: TokenizerRecord | None
-    config: dict[str, Any]
-    config_absent: tuple[str, ...]
-    generation_config: dict[str, Any]
-    generation_defaults: dict[str, Any]
-    limits: dict[str, Any]
-    quantization: str
-    described: tuple[str, str]
+    weights_seal: FileSeal
+    model: ModelRecord
 
 
 def states_of(checkpoint: Path, others: Sequence[Path] = ()) -> tuple[FileState, ...] | None:
@@ -106,7 +89,7 @@ class StartFolder:
         programs = programs_dir()
         assert programs is not None
         self.programs = programs
-        self._files = SealedFolder(programs.parent / START, "start records")
+        self._files = SealedFolder(programs.parent / START, CONTENT)
         described = f"{self.checkpoint}\n{sorted(arguments.items())}\n{environment()}"
         self._name = hashlib.sha256(described.encode()).hexdigest()[:40]
 
@@ -136,19 +119,22 @@ class StartFolder:
         others = [Path(path) for path, *_ in record.files if not Path(path).is_relative_to(self.checkpoint)]
         if states_of(self.checkpoint, others) != record.files:
             return False
-        if not self._files.is_trusted() or self._files.seal_of(self.weights_path.name) != record.weights_seal:
+        name = self.weights_path.name
+        seal = self._files.state_of(name) if self._files.is_trusted() else None
+        if seal is not None and seal != record.weights_seal:
+            report_damage(CONTENT, self.weights_path, "it is not what was written")
+        if seal != record.weights_seal:
             return False
-        with contextlib.suppress(OSError):
-            os.utime(self.weights_path)  # the least recently used files are removed first
+        touch(self.weights_path)  # the least recently used files are removed first
         return True
 
-    def write_weights(self, num_bytes: int, pieces: Any) -> bytes | None:
+    def write_weights(self, num_bytes: int, pieces: Any) -> FileSeal | None:
         """Writes the file of weights; returns its seal, or None if it would take too much of the cache."""
         if num_bytes > EVICTOR.max_bytes * MAX_SHARE:
             return None
         self._files.write_pieces(self.weights_path.name, pieces)
         EVICTOR.wrote(num_bytes, self._files)
-        return self._files.seal_of(self.weights_path.name)
+        return self._files.state_of(self.weights_path.name)
 
     def write(self, record: StartRecord) -> None:
         """Writes the record.

@@ -58,6 +58,7 @@ class RecordedTokenizer(Deferred):
     """
 
     has_own_template_method = False
+    decodes_by_backend = True
 
     def __init__(
         self,

@@ -13,9 +13,10 @@ additions make the result exact:
 
 from __future__ import annotations
 
+import functools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -39,7 +40,7 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
-        self._tokenizer = tokenizer
+        self._decode_ids, self._token_of = _functions_of(tokenizer)
         self._skip_special_tokens = skip_special_tokens
         self._skipped = _special_ids(tokenizer) if skip_special_tokens else frozenset()
         decoders = _decoder_types(tokenizer)
@@ -84,10 +85,9 @@ class Detokenizer:
         A padded embedding may give such ids.
         """
         try:
-            token: str | None = self._tokenizer.convert_ids_to_tokens(token_id)
+            return self._token_of(token_id)
         except (IndexError, KeyError):
             return None
-        return token
 
     def _raw_piece(self, token_id: int, token: str) -> str:
         if token_id in self._skipped or self._lost:
@@ -126,10 +126,7 @@ class Detokenizer:
             self._window, self._window_text = window, text
 
     def _decode(self, token_ids: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(
-            list(token_ids), skip_special_tokens=self._skip_special_tokens, clean_up_tokenization_spaces=False
-        )
-        return text
+        return self._decode_ids(list(token_ids), skip_special_tokens=self._skip_special_tokens)
 
 
 class NoText:
@@ -148,6 +145,25 @@ def _num_unfinished(text: str) -> int:
     """Returns how many characters at the end of `text` may belong to an unfinished one."""
     tail = text[-_MAX_UNFINISHED:]
     return len(tail) - len(tail.rstrip(_REPLACEMENT))
+
+
+def _functions_of(tokenizer: Any) -> tuple[Callable[..., str], Callable[[int], str | None]]:
+    """Returns functions that decode token ids without clean-up, and that return a token.
+
+    They are those of the `tokenizers` library where the tokenizer's own only call these, at a multiple of their time.
+    """
+    if _decodes_by_backend(type(tokenizer)):
+        backend = tokenizer.backend_tokenizer
+        return backend.decode, backend.id_to_token
+    return functools.partial(tokenizer.decode, clean_up_tokenization_spaces=False), tokenizer.convert_ids_to_tokens
+
+
+def _decodes_by_backend(kind: type[Any]) -> bool:
+    """Returns whether a class of tokenizers decodes by its backend: one of transformers', if nothing is overridden."""
+    names = ("decode", "_decode", "convert_ids_to_tokens")
+    own = {getattr(getattr(kind, name, None), "__module__", None) for name in names}
+    is_plain = own <= {"transformers.tokenization_utils_base", "transformers.tokenization_utils_tokenizers"}
+    return is_plain or getattr(kind, "decodes_by_backend", False)
 
 
 def _special_ids(tokenizer: Any) -> frozenset[int]:

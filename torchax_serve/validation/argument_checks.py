@@ -15,6 +15,8 @@ from typing import Any
 
 from model_adapters.errors import InvalidArgumentError
 
+KV_CACHE_DTYPES = ("int8", "fp8")
+"""Values of the option `kv_cache_dtype`: pages in 8 bits."""
 MAX_INT = 2**31 - 1
 """Largest integer on the device (int32)."""
 MAX_LISTED_IDS = 2**20

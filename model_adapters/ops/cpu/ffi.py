@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import ctypes
+import dataclasses
 import functools
 import logging
 import threading
@@ -20,13 +21,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops.attention_args import AttentionArgs
 from model_adapters.ops.cpu import build
 
 logger = logging.getLogger("torchax_serve")
 
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32))
-POOL_DTYPES = (*DTYPES, jnp.dtype(jnp.int8))
+POOL_DTYPES = (*DTYPES, jnp.dtype(jnp.int8), jnp.dtype(jnp.float8_e4m3fn))
 GROUP_ROWS, GROUP_COLUMNS = 16, 8
 """Rows and columns of a weight that are compressed together."""
 TARGETS = (
@@ -36,6 +38,7 @@ TARGETS = (
     "tas_linear",
     "tas_packed_linear",
     "tas_paged_attention",
+    "tas_quantized_grouped_linear",
     "tas_quantized_linear",
     "tas_rms_norm",
     "tas_row_sum",
@@ -52,6 +55,8 @@ ROW_BY_ROW = (
 )
 """Targets that compute each row of their result from the same row of their first operand."""
 _lock = threading.Lock()
+_CODE: tuple[Path, Path | None] = (build.FOLDER, None)
+"""Folder of the kernels' C++ files, and the library if it is built already."""
 _BATCH_INVARIANT = contextvars.ContextVar("in_order", default=False)
 
 
@@ -67,12 +72,13 @@ def _open(path: Path) -> ctypes.CDLL:
 def _loaded() -> ctypes.CDLL | str:
     """Returns the library with its targets registered, or why there is none. Logs one line."""
     begin = time.perf_counter()
+    code, built = _CODE
     try:
-        path = build.library_path()
+        path = built or build.library_path(code=code)
         try:
             library = _open(path)
         except (OSError, AttributeError):  # an intact file, linked to libraries that this system lacks
-            library = _open(build.library_path(rebuild=True))
+            library = _open(build.library_path(rebuild=True, code=code))
     except (build.BuildError, OSError, AttributeError) as error:
         remedy = error.remedy if isinstance(error, build.BuildError) else "install g++ or set CXX"
         logger.warning(
@@ -83,6 +89,28 @@ def _loaded() -> ctypes.CDLL | str:
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, target)), platform="cpu")
     logger.info("CPU kernels ready in %.1f s (%s)", time.perf_counter() - begin, path)
     return library
+
+
+def load_from(code: Path, built: Path | None) -> None:
+    """Loads the kernels of other C++ files than the package's, for the rest of the process.
+
+    Args:
+        code: Folder of the C++ files.
+        built: The library of these files for this machine; None: it is built if there is a compiler.
+
+    Raises:
+        InvalidArgumentError: other kernels are loaded already.
+    """
+    global _CODE
+    with _lock:
+        if _loaded.cache_info().currsize == 0:
+            _CODE = code, built
+            _loaded()
+        elif build.sources_digest(_CODE[0]) != build.sources_digest(code):
+            raise InvalidArgumentError(
+                f"expected a process without C++ kernels, or with those of {code}, got one that has loaded others; "
+                "load this model in a process of its own"
+            )
 
 
 def _library() -> ctypes.CDLL | str:
@@ -264,6 +292,32 @@ def packed_linear(x: jax.Array, groups: jax.Array, index: jax.Array, bias: jax.A
     return _call("tas_packed_linear", result)(x, groups, index, _or_empty(bias))
 
 
+@dataclasses.dataclass(frozen=True)
+class QuantizedNumbers:
+    """What the numbers of a quantized matrix are, and which columns share scales.
+
+    Attributes:
+        kind: "int8", "int4", "float8_e4m3fn", or "table" for 4 bits that are places in `table`.
+        zero: What is taken from a stored integer of 4 bits.
+        group: Columns that share a scale: a multiple of 16, or all and more.
+        act_group: Columns of x that are rounded to int8 with one scale: like `group`; 0: x is not rounded.
+        table: 16 numbers.
+    """
+
+    kind: str
+    zero: int
+    group: int
+    act_group: int
+    table: tuple[float, ...] | None = None
+
+    def attributes(self) -> dict[str, Any]:
+        """Returns the attributes of a call."""
+        numbers = ("int8", "int4", "float8_e4m3fn", "table").index(self.kind)
+        table = np.zeros(16, np.float32) if self.table is None else np.asarray(self.table, np.float32)
+        of_64_bits = {"numbers": numbers, "zero": self.zero, "group": self.group, "act_group": self.act_group}
+        return {name: np.int64(value) for name, value in of_64_bits.items()} | {"table": table}
+
+
 def quantized_linear(
     x: jax.Array,
     values: jax.Array,
@@ -272,10 +326,7 @@ def quantized_linear(
     bias: jax.Array | None,
     *,
     num_rows: int,
-    bits: int,
-    zero: int,
-    group: int,
-    act_group: int,
+    numbers: QuantizedNumbers,
 ) -> jax.Array:
     """Returns ``x[rows, K]`` times the transpose of a quantized matrix ``[N, K]``.
 
@@ -283,21 +334,40 @@ def quantized_linear(
 
     Args:
         x: float[rows, K].
-        values: Numbers in the order of `quantized.h`.
+        values: Numbers in the order of `quantized_rows.h`.
         scale: float16 or float32 ``[N / 16, groups, 16]``.
         offset: Like `scale`, or None.
         bias: float[N] or None.
         num_rows: N.
-        bits: 8 or 4.
-        zero: What is taken from a stored number of 4 bits.
-        group: Columns that share a scale: a multiple of 16, or K and more.
-        act_group: Columns of x that are rounded to int8 with one scale: like `group`; 0: x is not rounded.
+        numbers: What the values are.
     """
     result = jax.ShapeDtypeStruct((x.shape[0], num_rows), x.dtype)
     shift = jnp.zeros((0,), scale.dtype) if offset is None else offset
-    options = {"bits": bits, "zero": zero, "group": group, "act_group": act_group}
     out: jax.Array = _call("tas_quantized_linear", result)(
-        x, values, scale, shift, _or_empty(bias), **{name: np.int64(value) for name, value in options.items()}
+        x, values, scale, shift, _or_empty(bias), **numbers.attributes()
+    )
+    return out
+
+
+def quantized_grouped_linear(
+    x: jax.Array,
+    values: jax.Array,
+    scale: jax.Array,
+    offset: jax.Array | None,
+    group_sizes: jax.Array,
+    *,
+    num_rows: int,
+    numbers: QuantizedNumbers,
+) -> jax.Array:
+    """Returns groups of rows of ``x[T, K]``, each times the transpose of its quantized matrix of ``[E, N, K]``.
+
+    As :func:`quantized_linear`, with a leading axis E of the parts. `group_sizes` is ``int32[E]``. Rows after the last
+    group are zero; matrices of groups without rows are not read.
+    """
+    result = jax.ShapeDtypeStruct((x.shape[0], num_rows), x.dtype)
+    shift = jnp.zeros((0,), scale.dtype) if offset is None else offset
+    out: jax.Array = _call("tas_quantized_grouped_linear", result)(
+        x, values, scale, shift, group_sizes.astype(jnp.int32), **numbers.attributes()
     )
     return out
 

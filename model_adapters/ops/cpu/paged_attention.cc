@@ -48,13 +48,14 @@ void write_rows(void* data, ffi::DataType dtype, int64_t begin, const float* row
   else convert(static_cast<f16*>(data));
 }
 
-// As a pool keeps a number: an int8 one in steps of `scale`, to nearest, ties to even.
+// As a pool has a number: one in 8 bits in steps of `scale`, to nearest, ties to even.
 template <class T>
 void put(float x, float, T* out) { from_float(x, out); }
 void put(float x, float scale, int8_t* out) {
   const float steps = std::nearbyint(x / scale);
   *out = x != x ? 0 : int8_t(std::clamp(steps, -127.f, 127.f));
 }
+void put(float x, float scale, f8* out) { from_float(x != x ? 0.f : std::clamp(x / scale, -448.f, 448.f), out); }
 
 struct Call {
   Rows q, k, v;
@@ -300,6 +301,7 @@ ffi::Error run(ffi::ThreadPool& threads, Call& call, ffi::AnyBuffer& q, ffi::Any
     case ffi::F16: return start(static_cast<f16*>(pages));
     case ffi::F32: return start(static_cast<float*>(pages));
     case ffi::S8: return start(static_cast<int8_t*>(pages));
+    case ffi::F8E4M3FN: return start(static_cast<f8*>(pages));
     default: return ffi::Error::InvalidArgument("paged attention: no kernel for this dtype of the pool");
   }
 }

@@ -30,6 +30,7 @@ typedef int8_t BVec __attribute__((vector_size(kLanes)));
 
 struct bf16 { uint16_t bits; };
 struct f16 { uint16_t bits; };
+struct f8 { uint8_t bits; };  // float8_e4m3fn, which has no infinity
 
 template <class To, class From>
 inline To bit_cast(const From& from) {
@@ -53,6 +54,20 @@ inline float to_float(f16 x) {
   return bit_cast<float>(sign | ((magnitude << 13) + 0x38000000));
 }
 
+// kLanes float8 in the low bytes of words. Subnormals are made of integers: XLA's threads flush those of float to zero.
+template <class Words, class Floats>
+inline Floats widen_f8(Words bits) {
+  const Words sign = (bits & 0x80) << 24, magnitude = bits & 0x7f;
+  const Floats small = __builtin_convertvector(magnitude, Floats) * 0x1p-9f;
+  const Words normal = (magnitude << 20) + 0x3c000000;
+  return bit_cast<Floats>(sign | (magnitude < 8 ? bit_cast<Words>(small) : normal));
+}
+inline float to_float(f8 x) {
+  const uint32_t magnitude = x.bits & 0x7f;
+  const float size = magnitude < 8 ? magnitude * 0x1p-9f : bit_cast<float>((magnitude << 20) + 0x3c000000);
+  return x.bits & 0x80 ? -size : size;
+}
+
 inline void from_float(float x, float* out) { *out = x; }
 inline void from_float(float x, bf16* out) {
   const uint32_t u = bit_cast<uint32_t>(x);
@@ -67,6 +82,15 @@ inline void from_float(float x, f16* out) {
   else if (magnitude < 0x38800000) half = bit_cast<uint32_t>(bit_cast<float>(magnitude) + 0.5f) - 0x3f000000;  // subnormal: the addition rounds
   else half = (magnitude - 0x38000000 + 0xfff + ((magnitude >> 13) & 1)) >> 13;
   out->bits = uint16_t(sign | half);
+}
+
+// To nearest, ties to even; x is a number within -448 .. 448.
+inline void from_float(float x, f8* out) {
+  const uint32_t u = bit_cast<uint32_t>(x), sign = (u >> 24) & 0x80, magnitude = u & 0x7fffffff;
+  uint32_t rounded;
+  if (magnitude < 0x3c800000) rounded = bit_cast<uint32_t>(bit_cast<float>(magnitude) + 0x1p14f) - 0x46800000;  // subnormal: the addition rounds
+  else rounded = (magnitude - 0x3c000000 + 0x7ffff + ((magnitude >> 20) & 1)) >> 20;
+  out->bits = uint8_t(sign | rounded);
 }
 
 // ---- kLanes numbers
@@ -99,6 +123,11 @@ inline Vec load(const int8_t* p) {
   BVec b;
   std::memcpy(&b, p, sizeof b);
   return __builtin_convertvector(b, Vec);
+}
+inline Vec load(const f8* p) {
+  BVec b;
+  std::memcpy(&b, p, sizeof b);
+  return widen_f8<IVec, Vec>(__builtin_convertvector(b, IVec));
 }
 inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
 inline void store(bf16* p, Vec v) {
@@ -205,6 +234,8 @@ inline Vec unpack<f16>(Vec words, int i) {
 }
 template <>
 inline Vec unpack<int8_t>(Vec words, int i) { return __builtin_convertvector(bit_cast<IVec>(words) << (24 - 8 * i) >> 24, Vec); }
+template <>
+inline Vec unpack<f8>(Vec words, int i) { return widen_f8<IVec, Vec>(bit_cast<IVec>(words) >> (8 * i)); }
 
 // 0, 1, 2, ...
 inline IVec int_iota() {

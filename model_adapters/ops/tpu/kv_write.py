@@ -1,10 +1,10 @@
-"""The write of new tokens into an int8 pool, which XLA does not do in place on TPUs.
+"""The write of new tokens into a pool in 8 bits, which XLA does not do in place on TPUs.
 
-Four int8 rows share a 32-bit row of memory, and 32 form a tile. XLA's scatter needs another tiling than the pool has as
-an argument of a program and would copy the pool twice. So a kernel reads the tiles that get new rows, inserts the rows
-and writes the tiles back. It works on groups of tiles: one group is read while the last one is written.
+Four rows of bytes share a 32-bit row of memory, and 32 form a tile. XLA's scatter needs another tiling than the pool
+has as an argument of a program and would copy the pool twice. So a kernel reads the tiles that get new rows, inserts
+the rows and writes the tiles back. It works on groups of tiles: one group is read while the last one is written.
 
-Float pools are written by the scatter of :mod:`model_adapters.ops.kv_pool`, which stays in place.
+Pools in 16 and 32 bits are written by the scatter of :mod:`model_adapters.ops.kv_pool`, which stays in place.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def write_tokens(
         positions: ``int32[T]``; one that is on no page of the pool writes nothing.
         k: ``[T, H, D]``.
         v: ``[T, H, Dv]``.
-        kv_scales: Scales of an int8 pool, ``float32[H]`` each.
+        kv_scales: Scales of a pool in 8 bits, ``float32[H]`` each.
         in_runs: Tokens of one sequence follow each other; else each sequence has at most one token.
     """
     if kv_scales is None:
@@ -59,7 +59,8 @@ def write_tokens(
     entry = jnp.clip(seqs, 0, page_table.shape[0] - 1), jnp.clip(column, 0, page_table.shape[1] - 1)
     pages = page_table[entry]
     writable = (positions >= 0) & (column < page_table.shape[1]) & (pages >= 0) & (pages < num_pages)
-    rows = jnp.concatenate([quantize(k, kv_scales.k), quantize(v, kv_scales.v)], axis=-1)
+    halves = quantize(k, kv_scales.k, pool.dtype), quantize(v, kv_scales.v, pool.dtype)
+    rows = jnp.concatenate(halves, axis=-1)
     rows = jnp.pad(rows, ((0, 0), (0, 0), (0, width - rows.shape[2])))
     pages = jnp.where(writable, pages, -1)
     if in_runs:
@@ -68,7 +69,7 @@ def write_tokens(
         tile = tile_rows(pool.dtype)
         inside = positions % page
         tiles = jnp.stack([pages, inside // tile * tile, inside % tile, jnp.ones_like(pages)], axis=1)
-        images = rows.astype(jnp.int32)
+        images = rows.astype(_word(rows.dtype))
     return _write(pool, tiles, images)
 
 
@@ -81,11 +82,11 @@ def _runs(
         pages: ``int32[T]``, the page of each token; -1 writes nothing.
         inside: ``int32[T]``, its position in the page.
         seqs: ``int32[T]``, its sequence, ascending.
-        rows: ``int8[T, H, W]``.
+        rows: ``[T, H, W]`` in 8 bits.
         num_seqs: Number of sequences.
 
     Returns:
-        ``int32[n, fields]`` and ``int8[n, H, tile, W]``.
+        ``int32[n, fields]`` and ``[n, H, tile, W]`` in 8 bits.
     """
     num_tokens, tile = rows.shape[0], tile_rows(rows.dtype)
     changes = (seqs != jnp.roll(seqs, 1)) | (pages != jnp.roll(pages, 1)) | (inside % tile == 0)
@@ -100,6 +101,11 @@ def _runs(
     tokens = jnp.clip(begin[:, None] + jnp.arange(tile, dtype=jnp.int32) - row[:, None], 0, num_tokens - 1)
     images = jnp.swapaxes(rows[tokens], 1, 2)
     return jnp.stack([page, inside[first] // tile * tile, row, count], axis=1), images
+
+
+def _word(dtype: Any) -> Any:
+    """Returns the dtype of 32 bits in which rows of 8 bits are selected; each of their numbers exists in it."""
+    return jnp.int32 if dtype == jnp.int8 else jnp.float32
 
 
 @dataclass(frozen=True)
@@ -151,9 +157,10 @@ class _Tiles:
         half = group % 2
 
         def one(i: Any, there: Any, row: Any, count: Any) -> None:
-            image = images[i].astype(jnp.int32)
+            word = _word(self.buffer.dtype)
+            image = images[i].astype(word)
             image = image[:, None, :] if image.ndim == 2 else image
-            tile = self.buffer[half, i].astype(jnp.int32)
+            tile = self.buffer[half, i].astype(word)
             at = lax.broadcasted_iota(jnp.int32, tile.shape, 1)
             new = jnp.where((at >= row) & (at < row + count), image, tile)
             self.buffer[half, i] = new.astype(self.buffer.dtype)

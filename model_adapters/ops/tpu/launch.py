@@ -19,7 +19,10 @@ MAX_TABLE_BYTES = 512 << 10  # of the page table in scalar memory
 MAX_BUFFER_BYTES = 32 << 20  # of the double buffer in vector memory
 WORKING_BYTES = 32 << 20  # of vector memory for everything else
 QUERY_DTYPES = ("float32", "bfloat16")
-POOL_DTYPES = {"float32": ("float32", "bfloat16", "int8"), "bfloat16": ("bfloat16", "int8")}
+POOL_DTYPES = {
+    "float32": ("float32", "bfloat16", "int8", "float8_e4m3fn"),
+    "bfloat16": ("bfloat16", "int8", "float8_e4m3fn"),
+}
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
+from torchax_serve.validation.argument_checks import KV_CACHE_DTYPES
 
 ROUTER = "torchax_serve.distributed.ray.router.PrefixRouter"
 
@@ -26,7 +27,7 @@ class DeployOptions:
         upscale_delay_s, downscale_delay_s: Seconds of higher or lower load before replicas are added or removed.
         max_num_seqs: Number of requests that a replica runs at once.
         max_model_len: Number of tokens of a request, prompt and answer.
-        kv_cache_dtype: ``int8`` stores keys and values in 8 bits; None: in the model's dtype.
+        kv_cache_dtype: ``int8`` or ``fp8`` stores keys and values in 8 bits; None: in the model's dtype.
         accelerator: Ray's resource for the `tensor_parallel` devices: ``GPU`` or ``TPU``; None: CPU cores.
         num_cpus: Number of CPU cores that Ray reserves for a replica.
         health_check_period_s, health_check_timeout_s: Period and time limit of health checks, in seconds.
@@ -70,8 +71,9 @@ class DeployOptions:
             raise InvalidArgumentError(f"max_body_bytes: expected a whole number >= 1, got {self.max_body_bytes!r}")
         if self.max_num_seqs < 1:
             raise InvalidArgumentError(f"max_num_seqs: expected a whole number >= 1, got {self.max_num_seqs}")
-        if self.kv_cache_dtype not in (None, "int8"):
-            raise InvalidArgumentError(f"kv_cache_dtype: expected int8, got {self.kv_cache_dtype!r}")
+        if self.kv_cache_dtype not in (None, *KV_CACHE_DTYPES):
+            names = " or ".join(KV_CACHE_DTYPES)
+            raise InvalidArgumentError(f"kv_cache_dtype: expected {names}, got {self.kv_cache_dtype!r}")
         if self.accelerator not in (None, "GPU", "TPU"):
             raise InvalidArgumentError(f"accelerator: expected GPU or TPU, got {self.accelerator!r}")
 

@@ -1,4 +1,4 @@
-"""Scales of keys and values in int8, by layer and head; checks for kernels.
+"""Scales of keys and values in 8 bits, by layer and head; which chips and kernels take them.
 
 A scale is fixed before the first request, so that what a token's keys and values become depends on nothing but the
 token and what came before it. It is found as static activation scales are (Jacob et al., 2018, section 3.1): a prompt
@@ -13,29 +13,61 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
 from model_adapters.device_arrays import to_device
 from model_adapters.errors import InvalidArgumentError
+from model_adapters.ops import registry
 from model_adapters.ops.compressed_weight import Weights
-from model_adapters.ops.kv_pool import INT8_LARGEST
+from model_adapters.ops.kv_pool import LARGEST
 from model_adapters.program.model_program import CallSpec
+from model_adapters.quantization.device_layout import multiplies_fp8
 from torchax_serve.compilation.executable_cache import CachedFunction
 from torchax_serve.kv_cache.pools import HeadScales
 from torchax_serve.runtime.model_runtime import ModelRuntime
 
+PAGES_IN_8_BITS: dict[str, np.dtype] = {"int8": np.dtype(np.int8), "fp8": np.dtype(ml_dtypes.float8_e4m3fn)}
+"""Dtype of pages by the option `kv_cache_dtype`."""
+FIRST_CAPABILITY_WITH_FP8 = (8, 9)
+"""Compute capability of the first GPUs that convert float8 (Ada, Hopper)."""
 TRIAL_ROWS, TRIAL_LEN = 4, 64
 HEADROOM = 1.25
 """By how much the largest number may grow before it is clipped. A quarter costs a third of a bit."""
 
 
-def calibrate_int8_scales(runtime: ModelRuntime) -> tuple[HeadScales, ...]:
+def dtype_of(name: str) -> np.dtype:
+    """Returns the dtype of pages for a value of the option `kv_cache_dtype`.
+
+    Raises:
+        InvalidArgumentError: the chip has no float8.
+    """
+    if name == "fp8" and not _has_fp8():
+        device = jax.local_devices()[0].device_kind
+        raise InvalidArgumentError(
+            f"kv_cache_dtype: expected 'int8' or None on {device}, which has no float8, got 'fp8'; use 'int8'"
+        )
+    return PAGES_IN_8_BITS[name]
+
+
+def _has_fp8() -> bool:
+    """Returns whether the chip converts float8; on a CPU the kernels do."""
+    if registry.platform() == "cpu":
+        return True
+    if registry.platform() == "tpu":
+        return multiplies_fp8()
+    capability = str(getattr(jax.local_devices()[0], "compute_capability", "")).split(".")
+    return len(capability) < 2 or tuple(map(int, capability[:2])) >= FIRST_CAPABILITY_WITH_FP8
+
+
+def calibrate_scales(runtime: ModelRuntime, dtype: np.dtype) -> tuple[HeadScales, ...]:
     """Computes the scales of keys and of values, float32[num_heads] each, for every layer.
 
     They depend on the model only, not on options.
 
     Args:
         runtime: Model of which every layer stores keys and values.
+        dtype: Dtype of the pages.
 
     Raises:
         InvalidArgumentError: the calibration prompt has keys or values that are not finite.
@@ -49,16 +81,19 @@ def calibrate_int8_scales(runtime: ModelRuntime) -> tuple[HeadScales, ...]:
         assert after is not None
         return [largest_by_head(layer.pool, layer.k_dim) for layer in after]
 
-    return scales_of_trial(runtime, largest, length)
+    return scales_of_trial(runtime, largest, length, dtype)
 
 
-def scales_of_trial(runtime: ModelRuntime, largest: Callable[..., Any], length: int) -> tuple[HeadScales, ...]:
+def scales_of_trial(
+    runtime: ModelRuntime, largest: Callable[..., Any], length: int, dtype: np.dtype
+) -> tuple[HeadScales, ...]:
     """Computes scales from the largest magnitudes in prompts of random tokens.
 
     Args:
         runtime: The model.
         largest: Function of weights and ids int32[TRIAL_ROWS, length]; returns `largest_by_head` of each layer.
         length: Number of tokens of a prompt.
+        dtype: Dtype of the pages.
     """
     facts = runtime.program
     kept = CachedFunction(
@@ -66,7 +101,7 @@ def scales_of_trial(runtime: ModelRuntime, largest: Callable[..., Any], length: 
     )
     ids = np.random.default_rng(0).integers(0, runtime.limits.vocab_size, (TRIAL_ROWS, length))
     found = kept(runtime.weights, to_device(ids, np.int32), spec=None)
-    return tuple((scale_of(keys), scale_of(values)) for keys, values in found)
+    return tuple((scale_of(keys, dtype), scale_of(values, dtype)) for keys, values in found)
 
 
 def largest_by_head(pool: jax.Array, k_dim: int) -> tuple[jax.Array, jax.Array]:
@@ -76,8 +111,8 @@ def largest_by_head(pool: jax.Array, k_dim: int) -> tuple[jax.Array, jax.Array]:
     return keys.max(axis=1), values.max(axis=1, initial=0.0)
 
 
-def scale_of(largest: jax.Array) -> np.ndarray:
-    """Returns the scales float32[heads] for the largest magnitudes of a trial, float32[heads].
+def scale_of(largest: jax.Array, dtype: np.dtype) -> np.ndarray:
+    """Returns the scales float32[heads] of pages in `dtype` for the largest magnitudes of a trial, float32[heads].
 
     Raises:
         InvalidArgumentError: they are not finite.
@@ -88,21 +123,22 @@ def scale_of(largest: jax.Array) -> np.ndarray:
             "kv_cache_dtype: expected keys and values that are numbers for a trial prompt, got some that are not; "
             "leave it out"
         )
-    return np.where(numbers > 0, numbers * np.float32(HEADROOM / INT8_LARGEST), np.float32(1))
+    return np.where(numbers > 0, numbers * np.float32(HEADROOM / LARGEST[str(dtype)]), np.float32(1))
 
 
-def check_int8_kernels(float_fallbacks: Sequence[str], int8_fallbacks: Sequence[str]) -> None:
-    """Refuses int8 where kernels take the model's own dtype and not this one.
+def check_kernels(name: str, own_fallbacks: Sequence[str], fallbacks: Sequence[str]) -> None:
+    """Refuses pages in 8 bits where kernels take the model's own dtype and not this one.
 
     Args:
-        float_fallbacks: why the kernels refuse the calls of a packed step in the model's dtype, if they do.
-        int8_fallbacks: the same on pages in int8.
+        name: Value of the option.
+        own_fallbacks: why the kernels refuse the calls of a packed step in the model's dtype, if they do.
+        fallbacks: the same on pages in 8 bits.
 
     Raises:
         InvalidArgumentError: with the kernels' reason.
     """
-    if int8_fallbacks and not float_fallbacks:
+    if fallbacks and not own_fallbacks:
         raise InvalidArgumentError(
-            f"kv_cache_dtype: expected None or other pages, got 'int8', which no kernel here takes so "
-            f"({'; '.join(dict.fromkeys(int8_fallbacks))}); change page_size, or leave it out"
+            f"kv_cache_dtype: expected None or other pages, got {name!r}, which no kernel here takes so "
+            f"({'; '.join(dict.fromkeys(fallbacks))}); change page_size, or leave it out"
         )

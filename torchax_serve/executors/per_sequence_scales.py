@@ -1,4 +1,4 @@
-"""Scales of keys and values in int8 for models that run per sequence, and which of them cannot have such a cache."""
+"""Scales of keys and values in 8 bits for models that run per sequence, and which of them cannot have such a cache."""
 
 from __future__ import annotations
 
@@ -6,39 +6,41 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops.compressed_weight import Weights
 from torchax_serve.executors.per_sequence_forward import SequenceForward
 from torchax_serve.kv_cache.cache_layout import CacheLayout
-from torchax_serve.kv_cache.int8_scales import TRIAL_LEN, largest_by_head, scales_of_trial
 from torchax_serve.kv_cache.pools import HeadScales
+from torchax_serve.kv_cache.scales import TRIAL_LEN, largest_by_head, scales_of_trial
 from torchax_serve.runtime.model_runtime import ModelRuntime
 
 
-def check_int8_layout(layout: CacheLayout, *, has_encoder: bool) -> None:
-    """Raises InvalidArgumentError for a model whose cache cannot be in int8."""
+def check_layout(name: str, layout: CacheLayout, *, has_encoder: bool) -> None:
+    """Raises InvalidArgumentError for a model whose cache cannot be in 8 bits; `name` is the option's value."""
     reason = None
     if has_encoder:
         reason = "a model with an encoder, whose keys and values are stored by request"
     elif not layout.pages:
         reason = "a model that stores states in place of keys and values"
     if reason is not None:
-        raise InvalidArgumentError(f"kv_cache_dtype: expected None for {reason}, got 'int8'; leave it out")
+        raise InvalidArgumentError(f"kv_cache_dtype: expected None for {reason}, got {name!r}; leave it out")
 
 
 def calibrate_by_sequence(
-    runtime: ModelRuntime, forward: SequenceForward, layout: CacheLayout, block_len: int
+    runtime: ModelRuntime, forward: SequenceForward, layout: CacheLayout, block_len: int, dtype: np.dtype
 ) -> tuple[HeadScales, ...]:
     """Computes the scales of keys and of values, float32[num_heads] each, for every leaf in pages.
 
-    As `calibrate_int8_scales` does, with the model's forward of one request.
+    As `calibrate_scales` does, with the model's forward of one request.
 
     Args:
         runtime: The model.
         forward: Its forward of one request.
         layout: What a request stores.
         block_len: Maximum number of tokens of one forward.
+        dtype: Dtype of the pages.
 
     Raises:
         InvalidArgumentError: the calibration prompt has keys or values that are not finite.
@@ -57,4 +59,4 @@ def calibrate_by_sequence(
 
         return jax.tree.map(lambda found: found.max(axis=0), jax.lax.map(of_row, ids))
 
-    return scales_of_trial(runtime, largest, length)
+    return scales_of_trial(runtime, largest, length, dtype)

@@ -1,9 +1,10 @@
-"""Pages in int8: what is computed on them, that nothing else about requests changes, and where they are refused."""
+"""Pages in 8 bits: what is computed on them, that nothing else about requests changes, and where they are refused."""
 
 import itertools
 import random
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -21,14 +22,15 @@ from torchax_serve.engine.request import EngineRequest
 from torchax_serve.executors.choice import choose_executor
 from torchax_serve.executors.packed_factory import packed_executor
 from torchax_serve.executors.per_sequence import PerSequenceExecutor
-from torchax_serve.executors.per_sequence_int8 import check_int8_layout
+from torchax_serve.executors.per_sequence_scales import check_layout
 from torchax_serve.kv_cache.cache_layout import CacheLayout
-from torchax_serve.kv_cache.int8_scales import HEADROOM, TRIAL_LEN, TRIAL_ROWS
 from torchax_serve.kv_cache.memory import MemoryBudget
+from torchax_serve.kv_cache.scales import HEADROOM, TRIAL_LEN, TRIAL_ROWS
 from torchax_serve.scheduler import PlanRow
 
 LAYOUT = {"max_model_len": 64, "max_num_seqs": 4, "page_size": 8, "max_num_batched_tokens": 32}
-INT8 = EngineOptions(**LAYOUT, kv_cache_dtype="int8")
+INT8, FP8 = (EngineOptions(**LAYOUT, kv_cache_dtype=name) for name in ("int8", "fp8"))
+LARGEST = {"int8": 127, "float8_e4m3fn": 448}
 BOUND = 2e-3
 """Of a log-probability beside the same rounding by numpy. Sums in another order put one number in some thousands on the
 other side of a half; all other differences are a hundred times smaller."""
@@ -46,19 +48,24 @@ def prompt_of(length, seed):
     return [rng.randrange(3, VOCAB_SIZE) for _ in range(length)]
 
 
+def rounded(numbers, scale, dtype):
+    """Keys or values [..., heads, n, dim] as pages in `dtype` have them, by numpy, for scales [heads]."""
+    by_head, largest = scale[:, None, None], LARGEST[dtype]
+    steps = np.clip(numbers / by_head, -largest, largest)
+    steps = np.rint(steps) if dtype == "int8" else steps.astype(jnp.float8_e4m3fn).astype(np.float32)
+    return torch.from_numpy((steps * by_head).astype(np.float32))
+
+
 class RoundedCache(DynamicCache):
     """transformers' own cache over keys and values that numpy has rounded."""
 
-    def __init__(self, scales):
+    def __init__(self, scales, dtype):
         super().__init__()
-        self.scales = scales
+        self.scales, self.dtype = scales, dtype
 
     def update(self, keys, values, layer_idx, *args, **kwargs):
-        rounded = []
-        for numbers, scale in zip((keys, values), self.scales[layer_idx], strict=True):
-            steps = np.clip(np.rint(numbers.numpy() / scale[:, None, None]), -127, 127)
-            rounded.append(torch.from_numpy((steps * scale[:, None, None]).astype(np.float32)))
-        return super().update(*rounded, layer_idx, *args, **kwargs)
+        pairs = zip((keys, values), self.scales[layer_idx], strict=True)
+        return super().update(*(rounded(x.numpy(), by, self.dtype) for x, by in pairs), layer_idx, *args, **kwargs)
 
 
 @pytest.fixture(scope="module")
@@ -76,18 +83,29 @@ def logprobs_of(model, prompt):
 
 
 @torch.no_grad()
-def eager_logprobs(prompt, scales=None):
-    cache = None if scales is None else RoundedCache(scales)
+def eager_logprobs(prompt, scales=None, dtype="int8"):
+    cache = None if scales is None else RoundedCache(scales, dtype)
     ids = torch.tensor([prompt])
     logits = tiny_model("llama")(ids, **{CACHE: cache}).logits[0, :-1]
     return torch.log_softmax(logits, -1).gather(1, ids[0, 1:, None])[:, 0].numpy()
 
 
-def test_log_probabilities_are_those_of_rounded_keys_and_values(llama):
-    scales = llama.engine._runner._cache._scales
+@pytest.fixture(scope="module")
+def llama_in_float8():
+    with serve(tiny_model("llama"), engine=FP8) as model:
+        model.engine.check_integrity = True
+        yield model
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("llama", "int8"), ("llama_in_float8", "float8_e4m3fn")])
+def test_log_probabilities_are_those_of_rounded_keys_and_values(name, dtype, request):
+    model = request.getfixturevalue(name)
+    cache = model.engine._runner._cache
+    assert {str(pool.pages.dtype) for pool in cache.pools} == {dtype}
+    assert f"MB in {dtype}: " in model.engine.description
     prompt = prompt_of(48, 1)
-    found = logprobs_of(llama, prompt)
-    np.testing.assert_allclose(found, eager_logprobs(prompt, scales), atol=BOUND)
+    found = logprobs_of(model, prompt)
+    np.testing.assert_allclose(found, eager_logprobs(prompt, cache._scales, dtype), atol=BOUND)
     whole = np.abs(found - eager_logprobs(prompt))
     assert 10 * BOUND < whole.max() < 0.5  # it is rounded, and not much
 
@@ -101,9 +119,9 @@ def test_scales_are_the_largest_numbers_of_a_prompt_with_a_margin(llama):
             np.testing.assert_allclose(scale, numbers.abs().amax((0, 2, 3)).numpy() * HEADROOM / 127, rtol=1e-5)
 
 
-def run_by_hand(model, ids, num_decoded):
+def run_by_hand(model, ids, num_decoded, name="int8"):
     """Logits [n, vocab] of a prompt in two chunks and of tokens decoded one by one, and the pools behind them."""
-    sizes = MemoryBudget(**LAYOUT, kv_cache_memory_bytes=1 << 18, kv_cache_dtype="int8")
+    sizes = MemoryBudget(**LAYOUT, kv_cache_memory_bytes=1 << 18, kv_cache_dtype=name)
     choice = packed_executor(model._generator()._jax_runtime, sizes)
     table = np.zeros((4, 8), np.int32)
     table[1] = [5, 3, 7, 1, 2, 4, 6, 8]
@@ -112,7 +130,7 @@ def run_by_hand(model, ids, num_decoded):
     for start, end in itertools.pairwise(cuts):
         rows = [PlanRow(0, 1, start, end - start, tuple(ids[start:end]), True)]
         logits.append(np.asarray(choice.executor.run(rows, (table,), to_device(np.zeros(4), np.int32)))[0])
-    return np.stack(logits), [np.asarray(pool.pages, np.int32) for pool in choice.executor.cache.pools]
+    return np.stack(logits), [np.asarray(pool.pages) for pool in choice.executor.cache.pools]
 
 
 def test_kernels_store_what_the_reference_stores_and_attend_alike(llama):
@@ -122,17 +140,32 @@ def test_kernels_store_what_the_reference_stores_and_attend_alike(llama):
         expected, expected_pools = run_by_hand(llama, ids, 6)
     np.testing.assert_allclose(logits, expected, atol=BOUND)
     np.testing.assert_array_equal(pools[0], expected_pools[0])
-    assert np.abs(pools[0]).max() > 60
+    assert np.abs(pools[0].astype(np.int32)).max() > 60
     for found, wanted in zip(pools[1:], expected_pools[1:], strict=True):
-        assert np.abs(found - wanted).max() <= 1  # of steps, where a number lies between two
+        assert np.abs(found.astype(np.int32) - wanted).max() <= 1  # of steps, where a number lies between two
         assert (found != wanted).mean() < 1e-3
 
 
+def test_kernels_store_float8_as_the_reference_does_and_attend_alike(llama_in_float8):
+    ids = prompt_of(40, 2)
+    logits, pools = run_by_hand(llama_in_float8, ids, 6, "fp8")
+    with registry.use("paged_attention", "reference"), registry.use("decode_attention", "reference"):
+        expected, expected_pools = run_by_hand(llama_in_float8, ids, 6, "fp8")
+    np.testing.assert_allclose(logits, expected, atol=BOUND)
+    np.testing.assert_array_equal(pools[0].view(np.uint8), expected_pools[0].view(np.uint8))
+    assert np.abs(pools[0].astype(np.float32)).max() > 200
+    for found, wanted in zip(pools[1:], expected_pools[1:], strict=True):
+        steps = np.abs(found.view(np.uint8).astype(np.int32) - wanted.view(np.uint8))
+        assert (steps > 0).mean() < 1e-3  # where a number lies between two
+        assert np.isin(steps, (0, 1, 128)).all()  # neighbours, or zeros of either sign
+
+
 @torch.no_grad()
-def test_a_model_that_runs_per_sequence_reads_rounded_keys_and_values():
+@pytest.mark.parametrize(("name", "dtype"), [("int8", "int8"), ("fp8", "float8_e4m3fn")])
+def test_a_model_that_runs_per_sequence_reads_rounded_keys_and_values(name, dtype):
     """Each forward attends to its own tokens as they are, and to those stored before as numpy rounds them."""
     ids, cuts = prompt_of(20, 3), [0, 16, 17, 18, 19, 20]
-    sizes = MemoryBudget(**LAYOUT, kv_cache_memory_bytes=1 << 18, kv_cache_dtype="int8")
+    sizes = MemoryBudget(**LAYOUT, kv_cache_memory_bytes=1 << 18, kv_cache_dtype=name)
     with serve(tiny_model("bloom")) as model:
         executor = choose_executor(model._generator()._jax_runtime, sizes).executor
         assert isinstance(executor, PerSequenceExecutor)
@@ -148,12 +181,10 @@ def test_a_model_that_runs_per_sequence_reads_rounded_keys_and_values():
             )
             np.testing.assert_allclose(found, expected, atol=BOUND)
             for layer, pair in zip(cache.layers, scales, strict=True):
-                for name, scale in zip(("keys", "values"), pair, strict=True):
-                    numbers, by_head = getattr(layer, name).numpy(), scale[:, None, None]
-                    rounded = np.clip(np.rint(numbers / by_head), -127, 127) * by_head
-                    setattr(layer, name, torch.from_numpy(rounded.astype(np.float32)))
+                for part, scale in zip(("keys", "values"), pair, strict=True):
+                    setattr(layer, part, rounded(getattr(layer, part).numpy(), scale, dtype))
         assert np.abs(expected - exact).max() > 10 * BOUND
-        assert {pool.pages.dtype for pool in executor.cache.pools} == {np.dtype(np.int8)}
+        assert {str(pool.pages.dtype) for pool in executor.cache.pools} == {dtype}
 
 
 @pytest.fixture(scope="module")
@@ -234,7 +265,7 @@ def test_twice_as_many_tokens_in_the_same_bytes():
 
 
 def test_int8_is_refused_where_it_cannot_be():
-    with pytest.raises(InvalidArgumentError, match="kv_cache_dtype: expected 'int8' or None, got 'int4'"):
+    with pytest.raises(InvalidArgumentError, match="kv_cache_dtype: expected 'int8', 'fp8' or None, got 'int4'"):
         EngineOptions(kv_cache_dtype="int4")
     with (
         serve(tiny_model("mamba"), engine=INT8) as model,
@@ -242,9 +273,20 @@ def test_int8_is_refused_where_it_cannot_be():
     ):
         model.engine.stats()
     with pytest.raises(InvalidArgumentError, match="kv_cache_dtype: expected None for a model with an encoder"):
-        check_int8_layout(CacheLayout(()), has_encoder=True)
+        check_layout("int8", CacheLayout(()), has_encoder=True)
     with pytest.raises(InvalidArgumentError, match="kv_cache_dtype: expected None for requests that share no batch"):
         build_single_engine(None, INT8)
+
+
+def test_float8_is_refused_on_chips_without(llama):
+    runtime = llama._generator()._jax_runtime
+    with (
+        registry.on_platform("tpu"),  # none of this process has float8
+        pytest.raises(
+            InvalidArgumentError, match=r"kv_cache_dtype: expected 'int8' or None on .*, which has no float8"
+        ),
+    ):
+        build_engine(runtime, FP8)
 
 
 def test_int8_is_refused_on_several_hosts(llama, monkeypatch):

@@ -1,0 +1,123 @@
+"""Every causal model type with quantized weights, next to eager PyTorch with the same weights made dense.
+
+    python benchmarks/quantized_types.py --third 1          # every third type; results of the others stay in the file
+    python benchmarks/quantized_types.py llama gpt2 --preset int4
+
+Models are tiny and random, in float32. Compared are the distributions of the next token behind each token of a prompt:
+the KL divergence must stay below 1e-3, which is what rounding activations to 8 bits costs. Each type runs in a worker
+process with a time limit. Results are in benchmarks/results/quantized-types.json.
+"""
+
+import argparse
+import copy
+import dataclasses
+import functools
+import importlib.metadata
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+
+RESULTS = Path(__file__).with_name("results") / "quantized-types.json"
+MAX_KL = 1e-3
+"""Of the mean KL divergence, in nats."""
+
+
+def check(model_type, preset):
+    """Serves a tiny model with quantized weights; returns the KL divergence and how many weights are quantized."""
+    import torch
+
+    from model_adapters.errors import UnsupportedModelError
+    from model_adapters.ops.compressed_weight import unpacked
+    from model_adapters.ops.quantized_weight import QuantizedWeight
+    from torchax_serve import serve
+    from torchax_serve.parity.tiny.models import prompts, rows_of, tiny_model
+
+    try:
+        model = tiny_model(model_type)
+        ids = rows_of(model, prompts()[0])
+        with torch.no_grad():
+            model(input_ids=ids)
+    except Exception as error:  # transformers or torch cannot build or run it
+        return {"status": "impossible", "error": f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"}
+    dense = copy.deepcopy(model)
+    try:
+        with serve(model, quantization=preset) as served:
+            weights = served._loaded.weights
+            quantized = [name for name, weight in weights.items() if isinstance(weight, QuantizedWeight)]
+            state = dict(dense.named_parameters()) | dict(dense.named_buffers())
+            with torch.no_grad():
+                for name in quantized:
+                    numbers = torch.from_numpy(jax_to_numpy(unpacked(weights[name])))
+                    state[name].copy_(numbers)
+                expected = dense(input_ids=ids).logits
+            ours = served.torch_model(input_ids=ids).logits
+    except UnsupportedModelError as error:
+        return {"status": "refused", "error": str(error)[:200]}
+    first, second = (torch.log_softmax(logits.double(), -1) for logits in (ours, expected))
+    kl = float((second.exp() * (second - first)).sum(-1).mean())
+    status = "passed" if abs(kl) < MAX_KL and quantized else "failed"
+    return {"status": status, "kl": float(f"{kl:.2g}"), "num_quantized": len(quantized)}
+
+
+def jax_to_numpy(array):
+    import numpy as np
+
+    return np.array(array, np.float32)
+
+
+def work(connection, preset):
+    """Runs the loop of a worker process."""
+    warnings.filterwarnings("ignore")
+    from torchax_serve.parity import sweep
+    from torchax_serve.parity.result import Result
+
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {sweep.QUICK_COMPILATION}"
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    connection.send("ready")
+    while True:
+        model_type = connection.recv()
+        try:
+            found = check(model_type, preset)
+        except Exception as error:
+            found = {"status": "failed", "error": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
+        result = Result(model_type, "", status=found.pop("status"), notes=[json.dumps(found)])
+        connection.send(dataclasses.asdict(result))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("types", nargs="*", help="model types; all if none is named")
+    parser.add_argument("--third", type=int, choices=(1, 2, 3), help="every third type")
+    parser.add_argument("--preset", default="int8")
+    parser.add_argument("--workers", type=int, default=2, help="processes")
+    options = parser.parse_args()
+    from torchax_serve.parity import sweep
+
+    types = options.types or sweep.causal_types()
+    types = types if options.third is None else types[options.third - 1 :: 3]
+    versions = {name: importlib.metadata.version(name) for name in ("transformers", "torch", "jax")}
+    stored = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    results = stored.setdefault(options.preset, {"versions": versions, "types": {}})
+    results["versions"] = versions
+    failed = []
+    for result in sweep.sweep(
+        types, num_workers=options.workers, time_limit_s=300, work=functools.partial(work, preset=options.preset)
+    ):
+        found = json.loads(result.notes[0]) if result.notes else {"error": result.error}
+        results["types"][result.model_type] = {"status": result.status, **found}
+        print(f"{result.model_type:32} {result.status:10} {found}", flush=True)
+        failed += [result.model_type] if result.status in ("failed", "crashed", "timed out") else []
+        results["types"] = dict(sorted(results["types"].items()))
+        RESULTS.write_text(json.dumps(stored, indent=1) + "\n")
+    print(f"{len(types)} types, failed: {', '.join(failed) or 'none'}")
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()

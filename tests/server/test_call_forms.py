@@ -1,0 +1,178 @@
+"""Answers held to tool calls: the grammar of each family takes what its models write, and what it takes parses."""
+
+# ruff: noqa: RUF001
+import json
+import random
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from torchax_serve.sampling.grammar import GrammarCompiler
+from torchax_serve.server.call_forms import call_grammar
+from torchax_serve.server.errors import ApiError
+from torchax_serve.server.response_families import FAMILIES
+from torchax_serve.server.response_parsing import AnswerParser
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+        "unit": {"enum": ["°C", "°F"]},
+        "hours": {"$ref": "#/$defs/hours"},
+    },
+    "required": ["days", "unit"],
+    "additionalProperties": False,
+    "$defs": {"hours": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2}},
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS, "strict": True}},
+    {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}},
+]
+CLOSED = {key: value for key, value in PARAMETERS["properties"].items() if key != "city"}
+FINITE = [{"type": "function", "function": {"name": "weather", "parameters": PARAMETERS | {"properties": CLOSED}}}]
+ARGUMENTS = {"city": "Łódź: ü", "days": 3, "unit": "°C"}
+JSON = json.dumps(ARGUMENTS, ensure_ascii=False)
+SPECIAL = ["<eos>", "[TOOL_CALLS]", "[ARGS]", "<|channel|>", "<|message|>", "<|constrain|>", "<|call|>"]
+SPECIAL += ["<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>"]
+SPECIAL += ["<|tool_call_argument_begin|>", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>"]
+SPECIAL += ["<｜tool▁call▁end｜>", "<｜tool▁sep｜>"]
+XML = (
+    "<parameter=city>\nŁódź: ü\n</parameter>\n<parameter=days>\n3\n</parameter>\n<parameter=unit>\n°C\n</parameter>\n"
+    "</function>\n</tool_call>"
+)
+GLM = (
+    "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Łódź: ü</arg_value>\n<arg_key>days</arg_key>\n"
+    "<arg_value>3</arg_value>\n<arg_key>unit</arg_key>\n<arg_value>°C</arg_value>\n</tool_call>"
+)
+
+# What models of a family write: a call, and two where there may be several.
+ANSWERS = {
+    "gpt-oss": [f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{JSON}<|call|>"],
+    "kimi": [
+        f"<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{JSON}"
+        "<|tool_call_end|><|tool_calls_section_end|>"
+    ],
+    "deepseek": [
+        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{JSON}\n```<｜tool▁call▁end｜>"
+        f"\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>clock\n```json\n{{}}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+    ],
+    "deepseek-v3.1": [
+        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{JSON}<｜tool▁call▁end｜><｜tool▁call▁begin｜>clock"
+        "<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+    ],
+    "glm": [GLM, f"{GLM}\n<tool_call>clock\n</tool_call>"],
+    "qwen-xml": [
+        f"<tool_call>\n<function=weather>\n{XML}",
+        f"<tool_call>\n<function=weather>\n{XML}\n<tool_call>\n<function=clock>\n</function>\n</tool_call>",
+    ],
+    "hermes": [
+        f'<tool_call>\n{{"name": "weather", "arguments": {JSON}}}\n</tool_call>',
+        f'<tool_call>\n{{"name": "weather", "arguments": {JSON}}}\n</tool_call>\n<tool_call>\n{{"name": "clock", '
+        '"arguments": {}}\n</tool_call>',
+    ],
+    "mistral": [f"[TOOL_CALLS]weather[ARGS]{JSON}", f"[TOOL_CALLS]weather[ARGS]{JSON}[TOOL_CALLS]clock[ARGS]{{}}"],
+    "mistral-list": [
+        f'[TOOL_CALLS] [{{"name": "weather", "arguments": {JSON}}}]',
+        f'[TOOL_CALLS] [{{"name": "weather", "arguments": {JSON}}}, {{"name": "clock", "arguments": {{}}}}]',
+    ],
+    "llama": [f'{{"name": "weather", "parameters": {JSON}}}'],
+    "llama4": [f'{{"name": "weather", "parameters": {JSON}}}'],
+}
+FORMS = {family.name: family for family in FAMILIES if family.call is not None}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    backend = Tokenizer(models.BPE({char: index for index, char in enumerate(pre_tokenizers.ByteLevel.alphabet())}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(SPECIAL)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer):
+    return GrammarCompiler(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
+
+
+def masks_of(compiler, tokenizer, family, tools=TOOLS, *, is_forced=True, max_calls=None):
+    special = {token.content: index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    grammar = call_grammar(FORMS[family].call, tools, special, is_forced=is_forced, max_calls=max_calls)
+    return compiler.masks(grammar)()
+
+
+def allowed(masks, output_ids, vocab_size):
+    words = np.full(-(-vocab_size // 32), -1, np.int32)
+    masks.fill(words, output_ids)
+    bits = np.unpackbits(words.view(np.uint8), bitorder="little")[:vocab_size]
+    return np.flatnonzero(bits).tolist()
+
+
+def takes(masks, tokenizer, text):
+    """Whether an answer may be written, and end."""
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    for position, token in enumerate([*ids, tokenizer.eos_token_id]):
+        if token not in allowed(masks, ids[:position], len(tokenizer)):
+            return False
+    return True
+
+
+def calls_of(family, text, tools=TOOLS):
+    parser = AnswerParser(FORMS[family], "", tools)
+    steps = [parser.push(text), parser.flush()]
+    assert "".join(step.content + step.reasoning for step in steps).strip() == ""
+    found = [call["function"] for step in steps for call in step.tool_calls]
+    return [(call["name"], json.loads(call["arguments"])) for call in found]
+
+
+def test_every_form_has_answers():
+    assert set(ANSWERS) == set(FORMS)
+
+
+@pytest.mark.parametrize("family", sorted(FORMS))
+def test_what_models_write_is_taken(compiler, tokenizer, family):
+    for number, text in enumerate(ANSWERS[family]):
+        assert takes(masks_of(compiler, tokenizer, family), tokenizer, text)
+        found = calls_of(family, text)
+        assert found[0] == ("weather", ARGUMENTS) and all(call == ("clock", {}) for call in found[1:])
+        is_single = len(found) == 1
+        assert takes(masks_of(compiler, tokenizer, family, max_calls=1), tokenizer, text) == is_single, number
+        for wrong in (text.replace("3", "30"), text.replace("°C", "K"), text.replace("weather", "other"), "Hi"):
+            assert not takes(masks_of(compiler, tokenizer, family), tokenizer, wrong), wrong
+
+
+@pytest.mark.parametrize("family", sorted(FORMS))
+def test_strict_calls_stand_in_free_text(compiler, tokenizer, family):
+    text = ANSWERS[family][0]
+    lead = "" if family.startswith("llama") else "I look it up.\n"
+    masks = masks_of(compiler, tokenizer, family, is_forced=False)
+    assert takes(masks, tokenizer, lead + text)
+    assert takes(masks_of(compiler, tokenizer, family, is_forced=False), tokenizer, "Just a text.")
+    wrong = text.replace("°C", "K")
+    assert not takes(masks_of(compiler, tokenizer, family, is_forced=False), tokenizer, lead + wrong)
+
+
+@pytest.mark.parametrize("family", sorted(FORMS))
+def test_whatever_is_sampled_parses(compiler, tokenizer, family):
+    rng = random.Random(family)
+    for _ in range(5):
+        masks, ids = masks_of(compiler, tokenizer, family, FINITE, max_calls=1), []
+        while len(ids) < 500:
+            token = rng.choice(allowed(masks, ids, len(tokenizer)))
+            if token == tokenizer.eos_token_id:
+                break
+            ids.append(token)
+        ((name, arguments),) = calls_of(family, tokenizer.decode(ids), FINITE)
+        assert name == "weather" and set(arguments) <= set(CLOSED)
+        assert 1 <= arguments["days"] <= 9 and arguments["unit"] in ("°C", "°F")
+
+
+def test_names_of_arguments_that_a_form_cannot_have():
+    tools = [
+        {"type": "function", "function": {"name": "a", "parameters": {"properties": {"x>y": {"type": "integer"}}}}}
+    ]
+    with pytest.raises(ApiError, match="without <, > and line breaks"):
+        call_grammar(FORMS["qwen-xml"].call, tools, {}, is_forced=True, max_calls=1)
