@@ -156,7 +156,7 @@ class BaseModel:
             QueueFullError: too many texts are waiting.
             DeadlineError: a time limit has passed.
         """
-        call = self._embedding(texts, pooling, normalize, prompt, prompt_name, truncate, truncate_dim)
+        call = _embedding(self, texts, pooling, normalize, prompt, prompt_name, truncate, truncate_dim)
         rows = call.run(timeout_s, queue_timeout_s)
         return np.asarray(rows[0]) if isinstance(texts, str) else np.stack(rows)
 
@@ -174,37 +174,9 @@ class BaseModel:
         queue_timeout_s: float | None = None,
     ) -> np.ndarray:
         """Works as `embed`, without blocking the event loop; cancelling it ends the call before the next forward."""
-        call = self._embedding(texts, pooling, normalize, prompt, prompt_name, truncate, truncate_dim)
+        call = _embedding(self, texts, pooling, normalize, prompt, prompt_name, truncate, truncate_dim)
         rows = await call.run_async(timeout_s, queue_timeout_s)
         return np.asarray(rows[0]) if isinstance(texts, str) else np.stack(rows)
-
-    def _embedding(
-        self,
-        texts: str | Sequence[str | Sequence[int]],
-        pooling: str | None,
-        normalize: bool | None,
-        prompt: str | None,
-        prompt_name: str | None,
-        truncate: bool | None,
-        truncate_dim: int | None,
-    ) -> QueuedTexts:
-        """Returns the call for `texts`, which are checked."""
-        from torchax_serve.pooling import embed
-        from torchax_serve.pooling.batching import checked_texts
-
-        call = functools.partial(
-            embed,
-            self._followed(),
-            self._runtimes[0],
-            pooling=pooling,
-            normalize=normalize,
-            prompt=prompt,
-            prompt_name=prompt_name,
-            truncate=truncate,
-            truncate_dim=truncate_dim,
-        )
-        key = ("embed", pooling, normalize, prompt, prompt_name, truncate, truncate_dim)
-        return QueuedTexts(self._pooling_queue, key, call, checked_texts(texts))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model's forward, with torch tensors in and out."""
@@ -325,6 +297,35 @@ class BaseModel:
         if self._loaded is None:
             raise TorchaxServeError("expected an open model, this one is closed; call serve() again")
         return self._loaded
+
+
+def _embedding(
+    model: BaseModel,
+    texts: str | Sequence[str | Sequence[int]],
+    pooling: str | None,
+    normalize: bool | None,
+    prompt: str | None,
+    prompt_name: str | None,
+    truncate: bool | None,
+    truncate_dim: int | None,
+) -> QueuedTexts:
+    """Returns the call for `texts`, which are checked."""
+    from torchax_serve.pooling import embed
+    from torchax_serve.pooling.batching import checked_texts
+
+    call = functools.partial(
+        embed,
+        model._followed(),
+        model._runtimes[0],
+        pooling=pooling,
+        normalize=normalize,
+        prompt=prompt,
+        prompt_name=prompt_name,
+        truncate=truncate,
+        truncate_dim=truncate_dim,
+    )
+    key = ("embed", pooling, normalize, prompt, prompt_name, truncate, truncate_dim)
+    return QueuedTexts(model._pooling_queue, key, call, checked_texts(texts))
 
 
 def programs_of(loaded: LoadedModel) -> ExecutableCache:
