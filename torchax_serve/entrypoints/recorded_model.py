@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import importlib
 import logging
-import os
 import secrets
 import threading
 import time
@@ -56,7 +55,6 @@ from torchax_serve.validation.owner_process import OwnerProcess
 
 if TYPE_CHECKING:
     from torchax_serve.entrypoints.served_model import ServedModel
-    from torchax_serve.profiling import ProfileSession
 
 logger = logging.getLogger("torchax_serve")
 
@@ -192,6 +190,7 @@ class RecordedModel:
         from torchax_serve.entrypoints.served_model import continue_with
 
         continue_with(model, self._weights, self._engine)
+        model.recorded_executables = self._executables
         return model
 
     @property  # type: ignore[misc]
@@ -278,14 +277,6 @@ class RecordedModel:
                 if self._parts.content is not None:
                     when_idle(self._engine, functools.partial(move_into_huge_pages, self._parts.content))
             return self._engine
-
-    def profile(self, folder: str | os.PathLike[str] | None = None) -> ProfileSession:
-        """Profiles what runs on this model inside of a ``with`` block; see `BaseModel.profile`."""
-        _check_open(self)
-        profile = self._side.get().profile(folder)
-        if self._executables is not None:
-            profile.caches.append(self._executables)
-        return profile
 
     def stats(self) -> EngineStats | None:
         """Returns the statistics of the engine; None before the first request."""
