@@ -12,7 +12,7 @@ SCRIPT = ROOT / ".ci" / "run"
 TPU = [
     "pip install --quiet jax[tpu]==1.2.3",
     "pytest tests/aot/test_tpu_aot.py tests/aot/test_tpu_schedule.py",
-    "pytest tests/aot/test_plan_aot.py -k not h200 --dist load",
+    "pytest tests/aot/test_plan_aot.py tests/aot/test_bundle_aot.py -k not h200 --dist load",
 ]
 GPU = [
     "pip install --quiet --no-deps jax-cuda13-pjrt==1.2.3 jax-cuda13-plugin==1.2.3 nvidia-cuda-nvcc==13.0.* "
