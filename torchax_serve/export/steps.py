@@ -21,6 +21,7 @@ from torchax_serve.compilation.executable_cache import ExecutableCache
 from torchax_serve.executors.compiled_steps import StepCall
 from torchax_serve.executors.packed import PackedExecutor, step_calls
 from torchax_serve.executors.packed_factory import packed_shapes
+from torchax_serve.export.layout import GPU_CALLS
 from torchax_serve.export.programs import described_layer, program_key
 from torchax_serve.export.targets import ExportTarget
 from torchax_serve.export.trees import described_tree
@@ -131,7 +132,7 @@ class StepExporter:
 
         key = program_key(call.function.name, call.args, spec)
         step.__name__ = call.function.name
-        allowed = [export.DisabledSafetyCheck.custom_call(each) for each in ffi.TARGETS]
+        allowed = [export.DisabledSafetyCheck.custom_call(each) for each in (*ffi.TARGETS, *GPU_CALLS)]
         with trace_lock(), torch_promotion():
             made = export.export(jax.jit(step), platforms=[target.platform], disabled_checks=allowed)(
                 placed(dict(self.tensors)), *leaves
