@@ -46,7 +46,7 @@ class RunningServer:
         self.thread.join(60)
         for engine in (self.model._engine, self.model._single_engine):
             if isinstance(engine, Engine):  # it was drained with its server, and others go on with it
-                engine._admission.is_draining = False
+                engine.admission.refusal = None
         assert not self.thread.is_alive()
         return self.status
 

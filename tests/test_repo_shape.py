@@ -19,9 +19,10 @@ MAX_CLASS_METHODS = 20
 # From the top down: a package imports from those behind it, never from those in front of it.
 LAYERS = (
     ("cli", "server"),
-    ("bench", "parity", "diagnostics"),
+    ("bench", "parity", "diagnostics", "training"),
     ("distributed.ray",),
-    ("entrypoints", "planning"),
+    ("entrypoints", "planning", "export"),
+    ("diffusion",),
     ("generation", "distributed.hosts", "start"),
     ("engine",),
     ("executors",),

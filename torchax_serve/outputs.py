@@ -27,11 +27,13 @@ class TokenLogprobs:
         token_id: Id of the token.
         logprob: Natural logarithm of the token's probability.
         top: Pairs of token id and log-probability of the likeliest tokens, in descending order.
+        weights_version: Version of the weights that computed them: the number of `set_weights` calls before that step.
     """
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    weights_version: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,21 +25,24 @@ from model_adapters.program import shared_layers
 from model_adapters.program.trace_context import torch_promotion
 
 
-def functional_call(module: torch.nn.Module, method: str = "forward") -> JaxFunction:
+def functional_call(
+    module: torch.nn.Module, method: str = "forward", transform: shared_layers.Transform | None = None
+) -> JaxFunction:
     """Returns a pure function that runs a method of `module` with given weights.
 
     ``f(weights, args, kwargs)`` runs ``module.method(*args, **kwargs)`` with `weights` in place of the module's own.
     Args and result are pytrees of JAX arrays; ``jax.jit`` and ``jax.grad`` apply to the function. One array may be
-    given for a tuple of it.
+    given for a tuple of it. `transform`, such as `jax.checkpoint`, is applied to the function of each layer.
     """
     install.install()
+    options = {} if transform is None else {"transform": transform}
     pytree_registry.register_all()  # now the modeling file is loaded, with the outputs and caches it defines
 
     def call(weights: Mapping[str, jax.Array], args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         args, kwargs = _arguments(args, kwargs)
         with torch_promotion():
             state, args_view, kwargs_view = torch_view((dict(weights), args, kwargs))
-            with torch_mode(module, state), shared_layers.intercepted(module):
+            with torch_mode(module, state), shared_layers.intercepted(module, **options):
                 return jax_view(getattr(module, method)(*args_view, **kwargs_view))
 
     return call

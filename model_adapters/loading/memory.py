@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jax
-import psutil  # type: ignore[import-untyped]
 
 from model_adapters.errors import OutOfMemoryError
 
@@ -43,6 +42,8 @@ def free_host_bytes(cgroup_root: Path = Path("/sys/fs/cgroup")) -> int:
 
     They are those of the machine, or of its container if less.
     """
+    import psutil  # type: ignore[import-untyped]  # a process that runs a bundle may not have it
+
     free = psutil.virtual_memory().available
     allowed = _cgroup_free_bytes(cgroup_root)
     return free if allowed is None else min(free, allowed)
@@ -90,6 +91,8 @@ class PeakMemory:
     """
 
     def __init__(self) -> None:
+        import psutil
+
         self._process = psutil.Process()
         self._before = self._process.memory_info().rss
         self._high_water_before = _high_water_bytes()

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from model_adapters.errors import InvalidArgumentError, ModelNotFoundError
+from model_adapters.errors import InvalidArgumentError, ModelNotFoundError, UnsupportedModelError
+from model_adapters.loading.bundle_folder import is_bundle
 from model_adapters.loading.file_names import CONFIG
 from model_adapters.loading.gguf_names import SUFFIX, gguf_in, split_tag
 from model_adapters.loading.hub_cache import snapshot
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 EMBEDDED = Path(__file__).parents[2] / "torchax_serve" / "embedded"
 """The folder of the distribution's own small model, an ordinary model folder."""
 
-Kind = Literal["embedded", "hub", "folder", "object", "config"]
+Kind = Literal["embedded", "hub", "folder", "object", "config", "bundle"]
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _FORMS = "a short name, a hub id (organisation/name), a folder, a GGUF file, or nothing for the embedded model"
 
@@ -83,9 +84,15 @@ def resolve(
         ModelNotFoundError: nothing has that name (near matches are listed), no access, no network.
         InvalidArgumentError: a revision of something that has none.
         CheckpointError: the repository lacks what a model needs.
+        UnsupportedModelError: it is a bundle.
     """
     source = parse_name(name_or_path, revision)
     if isinstance(source, ModelSource):
+        if source.kind == "bundle":
+            raise UnsupportedModelError(
+                f"{source.name} is a bundle, which has programs and no PyTorch model: serve it, or name the model that "
+                "it was exported from"
+            )
         return source
     # What downloads and shows progress is imported where it is needed: names are checked before anything else.
     from model_adapters.loading.hub import fetch
@@ -182,6 +189,8 @@ def _local_source(name_or_path: str | os.PathLike[str] | None) -> ModelSource | 
     path = Path(text).expanduser()
     try:
         if path.is_dir():
+            if is_bundle(path):
+                return ModelSource("bundle", text, path)
             if (found := gguf_in(path)) is not None:
                 return ModelSource("folder", text, path, gguf=found)
             return ModelSource("folder", text, _model_folder(path))
@@ -211,6 +220,14 @@ def _hub_id(name: str) -> str:
     near = near_matches(name)
     hint = f"did you mean {', '.join(near)}? " if near else ""
     raise ModelNotFoundError(f"no model is called {name!r}: {hint}Expected {_FORMS}")
+
+
+def bundle_folder(name_or_path: object) -> Path | None:
+    """Returns the folder of a bundle; None for anything else."""
+    if not isinstance(name_or_path, str | os.PathLike):
+        return None
+    path = Path(os.fspath(name_or_path)).expanduser()
+    return path if path.is_dir() and is_bundle(path) else None
 
 
 def of_object(name: str) -> ModelSource:

@@ -16,7 +16,7 @@ from model_adapters import disk_cache
 from model_adapters.ops import use
 from model_adapters.ops.cpu import build
 from torchax_serve import serve, to_jax
-from torchax_serve.compilation import executable_cache
+from torchax_serve.compilation import environment
 
 RUN = """
 import sys, torch
@@ -88,7 +88,7 @@ def test_a_program_of_something_else_is_not_taken(checkpoint, kept, change, monk
         file.write_text(file.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 0.1'))
         assert "0.1" in file.read_text()
     if change == "source":
-        monkeypatch.setattr(executable_cache, "_installed", lambda source: "another state of this project's code")
+        monkeypatch.setattr(environment, "_installed", lambda source: "another state of this project's code")
     if change == "xla flags":
         monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
     with jax.default_matmul_precision("highest" if change == "precision" else None):
@@ -199,10 +199,10 @@ def test_what_jax_itself_keeps_is_checked_too(tmp_path):
 @pytest.fixture
 def packages(tmp_path, monkeypatch):
     """A copy of this project's packages, whose source counts."""
-    for package in executable_cache.PACKAGES:
+    for package in environment.PACKAGES:
         sources = shutil.ignore_patterns("__pycache__", "*.safetensors", "*.json")
-        shutil.copytree(executable_cache.ROOT / package, tmp_path / package, ignore=sources)
-    monkeypatch.setattr(executable_cache, "ROOT", tmp_path)
+        shutil.copytree(environment.ROOT / package, tmp_path / package, ignore=sources)
+    monkeypatch.setattr(environment, "ROOT", tmp_path)
     return tmp_path
 
 
@@ -223,22 +223,22 @@ def packages(tmp_path, monkeypatch):
     ],
 )
 def test_an_edit_invalidates_programs_where_they_depend_on_it(packages, file, counts):
-    digest = executable_cache.program_source_digest.__wrapped__
-    before, whole = digest(), executable_cache.source_digest.__wrapped__()
+    digest = environment.program_source_digest.__wrapped__
+    before, whole = digest(), environment.source_digest.__wrapped__()
     (packages / file).write_text((packages / file).read_text() + "\n# edited\n")
     assert (digest() != before) == counts
-    assert executable_cache.source_digest.__wrapped__() != whole
+    assert environment.source_digest.__wrapped__() != whole
 
 
 def test_what_is_left_out_of_the_digest_is_reached_by_no_traced_function():
     """Follows imports, wherever they stand, from all that holds or hands over functions that are kept."""
-    root = Path(executable_cache.__file__).parents[2]
+    root = Path(environment.__file__).parents[2]
     files = {
         ".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): file
-        for package in executable_cache.PACKAGES
+        for package in environment.PACKAGES
         for file in (root / package).rglob("*.py")
     }
-    left_out = {f"torchax_serve.{name.removesuffix('.py').replace('/', '.')}" for name in executable_cache.NOT_TRACED}
+    left_out = {f"torchax_serve.{name.removesuffix('.py').replace('/', '.')}" for name in environment.NOT_TRACED}
     assert left_out <= set(files), "a name that matches nothing"
 
     def is_left_out(module):

@@ -263,7 +263,7 @@ def test_waiting_requests_are_bounded(llama):
 def test_waiting_tokens_are_bounded(llama, monkeypatch):
     """Prompts that find a free slot are not counted, each answer to one is, and a batch waits by itself."""
     assert is_idle(llama)
-    monkeypatch.setattr(llama.engine, "_admission", Admission(4, max_num_waiting=100, max_num_waiting_tokens=25))
+    monkeypatch.setattr(llama.engine, "admission", Admission(4, max_num_waiting=100, max_num_waiting_tokens=25))
     handles = llama.engine.submit_all([request([5] * 10, max_new_tokens=40)] * 4)
     next(iter(handles[3]))  # all have a slot
     handles += llama.engine.submit_all([request([5, 6] * 5, max_new_tokens=40)] * 2)

@@ -141,7 +141,7 @@ def test_deadline_and_priority(model):
 
 
 def test_a_full_queue_is_an_error(model, monkeypatch):
-    monkeypatch.setattr(model.single_engine, "_admission", Admission(max_num_seqs=1, max_num_waiting=1))
+    monkeypatch.setattr(model.single_engine, "admission", Admission(max_num_seqs=1, max_num_waiting=1))
     running = [model.chat(question(0), LONG, stream=True) for _ in range(2)]
     with pytest.raises(QueueFullError, match="expected at most 2 requests at a time"):
         stream(model, 1)

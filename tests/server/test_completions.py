@@ -23,7 +23,7 @@ def test_prompts_of_every_kind(client, model, kind):
 
 def test_a_prompt_that_would_wait_with_too_many_tokens_is_429(http, server, model, monkeypatch):
     assert server.pages_are_back(model)
-    monkeypatch.setattr(model.engine, "_admission", Admission(0, max_num_waiting=64, max_num_waiting_tokens=13))
+    monkeypatch.setattr(model.engine, "admission", Admission(0, max_num_waiting=64, max_num_waiting_tokens=13))
     body = {"model": "tiny", "max_tokens": 2}
     refused = http.post("/v1/completions", json=body | {"prompt": [5] * 20})
     assert refused.status_code == 429 and refused.headers["retry-after"] == "1"

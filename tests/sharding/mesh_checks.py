@@ -127,6 +127,25 @@ def tokens(family, meshes, kv_cache_dtype=None):
             print("same tokens", family, mesh, served.engine.description)
 
 
+def new_weights(family, meshes):
+    """Tokens after `set_weights`, on meshes that divide, pad or repeat parts of the weights."""
+    options = EngineOptions(max_model_len=64, max_num_seqs=4)
+    with serve(model_of(family), engine=options) as single:
+        before = tokens_of(single)
+        weights = {name: array.numpy() * 1.5 for name, array in single.state_dict().items()}
+        single.set_weights(weights)
+        wanted = tokens_of(single)
+    assert wanted != before
+    for mesh in meshes.split(","):
+        with serve(model_of(family), engine=options, mesh=shape_of(mesh)) as served:
+            assert tokens_of(served) == before
+            programs = served.stats().num_programs
+            served.set_weights(weights)
+            assert tokens_of(served) == wanted, f"{family} {mesh}"
+            assert served.stats().num_programs == programs
+            print("same tokens", family, mesh)
+
+
 def quantized(family, meshes, rules):
     """Tokens with quantized weights on meshes, and how much of its weights a device has."""
     options = EngineOptions(max_model_len=64, max_num_seqs=4)

@@ -30,6 +30,11 @@ def test_tokens_are_those_of_one_device(on_eight, family):
     assert [line.split()[3] for line in lines] == MESHES[family].split(",")
 
 
+def test_new_weights_are_laid_out_as_those_of_before(on_eight):
+    lines = on_eight("new_weights", "llama", "1x8,2x2")
+    assert [line.split()[3] for line in lines] == ["1x8", "2x2"]
+
+
 @pytest.mark.parametrize(
     ("family", "meshes", "rules"),
     [

@@ -10,8 +10,9 @@ import pytest
 from model_adapters import disk_cache
 from torchax_serve.compilation.cache_folders import EVICTOR
 from torchax_serve.start import record as record_module
+from torchax_serve.start.model_record import ModelRecord
 from torchax_serve.start.record import StartFolder, StartRecord, states_of
-from torchax_serve.start.weights_file import stored
+from torchax_serve.start.weights_file import file_of
 
 ARGUMENTS = {"dtype": "auto", "strict": "False", "pack_weights": "True"}
 
@@ -36,10 +37,11 @@ def source(tmp_path):
 def start_folder(checkpoint, source, tmp_path, monkeypatch):
     monkeypatch.setattr(record_module, "programs_dir", lambda: tmp_path / "cache" / "programs")
     folder = StartFolder(checkpoint, ARGUMENTS)
-    places, pieces = stored({"w": jnp.ones(8)})
-    seal = folder.write_weights(places.num_bytes, pieces)
+    seal = folder.write_weights(*file_of({"w": jnp.ones(8)}))
     files = states_of(checkpoint, [source])
-    written = StartRecord(files, "id", places, seal, None, {}, (), {}, {}, {}, "", "", ("llama", "float32"))
+    written = StartRecord(
+        files, "id", seal, ModelRecord({"w": "w"}, None, {}, (), {}, {}, {}, {}, "", "", ("llama", "float32"))
+    )
     folder.write(written)
     assert folder.read() == written
     return folder
@@ -67,8 +69,7 @@ def test_changed_source_of_the_models_class(start_folder, source):
 
 def test_weights_that_were_removed_or_replaced(start_folder):
     shutil.copy(start_folder.weights_path, start_folder.weights_path.with_name("other"))
-    places, pieces = stored({"w": jnp.zeros(8)})
-    start_folder.write_weights(places.num_bytes, pieces)
+    start_folder.write_weights(*file_of({"w": jnp.zeros(8)}))
     assert start_folder.read() is None
     start_folder.weights_path.unlink()
     assert start_folder.read() is None
@@ -117,5 +118,4 @@ def test_other_arguments_have_another_record(start_folder, checkpoint):
 
 def test_weights_too_large_for_the_cache_are_not_kept(start_folder, monkeypatch):
     monkeypatch.setattr(EVICTOR, "max_bytes", 1000)
-    places, pieces = stored({"w": jnp.zeros(200)})
-    assert start_folder.write_weights(places.num_bytes, pieces) is None
+    assert start_folder.write_weights(*file_of({"w": jnp.zeros(200)})) is None

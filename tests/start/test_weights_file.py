@@ -12,14 +12,15 @@ from model_adapters.ops.compressed_weight import compress_weight
 from model_adapters.ops.cpu import ffi
 from model_adapters.ops.cpu.huge_pages import move_into_huge_pages
 from model_adapters.ops.quantized_weight import QuantizedWeight, Scheme
-from torchax_serve.start.weights_file import NotStorableError, mapped, stored
+from torchax_serve.start.weights_file import PADDING, NotStorableError, file_of, mapped, named_tensors
 
 
 def written(path, weights):
-    places, pieces = stored(weights)
+    names, tensors = named_tensors(weights)
+    num_bytes, pieces = file_of(tensors)
     path.write_bytes(b"".join(pieces))
-    assert path.stat().st_size == places.num_bytes
-    return places
+    assert path.stat().st_size == num_bytes
+    return names
 
 
 @pytest.fixture
@@ -62,21 +63,30 @@ def test_the_file_is_one_of_safetensors(weights, tmp_path):
     del weights["quantized"]  # the library has no float8 of NumPy
     written(tmp_path / "w", weights)
     arrays = load_file(tmp_path / "w")
-    unique = {id(leaf): leaf for leaf in jax.tree.leaves(list(weights.values()))}
-    for number, leaf in enumerate(unique.values()):
-        np.testing.assert_array_equal(arrays[str(number)].view(np.asarray(leaf).dtype), np.asarray(leaf))
+    _, tensors = named_tensors(weights)
+    assert {"table", "odd", "number", "empty"} <= tensors.keys()
+    assert {name for name in arrays if not name.startswith(PADDING)} == tensors.keys()
+    for name, leaf in tensors.items():
+        np.testing.assert_array_equal(arrays[name].view(np.asarray(leaf).dtype), np.asarray(leaf))
+
+
+def test_parts_of_weights_are_named_after_them(weights):
+    names, tensors = named_tensors(weights)
+    assert (names["tied"], names["quantized"].scale) == ("table", "quantized:scale")
+    assert {"quantized:values", "quantized:scale"} <= tensors.keys()
+    assert "tied" not in tensors
 
 
 def test_a_dtype_that_the_format_lacks(tmp_path):
     with pytest.raises(NotStorableError, match="int4"):
-        stored({"w": jnp.zeros((4, 4), jnp.int4)})
+        file_of({"w": jnp.zeros((4, 4), jnp.int4)})
 
 
 def test_a_file_that_is_too_short(weights, tmp_path):
-    places = written(tmp_path / "w", weights)
+    names = written(tmp_path / "w", weights)
     (tmp_path / "w").write_bytes((tmp_path / "w").read_bytes()[:-64])
     with pytest.raises(OSError, match="too short"):
-        mapped(tmp_path / "w", places)
+        mapped(tmp_path / "w", names)
 
 
 def test_pages_are_exchanged_while_others_read(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shlex
 import sys
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from model_adapters.errors import InvalidArgumentError
+from model_adapters.loading.model_source import bundle_folder
 from torchax_serve.cli.shared.command import Command
 from torchax_serve.cli.shared.load_model import end_if_explained
 from torchax_serve.cli.shared.load_options import LoadOptions, option_groups
@@ -91,11 +93,12 @@ def bench(
 
     torchax-serve bench qwen3-0.6b --against hf --batch 1 --batch 8
 
-    torchax-serve bench --random-weights config.json --dtype bfloat16
-
     torchax-serve bench qwen3-0.6b --quantization bf16,int8,int4
     """
     check_one_model(model, random_weights, load.revision)
+    if (folder := bundle_folder(model)) is not None:
+        _bundle(folder, measured, load, plot, as_json=as_json)
+        return
     from torchax_serve.cli.chat.interrupts import prompt_interrupts
 
     with prompt_interrupts(leave_at=1):
@@ -109,8 +112,8 @@ def bench(
         load.show_details()
         if plot is not None:
             check_plot(plot)
-        options |= {"random_weights": random_weights is not None, "note": print_note}
-        options["command"] = shlex.join(["torchax-serve", *sys.argv[1:]])
+        command = shlex.join(["torchax-serve", *sys.argv[1:]])
+        options |= {"random_weights": random_weights is not None, "note": print_note, "command": command}
         if load.quantization is not None and "," in load.quantization:
             _refuse_plot(plot)
             _quantizations(source, load.quantization.split(","), settings, options, as_json=as_json)
@@ -118,10 +121,32 @@ def bench(
         report = measure(source, settings, **options)
         if plot is not None:
             draw(report, plot)
+    print(json.dumps(report.as_dict(), allow_nan=False)) if as_json else print_report(report)
+
+
+def _bundle(folder: Path, measured: MeasureOptions, load: LoadOptions, plot: Path | None, *, as_json: bool) -> None:
+    """Measures a bundle, without PyTorch, and prints a table."""
+    without_variables = dataclasses.replace(load, offline=False, token=None)  # which the environment may set
+    given_options = without_variables != LoadOptions()
+    given = {"--against": measured.against, "--plot": plot, "options of loading": given_options or None}
+    if wrong := [flag for flag, value in given.items() if value is not None]:
+        raise InvalidArgumentError(
+            f"{wrong[0]}: expected none with a bundle, which has no PyTorch model; leave them out, or name the model"
+        )
+    from rich.table import Table
+
+    from torchax_serve.bench.bundle import bench_bundle
+
+    found = bench_bundle(folder, measured.settings())
     if as_json:
-        print(json.dumps(report.as_dict(), allow_nan=False))
-    else:
-        print_report(report)
+        print(json.dumps([dataclasses.asdict(each) for each in found]))
+        return
+    table = Table(header_style="bold")
+    for heading in ("batch", "first token ms", "decode tok/s"):
+        table.add_column(heading, justify="right")
+    for each in found:
+        table.add_row(str(each.batch), f"{each.ttft_s * 1e3:.1f}", f"{each.decode_tokens_per_s:.1f}")
+    console().print(table)
 
 
 def _refuse_plot(plot: Path | None) -> None:

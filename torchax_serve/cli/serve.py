@@ -6,12 +6,15 @@ import functools
 import logging
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from model_adapters.errors import InvalidArgumentError
+from model_adapters.loading.model_source import bundle_folder
 from torchax_serve.cli.shared.command import Command
 from torchax_serve.cli.shared.config_file import ConfigFile
 from torchax_serve.cli.shared.load_model import end_if_explained
@@ -115,6 +118,9 @@ class LimitOptions:
     queue_timeout: Annotated[
         float | None, _limits("--queue-timeout", help="Seconds that a request may wait before it begins.")
     ] = None
+    first_token_timeout: Annotated[
+        float | None, _limits("--first-token-timeout", help="Seconds until an answer's first token, waiting included.")
+    ] = None
     keep_alive: Annotated[
         float, _limits("--keep-alive", help="Seconds of silence of a stream after which a comment is sent.")
     ] = 15.0
@@ -129,6 +135,9 @@ class LifeOptions:
     watchdog: Annotated[
         float, _life("--watchdog", help="Seconds without progress of the engine that end the process; 0: none.")
     ] = 300.0
+    watch: Annotated[
+        bool, _life("--watch", help="Of a bundle: take new versions as they come, while requests of the old one end.")
+    ] = False
     no_warm_up: Annotated[bool, _life("--no-warm-up", help="Compile at the first requests, not before.")] = False
 
 
@@ -160,6 +169,10 @@ def serve(
     from torchax_serve.server import require_packages
 
     end_if_explained(model, load)
+    if life.watch and bundle_folder(model) is None:
+        raise InvalidArgumentError(
+            f"--watch: expected a bundle as MODEL, got {model or 'none'}; leave it out, or export the model"
+        )
     require_packages()
     check_model(model, load.revision)
     options = _server_options(address, access, limits, life)
@@ -177,7 +190,11 @@ def serve(
     )
     load.show_details()
     _warn_if_open(options)
-    server = Server(options, lambda: load_model(model, engine=engine, **load.serve_kwargs()))
+
+    def load_here(name: str | None) -> Any:
+        return load_model(name, engine=engine, progress=server.context.start, **load.serve_kwargs())
+
+    server = Server(options, functools.partial(_loaded, model, load_here, is_watched=life.watch))
     for each in server.addresses:
         print(f"listening on {each}", file=sys.stderr, flush=True)
     try:
@@ -188,6 +205,15 @@ def serve(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def _loaded(model: str | None, load: Callable[[Any], Any], *, is_watched: bool) -> Any:
+    """Returns the model, or the newest version of a bundle that is watched."""
+    if not is_watched:
+        return load(model)
+    from torchax_serve.export.watch import WatchedBundle
+
+    return WatchedBundle(Path(model or ""), load)
 
 
 def _server_options(
@@ -216,6 +242,7 @@ def _server_options(
         response_template=access.response_template,
         request_timeout_s=limits.request_timeout,
         queue_timeout_s=limits.queue_timeout,
+        first_token_timeout_s=limits.first_token_timeout,
         keep_alive_s=limits.keep_alive,
         pre_stop_s=life.pre_stop,
         drain_timeout_s=life.drain_timeout,

@@ -17,28 +17,25 @@ import hashlib
 import inspect
 import itertools
 import logging
-import os
 import pickle
-import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
-from importlib.metadata import version
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import jax
 from jax.experimental import serialize_executable
 
 from model_adapters.disk_cache import SealedFolder
-from model_adapters.jax_settings import programs_run
+from model_adapters.jax_settings import jax_promotion, programs_run
 from model_adapters.ops import registry
 from model_adapters.ops.compressed_weight import Weights
-from model_adapters.ops.cpu import build, ffi
 from torchax_serve.compilation import gc_pause, jax_cache
 from torchax_serve.compilation.background import BackgroundCompiler, check_may_trace
 from torchax_serve.compilation.cache_folders import EVICTOR
 from torchax_serve.compilation.compile_lock import CompileLock
+from torchax_serve.compilation.environment import devices, environment
 from torchax_serve.compilation.launchers import Launcher, MeshExecutable, on_mesh
 from torchax_serve.compilation.program_signature import ProgramSignature
 
@@ -49,7 +46,19 @@ Value = TypeVar("Value")
 _NUMBERS = itertools.count(1)
 """Numbers of programs that have the names of modules: a trace tells programs apart by name."""
 
-LIBRARIES = ("jax", "jaxlib", "torch", "torchax", "transformers")
+
+class ExportedFunctions(Protocol):
+    """Functions of a model that were traced before, such as those of a bundle."""
+
+    def function(self, name: str, args: tuple[Any, ...], spec: Any) -> Callable[..., Any]:
+        """Returns ``f(weights, *args)``, which computes what the function `name` does for these arguments.
+
+        Raises:
+            TorchaxServeError: it was not traced for them.
+        """
+
+    def memoized(self, name: str) -> Any:
+        """Returns what `ExecutableCache.memoize` would compute."""
 
 
 class ExecutableCache:
@@ -61,6 +70,7 @@ class ExecutableCache:
     ones, by name. `background` compiles what will be needed; None with a `launcher`. `before_trace` is called before
     each trace, while no lock is held that a trace holds: it may load what the trace needs. While `names_modules` is
     set, calls run programs whose instructions have the names of modules, for profiles; these are in memory alone.
+    `exported` has the functions that were traced before, in place of tracing.
     """
 
     def __init__(
@@ -70,8 +80,9 @@ class ExecutableCache:
         mesh: jax.sharding.Mesh | None = None,
         launcher: Launcher | None = None,
         before_trace: Callable[[], object] = lambda: None,
+        exported: ExportedFunctions | None = None,
     ) -> None:
-        self.before_trace = before_trace
+        self.before_trace, self.exported = before_trace, exported
         self.folder = folder if identity is not None and mesh is None else None
         self._files = None if self.folder is None else SealedFolder(self.folder)
         self.mesh, self.launcher = mesh, launcher
@@ -104,7 +115,7 @@ class ExecutableCache:
             return None
         try:
             code, in_tree, out_tree, facts = pickle.loads(content)
-            program = serialize_executable.deserialize_and_load(code, in_tree, out_tree, execution_devices=_devices())
+            program = serialize_executable.deserialize_and_load(code, in_tree, out_tree, execution_devices=devices())
         except Exception as error:  # intact, and still nothing for this machine: compile as if it were not there
             logger.info("a kept program is not used: %s (%s)", path.name, str(error).splitlines()[0:1])
             self._files.remove(path.name)
@@ -137,6 +148,9 @@ class ExecutableCache:
 
     def memoize(self, name: str, described: str, compute: Callable[[], Value]) -> Value:
         """Returns the result of `compute`, from disk if it was stored for this model."""
+        if self.exported is not None:
+            result: Value = self.exported.memoized(name)
+            return result
         if self._files is None or registry.is_overridden():
             return compute()
         file = self._file_of(name, described).name
@@ -174,6 +188,10 @@ class CachedFunction:
         facts: called after a trace; its result is stored with the program.
         restore_facts: gets those facts when a program is read from the folder.
         is_uncompiled: whether calls run operator by operator now, for hooks that a script has set.
+        is_pure: whether it is JAX's alone, so that a trace needs neither torch nor the model.
+
+    Attributes:
+        function: The function.
     """
 
     def __init__(
@@ -186,8 +204,10 @@ class CachedFunction:
         facts: Callable[[], dict[str, Any]] = dict,
         recall: Callable[[dict[str, Any]], None] = lambda facts: None,
         is_uncompiled: Callable[[], bool] = lambda: False,
+        is_pure: bool = False,
     ) -> None:
-        self._cache, self.name, self._function = cache, name, function
+        self._cache, self.name, self.function = cache, name, function
+        self._is_pure = is_pure
         self._donate, self.facts, self.restore_facts = tuple(donate), facts, recall
         self._programs: dict[ProgramSignature, Any] = {}
         self._weights: Weights = {}  # of the last call
@@ -213,7 +233,7 @@ class CachedFunction:
             from model_adapters.program.trace_context import torch_promotion
 
             with errors_of_hooks(), torch_promotion():
-                return self._function(weights, *args, spec=spec)
+                return self.function(weights, *args, spec=spec)
         with programs_run():
             return self.compiled(weights, *args, spec=spec)(weights, *args)
 
@@ -270,7 +290,8 @@ class CachedFunction:
         # that one's folder: then the name tells it apart what this cache does.
         name = None if path is None else path.name.replace("-", "_")
         # JAX's own cache ignores names: it would give a program without them.
-        is_bypassed, named = path is not None or signature.names_modules, contextlib.nullcontext()
+        is_bypassed = path is not None or signature.names_modules
+        named: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if signature.names_modules:
             from model_adapters.program import module_scopes  # tracing needs torch, running does not
 
@@ -281,7 +302,7 @@ class CachedFunction:
             program = MeshExecutable(program, mesh)
         # XLA's CPU client cannot serialize a program that it has itself deserialized: functions are lost.
         if path is not None and not hits:
-            self._cache.write(path, program, self.facts())
+            self._cache.write(path, program, {} if self._cache.exported is not None else self.facts())
         return program
 
     def compile(
@@ -305,91 +326,42 @@ class CachedFunction:
             when_traced: called between tracing and XLA.
         """
 
-        def traced(weights: Any, *args: Any) -> Any:
-            from model_adapters.program.trace_context import torch_promotion  # tracing needs torch, running does not
+        exported = self._cache.exported
+        if exported is not None:
+            function = exported.function(self.name, args, spec)
+        else:
+            function = functools.partial(self.function, spec=spec)
 
-            self._cache.num_traces[self.name] += 1
-            with torch_promotion():
-                return adapt(self._function(weights, *args, spec=spec))
+        def traced(weights: Any, *args: Any) -> Any:
+            self._cache.num_traces[self.name] += exported is None
+            return adapt(function(weights, *args))
 
         traced.__name__ = name or self.name
-        parameters = list(inspect.signature(self._function).parameters)
-        donated = tuple(parameters.index(each) for each in self._donate)
-        from model_adapters.program.trace_context import trace_lock
-
-        check_may_trace()
-        self._cache.before_trace()
-        with trace_lock():  # a thread at a time: a trace changes the module
-            check_may_trace()
-            lowered = jax.jit(traced, donate_argnums=donated).lower(weights, *args)
+        with self._tracing():
+            lowered = jax.jit(traced, donate_argnums=self.donated).lower(weights, *args)
         when_traced()
         return lowered.compile()
 
+    @property
+    def donated(self) -> tuple[int, ...]:
+        """Positions of the donated arguments, of which the weights are number 0."""
+        parameters = list(inspect.signature(self.function).parameters)
+        return tuple(parameters.index(each) for each in self._donate)
 
-def _devices() -> list[jax.Device]:
-    device = jax.config.jax_default_device  # type: ignore[attr-defined]
-    return [device] if isinstance(device, jax.Device) else jax.devices()[:1]
+    @contextlib.contextmanager
+    def _tracing(self) -> Iterator[None]:
+        """Holds what a trace of the function needs."""
+        if self._is_pure or self._cache.exported is not None:
+            with jax_promotion():
+                yield
+            return
+        check_may_trace()
+        self._cache.before_trace()
+        from model_adapters.program.trace_context import (  # tracing needs torch, running does not
+            torch_promotion,
+            trace_lock,
+        )
 
-
-ROOT = Path(__file__).parents[2]
-PACKAGES = ("model_adapters", "pytree_registry", "sharding_rules", "torchax_serve")
-NOT_TRACED = ("bench", "cli", "distributed/ray", "parity", "planning", "profiling", "text")
-"""Parts of `torchax_serve` that programs do not depend on: an edit there leaves them valid.
-
-Listed is what is left out, not what is taken, so that a new module counts until somebody has looked at it. What may
-be listed is what no module with a traced function imports, directly or through others; a test holds that. Everything
-in the other packages counts: model code reaches it while it is traced, or it decides which weights a program gets.
-"""
-
-
-@functools.cache
-def source_digest() -> str:
-    """Returns a digest of all source of this project; equal on all hosts of a model."""
-    return _digest_of(())
-
-
-@functools.cache
-def program_source_digest() -> str:
-    """Returns a digest of the source that programs depend on; see `NOT_TRACED`."""
-    return _digest_of(NOT_TRACED)
-
-
-def _digest_of(left_out: Sequence[str]) -> str:
-    digest = hashlib.sha256()
-    for package in PACKAGES:
-        root = ROOT / package
-        for file in sorted(root.rglob("*")):
-            name = file.relative_to(root).as_posix()
-            if package == "torchax_serve" and any(f"{name}/".startswith(f"{each}/") for each in left_out):
-                continue
-            if file.suffix in (".py", ".cc", ".h"):
-                digest.update(f"{package}/{name}\0".encode() + file.read_bytes())
-    return digest.hexdigest()
-
-
-@functools.cache
-def _installed(source: str) -> str:
-    """Returns what is constant in a process: source, library versions, processor."""
-    versions = [f"{name} {version(name)}" for name in LIBRARIES]
-    return "\n".join([source, sys.version, *versions, build.processor()])
-
-
-def installed_versions() -> str:
-    """Returns a digest of all source and library versions, for any platform."""
-    return _installed(source_digest())
-
-
-def environment() -> str:
-    """Returns everything outside of model and arguments that a program depends on."""
-    settings = {k: v for k, v in jax.config.values.items() if "cache" not in k and "log" not in k}
-    device = _devices()[0]
-    return "\n".join(
-        [
-            _installed(program_source_digest()),
-            f"{device.platform} {device.device_kind} {device.client.platform_version}",
-            f"kernels {ffi.missing() is None}" if device.platform == "cpu" else "",
-            os.environ.get("XLA_FLAGS", ""),
-            os.environ.get("LIBTPU_INIT_ARGS", ""),
-            repr(sorted(settings.items())),
-        ]
-    )
+        with trace_lock(), torch_promotion():  # a thread at a time: a trace changes the module
+            check_may_trace()
+            yield

@@ -13,6 +13,15 @@ MAX_NUM_WAITING = 8192
 MAX_NUM_WAITING_TOKENS = 1 << 22
 """Default limit of the tokens of waiting prompts; as Python numbers they take about 150 MB."""
 
+DRAINED = (
+    "expected an engine that takes requests, this one finishes those that it has (drain() was called); send the "
+    "request to another one"
+)
+"""Error of a request to an engine that drains."""
+
+ASLEEP = "expected a model that is awake, this one has given the memory of its cache away (sleep()); call wake() first"
+"""Error of a request to an engine without a cache."""
+
 
 class Admission:
     """Decides whether an engine takes further requests; used under the engine's lock.
@@ -25,14 +34,14 @@ class Admission:
     Attributes:
         num_entering: Requests that were taken and that the engine's thread has not seen yet.
         num_entering_tokens: Tokens of their prompts.
-        is_draining: Whether no more requests are taken.
+        refusal: Error of every request, while none are taken; None: they are.
     """
 
     def __init__(
         self, max_num_seqs: int, max_num_waiting: int, max_num_waiting_tokens: int = MAX_NUM_WAITING_TOKENS
     ) -> None:
         self.num_entering = self.num_entering_tokens = 0
-        self.is_draining = False
+        self.refusal: str | None = None
         self.max_num_waiting, self.max_num_waiting_tokens = max_num_waiting, max_num_waiting_tokens
         self._max_num_seqs = max_num_seqs
         self._most = max_num_seqs + max_num_waiting
@@ -52,11 +61,8 @@ class Admission:
         """
         if close_reason is not None:
             raise TorchaxServeError(f"expected an open model, this one is closed ({close_reason}); call serve() again")
-        if self.is_draining:
-            raise TorchaxServeError(
-                "expected an engine that takes requests, this one finishes those that it has (drain() was called); "
-                "send the request to another one"
-            )
+        if self.refusal is not None:
+            raise TorchaxServeError(self.refusal)
         num_open, num_new = len(scheduler) + self.num_entering, len(prompt_lens)
         if num_open + num_new > self._most:
             raise QueueFullError(

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING
 
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.jax_settings import programs_run
-from torchax_serve.engine.admission import MAX_NUM_WAITING, MAX_NUM_WAITING_TOKENS, Admission
+from torchax_serve.engine.admission import DRAINED, MAX_NUM_WAITING, MAX_NUM_WAITING_TOKENS, Admission
 from torchax_serve.engine.dispatch_queue import DispatchQueue
+from torchax_serve.engine.idle_calls import IdleCalls, Result
 from torchax_serve.engine.masked_requests import MaskedRequests
-from torchax_serve.engine.model_runner import InFlightStep, ModelRunner
+from torchax_serve.engine.model_runner import ModelRunner
 from torchax_serve.engine.output_processor import OutputProcessor, describe
 from torchax_serve.engine.progress import ProgressClock
 from torchax_serve.engine.request import EngineRequest
@@ -57,6 +58,8 @@ class Engine:
     Attributes:
         max_model_len, vocab_size: Most tokens of a request, with its answer; columns of the logits.
         max_encoder_len: Most tokens that a request may send to an encoder; None if the model has none.
+        can_hold: Called with a number of tokens, returns whether a request may have as many, prompt and answer.
+        admission, close_reason: Decides whether requests are taken; why none are for good, None as long as they are.
         progress: Called, returns `torchax_serve.engine.progress.EngineProgress`: whether the engine moves.
     """
 
@@ -71,23 +74,24 @@ class Engine:
     ) -> None:
         self.description = description
         self.max_model_len, self.vocab_size = scheduler.config.max_model_len, runner.vocab_size
-        self.max_encoder_len = runner.max_encoder_len
-        self._admission = Admission(scheduler.config.max_num_seqs, max_num_waiting, max_num_waiting_tokens)
+        self.max_encoder_len, self.can_hold = runner.max_encoder_len, scheduler.config.can_hold
+        self.admission = Admission(scheduler.config.max_num_seqs, max_num_waiting, max_num_waiting_tokens)
         self._process = OwnerProcess()
         self._scheduler, self._runner = scheduler, runner
         self._output_processor = OutputProcessor(runner)
         self._masked = MaskedRequests(runner.vocab_size)
         self._dispatched = DispatchQueue()
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
+        self._idle_calls = IdleCalls(scheduler, runner)
         self._handles: weakref.WeakSet[RequestHandle] = weakref.WeakSet()  # those with a reader, ended or not
         lock = threading.RLock()
         self._wake, self._idle = threading.Condition(lock), threading.Condition(lock)  # idle: nothing is left to do
         self._ids: Iterator[RequestId] = itertools.count() if ids is None else ids
-        self._closed: str | None = None  # why, once it is
+        self.close_reason: str | None = None
         self._counts = StepCounts()
         self.check_integrity = False  # after every step: for tests
-        admission, queued, sent = self._admission, self._commands, self._dispatched
-        self._is_due = lambda: bool(admission.num_entering or queued or sent or len(scheduler))
+        admission, queued, calls, sent = self.admission, self._commands, self._idle_calls, self._dispatched
+        self._is_due = lambda: bool(admission.num_entering or queued or calls or sent or len(scheduler))
         self.progress = ProgressClock(self._is_due)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.progress.watch(self._thread)
@@ -96,7 +100,7 @@ class Engine:
         atexit.register(self.close, "the process ends")
 
     def __repr__(self) -> str:
-        return f"<Engine: {self.description}; {f'closed ({self._closed})' if self._closed else self.stats()}>"
+        return f"<Engine: {self.description}; {f'closed ({self.close_reason})' if self.close_reason else self.stats()}>"
 
     def submit(self, request: EngineRequest) -> RequestHandle:
         """Submits a request; returns its handle at once. Errors are those of `submit_all`."""
@@ -116,12 +120,12 @@ class Engine:
 
         def enter_all() -> None:
             with self._wake:  # or others could see that the requests are neither entering nor live
-                self._admission.entered(prompt_lens)
+                self.admission.entered(prompt_lens)
                 for enter, _ in entries:
                     enter()
 
         with self._wake:
-            self._admission.admit(prompt_lens, self._scheduler, self._closed)
+            self.admission.admit(prompt_lens, self._scheduler, self.close_reason)
             self._run_on_engine_thread(enter_all)
             self._handles.update(handle for _, handle in entries)
         return [handle for _, handle in entries]
@@ -172,11 +176,25 @@ class Engine:
             abandon()
             return
         with self._wake:
-            if self._closed is None:
+            if self.close_reason is None:
                 self._commands.append(command)
                 self._wake.notify()
                 return
         abandon()
+
+    def call(self, function: Callable[[Scheduler, ModelRunner], Result], *, when_idle: bool = False) -> Result:
+        """Runs `function` on the engine's thread between two steps, and returns its result.
+
+        With `when_idle` it waits until the requests that have begun have ended, and no other begins before the end.
+
+        Raises:
+            TorchaxServeError: the engine is closed, or closes before it.
+        """
+        self._process.check("an engine")
+        call, calls = self._idle_calls.new(function), self._idle_calls
+        command = functools.partial(calls.add, call) if when_idle else call.run
+        self._run_on_engine_thread(command, lambda: call.fail(self.close_reason))
+        return call.result()
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compiles every program that traffic can need, in parallel where there are cores; requests run meanwhile.
@@ -190,29 +208,20 @@ class Engine:
             TorchaxServeError: the engine is closed, or a program cannot be compiled.
         """
         self._process.check("an engine")
-        warm_up(self._runner, self._run_on_engine_thread, lambda: self._closed, progress)
+        warm_up(self._runner, self._run_on_engine_thread, lambda: self.close_reason, progress)
 
     def stats(self) -> EngineStats:
         """Counts; cheap, and right between two steps."""
         return self._counts.stats(self._scheduler.stats(), self._runner.num_programs)
 
-    def can_hold(self, length: int) -> bool:
-        """Returns whether a request may have `length` tokens, prompt and answer."""
-        config = self._scheduler.config
-        return length <= config.max_model_len and config.unfit(length) is None
-
-    @property
-    def close_reason(self) -> str | None:
-        """Reason why no more requests are taken; None as long as they are."""
-        return self._closed
-
-    def drain(self, timeout_s: float | None = None) -> bool:
+    def drain(self, timeout_s: float | None = None, refusal: str = DRAINED) -> bool:
         """Refuses new requests, waits for those that were taken, and returns whether all of them have ended.
 
         It refuses them for good; `close` ends what is left. It blocks: an event loop calls it in a thread.
 
         Args:
             timeout_s: Seconds to wait at most; None: as long as it takes.
+            refusal: Error of requests that are refused.
 
         Raises:
             InvalidArgumentError: `timeout_s` is no number of seconds.
@@ -221,9 +230,9 @@ class Engine:
         if timeout_s is not None and not 0 <= timeout_s <= threading.TIMEOUT_MAX:
             raise InvalidArgumentError(f"timeout_s: expected seconds >= 0 or None, got {timeout_s!r}")
         with self._wake:
-            self._admission.is_draining = True
-            self._idle.wait_for(lambda: self._closed or not self._is_due(), timeout_s)
-            return self._closed is None and not self._is_due()
+            self.admission.refusal = refusal
+            self._idle.wait_for(lambda: self.close_reason or not self._is_due(), timeout_s)
+            return self.close_reason is None and not self._is_due()
 
     def close(self, why: str = "close() was called", timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Ends the thread, and all requests with an error; returns after `timeout_s` seconds at the latest.
@@ -232,11 +241,11 @@ class Engine:
         to call twice or in a forked child.
         """
         if not self._process.is_current:
-            self._closed = why
+            self.close_reason = why
             return
         with self._wake:
-            if self._closed is None:
-                self._closed = why
+            if self.close_reason is None:
+                self.close_reason = why
             self._wake.notify()
         if threading.current_thread() is self._thread:
             return
@@ -247,7 +256,7 @@ class Engine:
             return
         logger.error("the engine was closed, and its step has not ended after %g s", timeout_s)
         for handle in list(self._handles):
-            handle.fail(f"the engine was closed ({self._closed})")
+            handle.fail(f"the engine was closed ({self.close_reason})")
 
     def _run(self) -> None:
         try:
@@ -256,7 +265,7 @@ class Engine:
                     self.step()
         except BaseException as error:  # a fault of ours: nobody may wait for a thread that has died
             logger.exception("the engine has stopped")
-            self._closed = f"{type(error).__name__}: {error}"
+            self.close_reason = f"{type(error).__name__}: {error}"
         finally:
             self._end_all()
 
@@ -268,22 +277,24 @@ class Engine:
         began = time.monotonic()
         self._output_processor.notify_async_readers()
         with self._wake:
-            while not (self._closed or self._is_due()):
+            while not (self.close_reason or self._is_due()):
                 self._idle.notify_all()
                 self._wake.wait()
                 began = time.monotonic()
             self.progress.moved()
             rest_s = self._dispatched.seconds_until_next()
             if rest_s > 0:
-                self._wake.wait_for(lambda: self._closed or self._commands, rest_s)
+                self._wake.wait_for(lambda: self.close_reason or self._commands, rest_s)
                 self._counts.wait_s += time.monotonic() - began
                 self._counts.busy_s += time.monotonic() - began
-            if self._closed:
+            if self.close_reason:
                 return False
             commands = [self._commands.popleft() for _ in range(len(self._commands))]
         for command in commands:
             command()
             self.progress.moved()
+        if not self._dispatched:
+            self._idle_calls.run_if_idle()
         return True
 
     def step(self) -> None:
@@ -319,7 +330,7 @@ class Engine:
             masks, sent_s = self._masked.of(plan, find, read_all), time.monotonic()
             step = self._runner.execute(plan, requests, outputs, masks)
         except SequenceEnded as end:
-            if self._closed:  # by `close`, which ends its request with an error
+            if self.close_reason:  # by `close`, which ends its request with an error
                 return
             while self._dispatched:  # tokens that the request has got come first
                 self._retire_oldest()
@@ -328,20 +339,10 @@ class Engine:
         except Exception as error:
             self._fail(plan, error)
             return
-        self._end_failed(plan, step)
+        self._output_processor.deliver_failures(step, self._scheduler.abort)
         expected_seconds = self._scheduler.expected_seconds(plan) if plan.num_steps > 1 else 0.0
         sent_s = time.monotonic() if masks is None else sent_s  # a masked one has waited for the step before
         self._dispatched.push(step, expected_seconds, self._runner.num_untimed == num_untimed, sent_s)
-
-    def _end_failed(self, plan: StepPlan, step: InFlightStep) -> None:
-        """Ends requests of a plan with failures of their own; their results are not read."""
-        if not step.failures:
-            return
-        for row in plan.rows:
-            error = step.failures.get(row.slot)
-            if error is not None and self._scheduler.abort(row.request_id, "error"):
-                message = f"it could not be prepared ({describe(error)})"
-                self._output_processor.deliver([RowResult(row.request_id, None, (), "error")], error=message)
 
     def _retire_oldest(self) -> Exception | None:
         """Takes the tokens of the oldest step in flight, or ends its requests and returns its error."""
@@ -387,11 +388,12 @@ class Engine:
             commands = [self._commands.popleft() for _ in range(len(self._commands))]
         for command in commands:
             command()  # a submission is entered, and told below
+        self._idle_calls.fail_all(self.close_reason)
         open_ids = self._output_processor.open_ids()
         for request_id in open_ids:
             self._scheduler.abort(request_id, "error")
         ended = [RowResult(request_id, None, (), "error") for request_id in open_ids]
-        self._output_processor.deliver(ended, error=f"the engine was closed ({self._closed})")
+        self._output_processor.deliver(ended, error=f"the engine was closed ({self.close_reason})")
         self._output_processor.notify_async_readers()
         self._dispatched.clear()
         with self._wake:

@@ -43,7 +43,29 @@ def build_engine(
         OutOfMemoryError: the cache does not fit.
     """
     options = options or EngineOptions()
-    sizes = MemoryBudget(
+    sizes = memory_budget(runtime, options)
+    choice = choose_executor(runtime, sizes)
+    logger.info("%s", choice)
+    runner = ModelRunner(
+        choice.executor,
+        vocab_size=runtime.limits.vocab_size,
+        max_model_len=sizes.max_model_len,
+        background=runtime.steps.executables.background,
+        rules=runtime.sampling_rules,
+    )
+    runner.weights_version = runtime.weights_version
+    scheduler = Scheduler(_scheduler_config(runtime, options, sizes, choice))
+    limits = options.max_num_waiting, options.max_num_waiting_tokens
+    return Engine(scheduler, runner, str(choice), ids, *limits)
+
+
+def memory_budget(runtime: ModelRuntime, options: EngineOptions) -> MemoryBudget:
+    """Returns the engine's options resolved for a model.
+
+    Raises:
+        InvalidArgumentError: options do not fit the model.
+    """
+    return MemoryBudget(
         max_model_len=_max_model_len(runtime, options),
         max_num_seqs=options.max_num_seqs,
         page_size=options.page_size,
@@ -59,17 +81,6 @@ def build_engine(
         encoder_len_is_default=options.max_encoder_len is None,
         source_len=None if runtime.encoder is None else runtime.encoder.fixed_output_len,
     )
-    choice = choose_executor(runtime, sizes)
-    logger.info("%s", choice)
-    runner = ModelRunner(
-        choice.executor,
-        vocab_size=runtime.limits.vocab_size,
-        max_model_len=sizes.max_model_len,
-        background=runtime.steps.executables.background,
-    )
-    scheduler = Scheduler(_scheduler_config(runtime, options, sizes, choice))
-    limits = options.max_num_waiting, options.max_num_waiting_tokens
-    return Engine(scheduler, runner, str(choice), ids, *limits)
 
 
 def build_single_engine(runtime: ModelRuntime, options: EngineOptions | None = None) -> Engine:
@@ -98,6 +109,7 @@ def build_single_engine(runtime: ModelRuntime, options: EngineOptions | None = N
         batches_prefill=False,
     )
     runner = ModelRunner(SingleRequestExecutor(), vocab_size=runtime.limits.vocab_size)
+    runner.weights_version = runtime.weights_version
     description = "single requests: one at a time, each with its own cache"
     return Engine(
         Scheduler(config),

@@ -13,6 +13,7 @@ from torchax_serve.engine.request import EngineRequest
 from torchax_serve.executors.base import Executor, InFlightStep
 from torchax_serve.outputs import TokenLogprobs
 from torchax_serve.sampling.sampler import Sampler
+from torchax_serve.sampling.transformers_behaviour import TransformersBehaviour
 from torchax_serve.sampling.types import Logprobs
 from torchax_serve.scheduler import PlanRow, StepPlan
 
@@ -27,6 +28,10 @@ class ModelRunner:
         vocab_size: Number of columns of the logits.
         max_model_len: Maximum number of tokens of a request; None: any.
         background: Compiles programs of the model in another thread; None: none does.
+        rules: Release of transformers whose processors are followed; None: the installed one.
+
+    Attributes:
+        weights_version: Version of the weights of the steps to come.
     """
 
     def __init__(
@@ -36,16 +41,22 @@ class ModelRunner:
         vocab_size: int,
         max_model_len: int | None = None,
         background: BackgroundCompiler | None = None,
+        rules: TransformersBehaviour | None = None,
     ) -> None:
         self._background = background
+        self.weights_version = 0
         self.vocab_size = vocab_size
         self._executor, self._cache = executor, executor.cache
-        self._sampler = Sampler(executor.limits.max_num_seqs, vocab_size, max_len=max_model_len)
+        self._sampler = Sampler(executor.limits.max_num_seqs, vocab_size, max_len=max_model_len, rules=rules)
 
     def reset(self) -> None:
         """Empties the cache and all slots."""
         self._cache.reset()
         self._sampler.reset()
+
+    def release_cache(self) -> None:
+        """Frees the memory of the cache until `reset`; no step may run meanwhile."""
+        self._cache.release()
 
     def hold_tracing(self) -> None:
         """Lets no other thread trace until the next `execute`: the model is idle, and may be changed."""
@@ -116,7 +127,7 @@ class ModelRunner:
             self._executor.assign(slot, requests[slot].source)
         if plan.prefill_rows:
             self._executor.prepare(plan)
-        step = InFlightStep(plan)
+        step = InFlightStep(plan, weights_version=self.weights_version)
         if masks is None and not plan.prefill_rows and self._executor.limits.fused_decode_steps:
             step.tokens = self._executor.run_decode(plan, self._sampler)
             if step.tokens is not None:
@@ -152,7 +163,8 @@ class ModelRunner:
         found = []
         for sampled in step.sampled[:num_tokens]:
             assert sampled.logprobs is not None
-            found.append(_token(sampled.logprobs, row, int(np.asarray(sampled.tokens)[row]), num_top))
+            token = int(np.asarray(sampled.tokens)[row])
+            found.append(_token(sampled.logprobs, row, token, num_top, step.weights_version))
         return tuple(found)
 
     def prompt_logprobs(self, step: InFlightStep, row: int, request: EngineRequest) -> dict[int, TokenLogprobs]:
@@ -162,7 +174,7 @@ class ModelRunner:
         begin = sum(each.num_tokens for each in rows[:row])
         num_top = request.params.prompt_logprobs or 0
         return {
-            rows[row].context_len + i + 1: _token(step.prompt, begin + i, token, num_top)
+            rows[row].context_len + i + 1: _token(step.prompt, begin + i, token, num_top, step.weights_version)
             for i, token in enumerate(_following(rows[row], request))
         }
 
@@ -185,10 +197,10 @@ def _following(row: PlanRow, request: EngineRequest) -> tuple[int, ...]:
     return request.prompt_ids[row.context_len + 1 : row.context_len + 1 + row.num_tokens]
 
 
-def _token(logprobs: Logprobs, index: int, token: int, num_top: int) -> TokenLogprobs:
+def _token(logprobs: Logprobs, index: int, token: int, num_top: int, weights_version: int) -> TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
     if num_top:
         assert logprobs.top_ids is not None and logprobs.top is not None
         ids, values = np.asarray(logprobs.top_ids)[index, :num_top], np.asarray(logprobs.top)[index, :num_top]
         top = tuple((int(i), float(x)) for i, x in zip(ids, values, strict=True))
-    return TokenLogprobs(token, float(np.asarray(logprobs.chosen)[index]), top)
+    return TokenLogprobs(token, float(np.asarray(logprobs.chosen)[index]), top, weights_version)

@@ -6,13 +6,13 @@ import asyncio
 import collections
 import logging
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from torchax_serve.engine.model_runner import InFlightStep, ModelRunner
 from torchax_serve.engine.reader_wakeups import ReaderWakeups
 from torchax_serve.engine.request import EngineRequest
 from torchax_serve.engine.request_handle import RequestHandle, RequestOutput
-from torchax_serve.outputs import TokenLogprobs
+from torchax_serve.outputs import FinishReason, TokenLogprobs
 from torchax_serve.scheduler import RequestId, RowResult
 
 logger = logging.getLogger("torchax_serve")
@@ -75,6 +75,14 @@ class OutputProcessor:
                 new = self._failure(result.request_id, failure)
             if handle is not None:
                 self._put(handle, new)
+
+    def deliver_failures(self, step: InFlightStep, abort: Callable[[RequestId, FinishReason], bool]) -> None:
+        """Ends requests of a step with failures of their own, by `abort`; their results are not read."""
+        for row in step.plan.rows if step.failures else ():
+            error = step.failures.get(row.slot)
+            if error is not None and abort(row.request_id, "error"):
+                message = f"it could not be prepared ({describe(error)})"
+                self.deliver([RowResult(row.request_id, None, (), "error")], error=message)
 
     def _put(self, handle: RequestHandle, new: RequestOutput | RowResult) -> None:
         is_first_or_last = not handle.has_output or new.finish_reason is not None

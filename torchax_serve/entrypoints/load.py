@@ -13,6 +13,7 @@ from model_adapters.errors import InvalidArgumentError
 from model_adapters.loading import load_model
 from model_adapters.loading.compress_weights import prepare_weights
 from model_adapters.loading.model_source import ModelSource
+from model_adapters.lora.merge import merge_adapter
 from torchax_serve.distributed.hosts.leader import Leader
 from torchax_serve.distributed.hosts.options import Hosts
 from torchax_serve.distributed.hosts.startup import (
@@ -38,15 +39,18 @@ def load_served_model(
     pack_weights: bool,
     loading: dict[str, Any],
     start_folder_of: Callable[[ModelSource], StartFolder | None] = lambda source: None,
+    adapter: str | os.PathLike[str] | None = None,
 ) -> ServedModel:
     """Returns a model on the devices of this host; errors as of `serve`.
 
     Args:
-        model, engine, mesh, tensor_parallel, pack_weights: As of `serve`.
+        model, engine, mesh, tensor_parallel, pack_weights, adapter: As of `serve`.
         loading: Arguments of `load_model` by name.
         start_folder_of: Returns where the record of this start is written; None: nowhere.
     """
     loaded = load_model(model, mesh=mesh_for(mesh, tensor_parallel), **loading)
+    if adapter is not None:
+        merge_adapter(loaded, adapter)
     if pack_weights:
         prepare_weights(loaded)
     served = model_class_for(loaded.module)(loaded, engine)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
+import importlib
 import logging
-import os
 import secrets
 import threading
 import time
@@ -15,10 +16,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import jax
+import numpy as np
 
 from model_adapters.errors import TorchaxServeError
 from model_adapters.jax_settings import programs_run
 from model_adapters.loading.model_source import ModelSource
+from model_adapters.ops.compressed_weight import Weight
 from model_adapters.ops.cpu.huge_pages import move_into_huge_pages
 from torchax_serve.compilation.background import wait_for_work
 from torchax_serve.compilation.executable_cache import ExecutableCache
@@ -31,8 +34,10 @@ from torchax_serve.generation.token_options import check_one_answer, with_params
 from torchax_serve.outputs import Completion, EngineStats
 from torchax_serve.sampling import unsupported_options
 from torchax_serve.sampling.row_params import ENGINE_OPTIONS
+from torchax_serve.sampling.transformers_behaviour import TransformersBehaviour
 from torchax_serve.sampling_params import SamplingParams
-from torchax_serve.start.record import StartFolder, StartRecord
+from torchax_serve.start.model_record import ModelRecord
+from torchax_serve.start.record import StartFolder
 from torchax_serve.start.recorded_runtime import RecordedRuntime
 from torchax_serve.start.recorded_tokenizer import RecordedTokenizer, TokenizerRecord
 from torchax_serve.start.torch_side import (
@@ -50,7 +55,6 @@ from torchax_serve.validation.owner_process import OwnerProcess
 
 if TYPE_CHECKING:
     from torchax_serve.entrypoints.served_model import ServedModel
-    from torchax_serve.profiling import ProfileSession
 
 logger = logging.getLogger("torchax_serve")
 
@@ -82,49 +86,80 @@ def recorded_model(
     if record is None or not is_latest():
         return None
     try:
-        return RecordedModel(source, folder, record, engine, load)
+        weights, content = mapped(folder.weights_path, record.model.weights)
     except OSError as error:  # a file that went away meanwhile
         logger.info("a start record is not used: %s", error)
         return None
+
+    def load_again() -> ServedModel:
+        if folder.read() is None:
+            raise TorchaxServeError(
+                f"expected the files of {source.name} as they were when it was loaded, and they have changed since; "
+                "call serve() again"
+            )
+        return load()
+
+    parts = RecordedParts(
+        name=source.name,
+        record=record.model,
+        weights=weights,
+        content=content,
+        load=load_again,
+        executables=lambda load_first: ExecutableCache(folder.programs, record.identity, before_trace=load_first),
+    )
+    return RecordedModel(parts, engine)
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordedParts:
+    """What a `RecordedModel` is made of.
+
+    Attributes:
+        name: Name by which the model was loaded.
+        record: The model.
+        weights: Its weights by qualified name.
+        content: The mapped file of weights, uint8[n]; None if there is none to be moved into huge pages.
+        load: Loads the model with its torch module.
+        executables: Makes the cache of programs; takes what is called before each trace.
+        sharding: How the model lies on a mesh; None for one device.
+    """
+
+    name: str
+    record: ModelRecord
+    weights: dict[str, Weight]
+    content: np.ndarray | None
+    load: Callable[[], ServedModel]
+    executables: Callable[[Callable[[], object]], ExecutableCache]
+    sharding: Any = None
 
 
 class RecordedModel:
     """A `ServedModel` from a record; what was not recorded loads the torch module, once, and continues with it.
 
     Attributes:
-        writes_text, transcribes: As of the models that are recorded.
+        writes_text, transcribes, embeds: As of the models that are recorded.
         name: The name by which the model was loaded.
         dtype_name: Name of the weights' dtype, such as ``bfloat16``.
         config, generation_config, load_report: Those of the model; what requests do not read loads the torch module.
 
     Args:
-        source: The model.
-        folder: The record's place.
-        record: The record.
+        parts: What it is made of.
         engine_options: Options of the engine.
-        load: Loads the model with its torch module.
     """
 
-    writes_text, transcribes = True, False
+    writes_text, transcribes, embeds = True, False, True
 
-    def __init__(
-        self,
-        source: ModelSource,
-        folder: StartFolder,
-        record: StartRecord,
-        engine_options: EngineOptions | None,
-        load: Callable[[], ServedModel],
-    ) -> None:
-        self.name, self.dtype_name = source.name, record.described[1]
-        self._folder, self._record, self._engine_options = folder, record, engine_options
-        self._load, self._process = load, OwnerProcess()
+    def __init__(self, parts: RecordedParts, engine_options: EngineOptions | None) -> None:
+        record = parts.record
+        self.name, self.dtype_name = parts.name, record.described[1]
+        self._parts, self._record, self._engine_options = parts, record, engine_options
+        self._process = OwnerProcess()
         self._lock = threading.RLock()
         self._engine: Engine | None = None
         self._executables: ExecutableCache | None = None  # of the engine
         self._is_closed = False
         self._side = TorchSide(self._load_torch_side)
-        self._weights, content = mapped(folder.weights_path, record.weights)
-        self._into_huge_pages = functools.partial(move_into_huge_pages, content)
+        self._weights = parts.weights
         absent = dict.fromkeys(record.config_absent, ABSENT)
         self.config: Any = RecordedConfig(self._side, lambda model: model.config, {**record.config, **absent})
         values = {**record.generation_config, "_defaults": record.generation_defaults}
@@ -148,15 +183,14 @@ class RecordedModel:
         """
         if self._is_closed:
             raise _closed_error()
-        if self._folder.read() is None:
-            raise TorchaxServeError(
-                f"expected the files of {self.name} as they were when it was loaded, and they have changed since; call "
-                "serve() again"
-            )
+        # transformers replaces its module at the end of its import: names cannot be imported from the one that another
+        # thread is importing, such as the one that compiles. This waits for it.
+        importlib.import_module("transformers")
+        model = self._parts.load()
         from torchax_serve.entrypoints.served_model import continue_with
 
-        model = self._load()
         continue_with(model, self._weights, self._engine)
+        model.recorded_executables = self._executables
         return model
 
     @property  # type: ignore[misc]
@@ -208,7 +242,7 @@ class RecordedModel:
     @property
     def tokenizer(self) -> Any:
         """The model's tokenizer, or None if it came without one."""
-        self._check_open()
+        _check_open(self)
         return self._side.loaded.tokenizer if self._side.loaded is not None else self._tokenizer
 
     def _processor(self) -> None:
@@ -222,31 +256,31 @@ class RecordedModel:
     @property
     def engine(self) -> Any:
         """Engine that runs the requests of all threads in one batch; made at its first use."""
-        self._check_open()
+        _check_open(self)
         if self._side.loaded is not None:
             return self._side.loaded.engine
         with self._lock:
             if self._engine is None:
-                load_first = functools.partial(before_trace, self._side)
-                executables = ExecutableCache(self._folder.programs, self._record.identity, before_trace=load_first)
+                executables = self._parts.executables(functools.partial(before_trace, self._side))
                 self._executables = executables
-                runtime: Any = RecordedRuntime(self._side, self._weights, executables, self.config, self._record.limits)
+                runtime: Any = RecordedRuntime(
+                    self._side,
+                    self._weights,
+                    executables,
+                    self.config,
+                    self._record.limits,
+                    self._parts.sharding,
+                    TransformersBehaviour(**self._record.sampling_rules),
+                )
                 with programs_run():
                     self._engine = build_engine(runtime, self._engine_options)
-                when_idle(self._engine, self._into_huge_pages)
+                if self._parts.content is not None:
+                    when_idle(self._engine, functools.partial(move_into_huge_pages, self._parts.content))
             return self._engine
-
-    def profile(self, folder: str | os.PathLike[str] | None = None) -> ProfileSession:
-        """Profiles what runs on this model inside of a ``with`` block; see `BaseModel.profile`."""
-        self._check_open()
-        profile = self._side.get().profile(folder)
-        if self._executables is not None:
-            profile.caches.append(self._executables)
-        return profile
 
     def stats(self) -> EngineStats | None:
         """Returns the statistics of the engine; None before the first request."""
-        self._check_open()
+        _check_open(self)
         each = [engine.stats() for engine in engines_of(self)]
         return EngineStats.sum_of(each) if each else None
 
@@ -262,7 +296,7 @@ class RecordedModel:
         fork_of: TokenStream | None = None,
     ) -> TokenStream:
         """Yields new token ids of one prompt as they come; see `ServedModel.iter_tokens`."""
-        self._check_open()
+        _check_open(self)
         config = copy.deepcopy(self.generation_config) if generation_config is None else generation_config
         if self._side.loaded is None and inputs is None and type(config) is GenerationValues:
             check_one_answer(config)
@@ -287,24 +321,19 @@ class RecordedModel:
 
     def chat(self, *args: Any, stream: bool = False, **kwargs: Any) -> str | TextStream:
         """Answers a conversation; see `torchax_serve.text.chat`."""
-        self._check_open()
+        _check_open(self)
         answer: str | TextStream = chat(self, *args, stream=stream, **kwargs)  # type: ignore[call-overload]
         return answer
 
     def stream(self, *args: Any, **kwargs: Any) -> TextStream:
         """Yields the text that follows a prompt; see `torchax_serve.text.text_stream.stream`."""
-        self._check_open()
+        _check_open(self)
         return stream(self, *args, **kwargs)
 
     def generate_batch(self, *args: Any, **kwargs: Any) -> list[Completion]:
         """Returns completions of many prompts; see `torchax_serve.text.generate_batch`."""
-        self._check_open()
+        _check_open(self)
         return generate_batch(self, *args, **kwargs)
-
-    def _check_open(self) -> None:
-        self._process.check("a model")
-        if self._is_closed:
-            raise _closed_error()
 
 
 def before_trace(side: TorchSide) -> None:
@@ -316,7 +345,8 @@ def before_trace(side: TorchSide) -> None:
 
 def engines_of(model: Any) -> list[Any]:
     """Returns the engines of a served model that there are; none before its first request."""
-    if type(model) is RecordedModel and model._side.loaded is not None:
+    model = vars(model).get("current", model)  # of a bundle that is watched
+    if issubclass(type(model), RecordedModel) and model._side.loaded is not None:
         model = model._side.loaded
     engines = (vars(model).get(name) for name in ("_engine", "_single_engine"))
     return [engine for engine in engines if hasattr(engine, "stats")]  # one that cannot be made is an error
@@ -336,6 +366,12 @@ def when_idle(engine: Engine, function: Callable[[], object]) -> None:
             time.sleep(POLL_S)
 
     threading.Thread(target=run, name="huge-pages", daemon=True).start()
+
+
+def _check_open(model: RecordedModel) -> None:
+    model._process.check("a model")
+    if model._is_closed:
+        raise _closed_error()
 
 
 def _closed_error() -> TorchaxServeError:

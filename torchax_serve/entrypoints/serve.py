@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import jax
 from jax.sharding import Mesh
 
+from model_adapters.errors import InvalidArgumentError
 from model_adapters.loading.gguf_names import split_tag
-from model_adapters.loading.model_source import ModelSource, cached_source, parse_name
+from model_adapters.loading.model_source import ModelSource, bundle_folder, cached_source, parse_name
 from model_adapters.quantization.rules import DENSE, parse_rules
 from torchax_serve.compilation import gc_pause
 from torchax_serve.compilation.xla_cache import enable_compile_cache, programs_dir
@@ -21,9 +24,11 @@ from torchax_serve.engine.options import EngineOptions
 from torchax_serve.entrypoints.recorded_model import recorded_model
 from torchax_serve.start.record import start_folder
 from torchax_serve.validation.argument_hints import refuses_unknown
+from torchax_serve.validation.library_objects import is_pipeline, is_pipeline_folder
 
 if TYPE_CHECKING:
     import torch
+    from diffusers import DiffusionPipeline
     from transformers import PreTrainedModel
 
     from model_adapters.loading import Progress
@@ -33,7 +38,7 @@ if TYPE_CHECKING:
 
 @refuses_unknown
 def serve(
-    model: str | os.PathLike[str] | PreTrainedModel | None = None,
+    model: str | os.PathLike[str] | PreTrainedModel | DiffusionPipeline | None = None,
     *,
     revision: str | None = None,
     token: str | None = None,
@@ -53,13 +58,15 @@ def serve(
     pack_weights: bool = True,
     quantization: Any = None,
     requantize: bool = False,
+    adapter: str | os.PathLike[str] | None = None,
 ) -> ServedModel:
     """Loads a model and makes it run on JAX, its code untouched.
 
-    Returns a `ServedModel` for models that generate, a `SpeechModel` if they also transcribe, else an `EncoderModel`.
+    Returns a `ServedModel`; a `SpeechModel` if it also transcribes; an `EncoderModel`; an `ImageModel` of a pipeline.
 
     Args:
-        model: a short name, a hub id, a folder or GGUF file, a loaded `PreTrainedModel`; None: the embedded model.
+        model: a short name, a hub id, a folder, bundle or GGUF file, a `PreTrainedModel`, a pipeline of diffusers or
+            its folder; None: the embedded model.
         revision: branch, tag or commit on the hub.
         token: access token for gated repositories.
         local_files_only: do not use the network.
@@ -78,6 +85,7 @@ def serve(
         pack_weights: compress bfloat16 weights to 3/4 of their bytes without loss, on one CPU with AVX and without AMX.
         quantization: preset ("int8", "int4", "fp8", ...), file or rules for fewer bits; "none": dense.
         requantize: let `quantization` round weights again that the checkpoint has quantized.
+        adapter: folder of a LoRA adapter as peft writes it, which is added to the weights.
 
     Raises:
         TorchaxServeError: the model cannot be loaded or served; subclass and message say why.
@@ -86,12 +94,7 @@ def serve(
     pathways.connect()
     enable_compile_cache()
     with gc_pause.paused():
-        if hosts is None:
-            return _serve_on_this_host(arguments)
-        from torchax_serve.entrypoints.load import serve_on_hosts
-
-        loading = {name: arguments[name] for name in _LOADING}
-        return serve_on_hosts(hosts, model, engine, mesh, tensor_parallel, loading)
+        return _serve_on_this_host(arguments) if hosts is None else _serve_on_hosts(arguments)
 
 
 _LOADING = (
@@ -111,8 +114,36 @@ _LOADING = (
 )
 """Arguments of `serve` that `load_model` takes under the same names."""
 
-_NOT_RECORDED = ("trust_remote_code", "allow_pickle", "random_weights", "mesh", "tensor_parallel", "refuse_uneven")
+_OTHERS = ("model", "engine", "mesh", "tensor_parallel", "pack_weights", "adapter")
+"""Arguments of `serve` that `load_served_model` takes under the same names."""
+
+_NOT_RECORDED = (
+    "trust_remote_code",
+    "allow_pickle",
+    "random_weights",
+    "mesh",
+    "tensor_parallel",
+    "refuse_uneven",
+    "adapter",
+)
 """Arguments of `serve` that, where they are given, always load the torch module."""
+
+
+_NOT_OF_BUNDLES = (
+    "revision",
+    "dtype",
+    "trust_remote_code",
+    "allow_pickle",
+    "strict",
+    "random_weights",
+    "mesh",
+    "tensor_parallel",
+    "refuse_uneven",
+    "adapter",
+    "quantization",
+    "requantize",
+)
+"""Arguments of `serve` that a bundle cannot follow."""
 
 
 def _serve_on_this_host(arguments: dict[str, Any]) -> ServedModel:
@@ -121,12 +152,19 @@ def _serve_on_this_host(arguments: dict[str, Any]) -> ServedModel:
     Args:
         arguments: Arguments of `serve` by name.
     """
+    if is_pipeline(arguments["model"]) or is_pipeline_folder(arguments["model"]):
+        from torchax_serve.entrypoints.image_model import load_image_model
+
+        # The annotation is that of language models, which nearly all callers have.
+        return cast("ServedModel", load_image_model(arguments))
+    if (bundle := bundle_folder(arguments["model"])) is not None:
+        return _bundle_model(bundle, arguments)
     decisive = _decisive(arguments)
 
     def load(**changed: Any) -> ServedModel:
         from torchax_serve.entrypoints.load import load_served_model
 
-        others = {name: arguments[name] for name in ("model", "engine", "mesh", "tensor_parallel", "pack_weights")}
+        others = {name: arguments[name] for name in _OTHERS}
         loading = {name: arguments[name] for name in _LOADING} | changed
         return load_served_model(
             **others, loading=loading, start_folder_of=functools.partial(start_folder, arguments=decisive)
@@ -143,6 +181,42 @@ def _serve_on_this_host(arguments: dict[str, Any]) -> ServedModel:
         if recorded is not None:
             return cast("ServedModel", recorded)
     return load()
+
+
+def _bundle_model(folder: Path, arguments: Mapping[str, Any]) -> ServedModel:
+    """Returns the model of a bundle.
+
+    Raises:
+        InvalidArgumentError: an argument about what was decided when the bundle was exported.
+    """
+    defaults = inspect.signature(serve).parameters
+    for name in _NOT_OF_BUNDLES:
+        if arguments[name] != defaults[name].default:
+            raise InvalidArgumentError(
+                f"{name}: expected no such argument for a bundle, whose programs and weights were exported, "
+                f"got {arguments[name]!r}; leave it out, or serve the model itself"
+            )
+    from torchax_serve.export.bundle_model import load_bundle
+
+    return cast("ServedModel", load_bundle(folder, arguments["engine"], name=os.fspath(arguments["model"])))
+
+
+def _serve_on_hosts(arguments: dict[str, Any]) -> ServedModel:
+    """Returns a model on several hosts, of which this one is the leader.
+
+    Args:
+        arguments: Arguments of `serve` by name.
+    """
+    from torchax_serve.entrypoints.load import serve_on_hosts
+
+    if is_pipeline(arguments["model"]) or is_pipeline_folder(arguments["model"]):
+        raise InvalidArgumentError("hosts: expected None for a pipeline, which runs on one host; leave it out")
+    if bundle_folder(arguments["model"]) is not None:
+        raise InvalidArgumentError("hosts: expected None for a bundle, which runs on one device; leave it out")
+    if arguments["adapter"] is not None:
+        raise InvalidArgumentError("adapter: expected one host, got several; merge it with peft, and serve the result")
+    given = {name: arguments[name] for name in ("hosts", "model", "engine", "mesh", "tensor_parallel")}
+    return serve_on_hosts(**given, loading={name: arguments[name] for name in _LOADING})
 
 
 def _decisive(arguments: Mapping[str, Any]) -> dict[str, str] | None:

@@ -27,7 +27,8 @@ from torchax_serve.engine.engine import Engine
 from torchax_serve.engine.factory import build_engine, build_single_engine
 from torchax_serve.engine.options import EngineOptions
 from torchax_serve.engine.request_handle import TokenStream
-from torchax_serve.entrypoints.base_model import BaseModel, programs_of
+from torchax_serve.entrypoints.base_model import programs_of
+from torchax_serve.entrypoints.live_weights import LiveWeights
 from torchax_serve.generation.engine_rows import EngineRows, engine_request_for, prompt_call
 from torchax_serve.generation.jax_model import run_on_jax
 from torchax_serve.generation.routing import (
@@ -53,7 +54,7 @@ from torchax_serve.text.call_hints import refuses_unknown_options
 from torchax_serve.text.prompt import checked_ids, encode_prompt
 
 
-class ServedModel(BaseModel):
+class ServedModel(LiveWeights):
     """A model that generates, with weights on the devices of JAX; made by `serve`.
 
     A context manager: leaving it ends the requests and frees the weights.
@@ -357,7 +358,7 @@ def record_start(model: ServedModel, folder: StartFolder) -> None:
     model._start_folder = folder
 
 
-def continue_with(model: ServedModel, weights: Mapping[str, Weight], engine: Engine | None) -> None:
+def continue_with(model: ServedModel, weights: dict[str, Weight], engine: Engine | None) -> None:
     """Makes `model`, just loaded, take over arrays and engine of a model of the same files that runs already.
 
     Args:
@@ -367,6 +368,7 @@ def continue_with(model: ServedModel, weights: Mapping[str, Weight], engine: Eng
     """
     model._runtimes[0].weights.update(weights)
     if engine is not None:
+        model._engine_weights = weights
         model._engine, model._engine_changes = engine, _num_changes(model._runtimes)
 
 

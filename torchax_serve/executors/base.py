@@ -84,6 +84,7 @@ class InFlightStep:
         tokens: int32[>= num_steps, S] of fused decode steps, in place of `sampled`.
         prompt: Log-probabilities of all prompt tokens of the step; None if not requested.
         failures: Errors by slot, each of one request.
+        weights_version: Version of the weights that the step was computed with.
     """
 
     plan: StepPlan
@@ -91,6 +92,7 @@ class InFlightStep:
     tokens: jax.Array | None = None
     prompt: Logprobs | None = None
     failures: dict[int, Exception] = dataclasses.field(default_factory=dict)
+    weights_version: int = 0
 
     @property
     def has_logprobs(self) -> bool:
@@ -107,6 +109,9 @@ class ExecutorCache(Protocol):
 
     def reset(self) -> None:
         """Empties the cache."""
+
+    def release(self) -> None:
+        """Frees the memory of the cache until `reset`."""
 
     def copy(self, copies: Sequence[PageCopy]) -> None:
         """Copies pages."""

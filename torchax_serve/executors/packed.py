@@ -18,11 +18,8 @@ from jax.extend import core as jex
 
 from model_adapters.caches.packed_batch import PackedBatch, Pool
 from model_adapters.device_arrays import to_device
-from model_adapters.ops import registry
 from model_adapters.ops.compressed_weight import Weights
 from model_adapters.ops.cpu.ffi import batch_invariant
-from model_adapters.ops.linear import skips_equal_rows
-from torchax_serve.buckets import bucket_sizes, token_buckets
 from torchax_serve.compilation.background import CompileTask
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
 from torchax_serve.executors.base import (
@@ -32,7 +29,7 @@ from torchax_serve.executors.base import (
     refuse_encoder_input,
 )
 from torchax_serve.executors.compiled_steps import CompiledSteps, StepCall
-from torchax_serve.executors.packed_specs import PackedSpecs
+from torchax_serve.executors.packed_specs import PackedSpecs, StepBuckets
 from torchax_serve.executors.request_input import RequestInput
 from torchax_serve.executors.step_inputs import SAMPLED_ON_DEVICE, FusedDecodeSpec, PackedStepSpec
 from torchax_serve.kv_cache.pools import PagedCache
@@ -44,13 +41,6 @@ from torchax_serve.scheduler import PlanRow, StepPlan
 
 if TYPE_CHECKING:
     from model_adapters.program.model_program import ModelProgram
-
-SMALLEST_DECODE_BUCKET = 4
-"""Rows of a decode step that cost what one costs: the weights are read once for all of them."""
-
-FREE_TOKENS = 256
-"""Tokens up to which a step takes an accelerator about as long as one token, as it waits for the weights."""
-
 
 Spec = PackedStepSpec | FusedDecodeSpec
 """Spec of a step."""
@@ -68,6 +58,7 @@ class PackedExecutor:
         token_budget: Maximum number of tokens of a step.
         max_num_steps: Maximum number of decode steps in one dispatch.
         batch_invariant: Whether matrix products sum in the same order for any number of rows.
+        buckets: Sizes of its steps; None: those of this device.
     """
 
     runs_ahead = True
@@ -83,27 +74,24 @@ class PackedExecutor:
         token_budget: int,
         max_num_steps: int = 1,
         batch_invariant: bool = False,
+        buckets: StepBuckets | None = None,
     ) -> None:
         self._program, self._weights, self.cache = program, weights, cache
         self._num_slots = num_slots
-        is_accelerator = registry.platform() != "cpu"
-        smallest = min(SMALLEST_DECODE_BUCKET, num_slots)
-        costs = steps = token_buckets(token_budget)
-        if is_accelerator:
-            costs = steps = token_buckets(token_budget, 4, FREE_TOKENS)
-        elif skips_equal_rows():  # padding, that is: what remains of its cost lies between elements of other sizes
-            steps = token_buckets(token_budget, 2, steps[-1])
+        self.buckets = buckets or StepBuckets.of_device(num_slots, token_budget)
         self._specs = PackedSpecs(
             layout=cache.layout,
             pages_per_seq=cache.pages_per_seq,
             num_slots=num_slots,
-            decode_buckets=bucket_sizes(num_slots, 4 if is_accelerator else 2, smallest),
-            token_buckets=steps,
+            decode_buckets=self.buckets.decode,
+            token_buckets=self.buckets.tokens,
             max_num_steps=max_num_steps,
             batch_invariant=batch_invariant,
             has_rope_lens=program.rope is not None,
         )
-        self.limits = ExecutorLimits(max_num_seqs=num_slots, fused_decode_steps=max_num_steps, token_buckets=costs)
+        self.limits = ExecutorLimits(
+            max_num_seqs=num_slots, fused_decode_steps=max_num_steps, token_buckets=self.buckets.costs
+        )
         compiled = functools.partial(CachedFunction, programs, facts=program.trace_facts, recall=program.restore_facts)
         self._idle_options: dict[int, RowOptions] = {}
         self._steps: CompiledSteps[Spec] = CompiledSteps(weights, programs, self._call_of)
@@ -365,6 +353,12 @@ class PackedExecutor:
                 for task in sampler.compile_tasks(results):
                     task.compile()
         self.cache.warm_up()
+
+
+def step_calls(executor: PackedExecutor) -> Iterator[tuple[Spec, StepCall]]:
+    """Yields every step that requests can need, with its arguments as shapes."""
+    specs = executor._specs
+    return ((spec, executor._call_of(spec)) for spec in (*specs.all(), *specs.larger_scored()))
 
 
 def _with_rows(logits: jax.Array, num_rows: int) -> jax.Array:

@@ -63,11 +63,11 @@ def _cache(runtime: ModelRuntime, plan: CacheAllocation, scales: Sequence[HeadSc
     sharding, programs = runtime.program.sharding, runtime.steps.executables
     if sharding is None:
         return PagedCache(plan, scales=scales)
-    from torchax_serve.kv_cache.multihost_pools import MultiHostPoolAllocator
+    if programs.launcher is None:
+        return PagedCache(plan, PoolAllocator(sharding.pool_sharding), scales)
+    from torchax_serve.kv_cache.multihost_pools import MultiHostPoolAllocator  # imports transformers
 
-    is_multihost = programs.launcher is not None
-    pages = MultiHostPoolAllocator(programs, sharding) if is_multihost else PoolAllocator(sharding.pool_sharding)
-    return PagedCache(plan, pages, scales)
+    return PagedCache(plan, MultiHostPoolAllocator(programs, sharding), scales)
 
 
 def _in_8_bits(
@@ -111,6 +111,7 @@ def _model(runtime: ModelRuntime, cache: PagedCache, sizes: MemoryBudget) -> Pac
         token_budget=budget,
         max_num_steps=sizes.max_num_steps,
         batch_invariant=sizes.batch_invariant,
+        buckets=None if programs.exported is None else programs.exported.memoized("step buckets"),
     )
 
 

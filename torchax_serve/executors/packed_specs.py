@@ -6,13 +6,49 @@ import dataclasses
 from collections.abc import Sequence
 
 from model_adapters.caches.packed_batch import PagedLayout
-from torchax_serve.buckets import bucket_for
+from model_adapters.ops import registry
+from model_adapters.ops.linear import skips_equal_rows
+from torchax_serve.buckets import bucket_for, bucket_sizes, token_buckets
 from torchax_serve.executors.step_inputs import FusedDecodeSpec, PackedStepSpec
 from torchax_serve.scheduler import PlanRow
 
 MAX_WARM_SCORED_TOKENS = 256
 """Tokens of a step with log-probabilities of prompts that warm-up compiles, if the budget is not smaller. More are
 compiled when they come: their logits take as much memory as hundreds of requests."""
+
+
+SMALLEST_DECODE_BUCKET = 4
+"""Rows of a decode step that cost what one costs: the weights are read once for all of them."""
+
+FREE_TOKENS = 256
+"""Tokens up to which a step takes an accelerator about as long as one token, as it waits for the weights."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepBuckets:
+    """Sizes of the steps of a packed executor, ascending.
+
+    Attributes:
+        decode: Numbers of rows of decode steps.
+        tokens: Numbers of tokens of other steps.
+        costs: Numbers of tokens up to which such a step costs the same.
+    """
+
+    decode: tuple[int, ...]
+    tokens: tuple[int, ...]
+    costs: tuple[int, ...]
+
+    @classmethod
+    def of_device(cls, num_slots: int, token_budget: int) -> StepBuckets:
+        """Returns the sizes for the platform that is traced for."""
+        is_accelerator = registry.platform() != "cpu"
+        costs = steps = token_buckets(token_budget)
+        if is_accelerator:
+            costs = steps = token_buckets(token_budget, 4, FREE_TOKENS)
+        elif skips_equal_rows():  # padding, that is: what remains of its cost lies between elements of other sizes
+            steps = token_buckets(token_budget, 2, steps[-1])
+        smallest = min(SMALLEST_DECODE_BUCKET, num_slots)
+        return cls(bucket_sizes(num_slots, 4 if is_accelerator else 2, smallest), steps, costs)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,3 +122,7 @@ class PackedSpecs:
             self.of_tokens(self.num_scored_tokens, all_logits=True),
             *(self.decode(size) for size in self.decode_buckets),
         ]
+
+    def larger_scored(self) -> list[PackedStepSpec]:
+        """Returns the steps with log-probabilities of prompts that `all` leaves out."""
+        return self.for_tokens(self.num_scored_tokens + 1, all_logits=True)

@@ -30,6 +30,9 @@ class NoPages:
     def reset(self) -> None:
         """Does nothing: requests close their caches."""
 
+    def release(self) -> None:
+        """Does nothing: there is no memory to free."""
+
     def copy(self, copies: Sequence[object]) -> None:
         """Raises: there are no pages to copy."""
         raise AssertionError(f"no pages to copy, got {copies}")

@@ -204,6 +204,10 @@ class PagedCache:
             for n, shape in enumerate(self.plan.shapes)
         )
 
+    def release(self) -> None:
+        """Frees the pools until `reset`."""
+        self.pools = ()
+
     @property
     def is_lost(self) -> bool:
         """Whether a failed step has deleted a donated pool."""

@@ -35,6 +35,11 @@ class PagedCacheWithStates(PagedCache):
         self.states = ()
         self.states = tuple(self._pages.slot_states((self._num_slots + 1, *row.shape), row.dtype) for row in self._rows)
 
+    def release(self) -> None:
+        """Frees pools and states until `reset`."""
+        super().release()
+        self.states = ()
+
     @property
     def state_bytes(self) -> int:
         """Bytes of the states of all slots."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from torchax_serve.compilation.cache_folders import plans_folder
-from torchax_serve.compilation.executable_cache import installed_versions
+from torchax_serve.compilation.environment import installed_versions
 from torchax_serve.planning.plan import Note, PlanReport, PlanRequest, make_plan, no_note
 
 _COMPILERS = ("libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin")

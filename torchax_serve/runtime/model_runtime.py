@@ -38,11 +38,14 @@ from torchax_serve.runtime.module_changes import check_can_follow, weights_of
 from torchax_serve.runtime.padding import NewTokenBatch, cut, is_own_mask
 from torchax_serve.runtime.static_args import StaticArgPolicy, StaticArgs, all_hold, split_traced_and_static
 from torchax_serve.runtime.step_functions import StepFunctions
+from torchax_serve.sampling.transformers_behaviour import TransformersBehaviour, installed_rules
 from torchax_serve.validation.owner_process import OwnerProcess
 
 NUM_EARLIER = 4
 """Structures of a model whose programs are kept: with an adapter and without it, and some more."""
-_OF_ALL_STRUCTURES = frozenset({"weights", "watch", "num_changes", "last_change", "_earlier", "_lock"})
+_OF_ALL_STRUCTURES = frozenset(
+    {"weights", "weights_version", "watch", "num_changes", "last_change", "_earlier", "_lock"}
+)
 Call = tuple[tuple[Any, Any, dict[str, jax.Array]], CallSpec]
 """Cache, offset and arrays of a step, and what is static of it."""
 
@@ -61,11 +64,16 @@ class ModelRuntime:
     ) -> None:
         self.weights = weights if part and isinstance(weights, dict) else dict(weights)
         self.watch = watch or ModuleWatch(module)
-        self.num_changes = 0
+        self.weights_version = self.num_changes = 0
         self.last_change = ""
         self._earlier: list[tuple[Structure, dict[str, Any]]] = []
         self._lock = threading.Lock()
         self._set_up(ModelProgram(module, sharding, part, self.watch), programs or ExecutableCache())
+
+    @property
+    def sampling_rules(self) -> TransformersBehaviour:
+        """Release of transformers whose processors are followed: the installed one."""
+        return installed_rules()
 
     def _set_up(self, program: ModelProgram, programs: ExecutableCache) -> None:
         """Makes all that depends on the module's structure."""

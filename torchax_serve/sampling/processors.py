@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from torchax_serve.sampling.transformers_behaviour import installed_rules
+from torchax_serve.sampling.transformers_behaviour import TransformersBehaviour, installed_rules
 from torchax_serve.sampling.types import (
     FORCED_LAST,
     IN_PROMPT,
@@ -25,7 +25,9 @@ from torchax_serve.sampling.types import (
 )
 
 
-def process(options: RowOptions, state: SamplerState, scores: jax.Array) -> jax.Array:
+def process(
+    options: RowOptions, state: SamplerState, scores: jax.Array, rules: TransformersBehaviour | None = None
+) -> jax.Array:
     """Applies all processors but those of random sampling to `scores`.
 
     They run in the order of transformers' ``GenerationMixin._get_logits_processor``. Biases of logits are a part of the
@@ -36,7 +38,9 @@ def process(options: RowOptions, state: SamplerState, scores: jax.Array) -> jax.
         options: Options of the n rows.
         state: State of all slots, with tables, and with the history if a row needs it.
         scores: float32[n, vocab].
+        rules: Release of transformers to follow; None: the installed one.
     """
+    rules = rules or installed_rules()
     assert state.tables is not None, "rows of the level penalties come with their tables"
     flags = _rows(state.tables.flags, options.int_column("table_slot"))
     bias = _rows(state.tables.bias, options.int_column("table_slot"))
@@ -45,7 +49,7 @@ def process(options: RowOptions, state: SamplerState, scores: jax.Array) -> jax.
     if state.history is not None:
         history = jax.tree.map(lambda leaf: _rows(leaf, options.int_column("history_slot")), state.history)
         not_first_at = history.column("not_first_at")
-        bias = bias_sequences(history, num_new, bias)
+        bias = bias_sequences(history, num_new, bias, rules)
     scores = penalize(options, state.tables.counts, flags, scores + bias)
     if history is not None:
         scores = ban_repeated_ngrams(history, num_new, scores)
@@ -56,7 +60,7 @@ def process(options: RowOptions, state: SamplerState, scores: jax.Array) -> jax.
         def with_history(scores: jax.Array) -> jax.Array:
             scores = force(history, num_new, flags, scores)
             scores = remove_invalid_values(history, scores)
-            return decay_length_penalty(history, num_new, flags, scores)
+            return decay_length_penalty(history, num_new, flags, scores, rules)
 
         assert state.history is not None
         has_history = options.int_column("history_slot") < len(state.history.ints)
@@ -93,7 +97,9 @@ def penalize(options: RowOptions, counts: jax.Array, flags: jax.Array, scores: j
     return lax.cond(is_off.all(), lambda: scores, penalized)
 
 
-def bias_sequences(history: SamplerHistory, num_new: jax.Array, bias: jax.Array) -> jax.Array:
+def bias_sequences(
+    history: SamplerHistory, num_new: jax.Array, bias: jax.Array, rules: TransformersBehaviour
+) -> jax.Array:
     """Adds to `bias` float32[n, vocab] that of sequences whose prefix ends the row."""
     if not history.sequences.shape[1]:
         return bias
@@ -104,7 +110,7 @@ def bias_sequences(history: SamplerHistory, num_new: jax.Array, bias: jax.Array)
         places = length - 1 - jnp.arange(prefixes.shape[2])
         newest = jnp.take_along_axis(history.tokens, jnp.maximum(places, 0), axis=1, mode="clip")
         newest = jnp.where(places < 0, -1, newest)[:, None]
-        min_len = (prefixes >= 0).sum(-1) + installed_rules().bias_needs_longer_context
+        min_len = (prefixes >= 0).sum(-1) + rules.bias_needs_longer_context
         matches = ((prefixes < 0) | (prefixes == newest)).all(-1) & (length >= min_len)
         added = jnp.where(matches, history.sequence_bias, 0.0)
         return bias.at[_row_indices(bias), _columns(history.sequences[:, :, 0] - 1, bias)].add(added, mode="drop")
@@ -153,7 +159,9 @@ def remove_invalid_values(history: SamplerHistory, scores: jax.Array) -> jax.Arr
     return jnp.where(is_on[:, None], valid, scores)
 
 
-def decay_length_penalty(history: SamplerHistory, num_new: jax.Array, flags: jax.Array, scores: jax.Array) -> jax.Array:
+def decay_length_penalty(
+    history: SamplerHistory, num_new: jax.Array, flags: jax.Array, scores: jax.Array, rules: TransformersBehaviour
+) -> jax.Array:
     """Raises the score of end-of-sequence tokens exponentially from the decay's start on."""
     if not history.decay_weights.shape[1]:
         return scores
@@ -161,7 +169,7 @@ def decay_length_penalty(history: SamplerHistory, num_new: jax.Array, flags: jax
     is_late = (num_late > 0) & (history.column("decay_at") > 0)[:, None]
     weight = jnp.take_along_axis(history.decay_weights, jnp.maximum(num_late, 0), axis=1, mode="clip")
     penalty = jnp.abs(scores) * weight
-    if installed_rules().decay_skips_infinite:
+    if rules.decay_skips_infinite:
         penalty = jnp.where(jnp.isfinite(scores), penalty, 0.0)
     return jnp.where((flags & IS_STOP > 0) & is_late, scores + penalty, scores)
 

@@ -83,7 +83,7 @@ def processed(spec: SamplerSpec, options: RowOptions, state: SamplerState, logit
     """Returns float32[n, vocab]: the scores before truncation. Arguments are those of `sample`."""
     scores = logits.astype(jnp.float32)
     if spec.level in ("penalties", "history"):
-        scores = process(options, state, scores)
+        scores = process(options, state, scores, spec.rules)
     return scores
 
 

@@ -19,6 +19,7 @@ from torchax_serve.sampling.row_params import RowSamplingParams
 from torchax_serve.sampling.sample import logprobs_of, sample
 from torchax_serve.sampling.slot_params import BatchRows, SlotParams
 from torchax_serve.sampling.token_masks import ALL_TOKENS, num_words
+from torchax_serve.sampling.transformers_behaviour import TransformersBehaviour
 from torchax_serve.sampling.types import (
     MAX_NUM_TOP,
     Level,
@@ -64,6 +65,7 @@ class Sampler:
         sharding: jax.sharding.Sharding | None = None,
         *,
         max_len: int | None = None,
+        rules: TransformersBehaviour | None = None,
     ) -> None:
         """Makes an empty sampler.
 
@@ -74,14 +76,16 @@ class Sampler:
                 there. Never left to JAX: an uncommitted array compiles another program than a committed one, so that
                 each would be compiled twice.
             max_len: Maximum number of tokens of a request; None: the history grows with the requests.
+            rules: Release of transformers whose processors are followed; None: the installed one.
         """
-        self._sharding = sharding or default_sharding()
+        self._sharding, self._rules = sharding or default_sharding(), rules
         is_on_mesh = len(self._sharding.device_set) > 1
         programs = ExecutableCache(None if is_on_mesh else programs_dir(), "sampling")  # the same for every model
-        self._sample = CachedFunction(programs, "sample", _sample, donate=["state"])
-        self._logprobs = CachedFunction(programs, "logprobs", _logprobs)
-        self._prompt_logprobs = CachedFunction(programs, "prompt_logprobs", _prompt_logprobs)
-        self._write_rows = CachedFunction(programs, "write_rows", _write_rows, donate=["arrays"])
+        cached = functools.partial(CachedFunction, programs, is_pure=True)
+        self._sample = cached("sample", _sample, donate=["state"])
+        self._logprobs = cached("logprobs", _logprobs)
+        self._prompt_logprobs = cached("prompt_logprobs", _prompt_logprobs)
+        self._write_rows = cached("write_rows", _write_rows, donate=["arrays"])
         self._num_slots, self._vocab_size, self._max_len = num_slots, vocab_size, max_len
         self.reset()
 
@@ -255,7 +259,7 @@ class Sampler:
         words = jax.ShapeDtypeStruct((logits.shape[0], num_words(self._vocab_size)), np.int32, sharding=self._sharding)
         for level in dict.fromkeys(PROGRAMS.values()):
             state = SamplerState(last_tokens, *((tables, history) if level == "history" else ()))
-            yield task(self._sample, options, state, logits, words, spec=SamplerSpec(level))
+            yield task(self._sample, options, state, logits, words, spec=_spec(level, self._rules))
         yield task(self._write_rows, (tables, history), np.int32(0), _zero_row(arrays))
         tokens = jax.ShapeDtypeStruct(logits.shape[:1], np.int32, sharding=self._sharding)
         yield task(self._logprobs, logits, tokens, words, np.bool_(False), np.int32(0))
@@ -263,7 +267,8 @@ class Sampler:
     def _run(self, level: Level, options: RowOptions, logits: jax.Array, words: jax.Array) -> Sampled:
         if level == "history":
             self._allocate()
-        sampled, state = self._sample({}, options, self.take_state(level), logits, words, spec=SamplerSpec(level))
+        spec, state = _spec(level, self._rules), self.take_state(level)
+        sampled, state = self._sample({}, options, state, logits, words, spec=spec)
         self.set_state(state)
         return sampled
 
@@ -271,6 +276,10 @@ class Sampler:
 def default_sharding() -> jax.sharding.Sharding:
     """Returns the place of a sampler's state: this host's first device."""
     return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+
+
+def _spec(level: Level, rules: TransformersBehaviour | None) -> SamplerSpec:
+    return SamplerSpec(level, rules=rules if level == "history" else None)
 
 
 # As `CachedFunction` takes them: there are no weights, and a spec only where something is static.

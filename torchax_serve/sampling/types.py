@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from torchax_serve.sampling.transformers_behaviour import TransformersBehaviour
+
 Level = Literal["greedy", "sampled", "penalties", "history"]
 
 LEVELS: tuple[Level, ...] = ("greedy", "sampled", "penalties", "history")
@@ -76,6 +78,7 @@ class SamplerSpec:
         logprobs: Whether to return log-probabilities.
         scores: Whether to return the processed scores.
         nan_is_invalid: Whether a row with nan gets `INVALID_TOKEN`; otherwise nan is a maximum, as in ``torch.argmax``.
+        rules: Release of transformers whose processors are followed; None: the installed one.
     """
 
     level: Level
@@ -84,6 +87,7 @@ class SamplerSpec:
     logprobs: bool = False
     scores: bool = False
     nan_is_invalid: bool = True
+    rules: TransformersBehaviour | None = None
 
 
 @jax.tree_util.register_dataclass

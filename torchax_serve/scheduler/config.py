@@ -144,6 +144,10 @@ class SchedulerConfig:
                 f"which need {reason}; shorten the prompt or give the cache more pages"
             )
 
+    def can_hold(self, length: int) -> bool:
+        """Returns whether a request may have `length` tokens, prompt and answer."""
+        return length <= self.max_model_len and self.unfit(length) is None
+
     def unfit(self, length: int) -> str | None:
         """Returns why the empty cache cannot hold a sequence of `length` tokens; None if it can."""
         for group in self.groups:

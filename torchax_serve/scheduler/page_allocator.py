@@ -249,10 +249,17 @@ class PageAllocator:
             self._index.unpin(pages.node)
         heapq.heappush(self._free_slots, pages.slot)
 
-    def clear_prefix_cache(self) -> None:
-        """Forgets every published prefix, as when the device has lost what the pages held."""
+    def clear_prefix_cache(self, sequences: Iterable[SequencePages] = ()) -> None:
+        """Removes every published prefix, as when the device has lost what the pages held.
+
+        Live `sequences` publish nothing from then on, so that pages of before are not found by later requests.
+        """
         for pool in self._pools:
             pool.forget_all()
+        for pages in sequences:
+            if pages.node is not None:
+                self._index.unpin(pages.node)
+                pages.node = None
 
     def usage(self) -> tuple[GroupUsage, ...]:
         """Pages in use and cached, by group."""

@@ -78,6 +78,16 @@ class RequestQueues:
         """Number of requests whose pages are freed when the plans in flight are committed."""
         return len(self._draining)
 
+    @property
+    def num_started(self) -> int:
+        """Number of requests that have begun: running, draining, or preempted."""
+        return len(self.running) + len(self._draining) + sum(s.status is Status.PREEMPTED for s in self.waiting)
+
+    def clear_prefix_cache(self) -> None:
+        """Removes all cached prefixes; pages that live requests hold are not shared any more."""
+        holders = {id(state): state for state in (*self.running, *self._draining.values())}
+        self._allocator.clear_prefix_cache(s.pages for s in holders.values() if s.pages is not None)
+
     def find(self, request_id: RequestId) -> RequestState | None:
         """Returns the state of a request that has not ended; None if there is no such request."""
         return self._live.get(request_id)

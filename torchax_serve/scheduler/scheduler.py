@@ -230,8 +230,17 @@ class Scheduler:
         return ended
 
     def clear_prefix_cache(self) -> None:
-        """Forgets all cached prefixes."""
-        self._allocator.clear_prefix_cache()
+        """Removes all cached prefixes; pages that live requests have filled are not found by later ones."""
+        self._queues.clear_prefix_cache()
+
+    def hold_waiting(self, hold: bool) -> None:
+        """Lets no further request begin while `hold` is true; those that have begun go on."""
+        self._planner.holds_waiting = hold
+
+    @property
+    def num_started(self) -> int:
+        """Number of requests that have begun and whose slots are not free yet."""
+        return self._queues.num_started
 
     def stats(self) -> SchedulerStats:
         """Counts for people to look at."""

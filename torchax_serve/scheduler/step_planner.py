@@ -49,6 +49,7 @@ class StepPlanner:
         self._prefill_budget = prefill_budget
         self._steady_batch: SteadyDecodeBatch | None = None  # of the last plan
         self._now_s = 0.0  # of the plan that is made
+        self.holds_waiting = False  # no request begins; preempted ones continue
         self.num_planned = 0
         self.num_prompt_tokens = 0  # of requests let in, each time they were
         self.num_hit_tokens = 0  # of those, found in the cache
@@ -255,6 +256,8 @@ class StepPlanner:
         for state in () if self._is_full(draft) else tuple(self._queues.waiting):
             if self._is_full(draft):
                 return
+            if self.holds_waiting and state.status is not Status.PREEMPTED:
+                continue
             if state.pages is not None or state.num_in_flight:
                 return  # preempted, and its last tokens are not known yet; later requests wait for it
             state.grow_rope()

@@ -100,7 +100,7 @@ class ModelService:
         """What the model can do: ``generate``, ``chat``, ``transcribe``, ``embed``, ``classify``, ``rank`` ..."""
         if not self.model.writes_text:
             return _encoder_tasks(type(self.model.torch_model).__name__, self.model.config.num_labels)
-        found = ["generate", "embed"]
+        found = ["generate", "embed"] if self.model.embeds else ["generate"]
         if self.model.tokenizer is not None and self.template:
             found.append("chat")
         if self.model.transcribes:

@@ -17,10 +17,9 @@ from typing import Any
 from model_adapters.disk_cache import FileSeal, SealedFolder, report_damage, touch
 from model_adapters.loading.model_source import ModelSource
 from torchax_serve.compilation.cache_folders import EVICTOR, START
-from torchax_serve.compilation.executable_cache import environment
+from torchax_serve.compilation.environment import environment
 from torchax_serve.compilation.xla_cache import programs_dir
-from torchax_serve.start.recorded_tokenizer import TokenizerRecord
-from torchax_serve.start.weights_file import WeightPlaces
+from torchax_serve.start.model_record import ModelRecord
 
 logger = logging.getLogger("torchax_serve")
 
@@ -42,32 +41,14 @@ class StartRecord:
     Attributes:
         files: State of the checkpoint's files, and of the source of the model's class.
         identity: Name of the model in the cache of executables.
-        weights: Places of the weights.
         weights_seal: Seal of the cache's own file of weights, which tells it from any other, with its size and time.
-        tokenizer: The tokenizer; None if the model has none.
-        config: Attributes of the configuration; `ABSENT` ones as None are in `config_absent`.
-        config_absent: Names that the configuration does not have.
-        generation_config: Attributes of the model's generation config.
-        generation_defaults: Values that transformers' ``generate`` fills in.
-        limits: Fields of `torchax_serve.runtime.input_limits.InputLimits`.
-        quantization: The load report's line on quantized weights.
-        requantized: Its line on what weights lost that were quantized again.
-        described: Type and dtype of the model, for people.
+        model: The model.
     """
 
     files: tuple[FileState, ...]
     identity: str
-    weights: WeightPlaces
     weights_seal: FileSeal
-    tokenizer: TokenizerRecord | None
-    config: dict[str, Any]
-    config_absent: tuple[str, ...]
-    generation_config: dict[str, Any]
-    generation_defaults: dict[str, Any]
-    limits: dict[str, Any]
-    quantization: str
-    requantized: str
-    described: tuple[str, str]
+    model: ModelRecord
 
 
 def states_of(checkpoint: Path, others: Sequence[Path] = ()) -> tuple[FileState, ...] | None:

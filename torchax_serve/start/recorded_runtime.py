@@ -7,21 +7,26 @@ from typing import Any
 
 from model_adapters.ops.compressed_weight import Weight
 from torchax_serve.compilation.executable_cache import ExecutableCache
+from torchax_serve.sampling.transformers_behaviour import TransformersBehaviour
 from torchax_serve.start.torch_side import TorchSide
 
 
 class RecordedProgram:
     """Stands for the `ModelProgram`, which only tracing needs.
 
+    Args:
+        side: The torch side.
+        sharding: How the model lies on a mesh; None for one device.
+        sampling_rules: Release of transformers whose processors are followed.
+
     Attributes:
-        rope, sharding: None: models with either are not recorded.
+        rope: None: models whose programs depend on lengths are not recorded.
     """
 
     rope = None
-    sharding = None
 
-    def __init__(self, side: TorchSide) -> None:
-        self._side = side
+    def __init__(self, side: TorchSide, sharding: Any = None) -> None:
+        self._side, self.sharding = side, sharding
         self._facts: list[dict[str, Any]] = []
 
     def trace_facts(self) -> dict[str, Any]:
@@ -67,12 +72,15 @@ class RecordedRuntime:
         executables: Programs of the model.
         config: Configuration of the model.
         limits: Fields of `InputLimits`.
+        sharding: How the model lies on a mesh; None for one device.
 
     Attributes:
         encoder: None: models with one are not recorded.
+        weights_version: Version of the weights of the files.
     """
 
     encoder = None
+    weights_version = 0
 
     def __init__(
         self,
@@ -81,11 +89,13 @@ class RecordedRuntime:
         executables: ExecutableCache,
         config: Any,
         limits: dict[str, Any],
+        sharding: Any = None,
+        sampling_rules: TransformersBehaviour | None = None,
     ) -> None:
         self._side = side
-        self.weights, self.text_config = weights, config
+        self.weights, self.text_config, self.sampling_rules = weights, config, sampling_rules
         self.steps = RecordedSteps(side, executables)
-        self.program = RecordedProgram(side)
+        self.program = RecordedProgram(side, sharding)
         self.limits = SimpleNamespace(**limits)
 
     def __getattr__(self, name: str) -> Any:

@@ -7,9 +7,11 @@ import inspect
 import json
 import logging
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from model_adapters.loading import LoadedModel
@@ -17,9 +19,10 @@ from model_adapters.ops.compressed_weight import Weight
 from torchax_serve.generation.routing import ModelCapabilities
 from torchax_serve.multimodal.placeholders import MODALITIES
 from torchax_serve.runtime.model_runtime import ModelRuntime
+from torchax_serve.start.model_record import ModelRecord
 from torchax_serve.start.record import FileState, StartFolder, StartRecord, states_of
 from torchax_serve.start.recorded_tokenizer import PROBES, TokenizerRecord
-from torchax_serve.start.weights_file import NotStorableError, stored
+from torchax_serve.start.weights_file import NotStorableError, file_of, named_tensors
 
 logger = logging.getLogger("torchax_serve")
 
@@ -100,42 +103,61 @@ def _record(
     if files is None:
         raise NotRecordableError("its folder has too many files")
     identity = runtime.steps.executables.identity
-    if identity is None or runtime.program.rope is not None or runtime.encoder is not None:
-        raise NotRecordableError("its programs are not kept, or depend on lengths or an encoder")
+    if identity is None:
+        raise NotRecordableError("its programs are not kept")
     if "packed" not in runtime.steps.executables.functions:
         raise NotRecordableError("it does not run packed")
-    if ModelCapabilities.of(runtime) != ModelCapabilities():
-        raise NotRecordableError("its requests do not all run on the engine")
     report = loaded.report
     if report.unused_tensors or report.missing_tensors or report.made_dense:
         raise NotRecordableError("its load report has something to say")
+    model, tensors = model_record(loaded, runtime, weights)
+    try:
+        num_bytes, pieces = file_of(tensors)
+    except NotStorableError as error:
+        raise NotRecordableError(str(error)) from error
+    seal = folder.write_weights(num_bytes, pieces)
+    if seal is None:
+        raise NotRecordableError("its weights take too much of the cache")
+    return StartRecord(files, identity, seal, model)
+
+
+def model_record(
+    loaded: LoadedModel, runtime: ModelRuntime, weights: Mapping[str, Weight]
+) -> tuple[ModelRecord, dict[str, jax.Array]]:
+    """Returns what requests need of a model that runs packed, and the tensors of its weights by name.
+
+    Args:
+        loaded: The model as it was loaded.
+        runtime: The same, with its programs.
+        weights: Weights by qualified name.
+
+    Raises:
+        NotRecordableError: its requests need more.
+    """
+    if runtime.program.rope is not None or runtime.encoder is not None:
+        raise NotRecordableError("its programs depend on lengths or an encoder")
+    if ModelCapabilities.of(runtime) != ModelCapabilities():
+        raise NotRecordableError("its requests do not all run on the engine")
     if loaded.has_processor:
         raise NotRecordableError("it has a processor of images or audio")
     config, absent = _config_of(loaded)
     assert loaded.generation_config is not None
     values, defaults = _generation_config_of(loaded)
-    try:
-        places, pieces = stored(weights)
-    except NotStorableError as error:
-        raise NotRecordableError(str(error)) from error
-    seal = folder.write_weights(places.num_bytes, pieces)
-    if seal is None:
-        raise NotRecordableError("its weights take too much of the cache")
-    return StartRecord(
-        files=files,
-        identity=identity,
-        weights=places,
-        weights_seal=seal,
+    names, tensors = named_tensors(weights)
+    record = ModelRecord(
+        weights=names,
         tokenizer=_tokenizer_of(loaded),
         config=config,
         config_absent=absent,
         generation_config=values,
         generation_defaults=defaults,
+        sampling_rules=dataclasses.asdict(runtime.sampling_rules),
         limits=dataclasses.asdict(runtime.limits),
-        quantization=report.quantization,
-        requantized=report.requantized,
+        quantization=loaded.report.quantization,
+        requantized=loaded.report.requantized,
         described=(config["model_type"], str(loaded.module.dtype).removeprefix("torch.")),
     )
+    return record, tensors
 
 
 def _config_of(loaded: LoadedModel) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -154,7 +176,9 @@ def _generation_config_of(loaded: LoadedModel) -> tuple[dict[str, Any], dict[str
     from model_adapters.loading.loader import generation_config_of
 
     folder = loaded.source.folder  # read again: a script may have changed that of the module
-    if folder is None:
+    if loaded.source.kind == "object":
+        config: Any = loaded.generation_config
+    elif folder is None:
         config = gguf_model.generation_config_of(loaded.config)
     else:
         config = generation_config_of(folder, loaded.module)

@@ -1,15 +1,14 @@
 """Weights as they lie in memory, in one file that a later start maps instead of reading.
 
 The file is in safetensors format, with every tensor at a multiple of 64 bytes, so that XLA takes it where it lies. It
-belongs to the cache: the checkpoint's own files may be overwritten in place while they are mapped.
+is nobody else's: a checkpoint's own files may be overwritten in place while they are mapped.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,84 +39,87 @@ class NotStorableError(Exception):
     """A weight that the file cannot hold."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """The place of an array in the file.
+TensorNames = Mapping[str, Any]
+"""Weights by qualified name, each with the name of a tensor in the place of each of its arrays."""
 
-    Attributes:
-        offset: First byte.
-        shape: Shape of the array.
-        dtype: Name of the dtype in safetensors.
-    """
-
-    offset: int
-    shape: tuple[int, ...]
-    dtype: str
-
-    @property
-    def num_bytes(self) -> int:
-        """Number of bytes of the array."""
-        return int(np.prod(self.shape, dtype=np.int64)) * _DTYPES[self.dtype].itemsize
+PADDING = ":padding:"
+"""Beginning of the names of tensors that only fill up the file."""
 
 
-@dataclasses.dataclass(frozen=True)
-class WeightPlaces:
-    """The weights of a model by their places.
+def named_tensors(weights: Weights) -> tuple[TensorNames, dict[str, jax.Array]]:
+    """Returns the names of the arrays of `weights`, and the arrays by name, each once.
 
-    Attributes:
-        weights: Each weight once, with a `Place` for each of its arrays.
-        names: Index in `weights` by qualified name; tied names share one.
-        num_bytes: Size of the file without its seal.
-    """
-
-    weights: tuple[Any, ...]
-    names: dict[str, int]
-    num_bytes: int
-
-
-def stored(weights: Weights) -> tuple[WeightPlaces, Iterator[bytes | memoryview]]:
-    """Returns the places of `weights`, and the content of the file, piece by piece.
+    An array is named after the first weight that it is part of: ``lm_head.weight``, ``lm_head.weight:scale``.
 
     Args:
-        weights: Weights by qualified name, on one CPU device.
+        weights: Weights by qualified name; tied ones share an array.
+    """
+    tensors: dict[str, jax.Array] = {}
+    names: dict[int, str] = {}
+
+    def name_of(weight_name: str, path: tuple[Any, ...], leaf: jax.Array) -> str:
+        if id(leaf) not in names:
+            names[id(leaf)] = ":".join([weight_name, *(part.name for part in path)])
+            tensors[names[id(leaf)]] = leaf
+        return names[id(leaf)]
+
+    trees = {id(weight): name for name, weight in reversed(list(weights.items()))}
+    found = {
+        name: jax.tree_util.tree_map_with_path(lambda path, leaf, name=name: name_of(name, path, leaf), weights[name])
+        for name in dict.fromkeys(trees[id(weight)] for weight in weights.values())
+    }
+    return {name: found[trees[id(weight)]] for name, weight in weights.items()}, tensors
+
+
+def assembled(names: TensorNames, tensors: Mapping[str, Any]) -> dict[str, Weight]:
+    """Returns the weights of `named_tensors` again; weights of the same tensors are one object.
+
+    Args:
+        names: Weights by qualified name, as names of tensors.
+        tensors: Arrays by name.
+    """
+    made: dict[Any, Weight] = {}
+    for tree in names.values():
+        if tree not in made:
+            made[tree] = jax.tree.map(lambda name: tensors[name], tree)
+    return {name: made[tree] for name, tree in names.items()}
+
+
+def file_of(tensors: Mapping[str, Any]) -> tuple[int, Iterator[bytes | memoryview]]:
+    """Returns the number of bytes of the file of `tensors`, and its content, piece by piece.
+
+    Args:
+        tensors: Arrays by name, on one CPU device.
 
     Raises:
         NotStorableError: a dtype that safetensors do not have.
     """
-    unique = {id(weight): weight for weight in weights.values()}
-    leaves = {id(leaf): leaf for leaf in jax.tree.leaves(list(unique.values()))}  # an array may be part of two weights
-    arrays = {key: np.asarray(leaf) for key, leaf in leaves.items()}
-    header, places = _header(list(arrays.values()))
-    place_of = dict(zip(arrays, places, strict=True))
-    placed = tuple(jax.tree.map(lambda leaf: place_of[id(leaf)], weight) for weight in unique.values())
-    index = {key: number for number, key in enumerate(unique)}
+    arrays = {name: np.asarray(array) for name, array in tensors.items()}
+    header = _header(arrays)
     num_bytes = len(header) + sum(_padded(array.nbytes) for array in arrays.values())
-    names = {name: index[id(weight)] for name, weight in weights.items()}
-    return WeightPlaces(placed, names, num_bytes), _pieces(header, list(arrays.values()))
+    return num_bytes, _pieces(header, arrays)
 
 
 def _padded(num_bytes: int) -> int:
     return num_bytes + -num_bytes % XLA_CPU_ALIGNMENT
 
 
-def _header(arrays: Sequence[np.ndarray]) -> tuple[bytes, list[Place]]:
-    """Returns the header of the file, padded, and the place of each array.
+def _header(arrays: Mapping[str, np.ndarray]) -> bytes:
+    """Returns the header of the file, padded.
 
     The format allows no holes: what fills up the last 64 bytes of an array is a tensor, too.
     """
     entries: dict[str, Any] = {}
-    places, end = [], 0
-    for number, array in enumerate(arrays):
-        places.append(Place(end, array.shape, _name_of(array.dtype)))
-        entries[str(number)] = _entry(places[-1].dtype, array.shape, end, end + array.nbytes)
+    end = 0
+    for number, (name, array) in enumerate(arrays.items()):
+        entries[name] = _entry(_name_of(array.dtype), array.shape, end, end + array.nbytes)
         end += array.nbytes
         if padding := _padded(end) - end:
-            entries[f"padding.{number}"] = _entry("U8", (padding,), end, end + padding)
+            entries[f"{PADDING}{number}"] = _entry("U8", (padding,), end, end + padding)
             end += padding
     text = json.dumps(entries).encode()
     text += b" " * (_padded(len(text) + 8) - len(text) - 8)
-    header = len(text).to_bytes(8, "little") + text
-    return header, [dataclasses.replace(place, offset=len(header) + place.offset) for place in places]
+    return len(text).to_bytes(8, "little") + text
 
 
 def _name_of(dtype: np.dtype) -> str:
@@ -127,37 +129,47 @@ def _name_of(dtype: np.dtype) -> str:
     raise NotStorableError(f"a weight in {dtype}")
 
 
-def _entry(dtype: str, shape: Sequence[int], begin: int, end: int) -> dict[str, Any]:
+def _entry(dtype: str, shape: tuple[int, ...], begin: int, end: int) -> dict[str, Any]:
     return {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
 
 
-def _pieces(header: bytes, arrays: Sequence[np.ndarray]) -> Iterator[bytes | memoryview]:
+def _pieces(header: bytes, arrays: Mapping[str, np.ndarray]) -> Iterator[bytes | memoryview]:
     yield header
-    for array in arrays:
+    for array in arrays.values():
         yield np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
         yield b"\0" * (_padded(array.nbytes) - array.nbytes)
 
 
-def mapped(path: Path, places: WeightPlaces) -> tuple[dict[str, Weight], np.ndarray]:
+def mapped(path: Path, names: TensorNames) -> tuple[dict[str, Weight], np.ndarray]:
     """Returns the weights by name, over the mapped file, and its content, uint8[n].
 
+    Args:
+        path: The file.
+        names: Weights by qualified name, as names of tensors.
+
     Raises:
-        OSError: the file cannot be mapped, or is too short.
+        OSError: the file cannot be mapped, or is not the one that was written.
     """
     with open(path, "rb") as file:
         memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    if len(memory) < places.num_bytes:
-        raise OSError(f"{path} is too short")
     content = np.frombuffer(memory, np.uint8)
+    begin = 8 + int.from_bytes(memory[:8], "little")
+    try:
+        entries = json.loads(memory[8:begin])
+        ends = [entry["data_offsets"][1] for entry in entries.values()]
+    except (ValueError, AttributeError, LookupError, TypeError) as error:
+        raise OSError(f"{path} has no header of safetensors") from error
+    if len(memory) < begin + max(ends, default=0):
+        raise OSError(f"{path} is too short")
     device = jax.local_devices()[0]
-    made: dict[Place, jax.Array] = {}
 
-    def array_of(place: Place) -> jax.Array:
-        if place not in made:
-            taken = content[place.offset : place.offset + place.num_bytes]
-            array = taken.view(_DTYPES[place.dtype]).reshape(place.shape)
-            made[place] = jax.device_put(array, device, may_alias=True)
-        return made[place]
+    def array_of(entry: Mapping[str, Any]) -> jax.Array:
+        first, end = entry["data_offsets"]
+        array = content[begin + first : begin + end].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
+        return jax.device_put(array, device, may_alias=True)
 
-    weights = [jax.tree.map(array_of, each, is_leaf=lambda x: isinstance(x, Place)) for each in places.weights]
-    return {name: weights[index] for name, index in places.names.items()}, content
+    tensors = {name: array_of(entry) for name, entry in entries.items() if not name.startswith(PADDING)}
+    try:
+        return assembled(names, tensors), content
+    except LookupError as error:
+        raise OSError(f"{path} lacks the tensor {error}") from error

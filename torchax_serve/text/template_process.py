@@ -97,7 +97,7 @@ def _rendered(chat_template_utils: Any, job: dict[str, Any], conversation: list[
         chat_template=job["template"],
         tools=job["tools"],
         documents=job["documents"],
-        add_generation_prompt=not job["continues"],
+        add_generation_prompt=not (job["continues"] or job["is_complete"]),
         continue_final_message=job["continues"],
         **job["variables"],
     )

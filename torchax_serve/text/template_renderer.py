@@ -37,6 +37,7 @@ class TemplateJob:
         tools: JSON schemas, or None.
         documents: Documents for retrieval, or None.
         continues: Whether the last message is left open for a continuation.
+        is_complete: Whether no answer follows, as in training data.
     """
 
     template: str
@@ -45,6 +46,7 @@ class TemplateJob:
     tools: list[dict[str, Any]] | None = None
     documents: list[dict[str, Any]] | None = None
     continues: bool = False
+    is_complete: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

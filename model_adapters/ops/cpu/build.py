@@ -108,18 +108,33 @@ def _processor_flags() -> list[str]:
     return ["-march=native", *(["-DTAS_SLOW_DPBF16"] if is_intel else [])]
 
 
-def sources() -> list[Path]:
-    """Returns the C++ files in a fixed order."""
-    return sorted(FOLDER.glob("*.cc"))
+def sources(folder: Path = FOLDER) -> list[Path]:
+    """Returns the C++ files of `folder` in a fixed order."""
+    return sorted(folder.glob("*.cc"))
 
 
-def _source_key(flags: list[str]) -> str:
-    """Returns a digest of what a library and this process must share, for any compiler."""
-    parts = [processor(), jaxlib.version.__version__, " ".join([os.environ.get("CXX", ""), *flags])]
-    digest = hashlib.sha256("\0".join(parts).encode())
-    for path in [*sources(), *sorted(FOLDER.glob("*.h"))]:
+def headers(folder: Path = FOLDER) -> list[Path]:
+    """Returns the C++ headers of `folder` in a fixed order."""
+    return sorted(folder.glob("*.h"))
+
+
+def sources_digest(folder: Path = FOLDER) -> str:
+    """Returns a digest of all C++ code in `folder`."""
+    digest = hashlib.sha256()
+    for path in [*sources(folder), *headers(folder)]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:24]
+    return digest.hexdigest()
+
+
+def machine_key() -> str:
+    """Returns a digest of what a library and this process must share besides its sources."""
+    return hashlib.sha256(f"{processor()}\0{jaxlib.version.__version__}".encode()).hexdigest()[:24]
+
+
+def _source_key(flags: list[str], folder: Path) -> str:
+    """Returns a digest of what a library and this process must share, for any compiler."""
+    parts = [machine_key(), " ".join([os.environ.get("CXX", ""), *flags]), sources_digest(folder)]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 
 def _compiler_key(compiler: list[str]) -> str:
@@ -141,7 +156,7 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _compile(compiler: list[str], flags: list[str], folder: SealedFolder, name: str) -> None:
+def _compile(compiler: list[str], flags: list[str], folder: SealedFolder, name: str, code: Path) -> None:
     include = f"-I{jax.ffi.include_dir()}"
     with tempfile.TemporaryDirectory(dir=folder.path) as scratch:
 
@@ -151,27 +166,28 @@ def _compile(compiler: list[str], flags: list[str], folder: SealedFolder, name: 
             return made
 
         with ThreadPoolExecutor() as threads:
-            objects = list(threads.map(compile_one, sources()))
+            objects = list(threads.map(compile_one, sources(code)))
         library = Path(scratch) / name
         _run([*compiler, *flags, "-shared", *objects, "-o", str(library)])
         folder.write(name, library.read_bytes())
 
 
-def library_path(extra_flags: tuple[str, ...] | None = None, *, rebuild: bool = False) -> Path:
+def library_path(extra_flags: tuple[str, ...] | None = None, *, rebuild: bool = False, code: Path = FOLDER) -> Path:
     """Returns the compiled library, building it if there is none for this machine yet.
 
     Args:
         extra_flags: Flags in place of those that select this machine's instruction set.
         rebuild: Build even if there is a library (it could not be loaded).
+        code: Folder of the C++ files.
 
     Raises:
         BuildError: no library and no compiler, a failed compilation, or a cache folder that cannot be written.
     """
     flags = [*FLAGS, *(_processor_flags() if extra_flags is None else extra_flags)]
     folder = cache_folder()
-    stem = f"kernels-{_source_key(flags)}"
+    stem = f"kernels-{_source_key(flags, code)}"
     try:
-        return _built(find_compiler(), flags, folder, stem, rebuild)
+        return _built(find_compiler(), flags, folder, stem, rebuild, code)
     except BuildError:
         # The last used of those that were built from these sources for this processor.
         entries = sorted(folder.entries(), key=lambda entry: -entry.last_used)
@@ -181,14 +197,14 @@ def library_path(extra_flags: tuple[str, ...] | None = None, *, rebuild: bool = 
         return path
 
 
-def _built(compiler: list[str], flags: list[str], folder: SealedFolder, stem: str, rebuild: bool) -> Path:
+def _built(compiler: list[str], flags: list[str], folder: SealedFolder, stem: str, rebuild: bool, code: Path) -> Path:
     """Returns the library of `compiler`, from the folder or built now."""
     name = f"{stem}-{_compiler_key(compiler)}.so"
     if rebuild or not folder.has(name):
         try:
             with _locked(folder.path / f".{name}.lock"):
                 if rebuild or not folder.has(name):  # another process may have built it while this one waited
-                    _compile(compiler, flags, folder, name)
+                    _compile(compiler, flags, folder, name, code)
         except OSError as error:
             raise BuildError(
                 f"compiled kernels cannot be kept in {folder.path} ({error.strerror or error})",

@@ -21,8 +21,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops.attention_args import AttentionArgs
 from model_adapters.ops.cpu import build
+from model_adapters.ops.cpu.targets import ROW_BY_ROW as ROW_BY_ROW
+from model_adapters.ops.cpu.targets import TARGETS as TARGETS
 
 logger = logging.getLogger("torchax_serve")
 
@@ -30,30 +33,9 @@ DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32
 POOL_DTYPES = (*DTYPES, jnp.dtype(jnp.int8), jnp.dtype(jnp.float8_e4m3fn))
 GROUP_ROWS, GROUP_COLUMNS = 16, 8
 """Rows and columns of a weight that are compressed together."""
-TARGETS = (
-    "tas_activation",
-    "tas_decode_attention",
-    "tas_grouped_linear",
-    "tas_linear",
-    "tas_packed_linear",
-    "tas_paged_attention",
-    "tas_quantized_grouped_linear",
-    "tas_quantized_linear",
-    "tas_rms_norm",
-    "tas_row_sum",
-    "tas_unpack",
-    "tas_unpack_rows",
-)
-ROW_BY_ROW = (
-    "tas_activation",
-    "tas_linear",
-    "tas_packed_linear",
-    "tas_quantized_linear",
-    "tas_rms_norm",
-    "tas_row_sum",
-)
-"""Targets that compute each row of their result from the same row of their first operand."""
 _lock = threading.Lock()
+_CODE: tuple[Path, Path | None] = (build.FOLDER, None)
+"""Folder of the kernels' C++ files, and the library if it is built already."""
 _BATCH_INVARIANT = contextvars.ContextVar("in_order", default=False)
 
 
@@ -69,12 +51,13 @@ def _open(path: Path) -> ctypes.CDLL:
 def _loaded() -> ctypes.CDLL | str:
     """Returns the library with its targets registered, or why there is none. Logs one line."""
     begin = time.perf_counter()
+    code, built = _CODE
     try:
-        path = build.library_path()
+        path = built or build.library_path(code=code)
         try:
             library = _open(path)
         except (OSError, AttributeError):  # an intact file, linked to libraries that this system lacks
-            library = _open(build.library_path(rebuild=True))
+            library = _open(build.library_path(rebuild=True, code=code))
     except (build.BuildError, OSError, AttributeError) as error:
         remedy = error.remedy if isinstance(error, build.BuildError) else "install g++ or set CXX"
         logger.warning(
@@ -85,6 +68,27 @@ def _loaded() -> ctypes.CDLL | str:
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, target)), platform="cpu")
     logger.info("CPU kernels ready in %.1f s (%s)", time.perf_counter() - begin, path)
     return library
+
+
+def load_from(code: Path, built: Path | None) -> None:
+    """Loads the kernels of other C++ files than the package's, for the rest of the process.
+
+    Args:
+        code: Folder of the C++ files.
+        built: The library of these files for this machine; None: it is built if there is a compiler.
+
+    Raises:
+        InvalidArgumentError: other kernels are loaded already.
+    """
+    global _CODE
+    with _lock:
+        if _loaded.cache_info().currsize == 0:
+            _CODE = code, built
+            _loaded()
+        elif build.sources_digest(_CODE[0]) != build.sources_digest(code):
+            raise InvalidArgumentError(
+                f"expected a process that has loaded no C++ kernels but those of {code}, got others; use a new process"
+            )
 
 
 def _library() -> ctypes.CDLL | str:

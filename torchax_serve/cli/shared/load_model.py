@@ -11,6 +11,7 @@ from typing import Any
 import typer
 
 from model_adapters.errors import InvalidArgumentError
+from model_adapters.loading.model_source import bundle_folder
 from torchax_serve.cli.chat.interrupts import prompt_interrupts
 from torchax_serve.cli.shared.load_options import DeviceOptions, LoadOptions
 from torchax_serve.cli.shared.model_name import may_have_template
@@ -62,7 +63,12 @@ def end_if_explained(name: str | None, options: LoadOptions) -> None:
 
 @contextlib.contextmanager
 def loaded_model(
-    name: str | None, options: LoadOptions, *, max_num_seqs: int | None = None, starts_chat: bool = False
+    name: str | None,
+    options: LoadOptions,
+    *,
+    max_num_seqs: int | None = None,
+    starts_chat: bool = False,
+    packs_weights: bool = True,
 ) -> Iterator[Any]:
     """Yields the model `name` (None: the embedded one), and closes it.
 
@@ -71,6 +77,7 @@ def loaded_model(
         options: Options of the command.
         max_num_seqs: requests that run at once, for which the cache is laid out; None for those of a server.
         starts_chat: whether a chat template will be rendered, which needs a process of its own.
+        packs_weights: whether bfloat16 weights are compressed for this processor.
 
     Raises:
         TorchaxServeError: The model cannot be served.
@@ -90,8 +97,10 @@ def loaded_model(
             _keep_stdout_for_answers()
         options.show_details()
         progress = RichProgress() if may_style(sys.stderr) else SilentProgress()
-        engine = None if max_num_seqs is None else EngineOptions(max_num_seqs=max_num_seqs)
-        model = serve(name, progress=progress, engine=engine, **options.serve_kwargs())
+        # A bundle has the sizes that it was exported with.
+        num_seqs = None if bundle_folder(name) is not None else max_num_seqs
+        engine = None if num_seqs is None else EngineOptions(max_num_seqs=num_seqs)
+        model = serve(name, progress=progress, engine=engine, pack_weights=packs_weights, **options.serve_kwargs())
         if model.load_report.quantization:
             print_note(model.load_report.quantization)
     with contextlib.closing(model):

@@ -167,6 +167,12 @@ class DeviceOptions(LoadOptions):
         str | None,
         _option("--mesh", help="The same by axis, such as model=2,expert=4; data=2 for replicas that share requests."),
     ] = None
+    adapter: Annotated[
+        Path | None,
+        _option(
+            "--adapter", show_default=False, help="Folder of a LoRA adapter of peft, added to the weights at load."
+        ),
+    ] = None
     coordinator: Annotated[
         str | None,
         _hosts_option(
@@ -203,12 +209,16 @@ class DeviceOptions(LoadOptions):
                 "--mesh and --tensor-parallel: expected one of them, got both; leave --tensor-parallel out"
             )
         self.mesh_shape()
-        self.hosts()
+        if self.hosts() is not None and self.adapter is not None:
+            raise InvalidArgumentError(
+                "--adapter: expected one host, got several; merge it with peft, and serve the result"
+            )
 
     def serve_kwargs(self) -> dict[str, Any]:
         """Returns the keyword arguments of `torchax_serve.serve`."""
         return {
             **super().serve_kwargs(),
+            **({} if self.adapter is None else {"adapter": str(self.adapter)}),
             "tensor_parallel": self.tensor_parallel,
             "mesh": self.mesh_shape(),
             "hosts": self.hosts(),

@@ -18,7 +18,7 @@ from importlib.metadata import version
 import jax
 
 from model_adapters.errors import HostsError
-from torchax_serve.compilation.executable_cache import LIBRARIES, source_digest
+from torchax_serve.compilation.environment import LIBRARIES, source_digest
 from torchax_serve.distributed.hosts.acceptor import BACKLOG, GREETING_S, Acceptor
 from torchax_serve.distributed.hosts.connection import SAID, Connection
 from torchax_serve.distributed.hosts.handshake import NotAHostError, SecretError, greet_leader

@@ -1,0 +1,1 @@
+"""Adapters of peft on models that run on JAX."""

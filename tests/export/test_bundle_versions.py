@@ -1,0 +1,164 @@
+"""Versions of a bundle: written anew without the model, verified, watched; other weights and formats of them."""
+
+import json
+import shutil
+import threading
+import time
+
+import numpy as np
+import pytest
+from exported import ENGINE, NUM_TOKENS, PROMPTS, eager_tokens, manifest_of
+from safetensors.numpy import load_file, save_file
+from typer.testing import CliRunner
+
+from model_adapters.loading.model_source import EMBEDDED
+from torchax_serve import SamplingParams, serve
+from torchax_serve.cli.main import app
+from torchax_serve.export import watch
+from torchax_serve.export.manifest import write_manifest
+from torchax_serve.export.watch import WatchedBundle
+from torchax_serve.start.weights_file import file_of
+
+GREEDY = SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True)
+
+
+def tokens_of(model, prompts=PROMPTS):
+    return [each.token_ids for each in model.generate_batch([list(prompt) for prompt in prompts], GREEDY)]
+
+
+@pytest.fixture
+def folder(bundle, tmp_path):
+    shutil.copytree(bundle, tmp_path / "bundle")
+    return tmp_path / "bundle"
+
+
+@pytest.fixture
+def command(monkeypatch):
+    monkeypatch.setattr("torchax_serve.cli.shared.errors.quiet_libraries", lambda: None)
+
+    def run(*arguments):
+        done = CliRunner().invoke(app, ["bundle", *map(str, arguments)])
+        assert done.exit_code == 0, done.stderr
+        return done.stdout
+
+    return run
+
+
+def test_info_and_verify(bundle, command):
+    found = json.loads(command("info", bundle, "--json"))
+    assert found["folder"] == str(bundle / "1")
+    assert "max_num_seqs=4" in command("info", bundle)
+    assert "all as they were written" in command("verify", bundle)
+
+
+def test_refresh_writes_a_version_with_the_same_tokens(folder, command, expected):
+    assert f"{folder / '2'}: " in command("refresh", folder)
+    old, new = (manifest_of(folder / number) for number in "12")
+    changed = {name for name in old["files"] if old["files"][name] != new["files"][name]}
+    assert changed <= {entry["file"] for each in old["variants"].values() for entry in each["programs"].values()}
+    with serve(folder) as model:
+        assert model.manifest.folder == folder / "2"
+        assert tokens_of(model) == expected
+
+
+def with_other_weights(folder, number):
+    """Adds a version with other weights, and returns a folder with the same for eager transformers."""
+    checkpoint = folder.parent / f"model-{number}"
+    shutil.copytree(EMBEDDED, checkpoint)
+    arrays = {name: changed(name, each) for name, each in load_file(EMBEDDED / "model.safetensors").items()}
+    save_file(arrays, checkpoint / "model.safetensors", {"format": "pt"})
+    partial = folder / ".partial-new"
+    shutil.copytree(folder / "1", partial)
+    tensors = {name: changed(name, each) if name in arrays else each for name, each in weights_of(folder / "1").items()}
+    (partial / "weights.safetensors").write_bytes(b"".join(file_of(tensors)[1]))
+    content = manifest_of(partial)
+    for name in ("format", "format_version", "files", "digest"):
+        del content[name]
+    write_manifest(partial, content)
+    partial.rename(folder / str(number))
+    return checkpoint
+
+
+def changed(name, array):
+    array = array.astype(np.float32)
+    noise = np.random.default_rng(len(name)).standard_normal(array.shape).astype(np.float32)
+    return array + np.float32(0.3) * array.std() * noise
+
+
+def weights_of(version):
+    found = load_file(version / "weights.safetensors")
+    return {name: array for name, array in found.items() if not name.startswith(":padding:")}
+
+
+def wait_for(condition):
+    until = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def test_a_new_version_is_taken_while_requests_of_the_old_one_end(folder, expected, monkeypatch):
+    monkeypatch.setattr(watch, "GRACE_S", 0.0)
+    model = WatchedBundle(folder, poll_s=0.05)
+    try:
+        old = model.current
+        stream = model.stream(list(PROMPTS[0]), SamplingParams(max_new_tokens=100, ignore_eos=True))
+        first = [next(stream)]
+        checkpoint = with_other_weights(folder, 2)
+        wait_for(lambda: model.version == 2)
+        rest = [*first, *stream]
+        assert stream.token_ids[:NUM_TOKENS] == expected[0]
+        assert len(stream.token_ids) == 100 and rest
+        assert tokens_of(model) == eager_tokens(checkpoint) != expected
+        wait_for(lambda: old._is_closed)
+    finally:
+        model.close()
+    assert not [each for each in threading.enumerate() if each.name == "end-version"] or model.current is not old
+
+
+def test_a_version_that_is_damaged_or_unlike_the_old_one_is_passed_over(folder, caplog, expected):
+    model = WatchedBundle(folder, poll_s=0.05)
+    try:
+        shutil.copytree(folder / "1", folder / ".partial-new")
+        (folder / ".partial-new" / "weights.safetensors").write_bytes(b"")
+        (folder / ".partial-new").rename(folder / "2")
+        wait_for(lambda: "version 2" in caplog.text)
+        assert "weights.safetensors" in caplog.text
+        content = manifest_of(folder / "1")
+        shutil.copytree(folder / "1", folder / ".partial-new")
+        for name in ("format", "format_version", "files", "digest"):
+            del content[name]
+        (folder / ".partial-new" / "chat_template.jinja").write_text("other")
+        write_manifest(folder / ".partial-new", content)
+        (folder / ".partial-new").rename(folder / "3")
+        wait_for(lambda: "version 3" in caplog.text)
+        assert "chat template" in caplog.text
+        assert (model.version, tokens_of(model)) == (1, expected)
+    finally:
+        model.close()
+
+
+def test_quantized_weights_and_bfloat16(tmp_path):
+    with serve(EMBEDDED, engine=ENGINE, dtype="bfloat16", quantization="int8") as quantized:
+        expected = tokens_of(quantized)
+        quantized.export(tmp_path / "bundle", reference=False)
+    with serve(tmp_path / "bundle") as model:
+        assert "int8" in model.load_report.quantization
+        assert model.dtype_name == "bfloat16"
+        assert tokens_of(model) == expected
+    names = manifest_of(tmp_path / "bundle" / "1")["weights"]["names"]
+    assert any(isinstance(each, dict) and each["scheme"]["bits"] == 8 for each in names.values())
+
+
+def test_weights_of_orbax(served, tmp_path, expected):
+    pytest.importorskip("orbax.checkpoint", reason="the extra orbax brings it")
+    served.export(tmp_path / "bundle", weights="orbax", native=False)
+    with serve(tmp_path / "bundle") as model:
+        assert tokens_of(model) == expected
+
+
+def test_the_weights_lie_as_they_are_mapped(bundle):
+    with open(bundle / "1" / "weights.safetensors", "rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        entries = json.loads(file.read(size))
+    assert all((8 + size + entry["data_offsets"][0]) % 64 == 0 for name, entry in entries.items() if ":" not in name)

@@ -1,0 +1,232 @@
+"""`BundleModel`: a served model from a bundle, which needs neither torch nor transformers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jax
+
+from model_adapters.errors import InvalidArgumentError, TorchaxServeError, UnsupportedModelError
+from model_adapters.loading.bundle_folder import version_folder
+from model_adapters.ops.cpu import build, ffi
+from torchax_serve.compilation.executable_cache import ExecutableCache
+from torchax_serve.compilation.xla_cache import enable_compile_cache, programs_dir
+from torchax_serve.engine.options import EngineOptions
+from torchax_serve.entrypoints.recorded_model import RecordedModel, RecordedParts
+from torchax_serve.export.layout import GENERATION_CONFIG, TEMPLATE, TOKENIZER, TOOLS_TEMPLATE
+from torchax_serve.export.manifest import Manifest, check_files, read_manifest, require_flatbuffers
+from torchax_serve.export.mesh import BundleSharding
+from torchax_serve.export.programs import ExportedPrograms
+from torchax_serve.export.weights import read_weights
+from torchax_serve.start.model_record import ModelRecord
+from torchax_serve.start.recorded_tokenizer import TokenizerRecord
+from torchax_serve.start.weights_file import TensorNames
+
+logger = logging.getLogger("torchax_serve")
+
+_POLICIES = ("enable_prefix_caching", "max_num_waiting", "max_num_waiting_tokens", "max_decode_slowdown")
+"""Options of the engine that no program depends on."""
+
+
+class BundleModel(RecordedModel):
+    """A `ServedModel` for requests of text, without the PyTorch model.
+
+    Attributes:
+        manifest: The manifest of the bundle.
+
+    Args:
+        manifest: The manifest of the bundle.
+        parts: What the model is made of.
+        engine_options: Options of the engine.
+    """
+
+    embeds = False
+
+    def __init__(self, manifest: Manifest, parts: RecordedParts, engine_options: EngineOptions) -> None:
+        self.manifest = manifest
+        super().__init__(parts, engine_options)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # what isinstance sees: no class that imports torch
+        return BundleModel
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"a model of a bundle has no attribute {name}, as it has no PyTorch model; serve the model itself for that"
+        )
+
+    def __repr__(self) -> str:
+        return super().__repr__().replace("<ServedModel", "<BundleModel", 1)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raises UnsupportedModelError: a bundle has no forward with torch tensors."""
+        raise UnsupportedModelError(
+            f"{self.name}: expected chat, stream, generate_batch or iter_tokens of a bundle, got a call of forward, "
+            "which needs the PyTorch model; serve the model itself"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UnsupportedModelError("a BundleModel holds devices and threads and cannot be copied or pickled")
+
+
+def load_bundle(
+    folder: Path, engine: EngineOptions | None = None, *, version: int | None = None, name: str | None = None
+) -> BundleModel:
+    """Loads a model from a bundle; imports neither torch nor transformers.
+
+    Args:
+        folder: The bundle, or the folder of one of its versions.
+        engine: Options of the engine; sizes are those of the bundle.
+        version: Number of the version; None: the highest.
+        name: Name of the model; None: the folder.
+
+    Raises:
+        CheckpointError: the bundle is damaged, incomplete, or of a newer format.
+        UnsupportedModelError: it has no programs for this device.
+        InvalidArgumentError: an option of the engine that its programs do not have.
+    """
+    require_flatbuffers()
+    enable_compile_cache()
+    manifest = read_manifest(version_folder(folder, version))
+    variants = _variants_here(manifest)
+    check_files(manifest)
+    variant = _chosen(manifest, variants)
+    options = _engine_options(manifest, variant, engine)
+    weights, names, content = read_weights(manifest)
+    sharding = None if manifest["mesh"] is None else BundleSharding.of(manifest["mesh"])
+    if sharding is not None:
+        weights, content = sharding.divided(weights, names), None
+
+    def load() -> NoReturn:
+        raise UnsupportedModelError(
+            f"{folder}: expected a request for the engine, got one that needs the PyTorch model (beam search, "
+            "guidance, images, a tokenizer's other methods), which a bundle has not; serve the model itself"
+        )
+
+    parts = RecordedParts(
+        name=str(folder) if name is None else name,
+        record=_record(manifest, names),
+        weights=weights,
+        content=content,
+        load=load,
+        executables=_executables(manifest, variant, names, sharding),
+        sharding=sharding,
+    )
+    return BundleModel(manifest, parts, options)
+
+
+def _executables(
+    manifest: Manifest, variant: Mapping[str, Any], names: TensorNames, sharding: BundleSharding | None
+) -> Callable[[Callable[[], object]], ExecutableCache]:
+    exported = ExportedPrograms(manifest, variant, names)
+    mesh = None if sharding is None else sharding.mesh
+    return lambda load_first: ExecutableCache(programs_dir(), manifest.digest, mesh, exported=exported)
+
+
+def _variants_here(manifest: Manifest) -> list[Mapping[str, Any]]:
+    """Returns the programs for the platform of this process, those with kernels first.
+
+    Raises:
+        UnsupportedModelError: there are none.
+    """
+    device = jax.local_devices()[0]
+    platform = {"gpu": "cuda"}.get(device.platform, device.platform)
+    found = [each for each in manifest["variants"].values() if each["platform"] == platform]
+    found = [each for each in found if each["chip"] is None or _is_chip(each["chip"], device.device_kind)]
+    if not found:
+        listed = ", ".join(manifest["variants"])
+        raise UnsupportedModelError(
+            f"{manifest.folder}: expected a device out of {listed}, for which the bundle has programs, got "
+            f"{device.device_kind} ({platform}); export the model for it: --platform {platform}"
+        )
+    return sorted(found, key=lambda each: not each["uses_kernels"])
+
+
+def _is_chip(chip: str, device_kind: str) -> bool:
+    """Returns whether JAX's name of a device, such as ``TPU v6 lite`` or ``NVIDIA H100 80GB HBM3``, is of a chip."""
+    kind = device_kind.lower().replace(" lite", "e").replace(" ", "")
+    return chip in ("tpuv5p" if kind == "tpuv5" else kind)
+
+
+def _chosen(manifest: Manifest, variants: list[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Returns the programs to be run, with their kernels loaded.
+
+    Raises:
+        UnsupportedModelError: they need kernels that cannot be built here.
+    """
+    best = variants[0]
+    if best["platform"] != "cpu" or not best["uses_kernels"]:
+        return best
+    library = manifest["native"]["libraries"].get(build.machine_key())
+    ffi.load_from(manifest.folder / "native", None if library is None else manifest.folder / library)
+    if (reason := ffi.missing()) is None:
+        return best
+    if len(variants) == 1:
+        raise UnsupportedModelError(
+            f"{manifest.folder}: expected C++ kernels for this processor, and there are none: {reason}; install a "
+            "compiler, or export the bundle with programs without kernels"
+        )
+    return variants[1]
+
+
+def _engine_options(manifest: Manifest, variant: Mapping[str, Any], asked: EngineOptions | None) -> EngineOptions:
+    """Returns the options of the engine: sizes of the bundle, policies of the caller.
+
+    Raises:
+        InvalidArgumentError: another size than the bundle's.
+    """
+    sizes = {**manifest["engine"], "kv_cache_memory_bytes": variant["kv_cache_memory_bytes"]}
+    if asked is None:
+        return EngineOptions(**sizes)
+    default = EngineOptions()
+    for field in dataclasses.fields(EngineOptions):
+        value = getattr(asked, field.name)
+        if field.name in _POLICIES or value in (getattr(default, field.name), sizes.get(field.name)):
+            continue
+        raise InvalidArgumentError(
+            f"{field.name}: expected {sizes.get(field.name)}, as the bundle was exported with, got {value}; leave it "
+            "out, or export the model with that"
+        )
+    return EngineOptions(**sizes, **{name: getattr(asked, name) for name in _POLICIES})
+
+
+def _record(manifest: Manifest, names: TensorNames) -> ModelRecord:
+    model = manifest["model"]
+    return ModelRecord(
+        weights=names,
+        tokenizer=_tokenizer(manifest),
+        config=model["config"],
+        config_absent=tuple(model["config_absent"]),
+        generation_config=json.loads(manifest.read_bytes(GENERATION_CONFIG)),
+        generation_defaults=model["generation_defaults"],
+        sampling_rules=model["sampling_rules"],
+        limits=model["limits"],
+        quantization=model["quantization"],
+        requantized=model["requantized"],
+        described=(model["model_type"], model["dtype"]),
+    )
+
+
+def _tokenizer(manifest: Manifest) -> TokenizerRecord | None:
+    described = manifest["tokenizer"]
+    if described is None:
+        return None
+    texts = {
+        name: manifest.read_bytes(name).decode() if name in manifest["files"] else None
+        for name in (TOKENIZER, TEMPLATE, TOOLS_TEMPLATE)
+    }
+    backend = texts[TOKENIZER]
+    if backend is None:
+        raise TorchaxServeError(f"{manifest.folder}: expected {TOKENIZER} in the bundle, got none; export it again")
+    return TokenizerRecord(
+        backend,
+        texts[TEMPLATE],
+        texts[TOOLS_TEMPLATE] or texts[TEMPLATE],
+        described["special_tokens_map"],
+        described["response_template"],
+    )

@@ -1,0 +1,15 @@
+"""Names of the files in a version of a bundle, and the options that its programs have."""
+
+from __future__ import annotations
+
+TOKENIZER, TEMPLATE, TOOLS_TEMPLATE = "tokenizer.json", "chat_template.jinja", "tools_template.jinja"
+GENERATION_CONFIG = "generation_config.json"
+ENGINE_SIZES = (
+    "max_model_len",
+    "max_num_seqs",
+    "page_size",
+    "max_num_batched_tokens",
+    "max_num_steps",
+    "batch_invariant",
+)
+"""Options of the engine that its programs depend on."""

@@ -1,0 +1,83 @@
+"""The mesh of a bundle's programs, and how its weights and cache are divided on it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from model_adapters.errors import UnsupportedModelError
+from model_adapters.ops.compressed_weight import Weight
+from model_adapters.ops.spmd import pool_spec
+from torchax_serve.distributed.mesh import mesh_of
+from torchax_serve.start.weights_file import TensorNames, assembled
+
+
+def described_mesh(tensors: Mapping[str, jax.Array]) -> dict[str, Any] | None:
+    """Returns the mesh of the tensors and the axes that divide each as JSON; None for one device."""
+    shardings = {name: array.sharding for name, array in tensors.items()}
+    on_mesh = {name: each for name, each in shardings.items() if isinstance(each, NamedSharding)}
+    if not on_mesh:
+        return None
+    mesh = next(iter(on_mesh.values())).mesh
+    return {
+        "axes": {str(axis): int(size) for axis, size in mesh.shape.items()},
+        "tensors": {name: list(each.spec) for name, each in on_mesh.items() if any(each.spec)},
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class BundleSharding:
+    """How a bundle lies on the devices of this process; stands for a `ModelSharding` where an engine is built.
+
+    Attributes:
+        mesh: The devices.
+        specs: Mesh axes of the dimensions of each tensor that is divided, by name.
+    """
+
+    mesh: Mesh
+    specs: Mapping[str, tuple[str | None, ...]]
+
+    @classmethod
+    def of(cls, description: Mapping[str, Any]) -> BundleSharding:
+        """Returns the sharding that `described_mesh` has described.
+
+        Raises:
+            UnsupportedModelError: there are fewer devices.
+        """
+        axes, devices = description["axes"], jax.local_devices()
+        number = math.prod(axes.values())
+        if len(devices) < number:
+            raise UnsupportedModelError(
+                f"expected {number} devices, for which the bundle's programs were exported, got {len(devices)}; export "
+                "the model for them"
+            )
+        specs = {name: tuple(spec) for name, spec in description["tensors"].items()}
+        return cls(mesh_of(devices[:number], axes), specs)
+
+    def replicated(self) -> NamedSharding:
+        """Returns the sharding of replicated arrays."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    def pool_sharding(self, kv_heads: int) -> NamedSharding:
+        """Returns the sharding of a pool of pages with `kv_heads` heads."""
+        return NamedSharding(self.mesh, pool_spec(kv_heads, self.mesh))
+
+    def divided(self, weights: Mapping[str, Weight], names: TensorNames) -> dict[str, Weight]:
+        """Returns the weights with each device's part on it.
+
+        Args:
+            weights: Weights by qualified name, on one device.
+            names: Names of the tensors of each weight.
+        """
+        tensors: dict[str, jax.Array] = {}
+        for name, tree in names.items():
+            for tensor, array in zip(jax.tree.leaves(tree), jax.tree.leaves(weights[name]), strict=True):
+                if tensor not in tensors:
+                    spec = PartitionSpec(*self.specs.get(tensor, ()))
+                    tensors[tensor] = jax.device_put(array, NamedSharding(self.mesh, spec))
+        return assembled(names, tensors)

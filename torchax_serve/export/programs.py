@@ -1,0 +1,109 @@
+"""Reads the programs of a bundle: what tracing the model would give, without the model."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax import export
+
+from model_adapters.errors import CheckpointError, TorchaxServeError
+from model_adapters.ops.compressed_weight import Weights
+from torchax_serve.executors.packed_specs import StepBuckets
+from torchax_serve.export.manifest import Manifest
+from torchax_serve.export.trees import restored_tree
+from torchax_serve.kv_cache.pools import PagedLayerSpec
+from torchax_serve.start.weights_file import TensorNames
+
+
+def program_key(name: str, args: tuple[Any, ...], spec: Any) -> str:
+    """Returns a name of the program of a step, the same when it is exported and when it is called.
+
+    Args:
+        name: Name of the step's function.
+        args: Its arguments behind the weights, or their shapes.
+        spec: Its static argument.
+    """
+    kinds = [(tuple(leaf.shape), str(np.dtype(leaf.dtype))) for leaf in jax.tree.leaves(args)]
+    return f"{name}-{hashlib.sha256(f'{kinds} {spec!r}'.encode()).hexdigest()[:16]}"
+
+
+class ExportedPrograms:
+    """The programs of a bundle for one platform; an `ExportedFunctions`.
+
+    Args:
+        manifest: The manifest of the bundle.
+        variant: The part of it about the programs for the platform.
+        names: Names of the tensors of each weight.
+    """
+
+    def __init__(self, manifest: Manifest, variant: Mapping[str, Any], names: TensorNames) -> None:
+        self._manifest, self._variant, self._names = manifest, variant, names
+
+    def memoized(self, name: str) -> Any:
+        """Returns what tracing the model has shown.
+
+        Raises:
+            TorchaxServeError: it was not needed when the bundle was made.
+        """
+        if name == "packed shapes":
+            return tuple(_layer(each) for each in self._variant["layers"])
+        if name == "step buckets":
+            return StepBuckets(**{key: tuple(sizes) for key, sizes in self._variant["buckets"].items()})
+        raise TorchaxServeError(f"expected an engine with the options of its bundle, got one that needs its {name}")
+
+    def function(self, name: str, args: tuple[Any, ...], spec: Any) -> Callable[..., Any]:
+        """Returns ``f(weights, *args)`` of a step.
+
+        Raises:
+            TorchaxServeError: the bundle has no program for such a step.
+            CheckpointError: this release of JAX does not read the program.
+        """
+        entry = self._variant["programs"].get(program_key(name, args, spec))
+        if entry is None:
+            raise TorchaxServeError(
+                f"{self._manifest.folder}: expected a step that was exported, got {name} with {spec}; export the "
+                "bundle again with this release of torchax-serve"
+            )
+        exported = read_program(self._manifest, entry["file"])
+
+        def run(weights: Weights, *args: Any) -> Any:
+            leaves = exported.call(self._tensors_of(weights), *jax.tree.leaves(args))
+            return restored_tree(entry["results"], leaves)
+
+        return run
+
+    def _tensors_of(self, weights: Weights) -> dict[str, jax.Array]:
+        tensors: dict[str, jax.Array] = {}
+        for name, tree in self._names.items():
+            tensors.update(zip(jax.tree.leaves(tree), jax.tree.leaves(weights[name]), strict=True))
+        return tensors
+
+
+def read_program(manifest: Manifest, name: str) -> export.Exported:
+    """Returns an exported program of a bundle.
+
+    Raises:
+        CheckpointError: the file is damaged, or this release of JAX does not read it.
+    """
+    content = manifest.read_bytes(name)
+    try:
+        return export.deserialize(bytearray(content))
+    except Exception as error:  # whatever JAX's readers raise for formats that they no longer read
+        made_with = manifest["made_with"]["jax"]
+        raise CheckpointError(
+            f"{manifest.folder / name}: expected a program for jax {jax.__version__}, got one of jax {made_with} "
+            f"({str(error).splitlines()[0]}); run torchax-serve bundle refresh with jax {made_with}, or export again"
+        ) from error
+
+
+def described_layer(layer: PagedLayerSpec) -> dict[str, Any]:
+    """Returns the paged cache of a layer as JSON."""
+    return {**vars(layer), "dtype": str(layer.dtype)}
+
+
+def _layer(description: Mapping[str, Any]) -> PagedLayerSpec:
+    return PagedLayerSpec(**{**description, "dtype": np.dtype(jax.numpy.dtype(description["dtype"]))})

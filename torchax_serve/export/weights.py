@@ -1,0 +1,98 @@
+"""Weights of a bundle: a file of safetensors that is mapped, or a checkpoint of Orbax."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import jax
+import numpy as np
+
+from model_adapters.errors import CheckpointError, InvalidArgumentError, TorchaxServeError, UnsupportedModelError
+from model_adapters.ops.compressed_weight import Weight
+from torchax_serve.export.manifest import AGAIN, Manifest
+from torchax_serve.export.trees import restored_weights
+from torchax_serve.start.weights_file import NotStorableError, TensorNames, assembled, file_of, mapped
+
+WeightsFormat = Literal["safetensors", "orbax"]
+SAFETENSORS, ORBAX = "weights.safetensors", "weights"
+
+
+def check_format(name: str) -> None:
+    """Raises unless `name` is a format that can be written here.
+
+    Raises:
+        InvalidArgumentError: there is no such format.
+        TorchaxServeError: Orbax is not installed.
+    """
+    if name not in get_args(WeightsFormat):
+        raise InvalidArgumentError(f"weights: expected safetensors or orbax, got {name!r}; choose one of them")
+    if name == "orbax" and importlib.util.find_spec("orbax") is None:
+        raise TorchaxServeError(
+            "weights in the format orbax: expected the package orbax-checkpoint, which is not installed; install "
+            "torchax-serve[orbax]"
+        )
+
+
+def write_weights(folder: Path, tensors: Mapping[str, jax.Array], format: WeightsFormat) -> list[str]:
+    """Writes the weights of a bundle; returns the names of their files.
+
+    Args:
+        folder: Folder of the version.
+        tensors: Tensors by name.
+        format: Format of the files.
+
+    Raises:
+        UnsupportedModelError: a dtype that the format does not have.
+        OSError: the disk is full.
+    """
+    if format == "orbax":
+        _write_orbax(folder / ORBAX, tensors)
+        return sorted(path.relative_to(folder).as_posix() for path in (folder / ORBAX).rglob("*") if path.is_file())
+    try:
+        _, pieces = file_of(tensors)
+    except NotStorableError as error:
+        raise UnsupportedModelError(f"export: expected weights that safetensors can hold, got {error}") from error
+    with open(folder / SAFETENSORS, "wb") as file:
+        for piece in pieces:
+            file.write(piece)
+    return [SAFETENSORS]
+
+
+def read_weights(manifest: Manifest) -> tuple[dict[str, Weight], TensorNames, np.ndarray | None]:
+    """Returns the weights of a bundle, the names of their tensors, and the mapped file, uint8[n].
+
+    Raises:
+        CheckpointError: the files cannot be read.
+    """
+    names = restored_weights(manifest["weights"]["names"])
+    if manifest["weights"]["format"] == "orbax":
+        check_format("orbax")
+        return assembled(names, _read_orbax(manifest.folder / ORBAX)), names, None
+    path = manifest.folder / SAFETENSORS
+    try:
+        weights, content = mapped(path, names)
+    except OSError as error:
+        raise CheckpointError(f"{path}: expected the weights of the bundle, got {error}; {AGAIN}") from error
+    return weights, names, content
+
+
+def _write_orbax(folder: Path, tensors: Mapping[str, jax.Array]) -> None:
+    import orbax.checkpoint
+
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder.resolve(), dict(tensors))
+
+
+def _read_orbax(folder: Path) -> dict[str, Any]:
+    import orbax.checkpoint
+
+    place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        saved = checkpointer.metadata(folder.resolve()).item_metadata
+        shapes = {
+            name: jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=place) for name, each in dict(saved).items()
+        }
+        return dict(checkpointer.restore(folder.resolve(), shapes))

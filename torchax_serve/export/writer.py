@@ -1,0 +1,219 @@
+"""Writes bundles: `export_model` makes a new version in a folder, complete by a rename."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
+from model_adapters.loading import LoadedModel
+from model_adapters.ops import registry
+from model_adapters.ops.compressed_weight import CompressedWeight, Weight, Weights, unpacked
+from model_adapters.ops.cpu import build, ffi
+from model_adapters.ops.quantized_weight import QuantizedWeight
+from torchax_serve import __version__
+from torchax_serve.engine.factory import memory_budget
+from torchax_serve.engine.options import EngineOptions
+from torchax_serve.export.layout import ENGINE_SIZES, GENERATION_CONFIG, TEMPLATE, TOKENIZER, TOOLS_TEMPLATE
+from torchax_serve.export.manifest import Manifest, require_flatbuffers, write_manifest
+from torchax_serve.export.mesh import described_mesh
+from torchax_serve.export.steps import StepExporter
+from torchax_serve.export.targets import PLATFORMS, ExportTarget, parse_platforms
+from torchax_serve.export.trees import described_weights
+from torchax_serve.export.versions import new_version
+from torchax_serve.export.weights import WeightsFormat, check_format, write_weights
+from torchax_serve.kv_cache.memory import MemoryBudget
+from torchax_serve.runtime.model_runtime import ModelRuntime
+from torchax_serve.start.model_record import ModelRecord
+from torchax_serve.start.recording import NotRecordableError, model_record
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExportRequest:
+    """What to write.
+
+    Attributes:
+        platforms: Platforms of the programs: ``cpu``, ``tpu:v6e``, ``cuda:h100`` ...
+        engine: Sizes of the engine, which its programs have.
+        weights: Format of the weights.
+        native: Whether programs for a CPU call the C++ kernels; their sources and the library come with them.
+        reference: Whether programs for a CPU come without kernels as well, for processors without a compiler.
+        advance: Called with the number of programs written since the last call.
+    """
+
+    platforms: Sequence[str] = ("cpu",)
+    engine: EngineOptions = dataclasses.field(default_factory=EngineOptions)
+    weights: WeightsFormat = "safetensors"
+    native: bool = True
+    reference: bool = True
+    advance: Callable[[int], object] = lambda number: None
+
+    def targets(self) -> list[ExportTarget]:
+        """Returns what programs are exported for.
+
+        Raises:
+            InvalidArgumentError: an unknown platform.
+        """
+        found = parse_platforms(self.platforms)
+        if ExportTarget("cpu") not in found:
+            return found
+        has_kernels = self.native and ffi.missing() is None
+        others = [target for target in found if target != ExportTarget("cpu")]
+        on_cpu = [ExportTarget("cpu")] if has_kernels else []
+        if self.reference or not has_kernels:
+            on_cpu.append(ExportTarget("cpu", uses_kernels=False))
+        return [*on_cpu, *others]
+
+
+def export_model(loaded: LoadedModel, runtime: ModelRuntime, out: Path, request: ExportRequest) -> Manifest:
+    """Writes a model as the next version of a bundle; returns its manifest.
+
+    The version appears by a rename once it is complete: readers never see a part of it.
+
+    Args:
+        loaded: The model as it was loaded.
+        runtime: The same, with its programs.
+        out: Folder of the bundle, new or with other versions.
+        request: What to write.
+
+    Raises:
+        InvalidArgumentError: options that do not fit the model, or a folder with something else in it.
+        UnsupportedModelError: requests of the model need more than a bundle has.
+        TorchaxServeError: the disk is full, or a package is missing.
+    """
+    require_flatbuffers()
+    check_format(request.weights)
+    targets = request.targets()
+    weights = _portable(runtime.weights)
+    _check_layout(weights, targets)
+    sizes = _sizes(runtime, request.engine)
+    try:
+        record, tensors = model_record(loaded, runtime, weights)
+    except NotRecordableError as reason:
+        raise UnsupportedModelError(
+            f"export: expected a model of text that the engine runs packed, got one that it does not: {reason}"
+        ) from reason
+    with new_version(out, sum(array.nbytes for array in tensors.values())) as new:
+        shapes = {name: _shape_of(array) for name, array in tensors.items()}
+        exporter = StepExporter(runtime, sizes, record.weights, shapes, new.folder, request.advance)
+        content = {
+            **_facts(loaded, record, sizes),
+            "mesh": described_mesh(tensors),
+            "native": _write_native(new.folder) if any(_is_native(target) for target in targets) else None,
+            "variants": {target.name: exporter.export(target) for target in targets},
+            "weights": {
+                "format": request.weights,
+                "files": write_weights(new.folder, tensors, request.weights),
+                "names": described_weights(record.weights),
+            },
+        }
+        _write_texts(new.folder, loaded, record)
+        return new.completed(write_manifest(new.folder, content))
+
+
+def _shape_of(array: jax.Array) -> jax.ShapeDtypeStruct:
+    sharding = array.sharding if isinstance(array.sharding, jax.sharding.NamedSharding) else None
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+
+
+def _portable(weights: Weights) -> dict[str, Weight]:
+    """Returns the weights with compressed ones as arrays: only C++ kernels of one processor read those."""
+    unique = {id(weight): weight for weight in weights.values()}
+    made = {key: unpacked(each) if isinstance(each, CompressedWeight) else each for key, each in unique.items()}
+    return {name: made[id(weight)] for name, weight in weights.items()}
+
+
+def _check_layout(weights: Weights, targets: Sequence[ExportTarget]) -> None:
+    """Raises InvalidArgumentError if weights are laid out for other devices than a target's."""
+    here = registry.platform()
+    other = next((target for target in targets if PLATFORMS[target.platform] != here), None)
+    if other is None:
+        return
+    name = next((name for name, weight in weights.items() if isinstance(weight, QuantizedWeight)), None)
+    if name is not None:
+        raise InvalidArgumentError(
+            f"platforms: expected {here}, for which the quantized weight {name} and others are laid out here, got "
+            f"{other.name}; export there, or without quantization"
+        )
+    if any(isinstance(array.sharding, jax.sharding.NamedSharding) for array in jax.tree.leaves(weights)):
+        raise InvalidArgumentError(
+            f"platforms: expected {here}, on whose devices the model is divided, got {other.name}; export there, or a "
+            "model on one device"
+        )
+
+
+def _sizes(runtime: ModelRuntime, options: EngineOptions) -> MemoryBudget:
+    if options.kv_cache_dtype is not None:
+        raise InvalidArgumentError(
+            f"kv_cache_dtype: expected None for a bundle, whose cache is in the model's dtype, got "
+            f"{options.kv_cache_dtype!r}; leave it out"
+        )
+    return memory_budget(runtime, options)
+
+
+def _is_native(target: ExportTarget) -> bool:
+    return target.platform == "cpu" and target.uses_kernels
+
+
+def _facts(loaded: LoadedModel, record: ModelRecord, sizes: MemoryBudget) -> dict[str, Any]:
+    """Returns what the manifest says besides files, programs and weights."""
+    names = ("jax", "jaxlib", "torch", "torchax", "transformers")
+    tokenizer = record.tokenizer
+    model_type, dtype = record.described
+    return {
+        "made_with": {"torchax-serve": __version__, **{name: version(name) for name in names}},
+        "made_at": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "model": {
+            "name": loaded.source.name,
+            "class": type(loaded.module).__name__,
+            "model_type": model_type,
+            "dtype": dtype,
+            "quantization": record.quantization,
+            "requantized": record.requantized,
+            "config": record.config,
+            "config_absent": list(record.config_absent),
+            "generation_defaults": record.generation_defaults,
+            "sampling_rules": record.sampling_rules,
+            "limits": record.limits,
+        },
+        "tokenizer": None
+        if tokenizer is None
+        else {
+            "special_tokens_map": tokenizer.special_tokens_map,
+            "response_template": tokenizer.response_template,
+        },
+        "engine": {name: getattr(sizes, name) for name in ENGINE_SIZES},
+    }
+
+
+def _write_texts(folder: Path, loaded: LoadedModel, record: ModelRecord) -> None:
+    """Writes tokenizer, chat templates, generation config and licence."""
+    written = {GENERATION_CONFIG: json.dumps(record.generation_config, indent=1) + "\n"}
+    if record.tokenizer is not None:
+        written[TOKENIZER] = record.tokenizer.backend
+        plain, for_tools = record.tokenizer.chat_template, record.tokenizer.tools_template
+        templates = {TEMPLATE: plain, TOOLS_TEMPLATE: None if for_tools == plain else for_tools}
+        written |= {name: text for name, text in templates.items() if text is not None}
+    for name, text in written.items():
+        (folder / name).write_text(text, "utf-8", newline="")
+    for path in [] if loaded.source.folder is None else sorted(loaded.source.folder.glob("LICENSE*")):
+        shutil.copyfile(path, folder / path.name)
+
+
+def _write_native(folder: Path) -> dict[str, Any]:
+    """Writes the kernels' C++ files and the library for this processor."""
+    native = folder / "native"
+    native.mkdir()
+    for path in [*build.sources(), *build.headers()]:
+        shutil.copyfile(path, native / path.name)
+    machine = build.machine_key()
+    shutil.copyfile(build.library_path(), native / f"kernels-{machine}.so")
+    return {"targets": list(ffi.TARGETS), "libraries": {machine: f"native/kernels-{machine}.so"}}
