@@ -78,8 +78,7 @@ def test_weights_that_were_removed_or_replaced(start_folder):
 def test_weights_that_another_process_has_written_again(start_folder):
     written = start_folder.read()
     time.sleep(0.02)  # as below
-    places, pieces = stored({"w": jnp.ones(8)})
-    start_folder.write_weights(places.num_bytes, pieces)
+    start_folder.write_weights(*file_of({"w": jnp.ones(8)}))
     assert start_folder.read() == written
 
 
