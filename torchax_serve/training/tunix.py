@@ -50,7 +50,13 @@ class NnxCausalLM(nnx.Module):
         return {name: self.trained[_attribute(name)][...] for name in self.model.trained}
 
     def __call__(
-        self, input_tokens: Any, positions: Any, cache: Any = None, attention_mask: Any = None, **others: Any
+        self,
+        input_tokens: Any,
+        positions: Any,
+        cache: Any = None,
+        attention_mask: Any = None,
+        segment_ids: Any = None,
+        **others: Any,
     ) -> tuple[jax.Array, None]:
         """Returns logits float[batch, length, vocab] and no cache.
 
@@ -58,6 +64,7 @@ class NnxCausalLM(nnx.Module):
             input_tokens, positions: int32[batch, length].
             cache: None: rollouts are the engine's.
             attention_mask: bool[batch, length, length], which tokens see which.
+            segment_ids: int32[batch, length]: tokens see only those of their own segment; None: all of a row.
             **others: What the trainers pass to models of their own; None is accepted.
         """
         if cache is not None:
@@ -68,6 +75,8 @@ class NnxCausalLM(nnx.Module):
             raise UnsupportedModelError(f"{unknown[0]}: expected None, which this model does not take; leave it out")
         frozen = {name: self.frozen[_attribute(name)][...] for name in self.model.frozen}
         given = {"input_ids": input_tokens, "position_ids": positions, "use_cache": False, "return_dict": False}
+        if segment_ids is not None:
+            attention_mask = attention_mask & (segment_ids[:, :, None] == segment_ids[:, None])
         given["attention_mask"] = additive_masks(self.model, attention_mask)
         output = self.model.forward(self.model.weights(self.arrays(), frozen), (), given)
         return output[0], None
