@@ -241,8 +241,8 @@ class _Builder:
         self, checkpoint: AnyCheckpoint, dtype: torch.dtype, progress: Progress
     ) -> tuple[PreTrainedModel, DevicePlacement, WeightSink]:
         place = self._placement()
-        is_gguf = isinstance(checkpoint, GgufCheckpoint)
-        sink = WeightSink(place, self._peak, checkpoint.parameter_names if is_gguf else checkpoint.sizes_in(None))
+        names = checkpoint.parameter_names if isinstance(checkpoint, GgufCheckpoint) else checkpoint.sizes_in(None)
+        sink = WeightSink(place, self._peak, names)
         with (
             progress.stage(f"loading {self._source.name}", checkpoint.num_bytes) as advance,
             checkpoint.readers(advance) as readers,
