@@ -169,8 +169,7 @@ def serve(
     from torchax_serve.server import require_packages
 
     end_if_explained(model, load)
-    if life.watch:
-        _check_is_bundle(model)
+    _check_watched(model, life)
     require_packages()
     check_model(model, load.revision)
     options = _server_options(address, access, limits, life)
@@ -269,8 +268,8 @@ def _log_to_stderr(log_format: str) -> None:
         logger.propagate = False
 
 
-def _check_is_bundle(model: str | None) -> None:
-    if bundle_folder(model) is None:
+def _check_watched(model: str | None, life: LifeOptions) -> None:
+    if life.watch and bundle_folder(model) is None:
         raise InvalidArgumentError(
             f"--watch: expected a bundle as MODEL, got {model or 'none'}; leave it out, or export the model"
         )
