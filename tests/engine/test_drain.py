@@ -135,7 +135,7 @@ def test_replicas_are_drained_and_closed_together():
         assert [handle.result() for handle in handles] == [expected_tokens("llama", prompt, 24) for prompt in PROMPTS]
         with pytest.raises(TorchaxServeError, match=r"drain\(\) was called"):
             replicas.submit(request([5]))
-        one.engine._admission.is_draining = two.engine.admission.refusal = None
+        one.engine.admission.refusal = two.engine.admission.refusal = None
         go_on = stalled(two.engine)
         handle = two.engine.submit(request([5]))
         began = time.monotonic()

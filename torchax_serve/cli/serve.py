@@ -170,10 +170,8 @@ def serve(
     from torchax_serve.server import require_packages
 
     end_if_explained(model, load)
-    if life.watch and bundle_folder(model) is None:
-        raise InvalidArgumentError(
-            f"--watch: expected a bundle as MODEL, got {model or 'none'}; leave it out, or export the model"
-        )
+    if life.watch:
+        _check_is_bundle(model)
     require_packages()
     check_model(model, load.revision)
     options = _server_options(address, access, limits, life)
@@ -268,6 +266,13 @@ def _log_to_stderr(log_format: str) -> None:
         logger.setLevel(logging.INFO)
         logger.addHandler(handler(log_format))
         logger.propagate = False
+
+
+def _check_is_bundle(model: str | None) -> None:
+    if bundle_folder(model) is None:
+        raise InvalidArgumentError(
+            f"--watch: expected a bundle as MODEL, got {model or 'none'}; leave it out, or export the model"
+        )
 
 
 def _warn_if_open(options: ServerOptions) -> None:

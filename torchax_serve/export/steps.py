@@ -19,7 +19,7 @@ from model_adapters.ops.cpu import ffi
 from model_adapters.program.trace_context import torch_promotion, trace_lock
 from torchax_serve.compilation.executable_cache import ExecutableCache
 from torchax_serve.executors.compiled_steps import StepCall
-from torchax_serve.executors.packed import PackedExecutor
+from torchax_serve.executors.packed import PackedExecutor, step_calls
 from torchax_serve.executors.packed_factory import packed_shapes
 from torchax_serve.export.programs import described_layer, program_key
 from torchax_serve.export.targets import ExportTarget
@@ -72,7 +72,7 @@ class StepExporter:
         of_mesh = self.runtime.program.sharding
         with target.tracing(None if of_mesh is None else of_mesh.replicated()) as sharding:
             executor, num_bytes = self._executor(target)
-            calls = list(executor.step_calls())
+            calls = list(step_calls(executor))
             programs = dict(self._exported(spec, call, target, sharding) for spec, call in calls)
         return {
             "platform": target.platform,
