@@ -23,6 +23,7 @@ from torchax_serve.cli.shared.model_name import check_model, complete_model
 
 if TYPE_CHECKING:
     from torchax_serve.server.options import ServerOptions
+    from torchax_serve.server.start_progress import StartProgress
 
 
 def _option(*names: str, help: str, panel: str, **further: Any) -> Any:
@@ -187,11 +188,8 @@ def serve(
     )
     load.show_details()
     _warn_if_open(options)
-
-    def load_here(name: str | None) -> Any:
-        return load_model(name, engine=engine, progress=server.context.start, **load.serve_kwargs())
-
-    server = Server(options, functools.partial(_loaded, model, load_here, is_watched=life.watch))
+    load_here = functools.partial(load_model, engine=engine, **load.serve_kwargs())
+    server = Server(options, lambda: _loaded(model, load_here, server.context.start, is_watched=life.watch))
     for each in server.addresses:
         print(f"listening on {each}", file=sys.stderr, flush=True)
     try:
@@ -204,8 +202,9 @@ def serve(
     os._exit(status)
 
 
-def _loaded(model: str | None, load: Callable[[Any], Any], *, is_watched: bool) -> Any:
+def _loaded(model: str | None, load: Callable[..., Any], progress: StartProgress, *, is_watched: bool) -> Any:
     """Returns the model, or the newest version of a bundle that is watched."""
+    load = functools.partial(load, progress=progress)
     if not is_watched:
         return load(model)
     from torchax_serve.export.watch import WatchedBundle
