@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from model_adapters.ops import registry, spmd
 from model_adapters.ops.compressed_weight import quantized_of
 from model_adapters.ops.cpu import ffi
+from model_adapters.ops.cpu.quantized_numbers import QuantizedNumbers
 from model_adapters.ops.grouped_matmul import OP as GROUPED_OP
 from model_adapters.ops.grouped_matmul import Layout, over_tiles
 from model_adapters.ops.linear import OP as LINEAR_OP
@@ -176,11 +177,11 @@ def _kernel_unsupported_reason(x: jax.Array, weight: jax.Array, bias: jax.Array 
     return ffi.unsupported_reason(x) if x.shape[0] else "no rows"
 
 
-def _numbers_of(scheme: Scheme, num_columns: int) -> ffi.QuantizedNumbers:
+def _numbers_of(scheme: Scheme, num_columns: int) -> QuantizedNumbers:
     """Returns what the kernels have to know of a weight in their order."""
     kind = "table" if scheme.table is not None else scheme.numbers or f"int{scheme.bits}"
     act_group = min(scheme.act_group or scheme.group, num_columns) if scheme.act_dtype == "int8" else 0
-    return ffi.QuantizedNumbers(kind, scheme.zero, scheme.group, act_group, scheme.table)
+    return QuantizedNumbers(kind, scheme.zero, scheme.group, act_group, scheme.table)
 
 
 def _kernel_product(x: jax.Array, weight: QuantizedWeight, bias: jax.Array | None) -> jax.Array:

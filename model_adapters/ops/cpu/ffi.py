@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import ctypes
-import dataclasses
 import functools
 import logging
 import threading
@@ -24,6 +23,7 @@ import numpy as np
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops.attention_args import AttentionArgs
 from model_adapters.ops.cpu import build
+from model_adapters.ops.cpu.quantized_numbers import QuantizedNumbers
 from model_adapters.ops.cpu.targets import ROW_BY_ROW as ROW_BY_ROW
 from model_adapters.ops.cpu.targets import TARGETS as TARGETS
 
@@ -268,32 +268,6 @@ def packed_linear(x: jax.Array, groups: jax.Array, index: jax.Array, bias: jax.A
     """
     result = jax.ShapeDtypeStruct((x.shape[0], groups.shape[0] * GROUP_ROWS), x.dtype)
     return _call("tas_packed_linear", result)(x, groups, index, _or_empty(bias))
-
-
-@dataclasses.dataclass(frozen=True)
-class QuantizedNumbers:
-    """What the numbers of a quantized matrix are, and which columns share scales.
-
-    Attributes:
-        kind: "int8", "int4", "float8_e4m3fn", or "table" for 4 bits that are places in `table`.
-        zero: What is taken from a stored integer of 4 bits.
-        group: Columns that share a scale: a multiple of 16, or all and more.
-        act_group: Columns of x that are rounded to int8 with one scale: like `group`; 0: x is not rounded.
-        table: 16 numbers.
-    """
-
-    kind: str
-    zero: int
-    group: int
-    act_group: int
-    table: tuple[float, ...] | None = None
-
-    def attributes(self) -> dict[str, Any]:
-        """Returns the attributes of a call."""
-        numbers = ("int8", "int4", "float8_e4m3fn", "table").index(self.kind)
-        table = np.zeros(16, np.float32) if self.table is None else np.asarray(self.table, np.float32)
-        of_64_bits = {"numbers": numbers, "zero": self.zero, "group": self.group, "act_group": self.act_group}
-        return {name: np.int64(value) for name, value in of_64_bits.items()} | {"table": table}
 
 
 def quantized_linear(
