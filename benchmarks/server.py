@@ -1,6 +1,7 @@
 """What HTTP costs on top of the engine: latency at a fixed rate, tokens/s of many streams, structured output.
 
     python benchmarks/server.py --rate 50 --streams 500
+    python benchmarks/server.py --starts --model FOLDER
 
 The engine is measured in this process, a server of the same model in a process of its own, in turns, by a client that
 does nothing but read its sockets. Medians of the turns are shown. Without a model, the embedded one.
@@ -8,12 +9,14 @@ does nothing but read its sockets. Medians of the turns are shown. Without a mod
 
 import argparse
 import asyncio
+import dataclasses
 import json
 import os
 import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -32,9 +35,15 @@ async def at_rate(ask, rate, num_requests):
     return await asyncio.gather(*(timed(index / rate) for index in range(num_requests)))
 
 
-async def tokens_per_s(ask, num_streams):
+async def tokens_per_s(ask, num_streams, gap_s=0.0):
+    """Tokens/s of streams that begin `gap_s` after each other; so rows are not in step with each other on any side."""
+
+    async def later(delay_s):
+        await asyncio.sleep(delay_s)
+        return await ask()
+
     began = time.perf_counter()
-    counts = await asyncio.gather(*(ask() for _ in range(num_streams)))
+    counts = await asyncio.gather(*(later(index * gap_s) for index in range(num_streams)))
     return sum(counts) / (time.perf_counter() - began)
 
 
@@ -83,7 +92,7 @@ def free_port():
         return found.getsockname()[1]
 
 
-def start_server(arguments, port):
+def start_server(arguments, port, **environment):
     code = "from torchax_serve.cli.main import main; main()"
     command = [
         sys.executable,
@@ -103,24 +112,50 @@ def start_server(arguments, port):
         "1000",
         "--no-access-log",
     ]
-    process = subprocess.Popen(command, env=os.environ)
-    while True:
+    if arguments.max_model_len is not None:
+        command += ["--max-model-len", str(arguments.max_model_len)]
+    process = subprocess.Popen(command, env={**os.environ, **environment})
+    while not is_ready(port, "/readyz"):
         assert process.poll() is None
-        try:
-            with socket.create_connection(("127.0.0.1", port)) as connection:
-                connection.sendall(b"GET /readyz HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
-                if b" 200 " in connection.recv(100):
-                    return process
-        except OSError:
-            pass
-        time.sleep(0.5)
+        time.sleep(0.05)
+    return process
+
+
+def measure_starts(arguments):
+    """Seconds from the start of the process to the first 200 of /readyz: with empty caches, and with those of before.
+
+    The first start also builds the C++ kernels.
+    """
+    found = []
+    with tempfile.TemporaryDirectory() as cache:
+        for _ in range(1 + arguments.turns):
+            port, began = free_port(), time.perf_counter()
+            process = start_server(arguments, port, XDG_CACHE_HOME=cache)
+            found.append(time.perf_counter() - began)
+            print(f"ready after {found[-1]:.2f} s", flush=True)
+            process.terminate()
+            process.wait()
+    first_s, second_s = found[0], statistics.median(found[1:])
+    return {"first_s": first_s, "second_s": second_s, "ratio": second_s / first_s, "turns": found}
+
+
+def is_ready(port, path):
+    """Whether a server answers `path` with 200."""
+    try:
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            connection.sendall(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n".encode())
+            return b" 200 " in connection.recv(100)
+    except OSError:
+        return False
 
 
 async def load(make, arguments):
     """Milliseconds of requests at a fixed rate, and tokens/s of many streams."""
     ordered = sorted(1000 * each for each in await at_rate(make(16), arguments.rate, arguments.requests))
     found = {"p50_ms": statistics.median(ordered), "p99_ms": ordered[int(0.99 * len(ordered))]}
-    return found | {"tokens_per_s": await tokens_per_s(make(64), arguments.streams)}
+    return found | {
+        "tokens_per_s": await tokens_per_s(make(arguments.tokens), arguments.streams, arguments.gap_ms / 1000)
+    }
 
 
 def in_turns(sides, num_turns, measure):
@@ -142,18 +177,9 @@ async def warmed(make):
     return {}
 
 
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model")
-    parser.add_argument("--rate", type=float, default=50)
-    parser.add_argument("--requests", type=int, default=300)
-    parser.add_argument("--streams", type=int, default=500)
-    parser.add_argument("--seqs", type=int, default=32)
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--output", type=Path)
-    arguments = parser.parse_args()
+def measure_load(arguments):
+    """Latency at a fixed rate and tokens/s, of the engine and of the server; ratios of both."""
     from torchax_serve import EngineOptions, serve
-    from torchax_serve.bench.machine import Machine
 
     port = free_port()
     process = start_server(arguments, port)
@@ -185,8 +211,28 @@ def main():
         "structured": structured["tokens_per_s"] / plain["tokens_per_s"],
     }
     print(", ".join(f"{name} {value:.2f}" for name, value in ratios.items()))
+    return {"ratios": ratios} | found
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model")
+    parser.add_argument("--rate", type=float, default=50)
+    parser.add_argument("--requests", type=int, default=300)
+    parser.add_argument("--streams", type=int, default=500)
+    parser.add_argument("--tokens", type=int, default=192, help="of a stream")
+    parser.add_argument("--gap-ms", type=float, default=2, help="between the beginnings of two streams")
+    parser.add_argument("--seqs", type=int, default=32)
+    parser.add_argument("--max-model-len", type=int, help="of the server; a longer one has a larger cache to allocate")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--starts", action="store_true", help="measure the starts of the server, and nothing else")
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    found = {"starts": measure_starts(arguments)} if arguments.starts else measure_load(arguments)
     if arguments.output is not None:
-        facts = {"command": " ".join(["python", *sys.argv]), "machine": str(Machine.here()), "ratios": ratios}
+        from torchax_serve.bench.machine import Machine
+
+        facts = {"command": " ".join(["python", *sys.argv]), "machine": dataclasses.asdict(Machine.here())}
         arguments.output.write_text(json.dumps(facts | found, indent=1) + "\n")
 
 

@@ -1,10 +1,10 @@
-"""Registration of transformers' output and cache classes as JAX pytree nodes.
+"""Registration of transformers' and diffusers' output and cache classes as JAX pytree nodes.
 
 Each is registered when it comes into being. Importing every modeling file of transformers takes many seconds, so
 nothing is imported for its classes. The base classes are watched instead: ``__init_subclass__``, by which transformers
 itself registers its outputs with torch's own pytrees, registers each later subclass here too. Some models bring cache
-classes without any base; those are found by name in the modeling files that are loaded when :func:`register_all` is
-called, so call it again once a model is built.
+classes without any base, and diffusers' autoencoders distributions of latents; those are found by name in the modeling
+files that are loaded when :func:`register_all` is called, so call it again once a model is built.
 """
 
 from __future__ import annotations
@@ -37,8 +37,11 @@ _COUNT_RULES = {
 # Buffers that are views of one another come out of a pytree as separate arrays, so that an update of one would no
 # longer reach the other: wrong numbers, if it were let through.
 _VIEWS_OF_ONE_BUFFER = {"UnlimitedOcrStaticReferenceSlidingWindowLayer": "all_keys"}
-_MODEL_FILE = re.compile(r"transformers(_modules)?\..*\b(modeling|generation)_\w+")
-_BASELESS_CACHE = re.compile(r"\w+Cache(Layer)?")
+_BASELESS = (
+    (re.compile(r"transformers(_modules)?\..*\b(modeling|generation)_\w+"), re.compile(r"\w+Cache(Layer)?")),
+    (re.compile(r"diffusers\.models\.autoencoders\.\w+"), re.compile(r"\w+Distribution")),
+)
+"""Names of modules and of the classes without a base that are taken from them."""
 
 _registered: dict[type, Handover] = {}  # in the order of registration
 _registered_by_others: set[type] = set()
@@ -48,7 +51,7 @@ _lock = threading.RLock()
 
 
 def register_all() -> None:
-    """Registers every output, cache and cache layer class of transformers as a pytree node.
+    """Registers every output, cache and cache layer class of transformers and diffusers as a pytree node.
 
     It registers those that exist now, and further ones as they are defined. Idempotent, and cheap when repeated. A
     class that must be left to another package says so in its body by ``pytree_owner = "name of that package"``.
@@ -63,7 +66,7 @@ def register_all() -> None:
             for cls in (root, *_subclasses(root)):
                 _register_unless_owned(cls)
             _watch(root)
-        for cls in _baseless_caches():
+        for cls in _baseless_classes():
             _register_unless_owned(cls)
 
 
@@ -111,7 +114,7 @@ def may_be_shared(cls: type) -> bool:
     from transformers.cache_utils import Cache
     from transformers.utils import ModelOutput
 
-    return issubclass(cls, ModelOutput | Cache)
+    return issubclass(cls, (ModelOutput, Cache, *_diffusers_outputs()))
 
 
 def registered_classes() -> tuple[type, ...]:
@@ -143,13 +146,21 @@ def _name(cls: type) -> str:
 
 
 def _roots() -> Iterator[type]:
-    """Yields `ModelOutput`, and each class of transformers' cache module without a base there."""
+    """Yields the base classes of outputs, and each class of transformers' cache module without a base there."""
     from transformers import cache_utils
     from transformers.utils import ModelOutput
 
     yield ModelOutput
+    yield from _diffusers_outputs()
     own = {cls for cls in vars(cache_utils).values() if inspect.isclass(cls) and cls.__module__ == cache_utils.__name__}
     yield from sorted((cls for cls in own if not own.intersection(cls.__mro__[1:])), key=_name)
+
+
+def _diffusers_outputs() -> tuple[type, ...]:
+    """Returns the base class of diffusers' outputs; nothing where diffusers has not been imported."""
+    module = sys.modules.get("diffusers.utils.outputs")
+    base: type | None = getattr(module, "BaseOutput", None)
+    return () if base is None else (base,)
 
 
 def _subclasses(cls: type) -> Iterator[type]:
@@ -159,17 +170,18 @@ def _subclasses(cls: type) -> Iterator[type]:
         yield from _subclasses(subclass)
 
 
-def _baseless_caches() -> Iterable[type]:
-    """Returns cache classes by name in the modeling files loaded since the last call."""
+def _baseless_classes() -> Iterable[type]:
+    """Returns classes of `_BASELESS` in the modeling files loaded since the last call."""
     found = []
     for name, module in list(sys.modules.items()):
-        if name in _searched_modules or not _MODEL_FILE.fullmatch(name):
+        patterns = [classes for files, classes in _BASELESS if files.fullmatch(name)]
+        if name in _searched_modules or not patterns:
             continue
         _searched_modules.add(name)
         found += [
             cls
             for key, cls in vars(module).items()
-            if inspect.isclass(cls) and cls.__module__ == name and _BASELESS_CACHE.fullmatch(key)
+            if inspect.isclass(cls) and cls.__module__ == name and patterns[0].fullmatch(key)
         ]
     return found
 

@@ -16,9 +16,10 @@ from sharding_rules.rules import (
     TensorPlacement,
     place,
 )
-from sharding_rules.tables import deepseek, gpt2, gpt_neox, gpt_oss, llama, mamba, mixtral, opt, phi3
+from sharding_rules.tables import deepseek, diffusion, gpt2, gpt_neox, gpt_oss, llama, mamba, mixtral, opt, phi3
 
 __all__ = [
+    "DIFFUSION_TABLES",
     "LOGICAL_AXES",
     "MESH_AXES",
     "TABLES",
@@ -50,3 +51,9 @@ TABLES: Mapping[str, RuleTable] = {
     "mamba": mamba.TABLE,
 }
 """By ``config.model_type``."""
+
+DIFFUSION_TABLES: Mapping[str, RuleTable] = {
+    "FluxTransformer2DModel": diffusion.FLUX,
+    "SD3Transformer2DModel": diffusion.SD3,
+}
+"""By the class of the transformer in diffusers."""

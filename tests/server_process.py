@@ -12,16 +12,30 @@ from ports import free_port
 
 START = "from torchax_serve.cli.main import main; import sys; sys.argv = ['torchax-serve', *sys.argv[1:]]; main()"
 
+ACTIVATE = "import os; os.dup2({}, 3); os.environ.update(LISTEN_PID=str(os.getpid()), LISTEN_FDS='1'); "
+"""What systemd does for a service with a socket."""
+
 
 class Process:
-    """``torchax-serve serve`` of the embedded model."""
+    """``torchax-serve serve`` of the embedded model.
 
-    def __init__(self, *arguments, **environment):
-        self.port = free_port()
+    Args:
+        arguments: Of the command.
+        listener: A listening socket that the server is given as by systemd; None: it makes its own.
+        environment: Variables.
+    """
+
+    def __init__(self, *arguments, listener=None, **environment):
+        self.port = free_port() if listener is None else listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        command = [sys.executable, "-c", START, "serve", "--port", str(self.port), "--no-warm-up", *arguments]
+        start = START if listener is None else ACTIVATE.format(listener.fileno()) + START
+        command = [sys.executable, "-c", start, "serve", "--port", str(self.port), "--no-warm-up", *arguments]
         self.process = subprocess.Popen(
-            command, stderr=subprocess.PIPE, env={**os.environ, "JAX_PLATFORMS": "cpu", **environment}, text=True
+            command,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
+            text=True,
+            pass_fds=() if listener is None else (listener.fileno(),),
         )
 
     def wait_until_ready(self, within_s=120):

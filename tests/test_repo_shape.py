@@ -22,6 +22,7 @@ LAYERS = (
     ("bench", "parity", "diagnostics", "training"),
     ("distributed.ray",),
     ("entrypoints", "planning", "export"),
+    ("diffusion",),
     ("generation", "distributed.hosts", "start"),
     ("engine",),
     ("executors",),

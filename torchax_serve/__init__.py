@@ -34,10 +34,11 @@ if TYPE_CHECKING:
     from torchax_serve.distributed.hosts.options import Hosts
     from torchax_serve.engine.options import EngineOptions
     from torchax_serve.entrypoints.encoder_model import EncoderModel
+    from torchax_serve.entrypoints.image_model import ImageModel
     from torchax_serve.entrypoints.serve import serve
     from torchax_serve.entrypoints.served_model import ServedModel
     from torchax_serve.entrypoints.speech_model import SpeechModel
-    from torchax_serve.generation.jax_model import to_jax
+    from torchax_serve.entrypoints.to_jax import to_jax
     from torchax_serve.outputs import Completion
     from torchax_serve.sampling_params import SamplingParams
     from torchax_serve.text import TextStream
@@ -53,6 +54,7 @@ __all__ = [
     "EngineOptions",
     "Hosts",
     "HostsError",
+    "ImageModel",
     "InvalidArgumentError",
     "ModelNotFoundError",
     "OutOfMemoryError",
@@ -81,6 +83,7 @@ __getattr__, __dir__ = lazy_exports(
         "EncoderModel": ".entrypoints.encoder_model",
         "EngineOptions": ".engine.options",
         "Hosts": ".distributed.hosts.options",
+        "ImageModel": ".entrypoints.image_model",
         "SamplingParams": ".sampling_params",
         "ServedModel": ".entrypoints.served_model",
         "SpeechModel": ".entrypoints.speech_model",
@@ -88,7 +91,7 @@ __getattr__, __dir__ = lazy_exports(
         "extract_jax": "model_adapters.bridge.extract",
         "follow": ".distributed.hosts.follow",
         "serve": ".entrypoints.serve",
-        "to_jax": ".generation.jax_model",
+        "to_jax": ".entrypoints.to_jax",
     },
     gc_pause.paused_for_imports,
 )

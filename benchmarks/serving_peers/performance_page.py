@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +131,34 @@ def failures(result: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> 
     return [f"* {name} did not run: {why.strip().splitlines()[-1]}" for name, why in failed.items() if name not in ran]
 
 
+def server_cells(result: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, Mapping[str, float]]]]:
+    """Yields each measure of servers next to each other: its name, its number, and its values by clients and server."""
+    numbers = {"tokens_per_s": "tokens/s", "ttft_p99_ms": "p99 of the time to the first token, ms"}
+    for part in ("text", "embeddings", "ranks"):
+        for title, found in result.get(part, {}).items():
+            if title == "ready_s":
+                continue
+            names = numbers if part == "text" else {"requests_per_s": "requests/s"}
+            for key, name in names.items():
+                values = {clients: {who: each[key] for who, each in sides.items()} for clients, sides in found.items()}
+                yield f"{part}, {title}", name, values
+
+
+def server_part(results: Path) -> str:
+    """The servers over HTTP; empty without their results."""
+    found = [json.loads(path.read_text()) for path in sorted(results.glob("server-peers-*.json"), reverse=True)]
+    if not found:
+        return ""
+    commands = " ".join(f"{describe(result)} Peer: {result['peer']}." for result in found)
+    lines = ["| clients at once | | | ours | vLLM |", "|---" * 5 + "|"]
+    for result in found:
+        for title, name, values in server_cells(result):
+            for clients, sides in values.items():
+                lines.append(f"| {clients} | {title} | {name} | {text_of(sides['ours'])} | {text_of(sides['vllm'])} |")
+    caption = "Clients that send one request after the other. Text: prompts of 128 tokens, answers of 64, streamed."
+    return f"## HTTP servers\n\n{filled(f'{caption} {commands}')}\n\n" + "\n".join(lines) + "\n"
+
+
 def filled(text: str) -> str:
     return textwrap.fill(text, 125, break_long_words=False, break_on_hyphens=False)
 
@@ -156,6 +184,7 @@ def page(results: Path) -> str:
                 measured_anew = {kind for each in newer for kind in start_cells(each["rows"])}
                 cells = start_cells(result["rows"])
                 parts.append(table({kind: cells[kind] for kind in cells if kind not in measured_anew}))
+    parts += filter(None, [server_part(results)])
     curves = [name for name in PANELS if (results / f"curves-{name}.json").exists()]
     for name in curves:
         result = json.loads((results / f"curves-{name}.json").read_text())

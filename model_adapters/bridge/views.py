@@ -178,6 +178,14 @@ def _on_this_thread() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def computing() -> Iterator[None]:
+    """Runs torch code on views inside, outside of any module, on this thread."""
+    with _on_this_thread(), default_env(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Explicitly requested dtype .*int64", UserWarning)
+        yield
+
+
+@contextlib.contextmanager
 def outside_torch_mode() -> Iterator[None]:
     """Runs torch code inside on PyTorch's own tensors again, on a thread in `torch_mode`."""
     depth, _THREAD.depth = getattr(_THREAD, "depth", 0), 0

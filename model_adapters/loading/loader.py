@@ -241,7 +241,7 @@ class _Builder:
         self, checkpoint: AnyCheckpoint, dtype: torch.dtype, progress: Progress
     ) -> tuple[PreTrainedModel, DevicePlacement, WeightSink]:
         place = self._placement()
-        names = checkpoint.parameter_names if isinstance(checkpoint, GgufCheckpoint) else ()
+        names = checkpoint.parameter_names if isinstance(checkpoint, GgufCheckpoint) else checkpoint.sizes_in(None)
         sink = WeightSink(place, self._peak, names)
         with (
             progress.stage(f"loading {self._source.name}", checkpoint.num_bytes) as advance,

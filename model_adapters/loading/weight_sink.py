@@ -107,7 +107,7 @@ class WeightSink:
     Args:
         place: makes the JAX array of a finished tensor.
         peak: looked at whenever a tensor lands, when memory is at its highest.
-        names: Names of all tensors in the files, if they are those of the module.
+        names: Names of all tensors in the files; those of quantized parts may have other last parts.
     """
 
     def __init__(self, place: DevicePlacement, peak: PeakMemory, names: Iterable[str] = ()) -> None:
@@ -121,7 +121,7 @@ class WeightSink:
 
         Which of two tied names a checkpoint holds, and whether both are equal, transformers finds out at the end and
         by their values; the few tensors in question stay in the module until then, but for those that the files have
-        under one name only.
+        under one name only, and by a name of the module's.
         """
         self._peak.sample()
         self._since_trim += tensor_bytes
@@ -130,7 +130,7 @@ class WeightSink:
             give_back_freed()
         tied = getattr(model, "all_tied_weights_keys", {})
         group = {name for pair in tied.items() if target_name in pair for name in pair}
-        if group and group & self._names != {target_name}:
+        if group and not self._is_under_one_name(target_name, group):
             return
         path, _, attribute = target_name.rpartition(".")
         owner = model.get_submodule(path) if path else model
@@ -138,6 +138,11 @@ class WeightSink:
         if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
             return  # a refused shape, or state of another kind
         self._replace(owner, attribute, tensor, self._place(target_name, tensor))
+
+    def _is_under_one_name(self, target_name: str, group: set[str]) -> bool:
+        """Tells whether the files have the tied names in `group` under one of them only, `target_name`."""
+        others = {f".{name.split('.')[-2]}." for name in group - {target_name} if "." in name}
+        return target_name in self._names and not any(other in f".{name}" for name in self._names for other in others)
 
     def _replace(self, owner: torch.nn.Module, attribute: str, tensor: torch.Tensor, array: Weight) -> None:
         empty = meta_like(tensor)

@@ -41,7 +41,10 @@ def _unsupported_reason(x: jax.Array, weight: jax.Array, group_sizes: jax.Array,
 def ragged_dot(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, layout: Layout) -> jax.Array:
     """Computes with Tokamax's kernel for the platform; on a CPU that is XLA's product."""
     import tokamax
+    from absl import flags
 
+    if not flags.FLAGS.is_parsed():  # it would read the command line, which is this program's
+        flags.FLAGS.mark_as_parsed()
     if layout == "enk":
         weight = jnp.swapaxes(weight, 1, 2)
     sums = tokamax.ragged_dot(

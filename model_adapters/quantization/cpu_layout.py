@@ -68,7 +68,8 @@ def lay_out(weight: QuantizedWeight) -> QuantizedWeight:
         values = values ^ np.uint8(128)  # less 128
     if scheme.table is not None:
         scheme = dataclasses.replace(scheme, zero=0)
-    scheme = dataclasses.replace(scheme, layout="cpu", matrix=weight.stored_shape[-2:], numbers=numbers)
+    rows, columns = weight.stored_shape[-2:]
+    scheme = dataclasses.replace(scheme, layout="cpu", matrix=(rows, columns), numbers=numbers)
     dtype = _scale_dtype(scale, offset)
     made = [quantized_layout.to_steps(values, scheme.bits, scheme.zero)]
     made += [quantized_layout.to_blocks(part, dtype) for part in (scale, offset) if part is not None]

@@ -12,7 +12,7 @@ SCRIPT = ROOT / ".ci" / "run"
 TPU = [
     "pip install --quiet jax[tpu]==1.2.3",
     "pytest tests/aot/test_tpu_aot.py tests/aot/test_tpu_schedule.py",
-    "pytest tests/aot/test_plan_aot.py -k not h200 --dist load",
+    "pytest tests/aot/test_plan_aot.py tests/aot/test_bundle_aot.py -k not h200 --dist load",
 ]
 GPU = [
     "pip install --quiet --no-deps jax-cuda13-pjrt==1.2.3 jax-cuda13-plugin==1.2.3 nvidia-cuda-nvcc==13.0.* "
@@ -27,6 +27,7 @@ FORMATS = [
 ]
 REAL = ["pip install --quiet .[real]", "python tests/real/fetch.py", "pytest -n 0 tests/real"]
 BUNDLES = ["pip download --quiet --no-deps --dest .venv/wheels flatbuffers", "pytest -n 0 tests/bundles"]
+DIFFUSION = ["pip install --quiet .[diffusion]", "pytest tests/diffusion"]
 AS_SERVED = (
     "pytest --as-served tests/engine/test_engine.py tests/ops/test_paged_attention_invariance.py "
     "tests/core/test_drop_in.py"
@@ -38,9 +39,9 @@ PARITY = [
 LINT = ["ruff check .", "ruff format --check .", "mypy"]
 SUITE = ["pip install .[dev]", "pytest", *LINT, AS_SERVED]
 FAST = [*LINT, "pytest -m fast"]
-CHECKS = [*SUITE, *PARITY, *TPU, *GPU, *RAY, *FORMATS, *REAL, *BUNDLES]
-COMPILERS = [TPU[0], GPU[0], RAY[0], FORMATS[0], REAL[0], REAL[1], BUNDLES[0]]
-SUITES = [TPU[1:], GPU[1:], RAY[1:], FORMATS[1:], REAL[1:], REAL[2:], BUNDLES[1:]]
+CHECKS = [*SUITE, *PARITY, *TPU, *GPU, *RAY, *FORMATS, *REAL, *BUNDLES, *DIFFUSION]
+COMPILERS = [TPU[0], GPU[0], RAY[0], FORMATS[0], REAL[0], REAL[1], BUNDLES[0], DIFFUSION[0]]
+SUITES = [TPU[1:], GPU[1:], RAY[1:], FORMATS[1:], REAL[1:], REAL[2:], BUNDLES[1:], DIFFUSION[1:]]
 
 # Stands for python3: makes a virtual environment whose programs write down how they are called.
 FAKE_PYTHON = """#!/bin/sh

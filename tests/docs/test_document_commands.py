@@ -34,6 +34,11 @@ FROM_THE_HUB = {
     "torchax-serve plan qwen3-32b --for 64x8192",
     ".venv/bin/torchax-serve bench smollm2-135m-instruct --against hf",
 }
+# Needs diffusers, which is an extra: the command line is parsed here, and tests/diffusion runs its like.
+WITH_DIFFUSERS = {
+    'torchax-serve draw ./sd-turbo "a red fox in the snow" --steps 2 --seed 7 --output fox.png',
+    "torchax-serve plan benchmarks/shapes/flux-1-dev.json --topology v6e:2x2",
+}
 # At a terminal these talk to a person; here they read from a pipe.
 TYPED = {"torchax-serve run": "Hello!\n"}
 # Ask nothing of bash and no devices of their own: the process that has imported torch and jax runs them as well.
@@ -49,7 +54,7 @@ SET_UPS = [command for _, command in COMMANDS if command.startswith(SET_UP)]
 RUN = [
     command
     for _, command in COMMANDS
-    if not command.startswith(SET_UP) and command not in FROM_THE_HUB | RUNS_THE_TESTS
+    if not command.startswith(SET_UP) and command not in FROM_THE_HUB | RUNS_THE_TESTS | WITH_DIFFUSERS
 ]
 
 
@@ -85,7 +90,9 @@ def shell(tmp_path_factory):
 
 def test_every_command_is_run_or_checked():
     listed = {command for _, command in COMMANDS}
-    assert set(TYPED) | FROM_THE_HUB | RUNS_THE_TESTS <= listed, "an exception for a command that nobody writes"
+    assert set(TYPED) | FROM_THE_HUB | RUNS_THE_TESTS | WITH_DIFFUSERS <= listed, (
+        "an exception for a command that nobody writes"
+    )
     assert len(SET_UPS) == 3
     assert set(SHOWN) <= set(SET_UPS), "output is shown of a command that no test compares it with"
     assert SHOWN
@@ -119,6 +126,13 @@ def test_command_for_the_hub_parses_and_names_a_known_model(command):
     subcommands = typer.main.get_command(app).commands
     context = subcommands[subcommand].make_context(subcommand, list(arguments))
     assert short_name(context.params["model"]) is not None
+
+
+@pytest.mark.parametrize("command", sorted(WITH_DIFFUSERS))
+def test_command_with_diffusers_parses(command):
+    _, subcommand, *arguments = shlex.split(command)
+    context = typer.main.get_command(app).commands[subcommand].make_context(subcommand, list(arguments))
+    assert context.params["model"]
 
 
 @pytest.mark.parametrize("command", SET_UPS)

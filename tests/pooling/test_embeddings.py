@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 from torchax_serve import CheckpointError, InvalidArgumentError, UnsupportedModelError, serve
 from torchax_serve.entrypoints.encoder_model import EncoderModel
 from torchax_serve.pooling import POOLINGS
+from torchax_serve.pooling.batching import _num_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64:UserWarning")
 
@@ -54,10 +55,19 @@ def test_token_ids_and_texts_give_equal_embeddings(bert):
 
 def test_many_texts_compile_few_programs(bert):
     _, served = bert
-    served.embed(TEXTS, pooling="mean")
-    before = sum(served._runtimes[0].steps.num_traces.values())
-    served.embed([f"{TEXTS[0]} and {text}" for text in TEXTS], pooling="mean")
-    assert sum(served._runtimes[0].steps.num_traces.values()) == before
+    steps = served._runtimes[0].steps
+    before = sum(steps.num_traces.values())
+    for length in range(17, 33):
+        served.embed([[5] * length], pooling="mean")
+    for num_texts in (3, 4):
+        served.embed([[5] * 20] * num_texts, pooling="mean")
+    assert sum(steps.num_traces.values()) - before <= 3  # a row of 24 tokens, one of 32, four rows of 24
+
+
+@pytest.mark.parametrize("num_texts", [1, 2, 3, 5, 6, 7, 9, 11, 33])
+def test_rows_are_padded_by_a_quarter_at_most(num_texts):
+    rows = _num_rows(num_texts)
+    assert rows.bit_count() == 1 and 4 * min(num_texts, rows) >= 3 * rows
 
 
 def test_rule_of_the_checkpoint(tmp_path):

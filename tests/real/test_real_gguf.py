@@ -40,20 +40,21 @@ def test_every_number_and_the_bytes(pair, found):
     found(name, "GGUF file as it is: weights in memory", f"{loaded.report.weights_bytes / size:.2f} of the file")
 
 
-LOAD = """import gc, sys
-from model_adapters.loading import load_model
-load_model(sys.argv[1])  # what libraries and compilers take
-gc.collect()
+LOAD = """import sys
+import jax
+from model_adapters.loading import load_model, loader
+jax.devices()
 print(load_model(sys.argv[1]).report.peak_host_bytes)"""
 
 
-def test_a_second_load_takes_the_files_memory_and_half_again_at_most(found):
+def test_a_first_load_takes_the_files_memory_and_half_again_at_most(found):
+    """Over what importing the libraries takes; the load imports the classes of the model and the package gguf."""
     file = gguf_of("smollm2")
     done = subprocess.run([sys.executable, "-c", LOAD, file], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     peak = int(done.stdout) / file.stat().st_size
     found("smollm2", "GGUF file as it is: memory of the host while loading, at most", f"{peak:.2f} of the file")
-    assert peak < 1.6
+    assert 0.9 < peak < 1.5  # less than the weights take would mean that nothing was measured
 
 
 def test_tokens_are_those_of_the_dequantized_model(pair, found):
@@ -71,7 +72,7 @@ def test_tokens_are_those_of_the_dequantized_model(pair, found):
     found(name, "GGUF file as it is: greedy tokens beside transformers in float32", f"{same} of {same} prompts equal")
 
 
-def test_a_piped_question_to_the_file(tmp_path):
+def test_a_piped_question_to_the_file(tmp_path, found):
     """``torchax-serve run FILE`` answers, and its second start has the first token soon."""
     environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "XLA_FLAGS": ""}
     command = [sys.executable, "-c", RUN, "run", str(gguf_of("smollm2")), "--json", "--max-new-tokens", "24"]
@@ -81,4 +82,8 @@ def test_a_piped_question_to_the_file(tmp_path):
         answer = json.loads(done.stdout)
         assert answer["text"] == "The capital of France is Paris."
     assert answer["stats"]["ttft_s"] < 5
-    assert 1024 * int(re.search(r"^VmHWM:\s+(\d+) kB", done.stderr, re.M)[1]) < 1.5e9
+    taken = 1024 * int(re.search(r"^VmHWM:\s+(\d+) kB", done.stderr, re.M)[1])
+    found(
+        "smollm2", "`run` on the GGUF file, peak memory of a second start, libraries included", f"{taken / 1e9:.2f} GB"
+    )
+    assert taken < 0.75e9  # 0.17 are libraries

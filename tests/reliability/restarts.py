@@ -93,11 +93,17 @@ def main():
             text, ready_s, lines = answer_of(cache, **options)
             is_well = text == known and not planted.exists()
             failed += not is_well
-            num_warnings = sum(" WARNING " in line for line in lines)
+            num_warnings = sum(" WARNING " in line or "no CPU kernels" in line for line in lines)
             said = f"ready after {ready_s:.1f} s, {num_warnings} warnings in the log"
             print(f"{name}: {'same tokens' if is_well else 'OTHER TOKENS'}; {said}", flush=True)
+            print(
+                *(f"    {line[:200]}" for line in lines if " WARNING " in line or "no CPU kernels" in line),
+                sep="\n",
+                flush=True,
+            )
 
         check("start after SIGKILL", cache)
+        check("start without a compiler", cache, PATH="/nonexistent")
         payload = pickle.dumps(Planted(planted))
         damages = {"truncated": truncate, "flipped": flip, "empty": empty, "replaced by a pickle": lambda *_: payload}
         for name, damage in damages.items():

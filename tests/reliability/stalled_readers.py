@@ -74,7 +74,9 @@ def main():
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--turns", type=int, default=3)
     arguments = parser.parse_args()
-    process = Process("--served-model-name", "tiny", "--no-access-log", "--max-num-waiting", "1000")
+    listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # of its connections; or 2.5 MB fit into each
+    process = Process("--served-model-name", "tiny", "--no-access-log", "--max-num-waiting", "1000", listener=listener)
     found = {"without": [], "with": []}
     try:
         process.wait_until_ready()
@@ -85,11 +87,13 @@ def main():
             while metric(process.port, "num_requests_running") or metric(process.port, "num_requests_waiting"):
                 time.sleep(0.5)  # their tokens are computed; their answers wait to be read
             num_stalled = metric(process.port, "http_in_flight") - 1
+            assert num_stalled == arguments.stalled, f"{num_stalled} answers wait for their readers"
             found["with"].append(asyncio.run(turn(process.port, arguments.rate, arguments.requests)))
             for connection in held:
                 connection.close()
             print(f"{num_stalled:.0f} answers waited for their readers", flush=True)
-            time.sleep(1)
+            while metric(process.port, "http_in_flight") > 1:
+                time.sleep(0.5)
     finally:
         process.stop()
     for name, turns in found.items():

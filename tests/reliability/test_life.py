@@ -1,6 +1,8 @@
 """Start, drain and end of the process, as its supervisor sees them."""
 
 import concurrent.futures
+import json
+import os
 import signal
 import subprocess
 import sys
@@ -18,6 +20,15 @@ from torchax_serve.server.context import Stage
 QUESTION = [{"role": "user", "content": "What is 3 plus 4?"}]
 
 
+NUM_IN_FLIGHT = 20
+COMPILE_S = float(os.environ.get("TORCHAX_SERVE_COMPILE_S", "2"))
+
+
+def metric(server, name):
+    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+    return float(next(line.split()[1] for line in lines if line.startswith(f"torchax_serve_{name} ")))
+
+
 def test_sigterm_drains(started):
     server = started("--served-model-name", "tiny", "--pre-stop", "0.5").wait_until_ready()
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
@@ -33,9 +44,11 @@ def test_sigterm_drains(started):
         )
 
     known = [choice.choices[0].text for choice in map(ask, range(3))]
-    with concurrent.futures.ThreadPoolExecutor(12) as pool:
-        asked = [pool.submit(ask, index % 3) for index in range(12)]
-        time.sleep(0.3)
+    with concurrent.futures.ThreadPoolExecutor(NUM_IN_FLIGHT) as pool:
+        asked = [pool.submit(ask, index % 3) for index in range(NUM_IN_FLIGHT)]
+        until = time.monotonic() + 30
+        while metric(server, "http_in_flight") < NUM_IN_FLIGHT + 1:  # that of the metrics is one of them
+            assert time.monotonic() < until
         children = psutil.Process(server.process.pid).children(recursive=True)
         server.process.send_signal(signal.SIGTERM)
         time.sleep(0.1)
@@ -43,7 +56,7 @@ def test_sigterm_drains(started):
         assert httpx.get(f"{server.url}/livez").status_code == 200
         time.sleep(0.6)
         refused = httpx.post(f"{server.url}/v1/completions", json={"model": "tiny", "prompt": "Hi"})
-        assert [each.result().choices[0].text for each in asked] == [known[index % 3] for index in range(12)]
+        assert [each.result().choices[0].text for each in asked] == [known[index % 3] for index in range(NUM_IN_FLIGHT)]
     client.close()
     assert refused.status_code == 503
     assert (refused.headers["retry-after"], refused.headers["connection"]) == ("5", "close")
@@ -78,10 +91,13 @@ def test_options_come_from_the_environment(started):
     assert httpx.get(f"{server.url}/v1/models", headers=headers).status_code == 200
     version = httpx.get(f"{server.url}/version", headers=headers)
     assert "from-the-environment" not in version.text
+    assert version.json()["options"]["log_format"] == "json"
     server.process.send_signal(signal.SIGINT)
     status, errors = server.end()
     assert status == 0
     assert "from-the-environment" not in errors
+    (shown,) = (json.loads(line)["message"] for line in errors.splitlines() if '"options: ' in line)
+    assert json.loads(shown.removeprefix("options: ")) == version.json()["options"]
 
 
 def test_a_port_in_use_is_one_line(server):
@@ -134,12 +150,19 @@ def test_a_long_compilation_is_not_taken_for_death(start_server, model):
 
     def compile_for_long():
         with CompileLock():
-            time.sleep(2)
+            time.sleep(COMPILE_S)
 
     model.engine._run_on_engine_thread(compile_for_long)
-    with httpx.Client(base_url=patient.url, timeout=30) as http:
-        answer = http.post("/v1/completions", json={"model": "tiny", "prompt": "Hi", "max_tokens": 2})
-        assert answer.status_code == 200
+    body = {"model": "tiny", "prompt": "Hi", "max_tokens": 2}
+    with (
+        httpx.Client(base_url=patient.url, timeout=COMPILE_S + 30) as http,
+        concurrent.futures.ThreadPoolExecutor(1) as pool,
+    ):
+        answer = pool.submit(http.post, "/v1/completions", json=body)
+        while not answer.done():
+            assert http.get("/livez").status_code == 200
+            time.sleep(0.2)
+        assert answer.result().status_code == 200
         assert http.get("/livez").status_code == 200
 
 

@@ -209,3 +209,15 @@ def test_a_request_that_has_waited_too_long_is_told_to_come_again(start_server, 
                 assert caught.value.response.headers["retry-after"] == "1"
         answer = client.chat.completions.create(model="tiny", messages=QUESTION)
         assert answer.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_first_token_that_takes_too_long_is_told(start_server, model, stream):
+    hurried = start_server(first_token_timeout_s=0.2)
+    with openai.OpenAI(base_url=f"{hurried.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        model.engine._run_on_engine_thread(lambda: time.sleep(1.5))
+        with pytest.raises(openai.APIError) as caught:
+            list(client.chat.completions.create(model="tiny", messages=QUESTION, stream=stream))
+        assert caught.value.code == "first_token_deadline_exceeded"
+        assert stream or caught.value.status_code == 504
+    assert hurried.pages_are_back(model)

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from model_adapters.errors import InvalidArgumentError
+from torchax_serve.server import listening
 from torchax_serve.server.lifespan import notify_systemd
 from torchax_serve.server.listening import open_sockets
 from torchax_serve.server.options import ServerOptions
@@ -87,6 +88,20 @@ def test_a_unix_socket(tmp_path):
 def test_a_port_that_is_taken(server):
     with pytest.raises(InvalidArgumentError, match="address to listen on"):
         open_sockets(ServerOptions(port=server.address[1]))
+
+
+def test_sockets_of_systemd_come_first(start_server, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as given:
+        monkeypatch.setattr(listening, "_SYSTEMD_FIRST_FD", os.dup(given.fileno()))
+        monkeypatch.setenv("LISTEN_PID", str(os.getpid()))
+        monkeypatch.setenv("LISTEN_FDS", "1")
+        activated = start_server()
+        assert activated.address == given.getsockname()
+        assert httpx.get(f"{activated.url}/readyz").status_code == 200
+    monkeypatch.setenv("LISTEN_PID", str(os.getpid() + 1))  # of another process
+    (own,) = open_sockets(ServerOptions(port=0))
+    assert own.fileno() != listening._SYSTEMD_FIRST_FD
+    own.close()
 
 
 def test_systemd_is_told(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ import json
 import logging
 import time
 
+import jax
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -58,6 +59,14 @@ def test_tokens_and_answers_are_counted(http, client):
     assert [new - old for new, old in zip(after, before, strict=True)] == [1, 7, 1, 1]
     assert value(http, "vllm:inter_token_latency_seconds_count") > 0
     assert value(http, "torchax_serve_num_requests_running") == 0
+
+
+def test_compilations_are_counted(http):
+    before = value(http, "torchax_serve_compilations_total"), value(http, "torchax_serve_compilation_seconds_total")
+    number = time.monotonic_ns() % 10**6
+    jax.jit(lambda x: x * number + 1)(3.0).block_until_ready()
+    after = value(http, "torchax_serve_compilations_total"), value(http, "torchax_serve_compilation_seconds_total")
+    assert after[0] > before[0] and after[1] > before[1]
 
 
 def test_names_are_those_of_vllm(http, client):

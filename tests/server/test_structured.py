@@ -5,7 +5,6 @@ import json
 import re
 import time
 
-import httpx
 import openai
 import pydantic
 import pytest
@@ -197,7 +196,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("fields", HOSTILE, ids=range(len(HOSTILE)))
-def test_hostile_grammars_are_answered_within_seconds(server, http, fields):
+def test_hostile_grammars_are_answered_within_seconds(http, fields):
     began = time.monotonic()
     response = http.post(
         "/v1/chat/completions", json={"model": "tiny", "messages": QUESTION, "max_tokens": 8, **fields}
@@ -205,7 +204,7 @@ def test_hostile_grammars_are_answered_within_seconds(server, http, fields):
     assert time.monotonic() - began < 9
     assert response.status_code in (200, 400, 500), response.text
     began = time.monotonic()
-    assert httpx.get(f"{server.url}/livez").status_code == 200
+    assert http.get("/livez").status_code == 200
     assert time.monotonic() - began < 0.5
     known = http.post("/v1/completions", json={"model": "tiny", "prompt": "Hi", "max_tokens": 2})
     assert known.status_code == 200

@@ -75,6 +75,13 @@ def test_weights_that_were_removed_or_replaced(start_folder):
     assert start_folder.read() is None
 
 
+def test_weights_that_another_process_has_written_again(start_folder):
+    written = start_folder.read()
+    time.sleep(0.02)  # as below
+    start_folder.write_weights(*file_of({"w": jnp.ones(8)}))
+    assert start_folder.read() == written
+
+
 @pytest.mark.parametrize("damage", ["flip", "cut", "other"])
 def test_damaged_weights(start_folder, damage, caplog, monkeypatch):
     """Weights are not read through at a start; what writes to them leaves its time."""

@@ -44,6 +44,20 @@ def test_any_tokens(kind, data):
 
 @every_kind
 @few
+@given(data=st.data())
+def test_tokens_that_come_together(kind, data):
+    """The text does not depend on how many tokens are pushed at a time."""
+    tokenizer = tokenizer_of(kind)
+    ids = st.integers(0, len(tokenizer) + 3)
+    steps = data.draw(st.lists(st.lists(ids, max_size=20), max_size=6))
+    token_ids = [token_id for step in steps for token_id in step]
+    detokenizer = Detokenizer(tokenizer)
+    together = "".join([*(detokenizer.push_all(step) for step in steps), detokenizer.flush()])
+    assert together == "".join(pieces_of(tokenizer, token_ids))
+
+
+@every_kind
+@few
 @given(text=st.text(max_size=60) | st.text(alphabet=" .,'?!ntmsverdo\n", max_size=60))
 def test_any_text(kind, text):
     tokenizer = tokenizer_of(kind)

@@ -93,8 +93,6 @@ def bench(
 
     torchax-serve bench qwen3-0.6b --against hf --batch 1 --batch 8
 
-    torchax-serve bench --random-weights config.json --dtype bfloat16
-
     torchax-serve bench qwen3-0.6b --quantization bf16,int8,int4
     """
     check_one_model(model, random_weights, load.revision)
@@ -114,8 +112,8 @@ def bench(
         load.show_details()
         if plot is not None:
             check_plot(plot)
-        options |= {"random_weights": random_weights is not None, "note": print_note}
-        options["command"] = shlex.join(["torchax-serve", *sys.argv[1:]])
+        command = shlex.join(["torchax-serve", *sys.argv[1:]])
+        options |= {"random_weights": random_weights is not None, "note": print_note, "command": command}
         if load.quantization is not None and "," in load.quantization:
             _refuse_plot(plot)
             _quantizations(source, load.quantization.split(","), settings, options, as_json=as_json)
@@ -123,10 +121,7 @@ def bench(
         report = measure(source, settings, **options)
         if plot is not None:
             draw(report, plot)
-    if as_json:
-        print(json.dumps(report.as_dict(), allow_nan=False))
-    else:
-        print_report(report)
+    print(json.dumps(report.as_dict(), allow_nan=False)) if as_json else print_report(report)
 
 
 def _bundle(folder: Path, measured: MeasureOptions, load: LoadOptions, plot: Path | None, *, as_json: bool) -> None:

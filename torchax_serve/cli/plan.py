@@ -25,6 +25,7 @@ from torchax_serve.cli.shared.load_options import (
 from torchax_serve.cli.shared.model_name import check_model, complete_model
 from torchax_serve.cli.shared.terminal import activity, passing_note
 from torchax_serve.validation.argument_checks import KV_CACHE_DTYPES
+from torchax_serve.validation.library_objects import transformer_config
 
 Model = Annotated[
     str | None,
@@ -62,6 +63,10 @@ RefuseUneven = Annotated[
 ]
 SaveFolder = Annotated[Path | None, typer.Option("--save", help="Folder for the compiled programs.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of a report.")]
+ImageSize = Annotated[
+    str | None,
+    typer.Option("--image-size", show_default=False, help="WIDTHxHEIGHT of an image; 1024x1024 without."),
+]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="Compile even what was planned before.")]
 
 
@@ -82,11 +87,21 @@ def plan(
     save: SaveFolder = None,
     as_json: AsJson = False,
     no_cache: NoCache = False,
+    image_size: ImageSize = None,
     *,
     load: ConfigOptions,
 ) -> None:
     """Compile a model's steps for hardware that need not be here: fits or not, bytes a device, exchange, time bound."""
     check_model(model, load.revision, with_weights=False)
+    if model is not None and (denoiser := transformer_config(model)) is not None:
+        given = {"--max-model-len": max_model_len, "--quantization": quantization, "--for": search, "--save": save}
+        given |= {"--sharding": sharding, "--refuse-uneven": refuse_uneven, "--max-num-seqs": max_num_seqs != 64}
+        given |= {"--page-size": page_size != 64, "--prefill": prefill != "1024"}
+        given |= {"--kv-cache-dtype": kv_cache_dtype != "auto"}
+        _plan_transformer(model, denoiser, topology, mesh, load.dtype, image_size, given, as_json=as_json)
+        return
+    if image_size is not None:
+        raise InvalidArgumentError("--image-size: expected with a diffusion transformer alone; leave it out")
     prefill_lens = _lengths(prefill)
     check_choice("--kv-cache-dtype", kv_cache_dtype, (*DTYPES, *KV_CACHE_DTYPES))
     _check_together(topology, mesh, save, search, sharding=sharding)
@@ -114,6 +129,31 @@ def plan(
                 options |= {"topology": topology, "max_model_len": max_model_len, "max_num_seqs": max_num_seqs}
                 show = _plan(module, name, options, note, save=save, as_json=as_json, use_cache=not no_cache)
     show()
+
+
+def _plan_transformer(
+    model: str,
+    config: dict[str, Any],
+    topology: str | None,
+    mesh: str | None,
+    dtype: str,
+    image_size: str | None,
+    given: dict[str, Any],
+    *,
+    as_json: bool,
+) -> None:
+    """Prints the plan of a diffusion transformer; `given` are the options that only language models have."""
+    if refused := [flag for flag, value in given.items() if value]:
+        raise InvalidArgumentError(f"{refused[0]}: expected with a language model alone, got a pipeline; leave it out")
+    if topology is None:
+        raise InvalidArgumentError("expected --topology, such as v6e:2x2, got none; add it")
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    with prompt_interrupts(leave_at=1), activity() as note:
+        note(f"compiling a step of {model} for {topology}")
+        from torchax_serve.planning.pipeline_plan import plan_transformer
+
+        report = plan_transformer(model, config, topology, mesh, dtype, image_size or "1024x1024")
+    print(json.dumps(report.to_json(), indent=1) if as_json else "\n".join(report.lines()))
 
 
 def _quantization(given: str | None, stated: Any) -> Any:

@@ -118,6 +118,9 @@ class LimitOptions:
     queue_timeout: Annotated[
         float | None, _limits("--queue-timeout", help="Seconds that a request may wait before it begins.")
     ] = None
+    first_token_timeout: Annotated[
+        float | None, _limits("--first-token-timeout", help="Seconds until an answer's first token, waiting included.")
+    ] = None
     keep_alive: Annotated[
         float, _limits("--keep-alive", help="Seconds of silence of a stream after which a comment is sent.")
     ] = 15.0
@@ -166,10 +169,7 @@ def serve(
     from torchax_serve.server import require_packages
 
     end_if_explained(model, load)
-    if life.watch and bundle_folder(model) is None:
-        raise InvalidArgumentError(
-            f"--watch: expected a bundle as MODEL, got {model or 'none'}; leave it out, or export the model"
-        )
+    _check_watched(model, life)
     require_packages()
     check_model(model, load.revision)
     options = _server_options(address, access, limits, life)
@@ -187,7 +187,10 @@ def serve(
     )
     load.show_details()
     _warn_if_open(options)
-    load_here = functools.partial(load_model, engine=engine, **load.serve_kwargs())
+
+    def load_here(name: str | None) -> Any:
+        return load_model(name, engine=engine, progress=server.context.start, **load.serve_kwargs())
+
     server = Server(options, functools.partial(_loaded, model, load_here, is_watched=life.watch))
     for each in server.addresses:
         print(f"listening on {each}", file=sys.stderr, flush=True)
@@ -236,6 +239,7 @@ def _server_options(
         response_template=access.response_template,
         request_timeout_s=limits.request_timeout,
         queue_timeout_s=limits.queue_timeout,
+        first_token_timeout_s=limits.first_token_timeout,
         keep_alive_s=limits.keep_alive,
         pre_stop_s=life.pre_stop,
         drain_timeout_s=life.drain_timeout,
@@ -262,6 +266,13 @@ def _log_to_stderr(log_format: str) -> None:
         logger.setLevel(logging.INFO)
         logger.addHandler(handler(log_format))
         logger.propagate = False
+
+
+def _check_watched(model: str | None, life: LifeOptions) -> None:
+    if life.watch and bundle_folder(model) is None:
+        raise InvalidArgumentError(
+            f"--watch: expected a bundle as MODEL, got {model or 'none'}; leave it out, or export the model"
+        )
 
 
 def _warn_if_open(options: ServerOptions) -> None:

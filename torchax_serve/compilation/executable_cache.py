@@ -290,7 +290,8 @@ class CachedFunction:
         # that one's folder: then the name tells it apart what this cache does.
         name = None if path is None else path.name.replace("-", "_")
         # JAX's own cache ignores names: it would give a program without them.
-        is_bypassed, named = path is not None or signature.names_modules, contextlib.nullcontext()
+        is_bypassed = path is not None or signature.names_modules
+        named: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if signature.names_modules:
             from model_adapters.program import module_scopes  # tracing needs torch, running does not
 

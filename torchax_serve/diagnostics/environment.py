@@ -23,8 +23,11 @@ DISTRIBUTION = "torchax-serve"
 PACKAGES = ("torch", "torchax", "jax", "jaxlib", "transformers")
 EXTRAS = {
     "cuda": "NVIDIA GPUs; plan for GPUs",
+    "diffusion": "diffusion pipelines",
+    "export": "export: bundles",
     "gguf": "GGUF files",
     "images": "models that see images",
+    "orbax": "weights and training states in Orbax's format",
     "otel": "serve --otlp-traces-endpoint: spans of requests",
     "pathways": "devices of Pathways (JAX_PLATFORMS=proxy)",
     "plan": "plan for TPUs",

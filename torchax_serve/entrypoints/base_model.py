@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 import numpy as np
@@ -24,7 +24,7 @@ from torchax_serve.compilation.program_signature import model_identity
 from torchax_serve.compilation.xla_cache import programs_dir
 from torchax_serve.distributed.hosts.leader import Leader
 from torchax_serve.engine.data_parallel import split_runtimes
-from torchax_serve.engine.options import EngineOptions
+from torchax_serve.entrypoints.exportable_model import ExportableModel
 from torchax_serve.generation.jax_forward import following
 from torchax_serve.generation.jax_model import run_on_jax
 from torchax_serve.pooling.queue import PoolingQueue, QueuedTexts
@@ -42,7 +42,7 @@ class MissingAttributeError(TorchaxServeError, AttributeError):
     """
 
 
-class BaseModel:
+class BaseModel(ExportableModel):
     """A model that runs on JAX. A context manager: leaving it frees the weights.
 
     Attributes:
@@ -51,6 +51,7 @@ class BaseModel:
         dtype: The weights' dtype.
         dtype_name: Its name, such as ``bfloat16``.
         load_report: Tensors that the checkpoint lacks, or has and the model does not use.
+        recorded_executables: Programs of an engine that a `RecordedModel` has begun; None if there is none.
         torch_model: The transformers model object whose ``forward`` and ``generate`` run on JAX, for code that needs
             one (``transformers.pipeline``, lm-eval).
         embeds: Whether it has embeddings of texts.
@@ -61,6 +62,7 @@ class BaseModel:
     def __init__(self, loaded: LoadedModel, leader: Leader | None = None) -> None:
         self._leader = leader
         self._process = OwnerProcess()
+        self.recorded_executables: ExecutableCache | None = None  # of an engine that a start record has begun
         self._pooling_queue = PoolingQueue()  # of texts to embed, label or score
         self._loaded: LoadedModel | None = loaded
         self.name = loaded.source.name
@@ -154,7 +156,7 @@ class BaseModel:
             QueueFullError: too many texts are waiting.
             DeadlineError: a time limit has passed.
         """
-        call = self._embedding(texts, pooling, normalize, prompt, prompt_name, truncate, truncate_dim)
+        call = _embedding(self, texts, pooling, normalize, prompt, prompt_name, truncate, truncate_dim)
         rows = call.run(timeout_s, queue_timeout_s)
         return np.asarray(rows[0]) if isinstance(texts, str) else np.stack(rows)
 
@@ -172,37 +174,9 @@ class BaseModel:
         queue_timeout_s: float | None = None,
     ) -> np.ndarray:
         """Works as `embed`, without blocking the event loop; cancelling it ends the call before the next forward."""
-        call = self._embedding(texts, pooling, normalize, prompt, prompt_name, truncate, truncate_dim)
+        call = _embedding(self, texts, pooling, normalize, prompt, prompt_name, truncate, truncate_dim)
         rows = await call.run_async(timeout_s, queue_timeout_s)
         return np.asarray(rows[0]) if isinstance(texts, str) else np.stack(rows)
-
-    def _embedding(
-        self,
-        texts: str | Sequence[str | Sequence[int]],
-        pooling: str | None,
-        normalize: bool | None,
-        prompt: str | None,
-        prompt_name: str | None,
-        truncate: bool | None,
-        truncate_dim: int | None,
-    ) -> QueuedTexts:
-        """Returns the call for `texts`, which are checked."""
-        from torchax_serve.pooling import embed
-        from torchax_serve.pooling.batching import checked_texts
-
-        call = functools.partial(
-            embed,
-            self._followed(),
-            self._runtimes[0],
-            pooling=pooling,
-            normalize=normalize,
-            prompt=prompt,
-            prompt_name=prompt_name,
-            truncate=truncate,
-            truncate_dim=truncate_dim,
-        )
-        key = ("embed", pooling, normalize, prompt, prompt_name, truncate, truncate_dim)
-        return QueuedTexts(self._pooling_queue, key, call, checked_texts(texts))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model's forward, with torch tensors in and out."""
@@ -234,6 +208,8 @@ class BaseModel:
         caches = [runtime.steps.executables for runtime in self._runtimes]
         if (head := vars(self).get("_generates_with_head")) is not None:  # of a `ServedModel`
             caches.append(head._jax_runtime.steps.executables)
+        if self.recorded_executables is not None:
+            caches.append(self.recorded_executables)
         path = None if folder is None else Path(folder)
         return ProfileSession(caches, self.torch_model, self._runtimes[0].weights, path)
 
@@ -262,45 +238,6 @@ class BaseModel:
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(save_directory)
 
-    def export(
-        self,
-        out: str | os.PathLike[str],
-        *,
-        platforms: Sequence[str] = ("cpu",),
-        engine: EngineOptions | None = None,
-        weights: Literal["safetensors", "orbax"] = "safetensors",
-        native: bool = True,
-        reference: bool = True,
-        advance: Callable[[int], object] = lambda number: None,
-    ) -> Path:
-        """Writes programs, weights and tokenizer as a bundle that runs without torch; returns the version's folder.
-
-        Args:
-            out: folder of the bundle, new or with other versions.
-            platforms: platforms of the programs: ``cpu``, ``tpu:v6e``, ``cuda:h100``; their devices need not be here.
-            engine: sizes of the engine, which its programs have; None: those that the model was served with.
-            weights: format of the weights; safetensors are mapped.
-            native: let programs for a CPU call the C++ kernels.
-            reference: write programs for a CPU without kernels as well, for processors without a compiler.
-            advance: called with the number of programs written since the last call.
-
-        Raises:
-            UnsupportedModelError: requests of the model need more than a bundle has.
-            InvalidArgumentError: options that do not fit the model; a folder with something else in it.
-            TorchaxServeError: the disk is full, or a package is missing.
-        """
-        from torchax_serve.export.writer import ExportRequest, export_model
-
-        if len(self._runtimes) > 1:
-            raise UnsupportedModelError(
-                "export: expected one replica, got several on the axis data; serve the model without it"
-            )
-        options = engine or vars(self).get("_engine_options") or EngineOptions()
-        request = ExportRequest(
-            platforms=platforms, engine=options, weights=weights, native=native, reference=reference, advance=advance
-        )
-        return export_model(self._followed(), self._runtimes[0], Path(out), request).folder
-
     def __getattr__(self, name: str) -> Any:
         model = vars(self).get("torch_model")
         if model is not None and not name.startswith("_") and hasattr(model, name):
@@ -321,6 +258,35 @@ class BaseModel:
         if self._loaded is None:
             raise TorchaxServeError("expected an open model, this one is closed; call serve() again")
         return self._loaded
+
+
+def _embedding(
+    model: BaseModel,
+    texts: str | Sequence[str | Sequence[int]],
+    pooling: str | None,
+    normalize: bool | None,
+    prompt: str | None,
+    prompt_name: str | None,
+    truncate: bool | None,
+    truncate_dim: int | None,
+) -> QueuedTexts:
+    """Returns the call for `texts`, which are checked."""
+    from torchax_serve.pooling import embed
+    from torchax_serve.pooling.batching import checked_texts
+
+    call = functools.partial(
+        embed,
+        model._followed(),
+        model._runtimes[0],
+        pooling=pooling,
+        normalize=normalize,
+        prompt=prompt,
+        prompt_name=prompt_name,
+        truncate=truncate,
+        truncate_dim=truncate_dim,
+    )
+    key = ("embed", pooling, normalize, prompt, prompt_name, truncate, truncate_dim)
+    return QueuedTexts(model._pooling_queue, key, call, checked_texts(texts))
 
 
 def programs_of(loaded: LoadedModel) -> ExecutableCache:

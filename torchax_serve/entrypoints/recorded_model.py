@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import importlib
 import logging
-import os
 import secrets
 import threading
 import time
@@ -55,7 +55,6 @@ from torchax_serve.validation.owner_process import OwnerProcess
 
 if TYPE_CHECKING:
     from torchax_serve.entrypoints.served_model import ServedModel
-    from torchax_serve.profiling import ProfileSession
 
 logger = logging.getLogger("torchax_serve")
 
@@ -184,10 +183,14 @@ class RecordedModel:
         """
         if self._is_closed:
             raise _closed_error()
+        # transformers replaces its module at the end of its import: names cannot be imported from the one that another
+        # thread is importing, such as the one that compiles. This waits for it.
+        importlib.import_module("transformers")
         model = self._parts.load()
         from torchax_serve.entrypoints.served_model import continue_with
 
         continue_with(model, self._weights, self._engine)
+        model.recorded_executables = self._executables
         return model
 
     @property  # type: ignore[misc]
@@ -239,7 +242,7 @@ class RecordedModel:
     @property
     def tokenizer(self) -> Any:
         """The model's tokenizer, or None if it came without one."""
-        self._check_open()
+        _check_open(self)
         return self._side.loaded.tokenizer if self._side.loaded is not None else self._tokenizer
 
     def _processor(self) -> None:
@@ -253,7 +256,7 @@ class RecordedModel:
     @property
     def engine(self) -> Any:
         """Engine that runs the requests of all threads in one batch; made at its first use."""
-        self._check_open()
+        _check_open(self)
         if self._side.loaded is not None:
             return self._side.loaded.engine
         with self._lock:
@@ -275,17 +278,9 @@ class RecordedModel:
                     when_idle(self._engine, functools.partial(move_into_huge_pages, self._parts.content))
             return self._engine
 
-    def profile(self, folder: str | os.PathLike[str] | None = None) -> ProfileSession:
-        """Profiles what runs on this model inside of a ``with`` block; see `BaseModel.profile`."""
-        self._check_open()
-        profile = self._side.get().profile(folder)
-        if self._executables is not None:
-            profile.caches.append(self._executables)
-        return profile
-
     def stats(self) -> EngineStats | None:
         """Returns the statistics of the engine; None before the first request."""
-        self._check_open()
+        _check_open(self)
         each = [engine.stats() for engine in engines_of(self)]
         return EngineStats.sum_of(each) if each else None
 
@@ -301,7 +296,7 @@ class RecordedModel:
         fork_of: TokenStream | None = None,
     ) -> TokenStream:
         """Yields new token ids of one prompt as they come; see `ServedModel.iter_tokens`."""
-        self._check_open()
+        _check_open(self)
         config = copy.deepcopy(self.generation_config) if generation_config is None else generation_config
         if self._side.loaded is None and inputs is None and type(config) is GenerationValues:
             check_one_answer(config)
@@ -326,24 +321,19 @@ class RecordedModel:
 
     def chat(self, *args: Any, stream: bool = False, **kwargs: Any) -> str | TextStream:
         """Answers a conversation; see `torchax_serve.text.chat`."""
-        self._check_open()
+        _check_open(self)
         answer: str | TextStream = chat(self, *args, stream=stream, **kwargs)  # type: ignore[call-overload]
         return answer
 
     def stream(self, *args: Any, **kwargs: Any) -> TextStream:
         """Yields the text that follows a prompt; see `torchax_serve.text.text_stream.stream`."""
-        self._check_open()
+        _check_open(self)
         return stream(self, *args, **kwargs)
 
     def generate_batch(self, *args: Any, **kwargs: Any) -> list[Completion]:
         """Returns completions of many prompts; see `torchax_serve.text.generate_batch`."""
-        self._check_open()
+        _check_open(self)
         return generate_batch(self, *args, **kwargs)
-
-    def _check_open(self) -> None:
-        self._process.check("a model")
-        if self._is_closed:
-            raise _closed_error()
 
 
 def before_trace(side: TorchSide) -> None:
@@ -376,6 +366,12 @@ def when_idle(engine: Engine, function: Callable[[], object]) -> None:
             time.sleep(POLL_S)
 
     threading.Thread(target=run, name="huge-pages", daemon=True).start()
+
+
+def _check_open(model: RecordedModel) -> None:
+    model._process.check("a model")
+    if model._is_closed:
+        raise _closed_error()
 
 
 def _closed_error() -> TorchaxServeError:

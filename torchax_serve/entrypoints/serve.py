@@ -24,9 +24,11 @@ from torchax_serve.engine.options import EngineOptions
 from torchax_serve.entrypoints.recorded_model import recorded_model
 from torchax_serve.start.record import start_folder
 from torchax_serve.validation.argument_hints import refuses_unknown
+from torchax_serve.validation.library_objects import is_pipeline, is_pipeline_folder
 
 if TYPE_CHECKING:
     import torch
+    from diffusers import DiffusionPipeline
     from transformers import PreTrainedModel
 
     from model_adapters.loading import Progress
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
 
 @refuses_unknown
 def serve(
-    model: str | os.PathLike[str] | PreTrainedModel | None = None,
+    model: str | os.PathLike[str] | PreTrainedModel | DiffusionPipeline | None = None,
     *,
     revision: str | None = None,
     token: str | None = None,
@@ -60,10 +62,11 @@ def serve(
 ) -> ServedModel:
     """Loads a model and makes it run on JAX, its code untouched.
 
-    Returns a `ServedModel` for models that generate, a `SpeechModel` if they also transcribe, else an `EncoderModel`.
+    Returns a `ServedModel`; a `SpeechModel` if it also transcribes; an `EncoderModel`; an `ImageModel` of a pipeline.
 
     Args:
-        model: a short name, a hub id, a folder, bundle or GGUF file, a `PreTrainedModel`; None: the embedded model.
+        model: a short name, a hub id, a folder, bundle or GGUF file, a `PreTrainedModel`, a pipeline of diffusers or
+            its folder; None: the embedded model.
         revision: branch, tag or commit on the hub.
         token: access token for gated repositories.
         local_files_only: do not use the network.
@@ -149,6 +152,11 @@ def _serve_on_this_host(arguments: dict[str, Any]) -> ServedModel:
     Args:
         arguments: Arguments of `serve` by name.
     """
+    if is_pipeline(arguments["model"]) or is_pipeline_folder(arguments["model"]):
+        from torchax_serve.entrypoints.image_model import load_image_model
+
+        # The annotation is that of language models, which nearly all callers have.
+        return cast("ServedModel", load_image_model(arguments))
     if (bundle := bundle_folder(arguments["model"])) is not None:
         return _bundle_model(bundle, arguments)
     decisive = _decisive(arguments)
@@ -201,6 +209,8 @@ def _serve_on_hosts(arguments: dict[str, Any]) -> ServedModel:
     """
     from torchax_serve.entrypoints.load import serve_on_hosts
 
+    if is_pipeline(arguments["model"]) or is_pipeline_folder(arguments["model"]):
+        raise InvalidArgumentError("hosts: expected None for a pipeline, which runs on one host; leave it out")
     if bundle_folder(arguments["model"]) is not None:
         raise InvalidArgumentError("hosts: expected None for a bundle, which runs on one device; leave it out")
     if arguments["adapter"] is not None:

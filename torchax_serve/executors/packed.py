@@ -332,10 +332,6 @@ class PackedExecutor:
         options = jax.tree.map(lambda x: placed(x.shape, x.dtype), idle)
         return StepCall(self._decode_steps, (self.cache.pools, SamplerState(tokens), options, numbers))
 
-    def step_calls(self) -> Iterator[tuple[Spec, StepCall]]:
-        """Yields every step that requests can need, with its arguments as shapes."""
-        return ((spec, self._call_of(spec)) for spec in (*self._specs.all(), *self._specs.larger_scored()))
-
     def compile_tasks(self, sampler: Sampler) -> Iterator[CompileTask]:
         """Implements `Executor.compile_tasks`; the sampler's programs come with the first step, all have its shape."""
         if not self.compiles_ahead:  # several hosts: `warm_up` runs every step
@@ -357,6 +353,12 @@ class PackedExecutor:
                 for task in sampler.compile_tasks(results):
                     task.compile()
         self.cache.warm_up()
+
+
+def step_calls(executor: PackedExecutor) -> Iterator[tuple[Spec, StepCall]]:
+    """Yields every step that requests can need, with its arguments as shapes."""
+    specs = executor._specs
+    return ((spec, executor._call_of(spec)) for spec in (*specs.all(), *specs.larger_scored()))
 
 
 def _with_rows(logits: jax.Array, num_rows: int) -> jax.Array:

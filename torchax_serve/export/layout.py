@@ -4,6 +4,8 @@ from __future__ import annotations
 
 TOKENIZER, TEMPLATE, TOOLS_TEMPLATE = "tokenizer.json", "chat_template.jinja", "tools_template.jinja"
 GENERATION_CONFIG = "generation_config.json"
+GPU_CALLS = ("__gpu$xla.gpu.triton", "mosaic_gpu_v2")
+"""Kernels of Pallas for GPUs in programs, which JAX promises to read with the release that wrote them alone."""
 ENGINE_SIZES = (
     "max_model_len",
     "max_num_seqs",

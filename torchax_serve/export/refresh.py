@@ -14,6 +14,7 @@ from jax import export
 
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops.cpu import ffi
+from torchax_serve.export.layout import GPU_CALLS
 from torchax_serve.export.manifest import Manifest, require_flatbuffers, write_manifest
 from torchax_serve.export.programs import read_program
 from torchax_serve.export.versions import new_version
@@ -53,7 +54,7 @@ def refresh_bundle(manifest: Manifest) -> Manifest:
 
 
 def _rewritten(program: export.Exported) -> bytes:
-    allowed = [export.DisabledSafetyCheck.custom_call(each) for each in ffi.TARGETS]
+    allowed = [export.DisabledSafetyCheck.custom_call(each) for each in (*ffi.TARGETS, *GPU_CALLS)]
     leaves = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in program.in_avals]
     args, kwargs = jax.tree.unflatten(program.in_tree, leaves)
     made = export.export(jax.jit(program.call), platforms=program.platforms, disabled_checks=allowed)(*args, **kwargs)

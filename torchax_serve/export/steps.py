@@ -19,8 +19,9 @@ from model_adapters.ops.cpu import ffi
 from model_adapters.program.trace_context import torch_promotion, trace_lock
 from torchax_serve.compilation.executable_cache import ExecutableCache
 from torchax_serve.executors.compiled_steps import StepCall
-from torchax_serve.executors.packed import PackedExecutor
+from torchax_serve.executors.packed import PackedExecutor, step_calls
 from torchax_serve.executors.packed_factory import packed_shapes
+from torchax_serve.export.layout import GPU_CALLS
 from torchax_serve.export.programs import described_layer, program_key
 from torchax_serve.export.targets import ExportTarget
 from torchax_serve.export.trees import described_tree
@@ -72,7 +73,7 @@ class StepExporter:
         of_mesh = self.runtime.program.sharding
         with target.tracing(None if of_mesh is None else of_mesh.replicated()) as sharding:
             executor, num_bytes = self._executor(target)
-            calls = list(executor.step_calls())
+            calls = list(step_calls(executor))
             programs = dict(self._exported(spec, call, target, sharding) for spec, call in calls)
         return {
             "platform": target.platform,
@@ -131,7 +132,7 @@ class StepExporter:
 
         key = program_key(call.function.name, call.args, spec)
         step.__name__ = call.function.name
-        allowed = [export.DisabledSafetyCheck.custom_call(each) for each in ffi.TARGETS]
+        allowed = [export.DisabledSafetyCheck.custom_call(each) for each in (*ffi.TARGETS, *GPU_CALLS)]
         with trace_lock(), torch_promotion():
             made = export.export(jax.jit(step), platforms=[target.platform], disabled_checks=allowed)(
                 placed(dict(self.tensors)), *leaves

@@ -72,5 +72,7 @@ def restored_weights(description: Mapping[str, Any]) -> TensorNames:
 
 def _quantized(description: Mapping[str, Any]) -> QuantizedWeight:
     parts = {name: each for name, each in description.items() if name != "scheme"}
-    scheme = {name: tuple(value) if isinstance(value, list) else value for name, value in description["scheme"].items()}
+    scheme: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in description["scheme"].items()
+    }
     return QuantizedWeight(**parts, scheme=Scheme(**scheme))

@@ -50,23 +50,17 @@ from torchax_serve.runtime.compiled_encoder import CompiledEncoder
 from torchax_serve.runtime.model_generate import absorb_suppression, without_model_options
 from torchax_serve.runtime.model_runtime import ModelRuntime
 from torchax_serve.runtime.padding import check_rows
-from torchax_serve.validation.argument_hints import refuses_unknown
 
 # Values of cache_implementation that mean the cache on the device. Checkpoints still have the last names.
 _CACHES_ON_DEVICE = (None, "dynamic", "static", "hybrid", "hybrid_chunked", "sliding_window")
 
 
-@refuses_unknown
-def to_jax(model: PreTrainedModel, *, quantization: Any = None) -> PreTrainedModel:
-    """Makes `model` run on JAX and returns it, with ``forward`` and ``generate`` compiled.
-
-    The call is idempotent. On the CPU the weights share memory with the torch tensors. A later change of the model (an
-    adapter, a hook, a weight) takes effect at the next call, or that call raises.
+def model_to_jax(model: PreTrainedModel, *, quantization: Any = None) -> PreTrainedModel:
+    """Makes a model of transformers run on JAX and returns it; see `torchax_serve.to_jax`.
 
     Args:
         model: a model of transformers, or a ``PeftModel`` around one.
-        quantization: preset, file or list of rules, as for `torchax_serve.serve`: weights of linear layers are stored
-            quantized, next to the torch tensors of `model`; the others share memory.
+        quantization: preset, file or list of rules.
 
     Raises:
         InvalidArgumentError: `model` is neither, or is on another device than the CPU; rules that do not fit it.
@@ -111,7 +105,7 @@ def _unwrapped_to_jax(model: Any, quantization: Any) -> Any:
             f"expected a transformers PreTrainedModel, got {type(model).__name__}; load one first"
         )
     model.eval()
-    to_jax(inner, quantization=quantization)
+    model_to_jax(inner, quantization=quantization)
     return model
 
 
@@ -129,7 +123,7 @@ def run_on_jax(model: PreTrainedModel, runtime: ModelRuntime) -> PreTrainedModel
 
 
 class JaxModelMixin:
-    """Mixin in front of a transformers class; see `to_jax`."""
+    """Mixin in front of a transformers class; see `model_to_jax`."""
 
     _jax_runtime: ModelRuntime
     _engine_rows: Callable[[SampleCall, StaticBatchStart], torch.Tensor | None] | None = None

@@ -11,7 +11,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from torchax_serve.parity import checkpoints_table, real_models
+from torchax_serve.parity import checkpoints_table, pipelines_table, real_models
 from torchax_serve.parity.known_failures import CAUSES, OLDER
 from torchax_serve.parity.result import EXECUTORS, PASSED, STATIC, Result
 from torchax_serve.parity.tasks import CAUSAL, CHECKPOINTS, TASKS, ParityTask
@@ -72,8 +72,7 @@ def document() -> str:
                 if by_name
                 else section(name, task, sweeps)
             )
-    if real := real_models.section():
-        parts.append(real)
+    parts += [part for part in (pipelines_table.section(), real_models.section()) if part is not None]
     return "\n".join(parts)
 
 

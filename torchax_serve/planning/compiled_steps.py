@@ -7,7 +7,7 @@ import dataclasses
 import math
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -80,18 +80,35 @@ def compile_step(step: AbstractStep, model: AbstractModel, chip: Chip) -> tuple[
     # known values, and these would then be looked for on the mesh.
     of_mesh = jax.set_mesh(model.sharding.mesh) if donated else contextlib.nullcontext()
     with of_mesh, compiling_for(chip):
-        start = time.perf_counter()
-        traced = jax.jit(run, donate_argnums=donated).trace(unique, *step.args)
-        lowered = traced.lower(lowering_platforms=(lowering_platform(chip),))
-        lowered_at = time.perf_counter()
-        try:
-            compiled = lowered.compile()
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            raise OutOfMemoryError(_used_of(str(error))) from error
-        end = time.perf_counter()
-    return _report(step, compiled, lowered_at - start, end - lowered_at), compiled
+        report, compiled = compile_traced(run, (unique, *step.args), lowering_platform(chip), donated=donated)
+    return dataclasses.replace(report, num_tokens=step.num_tokens, num_rows=step.num_rows), compiled
+
+
+def compile_traced(
+    function: Callable[..., Any], args: tuple[Any, ...], platform: str, *, donated: tuple[int, ...] = ()
+) -> tuple[ProgramReport, Any]:
+    """Traces and compiles `function` for the devices of abstract `args`; returns the report and the program.
+
+    Args:
+        function: Function whose name is that of the program.
+        args: Abstract arrays with shardings.
+        platform: JAX's name of the devices' platform.
+        donated: Numbers of the donated arguments.
+
+    Raises:
+        OutOfMemoryError: The program does not fit into the device's memory.
+    """
+    start = time.perf_counter()
+    lowered = jax.jit(function, donate_argnums=donated).trace(*args).lower(lowering_platforms=(platform,))
+    lowered_at = time.perf_counter()
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise OutOfMemoryError(_used_of(str(error))) from error
+    end = time.perf_counter()
+    return _report(function.__name__, compiled, lowered_at - start, end - lowered_at), compiled
 
 
 def _used_of(message: str) -> str:
@@ -102,15 +119,15 @@ def _used_of(message: str) -> str:
     return message.strip().splitlines()[0][:200]
 
 
-def _report(step: AbstractStep, compiled: Any, trace_s: float, compile_s: float) -> ProgramReport:
+def _report(name: str, compiled: Any, trace_s: float, compile_s: float) -> ProgramReport:
     memory = compiled.memory_analysis()
     cost = compiled.cost_analysis() or {}
     text = compiled.as_text()
     compiler_s, num_opaque = estimate(cost.get("optimal_seconds"))
     return ProgramReport(
-        name=step.name,
-        num_tokens=step.num_tokens,
-        num_rows=step.num_rows,
+        name=name,
+        num_tokens=0,
+        num_rows=0,
         argument_bytes=int(memory.argument_size_in_bytes),
         temporary_bytes=int(memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes),
         alias_bytes=int(memory.alias_size_in_bytes),

@@ -16,13 +16,13 @@ from model_adapters.errors import InvalidArgumentError
 from model_adapters.loading import LoadedModel
 from model_adapters.program.model_program import CallSpec
 from model_adapters.program.padding_safety import can_batch_padded
-from torchax_serve.buckets import next_bucket
 from torchax_serve.pooling.queue import check_wanted
 from torchax_serve.pooling.text_tokenizer import IDS, MASK, Row, TextTokenizer
 from torchax_serve.runtime.model_runtime import ModelRuntime
 
 TOKENS_PER_BATCH = 4096  # padding included; larger batches are not faster and take more memory
 MAX_ROWS = 32  # of a batch; a power of two
+SMALLEST_STEP = 8  # tokens between two sizes of rows; smaller ones are not faster
 
 Text = str | Sequence[int]
 """A text, or its token ids."""
@@ -145,6 +145,7 @@ def run(runtime: ModelRuntime, rows: Sequence[Row], *, pad_id: int | None) -> It
         width = _width(runtime, longest) if may_pad else longest
         most = max(1, min(MAX_ROWS, TOKENS_PER_BATCH // width)) if pad_id is not None else 1
         taken = [index for index in order[:most] if may_pad or len(rows[index][IDS]) == longest]
+        taken = taken[: _num_rows(len(taken))]
         order = order[len(taken) :]
         check_wanted()
         yield _forward(runtime, [rows[index] for index in taken], taken, width, pad_id or 0)
@@ -152,8 +153,15 @@ def run(runtime: ModelRuntime, rows: Sequence[Row], *, pad_id: int | None) -> It
 
 def _width(runtime: ModelRuntime, length: int) -> int:
     """Returns the bucket size for rows of `length` tokens, within the model's positions."""
-    bucket, limit = next_bucket(length), runtime.limits.max_positions
+    step = max(SMALLEST_STEP, (1 << (length - 1).bit_length()) // 8)  # padding is less than a quarter
+    bucket, limit = -(-length // step) * step, runtime.limits.max_positions
     return bucket if limit is None else max(length, min(bucket, limit))
+
+
+def _num_rows(num_texts: int) -> int:
+    """Returns the most rows of the next forward, a power of two; padding is at most a quarter of them."""
+    rows = 1 << (num_texts - 1).bit_length()
+    return rows if 4 * num_texts >= 3 * rows else rows // 2
 
 
 def _forward(runtime: ModelRuntime, rows: list[Row], indices: list[int], width: int, pad_id: int) -> Batch:

@@ -259,7 +259,7 @@ class Sampler:
         words = jax.ShapeDtypeStruct((logits.shape[0], num_words(self._vocab_size)), np.int32, sharding=self._sharding)
         for level in dict.fromkeys(PROGRAMS.values()):
             state = SamplerState(last_tokens, *((tables, history) if level == "history" else ()))
-            yield task(self._sample, options, state, logits, words, spec=self._spec(level))
+            yield task(self._sample, options, state, logits, words, spec=_spec(level, self._rules))
         yield task(self._write_rows, (tables, history), np.int32(0), _zero_row(arrays))
         tokens = jax.ShapeDtypeStruct(logits.shape[:1], np.int32, sharding=self._sharding)
         yield task(self._logprobs, logits, tokens, words, np.bool_(False), np.int32(0))
@@ -267,17 +267,19 @@ class Sampler:
     def _run(self, level: Level, options: RowOptions, logits: jax.Array, words: jax.Array) -> Sampled:
         if level == "history":
             self._allocate()
-        sampled, state = self._sample({}, options, self.take_state(level), logits, words, spec=self._spec(level))
+        spec, state = _spec(level, self._rules), self.take_state(level)
+        sampled, state = self._sample({}, options, state, logits, words, spec=spec)
         self.set_state(state)
         return sampled
-
-    def _spec(self, level: Level) -> SamplerSpec:
-        return SamplerSpec(level, rules=self._rules if level == "history" else None)
 
 
 def default_sharding() -> jax.sharding.Sharding:
     """Returns the place of a sampler's state: this host's first device."""
     return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+
+
+def _spec(level: Level, rules: TransformersBehaviour | None) -> SamplerSpec:
+    return SamplerSpec(level, rules=rules if level == "history" else None)
 
 
 # As `CachedFunction` takes them: there are no weights, and a spec only where something is static.

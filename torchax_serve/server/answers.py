@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
-from torchax_serve.engine.request_handle import RequestHandle, TokenStream, cancel_on_error
+from torchax_serve.engine.request_handle import RequestHandle, RequestOutput, TokenStream, cancel_on_error
 from torchax_serve.outputs import FinishReason, TokenLogprobs
 from torchax_serve.sampling_params import SamplingParams
+from torchax_serve.server.errors import ApiError
 from torchax_serve.text.detokenizer import Detokenizer, NoText
 from torchax_serve.text.generate_batch import split_answers
 from torchax_serve.text.prompt import PreparedPrompt, TextModel, make_media_request, make_request
@@ -32,7 +34,14 @@ class Answer:
             step, of the one before the last and of the last; None before there is one.
     """
 
-    def __init__(self, index: int, prepared: PreparedPrompt, handle: RequestHandle, decoder: StepDecoder) -> None:
+    def __init__(
+        self,
+        index: int,
+        prepared: PreparedPrompt,
+        handle: RequestHandle,
+        decoder: StepDecoder,
+        first_token_timeout_s: float | None = None,
+    ) -> None:
         self.index = index
         self.prompt_ids = prepared.prompt_ids
         self.num_tokens = 0
@@ -43,7 +52,7 @@ class Answer:
         self.first_s: float | None = None
         self.last_s: float | None = None
         self.previous_s: float | None = None
-        self._handle, self._decoder = handle, decoder
+        self._handle, self._decoder, self._first_token_timeout_s = handle, decoder, first_token_timeout_s
 
     @property
     def num_cached_tokens(self) -> int:
@@ -65,10 +74,12 @@ class Answer:
 
         Raises:
             RequestError: The request failed.
+            ApiError: 504 if the time for its first token has passed.
         """
         outputs: Any = aiter(self._handle)
         async with contextlib.aclosing(outputs):
-            async for output in outputs:
+            output = await self._first(outputs)
+            while output is not None:
                 self.prompt_logprobs = self.prompt_logprobs or output.prompt_logprobs
                 step = self._decoder.push(output.token_ids, output.logprobs, output.finish_reason)
                 if step.finish_reason == "stop" and output.finish_reason is None:
@@ -77,6 +88,22 @@ class Answer:
                 yield step
                 if step.finish_reason is not None:
                     return
+                output = await anext(outputs, None)
+
+    async def _first(self, outputs: AsyncGenerator[RequestOutput]) -> RequestOutput | None:
+        """Returns the first output, which has to come in time."""
+        if self._first_token_timeout_s is None:
+            return await anext(outputs, None)
+        rest_s = self.submitted_s + self._first_token_timeout_s - time.monotonic()
+        try:
+            async with asyncio.timeout(max(0.0, rest_s)):
+                return await anext(outputs, None)
+        except TimeoutError as error:
+            raise ApiError(
+                504,
+                "expected the first token within its time limit, which has passed; send the request again later",
+                code="first_token_deadline_exceeded",
+            ) from error
 
     def _record(self, step: AnswerStep) -> None:
         self.previous_s, self.last_s = self.last_s, time.monotonic()
@@ -98,6 +125,7 @@ class AnswerOptions:
         include_stop: Whether texts have the stop string.
         is_parsed: Whether texts are parsed: special tokens are part of them, those that end an answer are not.
         default_max_new_tokens: Most tokens where neither the request nor the model says.
+        first_token_timeout_s: Seconds until the first token of each answer; None for any time.
     """
 
     num_answers: int = 1
@@ -105,6 +133,7 @@ class AnswerOptions:
     include_stop: bool = False
     is_parsed: bool = False
     default_max_new_tokens: int = 16
+    first_token_timeout_s: float | None = None
 
 
 def prepare(
@@ -138,7 +167,8 @@ def submit(model: TextModel, prepared: Sequence[PreparedPrompt], options: Answer
             assert isinstance(tokens, TokenStream)
             first = first if request.answer_index else tokens
             handles.append(tokens.handle)
-            answers.append(Answer(index, request, tokens.handle, _decoder(model, request, options)))
+            decoder = _decoder(model, request, options)
+            answers.append(Answer(index, request, tokens.handle, decoder, options.first_token_timeout_s))
     return answers
 
 

@@ -103,6 +103,7 @@ def _start_answers(context: ServerContext, service: ModelService, body: ChatRequ
         include_stop=bool(body.include_stop_str_in_output),
         is_parsed=is_parsed,
         default_max_new_tokens=service.max_model_len or DEFAULT_CHAT_MAX_NEW_TOKENS,
+        first_token_timeout_s=context.options.first_token_timeout_s,
     )
     grammar = _grammar(context, body, plan)
     after = None

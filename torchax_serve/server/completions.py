@@ -77,6 +77,7 @@ def _start(
         skip_special_tokens=body.skip_special_tokens is not False,
         include_stop=bool(body.include_stop_str_in_output),
         default_max_new_tokens=DEFAULT_MAX_TOKENS,
+        first_token_timeout_s=context.options.first_token_timeout_s,
     )
     return prompts, service.start(prompts, params, options, masks)
 

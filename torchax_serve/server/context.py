@@ -21,6 +21,7 @@ from torchax_serve.server.model_service import ModelService
 from torchax_serve.server.options import ServerOptions
 from torchax_serve.server.profiler import Profiler
 from torchax_serve.server.schemas import TextRequest
+from torchax_serve.server.start_progress import StartProgress
 
 if TYPE_CHECKING:
     from torchax_serve.server.tracing import Tracing
@@ -41,6 +42,7 @@ class ServerContext:
 
     Attributes:
         stage: How far it is.
+        start: How far its start is, in numbers.
         num_in_flight: Requests that are being answered, apart from those of health and metrics.
         fingerprint: ``system_fingerprint`` of answers: equal for equal versions and models.
         tracing: Spans of requests; None without a collector.
@@ -52,7 +54,7 @@ class ServerContext:
         self.keys = ApiKeys(options.api_keys, options.api_key_file)
         self.key_usages = KeyUsages()
         self.metrics = Metrics(compat=options.metrics_compat)
-        self.stage = Stage.LOADING
+        self.stage, self.start = Stage.LOADING, StartProgress()
         self.refuses_new = False  # after the time in which a draining server still accepts
         self.num_in_flight = 0
         self.started_s = time.time()

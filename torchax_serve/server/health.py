@@ -22,10 +22,8 @@ async def readyz(request: Request) -> Response:
     """Returns 200 while requests are answered; 503 before and after, with how far the server is."""
     context = context_of(request)
     status: dict[str, Any] = {"status": context.stage.value}
-    service = context.loaded
-    if context.stage is Stage.WARMING_UP and service is not None:
-        stats = service.model.stats()
-        status["num_programs"] = 0 if stats is None else stats.num_programs
+    if context.stage in (Stage.LOADING, Stage.WARMING_UP) and (progress := context.start.shown()):
+        status["progress"] = progress
     is_ready = context.stage is Stage.READY
     return JSONResponse(status, 200 if is_ready else 503, None if is_ready else {"Retry-After": "1"})
 

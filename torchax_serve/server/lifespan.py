@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import signal
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from model_adapters.errors import UnsupportedModelError
-from model_adapters.loading.progress import RichProgress
+from model_adapters.loading.progress import Progress
 from torchax_serve.compilation import gc_pause
 from torchax_serve.server.app import Application
 from torchax_serve.server.context import ServerContext, Stage
@@ -92,6 +93,7 @@ class Server:
                 self._loop.add_signal_handler(number, self._on_signal)
         await self._listener.start()
         logger.info("listening on %s", ", ".join(self.addresses))
+        logger.info("options: %s", json.dumps(self._options.public()))
         threading.Thread(target=self._load_model, args=(self._loop,), name="load", daemon=True).start()
         ticker = asyncio.create_task(self._tick())
         try:
@@ -111,6 +113,7 @@ class Server:
             service.close()
 
     async def _close_context(self) -> None:
+        self.context.metrics.close()
         if self.context.profiler is not None and self.context.stage is not Stage.DEAD:
             await self.context.profiler.close()
         if self.context.tracing is not None:
@@ -123,7 +126,7 @@ class Server:
             service = ModelService(self._load(), self._options)
             loop.call_soon_threadsafe(self._set_loaded, service)
             if self._options.warm_up:
-                warm_up(service.model)
+                warm_up(service.model, self.context.start)
             service.prepare()
             gc_pause.freeze_for_serving()
             loop.call_soon_threadsafe(self._set_ready, time.monotonic() - began)
@@ -202,14 +205,15 @@ class Server:
         self._ended.set()
 
 
-def warm_up(model: ServedModel) -> None:
+def warm_up(model: ServedModel, progress: Progress) -> None:
     """Compiles the programs of the model's engine; models without one compile at their first request."""
     if not model.writes_text:
         return
     try:
-        engine = model.engine
+        with progress.stage("building kernels", None, "items"):
+            engine = model.engine  # which needs them
         began = time.monotonic()
-        engine.warm_up(RichProgress())
+        engine.warm_up(progress)
         logger.info("%d programs are ready after %.1f s", engine.stats().num_programs, time.monotonic() - began)
     except UnsupportedModelError as error:
         logger.warning("requests run one at a time: %s", error)

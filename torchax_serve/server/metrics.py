@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,29 @@ if TYPE_CHECKING:
 
 _LATENCY_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300)
 _TOKEN_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
+_COMPILED = "/jax/core/compile/backend_compile_duration"
+"""JAX's event of a program that XLA has compiled, also one for a small operation next to the steps."""
 _LENGTHS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
+
+
+class _Compilations:
+    """Programs that XLA has compiled since this was made, and the seconds that took."""
+
+    def __init__(self) -> None:
+        import jax  # late: metrics are made before anything else of a server
+
+        self.number, self.duration_s = 0, 0.0
+        self._monitoring, self._lock = jax.monitoring, threading.Lock()
+        self._monitoring.register_event_duration_secs_listener(self._on_duration)
+
+    def _on_duration(self, event: str, duration_secs: float, **_kwargs: str | int) -> None:
+        if event == _COMPILED:
+            with self._lock:
+                self.number, self.duration_s = self.number + 1, self.duration_s + duration_secs
+
+    def close(self) -> None:
+        """Ends the counting."""
+        self._monitoring.unregister_event_duration_listener(self._on_duration)
 
 
 class Metrics:
@@ -31,6 +54,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._prefixes = ["torchax_serve_"] + (["vllm:"] if compat == "vllm" else [])
         self._engine: _EngineCollector | None = None
+        self._compilations: _Compilations | None = None
         self.requests = Counter(
             "torchax_serve_http_requests_total", "HTTP requests", ["route", "status"], registry=self.registry
         )
@@ -66,8 +90,15 @@ class Metrics:
     def watch(self, service: ModelService) -> None:
         """Adds the counts of the model's engine."""
         if self._engine is None:
-            self._engine = _EngineCollector(service, self._prefixes)
+            self._compilations = _Compilations()
+            self._engine = _EngineCollector(service, self._prefixes, self._compilations)
             self.registry.register(self._engine)
+
+    def close(self) -> None:
+        """Ends the counting of compilations."""
+        if self._compilations is not None:
+            self._compilations.close()
+            self._compilations = None
 
     def step(self, answer: Answer, step: AnswerStep) -> None:
         """Records a step of an answer; call it for each, in its order."""
@@ -101,8 +132,8 @@ def _observe(histograms: Sequence[Histogram], value: float) -> None:
 class _EngineCollector(Collector):
     """Reads the engine's counts when metrics are asked for."""
 
-    def __init__(self, service: ModelService, prefixes: Sequence[str]) -> None:
-        self._service, self._prefixes = service, prefixes
+    def __init__(self, service: ModelService, prefixes: Sequence[str], compilations: _Compilations) -> None:
+        self._service, self._prefixes, self._compilations = service, prefixes, compilations
 
     def describe(self) -> list[Any]:
         """Returns nothing: the registry need not read the counts to know the names."""
@@ -110,6 +141,9 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[Any]:
         """Yields the counts of now."""
+        compiled = {"compilations": self._compilations.number, "compilation_seconds": self._compilations.duration_s}
+        for name, value in compiled.items():
+            yield CounterMetricFamily(f"torchax_serve_{name}", name.replace("_", " "), value=value)
         stats = self._service.model.stats()
         if stats is None:
             return

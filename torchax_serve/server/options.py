@@ -95,6 +95,7 @@ class ServerOptions:
         keep_alive_s: Seconds of silence of a streamed answer after which a comment is sent.
         request_timeout_s: Seconds that a request may take, waiting included; None for any time.
         queue_timeout_s: Seconds that a request may wait before it begins; None for any time.
+        first_token_timeout_s: Seconds until the first token of an answer, waiting included; None for any time.
         pre_stop_s: Seconds for which requests are still accepted after SIGTERM.
         drain_timeout_s: Seconds that requests have to finish after that.
         watchdog_s: Seconds without progress after which the process reports itself dead and ends; 0 switches it off.
@@ -125,6 +126,7 @@ class ServerOptions:
     keep_alive_s: float = 15.0
     request_timeout_s: float | None = None
     queue_timeout_s: float | None = None
+    first_token_timeout_s: float | None = None
     pre_stop_s: float = 0.0
     drain_timeout_s: float = 30.0
     watchdog_s: float = 300.0
@@ -144,7 +146,7 @@ class ServerOptions:
         for name in ("pre_stop_s", "drain_timeout_s", "watchdog_s"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise InvalidArgumentError(f"{name}: expected seconds >= 0, got {getattr(self, name)!r}")
-        for name in ("request_timeout_s", "queue_timeout_s"):
+        for name in ("request_timeout_s", "queue_timeout_s", "first_token_timeout_s"):
             if getattr(self, name) is not None and not 0 < getattr(self, name) < math.inf:
                 raise InvalidArgumentError(f"{name}: expected seconds > 0, got {getattr(self, name)!r}")
         if not 0 < self.keep_alive_s < math.inf:
@@ -170,10 +172,10 @@ class ServerOptions:
         return self.uds is not None or self.host in LOOPBACK
 
     def public(self) -> dict[str, Any]:
-        """Returns the effective options without secrets, for the log and ``/version``."""
+        """Returns the effective options without secrets and folders, for the log and ``/version``."""
         shown = dataclasses.asdict(self)
         shown["api_keys"] = len(self.api_keys)
-        return {name: str(value) if isinstance(value, Path) else value for name, value in shown.items()}
+        return {name: value.name if isinstance(value, Path) else value for name, value in shown.items()}
 
 
 def _check_positive(limits: Any) -> None:

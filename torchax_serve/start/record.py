@@ -121,10 +121,14 @@ class StartFolder:
             return False
         name = self.weights_path.name
         seal = self._files.state_of(name) if self._files.is_trusted() else None
-        if seal is not None and seal != record.weights_seal:
-            report_damage(CONTENT, self.weights_path, "it is not what was written")
-        if seal != record.weights_seal:
+        if seal is None:
             return False
+        if seal != record.weights_seal:  # written to since: damaged, other weights, or the same ones again
+            if (reason := self._files.damage(name)) is not None:
+                report_damage(CONTENT, self.weights_path, reason)
+                return False
+            if seal.seal != record.weights_seal.seal:
+                return False
         touch(self.weights_path)  # the least recently used files are removed first
         return True
 

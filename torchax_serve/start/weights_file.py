@@ -63,7 +63,7 @@ def named_tensors(weights: Weights) -> tuple[TensorNames, dict[str, jax.Array]]:
             tensors[names[id(leaf)]] = leaf
         return names[id(leaf)]
 
-    trees = {id(weight): name for name, weight in reversed(weights.items())}
+    trees = {id(weight): name for name, weight in reversed(list(weights.items()))}
     found = {
         name: jax.tree_util.tree_map_with_path(lambda path, leaf, name=name: name_of(name, path, leaf), weights[name])
         for name in dict.fromkeys(trees[id(weight)] for weight in weights.values())

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -57,11 +57,24 @@ class Detokenizer:
 
     def push(self, token_id: int) -> str:
         """Takes a token; returns the text that became final, often empty."""
-        token = self._token(token_id)
-        if token is None:
-            return ""
-        self._token_ids.append(token_id)
-        return self._cleaned(self._raw_piece(token_id, token))
+        return self.push_all((token_id,))
+
+    def push_all(self, token_ids: Iterable[int]) -> str:
+        """Takes tokens; returns the text that became final. Many tokens cost little more than one."""
+        new_ids: list[int] = []
+        for token_id in token_ids:
+            token = self._token(token_id)
+            if token is None:
+                continue
+            self._token_ids.append(token_id)
+            if token_id in self._skipped or self._lost:
+                continue
+            if self._has_byte_tokens and _BYTE_TOKEN.fullmatch(token):
+                self._byte_run.append(token_id)
+                continue
+            new_ids += [*self._byte_run, token_id]
+            self._byte_run = []
+        return self._cleaned(self._advance(new_ids)) if new_ids else ""
 
     def flush(self) -> str:
         """Returns the rest of the text, after the last token."""
@@ -88,16 +101,6 @@ class Detokenizer:
             return self._token_of(token_id)
         except (IndexError, KeyError):
             return None
-
-    def _raw_piece(self, token_id: int, token: str) -> str:
-        if token_id in self._skipped or self._lost:
-            return ""
-        if self._has_byte_tokens and _BYTE_TOKEN.fullmatch(token):
-            self._byte_run.append(token_id)
-            return ""
-        new_ids = [*self._byte_run, token_id]
-        self._byte_run = []
-        return self._advance(new_ids)
 
     def _advance(self, new_ids: list[int]) -> str:
         """Moves the window over `new_ids`; returns the text that became final."""
@@ -133,6 +136,10 @@ class NoText:
     """Replacement of `Detokenizer` for models without a tokenizer: tokens have no text."""
 
     def push(self, token_id: int) -> str:
+        """Returns an empty text."""
+        return ""
+
+    def push_all(self, token_ids: Iterable[int]) -> str:
         """Returns an empty text."""
         return ""
 

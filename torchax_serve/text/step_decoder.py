@@ -51,7 +51,7 @@ class StepDecoder:
         silent_ids: Collection[int] = (),
     ) -> None:
         self._detokenizer = detokenizer
-        self._stops = StopStrings(stop_strings)
+        self._stops, self._has_stop_strings = StopStrings(stop_strings), bool(stop_strings)
         self._eos_token_ids, self._stop_token_ids = frozenset(eos_token_ids), frozenset(stop_token_ids)
         self._include_stop, self._silent_ids = include_stop, frozenset(silent_ids)
         self.finish_reason: FinishReason | None = None
@@ -67,18 +67,23 @@ class StepDecoder:
         Tokens behind the one that completes a stop string are dropped.
         """
         pieces: list[str] = []
-        num_taken = 0
         stop: str | int | None = None
-        for token_id in token_ids:
-            num_taken += 1
-            is_stop = token_id in self._stop_token_ids
-            silent = token_id in self._silent_ids or (is_stop and not self._include_stop)
-            pieces.append(self._stops.push("" if silent else self._detokenizer.push(int(token_id))))
-            if self._stops.found is not None:
-                break
-            if token_id in self._eos_token_ids:
-                self.finish_reason, stop = "stop", int(token_id) if is_stop else None
-                break
+        num_taken = self._num_until_end(token_ids)
+        if not self._has_stop_strings:
+            pieces.append(
+                self._detokenizer.push_all(int(each) for each in token_ids[:num_taken] if self._is_shown(each))
+            )
+        else:
+            for index, token_id in enumerate(token_ids[:num_taken]):
+                text = self._detokenizer.push(int(token_id)) if self._is_shown(token_id) else ""
+                pieces.append(self._stops.push(text))
+                if self._stops.found is not None:
+                    num_taken = index + 1
+                    break
+        if self._stops.found is None and num_taken and token_ids[num_taken - 1] in self._eos_token_ids:
+            self.finish_reason = "stop"
+            last = int(token_ids[num_taken - 1])
+            stop = last if last in self._stop_token_ids else None
         if self._stops.found is None and self.finish_reason is None:
             self.finish_reason = finish_reason
         if self._stops.found is None and self.finish_reason not in (None, "abort", "error"):
@@ -91,3 +96,13 @@ class StepDecoder:
                 pieces.append(self._stops.found)
         taken = None if logprobs is None else tuple(logprobs[:num_taken])
         return AnswerStep("".join(pieces), tuple(token_ids[:num_taken]), taken, self.finish_reason, stop)
+
+    def _num_until_end(self, token_ids: Sequence[int]) -> int:
+        """Returns the number of tokens up to the first one that ends the answer, which counts."""
+        ends = (index + 1 for index, token_id in enumerate(token_ids) if token_id in self._eos_token_ids)
+        return next(ends, len(token_ids))
+
+    def _is_shown(self, token_id: int) -> bool:
+        """Returns whether a token has text."""
+        is_stop = token_id in self._stop_token_ids and not self._include_stop
+        return not is_stop and token_id not in self._silent_ids

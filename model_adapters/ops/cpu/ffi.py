@@ -24,6 +24,8 @@ import numpy as np
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops.attention_args import AttentionArgs
 from model_adapters.ops.cpu import build
+from model_adapters.ops.cpu.targets import ROW_BY_ROW as ROW_BY_ROW
+from model_adapters.ops.cpu.targets import TARGETS as TARGETS
 
 logger = logging.getLogger("torchax_serve")
 
@@ -31,29 +33,6 @@ DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32
 POOL_DTYPES = (*DTYPES, jnp.dtype(jnp.int8), jnp.dtype(jnp.float8_e4m3fn))
 GROUP_ROWS, GROUP_COLUMNS = 16, 8
 """Rows and columns of a weight that are compressed together."""
-TARGETS = (
-    "tas_activation",
-    "tas_decode_attention",
-    "tas_grouped_linear",
-    "tas_linear",
-    "tas_packed_linear",
-    "tas_paged_attention",
-    "tas_quantized_grouped_linear",
-    "tas_quantized_linear",
-    "tas_rms_norm",
-    "tas_row_sum",
-    "tas_unpack",
-    "tas_unpack_rows",
-)
-ROW_BY_ROW = (
-    "tas_activation",
-    "tas_linear",
-    "tas_packed_linear",
-    "tas_quantized_linear",
-    "tas_rms_norm",
-    "tas_row_sum",
-)
-"""Targets that compute each row of their result from the same row of their first operand."""
 _lock = threading.Lock()
 _CODE: tuple[Path, Path | None] = (build.FOLDER, None)
 """Folder of the kernels' C++ files, and the library if it is built already."""
@@ -108,8 +87,7 @@ def load_from(code: Path, built: Path | None) -> None:
             _loaded()
         elif build.sources_digest(_CODE[0]) != build.sources_digest(code):
             raise InvalidArgumentError(
-                f"expected a process without C++ kernels, or with those of {code}, got one that has loaded others; "
-                "load this model in a process of its own"
+                f"expected a process that has loaded no C++ kernels but those of {code}, got others; use a new process"
             )
 
 

@@ -98,8 +98,8 @@ def loaded_model(
         options.show_details()
         progress = RichProgress() if may_style(sys.stderr) else SilentProgress()
         # A bundle has the sizes that it was exported with.
-        has_sizes = max_num_seqs is None or bundle_folder(name) is not None
-        engine = None if has_sizes else EngineOptions(max_num_seqs=max_num_seqs)
+        num_seqs = None if bundle_folder(name) is not None else max_num_seqs
+        engine = None if num_seqs is None else EngineOptions(max_num_seqs=num_seqs)
         model = serve(name, progress=progress, engine=engine, pack_weights=packs_weights, **options.serve_kwargs())
         if model.load_report.quantization:
             print_note(model.load_report.quantization)

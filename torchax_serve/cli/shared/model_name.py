@@ -8,6 +8,7 @@ from model_adapters.errors import InvalidArgumentError
 from model_adapters.loading.hub_cache import downloaded
 from model_adapters.loading.model_source import ModelSource, parse_name
 from model_adapters.loading.short_names import SHORT_NAMES
+from torchax_serve.validation.library_objects import is_pipeline_folder
 
 
 def check_model(name: str | None, revision: str | None = None, *, with_weights: bool = True) -> None:
@@ -24,6 +25,10 @@ def check_model(name: str | None, revision: str | None = None, *, with_weights: 
         ModelNotFoundError: There is no such model.
         InvalidArgumentError: a revision of something that has none, or a configuration where weights are needed.
     """
+    if with_weights and is_pipeline_folder(name):
+        raise InvalidArgumentError(
+            f"MODEL: expected a model of transformers, got {name}, a pipeline of diffusers; use torchax-serve draw"
+        )
     source = parse_name(name, revision)
     if isinstance(source, ModelSource) and source.kind == "config" and with_weights:
         raise InvalidArgumentError(

@@ -1,0 +1,164 @@
+"""Checks one pipeline class: its output on JAX and in eager PyTorch, with components that diffusers' tests make."""
+
+import copy
+import dataclasses
+import importlib
+import inspect
+import itertools
+import os
+import re
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+
+from torchax_serve.parity.result import PASSED, Result, error_line
+from torchax_serve.parity.sweep import QUICK_COMPILATION
+
+TOLERANCE = 1e-3
+"""Largest difference of images, whose values are from 0 to 1; relative to the largest value of other outputs."""
+_CLASS = re.compile(r"^class (\w+)\b", re.M)
+_PIPELINE = re.compile(r"^    pipeline_class = (\w+)", re.M)
+
+
+def pipelines_in(tests):
+    """Path and name of the first test class of each pipeline class in diffusers' folder ``tests``."""
+    found = {}
+    for path in sorted((tests / "pipelines").rglob("test_*.py")):
+        text = path.read_text()
+        starts = [match.start() for match in _CLASS.finditer(text)] + [len(text)]
+        for start, end in itertools.pairwise(starts):
+            body = text[start:end]
+            if (pipeline := _PIPELINE.search(body)) and "def get_dummy_components" in body:
+                found.setdefault(pipeline[1], (path.relative_to(tests.parent), _CLASS.match(body)[1]))
+    return found
+
+
+def work(connection, tests):
+    """The loop of a worker process of a sweep."""
+    warnings.filterwarnings("ignore")
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_COMPILATION}"
+    os.environ["HF_HUB_OFFLINE"] = "1"  # what has no replacement is said at once
+    sys.path.insert(0, str(tests.parent))
+    import diffusers
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    diffusers.logging.set_verbosity_error()
+    transformers.logging.set_verbosity_error()
+    from pipeline_parity import dummy_hub
+
+    dummy_hub.install()
+    known = pipelines_in(tests)
+    connection.send("ready")
+    while True:
+        name = connection.recv()
+        began = time.perf_counter()
+        try:
+            result = check(name, *known[name])
+        except Exception as error:  # of the harness; the other pipelines go on
+            result = Result(name, "", status="crashed", error=error_line(error))
+        connection.send(dataclasses.asdict(dataclasses.replace(result, total_s=time.perf_counter() - began)))
+
+
+def check(name, path, class_name):
+    """The result for a pipeline whose test class is `class_name` in `path`."""
+    import diffusers
+    import torch
+
+    from pipeline_parity.dummy_hub import NotReplacedError
+    from torchax_serve import to_jax
+
+    try:
+        module = importlib.import_module(".".join(Path(path).with_suffix("").parts))
+        case = getattr(module, class_name)
+        makes = case.__new__(case)
+        components = makes.get_dummy_components()
+        for part in components.values():
+            if isinstance(part, torch.nn.Module):
+                part.eval()  # some tests leave dropout on
+        eager = case.pipeline_class(**copy.deepcopy(components))
+        pipeline = case.pipeline_class(**components)
+        for each in (eager, pipeline):
+            each.set_progress_bar_config(disable=True)
+        with torch.no_grad():
+            wanted = arrays_of(eager(**inputs_of(makes, eager)))
+    except NotReplacedError as error:
+        return Result(name, "", status="impossible", error=f"its test loads {error} from the hub")
+    except Exception as error:  # whatever stands in the way of eager PyTorch
+        return Result(name, "", status="impossible", error=f"in eager PyTorch: {error_line(error)}")
+    if not any(np.ptp(each) for each in wanted if each.size):
+        return Result(
+            name, "", status="impossible", error="its output in eager PyTorch is constant, which shows nothing"
+        )
+    classes = [type(part).__name__ for part in components.values() if isinstance(part, diffusers.ModelMixin)]
+    found = Result(name, " + ".join(classes))
+    began = time.perf_counter()
+    try:
+        to_jax(pipeline)
+        got = arrays_of(pipeline(**inputs_of(makes, pipeline)))
+        compile_s = time.perf_counter() - began
+        traces = num_traces(pipeline)
+        again = arrays_of(pipeline(**inputs_of(makes, pipeline)))
+    except Exception as error:
+        return dataclasses.replace(found, error=error_line(error))
+    difference = largest_difference(wanted, got)
+    problems = []
+    if difference > TOLERANCE:
+        problems.append(f"differs by {difference:.1e}")
+    if largest_difference(got, again) > TOLERANCE:
+        problems.append("another output at the second call")
+    if num_traces(pipeline) != traces:
+        problems.append(f"{num_traces(pipeline) - traces} further traces at the second call")
+    if not traces:
+        problems.append("nothing ran on JAX")
+    status = "failed" if problems else PASSED
+    return dataclasses.replace(
+        found, status=status, forward_difference=difference, compile_s=compile_s, error="; ".join(problems) or None
+    )
+
+
+def inputs_of(makes, pipeline):
+    """Arguments of a call, with an output of numbers rather than pictures."""
+    given = (
+        makes.get_dummy_inputs("cpu")
+        if "device" in inspect.signature(makes.get_dummy_inputs).parameters
+        else (makes.get_dummy_inputs())
+    )
+    if given.get("output_type", "pil") == "pil" and "output_type" in inspect.signature(pipeline.__call__).parameters:
+        given["output_type"] = "np"
+    return given
+
+
+def num_traces(pipeline):
+    """Traces of all modules of diffusers in `pipeline`."""
+    runtimes = [vars(part).get("_jax_runtime") for part in pipeline.components.values() if hasattr(part, "modules")]
+    return sum(each.programs.num_traces.total() for each in runtimes if hasattr(each, "programs"))
+
+
+def arrays_of(output):
+    """All numbers of an output: arrays, tensors, pictures, in lists or fields."""
+    import torch
+
+    if isinstance(output, torch.Tensor):
+        return [output.float().numpy()]
+    if isinstance(output, np.ndarray):
+        return [output.astype(np.float32)] if output.dtype != object else arrays_of(list(output))
+    if hasattr(output, "getbands"):
+        return [np.asarray(output, np.float32) / 255]
+    values = output.to_tuple() if hasattr(output, "to_tuple") else output
+    if isinstance(values, list | tuple):
+        return [array for value in values for array in arrays_of(value)]
+    return []
+
+
+def largest_difference(wanted, got):
+    """Largest difference of two lists of arrays, relative to the largest value where that is more than 1."""
+    if [each.shape for each in wanted] != [each.shape for each in got] or not wanted:
+        return float("inf")
+    pairs = zip(wanted, got, strict=True)
+    values = [float(np.abs(a - b).max() / max(1.0, np.abs(a).max())) for a, b in pairs if a.size]
+    return float("inf") if any(np.isnan(values)) else max(values)

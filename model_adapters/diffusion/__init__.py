@@ -1,0 +1,1 @@
+"""Modules of diffusers as pure functions, and their attention on this project's op."""

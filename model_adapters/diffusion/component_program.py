@@ -1,0 +1,141 @@
+"""A module of a diffusion pipeline as a pure function of its weights."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import torch
+from jax.sharding import Mesh
+
+import pytree_registry
+from model_adapters.bridge.views import as_views, default_env, jax_view, torch_mode, torch_view
+from model_adapters.diffusion import attention
+from model_adapters.errors import UnsupportedModelError
+from model_adapters.lowerings import constant_folding, install
+from model_adapters.ops import spmd
+from model_adapters.program import shared_layers
+from model_adapters.program.static_tensors import StaticTensor
+from model_adapters.program.trace_context import torch_promotion, trace_lock
+
+
+@dataclasses.dataclass(frozen=True)
+class ComponentCall:
+    """The static part of a call of a method.
+
+    Attributes:
+        method: Name of the method.
+        structure: Tree of ``(args, kwargs)``.
+        static: Index of a leaf, its type, and its value, for each leaf that is no input of the program.
+    """
+
+    method: str
+    structure: jax.tree_util.PyTreeDef
+    static: tuple[tuple[int, type, Any], ...]
+
+    def arguments(self, arrays: list[jax.Array]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns ``(args, kwargs)`` with torch views of `arrays` in the places of the inputs."""
+        known = {index: value for index, _, value in self.static}
+        inputs = iter(arrays)
+        leaves = [
+            _constant(known[index]) if index in known else torch_view(next(inputs))
+            for index in range(self.structure.num_leaves)
+        ]
+        args, kwargs = jax.tree.unflatten(self.structure, leaves)
+        return args, kwargs
+
+
+def _constant(value: Any) -> Any:
+    return value.tensor() if isinstance(value, StaticTensor) else value
+
+
+class ComponentProgram:
+    """Runs methods of the unmodified `module` as functions of its weights and of arrays.
+
+    The module is a template: its own tensors are never read.
+
+    Args:
+        module: A module of diffusers.
+        forward_of: Returns the method that a class of diffusers has under a name.
+        mesh: Devices for which it is traced; None: one device.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, forward_of: Callable[[str], Callable[..., Any]], mesh: Mesh | None = None
+    ) -> None:
+        install.install()
+        attention.install()
+        pytree_registry.register_all()  # the modeling file is loaded, with the outputs that it defines
+        self.module, self._forward_of, self._mesh = module, forward_of, mesh
+
+    def run(self, weights: Mapping[str, jax.Array], arrays: list[jax.Array], spec: ComponentCall) -> Any:
+        """Calls a method; to be traced.
+
+        Args:
+            weights: Every tensor of the module by name.
+            arrays: Leaves of the arguments that are not in ``spec.static``, in order.
+            spec: The static part of the call.
+
+        Returns:
+            The method's result, a pytree with arrays in place of tensors.
+
+        Raises:
+            UnsupportedModelError: the code writes into its weights, or draws random numbers.
+        """
+        state = torch_view(dict(weights))
+        is_float32 = next((x.dtype == jax.numpy.float32 for x in weights.values() if x.dtype.kind == "f"), True)
+        with (
+            torch_promotion(),
+            trace_lock(),
+            attention.active(self.module),
+            restored_state(self.module),
+            torch_mode(self.module, state),
+            constant_folding.enabled(),
+            shared_layers.intercepted(self.module),
+            spmd.on_mesh(self._mesh),
+            jax.default_matmul_precision("highest") if is_float32 else contextlib.nullcontext(),
+        ):
+            args, kwargs = spec.arguments(arrays)
+            key = default_env().param.prng
+            result = self._forward_of(spec.method)(self.module, *args, **kwargs)
+            if default_env().param.prng is not key:
+                raise UnsupportedModelError(
+                    f"{type(self.module).__name__}.{spec.method} draws random numbers, which a compiled program would "
+                    "repeat at every call; call it in PyTorch, before to_jax"
+                )
+            result = jax_view(as_views(result))
+        if written := [name for name, tensor in state.items() if jax_view(tensor) is not weights[name]]:
+            raise UnsupportedModelError(
+                f"{type(self.module).__name__} writes into its own weights ({', '.join(written[:3])}) when called; a "
+                "compiled program cannot"
+            )
+        return result
+
+
+@contextlib.contextmanager
+def restored_state(module: torch.nn.Module) -> Iterator[None]:
+    """Restores the attributes of `module` and its parts afterwards: what a trace leaves there means nothing later.
+
+    Video autoencoders store features of earlier frames in lists, and some transformers tables of rotations.
+    """
+    before = [(vars(child), {k: _copied(v) for k, v in vars(child).items()}) for child in module.modules()]
+    try:
+        yield
+    finally:
+        for attributes, values in before:
+            for name in attributes.keys() - values.keys():
+                del attributes[name]
+            for name, (value, content) in values.items():
+                if type(value) is list:
+                    value[:] = content
+                elif type(value) is dict:
+                    value.clear()
+                    value.update(content)
+                attributes[name] = value
+
+
+def _copied(value: Any) -> tuple[Any, Any]:
+    return value, (type(value)(value) if type(value) in (list, dict) else None)

@@ -1,0 +1,27 @@
+"""Names of the C++ kernels in programs."""
+
+from __future__ import annotations
+
+TARGETS = (
+    "tas_activation",
+    "tas_decode_attention",
+    "tas_grouped_linear",
+    "tas_linear",
+    "tas_packed_linear",
+    "tas_paged_attention",
+    "tas_quantized_grouped_linear",
+    "tas_quantized_linear",
+    "tas_rms_norm",
+    "tas_row_sum",
+    "tas_unpack",
+    "tas_unpack_rows",
+)
+ROW_BY_ROW = (
+    "tas_activation",
+    "tas_linear",
+    "tas_packed_linear",
+    "tas_quantized_linear",
+    "tas_rms_norm",
+    "tas_row_sum",
+)
+"""Targets that compute each row of their result from the same row of their first operand."""

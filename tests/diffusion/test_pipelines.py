@@ -1,0 +1,210 @@
+"""`to_jax(pipeline)`: images are those of eager PyTorch, with diffusers' own loop, outputs and options."""
+
+import copy
+
+import jax
+import numpy as np
+import pytest
+import torch
+from diffusers.models.attention_dispatch import _AttentionBackendRegistry
+from diffusers.models.autoencoders.vae import DecoderOutput
+from diffusers.models.unets.unet_2d_condition import UNet2DConditionOutput
+from peft import LoraConfig
+from tiny_pipelines import PIPELINES, PROMPT, call, copied
+
+import pytree_registry
+from model_adapters.bridge.views import jax_view, torch_view
+from model_adapters.diffusion import attention
+from torchax_serve import UnsupportedArgumentError, UnsupportedModelError, to_jax
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of diffusers, about its own arguments and torch
+TOLERANCE = 1e-3
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """Each pipeline in eager PyTorch and on JAX, made once."""
+    made = {}
+
+    def pair(name):
+        if name not in made:
+            eager = PIPELINES[name](tmp_path_factory.mktemp("tokenizer"))
+            eager.set_progress_bar_config(disable=True)
+            made[name] = eager, to_jax(copied(eager))
+        return made[name]
+
+    return pair
+
+
+def num_traces(pipeline):
+    runtimes = [vars(each).get("_jax_runtime") for each in pipeline.components.values() if hasattr(each, "modules")]
+    return sum(each.programs.num_traces.total() for each in runtimes if hasattr(each, "programs"))
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_images_are_those_of_eager_pytorch(pairs, name):
+    eager, pipeline = pairs(name)
+    wanted = call(eager)
+    found = call(pipeline)
+    assert found.shape == wanted.shape
+    np.testing.assert_allclose(found, wanted, atol=TOLERANCE)
+    assert np.ptp(wanted) > 0.1, "an image of one colour shows nothing"
+    traces = num_traces(pipeline)
+    np.testing.assert_allclose(call(pipeline, steps=4, seed=4), call(eager, steps=4, seed=4), atol=TOLERANCE)
+    assert num_traces(pipeline) == traces, "a step or a seed made another program"
+
+
+def test_prompts_and_seeds_change_the_image(pairs):
+    _, pipeline = pairs("stable diffusion")
+    one = call(pipeline)
+    assert np.abs(call(pipeline, prompt="snow") - one).max() > 1e-4
+    assert np.abs(call(pipeline, seed=8) - one).max() > 1e-2
+
+
+def test_object_class_and_name_stay(pairs):
+    eager, pipeline = pairs("stable diffusion")
+    assert isinstance(pipeline.unet, type(eager.unet))
+    assert type(pipeline.unet).__name__ == "UNet2DConditionModel"
+    assert to_jax(pipeline) is pipeline
+    assert pipeline.unet.config == eager.unet.config
+
+
+def test_outputs_have_diffusers_classes_and_latents_a_distribution(pairs):
+    eager, pipeline = pairs("stable diffusion")
+    given = {"sample": torch.randn(2, 4, 16, 16), "timestep": 7, "encoder_hidden_states": torch.randn(2, 5, 32)}
+    image = torch.rand(1, 3, 32, 32)
+    with torch.no_grad():
+        wanted, encoded = eager.unet(**given), eager.vae.encode(image).latent_dist
+        decoded = eager.vae.decode(encoded.mode()).sample
+    found = pipeline.unet(**given)
+    assert type(found) is UNet2DConditionOutput
+    torch.testing.assert_close(found.sample, wanted.sample, atol=1e-4, rtol=0)
+    (as_tuple,) = pipeline.unet(**given, return_dict=False)
+    torch.testing.assert_close(as_tuple, wanted.sample, atol=1e-4, rtol=0)
+    distribution = pipeline.vae.encode(image).latent_dist
+    assert type(distribution) is type(encoded)
+    for name in ("mean", "logvar", "std", "var", "parameters"):
+        torch.testing.assert_close(getattr(distribution, name), getattr(encoded, name), atol=1e-4, rtol=1e-4)
+    noise = [each.sample(torch.Generator().manual_seed(1)) for each in (distribution, encoded)]
+    torch.testing.assert_close(*noise, atol=1e-4, rtol=0)
+    output = pipeline.vae.decode(distribution.mode())
+    assert type(output) is DecoderOutput
+    torch.testing.assert_close(output.sample, decoded, atol=1e-4, rtol=0)
+
+
+def test_output_classes_are_pytrees():
+    pytree_registry.register_all()
+    output = UNet2DConditionOutput(sample=jax.numpy.ones(3))
+    doubled = jax.jit(lambda x: jax.tree.map(lambda leaf: 2 * leaf, x))(output)
+    assert type(doubled) is UNet2DConditionOutput
+    assert doubled["sample"] is doubled.sample
+    assert doubled[0].tolist() == [2, 2, 2]
+
+
+def test_a_callback_gets_the_latents_of_each_step(pairs):
+    seen = {"eager": [], "jax": []}
+    for which, pipeline in zip(seen, pairs("stable diffusion"), strict=True):
+
+        def on_step(pipeline, step, timestep, values, which=which):
+            seen[which].append(values["latents"].clone())
+            return values
+
+        call(pipeline, callback_on_step_end=on_step, callback_on_step_end_tensor_inputs=["latents"])
+    assert len(seen["jax"]) == 2
+    torch.testing.assert_close(seen["jax"], seen["eager"], atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_changes_of_a_model_take_effect(pairs):
+    before, _ = pairs("stable diffusion")
+    eager = copied(before)
+    pipeline = to_jax(copied(before))
+    first = call(pipeline)
+    for each in (eager, pipeline):
+        torch.manual_seed(5)
+        each.unet.add_adapter(LoraConfig(r=4, target_modules=["to_q", "to_v"], init_lora_weights=False))
+        each.vae.enable_tiling()
+    wanted, found = call(eager), call(pipeline)
+    np.testing.assert_allclose(found, wanted, atol=TOLERANCE)
+    assert np.abs(found - first).max() > 2 * TOLERANCE
+    for each in (eager, pipeline):
+        each.unet.disable_adapters()
+        each.vae.disable_tiling()
+    np.testing.assert_allclose(call(pipeline), first, atol=TOLERANCE)
+
+
+def test_lora_loaded_before_to_jax(pairs, tmp_path):
+    eager = copied(pairs("stable diffusion")[0])
+    torch.manual_seed(6)
+    eager.unet.add_adapter(LoraConfig(r=4, target_modules=["to_k", "to_out.0"], init_lora_weights=False))
+    np.testing.assert_allclose(call(to_jax(copied(eager))), call(eager), atol=TOLERANCE)
+
+
+def test_bfloat16(pairs):
+    eager = copied(pairs("flux")[0]).to(torch.bfloat16)
+    pipeline = to_jax(copied(pairs("flux")[0]).to(torch.bfloat16))
+    wanted, found = call(eager), call(pipeline)
+    assert np.abs(found - wanted).mean() < 2e-2
+
+
+def test_a_model_on_jax_is_not_copied(pairs):
+    with pytest.raises(UnsupportedModelError, match="copy it before to_jax"):
+        copy.deepcopy(pairs("stable diffusion")[1].unet)
+
+
+def _masks():
+    torch.manual_seed(1)
+    return {
+        "none": None,
+        "boolean of keys": torch.tensor([[True] * 5 + [False] * 2, [True] * 7]),
+        "boolean": torch.rand(2, 1, 6, 7) > 0.3,
+        "additive": torch.randn(2, 4, 6, 7),
+        "of queries and keys": torch.randn(6, 7),
+    }
+
+
+@pytest.mark.parametrize("mask", _masks())
+def test_attention_is_that_of_pytorch(mask):
+    given = _masks()[mask]
+    q, k, v = torch.randn(2, 6, 4, 8), torch.randn(2, 7, 4, 8), torch.randn(2, 7, 4, 8)
+    seen = given[:, None, None] if mask == "boolean of keys" else given
+    wanted = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), attn_mask=seen)
+    views = [None if x is None else torch_view(jax.numpy.asarray(x.numpy())) for x in (q, k, v, given)]
+    found = jax_view(attention.attention(*views))
+    np.testing.assert_allclose(np.asarray(found), wanted.transpose(1, 2).numpy(), atol=1e-5)
+    torch.testing.assert_close(attention.attention(q, k, v, given), wanted.transpose(1, 2))
+
+
+def test_transformers_attend_through_the_registered_backend(pairs, monkeypatch):
+    calls = []
+    own = _AttentionBackendRegistry._backends[attention.NAME]
+
+    def counted(*args, **kwargs):
+        calls.append(kwargs["query"].shape)
+        return own(*args, **kwargs)
+
+    monkeypatch.setitem(_AttentionBackendRegistry._backends, attention.NAME, counted)
+    before = _AttentionBackendRegistry.get_active_backend()
+    call(to_jax(copied(pairs("flux")[0])))
+    assert calls
+    assert _AttentionBackendRegistry.get_active_backend() == before
+
+
+def test_backends_with_other_numbers_are_refused(pairs):
+    pipeline = copied(pairs("flux")[0])
+    for module in pipeline.transformer.modules():
+        if hasattr(module, "processor"):
+            module.processor._attention_backend = "sage"
+    with pytest.raises(UnsupportedArgumentError, match="reset_attention_backend"):
+        call(to_jax(pipeline))
+
+
+def test_another_batch_and_size_are_other_programs(pairs):
+    eager, pipeline = pairs("stable diffusion")
+    prompts = [PROMPT, "snow"]
+    np.testing.assert_allclose(call(pipeline, prompt=prompts), call(eager, prompt=prompts), atol=TOLERANCE)
+    generators = [torch.Generator().manual_seed(2) for _ in range(2)]
+    images = [
+        each(PROMPT, height=48, width=32, num_inference_steps=2, generator=generator, output_type="np").images
+        for each, generator in zip((eager, pipeline), generators, strict=True)
+    ]
+    np.testing.assert_allclose(*images, atol=TOLERANCE)

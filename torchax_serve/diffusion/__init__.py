@@ -1,0 +1,1 @@
+"""Diffusion pipelines of diffusers whose models run on JAX."""

@@ -1,0 +1,240 @@
+"""Compiled methods of one module of a pipeline, torch tensors in and out."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from jax.sharding import Mesh
+
+from model_adapters.bridge.device_tensor import DeviceTensor
+from model_adapters.bridge.host_arrays import check_floats
+from model_adapters.bridge.views import is_view, jax_view, named_tensors, to_jax_array, to_torch_tensor
+from model_adapters.diffusion.component_program import ComponentCall, ComponentProgram
+from model_adapters.errors import TorchaxServeError, UnsupportedArgumentError, UnsupportedModelError
+from model_adapters.jax_settings import programs_run
+from model_adapters.program.module_watch import ModuleWatch
+from model_adapters.program.static_tensors import StaticTensor, can_be_static
+from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
+from torchax_serve.diffusion.checks import check_module
+from torchax_serve.runtime.call_arguments import check_surroundings
+from torchax_serve.runtime.module_changes import weights_of
+
+logger = logging.getLogger("torchax_serve")
+
+METHODS = ("forward", "encode", "decode")
+"""Methods that run on JAX, where a class has them."""
+VARYING = ("timestep", "timesteps", "sigma", "t", "guidance", "sample", "hidden_states")
+"""Arguments that differ from step to step: numbers among them become arrays, and no tensor a constant."""
+_CONSTANTS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
+
+
+class ComponentRuntime:
+    """Runs methods of `module` on JAX.
+
+    Args:
+        module: A module of diffusers on the CPU.
+        weights: Arrays by name; None: the module's tensors, in shared memory if the device is the CPU.
+        programs: Cache of its programs; None: one in memory.
+        mesh: Devices that share `weights`; None: one.
+        stays_on_device: Whether tensors of results are `DeviceTensor`, rather than copies on the CPU.
+
+    Attributes:
+        stays_on_device: As above.
+        weights: Arrays by name.
+        programs: Cache of its programs, which counts traces.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        weights: Mapping[str, jax.Array] | None = None,
+        programs: ExecutableCache | None = None,
+        mesh: Mesh | None = None,
+        stays_on_device: bool = False,
+    ) -> None:
+        self.weights: dict[str, Any] = dict(arrays_of(module) if weights is None else weights)
+        self.module, self._mesh = module, mesh
+        self.stays_on_device = stays_on_device
+        self._lock = threading.RLock()
+        self.watch = ModuleWatch(module)
+        self._set_up(programs or ExecutableCache(mesh=mesh))
+
+    def _set_up(self, programs: ExecutableCache) -> None:
+        """Makes everything that depends on the structure of the module."""
+        self.programs = programs
+        program = ComponentProgram(self.module, self._method_of_class, self._mesh)
+        self._functions = {name: CachedFunction(programs, name, _named(program.run, name)) for name in METHODS}
+        self._reads_values: set[Any] = set()  # calls whose code reads values of integers and masks
+
+    def _method_of_class(self, name: str) -> Callable[..., Any]:
+        method: Callable[..., Any] = getattr(type(self.module)._torch_class, name)  # type: ignore[attr-defined]
+        return method
+
+    def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns the result of a method, with torch tensors.
+
+        Raises:
+            UnsupportedArgumentError: an argument that is neither a tensor nor a constant; names it.
+            UnsupportedModelError: code that cannot be traced.
+        """
+        check_surroundings()
+        with self._lock, programs_run():
+            self._follow_module()
+            args, kwargs = self._numbers_as_tensors(method, args, kwargs)
+            result = self._run(method, args, kwargs)
+        return jax.tree.map(_device_tensor if self.stays_on_device else host_tensor, result)
+
+    def _follow_module(self) -> None:
+        """Takes over what has changed on the module, such as weights, an adapter, or tiling."""
+        if (change := self.watch.change()) is None:
+            return
+        check_module(type(self.module).__name__, self.module)
+        check_floats(self.module)
+        if self._mesh is not None:
+            raise UnsupportedModelError(
+                f"{type(self.module).__name__} has changed ({change.what}), and its weights lie on a mesh of devices: "
+                "change it before serve"
+            )
+        self.weights = weights_of(self.module, self.weights, change)
+        if change.is_structural:
+            self._set_up(ExecutableCache())  # its code is not that of the files
+        self.watch.take()
+
+    def _numbers_as_tensors(
+        self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the arguments with tensors in place of numbers that differ from step to step."""
+        names = list(inspect.signature(self._method_of_class(method)).parameters)[1:]
+
+        def taken(name: str, value: Any) -> Any:
+            is_number = type(value) in (int, float) or isinstance(value, np.number)
+            return torch.tensor(value) if is_number and name in VARYING else value
+
+        named = [taken(names[i] if i < len(names) else "", value) for i, value in enumerate(args)]
+        return tuple(named), {name: taken(name, value) for name, value in kwargs.items()}
+
+    def _run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        function = self._functions[method]
+        spec, arrays = self._split(method, args, kwargs, reads_values=False)
+        kind = (spec, tuple((array.shape, str(array.dtype)) for array in arrays))
+        if kind not in self._reads_values:
+            try:
+                return function(self.weights, arrays, spec=spec)
+            except (UnsupportedArgumentError, jax.errors.JaxRuntimeError):
+                raise
+            except Exception as error:  # whatever model code raises for want of values
+                first = error
+        else:
+            first = None
+        exact, arrays = self._split(method, args, kwargs, reads_values=True)
+        if first is not None and exact == spec:
+            raise self._untraceable(method, args, kwargs, first) from first
+        try:
+            result = function(self.weights, arrays, spec=exact)
+        except (TorchaxServeError, jax.errors.JaxRuntimeError):
+            raise
+        except Exception as error:
+            raise self._untraceable(method, args, kwargs, first or error) from error
+        self._reads_values.add(kind)
+        return result
+
+    def _split(
+        self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, reads_values: bool
+    ) -> tuple[ComponentCall, list[jax.Array]]:
+        """Returns the static part of a call, and the arrays of its tensors.
+
+        Args:
+            method: Name of the method.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+            reads_values: Whether integers and masks that do not differ from step to step are constants.
+        """
+        leaves, structure = jax.tree_util.tree_flatten_with_path((args, kwargs))
+        names = list(inspect.signature(self._method_of_class(method)).parameters)[1:]
+        arrays: list[jax.Array] = []
+        static: list[tuple[int, type, Any]] = []
+        for index, (path, value) in enumerate(leaves):
+            name = _argument(path, names)
+            if isinstance(value, np.ndarray | np.generic):
+                value = torch.as_tensor(value)
+            if isinstance(value, torch.Tensor):
+                may = reads_values and name not in VARYING and not is_view(value) and can_be_static(value)
+                if may:
+                    static.append((index, StaticTensor, StaticTensor.of(value)))
+                else:
+                    arrays.append(jax_view(value) if is_view(value) else to_jax_array(value))
+            elif isinstance(value, jax.Array):
+                arrays.append(value)
+            elif isinstance(value, torch.Generator):
+                static.append((index, type(None), None))  # code that draws with it is refused when traced
+            elif isinstance(value, _CONSTANTS):
+                static.append((index, type(value), value))
+            else:
+                raise UnsupportedArgumentError(
+                    f"{name}: expected tensors, numbers or text for {type(self.module).__name__}.{method} on JAX, got "
+                    f"a {type(value).__name__}; leave it out"
+                )
+        return ComponentCall(method, structure, tuple(static)), arrays
+
+    def _untraceable(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Exception:
+        """Returns PyTorch's own error where the call fails in PyTorch, too; else what cannot be traced."""
+        own = self._method_of_class(method)
+        args, kwargs = jax.tree.map(lambda x: host_tensor(jax_view(x)) if is_view(x) else x, (args, kwargs))
+        try:
+            with torch.no_grad():
+                own(self.module, *args, **kwargs)
+        except Exception as theirs:  # whatever diffusers says about the arguments
+            return theirs
+        lines = str(error).strip().splitlines() or [""]
+        return UnsupportedModelError(
+            f"{type(self.module).__name__}.{method}: expected code that can be traced, got {type(error).__name__}: "
+            f"{lines[0][:200]}; leave this part in PyTorch"
+        )
+
+
+def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Returns `function` under a name of its own, by which programs are counted and profiled."""
+
+    def run(weights: Any, arrays: Any, spec: Any) -> Any:
+        return function(weights, arrays, spec)
+
+    run.__name__ = name
+    return run
+
+
+def _argument(path: tuple[Any, ...], names: list[str]) -> str:
+    """Returns the name of the argument in which the leaf at `path` of ``(args, kwargs)`` is."""
+    if path[0].idx == 1:
+        return str(path[1].key)
+    return names[path[1].idx] if path[1].idx < len(names) else f"argument {path[1].idx + 1}"
+
+
+def arrays_of(module: torch.nn.Module) -> dict[str, jax.Array]:
+    """Returns an array for each tensor of `module` by name, one for tied tensors."""
+    shared: dict[int, jax.Array] = {}
+    found = {}
+    for name, tensor in named_tensors(module).items():
+        if id(tensor) not in shared:
+            shared[id(tensor)] = to_jax_array(tensor)
+        found[name] = shared[id(tensor)]
+    return found
+
+
+def _device_tensor(array: Any) -> Any:
+    is_float = isinstance(array, jax.Array) and jax.numpy.issubdtype(array.dtype, jax.numpy.floating)
+    return DeviceTensor.of(array) if is_float else host_tensor(array)
+
+
+def host_tensor(array: Any) -> Any:
+    """Returns a CPU tensor with a copy of an array; integers become int64, as PyTorch has them. Numbers stay."""
+    if not isinstance(array, jax.Array):
+        return array
+    tensor = to_torch_tensor(array)
+    return tensor.long() if tensor.dtype == torch.int32 else tensor

@@ -1,0 +1,41 @@
+"""Division of the weights of a diffusion transformer among devices, by the tables of `sharding_rules`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jax.sharding import Mesh, PartitionSpec
+
+from model_adapters.bridge.views import named_tensors
+from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
+from sharding_rules import DIFFUSION_TABLES, HeadCounts, ShardingRuleError, TensorPlacement, place
+
+
+def placements(module: Any, mesh: Mesh) -> dict[str, PartitionSpec]:
+    """Returns how each tensor of `module` lies on `mesh`.
+
+    Raises:
+        UnsupportedModelError: no table is known for the class.
+        InvalidArgumentError: a table that does not fit the module.
+    """
+    shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(module).items()}
+    placed = place_tensors(type(module).__name__, dict(module.config), shapes, dict(mesh.shape))
+    return {name: each.spec for name, each in placed.items()}
+
+
+def place_tensors(
+    class_name: str, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], mesh_shape: Mapping[str, int]
+) -> dict[str, TensorPlacement]:
+    """Returns the placement of tensors of `shapes`; errors as of `placements`."""
+    table = DIFFUSION_TABLES.get(class_name)
+    if table is None:
+        raise UnsupportedModelError(
+            f"mesh: expected one of {', '.join(DIFFUSION_TABLES)}, got {class_name}, for which no sharding rules are "
+            "known; leave mesh out, or add a table to sharding_rules/tables"
+        )
+    heads = config.get("num_attention_heads")
+    try:
+        return place(table, shapes, {str(axis): size for axis, size in mesh_shape.items()}, HeadCounts(heads, heads))
+    except ShardingRuleError as error:
+        raise InvalidArgumentError(str(error)) from error

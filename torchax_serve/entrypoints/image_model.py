@@ -1,0 +1,262 @@
+"""`ImageModel`: a diffusion pipeline that makes images of prompts."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import secrets
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import jax
+import torch
+
+from model_adapters.errors import (
+    InvalidArgumentError,
+    RequestError,
+    TorchaxServeError,
+    UnsupportedArgumentError,
+    UnsupportedModelError,
+)
+from torchax_serve.diffusion.checks import check_pipeline
+from torchax_serve.diffusion.loading import load_pipeline, put_on_jax
+from torchax_serve.distributed.mesh import mesh_for
+from torchax_serve.validation.argument_hints import refuses_unknown
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_OF_LANGUAGE_MODELS = (
+    "revision",
+    "trust_remote_code",
+    "strict",
+    "random_weights",
+    "engine",
+    "refuse_uneven",
+    "quantization",
+    "requantize",
+    "adapter",
+)
+"""Arguments of `serve` that a pipeline has no use for."""
+
+OnStep = Callable[[int, int], None]
+"""Called after each step with its number, from 1, and the number of steps."""
+
+
+class ImageModel:
+    """A pipeline of diffusers on JAX. A context manager: leaving it frees the weights.
+
+    Attributes:
+        name: The name by which the pipeline was loaded.
+        pipeline: The diffusers pipeline, whose models run on JAX, for everything that `generate_image` does not cover.
+    """
+
+    def __init__(self, pipeline: Any, name: str) -> None:
+        self.name = name
+        self.pipeline: Any = pipeline
+        self._lock = threading.Lock()  # a scheduler's state is that of one call
+        pipeline.set_progress_bar_config(disable=True)
+
+    def __repr__(self) -> str:
+        state = "closed" if self.pipeline is None else f"{type(self.pipeline).__name__} on {self.device_description}"
+        return f"<ImageModel {self.name!r}: {state}>"
+
+    @property
+    def device_description(self) -> str:
+        """Kind of the device, such as ``cpu`` or ``TPU v6 lite``."""
+        return str(jax.devices()[0].device_kind)
+
+    @refuses_unknown
+    def generate_image(
+        self,
+        prompt: str | Sequence[str],
+        *,
+        negative_prompt: str | Sequence[str] | None = None,
+        num_inference_steps: int | None = None,
+        guidance_scale: float | None = None,
+        width: int | None = None,
+        height: int | None = None,
+        seed: int | None = None,
+        on_step: OnStep | None = None,
+    ) -> Image | list[Image]:
+        """Returns an image of a prompt, or a list of images of several.
+
+        Args:
+            prompt: What to draw; several prompts are one batch.
+            negative_prompt: What not to draw, for each prompt.
+            num_inference_steps: Number of denoising steps; None: the pipeline's default.
+            guidance_scale: Weight of the prompt; None: the pipeline's default.
+            width: Of the image in pixels; None: the pipeline's default.
+            height: Likewise.
+            seed: Of the noise; None: a new one for each call.
+            on_step: Called after each step with its number and the number of steps.
+
+        Raises:
+            InvalidArgumentError: an empty prompt, a size or number that the pipeline does not take.
+            UnsupportedArgumentError: an argument that this pipeline does not have; names it.
+            UnsupportedModelError: the pipeline takes no prompt, or makes no images.
+            RequestError: the pipeline's safety checker has removed an image.
+        """
+        given = {
+            "negative_prompt": _prompts("negative_prompt", negative_prompt),
+            "num_inference_steps": _at_least_one("num_inference_steps", num_inference_steps),
+            "guidance_scale": guidance_scale,
+            "width": self._pixels("width", width),
+            "height": self._pixels("height", height),
+        }
+        given = {name: value for name, value in given.items() if value is not None}
+        prompts = _prompts("prompt", prompt)
+        self._check_arguments(given)
+        seed = secrets.randbits(32) if seed is None else _seed(seed)
+        generator = torch.Generator("cpu").manual_seed(seed)
+        with self._lock, _errors_of_arguments():
+            output = self._pipeline()(prompt=prompts, generator=generator, **given, **self._callback(on_step, given))
+        if any(getattr(output, "nsfw_content_detected", None) or ()):
+            raise RequestError("the pipeline's safety checker has removed the image; change the prompt or the seed")
+        images: list[Image] = list(output.images)
+        for axis, wanted in (("width", width), ("height", height)):
+            if wanted is not None and getattr(images[0], axis) != wanted:
+                raise InvalidArgumentError(
+                    f"{axis}: expected one that the pipeline can make, got {wanted}; the next one is "
+                    f"{getattr(images[0], axis)}"
+                )
+        return images[0] if isinstance(prompt, str) else images
+
+    def _pipeline(self) -> Any:
+        if self.pipeline is None:
+            raise TorchaxServeError("expected an open model, this one is closed; call serve() again")
+        return self.pipeline
+
+    def _parameters(self) -> frozenset[str]:
+        return frozenset(inspect.signature(type(self._pipeline()).__call__).parameters)
+
+    def _check_arguments(self, given: dict[str, Any]) -> None:
+        """Raises an error if the pipeline makes no images of prompts, or lacks one of the arguments."""
+        kind, parameters = type(self._pipeline()).__name__, self._parameters()
+        required = [
+            name
+            for name, parameter in inspect.signature(type(self.pipeline).__call__).parameters.items()
+            if parameter.default is parameter.empty
+            and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+            and name not in ("self", "prompt")
+        ]
+        if "prompt" not in parameters or required:
+            needs = ", ".join(required) or "no prompt"
+            raise UnsupportedModelError(
+                f"generate_image: expected a pipeline that takes a prompt alone, got {kind}, which takes {needs}; call "
+                "model.pipeline(...) with diffusers' own arguments"
+            )
+        if missing := [name for name in given if name not in parameters]:
+            raise UnsupportedArgumentError(
+                f"{missing[0]}: expected an argument of {kind}, which has no such one; leave it out"
+            )
+
+    def _pixels(self, name: str, value: int | None) -> int | None:
+        """Returns the checked width or height.
+
+        Raises:
+            InvalidArgumentError: not a multiple of the size that a latent stands for; names the next ones.
+        """
+        _at_least_one(name, value)
+        pipeline = self._pipeline()
+        unit = getattr(pipeline, "vae_scale_factor", None)
+        if value is None or not isinstance(unit, int):
+            return value
+        unit *= 2 if hasattr(pipeline, "_pack_latents") else 1  # four neighbouring latents are one token
+        if value % unit:
+            below = value // unit * unit
+            near = f"{below} or {below + unit}" if below else f"{unit}"
+            raise InvalidArgumentError(f"{name}: expected a multiple of {unit} pixels, got {value}; take {near}")
+        return value
+
+    def _callback(self, on_step: OnStep | None, given: dict[str, Any]) -> dict[str, Any]:
+        """Returns the argument by which the pipeline calls `on_step`; none where it has no such argument."""
+        if on_step is None or "callback_on_step_end" not in self._parameters():
+            return {}
+
+        def called(pipeline: Any, step: int, timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
+            on_step(step + 1, given.get("num_inference_steps") or len(pipeline.scheduler.timesteps))
+            return values
+
+        return {"callback_on_step_end": called}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Frees the weights. Closing twice does nothing; any other call afterwards raises."""
+        self.pipeline = None
+
+    def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
+        """Writes the pipeline into a folder, as diffusers does."""
+        self._pipeline().save_pretrained(save_directory, **kwargs)
+
+
+def load_image_model(arguments: Mapping[str, Any]) -> ImageModel:
+    """Returns the pipeline that `serve` was asked for.
+
+    Args:
+        arguments: Arguments of `serve` by name; ``model`` is a folder with a pipeline, or a pipeline.
+
+    Raises:
+        UnsupportedArgumentError: an argument that only language models have; names it.
+        TorchaxServeError: the pipeline cannot be loaded.
+    """
+    if refused := [name for name in _OF_LANGUAGE_MODELS if arguments[name] not in (None, False)]:
+        raise UnsupportedArgumentError(
+            f"{refused[0]}: expected none with a pipeline of diffusers, got {arguments[refused[0]]!r}; leave it out"
+        )
+    model, mesh = arguments["model"], mesh_for(arguments["mesh"], arguments["tensor_parallel"])
+    if not isinstance(model, str | os.PathLike):
+        if arguments["dtype"] != "auto":
+            raise UnsupportedArgumentError(
+                f"dtype: expected auto with a pipeline object, got {arguments['dtype']!r}; call pipeline.to first"
+            )
+        check_pipeline(model)
+        return ImageModel(put_on_jax(model, mesh=mesh), type(model).__name__)
+    folder = Path(model).expanduser()
+    stage = nullcontext() if arguments["progress"] is None else arguments["progress"].stage(f"loading {model}", None)
+    with stage:
+        pipeline = load_pipeline(folder, dtype=arguments["dtype"], allow_pickle=arguments["allow_pickle"], mesh=mesh)
+    return ImageModel(pipeline, str(model))
+
+
+@contextlib.contextmanager
+def _errors_of_arguments() -> Iterator[None]:
+    """Turns what diffusers says about its arguments into one line."""
+    try:
+        yield
+    except TorchaxServeError:
+        raise
+    except ValueError as error:
+        raise InvalidArgumentError(" ".join(str(error).split())) from error
+
+
+def _prompts(name: str, value: str | Sequence[str] | None) -> str | list[str] | None:
+    if value is None and name != "prompt":
+        return None
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, Sequence) or not texts or not all(isinstance(text, str) for text in texts):
+        raise InvalidArgumentError(f"{name}: expected a text or a list of texts, got {value!r}; give a text")
+    if name == "prompt" and not all(text.strip() for text in texts):
+        raise InvalidArgumentError("prompt: expected a text, got an empty one; say what to draw")
+    return value if isinstance(value, str) else list(texts)
+
+
+def _at_least_one(name: str, value: int | None) -> int | None:
+    if value is not None and (type(value) is not int or value < 1):
+        raise InvalidArgumentError(f"{name}: expected a whole number >= 1, got {value!r}; correct it")
+    return value
+
+
+def _seed(value: int) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise InvalidArgumentError(f"seed: expected a whole number from 0 to 2**63 - 1, got {value!r}; correct it")
+    return value

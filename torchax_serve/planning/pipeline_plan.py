@@ -1,0 +1,210 @@
+"""Plans the transformer of a diffusion pipeline on devices that need not be here: fits or not, and bounds of a step."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import torch
+from jax.sharding import NamedSharding, PartitionSpec
+from torch.utils.flop_counter import FlopCounterMode
+
+from model_adapters.bridge.views import named_tensors
+from model_adapters.diffusion.component_program import ComponentCall, ComponentProgram
+from model_adapters.errors import CheckpointError, InvalidArgumentError, OutOfMemoryError, UnsupportedModelError
+from model_adapters.loading.loaded_model import numpy_dtype
+from model_adapters.loading.model_class import torch_dtype_of
+from torchax_serve.diffusion.sharding import place_tensors
+from torchax_serve.distributed.mesh import mesh_of
+from torchax_serve.distributed.mesh_shape import parse_mesh
+from torchax_serve.planning.compiled_steps import ProgramReport, compile_traced
+from torchax_serve.planning.denoiser_inputs import denoiser_inputs
+from torchax_serve.planning.topology import compiling_for, describe, lowering_platform
+from torchax_serve.validation.library_objects import CLASS
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelinePlan:
+    """Result of a plan of one denoising step; bytes are those of one device."""
+
+    model: str
+    class_name: str
+    dtype: str
+    topology: str
+    mesh: Mapping[str, int]
+    width: int
+    height: int
+    fits: bool
+    memory_bytes: int
+    weights_bytes: int
+    weights_bytes_of_one_device: int  # of all weights, as if there were one device
+    temporary_bytes: int
+    step_flops: float  # operations of a step on all devices, counted by PyTorch's FlopCounterMode
+    bound_s: float | None  # least time of a step by weights read once and operations at peak; None for a CPU
+    bound_by: str | None  # "memory" or "compute"
+    missing: str | None  # what does not fit
+    program: ProgramReport | None  # None if the compiler has run out of the device's memory
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the plan as JSON types."""
+        return dataclasses.asdict(self)
+
+    def lines(self) -> list[str]:
+        """Formats the plan as lines: the answer first, then the numbers behind it."""
+        used = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items() if size > 1) or "one device"
+        found = [
+            f"{self.model} ({self.class_name}, {self.dtype}) on {self.topology}: {used}",
+            f"{'fits' if self.fits else 'DOES NOT FIT'}: a step of an image of {self.width} x {self.height} pixels",
+            "",
+            "each device",
+            f"  memory            {_gb(self.memory_bytes)}",
+            f"  weights           {_gb(self.weights_bytes)}  of {_gb(self.weights_bytes_of_one_device).strip()} in all",
+            f"  temporary         {_gb(self.temporary_bytes)}  temporaries and code of the step",
+            *([f"  missing           {self.missing}"] if self.missing else []),
+            "",
+            f"step, {self.step_flops / 1e12:.1f} trillion operations",
+        ]
+        if self.bound_s is not None:
+            found.append(f"  no faster than    {1e3 * self.bound_s:>9.2f} ms  bound by {self.bound_by}")
+        if self.program is not None:
+            found += [
+                f"  {kind:<18}{number:>9} of {size / 1e6:.1f} MB"
+                for kind, (number, size) in self.program.collectives.items()
+            ]
+            took = f"{self.program.trace_s:>9.1f} s traced, {self.program.compile_s:.1f} s compiled"
+            found.append(f"  compiled in       {took}")
+        return [*found, "", "text encoders and the autoencoder are not in these figures"]
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:>9.2f} GB"
+
+
+def plan_transformer(
+    model: str, config: Mapping[str, Any], topology: str, mesh: str | None, dtype: str, image_size: str
+) -> PipelinePlan:
+    """Compiles a denoising step for `topology` and reports what it needs.
+
+    Args:
+        model: Name in the report.
+        config: Configuration of the transformer.
+        topology: Devices, such as ``v6e:2x2``.
+        mesh: Sizes of mesh axes, such as ``model=4``; None: all devices on ``model``.
+        dtype: Of weights and activations; "auto" is bfloat16.
+        image_size: Pixels, such as ``1024x1024``.
+
+    Raises:
+        TorchaxServeError: topology, mesh, size or model cannot be planned; says why.
+    """
+    width, height = parse_image_size(image_size)
+    chip, devices = describe(topology)
+    shape = parse_mesh(mesh, len(devices))
+    if math.prod(shape.values()) > shape["model"]:
+        raise InvalidArgumentError(f"--mesh: expected the axis model alone, got {mesh}; leave the others out")
+    on_devices = mesh_of(devices[: shape["model"]], shape)
+    torch_dtype = torch_dtype_of(dtype) or torch.bfloat16
+    module = _on_meta(config, torch_dtype)
+    tensors = named_tensors(module)
+    placed = place_tensors(
+        type(module).__name__, dict(module.config), {name: tuple(x.shape) for name, x in tensors.items()}, shape
+    )
+    weights = {name: _abstract(x, NamedSharding(on_devices, placed[name].spec)) for name, x in tensors.items()}
+    inputs = denoiser_inputs(type(module).__name__, dict(module.config), width, height, torch_dtype)
+    weight_bytes = sum(placed[name].bytes_per_device(shape, array.dtype.itemsize) for name, array in weights.items())
+    flops = _flops(module, inputs)
+    program, missing = _compiled(module, weights, inputs, on_devices, chip)
+    temporary = 0 if program is None else program.temporary_bytes + program.code_bytes
+    needed = weight_bytes + temporary
+    if missing is None and needed > chip.memory_bytes:
+        missing = f"{(needed - chip.memory_bytes) / 1e9:.2f} GB; take more devices"
+    bound_s = bound_by = None
+    if chip.bytes_per_s is not None and chip.flops_per_s is not None:
+        memory_s, compute_s = weight_bytes / chip.bytes_per_s, flops / shape["model"] / chip.flops_per_s
+        bound_s, bound_by = max(memory_s, compute_s), "memory" if memory_s > compute_s else "compute"
+    return PipelinePlan(
+        model=model,
+        class_name=type(module).__name__,
+        dtype=str(torch_dtype).removeprefix("torch."),
+        topology=topology,
+        mesh=shape,
+        width=width,
+        height=height,
+        fits=missing is None,
+        memory_bytes=chip.memory_bytes,
+        weights_bytes=weight_bytes,
+        weights_bytes_of_one_device=sum(array.size * array.dtype.itemsize for array in weights.values()),
+        temporary_bytes=temporary,
+        step_flops=flops,
+        bound_s=bound_s,
+        bound_by=bound_by,
+        missing=missing,
+        program=program,
+    )
+
+
+def parse_image_size(text: str) -> tuple[int, int]:
+    """Parses ``1024x768`` as width and height in pixels; raises InvalidArgumentError for anything else."""
+    width, _, height = text.partition("x")
+    if not (width.isdigit() and height.isdigit() and int(width) and int(height)):
+        raise InvalidArgumentError(f"--image-size: expected WIDTHxHEIGHT such as 1024x1024, got {text!r}; correct it")
+    return int(width), int(height)
+
+
+def _on_meta(config: Mapping[str, Any], dtype: torch.dtype) -> Any:
+    """Returns the module of a configuration on the meta device."""
+    try:
+        import diffusers
+    except ImportError as error:
+        raise UnsupportedModelError(
+            f"plan: expected diffusers for a {config[CLASS]}, got none ({error}); run pip install "
+            "'torchax-serve[diffusion]'"
+        ) from error
+    cls = getattr(diffusers, config[CLASS], None)
+    if cls is None:
+        raise CheckpointError(f"{CLASS}: expected a class of diffusers, got {config[CLASS]}; correct the configuration")
+    with torch.device("meta"):
+        # torch's own `to`: that of diffusers warns of what only matters to weights with values.
+        return torch.nn.Module.to(cls.from_config(dict(config)), dtype).eval()
+
+
+def _abstract(tensor: torch.Tensor, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    dtype = {torch.float64: torch.float32, torch.int64: torch.int32}.get(tensor.dtype, tensor.dtype)
+    return jax.ShapeDtypeStruct(tensor.shape, numpy_dtype(dtype), sharding=sharding)
+
+
+def _flops(module: Any, inputs: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> float:
+    """Returns the operations of one forward, counted by PyTorch on tensors without values."""
+    tensors = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in inputs.items()}
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        module(**tensors, return_dict=False)
+    return float(counter.get_total_flops())
+
+
+def _compiled(
+    module: Any, weights: Mapping[str, Any], inputs: Mapping[str, Any], mesh: Any, chip: Any
+) -> tuple[ProgramReport | None, str | None]:
+    """Returns the compiler's report about a step, and None; or None and what does not fit."""
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    arrays = {
+        name: jax.ShapeDtypeStruct(shape, numpy_dtype(dtype), sharding=everywhere)
+        for name, (shape, dtype) in inputs.items()
+    }
+    leaves, structure = jax.tree.flatten(((), {**arrays, "return_dict": False}))
+    static = tuple((index, bool, leaf) for index, leaf in enumerate(leaves) if leaf is False)
+    spec = ComponentCall("forward", structure, static)
+    program = ComponentProgram(module, lambda name: getattr(type(module), name), mesh if mesh.size > 1 else None)
+
+    def step(weights: Any, given: Any) -> Any:
+        return program.run(weights, given, spec)
+
+    with compiling_for(chip):
+        try:
+            report, _ = compile_traced(
+                step, (dict(weights), [leaf for leaf in leaves if leaf is not False]), lowering_platform(chip)
+            )
+        except OutOfMemoryError as error:
+            return None, str(error)
+    return report, None

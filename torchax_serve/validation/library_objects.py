@@ -1,0 +1,64 @@
+"""Tells objects and folders of optional libraries apart without importing these libraries."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from model_adapters.errors import UnsupportedModelError
+
+CLASS = "_class_name"
+"""Entry of a diffusers configuration that names its class."""
+PIPELINE_INDEX = "model_index.json"
+"""File that names the models of a pipeline of diffusers."""
+
+
+def is_pipeline(value: Any) -> bool:
+    """Tells whether `value` is a pipeline of diffusers."""
+    return _is_a(value, "DiffusionPipeline")
+
+
+def is_diffusers_module(value: Any) -> bool:
+    """Tells whether `value` is a module of diffusers."""
+    return _is_a(value, "ModelMixin")
+
+
+def is_pipeline_folder(name: Any) -> bool:
+    """Tells whether `name` is a folder with a pipeline of diffusers."""
+    if not isinstance(name, str | os.PathLike):
+        return False
+    try:
+        return (Path(name).expanduser() / PIPELINE_INDEX).is_file()
+    except (OSError, ValueError, RuntimeError):  # a name too long for a file, or no name of one
+        return False
+
+
+def transformer_config(model: str) -> dict[str, Any] | None:
+    """Returns the configuration of the transformer in `model`; None if that is no pipeline.
+
+    Args:
+        model: Folder of a pipeline, or JSON file with the configuration of a diffusers model.
+
+    Raises:
+        UnsupportedModelError: a pipeline without a transformer.
+    """
+    path = Path(model).expanduser()
+    if (path / PIPELINE_INDEX).is_file():
+        path = path / "transformer" / "config.json"
+        if not path.is_file():
+            raise UnsupportedModelError(f"plan: expected a pipeline with a transformer, got {model}; plan another one")
+    if path.suffix != ".json" or not path.is_file():
+        return None
+    try:
+        config = json.loads(path.read_text())
+    except ValueError:
+        return None  # said by who reads it as a model of transformers
+    return config if isinstance(config, dict) and CLASS in config else None
+
+
+def _is_a(value: Any, name: str) -> bool:
+    diffusers = sys.modules.get("diffusers")
+    return diffusers is not None and isinstance(value, getattr(diffusers, name))
