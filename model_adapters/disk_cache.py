@@ -366,7 +366,12 @@ def _opened_private(path: Path) -> Iterator[IO[bytes]]:
 
     The open file is examined, so that it cannot be replaced in between.
     """
-    descriptor = os.open(path, os.O_RDONLY | _NO_FOLLOW)
+    flags = os.O_RDONLY | _NO_FOLLOW
+    try:
+        # The time of access says when a file was used (`touch`): a look at its seal is no use.
+        descriptor = os.open(path, flags | getattr(os, "O_NOATIME", 0))
+    except PermissionError:  # not the user's own, which is said below
+        descriptor = os.open(path, flags)
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
