@@ -93,7 +93,7 @@ def quantization_config(weights: Mapping[str, QuantizedWeight], ignore: list[str
 def _group(weight: QuantizedWeight) -> dict[str, Any]:
     """Returns what modules of one group have in common."""
     scheme = weight.scheme
-    is_float = bool(jnp.issubdtype(weight.values.dtype, jnp.floating))
+    is_float = bool(scheme.numbers or jnp.issubdtype(weight.values.dtype, jnp.floating))
     is_grouped = scheme.group < weight.num_columns
     numbers: dict[str, Any] = {
         "num_bits": 8 if is_float else scheme.bits,
