@@ -136,6 +136,7 @@ def test_loading_options_arrive(call):
         "hosts": None,
         "quantization": None,
         "requantize": False,
+        "pack_weights": True,
     }
     call("Hi there", "--mesh", "model=2,expert=4")
     assert call.served[1]["mesh"] == {"data": 1, "model": 2, "expert": 4}

@@ -70,8 +70,8 @@ WRONG = [
     ("plan --topology v6e:2by2", "--topology: expected v6e:<shape> such as v6e:2x2"),
     ("plan --topology cpu:4 --mesh model=3", "--mesh: expected axes that multiply out to the 4 devices"),
     (
-        "plan --topology cpu:1 --kv-cache-dtype fp8",
-        "--kv-cache-dtype: expected auto, float32, bfloat16, float16 or",
+        "plan --topology cpu:1 --kv-cache-dtype int4",
+        "--kv-cache-dtype: expected auto, float32, bfloat16, float16",
     ),
     ("plan --topology cpu:1 --max-num-seqs 0", "--max-num-seqs: expected a whole number >= 1, got "),
     ("plan --topology cpu:1 --slots 8", "plan has no option --slots: use --max-num-seqs"),

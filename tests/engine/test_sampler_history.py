@@ -9,7 +9,6 @@ from scipy.special import log_softmax
 from transformers.generation import logits_process as hf
 
 from torchax_serve.sampling.sampler import Sampler
-from torchax_serve.sampling.token_masks import mask_logits
 from torchax_serve.scheduler import INVALID_TOKEN
 
 VOCAB_SIZE, NUM_STEPS = 40, 14
@@ -155,14 +154,14 @@ def bits(allowed):
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "top_k": 5}, {"presence_penalty": 1}, NGRAM], ids=str)
 def test_a_mask_allows_the_tokens_of_its_bits(programs, options):
-    """At every level; a row beyond the masks may sample any token."""
+    """At every level, also where a row has none to sample."""
     programs.reset()
-    allowed = [{31, 32, 39}, {0}, set()]
+    allowed = [{31, 32, 39}, {0}, set(), range(VOCAB_SIZE)]
     for slot in range(4):
         programs.assign_slot(slot, Row(options, seed=slot).params(VOCAB_SIZE), (7, 8))
     logits = np.random.default_rng(8).normal(size=(4, VOCAB_SIZE)).astype(np.float32)
     rows = [Row(options).plan_row(slot) for slot in range(4)]
-    sampled = programs.sample(rows, mask_logits(jnp.asarray(logits), bits(allowed)))
+    sampled = programs.sample(rows, jnp.asarray(logits), words=bits(allowed))
     tokens = sampled.tokens.tolist()
     assert tokens[0] in allowed[0]
     assert tokens[1:3] == [0, INVALID_TOKEN]

@@ -68,6 +68,7 @@ def test_tokens_are_those_of_the_new_weights_and_no_page_of_before_is_found(serv
     hits = served.stats().scheduler.num_hit_tokens
     assert hits, "the prompt is long enough for the cache"
     ask(served, PROMPT[::-1])  # a step of a prompt that the cache has nothing of
+    served.engine._runner._background.wait()  # for programs that are compiled ahead
     programs, hits = served.stats().num_programs, served.stats().scheduler.num_hit_tokens
     for number, (weights, tokens) in enumerate(versions, 1):
         assert served.set_weights(weights) == served.weights_version == number
@@ -102,13 +103,18 @@ def test_a_model_read_from_files_without_values_in_torch(tmp_path, versions):
         assert ask(fresh).token_ids == versions[1][1]
 
 
-def swap_at_step(served, monkeypatch, number, weights, when):
-    """Calls `set_weights` in a thread, which is started, once the engine is in step `number` from now."""
+def swap_at_step(served, monkeypatch, number, weights, when, submitted=None):
+    """Calls `set_weights` in a thread, which is started, once the engine is in step `number` from now.
+
+    The first step waits until `submitted` is set.
+    """
     engine = served.engine
     execute, counts = engine._runner.execute, iter(range(10_000))
     swap = threading.Thread(target=served.set_weights, args=(weights,), kwargs={"when": when})
 
     def counted(*args):
+        if submitted is not None:
+            assert submitted.wait(120)
         if next(counts) == number:
             swap.start()
             while not engine._commands:
@@ -124,10 +130,12 @@ def test_a_swap_while_eight_requests_stream(served, versions, monkeypatch, when)
     weights, tokens = versions[0]
     rng = np.random.default_rng(1)
     prompts = [[int(token) for token in rng.integers(3, VOCAB_SIZE, 20)] for _ in range(8)]
-    swap = swap_at_step(served, monkeypatch, 30, weights, when)
+    submitted = threading.Event()
+    swap = swap_at_step(served, monkeypatch, 30, weights, when, submitted)
     params = SamplingParams(max_new_tokens=60, temperature=0.0, logprobs=0)
     streams = [served.iter_tokens(prompt, params=params) for prompt in prompts]
     late = served.iter_tokens(PROMPT, params=GREEDY)  # waits for a slot, and begins after the swap
+    submitted.set()
     rows = [list(stream) for stream in streams]
     swap.join()
     assert list(late) == tokens
