@@ -90,6 +90,16 @@ def test_a_port_that_is_taken(server):
         open_sockets(ServerOptions(port=server.address[1]))
 
 
+def test_connections_send_each_write_at_once():
+    (listening_socket,) = open_sockets(ServerOptions(port=0))
+    with (
+        listening_socket,
+        socket.create_connection(listening_socket.getsockname()),
+        listening_socket.accept()[0] as accepted,
+    ):
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 def test_sockets_of_systemd_come_first(start_server, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as given:
         monkeypatch.setattr(listening, "_SYSTEMD_FIRST_FD", os.dup(given.fileno()))

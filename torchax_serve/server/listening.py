@@ -110,18 +110,30 @@ def open_sockets(options: ServerOptions) -> list[socket.socket]:
         count = int(os.environ.get("LISTEN_FDS", "0"))
         given = [socket.socket(fileno=_SYSTEMD_FIRST_FD + index) for index in range(count)]
         if given:
-            return given
+            return [_without_delay(each) for each in given]
     try:
         if options.uds is not None:
             return [_unix_socket(options.uds)]
         infos = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         found = {(family, address) for family, _, _, _, address in infos}
-        return [socket.create_server(address, family=family, backlog=BACKLOG) for family, address in sorted(found)]
+        made = [socket.create_server(address, family=family, backlog=BACKLOG) for family, address in sorted(found)]
+        return [_without_delay(each) for each in made]
     except OSError as error:
         where = options.uds or f"{options.host}:{options.port}"
         raise InvalidArgumentError(
             f"host and port: expected an address to listen on, got {where} ({error.strerror}); choose another"
         ) from error
+
+
+def _without_delay(listening: socket.socket) -> socket.socket:
+    """Returns the socket, whose connections send each write at once.
+
+    asyncio sees to that only where a socket names its protocol, which those of `socket.create_server` do not. An
+    answer is two writes, of which the second waits 40 ms for the client's delayed acknowledgement of the first.
+    """
+    if listening.family in (socket.AF_INET, socket.AF_INET6):
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listening
 
 
 def _unix_socket(path: Path) -> socket.socket:
