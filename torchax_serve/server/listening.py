@@ -39,6 +39,7 @@ class HttpListener:
             ws="none",
             lifespan="off",
             log_config=None,
+            log_level="error",  # what is no HTTP is answered with 400; clients must not fill the log with it
             access_log=False,
             proxy_headers=False,
             server_header=False,
