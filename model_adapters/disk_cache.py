@@ -362,13 +362,9 @@ def _read_private(path: Path) -> bytes:
 
 @contextlib.contextmanager
 def _opened_private(path: Path) -> Iterator[IO[bytes]]:
-    """Opens a file of the user's own.
-
-    The open file is examined, so that it cannot be replaced in between.
-    """
+    """Opens a file of the user's own; the open file is examined, so that it cannot be replaced in between."""
     flags = os.O_RDONLY | _NO_FOLLOW
-    try:
-        # The time of access says when a file was used (`touch`): a look at its seal is no use.
+    try:  # without a change of the time of access, which says when a file was used (`touch`)
         descriptor = os.open(path, flags | getattr(os, "O_NOATIME", 0))
     except PermissionError:  # not the user's own, which is said below
         descriptor = os.open(path, flags)
