@@ -12,17 +12,6 @@ from fetch import folder_of
 from torchax_serve import SamplingParams, to_jax
 from torchax_serve.text.chat import chat_prompt_ids
 
-QUESTIONS = [
-    ("The capital of France is", ["Paris", "Rome", "a cat"], 0),
-    ("Two plus two equals", ["nine", "four", "blue"], 1),
-    ("The opposite of hot is", ["warm", "table", "cold"], 2),
-    ("A dog is a kind of", ["animal", "number", "river"], 0),
-    ("Water freezes at zero degrees", ["Celsius", "bananas", "music"], 0),
-    ("The sun rises in the", ["west", "east", "fridge"], 1),
-    ("Shakespeare wrote", ["Hamlet", "Faust", "Linux"], 0),
-    ("The plural of mouse is", ["mouses", "mice", "meese"], 1),
-]
-
 
 def test_chat_template(served, smollm2, found):
     for chat in texts.CHATS:
@@ -64,7 +53,7 @@ def test_lm_eval(served, smollm2, tmp_path, found):
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    rows = [{"question": text, "choices": choices, "answer": answer} for text, choices, answer in QUESTIONS]
+    rows = [{"question": text, "choices": choices, "answer": answer} for text, choices, answer in texts.QUESTIONS]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "task.yaml").write_text(
         "task: small_choice\n"

@@ -76,3 +76,16 @@ def sentences():
         sentence = " ".join(words[begin : begin + length])
         made.append(f"{SHORT[index // 10 % len(SHORT)]} {sentence}" if index % 10 == 0 else sentence)
     return made
+
+
+# Beginnings of sentences, three ends of each, and the place of the right one.
+QUESTIONS = [
+    ("The capital of France is", ["Paris", "Rome", "a cat"], 0),
+    ("Two plus two equals", ["nine", "four", "blue"], 1),
+    ("The opposite of hot is", ["warm", "table", "cold"], 2),
+    ("A dog is a kind of", ["animal", "number", "river"], 0),
+    ("Water freezes at zero degrees", ["Celsius", "bananas", "music"], 0),
+    ("The sun rises in the", ["west", "east", "fridge"], 1),
+    ("Shakespeare wrote", ["Hamlet", "Faust", "Linux"], 0),
+    ("The plural of mouse is", ["mouses", "mice", "meese"], 1),
+]

@@ -17,23 +17,15 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "real"))
 
 import torch
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from server_process import Process
+from texts import QUESTIONS
 
-QUESTIONS = [
-    ("The capital of France is", ["Paris", "Rome", "a cat"], 0),
-    ("Two plus two equals", ["nine", "four", "blue"], 1),
-    ("The opposite of hot is", ["warm", "table", "cold"], 2),
-    ("A dog is a kind of", ["animal", "number", "river"], 0),
-    ("Water freezes at zero degrees", ["Celsius", "bananas", "music"], 0),
-    ("The sun rises in the", ["west", "east", "fridge"], 1),
-    ("Shakespeare wrote", ["Hamlet", "Faust", "Linux"], 0),
-    ("The plural of mouse is", ["mouses", "mice", "meese"], 1),
-]
 TASK = """\
 task: {name}
 dataset_path: json
