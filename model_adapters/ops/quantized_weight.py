@@ -104,6 +104,11 @@ class QuantizedWeight:
         return self.stored_shape[-1]
 
     @property
+    def has_float_numbers(self) -> bool:
+        """Whether the numbers are floats, also where an array of integers holds their bits."""
+        return bool(self.scheme.numbers or jnp.issubdtype(self.values.dtype, jnp.floating))
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """Shape that the weight has for model code."""
         *lead, rows, columns = self.stored_shape

@@ -43,7 +43,7 @@ def tensors_of(path: str, weight: QuantizedWeight) -> dict[str, torch.Tensor]:
             f"{path}: expected groups that divide its {num_columns} columns, got {plain.scheme.group}; give another "
             "tile_size"
         )
-    is_float = jnp.issubdtype(plain.values.dtype, jnp.floating)
+    is_float = plain.has_float_numbers
     scale = to_torch_tensor(plain.scale.astype(jnp.dtype(plain.scheme.dtype)))
     made = {f"{path}.weight_scale": scale}
     if is_float:
@@ -93,7 +93,7 @@ def quantization_config(weights: Mapping[str, QuantizedWeight], ignore: list[str
 def _group(weight: QuantizedWeight) -> dict[str, Any]:
     """Returns what modules of one group have in common."""
     scheme = weight.scheme
-    is_float = bool(scheme.numbers or jnp.issubdtype(weight.values.dtype, jnp.floating))
+    is_float = weight.has_float_numbers
     is_grouped = scheme.group < weight.num_columns
     numbers: dict[str, Any] = {
         "num_bits": 8 if is_float else scheme.bits,

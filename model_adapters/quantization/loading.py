@@ -138,8 +138,7 @@ def describe_weights(weights: Weights, num_dense: int | None = None) -> str:
 
 def _kind(weight: QuantizedWeight) -> str:
     scheme = weight.scheme
-    is_float = jnp.issubdtype(weight.values.dtype, jnp.floating)
-    bits = scheme.numbers or (f"{weight.values.dtype}" if is_float else f"int{scheme.bits}")
+    bits = (scheme.numbers or f"{weight.values.dtype}") if weight.has_float_numbers else f"int{scheme.bits}"
     group = "one scale a row" if scheme.group >= weight.num_columns else f"groups of {scheme.group}"
     acts = "" if scheme.act_dtype == "none" else f", activations {scheme.act_dtype}"
     return f"{bits} ({group}{acts})"
