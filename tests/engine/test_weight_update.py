@@ -177,9 +177,10 @@ def test_a_hundred_swaps_leak_nothing(served, versions):
     programs = served.stats().num_programs
     for number in range(100):
         served.set_weights(sets[number % 3], when=("idle", "now")[number % 2])
-    assert ask(served).token_ids == versions[99 % 3][1]
     gc.collect()
+    # Before the next request: arrays of its last step stay for a while, as many as that step had.
     assert len(jax.live_arrays()) <= num_arrays + 8
+    assert ask(served).token_ids == versions[99 % 3][1]
     assert served.stats().num_programs == programs
     assert process.memory_info().rss - memory < 50e6
     assert served.weights_version == 103
