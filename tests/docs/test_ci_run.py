@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,7 @@ PARITY = [
 LINT = ["ruff check .", "ruff format --check .", "mypy"]
 SUITE = ["pip install .[dev]", "pytest", *LINT, AS_SERVED]
 FAST = [*LINT, "pytest -m fast"]
+AGAIN = "-n 0 --last-failed --last-failed-no-failures none"
 CHECKS = [*SUITE, *PARITY, *TPU, *GPU, *RAY, *FORMATS, *REAL, *BUNDLES, *DIFFUSION]
 COMPILERS = [TPU[0], GPU[0], RAY[0], FORMATS[0], REAL[0], REAL[1], BUNDLES[0], DIFFUSION[0]]
 SUITES = [TPU[1:], GPU[1:], RAY[1:], FORMATS[1:], REAL[1:], REAL[2:], BUNDLES[1:], DIFFUSION[1:]]
@@ -49,7 +51,8 @@ FAKE_PYTHON = """#!/bin/sh
 test -f pyproject.toml || exit 98
 mkdir -p .venv/bin
 for name in pip pytest ruff mypy; do
-    printf '#!/bin/sh\\necho "%s $*" >> "$CALLS"\\n[ "%s $*" != "$FAILING" ] || exit 7\\n' $name $name > .venv/bin/$name
+    printf '#!/bin/sh\\necho "%s $*" >> "$CALLS"\\n[ "%s $*" != "$FAILING" ] || exit "${STATUS:-7}"\\n' \\
+        $name $name > .venv/bin/$name
     chmod +x .venv/bin/$name
 done
 cat > .venv/bin/python <<"END"
@@ -82,7 +85,7 @@ def project(tmp_path):
         )
         (programs / name).chmod(0o755)
 
-    def run(failing="", *arguments):
+    def run(failing="", *arguments, status=7):
         calls, scratch = tmp_path / "calls", tmp_path / "scratch"
         calls.write_text("")
         scratch.mkdir(exist_ok=True)
@@ -90,6 +93,7 @@ def project(tmp_path):
             "PATH": f"{programs}:{os.environ['PATH']}",
             "CALLS": str(calls),
             "FAILING": failing,
+            "STATUS": str(status),
             "TMPDIR": str(scratch),
         }
         done = subprocess.run(
@@ -124,6 +128,31 @@ def test_missing_extra_leaves_its_suite_out(project, lacking):
 def test_the_first_failure_ends_it_with_its_status(project, index):
     failing = CHECKS[index] if " " in CHECKS[index] else CHECKS[index] + " "
     assert project(failing) == (7, CHECKS[: index + 1])
+
+
+TESTS = [index for index, check in enumerate(CHECKS) if check.startswith("pytest")]
+
+
+@pytest.mark.parametrize("index", TESTS)
+def test_failed_tests_run_once_more(project, index):
+    """Status 1 of pytest: tests failed. The second run of the fake passes."""
+    failing = CHECKS[index] if " " in CHECKS[index] else CHECKS[index] + " "
+    again = f"{CHECKS[index]} {AGAIN}"
+    assert project(failing, status=1) == (0, [*CHECKS[: index + 1], again, *CHECKS[index + 1 :]])
+
+
+def test_tests_that_fail_twice_end_it(tmp_path):
+    (tmp_path / "test_it.py").write_text("def test_good(): pass\ndef test_bad(): assert False\n")
+    functions = SCRIPT.read_text()
+    functions = functions[functions.index("check() {") : functions.index("# The README's second")]
+    programs = tmp_path / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    (programs / "pytest").symlink_to(Path(sys.executable).parent / "pytest")
+    script = f"set -e\n{functions}\ncheck -q -p xdist test_it.py\necho reached\n"
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "1 failed, 1 passed" in done.stdout and "1 failed, 1 deselected" in done.stdout
+    assert "reached" not in done.stdout
 
 
 def test_the_fast_checks_run_in_the_active_environment(project):
