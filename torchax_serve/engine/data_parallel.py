@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from model_adapters.ops.compressed_weight import Weight
 from model_adapters.sharding.model_sharding import ModelSharding
 from torchax_serve.compilation.executable_cache import ExecutableCache
+from torchax_serve.engine.adapters import Adapters
 from torchax_serve.engine.engine import CLOSE_TIMEOUT_S, Engine
 from torchax_serve.engine.factory import build_engine
 from torchax_serve.engine.options import EngineOptions
@@ -75,14 +76,20 @@ class DataParallelEngines:
     Args:
         runtimes: one for each replica.
         options: of each engine; slots are shared out among them.
+        adapters: that requests can name, on each engine; None: none.
     """
 
-    def __init__(self, runtimes: Sequence[ModelRuntime], options: EngineOptions | None = None) -> None:
+    def __init__(
+        self,
+        runtimes: Sequence[ModelRuntime],
+        options: EngineOptions | None = None,
+        adapters: Adapters | None = None,
+    ) -> None:
         self.engines: list[Engine] = []
         try:
             for index, runtime in enumerate(runtimes):
                 ids = itertools.count(index, len(runtimes))  # the number of a request says which engine has it
-                self.engines.append(build_engine(runtime, options, ids))
+                self.engines.append(build_engine(runtime, options, ids, adapters))
         except BaseException:
             self.close("a replica could not be made")
             raise

@@ -1,0 +1,49 @@
+"""Adapters of the requests in the slots, as the last part of the int32 array of a step."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from model_adapters.caches.packed_batch import PackedBatch
+
+
+class SlotAdapters:
+    """The adapter of each slot.
+
+    Args:
+        num_slots: Number of slots.
+        form: Form of the adapters' matrices; empty: there are none, and nothing is passed.
+
+    Attributes:
+        form: As the argument.
+        size: Number of integers that a step gets.
+    """
+
+    def __init__(self, num_slots: int, form: str) -> None:
+        self.form = form
+        self.size = num_slots if form else 0
+        self._ids = np.zeros(self.size, np.int32)
+
+    def assign(self, slot: int, adapter_id: int) -> None:
+        """Gives a slot an adapter, 0 for none."""
+        if self.size:
+            self._ids[slot] = adapter_id
+        else:
+            assert not adapter_id
+
+    def behind(self, numbers: np.ndarray) -> np.ndarray:
+        """Returns the array of a step, int32[size], with the adapters of all slots behind it."""
+        return np.concatenate([numbers, self._ids]) if self.size else numbers
+
+    def of_tokens(self, batch: PackedBatch, numbers: jax.Array, slots: jax.Array) -> PackedBatch:
+        """Returns `batch` with the adapter of each token.
+
+        Args:
+            batch: A batch.
+            numbers: The array of its step, with the adapters at its end.
+            slots: Slot of each token, int32[T].
+        """
+        return dataclasses.replace(batch, adapters=numbers[-self.size :][slots]) if self.size else batch
