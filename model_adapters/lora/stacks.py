@@ -142,7 +142,6 @@ class LoraStacks:
 
     def weights(self, base: Weights) -> dict[str, Weight]:
         """Returns `base` with the adapters, for the steps of an engine; later adapters come to be in it."""
-        self._live = dict(base)
         self.follow(base)
         return self._live
 
@@ -152,6 +151,13 @@ class LoraStacks:
         for name, layer in self._layers.items():
             new[layer.weight] = LoraWeight(base[layer.weight], *self._stacks[name])
         self._live.update(new)
+        for name in self._live.keys() - new.keys():
+            del self._live[name]
+
+    def close(self) -> None:
+        """Frees the matrices."""
+        self._live.clear()
+        self._stacks.clear()
 
     def loaded(self, adapter: AdapterFiles, index: int) -> Callable[[], None]:
         """Reads an adapter to the device; returns the function that puts it into the weights.

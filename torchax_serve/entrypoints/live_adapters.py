@@ -28,6 +28,13 @@ class LiveAdapters(LiveWeights):
         self._adapter_lock = threading.Lock()  # of calls that load adapters
         super().__init__(loaded, leader)
 
+    def close(self) -> None:
+        """Frees the adapters and the weights."""
+        super().close()
+        for runtime in vars(self).get("_runtimes", ()):
+            if runtime.lora is not None:
+                runtime.lora.close()
+
     @property
     def adapters(self) -> dict[str, str]:
         """Folders of the adapters that requests can name, by name."""

@@ -49,13 +49,11 @@ def packed_executor(runtime: ModelRuntime, sizes: MemoryBudget) -> ExecutorChoic
         dtype = dtype_of(sizes.kv_cache_dtype)
         shapes, scales = _in_8_bits(runtime, shapes, sizes, dtype), calibrate_scales(runtime, dtype)
 
-    described_sizes = f"{sizes}" if runtime.lora is None else f"{sizes} {runtime.lora.form}"
-
     def temporary() -> int:
         return _model(runtime, _cache(runtime, sizes.probe_plan(shapes), scales), sizes).temporary_bytes()
 
     budget = sizes.choose_cache_bytes(
-        sizes.max_usable_bytes(shapes), lambda: programs.memoize("temporary", described_sizes, temporary)
+        sizes.max_usable_bytes(shapes), lambda: programs.memoize("temporary", f"{sizes}{runtime.lora_form}", temporary)
     )
     cache = _cache(runtime, sizes.plan(shapes, budget), scales)
     return ExecutorChoice(_model(runtime, cache, sizes))
@@ -106,7 +104,7 @@ def _model(runtime: ModelRuntime, cache: PagedCache, sizes: MemoryBudget) -> Pac
     slots, budget = sizes.max_num_seqs, sizes.max_num_batched_tokens
     return PackedExecutor(
         runtime.program,
-        runtime.weights if runtime.lora is None else runtime.lora.weights(runtime.weights),
+        runtime.step_weights,
         cache,
         programs,
         num_slots=slots,
@@ -114,7 +112,7 @@ def _model(runtime: ModelRuntime, cache: PagedCache, sizes: MemoryBudget) -> Pac
         max_num_steps=sizes.max_num_steps,
         batch_invariant=sizes.batch_invariant,
         buckets=None if programs.exported is None else programs.exported.memoized("step buckets"),
-        lora="" if runtime.lora is None else runtime.lora.form,
+        lora=runtime.lora_form,
     )
 
 

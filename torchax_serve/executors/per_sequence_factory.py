@@ -153,7 +153,7 @@ class PerSequenceFactory:
         exact = tuple(size for size in EXACT_CHUNK_SIZES if size <= budget)
         return PerSequenceExecutor(
             self.forward,
-            self.runtime.weights,
+            self.runtime.step_weights,
             cache,
             self.runtime.steps.executables,
             self.layout,
@@ -162,6 +162,7 @@ class PerSequenceFactory:
             is_exact=is_exact,
             block_len=block_len,
             sources=self.sources,
+            lora=self.runtime.lora_form,
         )
 
     def cache(self) -> PagedCacheWithStates:
@@ -187,7 +188,9 @@ class PerSequenceFactory:
         def ask() -> int:
             return self.model(self._small_cache(), self.wanted_block_len).temporary_bytes()
 
-        return self.runtime.steps.executables.memoize("per-sequence temporary", f"{self.sizes}", ask)
+        return self.runtime.steps.executables.memoize(
+            "per-sequence temporary", f"{self.sizes}{self.runtime.lora_form}", ask
+        )
 
     @property
     def wanted_block_len(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from model_adapters.caches.packed_batch import PackedBatch
@@ -38,6 +39,15 @@ class SlotAdapters:
         """Returns the array of a step, int32[size], with the adapters of all slots behind it."""
         return np.concatenate([numbers, self._ids]) if self.size else numbers
 
+    def of_rows(self, numbers: jax.Array, slots: jax.Array) -> jax.Array | None:
+        """Returns the adapter of each row, int32[S]; None if there are none.
+
+        Args:
+            numbers: The array of a step, with the adapters at its end.
+            slots: Slot of each row, int32[S]; one that there is not has the last one's.
+        """
+        return numbers[-self.size :][jnp.minimum(slots, self.size - 1)] if self.size else None
+
     def of_tokens(self, batch: PackedBatch, numbers: jax.Array, slots: jax.Array) -> PackedBatch:
         """Returns `batch` with the adapter of each token.
 
@@ -46,4 +56,4 @@ class SlotAdapters:
             numbers: The array of its step, with the adapters at its end.
             slots: Slot of each token, int32[T].
         """
-        return dataclasses.replace(batch, adapters=numbers[-self.size :][slots]) if self.size else batch
+        return dataclasses.replace(batch, adapters=self.of_rows(numbers, slots)) if self.size else batch
