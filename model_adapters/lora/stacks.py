@@ -1,4 +1,4 @@
-"""Matrices of several LoRA adapters in the places of a model's weights, so that requests with other adapters share a step.
+"""Matrices of several LoRA adapters in the places of a model's weights: requests with different ones share a step.
 
 Their number and rank are fixed: another adapter is another value of arrays, and compiles nothing. Ranks are filled up
 with zeros, which is exact. On a mesh B is divided as the rows of the weight, A as its columns.
@@ -128,7 +128,9 @@ class LoraStacks:
     def _zeros(self, name: str, number: int) -> Stack:
         layer = self._layers[name]
         plain = _plain(number), _plain(self._max_rank)
-        return self._placed(name, [np.zeros((number, self._max_rank, size)) for size in (layer.num_in, layer.num_out)], plain)
+        return self._placed(
+            name, [np.zeros((number, self._max_rank, size)) for size in (layer.num_in, layer.num_out)], plain
+        )
 
     def _placed(self, name: str, arrays: Sequence[np.ndarray], lead: Sequence[DimLayout]) -> Stack:
         """Returns arrays ``[..., in]`` and ``[..., out]`` on the devices."""

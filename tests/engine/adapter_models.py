@@ -3,7 +3,6 @@
 import warnings
 
 import torch
-from engine_models import tiny_model
 from peft import LoraConfig, get_peft_model
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -26,7 +25,9 @@ class PeftModels:
                 self._model = get_peft_model(base, made, adapter_name=name).eval()
             else:
                 self._model.add_adapter(name, made)
-        self._model.save_pretrained(root)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of embeddings, which are saved in full
+            self._model.save_pretrained(root)
 
     def folder(self, name):
         return self.root / name
@@ -55,7 +56,3 @@ class PeftModels:
 def ranks(number):
     """Configurations of adapters of several ranks, every third with the scale of rsLoRA."""
     return {f"a{i}": {"r": 1 + i, "use_rslora": i % 3 == 0, "lora_alpha": 4 + i} for i in range(number)}
-
-
-def base_model(name="llama"):
-    return tiny_model(name)

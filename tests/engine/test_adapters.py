@@ -8,6 +8,7 @@ import pytest
 import torch
 from adapter_models import ATTENTION, PeftModels, ranks
 from engine_models import VOCAB_SIZE, tiny_model
+from safetensors.numpy import load_file, save_file
 
 from model_adapters.errors import CheckpointError, InvalidArgumentError, TorchaxServeError, UnsupportedModelError
 from torchax_serve import EngineOptions, SamplingParams, serve
@@ -178,9 +179,7 @@ def test_other_kinds_of_adapters_are_refused_by_name(without, peft, tmp_path, fi
 def test_adapters_that_do_not_fit_are_refused_and_nothing_in_flight_is_lost(without, peft, tmp_path):
     def refused(error, message, config, base="llama", name="x"):
         folder = tmp_path / f"{len(list(tmp_path.iterdir()))}"
-        model = tiny_model(base)
-        target = config.pop("on", model)
-        PeftModels(target, folder, {"x": config})
+        PeftModels(tiny_model(base), folder, {"x": config})
         with pytest.raises(error, match=message) as caught:
             without.load_adapter(name, folder / "x")
         assert "\n" not in str(caught.value)
@@ -194,8 +193,15 @@ def test_adapters_that_do_not_fit_are_refused_and_nothing_in_flight_is_lost(with
     refused(UnsupportedModelError, "lm_head is the head", {"target_modules": ["lm_head"]})
     refused(UnsupportedModelError, "lora_A and lora_B of linear layers, got", {"target_modules": ["embed_tokens"]})
     refused(InvalidArgumentError, "o_proj, which is no linear layer", {"target_modules": ["out_proj"]}, "opt")
-    with pytest.raises(InvalidArgumentError, match="expected a folder with adapter_config.json"):
+    with pytest.raises(InvalidArgumentError, match=r"expected a folder with adapter_config\.json"):
         without.load_adapter("x", tmp_path / "nowhere")
+    other = changed(peft, tmp_path, "a3")
+    tensors = load_file(other / "adapter_model.safetensors")
+    save_file({name: tensor.astype(np.int8) for name, tensor in tensors.items()}, other / "adapter_model.safetensors")
+    with pytest.raises(
+        UnsupportedModelError, match=r"expected a matrix in float32, bfloat16, float16, got int8\[4, 32\]"
+    ):
+        without.load_adapter("x", other)
     broken = changed(peft, tmp_path)
     (broken / "adapter_model.safetensors").write_bytes(b"x" * 64)
     with pytest.raises(CheckpointError, match="got none that is readable"):

@@ -85,7 +85,7 @@ def test_a_product_finds_the_adapters_of_arrays_and_quantized_weights():
 
 
 def test_inputs_without_a_row_for_each_token_are_refused():
-    x, _, ids, a, b = case(9, 32, 48, 3, 4, "float32")
+    _, _, ids, a, b = case(9, 32, 48, 3, 4, "float32")
     weight = jnp.zeros((48, 32), jnp.float32)
     with substituted({"w": LoraWeight(weight, a, b)}) as arrays, adapters_told(ids):
         assert linear(jnp.zeros((1, 9, 5, 32)), arrays["w"]).shape == (1, 9, 5, 48)

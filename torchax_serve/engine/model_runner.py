@@ -20,7 +20,6 @@ from torchax_serve.sampling.transformers_behaviour import TransformersBehaviour
 from torchax_serve.sampling.types import Logprobs
 from torchax_serve.scheduler import PlanRow, StepPlan
 
-
 NO_ADAPTERS = "the model was served without adapters; serve(model, adapters={name: path})"
 """Why a request cannot have an adapter, on an engine of a model without any."""
 

@@ -40,7 +40,7 @@ async def chat_completions(request: Request) -> Any:
     service = context.service()
     service.require("chat", "/v1/chat/completions")
     body = await read_request(request, context.options, ChatRequest)
-    service.check_name(body.model, request.state.key)
+    service.check_name(body.model, request.state.key, may_be_adapter=True)
     check_counts(body, context.options.request)
     body = await with_files(body, context.options)
     try:
@@ -92,6 +92,7 @@ def _start_answers(context: ServerContext, service: ModelService, body: ChatRequ
         context.options,
         max_new_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         cache_salt=scoped_salt(key_name, body.cache_salt),
+        adapter=service.adapter_of(body.model),
     )
     plan = plan_tools(body, service.family, service.special_ids)
     prompt = render_chat(service, body, plan)

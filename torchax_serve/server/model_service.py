@@ -69,7 +69,7 @@ class ModelService:
 
     def __init__(self, model: ServedModel, options: ServerOptions) -> None:
         self.model = model
-        self.names = options.served_model_names or (_public_name(model.name),)
+        self.names = options.served_model_names or (public_name(model.name),)
         self.name = self.names[0]
         self.created = int(time.time())
         self._options = options
@@ -128,9 +128,24 @@ class ModelService:
         if task not in self.tasks:
             raise ApiError(404, f"{route}: {self.name} does not {task}; it can {', '.join(self.tasks)}")
 
-    def check_name(self, name: str, key: ApiKey | None = None) -> None:
-        """Raises ApiError, 404, unless a request's `model` is one of this service's that its key may use."""
-        if name not in self.names or not (key is None or key.allows(name)):
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        """Folders of the adapters that requests can name as their model, by name."""
+        # Asked of the class: an attribute that a recorded model has not loads its torch module.
+        found: Mapping[str, str] = self.model.adapters if hasattr(type(self.model), "adapters") else {}
+        return {name: path for name, path in found.items() if name not in self.names}
+
+    def adapter_of(self, name: str) -> str | None:
+        """Returns the adapter that a request's `model` names; None for the model itself."""
+        return name if name in self.adapters else None
+
+    def check_name(self, name: str, key: ApiKey | None = None, *, may_be_adapter: bool = False) -> None:
+        """Raises ApiError, 404, unless a request's `model` is one of this service's that its key may use.
+
+        With `may_be_adapter` it may be the name of an adapter as well.
+        """
+        is_known = name in self.names or (may_be_adapter and name in self.adapters)
+        if not is_known or not (key is None or key.allows(name)):
             raise ApiError(
                 404,
                 f"the model {name[:100]!r} does not exist; GET /v1/models lists those that do",
@@ -285,7 +300,7 @@ def _texts_of(message: Mapping[str, Any]) -> list[str]:
     return [text for text in texts if isinstance(text, str)]
 
 
-def _public_name(name: str) -> str:
+def public_name(name: str) -> str:
     """Returns the name that requests use: of a folder its last part, so that no path is shown."""
     if name == EMBEDDED_NAME:
         return "embedded"
