@@ -3,9 +3,9 @@
     python benchmarks/adapters.py --model /path/to/model --rounds 9 --out adapters.json
 
 Two engines have the same weights: one of the model alone, one with adapters of rank 16 on all projections of attention.
-A round decodes with each: one row and eight rows of the model alone, a row with an adapter, eight rows with one adapter,
-eight rows with an adapter each, and eight rows without an adapter on the engine that has some. Processor time counts all
-threads, so that it says something on a busy machine too. Ratios are medians over the rounds.
+A round decodes with each: one row and eight rows of the model alone, a row with an adapter, eight rows with one
+adapter, eight rows with an adapter each, and eight rows without an adapter on the engine that has some. Processor time
+counts all threads, so that it says something on a busy machine too. Ratios are medians over the rounds.
 """
 
 import argparse

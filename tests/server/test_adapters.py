@@ -83,7 +83,7 @@ def test_requests_name_an_adapter_as_their_model(client, running):
 
 
 def test_adapters_are_loaded_and_unloaded_by_the_routes_of_vllm(http, running):
-    server, model, root = running
+    _, model, root = running
     body = {"model": "fr", "prompt": PROMPT, "max_tokens": 8, "temperature": 0}
     missing = http.post("/v1/completions", json=body)
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
