@@ -68,7 +68,8 @@ def linear_layers(module: Any, weights: Weights) -> dict[str, LinearLayer | str]
         elif len(others := owners[id(weights[weight])]) > 1:
             found[name] = f"the same weight as {next(other for other in others if other != weight)}"
         else:
-            found[name] = LinearLayer(weight, *(sizes if is_turned else sizes[::-1]), is_turned)
+            num_in, num_out = sizes if is_turned else sizes[::-1]
+            found[name] = LinearLayer(weight, num_in, num_out, is_turned)
     return found
 
 
@@ -183,7 +184,7 @@ class LoraStacks:
         jax.block_until_ready(new)
 
         def put() -> None:
-            self._stacks.update(new)  # type: ignore[arg-type]
+            self._stacks.update(new)
             for name, (a, b) in new.items():
                 weight = self._layers[name].weight
                 if weight in self._live:

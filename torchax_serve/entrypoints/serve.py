@@ -72,16 +72,12 @@ def serve(
     Args:
         model: a short name, a hub id, a folder, bundle or GGUF file, a `PreTrainedModel`, a pipeline of diffusers or
             its folder; None: the embedded model.
-        revision: branch, tag or commit on the hub.
-        token: access token for gated repositories.
-        local_files_only: do not use the network.
+        revision, token, local_files_only: branch, tag or commit on the hub; access token; do not use the network.
         dtype: dtype of the weights; "auto" follows the checkpoint.
-        trust_remote_code: run code that comes with the checkpoint.
-        allow_pickle: read pickle files if there are no safetensors.
+        trust_remote_code, allow_pickle: run code of the checkpoint; read pickle files if there are no safetensors.
         strict: raise for tensors that the model does not use and for a missing head; else ``load_report`` lists them.
         cache_dir: folder of downloads; None is the hub library's own folder.
-        progress: shows download, load and compilation.
-        random_weights: make up the weights; only the configuration is read.
+        progress, random_weights: shows load and compilation; make up weights, from the configuration alone.
         engine: batching and cache memory; None chooses.
         mesh: number of devices on the axes ``model`` and ``expert``, and of replicas on ``data``; or a mesh with them.
         tensor_parallel: short for ``mesh={"model": tensor_parallel}``.
@@ -92,9 +88,7 @@ def serve(
         requantize: let `quantization` round weights again that the checkpoint has quantized.
         adapter: folder of a LoRA adapter as peft writes it, which is added to the weights.
         adapters: folders of LoRA adapters by the name that requests give: ``SamplingParams(adapter=name)``.
-        max_loras: number of adapters there is room for; None: as many as `adapters`, at least 1.
-        max_lora_rank: largest rank of an adapter; None: that of `adapters`, or 16 without any.
-        lora_target_modules: names of the layers that may have adapters, such as "q_proj"; None: those of `adapters`.
+        max_loras, max_lora_rank, lora_target_modules: room for them; None: as `AdapterOptions`.
 
     Raises:
         TorchaxServeError: the model cannot be loaded or served; subclass and message say why.

@@ -169,10 +169,9 @@ class ServedModel(LiveAdapters):
         if len(self._runtimes) > 1:
             return DataParallelEngines(self._runtimes, self._engine_options, self._adapters)
         engine = build_engine(model._jax_runtime, self._engine_options, adapters=self._adapters)
-        loaded = self._loaded_or_raise()
         folder, self._start_folder = self._start_folder, None
         if folder is not None and model is self.torch_model:
-            record_in_background(folder, loaded, model._jax_runtime)
+            record_in_background(folder, self._loaded_or_raise(), model._jax_runtime)
         return engine
 
     def _close_engines(self, why: str) -> None:

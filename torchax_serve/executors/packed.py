@@ -291,12 +291,9 @@ class PackedExecutor:
             self._weights,
             self.cache.pools,
             to_device(np.zeros(self._num_slots), np.int32),
-            self._empty_numbers(spec),
+            self._adapters.empty(spec.size),
             spec=spec,
         )
-
-    def _empty_numbers(self, spec: Spec) -> np.ndarray:
-        return self._adapters.behind(np.zeros(spec.size, np.int32))
 
     def abstract_steps(self, prefill_lens: Sequence[int]) -> Iterator[AbstractStep]:
         """Yields the steps of `Executor.abstract_steps`; a prefill step has no padding."""
@@ -305,7 +302,10 @@ class PackedExecutor:
         specs += [self._specs.of_tokens(num_tokens) for num_tokens in prefill_lens]
         for spec in specs:
             is_decode = spec.layout.is_decode
-            ints = (abstract_ints(self._program.sharding, size) for size in (num_slots, len(self._empty_numbers(spec))))
+            ints = (
+                abstract_ints(self._program.sharding, size)
+                for size in (num_slots, len(self._adapters.empty(spec.size)))
+            )
             yield AbstractStep(
                 name="decode" if is_decode else "prefill",
                 num_tokens=spec.num_tokens,
@@ -333,7 +333,7 @@ class PackedExecutor:
         """Returns a step with its arguments as shapes."""
         placed = functools.partial(jax.ShapeDtypeStruct, sharding=default_sharding())
         tokens: Any = placed((self._num_slots,), np.int32)
-        numbers = self._empty_numbers(spec)
+        numbers = self._adapters.empty(spec.size)
         if isinstance(spec, PackedStepSpec):
             scored = np.zeros(spec.num_tokens, np.int32), np.bool_(False)
             args = (self.cache.pools, tokens, numbers)

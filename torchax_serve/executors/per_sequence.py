@@ -281,13 +281,10 @@ class PerSequenceExecutor:
             self.cache.pools,
             self.cache.states,
             to_device(np.zeros(self._num_slots), np.int32),
-            to_device(self._empty_numbers(spec), np.int32),
+            to_device(self._adapters.empty(sum(spec.sizes)), np.int32),
             self._empty_encoder_input(spec),
             spec=spec,
         )
-
-    def _empty_numbers(self, spec: PerSequenceSpec) -> np.ndarray:
-        return self._adapters.behind(np.zeros(sum(spec.sizes), np.int32))
 
     def _empty_encoder_input(self, spec: PerSequenceSpec) -> jax.Array | None:
         return self.sources.dummy(spec.source_len) if self.sources is not None and spec.kind == "begin" else None
@@ -297,7 +294,7 @@ class PerSequenceExecutor:
         final_chunks = dict.fromkeys(self.shapes.final_chunk(length) for length in prefill_lens)
         for spec in (self.shapes.largest_decode(), *final_chunks):
             is_decode = spec.kind == "decode"
-            sizes = self._num_slots, len(self._empty_numbers(spec))
+            sizes = self._num_slots, len(self._adapters.empty(sum(spec.sizes)))
             ints = (abstract_ints(self._forward.program.sharding, size) for size in sizes)
             yield AbstractStep(
                 name="decode" if is_decode else "prefill",
@@ -334,7 +331,7 @@ class PerSequenceExecutor:
         """Implements `Executor.compile_tasks`; several hosts compile in the order in which `warm_up` runs steps."""
 
         def compile(spec: PerSequenceSpec) -> Any:
-            zeros = np.zeros(self._num_slots), self._empty_numbers(spec)
+            zeros = np.zeros(self._num_slots), self._adapters.empty(sum(spec.sizes))
             ints = (to_device(each, np.int32) for each in zeros)
             args = (self.cache.pools, self.cache.states, *ints, self._empty_encoder_input(spec))
             return self._step.compiled(self._weights, *abstract(args), spec=spec)

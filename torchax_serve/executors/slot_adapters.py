@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from model_adapters.caches.packed_batch import PackedBatch
+from model_adapters.ops.compressed_weight import Weights
+
+if TYPE_CHECKING:
+    from torchax_serve.runtime.model_runtime import ModelRuntime
+
+
+def step_weights(runtime: ModelRuntime) -> Weights:
+    """Returns the weights of an engine's steps: with the matrices of adapters, if requests can name some."""
+    return runtime.weights if runtime.lora is None else runtime.lora.weights(runtime.weights)
+
+
+def lora_form(runtime: ModelRuntime) -> str:
+    """Returns what programs of an engine's steps depend on of its adapters; empty without any."""
+    return "" if runtime.lora is None else runtime.lora.form
 
 
 class SlotAdapters:
@@ -34,6 +49,10 @@ class SlotAdapters:
             self._ids[slot] = adapter_id
         else:
             assert not adapter_id
+
+    def empty(self, size: int) -> np.ndarray:
+        """Returns an array of zeros as `behind` has it for one of `size` numbers."""
+        return np.zeros(size + self.size, np.int32)
 
     def behind(self, numbers: np.ndarray) -> np.ndarray:
         """Returns the array of a step, int32[size], with the adapters of all slots behind it."""

@@ -77,16 +77,6 @@ class ModelRuntime:
         self._set_up(ModelProgram(module, sharding, part, self.watch), programs or ExecutableCache())
 
     @property
-    def step_weights(self) -> Weights:
-        """Weights of an engine's steps: with the matrices of adapters, if requests can name some."""
-        return self.weights if self.lora is None else self.lora.weights(self.weights)
-
-    @property
-    def lora_form(self) -> str:
-        """What programs of an engine's steps depend on of its adapters; empty without any."""
-        return "" if self.lora is None else self.lora.form
-
-    @property
     def sampling_rules(self) -> TransformersBehaviour:
         """Release of transformers whose processors are followed: the installed one."""
         return installed_rules()

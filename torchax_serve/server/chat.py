@@ -12,7 +12,7 @@ from torchax_serve.server.body import read_request
 from torchax_serve.server.chat_answer import ChatCompletion
 from torchax_serve.server.context import ServerContext, context_of, follow
 from torchax_serve.server.errors import ApiError, bad_request
-from torchax_serve.server.model_service import ChatPrompt, ModelService, scoped_salt
+from torchax_serve.server.model_service import ChatPrompt, ModelService, adapter_of, scoped_salt
 from torchax_serve.server.options import ServerOptions
 from torchax_serve.server.remote_files import with_remote_files
 from torchax_serve.server.request_checks import check_counts
@@ -92,7 +92,7 @@ def _start_answers(context: ServerContext, service: ModelService, body: ChatRequ
         context.options,
         max_new_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         cache_salt=scoped_salt(key_name, body.cache_salt),
-        adapter=service.adapter_of(body.model),
+        adapter=adapter_of(service, body.model),
     )
     plan = plan_tools(body, service.family, service.special_ids)
     prompt = render_chat(service, body, plan)

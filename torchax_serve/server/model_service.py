@@ -135,10 +135,6 @@ class ModelService:
         found: Mapping[str, str] = self.model.adapters if hasattr(type(self.model), "adapters") else {}
         return {name: path for name, path in found.items() if name not in self.names}
 
-    def adapter_of(self, name: str) -> str | None:
-        """Returns the adapter that a request's `model` names; None for the model itself."""
-        return name if name in self.adapters else None
-
     def check_name(self, name: str, key: ApiKey | None = None, *, may_be_adapter: bool = False) -> None:
         """Raises ApiError, 404, unless a request's `model` is one of this service's that its key may use.
 
@@ -253,6 +249,11 @@ class ModelService:
         if masks is not None:
             prepared = [dataclasses.replace(request, masks=masks()) for request in prepared]
         return submit(self.model, prepared, options)
+
+
+def adapter_of(service: ModelService, name: str) -> str | None:
+    """Returns the adapter that a request's `model` names; None for the model itself."""
+    return name if name in service.adapters else None
 
 
 def scoped_salt(key_name: str | None, salt: str | None) -> str | None:

@@ -77,11 +77,10 @@ class RecordedRuntime:
     Attributes:
         encoder: None: models with one are not recorded.
         weights_version: Version of the weights of the files.
-        lora, lora_form: None and empty: models with adapters are not recorded.
+        lora: None: models with adapters are not recorded.
     """
 
     encoder = lora = None
-    lora_form = ""
     weights_version = 0
 
     def __init__(
@@ -99,11 +98,6 @@ class RecordedRuntime:
         self.steps = RecordedSteps(side, executables)
         self.program = RecordedProgram(side, sharding)
         self.limits = SimpleNamespace(**limits)
-
-    @property
-    def step_weights(self) -> dict[str, Weight]:
-        """Weights of an engine's steps."""
-        return self.weights
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._side.get().torch_model._jax_runtime, name)
