@@ -232,10 +232,17 @@ class PagedCache:
 
     def _copy_in_group(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
         layers = [layer for layer, owner in enumerate(self.layout.groups) if owner == group]
-        copied = self._pages.copy(tuple(pages_of(self.pools[layer]) for layer in layers), sources, targets)
+        self.set_pages_of_layers(layers, self._pages.copy(self.pages_of_layers(layers), sources, targets))
+
+    def pages_of_layers(self, layers: Sequence[int]) -> tuple[jax.Array, ...]:
+        """Returns the pages of some layers, ``[num_pages, num_heads, page_size, width]`` each."""
+        return tuple(pages_of(self.pools[layer]) for layer in layers)
+
+    def set_pages_of_layers(self, layers: Sequence[int], pages: Sequence[jax.Array]) -> None:
+        """Replaces the pages of some layers, such as donated ones."""
         pools = list(self.pools)
-        for layer, pages in zip(layers, copied, strict=True):
-            pools[layer] = with_pages(pools[layer], pages)
+        for layer, each in zip(layers, pages, strict=True):
+            pools[layer] = with_pages(pools[layer], each)
         self.pools = tuple(pools)
 
 

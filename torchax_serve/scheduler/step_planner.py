@@ -135,6 +135,7 @@ class StepPlanner:
             fresh_slots=tuple(fresh_slots),
             page_copies=tuple(copies),
             page_tables=self._allocator.page_tables,
+            page_transfers=self._allocator.take_transfers(),
         )
         self.num_planned += 1
         return plan
