@@ -43,7 +43,7 @@ def test_a_loaded_prefix_gives_the_bits_of_a_computed_one(name, options):
             assert eager[0, len(prompt) :].tolist() == tokens
     engine = EngineOptions(**LAYOUT, **options, kv_cache_memory_bytes=small, kv_offloading_bytes=1 << 20)
     with serve(tiny_model(name), engine=engine) as served:
-        served.warm_up()
+        served.engine.warm_up()
         programs = served.stats().num_programs
         served.engine.check_integrity = True
         assert answers(served) == expected

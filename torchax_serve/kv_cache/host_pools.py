@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from torchax_serve.kv_cache.pools import CacheAllocation, PagedCache
+from torchax_serve.kv_cache.pools import CacheAllocation, PagedCache, is_on_mesh, set_pages
 from torchax_serve.scheduler import NULL_PAGE, PageTransfer
 
 PAGES_PER_CALL = 16
@@ -18,10 +18,7 @@ MAX_PENDING = 4
 """Calls whose pages may be on their way to the host; each holds memory of the device."""
 
 _gather = jax.jit(lambda pools, pages: tuple(pool[pages] for pool in pools))
-_scatter = jax.jit(
-    lambda pools, pages, values: tuple(pool.at[pages].set(value) for pool, value in zip(pools, values, strict=True)),
-    donate_argnums=0,
-)
+_set_pages = jax.jit(set_pages, donate_argnums=0, static_argnames="is_on_mesh")
 
 
 class HostPools:
@@ -87,8 +84,9 @@ class HostPools:
         sources = _padded(tuple(last.values()))
         layers = self._layers[group]
         values = tuple(self._pools[layer][sources] for layer in layers)
-        pools = _scatter(self._cache.pages_of_layers(layers), _padded(tuple(last)), values)
-        self._cache.set_pages_of_layers(layers, pools)
+        pools = self._cache.pages_of_layers(layers)
+        written = _set_pages(pools, _padded(tuple(last)), values, is_on_mesh=is_on_mesh(pools))
+        self._cache.set_pages_of_layers(layers, written)
 
 
 def _padded(pages: Sequence[int]) -> np.ndarray:

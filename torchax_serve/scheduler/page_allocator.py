@@ -64,9 +64,9 @@ class PageAllocator:
             PagePool(group.num_pages, functools.partial(self._evict, i), functools.partial(self._index.drop, i))
             for i, group in enumerate(config.groups)
         ]
-        self._transfers: list[PageTransfer] = []  # of the next plan, in order
+        self.transfers: list[PageTransfer] = []  # of the next plan, in order; whoever makes it takes them
         self._host = [
-            HostPages(i, group.num_host_pages, self._index, self._transfers) for i, group in enumerate(config.groups)
+            HostPages(i, group.num_host_pages, self._index, self.transfers) for i, group in enumerate(config.groups)
         ]
         self._windowed = [i for i, group in enumerate(config.groups) if group.window is not None]
         self._free_slots = list(range(config.max_num_seqs))  # a heap: low slots first keep the batch dense
@@ -163,14 +163,6 @@ class PageAllocator:
     def _evict(self, group: int, page: int, node: PrefixNode) -> None:
         self._host[group].offload(page, node)
         self._index.drop(group, page, node)
-
-    def take_transfers(self) -> tuple[PageTransfer, ...]:
-        """Returns, once, the transfers between device and host since the last call, in order."""
-        if not self._transfers:
-            return ()
-        transfers = tuple(self._transfers)
-        self._transfers.clear()
-        return transfers
 
     def fork(self, source: SequencePages, length: int) -> tuple[SequencePages, list[PageCopy]] | None:
         """Allocates a slot for a sequence that begins with the first `length` tokens of `source`.
