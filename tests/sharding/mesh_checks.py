@@ -21,7 +21,7 @@ from model_adapters.loading import load_model
 from model_adapters.loading.model_class import module_of
 from model_adapters.ops.quantized_weight import QuantizedWeight
 from model_adapters.program.packed_forward import forward_packed
-from torchax_serve import EngineOptions, serve
+from torchax_serve import EngineOptions, SamplingParams, serve
 from torchax_serve.distributed.mesh import mesh_for
 from torchax_serve.engine.request import EngineRequest
 from torchax_serve.engine.weight_update import engines_in
@@ -131,6 +131,29 @@ def tokens(family, meshes, kv_cache_dtype=None):
             assert got == wanted, f"{family} {mesh}: {got} is not {wanted}"
             assert tokens_together(served) == wanted
             print("same tokens", family, mesh, served.engine.description)
+
+
+def offloaded(family, meshes):
+    """Prompts of five pages on a device with nine, twice: prefixes of the first time come from host memory."""
+    rng = np.random.default_rng(0)
+    prompts = [[int(token) for token in rng.integers(3, 61, 40)] for _ in range(4)]
+    greedy = [SamplingParams(max_new_tokens=4, temperature=0.0)]
+    options = {"max_model_len": 64, "max_num_seqs": 1, "page_size": 8}
+
+    def answers(served):
+        return [served.generate_batch([prompt], greedy)[0].token_ids for prompt in prompts]
+
+    with serve(model_of(family), engine=EngineOptions(**options)) as single:
+        wanted, plan = answers(single), single.engine._runner._cache.plan
+    num_bytes = 10 * sum(shape.page_bytes(plan.page_size) for shape in plan.shapes)
+    for mesh in meshes.split(","):
+        copies = max(1, shape_of(mesh)["model"] // HEADS["num_key_value_heads"])  # of each head of keys
+        sizes = {"kv_cache_memory_bytes": copies * num_bytes, "kv_offloading_bytes": 4 * copies * num_bytes}
+        engine = EngineOptions(**options, **sizes)
+        with serve(model_of(family), engine=engine, mesh=shape_of(mesh)) as served:
+            assert answers(served) == wanted
+            assert answers(served) == wanted
+            print("loaded", served.stats().scheduler.pages[0].num_loaded)
 
 
 def new_weights(family, meshes):

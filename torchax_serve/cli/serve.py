@@ -108,6 +108,9 @@ class LimitOptions:
     max_num_waiting_tokens: Annotated[
         int, _limits("--max-num-waiting-tokens", help="Tokens of waiting prompts; more are answered with 429.", min=1)
     ] = 1 << 22
+    kv_offloading_size: Annotated[
+        float, _limits("--kv-offloading-size", help="GiB of host memory for evicted prefixes, to be loaded again.")
+    ] = 0.0
     max_body_mib: Annotated[int, _limits("--max-body-mib", help="MiB of a request's body.", min=1)] = 32
     max_connections: Annotated[int, _limits("--max-connections", help="Open connections.", min=1)] = 4096
     max_connections_per_address: Annotated[
@@ -185,6 +188,7 @@ def serve(
         max_num_waiting=limits.max_num_waiting,
         max_num_waiting_tokens=limits.max_num_waiting_tokens,
         max_model_len=max_model_len,
+        kv_offloading_bytes=_offloading_bytes(limits.kv_offloading_size),
     )
     load.show_details()
     _warn_if_open(options)
@@ -265,6 +269,12 @@ def _log_to_stderr(log_format: str) -> None:
         logger.setLevel(logging.INFO)
         logger.addHandler(handler(log_format))
         logger.propagate = False
+
+
+def _offloading_bytes(gib: float) -> int:
+    if not 0 <= gib <= 1 << 30:
+        raise InvalidArgumentError(f"--kv-offloading-size: expected GiB >= 0, got {gib}; 0 is none")
+    return int(gib * 2**30)
 
 
 def _check_watched(model: str | None, life: LifeOptions) -> None:

@@ -5,6 +5,7 @@ Each engine has its own devices, weights and pages; requests are distributed ove
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import threading
@@ -74,10 +75,12 @@ class DataParallelEngines:
 
     Args:
         runtimes: one for each replica.
-        options: of each engine; slots are shared out among them.
+        options: of each engine; they divide the bytes of host memory.
     """
 
     def __init__(self, runtimes: Sequence[ModelRuntime], options: EngineOptions | None = None) -> None:
+        if options is not None and options.kv_offloading_bytes:
+            options = dataclasses.replace(options, kv_offloading_bytes=options.kv_offloading_bytes // len(runtimes))
         self.engines: list[Engine] = []
         try:
             for index, runtime in enumerate(runtimes):

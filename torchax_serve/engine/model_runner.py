@@ -11,6 +11,7 @@ from torchax_serve.compilation.background import BackgroundCompiler, CompileTask
 from torchax_serve.engine.masked_requests import PlanMasks
 from torchax_serve.engine.request import EngineRequest
 from torchax_serve.executors.base import Executor, InFlightStep
+from torchax_serve.kv_cache.host_pools import HostPools
 from torchax_serve.outputs import TokenLogprobs
 from torchax_serve.sampling.sampler import Sampler
 from torchax_serve.sampling.transformers_behaviour import TransformersBehaviour
@@ -29,6 +30,7 @@ class ModelRunner:
         max_model_len: Maximum number of tokens of a request; None: any.
         background: Compiles programs of the model in another thread; None: none does.
         rules: Release of transformers whose processors are followed; None: the installed one.
+        host_pools: Pages in host memory; None: none are.
 
     Attributes:
         weights_version: Version of the weights of the steps to come.
@@ -42,7 +44,9 @@ class ModelRunner:
         max_model_len: int | None = None,
         background: BackgroundCompiler | None = None,
         rules: TransformersBehaviour | None = None,
+        host_pools: HostPools | None = None,
     ) -> None:
+        self._host_pools = host_pools
         self._background = background
         self.weights_version = 0
         self.vocab_size = vocab_size
@@ -53,6 +57,8 @@ class ModelRunner:
         """Empties the cache and all slots."""
         self._cache.reset()
         self._sampler.reset()
+        if self._host_pools is not None:
+            self._host_pools.reset()
 
     def release_cache(self) -> None:
         """Frees the memory of the cache until `reset`; no step may run meanwhile."""
@@ -101,6 +107,8 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Compiles, on the engine's thread, what `compile_tasks` leaves."""
         self._executor.warm_up(self._sampler)
+        if self._host_pools is not None:
+            self._host_pools.warm_up()
 
     def execute(
         self,
@@ -120,6 +128,8 @@ class ModelRunner:
         """
         if self._background is not None:
             self._background.allow_tracing()
+        if plan.page_transfers and self._host_pools is not None:
+            self._host_pools.transfer(plan.page_transfers)
         if plan.page_copies:
             self._cache.copy(plan.page_copies)
         for slot in plan.fresh_slots:
