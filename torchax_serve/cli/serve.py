@@ -92,6 +92,10 @@ class AccessOptions:
         str | None,
         _access("--otlp-traces-endpoint", help="URL of an OpenTelemetry collector, with its path: spans of requests."),
     ] = None
+    allow_runtime_lora_updating: Annotated[
+        bool,
+        _access("--allow-runtime-lora-updating", help="Let requests load adapters, from any folder of this machine."),
+    ] = False
     profile_dir: Annotated[
         Path | None, _access("--profile-dir", help="Folder of the profiles of /start_profile and /stop_profile.")
     ] = None
@@ -239,6 +243,7 @@ def _server_options(
         metrics_compat=access.metrics_compat,
         otlp_traces_endpoint=access.otlp_traces_endpoint,
         profile_dir=access.profile_dir,
+        allow_runtime_lora_updating=access.allow_runtime_lora_updating,
         response_template=access.response_template,
         request_timeout_s=limits.request_timeout,
         queue_timeout_s=limits.queue_timeout,

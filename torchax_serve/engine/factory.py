@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from model_adapters.errors import InvalidArgumentError
+from torchax_serve.engine.adapters import Adapters
 from torchax_serve.engine.engine import Engine
-from torchax_serve.engine.model_runner import ModelRunner
+from torchax_serve.engine.model_runner import NO_ADAPTERS, ModelRunner
 from torchax_serve.engine.options import MAX_DECODER_LEN, MAX_DISPATCH_S, MAX_ENCODER_LEN, MAX_MODEL_LEN, EngineOptions
 from torchax_serve.executors.base import ExecutorChoice
 from torchax_serve.executors.choice import choose_executor
@@ -29,9 +30,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("torchax_serve")
 
+SHARES_NO_BATCH = "this request shares no batch (images, audio, beam search, a model that cannot be batched)"
+"""Why a single request cannot have an adapter."""
+
 
 def build_engine(
-    runtime: ModelRuntime, options: EngineOptions | None = None, ids: Iterator[RequestId] | None = None
+    runtime: ModelRuntime,
+    options: EngineOptions | None = None,
+    ids: Iterator[RequestId] | None = None,
+    adapters: Adapters | None = None,
 ) -> Engine:
     """Builds an engine for the model of `runtime`; its thread runs until it is closed.
 
@@ -39,6 +46,7 @@ def build_engine(
         runtime: The model.
         options: Sizes and policies.
         ids: Ids of the requests to come.
+        adapters: Adapters that requests can name, for which `runtime` has the matrices; None: none.
 
     Raises:
         UnsupportedModelError: requests of this model cannot be batched.
@@ -57,6 +65,7 @@ def build_engine(
         background=runtime.steps.executables.background,
         rules=runtime.sampling_rules,
         host_pools=host,
+        adapters=adapters or NO_ADAPTERS,
     )
     runner.weights_version = runtime.weights_version
     scheduler = Scheduler(_scheduler_config(runtime, options, sizes, choice, host))
@@ -113,7 +122,7 @@ def build_single_engine(runtime: ModelRuntime, options: EngineOptions | None = N
         enable_prefix_caching=False,
         batches_prefill=False,
     )
-    runner = ModelRunner(SingleRequestExecutor(), vocab_size=runtime.limits.vocab_size)
+    runner = ModelRunner(SingleRequestExecutor(), vocab_size=runtime.limits.vocab_size, adapters=SHARES_NO_BATCH)
     runner.weights_version = runtime.weights_version
     description = "single requests: one at a time, each with its own cache"
     return Engine(
