@@ -154,6 +154,8 @@ class SchedulerStats:
     num_prompt_tokens: int  # total, of requests that started (again after a preemption)
     num_hit_tokens: int  # total, prompt tokens found in the prefix cache
     num_new_tokens: int  # total, accepted
+    num_draft_tokens: int = 0  # total, drafts that were verified
+    num_accepted_tokens: int = 0  # total, of these those that were accepted
 
 
 @dataclasses.dataclass(frozen=True)

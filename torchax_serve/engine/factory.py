@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from model_adapters.errors import InvalidArgumentError
+from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
 from torchax_serve.engine.engine import Engine
 from torchax_serve.engine.model_runner import ModelRunner
 from torchax_serve.engine.options import MAX_DECODER_LEN, MAX_DISPATCH_S, MAX_ENCODER_LEN, MAX_MODEL_LEN, EngineOptions
@@ -18,7 +18,7 @@ from torchax_serve.executors.choice import choose_executor
 from torchax_serve.executors.single_request import SingleRequestExecutor
 from torchax_serve.kv_cache.memory import MemoryBudget
 from torchax_serve.sampling.sampler import tables_bytes
-from torchax_serve.scheduler import RequestId, Scheduler, SchedulerConfig
+from torchax_serve.scheduler import RequestId, Scheduler, SchedulerConfig, SpeculativeConfig
 from torchax_serve.validation.argument_checks import MAX_INT
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ def build_engine(
     sizes = memory_budget(runtime, options)
     choice = choose_executor(runtime, sizes)
     logger.info("%s", choice)
+    _check_speculative(sizes.speculative, choice)
     runner = ModelRunner(
         choice.executor,
         vocab_size=runtime.limits.vocab_size,
@@ -57,6 +58,15 @@ def build_engine(
     scheduler = Scheduler(_scheduler_config(runtime, options, sizes, choice))
     limits = options.max_num_waiting, options.max_num_waiting_tokens
     return Engine(scheduler, runner, str(choice), ids, *limits)
+
+
+def _check_speculative(speculative: SpeculativeConfig | None, choice: ExecutorChoice) -> None:
+    """Raises UnsupportedArgumentError if the executor cannot verify drafts."""
+    if speculative is not None and not choice.is_packed:
+        raise UnsupportedArgumentError(
+            "speculative_config: expected None for a model that does not run packed, got "
+            f"method {speculative.method!r}; leave it out ({choice.fallback_reason})"
+        )
 
 
 def memory_budget(runtime: ModelRuntime, options: EngineOptions) -> MemoryBudget:
@@ -74,6 +84,7 @@ def memory_budget(runtime: ModelRuntime, options: EngineOptions) -> MemoryBudget
         kv_cache_memory_bytes=options.kv_cache_memory_bytes,
         batch_invariant=options.batch_invariant,
         kv_cache_dtype=options.kv_cache_dtype,
+        speculative=SpeculativeConfig.parse(options.speculative),
         sampler_table_bytes=tables_bytes(
             options.max_num_seqs, runtime.limits.vocab_size, _max_model_len(runtime, options)
         ),
@@ -140,6 +151,7 @@ def _scheduler_config(
         allowed_chunk_sizes=limits.chunk_sizes,
         batches_prefill=limits.batches_prefill,
         max_decode_slowdown=options.max_decode_slowdown,
+        speculative=sizes.speculative,
         token_buckets=limits.token_buckets,
         rope=None if runtime.program.rope is None else runtime.program.rope.lengths,
     )

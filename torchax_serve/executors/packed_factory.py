@@ -111,6 +111,7 @@ def _model(runtime: ModelRuntime, cache: PagedCache, sizes: MemoryBudget) -> Pac
         token_budget=budget,
         max_num_steps=sizes.max_num_steps,
         batch_invariant=sizes.batch_invariant,
+        speculative=sizes.speculative,
         buckets=None if programs.exported is None else programs.exported.memoized("step buckets"),
     )
 

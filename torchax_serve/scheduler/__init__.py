@@ -9,7 +9,8 @@ from torchax_serve.scheduler.page_pool import NULL_PAGE, PageCopy, PagePool
 from torchax_serve.scheduler.prefill_budget import PrefillBudget
 from torchax_serve.scheduler.request import RequestState, SchedulerRequest, Status
 from torchax_serve.scheduler.scheduler import INVALID_TOKEN, Scheduler
-from torchax_serve.scheduler.step_plan import DecodeBatch, PlanRow, RowResult, StepPlan
+from torchax_serve.scheduler.speculative_config import SpeculativeConfig
+from torchax_serve.scheduler.step_plan import DecodeBatch, DraftResult, DraftRows, PlanRow, RowResult, StepPlan
 from torchax_serve.scheduler.types import RequestId
 
 __all__ = [
@@ -17,6 +18,8 @@ __all__ = [
     "NULL_PAGE",
     "CacheGroup",
     "DecodeBatch",
+    "DraftResult",
+    "DraftRows",
     "PageAllocator",
     "PageCopy",
     "PagePool",
@@ -29,6 +32,7 @@ __all__ = [
     "SchedulerConfig",
     "SchedulerRequest",
     "SequencePages",
+    "SpeculativeConfig",
     "Status",
     "StepPlan",
 ]

@@ -1,0 +1,298 @@
+"""Decode steps that verify drafts: several tokens of each row in a step, as many steps in a dispatch as in decoding."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from model_adapters.caches.packed_batch import PackedBatch, Pool
+from model_adapters.ops.compressed_weight import Weights
+from torchax_serve.compilation.background import CompileTask
+from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
+from torchax_serve.executors.compiled_steps import CompiledSteps, StepCall
+from torchax_serve.executors.prompt_lookup import TokenHistory, VerifyRows, accept, last_tokens, lookup, verify_rows
+from torchax_serve.executors.step_inputs import PackedStepSpec
+from torchax_serve.executors.traced_function import TracedFunction
+from torchax_serve.sampling.sample import choose
+from torchax_serve.sampling.sampler import Sampler, default_sharding
+from torchax_serve.sampling.slot_params import SlotParams
+from torchax_serve.sampling.types import RowOptions, SamplerSpec, SamplerState
+from torchax_serve.scheduler import DraftResult, DraftRows, PlanRow, SpeculativeConfig, StepPlan
+
+Forward = Callable[..., tuple[jax.Array, tuple[Pool, ...]]]
+"""Forward of a packed step: logits of every token, and the pools."""
+
+
+@dataclasses.dataclass(frozen=True)
+class VerifySpec:
+    """Static arguments of verify steps; the number of steps and the drafts of each row are inputs.
+
+    Attributes:
+        packed: A step of ``S * (k + 1)`` tokens with logits of all.
+        max_num_steps: Most steps of a call.
+        num_drafts: Most drafts of a row, k.
+        longest, shortest: Most and fewest tokens that are looked up.
+    """
+
+    packed: PackedStepSpec
+    max_num_steps: int
+    num_drafts: int
+    longest: int
+    shortest: int
+
+    @property
+    def size(self) -> int:
+        """Number of integers in the array of a call."""
+        return self.packed.num_rows * (3 + self.packed.num_tables * self.packed.pages_per_seq) + 2
+
+    def pack(
+        self, rows: Sequence[PlanRow], drafts: DraftRows, tables: Sequence[np.ndarray], num_steps: int, draws: bool
+    ) -> np.ndarray:
+        """Returns the inputs of a call as one array, int32[size].
+
+        They are the slot, the end, the most drafts and the pages of each row, the number of steps, and whether to draw.
+        """
+        numbers = np.zeros(self.size, np.int32)
+        by_row, num_rows = numbers[:-2].reshape(-1, self.packed.num_rows), len(rows)
+        slots = np.array([row.slot for row in rows], np.int32)
+        by_row[0, :num_rows], by_row[1, :num_rows], by_row[2, :num_rows] = slots, drafts.ends, drafts.most
+        for table, pages in zip(tables, np.split(by_row[3:], self.packed.num_tables), strict=True):
+            pages.reshape(self.packed.num_rows, -1)[:num_rows] = table[slots]
+        numbers[-2:] = num_steps, draws
+        return numbers
+
+
+class SpeculativeDecoder:
+    """Runs plans with drafts on the cache of a packed executor.
+
+    Tokens and lengths of all slots are on the device, so that a dispatch can be sent before the one before it is read.
+
+    Args:
+        config: Options of speculation.
+        forward: Forward of a packed step.
+        weights: Weights by name.
+        programs: Cache of compiled steps.
+        compiled: Makes a cached function of the model.
+        packed_spec: Returns the spec of a step of so many rows and tokens.
+        decode_buckets: Numbers of rows of decode steps.
+        num_slots: Number of slots.
+        max_num_steps: Most steps of a dispatch.
+        max_len: Most tokens of a request.
+        pools: Returns the pages as they are now.
+    """
+
+    def __init__(
+        self,
+        config: SpeculativeConfig,
+        forward: Forward,
+        weights: Weights,
+        programs: ExecutableCache,
+        compiled: Callable[..., CachedFunction],
+        packed_spec: Callable[[int, int], PackedStepSpec],
+        *,
+        decode_buckets: Sequence[int],
+        num_slots: int,
+        max_num_steps: int,
+        max_len: int,
+        pools: Callable[[], tuple[Pool, ...]],
+    ) -> None:
+        self._config, self._forward, self._weights = config, forward, weights
+        self._packed_spec, self._decode_buckets, self._pools = packed_spec, decode_buckets, pools
+        self._num_slots, self._max_num_steps, self._max_len = num_slots, max_num_steps, max_len
+        self._function = compiled("verify_steps", self._verify, donate=["pools", "state", "history"])
+        self._steps: CompiledSteps[VerifySpec] = CompiledSteps(weights, programs, self._call_of)
+        self._history: TokenHistory | None = None
+
+    @property
+    def num_programs(self) -> int:
+        """Compiled steps."""
+        return self._function.num_programs
+
+    def spec(self, num_rows: int) -> VerifySpec:
+        """Returns the spec of steps of at least `num_rows` rows."""
+        config = self._config
+        size = next(bucket for bucket in self._decode_buckets if bucket >= num_rows)
+        packed = self._packed_spec(size, size * (config.num_speculative_tokens + 1))
+        return VerifySpec(
+            packed,
+            self._max_num_steps,
+            config.num_speculative_tokens,
+            config.prompt_lookup_max,
+            config.prompt_lookup_min,
+        )
+
+    def run(self, plan: StepPlan, sampler: Sampler) -> tuple[jax.Array, tuple[Pool, ...]]:
+        """Dispatches the steps of a plan with drafts.
+
+        Returns:
+            int32[max_num_steps, S, k + 3], for each step and row the sampled tokens, the number of those that are
+            accepted, and the number of drafts; and the pools.
+        """
+        drafts = plan.drafts
+        assert drafts is not None
+        spec = self.spec(len(plan.rows))
+        found = sampler.fused_options(plan.rows, spec.packed.num_rows)
+        assert found is not None, "the scheduler plans drafts for rows with greedy and sampled tokens only"
+        options, draws = found
+        numbers = spec.pack(plan.rows, drafts, plan.page_tables, plan.num_steps, draws)
+        if drafts.histories is not None:
+            self._history = self._on_device(plan.rows, drafts.histories, sampler)
+        assert self._history is not None
+        args = (self._pools(), sampler.take_state("sampled"), self._history, options, numbers)
+        program = self._steps.get(spec, StepCall(self._function, args))
+        results, pools, state, self._history = program(self._weights, *args)
+        sampler.set_state(state)
+        return results, pools
+
+    def _on_device(self, rows: Sequence[PlanRow], histories: Sequence[Sequence[int]], sampler: Sampler) -> TokenHistory:
+        ids, lens = np.zeros((self._num_slots, self._max_len), np.int32), np.zeros(self._num_slots, np.int32)
+        for row, tokens in zip(rows, histories, strict=True):
+            ids[row.slot, : len(tokens)], lens[row.slot] = tokens, len(tokens)
+        made: Any = jax.device_put((ids, lens), sampler.last_tokens.sharding)
+        return TokenHistory(*made)
+
+    def _verify(
+        self,
+        weights: Weights,
+        pools: tuple[Pool, ...],
+        state: SamplerState,
+        history: TokenHistory,
+        options: RowOptions,
+        numbers: jax.Array,
+        spec: VerifySpec,
+    ) -> tuple[jax.Array, tuple[Pool, ...], SamplerState, TokenHistory]:
+        """Computes verify steps until there are none left, or all rows are at their ends."""
+        num_rows, most = spec.packed.num_rows, spec.num_drafts
+        by_row = numbers[:-2].reshape(-1, num_rows)
+        slots, ends, caps = by_row[0], by_row[1], by_row[2]
+        tables = tuple(
+            pages.reshape(num_rows, spec.packed.pages_per_seq)
+            for pages in jnp.split(by_row[3:], spec.packed.num_tables)
+        )
+        num_steps, draws = numbers[-2], numbers[-1] > 0
+        nowhere = jnp.int32(self._num_slots)
+        # A row that is not used has no end: it never computes anything, and is written nowhere.
+        slots_written = jnp.where(ends > 0, slots, nowhere)
+
+        def is_active(tokens: TokenHistory) -> jax.Array:
+            return (tokens.lens <= ends) & (ends > 0)
+
+        def go_on(carry: Any) -> jax.Array:
+            index, _, _, tokens = carry
+            return (index < num_steps) & is_active(tokens).any()
+
+        def batch_of(tokens: TokenHistory, drafts: jax.Array, verified: VerifyRows, kv_lens: jax.Array) -> PackedBatch:
+            rows, offsets = verified.rows, verified.offsets
+            draft = drafts[rows, jnp.maximum(offsets - 1, 0)]
+            positions = tokens.lens[rows] - 1 + offsets
+            return PackedBatch(
+                token_ids=jnp.where(offsets == 0, last_tokens(tokens)[rows], draft),
+                positions=positions,
+                cu_q_lens=verified.cu_q_lens,
+                kv_lens=kv_lens,
+                last=jnp.maximum(verified.cu_q_lens[1:] - 1, 0),
+                page_tables=tables,
+                rope_lens=positions + 1 if spec.packed.has_rope_lens else None,
+            )
+
+        def next_batch(tokens: TokenHistory) -> tuple[PackedBatch, VerifyRows, jax.Array, jax.Array, jax.Array]:
+            active = is_active(tokens)
+            drafts, is_found = lookup(tokens, most, spec.longest, spec.shortest)
+            num_drafts = jnp.where(active & is_found, jnp.clip(ends - tokens.lens, 0, caps), 0)
+            verified = verify_rows(num_drafts, active, spec.packed.num_tokens)
+            kv_lens = jnp.where(active, tokens.lens + num_drafts, 0)
+            return batch_of(tokens, drafts, verified, kv_lens), verified, drafts, num_drafts, active
+
+        def step(carry: Any) -> Any:
+            index, results, pools, tokens = carry
+            batch, verified, drafts, num_drafts, active = next_batch(tokens)
+            logits, pools = forward(weights, pools, batch)
+            is_read = jnp.arange(spec.packed.num_tokens) < verified.num_tokens
+            chosen = _choose(options, state, logits, verified.rows, batch.positions, is_read, draws)
+            index_of = jnp.minimum(verified.cu_q_lens[:-1, None] + jnp.arange(most + 1), spec.packed.num_tokens - 1)
+            sampled = chosen[index_of]
+            tokens, counts = accept(tokens, drafts, num_drafts, sampled, active)
+            result = jnp.concatenate([sampled, counts[:, None], num_drafts[:, None]], axis=1)
+            return index + 1, results.at[index].set(result), pools, tokens
+
+        results = jnp.zeros((spec.max_num_steps, num_rows, most + 3), jnp.int32)
+        tokens = TokenHistory(history.ids[slots], jnp.where(ends > 0, history.lens[slots], 0))
+        # Traced in front of the loop, as decode steps are.
+        forward = TracedFunction(
+            functools.partial(self._forward, spec=spec.packed), weights, pools, next_batch(tokens)[0]
+        )
+        _, results, pools, tokens = jax.lax.while_loop(go_on, step, (jnp.int32(0), results, pools, tokens))
+        last = state.last_tokens.at[slots_written].set(last_tokens(tokens), mode="drop")
+        state = dataclasses.replace(state, last_tokens=last)
+        history = TokenHistory(
+            history.ids.at[slots_written].set(tokens.ids, mode="drop"),
+            history.lens.at[slots_written].set(tokens.lens, mode="drop"),
+        )
+        return results, pools, state, history
+
+    def _call_of(self, spec: VerifySpec) -> StepCall:
+        """Returns a step with its arguments as shapes."""
+        placed = functools.partial(jax.ShapeDtypeStruct, sharding=default_sharding())
+        last_tokens: Any = placed((self._num_slots,), np.int32)
+        history: Any = (placed((self._num_slots, self._max_len), np.int32), last_tokens)
+        idle = SlotParams(self._num_slots, 1).rows((), spec.packed.num_rows)[0]
+        options = jax.tree.map(lambda x: placed(x.shape, x.dtype), idle)
+        numbers = np.zeros(spec.size, np.int32)
+        state = SamplerState(last_tokens)
+        return StepCall(self._function, (self._pools(), state, TokenHistory(*history), options, numbers))
+
+    def compile_tasks(self) -> Iterator[CompileTask]:
+        """Yields every program that traffic can meet."""
+        return (self._steps.task(self.spec(size)) for size in self._decode_buckets)
+
+
+def _choose(
+    options: RowOptions,
+    state: SamplerState,
+    logits: jax.Array,
+    rows: jax.Array,
+    positions: jax.Array,
+    is_read: jax.Array,
+    draws: jax.Array,
+) -> jax.Array:
+    """Chooses the token behind each token of a step, int32[T], as a decode step at its position would.
+
+    Args:
+        options: Options of the rows at the start of their prompts.
+        state: State of the slots.
+        logits: float[T, vocab].
+        rows: int32[T], row of each token.
+        positions: int32[T].
+        is_read: bool[T], False for padding.
+        draws: Whether any row draws, bool[].
+    """
+    nowhere = len(state.last_tokens)
+    of_tokens = RowOptions(options.ints[rows], options.floats[rows]).advanced(positions + 1)
+    slot = jnp.where(is_read, of_tokens.int_column("slot"), nowhere)
+    of_tokens = dataclasses.replace(of_tokens, ints=of_tokens.ints.at[:, 0].set(slot))
+    greedy, _ = choose(SamplerSpec("greedy"), of_tokens, state, logits)
+    return jax.lax.cond(draws, lambda: choose(SamplerSpec("sampled"), of_tokens, state, logits)[0], lambda: greedy)
+
+
+def read_drafts(results: np.ndarray, num_rows: int) -> DraftResult:
+    """Returns what verify steps have brought.
+
+    Args:
+        results: int32[num_steps, S, k + 3], as of `SpeculativeDecoder.run`.
+        num_rows: Number of rows of the plan.
+    """
+    results = results[:, :num_rows]
+    counts, num_drafts = results[..., -2], results[..., -1]
+    tokens = [
+        tuple(token for step, count in zip(row, of_row, strict=True) for token in step[:count])
+        for row, of_row in zip(results.swapaxes(0, 1).tolist(), counts.T.tolist(), strict=True)
+    ]
+    num_steps = int((counts > 0).any(axis=1).sum())
+    num_accepted = int(np.maximum(counts - 1, 0).sum())
+    return DraftResult(tokens, num_steps, int(num_drafts.sum()), num_accepted)
