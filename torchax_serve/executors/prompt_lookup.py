@@ -50,7 +50,7 @@ def lookup(history: TokenHistory, num_drafts: int, longest: int, shortest: int) 
     ids, lens = history.ids, history.lens
     num_rows, max_len = ids.shape
     rows, position = jnp.arange(num_rows), jnp.arange(max_len)
-    matches, match_len = True, jnp.zeros(ids.shape, jnp.int32)
+    matches, match_len = jnp.ones(ids.shape, bool), jnp.zeros(ids.shape, jnp.int32)
     for back in range(1, longest + 1):
         last = ids[rows, jnp.maximum(lens - back, 0)]
         before = jnp.pad(ids[:, : max_len - back], ((0, 0), (back, 0)), constant_values=-1)
