@@ -2,9 +2,9 @@
 
     python benchmarks/speculation.py MODEL [--dtype bfloat16] [--rows 1,8] [--rounds 5] [--num-speculative-tokens 4]
 
-Both engines answer the same requests in turn, in one process. Answers are compared token by token: with `batch_invariant`
-they have to be the same. Reported are medians of wall seconds and of processor seconds for each batch, and their ratios;
-on a machine with other work the processor's are the ones to read.
+Both engines answer the same requests in turn, in one process. Answers are compared token by token: with
+`batch_invariant` they have to be the same. Reported are medians of wall seconds and of processor seconds for each batch,
+and their ratios; on a machine with other work the processor's are the ones to read.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ import time
 from pathlib import Path
 
 TEXT = (
-    "The old harbour of Lindholm was built in 1734 by a merchant named Erik Falk. It has four stone piers, a lighthouse "
-    "with a red lantern, and a customs house that was turned into a museum in 1981. Every June the town holds a regatta, "
-    "in which some ninety boats from six countries take part. The winner gets a silver bowl and a barrel of herring. "
+    "The old harbour of Lindholm was built in 1734 by a merchant named Erik Falk. It has four stone piers, a "
+    "lighthouse with a red lantern, and a customs house that was turned into a museum in 1981. Every June the town "
+    "holds a regatta, in which some ninety boats from six countries take part. The winner gets a silver bowl and a "
+    "barrel of herring. "
 )
 QUOTE = "Repeat the following text word for word, then repeat it again.\n\n{text}"
 
@@ -86,7 +87,7 @@ def main() -> None:
                     if turn:  # the first one compiles
                         seconds[name].append(took)
             after = models["speculative"].engine.stats().scheduler
-            medians = {name: [statistics.median(each) for each in zip(*took)] for name, took in seconds.items()}
+            medians = {name: [statistics.median(x) for x in zip(*took, strict=True)] for name, took in seconds.items()}
             results.append(
                 {
                     "text": kind,

@@ -195,9 +195,12 @@ class EngineStats:
     def __str__(self) -> str:
         """Returns one line for people."""
         scheduler = self.scheduler
+        drafts = ""
+        if scheduler.num_draft_tokens:
+            drafts = f"{scheduler.num_accepted_tokens}/{scheduler.num_draft_tokens} drafts accepted, "
         pages = ", ".join(f"{group.num_used}/{group.num_pages} pages ({group.name})" for group in scheduler.pages)
         return (
             f"{scheduler.num_running} running, {scheduler.num_waiting} waiting, {pages or 'no pages'}, "
             f"prefix hits {self.prefix_hit_rate:.0%}, {scheduler.num_preemptions} preempted, "
-            f"{self.num_programs} programs, {self.tokens_per_s:.0f} tokens/s"
+            f"{drafts}{self.num_programs} programs, {self.tokens_per_s:.0f} tokens/s"
         )

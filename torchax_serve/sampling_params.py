@@ -100,6 +100,7 @@ ENGINE_ONLY: Mapping[str, Any] = {
     "timeout_s": None,
     "queue_timeout_s": None,
     "cache_salt": "",
+    "speculate": True,
 }
 """Options that a generation config does not have, with the value that means no effect."""
 
@@ -190,6 +191,7 @@ class SamplingParams:
     timeout_s: float | None = None  # seconds from submission after which the request ends
     queue_timeout_s: float | None = None  # seconds from submission after which it ends if it has not begun to run
     cache_salt: str | None = None  # cached prefixes are shared between requests of equal salt only
+    speculate: bool | None = None  # False: no drafts for this request, on an engine that speculates
 
     def __new__(cls, *args: Any, **kwargs: Any) -> SamplingParams:
         """Raises InvalidArgumentError for an unknown field, with near matches."""
@@ -203,7 +205,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._check_numbers()
-        for name in ("do_sample", "ignore_eos"):
+        for name in ("do_sample", "ignore_eos", "speculate"):
             if getattr(self, name) is not None and type(getattr(self, name)) is not bool:
                 raise invalid(name, "True or False", getattr(self, name))
         if self.bad_words_ids is not None:

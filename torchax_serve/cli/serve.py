@@ -20,6 +20,7 @@ from torchax_serve.cli.shared.config_file import ConfigFile
 from torchax_serve.cli.shared.load_model import end_if_explained
 from torchax_serve.cli.shared.load_options import DeviceOptions, MaxModelLen, option_groups
 from torchax_serve.cli.shared.model_name import check_model, complete_model
+from torchax_serve.cli.shared.speculative import parse_speculative
 
 if TYPE_CHECKING:
     from torchax_serve.server.options import ServerOptions
@@ -158,6 +159,9 @@ def serve(
     limits: LimitOptions,
     life: LifeOptions,
     max_model_len: MaxModelLen = None,
+    speculative_config: Annotated[
+        str | None, _limits("--speculative-config", help="JSON of drafts that are verified: see docs/speculation.md.")
+    ] = None,
     config: ConfigFile = None,
     load: DeviceOptions,
 ) -> int:
@@ -185,6 +189,7 @@ def serve(
         max_num_waiting=limits.max_num_waiting,
         max_num_waiting_tokens=limits.max_num_waiting_tokens,
         max_model_len=max_model_len,
+        speculative=parse_speculative(speculative_config),
     )
     load.show_details()
     _warn_if_open(options)

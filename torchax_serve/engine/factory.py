@@ -46,7 +46,7 @@ def build_engine(
     sizes = memory_budget(runtime, options)
     choice = choose_executor(runtime, sizes)
     logger.info("%s", choice)
-    _check_speculative(sizes.speculative, choice)
+    _check_speculative(sizes.speculative, choice, runtime)
     runner = ModelRunner(
         choice.executor,
         vocab_size=runtime.limits.vocab_size,
@@ -60,12 +60,18 @@ def build_engine(
     return Engine(scheduler, runner, str(choice), ids, *limits)
 
 
-def _check_speculative(speculative: SpeculativeConfig | None, choice: ExecutorChoice) -> None:
+def _check_speculative(speculative: SpeculativeConfig | None, choice: ExecutorChoice, runtime: ModelRuntime) -> None:
     """Raises UnsupportedArgumentError if the executor cannot verify drafts."""
-    if speculative is not None and not choice.is_packed:
+    if speculative is None:
+        return
+    where = None
+    if not choice.is_packed:
+        where = f"a model that runs per-sequence, not packed ({choice.fallback_reason})"
+    elif runtime.steps.executables.mesh is not None:
+        where = "a model on several devices"
+    if where is not None:
         raise UnsupportedArgumentError(
-            "speculative_config: expected None for a model that does not run packed, got "
-            f"method {speculative.method!r}; leave it out ({choice.fallback_reason})"
+            f"speculative_config: expected None for {where}, got method {speculative.method!r}; leave it out"
         )
 
 

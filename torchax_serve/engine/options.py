@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 from model_adapters.errors import InvalidArgumentError
 from torchax_serve.engine.admission import MAX_NUM_WAITING, MAX_NUM_WAITING_TOKENS
@@ -107,3 +107,16 @@ class EngineOptions:
         slowdown = self.max_decode_slowdown
         if isinstance(slowdown, bool) or not isinstance(slowdown, int | float) or not slowdown > 1:
             raise InvalidArgumentError(f"max_decode_slowdown: expected a number above 1, got {slowdown!r}")
+
+    def with_speculative(self, config: Mapping[str, Any]) -> Self:
+        """Returns the options with `speculative`, given as `serve` takes it.
+
+        Raises:
+            InvalidArgumentError: both are given, or the config is none.
+            UnsupportedArgumentError: its method is not supported.
+        """
+        if self.speculative is not None:
+            raise InvalidArgumentError(
+                "speculative_config: expected it once, got it in EngineOptions(speculative=...), too; leave one out"
+            )
+        return dataclasses.replace(self, speculative=config)

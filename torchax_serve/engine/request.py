@@ -156,5 +156,6 @@ class EngineRequest:
             cache_prompt=params.prompt_logprobs is None,  # cached tokens have no logits
             fork_of=self.fork_of,
             waits_for_tokens=self.masks is not None,
+            speculates=params.speculate is not False,
             num_unspeculated=self._num_unspeculated(),
         )

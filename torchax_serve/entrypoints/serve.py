@@ -59,6 +59,7 @@ def serve(
     quantization: Any = None,
     requantize: bool = False,
     adapter: str | os.PathLike[str] | None = None,
+    speculative_config: Mapping[str, Any] | None = None,
 ) -> ServedModel:
     """Loads a model and makes it run on JAX, its code untouched.
 
@@ -86,11 +87,15 @@ def serve(
         quantization: preset ("int8", "int4", "fp8", ...), file or rules for fewer bits; "none": dense.
         requantize: let `quantization` round weights again that the checkpoint has quantized.
         adapter: folder of a LoRA adapter as peft writes it, which is added to the weights.
+        speculative_config: how the engine speculates, such as ``{"method": "ngram", "num_speculative_tokens": 4}``;
+            short for ``engine=EngineOptions(speculative=...)``.
 
     Raises:
         TorchaxServeError: the model cannot be loaded or served; subclass and message say why.
     """
     arguments = locals()  # taken first: they are the only variables yet
+    if speculative_config is not None:
+        arguments["engine"] = (engine or EngineOptions()).with_speculative(speculative_config)
     pathways.connect()
     enable_compile_cache()
     with gc_pause.paused():

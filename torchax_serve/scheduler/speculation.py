@@ -7,6 +7,7 @@ commit corrects that.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 
@@ -29,7 +30,10 @@ MIN_GAIN = 0.2
 """Expected accepted drafts of a step from which on a row is drafted for."""
 
 UNSURE_STEPS = 4
-"""Verify steps in a dispatch while a row is not known to repeat itself: the next dispatch may do without."""
+"""Verify steps in a dispatch while a row is new, and none is sent before its result: the next may do without drafts."""
+
+NUM_UNSURE = 8
+"""New tokens of a row until it is known whether it repeats itself: `START_RATE` has fallen below `MIN_GAIN` by then."""
 
 WINDOW = 8
 """Dispatches that the cost of a verify step is a median of."""
@@ -79,10 +83,12 @@ class SpeculativePlanner:
         drafted = None
         self.waits = self.num_in_flight > 0
         if states is not None and caps is not None:
-            if not self._is_on_device and any(state.num_unread_tokens for state in states):
+            is_unsure = self._is_unsure(states, caps)
+            must_know = is_unsure or not self._is_on_device
+            if must_know and any(state.num_unread_tokens for state in states):
                 self.waits = True
                 return None
-            drafted = self._reserve(states, caps)
+            drafted = self._reserve(states, caps, UNSURE_STEPS if is_unsure else self._config.max_num_steps)
         if drafted is None:
             if not self.num_in_flight:
                 self._leave()
@@ -134,6 +140,13 @@ class SpeculativePlanner:
             return None
         return caps
 
+    def _is_unsure(self, states: list[RequestState], caps: list[int]) -> bool:
+        """Returns whether a row with drafts is so new that nothing is known of its text."""
+        if not self._speculative.adaptive:
+            return False
+        drafted = (state for state, cap in zip(states, caps, strict=True) if cap)
+        return any(len(state.tokens) - state.prompt_len < NUM_UNSURE for state in drafted)
+
     def _cost(self, num_rows: int) -> float:
         """Returns the seconds of a verify step over those of a decode step."""
         self._since_verify += 1
@@ -151,11 +164,11 @@ class SpeculativePlanner:
         return VERIFY_COST * (self._budget.decode_step_s(num_rows) or 0.0)
 
     def _reserve(
-        self, states: list[RequestState], caps: list[int]
+        self, states: list[RequestState], caps: list[int], most: int
     ) -> tuple[list[PlanRow], list[RequestState], DraftRows, int] | None:
         """Plans as many steps as there is time and pages for; None if there are no pages for one."""
         allocator, page_size = self._allocator, self._config.page_size
-        num_steps = self._num_steps(states)
+        num_steps = self._num_steps(states, most)
         while True:
             ends = [
                 min(state.num_planned + num_steps * (cap + 1), _end(state))
@@ -182,15 +195,13 @@ class SpeculativePlanner:
         histories = None if self._is_on_device else [state.tokens for state in states]
         return rows, list(states), DraftRows(ends, caps, reserved, histories), num_steps
 
-    def _num_steps(self, states: list[RequestState]) -> int:
+    def _num_steps(self, states: list[RequestState], most: int) -> int:
         if len(self._queues.waiting):
             return 1  # one may end, and the next one begin
-        step_s = self.step_s(len(states))
-        most = self._config.max_num_steps if step_s else 1
-        if step_s:
-            most = min(most, int(self._config.max_fused_decode_s / step_s)) if step_s else 1
+        step_s, allowed_s = self.step_s(len(states)), self._config.max_fused_decode_s
+        affordable = allowed_s if math.isinf(allowed_s) else allowed_s / step_s if step_s else 1
         to_come = max(_end(state) - state.num_planned for state in states)
-        return max(1, min(most, to_come))
+        return max(1, int(min(most, affordable, to_come)))
 
     def _leave(self) -> None:
         """Gives back the pages for drafts that were not accepted; later plans may need them."""

@@ -50,7 +50,7 @@ class SpeculativeConfig:
     adaptive: bool = True
 
     def __post_init__(self) -> None:
-        if self.method in REFUSED_METHODS:
+        if isinstance(self.method, str) and self.method in REFUSED_METHODS:
             raise UnsupportedArgumentError(
                 f"speculative_config: method: expected 'ngram', got {self.method!r}; "
                 f"{REFUSED_METHODS[self.method]} are not supported"
@@ -86,7 +86,7 @@ class SpeculativeConfig:
                 f"{value!r}"
             )
         fields = [field.name for field in dataclasses.fields(cls)]
-        if value.get("method") in REFUSED_METHODS:
+        if isinstance(value.get("method"), str) and value["method"] in REFUSED_METHODS:
             return cls(method=value["method"])  # whose keys are others
         unknown = [key for key in value if key not in fields]
         if unknown:
