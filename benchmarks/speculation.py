@@ -3,7 +3,7 @@
     python benchmarks/speculation.py MODEL [--dtype bfloat16] [--rows 1,8] [--rounds 5] [--num-speculative-tokens 4]
 
 Both engines answer the same requests in turn, in one process. Answers are compared token by token: with
-`batch_invariant` they have to be the same. Reported are medians of wall seconds and of processor seconds for each batch,
+`batch_invariant` they have to be the same. Reported are medians of wall seconds and of processor seconds for a batch,
 and their ratios; on a machine with other work the processor's are the ones to read.
 """
 

@@ -1,4 +1,4 @@
-"""Plans with drafts: the tokens of single steps, few pages, lengths known on the device alone, and when they are made."""
+"""Plans with drafts: the tokens of single steps on few pages, lengths known on the device alone, when they are made."""
 
 import pytest
 from hypothesis import given, settings

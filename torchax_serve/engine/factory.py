@@ -9,12 +9,12 @@ import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
+from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
 from torchax_serve.engine.engine import Engine
 from torchax_serve.engine.model_runner import ModelRunner
 from torchax_serve.engine.options import MAX_DECODER_LEN, MAX_DISPATCH_S, MAX_ENCODER_LEN, MAX_MODEL_LEN, EngineOptions
 from torchax_serve.executors.base import ExecutorChoice
-from torchax_serve.executors.choice import choose_executor
+from torchax_serve.executors.choice import choose_executor, refuse_drafts
 from torchax_serve.executors.single_request import SingleRequestExecutor
 from torchax_serve.kv_cache.memory import MemoryBudget
 from torchax_serve.sampling.sampler import tables_bytes
@@ -46,7 +46,6 @@ def build_engine(
     sizes = memory_budget(runtime, options)
     choice = choose_executor(runtime, sizes)
     logger.info("%s", choice)
-    _check_speculative(sizes.speculative, choice, runtime)
     runner = ModelRunner(
         choice.executor,
         vocab_size=runtime.limits.vocab_size,
@@ -60,19 +59,14 @@ def build_engine(
     return Engine(scheduler, runner, str(choice), ids, *limits)
 
 
-def _check_speculative(speculative: SpeculativeConfig | None, choice: ExecutorChoice, runtime: ModelRuntime) -> None:
-    """Raises UnsupportedArgumentError if the executor cannot verify drafts."""
-    if speculative is None:
-        return
-    where = None
-    if not choice.is_packed:
-        where = f"a model that runs per-sequence, not packed ({choice.fallback_reason})"
-    elif runtime.steps.executables.mesh is not None:
-        where = "a model on several devices"
-    if where is not None:
-        raise UnsupportedArgumentError(
-            f"speculative_config: expected None for {where}, got method {speculative.method!r}; leave it out"
-        )
+def no_engine(reason: str, options: EngineOptions | None) -> UnsupportedModelError:
+    """Returns the error of a model whose requests cannot be batched.
+
+    Raises:
+        UnsupportedArgumentError: `options` ask for what only a batch has.
+    """
+    refuse_drafts(options and options.speculative, f"this model ({reason})")
+    return UnsupportedModelError(reason)
 
 
 def memory_budget(runtime: ModelRuntime, options: EngineOptions) -> MemoryBudget:

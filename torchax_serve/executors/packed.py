@@ -303,13 +303,15 @@ class PackedExecutor:
     def temporary_bytes(self) -> int:
         """Implements `Executor.temporary_bytes`."""
         spec = self._specs.of_tokens(self._specs.token_buckets[-1])
-        return self._step.temporary_bytes(
+        of_drafts = 0 if self._speculative is None else self._speculative.temporary_bytes()
+        of_tokens = self._step.temporary_bytes(
             self._weights,
             self.cache.pools,
             to_device(np.zeros(self._num_slots), np.int32),
             np.zeros(spec.size, np.int32),
             spec=spec,
         )
+        return max(of_tokens, of_drafts)
 
     def abstract_steps(self, prefill_lens: Sequence[int]) -> Iterator[AbstractStep]:
         """Yields the steps of `Executor.abstract_steps`; a prefill step has no padding."""

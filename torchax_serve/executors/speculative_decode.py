@@ -247,6 +247,12 @@ class SpeculativeDecoder:
         state = SamplerState(last_tokens)
         return StepCall(self._function, (self._pools(), state, TokenHistory(*history), options, numbers))
 
+    def temporary_bytes(self) -> int:
+        """Returns the temporary bytes of the largest step, which has the logits of all its tokens."""
+        spec = self.spec(self._decode_buckets[-1])
+        function, args = self._call_of(spec)
+        return function.temporary_bytes(self._weights, *args, spec=spec)
+
     def compile_tasks(self) -> Iterator[CompileTask]:
         """Yields every program that traffic can meet."""
         return (self._steps.task(self.spec(size)) for size in self._decode_buckets)
