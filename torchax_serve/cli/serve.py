@@ -20,7 +20,7 @@ from torchax_serve.cli.shared.config_file import ConfigFile
 from torchax_serve.cli.shared.load_model import end_if_explained
 from torchax_serve.cli.shared.load_options import DeviceOptions, MaxModelLen, option_groups
 from torchax_serve.cli.shared.model_name import check_model, complete_model
-from torchax_serve.cli.shared.speculative import parse_speculative
+from torchax_serve.cli.shared.speculative import SpeculativeJson, parse_speculative
 
 if TYPE_CHECKING:
     from torchax_serve.server.options import ServerOptions
@@ -159,9 +159,7 @@ def serve(
     limits: LimitOptions,
     life: LifeOptions,
     max_model_len: MaxModelLen = None,
-    speculative_config: Annotated[
-        str | None, _limits("--speculative-config", help="JSON of drafts that are verified: see docs/speculation.md.")
-    ] = None,
+    speculative_config: SpeculativeJson = None,
     config: ConfigFile = None,
     load: DeviceOptions,
 ) -> int:

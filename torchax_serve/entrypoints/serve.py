@@ -87,15 +87,12 @@ def serve(
         quantization: preset ("int8", "int4", "fp8", ...), file or rules for fewer bits; "none": dense.
         requantize: let `quantization` round weights again that the checkpoint has quantized.
         adapter: folder of a LoRA adapter as peft writes it, which is added to the weights.
-        speculative_config: how the engine speculates, such as ``{"method": "ngram", "num_speculative_tokens": 4}``;
-            short for ``engine=EngineOptions(speculative=...)``.
+        speculative_config: short for ``engine=EngineOptions(speculative=speculative_config)``.
 
     Raises:
         TorchaxServeError: the model cannot be loaded or served; subclass and message say why.
     """
-    arguments = locals()  # taken first: they are the only variables yet
-    if speculative_config is not None:
-        arguments["engine"] = (engine or EngineOptions()).with_speculative(speculative_config)
+    arguments = _with_engine(locals())  # taken first: they are the only variables yet
     pathways.connect()
     enable_compile_cache()
     with gc_pause.paused():
@@ -149,6 +146,13 @@ _NOT_OF_BUNDLES = (
     "requantize",
 )
 """Arguments of `serve` that a bundle cannot follow."""
+
+
+def _with_engine(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of `serve` by name, with all options of the engine in `engine`."""
+    if (config := arguments["speculative_config"]) is not None:
+        arguments["engine"] = (arguments["engine"] or EngineOptions()).with_speculative(config)
+    return arguments
 
 
 def _serve_on_this_host(arguments: dict[str, Any]) -> ServedModel:

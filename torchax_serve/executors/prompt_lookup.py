@@ -32,6 +32,13 @@ class VerifyRows:
     num_tokens: jax.Array  # int32[], of all rows; tokens behind repeat the last one
     cu_q_lens: jax.Array  # int32[S + 1]
 
+    def index(self, num_drafts: int) -> jax.Array:
+        """Returns the token of each row that is its last one, or its i-th draft, int32[S, num_drafts + 1].
+
+        What a row does not have is another row's.
+        """
+        return jnp.minimum(self.cu_q_lens[:-1, None] + jnp.arange(num_drafts + 1), len(self.rows) - 1)
+
 
 def lookup(history: TokenHistory, num_drafts: int, longest: int, shortest: int) -> tuple[jax.Array, jax.Array]:
     """Looks up the last tokens of each row in its tokens before; returns what followed them.

@@ -11,61 +11,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from model_adapters.caches.packed_batch import PackedBatch, Pool
+from model_adapters.caches.packed_batch import Pool
 from model_adapters.ops.compressed_weight import Weights
 from torchax_serve.compilation.background import CompileTask
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
 from torchax_serve.executors.compiled_steps import CompiledSteps, StepCall
-from torchax_serve.executors.prompt_lookup import TokenHistory, VerifyRows, accept, last_tokens, lookup, verify_rows
+from torchax_serve.executors.prompt_lookup import TokenHistory, accept, last_tokens
 from torchax_serve.executors.step_inputs import PackedStepSpec
 from torchax_serve.executors.traced_function import TracedFunction
+from torchax_serve.executors.verify_steps import VerifyBatch, VerifySpec, VerifySteps
 from torchax_serve.sampling.sample import choose
 from torchax_serve.sampling.sampler import Sampler, default_sharding
 from torchax_serve.sampling.slot_params import SlotParams
-from torchax_serve.sampling.types import RowOptions, SamplerSpec, SamplerState
-from torchax_serve.scheduler import DraftResult, DraftRows, PlanRow, SpeculativeConfig, StepPlan
+from torchax_serve.sampling.types import INT_COLUMNS, RowOptions, SamplerSpec, SamplerState
+from torchax_serve.scheduler import DraftResult, PlanRow, SpeculativeConfig, StepPlan
 
 Forward = Callable[..., tuple[jax.Array, tuple[Pool, ...]]]
 """Forward of a packed step: logits of every token, and the pools."""
-
-
-@dataclasses.dataclass(frozen=True)
-class VerifySpec:
-    """Static arguments of verify steps; the number of steps and the drafts of each row are inputs.
-
-    Attributes:
-        packed: A step of ``S * (k + 1)`` tokens with logits of all.
-        max_num_steps: Most steps of a call.
-        num_drafts: Most drafts of a row, k.
-        longest, shortest: Most and fewest tokens that are looked up.
-    """
-
-    packed: PackedStepSpec
-    max_num_steps: int
-    num_drafts: int
-    longest: int
-    shortest: int
-
-    @property
-    def size(self) -> int:
-        """Number of integers in the array of a call."""
-        return self.packed.num_rows * (3 + self.packed.num_tables * self.packed.pages_per_seq) + 2
-
-    def pack(
-        self, rows: Sequence[PlanRow], drafts: DraftRows, tables: Sequence[np.ndarray], num_steps: int, draws: bool
-    ) -> np.ndarray:
-        """Returns the inputs of a call as one array, int32[size].
-
-        They are the slot, the end, the most drafts and the pages of each row, the number of steps, and whether to draw.
-        """
-        numbers = np.zeros(self.size, np.int32)
-        by_row, num_rows = numbers[:-2].reshape(-1, self.packed.num_rows), len(rows)
-        slots = np.array([row.slot for row in rows], np.int32)
-        by_row[0, :num_rows], by_row[1, :num_rows], by_row[2, :num_rows] = slots, drafts.ends, drafts.most
-        for table, pages in zip(tables, np.split(by_row[3:], self.packed.num_tables), strict=True):
-            pages.reshape(self.packed.num_rows, -1)[:num_rows] = table[slots]
-        numbers[-2:] = num_steps, draws
-        return numbers
 
 
 class SpeculativeDecoder:
@@ -168,73 +130,36 @@ class SpeculativeDecoder:
         spec: VerifySpec,
     ) -> tuple[jax.Array, tuple[Pool, ...], SamplerState, TokenHistory]:
         """Computes verify steps until there are none left, or all rows are at their ends."""
-        num_rows, most = spec.packed.num_rows, spec.num_drafts
-        by_row = numbers[:-2].reshape(-1, num_rows)
-        slots, ends, caps = by_row[0], by_row[1], by_row[2]
-        tables = tuple(
-            pages.reshape(num_rows, spec.packed.pages_per_seq)
-            for pages in jnp.split(by_row[3:], spec.packed.num_tables)
-        )
-        num_steps, draws = numbers[-2], numbers[-1] > 0
-        nowhere = jnp.int32(self._num_slots)
-        # A row that is not used has no end: it never computes anything, and is written nowhere.
-        slots_written = jnp.where(ends > 0, slots, nowhere)
-
-        def is_active(tokens: TokenHistory) -> jax.Array:
-            return (tokens.lens <= ends) & (ends > 0)
-
-        def go_on(carry: Any) -> jax.Array:
-            index, _, _, tokens = carry
-            return (index < num_steps) & is_active(tokens).any()
-
-        def batch_of(tokens: TokenHistory, drafts: jax.Array, verified: VerifyRows, kv_lens: jax.Array) -> PackedBatch:
-            rows, offsets = verified.rows, verified.offsets
-            draft = drafts[rows, jnp.maximum(offsets - 1, 0)]
-            positions = tokens.lens[rows] - 1 + offsets
-            return PackedBatch(
-                token_ids=jnp.where(offsets == 0, last_tokens(tokens)[rows], draft),
-                positions=positions,
-                cu_q_lens=verified.cu_q_lens,
-                kv_lens=kv_lens,
-                last=jnp.maximum(verified.cu_q_lens[1:] - 1, 0),
-                page_tables=tables,
-                rope_lens=positions + 1 if spec.packed.has_rope_lens else None,
-            )
-
-        def next_batch(tokens: TokenHistory) -> tuple[PackedBatch, VerifyRows, jax.Array, jax.Array, jax.Array]:
-            active = is_active(tokens)
-            drafts, is_found = lookup(tokens, most, spec.longest, spec.shortest)
-            num_drafts = jnp.where(active & is_found, jnp.clip(ends - tokens.lens, 0, caps), 0)
-            verified = verify_rows(num_drafts, active, spec.packed.num_tokens)
-            kv_lens = jnp.where(active, tokens.lens + num_drafts, 0)
-            return batch_of(tokens, drafts, verified, kv_lens), verified, drafts, num_drafts, active
-
-        def step(carry: Any) -> Any:
-            index, results, pools, tokens = carry
-            batch, verified, drafts, num_drafts, active = next_batch(tokens)
-            logits, pools = forward(weights, pools, batch)
-            is_read = jnp.arange(spec.packed.num_tokens) < verified.num_tokens
-            chosen = _choose(options, state, logits, verified.rows, batch.positions, is_read, draws)
-            index_of = jnp.minimum(verified.cu_q_lens[:-1, None] + jnp.arange(most + 1), spec.packed.num_tokens - 1)
-            sampled = chosen[index_of]
-            tokens, counts = accept(tokens, drafts, num_drafts, sampled, active)
-            result = jnp.concatenate([sampled, counts[:, None], num_drafts[:, None]], axis=1)
-            return index + 1, results.at[index].set(result), pools, tokens
-
-        results = jnp.zeros((spec.max_num_steps, num_rows, most + 3), jnp.int32)
-        tokens = TokenHistory(history.ids[slots], jnp.where(ends > 0, history.lens[slots], 0))
+        steps = VerifySteps.unpack(numbers, spec)
+        rows = TokenHistory(history.ids[steps.slots], jnp.where(steps.ends > 0, history.lens[steps.slots], 0))
         # Traced in front of the loop, as decode steps are.
         forward = TracedFunction(
-            functools.partial(self._forward, spec=spec.packed), weights, pools, next_batch(tokens)[0]
+            functools.partial(self._forward, spec=spec.packed), weights, pools, steps.batch(rows).packed
         )
-        _, results, pools, tokens = jax.lax.while_loop(go_on, step, (jnp.int32(0), results, pools, tokens))
-        last = state.last_tokens.at[slots_written].set(last_tokens(tokens), mode="drop")
-        state = dataclasses.replace(state, last_tokens=last)
+
+        def goes_on(carry: Any) -> jax.Array:
+            index, _, _, rows = carry
+            return (index < steps.num_steps) & steps.is_active(rows).any()
+
+        def step(carry: Any) -> Any:
+            index, results, pools, rows = carry
+            batch = steps.batch(rows)
+            logits, pools = forward(weights, pools, batch.packed)
+            chosen = _choose(options, state, logits, batch, steps.draws)
+            sampled = chosen[batch.tokens.index(spec.num_drafts)]
+            rows, counts = accept(rows, batch.drafts, batch.num_drafts, sampled, batch.is_active)
+            result = jnp.concatenate([sampled, counts[:, None], batch.num_drafts[:, None]], axis=1)
+            return index + 1, results.at[index].set(result), pools, rows
+
+        results = jnp.zeros((spec.max_num_steps, spec.packed.num_rows, spec.num_drafts + 3), jnp.int32)
+        _, results, pools, rows = jax.lax.while_loop(goes_on, step, (jnp.int32(0), results, pools, rows))
+        # A row that is not used is written nowhere.
+        slots = jnp.where(steps.ends > 0, steps.slots, self._num_slots)
+        last = state.last_tokens.at[slots].set(last_tokens(rows), mode="drop")
         history = TokenHistory(
-            history.ids.at[slots_written].set(tokens.ids, mode="drop"),
-            history.lens.at[slots_written].set(tokens.lens, mode="drop"),
+            history.ids.at[slots].set(rows.ids, mode="drop"), history.lens.at[slots].set(rows.lens, mode="drop")
         )
-        return results, pools, state, history
+        return results, pools, dataclasses.replace(state, last_tokens=last), history
 
     def _call_of(self, spec: VerifySpec) -> StepCall:
         """Returns a step with its arguments as shapes."""
@@ -259,13 +184,7 @@ class SpeculativeDecoder:
 
 
 def _choose(
-    options: RowOptions,
-    state: SamplerState,
-    logits: jax.Array,
-    rows: jax.Array,
-    positions: jax.Array,
-    is_read: jax.Array,
-    draws: jax.Array,
+    options: RowOptions, state: SamplerState, logits: jax.Array, batch: VerifyBatch, draws: jax.Array
 ) -> jax.Array:
     """Chooses the token behind each token of a step, int32[T], as a decode step at its position would.
 
@@ -273,15 +192,14 @@ def _choose(
         options: Options of the rows at the start of their prompts.
         state: State of the slots.
         logits: float[T, vocab].
-        rows: int32[T], row of each token.
-        positions: int32[T].
-        is_read: bool[T], False for padding.
+        batch: The tokens.
         draws: Whether any row draws, bool[].
     """
-    nowhere = len(state.last_tokens)
-    of_tokens = RowOptions(options.ints[rows], options.floats[rows]).advanced(positions + 1)
-    slot = jnp.where(is_read, of_tokens.int_column("slot"), nowhere)
-    of_tokens = dataclasses.replace(of_tokens, ints=of_tokens.ints.at[:, 0].set(slot))
+    rows, nowhere = batch.tokens.rows, len(state.last_tokens)
+    of_tokens = RowOptions(options.ints[rows], options.floats[rows]).advanced(batch.packed.positions + 1)
+    is_read = jnp.arange(len(rows)) < batch.tokens.num_tokens
+    slots = jnp.where(is_read, of_tokens.int_column("slot"), nowhere)
+    of_tokens = dataclasses.replace(of_tokens, ints=of_tokens.ints.at[:, INT_COLUMNS.index("slot")].set(slots))
     greedy, _ = choose(SamplerSpec("greedy"), of_tokens, state, logits)
     return jax.lax.cond(draws, lambda: choose(SamplerSpec("sampled"), of_tokens, state, logits)[0], lambda: greedy)
 

@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from model_adapters.errors import InvalidArgumentError
+
+SpeculativeJson = Annotated[
+    str | None,
+    typer.Option(
+        "--speculative-config",
+        envvar="TORCHAX_SERVE_SPECULATIVE_CONFIG",
+        show_envvar=False,
+        help='How the engine speculates, in JSON: {"method": "ngram", "num_speculative_tokens": 4}.',
+    ),
+]
+"""Type of the option."""
 
 
 def parse_speculative(text: str | None) -> Any:
