@@ -135,6 +135,41 @@ def test_other_architectures_and_few_pages_give_the_tokens_of_eager_transformers
         assert model.engine.stats().scheduler.num_accepted_tokens > 0
 
 
+@pytest.mark.parametrize("name", ["qwen3", "llama"])
+def test_a_draft_model_changes_no_token(pair, name):
+    plain, _ = pair
+    dtype = plain.torch_model.dtype
+    config = {"method": "draft_model", "model": tiny_model(name, dtype), "num_speculative_tokens": 3}
+    options = dataclasses.replace(SIZES, speculative={**config, "adaptive": False})
+    rng = random.Random(8)
+    prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(size)] for size in (1, 2, 9, 40, 60)]
+    sampled = [request(prompt, 20, seed=i, temperature=0.7, do_sample=True) for i, prompt in enumerate(prompts)]
+    asked = [*(request(prompt, 20) for prompt in prompts), *sampled, request(prompts[2], 20, speculate=False)]
+    with serve(tiny_model("qwen3", dtype), engine=options) as model:
+        model.engine.check_integrity = True
+        assert tokens_of(model, asked) == tokens_of(plain, asked)
+        stats = model.engine.stats().scheduler
+    assert 0 < stats.num_accepted_tokens <= stats.num_draft_tokens
+    if name == "qwen3":  # the same model draws the same tokens
+        assert stats.num_accepted_tokens > 0.8 * stats.num_draft_tokens
+
+
+def test_a_draft_model_has_the_vocabulary_of_the_model():
+    other = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+        )
+    )
+    with pytest.raises(
+        InvalidArgumentError, match="expected the vocabulary of the served model, 97 tokens, got another"
+    ):
+        serve(tiny_model("llama"), speculative_config={"method": "draft_model", "model": other})
+    config = {"method": "draft_model", "model": tiny_model("mamba")}
+    model = serve(tiny_model("llama"), speculative_config=config, engine=EngineOptions(max_model_len=64))
+    with model, pytest.raises(UnsupportedArgumentError, match="model: expected a model that runs packed"):
+        model.engine  # noqa: B018
+
+
 def test_models_that_cannot_verify_drafts_refuse():
     with serve(tiny_model("mamba"), engine=EngineOptions(max_model_len=64, speculative=NGRAM)) as model:
         with pytest.raises(UnsupportedArgumentError, match="expected None for a model that runs per-sequence") as error:

@@ -108,6 +108,12 @@ class EngineOptions:
         if isinstance(slowdown, bool) or not isinstance(slowdown, int | float) or not slowdown > 1:
             raise InvalidArgumentError(f"max_decode_slowdown: expected a number above 1, got {slowdown!r}")
 
+    @property
+    def has_draft_model(self) -> bool:
+        """Whether another model drafts."""
+        config = SpeculativeConfig.parse(self.speculative)
+        return config is not None and config.model is not None
+
     def with_speculative(self, config: Mapping[str, Any]) -> Self:
         """Returns the options with `speculative`, given as `serve` takes it.
 

@@ -25,6 +25,7 @@ from torchax_serve.distributed.hosts.startup import (
 )
 from torchax_serve.distributed.mesh import mesh_for
 from torchax_serve.engine.options import EngineOptions
+from torchax_serve.entrypoints.draft import with_draft_model
 from torchax_serve.entrypoints.encoder_model import EncoderModel
 from torchax_serve.entrypoints.served_model import ServedModel, record_start
 from torchax_serve.entrypoints.speech_model import SpeechModel, is_speech_model
@@ -53,6 +54,7 @@ def load_served_model(
         merge_adapter(loaded, adapter)
     if pack_weights:
         prepare_weights(loaded)
+    engine = with_draft_model(engine, loaded, loading, pack_weights)
     served = model_class_for(loaded.module)(loaded, engine)
     folder = start_folder_of(loaded.source)
     if folder is not None and type(served) is ServedModel:

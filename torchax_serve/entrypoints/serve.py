@@ -237,6 +237,8 @@ def _decisive(arguments: Mapping[str, Any]) -> dict[str, str] | None:
         InvalidArgumentError: rules of quantization that are none.
     """
     model = arguments["model"]
+    if (engine := arguments["engine"]) is not None and engine.has_draft_model:
+        return None  # which is loaded with its module
     if any(arguments[name] for name in _NOT_RECORDED) or not isinstance(model, str | os.PathLike | None):
         return None
     if programs_dir() is None or "transformers" in sys.modules or jax.default_backend() != "cpu":

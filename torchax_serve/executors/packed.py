@@ -28,6 +28,7 @@ from torchax_serve.executors.base import (
     refuse_encoder_input,
 )
 from torchax_serve.executors.compiled_steps import CompiledSteps, StepCall
+from torchax_serve.executors.draft_model import DraftModel
 from torchax_serve.executors.packed_specs import PackedSpecs, StepBuckets
 from torchax_serve.executors.request_input import RequestInput
 from torchax_serve.executors.speculative_decode import SpeculativeDecoder
@@ -61,6 +62,7 @@ class PackedExecutor:
         batch_invariant: Whether matrix products sum in the same order for any number of rows.
         buckets: Sizes of its steps; None: those of this device.
         speculative: Options of speculation; None: no step verifies drafts.
+        draft: Model that drafts; None: drafts are looked up.
     """
 
     runs_ahead = True
@@ -78,6 +80,7 @@ class PackedExecutor:
         batch_invariant: bool = False,
         buckets: StepBuckets | None = None,
         speculative: SpeculativeConfig | None = None,
+        draft: DraftModel | None = None,
     ) -> None:
         self._program, self._weights, self.cache = program, weights, cache
         self._num_slots = num_slots
@@ -115,6 +118,7 @@ class PackedExecutor:
                 max_num_steps=max_num_steps,
                 max_len=cache.plan.max_len,
                 pools=lambda: self.cache.pools,
+                draft=draft,
             )
 
     @property

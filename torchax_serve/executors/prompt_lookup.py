@@ -21,6 +21,11 @@ class TokenHistory:
     ids: jax.Array  # int32[n, max_len]; what is behind a row's tokens has no meaning
     lens: jax.Array  # int32[n], number of tokens
 
+    def append(self, tokens: jax.Array) -> TokenHistory:
+        """Returns the history with one more token of each row, int32[n]; those without room are dropped."""
+        ids = self.ids.at[jnp.arange(len(tokens)), self.lens].set(tokens, mode="drop")
+        return TokenHistory(ids, self.lens + 1)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

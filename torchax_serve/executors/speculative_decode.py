@@ -16,6 +16,7 @@ from model_adapters.ops.compressed_weight import Weights
 from torchax_serve.compilation.background import CompileTask
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
 from torchax_serve.executors.compiled_steps import CompiledSteps, StepCall
+from torchax_serve.executors.draft_model import DraftCache, DraftModel, kept
 from torchax_serve.executors.prompt_lookup import TokenHistory, accept, last_tokens
 from torchax_serve.executors.step_inputs import PackedStepSpec
 from torchax_serve.executors.traced_function import TracedFunction
@@ -24,7 +25,7 @@ from torchax_serve.sampling.sample import choose
 from torchax_serve.sampling.sampler import Sampler, default_sharding
 from torchax_serve.sampling.slot_params import SlotParams
 from torchax_serve.sampling.types import INT_COLUMNS, RowOptions, SamplerSpec, SamplerState
-from torchax_serve.scheduler import DraftResult, PlanRow, SpeculativeConfig, StepPlan
+from torchax_serve.scheduler import DraftResult, PlanRow, RequestId, SpeculativeConfig, StepPlan
 
 Forward = Callable[..., tuple[jax.Array, tuple[Pool, ...]]]
 """Forward of a packed step: logits of every token, and the pools."""
@@ -47,6 +48,7 @@ class SpeculativeDecoder:
         max_num_steps: Most steps of a dispatch.
         max_len: Most tokens of a request.
         pools: Returns the pages as they are now.
+        draft: Model that drafts; None: drafts are looked up.
     """
 
     def __init__(
@@ -63,13 +65,16 @@ class SpeculativeDecoder:
         max_num_steps: int,
         max_len: int,
         pools: Callable[[], tuple[Pool, ...]],
+        draft: DraftModel | None = None,
     ) -> None:
         self._config, self._forward, self._weights = config, forward, weights
         self._packed_spec, self._decode_buckets, self._pools = packed_spec, decode_buckets, pools
         self._num_slots, self._max_num_steps, self._max_len = num_slots, max_num_steps, max_len
-        self._function = compiled("verify_steps", self._verify, donate=["pools", "state", "history"])
+        self._function = compiled("verify_steps", self._verify, donate=["pools", "state", "history", "draft_cache"])
         self._steps: CompiledSteps[VerifySpec] = CompiledSteps(weights, programs, self._call_of)
         self._history: TokenHistory | None = None
+        self._draft, self._cache = draft, None  # type: DraftModel | None, DraftCache | None
+        self._owners: dict[int, RequestId] = {}  # by slot, whose tokens are in the cache of the draft model
 
     @property
     def num_programs(self) -> int:
@@ -87,6 +92,7 @@ class SpeculativeDecoder:
             config.num_speculative_tokens,
             config.prompt_lookup_max,
             config.prompt_lookup_min,
+            None if self._draft is None else self._draft.identity,
         )
 
     def run(self, plan: StepPlan, sampler: Sampler) -> tuple[jax.Array, tuple[Pool, ...]]:
@@ -106,9 +112,10 @@ class SpeculativeDecoder:
         if drafts.histories is not None:
             self._history = self._on_device(plan.rows, drafts.histories, sampler)
         assert self._history is not None
-        args = (self._pools(), sampler.take_state("sampled"), self._history, options, numbers)
+        weights = None if self._draft is None else self._draft.weights
+        args = (self._pools(), sampler.take_state("sampled"), self._history, options, numbers, weights, self._cache)
         program = self._steps.get(spec, StepCall(self._function, args))
-        results, pools, state, self._history = program(self._weights, *args)
+        results, pools, state, self._history, self._cache = program(self._weights, *args)
         sampler.set_state(state)
         return results, pools
 
@@ -116,8 +123,23 @@ class SpeculativeDecoder:
         ids, lens = np.zeros((self._num_slots, self._max_len), np.int32), np.zeros(self._num_slots, np.int32)
         for row, tokens in zip(rows, histories, strict=True):
             ids[row.slot, : len(tokens)], lens[row.slot] = tokens, len(tokens)
-        made: Any = jax.device_put((ids, lens), sampler.last_tokens.sharding)
+        sharding = sampler.last_tokens.sharding
+        made: Any = jax.device_put((ids, lens), sharding)
+        if self._draft is not None:
+            self._cache = self._cache_for(rows, self._draft, sharding)
         return TokenHistory(*made)
+
+    def _cache_for(self, rows: Sequence[PlanRow], draft: DraftModel, sharding: jax.sharding.Sharding) -> DraftCache:
+        """Returns the cache of the draft model, in which slots that have changed hands are empty."""
+        cache = self._cache
+        if cache is None or cache.lens.is_deleted():
+            cache, self._owners = draft.empty_cache(sharding), {}
+        is_same = np.zeros(self._num_slots, bool)
+        for row in rows:
+            is_same[row.slot] = self._owners.get(row.slot) == row.request_id
+        self._owners = {row.slot: row.request_id for row in rows}
+        lens: Any = jax.device_put(np.where(is_same, np.asarray(cache.lens), 0).astype(np.int32), sharding)
+        return dataclasses.replace(cache, lens=lens)
 
     def _verify(
         self,
@@ -127,39 +149,53 @@ class SpeculativeDecoder:
         history: TokenHistory,
         options: RowOptions,
         numbers: jax.Array,
+        draft_weights: Weights | None,
+        draft_cache: DraftCache | None,
         spec: VerifySpec,
-    ) -> tuple[jax.Array, tuple[Pool, ...], SamplerState, TokenHistory]:
+    ) -> tuple[jax.Array, tuple[Pool, ...], SamplerState, TokenHistory, DraftCache | None]:
         """Computes verify steps until there are none left, or all rows are at their ends."""
         steps = VerifySteps.unpack(numbers, spec)
         rows = TokenHistory(history.ids[steps.slots], jnp.where(steps.ends > 0, history.lens[steps.slots], 0))
         # Traced in front of the loop, as decode steps are.
-        forward = TracedFunction(
-            functools.partial(self._forward, spec=spec.packed), weights, pools, steps.batch(rows).packed
-        )
+        example = steps.batch(rows, *steps.lookup(rows)).packed
+        forward = TracedFunction(functools.partial(self._forward, spec=spec.packed), weights, pools, example)
+        cache = draft_cache and DraftCache(draft_cache.pools, draft_cache.lens[steps.slots])
+
+        draft, proposing = self._draft, None
+        if draft is not None and draft_weights is not None and cache is not None:
+            proposing = draft.steps(draft_weights, cache, rows, steps.slots)
 
         def goes_on(carry: Any) -> jax.Array:
-            index, _, _, rows = carry
+            index, _, _, rows, _ = carry
             return (index < steps.num_steps) & steps.is_active(rows).any()
 
         def step(carry: Any) -> Any:
-            index, results, pools, rows = carry
-            batch = steps.batch(rows)
+            index, results, pools, rows, cache = carry
+            if draft is None or proposing is None:
+                drafts, is_found = steps.lookup(rows)
+            else:
+                is_found, pick = steps.is_drafted(rows), functools.partial(_pick, options, state, steps.draws)
+                drafts, cache = draft.propose(proposing, cache, rows, is_found, pick, spec.num_drafts)
+            batch = steps.batch(rows, drafts, is_found)
             logits, pools = forward(weights, pools, batch.packed)
             chosen = _choose(options, state, logits, batch, steps.draws)
             sampled = chosen[batch.tokens.index(spec.num_drafts)]
             rows, counts = accept(rows, batch.drafts, batch.num_drafts, sampled, batch.is_active)
             result = jnp.concatenate([sampled, counts[:, None], batch.num_drafts[:, None]], axis=1)
-            return index + 1, results.at[index].set(result), pools, rows
+            return index + 1, results.at[index].set(result), pools, rows, cache and kept(cache, rows)
 
         results = jnp.zeros((spec.max_num_steps, spec.packed.num_rows, spec.num_drafts + 3), jnp.int32)
-        _, results, pools, rows = jax.lax.while_loop(goes_on, step, (jnp.int32(0), results, pools, rows))
+        carry = (jnp.int32(0), results, pools, rows, cache)
+        _, results, pools, rows, cache = jax.lax.while_loop(goes_on, step, carry)
         # A row that is not used is written nowhere.
         slots = jnp.where(steps.ends > 0, steps.slots, self._num_slots)
         last = state.last_tokens.at[slots].set(last_tokens(rows), mode="drop")
         history = TokenHistory(
             history.ids.at[slots].set(rows.ids, mode="drop"), history.lens.at[slots].set(rows.lens, mode="drop")
         )
-        return results, pools, dataclasses.replace(state, last_tokens=last), history
+        if cache is not None and draft_cache is not None:
+            cache = DraftCache(cache.pools, draft_cache.lens.at[slots].set(cache.lens, mode="drop"))
+        return results, pools, dataclasses.replace(state, last_tokens=last), history, cache
 
     def _call_of(self, spec: VerifySpec) -> StepCall:
         """Returns a step with its arguments as shapes."""
@@ -170,7 +206,10 @@ class SpeculativeDecoder:
         options = jax.tree.map(lambda x: placed(x.shape, x.dtype), idle)
         numbers = np.zeros(spec.size, np.int32)
         state = SamplerState(last_tokens)
-        return StepCall(self._function, (self._pools(), state, TokenHistory(*history), options, numbers))
+        draft = (None, None)
+        if self._draft is not None:
+            draft = self._draft.weights, self._draft.abstract_cache(default_sharding())
+        return StepCall(self._function, (self._pools(), state, TokenHistory(*history), options, numbers, *draft))
 
     def temporary_bytes(self) -> int:
         """Returns the temporary bytes of the largest step, which has the logits of all its tokens."""
@@ -181,6 +220,15 @@ class SpeculativeDecoder:
     def compile_tasks(self) -> Iterator[CompileTask]:
         """Yields every program that traffic can meet."""
         return (self._steps.task(self.spec(size)) for size in self._decode_buckets)
+
+
+def _pick(
+    options: RowOptions, state: SamplerState, draws: jax.Array, logits: jax.Array, positions: jax.Array
+) -> jax.Array:
+    """Chooses the token behind each row's token at `positions` int32[S] from logits [S, vocab] of a draft model."""
+    of_rows = options.advanced(positions + 1)
+    greedy, _ = choose(SamplerSpec("greedy"), of_rows, state, logits)
+    return jax.lax.cond(draws, lambda: choose(SamplerSpec("sampled"), of_rows, state, logits)[0], lambda: greedy)
 
 
 def _choose(
@@ -219,4 +267,4 @@ def read_drafts(results: np.ndarray, num_rows: int) -> DraftResult:
     ]
     num_steps = int((counts > 0).any(axis=1).sum())
     num_accepted = int(np.maximum(counts - 1, 0).sum())
-    return DraftResult(tokens, num_steps, int(num_drafts.sum()), num_accepted)
+    return DraftResult(tokens, num_steps, int(num_drafts.sum()), num_accepted, int((num_drafts > 0).sum()))

@@ -25,6 +25,7 @@ class VerifySpec:
         max_num_steps: Most steps of a call.
         num_drafts: Most drafts of a row, k.
         longest, shortest: Most and fewest tokens that are looked up.
+        draft: Names the model that drafts; None: tokens are looked up.
     """
 
     packed: PackedStepSpec
@@ -32,6 +33,7 @@ class VerifySpec:
     num_drafts: int
     longest: int
     shortest: int
+    draft: str | None = None
 
     @property
     def size(self) -> int:
@@ -90,10 +92,17 @@ class VerifySteps:
         """Returns whether each row has something to compute, bool[S]."""
         return (rows.lens <= self.ends) & (self.ends > 0)
 
-    def batch(self, rows: TokenHistory) -> VerifyBatch:
-        """Returns the next step of `rows`: the last token of each, and its drafts."""
+    def lookup(self, rows: TokenHistory) -> tuple[jax.Array, jax.Array]:
+        """Looks up drafts int32[S, k], and whether a row has any, bool[S]."""
+        return lookup(rows, self.spec.num_drafts, self.spec.longest, self.spec.shortest)
+
+    def is_drafted(self, rows: TokenHistory) -> jax.Array:
+        """Returns whether each row wants drafts, bool[S]."""
+        return self.is_active(rows) & (self.most > 0)
+
+    def batch(self, rows: TokenHistory, drafts: jax.Array, is_found: jax.Array) -> VerifyBatch:
+        """Returns the next step of `rows`: the last token of each, and its drafts where it has some."""
         spec, active = self.spec, self.is_active(rows)
-        drafts, is_found = lookup(rows, spec.num_drafts, spec.longest, spec.shortest)
         num_drafts = jnp.where(active & is_found, jnp.clip(self.ends - rows.lens, 0, self.most), 0)
         tokens = verify_rows(num_drafts, active, spec.packed.num_tokens)
         draft = drafts[tokens.rows, jnp.maximum(tokens.offsets - 1, 0)]

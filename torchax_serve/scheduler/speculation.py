@@ -35,6 +35,12 @@ UNSURE_STEPS = 4
 NUM_UNSURE = 8
 """New tokens of a row until it is known whether it repeats itself: `START_RATE` has fallen below `MIN_GAIN` by then."""
 
+START_ACCEPTED = 0.6
+"""Fraction of the drafts of a draft model that is believed to be accepted before any was verified."""
+
+WEIGHT = 0.1
+"""Weight of the newest dispatch in the mean number of accepted drafts of a draft model."""
+
 WINDOW = 8
 """Dispatches that the cost of a verify step is a median of."""
 
@@ -70,6 +76,7 @@ class SpeculativePlanner:
         self._is_on_device = False  # tokens and lengths of all running requests are
         self._verify_s: dict[int, deque[float]] = {}
         self._since_verify = 0
+        self._accepted = START_ACCEPTED * speculative.num_speculative_tokens
         self.num_in_flight = self.num_drafted = self.num_accepted = 0
         self.waits = False
 
@@ -126,11 +133,7 @@ class SpeculativePlanner:
                 caps.append(0)
                 expected += 1
                 continue
-            tracker = state.draft_tracker
-            if tracker is None:
-                tracker = state.draft_tracker = DraftTracker(config.prompt_lookup_min)
-            tracker.update(state.tokens, state.prompt_len)
-            gain = _expected_accepted(tracker.rate, most)
+            gain = self._gain(state)
             is_drafted = not config.adaptive or gain >= MIN_GAIN
             caps.append(most if is_drafted else 0)
             expected += 1 + gain * is_drafted
@@ -140,9 +143,20 @@ class SpeculativePlanner:
             return None
         return caps
 
+    def _gain(self, state: RequestState) -> float:
+        """Returns the expected accepted drafts of a step of a request."""
+        config = self._speculative
+        if config.method == "draft_model":
+            return self._accepted
+        tracker = state.draft_tracker
+        if tracker is None:
+            tracker = state.draft_tracker = DraftTracker(config.prompt_lookup_min)
+        tracker.update(state.tokens, state.prompt_len)
+        return _expected_accepted(tracker.rate, config.num_speculative_tokens)
+
     def _is_unsure(self, states: list[RequestState], caps: list[int]) -> bool:
         """Returns whether a row with drafts is so new that nothing is known of its text."""
-        if not self._speculative.adaptive:
+        if not self._speculative.adaptive or self._speculative.method == "draft_model":
             return False
         drafted = (state for state, cap in zip(states, caps, strict=True) if cap)
         return any(len(state.tokens) - state.prompt_len < NUM_UNSURE for state in drafted)
@@ -151,8 +165,10 @@ class SpeculativePlanner:
         """Returns the seconds of a verify step over those of a decode step."""
         self._since_verify += 1
         measured = self._verify_s.get(_bucket(num_rows))
-        if measured and self._since_verify > FORGET_AFTER:
-            measured.clear()
+        if self._since_verify > FORGET_AFTER:
+            self._since_verify, self._accepted = 0, START_ACCEPTED * self._speculative.num_speculative_tokens
+            if measured:
+                measured.clear()
         decode_s = self._budget.decode_step_s(num_rows)
         return statistics.median(measured) / decode_s if measured and decode_s else VERIFY_COST
 
@@ -220,6 +236,8 @@ class SpeculativePlanner:
             return
         self.num_drafted += result.num_drafted
         self.num_accepted += result.num_accepted
+        if result.num_drafted_rows:
+            self._accepted += WEIGHT * (result.num_accepted / result.num_drafted_rows - self._accepted)
         if duration_s is not None and result.num_steps:
             measured = self._verify_s.setdefault(_bucket(len(plan.rows)), deque(maxlen=WINDOW))
             measured.append(duration_s / result.num_steps)

@@ -8,11 +8,10 @@ from typing import Any
 
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
 
-METHODS = ("ngram",)
+METHODS = ("ngram", "draft_model")
 """Methods that are implemented."""
 
 REFUSED_METHODS = {
-    "draft_model": "draft models",
     "eagle": "EAGLE heads",
     "eagle3": "EAGLE-3 heads",
     "medusa": "Medusa heads",
@@ -36,7 +35,9 @@ class SpeculativeConfig:
     """Options of speculative decoding.
 
     Attributes:
-        method: "ngram": drafts are the tokens that followed the last tokens before, in the prompt or the answer.
+        method: "ngram": drafts are the tokens that followed the last tokens before, in the prompt or the answer;
+            "draft_model": another model writes them.
+        model: Draft model, as `serve` takes one; None for "ngram".
         num_speculative_tokens: Number of drafts that a step verifies.
         prompt_lookup_max: Most last tokens that are looked up; more of them in common are a better match.
         prompt_lookup_min: Fewest last tokens that are looked up.
@@ -44,6 +45,7 @@ class SpeculativeConfig:
     """
 
     method: str = "ngram"
+    model: Any = None
     num_speculative_tokens: int = 4
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 2
@@ -52,11 +54,16 @@ class SpeculativeConfig:
     def __post_init__(self) -> None:
         if isinstance(self.method, str) and self.method in REFUSED_METHODS:
             raise UnsupportedArgumentError(
-                f"speculative_config: method: expected 'ngram', got {self.method!r}; "
+                f"speculative_config: method: expected 'ngram' or 'draft_model', got {self.method!r}; "
                 f"{REFUSED_METHODS[self.method]} are not supported"
             )
         if self.method not in METHODS:
-            raise InvalidArgumentError(f"speculative_config: method: expected 'ngram', got {self.method!r}")
+            raise InvalidArgumentError(
+                f"speculative_config: method: expected 'ngram' or 'draft_model', got {self.method!r}"
+            )
+        if (self.method == "draft_model") != (self.model is not None):
+            expected = "the name or folder of a model" if self.model is None else "None with method 'ngram'"
+            raise InvalidArgumentError(f"speculative_config: model: expected {expected}, got {self.model!r}")
         self._check("num_speculative_tokens", 1, MAX_SPECULATIVE_TOKENS, "4 is usual; None does not speculate")
         self._check("prompt_lookup_max", 1, MAX_LOOKUP, "4 is usual")
         self._check("prompt_lookup_min", 1, self.prompt_lookup_max, "it is at most prompt_lookup_max")

@@ -88,6 +88,7 @@ class DraftResult(NamedTuple):
     num_steps: int  # that had anything to compute
     num_drafted: int
     num_accepted: int  # of the drafts
+    num_drafted_rows: int = 0  # rows with drafts, those of each step counted
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
