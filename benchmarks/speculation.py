@@ -29,7 +29,7 @@ QUOTE = "Repeat the following text word for word, then repeat it again.\n\n{text
 
 def prompts_of(model, kind: str, num_rows: int) -> list[list[int]]:
     """Prompts that differ from row to row: to be quoted, or of random tokens."""
-    if kind == "random":
+    if kind != "quote":
         generator = random.Random(num_rows)
         return [[generator.randrange(1000, 20000) for _ in range(96)] for _ in range(num_rows)]
     sentences = TEXT.split(". ")
@@ -49,7 +49,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--num-speculative-tokens", type=int, default=4)
-    parser.add_argument("--kinds", default="quote,random")
+    parser.add_argument("--draft-model", help="folder of a model that drafts, in place of prompt lookup")
+    parser.add_argument("--kinds", default="quote,random", help="quote, random, greedy (random prompts, best tokens)")
     parser.add_argument("--output", type=Path, help="also write the numbers here, as JSON")
     options = parser.parse_args()
 
@@ -58,6 +59,8 @@ def main() -> None:
 
     sizes = {"max_model_len": 1024, "max_num_seqs": 8, "batch_invariant": True, "enable_prefix_caching": False}
     speculative = {"method": "ngram", "num_speculative_tokens": options.num_speculative_tokens}
+    if options.draft_model:
+        speculative |= {"method": "draft_model", "model": options.draft_model}
     models = {
         "plain": serve(options.model, dtype=options.dtype, engine=EngineOptions(**sizes)),
         "speculative": serve(
@@ -65,8 +68,6 @@ def main() -> None:
         ),
     }
     results = []
-    for model in models.values():
-        model.engine.warm_up()
     for kind in options.kinds.split(","):
         for num_rows in map(int, options.rows.split(",")):
             prompts = prompts_of(models["plain"], kind, num_rows)
