@@ -218,6 +218,16 @@ class PageAllocator:
         if slots:
             self._fill_tables(slots, columns)
 
+    def shrink(self, pages: SequencePages, length: int) -> None:
+        """Takes back the pages behind the first `length` tokens."""
+        target = -(-length // self._page_size)
+        for pool, table in zip(self._pools, self._tables, strict=True):
+            row = table[pages.slot]
+            for page in reversed(row[target : pages.num_pages].tolist()):
+                pool.free(page)
+            row[target : pages.num_pages] = NULL_PAGE
+        pages.num_pages = min(pages.num_pages, target)
+
     def append_pages(self, sequences: Sequence[SequencePages], slots: np.ndarray, columns: np.ndarray) -> None:
         """Appends a page to each sequence: entry `columns` in row `slots` of the tables.
 

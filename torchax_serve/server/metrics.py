@@ -160,6 +160,8 @@ class _EngineCollector(Collector):
             "num_preemptions": scheduler.num_preemptions,
             "prefix_cache_queries": scheduler.num_prompt_tokens,
             "prefix_cache_hits": scheduler.num_hit_tokens,
+            "spec_decode_num_draft_tokens": scheduler.num_draft_tokens,
+            "spec_decode_num_accepted_tokens": scheduler.num_accepted_tokens,
         }
         own = {
             "engine_steps": stats.num_steps,
