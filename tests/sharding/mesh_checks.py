@@ -137,6 +137,29 @@ def tokens(family, meshes, kv_cache_dtype=None):
             print("same tokens", family, mesh, served.engine.description)
 
 
+def offloaded(family, meshes):
+    """Prompts of five pages on a device with nine, twice: prefixes of the first time come from host memory."""
+    rng = np.random.default_rng(0)
+    prompts = [[int(token) for token in rng.integers(3, 61, 40)] for _ in range(4)]
+    greedy = [SamplingParams(max_new_tokens=4, temperature=0.0)]
+    options = {"max_model_len": 64, "max_num_seqs": 1, "page_size": 8}
+
+    def answers(served):
+        return [served.generate_batch([prompt], greedy)[0].token_ids for prompt in prompts]
+
+    with serve(model_of(family), engine=EngineOptions(**options)) as single:
+        wanted, plan = answers(single), single.engine._runner._cache.plan
+    num_bytes = 10 * sum(shape.page_bytes(plan.page_size) for shape in plan.shapes)
+    for mesh in meshes.split(","):
+        copies = max(1, shape_of(mesh)["model"] // HEADS["num_key_value_heads"])  # of each head of keys
+        sizes = {"kv_cache_memory_bytes": copies * num_bytes, "kv_offloading_bytes": 4 * copies * num_bytes}
+        engine = EngineOptions(**options, **sizes)
+        with serve(model_of(family), engine=engine, mesh=shape_of(mesh)) as served:
+            assert answers(served) == wanted
+            assert answers(served) == wanted
+            print("loaded", served.stats().scheduler.pages[0].num_loaded)
+
+
 def new_weights(family, meshes):
     """Tokens after `set_weights`, on meshes that divide, pad or repeat parts of the weights."""
     options = EngineOptions(max_model_len=64, max_num_seqs=4)

@@ -5,6 +5,7 @@ Each engine has its own devices, weights and pages; requests are distributed ove
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import threading
@@ -75,7 +76,7 @@ class DataParallelEngines:
 
     Args:
         runtimes: one for each replica.
-        options: of each engine; slots are shared out among them.
+        options: of each engine; they divide the bytes of host memory.
         adapters: that requests can name, on each engine; None: none.
     """
 
@@ -85,6 +86,8 @@ class DataParallelEngines:
         options: EngineOptions | None = None,
         adapters: Adapters | None = None,
     ) -> None:
+        if options is not None and options.kv_offloading_bytes:
+            options = dataclasses.replace(options, kv_offloading_bytes=options.kv_offloading_bytes // len(runtimes))
         self.engines: list[Engine] = []
         try:
             for index, runtime in enumerate(runtimes):

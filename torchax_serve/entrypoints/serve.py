@@ -64,6 +64,7 @@ def serve(
     max_loras: int | None = None,
     max_lora_rank: int | None = None,
     lora_target_modules: Sequence[str] | None = None,
+    speculative_config: Mapping[str, Any] | None = None,
 ) -> ServedModel:
     """Loads a model and makes it run on JAX, its code untouched.
 
@@ -89,11 +90,12 @@ def serve(
         adapter: folder of a LoRA adapter as peft writes it, which is added to the weights.
         adapters: folders of LoRA adapters by the name that requests give: ``SamplingParams(adapter=name)``.
         max_loras, max_lora_rank, lora_target_modules: room for them; None: as `AdapterOptions`.
+        speculative_config: short for ``engine=EngineOptions(speculative=speculative_config)``.
 
     Raises:
         TorchaxServeError: the model cannot be loaded or served; subclass and message say why.
     """
-    arguments = locals()  # taken first: they are the only variables yet
+    arguments = _with_engine(locals())  # taken first: they are the only variables yet
     pathways.connect()
     enable_compile_cache()
     with gc_pause.paused():
@@ -152,6 +154,13 @@ _NOT_OF_BUNDLES = (
     "requantize",
 )
 """Arguments of `serve` that a bundle cannot follow."""
+
+
+def _with_engine(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of `serve` by name, with all options of the engine in `engine`."""
+    if (config := arguments["speculative_config"]) is not None:
+        arguments["engine"] = (arguments["engine"] or EngineOptions()).with_speculative(config)
+    return arguments
 
 
 def _serve_on_this_host(arguments: dict[str, Any]) -> ServedModel:
@@ -240,6 +249,8 @@ def _decisive(arguments: Mapping[str, Any]) -> dict[str, str] | None:
         InvalidArgumentError: rules of quantization that are none.
     """
     model = arguments["model"]
+    if (engine := arguments["engine"]) is not None and engine.has_draft_model:
+        return None  # which is loaded with its module
     if any(arguments[name] for name in _NOT_RECORDED) or not isinstance(model, str | os.PathLike | None):
         return None
     if programs_dir() is None or "transformers" in sys.modules or jax.default_backend() != "cpu":

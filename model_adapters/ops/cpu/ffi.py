@@ -372,6 +372,13 @@ def activation(x: jax.Array, *, is_gelu: bool) -> jax.Array:
     return out
 
 
+def write_pages(pool: jax.Array, pages: jax.Array, values: jax.Array) -> jax.Array:
+    """Returns the pool ``[P, ...]`` with `values` ``[n, ...]`` as its pages int32[n]; in place if it is donated."""
+    call = _call("tas_write_pages", jax.ShapeDtypeStruct(pool.shape, pool.dtype), input_output_aliases={0: 0})
+    out: jax.Array = call(pool, pages, values)
+    return out
+
+
 def row_sum(x: jax.Array) -> jax.Array:
     """Returns the sums float32[rows] of the rows of ``x[rows, n]``."""
     out: jax.Array = _call("tas_row_sum", jax.ShapeDtypeStruct(x.shape[:1], jnp.float32))(x)

@@ -16,6 +16,7 @@ TARGETS = (
     "tas_row_sum",
     "tas_unpack",
     "tas_unpack_rows",
+    "tas_write_pages",
 )
 ROW_BY_ROW = (
     "tas_activation",
