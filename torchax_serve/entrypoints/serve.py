@@ -86,7 +86,7 @@ def serve(
         hosts: the hosts that share the model, of which this is the leader; the others call `follow`.
         pack_weights: compress bfloat16 weights to 3/4 of their bytes without loss, on one CPU with AVX and without AMX.
         quantization, requantize: preset ("int8", "int4" ...), file or rules, "none"; round quantized weights again.
-        adapter, adapters: folder of a LoRA adapter that is merged; folders by the ``SamplingParams.adapter`` of requests.
+        adapter, adapters: folder of a LoRA adapter that is merged; folders by the name in ``SamplingParams.adapter``.
         max_loras, max_lora_rank, lora_target_modules: room for them; None: as `AdapterOptions`.
         speculative_config: short for ``engine=EngineOptions(speculative=speculative_config)``.
 
