@@ -63,9 +63,9 @@ def answer_of(cache, end=signal.SIGTERM, **options):
     began = time.monotonic()
     process = Process("--served-model-name", "tiny", XDG_CACHE_HOME=str(cache), **options)
     try:
-        process.wait_until_ready(within_s=900)
+        process.wait_until_ready(within_s=300)
         ready_s = time.monotonic() - began
-        answer = httpx.post(f"{process.url}/v1/completions", json=BODY, timeout=120)
+        answer = httpx.post(f"{process.url}/v1/completions", json=BODY, timeout=900)  # kernels are built before
         assert answer.status_code == 200, answer.text
         process.process.send_signal(end)
         status, errors = process.end()
@@ -124,12 +124,12 @@ class Restarts:
         num_failed: Number of checks that have failed.
     """
 
-    def __init__(self, folder):
+    def __init__(self, folder, objects):
         self.num_failed = 0
         self._folder, self.cache, self.planted = folder, folder / "cache", folder / "planted"
-        (folder / "objects").mkdir()
+        objects.mkdir(exist_ok=True)
         compiler = folder / "g++-once"
-        compiler.write_text(COMPILER.format(objects=folder / "objects"))
+        compiler.write_text(COMPILER.format(objects=objects))
         compiler.chmod(0o700)
         self._environment = {"CXX": str(compiler)}
         self.known, seconds, _ = answer_of(self.cache, end=signal.SIGKILL, **self._environment)
@@ -183,9 +183,10 @@ def checks_of(restarts):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", nargs="+", help="names of checks, such as truncated full")
+    parser.add_argument("--objects", type=Path, help="folder of compiled source files, for the next run too")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        restarts = Restarts(Path(folder))
+        restarts = Restarts(Path(folder), arguments.objects or Path(folder) / "objects")
         for name, check in checks_of(restarts).items():
             if arguments.only is None or name in arguments.only:
                 check()

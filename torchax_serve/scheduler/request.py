@@ -100,6 +100,7 @@ class RequestState:
     started_step: int | None = None  # the same when it was given its first token
     num_cached: int | None = None  # tokens found in the prefix cache when it was first given a slot
     started_s: float | None = None  # when it was first given a slot, on the scheduler's clock
+    num_preemptions: int = 0
 
     def missed(self, reason: FinishReason) -> bool:
         """Returns whether a deadline that has passed, "deadline" or "queue_deadline", ends the request."""
