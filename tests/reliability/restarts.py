@@ -63,9 +63,9 @@ def answer_of(cache, end=signal.SIGTERM, **options):
     began = time.monotonic()
     process = Process("--served-model-name", "tiny", XDG_CACHE_HOME=str(cache), **options)
     try:
-        process.wait_until_ready(within_s=300)
+        process.wait_until_ready(within_s=900)
         ready_s = time.monotonic() - began
-        answer = httpx.post(f"{process.url}/v1/completions", json=BODY, timeout=900)  # kernels are built before
+        answer = httpx.post(f"{process.url}/v1/completions", json=BODY, timeout=900)
         assert answer.status_code == 200, answer.text
         process.process.send_signal(end)
         status, errors = process.end()

@@ -60,7 +60,7 @@ def _models(request: Request) -> list[dict[str, Any]]:
             "object": "model",
             "created": service.created,
             "owned_by": "torchax-serve",
-            "root": service.model.name,
+            "root": service.root,
             "parent": None,
             "max_model_len": service.max_model_len,
             "tasks": list(service.tasks),
