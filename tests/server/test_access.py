@@ -54,7 +54,7 @@ def test_keys_in_either_header(locked):
         both = {"Authorization": f"Bearer {KEY}", "X-API-Key": OTHER}
         assert http.get("/v1/models", headers=both).status_code == 401
         twice = [("Authorization", f"Bearer {KEY}"), ("Authorization", f"Bearer {OTHER}")]
-        assert http.get("/v1/models", headers=twice).status_code == 401
+        assert http.get("/v1/models", headers=twice).status_code == 400
         refused = http.get("/v1/models")
         assert refused.json()["error"]["code"] == "invalid_api_key"
         assert refused.headers["www-authenticate"] == "Bearer"
