@@ -1,4 +1,4 @@
-"""Requests larger than the cache: refused where they can never begin, ended where they outgrow it, never left waiting."""
+"""Requests larger than the cache: refused where they cannot begin, ended where they outgrow it, never left waiting."""
 
 import concurrent.futures
 import dataclasses
