@@ -128,10 +128,10 @@ class Restarts:
         self.num_failed = 0
         self._folder, self.cache, self.planted = folder, folder / "cache", folder / "planted"
         objects.mkdir(exist_ok=True)
-        compiler = folder / "g++-once"
-        compiler.write_text(COMPILER.format(objects=objects))
-        compiler.chmod(0o700)
-        self._environment = {"CXX": str(compiler)}
+        self._compiler = folder / "g++-once"
+        self._compiler.write_text(COMPILER.format(objects=objects))
+        self._compiler.chmod(0o700)
+        self._environment = {"CXX": str(self._compiler)}
         self.known, seconds, _ = answer_of(self.cache, end=signal.SIGKILL, **self._environment)
         print(f"first start: ready after {seconds:.1f} s, then killed", flush=True)
 
@@ -153,6 +153,12 @@ class Restarts:
         damage(files)
         self.check(f"{len(files)} files of the cache {name}", num_warnings=1)
 
+    def without_compiler(self):
+        """Starts without the compiler that has built the kernels."""
+        away = self._compiler.rename(self._folder / "away")
+        self.check("start without a compiler")
+        away.rename(self._compiler)
+
     def without_disk(self, name, options):
         """Starts with a file system of its own as the cache folder."""
         folder = self._folder / "mounted"
@@ -166,7 +172,7 @@ def checks_of(restarts):
     payload = pickle.dumps(Planted(restarts.planted))
     return {
         "killed": lambda: restarts.check("start after SIGKILL"),
-        "compiler": lambda: restarts.check("start without a compiler", CXX="/nonexistent"),
+        "compiler": restarts.without_compiler,
         "truncated": lambda: restarts.damaged("truncated", each_file(truncate)),
         "flipped": lambda: restarts.damaged("with a flipped bit", each_file(flip)),
         "empty": lambda: restarts.damaged("empty", each_file(lambda data: b"")),
