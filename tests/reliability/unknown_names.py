@@ -76,7 +76,7 @@ def main():
     process = Process("--served-model-name", "tiny", "--no-access-log", "--api-key", f"alice:{KEY}")
     statuses, marks, began = collections.Counter(), [], time.monotonic()
     try:
-        process.wait_until_ready()
+        process.wait_until_ready(within_s=900)
         with httpx.Client(base_url=process.url, headers=AUTHORIZED, timeout=60) as http:
             body = {"model": "tiny", "prompt": "Hi", "max_tokens": 4, "temperature": 0}
             known = http.post("/v1/completions", json=body).json()["choices"]
