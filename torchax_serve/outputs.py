@@ -146,6 +146,10 @@ class GroupUsage(NamedTuple):
     num_pages: int
     num_used: int
     num_cached: int  # pages that hold a prefix and belong to no running request
+    num_host_pages: int = 0  # pages in host memory
+    num_host_used: int = 0  # of those, with a prefix
+    num_offloaded: int = 0  # total, pages written to host memory
+    num_loaded: int = 0  # total, pages read back
 
 
 @dataclasses.dataclass(frozen=True)

@@ -100,6 +100,7 @@ ENGINE_ONLY: Mapping[str, Any] = {
     "timeout_s": None,
     "queue_timeout_s": None,
     "cache_salt": "",
+    "adapter": None,
 }
 """Options that a generation config does not have, with the value that means no effect."""
 
@@ -190,6 +191,7 @@ class SamplingParams:
     timeout_s: float | None = None  # seconds from submission after which the request ends
     queue_timeout_s: float | None = None  # seconds from submission after which it ends if it has not begun to run
     cache_salt: str | None = None  # cached prefixes are shared between requests of equal salt only
+    adapter: str | None = None  # name of a loaded LoRA adapter; None: the model itself
 
     def __new__(cls, *args: Any, **kwargs: Any) -> SamplingParams:
         """Raises InvalidArgumentError for an unknown field, with near matches."""
@@ -225,6 +227,8 @@ class SamplingParams:
             if not isinstance(self.cache_salt, str):
                 raise invalid("cache_salt", "a string", self.cache_salt, "None shares with all requests that have none")
             check_text("cache_salt", self.cache_salt)
+        if self.adapter is not None and (not isinstance(self.adapter, str) or not self.adapter):
+            raise invalid("adapter", "the name of a loaded adapter", self.adapter, "None is the model itself")
         self._check_together()
 
     def _check_numbers(self) -> None:

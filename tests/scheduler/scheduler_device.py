@@ -65,13 +65,21 @@ class FakeDevice:
         self.page_size = config.page_size
         self.windows = tuple(group.window for group in config.groups)
         self.pools = [np.full((group.num_pages, config.page_size), -7) for group in config.groups]
+        self.host = [np.full((group.num_host_pages, config.page_size), -8) for group in config.groups]
         self.last = [-7] * config.max_num_seqs
         self.writers: deque[dict] = deque()  # of each plan in flight, request by (group, page)
-        self.num_copies = 0
+        self.num_copies = self.num_loads = 0
 
     def run(self, plan: StepPlan) -> np.ndarray:
         """Tokens int[num_rows, num_steps]."""
         tables = [table.copy() for table in plan.page_tables]  # a scheduler may change them after the dispatch
+        for transfer in plan.page_transfers:
+            pool, host = self.pools[transfer.group], self.host[transfer.group]
+            if transfer.is_load:
+                pool[transfer.device_page] = host[transfer.host_page]
+            else:
+                host[transfer.host_page] = pool[transfer.device_page]
+            self.num_loads += transfer.is_load
         for slot in plan.fresh_slots:
             self.last[slot] = -7
         sources = [self.pools[copy.group][copy.source].copy() for copy in plan.page_copies]

@@ -13,6 +13,8 @@ GROUPS = [
     (CacheGroup("full", None, 9),),
     (CacheGroup("full", None, 12), CacheGroup("window", 5, 6)),
     (CacheGroup("window", 6, 7),),
+    (CacheGroup("full", None, 9, num_host_pages=5),),
+    (CacheGroup("full", None, 12, num_host_pages=20), CacheGroup("window", 5, 6, num_host_pages=3)),
     (),
 ]
 VARIANTS = [

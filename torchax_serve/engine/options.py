@@ -53,6 +53,8 @@ class EngineOptions:
             None: the positions of the encoder, at most 1024, and less where that would take more than half of the
             memory. A model whose encoder has a fixed input length takes None only.
         kv_cache_memory_bytes: Bytes of all pages together.
+        kv_offloading_bytes: Bytes of host memory for pages of prefixes that the device has to evict, all replicas of
+            this process together; they are loaded when a prompt begins with them. 0: such prefixes are computed again.
         max_num_batched_tokens: Tokens computed in one step, all requests together.
         enable_prefix_caching: Whether requests share the pages of a common prefix.
         max_num_waiting: Requests that may wait for a slot; one more is refused with `QueueFullError`. `generate_batch`
@@ -75,6 +77,7 @@ class EngineOptions:
     max_num_seqs: int = 32
     page_size: int = 16
     kv_cache_memory_bytes: int | None = None
+    kv_offloading_bytes: int = 0
     max_num_batched_tokens: int = 256
     enable_prefix_caching: bool = True
     max_num_steps: int = 16
@@ -91,6 +94,12 @@ class EngineOptions:
         for name in ("max_model_len", "kv_cache_memory_bytes", "max_encoder_len"):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), 1, "None chooses")
+        check_int("kv_offloading_bytes", self.kv_offloading_bytes, 0, "0 is none")
+        if self.kv_offloading_bytes and self.enable_prefix_caching is False:
+            raise InvalidArgumentError(
+                f"kv_offloading_bytes: expected 0 with enable_prefix_caching=False, as it stores prefixes, got "
+                f"{self.kv_offloading_bytes}; leave one of them out"
+            )
         for name in ("enable_prefix_caching", "batch_invariant"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidArgumentError(f"{name}: expected True or False, got {getattr(self, name)!r}")

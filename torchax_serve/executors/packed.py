@@ -31,6 +31,7 @@ from torchax_serve.executors.base import (
 from torchax_serve.executors.compiled_steps import CompiledSteps, StepCall
 from torchax_serve.executors.packed_specs import PackedSpecs, StepBuckets
 from torchax_serve.executors.request_input import RequestInput
+from torchax_serve.executors.slot_adapters import SlotAdapters
 from torchax_serve.executors.step_inputs import SAMPLED_ON_DEVICE, FusedDecodeSpec, PackedStepSpec
 from torchax_serve.kv_cache.pools import PagedCache
 from torchax_serve.sampling.sample import logprobs_of, sample
@@ -59,6 +60,7 @@ class PackedExecutor:
         max_num_steps: Maximum number of decode steps in one dispatch.
         batch_invariant: Whether matrix products sum in the same order for any number of rows.
         buckets: Sizes of its steps; None: those of this device.
+        lora: Form of the adapters' matrices among the weights; empty: there are none.
     """
 
     runs_ahead = True
@@ -75,6 +77,7 @@ class PackedExecutor:
         max_num_steps: int = 1,
         batch_invariant: bool = False,
         buckets: StepBuckets | None = None,
+        lora: str = "",
     ) -> None:
         self._program, self._weights, self.cache = program, weights, cache
         self._num_slots = num_slots
@@ -88,7 +91,9 @@ class PackedExecutor:
             max_num_steps=max_num_steps,
             batch_invariant=batch_invariant,
             has_rope_lens=program.rope is not None,
+            lora=lora,
         )
+        self._adapters = SlotAdapters(num_slots, lora)
         self.limits = ExecutorLimits(
             max_num_seqs=num_slots, fused_decode_steps=max_num_steps, token_buckets=self.buckets.costs
         )
@@ -126,7 +131,7 @@ class PackedExecutor:
 
         With `scored`, tokens int32[T] and whether the likeliest ones are read, the logits come with log-probabilities.
         """
-        batch = spec.unpack(numbers, last_tokens)
+        batch = self._adapters.of_tokens(spec.unpack(numbers, last_tokens), numbers, numbers[spec.bounds[1]])
         logits, pools = self._forward(weights, pools, batch, spec)
         if scored is None:
             return _with_rows(logits, len(last_tokens)), pools
@@ -149,7 +154,8 @@ class PackedExecutor:
         Returns logits [num_slots, vocab] of the last step and tokens int32[max_num_steps, S] of all, pools, and the
         sampler's state.
         """
-        batch, slots, num_steps, draws = spec.unpack(numbers)
+        batch, slots, num_steps, draws = spec.unpack(numbers[: spec.size])
+        batch = self._adapters.of_tokens(batch, numbers, slots)
         in_use = batch.kv_lens > 0
         # Traced in front of the loop, which has to know the shape of the logits.
         forward = _TracedFunction(functools.partial(self._forward, spec=spec.packed), weights, pools, batch)
@@ -221,7 +227,7 @@ class PackedExecutor:
         self, spec: FusedDecodeSpec, state: SamplerState, options: RowOptions, numbers: np.ndarray
     ) -> tuple[tuple[jax.Array, jax.Array], SamplerState]:
         """Runs a decode program on the cache; returns logits and tokens, and the new state."""
-        args = (self.cache.pools, state, options, numbers)
+        args = (self.cache.pools, state, options, self._adapters.behind(numbers))
         program = self._steps.get(spec, StepCall(self._decode_steps, args))
         results, self.cache.pools, state = program(self._weights, *args)
         return results, state
@@ -245,7 +251,7 @@ class PackedExecutor:
         spec = self._steps.choose(specs.for_decode(len(rows)) if is_decode else specs.for_tokens(num_tokens))
         if isinstance(spec, FusedDecodeSpec):
             return self._decode_logits(spec, last_tokens, spec.pack(rows, tables, ahead=ahead))
-        args = (self.cache.pools, last_tokens, spec.pack(rows, tables, ahead))
+        args = (self.cache.pools, last_tokens, self._adapters.behind(spec.pack(rows, tables, ahead)))
         program = self._steps.get(spec, StepCall(self._step, args))
         logits, self.cache.pools = program(self._weights, *args)
         return logits
@@ -264,7 +270,7 @@ class PackedExecutor:
         ids = np.zeros(spec.num_tokens, np.int32)
         ids[: len(following)] = following
         scored = ids, np.bool_(num_top > 0)
-        args = (self.cache.pools, sampler.last_tokens, spec.pack(rows, tables, 0), scored)
+        args = (self.cache.pools, sampler.last_tokens, self._adapters.behind(spec.pack(rows, tables, 0)), scored)
         program = self._steps.get(spec, StepCall(self._step, args))
         (logits, logprobs), self.cache.pools = program(self._weights, *args)
         return logprobs, logits
@@ -285,7 +291,7 @@ class PackedExecutor:
             self._weights,
             self.cache.pools,
             to_device(np.zeros(self._num_slots), np.int32),
-            np.zeros(spec.size, np.int32),
+            self._adapters.empty(spec.size),
             spec=spec,
         )
 
@@ -296,7 +302,10 @@ class PackedExecutor:
         specs += [self._specs.of_tokens(num_tokens) for num_tokens in prefill_lens]
         for spec in specs:
             is_decode = spec.layout.is_decode
-            ints = (abstract_ints(self._program.sharding, size) for size in (num_slots, spec.size))
+            ints = (
+                abstract_ints(self._program.sharding, size)
+                for size in (num_slots, len(self._adapters.empty(spec.size)))
+            )
             yield AbstractStep(
                 name="decode" if is_decode else "prefill",
                 num_tokens=spec.num_tokens,
@@ -312,8 +321,9 @@ class PackedExecutor:
         """Implements `Executor.check`: a packed model has no encoder."""
         refuse_encoder_input(name, source)
 
-    def assign(self, slot: int, source: RequestInput) -> None:
-        """Implements `Executor.assign`: rows have no inputs of their own."""
+    def assign(self, slot: int, source: RequestInput, adapter_id: int = 0) -> None:
+        """Implements `Executor.assign`: rows have adapters, and no other inputs of their own."""
+        self._adapters.assign(slot, adapter_id)
 
     def prepare(self, plan: StepPlan) -> None:
         """Implements `Executor.prepare`: the decode steps of the plan's requests."""
@@ -323,7 +333,7 @@ class PackedExecutor:
         """Returns a step with its arguments as shapes."""
         placed = functools.partial(jax.ShapeDtypeStruct, sharding=default_sharding())
         tokens: Any = placed((self._num_slots,), np.int32)
-        numbers = np.zeros(spec.size, np.int32)
+        numbers = self._adapters.empty(spec.size)
         if isinstance(spec, PackedStepSpec):
             scored = np.zeros(spec.num_tokens, np.int32), np.bool_(False)
             args = (self.cache.pools, tokens, numbers)

@@ -21,6 +21,7 @@ from model_adapters.ops.compressed_weight import Weights
 from model_adapters.ops.kv_pool import LARGEST
 from torchax_serve.executors.base import ExecutorChoice
 from torchax_serve.executors.packed import PackedExecutor
+from torchax_serve.executors.slot_adapters import lora_form, step_weights
 from torchax_serve.kv_cache.memory import MemoryBudget
 from torchax_serve.kv_cache.pools import CacheAllocation, HeadScales, PagedCache, PagedLayerSpec, PoolAllocator
 
@@ -53,7 +54,7 @@ def packed_executor(runtime: ModelRuntime, sizes: MemoryBudget) -> ExecutorChoic
         return _model(runtime, _cache(runtime, sizes.probe_plan(shapes), scales), sizes).temporary_bytes()
 
     budget = sizes.choose_cache_bytes(
-        sizes.max_usable_bytes(shapes), lambda: programs.memoize("temporary", f"{sizes}", temporary)
+        sizes.max_usable_bytes(shapes), lambda: programs.memoize("temporary", f"{sizes}{lora_form(runtime)}", temporary)
     )
     cache = _cache(runtime, sizes.plan(shapes, budget), scales)
     return ExecutorChoice(_model(runtime, cache, sizes))
@@ -104,7 +105,7 @@ def _model(runtime: ModelRuntime, cache: PagedCache, sizes: MemoryBudget) -> Pac
     slots, budget = sizes.max_num_seqs, sizes.max_num_batched_tokens
     return PackedExecutor(
         runtime.program,
-        runtime.weights,
+        step_weights(runtime),
         cache,
         programs,
         num_slots=slots,
@@ -112,6 +113,7 @@ def _model(runtime: ModelRuntime, cache: PagedCache, sizes: MemoryBudget) -> Pac
         max_num_steps=sizes.max_num_steps,
         batch_invariant=sizes.batch_invariant,
         buckets=None if programs.exported is None else programs.exported.memoized("step buckets"),
+        lora=lora_form(runtime),
     )
 
 

@@ -4,6 +4,7 @@ The package imports neither jax nor torch.
 """
 
 from torchax_serve.scheduler.config import CacheGroup, SchedulerConfig
+from torchax_serve.scheduler.host_pages import PageTransfer
 from torchax_serve.scheduler.page_allocator import PageAllocator, SequencePages
 from torchax_serve.scheduler.page_pool import NULL_PAGE, PageCopy, PagePool
 from torchax_serve.scheduler.prefill_budget import PrefillBudget
@@ -20,6 +21,7 @@ __all__ = [
     "PageAllocator",
     "PageCopy",
     "PagePool",
+    "PageTransfer",
     "PlanRow",
     "PrefillBudget",
     "RequestId",

@@ -219,6 +219,8 @@ class Scheduler:
                 self._queues.finish(state, reason)
                 results.append(RowResult(row.request_id, index, (), reason))
             self._queues.step_done(state)
+        if plan.page_transfers:
+            self.clear_prefix_cache()  # pages may lack what was to be loaded
         return results
 
     def pop_finished(self) -> list[RowResult]:

@@ -9,6 +9,7 @@ from typing import NamedTuple, overload
 import numpy as np
 
 from torchax_serve.outputs import FinishReason
+from torchax_serve.scheduler.host_pages import PageTransfer
 from torchax_serve.scheduler.page_pool import PageCopy
 from torchax_serve.scheduler.types import RequestId
 
@@ -68,8 +69,9 @@ class DecodeBatch(Sequence[PlanRow]):
 class StepPlan:
     """One dispatch to the device.
 
-    In this order: initialise the state of `fresh_slots`; do `page_copies` (all sources as they are before the first
-    copy); compute the rows, `num_steps` times where that is above 1, each time with the token sampled before.
+    In this order: do `page_transfers` one after the other; initialise the state of `fresh_slots`; do `page_copies` (all
+    sources as they are before the first copy); compute the rows, `num_steps` times where that is
+    above 1, each time with the token sampled before.
     """
 
     step: int
@@ -84,6 +86,7 @@ class StepPlan:
     Not a copy, and read-only: valid until the scheduler is called again, so copy what is kept. Entries are 0, the null
     page, behind the window, beyond what the slot's request has been given, and for empty slots.
     """
+    page_transfers: tuple[PageTransfer, ...] = ()  # between device and host
 
     @property
     def decode_rows(self) -> Sequence[PlanRow]:

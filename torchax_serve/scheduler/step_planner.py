@@ -127,6 +127,8 @@ class StepPlanner:
         fresh_slots: Sequence[int] = (),
         copies: Sequence[PageCopy] = (),
     ) -> StepPlan:
+        transfers = tuple(self._allocator.transfers)
+        self._allocator.transfers.clear()
         plan = StepPlan(
             step=self.num_planned,
             rows=rows,
@@ -135,6 +137,7 @@ class StepPlanner:
             fresh_slots=tuple(fresh_slots),
             page_copies=tuple(copies),
             page_tables=self._allocator.page_tables,
+            page_transfers=transfers,
         )
         self.num_planned += 1
         return plan

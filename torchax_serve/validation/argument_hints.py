@@ -78,7 +78,8 @@ HINTS: Mapping[str, str] = {
     "kv_cache_bytes": _CACHE_BYTES,
     "prefix_caching": _in_engine("enable_prefix_caching"),
     "max_source_len": _in_engine("max_encoder_len"),
-    "swap_space": _CACHE_BYTES,
+    "swap_space": "use EngineOptions(kv_offloading_bytes=...), bytes of host memory for evicted prefixes",
+    "kv_offloading_size": "use EngineOptions(kv_offloading_bytes=...), a number of bytes instead of GiB",
     "cpu_offload_gb": "weights are on the devices only; leave it out",
     "num_scheduler_steps": _in_engine("max_num_steps"),
     "cache_dtype": 'use EngineOptions(kv_cache_dtype="int8")',
@@ -118,8 +119,8 @@ SAMPLING = {
 """Field of `SamplingParams` by the keyword of a request with the same meaning."""
 
 
-_ENGINE = """max_model_len max_num_seqs page_size kv_cache_memory_bytes max_num_batched_tokens enable_prefix_caching
-max_num_steps max_decode_slowdown batch_invariant kv_cache_dtype max_encoder_len max_num_waiting
+_ENGINE = """max_model_len max_num_seqs page_size kv_cache_memory_bytes kv_offloading_bytes max_num_batched_tokens
+enable_prefix_caching max_num_steps max_decode_slowdown batch_invariant kv_cache_dtype max_encoder_len max_num_waiting
 max_num_waiting_tokens"""
 
 ENGINE = frozenset(_ENGINE.split())
