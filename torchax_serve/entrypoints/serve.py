@@ -80,15 +80,13 @@ def serve(
         cache_dir: folder of downloads; None is the hub library's own folder.
         progress, random_weights: shows load and compilation; make up weights, from the configuration alone.
         engine: batching and cache memory; None chooses.
-        mesh: number of devices on the axes ``model`` and ``expert``, and of replicas on ``data``; or a mesh with them.
-        tensor_parallel: short for ``mesh={"model": tensor_parallel}``.
+        mesh, tensor_parallel: devices on the axes ``model`` and ``expert``, replicas on ``data``; those on ``model``.
         refuse_uneven: raise for sizes that the devices do not divide; else they are padded with zeros.
         hosts: the hosts that share the model, of which this is the leader; the others call `follow`.
         pack_weights: compress bfloat16 weights to 3/4 of their bytes without loss, on one CPU with AVX and without AMX.
         quantization: preset ("int8", "int4", "fp8", ...), file or rules for fewer bits; "none": dense.
         requantize: let `quantization` round weights again that the checkpoint has quantized.
-        adapter: folder of a LoRA adapter as peft writes it, which is added to the weights.
-        adapters: folders of LoRA adapters by the name that requests give: ``SamplingParams(adapter=name)``.
+        adapter, adapters: folder of a LoRA adapter that is added to the weights; folders by the name in requests.
         max_loras, max_lora_rank, lora_target_modules: room for them; None: as `AdapterOptions`.
         speculative_config: short for ``engine=EngineOptions(speculative=speculative_config)``.
 
