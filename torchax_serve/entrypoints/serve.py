@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import jax
 from jax.sharding import Mesh
 
-from model_adapters.errors import InvalidArgumentError
+from model_adapters.errors import InvalidArgumentError, IsPipelineError
 from model_adapters.loading.gguf_names import split_tag
 from model_adapters.loading.model_source import ModelSource, bundle_folder, cached_source, parse_name
 from model_adapters.quantization.rules import DENSE, parse_rules
@@ -25,7 +25,7 @@ from torchax_serve.engine.options import EngineOptions
 from torchax_serve.entrypoints.recorded_model import recorded_model
 from torchax_serve.start.record import start_folder
 from torchax_serve.validation.argument_hints import refuses_unknown
-from torchax_serve.validation.library_objects import is_pipeline, is_pipeline_folder
+from torchax_serve.validation.library_objects import is_cached_pipeline, is_pipeline, is_pipeline_folder
 
 if TYPE_CHECKING:
     import torch
@@ -97,7 +97,12 @@ def serve(
     pathways.connect()
     enable_compile_cache()
     with gc_pause.paused():
-        return _serve_on_this_host(arguments) if hosts is None else _serve_on_hosts(arguments)
+        if hosts is not None:
+            return _serve_on_hosts(arguments)
+        try:
+            return _serve_on_this_host(arguments)
+        except IsPipelineError:  # known once the hub has listed the files of `model`
+            return _image_model(arguments)
 
 
 _LOADING = (
@@ -167,11 +172,8 @@ def _serve_on_this_host(arguments: dict[str, Any]) -> ServedModel:
     Args:
         arguments: Arguments of `serve` by name.
     """
-    if is_pipeline(arguments["model"]) or is_pipeline_folder(arguments["model"]):
-        from torchax_serve.entrypoints.image_model import load_image_model
-
-        # The annotation is that of language models, which nearly all callers have.
-        return cast("ServedModel", load_image_model(arguments))
+    if _is_pipeline(arguments):
+        return _image_model(arguments)
     if (bundle := bundle_folder(arguments["model"])) is not None:
         return _bundle_model(bundle, arguments)
     decisive = _decisive(arguments)
@@ -197,6 +199,20 @@ def _serve_on_this_host(arguments: dict[str, Any]) -> ServedModel:
         if recorded is not None:
             return cast("ServedModel", recorded)
     return load()
+
+
+def _is_pipeline(arguments: Mapping[str, Any]) -> bool:
+    """Tells whether the model is a pipeline of diffusers: an object, a folder, or a hub id with a copy here."""
+    model = arguments["model"]
+    is_here = is_pipeline(model) or is_pipeline_folder(model)
+    return is_here or is_cached_pipeline(model, arguments["revision"], arguments["cache_dir"])
+
+
+def _image_model(arguments: Mapping[str, Any]) -> ServedModel:
+    from torchax_serve.entrypoints.image_model import load_image_model
+
+    # The annotation is that of language models, which nearly all callers have.
+    return cast("ServedModel", load_image_model(arguments))
 
 
 def _bundle_model(folder: Path, arguments: Mapping[str, Any]) -> ServedModel:
@@ -225,7 +241,7 @@ def _serve_on_hosts(arguments: dict[str, Any]) -> ServedModel:
     """
     from torchax_serve.entrypoints.load import serve_on_hosts
 
-    if is_pipeline(arguments["model"]) or is_pipeline_folder(arguments["model"]):
+    if _is_pipeline(arguments):
         raise InvalidArgumentError("hosts: expected None for a pipeline, which runs on one host; leave it out")
     if bundle_folder(arguments["model"]) is not None:
         raise InvalidArgumentError("hosts: expected None for a bundle, which runs on one device; leave it out")

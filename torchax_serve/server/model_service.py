@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import hashlib
 import importlib.util
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -62,6 +63,7 @@ class ModelService:
         options: Of the server.
 
     Attributes:
+        root: Name of the model that was loaded; of a folder without its path.
         names: Names that requests may use.
         name: The first of them, which answers show.
         created: When it was ready, in seconds since 1970.
@@ -69,7 +71,8 @@ class ModelService:
 
     def __init__(self, model: ServedModel, options: ServerOptions) -> None:
         self.model = model
-        self.names = options.served_model_names or (public_name(model.name),)
+        self.root = public_name(model.name)
+        self.names = options.served_model_names or (self.root,)
         self.name = self.names[0]
         self.created = int(time.time())
         self._options = options
@@ -83,6 +86,11 @@ class ModelService:
         """Ends the threads and the model."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         self.model.close()
+
+    def without_path(self, text: str) -> str:
+        """Returns a text, such as that of an error, with the public name in place of the model's folder."""
+        name = self.model.name
+        return text.replace(name, self.name) if os.sep in name and self.root != name else text
 
     def prepare(self) -> None:
         """Makes what the first requests would wait for: the process of chat templates, and tables of tokens."""
