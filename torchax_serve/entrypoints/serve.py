@@ -80,8 +80,7 @@ def serve(
         cache_dir: folder of downloads; None is the hub library's own folder.
         progress, random_weights: shows load and compilation; make up weights, from the configuration alone.
         engine: batching and cache memory; None chooses.
-        mesh: number of devices on the axes ``model`` and ``expert``, and of replicas on ``data``; or a mesh with them.
-        tensor_parallel: short for ``mesh={"model": tensor_parallel}``.
+        mesh, tensor_parallel: devices on the axes ``model`` and ``expert``, replicas on ``data``; those on ``model``.
         refuse_uneven: raise for sizes that the devices do not divide; else they are padded with zeros.
         hosts: the hosts that share the model, of which this is the leader; the others call `follow`.
         pack_weights: compress bfloat16 weights to 3/4 of their bytes without loss, on one CPU with AVX and without AMX.
