@@ -19,6 +19,8 @@ from transformers import PreTrainedTokenizerBase
 
 from model_adapters.errors import TorchaxServeError, UnsupportedModelError
 from model_adapters.loading import LoadedModel
+from model_adapters.loading.modules_json import modules_root
+from model_adapters.loading.progress import Progress, SilentProgress
 from torchax_serve.compilation.executable_cache import ExecutableCache
 from torchax_serve.compilation.program_signature import model_identity
 from torchax_serve.compilation.xla_cache import programs_dir
@@ -177,6 +179,31 @@ class BaseModel(ExportableModel):
         call = _embedding(self, texts, pooling, normalize, prompt, prompt_name, truncate, truncate_dim)
         rows = await call.run_async(timeout_s, queue_timeout_s)
         return np.asarray(rows[0]) if isinstance(texts, str) else np.stack(rows)
+
+    @property
+    def embeds_by_files(self) -> bool:
+        """Whether the checkpoint's files say how its tokens become an embedding (``modules.json``)."""
+        folder = self._loaded_or_raise().files_folder
+        return folder is not None and modules_root(folder) is not None
+
+    def warm_up_texts(self, progress: Progress | None = None) -> str | None:
+        """Compiles the programs of `embed`, and of an encoder's labels and scores, for all lengths of texts.
+
+        Args:
+            progress: Shows the number of programs.
+
+        Returns:
+            Why texts will still compile programs; None if they will not.
+
+        Raises:
+            TorchaxServeError: the model was closed meanwhile, or a program cannot be compiled.
+        """
+        from torchax_serve.pooling.warm_up import warm_up
+
+        def closed() -> str | None:
+            return "a closed model" if self._loaded is None else None
+
+        return warm_up(self._followed(), self._runtimes[0], progress or SilentProgress(), closed)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model's forward, with torch tensors in and out."""

@@ -206,7 +206,9 @@ class Server:
 
 
 def warm_up(model: ServedModel, progress: Progress) -> None:
-    """Compiles the programs of the model's engine; models without one compile at their first request."""
+    """Compiles the programs of the model's engine, and those of an encoder's texts."""
+    if not model.writes_text or model.embeds_by_files:
+        _warm_up_texts(model, progress)
     if not model.writes_text:
         return
     try:
@@ -217,6 +219,14 @@ def warm_up(model: ServedModel, progress: Progress) -> None:
         logger.info("%d programs are ready after %.1f s", engine.stats().num_programs, time.monotonic() - began)
     except UnsupportedModelError as error:
         logger.warning("requests run one at a time: %s", error)
+
+
+def _warm_up_texts(model: ServedModel, progress: Progress) -> None:
+    began = time.monotonic()
+    if (reason := model.warm_up_texts(progress)) is None:
+        logger.info("the programs of texts are ready after %.1f s", time.monotonic() - began)
+    else:
+        logger.warning("texts compile programs at their first use: %s", reason)
 
 
 def notify_systemd(message: str) -> None:
