@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from model_adapters.errors import UnsupportedModelError
+from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
 from model_adapters.loading.progress import Progress
 from torchax_serve.compilation import gc_pause
 from torchax_serve.server.app import Application
@@ -174,10 +174,10 @@ class Server:
             await asyncio.sleep(TICK_S)
             self.context.metrics.loop_lag_s.set(max(0.0, time.monotonic() - began - TICK_S))
             try:
-                if self._listener.reload_certificate():
-                    logger.info("the certificate was read again")
-            except OSError:
-                logger.warning("the certificate cannot be read; connections use that of before")
+                if await self._listener.reload_tls():
+                    logger.info("the files of TLS were read again")
+            except (InvalidArgumentError, OSError) as error:
+                logger.warning("connections use the files of TLS of before: %s", error)
             if (reason := self._dead_reason()) is not None:
                 await self._die(reason)
                 return
