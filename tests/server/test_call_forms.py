@@ -13,6 +13,7 @@ from torchax_serve.sampling.grammar import GrammarCompiler
 from torchax_serve.server.call_forms import call_grammar
 from torchax_serve.server.errors import ApiError
 from torchax_serve.server.response_families import FAMILIES
+from torchax_serve.server.parsed_message import joined_calls
 from torchax_serve.server.response_parsing import AnswerParser
 
 PARAMETERS = {
@@ -124,7 +125,7 @@ def calls_of(family, text, tools=TOOLS):
     parser = AnswerParser(FORMS[family], "", tools)
     steps = [parser.push(text), parser.flush()]
     assert "".join(step.content + step.reasoning for step in steps).strip() == ""
-    found = [call["function"] for step in steps for call in step.tool_calls]
+    found = [call["function"] for call in joined_calls(steps)]
     return [(call["name"], json.loads(call["arguments"])) for call in found]
 
 
