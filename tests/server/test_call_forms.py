@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerFast
 from torchax_serve.sampling.grammar import GrammarCompiler
 from torchax_serve.server.call_forms import call_grammar
 from torchax_serve.server.errors import ApiError
-from torchax_serve.server.response_families import FAMILIES
 from torchax_serve.server.parsed_message import joined_calls
+from torchax_serve.server.response_families import FAMILIES
 from torchax_serve.server.response_parsing import AnswerParser
 
 PARAMETERS = {

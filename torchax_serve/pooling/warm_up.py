@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -82,10 +83,8 @@ def _texts(loaded: LoadedModel, runtime: ModelRuntime) -> _Texts:
         return _Texts(runtime, tokenizer_of(loaded).arguments, pad_id, limit or TOKENS_PER_BATCH)
     found = any_embedder(loaded, runtime)
     embedders = [found]
-    try:
+    with contextlib.suppress(InvalidArgumentError):  # without files of sentence-transformers requests say the pooling
         embedders.insert(0, own_embedder(loaded, runtime))
-    except InvalidArgumentError:  # no files of sentence-transformers: each request says the pooling
-        pass
     limit = max(each.max_len or TOKENS_PER_BATCH for each in embedders)
     return _Texts(found.part, found.tokenizer.arguments, found.pad_id, limit, tuple(embedders))
 

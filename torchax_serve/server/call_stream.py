@@ -174,20 +174,24 @@ class TaggedCalls:
         self, name: str, pattern: str, closing: str, typed: Callable[[Mapping[str, str]], Mapping[str, Any]]
     ) -> None:
         self._name, self._pattern, self._closing, self._typed = name, re.compile(pattern, re.DOTALL), closing, typed
-        self._body, self._keys = "", set[str]()  # text behind the last tag, keys so far
+        self._parts, self._end = [""], ""  # text behind the last tag; its end, which may begin what closes one
+        self._keys: set[str] = set()
         self.rest = ""
 
     def push(self, text: str) -> list[CallPiece]:
         """Returns what a piece of the region makes certain."""
-        seen = max(0, len(self._body) - len(self._closing) + 1)
-        self._body += text
+        self._parts.append(text)
+        self._end = self._end[-len(self._closing) + 1 :] + text
         found: list[CallPiece] = []
-        while self._body.find(self._closing, seen) >= 0:
-            seen = self._body.find(self._closing, seen) + len(self._closing)
-            tag = self._pattern.search(self._body, 0, seen)
-            self._body, seen = self._body[seen:], 0
-            if tag is not None and tag["key"] not in self._keys:
-                found.append(self._piece(tag["key"], tag["value"]))
+        if self._closing in self._end:
+            body, end = "".join(self._parts), 0
+            begin = max(0, len(body) - len(self._end))
+            while (closed := body.find(self._closing, begin)) >= 0:
+                tag = self._pattern.search(body, end, closed + len(self._closing))
+                begin = end = closed + len(self._closing)
+                if tag is not None and tag["key"] not in self._keys:
+                    found.append(self._piece(tag["key"], tag["value"]))
+            self._parts, self._end = [body[end:]], body[end:]
         return _merged(found)
 
     def _piece(self, key: str, value: str) -> CallPiece:

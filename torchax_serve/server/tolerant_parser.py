@@ -18,6 +18,21 @@ class TolerantParser(ResponseParser):
     """transformers' parser, with the text of regions that do not parse, and a buffer that does not grow."""
 
     _raw = ""
+    _parts: list[str]
+
+    @property  # type: ignore[override]  # a text that grows by copying takes time by the square of its length
+    def _body(self) -> str:
+        return "".join(self._parts)
+
+    @_body.setter
+    def _body(self, text: str) -> None:
+        self._parts = [text] if text else []
+
+    def _accumulate(self, events: list[dict[str, Any]], text: str) -> None:
+        before, self._parts = self._parts, []
+        super()._accumulate(events, text)
+        before += self._parts
+        self._parts = before
 
     @property
     def field(self) -> str | None:
