@@ -11,6 +11,7 @@ from typing import Any
 from torchax_serve.server.answers import Answer
 from torchax_serve.server.context import ServerContext
 from torchax_serve.server.formats import LogprobFormat, finish_reason_of, usage_of
+from torchax_serve.server.harmony import HarmonyParser
 from torchax_serve.server.merged_answers import merged_steps
 from torchax_serve.server.model_service import ModelService
 from torchax_serve.server.parsed_message import ParsedStep, joined_calls
@@ -27,7 +28,7 @@ class MessageReader:
         parser: Of reasoning and tool calls; None for plain text.
     """
 
-    def __init__(self, parser: AnswerParser | None) -> None:
+    def __init__(self, parser: AnswerParser | HarmonyParser | None) -> None:
         self._parser = parser
         self.num_reasoning_tokens = 0
 
@@ -70,7 +71,7 @@ class ChatCompletion:
         service: ModelService,
         request: ChatRequest,
         answers: list[Answer],
-        parsers: Sequence[AnswerParser | None],
+        parsers: Sequence[AnswerParser | HarmonyParser | None],
     ) -> None:
         self._context, self._request, self._answers = context, request, answers
         self._readers = [MessageReader(parser) for parser in parsers]
