@@ -167,6 +167,7 @@ FAMILIES: tuple[ResponseFamily, ...] = (
                 {"open_pattern": r"<\|channel>thought\n?", "close": "<channel|>"},
             ),
         },
+        CallForm("<|tool_call>call:", "", "<tool_call|>", between="", delimiter='<|"|>'),
     ),
     ResponseFamily(
         "glm",
