@@ -95,12 +95,13 @@ class Server:
         logger.info("listening on %s", ", ".join(self.addresses))
         logger.info("options: %s", json.dumps(self._options.public()))
         threading.Thread(target=self._load_model, args=(self._loop,), name="load", daemon=True).start()
-        ticker = asyncio.create_task(self._tick())
+        ticker, watcher = asyncio.create_task(self._tick()), asyncio.create_task(self.context.loop_lag.watch())
         try:
             await self._ended.wait()
             return EXIT_DEAD if self.context.stage is Stage.DEAD else await self._drain()
         finally:
             ticker.cancel()
+            watcher.cancel()
             self._listener.close()
             self._listener.cancel_requests()
             await asyncio.sleep(0)
@@ -170,9 +171,8 @@ class Server:
     async def _tick(self) -> None:
         """Looks at the engine, the certificate and the event loop from time to time."""
         while True:
-            began = time.monotonic()
             await asyncio.sleep(TICK_S)
-            self.context.metrics.loop_lag_s.set(max(0.0, time.monotonic() - began - TICK_S))
+            self.context.metrics.loop_lag_s.set(self.context.loop_lag.take())
             try:
                 if await self._listener.reload_tls():
                     logger.info("the files of TLS were read again")
