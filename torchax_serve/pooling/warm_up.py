@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -104,6 +105,6 @@ def _tasks(texts: _Texts, of_results: Any, of_arguments: Any) -> Iterator[Compil
             if hidden is not None:
                 placed = jax.ShapeDtypeStruct(hidden.shape, hidden.dtype, sharding=of_results)
                 for each in texts.embedders:
-                    yield CompileTask("pool", lambda each=each: each.compile_pooling(placed, mask))
+                    yield CompileTask("pool", functools.partial(each.compile_pooling, placed, mask))
 
         yield CompileTask(shape, compile).then(further)

@@ -20,7 +20,7 @@ class TolerantParser(ResponseParser):
     _raw = ""
     _parts: list[str]
 
-    @property  # type: ignore[override]  # a text that grows by copying takes time by the square of its length
+    @property  # a text that grows by copying takes time by the square of its length
     def _body(self) -> str:
         return "".join(self._parts)
 
