@@ -13,7 +13,7 @@ from encoder_models import TEXTS, folder, tokenizer, write
 from safetensors.torch import save_file
 
 from torchax_serve import CheckpointError, InvalidArgumentError, UnsupportedModelError, serve
-from torchax_serve.pooling.layers import ACTIVATIONS, EmbeddingOptions, Layer, embeddings
+from torchax_serve.pooling.layers import ACTIVATIONS, Layer, PoolingOptions, embeddings
 from torchax_serve.pooling.sentence_transformers import rule_in
 
 pytestmark = pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64:UserWarning")
@@ -154,7 +154,7 @@ def test_activations_match_torch(name):
     weights = ({"linear.weight": np.eye(37, dtype=np.float32)},)
     layers = (Layer("pooling", ("cls",)), Layer("dense", activation=name))
     ones, none = np.ones((1, 1), np.int32), np.zeros(1, np.int32)
-    options = EmbeddingOptions(pooling=0, num_values=37, keeps_norms=True, normalize=False)
+    options = PoolingOptions(pooling=0, num_values=37, keeps_norms=True, normalize=False)
     found = embeddings(layers, ({}, *weights), jnp.asarray(x.numpy()[None, None]), ones, none, options)
     np.testing.assert_allclose(found[0], module(x).numpy(), atol=1e-6, rtol=1e-6)
 

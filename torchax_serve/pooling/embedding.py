@@ -16,7 +16,7 @@ from model_adapters.loading import LoadedModel
 from model_adapters.loading.checkpoint import PICKLE_FILE, SAFE_FILE, Checkpoint, pickle_only
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
 from torchax_serve.pooling.batching import Text, checked_texts, limit_of, rows_of, run
-from torchax_serve.pooling.layers import ANY_POOLING, EmbeddingOptions, Layer, embeddings
+from torchax_serve.pooling.layers import ANY_POOLING, Layer, PoolingOptions, embeddings
 from torchax_serve.pooling.sentence_transformers import POOLINGS, EmbeddingRule, LayerFiles, rule_in
 from torchax_serve.pooling.text_rule import TextRule
 from torchax_serve.pooling.text_tokenizer import TextTokenizer
@@ -187,8 +187,8 @@ def any_embedder(loaded: LoadedModel, runtime: ModelRuntime) -> Embedder:
     return loaded.once(_AnyEmbedder, lambda: _AnyEmbedder(loaded, runtime, rule))
 
 
-def _options(pooling: int, num_values: int, normalize: bool | None) -> EmbeddingOptions:
-    return EmbeddingOptions(
+def _options(pooling: int, num_values: int, normalize: bool | None) -> PoolingOptions:
+    return PoolingOptions(
         np.asarray(pooling, np.int32),
         np.asarray(num_values, np.int32),
         np.asarray(normalize is not False),

@@ -61,10 +61,10 @@ class Layer:
 
 
 ANY_POOLING = Layer("pooling")
-"""Layer whose pooling each request chooses (`EmbeddingOptions.pooling`)."""
+"""Layer whose pooling each request chooses (`PoolingOptions.pooling`)."""
 
 
-class EmbeddingOptions(NamedTuple):
+class PoolingOptions(NamedTuple):
     """Options of a request; arrays, so that no request compiles a program.
 
     Attributes:
@@ -86,7 +86,7 @@ def embeddings(
     hidden: jax.Array,
     mask: jax.Array,
     prompt_lens: jax.Array,
-    options: EmbeddingOptions,
+    options: PoolingOptions,
 ) -> jax.Array:
     """Returns embeddings float32[rows, dim].
 

@@ -15,7 +15,15 @@ from model_adapters.loading import LoadedModel
 from model_adapters.loading.progress import Progress
 from model_adapters.program.model_program import CallSpec
 from torchax_serve.compilation.background import CompileTask, compile_all
-from torchax_serve.pooling.batching import TOKENS_PER_BATCH, batch_arguments, batch_shapes, limit_of, pads_texts, run
+from torchax_serve.pooling.batching import (
+    TOKENS_PER_BATCH,
+    Batch,
+    batch_arguments,
+    batch_shapes,
+    limit_of,
+    pads_texts,
+    run,
+)
 from torchax_serve.pooling.classification import pad_id_of_head, tokenizer_of
 from torchax_serve.pooling.embedding import Embedder, any_embedder, own_embedder, pad_id_of
 from torchax_serve.pooling.text_tokenizer import IDS
@@ -66,13 +74,19 @@ def warm_up(
     if not pads_texts(texts.part, texts.pad_id):
         return "its texts are not padded, so that each length has a program of its own"
     first = next(run(texts.part, [{IDS: [texts.pad_id or 0]}], texts.names, pad_id=texts.pad_id))
-    if texts.part.reads_text_values:
+    tasks, num_programs = list(_tasks(texts, *_places(first))), texts.part.steps.forward.num_programs
+    tasks[0].compile()  # the batch that has just run
+    if texts.part.steps.forward.num_programs > num_programs:
         return "its code reads the values of texts, so that each text has a program of its own"
-    like = next(leaf for leaf in jax.tree.leaves(first.fields) if isinstance(leaf, jax.Array))
-    tasks = list(_tasks(texts, like.sharding, first.mask.sharding))
     with progress.stage("compiling programs", len(tasks), "items") as advance:
         compile_all(tasks, advance, cancelled)
     return None
+
+
+def _places(batch: Batch) -> tuple[Any, Any]:
+    """Returns where results and arguments of a batch lie."""
+    result = next(leaf for leaf in jax.tree.leaves(batch.fields) if isinstance(leaf, jax.Array))
+    return result.sharding, batch.mask.sharding
 
 
 def _texts(loaded: LoadedModel, runtime: ModelRuntime) -> _Texts:

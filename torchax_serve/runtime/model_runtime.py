@@ -149,11 +149,6 @@ class ModelRuntime:
         self._set_up(ModelProgram(module, sharding, part, self.watch), ExecutableCache())  # its code is not the files'
 
     @property
-    def reads_text_values(self) -> bool:
-        """Whether calls so far have needed programs for the values of their arguments, not for shapes alone."""
-        return self._known.reads_values
-
-    @property
     def why_stepwise(self) -> str | None:
         """Reason why each token needs a call of the model itself, such as hooks; None: no need."""
         if self.watch.hooked:

@@ -100,11 +100,6 @@ class StaticArgPolicy:
         self._known: dict[str, StaticArgs] = {}
         self._select: set[str] = set()  # kinds whose code selects by masks
 
-    @property
-    def reads_values(self) -> bool:
-        """Whether a call so far had arguments whose values are constants of its program."""
-        return any(known > StaticArgs.NOTHING for known in self._known.values())
-
     def run(
         self,
         given: dict[str, Any],
