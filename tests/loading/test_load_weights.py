@@ -80,15 +80,24 @@ def test_ways_to_say_bfloat16(dtype, tmp_path):
 
 
 @pytest.mark.parametrize("equal", [True, False])
-def test_both_of_two_tied_names_in_the_file(equal, tmp_path):
-    """transformers ties them where they are equal and keeps both where they are not."""
+def test_both_of_two_tied_names_in_the_file(equal, tmp_path, monkeypatch):
+    """transformers ties them where they are equal and keeps both where they are not; equal ones leave torch at once."""
     tiny_folder(tmp_path, "llama_tied")
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
     embedding = tensors["model.embed_tokens.weight"]
     tensors["lm_head.weight"] = embedding.clone() if equal else embedding + 1
     save_file(tensors, file, metadata={"format": "pt"})
+    at_the_end = []
+    tie = modeling_utils.PreTrainedModel.tie_weights
+
+    def observed(model, *args, **options):
+        at_the_end.append(model.lm_head.weight.is_meta and model.model.embed_tokens.weight.is_meta)
+        return tie(model, *args, **options)
+
+    monkeypatch.setattr(modeling_utils.PreTrainedModel, "tie_weights", observed)
     loaded = load_model(tmp_path)
+    assert at_the_end[-1] == equal
     assert (loaded.weights["lm_head.weight"] is loaded.weights["model.embed_tokens.weight"]) == equal
     np.testing.assert_array_equal(loaded.weights["lm_head.weight"], tensors["lm_head.weight"].numpy())
 
