@@ -1,4 +1,4 @@
-"""The GPU kernels compiled for an H200 and an H100, without one: no register spills, no copy of the pool, no loop on the host.
+"""The GPU kernels compiled for an H200 and an H100, without one: no spills, no copy of the pool, no loop on the host.
 
 Needs XLA's plug-in for CUDA and NVIDIA's compilers, which ``gpu_compile.NEEDED`` names.
 """

@@ -1,4 +1,4 @@
-"""Quantized products compiled for TPUs, an H100 and an H200: weights are read as they are stored, and never written dense.
+"""Quantized products compiled for TPUs, an H100 and an H200: weights are read as they are stored, never made dense.
 
 Needs libtpu and XLA's plug-in for CUDA, as the other modules of this folder.
 """
