@@ -189,6 +189,23 @@ def test_peak_memory_is_at_most_a_quarter_above_the_checkpoint(kind, megabytes, 
     assert 0.8 < result["peak_growth_bytes"] / result["files_bytes"] <= 1.25, result
 
 
+def test_peak_memory_of_quantized_files_on_a_mesh_is_a_fifth_above_them(tmp_path):
+    """Both tied names are in the files, as other tools write them; the table counts once."""
+    script = ROOT / "benchmarks" / "load_memory.py"
+    runpy.run_path(str(script))["write"]("dense", 260, tmp_path, "int8")
+    tensors = load_file(tmp_path / "big" / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, tmp_path / "big" / "model.safetensors", metadata={"format": "pt"})
+    table = tensors["lm_head.weight"].nbytes
+    command = [sys.executable, str(script), "--step", "load", "--devices", "4", "--folder", str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["num_devices"] == 4 and result["quantization"].endswith("8.03 bits a number")
+    assert 0.9 < result["peak_growth_bytes"] / (result["files_bytes"] - table) <= 1.2, result
+
+
 def test_weights_that_do_not_fit_are_refused_before_reading(tmp_path, monkeypatch):
     tiny_folder(tmp_path)
     monkeypatch.setattr(memory, "free_host_bytes", lambda: 80_000)
