@@ -123,6 +123,9 @@ class GenerationStats:
         decode_tokens_per_s: Rate of the tokens after the first; None with fewer than two tokens.
         total_s: Seconds from the request to the last token.
         finish_reason: Why the answer ended; None while it runs.
+        cached_tokens: Number of tokens of the prompt that were found in the prefix cache.
+        queued_s: Seconds from the request to its first step, a part of `ttft_s`; None before it, and off the engine.
+        num_preemptions: How often it made room for other requests; its tokens were computed anew each time.
     """
 
     prompt_tokens: int
@@ -131,6 +134,9 @@ class GenerationStats:
     decode_tokens_per_s: float | None
     total_s: float
     finish_reason: FinishReason | None
+    cached_tokens: int = 0
+    queued_s: float | None = None
+    num_preemptions: int = 0
 
 
 class GroupUsage(NamedTuple):
@@ -140,6 +146,10 @@ class GroupUsage(NamedTuple):
     num_pages: int
     num_used: int
     num_cached: int  # pages that hold a prefix and belong to no running request
+    num_host_pages: int = 0  # pages in host memory
+    num_host_used: int = 0  # of those, with a prefix
+    num_offloaded: int = 0  # total, pages written to host memory
+    num_loaded: int = 0  # total, pages read back
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,6 +164,8 @@ class SchedulerStats:
     num_prompt_tokens: int  # total, of requests that started (again after a preemption)
     num_hit_tokens: int  # total, prompt tokens found in the prefix cache
     num_new_tokens: int  # total, accepted
+    num_draft_tokens: int = 0  # total, drafts that were verified
+    num_accepted_tokens: int = 0  # total, of these those that were accepted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,9 +205,12 @@ class EngineStats:
     def __str__(self) -> str:
         """Returns one line for people."""
         scheduler = self.scheduler
+        drafts = ""
+        if scheduler.num_draft_tokens:
+            drafts = f"{scheduler.num_accepted_tokens}/{scheduler.num_draft_tokens} drafts accepted, "
         pages = ", ".join(f"{group.num_used}/{group.num_pages} pages ({group.name})" for group in scheduler.pages)
         return (
             f"{scheduler.num_running} running, {scheduler.num_waiting} waiting, {pages or 'no pages'}, "
             f"prefix hits {self.prefix_hit_rate:.0%}, {scheduler.num_preemptions} preempted, "
-            f"{self.num_programs} programs, {self.tokens_per_s:.0f} tokens/s"
+            f"{drafts}{self.num_programs} programs, {self.tokens_per_s:.0f} tokens/s"
         )

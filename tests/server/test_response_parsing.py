@@ -233,15 +233,20 @@ def test_random_texts_raise_nothing_and_do_not_depend_on_cuts(family):
         assert parsed(family, "", list(answer)) == parsed(family, "", [answer])
 
 
-def test_time_is_linear_in_the_length():
-    def seconds(num_pieces):
+@pytest.mark.parametrize("family", sorted(BY_NAME))
+def test_time_is_linear_in_the_length(family):
+    """Of plain answers, and of those whose call or thought never ends."""
+    answer = next(transcript[2] for transcript in TRANSCRIPTS if transcript[0] == family)
+
+    def seconds(begin, num_pieces):
         began = time.process_time()
-        parsed("hermes", "", ["<think>", *["some words "] * num_pieces, "</think>", *["more words "] * num_pieces])
+        parsed(family, "", [begin, *["some words "] * num_pieces])
         return time.process_time() - began
 
-    seconds(1000)
-    short, long = seconds(10_000), seconds(80_000)
-    assert long < 24 * short
+    for begin in ("", answer[: len(answer) // 2]):
+        seconds(begin, 200)
+        short, long = seconds(begin, 1000), seconds(begin, 8000)
+        assert long < 24 * max(short, 0.005), begin
 
 
 def test_without_tools_a_call_is_content():

@@ -20,6 +20,7 @@ from torchax_serve.cli.shared.config_file import ConfigFile
 from torchax_serve.cli.shared.load_model import end_if_explained
 from torchax_serve.cli.shared.load_options import DeviceOptions, MaxModelLen, option_groups
 from torchax_serve.cli.shared.model_name import check_model, complete_model
+from torchax_serve.cli.shared.speculative import SpeculativeJson, parse_speculative
 
 if TYPE_CHECKING:
     from torchax_serve.server.options import ServerOptions
@@ -92,6 +93,10 @@ class AccessOptions:
         str | None,
         _access("--otlp-traces-endpoint", help="URL of an OpenTelemetry collector, with its path: spans of requests."),
     ] = None
+    allow_runtime_lora_updating: Annotated[
+        bool,
+        _access("--allow-runtime-lora-updating", help="Let requests load adapters, from any folder of this machine."),
+    ] = False
     profile_dir: Annotated[
         Path | None, _access("--profile-dir", help="Folder of the profiles of /start_profile and /stop_profile.")
     ] = None
@@ -108,6 +113,9 @@ class LimitOptions:
     max_num_waiting_tokens: Annotated[
         int, _limits("--max-num-waiting-tokens", help="Tokens of waiting prompts; more are answered with 429.", min=1)
     ] = 1 << 22
+    kv_offloading_size: Annotated[
+        float, _limits("--kv-offloading-size", help="GiB of host memory for evicted prefixes, to be loaded again.")
+    ] = 0.0
     max_body_mib: Annotated[int, _limits("--max-body-mib", help="MiB of a request's body.", min=1)] = 32
     max_connections: Annotated[int, _limits("--max-connections", help="Open connections.", min=1)] = 4096
     max_connections_per_address: Annotated[
@@ -158,6 +166,7 @@ def serve(
     limits: LimitOptions,
     life: LifeOptions,
     max_model_len: MaxModelLen = None,
+    speculative_config: SpeculativeJson = None,
     config: ConfigFile = None,
     load: DeviceOptions,
 ) -> int:
@@ -177,7 +186,7 @@ def serve(
     _log_to_stderr(options.log_format)
     from torchax_serve import EngineOptions
     from torchax_serve import serve as load_model
-    from torchax_serve.server.lifespan import Server
+    from torchax_serve.server.lifespan import Server, end_children
     from torchax_serve.text.template_renderer import shared_renderer
 
     engine = EngineOptions(
@@ -185,6 +194,8 @@ def serve(
         max_num_waiting=limits.max_num_waiting,
         max_num_waiting_tokens=limits.max_num_waiting_tokens,
         max_model_len=max_model_len,
+        kv_offloading_bytes=_offloading_bytes(limits.kv_offloading_size),
+        speculative=parse_speculative(speculative_config),
     )
     load.show_details()
     _warn_if_open(options)
@@ -196,6 +207,7 @@ def serve(
         status = server.run()
     finally:
         shared_renderer().close()
+        end_children()
     # A thread that still compiles must not keep the process, and an orderly end of torch and jax takes seconds.
     sys.stdout.flush()
     sys.stderr.flush()
@@ -235,6 +247,7 @@ def _server_options(
         metrics_compat=access.metrics_compat,
         otlp_traces_endpoint=access.otlp_traces_endpoint,
         profile_dir=access.profile_dir,
+        allow_runtime_lora_updating=access.allow_runtime_lora_updating,
         response_template=access.response_template,
         request_timeout_s=limits.request_timeout,
         queue_timeout_s=limits.queue_timeout,
@@ -258,13 +271,18 @@ def _named_key(index: int, text: str) -> tuple[str, str]:
 
 
 def _log_to_stderr(log_format: str) -> None:
+    """Writes the lines of the server, and warnings of all that it uses, in one format."""
     from torchax_serve.server.logs import handler
 
+    logging.getLogger().addHandler(handler(log_format))
     for name in ("torchax_serve.server", "torchax_serve.access"):
-        logger = logging.getLogger(name)
-        logger.setLevel(logging.INFO)
-        logger.addHandler(handler(log_format))
-        logger.propagate = False
+        logging.getLogger(name).setLevel(logging.INFO)
+
+
+def _offloading_bytes(gib: float) -> int:
+    if not 0 <= gib <= 1 << 30:
+        raise InvalidArgumentError(f"--kv-offloading-size: expected GiB >= 0, got {gib}; 0 is none")
+    return int(gib * 2**30)
 
 
 def _check_watched(model: str | None, life: LifeOptions) -> None:

@@ -17,11 +17,11 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from torchax_serve.server import audio, health, openapi, pooling, profile_routes, tokens
+from torchax_serve.server import adapter_routes, audio, health, openapi, pooling, profile_routes, tokens
 from torchax_serve.server.chat import chat_completions
 from torchax_serve.server.completions import completions
 from torchax_serve.server.context import ServerContext, Stage
-from torchax_serve.server.errors import ApiError, api_error_of, where_of
+from torchax_serve.server.errors import ApiError, where_of
 from torchax_serve.server.options import LOOPBACK
 
 logger = logging.getLogger("torchax_serve.server")
@@ -43,6 +43,8 @@ ROUTES: tuple[tuple[str, str, Callable[..., Awaitable[Any]]], ...] = (
     ("GET", "/metrics", health.metrics),
     ("GET", "/v1/models", health.models),
     ("GET", "/v1/models/{model:path}", health.model),
+    ("POST", "/v1/load_lora_adapter", adapter_routes.load_lora_adapter),
+    ("POST", "/v1/unload_lora_adapter", adapter_routes.unload_lora_adapter),
     ("POST", "/v1/chat/completions", chat_completions),
     ("POST", "/v1/chat/completions/render", tokens.render),
     ("POST", "/v1/completions", completions),
@@ -192,7 +194,7 @@ class _Exchange:
 
     async def _fail(self, error: BaseException) -> None:
         """Sends an error; one that comes when the answer has begun can only be logged."""
-        answer = api_error_of(error)
+        answer = self._context.error_of(error)
         if answer.status >= 500 and not isinstance(error, ApiError):
             logger.error("%s: the request failed: %s", self._scope["state"]["request_id"], where_of(error))
         self._context.metrics.errors.labels(answer.type).inc()

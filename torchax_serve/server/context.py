@@ -14,7 +14,7 @@ from model_adapters.errors import UnsupportedArgumentError
 from torchax_serve import __version__
 from torchax_serve.server.answers import Answer
 from torchax_serve.server.auth import ApiKeys
-from torchax_serve.server.errors import ApiError
+from torchax_serve.server.errors import ApiError, api_error_of
 from torchax_serve.server.key_limits import KeyUsages
 from torchax_serve.server.metrics import Metrics
 from torchax_serve.server.model_service import ModelService
@@ -74,6 +74,13 @@ class ServerContext:
     def loaded(self) -> ModelService | None:
         """The model; None while it is loaded."""
         return self._service
+
+    def error_of(self, error: BaseException) -> ApiError:
+        """Returns the answer to an error; it shows no path of the model."""
+        answer = api_error_of(error)
+        if self._service is not None:
+            answer.message = self._service.without_path(answer.message)
+        return answer
 
     def service(self) -> ModelService:
         """Returns the model.

@@ -51,6 +51,7 @@ class Server:
         self._options, self._load = options, load
         self._listener = HttpListener(Application(self.context), options)
         self._error: BaseException | None = None
+        self._is_started = False  # the model is loaded, and its programs are there
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ended: asyncio.Event | None = None
         self._num_signals = 0
@@ -82,6 +83,7 @@ class Server:
         self._num_signals += 1
         if self._num_signals > 1:
             logger.warning("a second signal: the server ends at once")
+            end_children()
             os._exit(EXIT_CUT)
         assert self._ended is not None
         self._ended.set()
@@ -108,8 +110,9 @@ class Server:
             await self._close_context()
 
     def _close_model(self) -> None:
+        """Closes the model, unless it is still made: that would wait for a program or a kernel that is compiled."""
         service = self.context.loaded
-        if service is not None and self.context.stage is not Stage.DEAD:
+        if service is not None and self._is_started and self.context.stage is not Stage.DEAD:
             service.close()
 
     async def _close_context(self) -> None:
@@ -131,6 +134,8 @@ class Server:
             gc_pause.freeze_for_serving()
             loop.call_soon_threadsafe(self._set_ready, time.monotonic() - began)
         except BaseException as error:
+            if self.context.stage is Stage.DRAINING:
+                return  # the end of the process has cut the start off
             self._error = error
             with contextlib.suppress(RuntimeError):  # the loop has ended before
                 loop.call_soon_threadsafe(self._on_signal)
@@ -141,6 +146,7 @@ class Server:
             self.context.stage = Stage.WARMING_UP
 
     def _set_ready(self, duration_s: float) -> None:
+        self._is_started = True
         if self.context.stage is Stage.WARMING_UP:
             self.context.stage = Stage.READY
             assert self.context.loaded is not None
@@ -217,6 +223,23 @@ def warm_up(model: ServedModel, progress: Progress) -> None:
         logger.info("%d programs are ready after %.1f s", engine.stats().num_programs, time.monotonic() - began)
     except UnsupportedModelError as error:
         logger.warning("requests run one at a time: %s", error)
+
+
+def end_children() -> None:
+    """Ends the processes that this one has started, with theirs, such as a compiler of kernels.
+
+    The end of one may start the next, of the next source file: so it looks again, for a second at most.
+    """
+    import psutil  # type: ignore[import-untyped]
+
+    for _ in range(10):
+        children = psutil.Process().children(recursive=True)
+        if not children:
+            return
+        for child in children:
+            with contextlib.suppress(psutil.Error):
+                child.kill()
+        psutil.wait_procs(children, timeout=0.1)
 
 
 def notify_systemd(message: str) -> None:

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import hashlib
 import importlib.util
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -62,6 +63,7 @@ class ModelService:
         options: Of the server.
 
     Attributes:
+        root: Name of the model that was loaded; of a folder without its path.
         names: Names that requests may use.
         name: The first of them, which answers show.
         created: When it was ready, in seconds since 1970.
@@ -69,7 +71,8 @@ class ModelService:
 
     def __init__(self, model: ServedModel, options: ServerOptions) -> None:
         self.model = model
-        self.names = options.served_model_names or (_public_name(model.name),)
+        self.root = public_name(model.name)
+        self.names = options.served_model_names or (self.root,)
         self.name = self.names[0]
         self.created = int(time.time())
         self._options = options
@@ -83,6 +86,11 @@ class ModelService:
         """Ends the threads and the model."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         self.model.close()
+
+    def without_path(self, text: str) -> str:
+        """Returns a text, such as that of an error, with the public name in place of the model's folder."""
+        name = self.model.name
+        return text.replace(name, self.name) if os.sep in name and self.root != name else text
 
     def prepare(self) -> None:
         """Makes what the first requests would wait for: the process of chat templates, and tables of tokens."""
@@ -128,9 +136,20 @@ class ModelService:
         if task not in self.tasks:
             raise ApiError(404, f"{route}: {self.name} does not {task}; it can {', '.join(self.tasks)}")
 
-    def check_name(self, name: str, key: ApiKey | None = None) -> None:
-        """Raises ApiError, 404, unless a request's `model` is one of this service's that its key may use."""
-        if name not in self.names or not (key is None or key.allows(name)):
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        """Folders of the adapters that requests can name as their model, by name."""
+        # Asked of the class: an attribute that a recorded model has not loads its torch module.
+        found: Mapping[str, str] = self.model.adapters if hasattr(type(self.model), "adapters") else {}
+        return {name: path for name, path in found.items() if name not in self.names}
+
+    def check_name(self, name: str, key: ApiKey | None = None, *, may_be_adapter: bool = False) -> None:
+        """Raises ApiError, 404, unless a request's `model` is one of this service's that its key may use.
+
+        With `may_be_adapter` it may be the name of an adapter as well.
+        """
+        is_known = name in self.names or (may_be_adapter and name in self.adapters)
+        if not is_known or not (key is None or key.allows(name)):
             raise ApiError(
                 404,
                 f"the model {name[:100]!r} does not exist; GET /v1/models lists those that do",
@@ -240,6 +259,11 @@ class ModelService:
         return submit(self.model, prepared, options)
 
 
+def adapter_of(service: ModelService, name: str) -> str | None:
+    """Returns the adapter that a request's `model` names; None for the model itself."""
+    return name if name in service.adapters else None
+
+
 def scoped_salt(key_name: str | None, salt: str | None) -> str | None:
     """Returns the salt of cached prefixes, which no two API keys share; None without a key and a salt."""
     if key_name is None and not salt:
@@ -285,7 +309,7 @@ def _texts_of(message: Mapping[str, Any]) -> list[str]:
     return [text for text in texts if isinstance(text, str)]
 
 
-def _public_name(name: str) -> str:
+def public_name(name: str) -> str:
     """Returns the name that requests use: of a folder its last part, so that no path is shown."""
     if name == EMBEDDED_NAME:
         return "embedded"
