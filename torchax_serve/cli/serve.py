@@ -20,6 +20,7 @@ from torchax_serve.cli.shared.config_file import ConfigFile
 from torchax_serve.cli.shared.load_model import end_if_explained
 from torchax_serve.cli.shared.load_options import DeviceOptions, MaxModelLen, option_groups
 from torchax_serve.cli.shared.model_name import check_model, complete_model
+from torchax_serve.cli.shared.speculative import SpeculativeJson, parse_speculative
 
 if TYPE_CHECKING:
     from torchax_serve.server.options import ServerOptions
@@ -165,6 +166,7 @@ def serve(
     limits: LimitOptions,
     life: LifeOptions,
     max_model_len: MaxModelLen = None,
+    speculative_config: SpeculativeJson = None,
     config: ConfigFile = None,
     load: DeviceOptions,
 ) -> int:
@@ -193,6 +195,7 @@ def serve(
         max_num_waiting_tokens=limits.max_num_waiting_tokens,
         max_model_len=max_model_len,
         kv_offloading_bytes=_offloading_bytes(limits.kv_offloading_size),
+        speculative=parse_speculative(speculative_config),
     )
     load.show_details()
     _warn_if_open(options)

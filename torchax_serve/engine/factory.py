@@ -10,19 +10,19 @@ import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from model_adapters.errors import InvalidArgumentError
+from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
 from torchax_serve.engine.adapters import Adapters
 from torchax_serve.engine.engine import Engine
 from torchax_serve.engine.model_runner import NO_ADAPTERS, ModelRunner
 from torchax_serve.engine.options import MAX_DECODER_LEN, MAX_DISPATCH_S, MAX_ENCODER_LEN, MAX_MODEL_LEN, EngineOptions
 from torchax_serve.executors.base import ExecutorChoice
-from torchax_serve.executors.choice import choose_executor
+from torchax_serve.executors.choice import choose_executor, refuse_drafts
 from torchax_serve.executors.single_request import SingleRequestExecutor
 from torchax_serve.kv_cache.host_pools import HostPools
 from torchax_serve.kv_cache.memory import MemoryBudget
 from torchax_serve.kv_cache.pools import CacheAllocation
 from torchax_serve.sampling.sampler import tables_bytes
-from torchax_serve.scheduler import RequestId, Scheduler, SchedulerConfig
+from torchax_serve.scheduler import RequestId, Scheduler, SchedulerConfig, SpeculativeConfig
 from torchax_serve.validation.argument_checks import MAX_INT
 
 if TYPE_CHECKING:
@@ -73,6 +73,16 @@ def build_engine(
     return Engine(scheduler, runner, str(choice), ids, *limits)
 
 
+def no_engine(reason: str, options: EngineOptions | None) -> UnsupportedModelError:
+    """Returns the error of a model whose requests cannot be batched.
+
+    Raises:
+        UnsupportedArgumentError: `options` ask for what only a batch has.
+    """
+    refuse_drafts(options and options.speculative, f"this model ({reason})")
+    return UnsupportedModelError(reason)
+
+
 def memory_budget(runtime: ModelRuntime, options: EngineOptions) -> MemoryBudget:
     """Returns the engine's options resolved for a model.
 
@@ -88,6 +98,7 @@ def memory_budget(runtime: ModelRuntime, options: EngineOptions) -> MemoryBudget
         kv_cache_memory_bytes=options.kv_cache_memory_bytes,
         batch_invariant=options.batch_invariant,
         kv_cache_dtype=options.kv_cache_dtype,
+        speculative=SpeculativeConfig.parse(options.speculative),
         sampler_table_bytes=tables_bytes(
             options.max_num_seqs, runtime.limits.vocab_size, _max_model_len(runtime, options)
         ),
@@ -182,6 +193,7 @@ def _scheduler_config(
         allowed_chunk_sizes=limits.chunk_sizes,
         batches_prefill=limits.batches_prefill,
         max_decode_slowdown=options.max_decode_slowdown,
+        speculative=sizes.speculative,
         token_buckets=limits.token_buckets,
         rope=None if runtime.program.rope is None else runtime.program.rope.lengths,
     )

@@ -14,12 +14,13 @@ from torchax_serve.engine.adapters import Adapters
 from torchax_serve.engine.masked_requests import PlanMasks
 from torchax_serve.engine.request import EngineRequest
 from torchax_serve.executors.base import Executor, InFlightStep
+from torchax_serve.executors.speculative_decode import read_drafts
 from torchax_serve.kv_cache.host_pools import HostPools
 from torchax_serve.outputs import TokenLogprobs
 from torchax_serve.sampling.sampler import Sampler
 from torchax_serve.sampling.transformers_behaviour import TransformersBehaviour
 from torchax_serve.sampling.types import Logprobs
-from torchax_serve.scheduler import PlanRow, StepPlan
+from torchax_serve.scheduler import DraftResult, PlanRow, StepPlan
 
 NO_ADAPTERS = "the model was served without adapters; serve(model, adapters={name: path})"
 """Why a request cannot have an adapter, on an engine of a model without any."""
@@ -179,8 +180,10 @@ class ModelRunner:
         step.failures = self._sampler.take_failures() | failures
         return step
 
-    def read(self, step: InFlightStep) -> np.ndarray:
-        """Returns the sampled tokens, int[num_rows, num_steps], once the device has them."""
+    def read(self, step: InFlightStep) -> np.ndarray | DraftResult:
+        """Returns the sampled tokens, int[num_rows, num_steps], or those of verify steps, once the device has them."""
+        if step.plan.drafts is not None:
+            return read_drafts(np.asarray(step.tokens)[: step.plan.num_steps], len(step.plan.rows))
         if step.tokens is not None:
             return np.asarray(step.tokens)[: step.plan.num_steps, : len(step.plan.rows)].T
         columns = [np.asarray(sampled.tokens)[: len(step.plan.rows)] for sampled in step.sampled]

@@ -6,10 +6,13 @@ They have the names that vLLM gives them, where it has one.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any, Self
 
 from model_adapters.errors import InvalidArgumentError
 from torchax_serve.engine.admission import MAX_NUM_WAITING, MAX_NUM_WAITING_TOKENS
 from torchax_serve.scheduler.config import check_int
+from torchax_serve.scheduler.speculative_config import SpeculativeConfig
 from torchax_serve.validation.argument_checks import KV_CACHE_DTYPES
 from torchax_serve.validation.argument_hints import fields_refuse_unknown
 
@@ -71,6 +74,8 @@ class EngineOptions:
         batch_invariant: Whether a request's results are bit-equal for any other requests in the batch; float32 on a
             CPU always has that. In bfloat16 and float16 batches of up to four requests then lose about a quarter of
             their tokens per second, as they go without a faster order of summation.
+        speculative: How decode steps speculate, such as ``{"method": "ngram", "num_speculative_tokens": 4}``: the keys
+            are those of vLLM's `speculative_config`. Tokens stay the same. None: they do not.
     """
 
     max_model_len: int | None = None
@@ -85,10 +90,12 @@ class EngineOptions:
     batch_invariant: bool = False
     kv_cache_dtype: str | None = None
     max_encoder_len: int | None = None
+    speculative: SpeculativeConfig | Mapping[str, Any] | None = None
     max_num_waiting: int = MAX_NUM_WAITING
     max_num_waiting_tokens: int = MAX_NUM_WAITING_TOKENS
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "speculative", SpeculativeConfig.parse(self.speculative))
         for name in _POSITIVE:
             check_int(name, getattr(self, name), 1, "give a positive number")
         for name in ("max_model_len", "kv_cache_memory_bytes", "max_encoder_len"):
@@ -109,3 +116,22 @@ class EngineOptions:
         slowdown = self.max_decode_slowdown
         if isinstance(slowdown, bool) or not isinstance(slowdown, int | float) or not slowdown > 1:
             raise InvalidArgumentError(f"max_decode_slowdown: expected a number above 1, got {slowdown!r}")
+
+    @property
+    def has_draft_model(self) -> bool:
+        """Whether another model drafts."""
+        config = SpeculativeConfig.parse(self.speculative)
+        return config is not None and config.model is not None
+
+    def with_speculative(self, config: Mapping[str, Any]) -> Self:
+        """Returns the options with `speculative`, given as `serve` takes it.
+
+        Raises:
+            InvalidArgumentError: both are given, or the config is none.
+            UnsupportedArgumentError: its method is not supported.
+        """
+        if self.speculative is not None:
+            raise InvalidArgumentError(
+                "speculative_config: expected it once, got it in EngineOptions(speculative=...), too; leave one out"
+            )
+        return dataclasses.replace(self, speculative=config)

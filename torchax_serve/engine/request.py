@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import secrets
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Self
@@ -144,6 +145,11 @@ class EngineRequest:
             sampling=dataclasses.replace(self.sampling, max_new_tokens=room),
         )
 
+    def _num_unspeculated(self) -> float:
+        """Returns the number of new tokens that need more than the logits of the token before."""
+        needs_more = self.sampling.level not in ("greedy", "sampled") or self.sampling.logprobs is not None
+        return math.inf if needs_more else self.sampling.num_tokens_with_tables(len(self.prompt_ids))
+
     def to_scheduler(self, request_id: RequestId, now: float) -> SchedulerRequest:
         """Returns the part that the scheduler needs; `now` is in seconds on the scheduler's clock."""
         params = self.params
@@ -160,4 +166,6 @@ class EngineRequest:
             cache_prompt=params.prompt_logprobs is None,  # cached tokens have no logits
             fork_of=self.fork_of,
             waits_for_tokens=self.masks is not None,
+            speculates=params.speculate is not False,
+            num_unspeculated=self._num_unspeculated(),
         )

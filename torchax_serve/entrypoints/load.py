@@ -27,6 +27,7 @@ from torchax_serve.distributed.mesh import mesh_for
 from torchax_serve.engine.adapter_options import AdapterOptions
 from torchax_serve.engine.options import EngineOptions
 from torchax_serve.entrypoints.base_model import BaseModel
+from torchax_serve.entrypoints.draft import with_draft_model
 from torchax_serve.entrypoints.encoder_model import EncoderModel
 from torchax_serve.entrypoints.live_adapters import LiveAdapters, enable_adapters
 from torchax_serve.entrypoints.served_model import ServedModel, record_start
@@ -58,6 +59,7 @@ def load_served_model(
         merge_adapter(loaded, adapter)
     if pack_weights:
         prepare_weights(loaded)
+    engine = with_draft_model(engine, loaded, loading, pack_weights)
     served = model_class_for(loaded.module)(loaded, engine)
     if adapters is not None:
         try:

@@ -24,7 +24,7 @@ from model_adapters.ops.compressed_weight import Weight
 from torchax_serve.distributed.hosts.leader import Leader
 from torchax_serve.engine.data_parallel import DataParallelEngines
 from torchax_serve.engine.engine import Engine
-from torchax_serve.engine.factory import build_engine, build_single_engine
+from torchax_serve.engine.factory import build_engine, build_single_engine, no_engine
 from torchax_serve.engine.options import EngineOptions
 from torchax_serve.engine.request_handle import TokenStream
 from torchax_serve.entrypoints.base_model import programs_of
@@ -165,7 +165,7 @@ class ServedModel(LiveAdapters):
     def _build_engine(self) -> Engine | DataParallelEngines:
         model = self._generator()
         if (reason := engine_unsupported_reason(ModelCapabilities.of(model._jax_runtime))) is not None:
-            raise UnsupportedModelError(reason)
+            raise no_engine(reason, self._engine_options)
         if len(self._runtimes) > 1:
             return DataParallelEngines(self._runtimes, self._engine_options, self._adapters)
         engine = build_engine(model._jax_runtime, self._engine_options, adapters=self._adapters)

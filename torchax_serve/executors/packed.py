@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core as jex
 
 from model_adapters.caches.packed_batch import PackedBatch, Pool
 from model_adapters.device_arrays import to_device
@@ -22,23 +21,21 @@ from model_adapters.ops.compressed_weight import Weights
 from model_adapters.ops.cpu.ffi import batch_invariant
 from torchax_serve.compilation.background import CompileTask
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
-from torchax_serve.executors.base import (
-    AbstractStep,
-    ExecutorLimits,
-    abstract_ints,
-    refuse_encoder_input,
-)
+from torchax_serve.executors.base import AbstractStep, ExecutorLimits, abstract_ints, refuse_encoder_input
 from torchax_serve.executors.compiled_steps import CompiledSteps, StepCall
+from torchax_serve.executors.draft_model import DraftModel
 from torchax_serve.executors.packed_specs import PackedSpecs, StepBuckets
 from torchax_serve.executors.request_input import RequestInput
 from torchax_serve.executors.slot_adapters import SlotAdapters
+from torchax_serve.executors.speculative_decode import SpeculativeDecoder
 from torchax_serve.executors.step_inputs import SAMPLED_ON_DEVICE, FusedDecodeSpec, PackedStepSpec
+from torchax_serve.executors.traced_function import TracedFunction
 from torchax_serve.kv_cache.pools import PagedCache
-from torchax_serve.sampling.sample import logprobs_of, sample
+from torchax_serve.sampling.sample import logprobs_of, sample, with_rows
 from torchax_serve.sampling.sampler import Sampler, default_sharding
 from torchax_serve.sampling.slot_params import SlotParams
 from torchax_serve.sampling.types import MAX_NUM_TOP, Logprobs, RowOptions, SamplerSpec, SamplerState
-from torchax_serve.scheduler import PlanRow, StepPlan
+from torchax_serve.scheduler import PlanRow, SpeculativeConfig, StepPlan
 
 if TYPE_CHECKING:
     from model_adapters.program.model_program import ModelProgram
@@ -61,6 +58,8 @@ class PackedExecutor:
         batch_invariant: Whether matrix products sum in the same order for any number of rows.
         buckets: Sizes of its steps; None: those of this device.
         lora: Form of the adapters' matrices among the weights; empty: there are none.
+        speculative: Options of speculation; None: no step verifies drafts.
+        draft: Model that drafts; None: drafts are looked up.
     """
 
     runs_ahead = True
@@ -78,6 +77,8 @@ class PackedExecutor:
         batch_invariant: bool = False,
         buckets: StepBuckets | None = None,
         lora: str = "",
+        speculative: SpeculativeConfig | None = None,
+        draft: DraftModel | None = None,
     ) -> None:
         self._program, self._weights, self.cache = program, weights, cache
         self._num_slots = num_slots
@@ -103,6 +104,19 @@ class PackedExecutor:
         self.compiles_ahead = self._steps.compiles_ahead
         self._step = compiled("packed", self._run, donate=["pools"])
         self._decode_steps = compiled("decode_steps", self._decode, donate=["pools"])
+        self._speculative: SpeculativeDecoder | None = None
+        if speculative is not None:
+            self._speculative = SpeculativeDecoder(
+                speculative,
+                self._forward,
+                weights,
+                programs,
+                compiled,
+                self._specs,
+                pools=lambda: self.cache.pools,
+                adapters=self._adapters,
+                draft=draft,
+            )
 
     @property
     def num_substitutes(self) -> int:
@@ -134,11 +148,11 @@ class PackedExecutor:
         batch = self._adapters.of_tokens(spec.unpack(numbers, last_tokens), numbers, numbers[spec.bounds[1]])
         logits, pools = self._forward(weights, pools, batch, spec)
         if scored is None:
-            return _with_rows(logits, len(last_tokens)), pools
+            return with_rows(logits, len(last_tokens)), pools
         ids, has_top = scored
         num_tokens = batch.cu_q_lens[-1]
         logprobs = logprobs_of(logits, ids, num_top=MAX_NUM_TOP, has_top=has_top, num_rows=num_tokens)
-        return (_with_rows(logits[batch.last], len(last_tokens)), logprobs), pools
+        return (with_rows(logits[batch.last], len(last_tokens)), logprobs), pools
 
     def _decode(
         self,
@@ -158,7 +172,7 @@ class PackedExecutor:
         batch = self._adapters.of_tokens(batch, numbers, slots)
         in_use = batch.kv_lens > 0
         # Traced in front of the loop, which has to know the shape of the logits.
-        forward = _TracedFunction(functools.partial(self._forward, spec=spec.packed), weights, pools, batch)
+        forward = TracedFunction(functools.partial(self._forward, spec=spec.packed), weights, pools, batch)
 
         def step(index: jax.Array, carry: Any) -> Any:
             _, tokens, pools, state = carry
@@ -180,10 +194,13 @@ class PackedExecutor:
         logits = jnp.zeros(shape.shape, shape.dtype)
         tokens = jnp.zeros((spec.max_num_steps, spec.packed.num_rows), jnp.int32)
         logits, tokens, pools, state = jax.lax.fori_loop(0, num_steps, step, (logits, tokens, pools, state))
-        return (_with_rows(logits, len(state.last_tokens)), tokens), pools, state
+        return (with_rows(logits, len(state.last_tokens)), tokens), pools, state
 
     def run_decode(self, plan: StepPlan, sampler: Sampler) -> jax.Array | None:
         """Implements `Executor.run_decode`."""
+        if self._speculative is not None and plan.drafts is not None:
+            results, self.cache.pools = self._speculative.run(plan, sampler)
+            return results
         spec = self._steps.choose(self._specs.for_decode(len(plan.rows)))
         if not isinstance(spec, FusedDecodeSpec):
             return None
@@ -235,7 +252,8 @@ class PackedExecutor:
     @property
     def num_programs(self) -> int:
         """Compiled steps."""
-        return self._step.num_programs + self._decode_steps.num_programs
+        own = self._step.num_programs + self._decode_steps.num_programs
+        return own + (0 if self._speculative is None else self._speculative.num_programs)
 
     def run(
         self,
@@ -287,13 +305,15 @@ class PackedExecutor:
     def temporary_bytes(self) -> int:
         """Implements `Executor.temporary_bytes`."""
         spec = self._specs.of_tokens(self._specs.token_buckets[-1])
-        return self._step.temporary_bytes(
+        of_drafts = 0 if self._speculative is None else self._speculative.temporary_bytes()
+        of_tokens = self._step.temporary_bytes(
             self._weights,
             self.cache.pools,
             to_device(np.zeros(self._num_slots), np.int32),
             self._adapters.empty(spec.size),
             spec=spec,
         )
+        return max(of_tokens, of_drafts)
 
     def abstract_steps(self, prefill_lens: Sequence[int]) -> Iterator[AbstractStep]:
         """Yields the steps of `Executor.abstract_steps`; a prefill step has no padding."""
@@ -302,10 +322,8 @@ class PackedExecutor:
         specs += [self._specs.of_tokens(num_tokens) for num_tokens in prefill_lens]
         for spec in specs:
             is_decode = spec.layout.is_decode
-            ints = (
-                abstract_ints(self._program.sharding, size)
-                for size in (num_slots, len(self._adapters.empty(spec.size)))
-            )
+            sizes = num_slots, len(self._adapters.empty(spec.size))
+            ints = (abstract_ints(self._program.sharding, size) for size in sizes)
             yield AbstractStep(
                 name="decode" if is_decode else "prefill",
                 num_tokens=spec.num_tokens,
@@ -352,6 +370,8 @@ class PackedExecutor:
             if not has_sampling and isinstance(spec, PackedStepSpec) and not spec.layout.all_logits:
                 has_sampling, task = True, task.then(lambda program: sampler.compile_tasks(program.out_info[0]))
             yield task
+        if self._speculative is not None:
+            yield from self._speculative.compile_tasks()
 
     def warm_up(self, sampler: Sampler) -> None:
         """Implements `Executor.warm_up`: copies of pages, and on several hosts every step, without rows."""
@@ -369,28 +389,3 @@ def step_calls(executor: PackedExecutor) -> Iterator[tuple[Spec, StepCall]]:
     """Yields every step that requests can need, with its arguments as shapes."""
     specs = executor._specs
     return ((spec, executor._call_of(spec)) for spec in (*specs.all(), *specs.larger_scored()))
-
-
-def _with_rows(logits: jax.Array, num_rows: int) -> jax.Array:
-    """Returns logits [S, vocab] with rows of zeros behind them, [num_rows, vocab]."""
-    return jnp.pad(logits, ((0, num_rows - len(logits)), (0, 0)))
-
-
-class _TracedFunction:
-    """A pure function, traced once for arguments of these shapes.
-
-    Args:
-        function: Function of pytrees of arrays.
-        *args: Arguments, or others of their shapes.
-
-    Attributes:
-        result_shape: Shapes and dtypes of its results.
-    """
-
-    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
-        self._closed, self.result_shape = jax.make_jaxpr(function, return_shape=True)(*args)
-
-    def __call__(self, *args: Any) -> Any:
-        """Returns the results for `args`."""
-        results = jex.jaxpr_as_fun(self._closed)(*jax.tree.leaves(args))
-        return jax.tree.unflatten(jax.tree.structure(self.result_shape), results)

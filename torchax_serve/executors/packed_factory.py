@@ -15,11 +15,13 @@ import jax
 import numpy as np
 
 from model_adapters.caches.packed_batch import NotPackableError, PackedBatch, ScaledPool
-from model_adapters.errors import InvalidArgumentError, TorchaxServeError
+from model_adapters.errors import InvalidArgumentError, TorchaxServeError, UnsupportedArgumentError
 from model_adapters.ops import registry
 from model_adapters.ops.compressed_weight import Weights
 from model_adapters.ops.kv_pool import LARGEST
 from torchax_serve.executors.base import ExecutorChoice
+from torchax_serve.executors.draft_model import DraftModel
+from torchax_serve.executors.loaded_draft import LoadedDraft
 from torchax_serve.executors.packed import PackedExecutor
 from torchax_serve.executors.slot_adapters import lora_form, step_weights
 from torchax_serve.kv_cache.memory import MemoryBudget
@@ -112,8 +114,43 @@ def _model(runtime: ModelRuntime, cache: PagedCache, sizes: MemoryBudget) -> Pac
         token_budget=budget,
         max_num_steps=sizes.max_num_steps,
         batch_invariant=sizes.batch_invariant,
+        speculative=sizes.speculative,
+        draft=_draft_model(runtime, sizes),
         buckets=None if programs.exported is None else programs.exported.memoized("step buckets"),
         lora=lora_form(runtime),
+    )
+
+
+def _draft_model(runtime: ModelRuntime, sizes: MemoryBudget) -> DraftModel | None:
+    """Returns the model that drafts; None if the options have none.
+
+    Raises:
+        UnsupportedArgumentError: it was not loaded with the model, or does not run packed.
+    """
+    if sizes.speculative is None or sizes.speculative.model is None:
+        return None
+    loaded = sizes.speculative.model
+    if not isinstance(loaded, LoadedDraft):
+        raise UnsupportedArgumentError(
+            f"speculative_config: model: expected a model that serve loads on one device, got {loaded!r}; leave it out"
+        )
+    draft = loaded.runtime
+    try:
+        shapes = packed_shapes(draft, sizes)
+    except NotPackableError as reason:
+        raise UnsupportedArgumentError(
+            f"speculative_config: model: expected a model that runs packed, got {loaded}: {reason}"
+        ) from None
+    return DraftModel(
+        draft.program,
+        draft.weights,
+        shapes,
+        str(loaded),
+        num_slots=sizes.max_num_seqs,
+        max_len=sizes.max_model_len,
+        page_size=sizes.page_size,
+        is_invariant=sizes.batch_invariant,
+        vocab_size=runtime.limits.vocab_size,
     )
 
 

@@ -98,6 +98,13 @@ class PackedSpecs:
             self._known[key] = spec
         return spec
 
+    def of_drafts(self, num_rows: int, num_tokens: int) -> PackedStepSpec:
+        """Returns the spec of a step of `num_rows` rows with their drafts, logits of all `num_tokens` tokens."""
+        layout = dataclasses.replace(self.layout, all_logits=True)
+        return PackedStepSpec(
+            num_tokens, num_rows, self.pages_per_seq, layout, self.batch_invariant, self.has_rope_lens
+        )
+
     def decode(self, num_rows: int) -> FusedDecodeSpec:
         """Returns the spec of decode steps of `num_rows` rows, a bucket."""
         return FusedDecodeSpec(self.of_tokens(num_rows, is_decode=True), self.max_num_steps)

@@ -12,6 +12,7 @@ import math
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.program.rope_lengths import RopeLengths
 from torchax_serve.sampling_params import invalid
+from torchax_serve.scheduler.speculative_config import SpeculativeConfig
 
 
 def check_int(name: str, value: object, low: int, remedy: str) -> None:
@@ -85,6 +86,7 @@ class SchedulerConfig:
     )
     batches_prefill: bool = True  # False: at most one prefill row in a plan
     rope: RopeLengths | None = None  # which lengths have other rotary frequencies; None: all have the same
+    speculative: SpeculativeConfig | None = None  # None: no step verifies drafts
     token_buckets: tuple[
         int, ...
     ] = ()  # what a step's tokens are padded to, ascending; none: every number costs its own

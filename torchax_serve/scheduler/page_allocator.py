@@ -202,12 +202,8 @@ class PageAllocator:
         """Returns the number of tokens, at most `length`, for which pages are available."""
         return int(min(length, (pages.num_pages + self.num_available) * self._page_size))
 
-    def grow(self, pages: SequencePages, length: int) -> None:
-        """Gives the sequence pages for `length` tokens, which `max_growth` must allow."""
-        self.grow_all([(pages, length)])
-
     def grow_all(self, growing: Sequence[tuple[SequencePages, int]]) -> None:
-        """Gives each sequence pages for its number of tokens, which there must be."""
+        """Gives each sequence pages for its number of tokens, which `max_growth` must allow."""
         slots: list[int] = []
         columns: list[int] = []
         for pages, length in growing:
@@ -217,6 +213,16 @@ class PageAllocator:
             pages.num_pages = target
         if slots:
             self._fill_tables(slots, columns)
+
+    def shrink(self, pages: SequencePages, length: int) -> None:
+        """Takes back the pages behind the first `length` tokens."""
+        target = -(-length // self._page_size)
+        for pool, table in zip(self._pools, self._tables, strict=True):
+            row = table[pages.slot]
+            for page in reversed(row[target : pages.num_pages].tolist()):
+                pool.free(page)
+            row[target : pages.num_pages] = NULL_PAGE
+        pages.num_pages = min(pages.num_pages, target)
 
     def append_pages(self, sequences: Sequence[SequencePages], slots: np.ndarray, columns: np.ndarray) -> None:
         """Appends a page to each sequence: entry `columns` in row `slots` of the tables.

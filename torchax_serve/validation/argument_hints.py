@@ -93,7 +93,8 @@ HINTS: Mapping[str, str] = {
     "load_format": "the files say what they are; for weights made up use serve(random_weights=True)",
     "download_dir": 'use serve(cache_dir="...")',
     "enable_lora": "put the adapter in with peft, then pass the model to to_jax or serve",
-    "speculative_config": "there is no speculative decoding on the engine; generate(assistant_model=...) has one",
+    "speculative_config": "use serve(speculative_config=...)",
+    "num_speculative_tokens": 'use serve(speculative_config={"method": "ngram", "num_speculative_tokens": 4})',
     "served_model_name": _SERVER,
     "host": _SERVER,
     "port": _SERVER,
@@ -121,7 +122,7 @@ SAMPLING = {
 
 _ENGINE = """max_model_len max_num_seqs page_size kv_cache_memory_bytes kv_offloading_bytes max_num_batched_tokens
 enable_prefix_caching max_num_steps max_decode_slowdown batch_invariant kv_cache_dtype max_encoder_len max_num_waiting
-max_num_waiting_tokens"""
+max_num_waiting_tokens speculative"""
 
 ENGINE = frozenset(_ENGINE.split())
 """Fields of `EngineOptions`; this module must not import the engine."""
