@@ -156,6 +156,16 @@ class DataParallelEngines:
         return max(each, key=lambda progress: (not progress.is_alive, progress.is_due, progress.still_s))
 
     @property
+    def sees_ahead(self) -> bool:
+        """As `Engine.sees_ahead`."""
+        return self.engines[0].sees_ahead
+
+    @property
+    def max_span_len(self) -> int:
+        """As `Engine.max_span_len`."""
+        return self.engines[0].max_span_len
+
+    @property
     def max_encoder_len(self) -> int | None:
         """As `Engine.max_encoder_len`."""
         return self.engines[0].max_encoder_len

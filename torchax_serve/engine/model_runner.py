@@ -90,6 +90,11 @@ class ModelRunner:
         """Number of tokens that a request may send to an encoder; None if the model has none."""
         return self._executor.limits.max_encoder_len
 
+    @property
+    def sees_ahead(self) -> bool:
+        """Whether tokens of an image may see later ones of it."""
+        return self._executor.limits.sees_ahead
+
     def validate(self, name: str, request: EngineRequest) -> None:
         """Raises InvalidArgumentError, naming `name`, if the executor does not accept `request`."""
         self._executor.check(name, request.source)

@@ -26,11 +26,13 @@ from torchax_serve.engine.data_parallel import DataParallelEngines
 from torchax_serve.engine.engine import Engine
 from torchax_serve.engine.factory import build_engine, build_single_engine
 from torchax_serve.engine.options import EngineOptions
+from torchax_serve.engine.request import EngineRequest
 from torchax_serve.engine.request_handle import TokenStream
 from torchax_serve.entrypoints.base_model import programs_of
 from torchax_serve.entrypoints.live_weights import LiveWeights
 from torchax_serve.generation.engine_rows import EngineRows, engine_request_for, prompt_call
 from torchax_serve.generation.jax_model import run_on_jax
+from torchax_serve.generation.media_requests import media_request
 from torchax_serve.generation.routing import (
     EngineFacts,
     ModelCapabilities,
@@ -260,7 +262,12 @@ class ServedModel(LiveWeights):
             config, seed = with_params(config, params), params.seed if seed is None else seed
             params = params.only_engine_options()
         chosen = Route(Path.PREPARED, "there is more than text")
-        if inputs is None:
+        if inputs is not None:
+            found = media_request(model, lambda: self.engine, inputs, config, params, seed)
+            if isinstance(found, EngineRequest):
+                return TokenStream(self.engine.submit(found.as_answer(masks, fork_of)))
+            chosen = Route(Path.PREPARED, found)
+        else:
             facts = ModelCapabilities.of(model._jax_runtime)
             call = prompt_call(model, prompt_ids, config, functools.partial(_engine_facts, self))
             chosen = route(facts, call)

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core as jex
 
-from model_adapters.caches.packed_batch import PackedBatch, Pool
+from model_adapters.caches.packed_batch import MediaTokens, PackedBatch, Pool
 from model_adapters.device_arrays import to_device
 from model_adapters.ops.compressed_weight import Weights
 from model_adapters.ops.cpu.ffi import batch_invariant
@@ -29,9 +28,11 @@ from torchax_serve.executors.base import (
     refuse_encoder_input,
 )
 from torchax_serve.executors.compiled_steps import CompiledSteps, StepCall
+from torchax_serve.executors.media_slots import MediaSlots
 from torchax_serve.executors.packed_specs import PackedSpecs, StepBuckets
-from torchax_serve.executors.request_input import RequestInput
+from torchax_serve.executors.request_input import MediaInput, RequestInput
 from torchax_serve.executors.step_inputs import SAMPLED_ON_DEVICE, FusedDecodeSpec, PackedStepSpec
+from torchax_serve.executors.traced_function import TracedFunction
 from torchax_serve.kv_cache.pools import PagedCache
 from torchax_serve.sampling.sample import logprobs_of, sample
 from torchax_serve.sampling.sampler import Sampler, default_sharding
@@ -90,10 +91,11 @@ class PackedExecutor:
             has_rope_lens=program.rope is not None,
         )
         self.limits = ExecutorLimits(
-            max_num_seqs=num_slots, fused_decode_steps=max_num_steps, token_buckets=self.buckets.costs
+            max_num_seqs=num_slots, fused_decode_steps=max_num_steps, token_buckets=self.buckets.costs, sees_ahead=True
         )
         compiled = functools.partial(CachedFunction, programs, facts=program.trace_facts, recall=program.restore_facts)
         self._idle_options: dict[int, RowOptions] = {}
+        self._media = MediaSlots(num_slots)
         self._steps: CompiledSteps[Spec] = CompiledSteps(weights, programs, self._call_of)
         self.compiles_ahead = self._steps.compiles_ahead
         self._step = compiled("packed", self._run, donate=["pools"])
@@ -119,6 +121,7 @@ class PackedExecutor:
         last_tokens: jax.Array,
         numbers: jax.Array,
         scored: tuple[jax.Array, jax.Array] | None = None,
+        media: MediaTokens | None = None,
         *,
         spec: PackedStepSpec,
     ) -> tuple[jax.Array | tuple[jax.Array, Logprobs], tuple[Pool, ...]]:
@@ -126,7 +129,7 @@ class PackedExecutor:
 
         With `scored`, tokens int32[T] and whether the likeliest ones are read, the logits come with log-probabilities.
         """
-        batch = spec.unpack(numbers, last_tokens)
+        batch = spec.unpack(numbers, last_tokens, media)
         logits, pools = self._forward(weights, pools, batch, spec)
         if scored is None:
             return _with_rows(logits, len(last_tokens)), pools
@@ -152,7 +155,7 @@ class PackedExecutor:
         batch, slots, num_steps, draws = spec.unpack(numbers)
         in_use = batch.kv_lens > 0
         # Traced in front of the loop, which has to know the shape of the logits.
-        forward = _TracedFunction(functools.partial(self._forward, spec=spec.packed), weights, pools, batch)
+        forward = TracedFunction(functools.partial(self._forward, spec=spec.packed), weights, pools, batch)
 
         def step(index: jax.Array, carry: Any) -> Any:
             _, tokens, pools, state = carry
@@ -178,7 +181,7 @@ class PackedExecutor:
 
     def run_decode(self, plan: StepPlan, sampler: Sampler) -> jax.Array | None:
         """Implements `Executor.run_decode`."""
-        spec = self._steps.choose(self._specs.for_decode(len(plan.rows)))
+        spec = self._steps.choose(self._for_decode(plan.rows))
         if not isinstance(spec, FusedDecodeSpec):
             return None
         found = sampler.fused_options(plan.rows, spec.packed.num_rows)
@@ -212,8 +215,8 @@ class PackedExecutor:
         Returns:
             Tokens int32[max_num_steps, S], of which the first `num_steps` rows are valid, and the new state.
         """
-        spec = self._specs.decode(len(options.ints))
-        numbers = spec.pack(rows, tables, num_steps=num_steps, draws=draws)
+        spec = dataclasses.replace(self._specs.decode(len(options.ints)), has_deltas=self._media.has_deltas(rows))
+        numbers = spec.pack(rows, tables, num_steps=num_steps, draws=draws, deltas=self._media.deltas)
         (_, tokens), state = self._dispatch_decode(spec, state, options, numbers)
         return tokens, state
 
@@ -240,12 +243,15 @@ class PackedExecutor:
         ahead: int = 0,
     ) -> jax.Array:
         """Implements `Executor.run`; logits are in the model's dtype."""
-        num_tokens, specs = sum(row.num_tokens for row in rows), self._specs
-        is_decode = specs.is_decode(rows)
-        spec = self._steps.choose(specs.for_decode(len(rows)) if is_decode else specs.for_tokens(num_tokens))
+        rows = self._media.with_token_ids(rows)
+        num_tokens, media = sum(row.num_tokens for row in rows), self._media.spec_of(rows)
+        is_decode = self._specs.is_decode(rows) and not self._media.has_prompts(rows)
+        specs = self._for_decode(rows) if is_decode else self._specs.for_tokens(num_tokens, media=media)
+        spec = self._steps.choose(specs)
         if isinstance(spec, FusedDecodeSpec):
-            return self._decode_logits(spec, last_tokens, spec.pack(rows, tables, ahead=ahead))
-        args = (self.cache.pools, last_tokens, spec.pack(rows, tables, ahead))
+            numbers = spec.pack(rows, tables, ahead=ahead, deltas=self._media.deltas)
+            return self._decode_logits(spec, last_tokens, numbers)
+        args = (self.cache.pools, last_tokens, spec.pack(rows, tables, ahead), *_further(None, self._tokens(rows, spec)))
         program = self._steps.get(spec, StepCall(self._step, args))
         logits, self.cache.pools = program(self._weights, *args)
         return logits
@@ -259,15 +265,30 @@ class PackedExecutor:
         num_top: int,
     ) -> tuple[Logprobs, jax.Array]:
         """Implements `Executor.run_scored`."""
-        spec = self._steps.choose(self._specs.for_tokens(len(following), all_logits=True))
+        rows = self._media.with_token_ids(rows)
+        media = self._media.spec_of(rows)
+        spec = self._steps.choose(self._specs.for_tokens(len(following), all_logits=True, media=media))
         assert isinstance(spec, PackedStepSpec)
         ids = np.zeros(spec.num_tokens, np.int32)
         ids[: len(following)] = following
         scored = ids, np.bool_(num_top > 0)
-        args = (self.cache.pools, sampler.last_tokens, spec.pack(rows, tables, 0), scored)
+        further = _further(scored, self._tokens(rows, spec))
+        args = (self.cache.pools, sampler.last_tokens, spec.pack(rows, tables, 0), *further)
         program = self._steps.get(spec, StepCall(self._step, args))
         (logits, logprobs), self.cache.pools = program(self._weights, *args)
         return logprobs, logits
+
+    def _for_decode(self, rows: Sequence[PlanRow]) -> list[Spec]:
+        """Returns the specs of steps that can decode `rows`."""
+        has_deltas = self._media.has_deltas(rows)
+        specs = self._specs.for_decode(len(rows), media=self._media.spec_of(rows))
+        return [
+            dataclasses.replace(spec, has_deltas=True) if has_deltas and isinstance(spec, FusedDecodeSpec) else spec
+            for spec in specs
+        ]
+
+    def _tokens(self, rows: Sequence[PlanRow], spec: PackedStepSpec) -> MediaTokens | None:
+        return None if spec.media is None else self._media.tokens(rows, spec.num_tokens, spec.media)
 
     def _decode_logits(self, spec: FusedDecodeSpec, last_tokens: jax.Array, numbers: np.ndarray) -> jax.Array:
         """Runs a decode step and returns its logits [num_slots, vocab]; its tokens are not used."""
@@ -309,15 +330,17 @@ class PackedExecutor:
             )
 
     def check(self, name: str, source: RequestInput) -> None:
-        """Implements `Executor.check`: a packed model has no encoder."""
-        refuse_encoder_input(name, source)
+        """Implements `Executor.check`: a packed model has no encoder-decoder's encoder."""
+        if not isinstance(source, MediaInput):
+            refuse_encoder_input(name, source)
 
     def assign(self, slot: int, source: RequestInput) -> None:
-        """Implements `Executor.assign`: rows have no inputs of their own."""
+        """Implements `Executor.assign`."""
+        self._media.assign(slot, source)
 
     def prepare(self, plan: StepPlan) -> None:
         """Implements `Executor.prepare`: the decode steps of the plan's requests."""
-        self._steps.expect(self._specs.for_decode(len(plan.rows))[:1])
+        self._steps.expect(self._for_decode(plan.rows)[:1])
 
     def _call_of(self, spec: Spec) -> StepCall:
         """Returns a step with its arguments as shapes."""
@@ -325,9 +348,9 @@ class PackedExecutor:
         tokens: Any = placed((self._num_slots,), np.int32)
         numbers = np.zeros(spec.size, np.int32)
         if isinstance(spec, PackedStepSpec):
-            scored = np.zeros(spec.num_tokens, np.int32), np.bool_(False)
-            args = (self.cache.pools, tokens, numbers)
-            return StepCall(self._step, (*args, scored) if spec.layout.all_logits else args)
+            scored = (np.zeros(spec.num_tokens, np.int32), np.bool_(False)) if spec.layout.all_logits else None
+            media = None if spec.media is None else spec.media.shapes(spec.num_tokens)
+            return StepCall(self._step, (self.cache.pools, tokens, numbers, *_further(scored, media)))
         idle = SlotParams(self._num_slots, 1).rows((), spec.packed.num_rows)[0]
         options = jax.tree.map(lambda x: placed(x.shape, x.dtype), idle)
         return StepCall(self._decode_steps, (self.cache.pools, SamplerState(tokens), options, numbers))
@@ -366,21 +389,6 @@ def _with_rows(logits: jax.Array, num_rows: int) -> jax.Array:
     return jnp.pad(logits, ((0, num_rows - len(logits)), (0, 0)))
 
 
-class _TracedFunction:
-    """A pure function, traced once for arguments of these shapes.
-
-    Args:
-        function: Function of pytrees of arrays.
-        *args: Arguments, or others of their shapes.
-
-    Attributes:
-        result_shape: Shapes and dtypes of its results.
-    """
-
-    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
-        self._closed, self.result_shape = jax.make_jaxpr(function, return_shape=True)(*args)
-
-    def __call__(self, *args: Any) -> Any:
-        """Returns the results for `args`."""
-        results = jex.jaxpr_as_fun(self._closed)(*jax.tree.leaves(args))
-        return jax.tree.unflatten(jax.tree.structure(self.result_shape), results)
+def _further(scored: tuple[Any, Any] | None, media: MediaTokens | None) -> tuple[Any, ...]:
+    """Returns the arguments of a packed step that most steps do without."""
+    return (scored, media) if media is not None else () if scored is None else (scored,)
