@@ -151,7 +151,9 @@ def reference(
         last = positions
         if until is not None:
             last = jnp.maximum(last, jax.lax.dynamic_slice_in_dim(until, begin, length))
-        attended = _attend(queries, pool, page_table[seq], (positions, last), kv_lens[seq], prefix_len, v.shape[2], args)
+        attended = _attend(
+            queries, pool, page_table[seq], (positions, last), kv_lens[seq], prefix_len, v.shape[2], args
+        )
         # Rows beyond the end of a sequence are zeros here; the next sequence overwrites them.
         return jax.lax.dynamic_update_slice_in_dim(out, attended, begin, axis=0)
 

@@ -251,7 +251,12 @@ class PackedExecutor:
         if isinstance(spec, FusedDecodeSpec):
             numbers = spec.pack(rows, tables, ahead=ahead, deltas=self._media.deltas)
             return self._decode_logits(spec, last_tokens, numbers)
-        args = (self.cache.pools, last_tokens, spec.pack(rows, tables, ahead), *_further(None, self._tokens(rows, spec)))
+        args = (
+            self.cache.pools,
+            last_tokens,
+            spec.pack(rows, tables, ahead),
+            *_further(None, self._tokens(rows, spec)),
+        )
         program = self._steps.get(spec, StepCall(self._step, args))
         logits, self.cache.pools = program(self._weights, *args)
         return logits

@@ -125,7 +125,9 @@ def _encoded(
         positions=positions,
         delta=delta,
         sees_until=_with_own(found, len(ids)),
-        page_ids=page_ids(ids, found.is_media, f"{digest} {positions.tobytes().hex() if positions is not None else ''}"),
+        page_ids=page_ids(
+            ids, found.is_media, f"{digest} {positions.tobytes().hex() if positions is not None else ''}"
+        ),
     )
 
 
