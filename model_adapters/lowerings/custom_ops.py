@@ -26,7 +26,8 @@ _SCHEMAS = (
     "decode_attention(Tensor q, Tensor k, Tensor v, Tensor pool, Tensor page_table, Tensor kv_lens, "
     f"Tensor? sinks=None, {_FEATURES}) -> (Tensor, Tensor)",
     "paged_attention(Tensor q, Tensor k, Tensor v, Tensor pool, Tensor page_table, Tensor kv_lens, "
-    f"Tensor cu_q_lens, Tensor? sinks=None, {_FEATURES}, Tensor? prefix_lens=None, Tensor? sees_until=None) -> (Tensor, Tensor)",
+    f"Tensor cu_q_lens, Tensor? sinks=None, {_FEATURES}, Tensor? prefix_lens=None, Tensor? sees_until=None) -> "
+    "(Tensor, Tensor)",
 )
 
 

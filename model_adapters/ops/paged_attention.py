@@ -40,8 +40,9 @@ def paged_attention(
     """Writes the new tokens to the cache and returns the attention of their queries.
 
     The query at position ``p`` of sequence ``s`` sees the keys ``j`` with ``p - window < j <= p``, and those with
-    ``j < prefix_lens[s]`` or ``p <= j <= sees_until``; never one from ``kv_lens[s]`` on. Unused slots may hold anything, NaN included: no
-    output depends on them. Page 0 is the null page: table entries that are not read may point at it.
+    ``j < prefix_lens[s]`` or ``p <= j <= sees_until``; never one from ``kv_lens[s]`` on. Unused slots may hold
+    anything, NaN included: no output depends on them. Page 0 is the null page: table entries that are not read may
+    point at it.
 
     Args:
         q: Queries ``[T, Hq, D]``, the new tokens of S sequences one after the other; query head ``i`` reads kv head
@@ -176,8 +177,8 @@ def _attend(
 ) -> jax.Array:
     """Returns attention ``[n, Hq, Dv]`` of queries ``q[n, Hq, D]`` of one sequence.
 
-    `pages` are ``int32[pages_per_seq]``, positions and the last ones that they see ``int32[n]``. Queries at a negative position, or from `kv_len` on,
-    give zeros.
+    `pages` are ``int32[pages_per_seq]``, positions and the last ones that they see ``int32[n]``. Queries at a negative
+    position, or from `kv_len` on, give zeros.
     """
     positions, last = positions_and_last
     length, query_heads, dim = q.shape

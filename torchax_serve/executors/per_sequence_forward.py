@@ -28,6 +28,7 @@ from model_adapters.ops.compressed_weight import Weights
 from model_adapters.program.media import features_in_place
 from model_adapters.program.model_program import CallSpec
 from torchax_serve.executors.encoder_inputs import HIDDEN, context
+from torchax_serve.executors.per_sequence_blocks import begin_in_blocks, extend_in_blocks
 from torchax_serve.kv_cache.cache_layout import UNBOUNDED, CacheLayout, Leaves, SlotStateSpec
 from torchax_serve.kv_cache.pools import PagedLayerSpec
 from torchax_serve.runtime.model_runtime import ModelRuntime
@@ -188,7 +189,7 @@ class SequenceForward:
         num_tokens = ids.shape[0]
         if num_tokens > block_len:
             how = {"all_logits": all_logits, "rope_len": rope_len, "media": media}
-            return self._begin_in_blocks(weights, ids, layout, hidden, source_len, block_len, how)
+            return begin_in_blocks(self, weights, ids, layout, hidden, source_len, block_len, how)
         states: LayerStates = self._new_cache(num_tokens).states
         inputs = {**self._inputs(ids, 0, length, all_logits, rope_len), **self._source(hidden, source_len)}
         inputs |= self._positions(media)
@@ -217,7 +218,7 @@ class SequenceForward:
         """
         if ids.shape[0] > block_len:
             how = {"all_logits": all_logits, "rope_len": rope_len, "media": media}
-            return self._extend_in_blocks(weights, leaves, offset, ids, layout, source_len, block_len, how)
+            return extend_in_blocks(self, weights, leaves, offset, ids, layout, source_len, block_len, how)
         states = jax.tree.unflatten(self._first[1], leaves)
         for layer in states:
             if isinstance(layer, AttentionLayer) and layer.pool is not None:
@@ -265,67 +266,6 @@ class SequenceForward:
         else:
             logits, news = jax.lax.map(lambda row: one(*row), rows)
         return logits[:, 0], news
-
-    def _begin_in_blocks(
-        self,
-        weights: Weights,
-        ids: jax.Array,
-        layout: CacheLayout,
-        hidden: jax.Array | None,
-        source_len: Any,
-        block_len: int,
-        how: dict[str, Any],
-    ) -> Any:
-        begin = how | {"media": _part(how["media"], 0, block_len)}
-        first_logits, first = self.prefill(weights, ids[:block_len], block_len, layout, hidden, source_len, **begin)
-        how = how | {"media": _part(how["media"], block_len, ids.shape[0])}
-        room = ((0, 0), (0, 0), (0, ids.shape[0] - block_len), (0, 0))
-        leaves = tuple(
-            jnp.pad(jnp.swapaxes(new, 0, 1)[None], room) if isinstance(kind, PagedLayerSpec) else new
-            for new, kind in zip(first, layout.leaves, strict=True)
-        )
-        logits, news = self._extend_in_blocks(
-            weights, leaves, jnp.int32(block_len), ids[block_len:], layout, source_len, block_len, how
-        )
-        both = [
-            jnp.concatenate([old, new]) if isinstance(kind, PagedLayerSpec) else new
-            for old, new, kind in zip(first, news, layout.leaves, strict=True)
-        ]
-        return jnp.concatenate([first_logits, logits]) if how["all_logits"] else logits, tuple(both)
-
-    def _extend_in_blocks(
-        self,
-        weights: Weights,
-        leaves: Leaves,
-        offset: jax.Array,
-        ids: jax.Array,
-        layout: CacheLayout,
-        source_len: Any,
-        block_len: int,
-        how: dict[str, Any],
-    ) -> Any:
-        media = how["media"]
-
-        def step(carry: tuple[Leaves, jax.Array], block: tuple[jax.Array, ...]) -> Any:
-            leaves, offset = carry
-            own = how if media is None else how | {"media": _block(media, block[1:])}
-            logits, news = self.extend(weights, leaves, offset, block[0], block_len, layout, source_len, **own)
-            following, added = [], []
-            for leaf, new, kind in zip(leaves, news, layout.leaves, strict=True):
-                is_pages = isinstance(kind, PagedLayerSpec)
-                row = jnp.swapaxes(new, 0, 1)[None].astype(leaf.dtype) if is_pages else new
-                following.append(jax.lax.dynamic_update_slice_in_dim(leaf, row, offset, axis=2) if is_pages else new)
-                added.append(new if is_pages else ())
-            return (tuple(following), offset + block_len), (logits, tuple(added))
-
-        blocks = (ids.reshape(-1, block_len), *_blocks(media, block_len))
-        (leaves, _), (logits, added) = jax.lax.scan(step, (leaves, offset), blocks)
-        logits = logits.reshape(-1, logits.shape[-1]) if how["all_logits"] else logits[-1]
-        news = [
-            new.reshape(-1, *new.shape[2:]) if isinstance(kind, PagedLayerSpec) else leaf
-            for leaf, new, kind in zip(leaves, added, layout.leaves, strict=True)
-        ]
-        return logits, tuple(news)
 
     def _source(self, hidden: jax.Array | None, source_len: Any) -> dict[str, Any]:
         """Returns the encoder arguments of a forward, with `source_len` valid positions."""
@@ -383,29 +323,6 @@ class SequenceForward:
                     f"{leaf.dtype}{list(leaf.shape)} after it"
                 )
         return tuple(news)
-
-
-def _part(media: MediaTokens | None, begin: int, end: int) -> MediaTokens | None:
-    """Returns the media of some tokens of a chunk."""
-    if media is None:
-        return None
-    positions = None if media.positions is None else media.positions[:, begin:end]
-    return dataclasses.replace(media, index=media.index[begin:end], positions=positions)
-
-
-def _blocks(media: MediaTokens | None, block_len: int) -> tuple[jax.Array, ...]:
-    """Returns indices int32[blocks, block_len] and, if there are any, positions int32[blocks, axes, block_len]."""
-    if media is None:
-        return ()
-    index = media.index.reshape(-1, block_len)
-    if media.positions is None:
-        return (index,)
-    return index, jnp.moveaxis(media.positions.reshape(len(media.positions), -1, block_len), 1, 0)
-
-
-def _block(media: MediaTokens, block: tuple[jax.Array, ...]) -> MediaTokens:
-    """Returns the media of a block of `_blocks`."""
-    return dataclasses.replace(media, index=block[0], positions=block[1] if len(block) > 1 else None)
 
 
 @contextlib.contextmanager

@@ -162,6 +162,6 @@ def _check_spans(media: MediaInput, engine: Engine | DataParallelEngines) -> Non
     longest = max((end - begin for begin, end in media.spans), default=0)
     if longest > engine.max_span_len:
         raise InvalidArgumentError(
-            f"expected an image of at most {engine.max_span_len} tokens, which see each other and so are computed in one "
-            f"step, got one of {longest}; raise EngineOptions(max_num_batched_tokens=...), or send a smaller image"
+            f"expected an image of at most {engine.max_span_len} tokens, which see each other and so are computed in "
+            f"one step, got one of {longest}; raise EngineOptions(max_num_batched_tokens=...), or send a smaller image"
         )
