@@ -5,8 +5,6 @@ For prefill, chunked prefill, and chunks mixed with rows that decode.
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 
@@ -72,10 +70,7 @@ def paged_attention(
     page_table = check_int_array(OP, "page_table", page_table, page_table.shape)
     kv_lens = check_int_array(OP, "kv_lens", kv_lens, (num_seqs,))
     cu_q_lens = check_int_array(OP, "cu_q_lens", cu_q_lens, (num_seqs + 1,))
-    args = checked_args(OP, args, q.shape[1], num_seqs)
-    if args.sees_until is not None:
-        until = check_int_array(OP, "sees_until", args.sees_until, (q.shape[0],))
-        args = dataclasses.replace(args, sees_until=until)
+    args = checked_args(OP, args, q.shape[1], num_seqs, q.shape[0])
     out, pool = registry.call(OP, q, k, v, pool, page_table, kv_lens, cu_q_lens, args)
     return out, pool
 

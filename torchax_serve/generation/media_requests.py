@@ -67,6 +67,7 @@ def media_request(
         return "every step gets more than tokens and positions"
     try:
         engine = get_engine()
+        _check_len(call.input_ids.shape[1], engine)
         media = _encoded(encoder, start.prepared, call.input_ids, inputs)
     except UnsupportedModelError as error:
         return str(error)
@@ -155,6 +156,15 @@ def _positions(prepared: PreparedSteps, length: int) -> tuple[np.ndarray | None,
     given = first.reshape(-1, length).numpy().astype(np.int32)
     is_text = first.ndim == 2 and len(given) == 1 and (given[0] == np.arange(length)).all()
     return (None if is_text else given), delta
+
+
+def _check_len(prompt_len: int, engine: Engine | DataParallelEngines) -> None:
+    """Raises InvalidArgumentError for a prompt that never fits, before its images are encoded."""
+    if prompt_len >= engine.max_model_len:
+        raise InvalidArgumentError(
+            f"expected a prompt of at most {engine.max_model_len - 1} tokens, its images among them, got {prompt_len}; "
+            "send fewer or smaller images, or raise EngineOptions(max_model_len=...)"
+        )
 
 
 def _check_spans(media: MediaInput, engine: Engine | DataParallelEngines) -> None:
