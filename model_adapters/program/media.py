@@ -36,8 +36,9 @@ _MEDIA = re.compile(r".*(pixel|image|video|audio|patches|input_features|input_va
 _TEXT = frozenset({"input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache_position", *CACHE_NAMES})
 """Arguments of a language model that later forwards bring themselves."""
 
-_DEEPSTACK = "deepstack_visual_embeds"
-"""Features that a language model adds behind its first layers."""
+_DEEPSTACK, _DEEPSTACK_MASK, _ADD_DEEPSTACK = "deepstack_visual_embeds", "visual_pos_masks", "_deepstack_process"
+"""Features that a language model adds behind its first layers (Qwen3-VL), the tokens that they are added to, and the
+method that adds them."""
 
 
 class _Reached(BaseException):
@@ -79,7 +80,8 @@ def language_model_inputs(
 
     Returns:
         ``embeds`` float[len, width], the embeddings with features in place; ``is_media`` bool[len], whether they are
-        others than those of the tokens; ``visible`` bool[len, len], which keys queries see, if that is not causal; and
+        others than those of the tokens; ``deepstack`` float[layers, n, width], what the first layers add to the n
+        tokens with features, if they do; ``visible`` bool[len, len], which keys queries see, if that is not causal; and
         deferred checks of the model's code.
 
     Raises:
@@ -114,22 +116,27 @@ def language_model_inputs(
             found = reached.given
         if found is None:
             raise UnsupportedModelError("its forward does not call its language model")
-        return _captured(found, embedded) | ({CHECKS: jnp.stack(met)} if met else {})
+        adds_deepstack = hasattr(language_model, _ADD_DEEPSTACK)
+        return _captured(found, embedded, adds_deepstack=adds_deepstack) | ({CHECKS: jnp.stack(met)} if met else {})
 
 
-def _captured(found: Mapping[str, Any], embedded: list[Any]) -> dict[str, jax.Array]:
+def _captured(found: Mapping[str, Any], embedded: list[Any], *, adds_deepstack: bool) -> dict[str, jax.Array]:
     given = {key: value for key, value in found.items() if value is not None and key != "self"}
     given |= given.pop("kwargs", {})
     embeds = given.get("inputs_embeds")
     own = next((each for each in embedded if embeds is not None and each.shape == embeds.shape), None)
     if embeds is None or own is None:
         raise UnsupportedModelError("its language model gets embeddings that are not those of tokens")
-    if not _has_tensor(given.get(_DEEPSTACK)):
-        given = {key: value for key, value in given.items() if key not in (_DEEPSTACK, "visual_pos_masks")}
+    deepstack = [as_views(part) for part in given.pop(_DEEPSTACK, None) or ()]
+    given.pop(_DEEPSTACK_MASK, None)
+    if deepstack and not adds_deepstack:
+        raise UnsupportedModelError(f"its language model adds {_DEEPSTACK} in a way of its own")
     if further := [key for key, value in given.items() if key not in _TEXT and _has_tensor(value)]:
         raise UnsupportedModelError(f"its language model gets {', '.join(sorted(further))} of images")
     embeds, own = jax_view(as_views(embeds)), jax_view(as_views(own))
     fields = {"embeds": embeds[0], "is_media": (embeds[0] != own[0]).any(-1)}
+    if deepstack:
+        fields["deepstack"] = jnp.stack([jax_view(part) for part in deepstack])
     mask = given.get("attention_mask")
     masks = list(mask.values()) if isinstance(mask, dict) else [mask]
     unusual = [each for each in masks if each is not None and getattr(each, "causal_mask", None) is None]
@@ -158,12 +165,39 @@ def features_in_place(module: torch.nn.Module, media: MediaTokens | None) -> Ite
         yield
         return
 
+    index, width = media.index, media.features.shape[1]
+
+    def rows(begin: int, end: int) -> Any:
+        chosen = media.features[jnp.maximum(index, 0), begin:end]
+        return jnp.where((index >= 0)[:, None], chosen, 0)
+
     def embed(owner: torch.nn.Module, *args: Any, **given: Any) -> Any:
         own = jax_view(as_views(type(owner).forward(owner, *args, **given)))
-        if own.ndim != 3 or own.shape[1] != media.index.shape[0]:
+        if own.ndim != 3 or own.shape[1] != index.shape[0]:
             return torch_view(own)  # another table of the same module
-        rows = media.features[jnp.maximum(media.index, 0)].astype(own.dtype)
-        return torch_view(jnp.where((media.index >= 0)[None, :, None], rows[None], own))
+        placed = rows(0, own.shape[2]).astype(own.dtype)
+        return torch_view(jnp.where((index >= 0)[None, :, None], placed[None], own))
 
-    with trace_lock(), replaced_methods([(embedding, "forward", embed)]):
+    replacements: list[Any] = [(embedding, "forward", embed)]
+    size = getattr(embedding, "embedding_dim", width)
+    if width > size:
+        replacements += _deepstack_in_place(module, [rows(begin, begin + size) for begin in range(size, width, size)])
+    with trace_lock(), replaced_methods(replacements):
         yield
+
+
+def _deepstack_in_place(module: torch.nn.Module, parts: list[jax.Array]) -> list[Any]:
+    """Returns replacements of methods by which the first layers add `parts`, float[T, width] each."""
+    name = language_model_name(module)
+    assert name is not None
+    language_model = module.get_submodule(name)
+
+    def forward(owner: torch.nn.Module, *args: Any, **given: Any) -> Any:
+        of_all = torch_view(jnp.ones((1, len(parts[0])), bool))
+        given |= {_DEEPSTACK: [torch_view(part) for part in parts], _DEEPSTACK_MASK: of_all}
+        return type(owner).forward(owner, *args, **given)
+
+    def add(owner: torch.nn.Module, hidden_states: Any, mask: Any, features: Any) -> Any:
+        return hidden_states + features.to(hidden_states.dtype)[None]
+
+    return [(language_model, "forward", forward), (language_model, _ADD_DEEPSTACK, add)]

@@ -350,6 +350,11 @@ def test_tokens_of_an_image_see_each_other(features):
     assert calls == {("paged_attention", "reference")}
     expected, _ = exact_paged(case)
     assert_close(out[:28], expected[:28])
-    assert not np.allclose(np.asarray(out[5]), np.asarray(paged_attention(*case.with_(options={
-        name: value for name, value in case.options.items() if name != "sees_until"
-    }).args)[0][5]))
+    assert not np.allclose(
+        np.asarray(out[5]),
+        np.asarray(
+            paged_attention(
+                *case.with_(options={name: value for name, value in case.options.items() if name != "sees_until"}).args
+            )[0][5]
+        ),
+    )

@@ -37,7 +37,8 @@ class MediaFeatures:
     """Features of the images or audio of one prompt.
 
     Attributes:
-        features: float[n, width], in the order of their placeholders.
+        features: float[n, width], in the order of their placeholders; of a model whose first layers add some, those of
+            the layers behind the first, side by side.
         is_media: bool[prompt_len], tokens with a feature.
         sees_until: int32[prompt_len], last position that a token sees if that is behind its own; None: no token does.
     """
@@ -132,7 +133,10 @@ class MediaEncoder:
         is_media = np.asarray(fields["is_media"])
         visible = fields.get("visible")
         until = None if visible is None else _sees_until(np.asarray(visible))
-        return MediaFeatures(np.asarray(fields["embeds"])[is_media], is_media, until)
+        features = [np.asarray(fields["embeds"])[is_media], *np.asarray(fields.get("deepstack", ()))]
+        if any(len(part) != len(features[0]) for part in features):
+            raise UnsupportedModelError("its first layers add features to other tokens than those of images")
+        return MediaFeatures(np.concatenate(features, -1), is_media, until)
 
     def _store(self, digest: str, prompt_ids: np.ndarray, made: MediaFeatures) -> None:
         reach = None
