@@ -18,6 +18,7 @@ from torchax_serve.executors.request_input import MediaInput
 from torchax_serve.generation.sample_call import StaticBatchStart, static_batch_start
 from torchax_serve.generation.single_request import loop_options, prepared_call
 from torchax_serve.multimodal.decode_inputs import PreparedSteps
+from torchax_serve.multimodal.encoder_programs import encoders_run_by
 from torchax_serve.runtime.media_encoder import MediaEncoder, MediaFeatures, digest_of, page_ids
 from torchax_serve.sampling import unsupported_options
 from torchax_serve.sampling.row_params import ENGINE_OPTIONS
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from torchax_serve.engine.data_parallel import DataParallelEngines
     from torchax_serve.engine.engine import Engine
     from torchax_serve.runtime.model_runtime import ModelRuntime
+
+TOKEN_TYPES = frozenset({"token_type_ids", "mm_token_type_ids"})
+"""Arguments of later steps that say that their token is text, as a step of the engine takes it to be."""
 
 
 def media_request(
@@ -54,7 +58,8 @@ def media_request(
     encoder = encoder_of(runtime)
     if (reason := _unsupported_reason(runtime, encoder, inputs)) is not None:
         return reason
-    call = prepared_call(model, inputs, config)
+    with encoders_run_by(encoder.run_encoder):
+        call = prepared_call(model, inputs, config)
     if call is None:
         return "its generate does more than it prepares for the loop over tokens"
     start = static_batch_start(runtime, call)
@@ -63,12 +68,13 @@ def media_request(
     max_length = call.stopping_criteria.max_length
     if max_length is None or (unsupported := unsupported_options(call.config, ENGINE_OPTIONS)):
         return "it has no limit of tokens" if max_length is None else f"{', '.join(unsupported)} is set"
-    if start.prepared is None or start.prepared.constants or start.prepared.position_ids is None:
+    prepared = start.prepared
+    if prepared is None or prepared.position_ids is None or {name for name, _ in prepared.constants} - TOKEN_TYPES:
         return "every step gets more than tokens and positions"
     try:
         engine = get_engine()
         _check_len(call.input_ids.shape[1], engine)
-        media = _encoded(encoder, start.prepared, call.input_ids, inputs)
+        media = _encoded(encoder, prepared, call.input_ids, inputs)
     except UnsupportedModelError as error:
         return str(error)
     if media.sees_until is not None:

@@ -7,11 +7,12 @@ turn of a conversation, is not encoded twice.
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 import hashlib
 import threading
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
 import numpy as np
@@ -28,8 +29,42 @@ from torchax_serve.runtime.model_runtime import ModelRuntime
 from torchax_serve.runtime.static_args import StaticArgPolicy, StaticArgs, all_hold, split_traced_and_static
 
 MAX_CACHE_BYTES = 256 << 20
-"""Bytes of features that are found again, on the host: some hundred images of usual size."""
+"""Bytes of features that are found again, on the host, and of encoders' outputs as many: some hundred images each."""
 _TEXT = frozenset({"input_ids", "attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids"})
+
+
+Value = TypeVar("Value")
+
+
+class HostCache(Generic[Value]):
+    """Values by digest up to a number of bytes; those that were not used for the longest time go first.
+
+    Args:
+        max_bytes: Most bytes of all values together.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes, self.num_bytes = max_bytes, 0
+        self._values: collections.OrderedDict[str, tuple[Value, int]] = collections.OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, digest: str) -> Value | None:
+        """Returns the value of `digest`; None if it is not there."""
+        with self._lock:
+            if digest not in self._values:
+                return None
+            self._values.move_to_end(digest)
+            return self._values[digest][0]
+
+    def put(self, digest: str, value: Value, num_bytes: int) -> None:
+        """Stores a value of `num_bytes`."""
+        with self._lock:
+            _, before = self._values.pop(digest, (None, 0))
+            self._values[digest] = value, num_bytes
+            self.num_bytes += num_bytes - before
+            while self.num_bytes > self._max_bytes:
+                _, (_, freed) = self._values.popitem(last=False)
+                self.num_bytes -= freed
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -68,15 +103,16 @@ class MediaEncoder:
 
     Attributes:
         num_hits, num_encoded: Prompts whose features were found, and those that were encoded.
+        num_encoder_runs: Runs of encoders that are programs of their own.
     """
 
     def __init__(self, runtime: ModelRuntime) -> None:
         self._runtime, program = runtime, runtime.program
         self._static = StaticArgPolicy(program.names.per_token_args, runtime.steps.executables, runtime.weights)
         self._step = CachedFunction(runtime.steps.executables, "media", self._language_model_inputs)
-        self._cache: collections.OrderedDict[str, _Known] = collections.OrderedDict()
-        self._num_bytes = self.num_hits = self.num_encoded = 0
-        self._lock = threading.Lock()
+        self._features: HostCache[_Known] = HostCache(MAX_CACHE_BYTES)
+        self._outputs: HostCache[Any] = HostCache(MAX_CACHE_BYTES)
+        self.num_hits = self.num_encoded = self.num_encoder_runs = 0
 
     @property
     def unsupported_reason(self) -> str | None:
@@ -105,11 +141,8 @@ class MediaEncoder:
             InvalidArgumentError: placeholders and features do not fit each other.
             UnsupportedModelError: the language model gets more than embeddings.
         """
-        digest = f"{digest} {self._runtime.weights_version} {self._runtime.num_changes}"
-        with self._lock:
-            known = self._cache.get(digest)
-            if known is not None:
-                self._cache.move_to_end(digest)
+        digest = self._of_weights(digest)
+        known = self._features.get(digest)
         if known is not None and (found := _placed(prompt_ids, known)) is not None:
             self.num_hits += 1
             return found
@@ -117,6 +150,19 @@ class MediaEncoder:
         self.num_encoded += 1
         self._store(digest, prompt_ids, made)
         return made
+
+    def run_encoder(self, path: str, given: dict[str, Any]) -> Any:
+        """Returns the output of an encoder, as `ModelRuntime.call_method`, computed or found."""
+        digest = self._of_weights(f"{path} {digest_of(given)}")
+        output = self._outputs.get(digest)
+        if output is None:
+            output = self._runtime.call_method(path, given)
+            self.num_encoder_runs += 1
+            self._outputs.put(digest, output, sum(getattr(each, "nbytes", 0) for each in jax.tree.leaves(output)))
+        return copy.copy(output)
+
+    def _of_weights(self, digest: str) -> str:
+        return f"{digest} {self._runtime.weights_version} {self._runtime.num_changes}"
 
     def _encoded(self, given: Mapping[str, Any]) -> MediaFeatures:
         given = {name: value for name, value in given.items() if name not in self._runtime.ignored_args}
@@ -148,15 +194,7 @@ class MediaEncoder:
         tokens = frozenset(prompt_ids[made.is_media].tolist())
         if not tokens or tokens & set(prompt_ids[~made.is_media].tolist()):
             return  # where features stand is not known by the tokens
-        known = _Known(made.features, tokens, reach)
-        with self._lock:
-            if (old := self._cache.pop(digest, None)) is not None:
-                self._num_bytes -= old.features.nbytes
-            self._cache[digest] = known
-            self._num_bytes += known.features.nbytes
-            while self._num_bytes > MAX_CACHE_BYTES:
-                _, oldest = self._cache.popitem(last=False)
-                self._num_bytes -= oldest.features.nbytes
+        self._features.put(digest, _Known(made.features, tokens, reach), made.features.nbytes)
 
 
 def _placed(prompt_ids: np.ndarray, known: _Known) -> MediaFeatures | None:
