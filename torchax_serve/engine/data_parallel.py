@@ -25,6 +25,7 @@ from torchax_serve.engine.options import EngineOptions
 from torchax_serve.engine.progress import EngineProgress
 from torchax_serve.engine.request import EngineRequest
 from torchax_serve.engine.request_handle import RequestHandle, cancel_on_error
+from torchax_serve.executors.request_input import SpanLimits
 from torchax_serve.outputs import EngineStats
 from torchax_serve.runtime.model_runtime import ModelRuntime
 
@@ -156,14 +157,9 @@ class DataParallelEngines:
         return max(each, key=lambda progress: (not progress.is_alive, progress.is_due, progress.still_s))
 
     @property
-    def sees_ahead(self) -> bool:
-        """As `Engine.sees_ahead`."""
-        return self.engines[0].sees_ahead
-
-    @property
-    def max_span_len(self) -> int:
-        """As `Engine.max_span_len`."""
-        return self.engines[0].max_span_len
+    def span_limits(self) -> SpanLimits:
+        """As `Engine.span_limits`."""
+        return self.engines[0].span_limits
 
     @property
     def max_encoder_len(self) -> int | None:

@@ -11,11 +11,12 @@ from torchax_serve.compilation.background import BackgroundCompiler, CompileTask
 from torchax_serve.engine.masked_requests import PlanMasks
 from torchax_serve.engine.request import EngineRequest
 from torchax_serve.executors.base import Executor, InFlightStep
+from torchax_serve.executors.request_input import SpanLimits
 from torchax_serve.outputs import TokenLogprobs
 from torchax_serve.sampling.sampler import Sampler
 from torchax_serve.sampling.transformers_behaviour import TransformersBehaviour
 from torchax_serve.sampling.types import Logprobs
-from torchax_serve.scheduler import PlanRow, StepPlan
+from torchax_serve.scheduler import PlanRow, SchedulerConfig, StepPlan
 
 
 class ModelRunner:
@@ -90,10 +91,9 @@ class ModelRunner:
         """Number of tokens that a request may send to an encoder; None if the model has none."""
         return self._executor.limits.max_encoder_len
 
-    @property
-    def sees_ahead(self) -> bool:
-        """Whether tokens of an image may see later ones of it."""
-        return self._executor.limits.sees_ahead
+    def span_limits(self, config: SchedulerConfig) -> SpanLimits:
+        """Returns the limits of images whose tokens see each other, in an engine with this scheduler."""
+        return SpanLimits(self._executor.limits.sees_ahead, config.max_span_len, config.shortest_window)
 
     def validate(self, name: str, request: EngineRequest) -> None:
         """Raises InvalidArgumentError, naming `name`, if the executor does not accept `request`."""

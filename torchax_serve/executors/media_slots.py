@@ -90,7 +90,7 @@ class MediaSlots:
 
     def spec_of(self, rows: Sequence[PlanRow]) -> MediaSpec | None:
         """Returns the static part of a step with `rows`; None if its tokens are as those of text."""
-        if not self._inputs or isinstance(rows, DecodeBatch):
+        if not self._inputs or (isinstance(rows, DecodeBatch) and not self.has_deltas(rows)):
             return None
         given = [(self._inputs[row.slot], row) for row in rows if row.slot in self._inputs]
         chunks = [(source, row) for source, row in given if row.context_len < len(source.prompt_ids)]

@@ -91,6 +91,21 @@ class MediaInput:
         return tuple(found)
 
 
+@dataclasses.dataclass(frozen=True)
+class SpanLimits:
+    """Limits of an engine for tokens of an image that see each other.
+
+    Attributes:
+        sees_ahead: Whether tokens may see later ones.
+        max_len: Most tokens that are computed in one step.
+        shortest_window: Tokens of the shortest sliding window; None if all layers see all tokens.
+    """
+
+    sees_ahead: bool
+    max_len: int
+    shortest_window: int | None
+
+
 RequestInput = tuple[int, ...] | np.ndarray | SequenceSteps | MediaInput
 """Token ids for an encoder, none for a model without one; an encoder's output, float[1, len, width]; all steps; or
 images and audio."""

@@ -78,9 +78,13 @@ def media_request(
     except UnsupportedModelError as error:
         return str(error)
     if media.sees_until is not None:
-        if not engine.sees_ahead:
+        limits = engine.span_limits
+        if not limits.sees_ahead:
             return "tokens of an image see each other, which forwards per request do not know"
-        _check_spans(media, engine)
+        longest = max(end - begin for begin, end in media.spans)
+        if longest > (limits.shortest_window or longest):
+            return "an image is longer than a layer's window, which its tokens see beyond"
+        _check_span(longest, limits.max_len)
     if seed is None:  # torch.manual_seed makes it repeatable, as in transformers
         seed = int(torch.randint(2**63 - 1, ())) if call.config.do_sample else 0
     options = loop_options(call.config, max_length, len(media.prompt_ids))
@@ -173,11 +177,10 @@ def _check_len(prompt_len: int, engine: Engine | DataParallelEngines) -> None:
         )
 
 
-def _check_spans(media: MediaInput, engine: Engine | DataParallelEngines) -> None:
-    """Raises InvalidArgumentError for an image that no step has room for."""
-    longest = max((end - begin for begin, end in media.spans), default=0)
-    if longest > engine.max_span_len:
+def _check_span(longest: int, max_len: int) -> None:
+    """Raises InvalidArgumentError for an image of `longest` tokens that no step has room for."""
+    if longest > max_len:
         raise InvalidArgumentError(
-            f"expected an image of at most {engine.max_span_len} tokens, which see each other and so are computed in "
+            f"expected an image of at most {max_len} tokens, which see each other and so are computed in "
             f"one step, got one of {longest}; raise EngineOptions(max_num_batched_tokens=...), or send a smaller image"
         )
