@@ -69,7 +69,7 @@ def media_request(
     if max_length is None or (unsupported := unsupported_options(call.config, ENGINE_OPTIONS)):
         return "it has no limit of tokens" if max_length is None else f"{', '.join(unsupported)} is set"
     prepared = start.prepared
-    if prepared is None or prepared.position_ids is None or {name for name, _ in prepared.constants} - TOKEN_TYPES:
+    if prepared is None or {name for name, _ in prepared.constants} - TOKEN_TYPES:
         return "every step gets more than tokens and positions"
     try:
         engine = get_engine()
@@ -152,9 +152,11 @@ def _positions(prepared: PreparedSteps, length: int) -> tuple[np.ndarray | None,
     Raises:
         UnsupportedModelError: later tokens have other positions on each axis.
     """
-    after = prepared.position_ids
-    assert after is not None
-    first = prepared.first.get("position_ids")
+    after, first = prepared.position_ids, prepared.first.get("position_ids")
+    if after is None:
+        if first is not None:
+            raise UnsupportedModelError("tokens behind the prompt have no positions, and its own have")
+        return None, 0
     next_ones = np.unique(after.reshape(-1, 1).numpy()[-3:]).astype(int)  # a first axis may have those of text
     if len(next_ones) != 1:
         raise UnsupportedModelError("tokens behind the prompt have other positions on each axis")
