@@ -44,6 +44,7 @@ class PackedBatch:
     rope_lens: jax.Array | None = None  # int32[T], lengths that tokens' rotary frequencies are for
     deltas: jax.Array | None = None  # int32[T], position for rotary embeddings minus position; None: zeros
     media: MediaTokens | None = None
+    adapters: jax.Array | None = None  # int32[T], adapter of each token, 0 for none; None if there are none
 
 
 @dataclasses.dataclass(frozen=True)

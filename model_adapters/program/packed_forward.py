@@ -15,6 +15,7 @@ from model_adapters.caches.packed_batch import NotPackableError, PackedBatch, Pa
 from model_adapters.caches.paged_cache import PagedTraceCache
 from model_adapters.jaxpr.row_pruning import prune_rows
 from model_adapters.ops.compressed_weight import Weights
+from model_adapters.ops.lora_weight import adapters_told
 from model_adapters.ops.spmd import by_token, tokens_divided
 from model_adapters.program.call_spec import CallSpec
 from model_adapters.program.media import features_in_place
@@ -71,7 +72,8 @@ def _forward(
     rope_lens = batch.positions + 1 if layout.is_decode else batch.rope_lens
     assert program.rope is None or rope_lens is not None
     features = features_in_place(program.module, batch.media)
-    with divided, program.folding(CallSpec()), lengths_told(rope_lens), features:
+    told = lengths_told(rope_lens), adapters_told(batch.adapters)
+    with divided, program.folding(CallSpec()), told[0], told[1], features:
         output = program.run(weights, kwargs, attention_name(program.module))
     check_layers_keep_all(cache, program.cache_name, program.target)
     logits = jax_view(output["logits"])[0]

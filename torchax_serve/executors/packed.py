@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from model_adapters.caches.packed_batch import MediaTokens, PackedBatch, Pool
@@ -28,17 +27,21 @@ from torchax_serve.executors.base import (
     refuse_encoder_input,
 )
 from torchax_serve.executors.compiled_steps import CompiledSteps, StepCall
+from torchax_serve.executors.draft_model import DraftModel
+from torchax_serve.executors.fused_decode import decode_steps
 from torchax_serve.executors.media_slots import MediaSlots
+from torchax_serve.executors.packed_calls import abstract_step, further, with_rows
 from torchax_serve.executors.packed_specs import PackedSpecs, StepBuckets
 from torchax_serve.executors.request_input import MediaInput, RequestInput
-from torchax_serve.executors.step_inputs import SAMPLED_ON_DEVICE, FusedDecodeSpec, PackedStepSpec
-from torchax_serve.executors.traced_function import TracedFunction
+from torchax_serve.executors.slot_adapters import SlotAdapters
+from torchax_serve.executors.speculative_decode import SpeculativeDecoder
+from torchax_serve.executors.step_inputs import FusedDecodeSpec, PackedStepSpec
 from torchax_serve.kv_cache.pools import PagedCache
-from torchax_serve.sampling.sample import logprobs_of, sample
+from torchax_serve.sampling.sample import logprobs_of
 from torchax_serve.sampling.sampler import Sampler, default_sharding
 from torchax_serve.sampling.slot_params import SlotParams
-from torchax_serve.sampling.types import MAX_NUM_TOP, Logprobs, RowOptions, SamplerSpec, SamplerState
-from torchax_serve.scheduler import PlanRow, StepPlan
+from torchax_serve.sampling.types import MAX_NUM_TOP, Logprobs, RowOptions, SamplerState
+from torchax_serve.scheduler import PlanRow, SpeculativeConfig, StepPlan
 
 if TYPE_CHECKING:
     from model_adapters.program.model_program import ModelProgram
@@ -60,6 +63,9 @@ class PackedExecutor:
         max_num_steps: Maximum number of decode steps in one dispatch.
         batch_invariant: Whether matrix products sum in the same order for any number of rows.
         buckets: Sizes of its steps; None: those of this device.
+        lora: Form of the adapters' matrices among the weights; empty: there are none.
+        speculative: Options of speculation; None: no step verifies drafts.
+        draft: Model that drafts; None: drafts are looked up.
     """
 
     runs_ahead = True
@@ -76,6 +82,9 @@ class PackedExecutor:
         max_num_steps: int = 1,
         batch_invariant: bool = False,
         buckets: StepBuckets | None = None,
+        lora: str = "",
+        speculative: SpeculativeConfig | None = None,
+        draft: DraftModel | None = None,
     ) -> None:
         self._program, self._weights, self.cache = program, weights, cache
         self._num_slots = num_slots
@@ -89,7 +98,9 @@ class PackedExecutor:
             max_num_steps=max_num_steps,
             batch_invariant=batch_invariant,
             has_rope_lens=program.rope is not None,
+            lora=lora,
         )
+        self._adapters = SlotAdapters(num_slots, lora)
         self.limits = ExecutorLimits(
             max_num_seqs=num_slots, fused_decode_steps=max_num_steps, token_buckets=self.buckets.costs, sees_ahead=True
         )
@@ -100,6 +111,23 @@ class PackedExecutor:
         self.compiles_ahead = self._steps.compiles_ahead
         self._step = compiled("packed", self._run, donate=["pools"])
         self._decode_steps = compiled("decode_steps", self._decode, donate=["pools"])
+        self._speculative: SpeculativeDecoder | None = None
+        if speculative is not None:
+            self._speculative = SpeculativeDecoder(
+                speculative,
+                self._forward,
+                weights,
+                programs,
+                compiled,
+                self._specs.of_drafts,
+                decode_buckets=self.buckets.decode,
+                num_slots=num_slots,
+                max_num_steps=max_num_steps,
+                max_len=cache.plan.max_len,
+                pools=lambda: self.cache.pools,
+                adapters=self._adapters,
+                draft=draft,
+            )
 
     @property
     def num_substitutes(self) -> int:
@@ -130,13 +158,14 @@ class PackedExecutor:
         With `scored`, tokens int32[T] and whether the likeliest ones are read, the logits come with log-probabilities.
         """
         batch = spec.unpack(numbers, last_tokens, media)
+        batch = self._adapters.of_tokens(batch, numbers, numbers[spec.bounds[1]])
         logits, pools = self._forward(weights, pools, batch, spec)
         if scored is None:
-            return _with_rows(logits, len(last_tokens)), pools
+            return with_rows(logits, len(last_tokens)), pools
         ids, has_top = scored
         num_tokens = batch.cu_q_lens[-1]
         logprobs = logprobs_of(logits, ids, num_top=MAX_NUM_TOP, has_top=has_top, num_rows=num_tokens)
-        return (_with_rows(logits[batch.last], len(last_tokens)), logprobs), pools
+        return (with_rows(logits[batch.last], len(last_tokens)), logprobs), pools
 
     def _decode(
         self,
@@ -147,40 +176,14 @@ class PackedExecutor:
         numbers: jax.Array,
         spec: FusedDecodeSpec,
     ) -> tuple[tuple[jax.Array, jax.Array], tuple[Pool, ...], SamplerState]:
-        """Computes decode steps.
-
-        Returns logits [num_slots, vocab] of the last step and tokens int32[max_num_steps, S] of all, pools, and the
-        sampler's state.
-        """
-        batch, slots, num_steps, draws = spec.unpack(numbers)
-        in_use = batch.kv_lens > 0
-        # Traced in front of the loop, which has to know the shape of the logits.
-        forward = TracedFunction(functools.partial(self._forward, spec=spec.packed), weights, pools, batch)
-
-        def step(index: jax.Array, carry: Any) -> Any:
-            _, tokens, pools, state = carry
-            is_given = (index == 0) & (batch.token_ids != SAMPLED_ON_DEVICE)
-            now = dataclasses.replace(
-                batch,
-                token_ids=jnp.where(is_given, batch.token_ids, state.last_tokens[slots]),
-                positions=batch.positions + index,
-                kv_lens=batch.kv_lens + jnp.where(in_use, index, 0),
-            )
-            logits, pools = forward(weights, pools, now)
-            args = options.advanced(now.kv_lens), state, logits
-            # Behind the condition XLA would look for the maxima on one thread.
-            greedy = sample(SamplerSpec("greedy"), *args)
-            sampled, state = jax.lax.cond(draws, lambda: sample(SamplerSpec("sampled"), *args), lambda: greedy)
-            return logits, tokens.at[index].set(sampled.tokens), pools, state
-
-        shape = forward.result_shape[0]
-        logits = jnp.zeros(shape.shape, shape.dtype)
-        tokens = jnp.zeros((spec.max_num_steps, spec.packed.num_rows), jnp.int32)
-        logits, tokens, pools, state = jax.lax.fori_loop(0, num_steps, step, (logits, tokens, pools, state))
-        return (_with_rows(logits, len(state.last_tokens)), tokens), pools, state
+        """Computes decode steps; see `decode_steps`."""
+        return decode_steps(self._forward, self._adapters, weights, pools, state, options, numbers, spec)
 
     def run_decode(self, plan: StepPlan, sampler: Sampler) -> jax.Array | None:
         """Implements `Executor.run_decode`."""
+        if self._speculative is not None and plan.drafts is not None:
+            results, self.cache.pools = self._speculative.run(plan, sampler)
+            return results
         spec = self._steps.choose(self._for_decode(plan.rows))
         if not isinstance(spec, FusedDecodeSpec):
             return None
@@ -224,7 +227,7 @@ class PackedExecutor:
         self, spec: FusedDecodeSpec, state: SamplerState, options: RowOptions, numbers: np.ndarray
     ) -> tuple[tuple[jax.Array, jax.Array], SamplerState]:
         """Runs a decode program on the cache; returns logits and tokens, and the new state."""
-        args = (self.cache.pools, state, options, numbers)
+        args = (self.cache.pools, state, options, self._adapters.behind(numbers))
         program = self._steps.get(spec, StepCall(self._decode_steps, args))
         results, self.cache.pools, state = program(self._weights, *args)
         return results, state
@@ -232,7 +235,8 @@ class PackedExecutor:
     @property
     def num_programs(self) -> int:
         """Compiled steps."""
-        return self._step.num_programs + self._decode_steps.num_programs
+        own = self._step.num_programs + self._decode_steps.num_programs
+        return own + (0 if self._speculative is None else self._speculative.num_programs)
 
     def run(
         self,
@@ -251,12 +255,8 @@ class PackedExecutor:
         if isinstance(spec, FusedDecodeSpec):
             numbers = spec.pack(rows, tables, ahead=ahead, deltas=self._media.deltas)
             return self._decode_logits(spec, last_tokens, numbers)
-        args = (
-            self.cache.pools,
-            last_tokens,
-            spec.pack(rows, tables, ahead),
-            *_further(None, self._tokens(rows, spec)),
-        )
+        numbers = self._adapters.behind(spec.pack(rows, tables, ahead))
+        args = (self.cache.pools, last_tokens, numbers, *further(None, self._tokens(rows, spec)))
         program = self._steps.get(spec, StepCall(self._step, args))
         logits, self.cache.pools = program(self._weights, *args)
         return logits
@@ -277,8 +277,8 @@ class PackedExecutor:
         ids = np.zeros(spec.num_tokens, np.int32)
         ids[: len(following)] = following
         scored = ids, np.bool_(num_top > 0)
-        further = _further(scored, self._tokens(rows, spec))
-        args = (self.cache.pools, sampler.last_tokens, spec.pack(rows, tables, 0), *further)
+        numbers = self._adapters.behind(spec.pack(rows, tables, 0))
+        args = (self.cache.pools, sampler.last_tokens, numbers, *further(scored, self._tokens(rows, spec)))
         program = self._steps.get(spec, StepCall(self._step, args))
         (logits, logprobs), self.cache.pools = program(self._weights, *args)
         return logprobs, logits
@@ -307,13 +307,15 @@ class PackedExecutor:
     def temporary_bytes(self) -> int:
         """Implements `Executor.temporary_bytes`."""
         spec = self._specs.of_tokens(self._specs.token_buckets[-1])
-        return self._step.temporary_bytes(
+        of_drafts = 0 if self._speculative is None else self._speculative.temporary_bytes()
+        of_tokens = self._step.temporary_bytes(
             self._weights,
             self.cache.pools,
             to_device(np.zeros(self._num_slots), np.int32),
-            np.zeros(spec.size, np.int32),
+            self._adapters.empty(spec.size),
             spec=spec,
         )
+        return max(of_tokens, of_drafts)
 
     def abstract_steps(self, prefill_lens: Sequence[int]) -> Iterator[AbstractStep]:
         """Yields the steps of `Executor.abstract_steps`; a prefill step has no padding."""
@@ -321,26 +323,19 @@ class PackedExecutor:
         specs = [self._specs.of_tokens(num_slots, is_decode=True)]
         specs += [self._specs.of_tokens(num_tokens) for num_tokens in prefill_lens]
         for spec in specs:
-            is_decode = spec.layout.is_decode
-            ints = (abstract_ints(self._program.sharding, size) for size in (num_slots, spec.size))
-            yield AbstractStep(
-                name="decode" if is_decode else "prefill",
-                num_tokens=spec.num_tokens,
-                num_rows=spec.num_rows,
-                context_len=self.cache.plan.max_len if is_decode else spec.num_tokens,
-                num_prompts=0 if is_decode else 1,
-                function=functools.partial(self._run, spec=spec),
-                args=(self.cache.pools, *ints),
-                donated=(0,),
-            )
+            sizes = num_slots, len(self._adapters.empty(spec.size))
+            ints = [abstract_ints(self._program.sharding, size) for size in sizes]
+            function = functools.partial(self._run, spec=spec)
+            yield abstract_step(spec, self.cache.plan.max_len, function, (self.cache.pools, *ints))
 
     def check(self, name: str, source: RequestInput) -> None:
         """Implements `Executor.check`: a packed model has no encoder-decoder's encoder."""
         if not isinstance(source, MediaInput):
             refuse_encoder_input(name, source)
 
-    def assign(self, slot: int, source: RequestInput) -> None:
+    def assign(self, slot: int, source: RequestInput, adapter_id: int = 0) -> None:
         """Implements `Executor.assign`."""
+        self._adapters.assign(slot, adapter_id)
         self._media.assign(slot, source)
 
     def prepare(self, plan: StepPlan) -> None:
@@ -351,11 +346,11 @@ class PackedExecutor:
         """Returns a step with its arguments as shapes."""
         placed = functools.partial(jax.ShapeDtypeStruct, sharding=default_sharding())
         tokens: Any = placed((self._num_slots,), np.int32)
-        numbers = np.zeros(spec.size, np.int32)
+        numbers = self._adapters.empty(spec.size)
         if isinstance(spec, PackedStepSpec):
             scored = (np.zeros(spec.num_tokens, np.int32), np.bool_(False)) if spec.layout.all_logits else None
             media = None if spec.media is None else spec.media.shapes(spec.num_tokens)
-            return StepCall(self._step, (self.cache.pools, tokens, numbers, *_further(scored, media)))
+            return StepCall(self._step, (self.cache.pools, tokens, numbers, *further(scored, media)))
         idle = SlotParams(self._num_slots, 1).rows((), spec.packed.num_rows)[0]
         options = jax.tree.map(lambda x: placed(x.shape, x.dtype), idle)
         return StepCall(self._decode_steps, (self.cache.pools, SamplerState(tokens), options, numbers))
@@ -370,6 +365,8 @@ class PackedExecutor:
             if not has_sampling and isinstance(spec, PackedStepSpec) and not spec.layout.all_logits:
                 has_sampling, task = True, task.then(lambda program: sampler.compile_tasks(program.out_info[0]))
             yield task
+        if self._speculative is not None:
+            yield from self._speculative.compile_tasks()
 
     def warm_up(self, sampler: Sampler) -> None:
         """Implements `Executor.warm_up`: copies of pages, and on several hosts every step, without rows."""
@@ -387,13 +384,3 @@ def step_calls(executor: PackedExecutor) -> Iterator[tuple[Spec, StepCall]]:
     """Yields every step that requests can need, with its arguments as shapes."""
     specs = executor._specs
     return ((spec, executor._call_of(spec)) for spec in (*specs.all(), *specs.larger_scored()))
-
-
-def _with_rows(logits: jax.Array, num_rows: int) -> jax.Array:
-    """Returns logits [S, vocab] with rows of zeros behind them, [num_rows, vocab]."""
-    return jnp.pad(logits, ((0, num_rows - len(logits)), (0, 0)))
-
-
-def _further(scored: tuple[Any, Any] | None, media: MediaTokens | None) -> tuple[Any, ...]:
-    """Returns the arguments of a packed step that most steps do without."""
-    return (scored, media) if media is not None else () if scored is None else (scored,)

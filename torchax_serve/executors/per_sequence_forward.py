@@ -25,6 +25,7 @@ from model_adapters.caches.packed_batch import MediaTokens
 from model_adapters.errors import TorchaxServeError, UnsupportedModelError
 from model_adapters.ops import list_ops, registry
 from model_adapters.ops.compressed_weight import Weights
+from model_adapters.ops.lora_weight import adapters_told
 from model_adapters.program.media import features_in_place
 from model_adapters.program.model_program import CallSpec
 from torchax_serve.executors.encoder_inputs import HIDDEN, context
@@ -241,20 +242,21 @@ class SequenceForward:
         ids: jax.Array,
         layout: CacheLayout,
         source_lens: jax.Array | None = None,
+        adapters: jax.Array | None = None,
         deltas: jax.Array | None = None,
     ) -> Any:
         """Computes logits [S, vocab] of the tokens `ids` int32[S], and what is new in `leaves`.
 
-        `deltas` int32[S] are added to positions for rotary embeddings.
+        `adapters` int32[S] are those of the rows, 0 for none. `deltas` int32[S] are added to positions for rotary
+        embeddings.
         """
 
-        def one(
-            leaves: Leaves, offset: jax.Array, token: jax.Array, source_len: jax.Array | None, delta: jax.Array | None
-        ) -> Any:
+        def one(leaves: Leaves, offset: jax.Array, token: jax.Array, source_len: Any, adapter: Any, delta: Any) -> Any:
             how = {} if delta is None else {"delta": delta}
-            return self.extend(weights, leaves, offset, token[None], 1, layout, source_len, **how)
+            with adapters_told(adapter):
+                return self.extend(weights, leaves, offset, token[None], 1, layout, source_len, **how)
 
-        rows = (leaves, offsets, ids, source_lens, deltas)
+        rows = (leaves, offsets, ids, source_lens, adapters, deltas)
         if ids.shape[0] == 1:
             logits, news = jax.tree.map(lambda x: x[None], one(*jax.tree.map(lambda x: x[0], rows)))
         elif layout.is_vectorised:

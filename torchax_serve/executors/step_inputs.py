@@ -29,6 +29,7 @@ class PackedStepSpec:
     layout: PagedLayout
     batch_invariant: bool
     has_rope_lens: bool = False  # rotary frequencies depend on lengths
+    lora: str = ""  # form of the adapters' matrices; empty: there are none
     media: MediaSpec | None = None
 
     @property

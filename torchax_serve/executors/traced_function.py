@@ -1,4 +1,4 @@
-"""`TracedFunction`: a function that is traced where its shapes are needed, and called where it is used."""
+"""A function that is traced in front of a loop which calls it."""
 
 from __future__ import annotations
 
