@@ -110,23 +110,23 @@ class MediaSlots:
             begin = part.stop
             source = self._inputs.get(row.slot)
             if found.positions is not None:
-                found.positions[:, part] = own + self.deltas[row.slot]  # type: ignore[index]
+                found.positions[:, part] = own + self.deltas[row.slot]
             if found.sees_until is not None:
-                found.sees_until[part] = own  # type: ignore[index]
+                found.sees_until[part] = own
             if source is None or row.context_len >= len(source.prompt_ids):
                 continue
             there, num = _span(row), len(source.index[_span(row)])
             index = source.index[there]
             is_feature = index >= 0
             chosen = source.features[index[is_feature]]
-            found.features[num_features : num_features + len(chosen)] = chosen  # type: ignore[index]
+            found.features[num_features : num_features + len(chosen)] = chosen
             numbers = np.where(is_feature, np.cumsum(is_feature) - 1 + num_features, -1)
-            found.index[part.start : part.start + num] = numbers  # type: ignore[index]
+            found.index[part.start : part.start + num] = numbers
             num_features += len(chosen)
             if found.positions is not None and source.positions is not None:
-                found.positions[:, part.start : part.start + num] = source.positions[:, there]  # type: ignore[index]
+                found.positions[:, part.start : part.start + num] = source.positions[:, there]
             if found.sees_until is not None and source.sees_until is not None:
-                found.sees_until[part.start : part.start + num] = source.sees_until[there]  # type: ignore[index]
+                found.sees_until[part.start : part.start + num] = source.sees_until[there]
         _repeat_last(found, begin)
         return found
 
@@ -139,4 +139,4 @@ def _repeat_last(found: MediaTokens, end: int) -> None:
     """Makes padding equal to the last token, as kernels compute equal rows once."""
     for array in (found.index, found.positions, found.sees_until):
         if array is not None and end:
-            array[..., end:] = array[..., end - 1 : end]  # type: ignore[index]
+            array[..., end:] = array[..., end - 1 : end]

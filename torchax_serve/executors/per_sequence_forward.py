@@ -252,7 +252,7 @@ class SequenceForward:
         """
 
         def one(leaves: Leaves, offset: jax.Array, token: jax.Array, source_len: Any, adapter: Any, delta: Any) -> Any:
-            how = {} if delta is None else {"delta": delta}
+            how: dict[str, Any] = {} if delta is None else {"delta": delta}
             with adapters_told(adapter):
                 return self.extend(weights, leaves, offset, token[None], 1, layout, source_len, **how)
 
@@ -292,8 +292,9 @@ class SequenceForward:
 
     def _positions(self, media: MediaTokens | None) -> dict[str, Any]:
         """Returns the positions of tokens on several axes, int32[axes, 1, T]."""
-        has_axes = media is not None and media.positions is not None
-        return {self.program.names.positions: media.positions[:, None]} if has_axes else {}
+        if media is None or media.positions is None:
+            return {}
+        return {self.program.names.positions: media.positions[:, None]}
 
     def _forward(
         self,

@@ -129,7 +129,12 @@ def engine_options(inputs: list[Inputs]) -> EngineOptions:
     budget = 32 if "token_type_ids" in inputs[0] else 19
     prompt_lens = [one["input_ids"].shape[1] for one in inputs if "input_ids" in one]
     max_len = NUM_NEW + max(prompt_lens, default=NUM_NEW)
-    sizes = {"max_model_len": max_len, "max_num_seqs": 4, "page_size": 4, "kv_cache_memory_bytes": 1 << 20}
+    sizes: dict[str, Any] = {
+        "max_model_len": max_len,
+        "max_num_seqs": 4,
+        "page_size": 4,
+        "kv_cache_memory_bytes": 1 << 20,
+    }
     return EngineOptions(**sizes, max_num_batched_tokens=budget)
 
 

@@ -234,7 +234,7 @@ def digest_of(inputs: Mapping[str, Any]) -> str:
             found.update(f"{name} ".encode())
             if isinstance(leaf, torch.Tensor):
                 found.update(f"{leaf.dtype} {tuple(leaf.shape)} ".encode())
-                found.update(leaf.detach().contiguous().view(-1).view(torch.uint8).numpy())
+                found.update(leaf.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
             else:
                 found.update(repr(leaf).encode())
     return found.hexdigest()
