@@ -231,24 +231,21 @@ class ServedModel(LiveAdapters):
     ) -> TokenStream:
         """Yields new token ids of one prompt as they come, including the token that ends the answer.
 
-        The request is submitted at once: to the engine, or to `single_engine` if the engine does not take it (images
-        and audio, decoding methods other than greedy and sampling, models that cannot be batched); see
-        `torchax_serve.generation.routing`. Closing the iterator ends the request. A `seed` makes sampling repeatable
-        whatever else runs; without one, each request takes a new seed from torch's global generator.
+        The request is submitted at once: to the engine, or to `single_engine` if the engine does not take it; see
+        `torchax_serve.generation.routing`. Closing the iterator ends the request.
 
         Args:
             prompt_ids: Token ids of the prompt.
             generation_config: Limits and options of decoding; None: the model's own.
             inputs: All tensors of the prompt by argument of ``generate``, where it has more than token ids.
-            seed: Seed of sampling.
+            seed: Seed of sampling, repeatable whatever else runs; None: a new one from torch's global generator.
             params: Sampling parameters, merged into `generation_config`.
             masks: Tokens that may be sampled, step by step, such as those of a grammar; None: all.
             fork_of: Another answer to the same prompt, whose pages are shared on the engine.
 
         Raises:
             InvalidArgumentError: token ids outside the vocabulary.
-            UnsupportedArgumentError: stop strings, or several answers, which tokens of one answer do not have; or
-                `params` has options of the engine's sampler, and ``generate`` chooses the tokens of this request.
+            UnsupportedArgumentError: stop strings, several answers, or options of the engine that it cannot honour.
             QueueFullError: too many requests are waiting.
         """
         model = self._generator()

@@ -102,8 +102,14 @@ class MediaSlots:
         features = given[0][0].features
         return MediaSpec(axes, ahead, features.shape[1], str(features.dtype))
 
-    def tokens(self, rows: Sequence[PlanRow], num_tokens: int, spec: MediaSpec) -> MediaTokens:
-        """Returns what the tokens of `rows`, padded to `num_tokens`, have of media."""
+    def of_decode(self, rows: Sequence[PlanRow]) -> tuple[MediaSpec | None, bool]:
+        """Returns the static part of a packed step that decodes `rows`, and `has_deltas`."""
+        return self.spec_of(rows), self.has_deltas(rows)
+
+    def tokens(self, rows: Sequence[PlanRow], num_tokens: int, spec: MediaSpec | None) -> MediaTokens | None:
+        """Returns what the tokens of `rows`, padded to `num_tokens`, have of media; None without a spec."""
+        if spec is None:
+            return None
         found, begin, num_features = spec.shapes(num_tokens), 0, 0
         for row in rows:
             part, own = slice(begin, begin + row.num_tokens), np.arange(row.num_tokens) + row.context_len

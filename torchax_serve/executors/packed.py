@@ -184,7 +184,7 @@ class PackedExecutor:
         if self._speculative is not None and plan.drafts is not None:
             results, self.cache.pools = self._speculative.run(plan, sampler)
             return results
-        spec = self._steps.choose(self._for_decode(plan.rows))
+        spec = self._steps.choose(self._specs.for_decode(len(plan.rows), *self._media.of_decode(plan.rows)))
         if not isinstance(spec, FusedDecodeSpec):
             return None
         found = sampler.fused_options(plan.rows, spec.packed.num_rows)
@@ -250,13 +250,22 @@ class PackedExecutor:
         rows = self._media.with_token_ids(rows)
         num_tokens, media = sum(row.num_tokens for row in rows), self._media.spec_of(rows)
         is_decode = self._specs.is_decode(rows) and not self._media.has_prompts(rows)
-        specs = self._for_decode(rows) if is_decode else self._specs.for_tokens(num_tokens, media=media)
+        specs = (
+            self._specs.for_decode(len(rows), *self._media.of_decode(rows))
+            if is_decode
+            else self._specs.for_tokens(num_tokens, media=media)
+        )
         spec = self._steps.choose(specs)
         if isinstance(spec, FusedDecodeSpec):
             numbers = spec.pack(rows, tables, ahead=ahead, deltas=self._media.deltas)
             return self._decode_logits(spec, last_tokens, numbers)
         numbers = self._adapters.behind(spec.pack(rows, tables, ahead))
-        args = (self.cache.pools, last_tokens, numbers, *further(None, self._tokens(rows, spec)))
+        args = (
+            self.cache.pools,
+            last_tokens,
+            numbers,
+            *further(None, self._media.tokens(rows, spec.num_tokens, spec.media)),
+        )
         program = self._steps.get(spec, StepCall(self._step, args))
         logits, self.cache.pools = program(self._weights, *args)
         return logits
@@ -278,22 +287,15 @@ class PackedExecutor:
         ids[: len(following)] = following
         scored = ids, np.bool_(num_top > 0)
         numbers = self._adapters.behind(spec.pack(rows, tables, 0))
-        args = (self.cache.pools, sampler.last_tokens, numbers, *further(scored, self._tokens(rows, spec)))
+        args = (
+            self.cache.pools,
+            sampler.last_tokens,
+            numbers,
+            *further(scored, self._media.tokens(rows, spec.num_tokens, spec.media)),
+        )
         program = self._steps.get(spec, StepCall(self._step, args))
         (logits, logprobs), self.cache.pools = program(self._weights, *args)
         return logprobs, logits
-
-    def _for_decode(self, rows: Sequence[PlanRow]) -> list[Spec]:
-        """Returns the specs of steps that can decode `rows`."""
-        has_deltas = self._media.has_deltas(rows)
-        specs = self._specs.for_decode(len(rows), media=self._media.spec_of(rows))
-        return [
-            dataclasses.replace(spec, has_deltas=True) if has_deltas and isinstance(spec, FusedDecodeSpec) else spec
-            for spec in specs
-        ]
-
-    def _tokens(self, rows: Sequence[PlanRow], spec: PackedStepSpec) -> MediaTokens | None:
-        return None if spec.media is None else self._media.tokens(rows, spec.num_tokens, spec.media)
 
     def _decode_logits(self, spec: FusedDecodeSpec, last_tokens: jax.Array, numbers: np.ndarray) -> jax.Array:
         """Runs a decode step and returns its logits [num_slots, vocab]; its tokens are not used."""
@@ -340,7 +342,7 @@ class PackedExecutor:
 
     def prepare(self, plan: StepPlan) -> None:
         """Implements `Executor.prepare`: the decode steps of the plan's requests."""
-        self._steps.expect(self._for_decode(plan.rows)[:1])
+        self._steps.expect(self._specs.for_decode(len(plan.rows), *self._media.of_decode(plan.rows))[:1])
 
     def _call_of(self, spec: Spec) -> StepCall:
         """Returns a step with its arguments as shapes."""

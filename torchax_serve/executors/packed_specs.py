@@ -125,10 +125,14 @@ class PackedSpecs:
         buckets = (size for size in self.token_buckets if size >= num_tokens)
         return [self.of_tokens(size, all_logits=all_logits, media=media) for size in buckets]
 
-    def for_decode(self, num_rows: int, *, media: MediaSpec | None = None) -> list[FusedDecodeSpec | PackedStepSpec]:
+    def for_decode(
+        self, num_rows: int, media: MediaSpec | None = None, has_deltas: bool = False
+    ) -> list[FusedDecodeSpec | PackedStepSpec]:
         """Returns the specs of steps that can decode `num_rows` rows: decode steps first, each ascending."""
         buckets = (size for size in self.decode_buckets if size >= num_rows)
-        return [*(self.decode(size) for size in buckets), *self.for_tokens(num_rows, media=media)]
+        decode = (self.decode(size) for size in buckets)
+        decode = (dataclasses.replace(spec, has_deltas=True) if has_deltas else spec for spec in decode)
+        return [*decode, *self.for_tokens(num_rows, media=media)]
 
     @property
     def num_scored_tokens(self) -> int:

@@ -243,7 +243,7 @@ class PerSequenceExecutor:
             hidden = None
             if self.sources is not None and job.spec.kind == "begin":
                 hidden = self.sources.encoder_output(job.rows[0].slot, job.spec.source_len)
-            media = () if job.spec.media is None else self._media.tokens(job.rows, job.spec.num_tokens, job.spec.media)
+            media = self._media.tokens(job.rows, job.spec.num_tokens, job.spec.media)
             parts.append(self._dispatch(job.spec, last_tokens, numbers, hidden, media))
         size = self._jobs.num_tokens_out(jobs) if all_logits else self._num_slots
         if len(jobs) == 1 and len(parts[0]) == size:
@@ -261,7 +261,7 @@ class PerSequenceExecutor:
         last_tokens: jax.Array,
         numbers: np.ndarray,
         hidden: jax.Array | None,
-        media: MediaTokens | tuple[()] = (),
+        media: MediaTokens | None = None,
     ) -> jax.Array:
         """Runs a program on the cache; returns its logits."""
         logits, self.cache.pools, self.cache.states = self._step(
@@ -271,7 +271,7 @@ class PerSequenceExecutor:
             last_tokens,
             to_device(self._adapters.behind(numbers), np.int32),
             hidden,
-            *((media,) if isinstance(media, MediaTokens) else ()),
+            *(() if media is None else (media,)),
             spec=spec,
         )
         return logits

@@ -84,7 +84,7 @@ class MediaFeatures:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Known:
+class CachedFeatures:
     """Cached features, and the ids of their placeholders.
 
     `reach` int32[n] says by how many features a token sees ahead.
@@ -110,7 +110,7 @@ class MediaEncoder:
         self._runtime, program = runtime, runtime.program
         self._static = StaticArgPolicy(program.names.per_token_args, runtime.steps.executables, runtime.weights)
         self._step = CachedFunction(runtime.steps.executables, "media", self._language_model_inputs)
-        self._features: HostCache[_Known] = HostCache(MAX_CACHE_BYTES)
+        self._features: HostCache[CachedFeatures] = HostCache(MAX_CACHE_BYTES)
         self._outputs: HostCache[Any] = HostCache(MAX_CACHE_BYTES)
         self.num_hits = self.num_encoded = self.num_encoder_runs = 0
 
@@ -194,10 +194,10 @@ class MediaEncoder:
         tokens = frozenset(prompt_ids[made.is_media].tolist())
         if not tokens or tokens & set(prompt_ids[~made.is_media].tolist()):
             return  # where features stand is not known by the tokens
-        self._features.put(digest, _Known(made.features, tokens, reach), made.features.nbytes)
+        self._features.put(digest, CachedFeatures(made.features, tokens, reach), made.features.nbytes)
 
 
-def _placed(prompt_ids: np.ndarray, known: _Known) -> MediaFeatures | None:
+def _placed(prompt_ids: np.ndarray, known: CachedFeatures) -> MediaFeatures | None:
     """Returns known features at the placeholders of another prompt; None if it has another number of them."""
     is_media = np.isin(prompt_ids, list(known.token_ids))
     if is_media.sum() != len(known.features):

@@ -113,7 +113,7 @@ class RequestState:
         is_open = self.status is not Status.FINISHED
         return is_open and (reason == "deadline" or self.num_cached is None)
 
-    def whole_spans(self, start: int, num_tokens: int) -> int:
+    def uncut_len(self, start: int, num_tokens: int) -> int:
         """Returns the most tokens from `start` on, at most `num_tokens`, behind which no span is cut."""
         end = start + num_tokens
         for begin, after in self.request.spans:

@@ -252,7 +252,7 @@ class StepPlanner:
         if draft.prefill_left and (self._config.batches_prefill or not draft.prefill_rows):
             wanted = min(draft.prefill_left, state.num_prefill_tokens - state.num_planned)
             grown = self._grow(state, state.num_planned + self._config.chunk_len(wanted))
-            chunk_len = state.whole_spans(state.num_planned, self._config.chunk_len(grown - state.num_planned))
+            chunk_len = state.uncut_len(state.num_planned, self._config.chunk_len(grown - state.num_planned))
             if chunk_len:
                 self._add_prefill_row(draft, state, chunk_len)
         if state.wants_prefill and state.pages is not None:
@@ -296,7 +296,7 @@ class StepPlanner:
             length = self._allocator.max_growth(pages, state.num_planned + self._config.chunk_len(wanted))
             self._allocator.grow(pages, length)
             chunk_len = self._config.chunk_len(length - state.num_planned)
-            self._add_prefill_row(draft, state, state.whole_spans(state.num_planned, chunk_len))
+            self._add_prefill_row(draft, state, state.uncut_len(state.num_planned, chunk_len))
             missing = pages.pages_missing(self._config, state.num_prefill_tokens)
             draft.outstanding = [a + b for a, b in zip(draft.outstanding, missing, strict=True)]
 
@@ -342,7 +342,7 @@ class StepPlanner:
             if not self._allocator.can_allocate(match, len(state.tokens), spare):
                 return None
             num_computed = len(match.nodes) * self._config.page_size
-            if not state.whole_spans(num_computed, min(draft.prefill_left, len(state.tokens) - num_computed)):
+            if not state.uncut_len(num_computed, min(draft.prefill_left, len(state.tokens) - num_computed)):
                 return None  # the next image waits for a step that has room for all of it
             pages = self._allocator.allocate_slot(match, salt, shares)
         self._queues.start(state, pages, num_computed)
