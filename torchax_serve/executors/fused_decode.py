@@ -12,11 +12,10 @@ import jax.numpy as jnp
 
 from model_adapters.caches.packed_batch import Pool
 from model_adapters.ops.compressed_weight import Weights
-from torchax_serve.executors.packed_calls import with_rows
 from torchax_serve.executors.slot_adapters import SlotAdapters
 from torchax_serve.executors.step_inputs import SAMPLED_ON_DEVICE, FusedDecodeSpec
 from torchax_serve.executors.traced_function import TracedFunction
-from torchax_serve.sampling.sample import sample
+from torchax_serve.sampling.sample import sample, with_rows
 from torchax_serve.sampling.types import RowOptions, SamplerSpec, SamplerState
 
 

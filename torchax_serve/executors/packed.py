@@ -20,24 +20,19 @@ from model_adapters.ops.compressed_weight import Weights
 from model_adapters.ops.cpu.ffi import batch_invariant
 from torchax_serve.compilation.background import CompileTask
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
-from torchax_serve.executors.base import (
-    AbstractStep,
-    ExecutorLimits,
-    abstract_ints,
-    refuse_encoder_input,
-)
+from torchax_serve.executors.base import AbstractStep, ExecutorLimits, abstract_ints, refuse_encoder_input
 from torchax_serve.executors.compiled_steps import CompiledSteps, StepCall
 from torchax_serve.executors.draft_model import DraftModel
 from torchax_serve.executors.fused_decode import decode_steps
 from torchax_serve.executors.media_slots import MediaSlots
-from torchax_serve.executors.packed_calls import abstract_step, further, with_rows
+from torchax_serve.executors.packed_calls import abstract_step, further
 from torchax_serve.executors.packed_specs import PackedSpecs, StepBuckets
 from torchax_serve.executors.request_input import MediaInput, RequestInput
 from torchax_serve.executors.slot_adapters import SlotAdapters
 from torchax_serve.executors.speculative_decode import SpeculativeDecoder
 from torchax_serve.executors.step_inputs import FusedDecodeSpec, PackedStepSpec
 from torchax_serve.kv_cache.pools import PagedCache
-from torchax_serve.sampling.sample import logprobs_of
+from torchax_serve.sampling.sample import logprobs_of, with_rows
 from torchax_serve.sampling.sampler import Sampler, default_sharding
 from torchax_serve.sampling.slot_params import SlotParams
 from torchax_serve.sampling.types import MAX_NUM_TOP, Logprobs, RowOptions, SamplerState
@@ -119,11 +114,7 @@ class PackedExecutor:
                 weights,
                 programs,
                 compiled,
-                self._specs.of_drafts,
-                decode_buckets=self.buckets.decode,
-                num_slots=num_slots,
-                max_num_steps=max_num_steps,
-                max_len=cache.plan.max_len,
+                self._specs,
                 pools=lambda: self.cache.pools,
                 adapters=self._adapters,
                 draft=draft,

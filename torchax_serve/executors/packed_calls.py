@@ -5,17 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from model_adapters.caches.packed_batch import MediaTokens
 from torchax_serve.executors.base import AbstractStep
 from torchax_serve.executors.step_inputs import PackedStepSpec
-
-
-def with_rows(logits: jax.Array, num_rows: int) -> jax.Array:
-    """Returns logits [S, vocab] with rows of zeros behind them, [num_rows, vocab]."""
-    return jnp.pad(logits, ((0, num_rows - len(logits)), (0, 0)))
 
 
 def further(scored: tuple[Any, Any] | None, media: MediaTokens | None) -> tuple[Any, ...]:

@@ -228,7 +228,7 @@ class StepPlanner:
             if not self._make_room(state):
                 return 0
             grown = self._allocator.max_growth(state.pages, length)
-        self._allocator.grow(state.pages, grown)
+        self._allocator.grow_all([(state.pages, grown)])
         return grown
 
     def _make_room(self, state: RequestState) -> bool:
@@ -294,7 +294,7 @@ class StepPlanner:
                 return
             wanted = min(draft.prefill_left, state.num_prefill_tokens - state.num_planned)
             length = self._allocator.max_growth(pages, state.num_planned + self._config.chunk_len(wanted))
-            self._allocator.grow(pages, length)
+            self._allocator.grow_all([(pages, length)])
             chunk_len = self._config.chunk_len(length - state.num_planned)
             self._add_prefill_row(draft, state, state.uncut_len(state.num_planned, chunk_len))
             missing = pages.pages_missing(self._config, state.num_prefill_tokens)
