@@ -16,6 +16,7 @@ import optax
 
 from model_adapters.errors import InvalidArgumentError, TorchaxServeError
 from model_adapters.jax_settings import programs_run
+from torchax_serve.profiling.picture import check_plot
 from torchax_serve.training.chats import RowChecks, digest, encode_rows, read_rows
 from torchax_serve.training.checkpoints import Checkpoints
 from torchax_serve.training.inputs import inputs_of
@@ -248,14 +249,11 @@ def plot_losses(losses: list[float], file: Path) -> None:
     """Writes the loss curve of `losses` as a picture.
 
     Raises:
-        InvalidArgumentError: matplotlib is not installed.
+        InvalidArgumentError: matplotlib is not installed, or does not know the suffix; there is no such folder.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise InvalidArgumentError(
-            "expected matplotlib for the loss curve, it is not installed; pip install 'torchax-serve[train]'"
-        ) from error
+    check_plot(file)
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(6, 3.5), layout="constrained")
     axes = figure.add_subplot(xlabel="step", ylabel="loss", title="training loss")
     axes.plot(range(1, len(losses) + 1), losses)
