@@ -5,10 +5,8 @@ import shutil
 import threading
 import time
 
-import numpy as np
 import pytest
-from exported import ENGINE, NUM_TOKENS, PROMPTS, eager_tokens, manifest_of
-from safetensors.numpy import load_file, save_file
+from exported import ENGINE, NUM_TOKENS, PROMPTS, eager_tokens, manifest_of, with_other_weights
 from typer.testing import CliRunner
 
 from model_adapters.loading.model_source import EMBEDDED
@@ -17,7 +15,6 @@ from torchax_serve.cli.main import app
 from torchax_serve.export import watch
 from torchax_serve.export.manifest import write_manifest
 from torchax_serve.export.watch import WatchedBundle
-from torchax_serve.start.weights_file import file_of
 
 GREEDY = SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True)
 
@@ -59,35 +56,6 @@ def test_refresh_writes_a_version_with_the_same_tokens(folder, command, expected
     with serve(folder) as model:
         assert model.manifest.folder == folder / "2"
         assert tokens_of(model) == expected
-
-
-def with_other_weights(folder, number):
-    """Adds a version with other weights, and returns a folder with the same for eager transformers."""
-    checkpoint = folder.parent / f"model-{number}"
-    shutil.copytree(EMBEDDED, checkpoint)
-    arrays = {name: changed(name, each) for name, each in load_file(EMBEDDED / "model.safetensors").items()}
-    save_file(arrays, checkpoint / "model.safetensors", {"format": "pt"})
-    partial = folder / ".partial-new"
-    shutil.copytree(folder / "1", partial)
-    tensors = {name: changed(name, each) if name in arrays else each for name, each in weights_of(folder / "1").items()}
-    (partial / "weights.safetensors").write_bytes(b"".join(file_of(tensors)[1]))
-    content = manifest_of(partial)
-    for name in ("format", "format_version", "files", "digest"):
-        del content[name]
-    write_manifest(partial, content)
-    partial.rename(folder / str(number))
-    return checkpoint
-
-
-def changed(name, array):
-    array = array.astype(np.float32)
-    noise = np.random.default_rng(len(name)).standard_normal(array.shape).astype(np.float32)
-    return array + np.float32(0.3) * array.std() * noise
-
-
-def weights_of(version):
-    found = load_file(version / "weights.safetensors")
-    return {name: array for name, array in found.items() if not name.startswith(":padding:")}
 
 
 def wait_for(condition):

@@ -1,6 +1,11 @@
 """``torchax-serve train`` with its picture of losses, and ``run --adapter`` on what it wrote."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,8 +14,10 @@ from training_models import rows, tiny_folder, write_data
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
+from torchax_serve.cli import train
 from torchax_serve.cli.main import app
 
+ROOT = Path(__file__).parents[2]
 RUNNER = CliRunner()
 PROMPT = "What is 3 plus 4?"
 # peft reads an attribute that transformers has renamed.
@@ -61,6 +68,42 @@ def test_an_adapter_is_trained_drawn_and_run(folder, data, tmp_path):
     assert answer.stdout.strip() == wanted.strip()
     plain = command("run", folder, PROMPT, "--max-tokens", 8, "--temperature", 0)
     assert plain.stdout != answer.stdout
+
+
+def test_a_killed_run_goes_on_and_stops_at_an_interrupt(folder, data, tmp_path, monkeypatch):
+    """It is killed in a process of its own, and goes on in this one."""
+    out = tmp_path / "out"
+    arguments = ["train", folder, "--data", data, "--out", out, "--lora", "r=2,targets=q_proj", "--steps", 100000]
+    arguments = [str(each) for each in (*arguments, "--batch-size", 2, "--seq-len", 64, "--save-every", 2)]
+    program = [sys.executable, "-c", "from torchax_serve.cli.main import main; main()", *arguments]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "JAX_PLATFORMS": "cpu"}
+    with subprocess.Popen(program, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        lines = []
+        for line in process.stderr:
+            lines.append(line)
+            if line.startswith("step 5/"):
+                process.send_signal(signal.SIGKILL)
+                break
+        else:
+            raise AssertionError("".join(lines))
+    before = [json.loads(line)["loss"] for line in (out / "losses.jsonl").read_text().splitlines()]
+    last = max(int(each.name) for each in (out / "checkpoints").iterdir() if each.name.isdigit())
+    assert last >= 4
+
+    def interrupted(report):
+        reports.append(report)
+        signal.raise_signal(signal.SIGINT)
+
+    reports = []
+    monkeypatch.setattr(train, "_report", interrupted)
+    done = command(*arguments)
+    assert done.exit_code == 130
+    assert "the same command goes on" in done.stderr
+    (report,) = reports
+    assert report.step == last + 1
+    after = [json.loads(line)["loss"] for line in (out / "losses.jsonl").read_text().splitlines()]
+    assert len(after) == last + 1 and after[:4] == before[:4]
+    assert not (out / "adapter_model.safetensors").exists()
 
 
 @pytest.mark.parametrize(

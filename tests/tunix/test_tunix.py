@@ -1,4 +1,4 @@
-"""Tunix's own trainers run on unmodified models: SFT of all weights and of an adapter, GRPO on rollouts of the engine."""
+"""Tunix's own trainers on unmodified models: SFT of all weights and of an adapter, GRPO on the engine's rollouts."""
 
 import functools
 
@@ -8,9 +8,9 @@ import optax
 import pytest
 from flax import nnx
 from training_models import tiny_folder, torch_steps
+from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.rl import rl_cluster
 from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
-from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.sft import peft_trainer
 
@@ -94,9 +94,7 @@ def learner(served, reward, num_steps):
         ),
     )  # fmt: skip
     actor, reference = (NnxCausalLM(trainable_model(None, None, OPTIONS)) for _ in range(2))
-    cluster = rl_cluster.RLCluster(
-        actor=actor, reference=reference, tokenizer=served.tokenizer, cluster_config=config
-    )
+    cluster = rl_cluster.RLCluster(actor=actor, reference=reference, tokenizer=served.tokenizer, cluster_config=config)
     options = GRPOConfig(num_generations=8, num_iterations=1, beta=0.0, epsilon=0.2)
     return GRPOLearner(rl_cluster=cluster, reward_fns=reward, algo_config=options), cluster, actor
 

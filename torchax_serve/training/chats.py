@@ -179,8 +179,8 @@ def _rendered(
         last = prompts[-1][0]
         if not text.startswith(last):
             raise ChatTemplateError(
-                f"{where}: expected a chat template whose text begins with the prompt of the last answer, which that of "
-                f'{name} does not, so that answer cannot be found in it; choose answers="all"'
+                f"{where}: expected a chat template whose text begins with the prompt of the last answer, which that "
+                f'of {name} does not, so the answer cannot be found in it; choose answers="all"'
             )
         return text, functools.partial(_overlaps, [span for span in generated if span[0] >= len(last)])
     ends = template.rendered([messages[: turn + 1] for turn in turns], is_complete=True)
