@@ -7,6 +7,7 @@ import shutil
 from collections import namedtuple
 
 import pytest
+import transformers
 from exported import ENGINE, manifest_of
 from typer.testing import CliRunner
 
@@ -182,6 +183,30 @@ def test_a_disk_that_becomes_full(served, bundle, tmp_path, monkeypatch):
 def test_platforms(platforms, said):
     with pytest.raises(InvalidArgumentError, match=said):
         parse_platforms(platforms)
+
+
+SIZES = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1}
+HEADS = {"num_attention_heads": 2, "intermediate_size": 16, "max_position_embeddings": 64}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+T5_SIZES = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "reason"),
+    [
+        ("BertModel", {**SIZES, **HEADS}, "it returns embeddings, labels or scores and writes no text"),
+        ("MambaForCausalLM", {**SIZES, "state_size": 4}, "a layer keeps a recurrent state"),
+        ("T5ForConditionalGeneration", {**T5_SIZES, "decoder_start_token_id": 0}, "it has an encoder"),
+        ("LlamaForCausalLM", {**SIZES, **HEADS, "rope_parameters": DYNAMIC}, "its rotary frequencies depend on the"),
+    ],
+)
+def test_models_that_no_bundle_can_hold(tmp_path, kind, config, reason):
+    made = getattr(transformers, kind)
+    with serve(made(made.config_class(**config)).eval()) as model, pytest.raises(UnsupportedModelError) as caught:
+        model.export(tmp_path / "out", engine=EngineOptions(max_model_len=64, max_num_seqs=2))
+    assert f"writes text and that the engine runs packed, got {kind}: {reason}" in str(caught.value)
+    assert str(caught.value).endswith("; serve the model itself")
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_cannot_be_exported(served, tmp_path):
