@@ -227,16 +227,19 @@ def test_what_cannot_be_exported(served, tmp_path):
         (["bundle", "verify", "{bundle}", "--json"], "--json: expected with info"),
         (["export", "m", "{out}", "--no-native", "--no-reference"], "--no-reference"),
         (["serve", "--watch"], "--watch: expected a bundle"),
-        (["verify", "{bundle}"], "is a bundle, which has programs and no PyTorch model"),
+        (["verify", "{bundle}"], "torchax-serve bundle verify {bundle} --model NAME"),
+        (["train", "{bundle}", "--data", "{rows}", "--out", "{out}"], "is a bundle, which has programs and no PyTorch"),
     ],
 )
 def test_the_command_line(bundle, tmp_path, arguments, said, monkeypatch):
     monkeypatch.setattr("torchax_serve.cli.shared.errors.quiet_libraries", lambda: None)
-    filled = [each.format(bundle=bundle, out=tmp_path / "out") for each in arguments]
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "One."}')
+    filled = [each.format(bundle=bundle, out=tmp_path / "out", rows=rows) for each in arguments]
     done = CliRunner().invoke(app, filled)
     assert done.exit_code == 2, done.stderr
     last = done.stderr.splitlines()[-1]
-    assert last.startswith("error: ") and said in last
+    assert last.startswith("error: ") and said.format(bundle=bundle) in last
     assert done.stderr.count("error") == 1
 
 

@@ -13,7 +13,7 @@ from torchax_serve.training.packing import TrainingBatch
 from torchax_serve.training.step import TrainState, make_step
 from torchax_serve.training.trainable import trainable_model
 
-NUM_LAYERS, SHAPE = 12, (1, 4, 128)
+NUM_LAYERS, SHAPE = 6, (1, 4, 128)
 ACTIVATIONS_BYTES = NUM_LAYERS * SHAPE[1] * SHAPE[2] * 2 * 64 * 4
 """Float32 outputs of the two wide matrices of each layer's MLP: the least that a step without remat stores."""
 

@@ -111,9 +111,9 @@ def test_a_killed_run_goes_on_and_stops_at_an_interrupt(folder, data, tmp_path, 
     [
         (["--plot", "nowhere/losses.png"], "there is no folder"),
         (["--plot", "losses.xyz"], "losses.xyz"),
-        (["--lora", "r=0"], "lora: r: expected a whole number >= 1, got 0"),
+        (["--lora", "r=0"], "--lora: r: expected a whole number >= 1, got 0"),
         (["--mesh", "fsdp"], "--mesh: expected AXIS=NUMBER such as fsdp=4, got 'fsdp'"),
-        (["--schedule", "step"], "--schedule: expected one of constant, linear, cosine, got 'step'"),
+        (["--schedule", "step"], "--schedule: expected constant, linear or cosine, got 'step'"),
         (["--trust-remote-code"], "--trust-remote-code: expected a model of transformers' own"),
     ],
 )
@@ -136,7 +136,7 @@ def test_data_and_adapters_that_there_are_not(folder, tmp_path):
 def test_rows_that_are_wrong_are_one_line(folder, tmp_path):
     data = tmp_path / "chats.jsonl"
     data.write_text(json.dumps(rows()[0]) + "\n" + json.dumps({"messages": [{"role": "user", "content": "Hi"}]}) + "\n")
-    done = command("train", folder, "--data", data, "--out", tmp_path / "out", "--lora", "r=2")
+    done = command("train", folder, "--data", data, "--out", tmp_path / "out", "--lora", "r=2", "--seq-len", 64)
     assert done.exit_code == 2
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error")]
     assert "row 2: expected a message of role assistant, got none; add the answer to learn" in line

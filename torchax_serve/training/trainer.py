@@ -20,6 +20,7 @@ from torchax_serve.profiling.picture import check_plot
 from torchax_serve.training.chats import RowChecks, digest, encode_rows, read_rows
 from torchax_serve.training.checkpoints import Checkpoints
 from torchax_serve.training.inputs import inputs_of
+from torchax_serve.training.lora import parse_lora
 from torchax_serve.training.options import TrainingOptions
 from torchax_serve.training.packing import Packer, TrainingBatch
 from torchax_serve.training.parallel import Layout
@@ -105,6 +106,8 @@ def train(
         TorchaxServeError: the loss is not finite; the state before that step is in the last checkpoint.
     """
     rows = read_rows(data)
+    if isinstance(lora, str):
+        parse_lora(lora)  # before a model is loaded for it
     folder = Path(out)
     prepared = trainable_model(model, lora, options, **loading)
     deciding = {**options.deciding(), "model": prepared.name, "data": digest(rows), "lora": _described(lora)}
