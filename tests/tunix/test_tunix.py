@@ -96,7 +96,7 @@ def learner(served, reward, num_steps):
     actor, reference = (NnxCausalLM(trainable_model(None, None, OPTIONS)) for _ in range(2))
     cluster = rl_cluster.RLCluster(actor=actor, reference=reference, tokenizer=served.tokenizer, cluster_config=config)
     options = GRPOConfig(num_generations=8, num_iterations=1, beta=0.0, epsilon=0.2)
-    return GRPOLearner(rl_cluster=cluster, reward_fns=reward, algo_config=options), cluster, actor
+    return GRPOLearner(rl_cluster=cluster, reward_fns=reward, algo_config=options), cluster
 
 
 def test_grpo_on_rollouts_of_the_engine(served):
@@ -108,7 +108,7 @@ def test_grpo_on_rollouts_of_the_engine(served):
         return rewards
 
     num_steps = 6
-    grpo, cluster, actor = learner(served, reward, num_steps)
+    grpo, cluster = learner(served, reward, num_steps)
     assert grpo.should_sync_weights
     version = served.weights_version
     random = np.random.default_rng(0)
@@ -123,6 +123,7 @@ def test_grpo_on_rollouts_of_the_engine(served):
     executor = served.engine._runner._executor
     assert executor.num_programs == len(executor._steps._programs), "each step was compiled once"
     held = served._runtimes[0].weights
+    actor = cluster.actor_trainer.model
     for owner, array in actor.arrays().items():
         np.testing.assert_array_equal(np.asarray(array), np.asarray(held[owner]))
 

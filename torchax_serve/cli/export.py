@@ -12,7 +12,7 @@ from model_adapters.errors import InvalidArgumentError
 from model_adapters.loading.model_source import bundle_folder
 from torchax_serve.cli.shared.command import Command
 from torchax_serve.cli.shared.load_model import loaded_model
-from torchax_serve.cli.shared.load_options import LoadOptions, MaxModelLen, check_choice, option_groups
+from torchax_serve.cli.shared.load_options import MaxModelLen, MeshOptions, check_choice, option_groups
 from torchax_serve.cli.shared.model_name import check_model, complete_model
 
 
@@ -65,7 +65,7 @@ def export(
     *,
     max_model_len: MaxModelLen = None,
     bundle: BundleOptions,
-    load: LoadOptions,
+    load: MeshOptions,
 ) -> None:
     """Write a model as a bundle: programs, weights and tokenizer that run without PyTorch and transformers.
 

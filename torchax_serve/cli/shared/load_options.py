@@ -156,8 +156,8 @@ class LoadOptions(ConfigOptions):
 
 
 @dataclass(frozen=True)
-class DeviceOptions(LoadOptions):
-    """Loading options of commands that can spread a model over devices."""
+class MeshOptions(LoadOptions):
+    """Loading options of commands that can spread a model over the devices of a host."""
 
     tensor_parallel: Annotated[
         int | None,
@@ -173,6 +173,41 @@ class DeviceOptions(LoadOptions):
             "--adapter", show_default=False, help="Folder of a LoRA adapter of peft, added to the weights at load."
         ),
     ] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.mesh is not None and self.tensor_parallel is not None:
+            raise InvalidArgumentError(
+                "--mesh and --tensor-parallel: expected one of them, got both; leave --tensor-parallel out"
+            )
+        self.mesh_shape()
+
+    def serve_kwargs(self) -> dict[str, Any]:
+        """Returns the keyword arguments of `torchax_serve.serve`."""
+        return {
+            **super().serve_kwargs(),
+            **({} if self.adapter is None else {"adapter": str(self.adapter)}),
+            "tensor_parallel": self.tensor_parallel,
+            "mesh": self.mesh_shape(),
+        }
+
+    def mesh_shape(self) -> dict[str, int] | None:
+        """Returns the number of devices by mesh axis; None without the option.
+
+        Raises:
+            InvalidArgumentError: An axis is unknown, or a size is not a positive number.
+        """
+        if self.mesh is None:
+            return None
+        from torchax_serve.distributed.mesh_shape import parse_mesh
+
+        return parse_mesh(self.mesh, None)
+
+
+@dataclass(frozen=True)
+class DeviceOptions(MeshOptions):
+    """Loading options of commands that can spread a model over the devices of several hosts."""
+
     coordinator: Annotated[
         str | None,
         _hosts_option(
@@ -204,11 +239,6 @@ class DeviceOptions(LoadOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.mesh is not None and self.tensor_parallel is not None:
-            raise InvalidArgumentError(
-                "--mesh and --tensor-parallel: expected one of them, got both; leave --tensor-parallel out"
-            )
-        self.mesh_shape()
         if self.hosts() is not None and self.adapter is not None:
             raise InvalidArgumentError(
                 "--adapter: expected one host, got several; merge it with peft, and serve the result"
@@ -216,25 +246,7 @@ class DeviceOptions(LoadOptions):
 
     def serve_kwargs(self) -> dict[str, Any]:
         """Returns the keyword arguments of `torchax_serve.serve`."""
-        return {
-            **super().serve_kwargs(),
-            **({} if self.adapter is None else {"adapter": str(self.adapter)}),
-            "tensor_parallel": self.tensor_parallel,
-            "mesh": self.mesh_shape(),
-            "hosts": self.hosts(),
-        }
-
-    def mesh_shape(self) -> dict[str, int] | None:
-        """Returns the number of devices by mesh axis; None without the option.
-
-        Raises:
-            InvalidArgumentError: An axis is unknown, or a size is not a positive number.
-        """
-        if self.mesh is None:
-            return None
-        from torchax_serve.distributed.mesh_shape import parse_mesh
-
-        return parse_mesh(self.mesh, None)
+        return {**super().serve_kwargs(), "hosts": self.hosts()}
 
     def hosts(self) -> Hosts | None:
         """Returns the hosts that share the model; None for a single host.
