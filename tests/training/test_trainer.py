@@ -1,6 +1,7 @@
 """Training beside PyTorch and peft: the same losses, files that both read, runs that go on to the last bit."""
 
 import json
+import resource
 
 import numpy as np
 import pytest
@@ -107,6 +108,26 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_state(folder, t
     assert not (tmp_path / "adapter_model.safetensors").exists()
 
 
+def test_a_disk_that_becomes_full_keeps_the_last_checkpoint(folder, tmp_path, capfd):
+    """No file may become larger than 20 kB once the second step is done, which Orbax's writers meet as a full disk."""
+    options = TrainingOptions(num_steps=4, save_every=1, **SIZES)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def report(step):
+        if step.step == 2:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+
+    try:
+        with pytest.raises(CheckpointError) as caught:
+            train(folder, rows(), out=tmp_path, options=options, report=report)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "expected room for the checkpoint of step 2, and it cannot be written" in str(caught.value)
+    assert "File too large" in str(caught.value) and "\n" not in str(caught.value)
+    assert "Traceback" not in capfd.readouterr().err
+    assert train(folder, rows(), out=tmp_path, options=options).is_complete
+
+
 @pytest.mark.parametrize(
     ("lora", "message"),
     [
@@ -129,6 +150,11 @@ def test_bad_options_and_models(folder, tmp_path):
     with pytest.raises(InvalidArgumentError, match="mesh: expected at most the 1 devices there are"):
         options = TrainingOptions(num_steps=1, mesh={"fsdp": 4}, batch_size=4, seq_len=64)
         train(folder, rows(), out=tmp_path, options=options)
+    (tmp_path / "file").touch()
+    with pytest.raises(InvalidArgumentError, match="out: expected a folder, got the file"):
+        train(folder, rows(), out=tmp_path / "file", options=TrainingOptions(num_steps=1))
+    with pytest.raises(InvalidArgumentError, match="out: expected another folder than the model's"):
+        train(folder, rows(), out=folder, options=TrainingOptions(num_steps=1))
     frozen = fresh(folder).requires_grad_(False)
     with pytest.raises(InvalidArgumentError, match="expected a parameter with requires_grad, got none"):
         train(frozen, rows(), out=tmp_path, options=TrainingOptions(num_steps=1, seq_len=64))

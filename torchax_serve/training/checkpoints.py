@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,18 @@ def import_orbax() -> Any:
     return orbax.checkpoint
 
 
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps absl from printing the traces of Orbax's threads: the error that they end in says what they do."""
+    logger = logging.getLogger("absl")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
 class Checkpoints:
     """The checkpoints in the folder of a run.
 
@@ -48,19 +63,25 @@ class Checkpoints:
         self._manager = self._orbax.CheckpointManager(self._folder, options=options)
 
     def save(self, step: int, state: TrainState, losses: list[float]) -> None:
-        """Writes the checkpoint of `step` steps; does nothing if it is there."""
+        """Writes the checkpoint of `step` steps; does nothing if it is there.
+
+        Raises:
+            CheckpointError: it cannot be written, as on a full disk; those of before stay.
+        """
         if self._manager.latest_step() == step:
             return
         args = self._orbax.args
         about = {"deciding": self._deciding, "losses": losses}
         try:
-            self._manager.save(
-                step, args=args.Composite(state=args.StandardSave(vars(state)), about=args.JsonSave(about))
-            )
-            self._manager.wait_until_finished()
-        except OSError as error:
+            with _quiet():
+                self._manager.save(
+                    step, args=args.Composite(state=args.StandardSave(vars(state)), about=args.JsonSave(about))
+                )
+                self._manager.wait_until_finished()
+        except Exception as error:  # of several libraries
             raise CheckpointError(
-                f"{self._folder}: the checkpoint of step {step} cannot be written ({error})"
+                f"{self._folder}: expected room for the checkpoint of step {step}, and it cannot be written "
+                f"({' '.join(str(error).split())[:200]}); free some disk, and start the same run again"
             ) from error
 
     def restore(self, like: TrainState) -> tuple[TrainState, list[float]] | None:

@@ -108,7 +108,7 @@ def train(
     rows = read_rows(data)
     if isinstance(lora, str):
         parse_lora(lora)  # before a model is loaded for it
-    folder = Path(out)
+    folder = _checked_folder(Path(out), model)
     prepared = trainable_model(model, lora, options, **loading)
     deciding = {**options.deciding(), "model": prepared.name, "data": digest(rows), "lora": _described(lora)}
     packer = _packer(prepared, rows, options)
@@ -128,6 +128,19 @@ def train(
         if prepared.tokenizer is not None:
             prepared.tokenizer.save_pretrained(folder)
     return TrainingResult(folder, run.losses, is_complete, dataclasses.replace(prepared, trained=run.state.trained))
+
+
+def _checked_folder(out: Path, model: Any) -> Path:
+    """Returns the folder of the run.
+
+    Raises:
+        InvalidArgumentError: it is a file, or the folder of the model.
+    """
+    if out.exists() and not out.is_dir():
+        raise InvalidArgumentError(f"out: expected a folder, got the file {out}; name another")
+    if isinstance(model, str | os.PathLike) and out.exists() and Path(model).exists() and out.samefile(model):
+        raise InvalidArgumentError(f"out: expected another folder than the model's, got {out}; name another")
+    return out
 
 
 def _described(lora: Any) -> str | None:
