@@ -1,4 +1,4 @@
-"""Training on eight devices equals training on one; where weights lie."""
+"""Training on eight devices has the losses of PyTorch, as training on one has; where weights lie."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ from torchax_serve.training import parallel
 ROOT = Path(__file__).parents[2]
 
 
-def test_fsdp_and_tensor_parallel_steps_are_those_of_one_device(tmp_path):
+def test_fsdp_and_tensor_parallel_steps_are_those_of_pytorch(tmp_path):
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),

@@ -78,10 +78,10 @@ class Checkpoints:
                     step, args=args.Composite(state=args.StandardSave(vars(state)), about=args.JsonSave(about))
                 )
                 self._manager.wait_until_finished()
-        except Exception as error:  # of several libraries
+        except Exception as error:  # of several libraries, with the cause at the end of a long line
             raise CheckpointError(
                 f"{self._folder}: expected room for the checkpoint of step {step}, and it cannot be written "
-                f"({' '.join(str(error).split())[:200]}); free some disk, and start the same run again"
+                f"({' '.join(str(error).split())[-120:]}); free some disk, and start the same run again"
             ) from error
 
     def restore(self, like: TrainState) -> tuple[TrainState, list[float]] | None:
