@@ -27,6 +27,8 @@ def test_two_devices(tmp_path):
     arguments = "export", EMBEDDED, bundle, *OPTIONS.split(), "--no-reference"
     exported = run(COMMAND, *arguments, refused=None, XLA_FLAGS=TWO)
     assert exported.returncode == 0, exported.stderr
+    refreshed = output_of(COMMAND, "bundle", "refresh", bundle, XLA_FLAGS=TWO)
+    assert f"{bundle / '2'}: " in refreshed
     arguments = bundle, json.dumps(PROMPTS), NUM_TOKENS
     found, shards = json.loads(output_of(SERVE, *arguments, XLA_FLAGS=TWO))
     assert found == eager_tokens(EMBEDDED)

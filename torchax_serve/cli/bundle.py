@@ -77,7 +77,9 @@ def bundle(
         return 0 if model is None else _compared(manifest.folder, model)
     from torchax_serve.export.refresh import refresh_bundle
 
-    print(f"{refresh_bundle(manifest).folder}: {_num_programs(manifest)} programs written again")
+    print(
+        f"{refresh_bundle(manifest).folder}: {_num_programs(manifest)} programs written again; torchax-serve run {folder}"
+    )
     return 0
 
 
