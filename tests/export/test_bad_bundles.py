@@ -223,7 +223,7 @@ def test_what_cannot_be_exported(served, tmp_path):
     ("arguments", "said"),
     [
         (["export", "{bundle}", "{out}"], "got the bundle"),
-        (["bundle", "info", "{out}"], "expected a bundle, got something else"),
+        (["bundle", "info", "{out}"], "expected a bundle, got no such folder; make one"),
         (["bundle", "verify", "{bundle}", "--json"], "--json: expected with info"),
         (["export", "m", "{out}", "--no-native", "--no-reference"], "--no-reference"),
         (["serve", "--watch"], "--watch: expected a bundle"),
