@@ -18,6 +18,7 @@ from model_adapters.errors import (
     TorchaxServeError,
     UnsupportedModelError,
 )
+from model_adapters.loading.model_source import EMBEDDED
 from model_adapters.ops.cpu import ffi
 from torchax_serve import EngineOptions, SamplingParams, serve
 from torchax_serve.cli.main import app
@@ -228,6 +229,9 @@ def test_what_cannot_be_exported(served, tmp_path):
         (["export", "m", "{out}", "--no-native", "--no-reference"], "--no-reference"),
         (["serve", "--watch"], "--watch: expected a bundle"),
         (["verify", "{bundle}"], "torchax-serve bundle verify {bundle} --model NAME"),
+        (["embed", "{bundle}", "text"], "which has no PyTorch model; name the model that it was exported from"),
+        (["profile", "{bundle}"], "which has no PyTorch model; name the model that it was exported from"),
+        (["export", str(EMBEDDED), "{out}", "--platform", "tpu"], "--platform: expected cpu or one of tpu:v4"),
         (["train", "{bundle}", "--data", "{rows}", "--out", "{out}"], "is a bundle, which has programs and no PyTorch"),
     ],
 )

@@ -20,7 +20,7 @@ from torchax_serve.cli.shared.model_name import check_model, complete_model
 class BundleOptions:
     """What the bundle holds."""
 
-    platform: Annotated[
+    platforms: Annotated[
         list[str] | None,
         typer.Option(
             "--platform",
@@ -53,9 +53,9 @@ class BundleOptions:
             )
 
     @property
-    def platforms(self) -> list[str]:
-        """Names of the platforms."""
-        return [name for each in self.platform or ["cpu"] for name in each.split(",")]
+    def platform_names(self) -> list[str]:
+        """Names of the platforms, one by one."""
+        return [name for each in self.platforms or ["cpu"] for name in each.split(",")]
 
 
 @option_groups
@@ -81,6 +81,9 @@ def export(
             f"MODEL: expected a model to export, got the bundle {model}; name the model that it was made from, or run: "
             f"torchax-serve bundle refresh {model}"
         )
+    from torchax_serve.export.targets import parse_platforms
+
+    parse_platforms(bundle.platform_names)  # before a model is loaded for them
     with loaded_model(model, load, packs_weights=False) as served:
         from torchax_serve import EngineOptions
 
@@ -95,7 +98,7 @@ def export(
         written: list[int] = []
         folder = served.export(
             out,
-            platforms=bundle.platforms,
+            platforms=bundle.platform_names,
             engine=engine,
             weights=bundle.weights,
             native=not bundle.no_native,
