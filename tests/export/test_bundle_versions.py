@@ -70,10 +70,14 @@ def test_a_new_version_is_taken_while_requests_of_the_old_one_end(folder, expect
     model = WatchedBundle(folder, poll_s=0.05)
     try:
         old = model.current
+        old.engine.warm_up()
+        old._executables.wait_for_writes()
         stream = model.stream(list(PROMPTS[0]), SamplingParams(max_new_tokens=100, ignore_eos=True))
         first = [next(stream)]
         checkpoint = with_other_weights(folder, 2)
         wait_for(lambda: model.version == 2)
+        assert model.current._executables.num_loaded >= 4, "its programs are those of version 1, compiled before"
+        assert not model.current._executables.num_traces
         rest = [*first, *stream]
         assert stream.token_ids[:NUM_TOKENS] == expected[0]
         assert len(stream.token_ids) == 100 and rest
