@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import jax
 
 from model_adapters.errors import CheckpointError, InvalidArgumentError, UnsupportedModelError
+from model_adapters.loading.memory import gigabytes
 from torchax_serve.training.step import TrainState
 
 FOLDER = "checkpoints"
@@ -70,6 +72,12 @@ class Checkpoints:
         """
         if self._manager.latest_step() == step:
             return
+        num_bytes = sum(array.nbytes for array in jax.tree.leaves(vars(state)))
+        if (free := shutil.disk_usage(self._folder).free) < num_bytes:  # Orbax would leave traces of its threads
+            raise CheckpointError(
+                f"{self._folder}: expected {gigabytes(num_bytes)} of free disk for the checkpoint of step {step}, got "
+                f"{gigabytes(free)}; free some, and start the same run again"
+            )
         args = self._orbax.args
         about = {"deciding": self._deciding, "losses": losses}
         try:
@@ -80,8 +88,8 @@ class Checkpoints:
                 self._manager.wait_until_finished()
         except Exception as error:  # of several libraries, with the cause at the end of a long line
             raise CheckpointError(
-                f"{self._folder}: expected room for the checkpoint of step {step}, and it cannot be written "
-                f"({' '.join(str(error).split())[-120:]}); free some disk, and start the same run again"
+                f"{self._folder}: expected to write the checkpoint of step {step}, and it cannot be written "
+                f"({' '.join(str(error).split())[-120:]}); start the same run again where it can"
             ) from error
 
     def restore(self, like: TrainState) -> tuple[TrainState, list[float]] | None:
