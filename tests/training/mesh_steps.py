@@ -13,7 +13,7 @@ from torchax_serve.training import TrainingOptions, train
 from torchax_serve.training.lora import adapter_of
 
 SIZES = {"num_steps": 3, "batch_size": 8, "seq_len": 64, "learning_rate": 1e-2, "seed": 1, "max_grad_norm": None}
-RUNS = (({"data": 2, "fsdp": 2, "model": 2}, None), ({"fsdp": 8}, "r=4,targets=q_proj"))
+RUNS = (({"data": 2, "fsdp": 2, "model": 2}, None), ({"fsdp": 2}, "r=4,targets=q_proj"))
 
 
 def main(folder: Path) -> None:
