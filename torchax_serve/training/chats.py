@@ -120,6 +120,7 @@ def encode_rows(tokenizer: Any, name: str, rows: Sequence[Mapping[str, Any]], ch
     examples = []
     for number, row in enumerate(rows, 1):
         where = f"row {number}"
+        is_learned: Callable[[Span], bool]
         if "text" in row:
             text, is_learned = row["text"], functools.partial(_is_within, [(0, len(row["text"]))])
             encoded = tokenizer(text, return_offsets_mapping=True)  # with the special tokens of a text
