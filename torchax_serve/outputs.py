@@ -140,6 +140,10 @@ class GroupUsage(NamedTuple):
     num_pages: int
     num_used: int
     num_cached: int  # pages that hold a prefix and belong to no running request
+    num_host_pages: int = 0  # pages in host memory
+    num_host_used: int = 0  # of those, with a prefix
+    num_offloaded: int = 0  # total, pages written to host memory
+    num_loaded: int = 0  # total, pages read back
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,6 +158,8 @@ class SchedulerStats:
     num_prompt_tokens: int  # total, of requests that started (again after a preemption)
     num_hit_tokens: int  # total, prompt tokens found in the prefix cache
     num_new_tokens: int  # total, accepted
+    num_draft_tokens: int = 0  # total, drafts that were verified
+    num_accepted_tokens: int = 0  # total, of these those that were accepted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,9 +199,12 @@ class EngineStats:
     def __str__(self) -> str:
         """Returns one line for people."""
         scheduler = self.scheduler
+        drafts = ""
+        if scheduler.num_draft_tokens:
+            drafts = f"{scheduler.num_accepted_tokens}/{scheduler.num_draft_tokens} drafts accepted, "
         pages = ", ".join(f"{group.num_used}/{group.num_pages} pages ({group.name})" for group in scheduler.pages)
         return (
             f"{scheduler.num_running} running, {scheduler.num_waiting} waiting, {pages or 'no pages'}, "
             f"prefix hits {self.prefix_hit_rate:.0%}, {scheduler.num_preemptions} preempted, "
-            f"{self.num_programs} programs, {self.tokens_per_s:.0f} tokens/s"
+            f"{drafts}{self.num_programs} programs, {self.tokens_per_s:.0f} tokens/s"
         )

@@ -100,6 +100,8 @@ ENGINE_ONLY: Mapping[str, Any] = {
     "timeout_s": None,
     "queue_timeout_s": None,
     "cache_salt": "",
+    "adapter": None,
+    "speculate": True,
 }
 """Options that a generation config does not have, with the value that means no effect."""
 
@@ -190,6 +192,8 @@ class SamplingParams:
     timeout_s: float | None = None  # seconds from submission after which the request ends
     queue_timeout_s: float | None = None  # seconds from submission after which it ends if it has not begun to run
     cache_salt: str | None = None  # cached prefixes are shared between requests of equal salt only
+    adapter: str | None = None  # name of a loaded LoRA adapter; None: the model itself
+    speculate: bool | None = None  # False: no drafts for this request, on an engine that speculates
 
     def __new__(cls, *args: Any, **kwargs: Any) -> SamplingParams:
         """Raises InvalidArgumentError for an unknown field, with near matches."""
@@ -203,7 +207,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._check_numbers()
-        for name in ("do_sample", "ignore_eos"):
+        for name in ("do_sample", "ignore_eos", "speculate"):
             if getattr(self, name) is not None and type(getattr(self, name)) is not bool:
                 raise invalid(name, "True or False", getattr(self, name))
         if self.bad_words_ids is not None:
@@ -225,6 +229,8 @@ class SamplingParams:
             if not isinstance(self.cache_salt, str):
                 raise invalid("cache_salt", "a string", self.cache_salt, "None shares with all requests that have none")
             check_text("cache_salt", self.cache_salt)
+        if self.adapter is not None and (not isinstance(self.adapter, str) or not self.adapter):
+            raise invalid("adapter", "the name of a loaded adapter", self.adapter, "None is the model itself")
         self._check_together()
 
     def _check_numbers(self) -> None:

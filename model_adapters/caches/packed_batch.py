@@ -28,6 +28,7 @@ class PackedBatch:
     last: jax.Array  # int32[S], index of each sequence's last token, whose logits are wanted
     page_tables: tuple[jax.Array, ...]  # by group of layers, int32[S, pages_per_seq]
     rope_lens: jax.Array | None = None  # int32[T], lengths that tokens' rotary frequencies are for
+    adapters: jax.Array | None = None  # int32[T], adapter of each token, 0 for none; None if there are none
 
 
 @dataclasses.dataclass(frozen=True)

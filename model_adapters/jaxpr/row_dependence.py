@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from model_adapters.jaxpr.interpreter import Equation
-from model_adapters.ops.cpu.ffi import ROW_BY_ROW
+from model_adapters.ops.cpu.ffi import ROW_OPERANDS
 
 _NAMES = """
 abs add and ceil clamp convert_element_type copy cos div eq erf exp exp2 expm1 floor ge gt integer_pow is_finite le log
@@ -104,9 +104,10 @@ def _of_product(params: dict[str, Any], axis: int, shape: Shape, operands: list[
 
 
 def _of_kernel(params: dict[str, Any], axis: int, shape: Shape, operands: list[Shape]) -> Axes | None:
-    if params["target_name"] not in ROW_BY_ROW or axis == len(operands[0]) - 1:
+    count = ROW_OPERANDS.get(params["target_name"], 0)
+    if not count or axis == len(operands[0]) - 1:
         return None
-    return (axis, *(None for _ in operands[1:]))
+    return tuple(axis if number < count else None for number in range(len(operands)))
 
 
 def _others(shape: Shape, axes: Any) -> list[int]:

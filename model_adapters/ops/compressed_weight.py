@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from model_adapters.ops.cpu import compress, ffi
+from model_adapters.ops.lora_weight import LoraWeight
 from model_adapters.ops.quantized_weight import QuantizedWeight
 
 
@@ -71,7 +72,7 @@ def take_compressed_rows(weight: CompressedWeight, indices: jax.Array) -> jax.Ar
     return ffi.unpack_rows(ids, weight.groups, weight.index).reshape(*indices.shape, weight.shape[1])
 
 
-Stored = CompressedWeight | QuantizedWeight
+Stored = CompressedWeight | QuantizedWeight | LoraWeight
 """A form of a weight that is not an array."""
 Weight = jax.Array | Stored
 Weights = Mapping[str, Weight]
@@ -114,6 +115,11 @@ class _Known:
     array: jax.Array
     weight: Stored
     is_turned: bool = False
+
+    @property
+    def form(self) -> Any:
+        """The stored form without adapters."""
+        return self.weight.base if isinstance(self.weight, LoraWeight) else self.weight
 
 
 _IN_TRACE: contextvars.ContextVar[dict[int, _Known]] = contextvars.ContextVar("packed", default={})  # noqa: B039 set anew
@@ -160,15 +166,21 @@ def stored_form(array: jax.Array) -> Weight:
 def compressed_of(weight: jax.Array) -> CompressedWeight | None:
     """Returns the compressed form of a weight ``[n, k]`` of the traced model, or None."""
     known = _IN_TRACE.get().get(id(weight))
-    return known.weight if known and isinstance(known.weight, CompressedWeight) and not known.is_turned else None
+    return known.form if known and isinstance(known.form, CompressedWeight) and not known.is_turned else None
+
+
+def lora_of(weight: jax.Array) -> LoraWeight | None:
+    """Returns the adapters of a weight of the traced model, in any order of its axes, or None."""
+    known = _IN_TRACE.get().get(id(weight))
+    return known.weight if known and isinstance(known.weight, LoraWeight) else None
 
 
 def quantized_of(weight: jax.Array) -> QuantizedWeight | None:
     """Returns the quantized form of a weight of the traced model, in its axes' order, or None."""
     known = _IN_TRACE.get().get(id(weight))
-    if known is None or not isinstance(known.weight, QuantizedWeight):
+    if known is None or not isinstance(known.form, QuantizedWeight):
         return None
-    return known.weight.turned() if known.is_turned else known.weight
+    return known.form.turned() if known.is_turned else known.form
 
 
 def note_turned(weight: jax.Array, turned: jax.Array) -> None:

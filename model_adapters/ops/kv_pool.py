@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops import registry
 from model_adapters.ops.attention_args import AttentionArgs, KVScales
+from model_adapters.ops.cpu import ffi
 
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
 """Largest magnitude of a stored number, by the dtype of a pool in 8 bits; a pool of these has scales, no other has."""
@@ -130,6 +131,35 @@ def split(rows: jax.Array, dim: int, value_dim: int, kv_scales: KVScales | None)
     return keys, values
 
 
+def write_pages(pool: jax.Array, pages: jax.Array, values: jax.Array, *, is_on_mesh: bool) -> jax.Array:
+    """Returns the pool with pages replaced; in place if the pool is donated and on one device.
+
+    Args:
+        pool: ``[P, H, page, W]``.
+        pages: ``int32[n]``; a page may occur twice with the same values.
+        values: ``[n, H, page, W]``, in the pool's dtype.
+        is_on_mesh: Whether the pool may be divided among devices.
+    """
+    if registry.platform() == "cpu" and not is_on_mesh and ffi.missing() is None:
+        return ffi.write_pages(pool, pages, values)
+    dtype = pool.dtype
+    pool, values = (_as_bits(x) for x in (pool, values))
+    pool = pool.at[pages].set(values)
+    return pool if pool.dtype == dtype else jax.lax.bitcast_convert_type(pool, dtype)
+
+
+def _as_bits(x: jax.Array) -> jax.Array:
+    """Returns narrow floats as integers where XLA would convert all of a pool for a scatter.
+
+    XLA's CPU backend scatters narrow floats in float32, converting all of the pool and back. As integers it costs one
+    copy of the pool instead of three passes; the C++ kernels copy nothing.
+    """
+    dtype = x.dtype
+    if registry.platform() != "cpu" or not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize >= 4:
+        return x
+    return jax.lax.bitcast_convert_type(x, jnp.uint16 if dtype.itemsize == 2 else jnp.uint8)
+
+
 def write_tokens_at(
     pool: jax.Array,
     page_table: jax.Array,
@@ -165,11 +195,7 @@ def write_tokens_at(
     token = jnp.concatenate([k, v], axis=-1).astype(pool.dtype)
     token = jnp.pad(token, ((0, 0), (0, 0), (0, width - token.shape[2])))
     dtype = pool.dtype
-    if registry.platform() == "cpu" and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4:
-        # XLA's CPU backend scatters narrow floats in float32, converting all of the pool and back. As integers it
-        # costs one copy of the pool instead of three passes; the C++ kernels copy nothing.
-        bits = jnp.uint16 if dtype.itemsize == 2 else jnp.uint8
-        pool, token = (jax.lax.bitcast_convert_type(x, bits) for x in (pool, token))
+    pool, token = _as_bits(pool), _as_bits(token)
     # One flat row per token and head: XLA keeps this scatter in place, unlike one over (page, :, slot).
     # Of indices that may be equal, XLA's GPU backend writes each 16 bits by an atomic compare and swap. Only dummy rows
     # share a slot, on the null page, where any of their values will do.

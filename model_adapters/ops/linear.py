@@ -30,8 +30,9 @@ import jax.numpy as jnp
 
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops import registry, spmd
-from model_adapters.ops.compressed_weight import compressed_of, note_turned, quantized_of
+from model_adapters.ops.compressed_weight import compressed_of, lora_of, note_turned, quantized_of
 from model_adapters.ops.cpu import ffi
+from model_adapters.ops.lora_weight import add_adapters
 
 OP = "linear"
 MIN_ROWS = 4  # rows that a 16-bit product is padded to: XLA is slow with fewer
@@ -64,8 +65,8 @@ def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> ja
     if weight.ndim == 1:
         return linear(x, weight[None], bias)[..., 0]
     rows = x.reshape(-1, x.shape[-1])
-    out = registry.call(OP, rows, weight, bias)
-    return out.reshape(*x.shape[:-1], weight.shape[0])
+    out = registry.call(OP, rows, weight, bias).reshape(*x.shape[:-1], weight.shape[0])
+    return add_adapters(out, x, lora_of(weight))
 
 
 def finish(sums: jax.Array, bias: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
@@ -216,7 +217,8 @@ def addmm(bias: jax.Array, x: jax.Array, weight: jax.Array, *, beta: float = 1.0
     """Returns ``beta * bias + alpha * (x[rows, in] @ weight[in, out])``, as ``torch.addmm``."""
     if beta == alpha == 1 and (out := _times_quantized(x, weight, bias)) is not None:
         return out
-    return _add(bias, _matmul_sums(x, weight, "addmm"), beta, alpha, x.dtype)
+    out = _add(bias, _matmul_sums(x, weight, "addmm"), beta, alpha, x.dtype)
+    return add_adapters(out, x, lora_of(weight))
 
 
 def bmm(a: jax.Array, b: jax.Array) -> jax.Array:

@@ -15,6 +15,7 @@ from model_adapters.caches.packed_batch import NotPackableError, PackedBatch, Pa
 from model_adapters.caches.paged_cache import PagedTraceCache
 from model_adapters.jaxpr.row_pruning import prune_rows
 from model_adapters.ops.compressed_weight import Weights
+from model_adapters.ops.lora_weight import adapters_told
 from model_adapters.ops.spmd import by_token, tokens_divided
 from model_adapters.program.call_spec import CallSpec
 from model_adapters.program.model_program import ModelProgram
@@ -69,7 +70,7 @@ def _forward(
         kwargs["logits_to_keep"] = torch_view(batch.last)
     rope_lens = batch.positions + 1 if layout.is_decode else batch.rope_lens
     assert program.rope is None or rope_lens is not None
-    with divided, program.folding(CallSpec()), lengths_told(rope_lens):
+    with divided, program.folding(CallSpec()), lengths_told(rope_lens), adapters_told(batch.adapters):
         output = program.run(weights, kwargs, attention_name(program.module))
     check_layers_keep_all(cache, program.cache_name, program.target)
     logits = jax_view(output["logits"])[0]

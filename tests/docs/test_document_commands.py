@@ -24,6 +24,8 @@ FROM_THE_HUB = {
     "torchax-serve quantize qwen3-0.6b ./qwen3-0.6b-int4 --quantization int4",
     "torchax-serve train qwen3-0.6b --data chats.jsonl --lora r=16,alpha=32,targets=q_proj+v_proj --out ./adapter",
     "torchax-serve serve qwen3-0.6b --port 8000",
+    "torchax-serve serve qwen3-0.6b --adapter sql=./sql --adapter fr=./fr --max-loras 4",
+    'torchax-serve run qwen3-0.6b "How many users are there?" --adapter sql=./sql',
     'torchax-serve run gemma-3-4b-it "What is in this picture?" --image cat.png',
     "torchax-serve run llama-3.2-1b-instruct --token hf_...",
     "torchax-serve run qwen3-0.6b --offline",

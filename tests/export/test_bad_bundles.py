@@ -231,6 +231,7 @@ def test_what_cannot_be_exported(served, tmp_path):
         (["verify", "{bundle}"], "torchax-serve bundle verify {bundle} --model NAME"),
         (["embed", "{bundle}", "text"], "which has no PyTorch model; name the model that it was exported from"),
         (["profile", "{bundle}"], "which has no PyTorch model; name the model that it was exported from"),
+        (["export", str(EMBEDDED), "{out}", "--adapter", "sql=folder"], "--adapter: expected a FOLDER to add to the"),
         (["export", str(EMBEDDED), "{out}", "--platform", "tpu"], "--platform: expected cpu or one of tpu:v4"),
         (["train", "{bundle}", "--data", "{rows}", "--out", "{out}"], "is a bundle, which has programs and no PyTorch"),
     ],

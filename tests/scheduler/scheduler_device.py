@@ -15,6 +15,8 @@ import numpy as np
 
 from torchax_serve.scheduler import (
     CacheGroup,
+    DraftResult,
+    DraftRows,
     PlanRow,
     RowResult,
     Scheduler,
@@ -65,12 +67,24 @@ class FakeDevice:
         self.page_size = config.page_size
         self.windows = tuple(group.window for group in config.groups)
         self.pools = [np.full((group.num_pages, config.page_size), -7) for group in config.groups]
+        self.host = [np.full((group.num_host_pages, config.page_size), -8) for group in config.groups]
         self.last = [-7] * config.max_num_seqs
         self.writers: deque[dict] = deque()  # of each plan in flight, request by (group, page)
-        self.num_copies = 0
+        self.num_copies = self.num_loads = 0
+        self.texts: dict[int, list[int]] = {}  # by slot, tokens of rows with drafts
+        self.random = np.random.default_rng(0)
 
-    def run(self, plan: StepPlan) -> np.ndarray:
-        """Tokens int[num_rows, num_steps]."""
+    def run(self, plan: StepPlan) -> np.ndarray | DraftResult:
+        """Tokens int[num_rows, num_steps], or those of verify steps."""
+        for transfer in plan.page_transfers:
+            pool, host = self.pools[transfer.group], self.host[transfer.group]
+            if transfer.is_load:
+                pool[transfer.device_page] = host[transfer.host_page]
+            else:
+                host[transfer.host_page] = pool[transfer.device_page]
+            self.num_loads += transfer.is_load
+        if plan.drafts is not None:
+            return self._verify(plan, plan.drafts)
         tables = [table.copy() for table in plan.page_tables]  # a scheduler may change them after the dispatch
         for slot in plan.fresh_slots:
             self.last[slot] = -7
@@ -90,6 +104,35 @@ class FakeDevice:
                     sampled[index, step] = self.last[row.slot] = value % VOCAB
         return sampled
 
+    def _verify(self, plan: StepPlan, drafts: DraftRows) -> DraftResult:
+        """Drafts that are right or wrong by chance; wrong ones leave their traces in the pages."""
+        if drafts.histories is not None:
+            self.texts = {row.slot: list(text) for row, text in zip(plan.rows, drafts.histories, strict=True)}
+        tables = [table.copy() for table in plan.page_tables]
+        self._note_writers(plan, tables)
+        tokens: list[list[int]] = [[] for _ in plan.rows]
+        num_steps = num_drafted = num_accepted = 0
+        for _ in range(plan.num_steps):
+            num_before = sum(map(len, tokens))
+            for index, row in enumerate(plan.rows):
+                text, end = self.texts[row.slot], drafts.ends[index]
+                if len(text) > end:
+                    continue
+                num_drafts = int(self.random.integers(0, max(0, min(drafts.most[index], end - len(text))) + 1))
+                num_drafted, first, draft = num_drafted + num_drafts, len(text) - 1, text[-1]
+                is_right = True
+                for i in range(num_drafts + 1):
+                    value = self._compute(row, first + i, draft, tables) % VOCAB
+                    draft = value if self.random.random() < 0.7 else (value + 1) % VOCAB
+                    if is_right:
+                        text.append(value)
+                        tokens[index].append(value)
+                        num_accepted += i > 0
+                    is_right = is_right and draft == value
+                self.last[row.slot] = text[-1]
+            num_steps += sum(map(len, tokens)) > num_before
+        return DraftResult([tuple(each) for each in tokens], num_steps, num_drafted, num_accepted)
+
     def _compute(self, row: PlanRow, position: int, value: int, tables: list[np.ndarray]) -> int:
         for window, pool, table in zip(self.windows, self.pools, tables, strict=True):
             first = 0 if window is None else max(0, position + 1 - window)
@@ -103,9 +146,11 @@ class FakeDevice:
     def _note_writers(self, plan: StepPlan, tables: list[np.ndarray]) -> None:
         writers: dict = {}
         for row in plan.rows:
-            last = row.context_len + row.num_tokens + plan.num_steps - 2
+            first, last = row.context_len, row.context_len + row.num_tokens + plan.num_steps - 2
+            if plan.drafts is not None:
+                first, last = len(self.texts[row.slot]) - 1, plan.drafts.ends[plan.rows.index(row)] - 1
             for group, table in enumerate(tables):
-                for page in table[row.slot, row.context_len // self.page_size : last // self.page_size + 1].tolist():
+                for page in table[row.slot, first // self.page_size : last // self.page_size + 1].tolist():
                     others = [other.get((group, page), row.request_id) for other in (*self.writers, writers)]
                     assert set(others) <= {row.request_id}, f"page {page} of group {group} has two writers"
                     writers[group, page] = row.request_id

@@ -7,17 +7,28 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from scheduler_device import Loop, Oracle
 
 from torchax_serve import InvalidArgumentError
-from torchax_serve.scheduler import INVALID_TOKEN, CacheGroup, Scheduler, SchedulerConfig, SchedulerRequest
+from torchax_serve.scheduler import (
+    INVALID_TOKEN,
+    CacheGroup,
+    Scheduler,
+    SchedulerConfig,
+    SchedulerRequest,
+    SpeculativeConfig,
+)
 
 GROUPS = [
     (CacheGroup("full", None, 9),),
     (CacheGroup("full", None, 12), CacheGroup("window", 5, 6)),
     (CacheGroup("window", 6, 7),),
+    (CacheGroup("full", None, 9, num_host_pages=5),),
+    (CacheGroup("full", None, 12, num_host_pages=20), CacheGroup("window", 5, 6, num_host_pages=3)),
     (),
 ]
 VARIANTS = [
     {},
     {"max_num_steps": 3},
+    {"max_num_steps": 3, "speculative": SpeculativeConfig(num_speculative_tokens=3, adaptive=False)},
+    {"max_num_steps": 2, "speculative": SpeculativeConfig(num_speculative_tokens=5)},
     {"allowed_chunk_sizes": (4, 1), "batches_prefill": False, "enable_prefix_caching": False},
 ]
 
@@ -132,8 +143,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         plan, sampled = self.loop.flights[0]
         index = data.draw(st.integers(0, len(plan.rows) - 1))
-        sampled[index, 0] = INVALID_TOKEN
         row = plan.rows[index]
+        if plan.drafts is None:
+            sampled[index, 0] = INVALID_TOKEN
+        elif not sampled.tokens[index]:
+            return
+        else:
+            sampled.tokens[index] = (INVALID_TOKEN, *sampled.tokens[index][1:])
         was_live = row.request_id in self.live
         self.loop.commit()
         if row.samples_token and was_live:

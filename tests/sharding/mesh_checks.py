@@ -8,12 +8,16 @@ import dataclasses
 import json
 import subprocess
 import sys
+import tempfile
 import traceback
+from pathlib import Path
 
 import jax
 import numpy as np
 import torch
 import transformers
+from safetensors.numpy import save_file
+from transformers.pytorch_utils import Conv1D
 from weights import draw_matrices
 
 from model_adapters.errors import TorchaxServeError
@@ -21,7 +25,7 @@ from model_adapters.loading import load_model
 from model_adapters.loading.model_class import module_of
 from model_adapters.ops.quantized_weight import QuantizedWeight
 from model_adapters.program.packed_forward import forward_packed
-from torchax_serve import EngineOptions, serve
+from torchax_serve import EngineOptions, SamplingParams, serve
 from torchax_serve.distributed.mesh import mesh_for
 from torchax_serve.engine.request import EngineRequest
 from torchax_serve.engine.weight_update import engines_in
@@ -133,6 +137,29 @@ def tokens(family, meshes, kv_cache_dtype=None):
             print("same tokens", family, mesh, served.engine.description)
 
 
+def offloaded(family, meshes):
+    """Prompts of five pages on a device with nine, twice: prefixes of the first time come from host memory."""
+    rng = np.random.default_rng(0)
+    prompts = [[int(token) for token in rng.integers(3, 61, 40)] for _ in range(4)]
+    greedy = [SamplingParams(max_new_tokens=4, temperature=0.0)]
+    options = {"max_model_len": 64, "max_num_seqs": 1, "page_size": 8}
+
+    def answers(served):
+        return [served.generate_batch([prompt], greedy)[0].token_ids for prompt in prompts]
+
+    with serve(model_of(family), engine=EngineOptions(**options)) as single:
+        wanted, plan = answers(single), single.engine._runner._cache.plan
+    num_bytes = 10 * sum(shape.page_bytes(plan.page_size) for shape in plan.shapes)
+    for mesh in meshes.split(","):
+        copies = max(1, shape_of(mesh)["model"] // HEADS["num_key_value_heads"])  # of each head of keys
+        sizes = {"kv_cache_memory_bytes": copies * num_bytes, "kv_offloading_bytes": 4 * copies * num_bytes}
+        engine = EngineOptions(**options, **sizes)
+        with serve(model_of(family), engine=engine, mesh=shape_of(mesh)) as served:
+            assert answers(served) == wanted
+            assert answers(served) == wanted
+            print("loaded", served.stats().scheduler.pages[0].num_loaded)
+
+
 def new_weights(family, meshes):
     """Tokens after `set_weights`, on meshes that divide, pad or repeat parts of the weights."""
     options = EngineOptions(max_model_len=64, max_num_seqs=4)
@@ -152,6 +179,47 @@ def new_weights(family, meshes):
             assert tokens_together(served) == wanted, f"{family} {mesh}"
             assert served.stats().num_programs == programs
             print("same tokens", family, mesh)
+
+
+def adapter_of(family, folder, seed):
+    """Writes an adapter of all linear layers of the decoder, as peft does."""
+    rng, tensors, model = np.random.default_rng(seed), {}, model_of(family)
+    for name, part in model.get_decoder().named_modules(prefix=model.base_model_prefix):
+        if isinstance(part, torch.nn.Linear | Conv1D):
+            num_out, num_in = part.weight.shape if isinstance(part, torch.nn.Linear) else part.weight.shape[::-1]
+            for kind, shape in (("A", (3, num_in)), ("B", (num_out, 3))):
+                values = rng.standard_normal(shape).astype(np.float32) / 4
+                tensors[f"base_model.model.{name}.lora_{kind}.weight"] = values
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 3, "lora_alpha": 6}))
+    return folder
+
+
+def adapters(family, meshes):
+    """Tokens of requests with two adapters and with none, beside each other, on one device and on meshes."""
+    options = EngineOptions(max_model_len=64, max_num_seqs=4)
+    with tempfile.TemporaryDirectory() as root:
+        folders = {name: adapter_of(family, Path(root, name), seed) for seed, name in enumerate(("x", "y"))}
+
+        def rows(served):
+            asked = [SamplingParams(adapter=name, max_new_tokens=8, temperature=0.0) for name in ("x", "y", None)]
+            return [answer.token_ids for answer in served.generate_batch([PROMPTS[1]] * 3, asked)]
+
+        with serve(model_of(family), engine=options, adapters=folders) as single:
+            wanted = rows(single)
+        assert len(set(map(tuple, wanted))) == 3, wanted
+        for mesh in meshes.split(","):
+            with serve(model_of(family), engine=options, mesh=shape_of(mesh), adapters=folders) as served:
+                assert rows(served) == wanted, f"{family} {mesh}: {rows(served)} is not {wanted}"
+                for engine in engines_in(served.engine):
+                    engine._runner._background.wait()  # for programs that are compiled ahead
+                programs = served.stats().num_programs
+                served.unload_adapter("x")
+                served.load_adapter("x", folders["x"])
+                assert rows(served) == wanted
+                assert served.stats().num_programs == programs
+                print("same tokens", family, mesh)
 
 
 def quantized(family, meshes, rules):

@@ -35,6 +35,18 @@ def test_new_weights_are_laid_out_as_those_of_before(on_eight):
     assert [line.split()[3] for line in lines] == ["1x8", "2x2"]
 
 
+def test_pages_go_to_the_host_and_back_wherever_heads_are(on_eight):
+    """Heads that the mesh divides, and heads that every device has whole."""
+    loaded = [int(line.split()[1]) for line in on_eight("offloaded", "llama", "1x2,1x8")]
+    assert len(loaded) == 2 and min(loaded) >= 5
+
+
+@pytest.mark.parametrize(("family", "meshes"), [("llama", "1x2,1x8,2x2"), ("phi3", "1x4"), ("gpt2", "1x2")])
+def test_adapters_lie_as_their_weights_and_give_the_same_tokens(on_eight, family, meshes):
+    lines = on_eight("adapters", family, meshes)
+    assert [line.split()[3] for line in lines] == meshes.split(",")
+
+
 @pytest.mark.parametrize(
     ("family", "meshes", "rules"),
     [

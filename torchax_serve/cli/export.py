@@ -81,6 +81,11 @@ def export(
             f"MODEL: expected a model to export, got the bundle {model}; name the model that it was made from, or run: "
             f"torchax-serve bundle refresh {model}"
         )
+    if load.adapters()[1] or load.max_loras or load.max_lora_rank or load.lora_target_modules:
+        raise InvalidArgumentError(
+            "--adapter: expected a FOLDER to add to the weights, got adapters that requests name, which a bundle has "
+            "not; merge one: --adapter FOLDER"
+        )
     from torchax_serve.export.targets import parse_platforms
 
     parse_platforms(bundle.platform_names)  # before a model is loaded for them

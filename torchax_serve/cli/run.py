@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,7 +103,7 @@ def run(
     text = _text(prompt, prompt_option)
     with loaded_model(model, load, max_num_seqs=1, starts_chat=not chat.raw) as served:  # one conversation
         with prompt_interrupts(leave_at=1), hidden_keys():
-            conversation = _conversation(served, decoding.params(), chat)
+            conversation = _conversation(served, _with_adapter(decoding.params(), load), chat)
             if text is None:
                 _say_what_fits(served)
         if text is None:
@@ -112,6 +113,14 @@ def run(
 
 
 # Imported after loading has begun, so that importing torch counts as loading and Ctrl-C ends it as well.
+
+
+def _with_adapter(params: SamplingParams, load: DeviceOptions) -> SamplingParams:
+    """Returns the parameters of a conversation with the adapter that ``--adapter NAME=FOLDER`` names."""
+    _, named = load.adapters()
+    if len(named) > 1:
+        raise InvalidArgumentError(f"--adapter: expected one adapter of a conversation, got {', '.join(named)}")
+    return dataclasses.replace(params, adapter=next(iter(named), None))
 
 
 def _conversation(model: Any, params: SamplingParams, options: RunOptions) -> Conversation:

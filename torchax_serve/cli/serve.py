@@ -20,6 +20,7 @@ from torchax_serve.cli.shared.config_file import ConfigFile
 from torchax_serve.cli.shared.load_model import end_if_explained
 from torchax_serve.cli.shared.load_options import DeviceOptions, MaxModelLen, option_groups
 from torchax_serve.cli.shared.model_name import check_model, complete_model
+from torchax_serve.cli.shared.speculative import SpeculativeJson, parse_speculative
 
 if TYPE_CHECKING:
     from torchax_serve.server.options import ServerOptions
@@ -92,6 +93,10 @@ class AccessOptions:
         str | None,
         _access("--otlp-traces-endpoint", help="URL of an OpenTelemetry collector, with its path: spans of requests."),
     ] = None
+    allow_runtime_lora_updating: Annotated[
+        bool,
+        _access("--allow-runtime-lora-updating", help="Let requests load adapters, from any folder of this machine."),
+    ] = False
     profile_dir: Annotated[
         Path | None, _access("--profile-dir", help="Folder of the profiles of /start_profile and /stop_profile.")
     ] = None
@@ -108,6 +113,9 @@ class LimitOptions:
     max_num_waiting_tokens: Annotated[
         int, _limits("--max-num-waiting-tokens", help="Tokens of waiting prompts; more are answered with 429.", min=1)
     ] = 1 << 22
+    kv_offloading_size: Annotated[
+        float, _limits("--kv-offloading-size", help="GiB of host memory for evicted prefixes, to be loaded again.")
+    ] = 0.0
     max_body_mib: Annotated[int, _limits("--max-body-mib", help="MiB of a request's body.", min=1)] = 32
     max_connections: Annotated[int, _limits("--max-connections", help="Open connections.", min=1)] = 4096
     max_connections_per_address: Annotated[
@@ -158,6 +166,7 @@ def serve(
     limits: LimitOptions,
     life: LifeOptions,
     max_model_len: MaxModelLen = None,
+    speculative_config: SpeculativeJson = None,
     config: ConfigFile = None,
     load: DeviceOptions,
 ) -> int:
@@ -185,6 +194,8 @@ def serve(
         max_num_waiting=limits.max_num_waiting,
         max_num_waiting_tokens=limits.max_num_waiting_tokens,
         max_model_len=max_model_len,
+        kv_offloading_bytes=_offloading_bytes(limits.kv_offloading_size),
+        speculative=parse_speculative(speculative_config),
     )
     load.show_details()
     _warn_if_open(options)
@@ -235,6 +246,7 @@ def _server_options(
         metrics_compat=access.metrics_compat,
         otlp_traces_endpoint=access.otlp_traces_endpoint,
         profile_dir=access.profile_dir,
+        allow_runtime_lora_updating=access.allow_runtime_lora_updating,
         response_template=access.response_template,
         request_timeout_s=limits.request_timeout,
         queue_timeout_s=limits.queue_timeout,
@@ -265,6 +277,12 @@ def _log_to_stderr(log_format: str) -> None:
         logger.setLevel(logging.INFO)
         logger.addHandler(handler(log_format))
         logger.propagate = False
+
+
+def _offloading_bytes(gib: float) -> int:
+    if not 0 <= gib <= 1 << 30:
+        raise InvalidArgumentError(f"--kv-offloading-size: expected GiB >= 0, got {gib}; 0 is none")
+    return int(gib * 2**30)
 
 
 def _check_watched(model: str | None, life: LifeOptions) -> None:

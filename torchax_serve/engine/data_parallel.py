@@ -5,6 +5,7 @@ Each engine has its own devices, weights and pages; requests are distributed ove
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import threading
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel
 from model_adapters.ops.compressed_weight import Weight
 from model_adapters.sharding.model_sharding import ModelSharding
 from torchax_serve.compilation.executable_cache import ExecutableCache
+from torchax_serve.engine.adapters import Adapters
 from torchax_serve.engine.engine import CLOSE_TIMEOUT_S, Engine
 from torchax_serve.engine.factory import build_engine
 from torchax_serve.engine.options import EngineOptions
@@ -74,15 +76,23 @@ class DataParallelEngines:
 
     Args:
         runtimes: one for each replica.
-        options: of each engine; slots are shared out among them.
+        options: of each engine; they divide the bytes of host memory.
+        adapters: that requests can name, on each engine; None: none.
     """
 
-    def __init__(self, runtimes: Sequence[ModelRuntime], options: EngineOptions | None = None) -> None:
+    def __init__(
+        self,
+        runtimes: Sequence[ModelRuntime],
+        options: EngineOptions | None = None,
+        adapters: Adapters | None = None,
+    ) -> None:
+        if options is not None and options.kv_offloading_bytes:
+            options = dataclasses.replace(options, kv_offloading_bytes=options.kv_offloading_bytes // len(runtimes))
         self.engines: list[Engine] = []
         try:
             for index, runtime in enumerate(runtimes):
                 ids = itertools.count(index, len(runtimes))  # the number of a request says which engine has it
-                self.engines.append(build_engine(runtime, options, ids))
+                self.engines.append(build_engine(runtime, options, ids, adapters))
         except BaseException:
             self.close("a replica could not be made")
             raise

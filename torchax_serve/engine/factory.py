@@ -5,20 +5,24 @@ It resolves the options and configures the scheduler for the executor.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from model_adapters.errors import InvalidArgumentError
+from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
+from torchax_serve.engine.adapters import Adapters
 from torchax_serve.engine.engine import Engine
-from torchax_serve.engine.model_runner import ModelRunner
+from torchax_serve.engine.model_runner import NO_ADAPTERS, ModelRunner
 from torchax_serve.engine.options import MAX_DECODER_LEN, MAX_DISPATCH_S, MAX_ENCODER_LEN, MAX_MODEL_LEN, EngineOptions
 from torchax_serve.executors.base import ExecutorChoice
-from torchax_serve.executors.choice import choose_executor
+from torchax_serve.executors.choice import choose_executor, refuse_drafts
 from torchax_serve.executors.single_request import SingleRequestExecutor
+from torchax_serve.kv_cache.host_pools import HostPools
 from torchax_serve.kv_cache.memory import MemoryBudget
+from torchax_serve.kv_cache.pools import CacheAllocation
 from torchax_serve.sampling.sampler import tables_bytes
-from torchax_serve.scheduler import RequestId, Scheduler, SchedulerConfig
+from torchax_serve.scheduler import RequestId, Scheduler, SchedulerConfig, SpeculativeConfig
 from torchax_serve.validation.argument_checks import MAX_INT
 
 if TYPE_CHECKING:
@@ -26,9 +30,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("torchax_serve")
 
+SHARES_NO_BATCH = "this request shares no batch (images, audio, beam search, a model that cannot be batched)"
+"""Why a single request cannot have an adapter."""
+
 
 def build_engine(
-    runtime: ModelRuntime, options: EngineOptions | None = None, ids: Iterator[RequestId] | None = None
+    runtime: ModelRuntime,
+    options: EngineOptions | None = None,
+    ids: Iterator[RequestId] | None = None,
+    adapters: Adapters | None = None,
 ) -> Engine:
     """Builds an engine for the model of `runtime`; its thread runs until it is closed.
 
@@ -36,6 +46,7 @@ def build_engine(
         runtime: The model.
         options: Sizes and policies.
         ids: Ids of the requests to come.
+        adapters: Adapters that requests can name, for which `runtime` has the matrices; None: none.
 
     Raises:
         UnsupportedModelError: requests of this model cannot be batched.
@@ -45,6 +56,7 @@ def build_engine(
     options = options or EngineOptions()
     sizes = memory_budget(runtime, options)
     choice = choose_executor(runtime, sizes)
+    host = _host_pools(runtime, options, choice)
     logger.info("%s", choice)
     runner = ModelRunner(
         choice.executor,
@@ -52,11 +64,23 @@ def build_engine(
         max_model_len=sizes.max_model_len,
         background=runtime.steps.executables.background,
         rules=runtime.sampling_rules,
+        host_pools=host,
+        adapters=adapters or NO_ADAPTERS,
     )
     runner.weights_version = runtime.weights_version
-    scheduler = Scheduler(_scheduler_config(runtime, options, sizes, choice))
+    scheduler = Scheduler(_scheduler_config(runtime, options, sizes, choice, host))
     limits = options.max_num_waiting, options.max_num_waiting_tokens
     return Engine(scheduler, runner, str(choice), ids, *limits)
+
+
+def no_engine(reason: str, options: EngineOptions | None) -> UnsupportedModelError:
+    """Returns the error of a model whose requests cannot be batched.
+
+    Raises:
+        UnsupportedArgumentError: `options` ask for what only a batch has.
+    """
+    refuse_drafts(options and options.speculative, f"this model ({reason})")
+    return UnsupportedModelError(reason)
 
 
 def memory_budget(runtime: ModelRuntime, options: EngineOptions) -> MemoryBudget:
@@ -74,6 +98,7 @@ def memory_budget(runtime: ModelRuntime, options: EngineOptions) -> MemoryBudget
         kv_cache_memory_bytes=options.kv_cache_memory_bytes,
         batch_invariant=options.batch_invariant,
         kv_cache_dtype=options.kv_cache_dtype,
+        speculative=SpeculativeConfig.parse(options.speculative),
         sampler_table_bytes=tables_bytes(
             options.max_num_seqs, runtime.limits.vocab_size, _max_model_len(runtime, options)
         ),
@@ -108,7 +133,7 @@ def build_single_engine(runtime: ModelRuntime, options: EngineOptions | None = N
         enable_prefix_caching=False,
         batches_prefill=False,
     )
-    runner = ModelRunner(SingleRequestExecutor(), vocab_size=runtime.limits.vocab_size)
+    runner = ModelRunner(SingleRequestExecutor(), vocab_size=runtime.limits.vocab_size, adapters=SHARES_NO_BATCH)
     runner.weights_version = runtime.weights_version
     description = "single requests: one at a time, each with its own cache"
     return Engine(
@@ -120,16 +145,44 @@ def build_single_engine(runtime: ModelRuntime, options: EngineOptions | None = N
     )
 
 
+def _host_pools(runtime: ModelRuntime, options: EngineOptions, choice: ExecutorChoice) -> HostPools | None:
+    """Returns the pools in host memory for evicted prefixes; None if there are none.
+
+    Raises:
+        InvalidArgumentError: the model's requests share no prefixes, several hosts share it, or no page fits.
+    """
+    num_bytes, cache = options.kv_offloading_bytes, choice.executor.cache
+    if not num_bytes:
+        return None
+    if not choice.executor.limits.shares_prefixes:
+        reason = "for a model whose requests share no prefixes, because pages do not hold all of their state"
+    elif runtime.steps.executables.launcher is not None:
+        reason = "for a model on several hosts"
+    elif num_bytes < (least := 2 * sum(shape.page_bytes(cache.plan.page_size) for shape in cache.plan.shapes)):
+        reason = f"or at least {least}, two pages of each layer"
+    else:
+        plan = cache.plan
+        return HostPools(cache, CacheAllocation.from_budget(plan.shapes, num_bytes, plan.page_size, plan.max_len))
+    raise InvalidArgumentError(f"kv_offloading_bytes: expected 0 {reason}, got {num_bytes}; leave it out")
+
+
 def _scheduler_config(
-    runtime: ModelRuntime, options: EngineOptions, sizes: MemoryBudget, choice: ExecutorChoice
+    runtime: ModelRuntime,
+    options: EngineOptions,
+    sizes: MemoryBudget,
+    choice: ExecutorChoice,
+    host: HostPools | None,
 ) -> SchedulerConfig:
     """Returns the scheduler's configuration.
 
     It has the engine's options within the limits of the executor.
     """
-    limits = choice.executor.limits
+    limits, groups = choice.executor.limits, choice.executor.cache.plan.groups
+    if host is not None:
+        pairs = zip(groups, host.plan.groups, strict=True)
+        groups = tuple(dataclasses.replace(group, num_host_pages=there.num_pages) for group, there in pairs)
     return SchedulerConfig(
-        groups=choice.executor.cache.plan.groups,
+        groups=groups,
         page_size=sizes.page_size,
         max_num_seqs=limits.max_num_seqs,
         max_model_len=sizes.max_model_len,
@@ -140,6 +193,7 @@ def _scheduler_config(
         allowed_chunk_sizes=limits.chunk_sizes,
         batches_prefill=limits.batches_prefill,
         max_decode_slowdown=options.max_decode_slowdown,
+        speculative=sizes.speculative,
         token_buckets=limits.token_buckets,
         rope=None if runtime.program.rope is None else runtime.program.rope.lengths,
     )

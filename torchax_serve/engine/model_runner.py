@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
+from model_adapters.errors import InvalidArgumentError
 from torchax_serve.compilation.background import BackgroundCompiler, CompileTask
+from torchax_serve.engine.adapters import Adapters
 from torchax_serve.engine.masked_requests import PlanMasks
 from torchax_serve.engine.request import EngineRequest
 from torchax_serve.executors.base import Executor, InFlightStep
+from torchax_serve.executors.speculative_decode import read_drafts
+from torchax_serve.kv_cache.host_pools import HostPools
 from torchax_serve.outputs import TokenLogprobs
 from torchax_serve.sampling.sampler import Sampler
 from torchax_serve.sampling.transformers_behaviour import TransformersBehaviour
 from torchax_serve.sampling.types import Logprobs
-from torchax_serve.scheduler import PlanRow, StepPlan
+from torchax_serve.scheduler import DraftResult, PlanRow, StepPlan
+
+NO_ADAPTERS = "the model was served without adapters; serve(model, adapters={name: path})"
+"""Why a request cannot have an adapter, on an engine of a model without any."""
 
 
 class ModelRunner:
@@ -29,6 +37,8 @@ class ModelRunner:
         max_model_len: Maximum number of tokens of a request; None: any.
         background: Compiles programs of the model in another thread; None: none does.
         rules: Release of transformers whose processors are followed; None: the installed one.
+        host_pools: Pages in host memory; None: none are.
+        adapters: Adapters that requests can name, or why there are none.
 
     Attributes:
         weights_version: Version of the weights of the steps to come.
@@ -42,8 +52,11 @@ class ModelRunner:
         max_model_len: int | None = None,
         background: BackgroundCompiler | None = None,
         rules: TransformersBehaviour | None = None,
+        host_pools: HostPools | None = None,
+        adapters: Adapters | str = NO_ADAPTERS,
     ) -> None:
-        self._background = background
+        self._host_pools = host_pools
+        self._background, self._adapters = background, adapters
         self.weights_version = 0
         self.vocab_size = vocab_size
         self._executor, self._cache = executor, executor.cache
@@ -53,6 +66,8 @@ class ModelRunner:
         """Empties the cache and all slots."""
         self._cache.reset()
         self._sampler.reset()
+        if self._host_pools is not None:
+            self._host_pools.reset()
 
     def release_cache(self) -> None:
         """Frees the memory of the cache until `reset`; no step may run meanwhile."""
@@ -90,6 +105,19 @@ class ModelRunner:
         """Number of tokens that a request may send to an encoder; None if the model has none."""
         return self._executor.limits.max_encoder_len
 
+    def with_adapter(self, request: EngineRequest) -> EngineRequest:
+        """Returns `request` with the use of the adapter that it names.
+
+        Raises:
+            InvalidArgumentError: no adapter of that name is loaded.
+        """
+        name = request.params.adapter
+        if name is None:
+            return request
+        if isinstance(self._adapters, str):
+            raise InvalidArgumentError(f"adapter: expected None, got {name!r}: {self._adapters}")
+        return dataclasses.replace(request, adapter=self._adapters.use(name))
+
     def validate(self, name: str, request: EngineRequest) -> None:
         """Raises InvalidArgumentError, naming `name`, if the executor does not accept `request`."""
         self._executor.check(name, request.source)
@@ -101,6 +129,8 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Compiles, on the engine's thread, what `compile_tasks` leaves."""
         self._executor.warm_up(self._sampler)
+        if self._host_pools is not None:
+            self._host_pools.warm_up()
 
     def execute(
         self,
@@ -120,11 +150,13 @@ class ModelRunner:
         """
         if self._background is not None:
             self._background.allow_tracing()
+        if plan.page_transfers and self._host_pools is not None:
+            self._host_pools.transfer(plan.page_transfers)
         if plan.page_copies:
             self._cache.copy(plan.page_copies)
         for slot in plan.fresh_slots:
             self._sampler.assign_slot(slot, requests[slot].sampling, requests[slot].prompt_ids, outputs[slot])
-            self._executor.assign(slot, requests[slot].source)
+            self._executor.assign(slot, requests[slot].source, requests[slot].adapter_id)
         if plan.prefill_rows:
             self._executor.prepare(plan)
         step = InFlightStep(plan, weights_version=self.weights_version)
@@ -148,8 +180,10 @@ class ModelRunner:
         step.failures = self._sampler.take_failures() | failures
         return step
 
-    def read(self, step: InFlightStep) -> np.ndarray:
-        """Returns the sampled tokens, int[num_rows, num_steps], once the device has them."""
+    def read(self, step: InFlightStep) -> np.ndarray | DraftResult:
+        """Returns the sampled tokens, int[num_rows, num_steps], or those of verify steps, once the device has them."""
+        if step.plan.drafts is not None:
+            return read_drafts(np.asarray(step.tokens)[: step.plan.num_steps], len(step.plan.rows))
         if step.tokens is not None:
             return np.asarray(step.tokens)[: step.plan.num_steps, : len(step.plan.rows)].T
         columns = [np.asarray(sampled.tokens)[: len(step.plan.rows)] for sampled in step.sampled]

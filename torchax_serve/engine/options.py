@@ -6,10 +6,13 @@ They have the names that vLLM gives them, where it has one.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any, Self
 
 from model_adapters.errors import InvalidArgumentError
 from torchax_serve.engine.admission import MAX_NUM_WAITING, MAX_NUM_WAITING_TOKENS
 from torchax_serve.scheduler.config import check_int
+from torchax_serve.scheduler.speculative_config import SpeculativeConfig
 from torchax_serve.validation.argument_checks import KV_CACHE_DTYPES
 from torchax_serve.validation.argument_hints import fields_refuse_unknown
 
@@ -53,6 +56,8 @@ class EngineOptions:
             None: the positions of the encoder, at most 1024, and less where that would take more than half of the
             memory. A model whose encoder has a fixed input length takes None only.
         kv_cache_memory_bytes: Bytes of all pages together.
+        kv_offloading_bytes: Bytes of host memory for pages of prefixes that the device has to evict, all replicas of
+            this process together; they are loaded when a prompt begins with them. 0: such prefixes are computed again.
         max_num_batched_tokens: Tokens computed in one step, all requests together.
         enable_prefix_caching: Whether requests share the pages of a common prefix.
         max_num_waiting: Requests that may wait for a slot; one more is refused with `QueueFullError`. `generate_batch`
@@ -69,12 +74,15 @@ class EngineOptions:
         batch_invariant: Whether a request's results are bit-equal for any other requests in the batch; float32 on a
             CPU always has that. In bfloat16 and float16 batches of up to four requests then lose about a quarter of
             their tokens per second, as they go without a faster order of summation.
+        speculative: How decode steps speculate, such as ``{"method": "ngram", "num_speculative_tokens": 4}``: the keys
+            are those of vLLM's `speculative_config`. Tokens stay the same. None: they do not.
     """
 
     max_model_len: int | None = None
     max_num_seqs: int = 32
     page_size: int = 16
     kv_cache_memory_bytes: int | None = None
+    kv_offloading_bytes: int = 0
     max_num_batched_tokens: int = 256
     enable_prefix_caching: bool = True
     max_num_steps: int = 16
@@ -82,15 +90,23 @@ class EngineOptions:
     batch_invariant: bool = False
     kv_cache_dtype: str | None = None
     max_encoder_len: int | None = None
+    speculative: SpeculativeConfig | Mapping[str, Any] | None = None
     max_num_waiting: int = MAX_NUM_WAITING
     max_num_waiting_tokens: int = MAX_NUM_WAITING_TOKENS
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "speculative", SpeculativeConfig.parse(self.speculative))
         for name in _POSITIVE:
             check_int(name, getattr(self, name), 1, "give a positive number")
         for name in ("max_model_len", "kv_cache_memory_bytes", "max_encoder_len"):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), 1, "None chooses")
+        check_int("kv_offloading_bytes", self.kv_offloading_bytes, 0, "0 is none")
+        if self.kv_offloading_bytes and self.enable_prefix_caching is False:
+            raise InvalidArgumentError(
+                f"kv_offloading_bytes: expected 0 with enable_prefix_caching=False, as it stores prefixes, got "
+                f"{self.kv_offloading_bytes}; leave one of them out"
+            )
         for name in ("enable_prefix_caching", "batch_invariant"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidArgumentError(f"{name}: expected True or False, got {getattr(self, name)!r}")
@@ -100,3 +116,22 @@ class EngineOptions:
         slowdown = self.max_decode_slowdown
         if isinstance(slowdown, bool) or not isinstance(slowdown, int | float) or not slowdown > 1:
             raise InvalidArgumentError(f"max_decode_slowdown: expected a number above 1, got {slowdown!r}")
+
+    @property
+    def has_draft_model(self) -> bool:
+        """Whether another model drafts."""
+        config = SpeculativeConfig.parse(self.speculative)
+        return config is not None and config.model is not None
+
+    def with_speculative(self, config: Mapping[str, Any]) -> Self:
+        """Returns the options with `speculative`, given as `serve` takes it.
+
+        Raises:
+            InvalidArgumentError: both are given, or the config is none.
+            UnsupportedArgumentError: its method is not supported.
+        """
+        if self.speculative is not None:
+            raise InvalidArgumentError(
+                "speculative_config: expected it once, got it in EngineOptions(speculative=...), too; leave one out"
+            )
+        return dataclasses.replace(self, speculative=config)

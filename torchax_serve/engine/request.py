@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import secrets
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
+from torchax_serve.engine.adapters import AdapterUse
 from torchax_serve.executors.request_input import RequestInput, SequenceSteps
 from torchax_serve.sampling.row_params import RowSamplingParams
 from torchax_serve.sampling.token_masks import TokenMasks
@@ -36,6 +38,7 @@ class EngineRequest:
         encoder_output: Output of the encoder, float[1, len, width] on the host, in place of `encoder_ids`.
         steps: All steps of a request that runs by itself, with its images or audio.
         masks: Tokens that may be sampled, step by step; None: all.
+        adapter: The use of the adapter that `params` name, found when the request is submitted; None: none.
     """
 
     prompt_ids: tuple[int, ...]
@@ -48,6 +51,7 @@ class EngineRequest:
     encoder_output: np.ndarray | None = dataclasses.field(default=None, repr=False, compare=False)
     steps: SequenceSteps | None = dataclasses.field(default=None, repr=False, compare=False)
     masks: TokenMasks | None = dataclasses.field(default=None, repr=False, compare=False)
+    adapter: AdapterUse | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
     def source(self) -> RequestInput:
@@ -55,6 +59,11 @@ class EngineRequest:
         if self.steps is not None:
             return self.steps
         return self.encoder_ids if self.encoder_output is None else self.encoder_output
+
+    @property
+    def adapter_id(self) -> int:
+        """Adapter of its tokens: one more than its place, 0 for none."""
+        return 0 if self.adapter is None else self.adapter.adapter_id
 
     def cancel(self) -> None:
         """Ends a step of the request that blocks; called from any thread."""
@@ -65,6 +74,8 @@ class EngineRequest:
         """Frees what only this request uses on the device."""
         if self.steps is not None:
             self.steps.close()
+        if self.adapter is not None:
+            self.adapter.release()
 
     @classmethod
     def of(
@@ -134,6 +145,11 @@ class EngineRequest:
             sampling=dataclasses.replace(self.sampling, max_new_tokens=room),
         )
 
+    def _num_unspeculated(self) -> float:
+        """Returns the number of new tokens that need more than the logits of the token before."""
+        needs_more = self.sampling.level not in ("greedy", "sampled") or self.sampling.logprobs is not None
+        return math.inf if needs_more else self.sampling.num_tokens_with_tables(len(self.prompt_ids))
+
     def to_scheduler(self, request_id: RequestId, now: float) -> SchedulerRequest:
         """Returns the part that the scheduler needs; `now` is in seconds on the scheduler's clock."""
         params = self.params
@@ -146,8 +162,10 @@ class EngineRequest:
             priority=params.priority or 0,
             deadline_s=None if params.timeout_s is None else now + params.timeout_s,
             queue_deadline_s=None if params.queue_timeout_s is None else now + params.queue_timeout_s,
-            salt=params.cache_salt or "",
+            salt=("" if self.adapter is None else self.adapter.salt) + (params.cache_salt or ""),
             cache_prompt=params.prompt_logprobs is None,  # cached tokens have no logits
             fork_of=self.fork_of,
             waits_for_tokens=self.masks is not None,
+            speculates=params.speculate is not False,
+            num_unspeculated=self._num_unspeculated(),
         )

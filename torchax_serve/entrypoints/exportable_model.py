@@ -52,6 +52,11 @@ class ExportableModel:
             raise UnsupportedModelError(
                 "export: expected one replica, got several on the axis data; serve the model without it"
             )
+        if self._runtimes[0].lora is not None:
+            raise UnsupportedModelError(
+                "export: expected a model without adapters of requests, which a bundle has not; serve it without "
+                "adapters=, or with adapter= to merge one"
+            )
         options = engine or vars(self).get("_engine_options") or EngineOptions()
         request = ExportRequest(
             platforms=platforms, engine=options, weights=weights, native=native, reference=reference, advance=advance

@@ -78,6 +78,8 @@ class LiveWeights(BaseModel):
             write_into_module(self._runtimes, given)
             for each in self._runtimes:
                 each.weights_version = version
+                if each.lora is not None:
+                    each.lora.follow(each.weights)
 
         with self._engine_lock:
             engines = engines_in(self._single_engine, self._engine)

@@ -9,7 +9,7 @@ from typing import Any
 from jax.sharding import Mesh
 from transformers import PreTrainedModel
 
-from model_adapters.errors import InvalidArgumentError
+from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
 from model_adapters.loading import load_model
 from model_adapters.loading.compress_weights import prepare_weights
 from model_adapters.loading.model_source import ModelSource
@@ -24,8 +24,12 @@ from torchax_serve.distributed.hosts.startup import (
     shared_arguments,
 )
 from torchax_serve.distributed.mesh import mesh_for
+from torchax_serve.engine.adapter_options import AdapterOptions
 from torchax_serve.engine.options import EngineOptions
+from torchax_serve.entrypoints.base_model import BaseModel
+from torchax_serve.entrypoints.draft import with_draft_model
 from torchax_serve.entrypoints.encoder_model import EncoderModel
+from torchax_serve.entrypoints.live_adapters import LiveAdapters, enable_adapters
 from torchax_serve.entrypoints.served_model import ServedModel, record_start
 from torchax_serve.entrypoints.speech_model import SpeechModel, is_speech_model
 from torchax_serve.start.record import StartFolder
@@ -40,11 +44,13 @@ def load_served_model(
     loading: dict[str, Any],
     start_folder_of: Callable[[ModelSource], StartFolder | None] = lambda source: None,
     adapter: str | os.PathLike[str] | None = None,
+    adapters: AdapterOptions | None = None,
 ) -> ServedModel:
     """Returns a model on the devices of this host; errors as of `serve`.
 
     Args:
         model, engine, mesh, tensor_parallel, pack_weights, adapter: As of `serve`.
+        adapters: Adapters that requests can name; None: none.
         loading: Arguments of `load_model` by name.
         start_folder_of: Returns where the record of this start is written; None: nowhere.
     """
@@ -53,11 +59,28 @@ def load_served_model(
         merge_adapter(loaded, adapter)
     if pack_weights:
         prepare_weights(loaded)
+    engine = with_draft_model(engine, loaded, loading, pack_weights)
     served = model_class_for(loaded.module)(loaded, engine)
+    if adapters is not None:
+        try:
+            _enable_adapters(served, adapters)
+        except BaseException:
+            served.close()
+            raise
     folder = start_folder_of(loaded.source)
     if folder is not None and type(served) is ServedModel:
         record_start(served, folder)
     return served
+
+
+def _enable_adapters(served: BaseModel, options: AdapterOptions) -> None:
+    """Enables adapters; raises UnsupportedModelError for a model that does not generate."""
+    if not isinstance(served, LiveAdapters):
+        raise UnsupportedModelError(
+            f"adapters: expected a model that generates, {served.name} is an encoder; merge one: "
+            "serve(model, adapter=...)"
+        )
+    enable_adapters(served, options)
 
 
 def serve_on_hosts(

@@ -6,7 +6,7 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,6 +20,7 @@ from model_adapters.quantization.rules import DENSE, parse_rules
 from torchax_serve.compilation import gc_pause
 from torchax_serve.compilation.xla_cache import enable_compile_cache, programs_dir
 from torchax_serve.distributed import pathways
+from torchax_serve.engine.adapter_options import AdapterOptions
 from torchax_serve.engine.options import EngineOptions
 from torchax_serve.entrypoints.recorded_model import recorded_model
 from torchax_serve.start.record import start_folder
@@ -59,6 +60,11 @@ def serve(
     quantization: Any = None,
     requantize: bool = False,
     adapter: str | os.PathLike[str] | None = None,
+    adapters: Mapping[str, str | os.PathLike[str]] | None = None,
+    max_loras: int | None = None,
+    max_lora_rank: int | None = None,
+    lora_target_modules: Sequence[str] | None = None,
+    speculative_config: Mapping[str, Any] | None = None,
 ) -> ServedModel:
     """Loads a model and makes it run on JAX, its code untouched.
 
@@ -67,16 +73,12 @@ def serve(
     Args:
         model: a short name, a hub id, a folder, bundle or GGUF file, a `PreTrainedModel`, a pipeline of diffusers or
             its folder; None: the embedded model.
-        revision: branch, tag or commit on the hub.
-        token: access token for gated repositories.
-        local_files_only: do not use the network.
+        revision, token, local_files_only: branch, tag or commit on the hub; access token; do not use the network.
         dtype: dtype of the weights; "auto" follows the checkpoint.
-        trust_remote_code: run code that comes with the checkpoint.
-        allow_pickle: read pickle files if there are no safetensors.
+        trust_remote_code, allow_pickle: run code of the checkpoint; read pickle files if there are no safetensors.
         strict: raise for tensors that the model does not use and for a missing head; else ``load_report`` lists them.
         cache_dir: folder of downloads; None is the hub library's own folder.
-        progress: shows download, load and compilation.
-        random_weights: make up the weights; only the configuration is read.
+        progress, random_weights: shows load and compilation; make up weights, from the configuration alone.
         engine: batching and cache memory; None chooses.
         mesh: number of devices on the axes ``model`` and ``expert``, and of replicas on ``data``; or a mesh with them.
         tensor_parallel: short for ``mesh={"model": tensor_parallel}``.
@@ -86,11 +88,14 @@ def serve(
         quantization: preset ("int8", "int4", "fp8", ...), file or rules for fewer bits; "none": dense.
         requantize: let `quantization` round weights again that the checkpoint has quantized.
         adapter: folder of a LoRA adapter as peft writes it, which is added to the weights.
+        adapters: folders of LoRA adapters by the name that requests give: ``SamplingParams(adapter=name)``.
+        max_loras, max_lora_rank, lora_target_modules: room for them; None: as `AdapterOptions`.
+        speculative_config: short for ``engine=EngineOptions(speculative=speculative_config)``.
 
     Raises:
         TorchaxServeError: the model cannot be loaded or served; subclass and message say why.
     """
-    arguments = locals()  # taken first: they are the only variables yet
+    arguments = _with_engine(locals())  # taken first: they are the only variables yet
     pathways.connect()
     enable_compile_cache()
     with gc_pause.paused():
@@ -117,6 +122,9 @@ _LOADING = (
 _OTHERS = ("model", "engine", "mesh", "tensor_parallel", "pack_weights", "adapter")
 """Arguments of `serve` that `load_served_model` takes under the same names."""
 
+_ADAPTERS = ("adapters", "max_loras", "max_lora_rank", "lora_target_modules")
+"""Arguments of `serve` about the adapters that requests can name."""
+
 _NOT_RECORDED = (
     "trust_remote_code",
     "allow_pickle",
@@ -125,6 +133,7 @@ _NOT_RECORDED = (
     "tensor_parallel",
     "refuse_uneven",
     "adapter",
+    *_ADAPTERS,
 )
 """Arguments of `serve` that, where they are given, always load the torch module."""
 
@@ -140,10 +149,18 @@ _NOT_OF_BUNDLES = (
     "tensor_parallel",
     "refuse_uneven",
     "adapter",
+    *_ADAPTERS,
     "quantization",
     "requantize",
 )
 """Arguments of `serve` that a bundle cannot follow."""
+
+
+def _with_engine(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of `serve` by name, with all options of the engine in `engine`."""
+    if (config := arguments["speculative_config"]) is not None:
+        arguments["engine"] = (arguments["engine"] or EngineOptions()).with_speculative(config)
+    return arguments
 
 
 def _serve_on_this_host(arguments: dict[str, Any]) -> ServedModel:
@@ -165,6 +182,7 @@ def _serve_on_this_host(arguments: dict[str, Any]) -> ServedModel:
         from torchax_serve.entrypoints.load import load_served_model
 
         others = {name: arguments[name] for name in _OTHERS}
+        others["adapters"] = AdapterOptions.given(**{name: arguments[name] for name in _ADAPTERS})
         loading = {name: arguments[name] for name in _LOADING} | changed
         return load_served_model(
             **others, loading=loading, start_folder_of=functools.partial(start_folder, arguments=decisive)
@@ -213,8 +231,11 @@ def _serve_on_hosts(arguments: dict[str, Any]) -> ServedModel:
         raise InvalidArgumentError("hosts: expected None for a pipeline, which runs on one host; leave it out")
     if bundle_folder(arguments["model"]) is not None:
         raise InvalidArgumentError("hosts: expected None for a bundle, which runs on one device; leave it out")
-    if arguments["adapter"] is not None:
-        raise InvalidArgumentError("adapter: expected one host, got several; merge it with peft, and serve the result")
+    for name in ("adapter", *_ADAPTERS):
+        if arguments[name] is not None:
+            raise InvalidArgumentError(
+                f"{name}: expected one host, got several; merge it with peft, and serve the result"
+            )
     given = {name: arguments[name] for name in ("hosts", "model", "engine", "mesh", "tensor_parallel")}
     return serve_on_hosts(**given, loading={name: arguments[name] for name in _LOADING})
 
@@ -228,6 +249,8 @@ def _decisive(arguments: Mapping[str, Any]) -> dict[str, str] | None:
         InvalidArgumentError: rules of quantization that are none.
     """
     model = arguments["model"]
+    if (engine := arguments["engine"]) is not None and engine.has_draft_model:
+        return None  # which is loaded with its module
     if any(arguments[name] for name in _NOT_RECORDED) or not isinstance(model, str | os.PathLike | None):
         return None
     if programs_dir() is None or "transformers" in sys.modules or jax.default_backend() != "cpu":

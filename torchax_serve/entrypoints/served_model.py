@@ -24,11 +24,11 @@ from model_adapters.ops.compressed_weight import Weight
 from torchax_serve.distributed.hosts.leader import Leader
 from torchax_serve.engine.data_parallel import DataParallelEngines
 from torchax_serve.engine.engine import Engine
-from torchax_serve.engine.factory import build_engine, build_single_engine
+from torchax_serve.engine.factory import build_engine, build_single_engine, no_engine
 from torchax_serve.engine.options import EngineOptions
 from torchax_serve.engine.request_handle import TokenStream
 from torchax_serve.entrypoints.base_model import programs_of
-from torchax_serve.entrypoints.live_weights import LiveWeights
+from torchax_serve.entrypoints.live_adapters import LiveAdapters
 from torchax_serve.generation.engine_rows import EngineRows, engine_request_for, prompt_call
 from torchax_serve.generation.jax_model import run_on_jax
 from torchax_serve.generation.routing import (
@@ -54,7 +54,7 @@ from torchax_serve.text.call_hints import refuses_unknown_options
 from torchax_serve.text.prompt import checked_ids, encode_prompt
 
 
-class ServedModel(LiveWeights):
+class ServedModel(LiveAdapters):
     """A model that generates, with weights on the devices of JAX; made by `serve`.
 
     A context manager: leaving it ends the requests and frees the weights.
@@ -165,13 +165,13 @@ class ServedModel(LiveWeights):
     def _build_engine(self) -> Engine | DataParallelEngines:
         model = self._generator()
         if (reason := engine_unsupported_reason(ModelCapabilities.of(model._jax_runtime))) is not None:
-            raise UnsupportedModelError(reason)
+            raise no_engine(reason, self._engine_options)
         if len(self._runtimes) > 1:
-            return DataParallelEngines(self._runtimes, self._engine_options)
-        engine, loaded = build_engine(model._jax_runtime, self._engine_options), self._loaded_or_raise()
+            return DataParallelEngines(self._runtimes, self._engine_options, self._adapters)
+        engine = build_engine(model._jax_runtime, self._engine_options, adapters=self._adapters)
         folder, self._start_folder = self._start_folder, None
         if folder is not None and model is self.torch_model:
-            record_in_background(folder, loaded, model._jax_runtime)
+            record_in_background(folder, self._loaded_or_raise(), model._jax_runtime)
         return engine
 
     def _close_engines(self, why: str) -> None:

@@ -148,8 +148,8 @@ class Executor(Protocol):
     def check(self, name: str, source: RequestInput) -> None:
         """Raises InvalidArgumentError, naming `name`, if the model cannot take `source`."""
 
-    def assign(self, slot: int, source: RequestInput) -> None:
-        """Assigns `slot` to a request with this input, before the first step with a row of it."""
+    def assign(self, slot: int, source: RequestInput, adapter_id: int = 0) -> None:
+        """Assigns `slot` to a request with this input and adapter, before the first step with a row of it."""
 
     def run(
         self,

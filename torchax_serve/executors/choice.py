@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from model_adapters.caches.packed_batch import NotPackableError
-from model_adapters.errors import InvalidArgumentError
+from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
 from model_adapters.ops.linear import not_invariant_reason
 from model_adapters.ops.quantized_weight import QuantizedWeight
 from torchax_serve.executors.base import ExecutorChoice
@@ -25,9 +25,12 @@ def choose_executor(runtime: ModelRuntime, sizes: MemoryBudget) -> ExecutorChoic
         InvalidArgumentError: `sizes` has an option that the executor does not support.
         OutOfMemoryError: the cache does not fit.
     """
+    if runtime.steps.executables.mesh is not None:
+        refuse_drafts(sizes.speculative, "a model on several devices")
     try:
         choice = packed_executor(runtime, sizes)
     except NotPackableError as reason:
+        refuse_drafts(sizes.speculative, f"a model that runs per-sequence, not packed ({reason})")
         _check_invariance(sizes, str(reason))
         from torchax_serve.executors.per_sequence_factory import per_sequence_executor  # needs torch
 
@@ -49,4 +52,12 @@ def _check_invariance(sizes: MemoryBudget, reason: str | None) -> None:
         raise InvalidArgumentError(
             f"batch_invariant: expected a model that runs packed, with the C++ CPU kernels; got: {reason}. Leave it "
             "out, or serve float32"
+        )
+
+
+def refuse_drafts(speculative: object, where: str) -> None:
+    """Raises UnsupportedArgumentError if `speculative` is a config: drafts are not verified for `where`."""
+    if speculative is not None:
+        raise UnsupportedArgumentError(
+            f"speculative_config: expected None for {where}, got {speculative}; leave it out"
         )

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core as jex
 
 from model_adapters.caches.packed_batch import PackedBatch, Pool
 from model_adapters.device_arrays import to_device
@@ -29,15 +28,19 @@ from torchax_serve.executors.base import (
     refuse_encoder_input,
 )
 from torchax_serve.executors.compiled_steps import CompiledSteps, StepCall
+from torchax_serve.executors.draft_model import DraftModel
 from torchax_serve.executors.packed_specs import PackedSpecs, StepBuckets
 from torchax_serve.executors.request_input import RequestInput
+from torchax_serve.executors.slot_adapters import SlotAdapters
+from torchax_serve.executors.speculative_decode import SpeculativeDecoder
 from torchax_serve.executors.step_inputs import SAMPLED_ON_DEVICE, FusedDecodeSpec, PackedStepSpec
+from torchax_serve.executors.traced_function import TracedFunction
 from torchax_serve.kv_cache.pools import PagedCache
 from torchax_serve.sampling.sample import logprobs_of, sample
 from torchax_serve.sampling.sampler import Sampler, default_sharding
 from torchax_serve.sampling.slot_params import SlotParams
 from torchax_serve.sampling.types import MAX_NUM_TOP, Logprobs, RowOptions, SamplerSpec, SamplerState
-from torchax_serve.scheduler import PlanRow, StepPlan
+from torchax_serve.scheduler import PlanRow, SpeculativeConfig, StepPlan
 
 if TYPE_CHECKING:
     from model_adapters.program.model_program import ModelProgram
@@ -59,6 +62,9 @@ class PackedExecutor:
         max_num_steps: Maximum number of decode steps in one dispatch.
         batch_invariant: Whether matrix products sum in the same order for any number of rows.
         buckets: Sizes of its steps; None: those of this device.
+        lora: Form of the adapters' matrices among the weights; empty: there are none.
+        speculative: Options of speculation; None: no step verifies drafts.
+        draft: Model that drafts; None: drafts are looked up.
     """
 
     runs_ahead = True
@@ -75,6 +81,9 @@ class PackedExecutor:
         max_num_steps: int = 1,
         batch_invariant: bool = False,
         buckets: StepBuckets | None = None,
+        lora: str = "",
+        speculative: SpeculativeConfig | None = None,
+        draft: DraftModel | None = None,
     ) -> None:
         self._program, self._weights, self.cache = program, weights, cache
         self._num_slots = num_slots
@@ -88,7 +97,9 @@ class PackedExecutor:
             max_num_steps=max_num_steps,
             batch_invariant=batch_invariant,
             has_rope_lens=program.rope is not None,
+            lora=lora,
         )
+        self._adapters = SlotAdapters(num_slots, lora)
         self.limits = ExecutorLimits(
             max_num_seqs=num_slots, fused_decode_steps=max_num_steps, token_buckets=self.buckets.costs
         )
@@ -98,6 +109,23 @@ class PackedExecutor:
         self.compiles_ahead = self._steps.compiles_ahead
         self._step = compiled("packed", self._run, donate=["pools"])
         self._decode_steps = compiled("decode_steps", self._decode, donate=["pools"])
+        self._speculative: SpeculativeDecoder | None = None
+        if speculative is not None:
+            self._speculative = SpeculativeDecoder(
+                speculative,
+                self._forward,
+                weights,
+                programs,
+                compiled,
+                self._specs.of_drafts,
+                decode_buckets=self.buckets.decode,
+                num_slots=num_slots,
+                max_num_steps=max_num_steps,
+                max_len=cache.plan.max_len,
+                pools=lambda: self.cache.pools,
+                adapters=self._adapters,
+                draft=draft,
+            )
 
     @property
     def num_substitutes(self) -> int:
@@ -126,7 +154,7 @@ class PackedExecutor:
 
         With `scored`, tokens int32[T] and whether the likeliest ones are read, the logits come with log-probabilities.
         """
-        batch = spec.unpack(numbers, last_tokens)
+        batch = self._adapters.of_tokens(spec.unpack(numbers, last_tokens), numbers, numbers[spec.bounds[1]])
         logits, pools = self._forward(weights, pools, batch, spec)
         if scored is None:
             return _with_rows(logits, len(last_tokens)), pools
@@ -149,10 +177,11 @@ class PackedExecutor:
         Returns logits [num_slots, vocab] of the last step and tokens int32[max_num_steps, S] of all, pools, and the
         sampler's state.
         """
-        batch, slots, num_steps, draws = spec.unpack(numbers)
+        batch, slots, num_steps, draws = spec.unpack(numbers[: spec.size])
+        batch = self._adapters.of_tokens(batch, numbers, slots)
         in_use = batch.kv_lens > 0
         # Traced in front of the loop, which has to know the shape of the logits.
-        forward = _TracedFunction(functools.partial(self._forward, spec=spec.packed), weights, pools, batch)
+        forward = TracedFunction(functools.partial(self._forward, spec=spec.packed), weights, pools, batch)
 
         def step(index: jax.Array, carry: Any) -> Any:
             _, tokens, pools, state = carry
@@ -178,6 +207,9 @@ class PackedExecutor:
 
     def run_decode(self, plan: StepPlan, sampler: Sampler) -> jax.Array | None:
         """Implements `Executor.run_decode`."""
+        if self._speculative is not None and plan.drafts is not None:
+            results, self.cache.pools = self._speculative.run(plan, sampler)
+            return results
         spec = self._steps.choose(self._specs.for_decode(len(plan.rows)))
         if not isinstance(spec, FusedDecodeSpec):
             return None
@@ -221,7 +253,7 @@ class PackedExecutor:
         self, spec: FusedDecodeSpec, state: SamplerState, options: RowOptions, numbers: np.ndarray
     ) -> tuple[tuple[jax.Array, jax.Array], SamplerState]:
         """Runs a decode program on the cache; returns logits and tokens, and the new state."""
-        args = (self.cache.pools, state, options, numbers)
+        args = (self.cache.pools, state, options, self._adapters.behind(numbers))
         program = self._steps.get(spec, StepCall(self._decode_steps, args))
         results, self.cache.pools, state = program(self._weights, *args)
         return results, state
@@ -229,7 +261,8 @@ class PackedExecutor:
     @property
     def num_programs(self) -> int:
         """Compiled steps."""
-        return self._step.num_programs + self._decode_steps.num_programs
+        own = self._step.num_programs + self._decode_steps.num_programs
+        return own + (0 if self._speculative is None else self._speculative.num_programs)
 
     def run(
         self,
@@ -245,7 +278,7 @@ class PackedExecutor:
         spec = self._steps.choose(specs.for_decode(len(rows)) if is_decode else specs.for_tokens(num_tokens))
         if isinstance(spec, FusedDecodeSpec):
             return self._decode_logits(spec, last_tokens, spec.pack(rows, tables, ahead=ahead))
-        args = (self.cache.pools, last_tokens, spec.pack(rows, tables, ahead))
+        args = (self.cache.pools, last_tokens, self._adapters.behind(spec.pack(rows, tables, ahead)))
         program = self._steps.get(spec, StepCall(self._step, args))
         logits, self.cache.pools = program(self._weights, *args)
         return logits
@@ -264,7 +297,7 @@ class PackedExecutor:
         ids = np.zeros(spec.num_tokens, np.int32)
         ids[: len(following)] = following
         scored = ids, np.bool_(num_top > 0)
-        args = (self.cache.pools, sampler.last_tokens, spec.pack(rows, tables, 0), scored)
+        args = (self.cache.pools, sampler.last_tokens, self._adapters.behind(spec.pack(rows, tables, 0)), scored)
         program = self._steps.get(spec, StepCall(self._step, args))
         (logits, logprobs), self.cache.pools = program(self._weights, *args)
         return logprobs, logits
@@ -281,13 +314,15 @@ class PackedExecutor:
     def temporary_bytes(self) -> int:
         """Implements `Executor.temporary_bytes`."""
         spec = self._specs.of_tokens(self._specs.token_buckets[-1])
-        return self._step.temporary_bytes(
+        of_drafts = 0 if self._speculative is None else self._speculative.temporary_bytes()
+        of_tokens = self._step.temporary_bytes(
             self._weights,
             self.cache.pools,
             to_device(np.zeros(self._num_slots), np.int32),
-            np.zeros(spec.size, np.int32),
+            self._adapters.empty(spec.size),
             spec=spec,
         )
+        return max(of_tokens, of_drafts)
 
     def abstract_steps(self, prefill_lens: Sequence[int]) -> Iterator[AbstractStep]:
         """Yields the steps of `Executor.abstract_steps`; a prefill step has no padding."""
@@ -296,7 +331,10 @@ class PackedExecutor:
         specs += [self._specs.of_tokens(num_tokens) for num_tokens in prefill_lens]
         for spec in specs:
             is_decode = spec.layout.is_decode
-            ints = (abstract_ints(self._program.sharding, size) for size in (num_slots, spec.size))
+            ints = (
+                abstract_ints(self._program.sharding, size)
+                for size in (num_slots, len(self._adapters.empty(spec.size)))
+            )
             yield AbstractStep(
                 name="decode" if is_decode else "prefill",
                 num_tokens=spec.num_tokens,
@@ -312,8 +350,9 @@ class PackedExecutor:
         """Implements `Executor.check`: a packed model has no encoder."""
         refuse_encoder_input(name, source)
 
-    def assign(self, slot: int, source: RequestInput) -> None:
-        """Implements `Executor.assign`: rows have no inputs of their own."""
+    def assign(self, slot: int, source: RequestInput, adapter_id: int = 0) -> None:
+        """Implements `Executor.assign`: rows have adapters, and no other inputs of their own."""
+        self._adapters.assign(slot, adapter_id)
 
     def prepare(self, plan: StepPlan) -> None:
         """Implements `Executor.prepare`: the decode steps of the plan's requests."""
@@ -323,7 +362,7 @@ class PackedExecutor:
         """Returns a step with its arguments as shapes."""
         placed = functools.partial(jax.ShapeDtypeStruct, sharding=default_sharding())
         tokens: Any = placed((self._num_slots,), np.int32)
-        numbers = np.zeros(spec.size, np.int32)
+        numbers = self._adapters.empty(spec.size)
         if isinstance(spec, PackedStepSpec):
             scored = np.zeros(spec.num_tokens, np.int32), np.bool_(False)
             args = (self.cache.pools, tokens, numbers)
@@ -342,6 +381,8 @@ class PackedExecutor:
             if not has_sampling and isinstance(spec, PackedStepSpec) and not spec.layout.all_logits:
                 has_sampling, task = True, task.then(lambda program: sampler.compile_tasks(program.out_info[0]))
             yield task
+        if self._speculative is not None:
+            yield from self._speculative.compile_tasks()
 
     def warm_up(self, sampler: Sampler) -> None:
         """Implements `Executor.warm_up`: copies of pages, and on several hosts every step, without rows."""
@@ -364,23 +405,3 @@ def step_calls(executor: PackedExecutor) -> Iterator[tuple[Spec, StepCall]]:
 def _with_rows(logits: jax.Array, num_rows: int) -> jax.Array:
     """Returns logits [S, vocab] with rows of zeros behind them, [num_rows, vocab]."""
     return jnp.pad(logits, ((0, num_rows - len(logits)), (0, 0)))
-
-
-class _TracedFunction:
-    """A pure function, traced once for arguments of these shapes.
-
-    Args:
-        function: Function of pytrees of arrays.
-        *args: Arguments, or others of their shapes.
-
-    Attributes:
-        result_shape: Shapes and dtypes of its results.
-    """
-
-    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
-        self._closed, self.result_shape = jax.make_jaxpr(function, return_shape=True)(*args)
-
-    def __call__(self, *args: Any) -> Any:
-        """Returns the results for `args`."""
-        results = jex.jaxpr_as_fun(self._closed)(*jax.tree.leaves(args))
-        return jax.tree.unflatten(jax.tree.structure(self.result_shape), results)

@@ -15,12 +15,15 @@ import jax
 import numpy as np
 
 from model_adapters.caches.packed_batch import NotPackableError, PackedBatch, ScaledPool
-from model_adapters.errors import InvalidArgumentError, TorchaxServeError
+from model_adapters.errors import InvalidArgumentError, TorchaxServeError, UnsupportedArgumentError
 from model_adapters.ops import registry
 from model_adapters.ops.compressed_weight import Weights
 from model_adapters.ops.kv_pool import LARGEST
 from torchax_serve.executors.base import ExecutorChoice
+from torchax_serve.executors.draft_model import DraftModel
+from torchax_serve.executors.loaded_draft import LoadedDraft
 from torchax_serve.executors.packed import PackedExecutor
+from torchax_serve.executors.slot_adapters import lora_form, step_weights
 from torchax_serve.kv_cache.memory import MemoryBudget
 from torchax_serve.kv_cache.pools import CacheAllocation, HeadScales, PagedCache, PagedLayerSpec, PoolAllocator
 
@@ -53,7 +56,7 @@ def packed_executor(runtime: ModelRuntime, sizes: MemoryBudget) -> ExecutorChoic
         return _model(runtime, _cache(runtime, sizes.probe_plan(shapes), scales), sizes).temporary_bytes()
 
     budget = sizes.choose_cache_bytes(
-        sizes.max_usable_bytes(shapes), lambda: programs.memoize("temporary", f"{sizes}", temporary)
+        sizes.max_usable_bytes(shapes), lambda: programs.memoize("temporary", f"{sizes}{lora_form(runtime)}", temporary)
     )
     cache = _cache(runtime, sizes.plan(shapes, budget), scales)
     return ExecutorChoice(_model(runtime, cache, sizes))
@@ -104,14 +107,50 @@ def _model(runtime: ModelRuntime, cache: PagedCache, sizes: MemoryBudget) -> Pac
     slots, budget = sizes.max_num_seqs, sizes.max_num_batched_tokens
     return PackedExecutor(
         runtime.program,
-        runtime.weights,
+        step_weights(runtime),
         cache,
         programs,
         num_slots=slots,
         token_budget=budget,
         max_num_steps=sizes.max_num_steps,
         batch_invariant=sizes.batch_invariant,
+        speculative=sizes.speculative,
+        draft=_draft_model(runtime, sizes),
         buckets=None if programs.exported is None else programs.exported.memoized("step buckets"),
+        lora=lora_form(runtime),
+    )
+
+
+def _draft_model(runtime: ModelRuntime, sizes: MemoryBudget) -> DraftModel | None:
+    """Returns the model that drafts; None if the options have none.
+
+    Raises:
+        UnsupportedArgumentError: it was not loaded with the model, or does not run packed.
+    """
+    if sizes.speculative is None or sizes.speculative.model is None:
+        return None
+    loaded = sizes.speculative.model
+    if not isinstance(loaded, LoadedDraft):
+        raise UnsupportedArgumentError(
+            f"speculative_config: model: expected a model that serve loads on one device, got {loaded!r}; leave it out"
+        )
+    draft = loaded.runtime
+    try:
+        shapes = packed_shapes(draft, sizes)
+    except NotPackableError as reason:
+        raise UnsupportedArgumentError(
+            f"speculative_config: model: expected a model that runs packed, got {loaded}: {reason}"
+        ) from None
+    return DraftModel(
+        draft.program,
+        draft.weights,
+        shapes,
+        str(loaded),
+        num_slots=sizes.max_num_seqs,
+        max_len=sizes.max_model_len,
+        page_size=sizes.page_size,
+        is_invariant=sizes.batch_invariant,
+        vocab_size=runtime.limits.vocab_size,
     )
 
 

@@ -64,6 +64,7 @@ class PackedSpecs:
         max_num_steps: Maximum number of decode steps in one dispatch.
         batch_invariant: Whether matrix products sum in the same order for any number of rows.
         has_rope_lens: Whether rotary frequencies depend on lengths.
+        lora: Form of the adapters' matrices; empty: there are none.
     """
 
     layout: PagedLayout
@@ -74,6 +75,7 @@ class PackedSpecs:
     max_num_steps: int
     batch_invariant: bool
     has_rope_lens: bool
+    lora: str = ""
     _known: dict[tuple[int, bool, bool], PackedStepSpec] = dataclasses.field(default_factory=dict)
 
     def is_decode(self, rows: Sequence[PlanRow]) -> bool:
@@ -90,9 +92,18 @@ class PackedSpecs:
             num_rows = min(num_tokens, self.num_slots)
             layout = dataclasses.replace(self.layout, is_decode=is_decode, all_logits=all_logits)
             has_rope_lens = self.has_rope_lens and not is_decode
-            spec = PackedStepSpec(num_tokens, num_rows, self.pages_per_seq, layout, self.batch_invariant, has_rope_lens)
+            spec = PackedStepSpec(
+                num_tokens, num_rows, self.pages_per_seq, layout, self.batch_invariant, has_rope_lens, self.lora
+            )
             self._known[key] = spec
         return spec
+
+    def of_drafts(self, num_rows: int, num_tokens: int) -> PackedStepSpec:
+        """Returns the spec of a step of `num_rows` rows with their drafts, logits of all `num_tokens` tokens."""
+        layout = dataclasses.replace(self.layout, all_logits=True)
+        return PackedStepSpec(
+            num_tokens, num_rows, self.pages_per_seq, layout, self.batch_invariant, self.has_rope_lens
+        )
 
     def decode(self, num_rows: int) -> FusedDecodeSpec:
         """Returns the spec of decode steps of `num_rows` rows, a bucket."""

@@ -19,6 +19,7 @@ import numpy as np
 from model_adapters.caches.packed_batch import Pool, laid_out
 from model_adapters.device_arrays import to_device
 from model_adapters.ops.compressed_weight import Weights
+from model_adapters.ops.lora_weight import adapters_told
 from torchax_serve.compilation.background import CompileTask, abstract
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
 from torchax_serve.executors.base import (
@@ -32,6 +33,7 @@ from torchax_serve.executors.per_sequence_batching import ProgramCall, StepInput
 from torchax_serve.executors.per_sequence_buckets import PerSequenceBuckets, PerSequenceSpec
 from torchax_serve.executors.per_sequence_forward import SequenceForward
 from torchax_serve.executors.request_input import RequestInput
+from torchax_serve.executors.slot_adapters import SlotAdapters
 from torchax_serve.executors.step_inputs import SAMPLED_ON_DEVICE
 from torchax_serve.kv_cache.cache_layout import UNBOUNDED, CacheLayout, Leaves
 from torchax_serve.kv_cache.slot_states import PagedCacheWithStates, gather, scatter
@@ -59,6 +61,7 @@ class PerSequenceExecutor:
         is_exact: Whether a chunk must have one of these lengths; otherwise it is padded to the next one.
         block_len: Maximum number of tokens of one forward; a longer chunk, which is exact, takes several.
         sources: Encoder inputs by slot; None for a model without an encoder.
+        lora: Form of the adapters' matrices among the weights; empty: there are none.
     """
 
     runs_ahead = True
@@ -77,6 +80,7 @@ class PerSequenceExecutor:
         is_exact: bool,
         block_len: int = UNBOUNDED,
         sources: EncoderInputs | None = None,
+        lora: str = "",
     ) -> None:
         self._forward, self._weights, self.cache, self._layout = forward, weights, cache, layout
         self._num_slots, self.sources = num_slots, sources
@@ -96,7 +100,9 @@ class PerSequenceExecutor:
             pages_per_seq=cache.pages_per_seq if layout.pages else 0,
             source_buckets=() if sources is None else sources.buckets,
             has_rope_lens=forward.program.rope is not None,
+            lora=lora,
         )
+        self._adapters = SlotAdapters(num_slots, lora)
         self._jobs = StepSplitter(self.shapes, num_slots, sources)
         self._compiles_ahead = programs.background is not None
         facts = forward.program
@@ -128,7 +134,8 @@ class PerSequenceExecutor:
 
         `hidden` is the encoder output ``[1, padded_len, width]``; given for the first chunk of a request only.
         """
-        given = StepInputs.of(numbers, spec)
+        given = StepInputs.of(numbers[: sum(spec.sizes)], spec)
+        adapters = self._adapters.of_rows(numbers, given.slots)
         known = last_tokens[jnp.minimum(given.slots, self._num_slots - 1)]
         ids = given.ids.reshape(spec.num_rows, spec.num_tokens)
         ids = jnp.where(ids == SAMPLED_ON_DEVICE, known[:, None], ids)
@@ -136,13 +143,14 @@ class PerSequenceExecutor:
         if spec.kind == "begin":
             source = () if hidden is None else (hidden, given.source_lens[0])
             how = _how(spec, given)
-            logits, news = self._forward.prefill(weights, ids[0], given.lens[0], self._layout, *source, **how)
+            with adapters_told(None if adapters is None else adapters[0]):
+                logits, news = self._forward.prefill(weights, ids[0], given.lens[0], self._layout, *source, **how)
             news = jax.tree.map(lambda new: new[None], news)
         else:
             leaves = zip(pools, self._layout.pages, strict=True)
             dense = tuple(gather(pool, table, given.starts, leaf) for pool, leaf in leaves)
             kept = self._layout.merge(dense, self._layout.gather_slots(states, given.slots, spec.source_len))
-            logits, news = self._extend(weights, kept, ids, given, spec)
+            logits, news = self._extend(weights, kept, ids, given, spec, adapters)
         new_pages, new_states = self._layout.partition(news)
         written = zip(pools, new_pages, self._layout.pages, strict=True)
         pools = tuple(scatter(pool, table, given.starts, given.lens, new, leaf) for pool, new, leaf in written)
@@ -160,17 +168,25 @@ class PerSequenceExecutor:
         )
 
     def _extend(
-        self, weights: Weights, kept: Leaves, ids: jax.Array, given: StepInputs, spec: PerSequenceSpec
+        self,
+        weights: Weights,
+        kept: Leaves,
+        ids: jax.Array,
+        given: StepInputs,
+        spec: PerSequenceSpec,
+        adapters: jax.Array | None,
     ) -> tuple[jax.Array, Leaves]:
         """Computes logits, and new keys, values and states by leaf, ``[S, ...]``."""
         source_lens = given.source_lens if spec.source_len else None
         if spec.kind == "decode":
-            return self._forward.decode_batch(weights, kept, given.starts, ids[:, 0], self._layout, source_lens)
+            rows = (kept, given.starts, ids[:, 0])
+            return self._forward.decode_batch(weights, *rows, self._layout, source_lens, adapters)
         kept = jax.tree.map(lambda leaf: leaf[0], kept)
         offset, length = given.starts[0], given.lens[0]
         source_len = None if source_lens is None else source_lens[0]
         how = _how(spec, given)
-        logits, news = self._forward.extend(weights, kept, offset, ids[0], length, self._layout, source_len, **how)
+        with adapters_told(None if adapters is None else adapters[0]):
+            logits, news = self._forward.extend(weights, kept, offset, ids[0], length, self._layout, source_len, **how)
         return logits, jax.tree.map(lambda new: new[None], news)
 
     def run(
@@ -239,7 +255,7 @@ class PerSequenceExecutor:
             self.cache.pools,
             self.cache.states,
             last_tokens,
-            to_device(numbers, np.int32),
+            to_device(self._adapters.behind(numbers), np.int32),
             hidden,
             spec=spec,
         )
@@ -265,7 +281,7 @@ class PerSequenceExecutor:
             self.cache.pools,
             self.cache.states,
             to_device(np.zeros(self._num_slots), np.int32),
-            to_device(np.zeros(sum(spec.sizes)), np.int32),
+            to_device(self._adapters.empty(sum(spec.sizes)), np.int32),
             self._empty_encoder_input(spec),
             spec=spec,
         )
@@ -278,7 +294,8 @@ class PerSequenceExecutor:
         final_chunks = dict.fromkeys(self.shapes.final_chunk(length) for length in prefill_lens)
         for spec in (self.shapes.largest_decode(), *final_chunks):
             is_decode = spec.kind == "decode"
-            ints = (abstract_ints(self._forward.program.sharding, size) for size in (self._num_slots, sum(spec.sizes)))
+            sizes = self._num_slots, len(self._adapters.empty(sum(spec.sizes)))
+            ints = (abstract_ints(self._forward.program.sharding, size) for size in sizes)
             yield AbstractStep(
                 name="decode" if is_decode else "prefill",
                 num_tokens=spec.num_rows * spec.num_tokens,
@@ -297,8 +314,9 @@ class PerSequenceExecutor:
         else:
             self.sources.check(name, source)
 
-    def assign(self, slot: int, source: RequestInput) -> None:
+    def assign(self, slot: int, source: RequestInput, adapter_id: int = 0) -> None:
         """Implements `Executor.assign`."""
+        self._adapters.assign(slot, adapter_id)
         if self.sources is not None:
             self.sources.assign(slot, source)
 
@@ -313,7 +331,8 @@ class PerSequenceExecutor:
         """Implements `Executor.compile_tasks`; several hosts compile in the order in which `warm_up` runs steps."""
 
         def compile(spec: PerSequenceSpec) -> Any:
-            ints = (to_device(np.zeros(size), np.int32) for size in (self._num_slots, sum(spec.sizes)))
+            zeros = np.zeros(self._num_slots), self._adapters.empty(sum(spec.sizes))
+            ints = (to_device(each, np.int32) for each in zeros)
             args = (self.cache.pools, self.cache.states, *ints, self._empty_encoder_input(spec))
             return self._step.compiled(self._weights, *abstract(args), spec=spec)
 

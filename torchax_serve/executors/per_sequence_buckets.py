@@ -27,6 +27,7 @@ class PerSequenceSpec:
     source_len: int = 0  # padded length of the encoder output; 0 without an encoder
     all_logits: bool = False
     has_rope_lens: bool = False  # rotary frequencies depend on lengths
+    lora: str = ""  # form of the adapters' matrices; empty: there are none
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -53,6 +54,7 @@ class PerSequenceBuckets:
         pages_per_seq: Maximum number of pages of a sequence; 0 if nothing is stored in pages.
         source_buckets: Padded lengths of the encoder output, ascending; empty without an encoder.
         has_rope_lens: Whether rotary frequencies depend on lengths.
+        lora: Form of the adapters' matrices; empty: there are none.
     """
 
     def __init__(
@@ -66,9 +68,10 @@ class PerSequenceBuckets:
         pages_per_seq: int,
         source_buckets: Sequence[int] = (),
         has_rope_lens: bool = False,
+        lora: str = "",
     ) -> None:
         self.needs_exact_chunks, self._block_len, self._page_size = is_exact, block_len, page_size
-        self._has_rope_lens = has_rope_lens
+        self._has_rope_lens, self._lora = has_rope_lens, lora
         # Two rows cost what four do: products of fewer are slow, or no faster.
         self._row_buckets = (1, *bucket_sizes(num_slots, 2, 4)) if num_slots > 1 else (1,)
         self._chunk_buckets = tuple(sorted(chunk_sizes))
@@ -107,7 +110,7 @@ class PerSequenceBuckets:
         return most if num_rows > most else self._decode(self.rows(num_rows), num_pages, source_len)
 
     def _decode(self, num_rows: int, num_pages: int, source_len: int) -> PerSequenceSpec:
-        return PerSequenceSpec("decode", 1, num_rows, num_pages, 1, source_len)
+        return PerSequenceSpec("decode", 1, num_rows, num_pages, 1, source_len, lora=self._lora)
 
     def chunk(self, num_tokens: int, start: int, source_len: int, all_logits: bool = False) -> PerSequenceSpec:
         """Returns the step of a prefill chunk that begins at token `start`."""
@@ -119,7 +122,7 @@ class PerSequenceBuckets:
         kind: Kind = "extend" if start else "begin"
         source_len = bucket_for(self._source_buckets, source_len)
         return PerSequenceSpec(
-            kind, padded_len, 1, num_pages, self._block_len, source_len, all_logits, self._has_rope_lens
+            kind, padded_len, 1, num_pages, self._block_len, source_len, all_logits, self._has_rope_lens, self._lora
         )
 
     def all(self) -> Iterator[PerSequenceSpec]:

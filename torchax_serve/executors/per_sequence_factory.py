@@ -21,6 +21,7 @@ from torchax_serve.executors.encoder_inputs import (
 from torchax_serve.executors.per_sequence import PerSequenceExecutor
 from torchax_serve.executors.per_sequence_forward import PROBE_LEN, SequenceForward, as_unsupported
 from torchax_serve.executors.per_sequence_scales import calibrate_by_sequence, check_layout
+from torchax_serve.executors.slot_adapters import lora_form, step_weights
 from torchax_serve.kv_cache.cache_layout import UNBOUNDED, CacheLayout
 from torchax_serve.kv_cache.memory import MemoryBudget, free_bytes
 from torchax_serve.kv_cache.pools import HeadScales, PagedLayerSpec, PoolAllocator
@@ -153,7 +154,7 @@ class PerSequenceFactory:
         exact = tuple(size for size in EXACT_CHUNK_SIZES if size <= budget)
         return PerSequenceExecutor(
             self.forward,
-            self.runtime.weights,
+            step_weights(self.runtime),
             cache,
             self.runtime.steps.executables,
             self.layout,
@@ -162,6 +163,7 @@ class PerSequenceFactory:
             is_exact=is_exact,
             block_len=block_len,
             sources=self.sources,
+            lora=lora_form(self.runtime),
         )
 
     def cache(self) -> PagedCacheWithStates:
@@ -187,7 +189,9 @@ class PerSequenceFactory:
         def ask() -> int:
             return self.model(self._small_cache(), self.wanted_block_len).temporary_bytes()
 
-        return self.runtime.steps.executables.memoize("per-sequence temporary", f"{self.sizes}", ask)
+        return self.runtime.steps.executables.memoize(
+            "per-sequence temporary", f"{self.sizes}{lora_form(self.runtime)}", ask
+        )
 
     @property
     def wanted_block_len(self) -> int:

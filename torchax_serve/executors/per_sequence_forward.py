@@ -24,6 +24,7 @@ from model_adapters.caches.encoder_mask import SourceMask
 from model_adapters.errors import TorchaxServeError, UnsupportedModelError
 from model_adapters.ops import list_ops, registry
 from model_adapters.ops.compressed_weight import Weights
+from model_adapters.ops.lora_weight import adapters_told
 from model_adapters.program.model_program import CallSpec
 from torchax_serve.executors.encoder_inputs import HIDDEN, context
 from torchax_serve.kv_cache.cache_layout import UNBOUNDED, CacheLayout, Leaves, SlotStateSpec
@@ -228,13 +229,18 @@ class SequenceForward:
         ids: jax.Array,
         layout: CacheLayout,
         source_lens: jax.Array | None = None,
+        adapters: jax.Array | None = None,
     ) -> Any:
-        """Computes logits [S, vocab] of the tokens `ids` int32[S], and what is new in `leaves`."""
+        """Computes logits [S, vocab] of the tokens `ids` int32[S], and what is new in `leaves`.
 
-        def one(leaves: Leaves, offset: jax.Array, token: jax.Array, source_len: jax.Array | None) -> Any:
-            return self.extend(weights, leaves, offset, token[None], 1, layout, source_len)
+        `adapters` int32[S] are those of the rows, 0 for none.
+        """
 
-        rows = (leaves, offsets, ids, source_lens)
+        def one(leaves: Leaves, offset: jax.Array, token: jax.Array, source_len: Any, adapter: Any) -> Any:
+            with adapters_told(adapter):
+                return self.extend(weights, leaves, offset, token[None], 1, layout, source_len)
+
+        rows = (leaves, offsets, ids, source_lens, adapters)
         if ids.shape[0] == 1:
             logits, news = jax.tree.map(lambda x: x[None], one(*jax.tree.map(lambda x: x[0], rows)))
         elif layout.is_vectorised:

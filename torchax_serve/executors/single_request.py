@@ -59,9 +59,9 @@ class SingleRequestExecutor:
         if isinstance(source, tuple | np.ndarray):
             raise InvalidArgumentError(f"{name}: expected the steps of one request, got {type(source).__name__}")
 
-    def assign(self, slot: int, source: RequestInput) -> None:
+    def assign(self, slot: int, source: RequestInput, adapter_id: int = 0) -> None:
         """Implements `Executor.assign`."""
-        assert slot == 0 and not isinstance(source, tuple | np.ndarray)
+        assert slot == 0 and not adapter_id and not isinstance(source, tuple | np.ndarray)
         self._steps = source
 
     def run(

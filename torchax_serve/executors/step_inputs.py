@@ -28,6 +28,7 @@ class PackedStepSpec:
     layout: PagedLayout
     batch_invariant: bool
     has_rope_lens: bool = False  # rotary frequencies depend on lengths
+    lora: str = ""  # form of the adapters' matrices; empty: there are none
 
     @property
     def num_tables(self) -> int:

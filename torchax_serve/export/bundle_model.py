@@ -29,7 +29,13 @@ from torchax_serve.start.weights_file import TensorNames
 
 logger = logging.getLogger("torchax_serve")
 
-_POLICIES = ("enable_prefix_caching", "max_num_waiting", "max_num_waiting_tokens", "max_decode_slowdown")
+_POLICIES = (
+    "enable_prefix_caching",
+    "kv_offloading_bytes",
+    "max_num_waiting",
+    "max_num_waiting_tokens",
+    "max_decode_slowdown",
+)
 """Options of the engine that no program depends on."""
 
 

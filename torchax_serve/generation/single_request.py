@@ -28,7 +28,7 @@ from torchax_serve.sampling_params import SamplingParams
 UNLIMITED = 2**30
 """Maximum number of new tokens of a ``generate`` call, which ends by its own limit."""
 
-QUEUE_OPTIONS = frozenset({"priority", "timeout_s", "queue_timeout_s", "cache_salt"})
+QUEUE_OPTIONS = frozenset({"priority", "timeout_s", "queue_timeout_s", "cache_salt", "speculate"})
 """Options of `SamplingParams` that concern the queue and not the choice of tokens."""
 
 

@@ -10,6 +10,7 @@ import jax
 from model_adapters.errors import OutOfMemoryError
 from model_adapters.loading.memory import free_host_bytes
 from torchax_serve.kv_cache.pools import CacheAllocation, PagedLayerSpec
+from torchax_serve.scheduler import SpeculativeConfig
 
 HOST_MEMORY_FRACTION = 0.25
 """Fraction of the free host memory that the cache may take on a CPU: other processes use that memory, too."""
@@ -31,6 +32,7 @@ class MemoryBudget:
     max_num_steps: int = 1  # decode steps in one dispatch
     batch_invariant: bool = False
     kv_cache_dtype: str | None = None  # "int8" or "fp8"; None: the model's dtype
+    speculative: SpeculativeConfig | None = None  # None: no step verifies drafts
     sampler_table_bytes: int = 0  # tables of the sampler, which are not part of the cache
     max_encoder_len: int = 0  # encoder input of one request; 0: no encoder
     encoder_len_is_default: bool = False  # whether the caller left max_encoder_len open

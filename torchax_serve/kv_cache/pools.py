@@ -14,6 +14,7 @@ from model_adapters.caches.packed_batch import PagedLayout, Pool, ScaledPool, la
 from model_adapters.device_arrays import to_device
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops.cpu.huge_pages import without_memory
+from model_adapters.ops.kv_pool import write_pages
 from torchax_serve.scheduler import CacheGroup, PageCopy
 
 
@@ -160,7 +161,8 @@ class PoolAllocator:
 
     def copy(self, pools: tuple[jax.Array, ...], sources: Sequence[int], targets: Sequence[int]) -> Any:
         """Copies pages within each pool; `pools` are donated."""
-        return _copy_pages(pools, to_device(sources, np.int32), to_device(targets, np.int32))
+        pairs = to_device(sources, np.int32), to_device(targets, np.int32)
+        return _copy_pages(pools, *pairs, is_on_mesh=is_on_mesh(pools))
 
 
 def _zeros(shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
@@ -232,16 +234,38 @@ class PagedCache:
 
     def _copy_in_group(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
         layers = [layer for layer, owner in enumerate(self.layout.groups) if owner == group]
-        copied = self._pages.copy(tuple(pages_of(self.pools[layer]) for layer in layers), sources, targets)
+        self.set_pages_of_layers(layers, self._pages.copy(self.pages_of_layers(layers), sources, targets))
+
+    def pages_of_layers(self, layers: Sequence[int]) -> tuple[jax.Array, ...]:
+        """Returns the pages of some layers, ``[num_pages, num_heads, page_size, width]`` each."""
+        return tuple(pages_of(self.pools[layer]) for layer in layers)
+
+    def set_pages_of_layers(self, layers: Sequence[int], pages: Sequence[jax.Array]) -> None:
+        """Replaces the pages of some layers, such as donated ones."""
         pools = list(self.pools)
-        for layer, pages in zip(layers, copied, strict=True):
-            pools[layer] = with_pages(pools[layer], pages)
+        for layer, each in zip(layers, pages, strict=True):
+            pools[layer] = with_pages(pools[layer], each)
         self.pools = tuple(pools)
 
 
-def copy_pages(pools: tuple[jax.Array, ...], sources: jax.Array, targets: jax.Array) -> tuple[jax.Array, ...]:
+def copy_pages(
+    pools: tuple[jax.Array, ...], sources: jax.Array, targets: jax.Array, *, is_on_mesh: bool = True
+) -> tuple[jax.Array, ...]:
     """Copies the pages at `sources` int32[n] to `targets` int32[n] in each pool; to be traced."""
-    return tuple(pool.at[targets].set(pool[sources]) for pool in pools)
+    return tuple(write_pages(pool, targets, pool[sources], is_on_mesh=is_on_mesh) for pool in pools)
 
 
-_copy_pages = jax.jit(copy_pages, donate_argnums=0)
+def set_pages(
+    pools: tuple[jax.Array, ...], pages: jax.Array, values: tuple[jax.Array, ...], *, is_on_mesh: bool = True
+) -> tuple[jax.Array, ...]:
+    """Replaces the pages at `pages` int32[n] by the `values` ``[n, ...]`` of each pool; to be traced."""
+    pairs = zip(pools, values, strict=True)
+    return tuple(write_pages(pool, pages, each, is_on_mesh=is_on_mesh) for pool, each in pairs)
+
+
+def is_on_mesh(pools: Sequence[jax.Array]) -> bool:
+    """Returns whether arrays are on several devices."""
+    return any(len(pool.sharding.device_set) > 1 for pool in pools)
+
+
+_copy_pages = jax.jit(copy_pages, donate_argnums=0, static_argnames="is_on_mesh")

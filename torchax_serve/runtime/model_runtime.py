@@ -19,6 +19,7 @@ from model_adapters.bridge.views import named_tensors, to_torch_tensor
 from model_adapters.caches.device_cache import DeviceCache
 from model_adapters.device_arrays import to_device
 from model_adapters.errors import InvalidArgumentError
+from model_adapters.lora.stacks import LoraStacks
 from model_adapters.ops.compressed_weight import Stored, Weights
 from model_adapters.program.embeddings import submodule_name
 from model_adapters.program.model_program import CHECKS, INDICES, CallSpec, MethodSpec, ModelProgram
@@ -44,14 +45,18 @@ from torchax_serve.validation.owner_process import OwnerProcess
 NUM_EARLIER = 4
 """Structures of a model whose programs are kept: with an adapter and without it, and some more."""
 _OF_ALL_STRUCTURES = frozenset(
-    {"weights", "weights_version", "watch", "num_changes", "last_change", "_earlier", "_lock"}
+    {"weights", "weights_version", "lora", "watch", "num_changes", "last_change", "_earlier", "_lock"}
 )
 Call = tuple[tuple[Any, Any, dict[str, jax.Array]], CallSpec]
 """Cache, offset and arrays of a step, and what is static of it."""
 
 
 class ModelRuntime:
-    """A model or submodule on JAX: its weights, its program, its compiled steps."""
+    """A model or submodule on JAX: its weights, its program, its compiled steps.
+
+    Attributes:
+        lora: Matrices of the adapters that requests can name; None if they can name none.
+    """
 
     def __init__(
         self,
@@ -66,6 +71,7 @@ class ModelRuntime:
         self.watch = watch or ModuleWatch(module)
         self.weights_version = self.num_changes = 0
         self.last_change = ""
+        self.lora: LoraStacks | None = None
         self._earlier: list[tuple[Structure, dict[str, Any]]] = []
         self._lock = threading.Lock()
         self._set_up(ModelProgram(module, sharding, part, self.watch), programs or ExecutableCache())

@@ -4,12 +4,14 @@ The package imports neither jax nor torch.
 """
 
 from torchax_serve.scheduler.config import CacheGroup, SchedulerConfig
+from torchax_serve.scheduler.host_pages import PageTransfer
 from torchax_serve.scheduler.page_allocator import PageAllocator, SequencePages
 from torchax_serve.scheduler.page_pool import NULL_PAGE, PageCopy, PagePool
 from torchax_serve.scheduler.prefill_budget import PrefillBudget
 from torchax_serve.scheduler.request import RequestState, SchedulerRequest, Status
 from torchax_serve.scheduler.scheduler import INVALID_TOKEN, Scheduler
-from torchax_serve.scheduler.step_plan import DecodeBatch, PlanRow, RowResult, StepPlan
+from torchax_serve.scheduler.speculative_config import SpeculativeConfig
+from torchax_serve.scheduler.step_plan import DecodeBatch, DraftResult, DraftRows, PlanRow, RowResult, StepPlan
 from torchax_serve.scheduler.types import RequestId
 
 __all__ = [
@@ -17,9 +19,12 @@ __all__ = [
     "NULL_PAGE",
     "CacheGroup",
     "DecodeBatch",
+    "DraftResult",
+    "DraftRows",
     "PageAllocator",
     "PageCopy",
     "PagePool",
+    "PageTransfer",
     "PlanRow",
     "PrefillBudget",
     "RequestId",
@@ -29,6 +34,7 @@ __all__ = [
     "SchedulerConfig",
     "SchedulerRequest",
     "SequencePages",
+    "SpeculativeConfig",
     "Status",
     "StepPlan",
 ]

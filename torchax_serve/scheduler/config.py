@@ -12,6 +12,7 @@ import math
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.program.rope_lengths import RopeLengths
 from torchax_serve.sampling_params import invalid
+from torchax_serve.scheduler.speculative_config import SpeculativeConfig
 
 
 def check_int(name: str, value: object, low: int, remedy: str) -> None:
@@ -30,11 +31,13 @@ class CacheGroup:
     name: str
     window: int | None  # positions that a query sees, its own among them; None: all before it
     num_pages: int  # first dimension of the pools, the null page (page 0) included
+    num_host_pages: int = 1  # pages in host memory for evicted prefixes, page 0 included, which is not used
 
     def __post_init__(self) -> None:
         if self.window is not None:
             check_int(f"group {self.name!r}: window", self.window, 1, "None is full attention")
         check_int(f"group {self.name!r}: num_pages", self.num_pages, 2, "page 0 is the null page and holds no tokens")
+        check_int(f"group {self.name!r}: num_host_pages", self.num_host_pages, 1, "1 is none: page 0 is not used")
 
     def first_live_page(self, num_computed: int, page_size: int) -> int:
         """Returns the index of the first page that a query at `num_computed` or later can see."""
@@ -83,6 +86,7 @@ class SchedulerConfig:
     )
     batches_prefill: bool = True  # False: at most one prefill row in a plan
     rope: RopeLengths | None = None  # which lengths have other rotary frequencies; None: all have the same
+    speculative: SpeculativeConfig | None = None  # None: no step verifies drafts
     token_buckets: tuple[
         int, ...
     ] = ()  # what a step's tokens are padded to, ascending; none: every number costs its own

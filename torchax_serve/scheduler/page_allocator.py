@@ -1,7 +1,8 @@
 """Allocates pages: which page holds which positions of a slot, in all groups of layers.
 
 Host side only: integers. Prefix sharing by chains of full pages is vLLM's automatic prefix caching; that layers with a
-window need but the end of a prefix is from its hybrid cache; copy-on-write forks are from the PagedAttention paper
+window need but the end of a prefix is from its hybrid cache, and that evicted pages go to host memory from its KV
+offloading; copy-on-write forks are from the PagedAttention paper
 (Kwon et al., 2023).
 """
 
@@ -18,6 +19,7 @@ import numpy as np
 
 from torchax_serve.outputs import GroupUsage
 from torchax_serve.scheduler.config import SchedulerConfig
+from torchax_serve.scheduler.host_pages import HostPages, PageTransfer
 from torchax_serve.scheduler.page_pool import NULL_PAGE, PageCopy, PagePool, check_equal
 from torchax_serve.scheduler.prefix_cache import PageHash, PrefixCache, PrefixNode, page_hash
 
@@ -59,7 +61,12 @@ class PageAllocator:
         self._prefix_caching = config.enable_prefix_caching
         self._index = PrefixCache(len(config.groups), hash_function)
         self._pools = [
-            PagePool(group.num_pages, functools.partial(self._index.drop, i)) for i, group in enumerate(config.groups)
+            PagePool(group.num_pages, functools.partial(self._evict, i), functools.partial(self._index.drop, i))
+            for i, group in enumerate(config.groups)
+        ]
+        self.transfers: list[PageTransfer] = []  # of the next plan, in order; whoever makes it takes them
+        self._host = [
+            HostPages(i, group.num_host_pages, self._index, self.transfers) for i, group in enumerate(config.groups)
         ]
         self._windowed = [i for i, group in enumerate(config.groups) if group.window is not None]
         self._free_slots = list(range(config.max_num_seqs))  # a heap: low slots first keep the batch dense
@@ -89,7 +96,7 @@ class PageAllocator:
             nodes = self._index.walk(salt, tokens, (len(tokens) - 1) // self._page_size, self._page_size)
         for i, group in enumerate(self._groups):
             if group.window is None:
-                lacking = (k for k, node in enumerate(nodes) if node.pages[i] == NULL_PAGE)
+                lacking = (k for k, node in enumerate(nodes) if not node.is_stored(i))
                 del nodes[next(lacking, len(nodes)) :]
         while nodes:
             first_live = [
@@ -97,7 +104,7 @@ class PageAllocator:
             ]
             gap = -1  # the last node that lacks a page it needs
             for i in self._windowed:
-                lacking = (k for k in range(len(nodes) - 1, first_live[i] - 1, -1) if nodes[k].pages[i] == NULL_PAGE)
+                lacking = (k for k in range(len(nodes) - 1, first_live[i] - 1, -1) if not nodes[k].is_stored(i))
                 gap = max(gap, next(lacking, -1))
             if gap < 0:
                 return PrefixMatch(nodes, first_live)
@@ -118,7 +125,7 @@ class PageAllocator:
             found = [node.pages[i] for node in match.nodes[match.first_live[i] :]]
             most = group.most_pages(length, self._page_size)
             needed = min(total - len(match.nodes), max(1, most - len(found)))
-            needed += sum(self._pools[i].num_refs(page) == 0 for page in found)
+            needed += sum(page == NULL_PAGE or self._pools[i].num_refs(page) == 0 for page in found)
             if needed + spare[i] > self._pools[i].num_available:
                 return False
         return True
@@ -135,11 +142,27 @@ class PageAllocator:
             pages.node = self._index.pin(match.nodes[-1] if match.nodes else self._index.root(salt))
         for i, pool in enumerate(self._pools):
             first = match.first_live[i]
-            found = [node.pages[i] for node in match.nodes[first:]]
-            for page in found:
-                pool.share(page)
-            self._tables[i][pages.slot, first : pages.num_pages] = found
+            nodes = match.nodes[first:]
+            offloaded = [node for node in nodes if node.pages[i] == NULL_PAGE]
+            for node in nodes:
+                if node.pages[i] != NULL_PAGE:
+                    pool.share(node.pages[i])
+            self._load(i, offloaded)
+            self._tables[i][pages.slot, first : pages.num_pages] = [node.pages[i] for node in nodes]
         return pages
+
+    def _load(self, group: int, nodes: Sequence[PrefixNode]) -> None:
+        """Allocates a page, with a reference, for each of `nodes`, and loads it from host memory."""
+        self._host[group].lock(nodes)
+        for node in nodes:
+            page = self._pools[group].allocate()
+            self._host[group].load(page, node)
+            self._pools[group].set_prefix(page, node)
+            self._index.hold(group, page, node)
+
+    def _evict(self, group: int, page: int, node: PrefixNode) -> None:
+        self._host[group].offload(page, node)
+        self._index.drop(group, page, node)
 
     def fork(self, source: SequencePages, length: int) -> tuple[SequencePages, list[PageCopy]] | None:
         """Allocates a slot for a sequence that begins with the first `length` tokens of `source`.
@@ -194,6 +217,16 @@ class PageAllocator:
             pages.num_pages = target
         if slots:
             self._fill_tables(slots, columns)
+
+    def shrink(self, pages: SequencePages, length: int) -> None:
+        """Takes back the pages behind the first `length` tokens."""
+        target = -(-length // self._page_size)
+        for pool, table in zip(self._pools, self._tables, strict=True):
+            row = table[pages.slot]
+            for page in reversed(row[target : pages.num_pages].tolist()):
+                pool.free(page)
+            row[target : pages.num_pages] = NULL_PAGE
+        pages.num_pages = min(pages.num_pages, target)
 
     def append_pages(self, sequences: Sequence[SequencePages], slots: np.ndarray, columns: np.ndarray) -> None:
         """Appends a page to each sequence: entry `columns` in row `slots` of the tables.
@@ -254,8 +287,9 @@ class PageAllocator:
 
         Live `sequences` publish nothing from then on, so that pages of before are not found by later requests.
         """
-        for pool in self._pools:
+        for pool, host in zip(self._pools, self._host, strict=True):
             pool.forget_all()
+            host.clear()
         for pages in sequences:
             if pages.node is not None:
                 self._index.unpin(pages.node)
@@ -264,8 +298,17 @@ class PageAllocator:
     def usage(self) -> tuple[GroupUsage, ...]:
         """Pages in use and cached, by group."""
         return tuple(
-            GroupUsage(group.name, pool.num_usable, pool.num_usable - pool.num_available, pool.num_cached)
-            for group, pool in zip(self._groups, self._pools, strict=True)
+            GroupUsage(
+                group.name,
+                pool.num_usable,
+                pool.num_usable - pool.num_available,
+                pool.num_cached,
+                host.num_pages - 1,
+                host.num_used,
+                host.num_offloaded,
+                host.num_loaded,
+            )
+            for group, pool, host in zip(self._groups, self._pools, self._host, strict=True)
         )
 
     def check_integrity(self, sequences: Iterable[SequencePages]) -> None:
@@ -290,3 +333,5 @@ class PageAllocator:
             pool.check_integrity(references)
         pins = [pages.node for pages in sequences if pages.node is not None]
         self._index.check_integrity(pins, [pool.prefixes() for pool in self._pools])
+        for host in self._host:
+            host.check_integrity(self._index.nodes())

@@ -27,11 +27,21 @@ class PagePool:
     A page is in one of three states: *used* (one reference or more), *idle* (no reference, but a prefix that
     may be used again), *free*. `allocate` takes free pages first, then the page that has been idle longest.
     As in vLLM, pages of a finished sequence are given back last page first, so that of a chain the end goes first.
+
+    Args:
+        num_pages: Number of pages, the null page included.
+        on_evict: Called with a page and its prefix when the page is reused.
+        on_clear: The same when all prefixes are removed; None: `on_evict`.
     """
 
-    def __init__(self, num_pages: int, on_evict: Callable[[int, Any], None]) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        on_evict: Callable[[int, Any], None],
+        on_clear: Callable[[int, Any], None] | None = None,
+    ) -> None:
         self.num_pages = num_pages
-        self._on_evict = on_evict
+        self._on_evict, self._on_clear = on_evict, on_clear or on_evict
         self._num_refs = [0] * num_pages
         self._free = list(range(num_pages - 1, NULL_PAGE, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()  # longest idle first
@@ -130,7 +140,7 @@ class PagePool:
     def forget_all(self) -> None:
         """Evicts every idle page and removes the prefixes of used ones."""
         for page, prefix in self._prefix_of.items():
-            self._on_evict(page, prefix)
+            self._on_clear(page, prefix)
         self._prefix_of.clear()
         self._free.extend(self._idle)
         self._idle.clear()

@@ -33,7 +33,12 @@ class PrefixNode:
     parent: PrefixNode | None  # None: the root of the salt
     tokens: tuple[int, ...]
     pages: list[int]  # by group, where this page's keys and values are; NULL_PAGE: not in the cache
+    host_pages: list[int]  # by group, where they are in host memory; NULL_PAGE: not there
     num_uses: int = 0  # pages held, children, and sequences that continue here
+
+    def is_stored(self, group: int) -> bool:
+        """Returns whether keys and values of `group` are on the device or in host memory."""
+        return self.pages[group] != NULL_PAGE or self.host_pages[group] != NULL_PAGE
 
 
 class PrefixCache:
@@ -59,8 +64,11 @@ class PrefixCache:
         Unless it is pinned, it is removed with its last child.
         """
         if salt not in self._roots:
-            self._roots[salt] = PrefixNode(0, salt, None, (), [NULL_PAGE] * self._num_groups)
+            self._roots[salt] = self._node(0, salt, None, ())
         return self._roots[salt]
+
+    def _node(self, key: int, salt: str, parent: PrefixNode | None, tokens: tuple[int, ...]) -> PrefixNode:
+        return PrefixNode(key, salt, parent, tokens, [NULL_PAGE] * self._num_groups, [NULL_PAGE] * self._num_groups)
 
     def find(self, parent: PrefixNode, tokens: tuple[int, ...]) -> PrefixNode | None:
         """Returns the node of `tokens` behind `parent`; None if there is none."""
@@ -90,7 +98,8 @@ class PrefixCache:
         node = self._nodes.get(key)
         if node is None:
             # What the sequence was to its parent, the node now is.
-            node = PrefixNode(key, pinned.salt, pinned, tokens, [NULL_PAGE] * self._num_groups, 1)
+            node = self._node(key, pinned.salt, pinned, tokens)
+            node.num_uses = 1
             self._nodes[key] = node
             return node
         self.unpin(pinned)
@@ -128,6 +137,21 @@ class PrefixCache:
         node.pages[group] = NULL_PAGE
         self.unpin(node)
 
+    def hold_on_host(self, group: int, page: int, node: PrefixNode) -> None:
+        """Notes that host page `page` of `group` has the node's keys and values."""
+        node.host_pages[group] = page
+        node.num_uses += 1
+
+    def drop_on_host(self, group: int, page: int, node: PrefixNode) -> None:
+        """Notes that host page `page` of `group` no longer has them."""
+        check_equal("host page that is dropped", node.host_pages[group], page)
+        node.host_pages[group] = NULL_PAGE
+        self.unpin(node)
+
+    def nodes(self) -> list[PrefixNode]:
+        """Returns all nodes, roots not among them."""
+        return list(self._nodes.values())
+
     def check_integrity(self, pins: list[PrefixNode], prefixes: list[dict[int, PrefixNode]]) -> None:
         """Checks uses and pages against all `pins` and the prefixes in the pool of each group.
 
@@ -138,7 +162,7 @@ class PrefixCache:
         for node in pins:
             uses[id(node)] = uses.get(id(node), 0) + 1
         for node in self._nodes.values():
-            uses[id(node)] = uses.get(id(node), 0) + sum(page != NULL_PAGE for page in node.pages)
+            uses[id(node)] = uses.get(id(node), 0) + sum(page != NULL_PAGE for page in (*node.pages, *node.host_pages))
             uses[id(node.parent)] = uses.get(id(node.parent), 0) + 1
         for node in [*self._nodes.values(), *self._roots.values()]:
             check_equal(f"uses of the prefix that ends in {node.tokens}", uses.pop(id(node)), node.num_uses)

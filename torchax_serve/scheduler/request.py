@@ -12,6 +12,7 @@ from torchax_serve.sampling_params import invalid
 from torchax_serve.scheduler.config import check_int
 
 if TYPE_CHECKING:
+    from torchax_serve.scheduler.draft_tracker import DraftTracker
     from torchax_serve.scheduler.page_allocator import SequencePages
 from torchax_serve.outputs import FinishReason
 from torchax_serve.scheduler.types import MAX_TOKEN_ID, RequestId
@@ -36,6 +37,8 @@ class SchedulerRequest:
     salt: str = ""  # prefixes are shared among requests of equal salt only
     cache_prompt: bool = True  # False: shares nothing (token ids that do not say all, such as those of images)
     fork_of: RequestId | None = None  # a live request with the same prompt, whose computed prompt is shared if possible
+    speculates: bool = True  # drafts of its tokens may be verified
+    num_unspeculated: float = 0  # first new tokens for which there are no drafts; infinite: for none of them
     waits_for_tokens: bool = False  # what may be sampled follows from all tokens before: one may be unread, not more
 
     def __post_init__(self) -> None:
@@ -99,6 +102,7 @@ class RequestState:
     arrived_step: int = 0  # the plan that was to be made next when it arrived
     started_step: int | None = None  # the same when it was given its first token
     num_cached: int | None = None  # tokens found in the prefix cache when it was first given a slot
+    draft_tracker: DraftTracker | None = None  # of the text so far, if the engine speculates
     started_s: float | None = None  # when it was first given a slot, on the scheduler's clock
 
     def missed(self, reason: FinishReason) -> bool:

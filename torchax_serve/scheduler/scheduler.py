@@ -7,6 +7,7 @@ Sarathi-Serve's (Agrawal et al., 2024), preemption by recomputation vLLM's (Kwon
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -102,6 +103,8 @@ class Scheduler:
 
     def expected_seconds(self, plan: StepPlan) -> float:
         """Returns the expected seconds of a decode plan, measured on earlier ones; 0 if unknown."""
+        if plan.drafts is not None and self._planner.speculation is not None:
+            return plan.num_steps * self._planner.speculation.step_s(plan.num_decode)
         return plan.num_steps * (self._prefill_budget.decode_step_s(plan.num_decode) or 0.0)
 
     def commit(self, plan: StepPlan, tokens: Any, now: float, duration_s: float | None = None) -> list[RowResult]:
@@ -109,8 +112,9 @@ class Scheduler:
 
         Args:
             plan: That plan.
-            tokens: Sampled ids, int[num_rows] or int[num_rows, num_steps] in the order of ``plan.rows``; what stands
-                at rows that do not sample is not looked at. `INVALID_TOKEN` fails its request.
+            tokens: `DraftResult` of a plan with drafts. Else sampled ids, int[num_rows] or int[num_rows, num_steps] in
+                the order of ``plan.rows``; what stands at rows that do not sample is not looked at. `INVALID_TOKEN`
+                fails its request.
             now: Seconds on the scheduler's clock; requests past their deadline end (see `pop_finished`).
             duration_s: How long the device was busy with the step, from which `PrefillBudget` learns; None where it is
                 not known, or says nothing about later steps because the step was compiled first.
@@ -124,14 +128,18 @@ class Scheduler:
         if not self._in_flight or self._in_flight[0].plan is not plan:
             oldest = f"step {self._in_flight[0].plan.step}" if self._in_flight else "none"
             raise invalid("plan", f"the oldest in flight ({oldest})", f"step {plan.step}", "commit plans in order")
-        sampled = _checked_tokens(plan, tokens)
+        by_row: Iterable[tuple[int, ...]]
+        if plan.drafts is None:
+            sampled = _checked_tokens(plan, tokens)
+            num_plain = plan.num_decode if (sampled[: plan.num_decode] >= 0).all() else 0
+            by_row = zip(*sampled.T.tolist(), strict=True)  # tuples cost less than as many lists
+        else:
+            num_plain, by_row = 0, tokens.tokens
         if duration_s is not None and not duration_s >= 0:
             raise invalid("duration_s", "seconds >= 0", duration_s, "None if it was not measured")
         entry = self._in_flight.popleft()
-        self._prefill_budget.record(plan.step, plan.num_decode, plan.num_prefill_tokens, plan.num_steps, duration_s)
+        self._record(plan, tokens, duration_s)
         results = []
-        num_plain = plan.num_decode if (sampled[: plan.num_decode] >= 0).all() else 0
-        by_row = zip(*sampled.T.tolist(), strict=True)  # tuples cost less than as many lists
         for index, (state, row_tokens) in enumerate(zip(entry.states, by_row, strict=True)):
             if index < num_plain and state.append_plain(row_tokens):
                 if state.num_computed >= state.published_len:
@@ -147,6 +155,13 @@ class Scheduler:
         self._queues.expire(now)
         return results
 
+    def _record(self, plan: StepPlan, tokens: Any, duration_s: float | None) -> None:
+        """Records how long a plan took; `tokens` is None if it has failed."""
+        if plan.drafts is not None and self._planner.speculation is not None:
+            self._planner.speculation.record(plan, tokens, duration_s)
+            duration_s = None  # a verify step's, not a decode step's
+        self._prefill_budget.record(plan.step, plan.num_decode, plan.num_prefill_tokens, plan.num_steps, duration_s)
+
     def _apply_result(
         self, plan: StepPlan, index: int, state: RequestState, sampled: tuple[int, ...]
     ) -> RowResult | None:
@@ -157,10 +172,14 @@ class Scheduler:
         row = plan.rows[index]
         reason: FinishReason | None = None
         accepted: tuple[int, ...] = ()
+        most = plan.num_steps if plan.drafts is None else plan.drafts.reserved[index]
         if row.samples_token:
-            state.num_unread_tokens -= plan.num_steps
+            state.num_unread_tokens -= most
             accepted, reason = self._accept_tokens(state, sampled)
         num_computed = row.context_len + row.num_tokens + max(0, len(accepted) - 1)
+        if plan.drafts is not None:
+            num_computed = len(state.tokens) - 1
+            state.num_planned -= most - len(accepted) if state.status is Status.RUNNING else 0
         if reason != "error":
             self._publish(state, num_computed)
         if state.status is Status.RUNNING:
@@ -184,7 +203,7 @@ class Scheduler:
         num_new, room = len(tokens) - state.prompt_len, state.max_total_len - len(tokens)
         reason: FinishReason | None = "length" if len(sampled) >= room else None
         accepted = sampled[:room]
-        if min(accepted) < 0:
+        if min(accepted, default=0) < 0:
             reason = "error"
             accepted = accepted[: next(i for i, token in enumerate(accepted) if token < 0)]
         if not request.stop_token_ids.isdisjoint(accepted):
@@ -212,13 +231,15 @@ class Scheduler:
                 f"plan: expected one in flight, got step {plan.step}; it was committed or failed"
             )
         self._in_flight.remove(entry)
-        self._prefill_budget.record(plan.step, plan.num_decode, plan.num_prefill_tokens, plan.num_steps, None)
+        self._record(plan, None, None)
         results = []
         for index, (row, state) in enumerate(zip(plan.rows, entry.states, strict=True)):
             if state.status is not Status.FINISHED:
                 self._queues.finish(state, reason)
                 results.append(RowResult(row.request_id, index, (), reason))
             self._queues.step_done(state)
+        if plan.page_transfers:
+            self.clear_prefix_cache()  # pages may lack what was to be loaded
         return results
 
     def pop_finished(self) -> list[RowResult]:
@@ -244,6 +265,7 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """Counts for people to look at."""
+        speculation = self._planner.speculation
         return SchedulerStats(
             num_running=len(self._queues.running),
             num_waiting=len(self._queues.waiting),
@@ -253,6 +275,8 @@ class Scheduler:
             num_prompt_tokens=self._planner.num_prompt_tokens,
             num_hit_tokens=self._planner.num_hit_tokens,
             num_new_tokens=self.num_new_tokens,
+            num_draft_tokens=0 if speculation is None else speculation.num_drafted,
+            num_accepted_tokens=0 if speculation is None else speculation.num_accepted,
         )
 
     def check_integrity(self) -> None:

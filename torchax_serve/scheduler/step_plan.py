@@ -9,6 +9,7 @@ from typing import NamedTuple, overload
 import numpy as np
 
 from torchax_serve.outputs import FinishReason
+from torchax_serve.scheduler.host_pages import PageTransfer
 from torchax_serve.scheduler.page_pool import PageCopy
 from torchax_serve.scheduler.types import RequestId
 
@@ -65,11 +66,39 @@ class DecodeBatch(Sequence[PlanRow]):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class DraftRows:
+    """What verify steps need to know of their rows, each of which computes one token and its drafts.
+
+    Attributes:
+        ends: Position of each row that is not computed any more: there are no pages, or no more tokens are wanted.
+        most: Most drafts of a step of each row.
+        reserved: Most tokens that each row can get from the plan.
+        histories: Tokens of each row, prompt and answer; None: those on the device are theirs.
+    """
+
+    ends: Sequence[int]
+    most: Sequence[int]
+    reserved: Sequence[int]
+    histories: Sequence[Sequence[int]] | None
+
+
+class DraftResult(NamedTuple):
+    """What verify steps have brought."""
+
+    tokens: Sequence[tuple[int, ...]]  # by row, accepted drafts and the token behind them, of all steps
+    num_steps: int  # that had anything to compute
+    num_drafted: int
+    num_accepted: int  # of the drafts
+    num_drafted_rows: int = 0  # rows with drafts, those of each step counted
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class StepPlan:
     """One dispatch to the device.
 
-    In this order: initialise the state of `fresh_slots`; do `page_copies` (all sources as they are before the first
-    copy); compute the rows, `num_steps` times where that is above 1, each time with the token sampled before.
+    In this order: do `page_transfers` one after the other; initialise the state of `fresh_slots`; do `page_copies` (all
+    sources as they are before the first copy); compute the rows, `num_steps` times where that is
+    above 1, each time with the token sampled before.
     """
 
     step: int
@@ -84,6 +113,10 @@ class StepPlan:
     Not a copy, and read-only: valid until the scheduler is called again, so copy what is kept. Entries are 0, the null
     page, behind the window, beyond what the slot's request has been given, and for empty slots.
     """
+    page_transfers: tuple[PageTransfer, ...] = ()  # between device and host
+    drafts: DraftRows | None = (
+        None  # of verify steps: where rows begin is known on the device, `context_len` is a bound
+    )
 
     @property
     def decode_rows(self) -> Sequence[PlanRow]:

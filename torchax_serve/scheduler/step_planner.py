@@ -11,8 +11,9 @@ from torchax_serve.scheduler.page_pool import PageCopy
 from torchax_serve.scheduler.prefill_budget import PrefillBudget
 from torchax_serve.scheduler.request import RequestState, Status
 from torchax_serve.scheduler.request_queues import RequestQueues
+from torchax_serve.scheduler.speculation import SpeculativePlanner
 from torchax_serve.scheduler.steady_decode import SteadyDecodeBatch
-from torchax_serve.scheduler.step_plan import PlanRow, StepPlan
+from torchax_serve.scheduler.step_plan import DraftRows, PlanRow, StepPlan
 
 BURST_DECODE_DELAY = 8
 """Steps for which new requests of a burst delay decoding, so that their prompts are prefilled together."""
@@ -48,6 +49,9 @@ class StepPlanner:
         self._queues = queues
         self._prefill_budget = prefill_budget
         self._steady_batch: SteadyDecodeBatch | None = None  # of the last plan
+        self.speculation: SpeculativePlanner | None = None
+        if config.speculative is not None:
+            self.speculation = SpeculativePlanner(config.speculative, config, allocator, queues, prefill_budget)
         self._now_s = 0.0  # of the plan that is made
         self.holds_waiting = False  # no request begins; preempted ones continue
         self.num_planned = 0
@@ -57,6 +61,14 @@ class StepPlanner:
     def plan(self, now: float) -> tuple[StepPlan, list[RequestState]] | None:
         """Returns the next plan and the states of its rows; None if no row can be planned at `now` seconds."""
         self._now_s = now
+        if self.speculation is not None:
+            drafted = self.speculation.plan()
+            if drafted is not None:
+                self._steady_batch = None
+                rows, states, drafts, num_steps = drafted
+                return self._build(rows, len(rows), num_steps, drafts=drafts), states
+            if self.speculation.waits:
+                return None
         return self._repeat_last_plan() or self._plan()
 
     def _repeat_last_plan(self) -> tuple[StepPlan, list[RequestState]] | None:
@@ -126,7 +138,10 @@ class StepPlanner:
         num_steps: int,
         fresh_slots: Sequence[int] = (),
         copies: Sequence[PageCopy] = (),
+        drafts: DraftRows | None = None,
     ) -> StepPlan:
+        transfers = tuple(self._allocator.transfers)
+        self._allocator.transfers.clear()
         plan = StepPlan(
             step=self.num_planned,
             rows=rows,
@@ -135,6 +150,8 @@ class StepPlanner:
             fresh_slots=tuple(fresh_slots),
             page_copies=tuple(copies),
             page_tables=self._allocator.page_tables,
+            page_transfers=transfers,
+            drafts=drafts,
         )
         self.num_planned += 1
         return plan

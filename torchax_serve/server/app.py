@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from torchax_serve.server import audio, health, openapi, pooling, profile_routes, tokens
+from torchax_serve.server import adapter_routes, audio, health, openapi, pooling, profile_routes, tokens
 from torchax_serve.server.chat import chat_completions
 from torchax_serve.server.completions import completions
 from torchax_serve.server.context import ServerContext, Stage
@@ -43,6 +43,8 @@ ROUTES: tuple[tuple[str, str, Callable[..., Awaitable[Any]]], ...] = (
     ("GET", "/metrics", health.metrics),
     ("GET", "/v1/models", health.models),
     ("GET", "/v1/models/{model:path}", health.model),
+    ("POST", "/v1/load_lora_adapter", adapter_routes.load_lora_adapter),
+    ("POST", "/v1/unload_lora_adapter", adapter_routes.unload_lora_adapter),
     ("POST", "/v1/chat/completions", chat_completions),
     ("POST", "/v1/chat/completions/render", tokens.render),
     ("POST", "/v1/completions", completions),

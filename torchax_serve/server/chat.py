@@ -12,7 +12,7 @@ from torchax_serve.server.body import read_request
 from torchax_serve.server.chat_answer import ChatCompletion
 from torchax_serve.server.context import ServerContext, context_of, follow
 from torchax_serve.server.errors import ApiError, bad_request
-from torchax_serve.server.model_service import ChatPrompt, ModelService, scoped_salt
+from torchax_serve.server.model_service import ChatPrompt, ModelService, adapter_of, scoped_salt
 from torchax_serve.server.options import ServerOptions
 from torchax_serve.server.remote_files import with_remote_files
 from torchax_serve.server.request_checks import check_counts
@@ -40,7 +40,7 @@ async def chat_completions(request: Request) -> Any:
     service = context.service()
     service.require("chat", "/v1/chat/completions")
     body = await read_request(request, context.options, ChatRequest)
-    service.check_name(body.model, request.state.key)
+    service.check_name(body.model, request.state.key, may_be_adapter=True)
     check_counts(body, context.options.request)
     body = await with_files(body, context.options)
     try:
@@ -92,6 +92,7 @@ def _start_answers(context: ServerContext, service: ModelService, body: ChatRequ
         context.options,
         max_new_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         cache_salt=scoped_salt(key_name, body.cache_salt),
+        adapter=adapter_of(service, body.model),
     )
     plan = plan_tools(body, service.family, service.special_ids)
     prompt = render_chat(service, body, plan)

@@ -18,7 +18,7 @@ from torchax_serve.server.context import ServerContext, context_of, follow
 from torchax_serve.server.errors import ApiError, bad_request
 from torchax_serve.server.formats import LogprobFormat, finish_reason_of, usage_of
 from torchax_serve.server.merged_answers import merged_steps
-from torchax_serve.server.model_service import ModelService, scoped_salt
+from torchax_serve.server.model_service import ModelService, adapter_of, scoped_salt
 from torchax_serve.server.request_checks import check_counts
 from torchax_serve.server.sampling import renamed_error, sampling_params
 from torchax_serve.server.schemas import CompletionRequest
@@ -36,7 +36,7 @@ async def completions(request: Request) -> Any:
     service = context.service()
     service.require("generate", "/v1/completions")
     body = await read_request(request, context.options, CompletionRequest)
-    service.check_name(body.model, request.state.key)
+    service.check_name(body.model, request.state.key, may_be_adapter=True)
     check_counts(body, context.options.request)
     num_prompts = len(body.prompts())
     if not 1 <= num_prompts <= context.options.request.max_answers:
@@ -69,6 +69,7 @@ def _start(
         context.options,
         max_new_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else max(1, body.max_tokens),
         cache_salt=scoped_salt(key_name, body.cache_salt),
+        adapter=adapter_of(service, body.model),
     )
     prompts = [_prompt_ids(service, index, prompt) for index, prompt in enumerate(body.prompts())]
     masks = masks_of(lambda: service.grammars, grammar_of(body, context.options.request))

@@ -10,6 +10,7 @@ from starlette.responses import JSONResponse, Response
 from torchax_serve import __version__
 from torchax_serve.server.context import Stage, context_of
 from torchax_serve.server.errors import ApiError
+from torchax_serve.server.model_service import public_name
 
 
 async def livez(request: Request) -> Response:
@@ -54,17 +55,18 @@ async def model(request: Request) -> Response:
 
 def _models(request: Request) -> list[dict[str, Any]]:
     service, key = context_of(request).service(), request.state.key
+    folders = {**dict.fromkeys(service.names), **service.adapters}
     return [
         {
             "id": name,
             "object": "model",
             "created": service.created,
             "owned_by": "torchax-serve",
-            "root": service.model.name,
-            "parent": None,
+            "root": service.model.name if folder is None else public_name(folder),
+            "parent": None if folder is None else service.name,
             "max_model_len": service.max_model_len,
             "tasks": list(service.tasks),
         }
-        for name in service.names
+        for name, folder in folders.items()
         if key is None or key.allows(name)
     ]

@@ -160,8 +160,15 @@ class _EngineCollector(Collector):
             "num_preemptions": scheduler.num_preemptions,
             "prefix_cache_queries": scheduler.num_prompt_tokens,
             "prefix_cache_hits": scheduler.num_hit_tokens,
+            "spec_decode_num_draft_tokens": scheduler.num_draft_tokens,
+            "spec_decode_num_accepted_tokens": scheduler.num_accepted_tokens,
         }
-        own = {"engine_steps": stats.num_steps, "compiled_programs": stats.num_programs}
+        own = {
+            "engine_steps": stats.num_steps,
+            "compiled_programs": stats.num_programs,
+            "offloaded_kv_pages": sum(group.num_offloaded for group in scheduler.pages),
+            "loaded_kv_pages": sum(group.num_loaded for group in scheduler.pages),
+        }
         for prefix in self._prefixes:
             for name, value in gauges.items():
                 yield GaugeMetricFamily(f"{prefix}{name}", name.replace("_", " "), value=value)

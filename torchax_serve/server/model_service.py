@@ -69,7 +69,7 @@ class ModelService:
 
     def __init__(self, model: ServedModel, options: ServerOptions) -> None:
         self.model = model
-        self.names = options.served_model_names or (_public_name(model.name),)
+        self.names = options.served_model_names or (public_name(model.name),)
         self.name = self.names[0]
         self.created = int(time.time())
         self._options = options
@@ -128,9 +128,20 @@ class ModelService:
         if task not in self.tasks:
             raise ApiError(404, f"{route}: {self.name} does not {task}; it can {', '.join(self.tasks)}")
 
-    def check_name(self, name: str, key: ApiKey | None = None) -> None:
-        """Raises ApiError, 404, unless a request's `model` is one of this service's that its key may use."""
-        if name not in self.names or not (key is None or key.allows(name)):
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        """Folders of the adapters that requests can name as their model, by name."""
+        # Asked of the class: an attribute that a recorded model has not loads its torch module.
+        found: Mapping[str, str] = self.model.adapters if hasattr(type(self.model), "adapters") else {}
+        return {name: path for name, path in found.items() if name not in self.names}
+
+    def check_name(self, name: str, key: ApiKey | None = None, *, may_be_adapter: bool = False) -> None:
+        """Raises ApiError, 404, unless a request's `model` is one of this service's that its key may use.
+
+        With `may_be_adapter` it may be the name of an adapter as well.
+        """
+        is_known = name in self.names or (may_be_adapter and name in self.adapters)
+        if not is_known or not (key is None or key.allows(name)):
             raise ApiError(
                 404,
                 f"the model {name[:100]!r} does not exist; GET /v1/models lists those that do",
@@ -240,6 +251,11 @@ class ModelService:
         return submit(self.model, prepared, options)
 
 
+def adapter_of(service: ModelService, name: str) -> str | None:
+    """Returns the adapter that a request's `model` names; None for the model itself."""
+    return name if name in service.adapters else None
+
+
 def scoped_salt(key_name: str | None, salt: str | None) -> str | None:
     """Returns the salt of cached prefixes, which no two API keys share; None without a key and a salt."""
     if key_name is None and not salt:
@@ -285,7 +301,7 @@ def _texts_of(message: Mapping[str, Any]) -> list[str]:
     return [text for text in texts if isinstance(text, str)]
 
 
-def _public_name(name: str) -> str:
+def public_name(name: str) -> str:
     """Returns the name that requests use: of a folder its last part, so that no path is shown."""
     if name == EMBEDDED_NAME:
         return "embedded"

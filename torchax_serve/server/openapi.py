@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from torchax_serve import __version__
+from torchax_serve.server.adapter_routes import LoadAdapterRequest, UnloadAdapterRequest
 from torchax_serve.server.audio import TranscriptionRequest
 from torchax_serve.server.context import context_of
 from torchax_serve.server.pooling_schemas import (
@@ -37,6 +38,8 @@ REQUESTS: tuple[type[ApiRequest], ...] = (
     DetokenizeRequest,
     TranscriptionRequest,
     ProfileRequest,
+    LoadAdapterRequest,
+    UnloadAdapterRequest,
 )
 """Bodies of all routes that have one."""
 

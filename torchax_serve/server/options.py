@@ -106,6 +106,7 @@ class ServerOptions:
         access_log: Whether each request is a line in the log.
         otlp_traces_endpoint: URL of an OpenTelemetry collector, with its path, that gets a span of each request.
         profile_dir: Folder of profiles, which ``/start_profile`` and ``/stop_profile`` take; None for none.
+        allow_runtime_lora_updating: Whether requests may load and unload adapters, from any folder of this machine.
         warm_up: Whether programs are compiled before the server is ready.
         connection: Limits of connections.
         request: Limits of requests.
@@ -136,6 +137,7 @@ class ServerOptions:
     access_log: bool = True
     otlp_traces_endpoint: str | None = None
     profile_dir: Path | None = None
+    allow_runtime_lora_updating: bool = False
     warm_up: bool = True
     connection: ConnectionLimits = dataclasses.field(default_factory=ConnectionLimits)
     request: RequestLimits = dataclasses.field(default_factory=RequestLimits)
@@ -163,6 +165,11 @@ class ServerOptions:
             )
         if "*" in self.cors_origins and (self.api_keys or self.api_key_file):
             raise InvalidArgumentError("cors_origins: expected origins by name next to API keys, got *; list them")
+        if self.allow_runtime_lora_updating and not (self.is_loopback or self.api_keys or self.api_key_file):
+            raise InvalidArgumentError(
+                "allow_runtime_lora_updating: expected API keys, or an address of this machine alone, got neither; "
+                "add api_key_file"
+            )
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise InvalidArgumentError("tls_certificate and tls_key: expected both or neither, got one of them")
 

@@ -39,7 +39,13 @@ _RENAMED: Mapping[str, str] = {
 
 
 def sampling_params(
-    request: TextRequest, tokenizer: Any, limits: ServerOptions, *, max_new_tokens: int | None, cache_salt: str | None
+    request: TextRequest,
+    tokenizer: Any,
+    limits: ServerOptions,
+    *,
+    max_new_tokens: int | None,
+    cache_salt: str | None,
+    adapter: str | None = None,
 ) -> SamplingParams:
     """Returns the sampling parameters of a request, for one answer.
 
@@ -49,6 +55,7 @@ def sampling_params(
         limits: Options of the server, of which those about time are read.
         max_new_tokens: Most tokens of the answer; None follows the model's generation config.
         cache_salt: Salt of cached prefixes.
+        adapter: Name of an adapter; None: the model itself.
 
     Raises:
         ApiError: 400 for a value out of its range.
@@ -70,6 +77,7 @@ def sampling_params(
         "seed": _seed(request.seed),
         "logprobs": _num_top(request),
         "cache_salt": cache_salt,
+        "adapter": adapter,
         "timeout_s": limits.request_timeout_s,
         "queue_timeout_s": limits.queue_timeout_s,
     }

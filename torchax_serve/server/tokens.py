@@ -72,7 +72,7 @@ async def render(request: Request) -> Response:
     service = context.service()
     service.require("chat", "/v1/chat/completions/render")
     body = await read_request(request, context.options, ChatRequest)
-    service.check_name(body.model, request.state.key)
+    service.check_name(body.model, request.state.key, may_be_adapter=True)
     body = await with_files(body, context.options)
     plan = plan_tools(body, service.family)
     prompt = await until_disconnect(request.receive, service.run(render_chat, service, body, plan))
@@ -90,5 +90,5 @@ async def _read(request: Request, kind: type[Any]) -> tuple[ModelService, Any]:
         raise ApiError(404, f"{request.scope['path']}: {service.name} has no tokenizer")
     body = await read_request(request, context.options, kind)
     if body.model is not None:
-        service.check_name(body.model, request.state.key)
+        service.check_name(body.model, request.state.key, may_be_adapter=True)
     return service, body

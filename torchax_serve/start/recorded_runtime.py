@@ -77,9 +77,10 @@ class RecordedRuntime:
     Attributes:
         encoder: None: models with one are not recorded.
         weights_version: Version of the weights of the files.
+        lora: None: models with adapters are not recorded.
     """
 
-    encoder = None
+    encoder = lora = None
     weights_version = 0
 
     def __init__(

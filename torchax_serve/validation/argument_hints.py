@@ -78,7 +78,8 @@ HINTS: Mapping[str, str] = {
     "kv_cache_bytes": _CACHE_BYTES,
     "prefix_caching": _in_engine("enable_prefix_caching"),
     "max_source_len": _in_engine("max_encoder_len"),
-    "swap_space": _CACHE_BYTES,
+    "swap_space": "use EngineOptions(kv_offloading_bytes=...), bytes of host memory for evicted prefixes",
+    "kv_offloading_size": "use EngineOptions(kv_offloading_bytes=...), a number of bytes instead of GiB",
     "cpu_offload_gb": "weights are on the devices only; leave it out",
     "num_scheduler_steps": _in_engine("max_num_steps"),
     "cache_dtype": 'use EngineOptions(kv_cache_dtype="int8")',
@@ -92,7 +93,8 @@ HINTS: Mapping[str, str] = {
     "load_format": "the files say what they are; for weights made up use serve(random_weights=True)",
     "download_dir": 'use serve(cache_dir="...")',
     "enable_lora": "put the adapter in with peft, then pass the model to to_jax or serve",
-    "speculative_config": "there is no speculative decoding on the engine; generate(assistant_model=...) has one",
+    "speculative_config": "use serve(speculative_config=...)",
+    "num_speculative_tokens": 'use serve(speculative_config={"method": "ngram", "num_speculative_tokens": 4})',
     "served_model_name": _SERVER,
     "host": _SERVER,
     "port": _SERVER,
@@ -118,9 +120,9 @@ SAMPLING = {
 """Field of `SamplingParams` by the keyword of a request with the same meaning."""
 
 
-_ENGINE = """max_model_len max_num_seqs page_size kv_cache_memory_bytes max_num_batched_tokens enable_prefix_caching
-max_num_steps max_decode_slowdown batch_invariant kv_cache_dtype max_encoder_len max_num_waiting
-max_num_waiting_tokens"""
+_ENGINE = """max_model_len max_num_seqs page_size kv_cache_memory_bytes kv_offloading_bytes max_num_batched_tokens
+enable_prefix_caching max_num_steps max_decode_slowdown batch_invariant kv_cache_dtype max_encoder_len max_num_waiting
+max_num_waiting_tokens speculative"""
 
 ENGINE = frozenset(_ENGINE.split())
 """Fields of `EngineOptions`; this module must not import the engine."""

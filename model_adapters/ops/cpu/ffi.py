@@ -24,7 +24,7 @@ from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops.attention_args import AttentionArgs
 from model_adapters.ops.cpu import build
 from model_adapters.ops.cpu.quantized_numbers import QuantizedNumbers
-from model_adapters.ops.cpu.targets import ROW_BY_ROW as ROW_BY_ROW
+from model_adapters.ops.cpu.targets import ROW_OPERANDS as ROW_OPERANDS
 from model_adapters.ops.cpu.targets import TARGETS as TARGETS
 
 logger = logging.getLogger("torchax_serve")
@@ -257,6 +257,17 @@ def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None, dtype: jnp.d
     return _call("tas_linear", result)(x, weight, _or_empty(bias), in_order=_BATCH_INVARIANT.get())
 
 
+def lora(x: jax.Array, sums: jax.Array, ids: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+    """Returns `model_adapters.ops.lora` of ``x[rows, K]``, ``sums[rows, N]`` and ``ids`` int32[rows].
+
+    `a` is ``[adapters, rank, K]`` and `b` ``[adapters, rank, N]``, all in x's dtype; summed in float32.
+    """
+    result = jax.ShapeDtypeStruct(sums.shape, sums.dtype)
+    call = _call("tas_lora", result, input_output_aliases={1: 0})
+    out: jax.Array = call(x, sums, ids.astype(jnp.int32), a, b)
+    return out
+
+
 def packed_linear(x: jax.Array, groups: jax.Array, index: jax.Array, bias: jax.Array | None) -> jax.Array:
     """Returns :func:`linear` with a compressed weight, bit-equal to :func:`batch_invariant`.
 
@@ -358,6 +369,13 @@ def activation(x: jax.Array, *, is_gelu: bool) -> jax.Array:
     """Returns SiLU or tanh GELU of ``x[...]`` in x's dtype, computed in float32."""
     result = jax.ShapeDtypeStruct(x.shape, x.dtype)
     out: jax.Array = _call("tas_activation", result)(x, is_gelu=np.int64(is_gelu))
+    return out
+
+
+def write_pages(pool: jax.Array, pages: jax.Array, values: jax.Array) -> jax.Array:
+    """Returns the pool ``[P, ...]`` with `values` ``[n, ...]`` as its pages int32[n]; in place if it is donated."""
+    call = _call("tas_write_pages", jax.ShapeDtypeStruct(pool.shape, pool.dtype), input_output_aliases={0: 0})
+    out: jax.Array = call(pool, pages, values)
     return out
 
 

@@ -7,6 +7,7 @@ TARGETS = (
     "tas_decode_attention",
     "tas_grouped_linear",
     "tas_linear",
+    "tas_lora",
     "tas_packed_linear",
     "tas_paged_attention",
     "tas_quantized_grouped_linear",
@@ -15,6 +16,7 @@ TARGETS = (
     "tas_row_sum",
     "tas_unpack",
     "tas_unpack_rows",
+    "tas_write_pages",
 )
 ROW_BY_ROW = (
     "tas_activation",
@@ -25,3 +27,6 @@ ROW_BY_ROW = (
     "tas_row_sum",
 )
 """Targets that compute each row of their result from the same row of their first operand."""
+ROW_OPERANDS = {**dict.fromkeys(ROW_BY_ROW, 1), "tas_lora": 3}
+"""Targets that compute each row of their result from the same row of some operands: the number of these, which come
+first."""

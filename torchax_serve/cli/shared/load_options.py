@@ -168,9 +168,25 @@ class MeshOptions(LoadOptions):
         _option("--mesh", help="The same by axis, such as model=2,expert=4; data=2 for replicas that share requests."),
     ] = None
     adapter: Annotated[
-        Path | None,
+        list[str] | None,
         _option(
-            "--adapter", show_default=False, help="Folder of a LoRA adapter of peft, added to the weights at load."
+            "--adapter",
+            show_default=False,
+            help="Folder of a LoRA adapter of peft, added to the weights at load; or NAME=FOLDER, for requests that "
+            "name it, as often as there are adapters.",
+        ),
+    ] = None
+    max_loras: Annotated[
+        int | None, _option("--max-loras", min=1, help="Adapters there is room for; as many as are given.")
+    ] = None
+    max_lora_rank: Annotated[
+        int | None, _option("--max-lora-rank", min=1, help="Largest rank of an adapter; that of those that are given.")
+    ] = None
+    lora_target_modules: Annotated[
+        list[str] | None,
+        _option(
+            "--lora-target-modules",
+            help="Layer that may have adapters, such as q_proj, as often as there are; those of the adapters given.",
         ),
     ] = None
 
@@ -181,15 +197,46 @@ class MeshOptions(LoadOptions):
                 "--mesh and --tensor-parallel: expected one of them, got both; leave --tensor-parallel out"
             )
         self.mesh_shape()
+        self.adapters()
 
     def serve_kwargs(self) -> dict[str, Any]:
         """Returns the keyword arguments of `torchax_serve.serve`."""
         return {
             **super().serve_kwargs(),
-            **({} if self.adapter is None else {"adapter": str(self.adapter)}),
+            **self._adapter_kwargs(),
             "tensor_parallel": self.tensor_parallel,
             "mesh": self.mesh_shape(),
         }
+
+    def adapters(self) -> tuple[list[str], dict[str, str]]:
+        """Returns the folders of adapters that are merged, and those of requests by name.
+
+        Raises:
+            InvalidArgumentError: two to be merged, or two of one name.
+        """
+        merged, named = [], {}
+        for given in self.adapter or ():
+            name, equals, folder = given.partition("=")
+            if not equals or "/" in name or os.path.exists(given):
+                merged.append(given)
+            elif name in named or not name or not folder:
+                raise InvalidArgumentError(f"--adapter: expected NAME=FOLDER with names of their own, got {given!r}")
+            else:
+                named[name] = folder
+        if len(merged) > 1:
+            raise InvalidArgumentError(
+                f"--adapter: expected one folder to add to the weights, got {len(merged)}; name them: NAME=FOLDER"
+            )
+        return merged, named
+
+    def _adapter_kwargs(self) -> dict[str, Any]:
+        merged, named = self.adapters()
+        found: dict[str, Any] = {"adapter": merged[0]} if merged else {}
+        found |= {"adapters": named} if named else {}
+        for name in ("max_loras", "max_lora_rank", "lora_target_modules"):
+            if (value := getattr(self, name)) not in (None, []):
+                found[name] = value
+        return found
 
     def mesh_shape(self) -> dict[str, int] | None:
         """Returns the number of devices by mesh axis; None without the option.
@@ -239,7 +286,7 @@ class DeviceOptions(MeshOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.hosts() is not None and self.adapter is not None:
+        if self.hosts() is not None and self.adapter:
             raise InvalidArgumentError(
                 "--adapter: expected one host, got several; merge it with peft, and serve the result"
             )

@@ -1,0 +1,138 @@
+"""Reads LoRA adapters as peft writes them: a configuration, and matrices A and B by module (Hu et al., 2021)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
+
+from model_adapters.errors import CheckpointError, InvalidArgumentError, UnsupportedModelError
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+READ = frozenset(
+    {"peft_type", "r", "lora_alpha", "use_rslora", "fan_in_fan_out", "target_modules", "base_model_name_or_path"}
+)
+"""Fields of the configuration that are honoured."""
+WITHOUT_EFFECT = frozenset(
+    [
+        "task_type",
+        "inference_mode",
+        "auto_mapping",
+        "revision",
+        "peft_version",
+        "lora_dropout",
+        "init_lora_weights",
+        "exclude_modules",
+        "layers_to_transform",
+        "layers_pattern",
+        "loftq_config",
+        "eva_config",
+        "corda_config",
+        "runtime_config",
+        "ensure_weight_tying",
+        "rank_pattern",
+        "megatron_core",
+        "qalora_group_size",
+        "lora_ga_config",
+    ]
+)
+"""Fields that say how an adapter was made or trained; ranks and modules are those of its tensors."""
+NEUTRAL: tuple[Any, ...] = (None, False, "none", [], {}, 0)
+PREFIX = "base_model.model."
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True)
+class AdapterFiles:
+    """The files of an adapter.
+
+    Attributes:
+        path: Their folder.
+        config: The configuration.
+        factors: Matrices by module: ``A`` float[rank, in] and ``B`` float[out, rank].
+    """
+
+    path: Path
+    config: Mapping[str, Any]
+    factors: Mapping[str, Mapping[str, np.ndarray]]
+
+    @property
+    def base(self) -> str:
+        """Name of the model that it was made for, as the configuration has it."""
+        return str(self.config.get("base_model_name_or_path") or "another model")
+
+    def matrices(self, module: str) -> tuple[np.ndarray, np.ndarray]:
+        """Returns A float32[rank, in] and the scale times B, float32[out, rank], of a module."""
+        a, b = (self.factors[module][part].astype(np.float32) for part in ("A", "B"))
+        rank, config = a.shape[0], self.config
+        return a, b * np.float32(config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank))
+
+
+def read_adapter(path: str | os.PathLike[str], remedy: str) -> AdapterFiles:
+    """Reads the adapter in a folder.
+
+    Args:
+        path: The folder.
+        remedy: What to do with an adapter of another kind, for errors.
+
+    Raises:
+        InvalidArgumentError: no adapter.
+        CheckpointError: its files are not readable.
+        UnsupportedModelError: an adapter of a kind that is not supported.
+    """
+    folder = Path(path)
+    return AdapterFiles(folder, _config(folder, remedy), _factors(folder))
+
+
+def _config(path: Path, remedy: str) -> dict[str, Any]:
+    try:
+        config = json.loads((path / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidArgumentError(
+            f"adapter: expected a folder with {CONFIG} as peft writes it, got {path} ({error})"
+        ) from error
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        kind = config.get("peft_type") if isinstance(config, dict) else type(config).__name__
+        raise UnsupportedModelError(f"adapter: expected peft_type LORA, got {kind}; {remedy}")
+    for name, value in config.items():
+        if name not in READ | WITHOUT_EFFECT and value not in NEUTRAL:
+            raise UnsupportedModelError(f"adapter: {name}={value!r} is not supported here; {remedy}")
+    alpha = config.get("lora_alpha")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
+        raise InvalidArgumentError(f"adapter: expected a number lora_alpha in {path / CONFIG}, got {alpha!r}")
+    return config
+
+
+def _factors(path: Path) -> dict[str, dict[str, np.ndarray]]:
+    """Returns the matrices A and B by module."""
+    try:
+        tensors = load_file(path / WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"adapter: expected {WEIGHTS} in {path}, got none that is readable ({error})") from error
+    found: dict[str, dict[str, np.ndarray]] = {}
+    for name, tensor in tensors.items():
+        module, dot, part = name.removesuffix(".weight").rpartition(".lora_")
+        if not (name.startswith(PREFIX) and dot and part in ("A", "B")):
+            raise UnsupportedModelError(f"adapter: expected matrices lora_A and lora_B of linear layers, got {name}")
+        if str(tensor.dtype) not in DTYPES or tensor.ndim != 2:
+            raise UnsupportedModelError(
+                f"adapter: {name}: expected a matrix in {', '.join(DTYPES)}, got {tensor.dtype}{list(tensor.shape)}"
+            )
+        found.setdefault(module.removeprefix(PREFIX), {})[part] = tensor
+    if not found:
+        raise CheckpointError(f"adapter: expected matrices in {path / WEIGHTS}, got none")
+    for module, parts in found.items():
+        if set(parts) != {"A", "B"}:
+            raise CheckpointError(f"adapter: {module}: expected lora_A and lora_B, got lora_{next(iter(parts))} alone")
+        if parts["B"].shape[1] != parts["A"].shape[0]:
+            shapes = f"A {parts['A'].shape} and B {parts['B'].shape}"
+            raise CheckpointError(f"adapter: {module}: expected matrices of one rank, got {shapes}")
+    return found

@@ -1,0 +1,189 @@
+"""Speculation on the engine: the tokens of single steps, bit by bit, in fewer steps."""
+
+import dataclasses
+import random
+
+import pytest
+import torch
+import transformers
+from engine_models import VOCAB_SIZE, expected_tokens, tiny_model
+
+from torchax_serve import EngineOptions, InvalidArgumentError, SamplingParams, UnsupportedArgumentError, serve
+from torchax_serve.engine.request import EngineRequest
+
+SIZES = EngineOptions(
+    max_model_len=96, max_num_seqs=4, page_size=8, max_num_batched_tokens=32, max_num_steps=4, batch_invariant=True
+)
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False}
+
+
+def request(prompt, max_new_tokens=30, seed=0, **options):
+    params = SamplingParams(**options)
+    config = transformers.GenerationConfig(max_new_tokens=max_new_tokens)
+    return EngineRequest.of(
+        prompt, params.merged_into(config), params.only_engine_options(), vocab_size=VOCAB_SIZE, seed=seed
+    )
+
+
+def repeating_prompts(number, seed=0):
+    rng = random.Random(seed)
+    pieces = [[rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(3, 9))] for _ in range(number)]
+    return [piece * 3 + piece[:2] for piece in pieces]
+
+
+def tokens_of(model, requests):
+    return [handle.result() for handle in model.engine.submit_all(requests)]
+
+
+@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def pair(request):
+    """A model without and one with speculation."""
+    options = SIZES, dataclasses.replace(SIZES, speculative=NGRAM)
+    models = [serve(tiny_model("qwen3", request.param), engine=each) for each in options]
+    models[1].engine.check_integrity = True
+    yield models
+    for model in models:
+        model.close()
+
+
+def test_tokens_are_those_of_single_steps_for_any_options(pair):
+    plain, speculative = pair
+    prompts = repeating_prompts(8)
+    mixes = [
+        {},
+        {"temperature": 0.4, "do_sample": True},
+        {"temperature": 1.3, "top_k": 20, "do_sample": True},
+        {"temperature": 0.8, "top_p": 0.7, "do_sample": True},
+    ]
+    asked = [request(prompt, seed=i, **mixes[i % 4]) for i, prompt in enumerate(prompts)]
+    before = speculative.engine.stats()
+    assert tokens_of(speculative, asked) == tokens_of(plain, asked)
+    after = speculative.engine.stats()
+    accepted = after.scheduler.num_accepted_tokens - before.scheduler.num_accepted_tokens
+    assert 0 < accepted < after.scheduler.num_draft_tokens - before.scheduler.num_draft_tokens
+    assert plain.engine.stats().scheduler.num_draft_tokens == 0
+    assert f"{after.scheduler.num_accepted_tokens}/{after.scheduler.num_draft_tokens} drafts accepted" in str(after)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 1.5},
+        {"logprobs": 2},
+        {"no_repeat_ngram_size": 3},
+        {"min_new_tokens": 4, "eos_token_id": 5},
+        {"speculate": False},
+        {"logit_bias": {7: 3.0}},
+    ],
+)
+def test_requests_that_need_more_than_tokens_have_the_same_results(pair, options):
+    prompts = repeating_prompts(3, seed=1)
+    asked = [
+        request(prompts[0], **options),
+        request(prompts[1]),
+        request(prompts[2], 12, temperature=0.5, do_sample=True),
+    ]
+    results = []
+    for model in pair:
+        handles = model.engine.submit_all(asked)
+        results.append([([out.token_ids for out in handle], handle.result()) for handle in handles])
+    assert [tokens for _, tokens in results[0]] == [tokens for _, tokens in results[1]]
+
+
+def test_stop_tokens_inside_drafts_end_the_answer_there(pair):
+    plain, speculative = pair
+    prompt = repeating_prompts(1, seed=2)[0]
+    whole = tokens_of(plain, [request(prompt, 40)])[0]
+    for stop in dict.fromkeys(whole):
+        expected = whole[: whole.index(stop) + 1]
+        assert tokens_of(speculative, [request(prompt, 40, stop_token_ids=[stop])])[0] == expected
+
+
+def test_answers_end_at_the_longest_length(pair):
+    plain, speculative = pair
+    for length in (90, 94, 95):
+        prompt = (repeating_prompts(1, seed=3)[0] * 9)[:length]
+        asked = [request(prompt, 50)]
+        got = tokens_of(speculative, asked)
+        assert got == tokens_of(plain, asked) and len(got[0]) == 96 - length
+    for number in range(1, 8):
+        asked = [request(repeating_prompts(1, seed=4)[0], number)]
+        assert tokens_of(speculative, asked) == tokens_of(plain, asked)
+
+
+def test_prompts_in_chunks_and_prefix_hits_next_to_drafts(pair):
+    plain, speculative = pair
+    long = (repeating_prompts(1, seed=5)[0] * 8)[:60]
+    asked = [request(prompt, 20, seed=i) for i, prompt in enumerate([long, *repeating_prompts(5, seed=6), long])]
+    expected = tokens_of(plain, asked)
+    got = [speculative.engine.submit(each) for each in asked]
+    assert [handle.result() for handle in got] == expected
+    longer = request(long + expected[0], 10)
+    hits = speculative.engine.stats().scheduler.num_hit_tokens
+    assert tokens_of(speculative, [longer]) == tokens_of(plain, [longer]), "pages of accepted drafts are shared"
+    assert speculative.engine.stats().scheduler.num_hit_tokens - hits >= len(long)
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "mixtral", "gpt2"])
+def test_other_architectures_and_few_pages_give_the_tokens_of_eager_transformers(name):
+    options = dataclasses.replace(SIZES, speculative=NGRAM, kv_cache_memory_bytes=None, max_num_seqs=3)
+    prompts = repeating_prompts(5, seed=7)
+    with serve(tiny_model(name), engine=options) as model:
+        model.engine.check_integrity = True
+        got = tokens_of(model, [request(prompt, 24) for prompt in prompts])
+        assert got == [expected_tokens(name, prompt, 24) for prompt in prompts]
+        assert model.engine.stats().scheduler.num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama"])
+def test_a_draft_model_changes_no_token(pair, name):
+    plain, _ = pair
+    dtype = plain.torch_model.dtype
+    config = {"method": "draft_model", "model": tiny_model(name, dtype), "num_speculative_tokens": 3}
+    options = dataclasses.replace(SIZES, speculative={**config, "adaptive": False})
+    rng = random.Random(8)
+    prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(size)] for size in (1, 2, 9, 40, 60)]
+    sampled = [request(prompt, 20, seed=i, temperature=0.7, do_sample=True) for i, prompt in enumerate(prompts)]
+    asked = [*(request(prompt, 20) for prompt in prompts), *sampled, request(prompts[2], 20, speculate=False)]
+    with serve(tiny_model("qwen3", dtype), engine=options) as model:
+        model.engine.check_integrity = True
+        assert tokens_of(model, asked) == tokens_of(plain, asked)
+        stats = model.engine.stats().scheduler
+    assert 0 < stats.num_accepted_tokens <= stats.num_draft_tokens
+    if name == "qwen3":  # the same model draws the same tokens
+        assert stats.num_accepted_tokens > 0.8 * stats.num_draft_tokens
+
+
+def test_a_draft_model_has_the_vocabulary_of_the_model():
+    other = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+        )
+    )
+    with pytest.raises(
+        InvalidArgumentError, match="expected the vocabulary of the served model, 97 tokens, got another"
+    ):
+        serve(tiny_model("llama"), speculative_config={"method": "draft_model", "model": other})
+    config = {"method": "draft_model", "model": tiny_model("mamba")}
+    model = serve(tiny_model("llama"), speculative_config=config, engine=EngineOptions(max_model_len=64))
+    with model, pytest.raises(UnsupportedArgumentError, match="model: expected a model that runs packed"):
+        model.engine  # noqa: B018
+
+
+def test_models_that_cannot_verify_drafts_refuse():
+    with serve(tiny_model("mamba"), engine=EngineOptions(max_model_len=64, speculative=NGRAM)) as model:
+        with pytest.raises(UnsupportedArgumentError, match="expected None for a model that runs per-sequence") as error:
+            model.engine  # noqa: B018
+        assert "\n" not in str(error.value)
+
+
+def test_options_are_given_once_and_checked():
+    with pytest.raises(InvalidArgumentError, match="from 1 to 16, got 17"):
+        serve(tiny_model("llama"), speculative_config={"num_speculative_tokens": 17})
+    with pytest.raises(InvalidArgumentError, match="expected it once"):
+        serve(tiny_model("llama"), engine=EngineOptions(speculative=NGRAM), speculative_config=NGRAM)
+    with pytest.raises(InvalidArgumentError, match="speculate: expected True or False, got 1"):
+        SamplingParams(speculate=1)
+    with serve(tiny_model("llama"), speculative_config=NGRAM, engine=SIZES) as model:
+        assert len(tokens_of(model, [request([5, 6, 7] * 4, 6)])[0]) == 6
+        assert model.engine.stats().scheduler.num_draft_tokens > 0

@@ -1,0 +1,274 @@
+"""Decode steps that verify drafts: several tokens of each row in a step, as many steps in a dispatch as in decoding."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from model_adapters.caches.packed_batch import Pool
+from model_adapters.ops.compressed_weight import Weights
+from torchax_serve.compilation.background import CompileTask
+from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
+from torchax_serve.executors.compiled_steps import CompiledSteps, StepCall
+from torchax_serve.executors.draft_model import DraftCache, DraftModel, kept
+from torchax_serve.executors.prompt_lookup import TokenHistory, accept, last_tokens
+from torchax_serve.executors.slot_adapters import SlotAdapters
+from torchax_serve.executors.step_inputs import PackedStepSpec
+from torchax_serve.executors.traced_function import TracedFunction
+from torchax_serve.executors.verify_steps import VerifyBatch, VerifySpec, VerifySteps
+from torchax_serve.sampling.sample import choose
+from torchax_serve.sampling.sampler import Sampler, default_sharding
+from torchax_serve.sampling.slot_params import SlotParams
+from torchax_serve.sampling.types import INT_COLUMNS, RowOptions, SamplerSpec, SamplerState
+from torchax_serve.scheduler import DraftResult, PlanRow, RequestId, SpeculativeConfig, StepPlan
+
+Forward = Callable[..., tuple[jax.Array, tuple[Pool, ...]]]
+"""Forward of a packed step: logits of every token, and the pools."""
+
+
+class SpeculativeDecoder:
+    """Runs plans with drafts on the cache of a packed executor.
+
+    Tokens and lengths of all slots are on the device, so that a dispatch can be sent before the one before it is read.
+
+    Args:
+        config: Options of speculation.
+        forward: Forward of a packed step.
+        weights: Weights by name.
+        programs: Cache of compiled steps.
+        compiled: Makes a cached function of the model.
+        packed_spec: Returns the spec of a step of so many rows and tokens.
+        decode_buckets: Numbers of rows of decode steps.
+        num_slots: Number of slots.
+        max_num_steps: Most steps of a dispatch.
+        max_len: Most tokens of a request.
+        pools: Returns the pages as they are now.
+        adapters: The adapter of each slot.
+        draft: Model that drafts; None: drafts are looked up.
+    """
+
+    def __init__(
+        self,
+        config: SpeculativeConfig,
+        forward: Forward,
+        weights: Weights,
+        programs: ExecutableCache,
+        compiled: Callable[..., CachedFunction],
+        packed_spec: Callable[[int, int], PackedStepSpec],
+        *,
+        decode_buckets: Sequence[int],
+        num_slots: int,
+        max_num_steps: int,
+        max_len: int,
+        pools: Callable[[], tuple[Pool, ...]],
+        adapters: SlotAdapters,
+        draft: DraftModel | None = None,
+    ) -> None:
+        self._config, self._forward, self._weights = config, forward, weights
+        self._adapters = adapters
+        self._packed_spec, self._decode_buckets, self._pools = packed_spec, decode_buckets, pools
+        self._num_slots, self._max_num_steps, self._max_len = num_slots, max_num_steps, max_len
+        self._function = compiled("verify_steps", self._verify, donate=["pools", "state", "history", "draft_cache"])
+        self._steps: CompiledSteps[VerifySpec] = CompiledSteps(weights, programs, self._call_of)
+        self._history: TokenHistory | None = None
+        self._draft, self._cache = draft, None  # type: DraftModel | None, DraftCache | None
+        self._owners: dict[int, RequestId] = {}  # by slot, whose tokens are in the cache of the draft model
+
+    @property
+    def num_programs(self) -> int:
+        """Compiled steps."""
+        return self._function.num_programs
+
+    def spec(self, num_rows: int) -> VerifySpec:
+        """Returns the spec of steps of at least `num_rows` rows."""
+        config = self._config
+        size = next(bucket for bucket in self._decode_buckets if bucket >= num_rows)
+        packed = self._packed_spec(size, size * (config.num_speculative_tokens + 1))
+        return VerifySpec(
+            packed,
+            self._max_num_steps,
+            config.num_speculative_tokens,
+            config.prompt_lookup_max,
+            config.prompt_lookup_min,
+            None if self._draft is None else self._draft.identity,
+        )
+
+    def run(self, plan: StepPlan, sampler: Sampler) -> tuple[jax.Array, tuple[Pool, ...]]:
+        """Dispatches the steps of a plan with drafts.
+
+        Returns:
+            int32[max_num_steps, S, k + 3], for each step and row the sampled tokens, the number of those that are
+            accepted, and the number of drafts; and the pools.
+        """
+        drafts = plan.drafts
+        assert drafts is not None
+        spec = self.spec(len(plan.rows))
+        found = sampler.fused_options(plan.rows, spec.packed.num_rows)
+        assert found is not None, "the scheduler plans drafts for rows with greedy and sampled tokens only"
+        options, draws = found
+        numbers = self._adapters.behind(spec.pack(plan.rows, drafts, plan.page_tables, plan.num_steps, draws))
+        if drafts.histories is not None:
+            self._history = self._on_device(plan.rows, drafts.histories, sampler)
+        assert self._history is not None
+        weights = None if self._draft is None else self._draft.weights
+        args = (self._pools(), sampler.take_state("sampled"), self._history, options, numbers, weights, self._cache)
+        program = self._steps.get(spec, StepCall(self._function, args))
+        results, pools, state, self._history, self._cache = program(self._weights, *args)
+        sampler.set_state(state)
+        return results, pools
+
+    def _on_device(self, rows: Sequence[PlanRow], histories: Sequence[Sequence[int]], sampler: Sampler) -> TokenHistory:
+        ids, lens = np.zeros((self._num_slots, self._max_len), np.int32), np.zeros(self._num_slots, np.int32)
+        for row, tokens in zip(rows, histories, strict=True):
+            ids[row.slot, : len(tokens)], lens[row.slot] = tokens, len(tokens)
+        sharding = sampler.last_tokens.sharding
+        made: Any = jax.device_put((ids, lens), sharding)
+        if self._draft is not None:
+            self._cache = self._cache_for(rows, self._draft, sharding)
+        return TokenHistory(*made)
+
+    def _cache_for(self, rows: Sequence[PlanRow], draft: DraftModel, sharding: jax.sharding.Sharding) -> DraftCache:
+        """Returns the cache of the draft model, in which slots that have changed hands are empty."""
+        cache = self._cache
+        if cache is None or cache.lens.is_deleted():
+            cache, self._owners = draft.empty_cache(sharding), {}
+        is_same = np.zeros(self._num_slots, bool)
+        for row in rows:
+            is_same[row.slot] = self._owners.get(row.slot) == row.request_id
+        self._owners = {row.slot: row.request_id for row in rows}
+        lens: Any = jax.device_put(np.where(is_same, np.asarray(cache.lens), 0).astype(np.int32), sharding)
+        return dataclasses.replace(cache, lens=lens)
+
+    def _verify(
+        self,
+        weights: Weights,
+        pools: tuple[Pool, ...],
+        state: SamplerState,
+        history: TokenHistory,
+        options: RowOptions,
+        numbers: jax.Array,
+        draft_weights: Weights | None,
+        draft_cache: DraftCache | None,
+        spec: VerifySpec,
+    ) -> tuple[jax.Array, tuple[Pool, ...], SamplerState, TokenHistory, DraftCache | None]:
+        """Computes verify steps until there are none left, or all rows are at their ends."""
+        steps = VerifySteps.unpack(numbers, spec, self._adapters)
+        rows = TokenHistory(history.ids[steps.slots], jnp.where(steps.ends > 0, history.lens[steps.slots], 0))
+        # Traced in front of the loop, as decode steps are.
+        example = steps.batch(rows, *steps.lookup(rows)).packed
+        forward = TracedFunction(functools.partial(self._forward, spec=spec.packed), weights, pools, example)
+        cache = draft_cache and DraftCache(draft_cache.pools, draft_cache.lens[steps.slots])
+
+        draft, proposing = self._draft, None
+        if draft is not None and draft_weights is not None and cache is not None:
+            proposing = draft.steps(draft_weights, cache, rows, steps.slots)
+
+        def goes_on(carry: Any) -> jax.Array:
+            index, _, _, rows, _ = carry
+            return (index < steps.num_steps) & steps.is_active(rows).any()
+
+        def step(carry: Any) -> Any:
+            index, results, pools, rows, cache = carry
+            if draft is None or proposing is None:
+                drafts, is_found = steps.lookup(rows)
+            else:
+                is_found, pick = steps.is_drafted(rows), functools.partial(_pick, options, state, steps.draws)
+                drafts, cache = draft.propose(proposing, cache, rows, is_found, pick, spec.num_drafts)
+            batch = steps.batch(rows, drafts, is_found)
+            logits, pools = forward(weights, pools, batch.packed)
+            chosen = _choose(options, state, logits, batch, steps.draws)
+            sampled = chosen[batch.tokens.index(spec.num_drafts)]
+            rows, counts = accept(rows, batch.drafts, batch.num_drafts, sampled, batch.is_active)
+            result = jnp.concatenate([sampled, counts[:, None], batch.num_drafts[:, None]], axis=1)
+            return index + 1, results.at[index].set(result), pools, rows, cache and kept(cache, rows)
+
+        results = jnp.zeros((spec.max_num_steps, spec.packed.num_rows, spec.num_drafts + 3), jnp.int32)
+        carry = (jnp.int32(0), results, pools, rows, cache)
+        _, results, pools, rows, cache = jax.lax.while_loop(goes_on, step, carry)
+        # A row that is not used is written nowhere.
+        slots = jnp.where(steps.ends > 0, steps.slots, self._num_slots)
+        last = state.last_tokens.at[slots].set(last_tokens(rows), mode="drop")
+        history = TokenHistory(
+            history.ids.at[slots].set(rows.ids, mode="drop"), history.lens.at[slots].set(rows.lens, mode="drop")
+        )
+        if cache is not None and draft_cache is not None:
+            cache = DraftCache(cache.pools, draft_cache.lens.at[slots].set(cache.lens, mode="drop"))
+        return results, pools, dataclasses.replace(state, last_tokens=last), history, cache
+
+    def _call_of(self, spec: VerifySpec) -> StepCall:
+        """Returns a step with its arguments as shapes."""
+        placed = functools.partial(jax.ShapeDtypeStruct, sharding=default_sharding())
+        last_tokens: Any = placed((self._num_slots,), np.int32)
+        history: Any = (placed((self._num_slots, self._max_len), np.int32), last_tokens)
+        idle = SlotParams(self._num_slots, 1).rows((), spec.packed.num_rows)[0]
+        options = jax.tree.map(lambda x: placed(x.shape, x.dtype), idle)
+        numbers = self._adapters.empty(spec.size)
+        state = SamplerState(last_tokens)
+        draft: tuple[Any, Any] = (None, None)
+        if self._draft is not None:
+            draft = self._draft.weights, self._draft.abstract_cache(default_sharding())
+        return StepCall(self._function, (self._pools(), state, TokenHistory(*history), options, numbers, *draft))
+
+    def temporary_bytes(self) -> int:
+        """Returns the temporary bytes of the largest step, which has the logits of all its tokens."""
+        spec = self.spec(self._decode_buckets[-1])
+        function, args = self._call_of(spec)
+        return function.temporary_bytes(self._weights, *args, spec=spec)
+
+    def compile_tasks(self) -> Iterator[CompileTask]:
+        """Yields every program that traffic can meet."""
+        return (self._steps.task(self.spec(size)) for size in self._decode_buckets)
+
+
+def _pick(
+    options: RowOptions, state: SamplerState, draws: jax.Array, logits: jax.Array, positions: jax.Array
+) -> jax.Array:
+    """Chooses the token behind each row's token at `positions` int32[S] from logits [S, vocab] of a draft model."""
+    of_rows = options.advanced(positions + 1)
+    greedy, _ = choose(SamplerSpec("greedy"), of_rows, state, logits)
+    return jax.lax.cond(draws, lambda: choose(SamplerSpec("sampled"), of_rows, state, logits)[0], lambda: greedy)
+
+
+def _choose(
+    options: RowOptions, state: SamplerState, logits: jax.Array, batch: VerifyBatch, draws: jax.Array
+) -> jax.Array:
+    """Chooses the token behind each token of a step, int32[T], as a decode step at its position would.
+
+    Args:
+        options: Options of the rows at the start of their prompts.
+        state: State of the slots.
+        logits: float[T, vocab].
+        batch: The tokens.
+        draws: Whether any row draws, bool[].
+    """
+    rows, nowhere = batch.tokens.rows, len(state.last_tokens)
+    of_tokens = RowOptions(options.ints[rows], options.floats[rows]).advanced(batch.packed.positions + 1)
+    is_read = jnp.arange(len(rows)) < batch.tokens.num_tokens
+    slots = jnp.where(is_read, of_tokens.int_column("slot"), nowhere)
+    of_tokens = dataclasses.replace(of_tokens, ints=of_tokens.ints.at[:, INT_COLUMNS.index("slot")].set(slots))
+    greedy, _ = choose(SamplerSpec("greedy"), of_tokens, state, logits)
+    return jax.lax.cond(draws, lambda: choose(SamplerSpec("sampled"), of_tokens, state, logits)[0], lambda: greedy)
+
+
+def read_drafts(results: np.ndarray, num_rows: int) -> DraftResult:
+    """Returns what verify steps have brought.
+
+    Args:
+        results: int32[num_steps, S, k + 3], as of `SpeculativeDecoder.run`.
+        num_rows: Number of rows of the plan.
+    """
+    results = results[:, :num_rows]
+    counts, num_drafts = results[..., -2], results[..., -1]
+    tokens = [
+        tuple(token for step, count in zip(row, of_row, strict=True) for token in step[:count])
+        for row, of_row in zip(results.swapaxes(0, 1).tolist(), counts.T.tolist(), strict=True)
+    ]
+    num_steps = int((counts > 0).any(axis=1).sum())
+    num_accepted = int(np.maximum(counts - 1, 0).sum())
+    return DraftResult(tokens, num_steps, int(num_drafts.sum()), num_accepted, int((num_drafts > 0).sum()))

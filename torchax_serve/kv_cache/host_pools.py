@@ -1,0 +1,94 @@
+"""Pages in host memory: keys and values of prefixes that the device had to evict."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from torchax_serve.kv_cache.pools import CacheAllocation, PagedCache, is_on_mesh, set_pages
+from torchax_serve.scheduler import NULL_PAGE, PageTransfer
+
+PAGES_PER_CALL = 16
+"""Pages that one program moves; more are several calls, fewer are padded."""
+MAX_PENDING = 4
+"""Calls whose pages may be on their way to the host; each holds memory of the device."""
+
+_gather = jax.jit(lambda pools, pages: tuple(pool[pages] for pool in pools))
+_set_pages = jax.jit(set_pages, donate_argnums=0, static_argnames="is_on_mesh")
+
+
+class HostPools:
+    """Pools in host memory by layer, ``[num_host_pages, num_heads, page_size, width]``.
+
+    The operating system gives them memory as pages are first written.
+
+    Pages go to the host while the device computes: they are gathered into arrays of their own, and copied out of these
+    when a page is loaded or too many are pending.
+
+    Args:
+        cache: Cache of the device.
+        plan: Number of host pages of each group, with the groups of `cache`.
+    """
+
+    def __init__(self, cache: PagedCache, plan: CacheAllocation) -> None:
+        self._cache, self.plan = cache, plan
+        groups = cache.layout.groups
+        self._layers = [[n for n, owner in enumerate(groups) if owner == group] for group in range(len(plan.groups))]
+        self._pools = [
+            np.zeros((plan.groups[group].num_pages, shape.num_heads, plan.page_size, shape.width), shape.dtype)
+            for group, shape in zip(groups, plan.shapes, strict=True)
+        ]
+        self._pending: collections.deque[tuple[int, list[int], tuple[jax.Array, ...]]] = collections.deque()
+
+    def transfer(self, transfers: Sequence[PageTransfer]) -> None:
+        """Moves pages, with the result of doing so one after the other."""
+        for (group, is_load), same in itertools.groupby(transfers, lambda each: (each.group, each.is_load)):
+            pairs = [(each.device_page, each.host_page) for each in same]
+            for begin in range(0, len(pairs), PAGES_PER_CALL):
+                part = pairs[begin : begin + PAGES_PER_CALL]
+                (self._load if is_load else self._offload)(group, part)
+
+    def reset(self) -> None:
+        """Drops what is pending, as when the device has lost its pages."""
+        self._pending.clear()
+
+    def warm_up(self) -> None:
+        """Compiles the programs of each group, with null pages, which nobody reads."""
+        for group in range(len(self._layers)):
+            self._offload(group, [(NULL_PAGE, NULL_PAGE)])
+            self._load(group, [(NULL_PAGE, NULL_PAGE)])
+
+    def _offload(self, group: int, pairs: list[tuple[int, int]]) -> None:
+        pages, host_pages = zip(*pairs, strict=True)
+        gathered = _gather(self._cache.pages_of_layers(self._layers[group]), _padded(pages))
+        for array in gathered:
+            array.copy_to_host_async()
+        self._pending.append((group, list(host_pages), gathered))
+        while len(self._pending) > MAX_PENDING:
+            self._write_oldest()
+
+    def _write_oldest(self) -> None:
+        group, host_pages, gathered = self._pending.popleft()
+        for layer, array in zip(self._layers[group], gathered, strict=True):
+            for page, values in zip(host_pages, np.asarray(array), strict=False):  # what is behind them is padding
+                self._pools[layer][page] = values
+
+    def _load(self, group: int, pairs: list[tuple[int, int]]) -> None:
+        while self._pending:
+            self._write_oldest()
+        last = dict(pairs)  # a page that is a target twice has what came last
+        sources = _padded(tuple(last.values()))
+        layers = self._layers[group]
+        values = tuple(self._pools[layer][sources] for layer in layers)
+        pools = self._cache.pages_of_layers(layers)
+        written = _set_pages(pools, _padded(tuple(last)), values, is_on_mesh=is_on_mesh(pools))
+        self._cache.set_pages_of_layers(layers, written)
+
+
+def _padded(pages: Sequence[int]) -> np.ndarray:
+    """Returns int32[PAGES_PER_CALL]: `pages`, the last one repeated."""
+    return np.array([*pages, *[pages[-1]] * (PAGES_PER_CALL - len(pages))], np.int32)

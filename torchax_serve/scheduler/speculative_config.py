@@ -1,0 +1,103 @@
+"""`SpeculativeConfig`: how an engine speculates. The keys are those of vLLM's `speculative_config`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
+
+METHODS = ("ngram", "draft_model")
+"""Methods that are implemented."""
+
+REFUSED_METHODS = {
+    "eagle": "EAGLE heads",
+    "eagle3": "EAGLE-3 heads",
+    "medusa": "Medusa heads",
+    "mlp_speculator": "MLP speculators",
+    "mtp": "multi-token-prediction heads",
+    "deepseek_mtp": "multi-token-prediction heads",
+    "qwen3_next_mtp": "multi-token-prediction heads",
+    "suffix": "suffix trees",
+}
+"""vLLM's other methods, in words."""
+
+MAX_SPECULATIVE_TOKENS = 16
+"""Most drafts of a step: later ones are rarely accepted, and each costs a token of a step."""
+
+MAX_LOOKUP = 16
+"""Longest n-gram that is looked up: a longer match says little more."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """Options of speculative decoding.
+
+    Attributes:
+        method: "ngram": drafts are the tokens that followed the last tokens before, in the prompt or the answer;
+            "draft_model": another model writes them.
+        model: Draft model, as `serve` takes one; None for "ngram".
+        num_speculative_tokens: Number of drafts that a step verifies.
+        prompt_lookup_max: Most last tokens that are looked up; more of them in common are a better match.
+        prompt_lookup_min: Fewest last tokens that are looked up.
+        adaptive: Whether steps speculate only where that is expected to be faster.
+    """
+
+    method: str = "ngram"
+    model: Any = None
+    num_speculative_tokens: int = 4
+    prompt_lookup_max: int = 4
+    prompt_lookup_min: int = 2
+    adaptive: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.method, str) and self.method in REFUSED_METHODS:
+            raise UnsupportedArgumentError(
+                f"speculative_config: method: expected 'ngram' or 'draft_model', got {self.method!r}; "
+                f"{REFUSED_METHODS[self.method]} are not supported"
+            )
+        if self.method not in METHODS:
+            raise InvalidArgumentError(
+                f"speculative_config: method: expected 'ngram' or 'draft_model', got {self.method!r}"
+            )
+        if (self.method == "draft_model") != (self.model is not None):
+            expected = "the name or folder of a model" if self.model is None else "None with method 'ngram'"
+            raise InvalidArgumentError(f"speculative_config: model: expected {expected}, got {self.model!r}")
+        self._check("num_speculative_tokens", 1, MAX_SPECULATIVE_TOKENS, "4 is usual; None does not speculate")
+        self._check("prompt_lookup_max", 1, MAX_LOOKUP, "4 is usual")
+        self._check("prompt_lookup_min", 1, self.prompt_lookup_max, "it is at most prompt_lookup_max")
+        if not isinstance(self.adaptive, bool):
+            raise InvalidArgumentError(f"speculative_config: adaptive: expected True or False, got {self.adaptive!r}")
+
+    def _check(self, name: str, low: int, high: int, remedy: str) -> None:
+        value = getattr(self, name)
+        if type(value) is not int or not low <= value <= high:
+            raise InvalidArgumentError(
+                f"speculative_config: {name}: expected a whole number from {low} to {high}, got {value!r}; {remedy}"
+            )
+
+    @classmethod
+    def parse(cls, value: Any) -> SpeculativeConfig | None:
+        """Returns the config for `value`, a config, a mapping with its fields, or None.
+
+        Raises:
+            InvalidArgumentError: a value is out of its range, or a key is unknown.
+            UnsupportedArgumentError: a method of vLLM that is not supported.
+        """
+        if value is None or isinstance(value, cls):
+            return value
+        if not isinstance(value, Mapping):
+            raise InvalidArgumentError(
+                'speculative_config: expected a mapping such as {"method": "ngram", "num_speculative_tokens": 4}, got '
+                f"{value!r}"
+            )
+        fields = [field.name for field in dataclasses.fields(cls)]
+        if isinstance(value.get("method"), str) and value["method"] in REFUSED_METHODS:
+            return cls(method=value["method"])  # whose keys are others
+        unknown = [key for key in value if key not in fields]
+        if unknown:
+            raise InvalidArgumentError(
+                f"speculative_config: expected keys of {', '.join(fields)}, got {unknown[0]!r}; leave it out"
+            )
+        return cls(**value)
