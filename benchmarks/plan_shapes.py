@@ -39,14 +39,22 @@ PLANS = (
     ("qwen3-coder-480b-fp8", "v5p:2x2x4", "model=4,expert=4", 64, ""),
     ("deepseek-v3-fp8", "v5p:2x2x4", "model=4,expert=4", 16, ""),
 )
-VERSIONS = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "torch", "transformers", "torchax")
+IMAGE_PLANS = (("flux-1-dev", "v6e:2x2", "1024x1024"), ("stable-diffusion-3.5-large", "v6e:2x2", "1024x1024"))
+"""Transformers of diffusion pipelines: shape, topology, pixels of an image."""
+VERSIONS = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "torch", "transformers", "torchax", "diffusers")
 COMMAND = "import sys; sys.argv[0] = 'torchax-serve'; from torchax_serve.cli.main import main; main()"
 
 
 def run(shape, topology, mesh, slots, prefill, options=()):
-    arguments = ["plan", str(HERE / "shapes" / f"{shape}.json"), "--topology", topology, "--max-num-seqs", str(slots)]
-    arguments += ["--max-model-len", str(LEN), "--prefill", prefill, "--json", "--no-cache"]
-    arguments += [*(["--mesh", mesh] if mesh else []), *options]
+    arguments = ["--max-num-seqs", str(slots), "--max-model-len", str(LEN), "--prefill", prefill, "--no-cache"]
+    row = {"shape": shape, "topology": topology, "mesh": mesh or "all on model", "slots": slots}
+    return planned(row, [*arguments, *(["--mesh", mesh] if mesh else []), *options]) | {"options": " ".join(options)}
+
+
+def planned(row, options):
+    """The row with what a plan says, in a process of its own."""
+    arguments = ["plan", str(HERE / "shapes" / f"{row['shape']}.json"), "--topology", row["topology"], "--json"]
+    arguments += options
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     start = time.perf_counter()
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])}
@@ -57,12 +65,11 @@ def run(shape, topology, mesh, slots, prefill, options=()):
         "cpu_s": round(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, 1),
         "peak_gb": round(after.ru_maxrss / 1e6, 2),  # of the largest process so far
     }
-    row = {"shape": shape, "topology": topology, "mesh": mesh or "all on model", "slots": slots}
-    row |= {"options": " ".join(options), **took}
+    row = row | took
     if done.returncode:
         return row | {"error": done.stderr.strip().splitlines()[-1]}
     report = json.loads(done.stdout)
-    report["model"] = shape
+    report["model"] = row["shape"]
     return row | {"report": report}
 
 
@@ -97,24 +104,51 @@ def table(rows):
     return "\n".join(lines)
 
 
+def image_table(rows):
+    lines = [
+        "| shape | topology | image | fits | weights | temporaries | exchange | step at least | s, GB here |",
+        "|" + "---|" * 9,
+    ]
+    for row in rows:
+        report = row.get("report")
+        first = f"| {row['shape']} | {row['topology']} | {row['image']} |"
+        if report is None:
+            lines.append(f"{first} {row['error']} | | | | | |")
+            continue
+        program = report["program"] or {"collectives": {}}
+        exchange = ", ".join(f"{n} {kind}" for kind, (n, _) in program["collectives"].items()) or "-"
+        lines.append(
+            f"{first} {'yes' if report['fits'] else 'no'} | {report['weights_bytes'] / 1e9:.2f} | "
+            f"{report['temporary_bytes'] / 1e9:.2f} | {exchange} | {report['bound_s'] * 1e3:.1f} ms | "
+            f"{row['cpu_s']:.0f}, {row['peak_gb']:.1f} |"
+        )
+    return "\n".join(lines)
+
+
 def key(row):
-    return (*operator.itemgetter("shape", "topology", "mesh")(row), row.get("options", ""))
+    return (*operator.itemgetter("shape", "topology", "mesh")(row), row.get("options", row.get("image", "")))
 
 
 def main():
     wanted = set(sys.argv[1:])
-    content = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"rows": []}
-    kept = content["rows"]
-    for plan in PLANS:
-        if wanted and not any(word in " ".join(map(str, plan)) for word in wanted):
-            continue
-        row = run(*plan) | {"versions": versions()}
-        kept = [each for each in kept if key(each) != key(row)]
-        kept.append(row)
-        content |= {"length": LEN, "rows": kept}
+    content = {"rows": [], "images": []} | (json.loads(RESULTS.read_text()) if RESULTS.exists() else {})
+
+    def is_wanted(plan):
+        return not wanted or any(word in " ".join(map(str, plan)) for word in wanted)
+
+    def add(kind, row):
+        row |= {"versions": versions()}
+        kept = [each for each in content[kind] if key(each) != key(row)]
+        content.update({"length": LEN, kind: [*kept, row]})
         RESULTS.write_text(json.dumps(content, indent=1) + "\n")
-        print(table([row]), flush=True)
-    print(table(kept))
+        print((table if kind == "rows" else image_table)([row]), flush=True)
+
+    for plan in filter(is_wanted, PLANS):
+        add("rows", run(*plan))
+    for shape, topology, size in filter(is_wanted, IMAGE_PLANS):
+        row = {"shape": shape, "topology": topology, "mesh": "all on model", "image": size}
+        add("images", planned(row, ["--image-size", size]))
+    print(table(content["rows"]), image_table(content["images"]), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@
     ├── ModelNotFoundError      a name, folder or hub id that leads to no model
     ├── CheckpointError         the model is there, its files are not what they should be
     ├── UnsupportedModelError   an architecture or a task that this call cannot run
+    │   └── IsPipelineError     a pipeline of diffusers, where a model of transformers was expected
     ├── InvalidArgumentError    an argument with an invalid value (also a ValueError)
     ├── UnsupportedArgumentError  an argument that exists in transformers and is not honoured here (also a ValueError)
     ├── ChatTemplateError       no chat template, or one that does not render
@@ -35,6 +36,10 @@ class CheckpointError(TorchaxServeError):
 
 class UnsupportedModelError(TorchaxServeError):
     """An architecture or a task that this call cannot run."""
+
+
+class IsPipelineError(UnsupportedModelError):
+    """A repository with a pipeline of diffusers, where a model of transformers was expected."""
 
 
 class InvalidArgumentError(TorchaxServeError, ValueError):

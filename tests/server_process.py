@@ -1,5 +1,6 @@
 """``torchax-serve serve`` as a process of its own."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -22,14 +23,18 @@ class Process:
     Args:
         arguments: Of the command.
         listener: A listening socket that the server is given as by systemd; None: it makes its own.
+        warm_up: Whether it compiles its programs before it is ready.
+        prefix: Command that runs the server's, such as one that mounts a folder for it.
         environment: Variables.
     """
 
-    def __init__(self, *arguments, listener=None, **environment):
+    def __init__(self, *arguments, listener=None, warm_up=False, prefix=(), **environment):
         self.port = free_port() if listener is None else listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         start = START if listener is None else ACTIVATE.format(listener.fileno()) + START
-        command = [sys.executable, "-c", start, "serve", "--port", str(self.port), "--no-warm-up", *arguments]
+        command = [*prefix, sys.executable, "-c", start, "serve", "--port", str(self.port), *arguments]
+        if not warm_up:
+            command.append("--no-warm-up")
         self.process = subprocess.Popen(
             command,
             stderr=subprocess.PIPE,
@@ -40,12 +45,12 @@ class Process:
 
     def wait_until_ready(self, within_s=120):
         until = time.monotonic() + within_s
-        while time.monotonic() < until:
-            assert self.process.poll() is None, self.process.stderr.read()
-            try:
-                if httpx.get(f"{self.url}/readyz").status_code == 200:
-                    return self
-            except httpx.HTTPError:
+        with httpx.Client(base_url=self.url) as http:
+            while time.monotonic() < until:
+                assert self.process.poll() is None, self.process.stderr.read()
+                with contextlib.suppress(httpx.HTTPError):
+                    if http.get("/readyz").status_code == 200:
+                        return self
                 time.sleep(0.2)
         raise AssertionError("it is not ready")
 
@@ -81,8 +86,8 @@ class Process:
 def started():
     processes = []
 
-    def start(*arguments, **environment):
-        processes.append(Process(*arguments, **environment))
+    def start(*arguments, **options):
+        processes.append(Process(*arguments, **options))
         return processes[-1]
 
     yield start

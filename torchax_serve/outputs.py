@@ -123,6 +123,9 @@ class GenerationStats:
         decode_tokens_per_s: Rate of the tokens after the first; None with fewer than two tokens.
         total_s: Seconds from the request to the last token.
         finish_reason: Why the answer ended; None while it runs.
+        cached_tokens: Number of tokens of the prompt that were found in the prefix cache.
+        queued_s: Seconds from the request to its first step, a part of `ttft_s`; None before it, and off the engine.
+        num_preemptions: How often it made room for other requests; its tokens were computed anew each time.
     """
 
     prompt_tokens: int
@@ -131,6 +134,9 @@ class GenerationStats:
     decode_tokens_per_s: float | None
     total_s: float
     finish_reason: FinishReason | None
+    cached_tokens: int = 0
+    queued_s: float | None = None
+    num_preemptions: int = 0
 
 
 class GroupUsage(NamedTuple):

@@ -27,6 +27,9 @@ from torchax.interop import jax_view, torch_view  # noqa: E402
 TorchView = torchax.view.View
 
 
+NarrowInfo = torchax.view.NarrowInfo
+
+
 TorchTensor = torchax.tensor.Tensor
 
 

@@ -10,6 +10,7 @@ from model_adapters.errors import CheckpointError
 
 CONFIG = "config.json"
 MODULES = "modules.json"  # of sentence-transformers
+PIPELINE_INDEX = "model_index.json"  # names the models of a pipeline of diffusers
 
 
 def inside(name: Any, said_in: str | os.PathLike[str]) -> str:

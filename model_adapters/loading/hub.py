@@ -19,9 +19,9 @@ import huggingface_hub
 from huggingface_hub import ModelInfo, constants, errors
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from model_adapters.errors import CheckpointError
+from model_adapters.errors import CheckpointError, IsPipelineError
 from model_adapters.loading import checkpoint
-from model_adapters.loading.file_names import CONFIG, MODULES, inside
+from model_adapters.loading.file_names import CONFIG, MODULES, PIPELINE_INDEX, inside
 from model_adapters.loading.gguf_names import is_gguf_only, language_models, pick
 from model_adapters.loading.hub_request import HubRequest, hub_errors, is_unreachable
 from model_adapters.loading.model_class import read_config_json
@@ -55,8 +55,13 @@ def fetch(request: HubRequest, progress: Progress) -> tuple[Path, int]:
         listed = {each.rfilename for each in info.siblings or []}
         if request.gguf is not None or is_gguf_only(listed):
             return _gguf(request, info, progress)
+        if PIPELINE_INDEX in listed and CONFIG not in listed:
+            raise IsPipelineError(
+                f"{request.hub_id} is a pipeline of diffusers, expected a model of transformers: give it to serve or "
+                "to torchax-serve draw"
+            )
         # by the revision's name, so that the cache knows where it leads to
-        first = _file(request, CONFIG if CONFIG in listed or MODULES not in listed else MODULES, request.revision)
+        first = hub_file(request, CONFIG if CONFIG in listed or MODULES not in listed else MODULES, request.revision)
         folder = first.parent
         if info.sha != folder.name:  # the branch has moved between the two calls
             info = _info(request, folder.name) or info
@@ -65,7 +70,7 @@ def fetch(request: HubRequest, progress: Progress) -> tuple[Path, int]:
         missing = {name: files[name] for name in names if not (folder / name).exists()}
         if missing:
             with progress.stage(f"downloading {request.hub_id}", sum(missing.values())) as advance:
-                _download(request, list(missing), folder.name, advance)
+                download(request, list(missing), folder.name, advance)
         return folder, sum(missing.values())
 
 
@@ -75,14 +80,14 @@ def _gguf(request: HubRequest, info: ModelInfo, progress: Progress) -> tuple[Pat
     name = pick(sizes, request.gguf, request.hub_id, _HOW)
     commit = info.sha or request.revision or "main"
     try:
-        return _file(request, name, commit, local=True), 0
+        return hub_file(request, name, commit, local=True), 0
     except errors.LocalEntryNotFoundError:
         pass
     if request.gguf is None:
         logger.warning("%s: %s is taken, one of %d GGUF files", request.hub_id, name, len(language_models(sizes)))
     with progress.stage(f"downloading {request.hub_id}", sizes[name]) as advance:
-        _download(request, [name], request.revision, advance)  # by its name, so that the cache knows where it leads to
-    return _file(request, name, request.revision, local=True), sizes[name]
+        download(request, [name], request.revision, advance)  # by its name, so that the cache knows where it leads to
+    return hub_file(request, name, request.revision, local=True), sizes[name]
 
 
 _HOW = "name one behind a colon, organisation/name:Q4_K_M"
@@ -110,8 +115,8 @@ def _cached_gguf(request: HubRequest) -> Path | None:
     return folder / pick(names, request.gguf, f"the cached copy of {request.hub_id}", _HOW)
 
 
-def _download(request: HubRequest, names: list[str], commit: str | None, advance: Advance) -> None:
-    """Fetches files concurrently; the first error, or Ctrl-C, stops all downloads."""
+def download(request: HubRequest, names: list[str], commit: str | None, advance: Advance) -> None:
+    """Downloads files concurrently; the first error, or Ctrl-C, stops all of them."""
     lock, stopped = threading.Lock(), threading.Event()
 
     def counted(amount: int) -> None:
@@ -122,7 +127,7 @@ def _download(request: HubRequest, names: list[str], commit: str | None, advance
 
     bar = hub_bar_class(counted)
     with ThreadPoolExecutor(NUM_CONNECTIONS, thread_name_prefix="download") as pool:
-        tasks = [pool.submit(_file, request, name, commit, bar) for name in names]
+        tasks = [pool.submit(hub_file, request, name, commit, bar) for name in names]
         try:
             for task in as_completed(tasks):
                 task.result()
@@ -144,9 +149,9 @@ def _cached(request: HubRequest) -> Path:
     if (file := _cached_gguf(request)) is not None:
         return file
     try:
-        folder = _file(request, CONFIG, request.revision, local=True).parent
+        folder = hub_file(request, CONFIG, request.revision, local=True).parent
     except errors.LocalEntryNotFoundError:
-        folder = _file(request, MODULES, request.revision, local=True).parent
+        folder = hub_file(request, MODULES, request.revision, local=True).parent
     model = folder / transformer_path(folder, lambda path: (folder / path / CONFIG).is_file())
     if request.with_weights:
         config = read_config_json(model / CONFIG)
@@ -178,18 +183,19 @@ def _info(request: HubRequest, revision: str | None) -> ModelInfo | None:
         if _cached_gguf(request) is not None:
             return None
         try:
-            _file(request, CONFIG, revision, local=True)
+            hub_file(request, CONFIG, revision, local=True)
         except errors.LocalEntryNotFoundError:
             try:
-                _file(request, MODULES, revision, local=True)
+                hub_file(request, MODULES, revision, local=True)
             except errors.LocalEntryNotFoundError:
                 raise error from None
         return None
 
 
-def _file(
+def hub_file(
     request: HubRequest, name: str, revision: str | None, bar: type | None = None, *, local: bool = False
 ) -> Path:
+    """Returns a file of the cached copy, which is downloaded unless it is there or `local`."""
     return Path(
         huggingface_hub.hf_hub_download(
             request.hub_id,
@@ -210,10 +216,10 @@ def _names(request: HubRequest, folder: Path, files: dict[str, int]) -> list[str
     """
     commit = folder.name
     if MODULES in files:
-        _file(request, MODULES, commit)
+        hub_file(request, MODULES, commit)
     model = transformer_path(folder, lambda path: _joined(path, CONFIG) in files)
-    config = _file(request, _joined(model, CONFIG), commit)
-    names = [name for name in files if _is_small(name, "", request) or _is_small(name, model, request)]
+    config = hub_file(request, _joined(model, CONFIG), commit)
+    names = [name for name in files if is_small(name, "", request) or is_small(name, model, request)]
     if request.with_weights:
         names += _weight_names(request, files, config, model)
     for module in read_modules(folder / MODULES) if MODULES in files else []:
@@ -226,7 +232,7 @@ def _joined(folder: str, name: str) -> str:
     return f"{folder}/{name}" if folder else name
 
 
-def _is_small(name: str, folder: str, request: HubRequest) -> bool:
+def is_small(name: str, folder: str, request: HubRequest) -> bool:
     """Tells whether a file belongs to a model in `folder` and has none of its weights."""
     start = _joined(folder, "")
     if not name.startswith(start):
@@ -243,7 +249,7 @@ def _of_module(request: HubRequest, files: dict[str, int], folder: str) -> list[
 
     Examples are pooling and a layer with its own weights.
     """
-    names = [name for name in files if _is_small(name, folder, request)] if folder else []
+    names = [name for name in files if is_small(name, folder, request)] if folder else []
     safe, pickled = _joined(folder, checkpoint.SAFE_FILE), _joined(folder, checkpoint.PICKLE_FILE)
     if not folder or not request.with_weights:
         return names
@@ -270,7 +276,7 @@ def _weight_names(request: HubRequest, files: dict[str, int], config: Path, mode
         raise CheckpointError(f"{request.hub_id} holds no weights: expected {' or '.join(candidates)}, found {there}")
     names = [_joined(model, found)]
     if found.endswith(".index.json"):
-        index = _file(request, names[0], _commit_of(config, model))
+        index = hub_file(request, names[0], _commit_of(config, model))
         names += [_joined(model, name) for name in checkpoint.shard_names(index)]
         lost = [name for name in names if name not in files]
         if lost:

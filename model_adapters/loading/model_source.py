@@ -28,7 +28,8 @@ EMBEDDED = Path(__file__).parents[2] / "torchax_serve" / "embedded"
 """The folder of the distribution's own small model, an ordinary model folder."""
 
 Kind = Literal["embedded", "hub", "folder", "object", "config", "bundle"]
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+"""Form of a hub id."""
 _FORMS = "a short name, a hub id (organisation/name), a folder, a GGUF file, or nothing for the embedded model"
 
 
@@ -215,7 +216,7 @@ def _hub_id(name: str) -> str:
     if entry is not None:
         return entry.hub_id
     hub_id, _ = split_tag(name)
-    if _HUB_ID.fullmatch(hub_id.strip()):
+    if HUB_ID.fullmatch(hub_id.strip()):
         return hub_id.strip()
     near = near_matches(name)
     hint = f"did you mean {', '.join(near)}? " if near else ""

@@ -191,7 +191,7 @@ def _understand_stored_lengths() -> None:
             self = torch_view(to_jax_array(self))  # a table on the host, looked up by computed indices
         if len(given) == 1 and constant_folding.is_traced_mask(given[0]):
             return TracedMaskSelection(self, given[0])
-        if isinstance(self, TorchView) and any(isinstance(x, torch.Tensor) for x in given):
+        if isinstance(self, TorchView) and any(isinstance(x, torch.Tensor | list) for x in given):
             self = torch_view(jax_view(self))  # torchax 0.0.13 reads an array that a view does not have
         if not any(isinstance(x, slice) and isinstance(x.start, TracedLength) for x in given):
             return their_getitem(self, indexes)

@@ -23,6 +23,7 @@ from model_adapters.ops.attention_args import unsupported_field
 
 NAME = "sharded"
 AXIS = "model"
+ROW_AXIS = "data"
 _MESH: ContextVar[Mesh | None] = ContextVar("mesh", default=None)
 _TOKENS_DIVIDED: ContextVar[bool] = ContextVar("tokens divided", default=False)
 
@@ -68,6 +69,17 @@ def divides_heads(heads: int, kv_heads: int, mesh: Mesh | None) -> bool:
     """Returns whether the mesh's model axis divides query heads and kv heads evenly."""
     num_shards = 1 if mesh is None else mesh.shape.get(AXIS, 1)
     return num_shards > 1 and heads % num_shards == 0 and kv_heads % num_shards == 0
+
+
+def row_axis(num_rows: int, mesh: Mesh | None) -> str | None:
+    """Returns the axis that divides a batch of `num_rows`, or None if the mesh has none or does not divide it."""
+    num_shards = 1 if mesh is None else mesh.shape.get(ROW_AXIS, 1)
+    return ROW_AXIS if num_shards > 1 and num_rows % num_shards == 0 else None
+
+
+def _by_row(spec: PartitionSpec) -> PartitionSpec:
+    """Returns `spec` with axis 0 divided by row."""
+    return PartitionSpec(ROW_AXIS, *spec[1:])
 
 
 def pool_spec(kv_heads: int, mesh: Mesh) -> PartitionSpec:
@@ -147,7 +159,9 @@ def _layer(call: _ShardedCall, *arrays: jax.Array) -> Any:
     return per_shard(call, arrays, call.specs, call.out_specs)
 
 
-def shard_by_heads(op: str, names: tuple[str, ...], out_specs: Any, *, divides_tokens: bool = False) -> None:
+def shard_by_heads(
+    op: str, names: tuple[str, ...], out_specs: Any, *, divides_tokens: bool = False, divides_rows: bool = False
+) -> None:
     """Registers an implementation of attention `op` that runs it on each device's heads.
 
     The partitioner cannot look into a kernel, and for some platforms it does not even copy one to all devices. Where
@@ -158,6 +172,7 @@ def shard_by_heads(op: str, names: tuple[str, ...], out_specs: Any, *, divides_t
         names: Names of its positional arrays, the first three of them q, k and v; `AttentionArgs` follow.
         out_specs: How the results are divided.
         divides_tokens: Inside of :func:`tokens_divided` the first three arrays and the output are divided by token.
+        divides_rows: Axis 0 of q, k, v, the mask and the result is the batch, which the axis ``data`` divides.
     """
 
     def sharded(*args: Any, **options: Any) -> Any:
@@ -169,6 +184,13 @@ def shard_by_heads(op: str, names: tuple[str, ...], out_specs: Any, *, divides_t
         in_specs, results_specs = tuple(_spec_of(names, path, array) for path, array in with_paths), out_specs
         if not divides_heads(args[0].shape[1], args[1].shape[1], mesh):
             in_specs, results_specs = (REPLICATED,) * len(in_specs), REPLICATED
+        num_rows = args[0].shape[0]
+        if divides_rows and row_axis(num_rows, mesh) is not None:
+            in_specs = tuple(
+                _by_row(spec) if array.ndim == 4 and array.shape[0] == num_rows else spec
+                for spec, (_, array) in zip(in_specs, with_paths, strict=True)
+            )
+            results_specs = _by_row(results_specs)
         keywords = tuple(sorted(options.items()))
         call = _ShardedCall(op, structure, in_specs, results_specs, keywords, mesh, registry.selection_key())
         results = _layer(call, *(array for _, array in with_paths))

@@ -14,7 +14,7 @@ import jax
 import torch
 from transformers.cache_utils import Cache
 
-from model_adapters.bridge.views import TorchTensor, TorchView, jax_view, torch_view
+from model_adapters.bridge.views import NarrowInfo, TorchTensor, TorchView, jax_view, torch_view
 from model_adapters.caches.paged_cache import ScaledPool
 from model_adapters.program.layer_structure import PRIMITIVES, SHARED_TYPES, NotComparableError
 
@@ -140,6 +140,7 @@ class Results:
         self._inputs = {id(each): number for number, each in enumerate(inputs)}
         self._objects = objects
         self._numbers: dict[int, int] = {}
+        self._bases: dict[int, list[torch.Tensor]] = {}  # views among the results by their base
         self.outputs: list[Any] = []
 
     def form(self, value: Any) -> Form:
@@ -155,10 +156,43 @@ class Results:
             return "input", self._inputs[id(value)]
         if id(value) in self._objects:
             return "object", id(value)
-        is_new = type(value) is TorchTensor and vars(value).keys() <= _PLAIN
-        if not is_new and not isinstance(value, jax.Array):
-            raise NotComparableError(f"it returns or stores a {kind.__module__}.{kind.__qualname__}")
         if id(value) not in self._numbers:
+            if not self._is_new(value):
+                raise NotComparableError(f"it returns or stores a {kind.__module__}.{kind.__qualname__}")
             self._numbers[id(value)] = len(self.outputs)
             self.outputs.append(value)
         return "output", self._numbers[id(value)]
+
+    def _is_new(self, value: Any) -> bool:
+        """Tells whether `value` is an array of its own, which no other result shares."""
+        if type(value) is TorchView:
+            return self._is_new_part(value)
+        is_tensor = type(value) is TorchTensor and vars(value).keys() <= _PLAIN and id(value) not in self._bases
+        return is_tensor or isinstance(value, jax.Array)
+
+    def _is_new_part(self, view: Any) -> bool:
+        """Tells whether `view` is a slice of an array that the code has made, apart from other results."""
+        base = view.parent
+        known = (self._inputs, self._objects, self._numbers)
+        if type(base) is not TorchTensor or any(id(base) in each for each in known):
+            return False
+        others = self._bases.setdefault(id(base), [])
+        if not all(_are_apart(view, other, base.shape) for other in others):
+            return False
+        others.append(view)
+        return True
+
+
+def _are_apart(one: Any, other: Any, shape: Sequence[int]) -> bool:
+    """Tells whether two slices of an array of `shape` have no element in common, by any one dimension."""
+    parts = [
+        index if isinstance(index, tuple) else (index,)
+        for each in (one, other)
+        if isinstance(each.view_info, NarrowInfo) and (index := each.view_info.slices) is not None
+    ]
+    if len(parts) < 2 or not all(type(part) is slice for each in parts for part in each):
+        return False
+    return any(
+        set(range(*first.indices(length))).isdisjoint(range(*second.indices(length)))
+        for first, second, length in zip(*parts, shape, strict=False)
+    )

@@ -62,12 +62,16 @@ class LayerParts:
     Attributes:
         modules: The layer and its parts, by path.
         tables: Attributes of each of them.
+        object_tables: Attributes of other objects that they have, such as attention processors of diffusers, by id;
+            known once `structure` has been called.
     """
 
     def __init__(self, layer: torch.nn.Module) -> None:
         self.layer = layer
         self.modules = list(layer.named_modules(remove_duplicate=False))
         self.tables = [vars(module) for _, module in self.modules]
+        self.object_tables: dict[int, dict[str, Any]] = {}
+        self._open: set[int] = set()
         self._paths = {id(module): path for path, module in reversed(self.modules)}
 
     def slots(self) -> list[Slot]:
@@ -140,7 +144,31 @@ class LayerParts:
             return "part", self._paths[id(value)]
         if isinstance(value, SHARED_TYPES):
             return kind, id(value)
+        if _has_only_attributes(value):
+            return self._of_object(value, where)
         raise NotComparableError(f"{where} is a {kind.__module__}.{kind.__qualname__}")
+
+    def _of_object(self, value: Any, where: str) -> Hashable:
+        """Returns the class of an object and its attributes; objects that name each other are compared by identity."""
+        kind, attributes = type(value), vars(value)
+        if id(value) in self._open:
+            return kind, id(value)
+        self.object_tables[id(value)] = attributes
+        self._open.add(id(value))
+        try:
+            return kind, tuple((name, self._of(item, f"{where}.{name}")) for name, item in attributes.items())
+        finally:
+            self._open.remove(id(value))
+
+
+class _WithoutSlots:
+    """Class whose objects have nothing but a dict of attributes."""
+
+
+def _has_only_attributes(value: Any) -> bool:
+    """Tells whether all state of `value` is in its ``__dict__``: it has no slots, and no base class written in C."""
+    kind = type(value)
+    return kind.__basicsize__ == _WithoutSlots.__basicsize__ and kind.__itemsize__ == 0 and hasattr(value, "__dict__")
 
 
 SHARED_TYPES = (

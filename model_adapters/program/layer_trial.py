@@ -171,7 +171,7 @@ def restored(layer: ModelLayer, call: LayerCall) -> Iterator[None]:
     collected = _collected()
     counts = {key: len(value) for key, value in collected.items() if isinstance(value, list)}
     states = [vars(state) for cache in call.caches for state in cache.layers]
-    snapshot = Snapshot([*layer.parts.tables, *states, *caches, collected])
+    snapshot = Snapshot([*layer.parts.tables, *layer.parts.object_tables.values(), *states, *caches, collected])
     tensors = [(each, each._elem) for table in states for each in table.values() if type(each) is TorchTensor]
     random = default_env().param.prng
     try:

@@ -36,12 +36,15 @@ NOT_READ = frozenset(
         "rope_deltas",
         "warnings_issued",
         "_cache",
+        "_diffusers_hook",
         "_jax_runtime",
         "_engine_rows",
         PREPARES,
     ]
 )
-"""Attributes of a model that its forward does not read, or that ``generate`` itself writes."""
+"""Attributes of a model that its forward does not read, or that ``generate`` itself writes.
+
+A pipeline of diffusers gives its models an empty registry of hooks when a call ends; a hook replaces their forward."""
 TEMPORARY = "_torchax_serve_temporary"
 """Attribute of functions that replace a method of a module for the time of a call.
 

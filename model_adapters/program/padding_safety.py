@@ -25,11 +25,21 @@ def right_padding_is_safe(module: torch.nn.Module) -> bool:
     quirk = quirks.of_type(config.model_type)
     if quirk.shifted_mask or any(getattr(config, name, None) == value for name, value in ENCODER_CONFIG_VALUES.items()):
         return False
+    if not module.can_generate() and _sees_later_tokens(module):
+        return False
     makes_masks = any(
         getattr(sys.modules.get(type(child).__module__), "create_causal_mask", None) is not None
         for child in module.modules()
     )
     return makes_masks or quirk.causal_without_mask
+
+
+def _sees_later_tokens(module: PreTrainedModel) -> bool:
+    """Tells whether attention says that it is not causal: the encoder of a file that has a decoder as well."""
+    file = type(module).__module__
+    return any(
+        getattr(child, "is_causal", None) is False for child in module.modules() if type(child).__module__ == file
+    )
 
 
 def can_batch_padded(module: PreTrainedModel) -> bool:

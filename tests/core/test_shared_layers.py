@@ -72,6 +72,84 @@ def test_a_lowered_program_has_one_function_for_all_layers() -> None:
     assert sizes == [(1, 1), (1, 1)]
 
 
+class Processor:
+    """What computes in the place of its layer, as attention processors of diffusers do."""
+
+    def __init__(self, factor: float = 2.0) -> None:
+        self.factor, self.count = factor, 0
+
+    def __call__(self, layer: Layer, x: torch.Tensor) -> torch.Tensor:
+        return Layer.forward(layer, self.factor * x)
+
+
+class Processed(Layer):
+    """A layer with a processor."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.processor = Processor()
+
+    def forward(self, x: torch.Tensor, **kwargs: Any) -> Any:
+        return self.processor(self, x)
+
+
+class Counting(Processor):
+    """A processor that counts its calls, and adds their number."""
+
+    def __call__(self, layer: Layer, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return super().__call__(layer, x) + self.count
+
+
+def test_processors_with_equal_attributes_are_of_one_kind() -> None:
+    module = Stack(Processed)
+    assert len(compared(module)) == 4
+    module.layers[1].processor.factor = 0.5
+    calls = compared(module)
+    assert len(calls) == 4
+    assert len({id(program) for program in calls}) == 2
+
+
+def test_a_processor_that_changes_is_called_for_each_layer() -> None:
+    module = Stack(Processed)
+    for layer in module.layers:
+        layer.processor = Counting()
+    assert compared(module) == []
+    assert [layer.processor.count for layer in module.layers] == [1] * 4, "a trial has left its count"
+
+
+class Halves(Layer):
+    """A layer that returns two slices of what it computes; `gap` is the distance between them."""
+
+    gap = 0
+
+    def forward(self, x: torch.Tensor, **kwargs: Any) -> Any:
+        both = torch.cat([super().forward(x), x])
+        end = x.shape[0]
+        return both[:end], both[end + self.gap :]
+
+
+class Overlapping(Halves):
+    """The same with an element in both slices."""
+
+    gap = -1
+
+
+class StackOfHalves(Stack):
+    """Layers of which the next gets the first result, written to afterwards."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x, rest = layer(x)
+            rest[:1] += 1
+        return x + rest[-1]
+
+
+@pytest.mark.parametrize(("kind", "number"), [(Halves, 4), (Overlapping, 0)])
+def test_slices_of_one_array_are_results_if_they_are_apart(kind: type[Layer], number: int) -> None:
+    assert len(compared(StackOfHalves(kind))) == number
+
+
 def test_gradients_are_those_of_pytorch() -> None:
     module = Stack(Layer).eval()
     x = torch.linspace(-1, 1, WIDTH).reshape(1, WIDTH)

@@ -1,5 +1,7 @@
 """What an engine tells while it works: whether it moves, and how much of a prompt was cached."""
 
+import asyncio
+import dataclasses
 import threading
 import time
 
@@ -63,6 +65,47 @@ def test_a_thread_that_has_ended_is_not_alive():
     clock.watch(thread)
     thread.join()
     assert clock() == (0, 0.0, True, False, False)
+
+
+def test_times_and_preemptions_of_a_request():
+    """Each of two that run together needs 6 pages of 2048 bytes in the end, and the cache has 8."""
+    options = dataclasses.replace(SMALL, max_num_seqs=2, kv_cache_memory_bytes=9 * 2048)
+    with serve(tiny_model("llama"), engine=options) as model:
+        model.engine._run_on_engine_thread(lambda: time.sleep(0.3))
+        params = SamplingParams(max_new_tokens=40, temperature=0)
+        streams = [model.stream([5, 6, number], params) for number in range(3)]
+        assert all(stream.stats.queued_s is None for stream in streams)
+        for stream in streams:
+            list(stream)
+        stats = [stream.stats for stream in streams]
+        assert all(0.2 < each.queued_s <= each.ttft_s <= each.total_s for each in stats)
+        assert sum(each.num_preemptions for each in stats) == model.stats().scheduler.num_preemptions >= 1
+        assert model.stream([5, 6, 0], params).stats.num_preemptions == 0
+
+
+def test_a_reader_in_an_event_loop_leaves_its_block(model):
+    params = SamplingParams(max_new_tokens=50)
+
+    async def read():
+        async with model.stream([5, 6, 7], params) as texts:
+            await anext(texts)
+        async with model.iter_tokens([5, 6, 7], model.generation_config, params=params) as tokens:
+            await anext(tokens)
+            await anext(tokens)
+        return texts
+
+    texts = asyncio.run(read())
+    assert texts.stats.finish_reason == "abort"
+    assert len(texts.token_ids) == 1
+    until = time.monotonic() + 5
+    while model.engine.progress().is_due:
+        assert time.monotonic() < until
+    assert model.engine.stats().scheduler.num_running == 0
+    with pytest.raises(ZeroDivisionError), model.iter_tokens([5, 6, 7], params=params) as failing:
+        next(failing)
+        1 / 0  # noqa: B018
+    while model.engine.progress().is_due:
+        assert time.monotonic() < until
 
 
 def test_cached_tokens_of_a_request(model):

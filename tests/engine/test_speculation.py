@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 import transformers
+from adapter_models import PeftModels, ranks
 from engine_models import VOCAB_SIZE, expected_tokens, tiny_model
 
 from torchax_serve import EngineOptions, InvalidArgumentError, SamplingParams, UnsupportedArgumentError, serve
@@ -187,3 +188,16 @@ def test_options_are_given_once_and_checked():
     with serve(tiny_model("llama"), speculative_config=NGRAM, engine=SIZES) as model:
         assert len(tokens_of(model, [request([5, 6, 7] * 4, 6)])[0]) == 6
         assert model.engine.stats().scheduler.num_draft_tokens > 0
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_drafts_are_verified_with_the_adapter_of_their_row(tmp_path):
+    peft = PeftModels(tiny_model("llama"), tmp_path, ranks(3))
+    prompts = repeating_prompts(4, seed=5)
+    params = [SamplingParams(max_new_tokens=20, temperature=0.0, adapter=name) for name in (*peft.names, None)]
+    engine = dataclasses.replace(SIZES, speculative=NGRAM)
+    with serve(tiny_model("llama"), engine=engine, adapters=peft.folders(), max_lora_rank=4) as model:
+        answers = [answer.token_ids for answer in model.generate_batch(prompts, params)]
+        assert model.stats().scheduler.num_accepted_tokens > 0
+    wanted = [peft.tokens(each.adapter, prompt, 20) for each, prompt in zip(params, prompts, strict=True)]
+    assert answers == wanted

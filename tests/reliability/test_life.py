@@ -1,6 +1,7 @@
 """Start, drain and end of the process, as its supervisor sees them."""
 
 import concurrent.futures
+import itertools
 import json
 import os
 import signal
@@ -61,8 +62,59 @@ def test_sigterm_drains(started):
     assert refused.status_code == 503
     assert (refused.headers["retry-after"], refused.headers["connection"]) == ("5", "close")
     assert server.end()[0] == 0
-    psutil.wait_procs(children, timeout=5)
-    assert not [child for child in children if child.is_running()]
+    assert running(children) == []
+
+
+def running(processes):
+    """Those that have not ended in some seconds; nobody may have waited for those that have."""
+    _, alive = psutil.wait_procs(processes, timeout=5)
+    return [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]
+
+
+def start_of(server, is_so):
+    """Waits until the start of a server is so far."""
+    until = time.monotonic() + 300
+    while not is_so():
+        assert server.process.poll() is None and time.monotonic() < until
+        time.sleep(0.1)
+
+
+def test_sigterm_while_programs_are_compiled(started, tmp_path):
+    """No program is found in an empty folder; kernels are where they were."""
+    server = started(warm_up=True, JAX_COMPILATION_CACHE_DIR=str(tmp_path))
+    with httpx.Client(base_url=server.url) as http:
+
+        def is_compiling():
+            try:
+                progress = http.get("/readyz").json().get("progress", {})
+            except httpx.HTTPError:
+                return False
+            return progress.get("name") == "compiling programs" and progress["done"] < progress["total"]
+
+        start_of(server, is_compiling)
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    server.process.send_signal(signal.SIGTERM)
+    status, errors = server.end()
+    assert status == 0, errors
+    assert "error:" not in errors and "programs are ready" not in errors
+    assert running(children) == []
+
+
+def test_sigterm_while_kernels_are_built(started, tmp_path):
+    server = started(warm_up=True, XDG_CACHE_HOME=str(tmp_path))
+    process, compilers = psutil.Process(server.process.pid), []
+
+    def is_building():
+        compilers[:] = [child for child in process.children(recursive=True) if child.name() == "cc1plus"]
+        return compilers
+
+    start_of(server, is_building)
+    children = process.children(recursive=True)
+    server.process.send_signal(signal.SIGTERM)
+    status, errors = server.end()
+    assert status == 0, errors
+    assert running(children) == []
+    assert not list(tmp_path.rglob("*.so"))
 
 
 def test_a_second_signal_ends_at_once(started):
@@ -98,6 +150,19 @@ def test_options_come_from_the_environment(started):
     assert "from-the-environment" not in errors
     (shown,) = (json.loads(line)["message"] for line in errors.splitlines() if '"options: ' in line)
     assert json.loads(shown.removeprefix("options: ")) == version.json()["options"]
+
+
+def test_warnings_of_the_library_are_lines_of_the_log(started):
+    """Such as that about a cache folder that cannot be made; it comes while the model is loaded."""
+    server = started(TORCHAX_SERVE_LOG_FORMAT="json", JAX_COMPILATION_CACHE_DIR="", XDG_CACHE_HOME="/dev/null/cache")
+    assert server.process.stderr.readline() == f"listening on {server.url}\n"
+    lines = map(json.loads, server.process.stderr)
+    warning = next(line for line in lines if line["level"] == "warning")
+    assert warning["message"].startswith("compiled programs are not kept: /dev/null/cache")
+    server.process.send_signal(signal.SIGTERM)
+    status, errors = server.end()
+    assert status == 0
+    assert all(json.loads(line)["level"] in ("info", "warning") for line in errors.splitlines())
 
 
 def test_a_port_in_use_is_one_line(server):
@@ -164,6 +229,35 @@ def test_a_long_compilation_is_not_taken_for_death(start_server, model):
             time.sleep(0.2)
         assert answer.result().status_code == 200
         assert http.get("/livez").status_code == 200
+
+
+def test_a_clock_that_jumps_hurts_nobody(start_server, model, monkeypatch):
+    """Deadlines, silence, limits of keys and statistics; only the time that answers show is the clock's."""
+    server = start_server(
+        request_timeout_s=60, queue_timeout_s=60, first_token_timeout_s=60, keep_alive_s=30, watchdog_s=30
+    )
+    body = {"model": "tiny", "prompt": "Once upon a time", "max_tokens": 60, "ignore_eos": True, "temperature": 0}
+    clock, jumps = time.time, itertools.cycle((0.0, 1e9, -1e9, 3600.0, -3600.0))
+
+    def ask(http, stream):
+        answer = http.post("/v1/completions", json={**body, "stream": stream})
+        assert answer.status_code == 200
+        if not stream:
+            return answer.json()["choices"][0]["text"]
+        assert ": keep-alive" not in answer.text and answer.text.endswith("data: [DONE]\n\n")
+        events = [json.loads(line) for line in answer.text.removesuffix("data: [DONE]\n\n").split("data: ")[1:]]
+        return "".join(choice["text"] for event in events for choice in event["choices"])
+
+    with httpx.Client(base_url=server.url, timeout=60) as http:
+        known = ask(http, False)
+        monkeypatch.setattr(time, "time", lambda: clock() + next(jumps))
+        assert {ask(http, stream) for stream in (True, False) * 3} == {known}
+        assert http.get("/livez").status_code == http.get("/readyz").status_code == 200
+        monkeypatch.undo()
+        assert ask(http, True) == known
+        sums = [line for line in http.get("/metrics").text.splitlines() if "_seconds_sum" in line]
+        assert sums and all(0 <= float(line.split()[-1]) < 1e6 for line in sums)
+    assert server.pages_are_back(model)
 
 
 def test_requests_of_the_process_itself_are_finished_too(start_server, model):

@@ -80,6 +80,8 @@ def test_a_plain_request_is_answered(guarded):
         ("two hosts", b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\nHost: evil\r\n\r\n", 400),
         ("host with a path", b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1/evil\r\n\r\n", 400),
         ("host with a user", b"GET /livez HTTP/1.1\r\nHost: evil@127.0.0.1\r\n\r\n", 400),
+        ("host with a query", b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1?evil\r\n\r\n", 400),
+        ("host with a fragment", b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1#evil\r\n\r\n", 400),
         ("foreign host", b"GET /livez HTTP/1.1\r\nHost: evil.example\r\n\r\n", 403),
         ("no HTTP", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" * 4, 400),
         ("length over the limit", HEAD + b"Content-Length: 100001\r\n\r\n", 413),

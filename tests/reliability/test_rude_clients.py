@@ -45,6 +45,28 @@ def test_a_client_that_leaves_frees_its_pages(server, model, path, body, stream,
     assert server.pages_are_back(model, within_s=2)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_was_computed_for_a_client_that_leaves_is_found_again(server, model, http, stream):
+    """The pages that its prompt and its tokens have filled; salts tell what is asked here from all else."""
+    body = {**PLAIN, **LONG, "temperature": 0}
+    fields = {"prompt": model.tokenizer.encode(f"Two clients met, stream {stream}."), "max_tokens": 120}
+    known = http.post("/v1/completions", json={**body, **fields, "cache_salt": "known", "return_token_ids": True})
+    token_ids = known.json()["choices"][0]["token_ids"]
+    salted = {**body, "prompt": fields["prompt"], "cache_salt": f"left {stream}"}
+    least = len(fields["prompt"]) + 64
+    page_size = model.engine._scheduler.config.page_size
+
+    def num_pages():  # of the layers that see all of the prompt
+        return max(group.num_used for group in model.engine.stats().scheduler.pages)
+
+    with send(server, "/v1/completions", {**salted, "stream": stream}):
+        wait_until(lambda: num_pages() * page_size > least + 2 * page_size)  # pages are taken a step ahead
+    assert server.pages_are_back(model, within_s=5)
+    again = {**salted, "prompt": fields["prompt"] + token_ids[:64], "max_tokens": 1}
+    usage = http.post("/v1/completions", json=again).json()["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] >= least - page_size
+
+
 def test_clients_cut_at_random_leave_a_server_that_is_well(server, model, http):
     rng = random.Random(5)
     known = http.post("/v1/completions", json={**PLAIN, "max_tokens": 8}).json()["choices"]

@@ -53,6 +53,8 @@ def test_keys_in_either_header(locked):
             assert http.get("/v1/models", headers=headers).status_code == 200
         both = {"Authorization": f"Bearer {KEY}", "X-API-Key": OTHER}
         assert http.get("/v1/models", headers=both).status_code == 401
+        twice = [("Authorization", f"Bearer {KEY}"), ("Authorization", f"Bearer {OTHER}")]
+        assert http.get("/v1/models", headers=twice).status_code == 400
         refused = http.get("/v1/models")
         assert refused.json()["error"]["code"] == "invalid_api_key"
         assert refused.headers["www-authenticate"] == "Bearer"
@@ -93,6 +95,29 @@ def test_a_file_of_keys_is_read_again(tmp_path):
     assert name(OTHER) == "bob"  # those of before stay
     with pytest.raises(InvalidArgumentError, match="at least 8"):
         ApiKeys([("short", "abc")])
+
+
+def test_a_stream_goes_on_while_the_file_of_its_key_is_replaced(start_server, tmp_path):
+    file = tmp_path / "keys"
+    file.write_text(f"alice:{KEY}\n")
+    serving = start_server(api_key_file=file)
+    body = {"model": "tiny", "prompt": "Hi", "max_tokens": 300, "ignore_eos": True, "stream": True}
+
+    def status_of(key):
+        return httpx.get(f"{serving.url}/v1/models", headers={"X-API-Key": key}).status_code
+
+    with httpx.stream(
+        "POST", f"{serving.url}/v1/completions", json=body, headers={"X-API-Key": KEY}, timeout=60
+    ) as answer:
+        pieces = answer.iter_text()
+        text = next(pieces)
+        assert (status_of(KEY), status_of(OTHER)) == (200, 401)
+        replacement = tmp_path / "new"
+        replacement.write_text(f"bob:{OTHER}\n")
+        os.replace(replacement, file)
+        assert (status_of(KEY), status_of(OTHER)) == (401, 200)
+        text += "".join(pieces)
+    assert text.endswith("data: [DONE]\n\n")
 
 
 def test_unknown_paths_and_methods_are_errors_of_the_dialect(http):

@@ -79,11 +79,14 @@ def test_files_that_are_no_audio_are_refused(client, data):
     assert caught.value.param == "file"
 
 
-def test_long_silence_in_a_small_file_is_refused(client):
-    data = file_of(np.zeros(1900 * 8000, np.float32), "FLAC", rate=8000)
-    assert len(data) < 1_000_000
+@pytest.mark.parametrize(
+    ("form", "rate", "seconds"), [("FLAC", 8000, 1900), ("OGG", 8000, 1900), ("FLAC", 1000, 36_000)]
+)
+def test_long_silence_in_a_small_file_is_refused(client, form, rate, seconds):
+    data = file_of(np.zeros(seconds * rate, np.int16), form, rate=rate)
+    assert len(data) < 2_000_000
     with pytest.raises(openai.BadRequestError, match="1800 s"):
-        client.audio.transcriptions.create(model="tiny", file=("a.flac", data))
+        client.audio.transcriptions.create(model="tiny", file=(f"a.{form.lower()}", data))
 
 
 def test_forms_that_are_none(speech, server):

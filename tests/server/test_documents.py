@@ -75,6 +75,10 @@ def test_the_description_is_true(http):
     assert found == description(ROUTES, ("tiny",))
     assert found["components"]["schemas"]["ChatRequest"]["properties"]["model"]["enum"] == ["tiny"]
     assert set(found["paths"]) == {path.replace(":path}", "}") for _, path, _ in ROUTES}
+    operations = [each for path in found["paths"].values() for each in path.values()]
+    ids = [each["operationId"] for each in operations]
+    links = [link for each in operations for link in each["responses"]["200"].get("links", {}).values()]
+    assert len(set(ids)) == len(ids) and links and {link["operationId"] for link in links} <= set(ids)
     schema = {"$ref": "#/components/schemas/ChatRequest", "components": found["components"]}
     jsonschema.validate({"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}, schema)
     with pytest.raises(jsonschema.ValidationError):

@@ -2,7 +2,9 @@
 
 import base64
 import io
+import struct
 import sys
+import zlib
 from pathlib import Path
 
 import openai
@@ -63,6 +65,17 @@ FRAMES = [Image.new("RGB", (4, 4), color) for color in ("red", "blue")]
 SVG = base64.b64encode(b"<svg xmlns='http://www.w3.org/2000/svg'/>").decode()
 
 
+HUGE = ((1, 10**9), (10**9, 1), (31_623, 31_623))
+
+
+def png_header(width, height):
+    """The begin of a PNG file of a size that would take gigabytes."""
+    chunk = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    data = b"IDAT" + zlib.compress(bytes(3 * 1000))
+    pieces = [struct.pack(">I", len(each) - 4) + each + struct.pack(">I", zlib.crc32(each)) for each in (chunk, data)]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(pieces)
+
+
 @pytest.mark.parametrize(
     "url",
     [
@@ -75,8 +88,9 @@ SVG = base64.b64encode(b"<svg xmlns='http://www.w3.org/2000/svg'/>").decode()
         url_of(FRAMES[0], "GIF", save_all=True, append_images=FRAMES[1:]),
         url_of(Image.new("1", (10_000, 6_000))),
         url_of(picture())[:200],
+        *(f"data:image/png;base64,{base64.b64encode(png_header(*size)).decode()}" for size in HUGE),
     ],
-    ids=["remote", "file", "path", "no base64", "no image", "svg", "animated", "bomb", "truncated"],
+    ids=["remote", "file", "path", "no base64", "no image", "svg", "animated", "bomb", "truncated", *map(str, HUGE)],
 )
 def test_what_is_no_still_picture_is_refused(client, url):
     with pytest.raises(openai.BadRequestError) as caught:

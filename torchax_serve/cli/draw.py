@@ -9,9 +9,11 @@ from typing import Annotated, Any
 import typer
 
 from model_adapters.errors import InvalidArgumentError, ModelNotFoundError
+from model_adapters.loading.file_names import PIPELINE_INDEX
+from model_adapters.loading.model_source import HUB_ID
 from torchax_serve.cli.shared.command import Command
 from torchax_serve.cli.shared.load_options import DTYPES, check_choice, complete_dtype, option_groups
-from torchax_serve.validation.library_objects import PIPELINE_INDEX, is_pipeline_folder
+from torchax_serve.validation.library_objects import is_pipeline_folder
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".webp")
 
@@ -37,7 +39,7 @@ class DrawingOptions:
 
 @option_groups
 def draw(
-    model: Annotated[str, typer.Argument(help=f"Folder of a diffusers pipeline, with {PIPELINE_INDEX}.")],
+    model: Annotated[str, typer.Argument(help="Hub id of a diffusers pipeline, or its folder.")],
     prompt: Annotated[str, typer.Argument(help="What to draw.")],
     *,
     output: Annotated[
@@ -50,16 +52,19 @@ def draw(
     dtype: Annotated[
         str, typer.Option("--dtype", autocompletion=complete_dtype, help="auto (that of the files) or a dtype.")
     ] = "auto",
+    revision: Annotated[
+        str | None, typer.Option("--revision", show_default=False, help="Branch, tag or commit of a hub id.")
+    ] = None,
     allow_pickle: Annotated[
         bool, typer.Option("--allow-pickle", help="Load weights from pickle files. Only from authors you trust.")
     ] = False,
 ) -> None:
     """Draw an image of a prompt, into a file.
 
-    torchax-serve draw ./sd-turbo "a red fox in the snow" --output fox.png --steps 2
+    torchax-serve draw stabilityai/sd-turbo "a red fox in the snow" --output fox.png --steps 2
     """
     check_choice("--dtype", dtype, DTYPES)
-    _check(model, output)
+    _check(model, revision, output)
     shape = None
     if mesh is not None:
         from torchax_serve.distributed.mesh_shape import parse_mesh
@@ -71,7 +76,10 @@ def draw(
     with prompt_interrupts(leave_at=1):
         with passing_note("starting torch and jax ..."):
             from torchax_serve import serve
-        image_model: Any = serve(model, mesh=shape, dtype=dtype, allow_pickle=allow_pickle)
+        from model_adapters.loading.progress import RichProgress
+
+        folder = _folder_of(model, revision, allow_pickle)
+        image_model: Any = serve(folder, mesh=shape, dtype=dtype, allow_pickle=allow_pickle, progress=RichProgress())
         with image_model, activity() as note:
             image = image_model.generate_image(
                 prompt, on_step=lambda step, number: note(f"step {step} of {number}"), **vars(drawing)
@@ -83,13 +91,28 @@ def draw(
     print_note(f"{image.width} x {image.height} pixels in {output}")
 
 
-def _check(model: str, output: Path) -> None:
+def _folder_of(model: str, revision: str | None, allow_pickle: bool) -> Path:
+    """Returns the folder of a pipeline; downloads it if it is one of the hub, and nothing if it is another model."""
+    if is_pipeline_folder(model):
+        return Path(model).expanduser()
+    from model_adapters.loading.hub_pipeline import fetch_pipeline
+    from model_adapters.loading.hub_request import HubRequest
+    from model_adapters.loading.progress import RichProgress
+
+    request = HubRequest(model.strip(), revision, allow_pickle=allow_pickle)
+    return fetch_pipeline(request, RichProgress())
+
+
+def _check(model: str, revision: str | None, output: Path) -> None:
     """Raises, before anything is loaded, if the pipeline is not there or the file cannot be written."""
-    if not is_pipeline_folder(model):
+    is_here = is_pipeline_folder(model)
+    if not is_here and (Path(model).expanduser().exists() or not HUB_ID.fullmatch(model.strip())):
         raise ModelNotFoundError(
-            f"MODEL: expected the folder of a diffusers pipeline, with {PIPELINE_INDEX}, got {model}; download one "
-            "with hf download ORGANISATION/NAME --local-dir FOLDER"
+            f"MODEL: expected the hub id of a diffusers pipeline, or its folder with {PIPELINE_INDEX}, got {model}; "
+            "correct it"
         )
+    if is_here and revision is not None:
+        raise InvalidArgumentError(f"--revision: expected with a hub id, got {revision} with the folder {model}")
     if output.suffix.lower() not in ENDINGS:
         raise InvalidArgumentError(f"--output: expected a name that ends with {', '.join(ENDINGS)}, got {output}")
     if not output.parent.is_dir():

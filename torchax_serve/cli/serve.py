@@ -186,7 +186,7 @@ def serve(
     _log_to_stderr(options.log_format)
     from torchax_serve import EngineOptions
     from torchax_serve import serve as load_model
-    from torchax_serve.server.lifespan import Server
+    from torchax_serve.server.lifespan import Server, end_children
     from torchax_serve.text.template_renderer import shared_renderer
 
     engine = EngineOptions(
@@ -207,6 +207,7 @@ def serve(
         status = server.run()
     finally:
         shared_renderer().close()
+        end_children()
     # A thread that still compiles must not keep the process, and an orderly end of torch and jax takes seconds.
     sys.stdout.flush()
     sys.stderr.flush()
@@ -270,13 +271,12 @@ def _named_key(index: int, text: str) -> tuple[str, str]:
 
 
 def _log_to_stderr(log_format: str) -> None:
+    """Writes the lines of the server, and warnings of all that it uses, in one format."""
     from torchax_serve.server.logs import handler
 
+    logging.getLogger().addHandler(handler(log_format))
     for name in ("torchax_serve.server", "torchax_serve.access"):
-        logger = logging.getLogger(name)
-        logger.setLevel(logging.INFO)
-        logger.addHandler(handler(log_format))
-        logger.propagate = False
+        logging.getLogger(name).setLevel(logging.INFO)
 
 
 def _offloading_bytes(gib: float) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 import torch
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from model_adapters.bridge.device_tensor import DeviceTensor
 from model_adapters.bridge.host_arrays import check_floats
@@ -19,6 +19,7 @@ from model_adapters.bridge.views import is_view, jax_view, named_tensors, to_jax
 from model_adapters.diffusion.component_program import ComponentCall, ComponentProgram
 from model_adapters.errors import TorchaxServeError, UnsupportedArgumentError, UnsupportedModelError
 from model_adapters.jax_settings import programs_run
+from model_adapters.ops import spmd
 from model_adapters.program.module_watch import ModuleWatch
 from model_adapters.program.static_tensors import StaticTensor, can_be_static
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
@@ -89,7 +90,13 @@ class ComponentRuntime:
             self._follow_module()
             args, kwargs = self._numbers_as_tensors(method, args, kwargs)
             result = self._run(method, args, kwargs)
-        return jax.tree.map(_device_tensor if self.stays_on_device else host_tensor, result)
+        return jax.tree.map(self._device_tensor if self.stays_on_device else host_tensor, result)
+
+    def _device_tensor(self, array: Any) -> Any:
+        """Returns a float array as a `DeviceTensor` on one device, where the scheduler computes; others on the host."""
+        if not isinstance(array, jax.Array) or not jax.numpy.issubdtype(array.dtype, jax.numpy.floating):
+            return host_tensor(array)
+        return DeviceTensor.of(array if self._mesh is None else jax.device_put(array, jax.devices()[0]))
 
     def _follow_module(self) -> None:
         """Takes over what has changed on the module, such as weights, an adapter, or tiling."""
@@ -123,6 +130,7 @@ class ComponentRuntime:
     def _run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         function = self._functions[method]
         spec, arrays = self._split(method, args, kwargs, reads_values=False)
+        arrays = self._placed(arrays)
         kind = (spec, tuple((array.shape, str(array.dtype)) for array in arrays))
         if kind not in self._reads_values:
             try:
@@ -134,6 +142,7 @@ class ComponentRuntime:
         else:
             first = None
         exact, arrays = self._split(method, args, kwargs, reads_values=True)
+        arrays = self._placed(arrays)
         if first is not None and exact == spec:
             raise self._untraceable(method, args, kwargs, first) from first
         try:
@@ -183,6 +192,20 @@ class ComponentRuntime:
                 )
         return ComponentCall(method, structure, tuple(static)), arrays
 
+    def _placed(self, arrays: list[jax.Array]) -> list[jax.Array]:
+        """Returns the arrays where the weights are: on one device, or on the mesh, whose axis data divides the batch.
+
+        The batch is the first dimension of the first array that has one. Arrays of another one are on every device.
+        """
+        if self._mesh is None:
+            return [jax.device_put(x, jax.devices()[0]) if len(x.devices()) > 1 else x for x in arrays]
+        num_rows = next((x.shape[0] for x in arrays if x.ndim), 0)
+        rows = PartitionSpec(spmd.row_axis(num_rows, self._mesh))
+        return [
+            jax.device_put(x, NamedSharding(self._mesh, rows if x.ndim and x.shape[0] == num_rows else PartitionSpec()))
+            for x in arrays
+        ]
+
     def _untraceable(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Exception:
         """Returns PyTorch's own error where the call fails in PyTorch, too; else what cannot be traced."""
         own = self._method_of_class(method)
@@ -225,11 +248,6 @@ def arrays_of(module: torch.nn.Module) -> dict[str, jax.Array]:
             shared[id(tensor)] = to_jax_array(tensor)
         found[name] = shared[id(tensor)]
     return found
-
-
-def _device_tensor(array: Any) -> Any:
-    is_float = isinstance(array, jax.Array) and jax.numpy.issubdtype(array.dtype, jax.numpy.floating)
-    return DeviceTensor.of(array) if is_float else host_tensor(array)
 
 
 def host_tensor(array: Any) -> Any:

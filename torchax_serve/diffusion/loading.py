@@ -65,10 +65,9 @@ def load_pipeline(folder: Path, *, dtype: Any = "auto", allow_pickle: bool = Fal
 
 def put_on_jax(pipeline: Any, *, mesh: Mesh | None = None) -> Any:
     """Makes the models of `pipeline` run on JAX, with programs stored on disk; returns the pipeline."""
-    if mesh is not None and mesh.size > mesh.shape["model"]:
+    if mesh is not None and mesh.shape["expert"] > 1:
         raise UnsupportedArgumentError(
-            f"mesh: expected the axis model alone with a pipeline, got {dict(mesh.shape)}; give {{'model': "
-            f"{mesh.size}}}"
+            f"mesh: expected the axes data and model with a pipeline, got {dict(mesh.shape)}; leave expert out"
         )
     sharded = [name for name, module in pipeline.components.items() if name in DENOISERS and is_component(module)]
     if mesh is not None and not sharded:

@@ -6,6 +6,7 @@ import asyncio
 import collections
 import contextlib
 import queue
+import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from typing import NamedTuple, Self
 
@@ -36,6 +37,7 @@ class RequestHandle:
     def __init__(self, request_id: RequestId, prompt_len: int, cancel: Callable[[FinishReason], None]) -> None:
         self.request_id = request_id
         self.prompt_len = prompt_len
+        self.submitted_s = time.monotonic()
         self.token_ids: list[int] = []  # so far read
         self.finish_reason: FinishReason | None = None  # once the end was read
         self.state: RequestState | None = None  # the scheduler's, once the request has entered; read-only
@@ -57,6 +59,17 @@ class RequestHandle:
     def num_cached_tokens(self) -> int:
         """Tokens of the prompt that were found in the prefix cache; 0 until the request runs."""
         return 0 if self.state is None else self.state.num_cached or 0
+
+    @property
+    def queued_s(self) -> float | None:
+        """Seconds from its submission to its first step; None until then."""
+        started_s = None if self.state is None else self.state.started_s
+        return None if started_s is None else max(0.0, started_s - self.submitted_s)
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often the request made room for others."""
+        return 0 if self.state is None else self.state.num_preemptions
 
     def __del__(self) -> None:
         """Cancels the request: its output has no reader any more."""
@@ -189,7 +202,7 @@ def cancel_on_error(handles: Collection[RequestHandle]) -> Iterator[None]:
 class TokenStream(Iterator[int]):
     """Iterator over new token ids as they come, the one that ends the answer included.
 
-    ``async for`` works, too. Closing it ends the request.
+    ``async for`` works, too. A context manager, also with ``async with``: leaving it, or closing it, ends the request.
 
     Attributes:
         logprobs: of the tokens yielded so far, where they were asked for.
@@ -246,3 +259,15 @@ class TokenStream(Iterator[int]):
     def close(self) -> None:
         """Ends the request if it still runs."""
         self._handle.cancel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self.close()

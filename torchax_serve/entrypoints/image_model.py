@@ -8,7 +8,6 @@ import os
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -22,16 +21,19 @@ from model_adapters.errors import (
     UnsupportedArgumentError,
     UnsupportedModelError,
 )
+from model_adapters.loading.hub_pipeline import fetch_pipeline
+from model_adapters.loading.hub_request import HubRequest
+from model_adapters.loading.progress import Progress, SilentProgress
 from torchax_serve.diffusion.checks import check_pipeline
 from torchax_serve.diffusion.loading import load_pipeline, put_on_jax
 from torchax_serve.distributed.mesh import mesh_for
 from torchax_serve.validation.argument_hints import refuses_unknown
+from torchax_serve.validation.library_objects import is_pipeline_folder
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 _OF_LANGUAGE_MODELS = (
-    "revision",
     "trust_remote_code",
     "strict",
     "random_weights",
@@ -203,7 +205,7 @@ def load_image_model(arguments: Mapping[str, Any]) -> ImageModel:
     """Returns the pipeline that `serve` was asked for.
 
     Args:
-        arguments: Arguments of `serve` by name; ``model`` is a folder with a pipeline, or a pipeline.
+        arguments: Arguments of `serve` by name; ``model`` is a folder with a pipeline, a hub id, or a pipeline.
 
     Raises:
         UnsupportedArgumentError: an argument that only language models have; names it.
@@ -221,11 +223,24 @@ def load_image_model(arguments: Mapping[str, Any]) -> ImageModel:
             )
         check_pipeline(model)
         return ImageModel(put_on_jax(model, mesh=mesh), type(model).__name__)
-    folder = Path(model).expanduser()
-    stage = nullcontext() if arguments["progress"] is None else arguments["progress"].stage(f"loading {model}", None)
-    with stage:
+    progress = arguments["progress"] or SilentProgress()
+    folder = _folder(arguments, progress)
+    with progress.stage(f"loading {model}", None):
         pipeline = load_pipeline(folder, dtype=arguments["dtype"], allow_pickle=arguments["allow_pickle"], mesh=mesh)
     return ImageModel(pipeline, str(model))
+
+
+def _folder(arguments: Mapping[str, Any], progress: Progress) -> Path:
+    """Returns the folder of the pipeline, which is downloaded if it is one of the hub."""
+    model = os.fspath(arguments["model"])
+    if is_pipeline_folder(model):
+        if arguments["revision"] is not None:
+            raise UnsupportedArgumentError(
+                f"revision: expected none with the folder {model}, got {arguments['revision']!r}; leave it out"
+            )
+        return Path(model).expanduser()
+    others = ("revision", "token", "local_files_only", "cache_dir", "allow_pickle")
+    return fetch_pipeline(HubRequest(model.strip(), **{name: arguments[name] for name in others}), progress)
 
 
 @contextlib.contextmanager

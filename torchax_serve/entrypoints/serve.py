@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import jax
 from jax.sharding import Mesh
 
-from model_adapters.errors import InvalidArgumentError
+from model_adapters.errors import InvalidArgumentError, IsPipelineError
 from model_adapters.loading.gguf_names import split_tag
 from model_adapters.loading.model_source import ModelSource, bundle_folder, cached_source, parse_name
 from model_adapters.quantization.rules import DENSE, parse_rules
@@ -25,7 +25,7 @@ from torchax_serve.engine.options import EngineOptions
 from torchax_serve.entrypoints.recorded_model import recorded_model
 from torchax_serve.start.record import start_folder
 from torchax_serve.validation.argument_hints import refuses_unknown
-from torchax_serve.validation.library_objects import is_pipeline, is_pipeline_folder
+from torchax_serve.validation.library_objects import is_cached_pipeline, is_pipeline, is_pipeline_folder
 
 if TYPE_CHECKING:
     import torch
@@ -80,15 +80,12 @@ def serve(
         cache_dir: folder of downloads; None is the hub library's own folder.
         progress, random_weights: shows load and compilation; make up weights, from the configuration alone.
         engine: batching and cache memory; None chooses.
-        mesh: number of devices on the axes ``model`` and ``expert``, and of replicas on ``data``; or a mesh with them.
-        tensor_parallel: short for ``mesh={"model": tensor_parallel}``.
+        mesh, tensor_parallel: devices on the axes ``model`` and ``expert``, replicas on ``data``; those on ``model``.
         refuse_uneven: raise for sizes that the devices do not divide; else they are padded with zeros.
         hosts: the hosts that share the model, of which this is the leader; the others call `follow`.
         pack_weights: compress bfloat16 weights to 3/4 of their bytes without loss, on one CPU with AVX and without AMX.
-        quantization: preset ("int8", "int4", "fp8", ...), file or rules for fewer bits; "none": dense.
-        requantize: let `quantization` round weights again that the checkpoint has quantized.
-        adapter: folder of a LoRA adapter as peft writes it, which is added to the weights.
-        adapters: folders of LoRA adapters by the name that requests give: ``SamplingParams(adapter=name)``.
+        quantization, requantize: preset ("int8", "int4" ...), file or rules, "none"; round quantized weights again.
+        adapter, adapters: folder of a LoRA adapter that is merged; folders by the name in ``SamplingParams.adapter``.
         max_loras, max_lora_rank, lora_target_modules: room for them; None: as `AdapterOptions`.
         speculative_config: short for ``engine=EngineOptions(speculative=speculative_config)``.
 
@@ -99,7 +96,12 @@ def serve(
     pathways.connect()
     enable_compile_cache()
     with gc_pause.paused():
-        return _serve_on_this_host(arguments) if hosts is None else _serve_on_hosts(arguments)
+        if hosts is not None:
+            return _serve_on_hosts(arguments)
+        try:
+            return _serve_on_this_host(arguments)
+        except IsPipelineError:  # known once the hub has listed the files of `model`
+            return _image_model(arguments)
 
 
 _LOADING = (
@@ -169,11 +171,8 @@ def _serve_on_this_host(arguments: dict[str, Any]) -> ServedModel:
     Args:
         arguments: Arguments of `serve` by name.
     """
-    if is_pipeline(arguments["model"]) or is_pipeline_folder(arguments["model"]):
-        from torchax_serve.entrypoints.image_model import load_image_model
-
-        # The annotation is that of language models, which nearly all callers have.
-        return cast("ServedModel", load_image_model(arguments))
+    if _is_pipeline(arguments):
+        return _image_model(arguments)
     if (bundle := bundle_folder(arguments["model"])) is not None:
         return _bundle_model(bundle, arguments)
     decisive = _decisive(arguments)
@@ -199,6 +198,20 @@ def _serve_on_this_host(arguments: dict[str, Any]) -> ServedModel:
         if recorded is not None:
             return cast("ServedModel", recorded)
     return load()
+
+
+def _is_pipeline(arguments: Mapping[str, Any]) -> bool:
+    """Tells whether the model is a pipeline of diffusers: an object, a folder, or a hub id with a copy here."""
+    model = arguments["model"]
+    is_here = is_pipeline(model) or is_pipeline_folder(model)
+    return is_here or is_cached_pipeline(model, arguments["revision"], arguments["cache_dir"])
+
+
+def _image_model(arguments: Mapping[str, Any]) -> ServedModel:
+    from torchax_serve.entrypoints.image_model import load_image_model
+
+    # The annotation is that of language models, which nearly all callers have.
+    return cast("ServedModel", load_image_model(arguments))
 
 
 def _bundle_model(folder: Path, arguments: Mapping[str, Any]) -> ServedModel:
@@ -227,7 +240,7 @@ def _serve_on_hosts(arguments: dict[str, Any]) -> ServedModel:
     """
     from torchax_serve.entrypoints.load import serve_on_hosts
 
-    if is_pipeline(arguments["model"]) or is_pipeline_folder(arguments["model"]):
+    if _is_pipeline(arguments):
         raise InvalidArgumentError("hosts: expected None for a pipeline, which runs on one host; leave it out")
     if bundle_folder(arguments["model"]) is not None:
         raise InvalidArgumentError("hosts: expected None for a bundle, which runs on one device; leave it out")
@@ -243,22 +256,28 @@ def _serve_on_hosts(arguments: dict[str, Any]) -> ServedModel:
 def _decisive(arguments: Mapping[str, Any]) -> dict[str, str] | None:
     """Returns the arguments that decide about weights, as text; None if the start of this model is not recorded.
 
-    A process that has imported transformers has paid for what a record saves, and its scripts may change the model.
+    A caller that has imported transformers has paid for what a record saves, and its scripts may change the model.
 
     Raises:
         InvalidArgumentError: rules of quantization that are none.
     """
-    model = arguments["model"]
+    model, is_callers = arguments["model"], _caller_has_transformers()
     if (engine := arguments["engine"]) is not None and engine.has_draft_model:
         return None  # which is loaded with its module
     if any(arguments[name] for name in _NOT_RECORDED) or not isinstance(model, str | os.PathLike | None):
         return None
-    if programs_dir() is None or "transformers" in sys.modules or jax.default_backend() != "cpu":
+    if programs_dir() is None or is_callers or jax.default_backend() != "cpu":
         return None
     found = {name: str(arguments[name]) for name in ("dtype", "strict", "pack_weights", "quantization", "requantize")}
     if arguments["quantization"] not in (None, DENSE):
         found["quantization"] = repr(parse_rules(arguments["quantization"]))  # what a file of rules has now
     return found
+
+
+@functools.cache
+def _caller_has_transformers() -> bool:
+    """Returns whether transformers was there before the first model: later ones find what ours has imported."""
+    return "transformers" in sys.modules
 
 
 def _source_here(arguments: Mapping[str, Any]) -> tuple[ModelSource | None, Callable[[], bool]]:

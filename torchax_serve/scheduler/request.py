@@ -104,6 +104,7 @@ class RequestState:
     num_cached: int | None = None  # tokens found in the prefix cache when it was first given a slot
     draft_tracker: DraftTracker | None = None  # of the text so far, if the engine speculates
     started_s: float | None = None  # when it was first given a slot, on the scheduler's clock
+    num_preemptions: int = 0
 
     def missed(self, reason: FinishReason) -> bool:
         """Returns whether a deadline that has passed, "deadline" or "queue_deadline", ends the request."""

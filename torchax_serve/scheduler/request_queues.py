@@ -151,6 +151,7 @@ class RequestQueues:
         state.status = Status.PREEMPTED
         state.num_computed = state.num_planned = state.num_prefill_tokens = 0
         self.waiting.add(state)
+        state.num_preemptions += 1
         self.num_preemptions += 1
         self._release_when_idle(state)
 

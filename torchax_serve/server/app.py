@@ -21,7 +21,7 @@ from torchax_serve.server import adapter_routes, audio, health, openapi, pooling
 from torchax_serve.server.chat import chat_completions
 from torchax_serve.server.completions import completions
 from torchax_serve.server.context import ServerContext, Stage
-from torchax_serve.server.errors import ApiError, api_error_of, where_of
+from torchax_serve.server.errors import ApiError, where_of
 from torchax_serve.server.options import LOOPBACK
 
 logger = logging.getLogger("torchax_serve.server")
@@ -194,7 +194,7 @@ class _Exchange:
 
     async def _fail(self, error: BaseException) -> None:
         """Sends an error; one that comes when the answer has begun can only be logged."""
-        answer = api_error_of(error)
+        answer = self._context.error_of(error)
         if answer.status >= 500 and not isinstance(error, ApiError):
             logger.error("%s: the request failed: %s", self._scope["state"]["request_id"], where_of(error))
         self._context.metrics.errors.labels(answer.type).inc()

@@ -62,7 +62,7 @@ def _models(request: Request) -> list[dict[str, Any]]:
             "object": "model",
             "created": service.created,
             "owned_by": "torchax-serve",
-            "root": service.model.name if folder is None else public_name(folder),
+            "root": service.root if folder is None else public_name(folder),
             "parent": None if folder is None else service.name,
             "max_model_len": service.max_model_len,
             "tasks": list(service.tasks),

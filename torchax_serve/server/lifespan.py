@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from model_adapters.errors import UnsupportedModelError
+from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
 from model_adapters.loading.progress import Progress
 from torchax_serve.compilation import gc_pause
 from torchax_serve.server.app import Application
@@ -51,6 +51,7 @@ class Server:
         self._options, self._load = options, load
         self._listener = HttpListener(Application(self.context), options)
         self._error: BaseException | None = None
+        self._is_started = False  # the model is loaded, and its programs are there
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ended: asyncio.Event | None = None
         self._num_signals = 0
@@ -82,6 +83,7 @@ class Server:
         self._num_signals += 1
         if self._num_signals > 1:
             logger.warning("a second signal: the server ends at once")
+            end_children()
             os._exit(EXIT_CUT)
         assert self._ended is not None
         self._ended.set()
@@ -95,12 +97,13 @@ class Server:
         logger.info("listening on %s", ", ".join(self.addresses))
         logger.info("options: %s", json.dumps(self._options.public()))
         threading.Thread(target=self._load_model, args=(self._loop,), name="load", daemon=True).start()
-        ticker = asyncio.create_task(self._tick())
+        ticker, watcher = asyncio.create_task(self._tick()), asyncio.create_task(self.context.loop_lag.watch())
         try:
             await self._ended.wait()
             return EXIT_DEAD if self.context.stage is Stage.DEAD else await self._drain()
         finally:
             ticker.cancel()
+            watcher.cancel()
             self._listener.close()
             self._listener.cancel_requests()
             await asyncio.sleep(0)
@@ -108,8 +111,9 @@ class Server:
             await self._close_context()
 
     def _close_model(self) -> None:
+        """Closes the model, unless it is still made: that would wait for a program or a kernel that is compiled."""
         service = self.context.loaded
-        if service is not None and self.context.stage is not Stage.DEAD:
+        if service is not None and self._is_started and self.context.stage is not Stage.DEAD:
             service.close()
 
     async def _close_context(self) -> None:
@@ -131,6 +135,8 @@ class Server:
             gc_pause.freeze_for_serving()
             loop.call_soon_threadsafe(self._set_ready, time.monotonic() - began)
         except BaseException as error:
+            if self.context.stage is Stage.DRAINING:
+                return  # the end of the process has cut the start off
             self._error = error
             with contextlib.suppress(RuntimeError):  # the loop has ended before
                 loop.call_soon_threadsafe(self._on_signal)
@@ -141,6 +147,7 @@ class Server:
             self.context.stage = Stage.WARMING_UP
 
     def _set_ready(self, duration_s: float) -> None:
+        self._is_started = True
         if self.context.stage is Stage.WARMING_UP:
             self.context.stage = Stage.READY
             assert self.context.loaded is not None
@@ -170,14 +177,13 @@ class Server:
     async def _tick(self) -> None:
         """Looks at the engine, the certificate and the event loop from time to time."""
         while True:
-            began = time.monotonic()
             await asyncio.sleep(TICK_S)
-            self.context.metrics.loop_lag_s.set(max(0.0, time.monotonic() - began - TICK_S))
+            self.context.metrics.loop_lag_s.set(self.context.loop_lag.take())
             try:
-                if self._listener.reload_certificate():
-                    logger.info("the certificate was read again")
-            except OSError:
-                logger.warning("the certificate cannot be read; connections use that of before")
+                if await self._listener.reload_tls():
+                    logger.info("the files of TLS were read again")
+            except (InvalidArgumentError, OSError) as error:
+                logger.warning("connections use the files of TLS of before: %s", error)
             if (reason := self._dead_reason()) is not None:
                 await self._die(reason)
                 return
@@ -206,7 +212,9 @@ class Server:
 
 
 def warm_up(model: ServedModel, progress: Progress) -> None:
-    """Compiles the programs of the model's engine; models without one compile at their first request."""
+    """Compiles the programs of the model's engine, and those of an encoder's texts."""
+    if not model.writes_text or model.embeds_by_files:
+        _warm_up_texts(model, progress)
     if not model.writes_text:
         return
     try:
@@ -217,6 +225,31 @@ def warm_up(model: ServedModel, progress: Progress) -> None:
         logger.info("%d programs are ready after %.1f s", engine.stats().num_programs, time.monotonic() - began)
     except UnsupportedModelError as error:
         logger.warning("requests run one at a time: %s", error)
+
+
+def _warm_up_texts(model: ServedModel, progress: Progress) -> None:
+    began = time.monotonic()
+    if (reason := model.warm_up_texts(progress)) is None:
+        logger.info("the programs of texts are ready after %.1f s", time.monotonic() - began)
+    else:
+        logger.warning("texts compile programs at their first use: %s", reason)
+
+
+def end_children() -> None:
+    """Ends the processes that this one has started, with theirs, such as a compiler of kernels.
+
+    The end of one may start the next, of the next source file: so it looks again, for a second at most.
+    """
+    import psutil  # type: ignore[import-untyped]
+
+    for _ in range(10):
+        children = psutil.Process().children(recursive=True)
+        if not children:
+            return
+        for child in children:
+            with contextlib.suppress(psutil.Error):
+                child.kill()
+        psutil.wait_procs(children, timeout=0.1)
 
 
 def notify_systemd(message: str) -> None:

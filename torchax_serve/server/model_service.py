@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import hashlib
 import importlib.util
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from torchax_serve.sampling.grammar import GrammarCompiler, GrammarMasks
 from torchax_serve.sampling_params import SamplingParams
 from torchax_serve.server.answers import Answer, AnswerOptions, prepare, prepare_media, submit
 from torchax_serve.server.errors import ApiError, bad_request
+from torchax_serve.server.harmony import load_encoding
 from torchax_serve.server.key_limits import ApiKey
 from torchax_serve.server.messages import plain_messages
 from torchax_serve.server.options import ServerOptions
@@ -62,6 +64,7 @@ class ModelService:
         options: Of the server.
 
     Attributes:
+        root: Name of the model that was loaded; of a folder without its path.
         names: Names that requests may use.
         name: The first of them, which answers show.
         created: When it was ready, in seconds since 1970.
@@ -69,7 +72,8 @@ class ModelService:
 
     def __init__(self, model: ServedModel, options: ServerOptions) -> None:
         self.model = model
-        self.names = options.served_model_names or (public_name(model.name),)
+        self.root = public_name(model.name)
+        self.names = options.served_model_names or (self.root,)
         self.name = self.names[0]
         self.created = int(time.time())
         self._options = options
@@ -84,6 +88,11 @@ class ModelService:
         self._pool.shutdown(wait=False, cancel_futures=True)
         self.model.close()
 
+    def without_path(self, text: str) -> str:
+        """Returns a text, such as that of an error, with the public name in place of the model's folder."""
+        name = self.model.name
+        return text.replace(name, self.name) if os.sep in name and self.root != name else text
+
     def prepare(self) -> None:
         """Makes what the first requests would wait for: the process of chat templates, and tables of tokens."""
         if "chat" in self.tasks:
@@ -91,6 +100,7 @@ class ModelService:
         if self.model.tokenizer is None or "generate" not in self.tasks:
             return
         assert self.token_bytes.max_token_chars
+        assert self.harmony is None or self.harmony.name
         if importlib.util.find_spec("llguidance") is not None:
             with contextlib.suppress(UnsupportedModelError):
                 assert self.grammars is not None
@@ -176,6 +186,11 @@ class ModelService:
         if self.model.tokenizer is None:
             return None
         return response_template_for(self.model.tokenizer, self._options.response_template)
+
+    @functools.cached_property
+    def harmony(self) -> Any | None:
+        """Encoding of openai-harmony for a model whose answers it parses; None for others, and without the package."""
+        return load_encoding() if self.family is not None and self.family.is_harmony else None
 
     @functools.cached_property
     def template(self) -> str:

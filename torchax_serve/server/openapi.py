@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -61,6 +62,24 @@ _ERROR = {
 }
 
 
+def _operation_id(method: str, path: str) -> str:
+    return "_".join([method.lower(), *re.findall(r"\w+", path)])
+
+
+_LINKS = {
+    "GET /v1/models": {
+        "first": {"operationId": "get_v1_models_model", "parameters": {"model": "$response.body#/data/0/id"}}
+    },
+    "POST /tokenize": {"text": {"operationId": "post_detokenize", "requestBody": {"tokens": "$response.body#/tokens"}}},
+    "POST /detokenize": {
+        "tokens": {"operationId": "post_tokenize", "requestBody": {"prompt": "$response.body#/prompt"}}
+    },
+    "POST /v1/chat/completions/render": {
+        "text": {"operationId": "post_detokenize", "requestBody": {"tokens": "$response.body#/prompt_token_ids"}}
+    },
+}
+"""What of an answer is a field of another request, by method and path."""
+
 _PAGE_HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}
 _STYLE = (
     "body{font:15px/1.5 system-ui;max-width:60rem;margin:2rem auto;padding:0 1rem}"
@@ -91,10 +110,14 @@ def description(routes: Any, model_names: Sequence[str] = ()) -> dict[str, Any]:
     by_route = {route: kind for kind in REQUESTS for route in kind.routes}
     for method, path, function in routes:
         shown = path.replace(":path}", "}")
+        answer: dict[str, Any] = {"description": "The answer."}
+        if (links := _LINKS.get(f"{method} {shown}")) is not None:
+            answer["links"] = links
         operation: dict[str, Any] = {
+            "operationId": _operation_id(method, shown),
             "summary": (function.__doc__ or "").strip().splitlines()[0],
             "responses": {
-                "200": {"description": "The answer."},
+                "200": answer,
                 "default": {
                     "description": "An error.",
                     "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},

@@ -12,8 +12,6 @@ from typing import Any, TypeVar
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from torchax_serve.server.errors import api_error_of
-
 Result = TypeVar("Result")
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
@@ -62,7 +60,7 @@ class EventStream:
                     await send({"type": "http.response.body", "body": each, "more_body": True})
         except Exception as error:
             scope["state"]["error"] = error
-            content = api_error_of(error).content()
+            content = scope["app"].context.error_of(error).content()
             await send({"type": "http.response.body", "body": event(content), "more_body": True})
         finally:
             comments.cancel()

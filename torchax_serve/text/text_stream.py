@@ -19,8 +19,8 @@ from torchax_serve.validation.argument_checks import short_repr
 class TextStream(Iterator[str]):
     """Iterates over the pieces of one answer, with ``for`` or ``async for``.
 
-    A context manager: leaving it, `close`, or dropping the last reference stops decoding. For a model without a
-    tokenizer there is an empty piece per token.
+    A context manager, also with ``async with``: leaving it, `close`, or dropping the last reference stops decoding. For
+    a model without a tokenizer there is an empty piece per token.
 
     Attributes:
         token_ids: New tokens so far, the end-of-sequence token included.
@@ -68,6 +68,7 @@ class TextStream(Iterator[str]):
     def stats(self) -> GenerationStats:
         """Counts and times so far; ``finish_reason`` is set once the stream has ended."""
         num_later = len(self.token_ids) - 1
+        handle: Any = getattr(self._tokens, "handle", None)
         decode_s = 0.0 if self._first_s is None else self._last_s - self._first_s
         return GenerationStats(
             prompt_tokens=len(self._request.prompt_ids),
@@ -76,6 +77,9 @@ class TextStream(Iterator[str]):
             decode_tokens_per_s=num_later / decode_s if num_later > 0 and decode_s > 0 else None,
             total_s=self._last_s - self._start_s,
             finish_reason=self._finish_reason,
+            cached_tokens=0 if handle is None else handle.num_cached_tokens,
+            queued_s=None if handle is None else handle.queued_s,
+            num_preemptions=0 if handle is None else handle.num_preemptions,
         )
 
     def __repr__(self) -> str:
@@ -107,6 +111,12 @@ class TextStream(Iterator[str]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
         self.close()
 
     def __aiter__(self) -> Self:

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from model_adapters.errors import UnsupportedModelError
+from model_adapters.loading.file_names import CONFIG, PIPELINE_INDEX
+from model_adapters.loading.hub_cache import snapshot
 
 CLASS = "_class_name"
 """Entry of a diffusers configuration that names its class."""
-PIPELINE_INDEX = "model_index.json"
-"""File that names the models of a pipeline of diffusers."""
 
 
 def is_pipeline(value: Any) -> bool:
@@ -34,6 +34,14 @@ def is_pipeline_folder(name: Any) -> bool:
         return (Path(name).expanduser() / PIPELINE_INDEX).is_file()
     except (OSError, ValueError, RuntimeError):  # a name too long for a file, or no name of one
         return False
+
+
+def is_cached_pipeline(name: Any, revision: str | None = None, cache_dir: str | os.PathLike[str] | None = None) -> bool:
+    """Tells whether `name` is the hub id of a pipeline that has a copy in the hub's cache."""
+    if not isinstance(name, str) or name.strip().count("/") != 1 or Path(name).exists():
+        return False
+    folder = snapshot(name.strip(), revision, cache_dir)
+    return folder is not None and (folder / PIPELINE_INDEX).is_file() and not (folder / CONFIG).is_file()
 
 
 def transformer_config(model: str) -> dict[str, Any] | None:

@@ -1,0 +1,88 @@
+"""Every field of the routes of encoders with values that no client should send, as in `test_fields`."""
+
+import contextlib
+import json
+import os
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+from running_server import serving
+from test_fields import VALUES
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "pooling"))
+
+from encoder_models import folder
+
+from torchax_serve.server.pooling_schemas import (
+    ClassifyRequest,
+    EmbeddingRequest,
+    RerankRequest,
+    ScoreRequest,
+    TokenPoolingRequest,
+)
+
+PAIR = {"text_1": "a cat", "text_2": "a dog"}
+DOCUMENTS = {"query": "a cat", "documents": ["a dog", "a cat"]}
+ROUTES = {
+    "/v1/embeddings": ("BertModel", EmbeddingRequest, {"input": "a cat", "pooling": "mean"}),
+    "/rerank": ("ranker", RerankRequest, DOCUMENTS),
+    "/v1/rerank": ("ranker", RerankRequest, DOCUMENTS),
+    "/v2/rerank": ("ranker", RerankRequest, DOCUMENTS),
+    "/score": ("ranker", ScoreRequest, PAIR),
+    "/v1/score": ("ranker", ScoreRequest, PAIR),
+    "/classify": ("BertForSequenceClassification", ClassifyRequest, {"input": "a cat"}),
+    "/pooling": ("BertForTokenClassification", TokenPoolingRequest, {"input": "a cat"}),
+}
+NUM_LABELS = {"ranker": 1, "BertForSequenceClassification": 3, "BertForTokenClassification": 3}
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory):
+    """Starts a server of a kind of model."""
+    found = {}
+
+    def of_kind(kind):
+        if kind not in found:
+            path = tmp_path_factory.mktemp(kind)
+            options = {"num_labels": NUM_LABELS[kind]} if kind in NUM_LABELS else {}
+            folder(path, "BertForSequenceClassification" if kind == "ranker" else kind, **options)
+            found[kind] = opened.enter_context(serving(path))[0]
+        return found[kind]
+
+    with contextlib.ExitStack() as opened:
+        yield of_kind
+
+
+def check_error(response):
+    assert response.status_code < 500, response.text[:300]
+    if response.status_code != 200:
+        error = response.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"} and len(error["message"]) <= 2000
+        assert error["code"] is None or isinstance(error["code"], str)
+
+
+def test_errors_show_no_path(servers):
+    """That of a model without a rule for its tokens names the model, and so do its routes."""
+    server = servers("BertModel")
+    answer = httpx.post(f"{server.url}/v1/embeddings", json={"model": "tiny", "input": "a cat"})
+    assert answer.status_code == 400 and "tiny has no modules.json" in answer.json()["error"]["message"]
+    (listed,) = httpx.get(f"{server.url}/v1/models").json()["data"]
+    assert listed["root"] == Path(server.model.name).name
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_every_field_with_hostile_values(servers, path):
+    kind, fields, base = ROUTES[path]
+    stride = 1 if os.environ.get("TORCHAX_SERVE_ALL_VALUES") else 7
+    with httpx.Client(base_url=servers(kind).url, timeout=60) as http:
+        known = http.post(path, json={"model": "tiny", **base})
+        assert known.status_code == 200, known.text
+        for number, field in enumerate(fields.model_fields):
+            for value in VALUES[number % stride :: stride]:
+                body = {name: json.dumps(given) for name, given in {"model": "tiny", **base}.items()} | {field: value}
+                text = "{" + ", ".join(f'"{name}": {given}' for name, given in body.items()) + "}"
+                check_error(http.post(path, content=text, headers={"Content-Type": "application/json"}))
+        again = http.post(path, json={"model": "tiny", **base}).json()
+        assert {**again, "id": 0, "created": 0} == {**known.json(), "id": 0, "created": 0}
