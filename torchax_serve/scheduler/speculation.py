@@ -161,12 +161,10 @@ class SpeculativePlanner:
         """Returns whether a row with drafts is new, or not known to repeat itself."""
         if not self._speculative.adaptive or self._speculative.method == "draft_model":
             return False
-        for state, cap in zip(states, caps, strict=True):
-            tracker = state.draft_tracker
-            if cap and tracker is not None:
-                if len(state.tokens) - state.prompt_len < NUM_UNSURE or tracker.rate < SURE_RATE:
-                    return True
-        return False
+        drafted = [state for state, cap in zip(states, caps, strict=True) if cap]
+        is_new = any(len(state.tokens) - state.prompt_len < NUM_UNSURE for state in drafted)
+        trackers = (state.draft_tracker for state in drafted)
+        return is_new or any(tracker is not None and tracker.rate < SURE_RATE for tracker in trackers)
 
     def _cost(self, num_rows: int) -> float:
         """Returns the seconds of a verify step over those of a decode step."""
