@@ -21,12 +21,7 @@ from model_adapters.ops.compressed_weight import Weights
 from model_adapters.ops.cpu.ffi import batch_invariant
 from torchax_serve.compilation.background import CompileTask
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
-from torchax_serve.executors.base import (
-    AbstractStep,
-    ExecutorLimits,
-    abstract_ints,
-    refuse_encoder_input,
-)
+from torchax_serve.executors.base import AbstractStep, ExecutorLimits, abstract_ints, refuse_encoder_input
 from torchax_serve.executors.compiled_steps import CompiledSteps, StepCall
 from torchax_serve.executors.draft_model import DraftModel
 from torchax_serve.executors.packed_specs import PackedSpecs, StepBuckets
@@ -327,10 +322,8 @@ class PackedExecutor:
         specs += [self._specs.of_tokens(num_tokens) for num_tokens in prefill_lens]
         for spec in specs:
             is_decode = spec.layout.is_decode
-            ints = (
-                abstract_ints(self._program.sharding, size)
-                for size in (num_slots, len(self._adapters.empty(spec.size)))
-            )
+            sizes = num_slots, len(self._adapters.empty(spec.size))
+            ints = (abstract_ints(self._program.sharding, size) for size in sizes)
             yield AbstractStep(
                 name="decode" if is_decode else "prefill",
                 num_tokens=spec.num_tokens,

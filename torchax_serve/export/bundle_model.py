@@ -51,7 +51,7 @@ class BundleModel(RecordedModel):
         engine_options: Options of the engine.
     """
 
-    embeds = False
+    embeds = embeds_by_files = False
 
     def __init__(self, manifest: Manifest, parts: RecordedParts, engine_options: EngineOptions) -> None:
         self.manifest = manifest

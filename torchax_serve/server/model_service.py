@@ -23,6 +23,7 @@ from torchax_serve.sampling.grammar import GrammarCompiler, GrammarMasks
 from torchax_serve.sampling_params import SamplingParams
 from torchax_serve.server.answers import Answer, AnswerOptions, prepare, prepare_media, submit
 from torchax_serve.server.errors import ApiError, bad_request
+from torchax_serve.server.harmony import load_encoding
 from torchax_serve.server.key_limits import ApiKey
 from torchax_serve.server.messages import plain_messages
 from torchax_serve.server.options import ServerOptions
@@ -99,6 +100,7 @@ class ModelService:
         if self.model.tokenizer is None or "generate" not in self.tasks:
             return
         assert self.token_bytes.max_token_chars
+        assert self.harmony is None or self.harmony.name
         if importlib.util.find_spec("llguidance") is not None:
             with contextlib.suppress(UnsupportedModelError):
                 assert self.grammars is not None
@@ -184,6 +186,11 @@ class ModelService:
         if self.model.tokenizer is None:
             return None
         return response_template_for(self.model.tokenizer, self._options.response_template)
+
+    @functools.cached_property
+    def harmony(self) -> Any | None:
+        """Encoding of openai-harmony for a model whose answers it parses; None for others, and without the package."""
+        return load_encoding() if self.family is not None and self.family.is_harmony else None
 
     @functools.cached_property
     def template(self) -> str:

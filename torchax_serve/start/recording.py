@@ -15,6 +15,7 @@ import jax
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from model_adapters.loading import LoadedModel
+from model_adapters.loading.modules_json import modules_root
 from model_adapters.ops.compressed_weight import Weight
 from torchax_serve.generation.routing import ModelCapabilities
 from torchax_serve.multimodal.placeholders import MODALITIES
@@ -107,6 +108,8 @@ def _record(
         raise NotRecordableError("its programs are not kept")
     if "packed" not in runtime.steps.executables.functions:
         raise NotRecordableError("it does not run packed")
+    if loaded.files_folder is not None and modules_root(loaded.files_folder) is not None:
+        raise NotRecordableError("it embeds texts, for which a start loads torch")
     report = loaded.report
     if report.unused_tensors or report.missing_tensors or report.made_dense:
         raise NotRecordableError("its load report has something to say")
