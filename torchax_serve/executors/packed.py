@@ -21,12 +21,7 @@ from model_adapters.ops.compressed_weight import Weights
 from model_adapters.ops.cpu.ffi import batch_invariant
 from torchax_serve.compilation.background import CompileTask
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
-from torchax_serve.executors.base import (
-    AbstractStep,
-    ExecutorLimits,
-    abstract_ints,
-    refuse_encoder_input,
-)
+from torchax_serve.executors.base import AbstractStep, ExecutorLimits, abstract_ints, refuse_encoder_input
 from torchax_serve.executors.compiled_steps import CompiledSteps, StepCall
 from torchax_serve.executors.draft_model import DraftModel
 from torchax_serve.executors.packed_specs import PackedSpecs, StepBuckets
@@ -36,7 +31,7 @@ from torchax_serve.executors.speculative_decode import SpeculativeDecoder
 from torchax_serve.executors.step_inputs import SAMPLED_ON_DEVICE, FusedDecodeSpec, PackedStepSpec
 from torchax_serve.executors.traced_function import TracedFunction
 from torchax_serve.kv_cache.pools import PagedCache
-from torchax_serve.sampling.sample import logprobs_of, sample
+from torchax_serve.sampling.sample import logprobs_of, sample, with_rows
 from torchax_serve.sampling.sampler import Sampler, default_sharding
 from torchax_serve.sampling.slot_params import SlotParams
 from torchax_serve.sampling.types import MAX_NUM_TOP, Logprobs, RowOptions, SamplerSpec, SamplerState
@@ -117,11 +112,7 @@ class PackedExecutor:
                 weights,
                 programs,
                 compiled,
-                self._specs.of_drafts,
-                decode_buckets=self.buckets.decode,
-                num_slots=num_slots,
-                max_num_steps=max_num_steps,
-                max_len=cache.plan.max_len,
+                self._specs,
                 pools=lambda: self.cache.pools,
                 adapters=self._adapters,
                 draft=draft,
@@ -157,11 +148,11 @@ class PackedExecutor:
         batch = self._adapters.of_tokens(spec.unpack(numbers, last_tokens), numbers, numbers[spec.bounds[1]])
         logits, pools = self._forward(weights, pools, batch, spec)
         if scored is None:
-            return _with_rows(logits, len(last_tokens)), pools
+            return with_rows(logits, len(last_tokens)), pools
         ids, has_top = scored
         num_tokens = batch.cu_q_lens[-1]
         logprobs = logprobs_of(logits, ids, num_top=MAX_NUM_TOP, has_top=has_top, num_rows=num_tokens)
-        return (_with_rows(logits[batch.last], len(last_tokens)), logprobs), pools
+        return (with_rows(logits[batch.last], len(last_tokens)), logprobs), pools
 
     def _decode(
         self,
@@ -203,7 +194,7 @@ class PackedExecutor:
         logits = jnp.zeros(shape.shape, shape.dtype)
         tokens = jnp.zeros((spec.max_num_steps, spec.packed.num_rows), jnp.int32)
         logits, tokens, pools, state = jax.lax.fori_loop(0, num_steps, step, (logits, tokens, pools, state))
-        return (_with_rows(logits, len(state.last_tokens)), tokens), pools, state
+        return (with_rows(logits, len(state.last_tokens)), tokens), pools, state
 
     def run_decode(self, plan: StepPlan, sampler: Sampler) -> jax.Array | None:
         """Implements `Executor.run_decode`."""
@@ -331,10 +322,8 @@ class PackedExecutor:
         specs += [self._specs.of_tokens(num_tokens) for num_tokens in prefill_lens]
         for spec in specs:
             is_decode = spec.layout.is_decode
-            ints = (
-                abstract_ints(self._program.sharding, size)
-                for size in (num_slots, len(self._adapters.empty(spec.size)))
-            )
+            sizes = num_slots, len(self._adapters.empty(spec.size))
+            ints = (abstract_ints(self._program.sharding, size) for size in sizes)
             yield AbstractStep(
                 name="decode" if is_decode else "prefill",
                 num_tokens=spec.num_tokens,
@@ -400,8 +389,3 @@ def step_calls(executor: PackedExecutor) -> Iterator[tuple[Spec, StepCall]]:
     """Yields every step that requests can need, with its arguments as shapes."""
     specs = executor._specs
     return ((spec, executor._call_of(spec)) for spec in (*specs.all(), *specs.larger_scored()))
-
-
-def _with_rows(logits: jax.Array, num_rows: int) -> jax.Array:
-    """Returns logits [S, vocab] with rows of zeros behind them, [num_rows, vocab]."""
-    return jnp.pad(logits, ((0, num_rows - len(logits)), (0, 0)))

@@ -225,7 +225,7 @@ class StepPlanner:
             if not self._make_room(state):
                 return 0
             grown = self._allocator.max_growth(state.pages, length)
-        self._allocator.grow(state.pages, grown)
+        self._allocator.grow_all([(state.pages, grown)])
         return grown
 
     def _make_room(self, state: RequestState) -> bool:
@@ -291,7 +291,7 @@ class StepPlanner:
                 return
             wanted = min(draft.prefill_left, state.num_prefill_tokens - state.num_planned)
             length = self._allocator.max_growth(pages, state.num_planned + self._config.chunk_len(wanted))
-            self._allocator.grow(pages, length)
+            self._allocator.grow_all([(pages, length)])
             self._add_prefill_row(draft, state, self._config.chunk_len(length - state.num_planned))
             missing = pages.pages_missing(self._config, state.num_prefill_tokens)
             draft.outstanding = [a + b for a, b in zip(draft.outstanding, missing, strict=True)]
