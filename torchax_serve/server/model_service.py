@@ -36,7 +36,6 @@ from torchax_serve.text.template_renderer import shared_renderer
 from torchax_serve.text.token_text import TokenBytes
 
 if TYPE_CHECKING:  # they import torch, which a recorded start needs not
-    from torchax_serve.entrypoints.encoder_model import EncoderModel
     from torchax_serve.entrypoints.served_model import ServedModel
 
 Result = TypeVar("Result")
@@ -118,12 +117,6 @@ class ModelService:
         if self.model.transcribes:
             found.append("transcribe")
         return tuple(found)
-
-    @property
-    def encoder(self) -> EncoderModel:
-        """The model, for tasks that only encoders have."""
-        assert not self.model.writes_text
-        return cast("EncoderModel", self.model)
 
     def num_tokens(self, texts: Sequence[Any]) -> int:
         """Returns the number of tokens of texts and of token ids together, special tokens included."""
