@@ -10,11 +10,9 @@ import pytest
 from test_response_parsing import ARGUMENTS, JSON, TRANSCRIPTS, cuts
 
 from torchax_serve.server import harmony
-from torchax_serve.server.harmony import HarmonyParser, load_encoding
-from torchax_serve.server.model_service import ModelService
-from torchax_serve.server.options import ServerOptions
+from torchax_serve.server.harmony import HarmonyParser, encoding_for, load_encoding
 from torchax_serve.server.parsed_message import joined_calls
-from torchax_serve.server.response_families import response_template_for
+from torchax_serve.server.response_families import FAMILIES, response_template_for
 
 OWN = [each[1:] for each in TRANSCRIPTS if each[0] == "gpt-oss"]
 """(prompt, answer, content, reasoning, calls)."""
@@ -143,13 +141,9 @@ class Template:
 
 
 def test_the_package_is_used_where_it_is_installed(encoding):
-    service = ModelService(SimpleNamespace(name="gpt-oss", tokenizer=Template()), ServerOptions())
-    assert service.harmony.name == encoding.name
-    Template.chat_template, other = "<tool_call>", Template.chat_template
-    try:
-        assert ModelService(SimpleNamespace(name="qwen", tokenizer=Template()), ServerOptions()).harmony is None
-    finally:
-        Template.chat_template = other
+    assert encoding_for(response_template_for(Template)).name == encoding.name
+    assert encoding_for(next(family for family in FAMILIES if family.name == "hermes")) is None
+    assert encoding_for(None) is None
 
 
 def test_without_the_package_the_log_says_so(monkeypatch, caplog):

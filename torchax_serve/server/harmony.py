@@ -10,6 +10,7 @@ from typing import Any
 
 from torchax_serve.server.call_stream import CallPiece, JsonCalls
 from torchax_serve.server.parsed_message import MessageWriter, ParsedStep
+from torchax_serve.server.response_families import ResponseFamily
 
 logger = logging.getLogger("torchax_serve.server")
 
@@ -20,6 +21,11 @@ FUNCTIONS = "functions."
 _AFTER_HEADER = ("<|message|>", "<|end|>", "<|return|>", "<|call|>")
 _MARKER = re.compile(r"(<\|[a-z0-9_]{1,32}\|>)")
 _BEGUN_MARKER = re.compile(r"<(?:\|[a-z0-9_]{0,32}\|?)?\Z")
+
+
+def encoding_for(family: ResponseFamily | None) -> Any | None:
+    """Returns the encoding for a family of models; None for those whose answers are in another format."""
+    return load_encoding() if family is not None and family.is_harmony else None
 
 
 def load_encoding() -> Any | None:

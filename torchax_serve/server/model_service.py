@@ -22,7 +22,7 @@ from torchax_serve.sampling.grammar import GrammarCompiler, GrammarMasks
 from torchax_serve.sampling_params import SamplingParams
 from torchax_serve.server.answers import Answer, AnswerOptions, prepare, prepare_media, submit
 from torchax_serve.server.errors import ApiError, bad_request
-from torchax_serve.server.harmony import load_encoding
+from torchax_serve.server.harmony import encoding_for
 from torchax_serve.server.key_limits import ApiKey
 from torchax_serve.server.messages import plain_messages
 from torchax_serve.server.options import ServerOptions
@@ -35,7 +35,6 @@ from torchax_serve.text.template_renderer import shared_renderer
 from torchax_serve.text.token_text import TokenBytes
 
 if TYPE_CHECKING:  # they import torch, which a recorded start needs not
-    from torchax_serve.entrypoints.encoder_model import EncoderModel
     from torchax_serve.entrypoints.served_model import ServedModel
 
 Result = TypeVar("Result")
@@ -67,6 +66,7 @@ class ModelService:
         names: Names that requests may use.
         name: The first of them, which answers show.
         created: When it was ready, in seconds since 1970.
+        harmony: Encoding of openai-harmony for a model whose answers it parses, once `prepare` has run; else None.
     """
 
     def __init__(self, model: ServedModel, options: ServerOptions) -> None:
@@ -75,6 +75,7 @@ class ModelService:
         self.names = options.served_model_names or (self.root,)
         self.name = self.names[0]
         self.created = int(time.time())
+        self.harmony: Any | None = None
         self._options = options
         self._pool = concurrent.futures.ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="request")
 
@@ -94,7 +95,7 @@ class ModelService:
         if self.model.tokenizer is None or "generate" not in self.tasks:
             return
         assert self.token_bytes.max_token_chars
-        assert self.harmony is None or self.harmony.name
+        self.harmony = encoding_for(self.family)
         if importlib.util.find_spec("llguidance") is not None:
             with contextlib.suppress(UnsupportedModelError):
                 assert self.grammars is not None
@@ -170,11 +171,6 @@ class ModelService:
         if self.model.tokenizer is None:
             return None
         return response_template_for(self.model.tokenizer, self._options.response_template)
-
-    @functools.cached_property
-    def harmony(self) -> Any | None:
-        """Encoding of openai-harmony for a model whose answers it parses; None for others, and without the package."""
-        return load_encoding() if self.family is not None and self.family.is_harmony else None
 
     @functools.cached_property
     def template(self) -> str:

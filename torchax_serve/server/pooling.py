@@ -7,7 +7,7 @@ import functools
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 from starlette.requests import Request
@@ -29,6 +29,9 @@ from torchax_serve.server.pooling_schemas import (
 )
 from torchax_serve.server.request_checks import check_text_size
 from torchax_serve.server.sse import until_disconnect
+
+if TYPE_CHECKING:  # it imports torch, which a recorded start needs not
+    from torchax_serve.entrypoints.encoder_model import EncoderModel
 
 Body = TypeVar("Body", bound=PoolingRequest)
 
@@ -59,6 +62,12 @@ async def _results(
         return list(await until_disconnect(request.receive, work))
     except ValueError as error:
         raise _renamed(error, field) from error
+
+
+def _encoder(service: ModelService) -> EncoderModel:
+    """Returns the model, for tasks that only encoders have."""
+    assert not service.model.writes_text
+    return cast("EncoderModel", service.model)
 
 
 def _renamed(error: ValueError, field: str) -> Exception:
@@ -109,7 +118,7 @@ async def classify(request: Request) -> Response:
     service, body = await _read(request, ClassifyRequest, "classify")
     texts = texts_of(body.input)
     truncate = bool(body.truncate)
-    call = functools.partial(service.encoder.aclassify, truncate=truncate)
+    call = functools.partial(_encoder(service).aclassify, truncate=truncate)
     found = await _results(request, call, texts, "input")
     data = (
         {
@@ -129,7 +138,7 @@ async def pooling(request: Request) -> Response:
     service, body = await _read(request, TokenPoolingRequest, "label tokens")
     texts = texts_of(body.input)
     truncate = bool(body.truncate)
-    call = functools.partial(service.encoder.aclassify_tokens, truncate=truncate)
+    call = functools.partial(_encoder(service).aclassify_tokens, truncate=truncate)
     found = await _results(request, call, texts, "input")
     data = (
         {
@@ -207,7 +216,7 @@ def _texts(name: str, given: str | list[str] | None, other: str | list[str] | No
 async def _scores(
     request: Request, service: ModelService, pairs: list[tuple[str, str]], truncate: bool | None, field: str
 ) -> list[float]:
-    found = await _results(request, functools.partial(service.encoder.ascore_pairs, truncate=truncate), pairs, field)
+    found = await _results(request, functools.partial(_encoder(service).ascore_pairs, truncate=truncate), pairs, field)
     return [float(each) for each in found]
 
 
