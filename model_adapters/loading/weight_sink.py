@@ -143,9 +143,10 @@ class WeightSink:
         """Takes `source` and the tensors tied to it once all of them are in the module, if they are equal."""
         names = [source, *(name for name, other in model.all_tied_weights_keys.items() if other == source)]
         owners = [_owner_of(model, name) for name in names]
-        first, *others = (getattr(owner, attribute, None) for owner, attribute in owners)
-        if not all(_is_plain(tensor) for tensor in (first, *others)):
+        tensors: list[Any] = [getattr(owner, attribute, None) for owner, attribute in owners]
+        if not all(map(_is_plain, tensors)):
             return  # not all are there, or their parts would have to be compared
+        first, *others = tensors
         if any(first.dtype != tensor.dtype or not torch.equal(first, tensor) for tensor in others):
             return
         empty = self._landed_as(first, self._place(source, first))
