@@ -143,14 +143,9 @@ class WeightSink:
         """Takes `source` and the tensors tied to it once all of them are in the module, if they are equal."""
         names = [source, *(name for name, other in model.all_tied_weights_keys.items() if other == source)]
         owners = [_owner_of(model, name) for name in names]
-<<<<<<< HEAD
         found = [getattr(owner, attribute, None) for owner, attribute in owners]
         tensors = [tensor for tensor in found if _is_plain(tensor)]
         if len(tensors) < len(found):
-=======
-        tensors: list[Any] = [getattr(owner, attribute, None) for owner, attribute in owners]
-        if not all(map(_is_plain, tensors)):
->>>>>>> h-quant33
             return  # not all are there, or their parts would have to be compared
         first, *others = tensors
         if any(first.dtype != tensor.dtype or not torch.equal(first, tensor) for tensor in others):
