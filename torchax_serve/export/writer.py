@@ -92,8 +92,6 @@ def export_model(loaded: LoadedModel, runtime: ModelRuntime, out: Path, request:
     require_flatbuffers()
     check_format(request.weights)
     targets = request.targets()
-    if runtime.lora is not None:
-        raise not_exportable(loaded.module, "it has adapters that requests name (merge one: serve(adapter=...))")
     weights = _portable(runtime.weights)
     _check_layout(weights, targets)
     sizes = _sizes(runtime, request.engine)
