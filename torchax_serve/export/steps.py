@@ -149,7 +149,7 @@ class StepExporter:
         }
 
 
-def not_exportable(module: torch.nn.Module, reason: object) -> UnsupportedModelError:
+def not_exportable(module: torch.nn.Module, reason: Exception) -> UnsupportedModelError:
     """Returns the error of a model that a bundle cannot hold, for a reason."""
     return UnsupportedModelError(
         f"export: expected a model that writes text and that the engine runs packed, got {type(module).__name__}: "

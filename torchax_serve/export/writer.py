@@ -18,7 +18,6 @@ from model_adapters.loading import LoadedModel
 from model_adapters.ops import registry
 from model_adapters.ops.compressed_weight import CompressedWeight, Weight, Weights, unpacked
 from model_adapters.ops.cpu import build, ffi
-from model_adapters.ops.lora_weight import LoraWeight
 from model_adapters.ops.quantized_weight import QuantizedWeight
 from torchax_serve import __version__
 from torchax_serve.engine.factory import memory_budget
@@ -93,8 +92,6 @@ def export_model(loaded: LoadedModel, runtime: ModelRuntime, out: Path, request:
     require_flatbuffers()
     check_format(request.weights)
     targets = request.targets()
-    if any(isinstance(weight, LoraWeight) for weight in runtime.weights.values()):
-        raise not_exportable(loaded.module, "it has adapters that requests name (merge one: serve(adapter=...))")
     weights = _portable(runtime.weights)
     _check_layout(weights, targets)
     sizes = _sizes(runtime, request.engine)
