@@ -96,12 +96,7 @@ def serve(
     pathways.connect()
     enable_compile_cache()
     with gc_pause.paused():
-        if hosts is not None:
-            return _serve_on_hosts(arguments)
-        try:
-            return _serve_on_this_host(arguments)
-        except IsPipelineError:  # known once the hub has listed the files of `model`
-            return _image_model(arguments)
+        return _served(arguments)
 
 
 _LOADING = (
@@ -163,6 +158,15 @@ def _with_engine(arguments: dict[str, Any]) -> dict[str, Any]:
     if (config := arguments["speculative_config"]) is not None:
         arguments["engine"] = (arguments["engine"] or EngineOptions()).with_speculative(config)
     return arguments
+
+
+def _served(arguments: dict[str, Any]) -> ServedModel:
+    if arguments["hosts"] is not None:
+        return _serve_on_hosts(arguments)
+    try:
+        return _serve_on_this_host(arguments)
+    except IsPipelineError:  # known once the hub has listed the files of `model`
+        return _image_model(arguments)
 
 
 def _serve_on_this_host(arguments: dict[str, Any]) -> ServedModel:
