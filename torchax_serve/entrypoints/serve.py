@@ -96,7 +96,7 @@ def serve(
     pathways.connect()
     enable_compile_cache()
     with gc_pause.paused():
-        return _served(arguments)
+        return _serve_on_this_host(arguments) if hosts is None else _serve_on_hosts(arguments)
 
 
 _LOADING = (
@@ -160,16 +160,19 @@ def _with_engine(arguments: dict[str, Any]) -> dict[str, Any]:
     return arguments
 
 
-def _served(arguments: dict[str, Any]) -> ServedModel:
-    if arguments["hosts"] is not None:
-        return _serve_on_hosts(arguments)
+def _serve_on_this_host(arguments: dict[str, Any]) -> ServedModel:
+    """Returns the model of `arguments`, which may turn out to be a pipeline.
+
+    Args:
+        arguments: Arguments of `serve` by name.
+    """
     try:
-        return _serve_on_this_host(arguments)
+        return _recorded_or_loaded(arguments)
     except IsPipelineError:  # known once the hub has listed the files of `model`
         return _image_model(arguments)
 
 
-def _serve_on_this_host(arguments: dict[str, Any]) -> ServedModel:
+def _recorded_or_loaded(arguments: dict[str, Any]) -> ServedModel:
     """Returns the model of a start record, or loads it.
 
     Args:

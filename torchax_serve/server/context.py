@@ -18,7 +18,7 @@ from torchax_serve.server.errors import ApiError, api_error_of
 from torchax_serve.server.key_limits import KeyUsages
 from torchax_serve.server.loop_lag import LoopLag
 from torchax_serve.server.metrics import Metrics
-from torchax_serve.server.model_service import ModelService, without_path
+from torchax_serve.server.model_service import ModelService
 from torchax_serve.server.options import ServerOptions
 from torchax_serve.server.profiler import Profiler
 from torchax_serve.server.schemas import TextRequest
@@ -80,9 +80,9 @@ class ServerContext:
 
     def error_of(self, error: BaseException) -> ApiError:
         """Returns the answer to an error; it shows no path of the model."""
-        answer = api_error_of(error)
-        if self._service is not None:
-            answer.message = without_path(self._service, answer.message)
+        answer, service = api_error_of(error), self._service
+        if service is not None and service.root != (folder := service.model.name):
+            answer.message = answer.message.replace(folder, service.name)
         return answer
 
     def service(self) -> ModelService:

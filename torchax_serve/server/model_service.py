@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import hashlib
 import importlib.util
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -252,12 +251,6 @@ class ModelService:
         if masks is not None:
             prepared = [dataclasses.replace(request, masks=masks()) for request in prepared]
         return submit(self.model, prepared, options)
-
-
-def without_path(service: ModelService, text: str) -> str:
-    """Returns a text, such as that of an error, with the public name in place of the model's folder."""
-    name = service.model.name
-    return text.replace(name, service.name) if os.sep in name and service.root != name else text
 
 
 def adapters_of(service: ModelService) -> Mapping[str, str]:
