@@ -194,8 +194,7 @@ def serve(
     _warn_if_open(options)
     load_here = functools.partial(load_model, engine=engine, **load.serve_kwargs())
     server = Server(options, lambda: _loaded(model, load_here, server.context.start, is_watched=life.watch))
-    for each in server.addresses:
-        print(f"listening on {each}", file=sys.stderr, flush=True)
+    print(*(f"listening on {each}" for each in server.addresses), sep="\n", file=sys.stderr, flush=True)
     try:
         status = server.run()
     finally:

@@ -12,7 +12,7 @@ from model_adapters.errors import CheckpointError, InvalidArgumentError, Torchax
 from torchax_serve.server.body import read_request
 from torchax_serve.server.context import context_of
 from torchax_serve.server.errors import ApiError, bad_request
-from torchax_serve.server.model_service import ModelService
+from torchax_serve.server.model_service import ModelService, adapters_of
 from torchax_serve.server.request_fields import ApiRequest, honoured, no_effect, refused
 
 
@@ -55,7 +55,7 @@ async def unload_lora_adapter(request: Request) -> Response:
     service = _service(request)
     context = context_of(request)
     body = await read_request(request, context.options, UnloadAdapterRequest)
-    if body.lora_name not in service.adapters:
+    if body.lora_name not in adapters_of(service):
         raise ApiError(
             404,
             f"the adapter {body.lora_name[:100]!r} is not loaded; GET /v1/models lists those that are",

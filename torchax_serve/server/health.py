@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 from torchax_serve import __version__
 from torchax_serve.server.context import Stage, context_of
 from torchax_serve.server.errors import ApiError
-from torchax_serve.server.model_service import public_name
+from torchax_serve.server.model_service import adapters_of, public_name
 
 
 async def livez(request: Request) -> Response:
@@ -55,7 +55,7 @@ async def model(request: Request) -> Response:
 
 def _models(request: Request) -> list[dict[str, Any]]:
     service, key = context_of(request).service(), request.state.key
-    folders = {**dict.fromkeys(service.names), **service.adapters}
+    folders = {**dict.fromkeys(service.names), **adapters_of(service)}
     return [
         {
             "id": name,

@@ -123,19 +123,12 @@ class ModelService:
         if task not in self.tasks:
             raise ApiError(404, f"{route}: {self.name} does not {task}; it can {', '.join(self.tasks)}")
 
-    @property
-    def adapters(self) -> Mapping[str, str]:
-        """Folders of the adapters that requests can name as their model, by name."""
-        # Asked of the class: an attribute that a recorded model has not loads its torch module.
-        found: Mapping[str, str] = self.model.adapters if hasattr(type(self.model), "adapters") else {}
-        return {name: path for name, path in found.items() if name not in self.names}
-
     def check_name(self, name: str, key: ApiKey | None = None, *, may_be_adapter: bool = False) -> None:
         """Raises ApiError, 404, unless a request's `model` is one of this service's that its key may use.
 
         With `may_be_adapter` it may be the name of an adapter as well.
         """
-        is_known = name in self.names or (may_be_adapter and name in self.adapters)
+        is_known = name in self.names or (may_be_adapter and name in adapters_of(self))
         if not is_known or not (key is None or key.allows(name)):
             raise ApiError(
                 404,
@@ -246,9 +239,17 @@ class ModelService:
         return submit(self.model, prepared, options)
 
 
+def adapters_of(service: ModelService) -> Mapping[str, str]:
+    """Returns the folders of the adapters that requests can name as their model, by name."""
+    # Asked of the class: an attribute that a recorded model has not loads its torch module.
+    model = service.model
+    found: Mapping[str, str] = model.adapters if hasattr(type(model), "adapters") else {}
+    return {name: path for name, path in found.items() if name not in service.names}
+
+
 def adapter_of(service: ModelService, name: str) -> str | None:
     """Returns the adapter that a request's `model` names; None for the model itself."""
-    return name if name in service.adapters else None
+    return name if name in adapters_of(service) else None
 
 
 def scoped_salt(key_name: str | None, salt: str | None) -> str | None:
