@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import hashlib
 import importlib.util
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -87,11 +86,6 @@ class ModelService:
         """Ends the threads and the model."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         self.model.close()
-
-    def without_path(self, text: str) -> str:
-        """Returns a text, such as that of an error, with the public name in place of the model's folder."""
-        name = self.model.name
-        return text.replace(name, self.name) if os.sep in name and self.root != name else text
 
     def prepare(self) -> None:
         """Makes what the first requests would wait for: the process of chat templates, and tables of tokens."""
