@@ -117,16 +117,6 @@ class ModelService:
         assert not self.model.writes_text
         return cast("EncoderModel", self.model)
 
-    def num_tokens(self, texts: Sequence[Any]) -> int:
-        """Returns the number of tokens of texts and of token ids together, special tokens included."""
-        tokenizer: Any = self.model.tokenizer
-        given = [text for text in texts if not isinstance(text, str)]
-        written = [text for text in texts if isinstance(text, str)]
-        ids = tokenizer(written)["input_ids"] if written else []
-        limit = self.max_model_len
-        lens = [len(each) for each in (*given, *ids)]
-        return sum(lens if limit is None else [min(length, limit) for length in lens])
-
     def require(self, task: str, route: str) -> None:
         """Raises ApiError, 404, unless the model can do `task`."""
         if task not in self.tasks:
