@@ -32,6 +32,9 @@ class PacedRunner:
         self._free_s = 0.0
         self._ready_s = {}
 
+    def with_adapter(self, request):
+        return request
+
     def validate(self, name, request):
         pass
 
