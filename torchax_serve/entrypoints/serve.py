@@ -99,12 +99,7 @@ def serve(
     pathways.connect()
     enable_compile_cache()
     with gc_pause.paused():
-        if hosts is not None:
-            return _serve_on_hosts(arguments)
-        try:
-            return _serve_on_this_host(arguments)
-        except IsPipelineError:  # known once the hub has listed the files of `model`
-            return _image_model(arguments)
+        return _serve_on_this_host(arguments) if hosts is None else _serve_on_hosts(arguments)
 
 
 _LOADING = (
@@ -169,6 +164,14 @@ def _with_engine(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _serve_on_this_host(arguments: dict[str, Any]) -> ServedModel:
+    """Returns a model on this host alone; arguments as of `_model_here`."""
+    try:
+        return _model_here(arguments)
+    except IsPipelineError:  # known once the hub has listed the files of the model
+        return _image_model(arguments)
+
+
+def _model_here(arguments: dict[str, Any]) -> ServedModel:
     """Returns the model of a start record, or loads it.
 
     Args:
