@@ -33,6 +33,7 @@ FAST = (
     "scheduler/test_scheduler_pages",
     "scheduler/test_scheduler_policy",
     "scheduler/test_scheduler_prefill_budget",
+    "scheduler/test_scheduler_speculation",
     "scheduler/test_scheduler_steady_decode",
     "test_repo_shape",
     "test_sharding_rules",

@@ -51,6 +51,8 @@ def save_quantized(model: Any, folder: str | os.PathLike[str], quantization: Any
     names = module.state_dict().keys()
     state: dict[str, torch.Tensor] = {}
     for name, weight in loaded.weights.items():
+        if (source := module.all_tied_weights_keys.get(name)) and loaded.weights.get(source) is weight:
+            continue  # written under the name of its source alone
         if isinstance(weight, QuantizedWeight):
             state |= tensors_of(name.removesuffix(".weight"), weight)
         elif name in names:

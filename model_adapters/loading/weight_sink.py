@@ -19,7 +19,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import torch
@@ -121,7 +121,7 @@ class WeightSink:
 
         Which of two tied names a checkpoint holds, and whether both are equal, transformers finds out at the end and
         by their values; the few tensors in question stay in the module until then, but for those that the files have
-        under one name only, and by a name of the module's.
+        under one name only, and by a name of the module's, and for equal ones that the files have under all names.
         """
         self._peak.sample()
         self._since_trim += tensor_bytes
@@ -131,24 +131,40 @@ class WeightSink:
         tied = getattr(model, "all_tied_weights_keys", {})
         group = {name for pair in tied.items() if target_name in pair for name in pair}
         if group and not self._is_under_one_name(target_name, group):
+            self._accept_equal(model, tied.get(target_name, target_name))
             return
-        path, _, attribute = target_name.rpartition(".")
-        owner = model.get_submodule(path) if path else model
+        owner, attribute = _owner_of(model, target_name)
         tensor = getattr(owner, attribute, None)
         if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
             return  # a refused shape, or state of another kind
-        self._replace(owner, attribute, tensor, self._place(target_name, tensor))
+        setattr(owner, attribute, self._landed_as(tensor, self._place(target_name, tensor)))
+
+    def _accept_equal(self, model: PreTrainedModel, source: str) -> None:
+        """Takes `source` and the tensors tied to it once all of them are in the module, if they are equal."""
+        names = [source, *(name for name, other in model.all_tied_weights_keys.items() if other == source)]
+        owners = [_owner_of(model, name) for name in names]
+        found = [getattr(owner, attribute, None) for owner, attribute in owners]
+        tensors = [tensor for tensor in found if _is_plain(tensor)]
+        if len(tensors) < len(found):
+            return  # not all are there, or their parts would have to be compared
+        first, *others = tensors
+        if any(first.dtype != tensor.dtype or not torch.equal(first, tensor) for tensor in others):
+            return
+        empty = self._landed_as(first, self._place(source, first))
+        for owner, attribute in owners:
+            setattr(owner, attribute, empty)
 
     def _is_under_one_name(self, target_name: str, group: set[str]) -> bool:
         """Tells whether the files have the tied names in `group` under one of them only, `target_name`."""
         others = {f".{name.split('.')[-2]}." for name in group - {target_name} if "." in name}
         return target_name in self._names and not any(other in f".{name}" for name in self._names for other in others)
 
-    def _replace(self, owner: torch.nn.Module, attribute: str, tensor: torch.Tensor, array: Weight) -> None:
+    def _landed_as(self, tensor: torch.Tensor, array: Weight) -> torch.Tensor:
+        """Returns the meta tensor that stands for `array` in the place of `tensor`."""
         empty = meta_like(tensor)
         empty._is_hf_initialized = True  # type: ignore[attr-defined]  # keeps the initialisation away from it
-        setattr(owner, attribute, empty)
         self._landed[id(empty)] = (empty, array)
+        return empty
 
     def array_for(self, tensor: torch.Tensor) -> Weight | None:
         """Returns the array that landed with `tensor` left in its place."""
@@ -185,6 +201,17 @@ class WeightSink:
             _without_remarks_on_missing(),
         ):
             yield
+
+
+def _owner_of(model: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]:
+    """Returns the module that has the tensor `name`, and the tensor's name there."""
+    path, _, attribute = name.rpartition(".")
+    return model.get_submodule(path) if path else model, attribute
+
+
+def _is_plain(tensor: Any) -> TypeGuard[torch.Tensor]:
+    """Returns whether `tensor` is a dense tensor with values."""
+    return isinstance(tensor, torch.Tensor) and not isinstance(tensor, QuantizedTensor) and not tensor.is_meta
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
-"""Calls of the paged ops compiled for an H200 that is not there, and what the compilers say of them.
+"""Calls of the paged ops compiled for a GPU that is not there, and what the compilers say of them.
 
-XLA's plug-in for CUDA compiles from a description of the device (``h200.txtpb``); ptxas, from NVIDIA's wheel of nvcc,
-then counts registers and spills of each kernel's PTX.
+XLA's plug-in for CUDA compiles from a description of the device (``h100.txtpb``, ``h200.txtpb``); ptxas, from NVIDIA's
+wheel of nvcc, then counts registers and spills of each kernel's PTX.
 """
 
 import dataclasses
@@ -20,7 +20,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import model_adapters.ops.gpu  # noqa: F401 registers the kernels
 from model_adapters.ops import AttentionArgs, KVScales, decode_attention, on_platform, paged_attention, use
 
-DEVICE = Path(__file__).with_name("h200.txtpb")
+GPUS = ("h100", "h200")
+"""Described devices; the H100 is that of 80 GB with HBM3."""
 NEEDED = (
     "pip install jax-cuda13-pjrt jax-cuda13-plugin in the version of jax, and nvidia-cuda-nvcc nvidia-nvvm "
     "nvidia-cuda-runtime 13.0"
@@ -77,10 +78,11 @@ class Report:
 
 
 @functools.cache
-def mesh():
+def mesh(gpu="h200"):
     """The device by itself; as the mesh that is set, it tells Pallas what it compiles for."""
+    described = Path(__file__).with_name(f"{gpu}.txtpb").read_text()
     try:
-        topology = topologies.get_topology_desc("", platform="cuda", target_config=DEVICE.read_text(), topology="1x1x1")
+        topology = topologies.get_topology_desc("", platform="cuda", target_config=described, topology="1x1x1")
     except RuntimeError as error:
         raise RuntimeError(f"expected XLA's plug-in for CUDA, got {error}; {NEEDED}") from error
     return Mesh(np.array(topology.devices[:1]), ("model",))
@@ -96,9 +98,9 @@ def ptxas():
     raise RuntimeError(f"expected ptxas in the wheel of nvcc, got none; {NEEDED}")
 
 
-def arguments(shape):
+def arguments(shape, gpu):
     """Abstract arguments of the call."""
-    sharding = NamedSharding(mesh(), PartitionSpec())
+    sharding = NamedSharding(mesh(gpu), PartitionSpec())
 
     def abstract(dims, dtype):
         return jax.ShapeDtypeStruct(dims, jnp.dtype(dtype), sharding=sharding)
@@ -129,12 +131,12 @@ def arguments(shape):
     ]
 
 
-def compile_call(shape, folder, implementation="gpu-triton"):
+def compile_call(shape, folder, implementation="gpu-triton", gpu="h200"):
     """Compiles the call, with XLA's notes in the empty `folder`."""
     op = decode_attention if shape.num_tokens is None else paged_attention
-    args = arguments(shape)
+    args = arguments(shape, gpu)
     begin = time.perf_counter()
-    with jax.set_mesh(mesh()), on_platform("gpu"), use(op.__name__, implementation):
+    with jax.set_mesh(mesh(gpu)), on_platform("gpu"), use(op.__name__, implementation):
         call = jax.jit(lambda *args: op(*args), donate_argnums=3).trace(*args)
         compiled = call.lower(lowering_platforms=("cuda",)).compile(
             {"xla_gpu_autotune_level": "0", "xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}

@@ -1,4 +1,4 @@
-"""The GPU kernels compiled for an H200, without one: no register spills, no copy of the pool, no loop on the host.
+"""The GPU kernels compiled for an H200 and an H100, without one: no spills, no copy of the pool, no loop on the host.
 
 Needs XLA's plug-in for CUDA and NVIDIA's compilers, which ``gpu_compile.NEEDED`` names.
 """
@@ -100,6 +100,23 @@ def test_ragged(shape, tmp_path):
         assert any(name.startswith(("wgmma", "mma.sync")) for name in kernel.instructions)
     if shape in GRID:
         assert kernel.shared_bytes <= SHARED_BYTES
+
+
+OF_8_BITS = [
+    Shape(dim=dim, group=group, pool_dtype=dtype, window=window)
+    for dtype in ("int8", "float8_e4m3fn")
+    for dim, group, window in ((64, 4, None), (128, 8, None), (256, 2, 512))
+]
+
+
+@pytest.mark.parametrize("shape", OF_8_BITS, ids=str)
+@pytest.mark.parametrize("num_tokens", [None, 512])
+def test_pages_in_8_bits_on_an_h100(shape, num_tokens, tmp_path):
+    shape = dataclasses.replace(shape, num_tokens=num_tokens)
+    report = compile_call(shape, tmp_path, gpu="h100")
+    check(report, shape, num_tokens or shape.num_seqs)
+    kernel = report.kernels["paged_attention" if num_tokens else "decode_attention"]
+    assert any(name.startswith(("wgmma", "mma.sync")) for name in kernel.instructions)
 
 
 def test_prefill_uses_the_products_of_whole_warp_groups(tmp_path):

@@ -1,4 +1,4 @@
-"""Quantized products compiled for TPUs and an H200: weights are read as they are stored, and never written dense.
+"""Quantized products compiled for TPUs, an H100 and an H200: weights are read as they are stored, never made dense.
 
 Needs libtpu and XLA's plug-in for CUDA, as the other modules of this folder.
 """
@@ -89,19 +89,19 @@ OPTIONS = {"xla_gpu_autotune_level": "0"}
 OF_GPUS = ["int8 by row", "fp8 by row", "fp8 by row, fp8 activations", "int8 by row, int8 activations"]
 
 
+@pytest.mark.parametrize("gpu", gpu_compile.GPUS)
 @pytest.mark.parametrize("name", OF_GPUS)
-def test_xla_writes_no_dense_weight_on_a_gpu(name):
-    compiled, implementation = compile_product(FORMS[name], gpu_compile.mesh(), "gpu", options=OPTIONS)
+def test_xla_writes_no_dense_weight_on_a_gpu(name, gpu):
+    compiled, implementation = compile_product(FORMS[name], gpu_compile.mesh(gpu), "gpu", options=OPTIONS)
     assert implementation == "quantized"
     partial_sums = 8 * 4 * ROWS * OUT  # of a product in up to eight parts of its columns
     assert compiled.memory_analysis().temp_size_in_bytes <= partial_sums < bytes_of(FORMS[name]) / 3
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("gpu", gpu_compile.GPUS)
 @pytest.mark.parametrize("name", ["int4 by 128", "int4 by 32", "int8 by 128"])
-def test_the_gpu_kernel_is_chosen_and_needs_partial_sums_alone(name):
-    compiled, implementation = compile_product(
-        FORMS[name], gpu_compile.mesh(), "gpu", options={"xla_gpu_autotune_level": "0"}
-    )
+def test_the_gpu_kernel_is_chosen_and_needs_partial_sums_alone(name, gpu):
+    compiled, implementation = compile_product(FORMS[name], gpu_compile.mesh(gpu), "gpu", options=OPTIONS)
     assert implementation == "gpu-quantized"
     assert compiled.memory_analysis().temp_size_in_bytes <= 3 * 4 * ROWS * OUT + (1 << 16)

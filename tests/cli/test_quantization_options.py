@@ -1,10 +1,13 @@
 """``--quantization`` and ``--explain`` of the commands that load a model."""
 
+import json
+
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from model_adapters.loading.model_source import EMBEDDED
-from torchax_serve.cli.main import app
+from torchax_serve.cli.main import COMMANDS, app
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +39,47 @@ def test_explain_follows_rules_of_a_file(tmp_path):
     does = {line.split()[0]: line.rpartition("]")[2].strip() for line in done.stdout.splitlines()[:-1]}
     assert does["model.layers.*.mlp.up_proj.weight"] == "int8, one scale a row"
     assert does["model.layers.*.self_attn.q_proj.weight"] == "stays float32"
+
+
+@pytest.mark.parametrize("name", ["run", "serve", "embed", "verify", "bench", "plan", "deploy", "quantize"])
+def test_each_command_about_weights_has_it(name):
+    options = {flag for parameter in COMMANDS[name].params for flag in parameter.opts}
+    assert "--quantization" in options
+    assert ("--requantize" in options) == (name not in ("plan", "deploy"))  # those read no weights themselves
+
+
+def test_embeddings_of_quantized_weights_are_near_those_of_dense_ones():
+    dense, eight = (
+        np.array(json.loads(call("embed", EMBEDDED, "What is JAX?", "--pooling", "mean", *more).stdout)).reshape(-1)
+        for more in ((), ("--quantization", "int8"))
+    )
+    assert not np.array_equal(dense, eight)
+    assert dense @ eight > 0.99 * np.linalg.norm(dense) * np.linalg.norm(eight)
+
+
+def test_deploy_gives_it_to_the_replicas(monkeypatch):
+    seen = []
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: seen.append(name))
+    made = []
+
+    def options_of(**given):
+        made.append(given)
+
+    monkeypatch.setattr("torchax_serve.distributed.ray.options.DeployOptions", options_of)
+    done = call("deploy", EMBEDDED, "--quantization", "int4")
+    assert "expected Ray, which is not installed" in done.stderr and "ray" in seen
+    assert made[0]["quantization"] == "int4"
+
+
+def test_a_checkpoint_that_is_quantized_is_rounded_again_if_that_is_asked_for_alone(tmp_path):
+    assert call("quantize", EMBEDDED, tmp_path / "int8", "--quantization", "int8").exit_code == 0
+    run = "run", tmp_path / "int8", "-p", "What is JAX?", "--max-new-tokens", "2", "--greedy", "--quantization", "int4"
+    done = call(*run)
+    assert done.exit_code == 2 and done.stderr.strip().count("\n") == 0
+    assert "is quantized already (compressed-tensors)" in done.stderr and "--requantize" in done.stderr
+    done = call(*run, "--requantize")
+    assert done.exit_code == 0, done.stderr
+    assert "quantized again, which were compressed-tensors in 8 bits: numbers off by" in done.stderr
 
 
 def test_a_line_says_what_was_quantized():

@@ -22,6 +22,8 @@ GIVEN = {
     "timeout_s": 1.5,
     "queue_timeout_s": 0.5,
     "cache_salt": "tenant",
+    "adapter": "style",
+    "speculate": False,
 }
 
 

@@ -80,15 +80,24 @@ def test_ways_to_say_bfloat16(dtype, tmp_path):
 
 
 @pytest.mark.parametrize("equal", [True, False])
-def test_both_of_two_tied_names_in_the_file(equal, tmp_path):
-    """transformers ties them where they are equal and keeps both where they are not."""
+def test_both_of_two_tied_names_in_the_file(equal, tmp_path, monkeypatch):
+    """transformers ties them where they are equal and keeps both where they are not; equal ones leave torch at once."""
     tiny_folder(tmp_path, "llama_tied")
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
     embedding = tensors["model.embed_tokens.weight"]
     tensors["lm_head.weight"] = embedding.clone() if equal else embedding + 1
     save_file(tensors, file, metadata={"format": "pt"})
+    at_the_end = []
+    tie = modeling_utils.PreTrainedModel.tie_weights
+
+    def observed(model, *args, **options):
+        at_the_end.append(model.lm_head.weight.is_meta and model.model.embed_tokens.weight.is_meta)
+        return tie(model, *args, **options)
+
+    monkeypatch.setattr(modeling_utils.PreTrainedModel, "tie_weights", observed)
     loaded = load_model(tmp_path)
+    assert at_the_end[-1] == equal
     assert (loaded.weights["lm_head.weight"] is loaded.weights["model.embed_tokens.weight"]) == equal
     np.testing.assert_array_equal(loaded.weights["lm_head.weight"], tensors["lm_head.weight"].numpy())
 
@@ -178,6 +187,23 @@ def test_peak_memory_is_at_most_a_quarter_above_the_checkpoint(kind, megabytes, 
     assert result["num_files"] > 1
     # what is measured must hold the weights at least: a figure below means that nothing was measured
     assert 0.8 < result["peak_growth_bytes"] / result["files_bytes"] <= 1.25, result
+
+
+def test_peak_memory_of_quantized_files_on_a_mesh_is_a_fifth_above_them(tmp_path):
+    """Both tied names are in the files, as other tools write them; the table counts once."""
+    script = ROOT / "benchmarks" / "load_memory.py"
+    runpy.run_path(str(script))["write"]("dense", 260, tmp_path, "int8")
+    tensors = load_file(tmp_path / "big" / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, tmp_path / "big" / "model.safetensors", metadata={"format": "pt"})
+    table = tensors["lm_head.weight"].nbytes
+    command = [sys.executable, str(script), "--step", "load", "--devices", "4", "--folder", str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["num_devices"] == 4 and result["quantization"].endswith("8.03 bits a number")
+    assert 0.9 < result["peak_growth_bytes"] / (result["files_bytes"] - table) <= 1.2, result
 
 
 def test_weights_that_do_not_fit_are_refused_before_reading(tmp_path, monkeypatch):

@@ -60,3 +60,12 @@ def test_zeros_take_memory_only_as_they_are_written():
     assert process.memory_info().rss - before < num_bytes // 2
     assert int(written[: 8 << 20].sum(dtype=jnp.int32)) == 7 * (8 << 20)
     assert not written[8 << 20 :].any()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux is asked for the memory back")
+def test_zeros_of_many_layers_take_no_memory_at_their_ends():
+    process, num_bytes = psutil.Process(), 2 * HUGE_PAGE_BYTES - 4096  # less than two complete huge pages
+    before = process.memory_info().rss
+    pools = [without_memory(jnp.zeros(num_bytes, jnp.uint8)) for _ in range(16)]
+    assert process.memory_info().rss - before < 16 * num_bytes // 4
+    assert not any(int(pool.max()) for pool in pools)

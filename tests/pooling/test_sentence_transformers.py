@@ -5,6 +5,7 @@ The recomputation was compared with the package itself (release 6.2), to 3e-6 ov
 
 import json
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -12,7 +13,7 @@ from encoder_models import TEXTS, folder, tokenizer, write
 from safetensors.torch import save_file
 
 from torchax_serve import CheckpointError, InvalidArgumentError, UnsupportedModelError, serve
-from torchax_serve.pooling.layers import ACTIVATIONS, Layer, embeddings
+from torchax_serve.pooling.layers import ACTIVATIONS, Layer, PoolingOptions, embeddings
 from torchax_serve.pooling.sentence_transformers import rule_in
 
 pytestmark = pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64:UserWarning")
@@ -153,7 +154,8 @@ def test_activations_match_torch(name):
     weights = ({"linear.weight": np.eye(37, dtype=np.float32)},)
     layers = (Layer("pooling", ("cls",)), Layer("dense", activation=name))
     ones, none = np.ones((1, 1), np.int32), np.zeros(1, np.int32)
-    found = embeddings(layers, ({}, *weights), x.numpy()[None, None], ones, none, None, False)
+    options = PoolingOptions(pooling=0, num_values=37, keeps_norms=True, normalize=False)
+    found = embeddings(layers, ({}, *weights), jnp.asarray(x.numpy()[None, None]), ones, none, options)
     np.testing.assert_allclose(found[0], module(x).numpy(), atol=1e-6, rtol=1e-6)
 
 

@@ -83,7 +83,10 @@ def test_a_tied_head_stays_dense(tmp_path):
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "in")
     said = save_quantized(tmp_path / "in", tmp_path / "out", "int8")
     assert said.startswith("14 weights int8 (one scale a row)")
-    assert "model.embed_tokens.weight" in load_file(tmp_path / "out" / "model.safetensors")
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert "model.embed_tokens.weight" in written and "lm_head.weight" not in written  # once, as transformers has it
+    weights = load_model(tmp_path / "out").weights
+    assert weights["lm_head.weight"] is weights["model.embed_tokens.weight"]
 
 
 def test_the_command_writes_and_refuses_in_one_line(folder, tmp_path):

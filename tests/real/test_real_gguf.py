@@ -44,17 +44,19 @@ LOAD = """import sys
 import jax
 from model_adapters.loading import load_model, loader
 jax.devices()
-print(load_model(sys.argv[1]).report.peak_host_bytes)"""
+loaded = [load_model(sys.argv[1]) for _ in range(2)]  # both stay: the second one cannot use memory of the first
+print(*(each.report.peak_host_bytes for each in loaded))"""
 
 
-def test_a_first_load_takes_the_files_memory_and_half_again_at_most(found):
-    """Over what importing the libraries takes; the load imports the classes of the model and the package gguf."""
+def test_a_load_takes_a_fifth_more_than_the_file_at_most(found):
+    """Memory that is resident for it; the first of a process also imports the classes of the model and the reader."""
     file = gguf_of("smollm2")
     done = subprocess.run([sys.executable, "-c", LOAD, file], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    peak = int(done.stdout) / file.stat().st_size
-    found("smollm2", "GGUF file as it is: memory of the host while loading, at most", f"{peak:.2f} of the file")
-    assert 0.9 < peak < 1.5  # less than the weights take would mean that nothing was measured
+    first, second = (int(line) / file.stat().st_size for line in done.stdout.split())
+    found("smollm2", "GGUF file as it is: memory of the host while loading, at most", f"{second:.2f} of the file")
+    found("smollm2", "GGUF file as it is: the same with imports of the first load", f"{first:.2f} of the file")
+    assert 0.9 < second < 1.2 and first < 1.5  # less than the weights take would mean that nothing was measured
 
 
 def test_tokens_are_those_of_the_dequantized_model(pair, found):
@@ -86,4 +88,4 @@ def test_a_piped_question_to_the_file(tmp_path, found):
     found(
         "smollm2", "`run` on the GGUF file, peak memory of a second start, libraries included", f"{taken / 1e9:.2f} GB"
     )
-    assert taken < 0.75e9  # 0.17 are libraries
+    assert taken < 0.7e9  # 0.17 are libraries, 0.29 with JAX's plug-in for CUDA

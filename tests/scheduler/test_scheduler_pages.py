@@ -174,7 +174,7 @@ def compute(book, tokens, salt="", shares=True):
     """Opens a sequence, computes all its tokens; its pages and how many of them were found."""
     match = book.match_prefix(tokens, salt, shares)
     pages = book.allocate_slot(match, salt, shares)
-    book.grow(pages, len(tokens))
+    book.grow_all([(pages, len(tokens))])
     book.publish_prefix(pages, tokens, len(tokens))
     return pages, len(match.nodes) * 4
 
@@ -215,7 +215,7 @@ def test_only_computed_tokens_are_found():
     book = make_book()
     tokens = list(range(13))
     pages = book.allocate_slot(book.match_prefix(tokens, "", True), "", True)
-    book.grow(pages, 13)
+    book.grow_all([(pages, 13)])
     for computed, expected in ((0, 0), (3, 0), (4, 1), (7, 1), (11, 2), (13, 3)):
         book.publish_prefix(pages, tokens, computed)
         assert len(book.match_prefix(tokens, "", True).nodes) == expected
@@ -288,7 +288,7 @@ def test_pages_behind_the_window_are_freed_and_only_its_end_must_be_found():
     book = make_book(CacheGroup("full", None, 20), CacheGroup("window", 6, 20))
     tokens = list(range(30))
     pages = book.allocate_slot(book.match_prefix(tokens, "", True), "", True)
-    book.grow(pages, 30)
+    book.grow_all([(pages, 30)])
     for computed in range(31):
         book.publish_prefix(pages, tokens, computed)
         book.check_integrity([pages])
@@ -311,7 +311,7 @@ def test_without_the_end_of_the_window_a_shorter_prefix_is_found():
     book = make_book(CacheGroup("full", None, 40), CacheGroup("window", 6, 9))
     tokens = list(range(30))
     pages = book.allocate_slot(book.match_prefix(tokens, "", True), "", True)
-    book.grow(pages, 30)
+    book.grow_all([(pages, 30)])
     for computed in range(31):
         book.publish_prefix(pages, tokens, computed)
     book.release(pages)
@@ -344,7 +344,7 @@ def test_a_fork_shares_full_pages_and_copies_the_last(length, num_shared, has_co
     assert len(theirs) == num_shared + has_copy
     book.check_integrity([source, pages])
     other = [*range(length), *[40] * (16 - length)]  # what the fork goes on with is found under its own tokens only
-    book.grow(pages, 16)
+    book.grow_all([(pages, 16)])
     book.publish_prefix(pages, other, 16)
     assert len(book.match_prefix([*other, 1], "", True).nodes) == 4
     book.check_integrity([source, pages])

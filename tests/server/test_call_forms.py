@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from torchax_serve.sampling.grammar import GrammarCompiler
 from torchax_serve.server.call_forms import call_grammar
 from torchax_serve.server.errors import ApiError
+from torchax_serve.server.parsed_message import joined_calls
 from torchax_serve.server.response_families import FAMILIES
 from torchax_serve.server.response_parsing import AnswerParser
 
@@ -38,11 +39,12 @@ JSON = json.dumps(ARGUMENTS, ensure_ascii=False)
 SPECIAL = ["<eos>", "[TOOL_CALLS]", "[ARGS]", "<|channel|>", "<|message|>", "<|constrain|>", "<|call|>"]
 SPECIAL += ["<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>"]
 SPECIAL += ["<|tool_call_argument_begin|>", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>"]
-SPECIAL += ["<｜tool▁call▁end｜>", "<｜tool▁sep｜>"]
+SPECIAL += ["<｜tool▁call▁end｜>", "<｜tool▁sep｜>", "<|tool_call>", "<tool_call|>", '<|"|>']
 XML = (
     "<parameter=city>\nŁódź: ü\n</parameter>\n<parameter=days>\n3\n</parameter>\n<parameter=unit>\n°C\n</parameter>\n"
     "</function>\n</tool_call>"
 )
+GEMMA = '{city:<|"|>Łódź: ü<|"|>,days:3,unit:<|"|>°C<|"|>}'
 GLM = (
     "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Łódź: ü</arg_value>\n<arg_key>days</arg_key>\n"
     "<arg_value>3</arg_value>\n<arg_key>unit</arg_key>\n<arg_value>°C</arg_value>\n</tool_call>"
@@ -62,6 +64,10 @@ ANSWERS = {
     "deepseek-v3.1": [
         f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{JSON}<｜tool▁call▁end｜><｜tool▁call▁begin｜>clock"
         "<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+    ],
+    "gemma4": [
+        f"<|tool_call>call:weather{GEMMA}<tool_call|>",
+        f"<|tool_call>call:weather{GEMMA}<tool_call|><|tool_call>call:clock{{}}<tool_call|>",
     ],
     "glm": [GLM, f"{GLM}\n<tool_call>clock\n</tool_call>"],
     "qwen-xml": [
@@ -84,13 +90,17 @@ ANSWERS = {
 FORMS = {family.name: family for family in FAMILIES if family.call is not None}
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
+def tokenizer_with(special):
     backend = Tokenizer(models.BPE({char: index for index, char in enumerate(pre_tokenizers.ByteLevel.alphabet())}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(SPECIAL)
+    backend.add_special_tokens(special)
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tokenizer_with(SPECIAL)
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +134,7 @@ def calls_of(family, text, tools=TOOLS):
     parser = AnswerParser(FORMS[family], "", tools)
     steps = [parser.push(text), parser.flush()]
     assert "".join(step.content + step.reasoning for step in steps).strip() == ""
-    found = [call["function"] for step in steps for call in step.tool_calls]
+    found = [call["function"] for call in joined_calls(steps)]
     return [(call["name"], json.loads(call["arguments"])) for call in found]
 
 
@@ -168,6 +178,89 @@ def test_whatever_is_sampled_parses(compiler, tokenizer, family):
         ((name, arguments),) = calls_of(family, tokenizer.decode(ids), FINITE)
         assert name == "weather" and set(arguments) <= set(CLOSED)
         assert 1 <= arguments["days"] <= 9 and arguments["unit"] in ("°C", "°F")
+
+
+NESTED = {
+    "type": "object",
+    "properties": {
+        "zone": {"anyOf": [{"type": "string", "pattern": "^[A-Z]{3}$"}, {"type": "null"}]},
+        "Area": {"type": ["integer", "string"], "minimum": 3, "maximum": 5, "maxLength": 4},
+        "tree": {"$ref": "#/$defs/node"},
+        "tags": {"type": "array", "items": {"enum": ["a<b", 'c"d', 7, True, None]}, "minItems": 1, "maxItems": 3},
+        "none": {"type": "array", "items": {"type": "string"}, "maxItems": 0},
+        "by_name": {"type": "object", "additionalProperties": {"type": "boolean"}},
+        "text": {"type": "string", "description": "Anything."},
+    },
+    "required": ["tags", "Area"],
+    "$defs": {
+        "node": {
+            "type": "object",
+            "properties": {"size": {"type": "number"}, "child": {"$ref": "#/$defs/node"}},
+            "required": ["size"],
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("is_special", [True, False])
+def test_whatever_is_sampled_of_gemma_follows_the_schema(is_special):
+    import jsonschema
+
+    tokenizer = tokenizer_with([each for each in SPECIAL if is_special or each != '<|"|>'])
+    compiler = GrammarCompiler(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
+    tools = [{"type": "function", "function": {"name": "f-1", "parameters": NESTED}}]
+    special = {token.content: index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    rng, keys = random.Random(5), set()
+    grammar = call_grammar(FORMS["gemma4"].call, tools, special, is_forced=True, max_calls=1)
+    masks_for = compiler.masks(grammar)
+    for _ in range(25):
+        masks, ids = masks_for(), []
+        while len(ids) < 400:
+            tokens = allowed(masks, ids, len(tokenizer))
+            ends = [token for token in tokens if tokenizer.decode([token]) in ('<|"|>', "}", "]", "<", "|", '"', ">")]
+            token = rng.choice(ends if ends and rng.random() < 0.4 else tokens)
+            if token == tokenizer.eos_token_id:
+                break
+            ids.append(token)
+        else:
+            continue  # a text without end
+        ((name, arguments),) = calls_of("gemma4", tokenizer.decode(ids), tools)
+        keys |= arguments.keys()
+        jsonschema.validate(arguments, NESTED)
+        assert name == "f-1"
+    assert len(keys) > 4
+
+
+def test_gemma_takes_any_arguments_without_a_schema(compiler, tokenizer):
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    for text in ("{}", "{a:1}", '{a:[],b:{c:<|"|>x "y" <| z<|"|>,d:[true,null,-1.5e3]}}'):
+        call = f"<|tool_call>call:weather{text}<tool_call|>"
+        assert takes(masks_of(compiler, tokenizer, "gemma4", tools), tokenizer, call)
+        assert len(calls_of("gemma4", call, tools)) == 1
+    for text in ("{a}", "{a:x}", "[]", '{"a":1}', "{a:1,}", '{a:<|"|>x}'):
+        call = f"<|tool_call>call:weather{text}<tool_call|>"
+        assert not takes(masks_of(compiler, tokenizer, "gemma4", tools), tokenizer, call)
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"type": "string", "format": "date"}, "the keyword 'format'"),
+        ({"allOf": [{"type": "string"}]}, "the keyword 'allOf'"),
+        ({"type": "array", "uniqueItems": True}, "the keyword 'uniqueItems'"),
+        ({"type": "set"}, "the type 'set'"),
+        ({"enum": [[1]]}, "enum or const with objects"),
+        ({"$ref": "https://other/schema"}, r"\$ref to"),
+        ({"type": "string", "maxLength": 10**9}, "minLength or maxLength beyond"),
+        ({"type": "object", "properties": {"a b": {}}}, "names of arguments"),
+        (False, "a schema that is false"),
+        (5, "a schema that is no object"),
+    ],
+)
+def test_schemas_that_gemma_cannot_be_held_to_are_named(schema, said):
+    tools = [{"type": "function", "function": {"name": "a", "parameters": {"properties": {"x": schema}}}}]
+    with pytest.raises(ApiError, match=said):
+        call_grammar(FORMS["gemma4"].call, tools, {}, is_forced=True, max_calls=1)
 
 
 def test_names_of_arguments_that_a_form_cannot_have():

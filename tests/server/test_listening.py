@@ -5,13 +5,14 @@ import shutil
 import socket
 import ssl
 import subprocess
+import time
 
 import httpx
 import pytest
 
 from model_adapters.errors import InvalidArgumentError
 from torchax_serve.server import listening
-from torchax_serve.server.lifespan import notify_systemd
+from torchax_serve.server.lifespan import TICK_S, notify_systemd
 from torchax_serve.server.listening import open_sockets
 from torchax_serve.server.options import ServerOptions
 
@@ -54,8 +55,6 @@ def test_certificates_are_replaced_while_a_stream_goes_on(start_server, tmp_path
             while name_of_server(secure.address) == first and until:
                 until -= 1
             assert list(lines)[-2] == "data: [DONE]"
-    import time
-
     end = time.monotonic() + 5
     while name_of_server(secure.address) == first:
         assert time.monotonic() < end
@@ -72,6 +71,45 @@ def test_clients_need_a_certificate_if_it_is_asked_for(start_server, tmp_path):
     context.load_cert_chain(theirs, their_key)
     with httpx.Client(verify=context) as http:
         assert http.get(f"{secure.url}/livez").status_code == 200
+
+
+def shakes_hands(address, context, session=None):
+    """Whether the server accepts a client; gives it a ticket for its next connection, if one is given."""
+    with socket.create_connection(address, timeout=10) as plain:
+        try:
+            with context.wrap_socket(plain, server_hostname="127.0.0.1", session=session) as secure:
+                secure.sendall(b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
+                found = secure.recv(1 << 16).startswith(b"HTTP/1.1 200")
+                return secure.session if found else None
+        except (ssl.SSLError, ConnectionError):
+            return None
+
+
+def test_the_ca_of_clients_is_replaced_while_a_connection_goes_on(start_server, tmp_path):
+    cert, key = certificate(tmp_path, "server")
+    names = ("before", "after")
+    pairs = [certificate(tmp_path, name) for name in names]
+    authority = tmp_path / "authority.pem"
+    authority.write_bytes(pairs[0][0].read_bytes())
+    secure = start_server(tls_certificate=cert, tls_key=key, tls_client_ca=authority)
+    before, after = (ssl.create_default_context(cafile=str(cert)) for _ in names)
+    before.load_cert_chain(*pairs[0])
+    after.load_cert_chain(*pairs[1])
+    ticket = shakes_hands(secure.address, before)
+    assert ticket is not None and shakes_hands(secure.address, after) is None
+    with httpx.Client(base_url=secure.url, verify=before) as http:
+        assert http.get("/livez").status_code == 200
+        authority.write_text("no certificate")
+        time.sleep(3 * TICK_S)
+        assert shakes_hands(secure.address, before) is not None  # what does not fit changes nothing
+        authority.write_bytes(pairs[1][0].read_bytes())
+        end = time.monotonic() + 20
+        while shakes_hands(secure.address, after) is None:
+            assert time.monotonic() < end
+            time.sleep(0.1)
+        assert shakes_hands(secure.address, before) is None
+        assert shakes_hands(secure.address, before, ticket) is None  # nor by what the server gave it before
+        assert http.get("/livez").status_code == 200  # on the open connection
 
 
 def test_a_unix_socket(tmp_path):

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from torchax_serve.server.parsed_message import joined_calls
 from torchax_serve.server.response_families import FAMILIES, response_template_for
 from torchax_serve.server.response_parsing import AnswerParser
 
@@ -164,12 +165,19 @@ TRANSCRIPTS = [
 
 def parsed(family, prompt, pieces, **options):
     parser = AnswerParser(BY_NAME[family], prompt, options.pop("tools", TOOLS), **options)
-    content, reasoning, calls = [], [], []
-    for step in [*map(parser.push, pieces), parser.flush()]:
-        content.append(step.content)
-        reasoning.append(step.reasoning)
-        calls += [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in step.tool_calls]
-    return "".join(content), "".join(reasoning), calls
+    steps = [*map(parser.push, pieces), parser.flush()]
+    functions = [call["function"] for call in joined_calls(steps)]
+    calls = [(function["name"], _parsed_json(function["arguments"])) for function in functions]
+    assert not parser.has_complete_calls or not any(isinstance(arguments, str) for _, arguments in calls)
+    return "".join(step.content for step in steps), "".join(step.reasoning for step in steps), calls
+
+
+def _parsed_json(text):
+    """The value of a JSON text; the text itself if it is incomplete."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def cuts(text, rng):
@@ -249,9 +257,72 @@ def test_time_is_linear_in_the_length(family):
         assert long < 24 * max(short, 0.005), begin
 
 
+@pytest.mark.parametrize(
+    ("family", "begin", "piece"),
+    [
+        ("kimi", '<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{"city": "', "Łódź "),
+        ("gemma4", '<|tool_call>call:weather{city:<|"|>', "Łódź "),
+        ("qwen-xml", "<tool_call>\n<function=weather>\n", "<parameter=city>\nŁódź\n</parameter>\n"),
+        ("qwen-xml", "<tool_call>\n<function=weather>\n<parameter=city>\n", "Łódź "),
+    ],
+)
+def test_time_is_linear_in_the_length_of_arguments(family, begin, piece):
+    def seconds(num_pieces):
+        began = time.process_time()
+        parsed(family, "", [begin, *[piece] * num_pieces])
+        return time.process_time() - began
+
+    seconds(500)
+    short, long = seconds(2_000), seconds(16_000)
+    assert long < 24 * short
+
+
 def test_without_tools_a_call_is_content():
     content, _, calls = parsed("hermes", "", ['<tool_call>{"name": "a", "arguments": {}}</tool_call>'], tools=[])
     assert calls == [] and '"name"' in content
+
+
+@pytest.mark.parametrize("transcript", [each for each in TRANSCRIPTS if each[5]], ids=lambda each: each[0])
+def test_arguments_come_in_pieces_of_one_json_text(transcript):
+    family, prompt, answer, *_ = transcript
+    parser = AnswerParser(BY_NAME[family], prompt, TOOLS)
+    steps = [*map(parser.push, answer), parser.flush()]
+    pieces = [piece for step in steps for piece in step.tool_calls if piece["index"] == 0]
+    assert len(pieces) > (2 if family in ("glm", "qwen-xml") else 4)
+    assert pieces[0]["type"] == "function" and pieces[0]["id"] and pieces[0]["function"]["name"] == "weather"
+    assert all(set(piece) == {"index", "function"} and set(piece["function"]) == {"arguments"} for piece in pieces[1:])
+    assert json.loads("".join(piece["function"]["arguments"] for piece in pieces)) == ARGUMENTS
+    assert parser.has_complete_calls
+
+
+@pytest.mark.parametrize(
+    ("family", "answer", "arguments", "content"),
+    [
+        ("kimi", '{"city": "Rome", "days": 3', '{"city": "Rome", "days": ', ""),
+        ("kimi", '{"city": "Rome", days: 3}<|tool_call_end|>', '{"city": "Rome", ', "days: 3}"),
+        ("kimi", '{"city": "a\nb\\u0', '{"city": "a\\nb', ""),
+        ("kimi", '{"city": "Rome"} and more<|tool_call_end|>', '{"city": "Rome"}', "and more"),
+        ("gemma4", '{city:<|"|>Ro"me', '{"city":"Ro\\"me', ""),
+    ],
+)
+def test_calls_that_are_cut_or_break_off_are_no_complete_ones(family, answer, arguments, content):
+    """What has been streamed cannot be taken back: the rest is content, and nobody can take the call for complete."""
+    begin = {
+        "kimi": "<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>",
+        "gemma4": "<|tool_call>call:weather",
+    }
+    for pieces in ([begin[family] + answer], list(begin[family] + answer)):
+        parser = AnswerParser(BY_NAME[family], "", TOOLS)
+        steps = [*map(parser.push, pieces), parser.flush()]
+        (call,) = joined_calls(steps)
+        assert call["function"] == {"name": "weather", "arguments": arguments}
+        assert "".join(step.content for step in steps) == content
+        assert parser.has_complete_calls == (arguments == '{"city": "Rome"}')
+
+
+def test_names_may_stand_behind_the_arguments():
+    answer = f'<tool_call>{{"arguments": {JSON}, "name": "weather"}}</tool_call>'
+    assert parsed("hermes", "", list(answer)) == parsed("hermes", "", [answer]) == ("", "", [("weather", ARGUMENTS)])
 
 
 def test_only_so_many_calls():

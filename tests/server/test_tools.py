@@ -94,7 +94,7 @@ def test_a_required_call_is_of_one_of_the_tools(client):
 def test_streamed_calls_join_to_the_complete_ones(client):
     choice = {"type": "function", "function": {"name": "weather"}}
     complete = ask(client, tool_choice=choice).choices[0].message.tool_calls[0]
-    names, ids, arguments, reasons = [], [], "", []
+    names, ids, arguments, reasons, num_pieces = [], [], "", [], 0
     for chunk in ask(client, tool_choice=choice, stream=True):
         delta = chunk.choices[0].delta
         reasons.append(chunk.choices[0].finish_reason)
@@ -103,9 +103,29 @@ def test_streamed_calls_join_to_the_complete_ones(client):
             assert piece.index == 0
             names += [piece.function.name] if piece.function.name else []
             ids += [piece.id] if piece.id else []
-            arguments += piece.function.arguments
+            arguments, num_pieces = arguments + piece.function.arguments, num_pieces + 1
     assert (names, arguments) == (["weather"], complete.function.arguments)
-    assert len(ids) == 1 and reasons[-1] == "tool_calls"
+    assert len(ids) == 1 and reasons[-1] == "tool_calls" and num_pieces > 3
+
+
+def test_the_sdk_joins_and_parses_streamed_arguments(client):
+    with client.chat.completions.stream(
+        model="tiny", messages=QUESTION, tools=TOOLS, tool_choice="required", max_tokens=150, seed=3, temperature=0.8
+    ) as stream:
+        deltas = [event for event in stream if event.type == "tool_calls.function.arguments.delta"]
+        (*_, call) = stream.get_final_completion().choices[0].message.tool_calls
+    last = [event for event in deltas if event.index == call.index]
+    assert "".join(event.arguments_delta for event in last) == last[-1].arguments == call.function.arguments
+    json.loads(call.function.arguments)
+
+
+def test_a_call_that_is_cut_is_told_from_a_complete_one(client):
+    choice = {"type": "function", "function": {"name": "weather"}}
+    found = ask(client, tool_choice=choice, max_tokens=30).choices[0]
+    assert found.finish_reason == "length"
+    for call in found.message.tool_calls or ():
+        with pytest.raises(ValueError, match=r"Unterminated|Expecting"):
+            json.loads(call.function.arguments)
 
 
 def test_auto_and_none_answer_with_text(client):

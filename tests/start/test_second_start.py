@@ -114,6 +114,23 @@ def test_a_second_start_imports_neither_torch_nor_transformers(folder, first):
     assert second["after"] == first["answers"]
 
 
+# Serves a model in two ways, one after the other, and prints their tokens.
+TWO = (
+    SCRIPT[: SCRIPT.index("from torchax_serve import")]
+    + """
+from torchax_serve import SamplingParams, serve
+for quantization in (None, "int4"):
+    with serve(sys.argv[1], quantization=quantization) as model:
+        print(list(model.iter_tokens([5, 6, 7], params=SamplingParams(max_new_tokens=4, ignore_eos=True))))
+"""
+)
+
+
+def test_each_of_two_models_of_a_process_is_recorded(folder):
+    first = output_of(TWO, str(folder), "")
+    assert output_of(TWO, str(folder), "refused") == first
+
+
 def test_run_imports_neither_torch_nor_transformers(folder):
     arguments = "run", str(folder), "-p", "What is 3 plus 4?", "--max-new-tokens", "8"
     first = output_of(RUN, "", *arguments)

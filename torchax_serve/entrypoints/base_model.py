@@ -5,6 +5,7 @@ It holds the weights on the device until it is closed.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Sequence
@@ -17,8 +18,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from model_adapters.errors import TorchaxServeError, UnsupportedModelError
+from model_adapters.errors import CheckpointError, TorchaxServeError, UnsupportedModelError
 from model_adapters.loading import LoadedModel
+from model_adapters.loading.modules_json import modules_root
+from model_adapters.loading.progress import Progress, SilentProgress
 from torchax_serve.compilation.executable_cache import ExecutableCache
 from torchax_serve.compilation.program_signature import model_identity
 from torchax_serve.compilation.xla_cache import programs_dir
@@ -55,6 +58,7 @@ class BaseModel(ExportableModel):
         torch_model: The transformers model object whose ``forward`` and ``generate`` run on JAX, for code that needs
             one (``transformers.pipeline``, lm-eval).
         embeds: Whether it has embeddings of texts.
+        embeds_by_files: Whether the checkpoint's files say how tokens become one (``modules.json``).
     """
 
     embeds = True
@@ -70,6 +74,7 @@ class BaseModel(ExportableModel):
         self.dtype: torch.dtype = loaded.module.dtype
         self.dtype_name = str(self.dtype).removeprefix("torch.")
         self.load_report = loaded.report
+        self.embeds_by_files = _has_modules(loaded)
         if loaded.sharding is None:
             self._runtimes = [ModelRuntime(loaded.module, loaded.weights, programs_of(loaded))]
         else:
@@ -177,6 +182,25 @@ class BaseModel(ExportableModel):
         call = _embedding(self, texts, pooling, normalize, prompt, prompt_name, truncate, truncate_dim)
         rows = await call.run_async(timeout_s, queue_timeout_s)
         return np.asarray(rows[0]) if isinstance(texts, str) else np.stack(rows)
+
+    def warm_up_texts(self, progress: Progress | None = None) -> str | None:
+        """Compiles the programs of `embed`, and of an encoder's labels and scores, for all lengths of texts.
+
+        Args:
+            progress: Shows the number of programs.
+
+        Returns:
+            Why texts will still compile programs; None if they will not.
+
+        Raises:
+            TorchaxServeError: the model was closed meanwhile, or a program cannot be compiled.
+        """
+        from torchax_serve.pooling.warm_up import warm_up
+
+        def closed() -> str | None:
+            return "a closed model" if self._loaded is None else None
+
+        return warm_up(self._followed(), self._runtimes[0], progress or SilentProgress(), closed)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model's forward, with torch tensors in and out."""
@@ -287,6 +311,12 @@ def _embedding(
     )
     key = ("embed", pooling, normalize, prompt, prompt_name, truncate, truncate_dim)
     return QueuedTexts(model._pooling_queue, key, call, checked_texts(texts))
+
+
+def _has_modules(loaded: LoadedModel) -> bool:
+    with contextlib.suppress(CheckpointError):  # which `embed` raises
+        return loaded.files_folder is not None and modules_root(loaded.files_folder) is not None
+    return False
 
 
 def programs_of(loaded: LoadedModel) -> ExecutableCache:

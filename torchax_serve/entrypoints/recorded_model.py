@@ -137,7 +137,7 @@ class RecordedModel:
     """A `ServedModel` from a record; what was not recorded loads the torch module, once, and continues with it.
 
     Attributes:
-        writes_text, transcribes, embeds: As of the models that are recorded.
+        writes_text, transcribes, embeds, embeds_by_files: As of the models that are recorded.
         name: The name by which the model was loaded.
         dtype_name: Name of the weights' dtype, such as ``bfloat16``.
         config, generation_config, load_report: Those of the model; what requests do not read loads the torch module.
@@ -147,7 +147,7 @@ class RecordedModel:
         engine_options: Options of the engine.
     """
 
-    writes_text, transcribes, embeds = True, False, True
+    writes_text, transcribes, embeds, embeds_by_files = True, False, True, False
 
     def __init__(self, parts: RecordedParts, engine_options: EngineOptions | None) -> None:
         record = parts.record

@@ -80,15 +80,12 @@ def serve(
         cache_dir: folder of downloads; None is the hub library's own folder.
         progress, random_weights: shows load and compilation; make up weights, from the configuration alone.
         engine: batching and cache memory; None chooses.
-        mesh: number of devices on the axes ``model`` and ``expert``, and of replicas on ``data``; or a mesh with them.
-        tensor_parallel: short for ``mesh={"model": tensor_parallel}``.
+        mesh, tensor_parallel: devices on the axes ``model`` and ``expert``, replicas on ``data``; those on ``model``.
         refuse_uneven: raise for sizes that the devices do not divide; else they are padded with zeros.
         hosts: the hosts that share the model, of which this is the leader; the others call `follow`.
         pack_weights: compress bfloat16 weights to 3/4 of their bytes without loss, on one CPU with AVX and without AMX.
-        quantization: preset ("int8", "int4", "fp8", ...), file or rules for fewer bits; "none": dense.
-        requantize: let `quantization` round weights again that the checkpoint has quantized.
-        adapter: folder of a LoRA adapter as peft writes it, which is added to the weights.
-        adapters: folders of LoRA adapters by the name that requests give: ``SamplingParams(adapter=name)``.
+        quantization, requantize: preset ("int8", "int4" ...), file or rules, "none"; round quantized weights again.
+        adapter, adapters: folder of a LoRA adapter that is merged; folders by the name in ``SamplingParams.adapter``.
         max_loras, max_lora_rank, lora_target_modules: room for them; None: as `AdapterOptions`.
         speculative_config: short for ``engine=EngineOptions(speculative=speculative_config)``.
 
@@ -164,14 +161,18 @@ def _with_engine(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _serve_on_this_host(arguments: dict[str, Any]) -> ServedModel:
-    """Returns a model on this host alone; arguments as of `_model_here`."""
+    """Returns the model of `arguments`, which may turn out to be a pipeline.
+
+    Args:
+        arguments: Arguments of `serve` by name.
+    """
     try:
-        return _model_here(arguments)
-    except IsPipelineError:  # known once the hub has listed the files of the model
+        return _recorded_or_loaded(arguments)
+    except IsPipelineError:  # known once the hub has listed the files of `model`
         return _image_model(arguments)
 
 
-def _model_here(arguments: dict[str, Any]) -> ServedModel:
+def _recorded_or_loaded(arguments: dict[str, Any]) -> ServedModel:
     """Returns the model of a start record, or loads it.
 
     Args:
@@ -262,22 +263,28 @@ def _serve_on_hosts(arguments: dict[str, Any]) -> ServedModel:
 def _decisive(arguments: Mapping[str, Any]) -> dict[str, str] | None:
     """Returns the arguments that decide about weights, as text; None if the start of this model is not recorded.
 
-    A process that has imported transformers has paid for what a record saves, and its scripts may change the model.
+    A caller that has imported transformers has paid for what a record saves, and its scripts may change the model.
 
     Raises:
         InvalidArgumentError: rules of quantization that are none.
     """
-    model = arguments["model"]
+    model, is_callers = arguments["model"], _caller_has_transformers()
     if (engine := arguments["engine"]) is not None and engine.has_draft_model:
         return None  # which is loaded with its module
     if any(arguments[name] for name in _NOT_RECORDED) or not isinstance(model, str | os.PathLike | None):
         return None
-    if programs_dir() is None or "transformers" in sys.modules or jax.default_backend() != "cpu":
+    if programs_dir() is None or is_callers or jax.default_backend() != "cpu":
         return None
     found = {name: str(arguments[name]) for name in ("dtype", "strict", "pack_weights", "quantization", "requantize")}
     if arguments["quantization"] not in (None, DENSE):
         found["quantization"] = repr(parse_rules(arguments["quantization"]))  # what a file of rules has now
     return found
+
+
+@functools.cache
+def _caller_has_transformers() -> bool:
+    """Returns whether transformers was there before the first model: later ones find what ours has imported."""
+    return "transformers" in sys.modules
 
 
 def _source_here(arguments: Mapping[str, Any]) -> tuple[ModelSource | None, Callable[[], bool]]:

@@ -17,9 +17,9 @@ from torchax_serve.compilation.background import CompileTask
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
 from torchax_serve.executors.compiled_steps import CompiledSteps, StepCall
 from torchax_serve.executors.draft_model import DraftCache, DraftModel, kept
+from torchax_serve.executors.packed_specs import PackedSpecs
 from torchax_serve.executors.prompt_lookup import TokenHistory, accept, last_tokens
 from torchax_serve.executors.slot_adapters import SlotAdapters
-from torchax_serve.executors.step_inputs import PackedStepSpec
 from torchax_serve.executors.traced_function import TracedFunction
 from torchax_serve.executors.verify_steps import VerifyBatch, VerifySpec, VerifySteps
 from torchax_serve.sampling.sample import choose
@@ -43,11 +43,7 @@ class SpeculativeDecoder:
         weights: Weights by name.
         programs: Cache of compiled steps.
         compiled: Makes a cached function of the model.
-        packed_spec: Returns the spec of a step of so many rows and tokens.
-        decode_buckets: Numbers of rows of decode steps.
-        num_slots: Number of slots.
-        max_num_steps: Most steps of a dispatch.
-        max_len: Most tokens of a request.
+        specs: Sizes of the executor's steps.
         pools: Returns the pages as they are now.
         adapters: The adapter of each slot.
         draft: Model that drafts; None: drafts are looked up.
@@ -60,20 +56,16 @@ class SpeculativeDecoder:
         weights: Weights,
         programs: ExecutableCache,
         compiled: Callable[..., CachedFunction],
-        packed_spec: Callable[[int, int], PackedStepSpec],
+        specs: PackedSpecs,
         *,
-        decode_buckets: Sequence[int],
-        num_slots: int,
-        max_num_steps: int,
-        max_len: int,
         pools: Callable[[], tuple[Pool, ...]],
         adapters: SlotAdapters,
         draft: DraftModel | None = None,
     ) -> None:
         self._config, self._forward, self._weights = config, forward, weights
         self._adapters = adapters
-        self._packed_spec, self._decode_buckets, self._pools = packed_spec, decode_buckets, pools
-        self._num_slots, self._max_num_steps, self._max_len = num_slots, max_num_steps, max_len
+        self._specs, self._decode_buckets, self._pools = specs, specs.decode_buckets, pools
+        self._num_slots, self._max_num_steps, self._max_len = specs.num_slots, specs.max_num_steps, specs.layout.max_len
         self._function = compiled("verify_steps", self._verify, donate=["pools", "state", "history", "draft_cache"])
         self._steps: CompiledSteps[VerifySpec] = CompiledSteps(weights, programs, self._call_of)
         self._history: TokenHistory | None = None
@@ -89,7 +81,7 @@ class SpeculativeDecoder:
         """Returns the spec of steps of at least `num_rows` rows."""
         config = self._config
         size = next(bucket for bucket in self._decode_buckets if bucket >= num_rows)
-        packed = self._packed_spec(size, size * (config.num_speculative_tokens + 1))
+        packed = self._specs.of_drafts(size, size * (config.num_speculative_tokens + 1))
         return VerifySpec(
             packed,
             self._max_num_steps,

@@ -51,7 +51,7 @@ class BundleModel(RecordedModel):
         engine_options: Options of the engine.
     """
 
-    embeds = False
+    embeds = embeds_by_files = False
 
     def __init__(self, manifest: Manifest, parts: RecordedParts, engine_options: EngineOptions) -> None:
         self.manifest = manifest
@@ -131,7 +131,7 @@ def _executables(
 ) -> Callable[[Callable[[], object]], ExecutableCache]:
     exported = ExportedPrograms(manifest, variant, names)
     mesh = None if sharding is None else sharding.mesh
-    return lambda load_first: ExecutableCache(programs_dir(), manifest.digest, mesh, exported=exported)
+    return lambda load_first: ExecutableCache(programs_dir(), exported.identity, mesh, exported=exported)
 
 
 def _variants_here(manifest: Manifest) -> list[Mapping[str, Any]]:

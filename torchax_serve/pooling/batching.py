@@ -128,27 +128,57 @@ def _cut(values: list[int], length: int) -> list[int]:
     return values if len(values) <= length else [*values[: length - 1], values[-1]]
 
 
-def run(runtime: ModelRuntime, rows: Sequence[Row], *, pad_id: int | None) -> Iterator[Batch]:
+def run(runtime: ModelRuntime, rows: Sequence[Row], names: Iterable[str], *, pad_id: int | None) -> Iterator[Batch]:
     """Runs forwards over all `rows`, the longest first, and yields their batches.
 
     Args:
         runtime: of the submodule that is called.
         rows: token ids and other arguments of texts of any lengths.
+        names: arguments that the tokenizer makes of a text; a row that lacks some has zeros there, whichever rows are
+            in its batch.
         pad_id: padding token; None for a model that does not recognise padding: each batch has one row then.
     """
-    called = runtime.program.target
-    may_pad = pad_id is not None and runtime.program.accepts(MASK) and can_batch_padded(called)
-    may_pad = may_pad and runtime.program.rope is None  # its frequencies depend on the padded length
+    may_pad = pads_texts(runtime, pad_id)
     order = sorted(range(len(rows)), key=lambda index: -len(rows[index][IDS]))
     while order:
         longest = len(rows[order[0]][IDS])
         width = _width(runtime, longest) if may_pad else longest
-        most = max(1, min(MAX_ROWS, TOKENS_PER_BATCH // width)) if pad_id is not None else 1
+        most = _most_rows(width) if pad_id is not None else 1
         taken = [index for index in order[:most] if may_pad or len(rows[index][IDS]) == longest]
         taken = taken[: _num_rows(len(taken))]
         order = order[len(taken) :]
         check_wanted()
-        yield _forward(runtime, [rows[index] for index in taken], taken, width, pad_id or 0)
+        yield _forward(runtime, [rows[index] for index in taken], taken, names, width, pad_id or 0)
+
+
+def pads_texts(runtime: ModelRuntime, pad_id: int | None) -> bool:
+    """Returns whether texts are padded; else each length has programs of its own."""
+    may_pad = pad_id is not None and runtime.program.accepts(MASK) and can_batch_padded(runtime.program.target)
+    return may_pad and runtime.program.rope is None  # its frequencies depend on the padded length
+
+
+def batch_shapes(runtime: ModelRuntime, max_len: int) -> list[tuple[int, int]]:
+    """Returns rows and length of every batch that padded texts of up to `max_len` tokens can have."""
+    widths = sorted({_width(runtime, length) for length in range(1, max_len + 1)})
+    shapes = []
+    for width in widths:
+        texts = range(1, _most_rows(width) + 1)
+        shapes += [(rows, width) for rows in sorted({_next_power(min(n, _num_rows(n))) for n in texts})]
+    return shapes
+
+
+def batch_arguments(runtime: ModelRuntime, names: Iterable[str]) -> list[str]:
+    """Returns the arguments of a batch of texts, of which the tokenizer makes `names`; each is int32[rows, len]."""
+    found = {name for name in names if runtime.program.accepts(name)} | {IDS}
+    return sorted(found | {MASK} if runtime.program.accepts(MASK) else found)
+
+
+def _most_rows(width: int) -> int:
+    return max(1, min(MAX_ROWS, TOKENS_PER_BATCH // width))
+
+
+def _next_power(number: int) -> int:
+    return 1 << (number - 1).bit_length()
 
 
 def _width(runtime: ModelRuntime, length: int) -> int:
@@ -160,24 +190,25 @@ def _width(runtime: ModelRuntime, length: int) -> int:
 
 def _num_rows(num_texts: int) -> int:
     """Returns the most rows of the next forward, a power of two; padding is at most a quarter of them."""
-    rows = 1 << (num_texts - 1).bit_length()
+    rows = _next_power(num_texts)
     return rows if 4 * num_texts >= 3 * rows else rows // 2
 
 
-def _forward(runtime: ModelRuntime, rows: list[Row], indices: list[int], width: int, pad_id: int) -> Batch:
-    num_rows = 1 << (len(rows) - 1).bit_length()
+def _forward(
+    runtime: ModelRuntime, rows: list[Row], indices: list[int], names: Iterable[str], width: int, pad_id: int
+) -> Batch:
+    num_rows = _next_power(len(rows))
     ids = np.full((num_rows, width), pad_id, np.int32)
     mask = np.zeros((num_rows, width), np.int32)
     mask[:, 0] = 1  # padding rows see one token, since a softmax over none is nan
-    names = {name for row in rows for name in row}  # rows given as token ids have no other arguments
-    given = {name: np.zeros((num_rows, width), np.int32) for name in names if runtime.program.accepts(name)}
-    given[IDS] = ids
+    arguments = batch_arguments(runtime, names)
+    given = {name: np.zeros((num_rows, width), np.int32) for name in arguments} | {IDS: ids}
     for number, row in enumerate(rows):
         mask[number, : len(row[IDS])] = 1
         for name in given.keys() & row.keys():
             given[name][number, : len(row[name])] = row[name]
     runtime.limits.check_ids(torch.from_numpy(ids[: len(rows)]))
-    if runtime.program.accepts(MASK):
+    if MASK in given:
         given[MASK] = mask
     fields = runtime.forward_unpadded({name: torch.from_numpy(array) for name, array in given.items()}, CallSpec())
     return Batch(indices, to_jax_array(torch.from_numpy(mask)), fields)

@@ -55,7 +55,7 @@ def classify(loaded: LoadedModel, runtime: ModelRuntime, texts: str | Sequence[T
     """See `torchax_serve.EncoderModel.classify`."""
     requested = checked_texts(texts)
     _require(loaded, runtime, "ForSequenceClassification", "classify", "classifies texts")
-    rows, _ = rows_of(_tokenizer(loaded), requested, None, max_len=limit_of(loaded, runtime), truncate=truncate)
+    rows, _ = rows_of(tokenizer_of(loaded), requested, None, max_len=limit_of(loaded, runtime), truncate=truncate)
     logits = text_logits(loaded, runtime, rows)
     names = _names(runtime, logits.shape[-1])
     found = [_classification(names, row) for row in _activated(runtime, logits)]
@@ -66,9 +66,10 @@ def classify_tokens(loaded: LoadedModel, runtime: ModelRuntime, texts: str | Seq
     """See `torchax_serve.EncoderModel.classify_tokens`."""
     requested = checked_texts(texts)
     _require(loaded, runtime, "ForTokenClassification", "classify_tokens", "classifies tokens")
-    rows, _ = rows_of(_tokenizer(loaded), requested, None, max_len=limit_of(loaded, runtime), truncate=truncate)
+    tokenizer = tokenizer_of(loaded)
+    rows, _ = rows_of(tokenizer, requested, None, max_len=limit_of(loaded, runtime), truncate=truncate)
     found: list[Any] = [None] * len(rows)
-    for batch in run(runtime, rows, pad_id=pad_id_of(loaded, runtime)):
+    for batch in run(runtime, rows, tokenizer.arguments, pad_id=pad_id_of(loaded, runtime)):
         logits = np.asarray(batch.fields["logits"], np.float32)
         for number, index in enumerate(batch.indices):
             scores = _softmax(logits[number, : len(rows[index]["input_ids"])])
@@ -107,7 +108,7 @@ def score_pairs(
     Errors are those of `rerank`.
     """
     _require(loaded, runtime, "ForSequenceClassification", "rerank", "scores pairs of texts")
-    tokenizer, max_len = _tokenizer(loaded), limit_of(loaded, runtime)
+    tokenizer, max_len = tokenizer_of(loaded), limit_of(loaded, runtime)
     queries, documents = [query for query, _ in pairs], [document for _, document in pairs]
     rows, cut = rows_of(tokenizer, queries, documents, max_len=max_len, truncate=truncate is not False)
     if cut and truncate is None:
@@ -127,15 +128,21 @@ def score_pairs(
 def text_logits(loaded: LoadedModel, runtime: ModelRuntime, rows: Sequence[Row]) -> np.ndarray:
     """Returns the logits of texts, float32[num_rows, num_labels]."""
     found: list[Any] = [None] * len(rows)
-    # A head that reads the last token finds it by the config's pad_token_id; without one, rows are not padded.
-    knows_padding = getattr(runtime.config.get_text_config(), "pad_token_id", None) is not None
-    is_plain = knows_padding and not runtime.program.names.has_encoder
-    pad_id = pad_id_of(loaded, runtime) if is_plain else None
-    for batch in run(runtime, rows, pad_id=pad_id):
+    for batch in run(runtime, rows, tokenizer_of(loaded).arguments, pad_id=pad_id_of_head(loaded, runtime)):
         logits = np.asarray(batch.fields["logits"], np.float32)
         for number, index in enumerate(batch.indices):
             found[index] = logits[number]
     return np.stack(found)
+
+
+def pad_id_of_head(loaded: LoadedModel, runtime: ModelRuntime) -> int | None:
+    """Returns the padding token of a head that reads one token of a text; None if texts are not padded for it.
+
+    Such a head finds the last token by the config's pad_token_id.
+    """
+    knows_padding = getattr(runtime.config.get_text_config(), "pad_token_id", None) is not None
+    is_plain = knows_padding and not runtime.program.names.has_encoder
+    return pad_id_of(loaded, runtime) if is_plain else None
 
 
 def _require(loaded: LoadedModel, runtime: ModelRuntime, ending: str, name: str, what: str) -> None:
@@ -164,7 +171,8 @@ def _activated(runtime: ModelRuntime, logits: np.ndarray) -> np.ndarray:
     return _softmax(logits)
 
 
-def _tokenizer(loaded: LoadedModel) -> TextTokenizer:
+def tokenizer_of(loaded: LoadedModel) -> TextTokenizer:
+    """Returns the tokenizer of texts to label, made once for each model."""
     return loaded.once(TextTokenizer, lambda: TextTokenizer(loaded))
 
 

@@ -14,8 +14,9 @@ import torch
 from model_adapters.errors import CheckpointError, InvalidArgumentError, UnsupportedModelError
 from model_adapters.loading import LoadedModel
 from model_adapters.loading.checkpoint import PICKLE_FILE, SAFE_FILE, Checkpoint, pickle_only
+from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
 from torchax_serve.pooling.batching import Text, checked_texts, limit_of, rows_of, run
-from torchax_serve.pooling.layers import Layer, embeddings
+from torchax_serve.pooling.layers import ANY_POOLING, Layer, PoolingOptions, embeddings
 from torchax_serve.pooling.sentence_transformers import POOLINGS, EmbeddingRule, LayerFiles, rule_in
 from torchax_serve.pooling.text_rule import TextRule
 from torchax_serve.pooling.text_tokenizer import TextTokenizer
@@ -65,10 +66,7 @@ def embed(
         UnsupportedModelError: a model without hidden states of tokens, or a setting in the checkpoint's files that is
             not supported.
     """
-    if pooling is None:
-        embedder = loaded.once(_Embedder, lambda: _Embedder(loaded, runtime, _own_rule(loaded)))
-    else:
-        embedder = _Embedder(loaded, runtime, _rule_of(pooling))
+    embedder = own_embedder(loaded, runtime) if pooling is None else any_embedder(loaded, runtime)
     text = embedder.rule.text
     chosen = _prompt(text, prompt, prompt_name)
     requested = checked_texts(texts)
@@ -79,20 +77,40 @@ def embed(
         is_explicit=truncate is not None,
         truncate_dim=truncate_dim,
         normalize=normalize,
+        pooling=_pooling_index(pooling),
     )
     return found[0] if isinstance(texts, str) else found
 
 
-class _Embedder:
-    """A model with its pooling rule, weights and tokenizer; made once per model and rule."""
+class Embedder:
+    """A model with its pooling rule, weights and tokenizer; made once per model and rule.
+
+    Attributes:
+        rule: From hidden states to embeddings.
+        part: Submodule that computes the hidden states.
+        pad_id: Padding token.
+        max_len: Most tokens of a text; None for any number.
+        tokenizer: Of the texts.
+    """
 
     def __init__(self, loaded: LoadedModel, runtime: ModelRuntime, rule: EmbeddingRule) -> None:
         self.rule = rule
-        self._name, self._part = loaded.source.name, runtime.submodule(part_of(runtime))
-        self._pad_id = pad_id_of(loaded, runtime)
-        self._max_len = limit_of(loaded, self._part, rule.text.max_len)
-        self._tokenizer = TextTokenizer(loaded, lower_case=rule.text.lower_case)
+        self._name, self.part = loaded.source.name, runtime.submodule(part_of(runtime))
+        self.pad_id = pad_id_of(loaded, runtime)
+        self.max_len = limit_of(loaded, self.part, rule.text.max_len)
+        self.tokenizer = TextTokenizer(loaded, lower_case=rule.text.lower_case)
         self._weights = tuple(_weights_of(files, allow_pickle=loaded.allow_pickle) for files in rule.files)
+        cache = self.part.steps.executables  # on a mesh hidden states come to one device
+        pools = ExecutableCache(cache.folder, cache.identity) if cache.mesh is None else ExecutableCache()
+        self._pool = CachedFunction(pools, f"pool_{'any' if ANY_POOLING in rule.layers else 'own'}", self._pooled)
+
+    def _pooled(self, _: Any, *args: Any, spec: tuple[Layer, ...]) -> jax.Array:
+        return embeddings(spec, *args)
+
+    def compile_pooling(self, hidden: Any, mask: Any) -> None:
+        """Compiles the layers behind the model for abstract `hidden` [rows, len, width] and `mask` [rows, len]."""
+        lens, options = np.zeros(hidden.shape[0], np.int32), _options(0, 1, None)
+        self._pool.compiled({}, self._weights, hidden, mask, lens, options, spec=self.rule.layers)
 
     def embeddings(
         self,
@@ -103,55 +121,79 @@ class _Embedder:
         is_explicit: bool,
         truncate_dim: int | None,
         normalize: bool | None,
+        pooling: int,
     ) -> np.ndarray:
         """Returns float32[num_texts, dim]; with `is_explicit` no warning about cut texts is logged."""
-        max_len = self._max_len
+        max_len = self.max_len
         prompted = [prompt + each if isinstance(each, str) else each for each in requested]
-        rows, cut = rows_of(self._tokenizer, prompted, None, max_len=max_len, truncate=truncate)
+        rows, cut = rows_of(self.tokenizer, prompted, None, max_len=max_len, truncate=truncate)
         if cut and not is_explicit:
-            self._tokenizer.warn_once(
+            self.tokenizer.warn_once(
                 f"{self._name}: texts are cut to {max_len} tokens, as its files say; {len(cut)} of {len(rows)} are "
                 "longer"
             )
-        layers, weights = self._layers(normalize)
+        layers = self.rule.layers
         skips_prompt = prompt and any(layer.kind == "pooling" and not layer.reads_prompt for layer in layers)
-        prompt_len = self._tokenizer.prompt_len(prompt, max_len) if skips_prompt else 0
+        prompt_len = self.tokenizer.prompt_len(prompt, max_len) if skips_prompt else 0
         lens = [prompt_len if isinstance(each, str) else 0 for each in requested]
         found: list[Any] = [None] * len(rows)
-        for batch in run(self._part, rows, pad_id=self._pad_id):
+        for batch in run(self.part, rows, self.tokenizer.arguments, pad_id=self.pad_id):
             hidden = batch.fields.get("last_hidden_state")
             if hidden is None:
                 raise UnsupportedModelError(
-                    f"expected hidden states of tokens from {type(self._part.program.target).__name__}, got "
+                    f"expected hidden states of tokens from {type(self.part.program.target).__name__}, got "
                     f"{', '.join(batch.fields)}"
                 )
             of_rows = np.zeros(hidden.shape[0], np.int32)
             of_rows[: len(batch.indices)] = [lens[index] for index in batch.indices]
-            num_values = self._num_values(layers, weights, hidden.shape[-1], truncate_dim)
-            made = np.asarray(embeddings(layers, weights, hidden, batch.mask, of_rows, num_values, bool(normalize)))
+            num_values = self._num_values(hidden.shape[-1], truncate_dim)
+            options = _options(pooling, num_values, normalize)
+            made = self._pool({}, self._weights, hidden, batch.mask, of_rows, options, spec=layers)
+            values = np.asarray(made)[:, :num_values]
             for number, index in enumerate(batch.indices):
-                found[index] = made[number]
+                found[index] = values[number]
         return np.stack(found)
 
-    def _num_values(self, layers: Sequence[Layer], weights: Any, width: int, requested: Any) -> int | None:
+    def _num_values(self, width: int, requested: Any) -> int:
         """Returns the number of leading values to return; `width` is that of the hidden states."""
-        if requested is None:
-            return self.rule.text.truncate_dim
-        for layer, tensors in zip(layers, weights, strict=True):
-            width = len(layer.poolings) * width if layer.kind == "pooling" else width
+        for layer, tensors in zip(self.rule.layers, self._weights, strict=True):
+            width = max(1, len(layer.poolings)) * width if layer.kind == "pooling" else width
             width = tensors["linear.weight"].shape[0] if layer.kind == "dense" else width
+        if requested is None:
+            return width if self.rule.text.truncate_dim is None else min(width, self.rule.text.truncate_dim)
         if isinstance(requested, bool) or not isinstance(requested, int) or not 1 <= requested <= width:
             raise InvalidArgumentError(f"truncate_dim: expected a number from 1 to {width}, got {requested!r}")
         return requested
 
-    def _layers(self, normalize: bool | None) -> tuple[tuple[Layer, ...], tuple[dict[str, jax.Array], ...]]:
-        """Returns layers and weights, without normalising layers if `normalize` is False."""
-        pairs = [
-            (layer, tensors)
-            for layer, tensors in zip(self.rule.layers, self._weights, strict=True)
-            if normalize is not False or layer.kind != "normalize"
-        ]
-        return tuple(layer for layer, _ in pairs), tuple(tensors for _, tensors in pairs)
+
+class _AnyEmbedder(Embedder):
+    """An embedder without the checkpoint's files: each request chooses the pooling."""
+
+
+def own_embedder(loaded: LoadedModel, runtime: ModelRuntime) -> Embedder:
+    """Returns the embedder by the checkpoint's files of sentence-transformers.
+
+    Raises:
+        InvalidArgumentError: there are none.
+        CheckpointError: files that are not readable.
+        UnsupportedModelError: a setting in them that is not supported.
+    """
+    return loaded.once(Embedder, lambda: Embedder(loaded, runtime, _own_rule(loaded)))
+
+
+def any_embedder(loaded: LoadedModel, runtime: ModelRuntime) -> Embedder:
+    """Returns the embedder for requests that choose their pooling."""
+    rule = EmbeddingRule((ANY_POOLING,), (None,))
+    return loaded.once(_AnyEmbedder, lambda: _AnyEmbedder(loaded, runtime, rule))
+
+
+def _options(pooling: int, num_values: int, normalize: bool | None) -> PoolingOptions:
+    return PoolingOptions(
+        np.asarray(pooling, np.int32),
+        np.asarray(num_values, np.int32),
+        np.asarray(normalize is not False),
+        np.asarray(bool(normalize)),
+    )
 
 
 def part_of(runtime: ModelRuntime) -> str:
@@ -175,10 +217,13 @@ def pad_id_of(loaded: LoadedModel, runtime: ModelRuntime) -> int:
     return 0
 
 
-def _rule_of(pooling: str) -> EmbeddingRule:
+def _pooling_index(pooling: str | None) -> int:
+    """Returns the index of a pooling, 0 for that of the checkpoint."""
+    if pooling is None:
+        return 0
     if pooling not in POOLINGS:
         raise InvalidArgumentError(f"pooling: expected one of {_CHOICES}, got {pooling!r}")
-    return EmbeddingRule.of_pooling(pooling)
+    return POOLINGS.index(pooling)
 
 
 def _own_rule(loaded: LoadedModel) -> EmbeddingRule:

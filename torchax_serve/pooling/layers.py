@@ -9,12 +9,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from model_adapters.program.trace_context import torch_promotion
+from torchax_serve.pooling.methods import POOLINGS
 
 Weights = tuple[Mapping[str, jax.Array], ...]
 """Weights of each layer by name, in the order of the layers; empty for a layer without weights."""
@@ -60,16 +60,33 @@ class Layer:
     has_residual: bool = False
 
 
-@functools.partial(jax.jit, static_argnums=(0, 5, 6))
-@torch_promotion()
+ANY_POOLING = Layer("pooling")
+"""Layer whose pooling each request chooses (`PoolingOptions.pooling`)."""
+
+
+class PoolingOptions(NamedTuple):
+    """Options of a request; arrays, so that no request compiles a program.
+
+    Attributes:
+        pooling: int32[], index of the pooling of `ANY_POOLING` in `POOLINGS`.
+        num_values: int32[], number of leading values that are not zero.
+        keeps_norms: bool[], whether the checkpoint's layers that normalize do so.
+        normalize: bool[], whether embeddings are scaled to length 1 at the end.
+    """
+
+    pooling: Any
+    num_values: Any
+    keeps_norms: Any
+    normalize: Any
+
+
 def embeddings(
     layers: tuple[Layer, ...],
     weights: Weights,
     hidden: jax.Array,
     mask: jax.Array,
     prompt_lens: jax.Array,
-    truncate_dim: int | None,
-    normalize: bool,
+    options: PoolingOptions,
 ) -> jax.Array:
     """Returns embeddings float32[rows, dim].
 
@@ -79,15 +96,18 @@ def embeddings(
         hidden: [rows, len, width], hidden states.
         mask: int32[rows, len], 1 for tokens of the text; each row starts with one.
         prompt_lens: int32[rows], number of prompt tokens at the start of each row.
-        truncate_dim: number of leading values to return; None returns all.
-        normalize: scale to length 1 at the end.
+        options: of the request.
     """
     out = hidden.astype(jnp.float32)
     for layer, tensors in zip(layers, weights, strict=True):
         if layer.kind == "pooling":
             places = jnp.arange(mask.shape[1])
             counted = mask if layer.reads_prompt else mask * (places >= prompt_lens[:, None])
-            out = jnp.concatenate([pooled(out, counted, name) for name in layer.poolings], -1)
+            if layer == ANY_POOLING:
+                methods = [functools.partial(pooled, name=name) for name in POOLINGS]
+                out = jax.lax.switch(options.pooling, methods, out, counted)
+            else:
+                out = jnp.concatenate([pooled(out, counted, name) for name in layer.poolings], -1)
         elif layer.kind == "dense":
             out = _dense(layer, tensors, out)
         elif layer.kind == "layer_norm":
@@ -95,9 +115,9 @@ def embeddings(
             spread = jax.lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
             out = centred * spread * tensors["norm.weight"] + tensors["norm.bias"]
         else:
-            out = _unit(out)
-    out = out[:, :truncate_dim]
-    return _unit(out) if normalize else out
+            out = jnp.where(options.keeps_norms, _unit(out), out)
+    out = jnp.where(jnp.arange(out.shape[-1]) < options.num_values, out, 0)
+    return jnp.where(options.normalize, _unit(out), out)
 
 
 def pooled(hidden: jax.Array, mask: jax.Array, name: str) -> jax.Array:

@@ -55,11 +55,6 @@ class EmbeddingRule:
     files: tuple[LayerFiles | None, ...]
     text: TextRule = dataclasses.field(default_factory=TextRule)
 
-    @classmethod
-    def of_pooling(cls, name: str) -> EmbeddingRule:
-        """Returns a rule with one of `POOLINGS` and no further layer."""
-        return cls((Layer("pooling", (name,)),), (None,))
-
 
 def rule_in(folder: Path | None) -> EmbeddingRule | None:
     """Reads the rule from the checkpoint in `folder`; None if there is no ``modules.json``.

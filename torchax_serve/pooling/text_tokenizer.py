@@ -57,6 +57,11 @@ class TextTokenizer:
                 row = _row(self._own(*given, truncation="longest_first", max_length=max_len, verbose=False))
         return row, length
 
+    @functools.cached_property
+    def arguments(self) -> frozenset[str]:
+        """Arguments of the forward that texts have, without the mask; token ids alone without a tokenizer."""
+        return frozenset({IDS} if self._loaded.tokenizer() is None else self.rows_of("a", None, None)[0])
+
     def prompt_len(self, prompt: str, max_len: int | None) -> int:
         """Returns the number of tokens at the start of a text that belong to `prompt`.
 

@@ -190,6 +190,11 @@ def _num_read(options: RowOptions, state: SamplerState) -> jax.Array:
     return jnp.max(jnp.where(samples, jnp.arange(1, len(samples) + 1, dtype=jnp.int32), 0))
 
 
+def with_rows(logits: jax.Array, num_rows: int) -> jax.Array:
+    """Returns logits [S, vocab] with rows of zeros behind them, [num_rows, vocab]."""
+    return jnp.pad(logits, ((0, num_rows - len(logits)), (0, 0)))
+
+
 def argmax_tokens(scores: jax.Array) -> jax.Array:
     """Returns int32[n]: the first best token; `INVALID_TOKEN` for nan or nothing finite."""
     tokens = first_argmax(scores)

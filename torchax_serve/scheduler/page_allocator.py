@@ -202,12 +202,8 @@ class PageAllocator:
         """Returns the number of tokens, at most `length`, for which pages are available."""
         return int(min(length, (pages.num_pages + self.num_available) * self._page_size))
 
-    def grow(self, pages: SequencePages, length: int) -> None:
-        """Gives the sequence pages for `length` tokens, which `max_growth` must allow."""
-        self.grow_all([(pages, length)])
-
     def grow_all(self, growing: Sequence[tuple[SequencePages, int]]) -> None:
-        """Gives each sequence pages for its number of tokens, which there must be."""
+        """Gives each sequence pages for its number of tokens, which `max_growth` must allow."""
         slots: list[int] = []
         columns: list[int] = []
         for pages, length in growing:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torchax_serve.sampling.grammar import JSON_OPTIONS, closed
+from torchax_serve.server.dialect_grammar import DialectRules
 from torchax_serve.server.errors import bad_request
 
 _TEXT = r"TEXT: /(.|\n)*/"
@@ -25,6 +26,7 @@ class CallForm:
         quotes_name: Whether the name is a JSON string.
         argument: Text in front of an argument's name, between it and its value, and behind that; None where all
             arguments are one JSON object.
+        delimiter: Text around strings, where the object has bare keys (`torchax_serve.server.dialect_grammar`).
     """
 
     begin: str
@@ -35,6 +37,7 @@ class CallForm:
     closing: str = ""
     quotes_name: bool = False
     argument: tuple[str, str, str] | None = None
+    delimiter: str | None = None
 
 
 def call_grammar(
@@ -110,6 +113,14 @@ class _Rules:
         shown = _quoted(json.dumps(name) if form.quotes_name else name)
         schema = function.get("parameters") or {"type": "object"}
         head, tail = f"call_{index}: {shown} {self._literal(form.middle)}", self._literal(form.end)
+        if form.delimiter is not None:
+            rules = self._dialect(index, schema)
+            is_free = not (self._is_forced or function.get("strict"))
+            yield f"{head} {rules.value({'type': 'object'} if is_free else {'type': 'object', **schema})} {tail}"
+            yield from rules.lines()
+            if index == 0 and form.delimiter not in self._special_ids:
+                yield f"string[lazy]: TEXT {_quoted(form.delimiter)}"
+            return
         if form.argument is None:
             is_free = not (self._is_forced or function.get("strict"))
             held = {"type": "object"} if is_free else closed(schema)
@@ -125,6 +136,12 @@ class _Rules:
         yield f"{head} {' '.join(parts)} {tail}"
         if index == 0:
             yield f"string[lazy]: TEXT {_quoted(form.argument[2])}"
+
+    def _dialect(self, index: int, schema: Mapping[str, Any]) -> DialectRules:
+        """Returns the maker of rules of values with bare keys."""
+        assert self._form.delimiter is not None
+        is_special = self._form.delimiter in self._special_ids
+        return DialectRules(f"v{index}", self._literal(self._form.delimiter), schema, _json, is_special=is_special)
 
     def _argument(self, name: str, key: str, schema: Any, root: Mapping[str, Any]) -> str:
         assert self._form.argument is not None

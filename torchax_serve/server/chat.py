@@ -12,6 +12,7 @@ from torchax_serve.server.body import read_request
 from torchax_serve.server.chat_answer import ChatCompletion
 from torchax_serve.server.context import ServerContext, context_of, follow
 from torchax_serve.server.errors import ApiError, bad_request
+from torchax_serve.server.harmony import HarmonyParser
 from torchax_serve.server.model_service import ChatPrompt, ModelService, adapter_of, scoped_salt
 from torchax_serve.server.options import ServerOptions
 from torchax_serve.server.remote_files import with_remote_files
@@ -31,7 +32,7 @@ PROMPT_END_TOKENS = 256
 
 class _Started(NamedTuple):
     answers: list[Answer]
-    parsers: list[AnswerParser | None]
+    parsers: list[AnswerParser | HarmonyParser | None]
 
 
 async def chat_completions(request: Request) -> Any:
@@ -125,8 +126,11 @@ def _grammar(context: ServerContext, body: ChatRequest, plan: ToolPlan) -> Gramm
     return asked or plan.grammar
 
 
-def _parser(service: ModelService, prompt_end: str, plan: ToolPlan) -> AnswerParser:
+def _parser(service: ModelService, prompt_end: str, plan: ToolPlan) -> AnswerParser | HarmonyParser:
     assert service.family is not None
+    if service.harmony is not None:
+        reads_tools = bool(plan.tools)
+        return HarmonyParser(service.harmony, prompt_end, reads_tools=reads_tools, max_tool_calls=plan.max_calls)
     return AnswerParser(service.family, prompt_end, plan.tools, plan.max_calls)
 
 

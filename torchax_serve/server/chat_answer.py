@@ -11,9 +11,11 @@ from typing import Any
 from torchax_serve.server.answers import Answer
 from torchax_serve.server.context import ServerContext
 from torchax_serve.server.formats import LogprobFormat, finish_reason_of, usage_of
+from torchax_serve.server.harmony import HarmonyParser
 from torchax_serve.server.merged_answers import merged_steps
 from torchax_serve.server.model_service import ModelService
-from torchax_serve.server.response_parsing import AnswerParser, ParsedStep
+from torchax_serve.server.parsed_message import ParsedStep, joined_calls
+from torchax_serve.server.response_parsing import AnswerParser
 from torchax_serve.server.schemas import ChatRequest
 from torchax_serve.server.sse import DONE, event
 from torchax_serve.text.step_decoder import AnswerStep
@@ -26,14 +28,9 @@ class MessageReader:
         parser: Of reasoning and tool calls; None for plain text.
     """
 
-    def __init__(self, parser: AnswerParser | None) -> None:
+    def __init__(self, parser: AnswerParser | HarmonyParser | None) -> None:
         self._parser = parser
         self.num_reasoning_tokens = 0
-
-    @property
-    def has_tool_calls(self) -> bool:
-        """Whether the answer has called a tool."""
-        return self._parser is not None and self._parser.num_tool_calls > 0
 
     def read(self, step: AnswerStep) -> ParsedStep:
         """Takes a step of the answer."""
@@ -53,7 +50,8 @@ class MessageReader:
     def finish_reason(self, step: AnswerStep) -> str | None:
         """Returns OpenAI's name of the reason for the end; None while the answer goes on."""
         reason = finish_reason_of(step.finish_reason)
-        return "tool_calls" if reason == "stop" and self.has_tool_calls else reason
+        has_calls = self._parser is not None and self._parser.has_complete_calls
+        return "tool_calls" if reason == "stop" and has_calls else reason
 
 
 class ChatCompletion:
@@ -73,13 +71,12 @@ class ChatCompletion:
         service: ModelService,
         request: ChatRequest,
         answers: list[Answer],
-        parsers: Sequence[AnswerParser | None],
+        parsers: Sequence[AnswerParser | HarmonyParser | None],
     ) -> None:
         self._context, self._request, self._answers = context, request, answers
         self._readers = [MessageReader(parser) for parser in parsers]
         self._id, self._created = f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
         self._format = LogprobFormat(service.token_bytes, as_ids=bool(request.return_tokens_as_token_ids))
-        self._num_calls = [0] * len(answers)  # so far streamed
 
     def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -112,7 +109,7 @@ class ChatCompletion:
     def _choice(self, index: int, steps: list[AnswerStep], parsed: list[ParsedStep]) -> dict[str, Any]:
         content = "".join(each.content for each in parsed)
         reasoning = "".join(each.reasoning for each in parsed)
-        calls = [call for each in parsed for call in each.tool_calls]
+        calls = joined_calls(parsed)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if calls:
             message |= {"content": content or None, "tool_calls": calls}
@@ -175,9 +172,7 @@ class ChatCompletion:
             deltas.append({"reasoning_content": parsed.reasoning, "reasoning": parsed.reasoning})
         if parsed.content:
             deltas.append({"content": parsed.content})
-        for call in parsed.tool_calls:
-            deltas.append({"tool_calls": [{"index": self._num_calls[answer.index], **call}]})
-            self._num_calls[answer.index] += 1
+        deltas += [{"tool_calls": [piece]} for piece in parsed.tool_calls]
         has_ids = bool(self._request.return_token_ids and step.token_ids)
         logprobs = self._logprobs([step]) if step.logprobs else None
         if not deltas and (logprobs or has_ids):

@@ -16,6 +16,7 @@ from torchax_serve.server.answers import Answer
 from torchax_serve.server.auth import ApiKeys
 from torchax_serve.server.errors import ApiError, api_error_of
 from torchax_serve.server.key_limits import KeyUsages
+from torchax_serve.server.loop_lag import LoopLag
 from torchax_serve.server.metrics import Metrics
 from torchax_serve.server.model_service import ModelService
 from torchax_serve.server.options import ServerOptions
@@ -43,6 +44,7 @@ class ServerContext:
     Attributes:
         stage: How far it is.
         start: How far its start is, in numbers.
+        loop_lag: How late the event loop is.
         num_in_flight: Requests that are being answered, apart from those of health and metrics.
         fingerprint: ``system_fingerprint`` of answers: equal for equal versions and models.
         tracing: Spans of requests; None without a collector.
@@ -54,6 +56,7 @@ class ServerContext:
         self.keys = ApiKeys(options.api_keys, options.api_key_file)
         self.key_usages = KeyUsages()
         self.metrics = Metrics(compat=options.metrics_compat)
+        self.loop_lag = LoopLag()
         self.stage, self.start = Stage.LOADING, StartProgress()
         self.refuses_new = False  # after the time in which a draining server still accepts
         self.num_in_flight = 0
@@ -77,9 +80,9 @@ class ServerContext:
 
     def error_of(self, error: BaseException) -> ApiError:
         """Returns the answer to an error; it shows no path of the model."""
-        answer = api_error_of(error)
-        if self._service is not None:
-            answer.message = self._service.without_path(answer.message)
+        answer, service = api_error_of(error), self._service
+        if service is not None and service.root != (folder := service.model.name):
+            answer.message = answer.message.replace(folder, service.name)
         return answer
 
     def service(self) -> ModelService:

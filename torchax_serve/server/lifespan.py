@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from model_adapters.errors import UnsupportedModelError
+from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
 from model_adapters.loading.progress import Progress
 from torchax_serve.compilation import gc_pause
 from torchax_serve.server.app import Application
@@ -97,12 +97,13 @@ class Server:
         logger.info("listening on %s", ", ".join(self.addresses))
         logger.info("options: %s", json.dumps(self._options.public()))
         threading.Thread(target=self._load_model, args=(self._loop,), name="load", daemon=True).start()
-        ticker = asyncio.create_task(self._tick())
+        ticker, watcher = asyncio.create_task(self._tick()), asyncio.create_task(self.context.loop_lag.watch())
         try:
             await self._ended.wait()
             return EXIT_DEAD if self.context.stage is Stage.DEAD else await self._drain()
         finally:
             ticker.cancel()
+            watcher.cancel()
             self._listener.close()
             self._listener.cancel_requests()
             await asyncio.sleep(0)
@@ -176,14 +177,13 @@ class Server:
     async def _tick(self) -> None:
         """Looks at the engine, the certificate and the event loop from time to time."""
         while True:
-            began = time.monotonic()
             await asyncio.sleep(TICK_S)
-            self.context.metrics.loop_lag_s.set(max(0.0, time.monotonic() - began - TICK_S))
+            self.context.metrics.loop_lag_s.set(self.context.loop_lag.take())
             try:
-                if self._listener.reload_certificate():
-                    logger.info("the certificate was read again")
-            except OSError:
-                logger.warning("the certificate cannot be read; connections use that of before")
+                if await self._listener.reload_tls():
+                    logger.info("the files of TLS were read again")
+            except (InvalidArgumentError, OSError) as error:
+                logger.warning("connections use the files of TLS of before: %s", error)
             if (reason := self._dead_reason()) is not None:
                 await self._die(reason)
                 return
@@ -212,7 +212,9 @@ class Server:
 
 
 def warm_up(model: ServedModel, progress: Progress) -> None:
-    """Compiles the programs of the model's engine; models without one compile at their first request."""
+    """Compiles the programs of the model's engine, and those of an encoder's texts."""
+    if not model.writes_text or model.embeds_by_files:
+        _warm_up_texts(model, progress)
     if not model.writes_text:
         return
     try:
@@ -223,6 +225,14 @@ def warm_up(model: ServedModel, progress: Progress) -> None:
         logger.info("%d programs are ready after %.1f s", engine.stats().num_programs, time.monotonic() - began)
     except UnsupportedModelError as error:
         logger.warning("requests run one at a time: %s", error)
+
+
+def _warm_up_texts(model: ServedModel, progress: Progress) -> None:
+    began = time.monotonic()
+    if (reason := model.warm_up_texts(progress)) is None:
+        logger.info("the programs of texts are ready after %.1f s", time.monotonic() - began)
+    else:
+        logger.warning("texts compile programs at their first use: %s", reason)
 
 
 def end_children() -> None:

@@ -50,7 +50,7 @@ class HttpListener:
         self._counts = ConnectionCounts()
         self._servers: list[asyncio.Server] = []
         self._tls = _tls_context(options)
-        self._tls_stamp = _stamps(options)
+        self._tls_stamps = _stamps(options)
         self._sockets = open_sockets(options)
 
     @property
@@ -68,27 +68,42 @@ class HttpListener:
         return found
 
     async def start(self) -> None:
-        """Accepts connections."""
+        """Accepts connections; called again, with the TLS context of now from then on."""
         loop = asyncio.get_running_loop()
         make = functools.partial(
             GuardedProtocol, self._config, self.state, loop, self._options.connection, self._counts
         )
-        for each in self._sockets:
-            self._servers.append(await loop.create_server(make, sock=each, ssl=self._tls, backlog=BACKLOG))
+        # Copies of the sockets: closing an asyncio server closes its socket, and the copy goes on listening.
+        started = [
+            await loop.create_server(make, sock=each.dup(), ssl=self._tls, backlog=BACKLOG) for each in self._sockets
+        ]
+        before, self._servers = self._servers, started
+        for server in before:
+            server.close()
 
-    def reload_certificate(self) -> bool:
-        """Reads the certificate again if its files have changed; open connections go on. Returns whether it did."""
+    async def reload_tls(self) -> bool:
+        """Reads certificate, key and clients' CA again if one of their files has changed; returns whether it did.
+
+        New connections have a new TLS context: what the one before trusted, and the sessions that it could resume, are
+        gone with it. Open connections go on.
+
+        Raises:
+            InvalidArgumentError: The files do not fit; connections have those of before until a file changes again.
+        """
         stamps = _stamps(self._options)
-        if self._tls is None or stamps == self._tls_stamp or None in stamps:
+        if self._tls is None or stamps == self._tls_stamps or None in stamps:
             return False
-        self._tls.load_cert_chain(*_certificate(self._options))
-        self._tls_stamp = stamps
+        self._tls_stamps = stamps
+        self._tls = _tls_context(self._options)
+        await self.start()
         return True
 
     def close(self) -> None:
         """Accepts no more connections, and closes those without a request."""
         for server in self._servers:
             server.close()
+        for each in self._sockets:
+            each.close()
         for connection in list(self.state.connections):
             connection.shutdown()
         if self._options.uds is not None:
@@ -171,12 +186,15 @@ def _tls_context(options: ServerOptions) -> ssl.SSLContext | None:
     return context
 
 
-def _stamps(options: ServerOptions) -> tuple[int | None, ...]:
-    """Returns when the files of the certificate were written; None for one that is missing."""
-    found: list[int | None] = []
-    for path in (options.tls_certificate, options.tls_key):
+def _stamps(options: ServerOptions) -> tuple[tuple[int, int] | None, ...]:
+    """Returns number and time of each file of the TLS options; None for one that is missing."""
+    found: list[tuple[int, int] | None] = []
+    for path in (options.tls_certificate, options.tls_key, options.tls_client_ca):
+        if path is None:
+            continue
         try:
-            found.append(None if path is None else path.stat().st_mtime_ns)
+            status = path.stat()
+            found.append((status.st_ino, status.st_mtime_ns))
         except OSError:
             found.append(None)
     return tuple(found)

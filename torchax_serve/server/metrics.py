@@ -67,7 +67,8 @@ class Metrics:
         )
         self.by_key = Counter("torchax_serve_requests_by_key_total", "HTTP requests", ["key"], registry=self.registry)
         self.errors = Counter("torchax_serve_errors_total", "Answers with an error", ["type"], registry=self.registry)
-        self.loop_lag_s = Gauge("torchax_serve_event_loop_lag_seconds", "Lag of the event loop", registry=self.registry)
+        lag = "Worst lag of the event loop in the last half second"
+        self.loop_lag_s = Gauge("torchax_serve_event_loop_lag_seconds", lag, registry=self.registry)
         self.in_flight = Gauge("torchax_serve_http_in_flight", "HTTP requests in work", registry=self.registry)
         self._ttft = self._histograms("time_to_first_token_seconds", "Seconds to the first token", _LATENCY_S)
         self._itl = self._histograms("inter_token_latency_seconds", "Seconds between tokens", _TOKEN_S)

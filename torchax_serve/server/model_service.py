@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import hashlib
 import importlib.util
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from torchax_serve.sampling.grammar import GrammarCompiler, GrammarMasks
 from torchax_serve.sampling_params import SamplingParams
 from torchax_serve.server.answers import Answer, AnswerOptions, prepare, prepare_media, submit
 from torchax_serve.server.errors import ApiError, bad_request
+from torchax_serve.server.harmony import load_encoding
 from torchax_serve.server.key_limits import ApiKey
 from torchax_serve.server.messages import plain_messages
 from torchax_serve.server.options import ServerOptions
@@ -87,11 +87,6 @@ class ModelService:
         self._pool.shutdown(wait=False, cancel_futures=True)
         self.model.close()
 
-    def without_path(self, text: str) -> str:
-        """Returns a text, such as that of an error, with the public name in place of the model's folder."""
-        name = self.model.name
-        return text.replace(name, self.name) if os.sep in name and self.root != name else text
-
     def prepare(self) -> None:
         """Makes what the first requests would wait for: the process of chat templates, and tables of tokens."""
         if "chat" in self.tasks:
@@ -99,6 +94,7 @@ class ModelService:
         if self.model.tokenizer is None or "generate" not in self.tasks:
             return
         assert self.token_bytes.max_token_chars
+        assert self.harmony is None or self.harmony.name
         if importlib.util.find_spec("llguidance") is not None:
             with contextlib.suppress(UnsupportedModelError):
                 assert self.grammars is not None
@@ -120,16 +116,6 @@ class ModelService:
         """The model, for tasks that only encoders have."""
         assert not self.model.writes_text
         return cast("EncoderModel", self.model)
-
-    def num_tokens(self, texts: Sequence[Any]) -> int:
-        """Returns the number of tokens of texts and of token ids together, special tokens included."""
-        tokenizer: Any = self.model.tokenizer
-        given = [text for text in texts if not isinstance(text, str)]
-        written = [text for text in texts if isinstance(text, str)]
-        ids = tokenizer(written)["input_ids"] if written else []
-        limit = self.max_model_len
-        lens = [len(each) for each in (*given, *ids)]
-        return sum(lens if limit is None else [min(length, limit) for length in lens])
 
     def require(self, task: str, route: str) -> None:
         """Raises ApiError, 404, unless the model can do `task`."""
@@ -184,6 +170,11 @@ class ModelService:
         if self.model.tokenizer is None:
             return None
         return response_template_for(self.model.tokenizer, self._options.response_template)
+
+    @functools.cached_property
+    def harmony(self) -> Any | None:
+        """Encoding of openai-harmony for a model whose answers it parses; None for others, and without the package."""
+        return load_encoding() if self.family is not None and self.family.is_harmony else None
 
     @functools.cached_property
     def template(self) -> str:

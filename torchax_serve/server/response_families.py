@@ -51,12 +51,14 @@ class ResponseFamily:
         signs: Texts that its chat template has, all of them.
         template: Response template of transformers.
         call: How calls are spelled, for answers held to them; None if they cannot be.
+        is_harmony: Whether openai-harmony parses the answers, where it is installed.
     """
 
     name: str
     signs: tuple[str, ...]
     template: Mapping[str, Any]
     call: CallForm | None = None
+    is_harmony: bool = False
 
 
 _DEEPSEEK = {
@@ -97,6 +99,7 @@ FAMILIES: tuple[ResponseFamily, ...] = (
             },
         },
         CallForm("<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", "<|call|>", between=None),
+        is_harmony=True,
     ),
     ResponseFamily(
         "kimi",
@@ -164,6 +167,7 @@ FAMILIES: tuple[ResponseFamily, ...] = (
                 {"open_pattern": r"<\|channel>thought\n?", "close": "<channel|>"},
             ),
         },
+        CallForm("<|tool_call>call:", "", "<tool_call|>", between="", delimiter='<|"|>'),
     ),
     ResponseFamily(
         "glm",
@@ -325,7 +329,8 @@ def response_template_for(tokenizer: Any, chosen: str | None = None) -> Response
     source = template if isinstance(template, str) else json.dumps(template or "", ensure_ascii=False)
     family = next((family for family in FAMILIES if all(sign in source for sign in family.signs)), None)
     if isinstance(own, Mapping):
-        return ResponseFamily("checkpoint", (), own, None if family is None else family.call)
+        call, is_harmony = (None, False) if family is None else (family.call, family.is_harmony)
+        return ResponseFamily("checkpoint", (), own, call, is_harmony)
     return family
 
 

@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torchax_serve.server.call_stream import CallPiece, CallStream
+from torchax_serve.server.parsed_message import MessageWriter, ParsedStep
 from torchax_serve.server.response_families import MARKER, REASONING, ResponseFamily
-
-
-@dataclasses.dataclass
-class ParsedStep:
-    """What a piece of text adds to a message.
-
-    Attributes:
-        content: Text of the answer.
-        reasoning: Text of the reasoning.
-        tool_calls: Complete tool calls, in the form of OpenAI's messages.
-    """
-
-    content: str = ""
-    reasoning: str = ""
-    tool_calls: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
 
 class AnswerParser:
@@ -48,19 +33,23 @@ class AnswerParser:
         from torchax_serve.server.tolerant_parser import TolerantParser  # imports transformers
 
         self._parser = TolerantParser(dict(family.template), prefix="", tools=[dict(tool) for tool in tools])
-        self._reads_tools = bool(tools)
-        self._max_tool_calls = max_tool_calls
-        self.num_tool_calls = 0
-        self._has_begun: set[str] = set()  # fields whose leading spaces are gone
-        self._held = {"content": "", "reasoning": ""}  # spaces that may end the field
+        self._reads_tools, self._tool_tags = bool(tools), None if family.call is None else family.call.argument
+        self._message = MessageWriter(max_tool_calls)
+        self._calls: CallStream | None = None  # of the region that is open
+        self._has_calls = False  # whether that region has a call so far
         start = self._parser.answer_start(prompt)
         self._take(self._parser.feed(start) if start else [], ParsedStep())
-        self._held = dict.fromkeys(self._held, "")
+        self._message.drop_held()
 
     @property
     def is_reasoning(self) -> bool:
         """Whether the text is in the reasoning now."""
         return self._parser.field in REASONING
+
+    @property
+    def has_complete_calls(self) -> bool:
+        """Whether the answer has tool calls, and the arguments of each are complete."""
+        return self._message.calls_are_complete
 
     def push(self, text: str) -> ParsedStep:
         """Takes a piece of the answer; returns what became certain."""
@@ -81,41 +70,44 @@ class AnswerParser:
             if field.startswith(MARKER):
                 continue
             if field == "tool_calls":
-                if kind == "region_close":
-                    self._add_calls(event["value"], event["raw"], step)
-                elif kind == "region_error":
-                    self._add_text("content", event["raw"], step)
+                self._take_calls(event, step)
             elif kind in ("region_chunk", "region_error"):
-                self._add_text("reasoning" if field in REASONING else "content", event.get("text", ""), step)
+                self._message.add_text("reasoning" if field in REASONING else "content", event.get("text", ""), step)
 
-    def _add_text(self, field: str, text: str, step: ParsedStep) -> None:
-        """Adds text without the spaces at the beginning and the end of the field."""
-        if self._max_tool_calls is not None and self.num_tool_calls >= self._max_tool_calls:
-            return
-        text = self._held[field] + text
-        if field not in self._has_begun:
-            text = text.lstrip()
-            if not text:
-                self._held[field] = ""
-                return
-            self._has_begun.add(field)
-        shown = text.rstrip()
-        self._held[field] = text[len(shown) :]
-        setattr(step, field, getattr(step, field) + shown)
+    def _take_calls(self, event: Mapping[str, Any], step: ParsedStep) -> None:
+        """Takes an event of a region with tool calls."""
+        kind = event["type"]
+        if kind == "region_open":
+            stream = self._parser.call_stream(event, self._tool_tags) if self._reads_tools else None
+            self._calls, self._has_calls = stream, False
+        elif kind == "region_chunk":
+            self._add(self._calls.push(event["text"]) if self._calls is not None else [], step)
+        else:
+            self._add(self._calls.close() if self._calls is not None else [], step)
+            if self._has_calls:
+                assert self._calls is not None
+                self._message.add_text("content", self._calls.rest, step)
+            elif kind == "region_close":
+                self._add_complete(event["value"], event["raw"], step)
+            else:
+                self._message.add_text("content", event["raw"], step)
+            self._calls = None
 
-    def _add_calls(self, value: Any, raw: str, step: ParsedStep) -> None:
+    def _add(self, pieces: Sequence[CallPiece], step: ParsedStep) -> None:
+        self._has_calls = self._has_calls or bool(pieces)
+        self._message.add_pieces(pieces, step)
+
+    def _add_complete(self, value: Any, raw: str, step: ParsedStep) -> None:
+        """Adds the calls of a region of which nothing was certain before its end."""
         calls = [_call(each) for each in (value if isinstance(value, list) else [value])]
         if not self._reads_tools or not calls or None in calls:
-            self._add_text("content", raw, step)
+            self._message.add_text("content", raw, step)
             return
-        for call in calls:
-            if self._max_tool_calls is None or self.num_tool_calls < self._max_tool_calls:
-                self.num_tool_calls += 1
-                step.tool_calls.append(call)  # type: ignore[arg-type]  # None is not in them
+        self._message.add_pieces([call for call in calls if call is not None], step)
 
 
-def _call(value: Any) -> dict[str, Any] | None:
-    """Returns a tool call of OpenAI's messages; None for a value that is none."""
+def _call(value: Any) -> CallPiece | None:
+    """Returns a complete call; None for a value that is none."""
     function = value.get("function", value) if isinstance(value, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
         return None
@@ -126,8 +118,4 @@ def _call(value: Any) -> dict[str, Any] | None:
         text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError):
         return None
-    return {
-        "id": f"call_{uuid.uuid4().hex[:24]}",
-        "type": "function",
-        "function": {"name": function["name"], "arguments": text},
-    }
+    return CallPiece(function["name"], text, is_last=True)

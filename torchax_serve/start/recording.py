@@ -15,6 +15,7 @@ import jax
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from model_adapters.loading import LoadedModel
+from model_adapters.loading.modules_json import modules_root
 from model_adapters.ops.compressed_weight import Weight
 from torchax_serve.generation.routing import ModelCapabilities
 from torchax_serve.multimodal.placeholders import MODALITIES
@@ -107,6 +108,8 @@ def _record(
         raise NotRecordableError("its programs are not kept")
     if "packed" not in runtime.steps.executables.functions:
         raise NotRecordableError("it does not run packed")
+    if loaded.files_folder is not None and modules_root(loaded.files_folder) is not None:
+        raise NotRecordableError("it embeds texts, for which a start loads torch")
     report = loaded.report
     if report.unused_tensors or report.missing_tensors or report.made_dense:
         raise NotRecordableError("its load report has something to say")
@@ -134,14 +137,17 @@ def model_record(
     Raises:
         NotRecordableError: its requests need more.
     """
-    if runtime.program.rope is not None or runtime.encoder is not None:
-        raise NotRecordableError("its programs depend on lengths or an encoder")
+    if loaded.generation_config is None:
+        raise NotRecordableError("it returns embeddings, labels or scores and writes no text")
+    if runtime.encoder is not None:
+        raise NotRecordableError("it has an encoder")
+    if runtime.program.rope is not None:
+        raise NotRecordableError("its rotary frequencies depend on the length")
     if ModelCapabilities.of(runtime) != ModelCapabilities():
         raise NotRecordableError("its requests do not all run on the engine")
     if loaded.has_processor:
         raise NotRecordableError("it has a processor of images or audio")
     config, absent = _config_of(loaded)
-    assert loaded.generation_config is not None
     values, defaults = _generation_config_of(loaded)
     names, tensors = named_tensors(weights)
     record = ModelRecord(

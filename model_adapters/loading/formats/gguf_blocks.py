@@ -68,6 +68,8 @@ TYPE_NAMES = {
     34: "TQ1_0",
     35: "TQ2_0",
     39: "MXFP4",
+    40: "NVFP4",
+    41: "Q1_0",
 }
 """Names of ggml's types by their number in a file."""
 

@@ -143,7 +143,7 @@ def centred(
     """
     middle = 2 ** (bits - 1)
     if zero is None or bool((zero == middle).all()):
-        return (values.to(torch.int16) - middle).to(torch.int8), None
+        return (values - middle).view(torch.int8), None  # modulo 256, without a wider copy
     if bits == 8:  # unsigned 8-bit numbers do not fit in int8
-        values, zero = (values.to(torch.int16) - middle).to(torch.int8), zero.to(torch.int16) - middle
+        values, zero = (values - middle).view(torch.int8), zero.to(torch.int16) - middle
     return values.to(torch.int8), -(zero.float() * scale)

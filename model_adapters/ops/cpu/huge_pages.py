@@ -93,7 +93,7 @@ def _exchange(libc: ctypes.CDLL, address: int, num_bytes: int) -> bool:
 
 def in_huge_pages(array: jax.Array) -> jax.Array:
     """Moves ``array[...]`` on a CPU device into huge pages at its addresses, if possible."""
-    _advise(array, _MADV_COLLAPSE)
+    _advise(array, _MADV_COLLAPSE, HUGE_PAGE_BYTES)
     return array
 
 
@@ -103,16 +103,16 @@ def without_memory(zeros: jax.Array) -> jax.Array:
     Private anonymous memory of a process, as XLA's is, then reads as zeros and is allocated again in huge pages as it
     is written. If the system cannot release it, the array keeps its memory.
     """
-    _advise(zeros, _MADV_DONTNEED, _MADV_HUGEPAGE)
+    _advise(zeros, _MADV_DONTNEED, mmap.PAGESIZE)  # the ends as well: a model has a pool for each layer
+    _advise(zeros, _MADV_HUGEPAGE, HUGE_PAGE_BYTES)
     return zeros
 
 
-def _advise(array: jax.Array, *advice: int) -> None:
-    """Calls ``madvise`` on all complete huge pages within `array`, on Linux."""
+def _advise(array: jax.Array, advice: int, page_bytes: int) -> None:
+    """Calls ``madvise`` on all complete pages of `page_bytes` within `array`, on Linux."""
     array.block_until_ready()  # its memory may not be allocated before
     begin = array.unsafe_buffer_pointer()
-    first = begin + -begin % HUGE_PAGE_BYTES
-    num_bytes = (begin + array.nbytes - first) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    first = begin + -begin % page_bytes
+    num_bytes = (begin + array.nbytes - first) // page_bytes * page_bytes
     if sys.platform == "linux" and num_bytes > 0:
-        for each in advice:
-            ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(num_bytes), each)
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(num_bytes), advice)

@@ -1,13 +1,16 @@
 """Repositories of GGUF files, against a look-alike of the hub on this machine."""
 
+import json
 import sys
 from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
+from typer.testing import CliRunner
 
 from model_adapters.errors import ModelNotFoundError
 from model_adapters.loading import load_model, resolve
+from torchax_serve.cli.main import app
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -24,8 +27,8 @@ NAME = "people/tiny-GGUF"
 def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
     model = tiny_model("llama", num_hidden_layers=1)
-    for kind in ("Q8_0", "Q4_0"):
-        write_gguf(folder / f"tiny-{kind}.gguf", model, "llama", kind)
+    for name, kind in (("Q8_0", "Q8_0"), ("Q4_0", "Q4_0"), ("Q4_K_M", "Q4_K")):
+        write_gguf(folder / f"tiny-{name}.gguf", model, "llama", kind)
     (folder / "README.md").write_text("a card")
     (folder / "mmproj-tiny-f16.gguf").write_bytes(b"images")
     return folder
@@ -66,7 +69,7 @@ def test_q8_0_is_taken_where_none_is_named_with_one_line(hub, tmp_path, caplog):
     found = resolve(NAME, cache_dir=tmp_path)
     assert found.gguf.name == "tiny-Q8_0.gguf"
     assert [record.getMessage() for record in caplog.records if record.name == "torchax_serve"] == [
-        f"{NAME}: tiny-Q8_0.gguf is taken, one of 2 GGUF files"
+        f"{NAME}: tiny-Q8_0.gguf is taken, one of 3 GGUF files"
     ]
 
 
@@ -85,8 +88,22 @@ def test_a_type_that_the_repository_lacks_is_one_line_that_lists_its_files(hub, 
         resolve(f"{NAME}:Q5_K_M", cache_dir=tmp_path)
     said = str(caught.value)
     assert said.startswith(f"{NAME} holds no GGUF file 'Q5_K_M': name one behind a colon, organisation/name:Q4_K_M")
-    assert "there are tiny-Q4_0.gguf, tiny-Q8_0.gguf" in said and "\n" not in said
+    assert "there are tiny-Q4_0.gguf, tiny-Q4_K_M.gguf, tiny-Q8_0.gguf" in said and "\n" not in said
     assert hub.fetched() == []
+
+
+def test_the_command_line_answers_with_the_type_behind_the_colon(hub, tmp_path, files, monkeypatch):
+    monkeypatch.setattr("torchax_serve.cli.shared.errors.quiet_libraries", lambda: None)
+
+    def run(model):
+        options = ["-p", "abc", "--max-new-tokens", "6", "--greedy", "--json", "--cache-dir", str(tmp_path)]
+        done = CliRunner().invoke(app, ["run", str(model), *options])
+        assert done.exit_code == 0, done.stderr
+        assert "9 weights int4 (groups of 32)" in done.stderr, done.stderr
+        return json.loads(done.stdout)["token_ids"]
+
+    assert run(f"{NAME}:Q4_K_M") == run(files / "tiny-Q4_K_M.gguf")
+    assert set(hub.fetched()) == {"tiny-Q4_K_M.gguf"}
 
 
 def test_a_repository_with_dense_weights_too_is_no_gguf_model(hub, tmp_path, files):

@@ -28,6 +28,7 @@ from torchax_serve.distributed.ray.http_requests import (
     read_body,
     within,
 )
+from torchax_serve.distributed.ray.openai_fields import CHAT
 from torchax_serve.distributed.ray.options import ROUTER, DeployOptions
 
 logger = logging.getLogger("torchax_serve")
@@ -61,7 +62,8 @@ class Replica:
         """Yields pieces of the answer; refuses unknown fields before the first one."""
         params = params_of(request)
         if "messages" in request:
-            pieces = self._model.chat(request["messages"], params, stream=True)
+            options = {name: request[name] for name in CHAT if request.get(name) is not None}
+            pieces = self._model.chat(request["messages"], params, stream=True, **options)
         else:
             pieces = self._model.stream(request["prompt"], params)
         async for piece in pieces:

@@ -19,11 +19,14 @@ from model_adapters.errors import (
     UnsupportedArgumentError,
     UnsupportedModelError,
 )
+from torchax_serve.distributed.ray import openai_fields
+from torchax_serve.distributed.ray.openai_fields import CHAT, own_fields
 from torchax_serve.sampling_params import SamplingParams
 from torchax_serve.validation.argument_hints import SAMPLING
 from torchax_serve.validation.bounded_json import parse_json
 
 KNOWN = frozenset({"prompt", "messages"}) | {field.name for field in dataclasses.fields(SamplingParams)}
+"""Fields of a request; those of the server that are taken, too, are in `openai_fields`."""
 BODY_TIMEOUT_S = 30.0
 """Time limit for the body of a request, in seconds."""
 BLAMES_REQUEST = (InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError, ChatTemplateError)
@@ -129,7 +132,7 @@ def parse_request(body: bytes, max_body_bytes: int) -> dict[str, Any]:
         request = parse_json(body, max_bytes=max_body_bytes)
         if not isinstance(request, dict):
             raise InvalidArgumentError(f"expected a JSON object, got {_json_kind(request)}")
-        _check_fields(request)
+        _check_fields(own_fields(request))
         _check_values(request)
         params_of(request)
     except BadHttpRequest:
@@ -146,8 +149,9 @@ def params_of(request: Mapping[str, Any]) -> SamplingParams:
         InvalidArgumentError: A field is unknown, not exactly one of ``prompt`` and ``messages`` is given, or a value
             cannot be honoured.
     """
-    _check_fields(request)
-    options = {name: value for name, value in request.items() if name not in ("prompt", "messages")}
+    own = own_fields(request)
+    _check_fields(own)
+    options = {name: value for name, value in own.items() if name not in ("prompt", "messages", *CHAT)}
     return SamplingParams(**{name: _as_option(name, value) for name, value in options.items()})
 
 
@@ -155,7 +159,7 @@ def bad_request(error: Exception) -> BadHttpRequest:
     """Returns the answer to an error caused by the request, with status 400."""
     message = " ".join(str(error).split())[:2000]
     name = message.partition(":")[0]
-    return BadHttpRequest(400, message, param=name if name in KNOWN else None)
+    return BadHttpRequest(400, message, param=_known(name))
 
 
 def answer_to(error: TorchaxServeError) -> BadHttpRequest:
@@ -211,7 +215,7 @@ def _as_option(name: str, value: Any) -> Any:
 
 
 def _check_fields(request: Mapping[str, Any]) -> None:
-    if unknown := sorted(set(request) - KNOWN):
+    if unknown := sorted(set(request) - KNOWN - set(CHAT)):
         names = ", ".join(name[:60] for name in unknown[:5])
         renamed = ", ".join(f"{SAMPLING[name]} for {name}" for name in unknown if SAMPLING.get(name) in KNOWN)
         remedy = f"write {renamed}" if renamed else "leave them out"
@@ -223,8 +227,9 @@ def _check_fields(request: Mapping[str, Any]) -> None:
 def _check_values(request: dict[str, Any]) -> None:
     """Checks prompt and messages, and every number and text in the request."""
     prompt, messages = request.get("prompt", ""), request.get("messages", [{}])
-    if not isinstance(prompt, str):
-        raise InvalidArgumentError(f"prompt: expected a text, got {_json_kind(prompt)}")
+    is_ids = isinstance(prompt, list) and bool(prompt) and all(type(token) is int for token in prompt)
+    if not isinstance(prompt, str) and not is_ids:
+        raise InvalidArgumentError(f"prompt: expected a text or token ids, got {_json_kind(prompt)}")
     if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
         raise InvalidArgumentError("messages: expected a non-empty array of objects; such as {role, content}")
     for name, value in request.items():
@@ -243,7 +248,7 @@ def _check_values(request: dict[str, Any]) -> None:
 
 
 def _known(name: str) -> str | None:
-    return name if name in KNOWN else None
+    return name if name in KNOWN or name in openai_fields.KNOWN else None
 
 
 def _scalars(value: Any) -> Iterator[Any]:

@@ -17,7 +17,9 @@ MOST_KNOWN = 1 << 16
 def prefix_key(request: Mapping[str, Any]) -> str:
     """Returns the text by which requests share prefixes: equal messages have equal beginnings."""
     prompt = request.get("prompt")
-    return prompt if isinstance(prompt, str) else json.dumps(request.get("messages"), ensure_ascii=False)
+    if isinstance(prompt, str):
+        return prompt
+    return json.dumps(request.get("messages") if prompt is None else prompt, ensure_ascii=False)
 
 
 class PrefixAffinity:

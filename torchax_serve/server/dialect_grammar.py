@@ -1,0 +1,218 @@
+"""Grammars of JSON values with bare keys and strings between a delimiter of their own, as Gemma 4 writes arguments."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torchax_serve.server.errors import bad_request
+
+_ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"}
+_ANNOTATIONS |= {"$schema", "$id", "$comment", "$defs", "definitions", "nullable"}
+_NUMBER_KEYS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
+_KEYS: Mapping[str, set[str]] = {
+    "string": {"minLength", "maxLength", "pattern"},
+    "integer": _NUMBER_KEYS,
+    "number": _NUMBER_KEYS,
+    "boolean": set(),
+    "null": set(),
+    "array": {"items", "minItems", "maxItems"},
+    "object": {"properties", "required", "additionalProperties"},
+}
+_NO_DELIMITER = r"([^<]|(<+\|)*<+([^<|]|\|[^\"<]))*(<+\|)*<*"
+"""Texts without ``<|"``, in which a delimiter could be spelled by other tokens than its own."""
+_MOST = 1 << 16
+"""Most items and characters that a schema may ask for."""
+
+
+class DialectRules:
+    """Makes the rules, in Lark's syntax, of values that follow JSON schemas.
+
+    Members of an object stand in the order of their names, as templates sort them.
+
+    Args:
+        prefix: Beginning of the names of rules.
+        delimiter: Terms of the grammar for the text around a string.
+        root: Schema that ``$ref`` refers to.
+        json_rule: Returns the term of a JSON text that follows a schema.
+        is_special: Whether the delimiter is a special token, which no text of a grammar matches; else strings end with
+            the rule ``string``.
+    """
+
+    def __init__(
+        self, prefix: str, delimiter: str, root: Mapping[str, Any], json_rule: Callable[[Any], str], *, is_special: bool
+    ) -> None:
+        self._prefix, self._delimiter, self._root, self._json = prefix, delimiter, root, json_rule
+        self._is_special = is_special
+        self._rules: dict[str, str] = {}
+        self._by_ref: dict[str, str] = {}
+
+    def lines(self) -> Iterator[str]:
+        """Yields the rules that were made."""
+        for name, body in self._rules.items():
+            yield f"{name}: {body}"
+
+    def value(self, schema: Any) -> str:
+        """Returns a term for the values that follow a schema.
+
+        Raises:
+            ApiError: 400 for a keyword that cannot be honoured, by its name.
+        """
+        if schema is True or schema == {}:
+            return self._any()
+        if not isinstance(schema, Mapping):
+            raise _refused("a schema that is false" if schema is False else "a schema that is no object")
+        if "$ref" in schema:
+            return self._referred(schema)
+        for key in ("anyOf", "oneOf"):
+            if key in schema:
+                _check_keys(schema, {key, "type"})
+                return self._one_of([self.value(each) for each in schema[key]])
+        if "const" in schema or "enum" in schema:
+            values = [schema["const"]] if "const" in schema else schema["enum"]
+            return self._one_of([self._literal(each) for each in values])
+        kinds = schema.get("type", _kind_of(schema))
+        kinds = [kinds] if isinstance(kinds, str) else kinds
+        if kinds is None:
+            _check_keys(schema, set())
+            return self._any()
+        _check_keys(schema, {"type"}.union(*(_KEYS.get(kind, set()) for kind in kinds)))
+        terms = [self._of_kind(kind, schema) for kind in kinds]
+        return self._one_of([*terms, '"null"'] if schema.get("nullable") is True else terms)
+
+    def _of_kind(self, kind: str, schema: Mapping[str, Any]) -> str:
+        if kind == "string":
+            return self._string(schema)
+        if kind == "array":
+            return self._array(schema)
+        if kind == "object":
+            return self._object(schema)
+        if kind not in _KEYS:
+            raise _refused(f"the type {kind!r:.40}")
+        return self._json({"type": kind, **{key: schema[key] for key in _KEYS[kind] if key in schema}})
+
+    def _string(self, schema: Mapping[str, Any]) -> str:
+        pattern, bounds = schema.get("pattern"), _bounds(schema, "minLength", "maxLength")
+        if pattern is not None and bounds:
+            raise _refused("pattern next to minLength or maxLength")
+        if pattern is not None:
+            begin = "" if str(pattern).startswith("^") else r"(.|\n)*"
+            end = "" if re.search(r"(?<!\\)(\\\\)*\$\Z", str(pattern)) else r"(.|\n)*"
+            body = f"{begin}({str(pattern).removeprefix('^').removesuffix('$' if not end else '')}){end}"
+        else:
+            body = f"[^<]{bounds}" if bounds else _NO_DELIMITER
+        if not self._is_special and pattern is None and not bounds:
+            return self._rule("text", f"{self._delimiter} string")
+        text = self._rule("TEXT", f"/{body.replace('/', chr(92) + '/')}/")
+        return self._rule("string", f"{self._delimiter} {text} {self._delimiter}")
+
+    def _array(self, schema: Mapping[str, Any]) -> str:
+        item, bounds = self.value(schema.get("items", True)), _bounds(schema, "minItems", "maxItems")
+        least, most = schema.get("minItems", 0), schema.get("maxItems")
+        if most == 0:
+            return '"[]"'
+        further = f"{{{max(0, least - 1)},{'' if most is None else most - 1}}}" if bounds else "*"
+        items = f'{item} ("," {item}){further}'
+        return self._rule("array", f'"[" {items} "]"' if least else f'"[" ({items})? "]"')
+
+    def _object(self, schema: Mapping[str, Any]) -> str:
+        properties = schema.get("properties")
+        further = schema.get("additionalProperties", not properties)
+        if further is not False:
+            if properties and schema.get("additionalProperties") is not None:
+                raise _refused("additionalProperties next to properties")
+            pair = f'/[A-Za-z0-9_]+/ ":" {self.value(further)}'
+            return self._rule("object", f'"{{" ({pair} ("," {pair})*)? "}}"')
+        members = sorted((properties or {}).items(), key=lambda member: member[0].lower())
+        if any(not re.fullmatch(r"\w+", key) for key, _ in members):
+            raise _refused("names of arguments with other characters than letters, digits and _")
+        required = set(schema.get("required") or ())
+        if missing := required - {key for key, _ in members}:
+            raise _refused(f"a required argument without a schema ({sorted(missing)[0]!r:.60})")
+        parts = [(self._rule("member", f'"{key}:" {self.value(value)}'), key in required) for key, value in members]
+        return self._rule("object", self._members(parts))
+
+    def _members(self, parts: Sequence[tuple[str, bool]]) -> str:
+        """Returns the body of an object whose members stand in this order, with commas between those that are there."""
+        behind, first, may_be_empty = "", "", True  # members behind another one; members of which there is one at least
+        for part, is_required in reversed(parts):
+            begun = f"{part} {behind}".strip()
+            first = begun if is_required or not first else f"({begun} | {self._rule('first', first)})"
+            may_be_empty = may_be_empty and not is_required
+            here = f'"," {part}' if is_required else f'("," {part})?'
+            behind = self._rule("behind", f"{here} {behind}".strip())
+        if not first:
+            return '"{}"'
+        return f'"{{" ({first})? "}}"' if may_be_empty else f'"{{" {first} "}}"'
+
+    def _literal(self, value: Any) -> str:
+        if isinstance(value, str):
+            text = json.dumps(value, ensure_ascii=False)
+            return (
+                f"({self._delimiter} {text} {self._delimiter})" if value else f"({self._delimiter} {self._delimiter})"
+            )
+        if isinstance(value, (Mapping, list)):
+            raise _refused("enum or const with objects or arrays")
+        return json.dumps(json.dumps(value))
+
+    def _referred(self, schema: Mapping[str, Any]) -> str:
+        _check_keys(schema, {"$ref"})
+        reference = schema["$ref"]
+        if reference not in self._by_ref:
+            self._by_ref[reference] = name = f"{self._prefix}_ref{len(self._by_ref)}"
+            self._rules[name] = self.value(self._target(reference))
+        return self._by_ref[reference]
+
+    def _target(self, reference: Any) -> Any:
+        found: Any = self._root
+        parts = str(reference).split("/")
+        for part in parts[1:]:
+            found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+        if parts[0] != "#" or found is None:
+            raise _refused(f"$ref to {reference!r:.60}")
+        return found
+
+    def _any(self) -> str:
+        name = f"{self._prefix}_any"
+        if name not in self._rules:
+            self._rules[name] = ""  # it is in itself
+            pair = f'/[A-Za-z0-9_]+/ ":" {name}'
+            scalars = [self._json({"type": kind}) for kind in ("number", "boolean", "null")]
+            array, mapping = f'"[" ({name} ("," {name})*)? "]"', f'"{{" ({pair} ("," {pair})*)? "}}"'
+            self._rules[name] = " | ".join([self._string({}), *scalars, f"({array})", f"({mapping})"])
+        return name
+
+    def _one_of(self, terms: Sequence[str]) -> str:
+        return terms[0] if len(terms) == 1 else f"({' | '.join(terms)})"
+
+    def _rule(self, kind: str, body: str) -> str:
+        name = f"{self._prefix}_{kind}{len(self._rules)}"
+        self._rules[name.upper() if kind == "TEXT" else name] = body
+        return name.upper() if kind == "TEXT" else name
+
+
+def _kind_of(schema: Mapping[str, Any]) -> str | None:
+    """Returns the type that a schema's keywords are about; None for a schema without any."""
+    keys = {"properties": "object", "additionalProperties": "object", "items": "array"}
+    return next((kind for key, kind in keys.items() if key in schema), None)
+
+
+def _bounds(schema: Mapping[str, Any], least: str, most: str) -> str:
+    found = schema.get(least, 0), schema.get(most)
+    for value in found:
+        if value is not None and (not isinstance(value, int) or not 0 <= value <= _MOST):
+            raise _refused(f"{least} or {most} beyond 0 to {_MOST}")
+    return "" if found == (0, None) else f"{{{found[0]},{'' if found[1] is None else found[1]}}}"
+
+
+def _check_keys(schema: Mapping[str, Any], known: set[str]) -> None:
+    if further := [key for key in schema if key not in known | _ANNOTATIONS]:
+        raise _refused(f"the keyword {further[0]!r:.60}")
+
+
+def _refused(what: str) -> Exception:
+    return bad_request(
+        f"tools: expected schemas that calls of this model can be held to, got {what}", "tools", "invalid_value"
+    )
