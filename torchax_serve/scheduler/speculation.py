@@ -30,10 +30,13 @@ MIN_GAIN = 0.2
 """Expected accepted drafts of a step from which on a row is drafted for."""
 
 UNSURE_STEPS = 4
-"""Verify steps in a dispatch while a row is new, and none is sent before its result: the next may do without drafts."""
+"""Verify steps in a dispatch while a row may not repeat itself; none is sent before its result, which may end it."""
 
-NUM_UNSURE = 8
-"""New tokens of a row until it is known whether it repeats itself: `START_RATE` has fallen below `MIN_GAIN` by then."""
+SURE_RATE = 0.5
+"""Fraction of hits of a row that repeats itself: half of its tokens were drafted right."""
+
+NUM_UNSURE = 4
+"""New tokens of a row until it is known whether it repeats itself: without a hit, steps do without drafts by then."""
 
 START_ACCEPTED = 0.6
 """Fraction of the drafts of a draft model that is believed to be accepted before any was verified."""
@@ -157,11 +160,13 @@ class SpeculativePlanner:
         return _expected_accepted(tracker.rate, config.num_speculative_tokens)
 
     def _is_unsure(self, states: list[RequestState], caps: list[int]) -> bool:
-        """Returns whether a row with drafts is so new that nothing is known of its text."""
+        """Returns whether a row with drafts is new, or not known to repeat itself."""
         if not self._speculative.adaptive or self._speculative.method == "draft_model":
             return False
-        drafted = (state for state, cap in zip(states, caps, strict=True) if cap)
-        return any(len(state.tokens) - state.prompt_len < NUM_UNSURE for state in drafted)
+        drafted = [state for state, cap in zip(states, caps, strict=True) if cap]
+        is_new = any(len(state.tokens) - state.prompt_len < NUM_UNSURE for state in drafted)
+        trackers = (state.draft_tracker for state in drafted)
+        return is_new or any(tracker is not None and tracker.rate < SURE_RATE for tracker in trackers)
 
     def _cost(self, num_rows: int) -> float:
         """Returns the seconds of a verify step over those of a decode step."""
