@@ -96,6 +96,8 @@ def check(name, path, class_name):
         return Result(
             name, "", status="impossible", error="its output in eager PyTorch is constant, which shows nothing"
         )
+    if not all(np.isfinite(each).all() for each in wanted):
+        return Result(name, "", status="impossible", error="its output in eager PyTorch is not finite")
     classes = [type(part).__name__ for part in components.values() if isinstance(part, diffusers.ModelMixin)]
     found = Result(name, " + ".join(classes))
     began = time.perf_counter()

@@ -79,7 +79,7 @@ CONFIGS = {
     },
     "hf-internal-testing/tiny-gemma3": {
         "model_type": "gemma3",
-        "text_config": {**_SMALL, "head_dim": 8, "vocab_size": 1024},
+        "text_config": {**_SMALL, "hidden_size": 32, "head_dim": 8, "vocab_size": 1024},
         "vision_config": {
             "hidden_size": 16,
             "intermediate_size": 32,

@@ -51,7 +51,8 @@ def intercepted(module: torch.nn.Module, transform: Transform = _unchanged) -> c
     replacements = []
     for layers in module.modules():
         if isinstance(layers, torch.nn.ModuleList) and len(layers) > 1:
-            own = {id(layer): layer for layer in layers if "forward" not in vars(layer)}
+            # Lists of diffusers have None where a block has no layer.
+            own = {id(each): each for each in layers if each is not None and "forward" not in vars(each)}
             if len(own) > 1:
                 shared = _LayerList(list(own.values()), transform)
                 forward = shared.forward()

@@ -118,6 +118,23 @@ def test_a_processor_that_changes_is_called_for_each_layer() -> None:
     assert [layer.processor.count for layer in module.layers] == [1] * 4, "a trial has left its count"
 
 
+class StackWithGap(Stack):
+    """Layers, and a place without one."""
+
+    def __init__(self, kind: type[Layer]) -> None:
+        super().__init__(kind)
+        self.layers.append(None)  # type: ignore[arg-type]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x if layer is None else layer(x)
+        return x
+
+
+def test_lists_with_gaps() -> None:
+    assert len(compared(StackWithGap(Layer))) == 4
+
+
 class Halves(Layer):
     """A layer that returns two slices of what it computes; `gap` is the distance between them."""
 

@@ -138,7 +138,7 @@ def test_draw_writes_the_image_of_the_model(folder, model, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["no-such-folder", "a fox", "-o", "x.png"], "expected the folder of a diffusers pipeline"),
+        (["no-such-folder", "a fox", "-o", "x.png"], "expected the hub id of a diffusers pipeline, or its folder"),
         (["{folder}", "a fox", "-o", "x.txt"], "--output: expected a name that ends with .png"),
         (["{folder}", "a fox", "-o", "no/such/x.png"], "--output: expected a folder that is there"),
         (["{folder}", " ", "-o", "{output}"], "prompt: expected a text"),

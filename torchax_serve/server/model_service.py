@@ -112,12 +112,6 @@ class ModelService:
             found.append("transcribe")
         return tuple(found)
 
-    @property
-    def encoder(self) -> EncoderModel:
-        """The model, for tasks that only encoders have."""
-        assert not self.model.writes_text
-        return cast("EncoderModel", self.model)
-
     def require(self, task: str, route: str) -> None:
         """Raises ApiError, 404, unless the model can do `task`."""
         if task not in self.tasks:
