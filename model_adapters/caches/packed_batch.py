@@ -18,6 +18,20 @@ class NotPackableError(UnsupportedModelError):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class MediaTokens:
+    """What the tokens of a step have of images and audio.
+
+    F is the number of features, axes that of the positions of a token.
+    """
+
+    features: jax.Array  # float[F, width], in place of the embeddings of placeholder tokens
+    index: jax.Array  # int32[T], row of `features`; -1: a token of text
+    positions: jax.Array | None  # int32[axes, T], for rotary embeddings; None: as those of text
+    sees_until: jax.Array | None  # int32[T], last position that a token sees if that is behind its own; None: no token
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class PackedBatch:
     """The new tokens of S sequences, padded to T tokens and S rows."""
 
@@ -28,6 +42,8 @@ class PackedBatch:
     last: jax.Array  # int32[S], index of each sequence's last token, whose logits are wanted
     page_tables: tuple[jax.Array, ...]  # by group of layers, int32[S, pages_per_seq]
     rope_lens: jax.Array | None = None  # int32[T], lengths that tokens' rotary frequencies are for
+    deltas: jax.Array | None = None  # int32[T], position for rotary embeddings minus position; None: zeros
+    media: MediaTokens | None = None
     adapters: jax.Array | None = None  # int32[T], adapter of each token, 0 for none; None if there are none
 
 

@@ -158,6 +158,8 @@ def attend_paged(
         op = torch.ops.torchax_serve.decode_attention
         out, layer.pages = op(q, k, v, layer.pages, table, lens, sinks, **features)
     else:
-        op = torch.ops.torchax_serve.paged_attention
+        op, media = torch.ops.torchax_serve.paged_attention, layer.batch.media
+        if media is not None and media.sees_until is not None:
+            features["sees_until"] = torch_view(media.sees_until)
         out, layer.pages = op(q, k, v, layer.pages, table, lens, starts, sinks, **features)
     return out[None]

@@ -19,7 +19,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import torch
@@ -143,9 +143,11 @@ class WeightSink:
         """Takes `source` and the tensors tied to it once all of them are in the module, if they are equal."""
         names = [source, *(name for name, other in model.all_tied_weights_keys.items() if other == source)]
         owners = [_owner_of(model, name) for name in names]
-        first, *others = (getattr(owner, attribute, None) for owner, attribute in owners)
-        if not all(_is_plain(tensor) for tensor in (first, *others)):
+        found = [getattr(owner, attribute, None) for owner, attribute in owners]
+        tensors = [tensor for tensor in found if _is_plain(tensor)]
+        if len(tensors) < len(found):
             return  # not all are there, or their parts would have to be compared
+        first, *others = tensors
         if any(first.dtype != tensor.dtype or not torch.equal(first, tensor) for tensor in others):
             return
         empty = self._landed_as(first, self._place(source, first))
@@ -207,7 +209,7 @@ def _owner_of(model: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]:
     return model.get_submodule(path) if path else model, attribute
 
 
-def _is_plain(tensor: Any) -> bool:
+def _is_plain(tensor: Any) -> TypeGuard[torch.Tensor]:
     """Returns whether `tensor` is a dense tensor with values."""
     return isinstance(tensor, torch.Tensor) and not isinstance(tensor, QuantizedTensor) and not tensor.is_meta
 

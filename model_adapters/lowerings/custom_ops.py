@@ -26,7 +26,8 @@ _SCHEMAS = (
     "decode_attention(Tensor q, Tensor k, Tensor v, Tensor pool, Tensor page_table, Tensor kv_lens, "
     f"Tensor? sinks=None, {_FEATURES}) -> (Tensor, Tensor)",
     "paged_attention(Tensor q, Tensor k, Tensor v, Tensor pool, Tensor page_table, Tensor kv_lens, "
-    f"Tensor cu_q_lens, Tensor? sinks=None, {_FEATURES}, Tensor? prefix_lens=None) -> (Tensor, Tensor)",
+    f"Tensor cu_q_lens, Tensor? sinks=None, {_FEATURES}, Tensor? prefix_lens=None, Tensor? sees_until=None) -> "
+    "(Tensor, Tensor)",
 )
 
 
@@ -40,12 +41,13 @@ def _args_of(
     prefix_lens: jax.Array | None = None,
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
+    sees_until: jax.Array | None = None,
 ) -> AttentionArgs:
     """Returns the flat arguments of the torch operators as `AttentionArgs`."""
     if (k_scale is None) != (v_scale is None):
         raise InvalidArgumentError("expected k_scale and v_scale, or neither; got one of them")
     kv_scales = None if k_scale is None or v_scale is None else KVScales(k_scale, v_scale)
-    return AttentionArgs(scale, window, softcap, sinks, alibi, prefix_lens, kv_scales)
+    return AttentionArgs(scale, window, softcap, sinks, alibi, prefix_lens, kv_scales, sees_until)
 
 
 def _decode_attention(

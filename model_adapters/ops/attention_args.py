@@ -48,6 +48,8 @@ class AttentionArgs:
         prefix_lens: Length ``int32[num_seqs]`` of the beginning that all queries of a sequence see (prefix language
             models, images that are read in both directions).
         kv_scales: Scales of a pool in 8 bits (int8, float8_e4m3fn); given with such a pool and with no other.
+        sees_until: Last position ``int32[T]`` that each query sees if that is behind its own: the last token of the
+            image that it belongs to, where those see each other. A window counts from its own position.
     """
 
     scale: float = field(metadata=STATIC)
@@ -57,6 +59,7 @@ class AttentionArgs:
     alibi_slopes: jax.Array | None = None
     prefix_lens: jax.Array | None = None
     kv_scales: KVScales | None = None
+    sees_until: jax.Array | None = None
 
     @property
     def k_scale(self) -> jax.Array | None:

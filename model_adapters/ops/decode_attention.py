@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops import registry, spmd
 from model_adapters.ops.attention_args import AttentionArgs, KVScales, unsupported_field
 from model_adapters.ops.cpu import ffi
@@ -46,6 +47,7 @@ def decode_attention(
             zeros, behind the last other row perhaps that one's result.
         starts: ``int32[B]``, the first visible position (left padding).
         args: Scale and features of the scores. With a window, a query also sees ``prefix_lens`` first positions.
+            Not ``sees_until``: nothing is behind the newest token.
 
     Returns:
         ``[B, Hq, Dv]`` in q's dtype (softmax and sums in float32; zeros where ``lens <= starts``), and the pool.
@@ -61,7 +63,9 @@ def decode_attention(
     page_table = check_int_array(OP, "page_table", page_table, page_table.shape)
     lens = check_int_array(OP, "lens", lens, (batch,))
     starts = check_int_array(OP, "starts", starts, (batch,))
-    args = checked_args(OP, args, query_heads, batch)
+    if args.sees_until is not None:
+        raise InvalidArgumentError(f"{OP}: expected args without sees_until, got one; sees_until is not implemented")
+    args = checked_args(OP, args, query_heads, batch, batch)
     out, pool = registry.call(OP, q, k, v, pool, page_table, lens, starts, args)
     return out, pool
 

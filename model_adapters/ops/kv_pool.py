@@ -81,8 +81,8 @@ def check_arrays(
         raise InvalidArgumentError(f"{op}: expected a pool of a float dtype or int8, got {pool.dtype}")
 
 
-def checked_args(op: str, args: AttentionArgs, query_heads: int, num_seqs: int) -> AttentionArgs:
-    """Returns `args` with `prefix_lens` as int32.
+def checked_args(op: str, args: AttentionArgs, query_heads: int, num_seqs: int, num_tokens: int) -> AttentionArgs:
+    """Returns `args` with `prefix_lens` and `sees_until` as int32.
 
     Raises:
         InvalidArgumentError: an array of another shape, a window or soft cap that is not positive, or a soft cap
@@ -99,10 +99,12 @@ def checked_args(op: str, args: AttentionArgs, query_heads: int, num_seqs: int) 
         raise InvalidArgumentError(
             f"{op}: expected softcap or alibi_slopes, got both; the order of the two is not defined, so leave one out"
         )
-    if args.prefix_lens is None:
-        return args
-    prefix_lens = check_int_array(op, "prefix_lens", args.prefix_lens, (num_seqs,))
-    return dataclasses.replace(args, prefix_lens=prefix_lens)
+    if args.prefix_lens is not None:
+        prefix_lens = check_int_array(op, "prefix_lens", args.prefix_lens, (num_seqs,))
+        args = dataclasses.replace(args, prefix_lens=prefix_lens)
+    if args.sees_until is not None:
+        args = dataclasses.replace(args, sees_until=check_int_array(op, "sees_until", args.sees_until, (num_tokens,)))
+    return args
 
 
 def quantize(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:

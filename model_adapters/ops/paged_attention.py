@@ -38,8 +38,9 @@ def paged_attention(
     """Writes the new tokens to the cache and returns the attention of their queries.
 
     The query at position ``p`` of sequence ``s`` sees the keys ``j`` with ``p - window < j <= p``, and those with
-    ``j < prefix_lens[s]``; never one from ``kv_lens[s]`` on. Unused slots may hold anything, NaN included: no
-    output depends on them. Page 0 is the null page: table entries that are not read may point at it.
+    ``j < prefix_lens[s]`` or ``p <= j <= sees_until``; never one from ``kv_lens[s]`` on. Unused slots may hold
+    anything, NaN included: no output depends on them. Page 0 is the null page: table entries that are not read may
+    point at it.
 
     Args:
         q: Queries ``[T, Hq, D]``, the new tokens of S sequences one after the other; query head ``i`` reads kv head
@@ -69,7 +70,7 @@ def paged_attention(
     page_table = check_int_array(OP, "page_table", page_table, page_table.shape)
     kv_lens = check_int_array(OP, "kv_lens", kv_lens, (num_seqs,))
     cu_q_lens = check_int_array(OP, "cu_q_lens", cu_q_lens, (num_seqs + 1,))
-    args = checked_args(OP, args, q.shape[1], num_seqs)
+    args = checked_args(OP, args, q.shape[1], num_seqs, q.shape[0])
     out, pool = registry.call(OP, q, k, v, pool, page_table, kv_lens, cu_q_lens, args)
     return out, pool
 
@@ -135,6 +136,7 @@ def reference(
     most = min(num_tokens, (num_tokens + num_seqs * (length - 1)) // length)  # however the tokens are shared out
     # One block of padding: a slice that begins at the last token would else be moved back.
     q = jnp.pad(q, ((0, length), (0, 0), (0, 0)))
+    until = None if args.sees_until is None else jnp.pad(args.sees_until, (0, length))
 
     def one_block(block: jax.Array, out: jax.Array) -> jax.Array:
         seq = jnp.searchsorted(ends, block, side="right", method="compare_all").astype(jnp.int32)
@@ -142,7 +144,12 @@ def reference(
         positions = kv_lens[seq] - cu_q_lens[seq + 1] + begin + jnp.arange(length, dtype=jnp.int32)
         prefix_len = jnp.int32(0) if args.prefix_lens is None else args.prefix_lens[seq]
         queries = jax.lax.dynamic_slice_in_dim(q, begin, length)
-        attended = _attend(queries, pool, page_table[seq], positions, kv_lens[seq], prefix_len, v.shape[2], args)
+        last = positions
+        if until is not None:
+            last = jnp.maximum(last, jax.lax.dynamic_slice_in_dim(until, begin, length))
+        attended = _attend(
+            queries, pool, page_table[seq], (positions, last), kv_lens[seq], prefix_len, v.shape[2], args
+        )
         # Rows beyond the end of a sequence are zeros here; the next sequence overwrites them.
         return jax.lax.dynamic_update_slice_in_dim(out, attended, begin, axis=0)
 
@@ -157,7 +164,7 @@ def _attend(
     q: jax.Array,
     pool: jax.Array,
     pages: jax.Array,
-    positions: jax.Array,
+    positions_and_last: tuple[jax.Array, jax.Array],
     kv_len: jax.Array,
     prefix_len: jax.Array,
     value_dim: int,
@@ -165,9 +172,10 @@ def _attend(
 ) -> jax.Array:
     """Returns attention ``[n, Hq, Dv]`` of queries ``q[n, Hq, D]`` of one sequence.
 
-    `pages` are ``int32[pages_per_seq]``, `positions` ``int32[n]``. Queries at a negative position, or from `kv_len` on,
-    give zeros.
+    `pages` are ``int32[pages_per_seq]``, positions and the last ones that they see ``int32[n]``. Queries at a negative
+    position, or from `kv_len` on, give zeros.
     """
+    positions, last = positions_and_last
     length, query_heads, dim = q.shape
     heads = pool.shape[1]
     group = query_heads // heads
@@ -185,7 +193,7 @@ def _attend(
     if args.alibi_slopes is not None:
         bias = args.alibi_slopes.astype(jnp.float32).reshape(heads, group, 1, 1) * behind.astype(jnp.float32)
         scores = scores + bias.reshape(scores.shape)
-    visible = behind <= 0
+    visible = at <= last[:, None]
     if args.window is not None:
         visible &= behind > -args.window
     exists = ((positions >= 0) & (positions < kv_len))[:, None]

@@ -227,7 +227,7 @@ def _spec_of(names: tuple[str, ...], path: tuple[Any, ...], array: jax.Array) ->
 _SPECS = {
     **dict.fromkeys(("q", "k", "v", "pool", "mask"), BY_AXIS_1),
     **dict.fromkeys(("sinks", "alibi_slopes", "kv_scales"), BY_AXIS_0),
-    **dict.fromkeys(("page_table", "lens", "starts", "kv_lens", "cu_q_lens", "prefix_lens"), REPLICATED),
+    **dict.fromkeys(("page_table", "lens", "starts", "kv_lens", "cu_q_lens", "prefix_lens", "sees_until"), REPLICATED),
 }
 """Division of each array of an attention op, by its name or its field in `AttentionArgs`."""
 SUPPORTED_ARGS = frozenset({"window", "softcap"}) | _SPECS.keys()

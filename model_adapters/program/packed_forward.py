@@ -18,6 +18,7 @@ from model_adapters.ops.compressed_weight import Weights
 from model_adapters.ops.lora_weight import adapters_told
 from model_adapters.ops.spmd import by_token, tokens_divided
 from model_adapters.program.call_spec import CallSpec
+from model_adapters.program.media import features_in_place
 from model_adapters.program.model_program import ModelProgram
 from model_adapters.program.rope import lengths_told
 
@@ -61,7 +62,7 @@ def _forward(
     assert program.cache_name is not None
     kwargs = {
         "input_ids": torch_view(batch.token_ids[None]),
-        "position_ids": torch_view(batch.positions[None]),
+        "position_ids": torch_view(_rotary_positions(batch)),
         program.cache_name: cache,
         "use_cache": True,
     }
@@ -70,7 +71,9 @@ def _forward(
         kwargs["logits_to_keep"] = torch_view(batch.last)
     rope_lens = batch.positions + 1 if layout.is_decode else batch.rope_lens
     assert program.rope is None or rope_lens is not None
-    with divided, program.folding(CallSpec()), lengths_told(rope_lens), adapters_told(batch.adapters):
+    features = features_in_place(program.module, batch.media)
+    told = lengths_told(rope_lens), adapters_told(batch.adapters)
+    with divided, program.folding(CallSpec()), told[0], told[1], features:
         output = program.run(weights, kwargs, attention_name(program.module))
     check_layers_keep_all(cache, program.cache_name, program.target)
     logits = jax_view(output["logits"])[0]
@@ -80,3 +83,11 @@ def _forward(
     if sharding is not None:
         pools = tuple(laid_out(pool, sharding.pool_sharding, jax.lax.with_sharding_constraint) for pool in pools)
     return program.unpadded_logits(logits), pools
+
+
+def _rotary_positions(batch: PackedBatch) -> jax.Array:
+    """Returns int32[1, T] or, of tokens with positions on several axes, int32[axes, 1, T]."""
+    if batch.media is not None and batch.media.positions is not None:
+        return batch.media.positions[:, None]
+    positions = batch.positions if batch.deltas is None else batch.positions + batch.deltas
+    return positions[None]

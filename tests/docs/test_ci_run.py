@@ -28,6 +28,11 @@ FORMATS = [
 ]
 REAL = ["pip install --quiet .[real]", "python tests/real/fetch.py", "pytest -n 0 tests/real"]
 BUNDLES = ["pip download --quiet --no-deps --dest .venv/wheels flatbuffers", "pytest -n 0 tests/bundles"]
+TUNIX = [
+    "pip install --quiet --no-deps --target .venv/tunix google-tunix>=0.1.7,<0.2 google-metrax clu jaxtyping "
+    "wadler-lindig perfetto tensorboardX wrapt",
+    "pytest -n 0 tests/tunix",
+]
 DIFFUSION = ["pip install --quiet .[diffusion]", "pytest tests/diffusion"]
 AS_SERVED = (
     "pytest --as-served tests/engine/test_engine.py tests/ops/test_paged_attention_invariance.py "
@@ -41,9 +46,9 @@ LINT = ["ruff check .", "ruff format --check .", "mypy"]
 SUITE = ["pip install .[dev]", "pytest", *LINT, AS_SERVED]
 FAST = [*LINT, "pytest -m fast"]
 AGAIN = "-n 0 --last-failed --last-failed-no-failures none"
-CHECKS = [*SUITE, *PARITY, *TPU, *GPU, *RAY, *FORMATS, *REAL, *BUNDLES, *DIFFUSION]
-COMPILERS = [TPU[0], GPU[0], RAY[0], FORMATS[0], REAL[0], REAL[1], BUNDLES[0], DIFFUSION[0]]
-SUITES = [TPU[1:], GPU[1:], RAY[1:], FORMATS[1:], REAL[1:], REAL[2:], BUNDLES[1:], DIFFUSION[1:]]
+CHECKS = [*SUITE, *PARITY, *TPU, *GPU, *RAY, *FORMATS, *REAL, *BUNDLES, *DIFFUSION, *TUNIX]
+COMPILERS = [TPU[0], GPU[0], RAY[0], FORMATS[0], REAL[0], REAL[1], BUNDLES[0], DIFFUSION[0], TUNIX[0]]
+SUITES = [TPU[1:], GPU[1:], RAY[1:], FORMATS[1:], REAL[1:], REAL[2:], BUNDLES[1:], DIFFUSION[1:], TUNIX[1:]]
 
 # Stands for python3: makes a virtual environment whose programs write down how they are called.
 FAKE_PYTHON = """#!/bin/sh

@@ -2,13 +2,19 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
+import numpy as np
 import torch
+from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from model_adapters.loading.model_source import EMBEDDED
 from torchax_serve import EngineOptions
+from torchax_serve.export.manifest import write_manifest
+from torchax_serve.start.weights_file import file_of
 
 ENGINE = EngineOptions(max_model_len=128, max_num_seqs=4, max_num_batched_tokens=32, max_num_steps=4)
 PROMPTS = ([5, 6, 7], [11] * 20, [300, 2, 40, 41, 42, 43, 99])
@@ -59,3 +65,32 @@ def eager_tokens(folder, prompts=PROMPTS, num_tokens=NUM_TOKENS):
 
 def manifest_of(version):
     return json.loads((version / "manifest.json").read_text())
+
+
+def with_other_weights(folder, number):
+    """Adds a version to a bundle of the embedded model; returns a folder with its weights for eager transformers."""
+    checkpoint = folder.parent / f"model-{number}"
+    shutil.copytree(EMBEDDED, checkpoint)
+    arrays = {name: changed(name, each) for name, each in load_file(EMBEDDED / "model.safetensors").items()}
+    save_file(arrays, checkpoint / "model.safetensors", {"format": "pt"})
+    partial = folder / ".partial-new"
+    shutil.copytree(folder / "1", partial)
+    tensors = {name: changed(name, each) if name in arrays else each for name, each in weights_of(folder / "1").items()}
+    (partial / "weights.safetensors").write_bytes(b"".join(file_of(tensors)[1]))
+    content = manifest_of(partial)
+    for name in ("format", "format_version", "files", "digest"):
+        del content[name]
+    write_manifest(partial, content)
+    partial.rename(folder / str(number))
+    return checkpoint
+
+
+def changed(name, array):
+    array = array.astype(np.float32)
+    noise = np.random.default_rng(len(name)).standard_normal(array.shape).astype(np.float32)
+    return array + np.float32(0.3) * array.std() * noise
+
+
+def weights_of(version):
+    found = load_file(version / "weights.safetensors")
+    return {name: array for name, array in found.items() if not name.startswith(":padding:")}

@@ -7,6 +7,7 @@ import shutil
 from collections import namedtuple
 
 import pytest
+import transformers
 from exported import ENGINE, manifest_of
 from typer.testing import CliRunner
 
@@ -17,6 +18,7 @@ from model_adapters.errors import (
     TorchaxServeError,
     UnsupportedModelError,
 )
+from model_adapters.loading.model_source import EMBEDDED
 from model_adapters.ops.cpu import ffi
 from torchax_serve import EngineOptions, SamplingParams, serve
 from torchax_serve.cli.main import app
@@ -184,6 +186,30 @@ def test_platforms(platforms, said):
         parse_platforms(platforms)
 
 
+SIZES = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1}
+HEADS = {"num_attention_heads": 2, "intermediate_size": 16, "max_position_embeddings": 64}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+T5_SIZES = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "reason"),
+    [
+        ("BertModel", {**SIZES, **HEADS}, "it returns embeddings, labels or scores and writes no text"),
+        ("MambaForCausalLM", {**SIZES, "state_size": 4}, "a layer keeps a recurrent state"),
+        ("T5ForConditionalGeneration", {**T5_SIZES, "decoder_start_token_id": 0}, "it has an encoder"),
+        ("LlamaForCausalLM", {**SIZES, **HEADS, "rope_parameters": DYNAMIC}, "its rotary frequencies depend on the"),
+    ],
+)
+def test_models_that_no_bundle_can_hold(tmp_path, kind, config, reason):
+    made = getattr(transformers, kind)
+    with serve(made(made.config_class(**config)).eval()) as model, pytest.raises(UnsupportedModelError) as caught:
+        model.export(tmp_path / "out", engine=EngineOptions(max_model_len=64, max_num_seqs=2))
+    assert f"writes text and that the engine runs packed, got {kind}: {reason}" in str(caught.value)
+    assert str(caught.value).endswith("; serve the model itself")
+    assert not (tmp_path / "out").exists()
+
+
 def test_what_cannot_be_exported(served, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidArgumentError, match="expected a new folder or a bundle"):
@@ -198,20 +224,27 @@ def test_what_cannot_be_exported(served, tmp_path):
     ("arguments", "said"),
     [
         (["export", "{bundle}", "{out}"], "got the bundle"),
-        (["bundle", "info", "{out}"], "expected a bundle, got something else"),
+        (["bundle", "info", "{out}"], "expected a bundle, got no such folder; make one"),
         (["bundle", "verify", "{bundle}", "--json"], "--json: expected with info"),
         (["export", "m", "{out}", "--no-native", "--no-reference"], "--no-reference"),
         (["serve", "--watch"], "--watch: expected a bundle"),
-        (["verify", "{bundle}"], "is a bundle, which has programs and no PyTorch model"),
+        (["verify", "{bundle}"], "torchax-serve bundle verify {bundle} --model NAME"),
+        (["embed", "{bundle}", "text"], "which has no PyTorch model; name the model that it was exported from"),
+        (["profile", "{bundle}"], "which has no PyTorch model; name the model that it was exported from"),
+        (["export", str(EMBEDDED), "{out}", "--adapter", "sql=folder"], "--adapter: expected a FOLDER to add to the"),
+        (["export", str(EMBEDDED), "{out}", "--platform", "tpu"], "--platform: expected cpu or one of tpu:v4"),
+        (["train", "{bundle}", "--data", "{rows}", "--out", "{out}"], "is a bundle, which has programs and no PyTorch"),
     ],
 )
 def test_the_command_line(bundle, tmp_path, arguments, said, monkeypatch):
     monkeypatch.setattr("torchax_serve.cli.shared.errors.quiet_libraries", lambda: None)
-    filled = [each.format(bundle=bundle, out=tmp_path / "out") for each in arguments]
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "One."}')
+    filled = [each.format(bundle=bundle, out=tmp_path / "out", rows=rows) for each in arguments]
     done = CliRunner().invoke(app, filled)
     assert done.exit_code == 2, done.stderr
     last = done.stderr.splitlines()[-1]
-    assert last.startswith("error: ") and said in last
+    assert last.startswith("error: ") and said.format(bundle=bundle) in last
     assert done.stderr.count("error") == 1
 
 

@@ -7,12 +7,10 @@ from exported import NUM_TOKENS, PROMPTS, eager_tokens, output_of, run
 from model_adapters.loading.model_source import EMBEDDED
 
 TWO = "--xla_force_host_platform_device_count=2"
-EXPORT = """
-from torchax_serve import EngineOptions, serve
-options = EngineOptions(max_model_len=128, max_num_seqs=4, max_num_batched_tokens=32, max_num_steps=4)
-with serve(sys.argv[1], dtype="float32", mesh={"model": 2}, engine=options) as model:
-    print(model.export(sys.argv[2], reference=False))
-"""
+COMMAND = "from torchax_serve.cli.main import main; main()"
+OPTIONS = (
+    "--mesh model=2 --dtype float32 --max-model-len 128 --max-num-seqs 4 --max-num-batched-tokens 32 --max-num-steps 4"
+)
 SERVE = """
 import json
 from torchax_serve import SamplingParams, serve
@@ -26,8 +24,11 @@ print(json.dumps([found, sorted(shards)]))
 
 def test_two_devices(tmp_path):
     bundle = tmp_path / "bundle"
-    exported = run(EXPORT, EMBEDDED, bundle, refused=None, XLA_FLAGS=TWO)
+    arguments = "export", EMBEDDED, bundle, *OPTIONS.split(), "--no-reference"
+    exported = run(COMMAND, *arguments, refused=None, XLA_FLAGS=TWO)
     assert exported.returncode == 0, exported.stderr
+    refreshed = output_of(COMMAND, "bundle", "refresh", bundle, XLA_FLAGS=TWO)
+    assert f"{bundle / '2'}: " in refreshed
     arguments = bundle, json.dumps(PROMPTS), NUM_TOKENS
     found, shards = json.loads(output_of(SERVE, *arguments, XLA_FLAGS=TWO))
     assert found == eager_tokens(EMBEDDED)

@@ -5,19 +5,16 @@ import shutil
 import threading
 import time
 
-import numpy as np
 import pytest
-from exported import ENGINE, NUM_TOKENS, PROMPTS, eager_tokens, manifest_of
-from safetensors.numpy import load_file, save_file
+from exported import ENGINE, NUM_TOKENS, PROMPTS, eager_tokens, manifest_of, with_other_weights
 from typer.testing import CliRunner
 
 from model_adapters.loading.model_source import EMBEDDED
 from torchax_serve import SamplingParams, serve
 from torchax_serve.cli.main import app
-from torchax_serve.export import watch
+from torchax_serve.export import watch, writer
 from torchax_serve.export.manifest import write_manifest
 from torchax_serve.export.watch import WatchedBundle
-from torchax_serve.start.weights_file import file_of
 
 GREEDY = SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True)
 
@@ -61,35 +58,6 @@ def test_refresh_writes_a_version_with_the_same_tokens(folder, command, expected
         assert tokens_of(model) == expected
 
 
-def with_other_weights(folder, number):
-    """Adds a version with other weights, and returns a folder with the same for eager transformers."""
-    checkpoint = folder.parent / f"model-{number}"
-    shutil.copytree(EMBEDDED, checkpoint)
-    arrays = {name: changed(name, each) for name, each in load_file(EMBEDDED / "model.safetensors").items()}
-    save_file(arrays, checkpoint / "model.safetensors", {"format": "pt"})
-    partial = folder / ".partial-new"
-    shutil.copytree(folder / "1", partial)
-    tensors = {name: changed(name, each) if name in arrays else each for name, each in weights_of(folder / "1").items()}
-    (partial / "weights.safetensors").write_bytes(b"".join(file_of(tensors)[1]))
-    content = manifest_of(partial)
-    for name in ("format", "format_version", "files", "digest"):
-        del content[name]
-    write_manifest(partial, content)
-    partial.rename(folder / str(number))
-    return checkpoint
-
-
-def changed(name, array):
-    array = array.astype(np.float32)
-    noise = np.random.default_rng(len(name)).standard_normal(array.shape).astype(np.float32)
-    return array + np.float32(0.3) * array.std() * noise
-
-
-def weights_of(version):
-    found = load_file(version / "weights.safetensors")
-    return {name: array for name, array in found.items() if not name.startswith(":padding:")}
-
-
 def wait_for(condition):
     until = time.monotonic() + 60
     while not condition():
@@ -102,10 +70,15 @@ def test_a_new_version_is_taken_while_requests_of_the_old_one_end(folder, expect
     model = WatchedBundle(folder, poll_s=0.05)
     try:
         old = model.current
+        old.engine.warm_up()
+        old._executables.wait_for_writes()
         stream = model.stream(list(PROMPTS[0]), SamplingParams(max_new_tokens=100, ignore_eos=True))
         first = [next(stream)]
         checkpoint = with_other_weights(folder, 2)
         wait_for(lambda: model.version == 2)
+        executables = model.current._executables
+        num_programs = sum(each.num_programs for each in executables.functions.values())
+        assert num_programs == executables.num_loaded > 0, "its programs are those of version 1, compiled before"
         rest = [*first, *stream]
         assert stream.token_ids[:NUM_TOKENS] == expected[0]
         assert len(stream.token_ids) == 100 and rest
@@ -150,9 +123,17 @@ def test_quantized_weights_and_bfloat16(tmp_path):
     assert any(isinstance(each, dict) and each["scheme"]["bits"] == 8 for each in names.values())
 
 
-def test_weights_of_orbax(served, tmp_path, expected):
+def test_weights_of_orbax(served, bundle, tmp_path, expected, monkeypatch):
     pytest.importorskip("orbax.checkpoint", reason="the extra orbax brings it")
-    served.export(tmp_path / "bundle", weights="orbax", native=False)
+    programs = manifest_of(bundle / "1")["variants"]
+
+    def copied(self, target):  # the programs do not depend on the format of the weights
+        shutil.copytree(bundle / "1" / "programs" / target.name, self.root / "programs" / target.name)
+        return programs[target.name]
+
+    monkeypatch.setattr(writer.StepExporter, "export", copied)
+    served.export(tmp_path / "bundle", weights="orbax")
+    assert not (tmp_path / "bundle" / "1" / "weights.safetensors").exists()
     with serve(tmp_path / "bundle") as model:
         assert tokens_of(model) == expected
 

@@ -129,12 +129,13 @@ def exact_pool(case):
     return pool
 
 
-def visible_positions(case, s, p, capacity):
-    """Which positions of sequence `s` its query at position `p` sees."""
+def visible_positions(case, s, t, p, capacity):
+    """Which positions of sequence `s` its query, token `t` at position `p`, sees."""
     window, prefix_lens = case.options.get("window"), case.options.get("prefix_lens")
     length = min(int(case.kv_lens[s]), capacity)
     prefix = 0 if prefix_lens is None else int(prefix_lens[s])
-    return [j for j in range(length) if j < prefix or (j <= p and (window is None or j > p - window))]
+    until = p if "sees_until" not in case.options else max(p, int(case.options["sees_until"][t]))
+    return [j for j in range(length) if j < prefix or (j <= until and (window is None or j > p - window))]
 
 
 def exact_paged(case):
@@ -157,7 +158,7 @@ def exact_paged(case):
             values = values * np.asarray(case.options["v_scale"], np.float64)[:, None, None]
         for t in range(begin, end):
             p = int(case.kv_lens[s]) - end + t
-            seen = visible_positions(case, s, p, len(row) * page) if p >= 0 else []
+            seen = visible_positions(case, s, t, p, len(row) * page) if p >= 0 else []
             for h in range(q.shape[1]):
                 scores = keys[h // group, seen] @ q[t, h] * case.options["scale"]
                 if softcap is not None:

@@ -24,6 +24,7 @@ ARRAYS = {
     "sinks": jax.ShapeDtypeStruct((HEADS * GROUP,), "float32"),
     "alibi_slopes": jax.ShapeDtypeStruct((HEADS * GROUP,), "float32"),
     "prefix_lens": jax.ShapeDtypeStruct((NUM_SEQS,), "int32"),
+    "sees_until": jax.ShapeDtypeStruct((NUM_SEQS,), "int32"),
     "kv_scales": KVScales(*[jax.ShapeDtypeStruct((HEADS,), "float32")] * 2),
 }
 """A new field needs two values that give different programs here, or the shape and dtype of its array."""
@@ -109,6 +110,10 @@ def test_fields_are_honoured_or_refused(op, implementation, field):
 @pytest.mark.parametrize("op", ["decode_attention", "paged_attention"])
 @pytest.mark.parametrize("field", FIELDS)
 def test_references_of_paged_ops_take_every_field(op, field):
+    if (op, field) == ("decode_attention", "sees_until"):  # nothing is behind the newest token
+        with pytest.raises(InvalidArgumentError, match="expected args without sees_until"):
+            honours(op, "reference", field)
+        return
     assert honours(op, "reference", field)
 
 

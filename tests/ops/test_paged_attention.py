@@ -335,3 +335,26 @@ def test_torch_operators_take_the_features_of_the_ops(features):
     expected, expected_pool = exact_paged(case)
     assert_close(found, expected)
     np.testing.assert_array_equal(np.asarray(pool, np.float64), np.asarray(expected_pool, np.float64))
+
+
+@pytest.mark.parametrize("features", [{}, {"window": 9}, {"sinks": True, "softcap": 3.0}], ids=str)
+def test_tokens_of_an_image_see_each_other(features):
+    case = paged_case(q_lens=(20, 1, 7), kv_lens=(50, 33, 7), dim=16, padding=4, **features)
+    until = np.full(32, -1)
+    until[5:12] = 30 + 11  # one image
+    until[12:20] = 30 + 19  # and another behind it
+    until[21:24] = 2
+    case.options["sees_until"] = jnp.asarray(until, jnp.int32)
+    with registry.record_calls() as calls:
+        out, _ = paged_attention(*case.args)
+    assert calls == {("paged_attention", "reference")}
+    expected, _ = exact_paged(case)
+    assert_close(out[:28], expected[:28])
+    assert not np.allclose(
+        np.asarray(out[5]),
+        np.asarray(
+            paged_attention(
+                *case.with_(options={name: value for name, value in case.options.items() if name != "sees_until"}).args
+            )[0][5]
+        ),
+    )

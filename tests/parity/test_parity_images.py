@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWa
 def test_type_passes(model_type):
     result = check_images.check(model_type)
     assert result.status == "passed", result
-    assert result.executor == "static"
+    assert result.executor == "packed" and result.engine_equal
 
 
 def test_every_feature_has_a_placeholder():

@@ -63,6 +63,43 @@ def test_a_template_that_writes_earlier_turns_otherwise_is_refused_or_only_the_l
         tokenizer.chat_template = before
 
 
+TAGGED = """{{ bos_token }}{% for message in messages %}
+{{ '<start_of_turn>' + message['role'] + '\\n' }}
+{%- if message['role'] == 'assistant' %}
+{%- generation -%}
+{{ ('' if loop.last else 'Well. ') + message['content'] + '<end_of_turn>\\n' }}
+{%- endgeneration -%}
+{%- else %}{{ message['content'] + '<end_of_turn>\\n' }}{% endif %}
+{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>assistant\\n' }}{% endif %}"""
+
+
+def test_tags_of_the_template_decide_what_is_learned_as_in_transformers():
+    """The template writes earlier answers otherwise, so that they could not be found without the tags."""
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED)
+    tokenizer.chat_template = TAGGED
+    for example, row in zip(encode_rows(tokenizer, "it", rows(), CHECKS), rows(), strict=True):
+        wanted = tokenizer.apply_chat_template(row["messages"], return_dict=True, return_assistant_tokens_mask=True)
+        assert list(example.token_ids) == wanted["input_ids"]
+        assert list(example.learned) == list(map(bool, wanted["assistant_masks"]))
+        assert any(example.learned) and not all(example.learned)
+    (last,) = encode_rows(tokenizer, "it", rows()[1:2], RowChecks(256, "last"))
+    assert parts(tokenizer, last) == ["A library.<end_of_turn>\n"]
+
+
+@pytest.mark.parametrize(
+    ("template", "answers", "message"),
+    [
+        (TAGGED.replace("{{ bos_token }}", "{{ messages | length }}"), "last", 'row 1: .*choose answers="all"'),
+        (TAGGED.replace("{% endfor %}", ""), "all", "row 1: the chat template of it does not render: Template"),
+    ],
+)
+def test_templates_with_tags_that_do_not_serve(template, answers, message):
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED)
+    tokenizer.chat_template = template
+    with pytest.raises(ChatTemplateError, match=message):
+        encode_rows(tokenizer, "it", rows()[1:2], RowChecks(256, answers))
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [

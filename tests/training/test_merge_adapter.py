@@ -89,3 +89,11 @@ def test_adapters_of_other_models_and_damaged_files(folder, made, tmp_path):
     (made[0] / "adapter_model.safetensors").write_bytes(b"x" * 64)
     with pytest.raises(CheckpointError, match="got none that is readable"):
         serve(folder, adapter=made[0])
+
+
+def test_a_model_with_adapters_that_requests_name_is_no_bundle(folder, made, tmp_path):
+    pytest.importorskip("flatbuffers", reason="jax.export writes programs with it; the extra export brings it")
+    with serve(folder, adapters={"one": made[0]}) as served, pytest.raises(UnsupportedModelError) as caught:
+        served.export(tmp_path / "out")
+    said = "got LlamaForCausalLM: it has adapters that requests name (merge one: serve(adapter=...))"
+    assert said in str(caught.value)

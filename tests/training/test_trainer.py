@@ -1,29 +1,22 @@
 """Training beside PyTorch and peft: the same losses, files that both read, runs that go on to the last bit."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-from pathlib import Path
+from collections import namedtuple
 
 import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel
-from training_models import rows, tiny_folder, torch_steps, write_data
+from training_models import batches_of, rows, tiny_folder, torch_steps, write_data
 from transformers import AutoModelForCausalLM
 
 from model_adapters.errors import CheckpointError, InvalidArgumentError, TorchaxServeError, UnsupportedModelError
 from torchax_serve import serve
-from torchax_serve.training import TrainingOptions, train
-from torchax_serve.training.chats import RowChecks, encode_rows
+from torchax_serve.training import TrainingOptions, checkpoints, train
 from torchax_serve.training.lora import adapter_of, parse_lora
-from torchax_serve.training.packing import Packer
 
 LORA = "r=4,alpha=8,targets=q_proj+v_proj"
 SIZES = {"batch_size": 2, "seq_len": 64, "max_grad_norm": None}
-ROOT = Path(__file__).parents[2]
 # peft reads an attribute that transformers has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
@@ -37,23 +30,16 @@ def fresh(folder):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
 
-def batches(result, options):
-    model = result.model
-    examples = encode_rows(model.tokenizer, model.name, rows(), RowChecks(options.seq_len, "all"))
-    packer = Packer(examples, options.batch_size, options.seq_len, options.seed, shares_rows=options.packing)
-    return [packer.batch(step) for step in range(options.num_steps)]
-
-
 def test_an_adapter_has_the_losses_of_peft_and_is_read_by_it_and_by_serve(folder, tmp_path):
     options = TrainingOptions(num_steps=5, learning_rate=2e-2, **SIZES)
     reports = []
     result = train(folder, rows(), out=tmp_path, options=options, lora=LORA, report=reports.append)
     wrapped = adapter_of(fresh(folder), LORA, options.seed).eval()
-    wanted = torch_steps(wrapped, batches(result, options), options.learning_rate)
+    wanted = torch_steps(wrapped, batches_of(result.model, options), options.learning_rate)
     np.testing.assert_allclose(result.losses, wanted, rtol=1e-4)
     assert result.losses[-1] < result.losses[0] - 0.1
     assert [report.step for report in reports] == [1, 2, 3, 4, 5]
-    assert any((batch.segments == 2).any() for batch in batches(result, options)), "examples share rows"
+    assert any((batch.segments == 2).any() for batch in batches_of(result.model, options)), "examples share rows"
     log = [json.loads(line) for line in (tmp_path / "losses.jsonl").read_text().splitlines()]
     assert [line["loss"] for line in log] == result.losses
 
@@ -75,7 +61,7 @@ def test_an_adapter_has_the_losses_of_peft_and_is_read_by_it_and_by_serve(folder
 def test_all_weights_in_one_batch_in_parts_and_with_a_stop_between(folder, tmp_path):
     options = TrainingOptions(num_steps=4, learning_rate=1e-2, save_every=100, **SIZES)
     straight = train(folder, write_data(tmp_path / "chats.jsonl"), out=tmp_path / "a", options=options)
-    wanted = torch_steps(fresh(folder).train(False), batches(straight, options), options.learning_rate)
+    wanted = torch_steps(fresh(folder).train(False), batches_of(straight.model, options), options.learning_rate)
     np.testing.assert_allclose(straight.losses, wanted, rtol=1e-4)
 
     steps = iter([False, False, True])
@@ -122,26 +108,32 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_state(folder, t
     assert not (tmp_path / "adapter_model.safetensors").exists()
 
 
-def test_a_killed_run_goes_on(folder, tmp_path):
-    data, out = write_data(tmp_path / "chats.jsonl"), tmp_path / "out"
-    command = [sys.executable, "-c", "from torchax_serve.cli.main import main; main()", "train", str(folder)]
-    command += ["--data", str(data), "--out", str(out), "--lora", LORA, "--steps=100000"]
-    command += ["--batch-size=2", "--seq-len=64", "--save-every=2"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
-        for line in process.stderr:
-            if line.startswith("step 5/"):
-                break
-        process.send_signal(signal.SIGKILL)
-    assert sorted(int(p.name) for p in (out / "checkpoints").iterdir() if p.name.isdigit())[-1] >= 4
-    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
-        first = next(line for line in process.stderr if line.startswith("step "))
-        process.send_signal(signal.SIGINT)
-        rest = process.stderr.read()
-        status = process.wait()
-    assert int(first.split()[1].split("/")[0]) >= 5
-    assert "the same command goes on" in rest
-    assert status == 130
+def test_a_disk_that_becomes_full_keeps_the_last_checkpoint(folder, tmp_path, monkeypatch):
+    options = TrainingOptions(num_steps=4, save_every=1, **SIZES)
+    usage = namedtuple("usage", "total used free")(10, 9, 1)
+
+    def report(step):
+        if step.step == 2:
+            monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda path: usage)
+
+    said = r"checkpoints: expected .* of free disk for the checkpoint of step 2, got 0\.0 kB; free some, and start"
+    with pytest.raises(CheckpointError, match=said):
+        train(folder, rows(), out=tmp_path, options=options, report=report, lora=LORA)
+    assert [each.name for each in (tmp_path / "checkpoints").iterdir()] == ["1"]
+    monkeypatch.undo()
+    assert train(folder, rows(), out=tmp_path, options=options, lora=LORA).is_complete
+
+
+def test_a_checkpoint_that_cannot_be_written_is_one_line(folder, tmp_path, monkeypatch):
+    def fails(*args, **kwargs):
+        raise ValueError("OUT_OF_RANGE:\n" + "a long path " * 50 + ": Input/output error")
+
+    monkeypatch.setattr(checkpoints.import_orbax().CheckpointManager, "save", fails)
+    with pytest.raises(CheckpointError) as caught:
+        train(folder, rows(), out=tmp_path, options=TrainingOptions(num_steps=1, **SIZES), lora=LORA)
+    said = str(caught.value)
+    assert "the checkpoint of step 1, and it cannot be written" in said and "Input/output error" in said
+    assert "\n" not in said
 
 
 @pytest.mark.parametrize(
@@ -166,6 +158,11 @@ def test_bad_options_and_models(folder, tmp_path):
     with pytest.raises(InvalidArgumentError, match="mesh: expected at most the 1 devices there are"):
         options = TrainingOptions(num_steps=1, mesh={"fsdp": 4}, batch_size=4, seq_len=64)
         train(folder, rows(), out=tmp_path, options=options)
+    (tmp_path / "file").touch()
+    with pytest.raises(InvalidArgumentError, match="out: expected a folder, got the file"):
+        train(folder, rows(), out=tmp_path / "file", options=TrainingOptions(num_steps=1))
+    with pytest.raises(InvalidArgumentError, match="out: expected another folder than the model's"):
+        train(folder, rows(), out=folder, options=TrainingOptions(num_steps=1))
     frozen = fresh(folder).requires_grad_(False)
     with pytest.raises(InvalidArgumentError, match="expected a parameter with requires_grad, got none"):
         train(frozen, rows(), out=tmp_path, options=TrainingOptions(num_steps=1, seq_len=64))

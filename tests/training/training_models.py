@@ -10,6 +10,8 @@ import transformers
 from weights import draw_matrices
 
 import torchax_serve
+from torchax_serve.training.chats import RowChecks, encode_rows
+from torchax_serve.training.packing import Packer
 
 EMBEDDED = Path(torchax_serve.__file__).parent / "embedded"
 CHATS = [
@@ -44,6 +46,13 @@ def tiny_folder(folder, dtype=torch.float32, **changes):
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(EMBEDDED / name, folder / name)
     return folder
+
+
+def batches_of(model, options):
+    """The batches of a run of a `TrainableModel` on `rows`."""
+    examples = encode_rows(model.tokenizer, model.name, rows(), RowChecks(options.seq_len, "all"))
+    packer = Packer(examples, options.batch_size, options.seq_len, options.seed, shares_rows=options.packing)
+    return [packer.batch(step) for step in range(options.num_steps)]
 
 
 def torch_steps(module, batches, learning_rate):

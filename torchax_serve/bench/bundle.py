@@ -45,7 +45,8 @@ def bench_bundle(folder: Path, settings: BenchSettings) -> list[BundleTiming]:
         wanted, limit = settings.prompt_len + settings.new_tokens, model.engine.max_model_len
         if wanted > limit:
             raise InvalidArgumentError(
-                f"prompt_len + new_tokens is {wanted}, expected at most {limit}, as the bundle was exported with"
+                f"prompt_len + new_tokens: expected at most {limit}, as the bundle was exported with, got {wanted}; "
+                "lower them"
             )
         random = np.random.default_rng(settings.seed)
         return [_timing(model, batch, settings, random) for batch in settings.batches]

@@ -55,7 +55,8 @@ def bundle(
     """
     if bundle_folder(folder) is None:
         raise ModelNotFoundError(
-            f"{folder}: expected a bundle, got something else; make one: torchax-serve export MODEL {folder}"
+            f"{folder}: expected a bundle, got {'something else' if folder.exists() else 'no such folder'}; make one: "
+            f"torchax-serve export MODEL {folder}"
         )
     if as_json and action is not BundleAction.INFO:
         raise InvalidArgumentError(f"--json: expected with info, got with {action}; leave it out")
@@ -77,7 +78,8 @@ def bundle(
         return 0 if model is None else _compared(manifest.folder, model)
     from torchax_serve.export.refresh import refresh_bundle
 
-    print(f"{refresh_bundle(manifest).folder}: {_num_programs(manifest)} programs written again")
+    written = refresh_bundle(manifest).folder
+    print(f"{written}: {_num_programs(manifest)} programs written again; torchax-serve run {folder}")
     return 0
 
 

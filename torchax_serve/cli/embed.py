@@ -15,7 +15,7 @@ from model_adapters.errors import InvalidArgumentError
 from torchax_serve.cli.shared.command import Command
 from torchax_serve.cli.shared.load_model import end_if_explained
 from torchax_serve.cli.shared.load_options import LoadOptions, check_choice, option_groups
-from torchax_serve.cli.shared.model_name import check_model, complete_model
+from torchax_serve.cli.shared.model_name import check_model, complete_model, refuse_bundle
 from torchax_serve.cli.shared.terminal import is_terminal
 
 ENDINGS = (".npy", ".json")
@@ -97,6 +97,7 @@ def embed(
     torchax-serve embed BAAI/bge-small-en-v1.5 "JAX is fast." "Gemma is a model."
     """
     check_model(model, load.revision)
+    refuse_bundle(model, "name the model that it was exported from")
     end_if_explained(model, load)
     _check_output(output, as_json=as_json)
     asked = list(texts) if texts else _lines()

@@ -12,7 +12,7 @@ from model_adapters.errors import InvalidArgumentError
 from model_adapters.loading.model_source import bundle_folder
 from torchax_serve.cli.shared.command import Command
 from torchax_serve.cli.shared.load_model import loaded_model
-from torchax_serve.cli.shared.load_options import LoadOptions, MaxModelLen, check_choice, option_groups
+from torchax_serve.cli.shared.load_options import MaxModelLen, MeshOptions, check_choice, option_groups
 from torchax_serve.cli.shared.model_name import check_model, complete_model
 
 
@@ -20,7 +20,7 @@ from torchax_serve.cli.shared.model_name import check_model, complete_model
 class BundleOptions:
     """What the bundle holds."""
 
-    platform: Annotated[
+    platforms: Annotated[
         list[str] | None,
         typer.Option(
             "--platform",
@@ -53,9 +53,9 @@ class BundleOptions:
             )
 
     @property
-    def platforms(self) -> list[str]:
-        """Names of the platforms."""
-        return [name for each in self.platform or ["cpu"] for name in each.split(",")]
+    def platform_names(self) -> list[str]:
+        """Names of the platforms, one by one."""
+        return [name for each in self.platforms or ["cpu"] for name in each.split(",")]
 
 
 @option_groups
@@ -65,7 +65,7 @@ def export(
     *,
     max_model_len: MaxModelLen = None,
     bundle: BundleOptions,
-    load: LoadOptions,
+    load: MeshOptions,
 ) -> None:
     """Write a model as a bundle: programs, weights and tokenizer that run without PyTorch and transformers.
 
@@ -81,6 +81,14 @@ def export(
             f"MODEL: expected a model to export, got the bundle {model}; name the model that it was made from, or run: "
             f"torchax-serve bundle refresh {model}"
         )
+    if load.adapters()[1] or load.max_loras or load.max_lora_rank or load.lora_target_modules:
+        raise InvalidArgumentError(
+            "--adapter: expected a FOLDER to add to the weights, got adapters that requests name, which a bundle has "
+            "not; merge one: --adapter FOLDER"
+        )
+    from torchax_serve.export.targets import parse_platforms
+
+    parse_platforms(bundle.platform_names)  # before a model is loaded for them
     with loaded_model(model, load, packs_weights=False) as served:
         from torchax_serve import EngineOptions
 
@@ -95,7 +103,7 @@ def export(
         written: list[int] = []
         folder = served.export(
             out,
-            platforms=bundle.platforms,
+            platforms=bundle.platform_names,
             engine=engine,
             weights=bundle.weights,
             native=not bundle.no_native,

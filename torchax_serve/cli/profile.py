@@ -13,7 +13,7 @@ from model_adapters.errors import InvalidArgumentError
 from torchax_serve.cli.shared.command import Command
 from torchax_serve.cli.shared.load_model import end_if_explained
 from torchax_serve.cli.shared.load_options import LoadOptions, option_groups
-from torchax_serve.cli.shared.model_name import complete_model
+from torchax_serve.cli.shared.model_name import complete_model, refuse_bundle
 from torchax_serve.cli.shared.terminal import print_note
 
 if TYPE_CHECKING:
@@ -88,6 +88,7 @@ def profile(
 
     torchax-serve profile qwen3-0.6b --by kernel --out trace/
     """
+    refuse_bundle(model, "name the model that it was exported from")
     from torchax_serve.cli.chat.interrupts import prompt_interrupts
 
     with prompt_interrupts(leave_at=1):

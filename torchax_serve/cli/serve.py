@@ -23,6 +23,7 @@ from torchax_serve.cli.shared.model_name import check_model, complete_model
 from torchax_serve.cli.shared.speculative import SpeculativeJson, parse_speculative
 
 if TYPE_CHECKING:
+    from torchax_serve import EngineOptions
     from torchax_serve.server.options import ServerOptions
     from torchax_serve.server.start_progress import StartProgress
 
@@ -184,19 +185,11 @@ def serve(
     check_model(model, load.revision)
     options = _server_options(address, access, limits, life)
     _log_to_stderr(options.log_format)
-    from torchax_serve import EngineOptions
     from torchax_serve import serve as load_model
     from torchax_serve.server.lifespan import Server, end_children
     from torchax_serve.text.template_renderer import shared_renderer
 
-    engine = EngineOptions(
-        max_num_seqs=limits.max_num_seqs,
-        max_num_waiting=limits.max_num_waiting,
-        max_num_waiting_tokens=limits.max_num_waiting_tokens,
-        max_model_len=max_model_len,
-        kv_offloading_bytes=_offloading_bytes(limits.kv_offloading_size),
-        speculative=parse_speculative(speculative_config),
-    )
+    engine = _engine_options(limits, max_model_len, speculative_config)
     load.show_details()
     _warn_if_open(options)
     load_here = functools.partial(load_model, engine=engine, **load.serve_kwargs())
@@ -277,6 +270,19 @@ def _log_to_stderr(log_format: str) -> None:
     logging.getLogger().addHandler(handler(log_format))
     for name in ("torchax_serve.server", "torchax_serve.access"):
         logging.getLogger(name).setLevel(logging.INFO)
+
+
+def _engine_options(limits: LimitOptions, max_model_len: int | None, speculative_config: str | None) -> EngineOptions:
+    from torchax_serve import EngineOptions
+
+    return EngineOptions(
+        max_num_seqs=limits.max_num_seqs,
+        max_num_waiting=limits.max_num_waiting,
+        max_num_waiting_tokens=limits.max_num_waiting_tokens,
+        max_model_len=max_model_len,
+        kv_offloading_bytes=_offloading_bytes(limits.kv_offloading_size),
+        speculative=parse_speculative(speculative_config),
+    )
 
 
 def _offloading_bytes(gib: float) -> int:

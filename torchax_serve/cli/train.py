@@ -88,6 +88,10 @@ def train(
         raise InvalidArgumentError("--trust-remote-code: expected a model of transformers' own to train; leave it out")
     if not data.is_file():
         raise InvalidArgumentError(f"--data: expected a JSONL file, got {data}; correct the path")
+    if plot is not None:
+        from torchax_serve.profiling.picture import check_plot
+
+        check_plot(plot)
     with passing_note("starting torch and jax ..."):
         from torchax_serve.training.options import TrainingOptions
         from torchax_serve.training.trainer import train as run

@@ -13,7 +13,7 @@ from model_adapters.errors import InvalidArgumentError
 from torchax_serve.cli.shared.command import Command
 from torchax_serve.cli.shared.load_model import end_if_explained
 from torchax_serve.cli.shared.load_options import LoadOptions, complete_dtype, option_groups
-from torchax_serve.cli.shared.model_name import check_one_model, complete_model
+from torchax_serve.cli.shared.model_name import check_one_model, complete_model, refuse_bundle
 from torchax_serve.cli.shared.tables import console
 from torchax_serve.cli.shared.terminal import print_note
 
@@ -109,6 +109,7 @@ def verify(
     torchax-serve verify qwen3-0.6b --quantization int4 --max-kl 0.1
     """
     check_one_model(model, random_weights, load.revision)
+    refuse_bundle(model, f"compare it with its model: torchax-serve bundle verify {model} --model NAME")
     if tolerance is not None and not tolerance > 0:
         raise InvalidArgumentError(f"--tolerance: expected a number > 0, got {tolerance}")
     from torchax_serve.cli.chat.interrupts import prompt_interrupts

@@ -27,6 +27,7 @@ from torchax_serve.engine.options import EngineOptions
 from torchax_serve.engine.progress import EngineProgress
 from torchax_serve.engine.request import EngineRequest
 from torchax_serve.engine.request_handle import RequestHandle, cancel_on_error
+from torchax_serve.executors.request_input import SpanLimits
 from torchax_serve.outputs import EngineStats
 from torchax_serve.runtime.model_runtime import ModelRuntime
 
@@ -164,6 +165,11 @@ class DataParallelEngines:
         """
         each = [engine.progress() for engine in self.engines]
         return max(each, key=lambda progress: (not progress.is_alive, progress.is_due, progress.still_s))
+
+    @property
+    def span_limits(self) -> SpanLimits:
+        """As `Engine.span_limits`."""
+        return self.engines[0].span_limits
 
     @property
     def max_encoder_len(self) -> int | None:

@@ -57,7 +57,7 @@ class Engine:
 
     Attributes:
         max_model_len, vocab_size: Most tokens of a request, with its answer; columns of the logits.
-        max_encoder_len: Most tokens that a request may send to an encoder; None if the model has none.
+        max_encoder_len, span_limits: Most tokens for an encoder, None without one; limits of tokens that see ahead.
         can_hold: Called with a number of tokens, returns whether a request may have as many, prompt and answer.
         admission, close_reason: Decides whether requests are taken; why none are for good, None as long as they are.
         progress: Called, returns `torchax_serve.engine.progress.EngineProgress`: whether the engine moves.
@@ -75,11 +75,11 @@ class Engine:
         self.description = description
         self.max_model_len, self.vocab_size = scheduler.config.max_model_len, runner.vocab_size
         self.max_encoder_len, self.can_hold = runner.max_encoder_len, scheduler.config.can_hold
+        self.span_limits = runner.span_limits(scheduler.config)
         self.admission = Admission(scheduler.config.max_num_seqs, max_num_waiting, max_num_waiting_tokens)
         self._process = OwnerProcess()
         self._scheduler, self._runner = scheduler, runner
-        self._output_processor = OutputProcessor(runner)
-        self._masked = MaskedRequests(runner.vocab_size)
+        self._output_processor, self._masked = OutputProcessor(runner), MaskedRequests(runner.vocab_size)
         self._dispatched = DispatchQueue()
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
         self._idle_calls = IdleCalls(scheduler, runner)

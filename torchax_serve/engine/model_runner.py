@@ -14,13 +14,14 @@ from torchax_serve.engine.adapters import Adapters
 from torchax_serve.engine.masked_requests import PlanMasks
 from torchax_serve.engine.request import EngineRequest
 from torchax_serve.executors.base import Executor, InFlightStep
+from torchax_serve.executors.request_input import SpanLimits
 from torchax_serve.executors.speculative_decode import read_drafts
 from torchax_serve.kv_cache.host_pools import HostPools
 from torchax_serve.outputs import TokenLogprobs
 from torchax_serve.sampling.sampler import Sampler
 from torchax_serve.sampling.transformers_behaviour import TransformersBehaviour
 from torchax_serve.sampling.types import Logprobs
-from torchax_serve.scheduler import DraftResult, PlanRow, StepPlan
+from torchax_serve.scheduler import DraftResult, PlanRow, SchedulerConfig, StepPlan
 
 NO_ADAPTERS = "the model was served without adapters; serve(model, adapters={name: path})"
 """Why a request cannot have an adapter, on an engine of a model without any."""
@@ -104,6 +105,10 @@ class ModelRunner:
     def max_encoder_len(self) -> int | None:
         """Number of tokens that a request may send to an encoder; None if the model has none."""
         return self._executor.limits.max_encoder_len
+
+    def span_limits(self, config: SchedulerConfig) -> SpanLimits:
+        """Returns the limits of images whose tokens see each other, in an engine with this scheduler."""
+        return SpanLimits(self._executor.limits.sees_ahead, config.max_span_len, config.shortest_window)
 
     def with_adapter(self, request: EngineRequest) -> EngineRequest:
         """Returns `request` with the use of the adapter that it names.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 
 from torchax_serve.engine.adapters import AdapterUse
-from torchax_serve.executors.request_input import RequestInput, SequenceSteps
+from torchax_serve.executors.request_input import MediaInput, RequestInput, SequenceSteps
 from torchax_serve.sampling.row_params import RowSamplingParams
 from torchax_serve.sampling.token_masks import TokenMasks
 from torchax_serve.sampling_params import SamplingParams
@@ -38,6 +38,7 @@ class EngineRequest:
         encoder_output: Output of the encoder, float[1, len, width] on the host, in place of `encoder_ids`.
         steps: All steps of a request that runs by itself, with its images or audio.
         masks: Tokens that may be sampled, step by step; None: all.
+        media: Images or audio of the prompt, encoded.
         adapter: The use of the adapter that `params` name, found when the request is submitted; None: none.
     """
 
@@ -51,13 +52,14 @@ class EngineRequest:
     encoder_output: np.ndarray | None = dataclasses.field(default=None, repr=False, compare=False)
     steps: SequenceSteps | None = dataclasses.field(default=None, repr=False, compare=False)
     masks: TokenMasks | None = dataclasses.field(default=None, repr=False, compare=False)
+    media: MediaInput | None = dataclasses.field(default=None, repr=False, compare=False)
     adapter: AdapterUse | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
     def source(self) -> RequestInput:
-        """Steps, encoder output or encoder input; no tokens for a model without an encoder."""
-        if self.steps is not None:
-            return self.steps
+        """Steps, media, encoder output or encoder input; no tokens for a model without an encoder."""
+        if self.steps is not None or self.media is not None:
+            return self.steps or self.media  # type: ignore[return-value]
         return self.encoder_ids if self.encoder_output is None else self.encoder_output
 
     @property
@@ -90,6 +92,7 @@ class EngineRequest:
         source_ids: Sequence[int] = (),
         encoded: np.ndarray | None = None,
         steps: SequenceSteps | None = None,
+        media: MediaInput | None = None,
     ) -> Self:
         """Makes a request for a continuation of `prompt_ids`.
 
@@ -103,6 +106,7 @@ class EngineRequest:
             source_ids: As `encoder_ids`.
             encoded: As `encoder_output`.
             steps: As the attribute.
+            media: As the attribute.
 
         Raises:
             InvalidArgumentError: a value is out of its range.
@@ -118,7 +122,8 @@ class EngineRequest:
             most = max(1, int(config.max_length or 0) - num_prompt)
         least = min(row.num_forced_tokens(num_prompt), most)
         row = dataclasses.replace(row, max_new_tokens=most)
-        return cls(tuple(prompt_ids), most, least, params, row, fork_of, tuple(source_ids), encoded, steps)
+        inputs = tuple(source_ids), encoded, steps
+        return cls(tuple(prompt_ids), most, least, params, row, fork_of, *inputs, media=media)
 
     def as_answer(self, masks: TokenMasks | None, fork_of: TokenStream | None) -> Self:
         """Returns the request with masks, and as one more answer to the prompt of another one.
@@ -155,7 +160,9 @@ class EngineRequest:
         params = self.params
         return SchedulerRequest(
             request_id=request_id,
-            prompt_ids=list(self.prompt_ids),
+            prompt_ids=list(self.prompt_ids if self.media is None else self.media.page_ids),
+            spans=() if self.media is None else self.media.spans,
+            has_page_ids=self.media is not None,
             max_new_tokens=self.max_new_tokens,
             stop_token_ids=frozenset(self.sampling.stop_ids),
             min_new_tokens=self.min_new_tokens,

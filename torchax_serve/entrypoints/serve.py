@@ -96,12 +96,7 @@ def serve(
     pathways.connect()
     enable_compile_cache()
     with gc_pause.paused():
-        if hosts is not None:
-            return _serve_on_hosts(arguments)
-        try:
-            return _serve_on_this_host(arguments)
-        except IsPipelineError:  # known once the hub has listed the files of `model`
-            return _image_model(arguments)
+        return _serve_on_this_host(arguments) if hosts is None else _serve_on_hosts(arguments)
 
 
 _LOADING = (
@@ -166,6 +161,18 @@ def _with_engine(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _serve_on_this_host(arguments: dict[str, Any]) -> ServedModel:
+    """Returns the model of `arguments`, which may turn out to be a pipeline.
+
+    Args:
+        arguments: Arguments of `serve` by name.
+    """
+    try:
+        return _recorded_or_loaded(arguments)
+    except IsPipelineError:  # known once the hub has listed the files of `model`
+        return _image_model(arguments)
+
+
+def _recorded_or_loaded(arguments: dict[str, Any]) -> ServedModel:
     """Returns the model of a start record, or loads it.
 
     Args:

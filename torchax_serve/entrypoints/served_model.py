@@ -31,6 +31,7 @@ from torchax_serve.entrypoints.base_model import programs_of
 from torchax_serve.entrypoints.live_adapters import LiveAdapters
 from torchax_serve.generation.engine_rows import EngineRows, engine_request_for, prompt_call
 from torchax_serve.generation.jax_model import run_on_jax
+from torchax_serve.generation.media_requests import media_request
 from torchax_serve.generation.routing import (
     EngineFacts,
     ModelCapabilities,
@@ -230,24 +231,21 @@ class ServedModel(LiveAdapters):
     ) -> TokenStream:
         """Yields new token ids of one prompt as they come, including the token that ends the answer.
 
-        The request is submitted at once: to the engine, or to `single_engine` if the engine does not take it (images
-        and audio, decoding methods other than greedy and sampling, models that cannot be batched); see
-        `torchax_serve.generation.routing`. Closing the iterator ends the request. A `seed` makes sampling repeatable
-        whatever else runs; without one, each request takes a new seed from torch's global generator.
+        The request is submitted at once: to the engine, or to `single_engine` if the engine does not take it; see
+        `torchax_serve.generation.routing`. Closing the iterator ends the request.
 
         Args:
             prompt_ids: Token ids of the prompt.
             generation_config: Limits and options of decoding; None: the model's own.
             inputs: All tensors of the prompt by argument of ``generate``, where it has more than token ids.
-            seed: Seed of sampling.
+            seed: Seed of sampling, repeatable whatever else runs; None: a new one from torch's global generator.
             params: Sampling parameters, merged into `generation_config`.
             masks: Tokens that may be sampled, step by step, such as those of a grammar; None: all.
             fork_of: Another answer to the same prompt, whose pages are shared on the engine.
 
         Raises:
             InvalidArgumentError: token ids outside the vocabulary.
-            UnsupportedArgumentError: stop strings, or several answers, which tokens of one answer do not have; or
-                `params` has options of the engine's sampler, and ``generate`` chooses the tokens of this request.
+            UnsupportedArgumentError: stop strings, several answers, or options of the engine that it cannot honour.
             QueueFullError: too many requests are waiting.
         """
         model = self._generator()
@@ -259,8 +257,12 @@ class ServedModel(LiveAdapters):
         if params is not None:
             config, seed = with_params(config, params), params.seed if seed is None else seed
             params = params.only_engine_options()
-        chosen = Route(Path.PREPARED, "there is more than text")
-        if inputs is None:
+        if inputs is not None:
+            found = media_request(model, lambda: self.engine, inputs, config, params, seed)
+            if not isinstance(found, str):
+                return TokenStream(self.engine.submit(found.as_answer(masks, fork_of)))
+            chosen = Route(Path.PREPARED, found)
+        else:
             facts = ModelCapabilities.of(model._jax_runtime)
             call = prompt_call(model, prompt_ids, config, functools.partial(_engine_facts, self))
             chosen = route(facts, call)
@@ -386,12 +388,7 @@ def _num_changes(runtimes: Sequence[ModelRuntime]) -> int:
 
 
 def _check_one_answer(config: Any) -> None:
-    """Raises if `config` is no GenerationConfig, or asks for several answers.
-
-    Raises:
-        InvalidArgumentError: another type.
-        UnsupportedArgumentError: several answers.
-    """
+    """Raises an error if `config` is no GenerationConfig, or asks for several answers."""
     if not isinstance(config, GenerationConfig):
         raise InvalidArgumentError(
             f"generation_config: expected a GenerationConfig, got {type(config).__name__}; write "

@@ -38,6 +38,7 @@ class ExecutorLimits:
         shares_prefixes: Whether pages hold the complete state of a prefix, so that requests can share it.
         fused_decode_steps: Maximum number of decode steps with sampling in one dispatch; 0: no `run_decode`.
         token_buckets: Numbers of tokens up to which a step with prefill rows costs the same, ascending; empty: none.
+        sees_ahead: Whether tokens of an image may see later ones of it.
     """
 
     max_num_seqs: int
@@ -47,6 +48,7 @@ class ExecutorLimits:
     shares_prefixes: bool = True
     fused_decode_steps: int = 0
     token_buckets: tuple[int, ...] = ()
+    sees_ahead: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

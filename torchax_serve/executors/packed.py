@@ -12,10 +12,9 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from model_adapters.caches.packed_batch import PackedBatch, Pool
+from model_adapters.caches.packed_batch import MediaTokens, PackedBatch, Pool
 from model_adapters.device_arrays import to_device
 from model_adapters.ops.compressed_weight import Weights
 from model_adapters.ops.cpu.ffi import batch_invariant
@@ -24,17 +23,19 @@ from torchax_serve.compilation.executable_cache import CachedFunction, Executabl
 from torchax_serve.executors.base import AbstractStep, ExecutorLimits, abstract_ints, refuse_encoder_input
 from torchax_serve.executors.compiled_steps import CompiledSteps, StepCall
 from torchax_serve.executors.draft_model import DraftModel
+from torchax_serve.executors.fused_decode import decode_steps
+from torchax_serve.executors.media_slots import MediaSlots
+from torchax_serve.executors.packed_calls import abstract_step, further
 from torchax_serve.executors.packed_specs import PackedSpecs, StepBuckets
-from torchax_serve.executors.request_input import RequestInput
+from torchax_serve.executors.request_input import MediaInput, RequestInput
 from torchax_serve.executors.slot_adapters import SlotAdapters
 from torchax_serve.executors.speculative_decode import SpeculativeDecoder
-from torchax_serve.executors.step_inputs import SAMPLED_ON_DEVICE, FusedDecodeSpec, PackedStepSpec
-from torchax_serve.executors.traced_function import TracedFunction
+from torchax_serve.executors.step_inputs import FusedDecodeSpec, PackedStepSpec
 from torchax_serve.kv_cache.pools import PagedCache
-from torchax_serve.sampling.sample import logprobs_of, sample, with_rows
+from torchax_serve.sampling.sample import logprobs_of, with_rows
 from torchax_serve.sampling.sampler import Sampler, default_sharding
 from torchax_serve.sampling.slot_params import SlotParams
-from torchax_serve.sampling.types import MAX_NUM_TOP, Logprobs, RowOptions, SamplerSpec, SamplerState
+from torchax_serve.sampling.types import MAX_NUM_TOP, Logprobs, RowOptions, SamplerState
 from torchax_serve.scheduler import PlanRow, SpeculativeConfig, StepPlan
 
 if TYPE_CHECKING:
@@ -96,10 +97,11 @@ class PackedExecutor:
         )
         self._adapters = SlotAdapters(num_slots, lora)
         self.limits = ExecutorLimits(
-            max_num_seqs=num_slots, fused_decode_steps=max_num_steps, token_buckets=self.buckets.costs
+            max_num_seqs=num_slots, fused_decode_steps=max_num_steps, token_buckets=self.buckets.costs, sees_ahead=True
         )
         compiled = functools.partial(CachedFunction, programs, facts=program.trace_facts, recall=program.restore_facts)
         self._idle_options: dict[int, RowOptions] = {}
+        self._media = MediaSlots(num_slots)
         self._steps: CompiledSteps[Spec] = CompiledSteps(weights, programs, self._call_of)
         self.compiles_ahead = self._steps.compiles_ahead
         self._step = compiled("packed", self._run, donate=["pools"])
@@ -138,6 +140,7 @@ class PackedExecutor:
         last_tokens: jax.Array,
         numbers: jax.Array,
         scored: tuple[jax.Array, jax.Array] | None = None,
+        media: MediaTokens | None = None,
         *,
         spec: PackedStepSpec,
     ) -> tuple[jax.Array | tuple[jax.Array, Logprobs], tuple[Pool, ...]]:
@@ -145,7 +148,8 @@ class PackedExecutor:
 
         With `scored`, tokens int32[T] and whether the likeliest ones are read, the logits come with log-probabilities.
         """
-        batch = self._adapters.of_tokens(spec.unpack(numbers, last_tokens), numbers, numbers[spec.bounds[1]])
+        batch = spec.unpack(numbers, last_tokens, media)
+        batch = self._adapters.of_tokens(batch, numbers, numbers[spec.bounds[1]])
         logits, pools = self._forward(weights, pools, batch, spec)
         if scored is None:
             return with_rows(logits, len(last_tokens)), pools
@@ -163,45 +167,15 @@ class PackedExecutor:
         numbers: jax.Array,
         spec: FusedDecodeSpec,
     ) -> tuple[tuple[jax.Array, jax.Array], tuple[Pool, ...], SamplerState]:
-        """Computes decode steps.
-
-        Returns logits [num_slots, vocab] of the last step and tokens int32[max_num_steps, S] of all, pools, and the
-        sampler's state.
-        """
-        batch, slots, num_steps, draws = spec.unpack(numbers[: spec.size])
-        batch = self._adapters.of_tokens(batch, numbers, slots)
-        in_use = batch.kv_lens > 0
-        # Traced in front of the loop, which has to know the shape of the logits.
-        forward = TracedFunction(functools.partial(self._forward, spec=spec.packed), weights, pools, batch)
-
-        def step(index: jax.Array, carry: Any) -> Any:
-            _, tokens, pools, state = carry
-            is_given = (index == 0) & (batch.token_ids != SAMPLED_ON_DEVICE)
-            now = dataclasses.replace(
-                batch,
-                token_ids=jnp.where(is_given, batch.token_ids, state.last_tokens[slots]),
-                positions=batch.positions + index,
-                kv_lens=batch.kv_lens + jnp.where(in_use, index, 0),
-            )
-            logits, pools = forward(weights, pools, now)
-            args = options.advanced(now.kv_lens), state, logits
-            # Behind the condition XLA would look for the maxima on one thread.
-            greedy = sample(SamplerSpec("greedy"), *args)
-            sampled, state = jax.lax.cond(draws, lambda: sample(SamplerSpec("sampled"), *args), lambda: greedy)
-            return logits, tokens.at[index].set(sampled.tokens), pools, state
-
-        shape = forward.result_shape[0]
-        logits = jnp.zeros(shape.shape, shape.dtype)
-        tokens = jnp.zeros((spec.max_num_steps, spec.packed.num_rows), jnp.int32)
-        logits, tokens, pools, state = jax.lax.fori_loop(0, num_steps, step, (logits, tokens, pools, state))
-        return (with_rows(logits, len(state.last_tokens)), tokens), pools, state
+        """Computes decode steps; see `decode_steps`."""
+        return decode_steps(self._forward, self._adapters, weights, pools, state, options, numbers, spec)
 
     def run_decode(self, plan: StepPlan, sampler: Sampler) -> jax.Array | None:
         """Implements `Executor.run_decode`."""
         if self._speculative is not None and plan.drafts is not None:
             results, self.cache.pools = self._speculative.run(plan, sampler)
             return results
-        spec = self._steps.choose(self._specs.for_decode(len(plan.rows)))
+        spec = self._steps.choose(self._specs.for_decode(len(plan.rows), *self._media.of_decode(plan.rows)))
         if not isinstance(spec, FusedDecodeSpec):
             return None
         found = sampler.fused_options(plan.rows, spec.packed.num_rows)
@@ -235,8 +209,8 @@ class PackedExecutor:
         Returns:
             Tokens int32[max_num_steps, S], of which the first `num_steps` rows are valid, and the new state.
         """
-        spec = self._specs.decode(len(options.ints))
-        numbers = spec.pack(rows, tables, num_steps=num_steps, draws=draws)
+        spec = dataclasses.replace(self._specs.decode(len(options.ints)), has_deltas=self._media.has_deltas(rows))
+        numbers = spec.pack(rows, tables, num_steps=num_steps, draws=draws, deltas=self._media.deltas)
         (_, tokens), state = self._dispatch_decode(spec, state, options, numbers)
         return tokens, state
 
@@ -264,12 +238,25 @@ class PackedExecutor:
         ahead: int = 0,
     ) -> jax.Array:
         """Implements `Executor.run`; logits are in the model's dtype."""
-        num_tokens, specs = sum(row.num_tokens for row in rows), self._specs
-        is_decode = specs.is_decode(rows)
-        spec = self._steps.choose(specs.for_decode(len(rows)) if is_decode else specs.for_tokens(num_tokens))
+        rows = self._media.with_token_ids(rows)
+        num_tokens, media = sum(row.num_tokens for row in rows), self._media.spec_of(rows)
+        is_decode = self._specs.is_decode(rows) and not self._media.has_prompts(rows)
+        specs = (
+            self._specs.for_decode(len(rows), *self._media.of_decode(rows))
+            if is_decode
+            else self._specs.for_tokens(num_tokens, media=media)
+        )
+        spec = self._steps.choose(specs)
         if isinstance(spec, FusedDecodeSpec):
-            return self._decode_logits(spec, last_tokens, spec.pack(rows, tables, ahead=ahead))
-        args = (self.cache.pools, last_tokens, self._adapters.behind(spec.pack(rows, tables, ahead)))
+            numbers = spec.pack(rows, tables, ahead=ahead, deltas=self._media.deltas)
+            return self._decode_logits(spec, last_tokens, numbers)
+        numbers = self._adapters.behind(spec.pack(rows, tables, ahead))
+        args = (
+            self.cache.pools,
+            last_tokens,
+            numbers,
+            *further(None, self._media.tokens(rows, spec.num_tokens, spec.media)),
+        )
         program = self._steps.get(spec, StepCall(self._step, args))
         logits, self.cache.pools = program(self._weights, *args)
         return logits
@@ -283,12 +270,20 @@ class PackedExecutor:
         num_top: int,
     ) -> tuple[Logprobs, jax.Array]:
         """Implements `Executor.run_scored`."""
-        spec = self._steps.choose(self._specs.for_tokens(len(following), all_logits=True))
+        rows = self._media.with_token_ids(rows)
+        media = self._media.spec_of(rows)
+        spec = self._steps.choose(self._specs.for_tokens(len(following), all_logits=True, media=media))
         assert isinstance(spec, PackedStepSpec)
         ids = np.zeros(spec.num_tokens, np.int32)
         ids[: len(following)] = following
         scored = ids, np.bool_(num_top > 0)
-        args = (self.cache.pools, sampler.last_tokens, self._adapters.behind(spec.pack(rows, tables, 0)), scored)
+        numbers = self._adapters.behind(spec.pack(rows, tables, 0))
+        args = (
+            self.cache.pools,
+            sampler.last_tokens,
+            numbers,
+            *further(scored, self._media.tokens(rows, spec.num_tokens, spec.media)),
+        )
         program = self._steps.get(spec, StepCall(self._step, args))
         (logits, logprobs), self.cache.pools = program(self._weights, *args)
         return logprobs, logits
@@ -321,31 +316,24 @@ class PackedExecutor:
         specs = [self._specs.of_tokens(num_slots, is_decode=True)]
         specs += [self._specs.of_tokens(num_tokens) for num_tokens in prefill_lens]
         for spec in specs:
-            is_decode = spec.layout.is_decode
             sizes = num_slots, len(self._adapters.empty(spec.size))
-            ints = (abstract_ints(self._program.sharding, size) for size in sizes)
-            yield AbstractStep(
-                name="decode" if is_decode else "prefill",
-                num_tokens=spec.num_tokens,
-                num_rows=spec.num_rows,
-                context_len=self.cache.plan.max_len if is_decode else spec.num_tokens,
-                num_prompts=0 if is_decode else 1,
-                function=functools.partial(self._run, spec=spec),
-                args=(self.cache.pools, *ints),
-                donated=(0,),
-            )
+            ints = [abstract_ints(self._program.sharding, size) for size in sizes]
+            function = functools.partial(self._run, spec=spec)
+            yield abstract_step(spec, self.cache.plan.max_len, function, (self.cache.pools, *ints))
 
     def check(self, name: str, source: RequestInput) -> None:
-        """Implements `Executor.check`: a packed model has no encoder."""
-        refuse_encoder_input(name, source)
+        """Implements `Executor.check`: a packed model has no encoder-decoder's encoder."""
+        if not isinstance(source, MediaInput):
+            refuse_encoder_input(name, source)
 
     def assign(self, slot: int, source: RequestInput, adapter_id: int = 0) -> None:
-        """Implements `Executor.assign`: rows have adapters, and no other inputs of their own."""
+        """Implements `Executor.assign`."""
         self._adapters.assign(slot, adapter_id)
+        self._media.assign(slot, source)
 
     def prepare(self, plan: StepPlan) -> None:
         """Implements `Executor.prepare`: the decode steps of the plan's requests."""
-        self._steps.expect(self._specs.for_decode(len(plan.rows))[:1])
+        self._steps.expect(self._specs.for_decode(len(plan.rows), *self._media.of_decode(plan.rows))[:1])
 
     def _call_of(self, spec: Spec) -> StepCall:
         """Returns a step with its arguments as shapes."""
@@ -353,9 +341,9 @@ class PackedExecutor:
         tokens: Any = placed((self._num_slots,), np.int32)
         numbers = self._adapters.empty(spec.size)
         if isinstance(spec, PackedStepSpec):
-            scored = np.zeros(spec.num_tokens, np.int32), np.bool_(False)
-            args = (self.cache.pools, tokens, numbers)
-            return StepCall(self._step, (*args, scored) if spec.layout.all_logits else args)
+            scored = (np.zeros(spec.num_tokens, np.int32), np.bool_(False)) if spec.layout.all_logits else None
+            media = None if spec.media is None else spec.media.shapes(spec.num_tokens)
+            return StepCall(self._step, (self.cache.pools, tokens, numbers, *further(scored, media)))
         idle = SlotParams(self._num_slots, 1).rows((), spec.packed.num_rows)[0]
         options = jax.tree.map(lambda x: placed(x.shape, x.dtype), idle)
         return StepCall(self._decode_steps, (self.cache.pools, SamplerState(tokens), options, numbers))

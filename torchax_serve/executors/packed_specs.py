@@ -9,6 +9,7 @@ from model_adapters.caches.packed_batch import PagedLayout
 from model_adapters.ops import registry
 from model_adapters.ops.linear import skips_equal_rows
 from torchax_serve.buckets import bucket_for, bucket_sizes, token_buckets
+from torchax_serve.executors.media_slots import MediaSpec
 from torchax_serve.executors.step_inputs import FusedDecodeSpec, PackedStepSpec
 from torchax_serve.scheduler import PlanRow
 
@@ -76,7 +77,7 @@ class PackedSpecs:
     batch_invariant: bool
     has_rope_lens: bool
     lora: str = ""
-    _known: dict[tuple[int, bool, bool], PackedStepSpec] = dataclasses.field(default_factory=dict)
+    _known: dict[tuple[int, bool, bool, MediaSpec | None], PackedStepSpec] = dataclasses.field(default_factory=dict)
 
     def is_decode(self, rows: Sequence[PlanRow]) -> bool:
         """Returns whether each row has one token, whose rotary frequencies are those of its own length."""
@@ -84,17 +85,23 @@ class PackedSpecs:
             return False
         return all(row.num_tokens == 1 for row in rows)
 
-    def of_tokens(self, num_tokens: int, *, is_decode: bool = False, all_logits: bool = False) -> PackedStepSpec:
+    def of_tokens(
+        self,
+        num_tokens: int,
+        *,
+        is_decode: bool = False,
+        all_logits: bool = False,
+        media: MediaSpec | None = None,
+    ) -> PackedStepSpec:
         """Returns the spec of a step with `num_tokens` tokens, a bucket; no more rows than tokens."""
-        key = num_tokens, is_decode, all_logits
+        key = num_tokens, is_decode, all_logits, media
         spec = self._known.get(key)
         if spec is None:
             num_rows = min(num_tokens, self.num_slots)
             layout = dataclasses.replace(self.layout, is_decode=is_decode, all_logits=all_logits)
             has_rope_lens = self.has_rope_lens and not is_decode
-            spec = PackedStepSpec(
-                num_tokens, num_rows, self.pages_per_seq, layout, self.batch_invariant, has_rope_lens, self.lora
-            )
+            sizes = num_tokens, num_rows, self.pages_per_seq
+            spec = PackedStepSpec(*sizes, layout, self.batch_invariant, has_rope_lens, self.lora, media)
             self._known[key] = spec
         return spec
 
@@ -109,17 +116,23 @@ class PackedSpecs:
         """Returns the spec of decode steps of `num_rows` rows, a bucket."""
         return FusedDecodeSpec(self.of_tokens(num_rows, is_decode=True), self.max_num_steps)
 
-    def for_tokens(self, num_tokens: int, *, all_logits: bool = False) -> list[PackedStepSpec]:
+    def for_tokens(
+        self, num_tokens: int, *, all_logits: bool = False, media: MediaSpec | None = None
+    ) -> list[PackedStepSpec]:
         """Returns the specs of steps that have room for `num_tokens` tokens, ascending."""
         if all_logits:
             num_tokens = max(num_tokens, self.num_scored_tokens)
         buckets = (size for size in self.token_buckets if size >= num_tokens)
-        return [self.of_tokens(size, all_logits=all_logits) for size in buckets]
+        return [self.of_tokens(size, all_logits=all_logits, media=media) for size in buckets]
 
-    def for_decode(self, num_rows: int) -> list[FusedDecodeSpec | PackedStepSpec]:
+    def for_decode(
+        self, num_rows: int, media: MediaSpec | None = None, has_deltas: bool = False
+    ) -> list[FusedDecodeSpec | PackedStepSpec]:
         """Returns the specs of steps that can decode `num_rows` rows: decode steps first, each ascending."""
         buckets = (size for size in self.decode_buckets if size >= num_rows)
-        return [*(self.decode(size) for size in buckets), *self.for_tokens(num_rows)]
+        decode = (self.decode(size) for size in buckets)
+        decode = (dataclasses.replace(spec, has_deltas=True) if has_deltas else spec for spec in decode)
+        return [*decode, *self.for_tokens(num_rows, media=media)]
 
     @property
     def num_scored_tokens(self) -> int:

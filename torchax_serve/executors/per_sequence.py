@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from model_adapters.caches.packed_batch import Pool, laid_out
+from model_adapters.caches.packed_batch import MediaTokens, Pool, laid_out
 from model_adapters.device_arrays import to_device
+from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops.compressed_weight import Weights
 from model_adapters.ops.lora_weight import adapters_told
 from torchax_serve.compilation.background import CompileTask, abstract
@@ -29,10 +30,11 @@ from torchax_serve.executors.base import (
     refuse_encoder_input,
 )
 from torchax_serve.executors.encoder_inputs import EncoderInputs
+from torchax_serve.executors.media_slots import MediaSlots
 from torchax_serve.executors.per_sequence_batching import ProgramCall, StepInputs, StepSplitter
 from torchax_serve.executors.per_sequence_buckets import PerSequenceBuckets, PerSequenceSpec
 from torchax_serve.executors.per_sequence_forward import SequenceForward
-from torchax_serve.executors.request_input import RequestInput
+from torchax_serve.executors.request_input import MediaInput, RequestInput
 from torchax_serve.executors.slot_adapters import SlotAdapters
 from torchax_serve.executors.step_inputs import SAMPLED_ON_DEVICE
 from torchax_serve.kv_cache.cache_layout import UNBOUNDED, CacheLayout, Leaves
@@ -103,7 +105,8 @@ class PerSequenceExecutor:
             lora=lora,
         )
         self._adapters = SlotAdapters(num_slots, lora)
-        self._jobs = StepSplitter(self.shapes, num_slots, sources)
+        self._media = MediaSlots(num_slots)
+        self._jobs = StepSplitter(self.shapes, num_slots, sources, self._media)
         self._compiles_ahead = programs.background is not None
         facts = forward.program
         self._step = CachedFunction(
@@ -128,11 +131,14 @@ class PerSequenceExecutor:
         last_tokens: jax.Array,
         numbers: jax.Array,
         hidden: jax.Array | None,
+        media: MediaTokens | None = None,
+        *,
         spec: PerSequenceSpec,
     ) -> tuple[jax.Array, tuple[Pool, ...], Leaves]:
         """Computes logits float32[S, vocab] (or [T, vocab]) of a step, pools and states.
 
-        `hidden` is the encoder output ``[1, padded_len, width]``; given for the first chunk of a request only.
+        `hidden` is the encoder output ``[1, padded_len, width]``; given for the first chunk of a request only. `media`
+        are the images of a chunk.
         """
         given = StepInputs.of(numbers[: sum(spec.sizes)], spec)
         adapters = self._adapters.of_rows(numbers, given.slots)
@@ -142,7 +148,7 @@ class PerSequenceExecutor:
         table = given.tables.reshape(spec.num_rows, spec.num_pages)
         if spec.kind == "begin":
             source = () if hidden is None else (hidden, given.source_lens[0])
-            how = _how(spec, given)
+            how = _how(spec, given) | {"media": media}
             with adapters_told(None if adapters is None else adapters[0]):
                 logits, news = self._forward.prefill(weights, ids[0], given.lens[0], self._layout, *source, **how)
             news = jax.tree.map(lambda new: new[None], news)
@@ -150,7 +156,7 @@ class PerSequenceExecutor:
             leaves = zip(pools, self._layout.pages, strict=True)
             dense = tuple(gather(pool, table, given.starts, leaf) for pool, leaf in leaves)
             kept = self._layout.merge(dense, self._layout.gather_slots(states, given.slots, spec.source_len))
-            logits, news = self._extend(weights, kept, ids, given, spec, adapters)
+            logits, news = self._extend(weights, kept, ids, given, media, spec, adapters)
         new_pages, new_states = self._layout.partition(news)
         written = zip(pools, new_pages, self._layout.pages, strict=True)
         pools = tuple(scatter(pool, table, given.starts, given.lens, new, leaf) for pool, new, leaf in written)
@@ -173,18 +179,20 @@ class PerSequenceExecutor:
         kept: Leaves,
         ids: jax.Array,
         given: StepInputs,
+        media: MediaTokens | None,
         spec: PerSequenceSpec,
         adapters: jax.Array | None,
     ) -> tuple[jax.Array, Leaves]:
         """Computes logits, and new keys, values and states by leaf, ``[S, ...]``."""
         source_lens = given.source_lens if spec.source_len else None
         if spec.kind == "decode":
+            deltas = given.deltas if spec.has_deltas else None
             rows = (kept, given.starts, ids[:, 0])
-            return self._forward.decode_batch(weights, *rows, self._layout, source_lens, adapters)
+            return self._forward.decode_batch(weights, *rows, self._layout, source_lens, adapters, deltas)
         kept = jax.tree.map(lambda leaf: leaf[0], kept)
         offset, length = given.starts[0], given.lens[0]
         source_len = None if source_lens is None else source_lens[0]
-        how = _how(spec, given)
+        how = _how(spec, given) | {"media": media}
         with adapters_told(None if adapters is None else adapters[0]):
             logits, news = self._forward.extend(weights, kept, offset, ids[0], length, self._layout, source_len, **how)
         return logits, jax.tree.map(lambda new: new[None], news)
@@ -228,14 +236,15 @@ class PerSequenceExecutor:
         all_logits: bool = False,
     ) -> jax.Array:
         """Runs one step; returns logits [num_slots, vocab], or [T, vocab] of every token, in the order of the rows."""
-        jobs = self._jobs.of(rows, ahead, all_logits)
+        jobs = self._jobs.of(self._media.with_token_ids(rows), ahead, all_logits)
         parts = []
         for job in jobs:
             numbers = self._jobs.numbers(job, tables, ahead)
             hidden = None
             if self.sources is not None and job.spec.kind == "begin":
                 hidden = self.sources.encoder_output(job.rows[0].slot, job.spec.source_len)
-            parts.append(self._dispatch(job.spec, last_tokens, numbers, hidden))
+            media = self._media.tokens(job.rows, job.spec.num_tokens, job.spec.media)
+            parts.append(self._dispatch(job.spec, last_tokens, numbers, hidden, media))
         size = self._jobs.num_tokens_out(jobs) if all_logits else self._num_slots
         if len(jobs) == 1 and len(parts[0]) == size:
             return parts[0]
@@ -247,7 +256,12 @@ class PerSequenceExecutor:
         return out
 
     def _dispatch(
-        self, spec: PerSequenceSpec, last_tokens: jax.Array, numbers: np.ndarray, hidden: jax.Array | None
+        self,
+        spec: PerSequenceSpec,
+        last_tokens: jax.Array,
+        numbers: np.ndarray,
+        hidden: jax.Array | None,
+        media: MediaTokens | None = None,
     ) -> jax.Array:
         """Runs a program on the cache; returns its logits."""
         logits, self.cache.pools, self.cache.states = self._step(
@@ -257,6 +271,7 @@ class PerSequenceExecutor:
             last_tokens,
             to_device(self._adapters.behind(numbers), np.int32),
             hidden,
+            *(() if media is None else (media,)),
             spec=spec,
         )
         return logits
@@ -309,7 +324,10 @@ class PerSequenceExecutor:
 
     def check(self, name: str, source: RequestInput) -> None:
         """Implements `Executor.check`."""
-        if self.sources is None:
+        if isinstance(source, MediaInput) and self.sources is None:
+            if source.sees_until is not None:
+                raise InvalidArgumentError(f"{name}: expected tokens that see none behind them, got an image whose do")
+        elif self.sources is None:
             refuse_encoder_input(name, source)
         else:
             self.sources.check(name, source)
@@ -317,6 +335,7 @@ class PerSequenceExecutor:
     def assign(self, slot: int, source: RequestInput, adapter_id: int = 0) -> None:
         """Implements `Executor.assign`."""
         self._adapters.assign(slot, adapter_id)
+        self._media.assign(slot, source)
         if self.sources is not None:
             self.sources.assign(slot, source)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from torchax_serve.executors.encoder_inputs import EncoderInputs
+from torchax_serve.executors.media_slots import MediaSlots
 from torchax_serve.executors.per_sequence_buckets import PerSequenceBuckets, PerSequenceSpec
 from torchax_serve.executors.step_inputs import SAMPLED_ON_DEVICE
 from torchax_serve.scheduler import PlanRow
@@ -24,6 +26,7 @@ class StepInputs(NamedTuple):
     tables: Any  # int32[S * num_pages]
     rope_lens: Any  # int32[S], as in `PlanRow`; none where rotary frequencies do not depend on lengths
     source_lens: Any  # int32[S] tokens of the encoder's input; none where there is no encoder
+    deltas: Any  # int32[S], positions for rotary embeddings minus positions; none where they are equal
 
     @classmethod
     def of(cls, numbers: Any, spec: PerSequenceSpec) -> Self:
@@ -47,10 +50,13 @@ class StepSplitter:
         shapes: Shapes of the programs.
         num_slots: Maximum number of rows of a step; also the slot of padding.
         sources: Encoder inputs by slot; None for a model without an encoder.
+        media: Images and audio by slot.
     """
 
-    def __init__(self, shapes: PerSequenceBuckets, num_slots: int, sources: EncoderInputs | None) -> None:
-        self._shapes, self._num_slots, self._sources = shapes, num_slots, sources
+    def __init__(
+        self, shapes: PerSequenceBuckets, num_slots: int, sources: EncoderInputs | None, media: MediaSlots
+    ) -> None:
+        self._shapes, self._num_slots, self._sources, self._media = shapes, num_slots, sources, media
 
     def of(self, rows: Sequence[PlanRow], ahead: int, all_logits: bool) -> list[ProgramCall]:
         """Returns the program calls of a step, and the indices of their logits in it."""
@@ -59,6 +65,7 @@ class StepSplitter:
         for place, row in enumerate(rows):
             if not row.is_decode:
                 spec = self._shapes.chunk(row.num_tokens, row.context_len, self._source_len(row), all_logits)
+                spec = dataclasses.replace(spec, media=self._media.spec_of([row]))
                 places = range(place, place + (row.num_tokens if all_logits else 1))
                 jobs.append(ProgramCall(spec, [row], list(places)))
         return jobs
@@ -69,6 +76,7 @@ class StepSplitter:
         num_tokens = max(row.context_len for _, row in decode) + ahead + 1
         spec = self._shapes.decode(len(decode), num_tokens, max(self._source_len(row) for _, row in decode))
         if isinstance(spec, PerSequenceSpec):
+            spec = dataclasses.replace(spec, has_deltas=self._media.has_deltas([row for _, row in decode]))
             return [ProgramCall(spec, [row for _, row in decode], [place for place, _ in decode])]
         longest_first = sorted(decode, key=lambda entry: -entry[1].context_len)
         return self._decode(longest_first[:spec], ahead) + self._decode(longest_first[spec:], ahead)
@@ -96,6 +104,8 @@ class StepSplitter:
             parts.lens[index] = row.num_tokens
             if spec.has_rope_lens:
                 parts.rope_lens[index] = row.rope_len
+            if spec.has_deltas:
+                parts.deltas[index] = self._media.deltas[row.slot]
             if spec.source_len:
                 parts.source_lens[index] = self._source_len(row)
         if spec.num_pages and job.rows:

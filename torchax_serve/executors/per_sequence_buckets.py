@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from torchax_serve.buckets import bucket_for, bucket_sizes
+from torchax_serve.executors.media_slots import MediaSpec
 
 Kind = Literal["decode", "begin", "extend"]
 SMALLEST_GATHER_LEN = 256
@@ -28,13 +29,16 @@ class PerSequenceSpec:
     all_logits: bool = False
     has_rope_lens: bool = False  # rotary frequencies depend on lengths
     lora: str = ""  # form of the adapters' matrices; empty: there are none
+    media: MediaSpec | None = None  # of a chunk
+    has_deltas: bool = False  # of a decode step: positions for rotary embeddings are others
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Lengths of the parts of a step's int32 array, in order."""
         rows = self.num_rows
         tables, rope_lens = rows * self.num_pages, rows if self.has_rope_lens else 0
-        return (rows * self.num_tokens, rows, rows, rows, tables, rope_lens, rows if self.source_len else 0)
+        source_lens, deltas = rows if self.source_len else 0, rows if self.has_deltas else 0
+        return (rows * self.num_tokens, rows, rows, rows, tables, rope_lens, source_lens, deltas)
 
     @property
     def how(self) -> dict[str, Any]:

@@ -21,12 +21,15 @@ from model_adapters import quirks
 from model_adapters.caches.cross_attention_layer import CrossLayer
 from model_adapters.caches.device_cache import AttentionLayer, LayerStates
 from model_adapters.caches.encoder_mask import SourceMask
+from model_adapters.caches.packed_batch import MediaTokens
 from model_adapters.errors import TorchaxServeError, UnsupportedModelError
 from model_adapters.ops import list_ops, registry
 from model_adapters.ops.compressed_weight import Weights
 from model_adapters.ops.lora_weight import adapters_told
+from model_adapters.program.media import features_in_place
 from model_adapters.program.model_program import CallSpec
 from torchax_serve.executors.encoder_inputs import HIDDEN, context
+from torchax_serve.executors.per_sequence_blocks import begin_in_blocks, extend_in_blocks
 from torchax_serve.kv_cache.cache_layout import UNBOUNDED, CacheLayout, Leaves, SlotStateSpec
 from torchax_serve.kv_cache.pools import PagedLayerSpec
 from torchax_serve.runtime.model_runtime import ModelRuntime
@@ -165,6 +168,7 @@ class SequenceForward:
         block_len: int = UNBOUNDED,
         all_logits: bool = False,
         rope_len: Any = 0,
+        media: MediaTokens | None = None,
     ) -> Any:
         """Computes the first tokens of a prompt on an empty cache.
 
@@ -178,17 +182,20 @@ class SequenceForward:
             block_len: Maximum number of tokens of one forward; longer chunks, without padding, take several in turn.
             all_logits: Whether to return logits of every token instead of the last one's.
             rope_len: int32[], minimum length of the rotary frequencies; 0: each token's own.
+            media: Images and audio of the tokens; None: they are text.
 
         Returns:
             Logits float32[1, vocab] (or [T, vocab]), and new keys and values or the state by leaf.
         """
         num_tokens = ids.shape[0]
         if num_tokens > block_len:
-            how = {"all_logits": all_logits, "rope_len": rope_len}
-            return self._begin_in_blocks(weights, ids, layout, hidden, source_len, block_len, how)
+            how = {"all_logits": all_logits, "rope_len": rope_len, "media": media}
+            return begin_in_blocks(self, weights, ids, layout, hidden, source_len, block_len, how)
         states: LayerStates = self._new_cache(num_tokens).states
         inputs = {**self._inputs(ids, 0, length, all_logits, rope_len), **self._source(hidden, source_len)}
-        return self._forward(weights, states, jnp.int32(0), inputs, layout)
+        inputs |= self._positions(media)
+        with features_in_place(self.program.module, media):
+            return self._forward(weights, states, jnp.int32(0), inputs, layout)
 
     def extend(
         self,
@@ -203,23 +210,29 @@ class SequenceForward:
         block_len: int = UNBOUNDED,
         all_logits: bool = False,
         rope_len: Any = 0,
+        media: MediaTokens | None = None,
+        delta: Any = 0,
     ) -> Any:
-        """Computes tokens as `prefill`, behind the `offset` int32[] tokens that `leaves` hold."""
+        """Computes tokens as `prefill`, behind the `offset` int32[] tokens that `leaves` hold.
+
+        `delta` int32[] is added to positions for rotary embeddings.
+        """
         if ids.shape[0] > block_len:
-            how = {"all_logits": all_logits, "rope_len": rope_len}
-            return self._extend_in_blocks(weights, leaves, offset, ids, layout, source_len, block_len, how)
+            how = {"all_logits": all_logits, "rope_len": rope_len, "media": media}
+            return extend_in_blocks(self, weights, leaves, offset, ids, layout, source_len, block_len, how)
         states = jax.tree.unflatten(self._first[1], leaves)
         for layer in states:
             if isinstance(layer, AttentionLayer) and layer.pool is not None:
                 layer.capacity = layer.pool.shape[2]
-        inputs = self._inputs(ids, offset, length, all_logits, rope_len)
+        inputs = self._inputs(ids, offset, length, all_logits, rope_len, delta) | self._positions(media)
         inputs["starts"] = jnp.zeros(1, jnp.int32)  # in case the model cannot do without a mask
         _, kept = layout.partition(leaves)
         padded_lens = {state.shape[2] for state, row in zip(kept, layout.rows, strict=True) if row.is_of_source}
         for padded_len in padded_lens:  # one, or none
             known: Any = self._trial_context[HIDDEN][0]  # of the output itself only the shape is of use any more
             inputs |= self._source(jnp.zeros((1, padded_len, known.shape[2]), known.dtype), source_len)
-        return self._forward(weights, states, jnp.asarray(offset), inputs, layout)
+        with features_in_place(self.program.module, media):
+            return self._forward(weights, states, jnp.asarray(offset), inputs, layout)
 
     def decode_batch(
         self,
@@ -230,17 +243,20 @@ class SequenceForward:
         layout: CacheLayout,
         source_lens: jax.Array | None = None,
         adapters: jax.Array | None = None,
+        deltas: jax.Array | None = None,
     ) -> Any:
         """Computes logits [S, vocab] of the tokens `ids` int32[S], and what is new in `leaves`.
 
-        `adapters` int32[S] are those of the rows, 0 for none.
+        `adapters` int32[S] are those of the rows, 0 for none. `deltas` int32[S] are added to positions for rotary
+        embeddings.
         """
 
-        def one(leaves: Leaves, offset: jax.Array, token: jax.Array, source_len: Any, adapter: Any) -> Any:
+        def one(leaves: Leaves, offset: jax.Array, token: jax.Array, source_len: Any, adapter: Any, delta: Any) -> Any:
+            how: dict[str, Any] = {} if delta is None else {"delta": delta}
             with adapters_told(adapter):
-                return self.extend(weights, leaves, offset, token[None], 1, layout, source_len)
+                return self.extend(weights, leaves, offset, token[None], 1, layout, source_len, **how)
 
-        rows = (leaves, offsets, ids, source_lens, adapters)
+        rows = (leaves, offsets, ids, source_lens, adapters, deltas)
         if ids.shape[0] == 1:
             logits, news = jax.tree.map(lambda x: x[None], one(*jax.tree.map(lambda x: x[0], rows)))
         elif layout.is_vectorised:
@@ -253,79 +269,32 @@ class SequenceForward:
             logits, news = jax.lax.map(lambda row: one(*row), rows)
         return logits[:, 0], news
 
-    def _begin_in_blocks(
-        self,
-        weights: Weights,
-        ids: jax.Array,
-        layout: CacheLayout,
-        hidden: jax.Array | None,
-        source_len: Any,
-        block_len: int,
-        how: dict[str, Any],
-    ) -> Any:
-        first_logits, first = self.prefill(weights, ids[:block_len], block_len, layout, hidden, source_len, **how)
-        room = ((0, 0), (0, 0), (0, ids.shape[0] - block_len), (0, 0))
-        leaves = tuple(
-            jnp.pad(jnp.swapaxes(new, 0, 1)[None], room) if isinstance(kind, PagedLayerSpec) else new
-            for new, kind in zip(first, layout.leaves, strict=True)
-        )
-        logits, news = self._extend_in_blocks(
-            weights, leaves, jnp.int32(block_len), ids[block_len:], layout, source_len, block_len, how
-        )
-        both = [
-            jnp.concatenate([old, new]) if isinstance(kind, PagedLayerSpec) else new
-            for old, new, kind in zip(first, news, layout.leaves, strict=True)
-        ]
-        return jnp.concatenate([first_logits, logits]) if how["all_logits"] else logits, tuple(both)
-
-    def _extend_in_blocks(
-        self,
-        weights: Weights,
-        leaves: Leaves,
-        offset: jax.Array,
-        ids: jax.Array,
-        layout: CacheLayout,
-        source_len: Any,
-        block_len: int,
-        how: dict[str, Any],
-    ) -> Any:
-        def step(carry: tuple[Leaves, jax.Array], block: jax.Array) -> Any:
-            leaves, offset = carry
-            logits, news = self.extend(weights, leaves, offset, block, block_len, layout, source_len, **how)
-            following, added = [], []
-            for leaf, new, kind in zip(leaves, news, layout.leaves, strict=True):
-                is_pages = isinstance(kind, PagedLayerSpec)
-                row = jnp.swapaxes(new, 0, 1)[None].astype(leaf.dtype) if is_pages else new
-                following.append(jax.lax.dynamic_update_slice_in_dim(leaf, row, offset, axis=2) if is_pages else new)
-                added.append(new if is_pages else ())
-            return (tuple(following), offset + block_len), (logits, tuple(added))
-
-        (leaves, _), (logits, added) = jax.lax.scan(step, (leaves, offset), ids.reshape(-1, block_len))
-        logits = logits.reshape(-1, logits.shape[-1]) if how["all_logits"] else logits[-1]
-        news = [
-            new.reshape(-1, *new.shape[2:]) if isinstance(kind, PagedLayerSpec) else leaf
-            for leaf, new, kind in zip(leaves, added, layout.leaves, strict=True)
-        ]
-        return logits, tuple(news)
-
     def _source(self, hidden: jax.Array | None, source_len: Any) -> dict[str, Any]:
         """Returns the encoder arguments of a forward, with `source_len` valid positions."""
         if hidden is None:
             return {}
         return context(hidden, self._source_mask.argument(hidden.shape[1], source_len))
 
-    def _inputs(self, ids: jax.Array, offset: Any, length: Any, all_logits: bool, rope_len: Any = 0) -> dict[str, Any]:
+    def _inputs(
+        self, ids: jax.Array, offset: Any, length: Any, all_logits: bool, rope_len: Any = 0, delta: Any = 0
+    ) -> dict[str, Any]:
         names = self.program.names
         inputs: dict[str, Any] = {names.ids: ids[None]}
         # What lies behind the end of a table of positions is no number, so padding does not count on.
         positions = offset + jnp.minimum(jnp.arange(ids.shape[0], dtype=jnp.int32), length - 1)
         if self.program.accepts(names.positions):
-            inputs[names.positions] = positions[None]
+            inputs[names.positions] = (positions + delta)[None]
         if self.program.rope is not None:
             inputs["rope_lens"] = jnp.maximum(positions + 1, rope_len)
         if not all_logits and ids.shape[0] > 1:
             inputs["last"] = jnp.asarray(length - 1)
         return inputs
+
+    def _positions(self, media: MediaTokens | None) -> dict[str, Any]:
+        """Returns the positions of tokens on several axes, int32[axes, 1, T]."""
+        if media is None or media.positions is None:
+            return {}
+        return {self.program.names.positions: media.positions[:, None]}
 
     def _forward(
         self,

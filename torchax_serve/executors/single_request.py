@@ -16,7 +16,7 @@ import numpy as np
 from model_adapters.errors import InvalidArgumentError
 from torchax_serve.compilation.background import CompileTask
 from torchax_serve.executors.base import ExecutorLimits
-from torchax_serve.executors.request_input import RequestInput, SequenceSteps
+from torchax_serve.executors.request_input import MediaInput, RequestInput, SequenceSteps
 from torchax_serve.sampling.sampler import Sampler
 from torchax_serve.sampling.types import Logprobs
 from torchax_serve.scheduler import PlanRow, StepPlan
@@ -56,12 +56,12 @@ class SingleRequestExecutor:
 
     def check(self, name: str, source: RequestInput) -> None:
         """Implements `Executor.check`."""
-        if isinstance(source, tuple | np.ndarray):
+        if isinstance(source, tuple | np.ndarray | MediaInput):
             raise InvalidArgumentError(f"{name}: expected the steps of one request, got {type(source).__name__}")
 
     def assign(self, slot: int, source: RequestInput, adapter_id: int = 0) -> None:
         """Implements `Executor.assign`."""
-        assert slot == 0 and not adapter_id and not isinstance(source, tuple | np.ndarray)
+        assert slot == 0 and not adapter_id and not isinstance(source, tuple | np.ndarray | MediaInput)
         self._steps = source
 
     def run(

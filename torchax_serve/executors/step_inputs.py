@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from model_adapters.caches.packed_batch import PackedBatch, PagedLayout
+from model_adapters.caches.packed_batch import MediaTokens, PackedBatch, PagedLayout
+from torchax_serve.executors.media_slots import MediaSpec
 from torchax_serve.scheduler import DecodeBatch, PlanRow
 
 SAMPLED_ON_DEVICE = -1
@@ -29,6 +30,7 @@ class PackedStepSpec:
     batch_invariant: bool
     has_rope_lens: bool = False  # rotary frequencies depend on lengths
     lora: str = ""  # form of the adapters' matrices; empty: there are none
+    media: MediaSpec | None = None
 
     @property
     def num_tables(self) -> int:
@@ -88,7 +90,7 @@ class PackedStepSpec:
             part.reshape(self.num_rows, -1)[:num_rows] = table[slots]
         return numbers
 
-    def unpack(self, numbers: jax.Array, last_tokens: jax.Array) -> PackedBatch:
+    def unpack(self, numbers: jax.Array, last_tokens: jax.Array, media: MediaTokens | None = None) -> PackedBatch:
         """Returns the batch in `numbers` int32[size].
 
         Ids that are `SAMPLED_ON_DEVICE` are taken from `last_tokens` int32[num_slots].
@@ -102,6 +104,7 @@ class PackedStepSpec:
             last=last,
             page_tables=tuple(table.reshape(self.num_rows, self.pages_per_seq) for table in tables),
             rope_lens=rope_lens if self.has_rope_lens else None,
+            media=media,
         )
 
 
@@ -116,11 +119,13 @@ class FusedDecodeSpec:
 
     packed: PackedStepSpec
     max_num_steps: int
+    has_deltas: bool = False  # positions for rotary embeddings are others, by a number for each row
 
     @property
     def size(self) -> int:
         """Number of integers in the array of a call."""
-        return self.packed.num_rows * (3 + self.packed.num_tables * self.packed.pages_per_seq) + 2
+        tables = self.packed.num_tables * self.packed.pages_per_seq
+        return self.packed.num_rows * (3 + self.has_deltas + tables) + 2
 
     def pack(
         self,
@@ -130,6 +135,7 @@ class FusedDecodeSpec:
         num_steps: int = 1,
         draws: bool = False,
         ahead: int = 0,
+        deltas: np.ndarray | None = None,
     ) -> np.ndarray:
         """Returns the inputs of a call as one array, int32[size].
 
@@ -139,6 +145,7 @@ class FusedDecodeSpec:
             num_steps: Number of decode steps.
             draws: Whether any row samples.
             ahead: Number of decode steps since the first step of the plan.
+            deltas: int32[num_slots], of each slot, with `has_deltas`.
         """
         numbers = np.zeros(self.size, np.int32)
         by_row, num_rows = numbers[:-2].reshape(-1, self.packed.num_rows), len(rows)
@@ -151,7 +158,11 @@ class FusedDecodeSpec:
             by_row[2, :num_rows] = [SAMPLED_ON_DEVICE if row.token_ids is None else row.token_ids[0] for row in rows]
         by_row[0, :num_rows] = slots
         by_row[1, :num_rows] = starts + (1 + ahead)
-        for table, pages in zip(tables, np.split(by_row[3:], self.packed.num_tables), strict=True):
+        if self.has_deltas:
+            assert deltas is not None
+            by_row[3, :num_rows] = deltas[slots]
+        pages_by_row = by_row[3 + self.has_deltas :]
+        for table, pages in zip(tables, np.split(pages_by_row, self.packed.num_tables), strict=True):
             table.take(slots, axis=0, out=pages.reshape(self.packed.num_rows, -1)[:num_rows], mode="clip")
         numbers[-2:] = num_steps, draws
         return numbers
@@ -164,7 +175,7 @@ class FusedDecodeSpec:
         """
         by_row = numbers[:-2].reshape(-1, self.packed.num_rows)
         slots, lengths, ids = by_row[0], by_row[1], by_row[2]
-        tables = jnp.split(by_row[3:], self.packed.num_tables)
+        tables = jnp.split(by_row[3 + self.has_deltas :], self.packed.num_tables)
         index, num_in_use = jnp.arange(self.packed.num_rows + 1), jnp.sum(lengths > 0)
         repeated = jnp.minimum(index[:-1], jnp.maximum(num_in_use - 1, 0))  # padding repeats the last row
         slots = slots[repeated]
@@ -175,5 +186,6 @@ class FusedDecodeSpec:
             kv_lens=lengths,
             last=repeated,
             page_tables=tuple(table.reshape(self.packed.num_rows, self.packed.pages_per_seq) for table in tables),
+            deltas=by_row[3][repeated] if self.has_deltas else None,
         )
         return batch, slots, numbers[-2], numbers[-1] > 0

@@ -131,7 +131,7 @@ def _executables(
 ) -> Callable[[Callable[[], object]], ExecutableCache]:
     exported = ExportedPrograms(manifest, variant, names)
     mesh = None if sharding is None else sharding.mesh
-    return lambda load_first: ExecutableCache(programs_dir(), manifest.digest, mesh, exported=exported)
+    return lambda load_first: ExecutableCache(programs_dir(), exported.identity, mesh, exported=exported)
 
 
 def _variants_here(manifest: Manifest) -> list[Mapping[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -42,6 +43,18 @@ class ExportedPrograms:
 
     def __init__(self, manifest: Manifest, variant: Mapping[str, Any], names: TensorNames) -> None:
         self._manifest, self._variant, self._names = manifest, variant, names
+
+    @property
+    def identity(self) -> str:
+        """Digest of what compiled programs depend on; versions that differ in weights alone have the same."""
+        code = {entry["file"] for entry in self._variant["programs"].values()}
+        files = {
+            name: each["sha256"]
+            for name, each in self._manifest["files"].items()
+            if name in code or name.startswith("native/")
+        }
+        described = [self._variant, files, self._manifest["weights"]["names"]]
+        return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
     def memoized(self, name: str) -> Any:
         """Returns what tracing the model has shown.

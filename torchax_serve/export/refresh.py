@@ -11,11 +11,13 @@ from typing import Any
 
 import jax
 from jax import export
+from jax.sharding import Mesh
 
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops.cpu import ffi
 from torchax_serve.export.layout import GPU_CALLS
 from torchax_serve.export.manifest import Manifest, require_flatbuffers, write_manifest
+from torchax_serve.export.mesh import BundleSharding
 from torchax_serve.export.programs import read_program
 from torchax_serve.export.versions import new_version
 
@@ -29,6 +31,7 @@ def refresh_bundle(manifest: Manifest) -> Manifest:
     Raises:
         InvalidArgumentError: the version is in no bundle.
         CheckpointError: this release of JAX does not read a program.
+        UnsupportedModelError: it is for a mesh of more devices than there are.
         TorchaxServeError: the disk is full.
     """
     content: dict[str, Any] = copy.deepcopy(dict(manifest.content))
@@ -41,11 +44,12 @@ def refresh_bundle(manifest: Manifest) -> Manifest:
         raise InvalidArgumentError(
             f"{manifest.folder}: expected a version in a folder with its number, got another name; rename it to 1"
         )
+    mesh = None if manifest["mesh"] is None else BundleSharding.of(manifest["mesh"]).mesh
     with new_version(folder.parent, 0) as new:
         for name in manifest["files"]:
             (new.folder / name).parent.mkdir(parents=True, exist_ok=True)
             if name in programs:
-                (new.folder / name).write_bytes(_rewritten(read_program(manifest, name)))
+                (new.folder / name).write_bytes(_rewritten(read_program(manifest, name), mesh))
             else:
                 _link_or_copy(manifest.folder / name, new.folder / name)
         content["made_with"] |= {"jax": jax.__version__, "jaxlib": jax.lib.__version__}
@@ -53,9 +57,14 @@ def refresh_bundle(manifest: Manifest) -> Manifest:
         return new.completed(write_manifest(new.folder, content))
 
 
-def _rewritten(program: export.Exported) -> bytes:
+def _rewritten(program: export.Exported, mesh: Mesh | None) -> bytes:
+    """Returns the file of a program that calls `program`, on the devices of `mesh` where it was exported for some."""
     allowed = [export.DisabledSafetyCheck.custom_call(each) for each in (*ffi.TARGETS, *GPU_CALLS)]
-    leaves = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in program.in_avals]
+    shardings = [None] * len(program.in_avals) if mesh is None else program.in_shardings_jax(mesh)
+    leaves = [
+        jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=sharding)
+        for each, sharding in zip(program.in_avals, shardings, strict=True)
+    ]
     args, kwargs = jax.tree.unflatten(program.in_tree, leaves)
     made = export.export(jax.jit(program.call), platforms=program.platforms, disabled_checks=allowed)(*args, **kwargs)
     return bytes(made.serialize())

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import torch
 from jax import export
 
 from model_adapters.caches.packed_batch import NotPackableError
@@ -91,9 +92,7 @@ class StepExporter:
         try:
             shapes = packed_shapes(self.runtime, sizes)
         except NotPackableError as reason:
-            raise UnsupportedModelError(
-                f"export: expected a model that the engine runs packed, got one that it does not: {reason}"
-            ) from reason
+            raise not_exportable(self.runtime.program.module, reason) from reason
         sharding, num_bytes = self.runtime.program.sharding, sizes.kv_cache_memory_bytes
         if num_bytes is None:
             num_bytes = min(sizes.max_usable_bytes(shapes), self._free_bytes(target))
@@ -148,6 +147,14 @@ class StepExporter:
             "donated": _donated_names(call),
             "custom_calls": sorted(set(_CUSTOM_CALL.findall(str(made.mlir_module())))),
         }
+
+
+def not_exportable(module: torch.nn.Module, reason: object) -> UnsupportedModelError:
+    """Returns the error of a model that a bundle cannot hold, for a reason."""
+    return UnsupportedModelError(
+        f"export: expected a model that writes text and that the engine runs packed, got {type(module).__name__}: "
+        f"{reason}; serve the model itself"
+    )
 
 
 def _placed(leaf: Any, sharding: jax.sharding.Sharding | None) -> jax.ShapeDtypeStruct:

@@ -13,11 +13,12 @@ from typing import Any
 
 import jax
 
-from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
+from model_adapters.errors import InvalidArgumentError
 from model_adapters.loading import LoadedModel
 from model_adapters.ops import registry
 from model_adapters.ops.compressed_weight import CompressedWeight, Weight, Weights, unpacked
 from model_adapters.ops.cpu import build, ffi
+from model_adapters.ops.lora_weight import LoraWeight
 from model_adapters.ops.quantized_weight import QuantizedWeight
 from torchax_serve import __version__
 from torchax_serve.engine.factory import memory_budget
@@ -25,7 +26,7 @@ from torchax_serve.engine.options import EngineOptions
 from torchax_serve.export.layout import ENGINE_SIZES, GENERATION_CONFIG, TEMPLATE, TOKENIZER, TOOLS_TEMPLATE
 from torchax_serve.export.manifest import Manifest, require_flatbuffers, write_manifest
 from torchax_serve.export.mesh import described_mesh
-from torchax_serve.export.steps import StepExporter
+from torchax_serve.export.steps import StepExporter, not_exportable
 from torchax_serve.export.targets import PLATFORMS, ExportTarget, parse_platforms
 from torchax_serve.export.trees import described_weights
 from torchax_serve.export.versions import new_version
@@ -92,15 +93,15 @@ def export_model(loaded: LoadedModel, runtime: ModelRuntime, out: Path, request:
     require_flatbuffers()
     check_format(request.weights)
     targets = request.targets()
+    if any(isinstance(weight, LoraWeight) for weight in runtime.weights.values()):
+        raise not_exportable(loaded.module, "it has adapters that requests name (merge one: serve(adapter=...))")
     weights = _portable(runtime.weights)
     _check_layout(weights, targets)
     sizes = _sizes(runtime, request.engine)
     try:
         record, tensors = model_record(loaded, runtime, weights)
     except NotRecordableError as reason:
-        raise UnsupportedModelError(
-            f"export: expected a model of text that the engine runs packed, got one that it does not: {reason}"
-        ) from reason
+        raise not_exportable(loaded.module, reason) from reason
     with new_version(out, sum(array.nbytes for array in tensors.values())) as new:
         shapes = {name: _shape_of(array) for name, array in tensors.items()}
         exporter = StepExporter(runtime, sizes, record.weights, shapes, new.folder, request.advance)

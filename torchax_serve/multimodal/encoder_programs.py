@@ -8,6 +8,7 @@ features only.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import threading
 from collections.abc import Callable, Iterator
@@ -20,6 +21,17 @@ from model_adapters.program.module_watch import TEMPORARY
 
 MODALITIES = ("image", "video")
 _PATCHED = threading.RLock()
+_RUN: contextvars.ContextVar[Callable[[str, dict[str, Any]], Any] | None] = contextvars.ContextVar("run", default=None)
+
+
+@contextlib.contextmanager
+def encoders_run_by(run: Callable[[str, dict[str, Any]], Any]) -> Iterator[None]:
+    """Runs the encoders of calls on this thread through `run` inside the block, such as one that knows some outputs."""
+    token = _RUN.set(run)
+    try:
+        yield
+    finally:
+        _RUN.reset(token)
 
 
 @contextlib.contextmanager
@@ -32,6 +44,7 @@ def compiled_encoders(model: Any, run: Callable[[str, dict[str, Any]], Any]) -> 
         model: a transformers model.
         run: as `torchax_serve.runtime.model_runtime.ModelRuntime.call_method`.
     """
+    run = _RUN.get() or run
     base: torch.nn.Module = model.base_model
     prefix = next(name for name, child in model.named_modules() if child is base)
     names = [name for name in (f"get_{modality}_features" for modality in MODALITIES) if hasattr(base, name)]

@@ -107,7 +107,7 @@ def _compared(result: Result, model: PreTrainedModel, expected: Expected) -> Res
         unbatched = tried("unbatched", _generate, served, first, torch.ones_like(first), expected.options)
         unbatched_same = unbatched is not None and torch.equal(unbatched, expected.unbatched[0])
         try:
-            executor, reason = _executor_of(served)
+            executor, reason = executor_of(served)
         except Exception as error:
             executor, reason = STATIC, error_line(error)
             tried.errors.append(f"engine: {error_line(error)}")
@@ -145,7 +145,7 @@ def _generate(served: ServedModel, ids: torch.Tensor, mask: torch.Tensor, option
     return tokens[..., -NUM_NEW:]
 
 
-def _executor_of(served: ServedModel) -> tuple[str, str | None]:
+def executor_of(served: ServedModel) -> tuple[str, str | None]:
     """Returns the name of the engine's executor, and why it is not a faster one."""
     try:
         description = served.engine.description

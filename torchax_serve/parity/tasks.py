@@ -114,8 +114,10 @@ TASKS: dict[str, ParityTask] = {
         "Images and text",
         "Types that transformers maps to a model of images and text. **{passed} of {total} checked pass**: with an "
         "image in the prompt, logits under `jax.jit` are within 1e-4 of eager PyTorch's, and 16 greedy tokens of "
-        "`generate` the same; another image must give other logits. [images.md](images.md) says how it is done.",
-        (STATIC, TRANSFORMERS_LOOP),
+        "`generate` the same; another image must give other logits. Where the engine takes the type, so are those of "
+        "two prompts with an image each in one batch, one of which is cut into chunks. [images.md](images.md) says how "
+        "it is done.",
+        (PACKED, PER_SEQUENCE, STATIC, TRANSFORMERS_LOOP),
     ),
     "configurations": ParityTask(
         "torchax_serve.parity.tiny.configurations:cases",

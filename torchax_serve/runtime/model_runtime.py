@@ -98,6 +98,7 @@ class ModelRuntime:
         self.is_causal = not has_encoder and has_token_outputs and right_padding_is_safe(called)
         self.ignored_args = quirks.of(called).ignored_arguments
         self._parts: dict[str, ModelRuntime] = {}
+        self.media_encoder: Any = None  # made for the first prompt with images or audio on the engine
         self.process = OwnerProcess()
         self._known = StaticArgPolicy(self.program.names.per_token_args, self.steps.executables, self.weights)
 

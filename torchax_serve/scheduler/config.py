@@ -169,6 +169,16 @@ class SchedulerConfig:
         return self.max_num_seqs if self.max_rows_per_step is None else min(self.max_num_seqs, self.max_rows_per_step)
 
     @property
+    def shortest_window(self) -> int | None:
+        """Tokens of the shortest sliding window; None if all layers see all tokens."""
+        return min((group.window for group in self.groups if group.window is not None), default=None)
+
+    @property
+    def max_span_len(self) -> int:
+        """Most tokens that can be computed in one step while all other requests decode."""
+        return self.max_num_batched_tokens - self.max_running + 1
+
+    @property
     def pages_per_seq(self) -> int:
         """Columns of a page table."""
         return -(-self.max_model_len // self.page_size)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torchax_serve.scheduler.draft_tracker import DraftTracker
     from torchax_serve.scheduler.page_allocator import SequencePages
 from torchax_serve.outputs import FinishReason
-from torchax_serve.scheduler.types import MAX_TOKEN_ID, RequestId
+from torchax_serve.scheduler.types import MAX_PAGE_ID, MAX_TOKEN_ID, RequestId
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +37,8 @@ class SchedulerRequest:
     salt: str = ""  # prefixes are shared among requests of equal salt only
     cache_prompt: bool = True  # False: shares nothing (token ids that do not say all, such as those of images)
     fork_of: RequestId | None = None  # a live request with the same prompt, whose computed prompt is shared if possible
+    spans: tuple[tuple[int, int], ...] = ()  # beginnings and ends of tokens that are computed in one step
+    has_page_ids: bool = False  # `prompt_ids` has ids beyond those of tokens, which say what images and audio are
     speculates: bool = True  # drafts of its tokens may be verified
     num_unspeculated: float = 0  # first new tokens for which there are no drafts; infinite: for none of them
     waits_for_tokens: bool = False  # what may be sampled follows from all tokens before: one may be unread, not more
@@ -45,7 +47,8 @@ class SchedulerRequest:
         name = f"request {self.request_id!r}"
         ids = self.prompt_ids
         # Types are compared, not asked for an interface: prompts may have 100,000 tokens.
-        if not isinstance(ids, list | tuple) or set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) > MAX_TOKEN_ID:
+        most = MAX_PAGE_ID if self.has_page_ids else MAX_TOKEN_ID
+        if not isinstance(ids, list | tuple) or set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) > most:
             got = ids if not isinstance(ids, list | tuple) or len(ids) < 9 else f"{ids[:8]} and {len(ids) - 8} more"
             raise invalid(f"{name}: prompt_ids", "a non-empty list of token ids >= 0", got, "tokenize the prompt first")
         check_int(f"{name}: max_new_tokens", self.max_new_tokens, 1, "a request yields at least one token")
@@ -110,6 +113,23 @@ class RequestState:
         """Returns whether a deadline that has passed, "deadline" or "queue_deadline", ends the request."""
         is_open = self.status is not Status.FINISHED
         return is_open and (reason == "deadline" or self.num_cached is None)
+
+    def uncut_len(self, start: int, num_tokens: int) -> int:
+        """Returns the most tokens from `start` on, at most `num_tokens`, behind which no span is cut."""
+        end = start + num_tokens
+        for begin, after in self.request.spans:
+            if begin < end < after:
+                return max(0, begin - start)
+        return num_tokens
+
+    @property
+    def least_chunk(self) -> int:
+        """Number of tokens of which a step must have room for the next ones of the prompt, whatever is cached."""
+        start = self.num_planned if self.status is Status.RUNNING else None
+        spans = self.request.spans
+        if start is None:
+            return max((after - begin for begin, after in spans), default=1)
+        return next((after - start for begin, after in spans if begin <= start < after), 1)
 
     @property
     def slot(self) -> int | None:

@@ -115,6 +115,8 @@ class SpeculativePlanner:
             request = state.request
             if state.num_planned < state.num_prefill_tokens or request.waits_for_tokens:
                 return None
+            if request.has_page_ids:  # verify steps know no positions of images
+                return None
             if len(state.tokens) - state.prompt_len < request.num_unspeculated:
                 return None
             if state.num_planned < _end(state):

@@ -114,6 +114,9 @@ class StepPlanner:
             limit = self._config.max_num_batched_tokens if holds_decode else budget
         else:
             limit = self._round_up_to_bucket(num_decode, self._prefill_budget.limit(num_decode, budget), budget)
+        first = prompt or next(iter(self._queues.waiting), None)
+        if limit and first is not None and first.request.spans:
+            limit = min(max(limit, first.least_chunk), budget)
         num_steps = self._num_steps(num_decode)
         draft = self._fill(limit, holds_decode, num_steps)
         states = draft.decoding + draft.prefilling
@@ -249,7 +252,7 @@ class StepPlanner:
         if draft.prefill_left and (self._config.batches_prefill or not draft.prefill_rows):
             wanted = min(draft.prefill_left, state.num_prefill_tokens - state.num_planned)
             grown = self._grow(state, state.num_planned + self._config.chunk_len(wanted))
-            chunk_len = self._config.chunk_len(grown - state.num_planned)
+            chunk_len = state.uncut_len(state.num_planned, self._config.chunk_len(grown - state.num_planned))
             if chunk_len:
                 self._add_prefill_row(draft, state, chunk_len)
         if state.wants_prefill and state.pages is not None:
@@ -292,7 +295,8 @@ class StepPlanner:
             wanted = min(draft.prefill_left, state.num_prefill_tokens - state.num_planned)
             length = self._allocator.max_growth(pages, state.num_planned + self._config.chunk_len(wanted))
             self._allocator.grow_all([(pages, length)])
-            self._add_prefill_row(draft, state, self._config.chunk_len(length - state.num_planned))
+            chunk_len = self._config.chunk_len(length - state.num_planned)
+            self._add_prefill_row(draft, state, state.uncut_len(state.num_planned, chunk_len))
             missing = pages.pages_missing(self._config, state.num_prefill_tokens)
             draft.outstanding = [a + b for a, b in zip(draft.outstanding, missing, strict=True)]
 
@@ -337,8 +341,10 @@ class StepPlanner:
             match = self._allocator.match_prefix(state.tokens, salt, shares)
             if not self._allocator.can_allocate(match, len(state.tokens), spare):
                 return None
-            pages = self._allocator.allocate_slot(match, salt, shares)
             num_computed = len(match.nodes) * self._config.page_size
+            if not state.uncut_len(num_computed, min(draft.prefill_left, len(state.tokens) - num_computed)):
+                return None  # the next image waits for a step that has room for all of it
+            pages = self._allocator.allocate_slot(match, salt, shares)
         self._queues.start(state, pages, num_computed)
         if state.num_cached is None:
             state.num_cached, state.started_s = num_computed, self._now_s

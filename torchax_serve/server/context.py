@@ -80,9 +80,9 @@ class ServerContext:
 
     def error_of(self, error: BaseException) -> ApiError:
         """Returns the answer to an error; it shows no path of the model."""
-        answer = api_error_of(error)
-        if self._service is not None:
-            answer.message = self._service.without_path(answer.message)
+        answer, service = api_error_of(error), self._service
+        if service is not None and service.root != (folder := service.model.name):
+            answer.message = answer.message.replace(folder, service.name)
         return answer
 
     def service(self) -> ModelService:

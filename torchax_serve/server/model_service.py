@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import hashlib
 import importlib.util
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -89,11 +88,6 @@ class ModelService:
         self._pool.shutdown(wait=False, cancel_futures=True)
         self.model.close()
 
-    def without_path(self, text: str) -> str:
-        """Returns a text, such as that of an error, with the public name in place of the model's folder."""
-        name = self.model.name
-        return text.replace(name, self.name) if os.sep in name and self.root != name else text
-
     def prepare(self) -> None:
         """Makes what the first requests would wait for: the process of chat templates, and tables of tokens."""
         if "chat" in self.tasks:
@@ -117,16 +111,6 @@ class ModelService:
         if self.model.transcribes:
             found.append("transcribe")
         return tuple(found)
-
-    def num_tokens(self, texts: Sequence[Any]) -> int:
-        """Returns the number of tokens of texts and of token ids together, special tokens included."""
-        tokenizer: Any = self.model.tokenizer
-        given = [text for text in texts if not isinstance(text, str)]
-        written = [text for text in texts if isinstance(text, str)]
-        ids = tokenizer(written)["input_ids"] if written else []
-        limit = self.max_model_len
-        lens = [len(each) for each in (*given, *ids)]
-        return sum(lens if limit is None else [min(length, limit) for length in lens])
 
     def require(self, task: str, route: str) -> None:
         """Raises ApiError, 404, unless the model can do `task`."""

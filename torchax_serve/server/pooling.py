@@ -82,7 +82,7 @@ def _renamed(error: ValueError, field: str) -> Exception:
 
 async def _usage(request: Request, service: ModelService, texts: Sequence[Any]) -> dict[str, int]:
     """Returns the usage of a request, which is charged to its key."""
-    num_tokens = await service.run(service.num_tokens, texts)
+    num_tokens = await service.run(_num_tokens, service, texts)
     if request.state.usage is not None:
         request.state.usage.charge(num_tokens)
     return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
@@ -227,3 +227,14 @@ def _list(kind: str, model: str) -> dict[str, Any]:
         "created": int(time.time()),
         "model": model,
     }
+
+
+def _num_tokens(service: ModelService, texts: Sequence[Any]) -> int:
+    """Returns the number of tokens of texts and of token ids together, special tokens included."""
+    tokenizer: Any = service.model.tokenizer
+    given = [text for text in texts if not isinstance(text, str)]
+    written = [text for text in texts if isinstance(text, str)]
+    ids = tokenizer(written)["input_ids"] if written else []
+    limit = service.max_model_len
+    lens = [len(each) for each in (*given, *ids)]
+    return sum(lens if limit is None else [min(length, limit) for length in lens])

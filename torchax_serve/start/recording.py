@@ -137,14 +137,17 @@ def model_record(
     Raises:
         NotRecordableError: its requests need more.
     """
-    if runtime.program.rope is not None or runtime.encoder is not None:
-        raise NotRecordableError("its programs depend on lengths or an encoder")
+    if loaded.generation_config is None:
+        raise NotRecordableError("it returns embeddings, labels or scores and writes no text")
+    if runtime.encoder is not None:
+        raise NotRecordableError("it has an encoder")
+    if runtime.program.rope is not None:
+        raise NotRecordableError("its rotary frequencies depend on the length")
     if ModelCapabilities.of(runtime) != ModelCapabilities():
         raise NotRecordableError("its requests do not all run on the engine")
     if loaded.has_processor:
         raise NotRecordableError("it has a processor of images or audio")
     config, absent = _config_of(loaded)
-    assert loaded.generation_config is not None
     values, defaults = _generation_config_of(loaded)
     names, tensors = named_tensors(weights)
     record = ModelRecord(

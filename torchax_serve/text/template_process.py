@@ -16,6 +16,7 @@ import importlib
 import importlib.util
 import json
 import os
+import re
 import resource
 import socket
 import sys
@@ -24,6 +25,8 @@ from typing import Any
 
 MEMORY_BYTES = 2**30  # for rendering, without the imports: a template needs a few MiB
 MAX_CHARS = 2**26  # of a rendered conversation
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+"""The tag of transformers around what the assistant writes."""
 
 
 def main() -> None:
@@ -77,13 +80,15 @@ def _answer(chat_template_utils: Any, job: dict[str, Any]) -> dict[str, Any]:
 
     Returns:
         ``variables`` that the template reads, ``words`` (names and strings that occur in it), ``takes_parts`` (of a
-        content), and ``texts``: for each conversation ``{"text": …}`` or ``{"error": …}``.
+        content), and ``texts``: for each conversation ``{"text": …, "generated": …}`` or ``{"error": …}``. What is
+        generated is a list of begins and ends, or None without the tag ``generation``.
     """
     compiled = chat_template_utils._compile_jinja_template(job["template"])
     texts = []
     for conversation in job["conversations"]:
         try:
-            texts.append({"text": _rendered(chat_template_utils, job, conversation)})
+            text, generated = _rendered(chat_template_utils, job, conversation)
+            texts.append({"text": text, "generated": generated})
         except MemoryError:
             raise
         except Exception as error:
@@ -91,20 +96,22 @@ def _answer(chat_template_utils: Any, job: dict[str, Any]) -> dict[str, Any]:
     return {**_facts(compiled.environment, job["template"]), "texts": texts}
 
 
-def _rendered(chat_template_utils: Any, job: dict[str, Any], conversation: list[Any]) -> str:
-    rendered, _ = chat_template_utils.render_jinja_template(
+def _rendered(chat_template_utils: Any, job: dict[str, Any], conversation: list[Any]) -> tuple[str, Any]:
+    is_tagged = GENERATION.search(job["template"]) is not None
+    rendered, generated = chat_template_utils.render_jinja_template(
         conversations=[conversation],
         chat_template=job["template"],
         tools=job["tools"],
         documents=job["documents"],
         add_generation_prompt=not (job["continues"] or job["is_complete"]),
         continue_final_message=job["continues"],
+        return_assistant_tokens_mask=is_tagged,
         **job["variables"],
     )
     text: str = rendered[0]
     if len(text) > MAX_CHARS:
         raise ValueError(f"it writes more than {MAX_CHARS} characters")
-    return text
+    return text, generated[0] if is_tagged else None
 
 
 def _facts(environment: Any, template: str) -> dict[str, Any]:

@@ -55,12 +55,15 @@ class RenderedJob:
 
     Attributes:
         texts: Text of each conversation, or its error.
+        generated: For each conversation the begins and ends, in characters, of what the template marks as the
+            assistant's by ``{% generation %}``; None if it has no such tag, or does not render.
         variables: Names of the variables that the template reads.
         words: Names of attributes, and strings, that occur in the template.
         takes_parts: Whether the template loops over the parts of a message's content.
     """
 
     texts: list[str | ChatTemplateError]
+    generated: list[list[tuple[int, int]] | None]
     variables: frozenset[str]
     words: frozenset[str]
     takes_parts: bool
@@ -107,6 +110,7 @@ class TemplateRenderer:
             raise ChatTemplateError(f"does not render: {answer['error']}")
         return RenderedJob(
             [each["text"] if "text" in each else ChatTemplateError(each["error"]) for each in answer["texts"]],
+            [_spans(each.get("generated")) for each in answer["texts"]],
             frozenset(answer["variables"]),
             frozenset(answer["words"]),
             answer["takes_parts"],
@@ -196,6 +200,10 @@ def _encoded(value: dict[str, Any]) -> bytes:
     if len(data) > MAX_JOB_BYTES:
         raise ChatTemplateError(f"takes conversations of at most {MAX_JOB_BYTES >> 20} MiB, got {len(data) >> 20} MiB")
     return data
+
+
+def _spans(pairs: list[list[int]] | None) -> list[tuple[int, int]] | None:
+    return None if pairs is None else [(begin, end) for begin, end in pairs]
 
 
 _renderer: TemplateRenderer | None = None

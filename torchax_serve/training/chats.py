@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from torchax_serve.text.chat_template import ChatOptions
 from torchax_serve.text.messages import checked_conversation
 from torchax_serve.text.template_renderer import TemplateJob, shared_renderer
 
+Span = tuple[int, int]
+"""First character of a piece of text, and the one after its last."""
 MAX_RENDERINGS = 64
 """Conversations of one job of the template renderer: a job has a time limit of seconds."""
 
@@ -117,14 +120,15 @@ def encode_rows(tokenizer: Any, name: str, rows: Sequence[Mapping[str, Any]], ch
     examples = []
     for number, row in enumerate(rows, 1):
         where = f"row {number}"
+        is_learned: Callable[[Span], bool]
         if "text" in row:
-            text, spans = row["text"], [(0, len(row["text"]))]
+            text, is_learned = row["text"], functools.partial(_is_within, [(0, len(row["text"]))])
             encoded = tokenizer(text, return_offsets_mapping=True)  # with the special tokens of a text
         else:
-            text, spans = _rendered(tokenizer, name, where, row, checks.answers)
+            text, is_learned = _rendered(tokenizer, name, where, row, checks.answers)
             encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ids = tuple(encoded["input_ids"])
-        learned = tuple(_is_within(offsets, spans) for offsets in encoded["offset_mapping"])
+        learned = tuple(is_learned(offsets) for offsets in encoded["offset_mapping"])
         if "text" in row and tokenizer.eos_token_id is not None and ids[-1] != tokenizer.eos_token_id:
             ids, learned = (*ids, tokenizer.eos_token_id), (*learned, True)
         if len(ids) > checks.max_len:
@@ -138,17 +142,24 @@ def encode_rows(tokenizer: Any, name: str, rows: Sequence[Mapping[str, Any]], ch
     return examples
 
 
-def _is_within(offsets: tuple[int, int], spans: Sequence[tuple[int, int]]) -> bool:
+def _is_within(spans: Sequence[Span], offsets: Span) -> bool:
     begin, end = offsets
     return begin < end and any(first <= begin and end <= last for first, last in spans)
 
 
+def _overlaps(spans: Sequence[Span], offsets: Span) -> bool:
+    begin, end = offsets
+    return begin < end and any(begin < last and first < end for first, last in spans)
+
+
 def _rendered(
     tokenizer: Any, name: str, where: str, row: Mapping[str, Any], answers: str
-) -> tuple[str, list[tuple[int, int]]]:
-    """Returns the text of a conversation, and the begin and end of each answer in it, end-of-turn token included.
+) -> tuple[str, Callable[[Span], bool]]:
+    """Returns the text of a conversation, and which tokens are learned, by their first and last character.
 
-    An answer begins where the template's prompt for it ends.
+    What is learned is inside the template's tags ``{% generation %}``, by the rule of transformers'
+    ``return_assistant_tokens_mask``. A template without them writes an answer where its prompt for it ends, and the
+    token that ends the turn belongs to it.
     """
     try:
         messages = checked_conversation(row["messages"], None)
@@ -160,39 +171,66 @@ def _rendered(
     if not getattr(tokenizer, "chat_template", None):
         raise ChatTemplateError(f"{name} has no chat template; give rows with text, or set tokenizer.chat_template")
     turns = turns if answers == "all" else turns[-1:]
-    options = ChatOptions.of(row.get("tools"), None, None, False)
-    prompts = _texts(tokenizer, name, where, [messages[:turn] for turn in turns], options, is_complete=False)
-    complete = [messages[: turn + 1] for turn in turns] + [messages]
-    *ends, text = _texts(tokenizer, name, where, complete, options, is_complete=True)
+    template = _Template(tokenizer, name, where, ChatOptions.of(row.get("tools"), None, None, False).tools)
+    ((text, generated),) = template.rendered([messages], is_complete=True)
+    if generated is not None and answers == "all":
+        return text, functools.partial(_overlaps, generated)
+    prompts = template.rendered([messages[:turn] for turn in turns], is_complete=False)
+    if generated is not None:
+        last = prompts[-1][0]
+        if not text.startswith(last):
+            raise ChatTemplateError(
+                f"{where}: expected a chat template whose text begins with the prompt of the last answer, which that "
+                f'of {name} does not, so the answer cannot be found in it; choose answers="all"'
+            )
+        return text, functools.partial(_overlaps, [span for span in generated if span[0] >= len(last)])
+    ends = template.rendered([messages[: turn + 1] for turn in turns], is_complete=True)
     spans = []
-    for prompt, end in zip(prompts, ends, strict=True):
+    for (prompt, _), (end, _) in zip(prompts, ends, strict=True):
         if not (end.startswith(prompt) and text.startswith(end.rstrip())):
             raise ChatTemplateError(
                 f"{where}: expected a chat template that writes a turn the same way whatever follows, which that of "
                 f'{name} does not, so earlier answers cannot be found in it; choose answers="last", or split the row'
             )
         spans.append((len(prompt), len(end.rstrip())))
-    return text, spans
+    return text, functools.partial(_is_within, spans)
 
 
-def _texts(
-    tokenizer: Any,
-    name: str,
-    where: str,
-    conversations: list[list[dict[str, Any]]],
-    options: ChatOptions,
-    *,
-    is_complete: bool,
-) -> list[str]:
-    tools = None if options.tools is None else list(options.tools)
-    special = {key: value for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
-    source = tokenizer.get_chat_template(None, tools)
-    found: list[str] = []
-    for begin in range(0, len(conversations), MAX_RENDERINGS):
-        part = conversations[begin : begin + MAX_RENDERINGS]
-        job = TemplateJob(source, part, special, tools, None, is_complete=is_complete)
-        for text in shared_renderer().render(job).texts:
-            if isinstance(text, ChatTemplateError):
-                raise ChatTemplateError(f"{where}: the chat template of {name} does not render: {text}") from text
-            found.append(text)
-    return found
+@dataclasses.dataclass(frozen=True)
+class _Template:
+    """The chat template for a row.
+
+    Attributes:
+        tokenizer: The tokenizer that it is of.
+        name: Name of the model.
+        where: Name of the row.
+        tools: JSON schemas, or None.
+    """
+
+    tokenizer: Any
+    name: str
+    where: str
+    tools: Sequence[Any] | None
+
+    def rendered(
+        self, conversations: list[list[dict[str, Any]]], *, is_complete: bool
+    ) -> list[tuple[str, list[Span] | None]]:
+        """Returns for each conversation its text, and where the template's tags say that the assistant writes."""
+        tools = None if self.tools is None else list(self.tools)
+        special = {key: value for key, value in self.tokenizer.special_tokens_map.items() if isinstance(value, str)}
+        source = self.tokenizer.get_chat_template(None, tools)
+        found: list[tuple[str, list[Span] | None]] = []
+        for begin in range(0, len(conversations), MAX_RENDERINGS):
+            part = conversations[begin : begin + MAX_RENDERINGS]
+            job = TemplateJob(source, part, special, tools, None, is_complete=is_complete)
+            try:
+                done = shared_renderer().render(job)
+            except ChatTemplateError as error:
+                raise ChatTemplateError(f"{self.where}: the chat template of {self.name} {error}") from error
+            for text, generated in zip(done.texts, done.generated, strict=True):
+                if isinstance(text, ChatTemplateError):
+                    raise ChatTemplateError(
+                        f"{self.where}: the chat template of {self.name} does not render: {text}"
+                    ) from text
+                found.append((text, generated))
+        return found

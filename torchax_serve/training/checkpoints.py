@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from model_adapters.errors import CheckpointError, InvalidArgumentError, UnsupportedModelError
+from model_adapters.loading.memory import gigabytes
 from torchax_serve.training.step import TrainState
 
 FOLDER = "checkpoints"
@@ -30,6 +35,18 @@ def import_orbax() -> Any:
     return orbax.checkpoint
 
 
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps absl from printing the traces of Orbax's threads: the error that they end in says what they do."""
+    logger = logging.getLogger("absl")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
 class Checkpoints:
     """The checkpoints in the folder of a run.
 
@@ -48,19 +65,31 @@ class Checkpoints:
         self._manager = self._orbax.CheckpointManager(self._folder, options=options)
 
     def save(self, step: int, state: TrainState, losses: list[float]) -> None:
-        """Writes the checkpoint of `step` steps; does nothing if it is there."""
+        """Writes the checkpoint of `step` steps; does nothing if it is there.
+
+        Raises:
+            CheckpointError: it cannot be written, as on a full disk; those of before stay.
+        """
         if self._manager.latest_step() == step:
             return
+        num_bytes = sum(array.nbytes for array in jax.tree.leaves(vars(state)))
+        if (free := shutil.disk_usage(self._folder).free) < num_bytes:  # Orbax would leave traces of its threads
+            raise CheckpointError(
+                f"{self._folder}: expected {gigabytes(num_bytes)} of free disk for the checkpoint of step {step}, got "
+                f"{gigabytes(free)}; free some, and start the same run again"
+            )
         args = self._orbax.args
         about = {"deciding": self._deciding, "losses": losses}
         try:
-            self._manager.save(
-                step, args=args.Composite(state=args.StandardSave(vars(state)), about=args.JsonSave(about))
-            )
-            self._manager.wait_until_finished()
-        except OSError as error:
+            with _quiet():
+                self._manager.save(
+                    step, args=args.Composite(state=args.StandardSave(vars(state)), about=args.JsonSave(about))
+                )
+                self._manager.wait_until_finished()
+        except Exception as error:  # of several libraries, with the cause at the end of a long line
             raise CheckpointError(
-                f"{self._folder}: the checkpoint of step {step} cannot be written ({error})"
+                f"{self._folder}: expected to write the checkpoint of step {step}, and it cannot be written "
+                f"({' '.join(str(error).split())[-120:]}); start the same run again where it can"
             ) from error
 
     def restore(self, like: TrainState) -> tuple[TrainState, list[float]] | None:

@@ -16,9 +16,11 @@ import optax
 
 from model_adapters.errors import InvalidArgumentError, TorchaxServeError
 from model_adapters.jax_settings import programs_run
+from torchax_serve.profiling.picture import check_plot
 from torchax_serve.training.chats import RowChecks, digest, encode_rows, read_rows
 from torchax_serve.training.checkpoints import Checkpoints
 from torchax_serve.training.inputs import inputs_of
+from torchax_serve.training.lora import parse_lora
 from torchax_serve.training.options import TrainingOptions
 from torchax_serve.training.packing import Packer, TrainingBatch
 from torchax_serve.training.parallel import Layout
@@ -104,7 +106,9 @@ def train(
         TorchaxServeError: the loss is not finite; the state before that step is in the last checkpoint.
     """
     rows = read_rows(data)
-    folder = Path(out)
+    if isinstance(lora, str):
+        parse_lora(lora)  # before a model is loaded for it
+    folder = _checked_folder(Path(out), model)
     prepared = trainable_model(model, lora, options, **loading)
     deciding = {**options.deciding(), "model": prepared.name, "data": digest(rows), "lora": _described(lora)}
     packer = _packer(prepared, rows, options)
@@ -124,6 +128,19 @@ def train(
         if prepared.tokenizer is not None:
             prepared.tokenizer.save_pretrained(folder)
     return TrainingResult(folder, run.losses, is_complete, dataclasses.replace(prepared, trained=run.state.trained))
+
+
+def _checked_folder(out: Path, model: Any) -> Path:
+    """Returns the folder of the run.
+
+    Raises:
+        InvalidArgumentError: it is a file, or the folder of the model.
+    """
+    if out.exists() and not out.is_dir():
+        raise InvalidArgumentError(f"out: expected a folder, got the file {out}; name another")
+    if isinstance(model, str | os.PathLike) and out.exists() and Path(model).exists() and out.samefile(model):
+        raise InvalidArgumentError(f"out: expected another folder than the model's, got {out}; name another")
+    return out
 
 
 def _described(lora: Any) -> str | None:
@@ -248,14 +265,11 @@ def plot_losses(losses: list[float], file: Path) -> None:
     """Writes the loss curve of `losses` as a picture.
 
     Raises:
-        InvalidArgumentError: matplotlib is not installed.
+        InvalidArgumentError: matplotlib is not installed, or does not know the suffix; there is no such folder.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise InvalidArgumentError(
-            "expected matplotlib for the loss curve, it is not installed; pip install 'torchax-serve[train]'"
-        ) from error
+    check_plot(file)
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(6, 3.5), layout="constrained")
     axes = figure.add_subplot(xlabel="step", ylabel="loss", title="training loss")
     axes.plot(range(1, len(losses) + 1), losses)

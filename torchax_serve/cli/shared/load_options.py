@@ -156,8 +156,8 @@ class LoadOptions(ConfigOptions):
 
 
 @dataclass(frozen=True)
-class DeviceOptions(LoadOptions):
-    """Loading options of commands that can spread a model over devices."""
+class MeshOptions(LoadOptions):
+    """Loading options of commands that can spread a model over the devices of a host."""
 
     tensor_parallel: Annotated[
         int | None,
@@ -189,34 +189,6 @@ class DeviceOptions(LoadOptions):
             help="Layer that may have adapters, such as q_proj, as often as there are; those of the adapters given.",
         ),
     ] = None
-    coordinator: Annotated[
-        str | None,
-        _hosts_option(
-            "--coordinator", envvar="TORCHAX_SERVE_COORDINATOR", help="HOST:PORT of host 0, as all others reach it."
-        ),
-    ] = None
-    num_hosts: Annotated[
-        int | None,
-        _hosts_option("--num-hosts", envvar="TORCHAX_SERVE_NUM_HOSTS", help="Hosts whose devices share the model."),
-    ] = None
-    host_id: Annotated[
-        int | None,
-        _hosts_option(
-            "--host-id", envvar="TORCHAX_SERVE_HOST_ID", help="Of this host; 0 answers, all others lend their devices."
-        ),
-    ] = None
-    join_timeout: Annotated[
-        float, _hosts_option("--join-timeout", help="Seconds that hosts wait for each other.", show_default=True)
-    ] = 300.0
-
-    hosts_secret_file: Annotated[
-        Path | None,
-        _hosts_option(
-            "--hosts-secret-file",
-            envvar="TORCHAX_SERVE_HOSTS_SECRET_FILE",
-            help="File with a secret that all hosts have; TORCHAX_SERVE_HOSTS_SECRET holds one itself.",
-        ),
-    ] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -226,10 +198,6 @@ class DeviceOptions(LoadOptions):
             )
         self.mesh_shape()
         self.adapters()
-        if self.hosts() is not None and self.adapter:
-            raise InvalidArgumentError(
-                "--adapter: expected one host, got several; merge it with peft, and serve the result"
-            )
 
     def serve_kwargs(self) -> dict[str, Any]:
         """Returns the keyword arguments of `torchax_serve.serve`."""
@@ -238,7 +206,6 @@ class DeviceOptions(LoadOptions):
             **self._adapter_kwargs(),
             "tensor_parallel": self.tensor_parallel,
             "mesh": self.mesh_shape(),
-            "hosts": self.hosts(),
         }
 
     def adapters(self) -> tuple[list[str], dict[str, str]]:
@@ -282,6 +249,51 @@ class DeviceOptions(LoadOptions):
         from torchax_serve.distributed.mesh_shape import parse_mesh
 
         return parse_mesh(self.mesh, None)
+
+
+@dataclass(frozen=True)
+class DeviceOptions(MeshOptions):
+    """Loading options of commands that can spread a model over the devices of several hosts."""
+
+    coordinator: Annotated[
+        str | None,
+        _hosts_option(
+            "--coordinator", envvar="TORCHAX_SERVE_COORDINATOR", help="HOST:PORT of host 0, as all others reach it."
+        ),
+    ] = None
+    num_hosts: Annotated[
+        int | None,
+        _hosts_option("--num-hosts", envvar="TORCHAX_SERVE_NUM_HOSTS", help="Hosts whose devices share the model."),
+    ] = None
+    host_id: Annotated[
+        int | None,
+        _hosts_option(
+            "--host-id", envvar="TORCHAX_SERVE_HOST_ID", help="Of this host; 0 answers, all others lend their devices."
+        ),
+    ] = None
+    join_timeout: Annotated[
+        float, _hosts_option("--join-timeout", help="Seconds that hosts wait for each other.", show_default=True)
+    ] = 300.0
+
+    hosts_secret_file: Annotated[
+        Path | None,
+        _hosts_option(
+            "--hosts-secret-file",
+            envvar="TORCHAX_SERVE_HOSTS_SECRET_FILE",
+            help="File with a secret that all hosts have; TORCHAX_SERVE_HOSTS_SECRET holds one itself.",
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.hosts() is not None and self.adapter:
+            raise InvalidArgumentError(
+                "--adapter: expected one host, got several; merge it with peft, and serve the result"
+            )
+
+    def serve_kwargs(self) -> dict[str, Any]:
+        """Returns the keyword arguments of `torchax_serve.serve`."""
+        return {**super().serve_kwargs(), "hosts": self.hosts()}
 
     def hosts(self) -> Hosts | None:
         """Returns the hosts that share the model; None for a single host.

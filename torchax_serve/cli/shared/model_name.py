@@ -6,7 +6,7 @@ from pathlib import Path
 
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.loading.hub_cache import downloaded
-from model_adapters.loading.model_source import ModelSource, parse_name
+from model_adapters.loading.model_source import ModelSource, bundle_folder, parse_name
 from model_adapters.loading.short_names import SHORT_NAMES
 from torchax_serve.validation.library_objects import is_cached_pipeline, is_pipeline_folder
 
@@ -33,6 +33,19 @@ def check_model(name: str | None, revision: str | None = None, *, with_weights: 
     if isinstance(source, ModelSource) and source.kind == "config" and with_weights:
         raise InvalidArgumentError(
             f"MODEL: expected a model with weights, got the configuration {name}; give the folder of the model"
+        )
+
+
+def refuse_bundle(name: str | None, remedy: str) -> None:
+    """Raises InvalidArgumentError if MODEL is a bundle, for a command that needs the PyTorch model.
+
+    Args:
+        name: Name on the command line.
+        remedy: What to do instead.
+    """
+    if bundle_folder(name) is not None:
+        raise InvalidArgumentError(
+            f"MODEL: expected a model, got the bundle {name}, which has no PyTorch model; {remedy}"
         )
 
 

@@ -1,0 +1,203 @@
+"""What a language model gets of images and audio, inside the forward of a model that has both.
+
+The code of such a model embeds the tokens, puts the features of its encoder in place of placeholders, and calls its
+language model. `language_model_inputs` runs that code up to the call. Later forwards get token ids alone, and
+`features_in_place` puts the same features into what the embedding returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from model_adapters.attention import attention_name
+from model_adapters.bridge.views import as_views, jax_view, torch_view
+from model_adapters.caches.packed_batch import MediaTokens
+from model_adapters.errors import UnsupportedModelError
+from model_adapters.lowerings import constant_folding, deferred_checks
+from model_adapters.ops.compressed_weight import Weights
+from model_adapters.program.call_signature import CACHE_NAMES
+from model_adapters.program.call_spec import CallSpec
+from model_adapters.program.embeddings import token_embedding
+from model_adapters.program.model_program import CHECKS, ModelProgram
+from model_adapters.program.static_tensors import as_tensors, without_constants
+from model_adapters.program.trace_context import replaced_methods, trace_lock
+
+_MEDIA = re.compile(r".*(pixel|image|video|audio|patches|input_features|input_values).*")
+"""Names of arguments by which a forward gets images or audio."""
+_TEXT = frozenset({"input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache_position", *CACHE_NAMES})
+"""Arguments of a language model that later forwards bring themselves."""
+
+_DEEPSTACK, _DEEPSTACK_MASK, _ADD_DEEPSTACK = "deepstack_visual_embeds", "visual_pos_masks", "_deepstack_process"
+"""Features that a language model adds behind its first layers (Qwen3-VL), the tokens that they are added to, and the
+method that adds them."""
+
+
+class _Reached(BaseException):
+    """Raised where model code calls its language model; no error handler of model code stops it."""
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.given = given
+
+
+@functools.lru_cache(maxsize=64)
+def language_model_name(module: torch.nn.Module) -> str | None:
+    """Returns the name of the outermost part around the token embedding that takes no images and no audio.
+
+    None if the model does not name its embedding, or no such part takes embeddings.
+    """
+    embedding = token_embedding(module)
+    path = next((name for name, child in module.named_modules() if child is embedding and name), None)
+    parts = [] if path is None else path.split(".")
+    for depth in range(1, len(parts)):
+        name = ".".join(parts[:depth])
+        function = getattr(module.get_submodule(name), "forward", None)
+        parameters = {} if function is None else inspect.signature(function).parameters
+        if "inputs_embeds" in parameters and not any(_MEDIA.fullmatch(each) for each in parameters):
+            return name
+    return None
+
+
+def language_model_inputs(
+    program: ModelProgram, weights: Weights, inputs: dict[str, Any], spec: CallSpec
+) -> dict[str, jax.Array]:
+    """Runs the forward up to the call of its language model; to be traced.
+
+    Args:
+        program: The model.
+        weights: Weights by name.
+        inputs: Arrays of one row by argument of the forward.
+        spec: The static arguments.
+
+    Returns:
+        ``embeds`` float[len, width], the embeddings with features in place; ``is_media`` bool[len], whether they are
+        others than those of the tokens; ``deepstack`` float[layers, n, width], what the first layers add to the n
+        tokens with features, if they do; ``visible`` bool[len, len], which keys queries see, if that is not causal; and
+        deferred checks of the model's code.
+
+    Raises:
+        UnsupportedModelError: the language model gets more than that, or what no embedding has returned.
+    """
+    module, kwargs = program.module, {**without_constants(torch_view(inputs)), **as_tensors(dict(spec.static_args))}
+    if program.accepts("use_cache"):
+        kwargs["use_cache"] = False
+    name, embedding = language_model_name(module), token_embedding(module)
+    if name is None or embedding is None:
+        raise UnsupportedModelError("no part of the model takes embeddings and no images")
+    language_model, embedded = module.get_submodule(name), []
+    signature = inspect.signature(type(language_model).forward)
+
+    def stop(owner: torch.nn.Module, *args: Any, **given: Any) -> None:
+        raise _Reached(signature.bind(owner, *args, **given).arguments)
+
+    def embed(owner: torch.nn.Module, *args: Any, **given: Any) -> Any:
+        embedded.append(type(owner).forward(owner, *args, **given))
+        return embedded[-1]
+
+    found: Mapping[str, Any] | None = None
+    with (
+        trace_lock(),
+        replaced_methods([(language_model, "forward", stop), (embedding, "forward", embed)]),
+        constant_folding.enabled(),
+        deferred_checks.collect() as met,
+    ):
+        try:
+            program.run(weights, kwargs, attention_name(module))
+        except _Reached as reached:
+            found = reached.given
+        if found is None:
+            raise UnsupportedModelError("its forward does not call its language model")
+        adds_deepstack = hasattr(language_model, _ADD_DEEPSTACK)
+        return _captured(found, embedded, adds_deepstack=adds_deepstack) | ({CHECKS: jnp.stack(met)} if met else {})
+
+
+def _captured(found: Mapping[str, Any], embedded: list[Any], *, adds_deepstack: bool) -> dict[str, jax.Array]:
+    given = {key: value for key, value in found.items() if value is not None and key != "self"}
+    given |= given.pop("kwargs", {})
+    embeds = given.get("inputs_embeds")
+    own = next((each for each in embedded if embeds is not None and each.shape == embeds.shape), None)
+    if embeds is None or own is None:
+        raise UnsupportedModelError("its language model gets embeddings that are not those of tokens")
+    deepstack = [as_views(part) for part in given.pop(_DEEPSTACK, None) or ()]
+    given.pop(_DEEPSTACK_MASK, None)
+    if deepstack and not adds_deepstack:
+        raise UnsupportedModelError(f"its language model adds {_DEEPSTACK} in a way of its own")
+    if further := [key for key, value in given.items() if key not in _TEXT and _has_tensor(value)]:
+        raise UnsupportedModelError(f"its language model gets {', '.join(sorted(further))} of images")
+    embeds, own = jax_view(as_views(embeds)), jax_view(as_views(own))
+    fields = {"embeds": embeds[0], "is_media": (embeds[0] != own[0]).any(-1)}
+    if deepstack:
+        fields["deepstack"] = jnp.stack([jax_view(part) for part in deepstack])
+    mask = given.get("attention_mask")
+    masks = list(mask.values()) if isinstance(mask, dict) else [mask]
+    unusual = [each for each in masks if each is not None and getattr(each, "causal_mask", None) is None]
+    unusual = [each for each in unusual if each.ndim == 4]
+    if unusual:
+        # Of layers with and without a window, those without show all that a token sees.
+        visible = jnp.stack([_as_visible(jax_view(as_views(each)))[0, 0] for each in unusual]).any(0)
+        fields["visible"] = visible
+    return fields
+
+
+def _as_visible(mask: jax.Array) -> jax.Array:
+    return mask if mask.dtype == jnp.bool else mask == 0
+
+
+def _has_tensor(value: Any) -> bool:
+    leaves = jax.tree.leaves(value, is_leaf=lambda leaf: isinstance(leaf, torch.Tensor))
+    return any(isinstance(leaf, torch.Tensor) for leaf in leaves)
+
+
+@contextlib.contextmanager
+def features_in_place(module: torch.nn.Module, media: MediaTokens | None) -> Iterator[None]:
+    """Puts features in place of the embeddings of placeholder tokens inside the context; None: of no token."""
+    embedding = token_embedding(module)
+    if media is None or embedding is None:
+        yield
+        return
+
+    index, width = media.index, media.features.shape[1]
+
+    def rows(begin: int, end: int) -> Any:
+        chosen = media.features[jnp.maximum(index, 0), begin:end]
+        return jnp.where((index >= 0)[:, None], chosen, 0)
+
+    def embed(owner: torch.nn.Module, *args: Any, **given: Any) -> Any:
+        own = jax_view(as_views(type(owner).forward(owner, *args, **given)))
+        if own.ndim != 3 or own.shape[1] != index.shape[0]:
+            return torch_view(own)  # another table of the same module
+        placed = rows(0, own.shape[2]).astype(own.dtype)
+        return torch_view(jnp.where((index >= 0)[None, :, None], placed[None], own))
+
+    replacements: list[Any] = [(embedding, "forward", embed)]
+    size = getattr(embedding, "embedding_dim", width)
+    if width > size:
+        replacements += _deepstack_in_place(module, [rows(begin, begin + size) for begin in range(size, width, size)])
+    with trace_lock(), replaced_methods(replacements):
+        yield
+
+
+def _deepstack_in_place(module: torch.nn.Module, parts: list[jax.Array]) -> list[Any]:
+    """Returns replacements of methods by which the first layers add `parts`, float[T, width] each."""
+    name = language_model_name(module)
+    assert name is not None
+    language_model = module.get_submodule(name)
+
+    def forward(owner: torch.nn.Module, *args: Any, **given: Any) -> Any:
+        of_all = torch_view(jnp.ones((1, len(parts[0])), bool))
+        given |= {_DEEPSTACK: [torch_view(part) for part in parts], _DEEPSTACK_MASK: of_all}
+        return type(owner).forward(owner, *args, **given)
+
+    def add(owner: torch.nn.Module, hidden_states: Any, mask: Any, features: Any) -> Any:
+        return hidden_states + features.to(hidden_states.dtype)[None]
+
+    return [(language_model, "forward", forward), (language_model, _ADD_DEEPSTACK, add)]

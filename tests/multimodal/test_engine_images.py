@@ -1,0 +1,140 @@
+"""Prompts with images in the engine's steps, next to each other and to text, beside eager PyTorch."""
+
+import copy
+
+import pytest
+import torch
+
+from model_adapters.errors import InvalidArgumentError
+from torchax_serve import EngineOptions, serve
+from torchax_serve.parity.tiny.images import image_model, inputs_of
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+NEW = 6
+TYPES = {"qwen2_5_vl": "packed", "gemma3": "packed", "kimi_k25": "per-sequence"}
+BUDGET = 19  # of tokens in a step: two prompts of 13 do not fit, so that one of them is cut
+
+
+class Tiny:
+    """A tiny model on the engine, with eager PyTorch's answers."""
+
+    def __init__(self, model_type):
+        self.model_type = model_type
+        self.eager = image_model(model_type).eval()
+        self.inputs = [inputs_of(self.eager, model_type, index) for index in range(2)]
+        self.text = [4, 5, 6, 7, 8, 9]
+
+    def start(self):
+        options = EngineOptions(
+            max_model_len=64, max_num_seqs=4, page_size=4, max_num_batched_tokens=BUDGET, kv_cache_memory_bytes=1 << 20
+        )
+        self.served = serve(copy.deepcopy(self.eager), engine=options)
+        self.served.engine.check_integrity = True
+        self.config = copy.deepcopy(self.served.generation_config)
+        self.config.update(max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)
+        return self
+
+    @torch.no_grad()
+    def expected(self, **inputs):
+        options = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}
+        return self.eager.generate(**copy.deepcopy(inputs), **options)[0, -NEW:].tolist()
+
+    def stream(self, inputs):
+        return self.served.iter_tokens((), self.config, inputs=inputs)
+
+    def tokens(self, inputs):
+        return list(self.stream(inputs))
+
+    @property
+    def counts(self):
+        encoder = self.served.torch_model._jax_runtime.media_encoder
+        return encoder.num_encoded, encoder.num_encoder_runs
+
+    @property
+    def num_hit_tokens(self):
+        return self.served.engine.stats().scheduler.num_hit_tokens
+
+
+@pytest.fixture(scope="module", params=TYPES)
+def tiny(request):
+    made = Tiny(request.param).start()
+    with made.served:
+        yield made
+
+
+def test_images_of_several_requests_in_one_batch(tiny):
+    assert ("per-sequence" in tiny.served.engine.description) == (TYPES[tiny.model_type] == "per-sequence")
+    text = tiny.served.iter_tokens(tiny.text, tiny.config)
+    streams = [tiny.stream(inputs) for inputs in tiny.inputs]
+    answers = [list(stream) for stream in streams]
+    assert answers == [tiny.expected(**inputs) for inputs in tiny.inputs]
+    assert answers[0] != answers[1]
+    ids = torch.tensor([tiny.text])
+    assert list(text) == tiny.expected(input_ids=ids, attention_mask=torch.ones_like(ids))
+    assert tiny.served._single_engine is None
+
+
+def test_pages_and_features_are_found_by_the_pixels(tiny):
+    expected = [tiny.expected(**inputs) for inputs in tiny.inputs]
+    for inputs in tiny.inputs:
+        tiny.tokens(inputs)
+    encoded, hits = tiny.counts, tiny.num_hit_tokens
+    assert [tiny.tokens(inputs) for inputs in tiny.inputs] == expected
+    assert tiny.counts == encoded
+    full_pages = [(inputs["input_ids"].shape[1] - 1) // 4 for inputs in tiny.inputs]
+    assert tiny.num_hit_tokens - hits == 4 * sum(full_pages)
+    hits = tiny.num_hit_tokens
+    other = {**tiny.inputs[0], "pixel_values": tiny.inputs[1]["pixel_values"]}
+    assert tiny.tokens(other) == tiny.expected(**other) != expected[0]
+    assert tiny.num_hit_tokens - hits == 4  # the text in front of the image
+    longer = {name: _behind(name, value) for name, value in tiny.inputs[1].items()}
+    encoded = tiny.counts
+    assert tiny.tokens(longer) == tiny.expected(**longer)
+    assert tiny.counts == encoded
+
+
+def _behind(name, value):
+    """The inputs with two tokens of text in front."""
+    if name not in ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"):
+        return value
+    first = {"input_ids": [[8, 9]], "attention_mask": [[1, 1]]}.get(name, [[0, 0]])
+    return torch.cat([torch.tensor(first), value], 1)
+
+
+def test_two_images_in_a_prompt(tiny):
+    both = {}
+    for name, value in tiny.inputs[0].items():
+        is_text = value.ndim == 2 and value.shape == tiny.inputs[0]["input_ids"].shape
+        both[name] = torch.cat([value, tiny.inputs[1][name]], int(is_text))
+    assert tiny.tokens(both) == tiny.expected(**both)
+
+
+def test_bad_prompts_end_no_other_request(tiny):
+    good = tiny.stream(tiny.inputs[0])
+    placeholders = tiny.inputs[0]["input_ids"][0, 5:6]
+    for extra, words in ((1, "placeholder token"), (-1, "placeholder token")):
+        ids = tiny.inputs[0]["input_ids"]
+        ids = torch.cat([ids[:, :5], placeholders[None].repeat(1, extra), ids[:, 5:]], 1) if extra > 0 else ids[:, 1:]
+        if extra < 0:
+            ids = torch.cat([tiny.inputs[0]["input_ids"][:, :4], tiny.inputs[0]["input_ids"][:, 5:]], 1)
+        bad = {**tiny.inputs[0], "input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        bad |= {name: _sized(bad[name], ids) for name in ("token_type_ids", "mm_token_type_ids") if name in bad}
+        with pytest.raises(InvalidArgumentError, match=words) as caught:
+            tiny.stream(bad)
+        assert "\n" not in str(caught.value)
+    longest = {name: _repeated(name, value) for name, value in tiny.inputs[0].items()}
+    with pytest.raises(InvalidArgumentError, match="expected a prompt of at most 63 tokens, its images among them"):
+        tiny.stream(longest)
+    assert list(good) == tiny.expected(**tiny.inputs[0])
+
+
+def _sized(value, ids):
+    return torch.cat([value, value[:, -1:].repeat(1, ids.shape[1])], 1)[:, : ids.shape[1]]
+
+
+def _repeated(name, value):
+    """The inputs with 70 tokens of text behind."""
+    if name not in ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"):
+        return value
+    last = {"input_ids": 8, "attention_mask": 1}.get(name, 0)
+    return torch.cat([value, torch.full((1, 70), last)], 1)
