@@ -25,7 +25,16 @@ from model_adapters.ops import registry
 from torchax_serve.engine.options import EngineOptions
 from torchax_serve.entrypoints.serve import serve
 from torchax_serve.entrypoints.served_model import ServedModel
-from torchax_serve.parity.result import PACKED, PASSED, PER_SEQUENCE, STATIC, ProbeResults, Result, error_line
+from torchax_serve.parity.result import (
+    PACKED,
+    PASSED,
+    PER_SEQUENCE,
+    STATIC,
+    ProbeResults,
+    Result,
+    error_line,
+    reason_alone,
+)
 from torchax_serve.parity.tiny.models import (
     NUM_NEW,
     Expected,
@@ -109,7 +118,7 @@ def _compared(result: Result, model: PreTrainedModel, expected: Expected) -> Res
         try:
             executor, reason = executor_of(served)
         except Exception as error:
-            executor, reason = STATIC, error_line(error)
+            executor, reason = STATIC, reason_alone(error)
             tried.errors.append(f"engine: {error_line(error)}")
         engine_same = None
         if executor != STATIC or len(first) == 1:  # models of codebooks have several rows for a prompt
@@ -150,7 +159,7 @@ def executor_of(served: ServedModel) -> tuple[str, str | None]:
     try:
         description = served.engine.description
     except UnsupportedModelError as error:
-        return STATIC, error_line(error)
+        return STATIC, reason_alone(error)
     _, not_packed, reason = description.partition(", not packed: ")
     return (PER_SEQUENCE, reason) if not_packed else (PACKED, None)
 
