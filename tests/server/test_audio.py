@@ -40,7 +40,10 @@ def client(speech):
 
 def file_of(samples, form="WAV", rate=RATE, subtype=None):
     data = io.BytesIO()
-    soundfile.write(data, samples, rate, format=form, subtype=subtype)
+    channels = 1 if samples.ndim == 1 else samples.shape[1]
+    with soundfile.SoundFile(data, "w", rate, channels, subtype, format=form) as file:
+        for begin in range(0, len(samples), 1 << 16):  # libvorbis ends the process at millions of samples at once
+            file.write(samples[begin : begin + (1 << 16)])
     return data.getvalue()
 
 

@@ -62,6 +62,15 @@ def _linear(dtype: Any, size: int) -> KernelCase:
     return KernelCase(ops.linear, (_normal(dtype, 4, wide), weight), weight.nbytes)
 
 
+def _lora(dtype: Any, size: int) -> KernelCase:
+    wide, rank = 128 * size, 8
+    ids = jnp.asarray([0, 2, 1, 1, 3, 0], jnp.int32)  # rows without an adapter among others
+    a = _normal(dtype, 3, rank, wide, seed=2, scale=wide**-0.5)
+    b = _normal(dtype, 3, rank, wide, seed=3, scale=rank**-0.5)
+    x, sums = (_normal(dtype, len(ids), wide, seed=seed) for seed in range(2))
+    return KernelCase(partial(registry.call, "lora"), (x, sums, ids, a, b))
+
+
 def _rms_norm(dtype: Any, size: int) -> KernelCase:
     call = partial(ops.rms_norm, eps=1e-6, rounds_first=False)
     return KernelCase(call, (_normal(dtype, 16, 512 * size), _normal(dtype, 512 * size, seed=1)))
@@ -124,6 +133,7 @@ CASES: dict[str, Callable[[Any, int], KernelCase]] = {
     "dense_attention": _dense_attention,
     "grouped_matmul": _grouped_matmul,
     "linear": _linear,
+    "lora": _lora,
     "paged_attention": _paged_attention,
     "rms_norm": _rms_norm,
     "row_sum": _row_sum,

@@ -93,7 +93,6 @@ HINTS: Mapping[str, str] = {
     "load_format": "the files say what they are; for weights made up use serve(random_weights=True)",
     "download_dir": 'use serve(cache_dir="...")',
     "enable_lora": "put the adapter in with peft, then pass the model to to_jax or serve",
-    "speculative_config": "use serve(speculative_config=...)",
     "num_speculative_tokens": 'use serve(speculative_config={"method": "ngram", "num_speculative_tokens": 4})',
     "served_model_name": _SERVER,
     "host": _SERVER,
