@@ -6,6 +6,7 @@ import signal
 
 import jax
 import pytest
+from crashed_workers import pytest_sessionfinish, pytest_testnodedown  # noqa: F401
 from hypothesis import HealthCheck, settings
 
 from torchax_serve.parity.sweep import QUICK_COMPILATION

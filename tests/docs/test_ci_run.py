@@ -160,6 +160,16 @@ def test_tests_that_fail_twice_end_it(tmp_path):
     assert "reached" not in done.stdout
 
 
+def test_a_process_of_tests_that_crashes_is_no_failed_test(tmp_path):
+    (tmp_path / "conftest.py").write_text("from crashed_workers import pytest_sessionfinish, pytest_testnodedown\n")
+    for number, body in enumerate(("import os; os._exit(1)", "pass")):
+        (tmp_path / f"test_{number}.py").write_text(f"def test_it(): {body}\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "--max-worker-restart", "0"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "tests")}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 3, done.stdout
+
+
 def test_the_fast_checks_run_in_the_active_environment(project):
     assert project("", "fast") == (0, FAST)
 
