@@ -16,7 +16,7 @@ def test_the_table_is_well_formed():
     for name, entry in SHORT_NAMES.items():
         assert name == name.lower().strip()
         assert "/" not in name
-        assert model_source._HUB_ID.fullmatch(entry.hub_id)
+        assert model_source.HUB_ID.fullmatch(entry.hub_id)
         assert 1e7 < entry.num_parameters < 1e12
         assert entry.note
         assert "\n" not in entry.note

@@ -33,7 +33,7 @@ from torchax_serve.parity.result import (
     ProbeResults,
     Result,
     error_line,
-    reason_alone,
+    why_not_batched,
 )
 from torchax_serve.parity.tiny.models import (
     NUM_NEW,
@@ -118,7 +118,7 @@ def _compared(result: Result, model: PreTrainedModel, expected: Expected) -> Res
         try:
             executor, reason = executor_of(served)
         except Exception as error:
-            executor, reason = STATIC, reason_alone(error)
+            executor, reason = STATIC, why_not_batched(error)
             tried.errors.append(f"engine: {error_line(error)}")
         engine_same = None
         if executor != STATIC or len(first) == 1:  # models of codebooks have several rows for a prompt
@@ -159,7 +159,7 @@ def executor_of(served: ServedModel) -> tuple[str, str | None]:
     try:
         description = served.engine.description
     except UnsupportedModelError as error:
-        return STATIC, reason_alone(error)
+        return STATIC, why_not_batched(error)
     _, not_packed, reason = description.partition(", not packed: ")
     return (PER_SEQUENCE, reason) if not_packed else (PACKED, None)
 

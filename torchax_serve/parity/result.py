@@ -29,11 +29,11 @@ def error_line(error: Exception) -> str:
     return f"{type(error).__name__}: {text[:300]}"
 
 
-def reason_alone(error: Exception) -> str:
+def why_not_batched(error: Exception) -> str:
     """Returns why requests of a model share no batch, of the error that says it for both executors, in one line."""
     text = re.sub(r"(?<![\w.])/(?:[\w.+-]+/)+", "", " ".join(str(error).split()))
-    _, _, alone = text.partition("Each by itself: ")
-    return (alone or text).removesuffix("; generate runs it, one batch at a time")
+    _, _, reason = text.partition("Each by itself: ")
+    return (reason or text).removesuffix("; generate runs it, one batch at a time")
 
 
 class ProbeResults:
