@@ -87,6 +87,13 @@ def set_lowering(torch_op: Any, function: Callable[..., Any], *, keep_kind: bool
         env.override_op_definition(torch_op, functools.partial(_over_arrays, function))
 
 
+def set_in_place(torch_op: Any, functional: Any) -> None:
+    """Makes `torch_op` write into its first operand what the operator `functional` returns."""
+    operators = torchax.default_env()._ops
+    like = operators[torch.ops.aten.add_]
+    operators[torch_op] = dataclasses.replace(like, torch_op=torch_op, func=type(like.func)(functional))
+
+
 def _over_arrays(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     args, kwargs = jax_view(as_views((args, kwargs)))
     return torch_view(function(*args, **kwargs))

@@ -128,6 +128,14 @@ def _cat(tensors: Sequence[jax.Array], dim: int = 0) -> jax.Array:
     return jnp.concatenate(parts, dim)
 
 
+def _index_add(x: jax.Array, dim: int, index: jax.Array, source: jax.Array, *, alpha: float = 1) -> jax.Array:
+    """Computes ``torch.index_add``, whose decomposition in torch refuses an index that is known on the host."""
+    added = (alpha * source).astype(x.dtype)
+    if not x.ndim:
+        return x + added.reshape(-1).sum()
+    return x.at[(slice(None),) * (dim % x.ndim) + (index.reshape(-1),)].add(added)
+
+
 def _embedding_bag(
     input: jax.Array,
     weight: jax.Array,

@@ -12,6 +12,7 @@ import torch
 from model_adapters import ops
 from model_adapters.bridge.views import (
     accept_host_tensors,
+    set_in_place,
     set_lowering,
 )
 from model_adapters.lowerings import constant_folding, custom_ops, deferred_checks, resize
@@ -20,6 +21,7 @@ from model_adapters.lowerings.indexing import (
     _check_lookups,
     _embedding_bag,
     _find_turned_weights,
+    _index_add,
     _keep_tables_short,
     _pad_by_known_widths,
     _understand_stored_lengths,
@@ -62,6 +64,8 @@ def install() -> None:
     constant_folding.install()
     resize.install()
     set_lowering(torch.nn.functional.embedding_bag, _embedding_bag)
+    set_lowering(torch.ops.aten.index_add, _index_add)
+    set_in_place(torch.ops.aten.index_add_, torch.ops.aten.index_add)
     _pad_by_known_widths()
     _stay_on_device()
     _write_through_views()

@@ -54,6 +54,25 @@ def test_attention(dtype, mask, shape):
     torch.testing.assert_close(found, expected, atol=1e-5 if dtype == torch.float32 else 2e-2, rtol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dim", "alpha", "in_place"), [(0, 1, False), (-1, 0.5, False), (1, 2, True)])
+def test_index_add(dtype, dim, alpha, in_place):
+    """With an index that is known on the host, as models compute it from the sizes of images."""
+    generator = torch.Generator().manual_seed(0)
+    x, source = (torch.randn(3, 3, generator=generator).to(dtype) for _ in range(2))
+    index = torch.tensor([2, 0, 2])
+
+    def add(x, source):
+        if not in_place:
+            return torch.index_add(x, dim, index, source, alpha=alpha)
+        sums = x * 1
+        sums.index_add_(dim, index, source, alpha=alpha)
+        return sums
+
+    found = traced(add, *as_arrays(x, source))
+    torch.testing.assert_close(found, add(x, source), atol=1e-6 if dtype == torch.float32 else 2e-2, rtol=1e-5)
+
+
 def test_attention_that_sees_nothing_is_zero():
     q = jnp.ones((1, 1, 2, 4))
     mask = jnp.array([[True, True], [False, False]])
