@@ -3,8 +3,9 @@
     python tests/reliability/restarts.py
 
 Every start of the embedded model must answer a request with the same tokens, and say in one warning what is wrong with
-a folder of its cache, if something is. Each check prints a line; the exit status is the number of those that failed. Full and
-read-only disks are tmpfs that the server alone sees (`unshare`, which needs no root where users may have namespaces).
+a folder of its cache, if something is. Each check prints a line; the exit status is the number of those that failed.
+Full and read-only disks are tmpfs that the server alone sees (`unshare`, which needs no root where users may have
+namespaces).
 """
 
 import argparse

@@ -164,6 +164,16 @@ def test_a_second_request_on_a_connection_has_its_own_limits(guarded):
         assert status_of(read_all(connection)) == 408
 
 
+def test_a_malformed_request_behind_others_ends_all_of_them_without_a_log_line(guarded, caplog):
+    """The requests in front of it may be running, and may not write behind the refusal."""
+    good = b"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    for number in range(8):
+        answer = exchange(guarded, good * (1 + number % 4) + b"M7 / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        assert status_of(answer) in (200, 400)
+    is_well(guarded)
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
+
+
 def test_connections_of_one_address_are_bounded(start_server):
     few = start_server(connection=ConnectionLimits(max_connections_per_address=3))
     held = [socket.create_connection(few.address, timeout=5) for _ in range(3)]

@@ -67,6 +67,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._address = ""
         self._in_head, self._head_bytes, self._parsed_head_bytes, self._body_bytes = True, 0, 0, 0
         self._is_refused, self._num_dropped = False, 0
+        self._cycles: list[Any] = []  # requests without a complete answer, several where they are pipelined
         self._timer: asyncio.TimerHandle | None = None  # of the head, the body, or the dropped rest
         self._write_timer: asyncio.TimerHandle | None = None
 
@@ -137,6 +138,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._stop_timer()
         self._timer = self.loop.call_later(self._limits.body_timeout_s, self._body_is_late)
         super().on_headers_complete()
+        self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete] + [self.cycle]
 
     def _check_headers(self) -> None:
         given = collections.Counter(name for name, _ in self.headers)
@@ -216,13 +218,14 @@ class GuardedProtocol(HttpToolsProtocol):
         self._is_refused = True
         self._stop_timer()
         self._unset_keepalive_if_required()
-        cycle: Any = self.cycle
-        if cycle is not None and not cycle.response_complete:
-            cycle.disconnected = True  # for the application
+        unanswered = [cycle for cycle in self._cycles if not cycle.response_complete]
+        self.pipeline.clear()  # requests that have not begun
+        for cycle in unanswered:
+            cycle.disconnected = True  # for the application, which would write behind the end
             cycle.message_event.set()
-            if cycle.response_started:
-                self.transport.abort()
-                return
+        if any(cycle.response_started for cycle in unanswered):
+            self.transport.abort()
+            return
         error = ApiError(status, message)
         body = error.body()
         lines = [b"content-type: application/json", b"content-length: %d" % len(body), b"connection: close"]
