@@ -4,7 +4,7 @@
 
 Each request has names of its own. Requests are sent several at a time on connections that stay open; an unknown method
 ends its connection. At each tenth: memory of the server, and lines and bytes of ``/metrics``. The exit status is 1 if
-lines were added, or if memory grew by more than 16 MiB from the first tenth to the last.
+lines were added, or if memory grew by more than 16 MiB from the second tenth to the last.
 """
 
 import argparse
@@ -52,8 +52,8 @@ def batch_of(numbers):
 
 async def client(port, batches, statuses):
     for numbers in batches:
-        left = list(batch_of(numbers))
-        while left:  # again on a new connection where the server has closed one, as it does after an unknown key
+        *left, unknown_method = batch_of(numbers)
+        while left:  # again on a new connection where the server has closed one
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(b"".join(left))
             num_answers = 0
@@ -67,6 +67,8 @@ async def client(port, batches, statuses):
             assert num_answers, "a connection that brings no answer"
             left = left[num_answers:]
             writer.close()
+            if not left and unknown_method is not None:  # by itself: the server would refuse those in front of it, too
+                left, unknown_method = [unknown_method], None
 
 
 async def send(port, numbers, num_clients, statuses):
@@ -98,11 +100,9 @@ def main():
     finally:
         process.stop()
     print(f"statuses: {dict(statuses)}")
-    growth = marks[-1][0] - marks[0][0]
-    print(
-        f"from the first tenth to the last: {growth / MIB:+.1f} MiB, {marks[-1][1] - marks[0][1]:+} lines of /metrics"
-    )
-    sys.exit(growth > 16 * MIB or marks[-1][1] != marks[0][1])
+    growth, lines = marks[-1][0] - marks[1][0], marks[-1][1] - marks[1][1]
+    print(f"from the second tenth to the last: {growth / MIB:+.1f} MiB, {lines:+} lines of /metrics")
+    sys.exit(growth > 16 * MIB or lines != 0)
 
 
 if __name__ == "__main__":
