@@ -12,6 +12,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import constants
+
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -161,6 +163,12 @@ class _Server(ThreadingHTTPServer):
     def handle_error(self, request, client_address):
         if not isinstance(sys.exception(), ConnectionError):  # a client may hang up
             super().handle_error(request, client_address)
+
+
+def point_at(monkeypatch, endpoint):
+    """huggingface_hub reads HF_ENDPOINT when it is imported; later it looks here."""
+    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", endpoint + "/{repo_id}/resolve/{revision}/{filename}")
 
 
 @contextlib.contextmanager

@@ -40,9 +40,7 @@ def hub(server, folder, monkeypatch, tmp_path):
     server.repositories.clear()
     server.requests.clear()
     server.status = None
-    monkeypatch.setattr(constants, "ENDPOINT", server.endpoint)
-    template = server.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    hub_lookalike.point_at(monkeypatch, server.endpoint)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     server.repositories[NAME] = hub_lookalike.Repository(folder)

@@ -26,18 +26,12 @@ ROOT = Path(__file__).resolve().parents[2]
 NAME = "people/tiny"
 
 
-def point_at(monkeypatch, endpoint):
-    """huggingface_hub reads HF_ENDPOINT when it is imported; later it looks here."""
-    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", endpoint + "/{repo_id}/resolve/{revision}/{filename}")
-
-
 @pytest.fixture
 def hub(server, monkeypatch, tmp_path):
     server.repositories.clear()
     server.requests.clear()
     server.status = None
-    point_at(monkeypatch, server.endpoint)
+    hub_lookalike.point_at(monkeypatch, server.endpoint)
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no_token"))
     monkeypatch.delenv("HF_TOKEN", raising=False)
     server.repositories[NAME] = hub_lookalike.Repository(tiny_folder(tmp_path / "repository"))
@@ -214,11 +208,11 @@ def dead_endpoint():
 
 def test_no_network(hub, cache, monkeypatch):
     endpoint = dead_endpoint()
-    point_at(monkeypatch, endpoint)
+    hub_lookalike.point_at(monkeypatch, endpoint)
     check_refused(cache, f"cannot reach {endpoint} for people/tiny and there is no cached copy", "check the network")
-    point_at(monkeypatch, hub.endpoint)
+    hub_lookalike.point_at(monkeypatch, hub.endpoint)
     load_model(NAME, cache_dir=cache)
-    point_at(monkeypatch, endpoint)
+    hub_lookalike.point_at(monkeypatch, endpoint)
     assert load_model(NAME, cache_dir=cache).report.download_bytes == 0  # the cached copy
 
 

@@ -25,10 +25,7 @@ def hub(server, monkeypatch, tmp_path):
     server.requests.clear()
     server.ranges.clear()
     server.status, server.pause_s, server.most_at_once = None, 0.0, 0
-    monkeypatch.setattr(constants, "ENDPOINT", server.endpoint)
-    monkeypatch.setattr(
-        constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
-    )
+    hub_lookalike.point_at(monkeypatch, server.endpoint)
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no_token"))
     monkeypatch.delenv("HF_TOKEN", raising=False)
     server.repositories[NAME] = hub_lookalike.Repository(tiny_folder(tmp_path / "repository", "bert"))

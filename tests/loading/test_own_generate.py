@@ -6,9 +6,9 @@ from pathlib import Path
 import hub_lookalike
 import pytest
 import torch
+from hub_lookalike import point_at
 from huggingface_hub import constants
 from loading_models import tiny_folder
-from test_load_hub import point_at
 from transformers import AutoModelForCausalLM
 
 from model_adapters.errors import (

@@ -6,9 +6,10 @@ import time
 
 import hub_lookalike
 import pytest
+from hub_lookalike import point_at
 from huggingface_hub import constants
 from loading_models import tiny_folder
-from test_load_hub import NAME, point_at
+from test_load_hub import NAME
 from typer.testing import CliRunner
 
 from torchax_serve.cli.main import app

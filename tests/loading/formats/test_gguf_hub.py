@@ -39,9 +39,7 @@ def hub(server, monkeypatch, tmp_path, files):
     server.repositories.clear()
     server.requests.clear()
     server.status = None
-    monkeypatch.setattr(constants, "ENDPOINT", server.endpoint)
-    template = server.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    hub_lookalike.point_at(monkeypatch, server.endpoint)
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no_token"))
     monkeypatch.delenv("HF_TOKEN", raising=False)
     server.repositories[NAME] = hub_lookalike.Repository(files)
