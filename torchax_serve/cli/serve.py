@@ -185,14 +185,14 @@ def serve(
     check_model(model, load.revision)
     options = _server_options(address, access, limits, life)
     _log_to_stderr(options.log_format)
-    from torchax_serve import serve as load_model
+    from torchax_serve.entrypoints.serve import serve_without_pipelines
     from torchax_serve.server.lifespan import Server, end_children
     from torchax_serve.text.template_renderer import shared_renderer
 
     engine = _engine_options(limits, max_model_len, speculative_config)
     load.show_details()
     _warn_if_open(options)
-    load_here = functools.partial(load_model, engine=engine, **load.serve_kwargs())
+    load_here = functools.partial(serve_without_pipelines, engine=engine, **load.serve_kwargs())
     server = Server(options, lambda: _loaded(model, load_here, server.context.start, is_watched=life.watch))
     print(*(f"listening on {each}" for each in server.addresses), sep="\n", file=sys.stderr, flush=True)
     try:

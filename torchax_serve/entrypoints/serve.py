@@ -93,10 +93,32 @@ def serve(
         TorchaxServeError: the model cannot be loaded or served; subclass and message say why.
     """
     arguments = _with_engine(locals())  # taken first: they are the only variables yet
+    try:
+        return _serve(arguments)
+    except IsPipelineError:  # known once the hub has listed the files of `model`
+        if hosts is not None:
+            raise
+        with gc_pause.paused():
+            return _image_model(arguments)
+
+
+def serve_without_pipelines(model: str | os.PathLike[str] | None, **options: Any) -> ServedModel:
+    """Works as `serve`, and raises IsPipelineError for a pipeline of diffusers before its weights are downloaded."""
+    given = inspect.signature(serve).bind(model, **options)
+    given.apply_defaults()
+    return _serve(_with_engine(dict(given.arguments)))
+
+
+def _serve(arguments: dict[str, Any]) -> ServedModel:
+    """Returns the model of `arguments`, those of `serve` by name.
+
+    Raises:
+        IsPipelineError: the hub says that it is a pipeline.
+    """
     pathways.connect()
     enable_compile_cache()
     with gc_pause.paused():
-        return _serve_on_this_host(arguments) if hosts is None else _serve_on_hosts(arguments)
+        return _recorded_or_loaded(arguments) if arguments["hosts"] is None else _serve_on_hosts(arguments)
 
 
 _LOADING = (
@@ -158,18 +180,6 @@ def _with_engine(arguments: dict[str, Any]) -> dict[str, Any]:
     if (config := arguments["speculative_config"]) is not None:
         arguments["engine"] = (arguments["engine"] or EngineOptions()).with_speculative(config)
     return arguments
-
-
-def _serve_on_this_host(arguments: dict[str, Any]) -> ServedModel:
-    """Returns the model of `arguments`, which may turn out to be a pipeline.
-
-    Args:
-        arguments: Arguments of `serve` by name.
-    """
-    try:
-        return _recorded_or_loaded(arguments)
-    except IsPipelineError:  # known once the hub has listed the files of `model`
-        return _image_model(arguments)
 
 
 def _recorded_or_loaded(arguments: dict[str, Any]) -> ServedModel:
