@@ -43,6 +43,7 @@ FUSED_AXES: Mapping[str, Fused] = {
     "qkv": Fused(("heads", "kv_heads", "kv_heads")),
     "gate_up": Fused(("mlp", "mlp")),
     "two_states": Fused(("state", "state")),
+    "heads_mlp": Fused(("heads", "mlp")),
 }
 
 UNIT_SIZES: Mapping[str, int] = {"mlp_pairs": 2}
@@ -151,10 +152,12 @@ class HeadCounts:
     Attributes:
         heads: query heads.
         kv_heads: heads of keys and values.
+        mlp: parts, each as wide as a head, of an MLP that lies behind heads in one dimension.
     """
 
     heads: int | None = None
     kv_heads: int | None = None
+    mlp: int | None = None
 
 
 @dataclass
