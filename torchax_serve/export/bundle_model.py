@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 
@@ -18,7 +18,7 @@ from torchax_serve.compilation.executable_cache import ExecutableCache
 from torchax_serve.compilation.xla_cache import enable_compile_cache, programs_dir
 from torchax_serve.engine.options import EngineOptions
 from torchax_serve.entrypoints.recorded_model import RecordedModel, RecordedParts
-from torchax_serve.export.layout import GENERATION_CONFIG, TEMPLATE, TOKENIZER, TOOLS_TEMPLATE
+from torchax_serve.export.layout import GENERATION_CONFIG, TEMPLATE, TEXTS, TOKENIZER, TOOLS_TEMPLATE
 from torchax_serve.export.manifest import Manifest, check_files, read_manifest, require_flatbuffers
 from torchax_serve.export.mesh import BundleSharding
 from torchax_serve.export.programs import ExportedPrograms
@@ -26,6 +26,9 @@ from torchax_serve.export.weights import read_weights
 from torchax_serve.start.model_record import ModelRecord
 from torchax_serve.start.recorded_tokenizer import TokenizerRecord
 from torchax_serve.start.weights_file import TensorNames
+
+if TYPE_CHECKING:
+    from torchax_serve.export.bundle_encoder import BundleEncoder
 
 logger = logging.getLogger("torchax_serve")
 
@@ -82,8 +85,10 @@ class BundleModel(RecordedModel):
 
 def load_bundle(
     folder: Path, engine: EngineOptions | None = None, *, version: int | None = None, name: str | None = None
-) -> BundleModel:
+) -> BundleModel | BundleEncoder:
     """Loads a model from a bundle; imports neither torch nor transformers.
+
+    Returns a `BundleEncoder` if the model writes no text.
 
     Args:
         folder: The bundle, or the folder of one of its versions.
@@ -102,6 +107,10 @@ def load_bundle(
     variants = _variants_here(manifest)
     check_files(manifest)
     variant = _chosen(manifest, variants)
+    if TEXTS in manifest.content:
+        from torchax_serve.export.bundle_encoder import load_encoder
+
+        return load_encoder(manifest, variant, engine, str(folder) if name is None else name)
     options = _engine_options(manifest, variant, engine)
     weights, names, content = read_weights(manifest)
     sharding = None if manifest["mesh"] is None else BundleSharding.of(manifest["mesh"])

@@ -104,7 +104,7 @@ class ModelService:
     def tasks(self) -> tuple[str, ...]:
         """What the model can do: ``generate``, ``chat``, ``transcribe``, ``embed``, ``classify``, ``rank`` ..."""
         if not self.model.writes_text:
-            return _encoder_tasks(type(self.model.torch_model).__name__, self.model.config.num_labels)
+            return _encoder_tasks(self.model.class_name, self.model.config.num_labels)
         found = ["generate", "embed"] if self.model.embeds else ["generate"]
         if self.model.tokenizer is not None and self.template:
             found.append("chat")
