@@ -65,7 +65,7 @@ class ComponentRuntime:
         placed: Mapping[str, TensorPlacement] | None = None,
     ) -> None:
         self.weights: dict[str, Any] = dict(arrays_of(module) if weights is None else weights)
-        self.module, self._mesh, self._placed = module, mesh, placed
+        self.module, self._mesh, self._placements = module, mesh, placed
         self.stays_on_device = stays_on_device
         self._lock = threading.RLock()
         self.watch = ModuleWatch(module)
@@ -74,7 +74,7 @@ class ComponentRuntime:
     def _set_up(self, programs: ExecutableCache) -> None:
         """Makes everything that depends on the structure of the module."""
         self.programs = programs
-        program = ComponentProgram(self.module, self._method_of_class, self._mesh, self._placed)
+        program = ComponentProgram(self.module, self._method_of_class, self._mesh, self._placements)
         self._functions = {name: CachedFunction(programs, name, _named(program.run, name)) for name in METHODS}
         self._reads_values: set[Any] = set()  # calls whose code reads values of integers and masks
 

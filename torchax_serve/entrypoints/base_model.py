@@ -22,7 +22,7 @@ from torchax_serve.compilation.executable_cache import ExecutableCache
 from torchax_serve.compilation.program_signature import model_identity
 from torchax_serve.compilation.xla_cache import programs_dir
 from torchax_serve.distributed.hosts.leader import Leader
-from torchax_serve.engine.data_parallel import split_runtimes
+from torchax_serve.engine.replica_runtimes import split_runtimes
 from torchax_serve.entrypoints.exportable_model import ExportableModel
 from torchax_serve.entrypoints.text_methods import EmbedsTexts
 from torchax_serve.generation.jax_forward import following

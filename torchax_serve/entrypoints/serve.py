@@ -164,7 +164,6 @@ _NOT_OF_BUNDLES = (
     "allow_pickle",
     "strict",
     "random_weights",
-    "mesh",
     "tensor_parallel",
     "refuse_uneven",
     "adapter",
@@ -246,7 +245,26 @@ def _bundle_model(folder: Path, arguments: Mapping[str, Any]) -> ServedModel:
             )
     from torchax_serve.export.bundle_model import load_bundle
 
-    return cast("ServedModel", load_bundle(folder, arguments["engine"], name=os.fspath(arguments["model"])))
+    name, num_replicas = os.fspath(arguments["model"]), _num_replicas(arguments["mesh"])
+    return cast("ServedModel", load_bundle(folder, arguments["engine"], name=name, num_replicas=num_replicas))
+
+
+def _num_replicas(mesh: Mesh | Mapping[str, int] | None) -> int:
+    """Returns the number of replicas of a bundle.
+
+    Raises:
+        InvalidArgumentError: another axis than data; the other sizes were decided by the export.
+    """
+    if mesh is None:
+        return 1
+    sizes = {} if isinstance(mesh, Mesh) else {axis: size for axis, size in mesh.items() if size != 1}
+    number = sizes.pop("data", 1)
+    if sizes or isinstance(mesh, Mesh) or type(number) is not int or number < 1:
+        raise InvalidArgumentError(
+            "mesh: expected {'data': N} for a bundle, whose programs are for the devices that they were exported for, "
+            f"got {mesh}; leave other axes out, or serve the model itself"
+        )
+    return number
 
 
 def _serve_on_hosts(arguments: dict[str, Any]) -> ServedModel:

@@ -17,7 +17,7 @@ from model_adapters.ops.cpu import build, ffi
 from torchax_serve.compilation.executable_cache import ExecutableCache
 from torchax_serve.compilation.xla_cache import enable_compile_cache, programs_dir
 from torchax_serve.engine.options import EngineOptions
-from torchax_serve.entrypoints.recorded_model import RecordedModel, RecordedParts
+from torchax_serve.entrypoints.recorded_model import RecordedModel, RecordedParts, RecordedReplica
 from torchax_serve.export.layout import GENERATION_CONFIG, TEMPLATE, TEXTS, TOKENIZER, TOOLS_TEMPLATE
 from torchax_serve.export.manifest import Manifest, check_files, read_manifest, require_flatbuffers
 from torchax_serve.export.mesh import BundleSharding
@@ -84,7 +84,12 @@ class BundleModel(RecordedModel):
 
 
 def load_bundle(
-    folder: Path, engine: EngineOptions | None = None, *, version: int | None = None, name: str | None = None
+    folder: Path,
+    engine: EngineOptions | None = None,
+    *,
+    version: int | None = None,
+    name: str | None = None,
+    num_replicas: int = 1,
 ) -> BundleModel | BundleEncoder:
     """Loads a model from a bundle; imports neither torch nor transformers.
 
@@ -95,6 +100,7 @@ def load_bundle(
         engine: Options of the engine; sizes are those of the bundle.
         version: Number of the version; None: the highest.
         name: Name of the model; None: the folder.
+        num_replicas: Number of replicas, each on devices of its own.
 
     Raises:
         CheckpointError: the bundle is damaged, incomplete, or of a newer format.
@@ -110,10 +116,21 @@ def load_bundle(
     if TEXTS in manifest.content:
         from torchax_serve.export.bundle_encoder import load_encoder
 
+        if num_replicas > 1:
+            raise InvalidArgumentError(
+                f"mesh: expected one replica of a bundle that reads texts, got data {num_replicas}; start a server for "
+                "each"
+            )
         return load_encoder(manifest, variant, engine, str(folder) if name is None else name)
     options = _engine_options(manifest, variant, engine)
     weights, names, content = read_weights(manifest)
-    sharding = None if manifest["mesh"] is None else BundleSharding.of(manifest["mesh"])
+    shardings = [BundleSharding.of(manifest["mesh"], replica) for replica in range(num_replicas)]
+    exported = ExportedPrograms(manifest, variant, names)
+    replicas = tuple(
+        RecordedReplica(each.divided(weights, names), ExecutableCache(mesh=each.mesh, exported=exported), each)
+        for each in shardings[1:]
+    )
+    sharding = shardings[0] if replicas or manifest["mesh"] is not None else None
     if sharding is not None:
         weights, content = sharding.divided(weights, names), None
 
@@ -129,16 +146,16 @@ def load_bundle(
         weights=weights,
         content=content,
         load=load,
-        executables=_executables(manifest, variant, names, sharding),
+        executables=_executables(exported, sharding),
         sharding=sharding,
+        replicas=replicas,
     )
     return BundleModel(manifest, parts, options)
 
 
 def _executables(
-    manifest: Manifest, variant: Mapping[str, Any], names: TensorNames, sharding: BundleSharding | None
+    exported: ExportedPrograms, sharding: BundleSharding | None
 ) -> Callable[[Callable[[], object]], ExecutableCache]:
-    exported = ExportedPrograms(manifest, variant, names)
     mesh = None if sharding is None else sharding.mesh
     return lambda load_first: ExecutableCache(programs_dir(), exported.identity, mesh, exported=exported)
 
