@@ -1,5 +1,6 @@
-"""Tensors that attention processors append to lists of their own, such as attention maps that a pipeline reads later.
+"""Tensors that attention processors append to lists, such as attention maps.
 
+A pipeline reads these later, from lists of its own.
 A compiled program cannot append. So what a trace has appended becomes a result of the program, under the path of its
 list, and each call appends it anew.
 """
@@ -25,7 +26,9 @@ def list_lengths(module: torch.nn.Module) -> dict[str, int]:
 
 
 def take_appended(module: torch.nn.Module, lengths: Mapping[str, int]) -> dict[str, list[torch.Tensor]]:
-    """Returns the views that were appended to lists since `lengths` were taken, by path, and takes them out again.
+    """Returns the views that were appended to lists since `lengths`, and takes them out again.
+
+    They are by path.
 
     Raises:
         UnsupportedModelError: a processor has stored a view elsewhere than at the end of a list.
@@ -46,7 +49,7 @@ def take_appended(module: torch.nn.Module, lengths: Mapping[str, int]) -> dict[s
 
 
 def drop_appended(module: torch.nn.Module, lengths: Mapping[str, int]) -> None:
-    """Removes what was appended to lists since `lengths` were taken, after a trace that has failed."""
+    """Removes what a trace that has failed appended to lists since `lengths`."""
     for path, values in _lists(module):
         del values[lengths.get(path, 0) :]
 
@@ -67,7 +70,7 @@ def _leaves(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _places(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yields what the processors of `module` hold, each object once, under the path at which it is found first."""
+    """Yields what the processors of `module` hold, each object once, with its first path."""
     seen: set[int] = set()
     for name, child in module.named_modules():
         processor = vars(child).get("processor")

@@ -291,7 +291,10 @@ def placement_in_trace(weight: Any) -> TensorPlacement | None:
 
 @contextlib.contextmanager
 def placements_known(mesh: Mesh | None, placed: Mapping[int, TensorPlacement]) -> Iterator[None]:
-    """Makes placements on `mesh` be found in a trace, by the identity of a weight; None: there is one device."""
+    """Makes placements on `mesh` be found in a trace, by the identity of a weight.
+
+    None is one device.
+    """
     token = _IN_USE.set(None if mesh is None else _Trace(mesh, placed))
     try:
         yield
@@ -321,14 +324,16 @@ def mesh_in_trace() -> Mesh | None:
 
 
 def note_parts(joined: jax.Array, parts: Sequence[jax.Array]) -> None:
-    """Records that `joined` is `parts` side by side along its last dimension, for `divide_fused_input`."""
+    """Records that `joined` is `parts` side by side along its last dimension."""
     trace = _IN_USE.get()
     if trace is not None and trace.splits_inputs:
         trace.parts[id(joined)] = joined, tuple(parts)
 
 
 def divide_fused_input(x: jax.Array, layout: DimLayout) -> jax.Array:
-    """Returns the input of a product in the order of its weight, whose devices have a share of each section.
+    """Returns the input of a product in the order of its weight.
+
+    Each device has a share of each section.
 
     Args:
         x: ``[..., layout.size]``, sections one after the other.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import importlib
 import logging
@@ -16,7 +15,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import jax
-import numpy as np
 
 from model_adapters.errors import TorchaxServeError
 from model_adapters.jax_settings import programs_run
@@ -31,13 +29,13 @@ from torchax_serve.engine.factory import build_engine
 from torchax_serve.engine.options import EngineOptions
 from torchax_serve.engine.request import EngineRequest
 from torchax_serve.engine.request_handle import TokenStream
+from torchax_serve.entrypoints.recorded_parts import RecordedParts
 from torchax_serve.generation.token_options import check_one_answer, with_params
 from torchax_serve.outputs import Completion, EngineStats
 from torchax_serve.sampling import unsupported_options
 from torchax_serve.sampling.row_params import ENGINE_OPTIONS
 from torchax_serve.sampling.transformers_behaviour import TransformersBehaviour
 from torchax_serve.sampling_params import SamplingParams
-from torchax_serve.start.model_record import ModelRecord
 from torchax_serve.start.record import StartFolder
 from torchax_serve.start.recorded_runtime import RecordedRuntime
 from torchax_serve.start.recorded_tokenizer import RecordedTokenizer, TokenizerRecord
@@ -109,46 +107,6 @@ def recorded_model(
         executables=lambda load_first: ExecutableCache(folder.programs, record.identity, before_trace=load_first),
     )
     return RecordedModel(parts, engine)
-
-
-@dataclasses.dataclass(frozen=True)
-class RecordedParts:
-    """What a `RecordedModel` is made of.
-
-    Attributes:
-        name: Name by which the model was loaded.
-        record: The model.
-        weights: Its weights by qualified name.
-        content: The mapped file of weights, uint8[n]; None if there is none to be moved into huge pages.
-        load: Loads the model with its torch module.
-        executables: Makes the cache of programs; takes what is called before each trace.
-        sharding: How the model lies on a mesh; None for one device.
-        replicas: Further replicas, each on devices of its own.
-    """
-
-    name: str
-    record: ModelRecord
-    weights: dict[str, Weight]
-    content: np.ndarray | None
-    load: Callable[[], ServedModel]
-    executables: Callable[[Callable[[], object]], ExecutableCache]
-    sharding: Any = None
-    replicas: tuple[RecordedReplica, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class RecordedReplica:
-    """A replica of a model on devices of its own.
-
-    Attributes:
-        weights: Its weights by qualified name.
-        executables: Its programs.
-        sharding: How it lies on its devices.
-    """
-
-    weights: dict[str, Weight]
-    executables: ExecutableCache
-    sharding: Any
 
 
 class RecordedModel:

@@ -93,13 +93,7 @@ def serve(
         TorchaxServeError: the model cannot be loaded or served; subclass and message say why.
     """
     arguments = _with_engine(locals())  # taken first: they are the only variables yet
-    try:
-        return _serve(arguments)
-    except IsPipelineError:  # known once the hub has listed the files of `model`
-        if hosts is not None:
-            raise
-        with gc_pause.paused():
-            return _image_model(arguments)
+    return _serve_pipelines_too(arguments)
 
 
 def serve_without_pipelines(model: str | os.PathLike[str] | None, **options: Any) -> ServedModel:
@@ -107,6 +101,16 @@ def serve_without_pipelines(model: str | os.PathLike[str] | None, **options: Any
     given = inspect.signature(serve).bind(model, **options)
     given.apply_defaults()
     return _serve(_with_engine(dict(given.arguments)))
+
+
+def _serve_pipelines_too(arguments: dict[str, Any]) -> ServedModel:
+    try:
+        return _serve(arguments)
+    except IsPipelineError:  # known once the hub has listed the files of the model
+        if arguments["hosts"] is not None:
+            raise
+        with gc_pause.paused():
+            return _image_model(arguments)
 
 
 def _serve(arguments: dict[str, Any]) -> ServedModel:

@@ -17,7 +17,8 @@ from model_adapters.ops.cpu import build, ffi
 from torchax_serve.compilation.executable_cache import ExecutableCache
 from torchax_serve.compilation.xla_cache import enable_compile_cache, programs_dir
 from torchax_serve.engine.options import EngineOptions
-from torchax_serve.entrypoints.recorded_model import RecordedModel, RecordedParts, RecordedReplica
+from torchax_serve.entrypoints.recorded_model import RecordedModel
+from torchax_serve.entrypoints.recorded_parts import RecordedParts, RecordedReplica
 from torchax_serve.export.layout import GENERATION_CONFIG, TEMPLATE, TEXTS, TOKENIZER, TOOLS_TEMPLATE
 from torchax_serve.export.manifest import Manifest, check_files, read_manifest, require_flatbuffers
 from torchax_serve.export.mesh import BundleSharding
@@ -113,6 +114,7 @@ def load_bundle(
     variants = _variants_here(manifest)
     check_files(manifest)
     variant = _chosen(manifest, variants)
+    called = str(folder) if name is None else name
     if TEXTS in manifest.content:
         from torchax_serve.export.bundle_encoder import load_encoder
 
@@ -121,8 +123,13 @@ def load_bundle(
                 f"mesh: expected one replica of a bundle that reads texts, got data {num_replicas}; start a server for "
                 "each"
             )
-        return load_encoder(manifest, variant, engine, str(folder) if name is None else name)
+        return load_encoder(manifest, variant, engine, called)
     options = _engine_options(manifest, variant, engine)
+    return BundleModel(manifest, _parts(manifest, variant, called, num_replicas), options)
+
+
+def _parts(manifest: Manifest, variant: Mapping[str, Any], name: str, num_replicas: int) -> RecordedParts:
+    """Returns what a model that writes text is made of, its weights on the devices."""
     weights, names, content = read_weights(manifest)
     shardings = [BundleSharding.of(manifest["mesh"], replica) for replica in range(num_replicas)]
     exported = ExportedPrograms(manifest, variant, names)
@@ -136,12 +143,12 @@ def load_bundle(
 
     def load() -> NoReturn:
         raise UnsupportedModelError(
-            f"{folder}: expected a request for the engine, got one that needs the PyTorch model (beam search, "
-            "guidance, images, a tokenizer's other methods), which a bundle has not; serve the model itself"
+            f"{name}: expected a request for the engine, got one that needs the PyTorch model (beam search, guidance, "
+            "images, a tokenizer's other methods), which a bundle has not; serve the model itself"
         )
 
-    parts = RecordedParts(
-        name=str(folder) if name is None else name,
+    return RecordedParts(
+        name=name,
         record=_record(manifest, names),
         weights=weights,
         content=content,
@@ -150,7 +157,6 @@ def load_bundle(
         sharding=sharding,
         replicas=replicas,
     )
-    return BundleModel(manifest, parts, options)
 
 
 def _executables(
