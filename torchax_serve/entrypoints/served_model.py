@@ -360,7 +360,7 @@ def record_start(model: ServedModel, folder: StartFolder) -> None:
     model._start_folder = folder
 
 
-def continue_with(model: ServedModel, weights: dict[str, Weight], engine: Engine | None) -> None:
+def continue_with(model: ServedModel, weights: dict[str, Weight], engine: Engine | DataParallelEngines | None) -> None:
     """Makes `model`, just loaded, take over arrays and engine of a model of the same files that runs already.
 
     Args:

@@ -142,7 +142,7 @@ class EmbedsTexts(abc.ABC):
     ) -> QueuedTexts:
         """Returns the call for `texts`, which are checked."""
         self._followed()
-        options = {
+        options: dict[str, Any] = {
             "pooling": pooling,
             "normalize": normalize,
             "prompt": prompt,

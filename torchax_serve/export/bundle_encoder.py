@@ -221,7 +221,8 @@ class BundleEncoder(LabelsTexts):
 
     def _made(self, *, chooses: bool) -> Embedder:
         rule = TextRule() if chooses else self._rule()
-        layers, weights = (ANY_POOLING,), ({},)
+        layers: tuple[Layer, ...] = (ANY_POOLING,)
+        weights: Any = ({},)
         if not chooses:
             described = self._texts["embedding"]
             layers = tuple(Layer(**{**each, "poolings": tuple(each["poolings"])}) for each in described["layers"])

@@ -28,8 +28,9 @@ class BundleTextEncoder(TextEncoder):
         self._arguments = frozenset({IDS} if described is None else described["arguments"])
         self._special_ids = frozenset([] if described is None else described["special_ids"])
         # Cutting is a state of a tokenizer: the one that cuts is another, used under a lock.
-        self._plain, self._cutting = (None, None) if record is None else (record.tokenizer(), record.tokenizer())
-        if lower_case:
+        self._plain: Any = None if record is None else record.tokenizer()
+        self._cutting: Any = None if record is None else record.tokenizer()
+        if lower_case and record is not None:
             for each in (self._plain, self._cutting):
                 lower_cased(each)
 
@@ -48,7 +49,6 @@ class BundleTextEncoder(TextEncoder):
         found = self._backend().encode(text, pair)
         length = len(found.ids)
         if max_len is not None and length > max_len:
-            assert self._cutting is not None
             with self._lock:
                 self._cutting.enable_truncation(max_len, strategy="longest_first")
                 found = self._cutting.encode(text, pair)

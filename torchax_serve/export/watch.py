@@ -11,7 +11,7 @@ from typing import Any
 from model_adapters.errors import InvalidArgumentError, TorchaxServeError
 from model_adapters.loading.bundle_folder import versions
 from torchax_serve.export.bundle_model import BundleModel, load_bundle
-from torchax_serve.export.layout import TEMPLATE, TOKENIZER, TOOLS_TEMPLATE
+from torchax_serve.export.layout import TEMPLATE, TEXTS, TOKENIZER, TOOLS_TEMPLATE
 from torchax_serve.export.manifest import Manifest
 
 logger = logging.getLogger("torchax_serve")
@@ -45,9 +45,7 @@ class WatchedBundle:
         CheckpointError, UnsupportedModelError: the newest version cannot be loaded.
     """
 
-    def __init__(
-        self, folder: Path, load: Callable[[Path], BundleModel] = load_bundle, *, poll_s: float = POLL_S
-    ) -> None:
+    def __init__(self, folder: Path, load: Callable[[Path], Any] = load_bundle, *, poll_s: float = POLL_S) -> None:
         self.name = str(folder)
         self._folder, self._load, self._poll_s = folder, load, poll_s
         found = versions(folder)
@@ -57,7 +55,13 @@ class WatchedBundle:
                 "it, or do not watch it"
             )
         self.version = self._seen = found[-1]
-        self.current = load(folder / str(self.version))
+        self.current: BundleModel = load(folder / str(self.version))
+        if TEXTS in self.current.manifest.content:
+            self.current.close()
+            raise InvalidArgumentError(
+                f"{folder}: expected a bundle of a model that writes text to watch, got one of an encoder; do not "
+                "watch it"
+            )
         self._ended = threading.Event()
         self._lock = threading.Lock()
         threading.Thread(target=self._watch, name="watch-bundle", daemon=True).start()

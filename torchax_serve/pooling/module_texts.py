@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,9 @@ _READS_NO_PROMPT = {"hkunlp/instructor-base", "hkunlp/instructor-large", "hkunlp
 _BY_ENCODER = {"blenderbot", "blenderbot-small", "longt5", "m2m_100", "marian", "mt5", "pegasus", "pegasus_x", "t5"}
 _BY_ENCODER |= {"prophetnet", "switch_transformers", "t5gemma", "t5gemma2", "udop", "umt5"}
 """Encoder-decoder types of which sentence-transformers runs the encoder only."""
+
+
+Made = TypeVar("Made", bound=Embedder)
 
 
 class ModuleTexts(TextProgram):
@@ -111,7 +114,7 @@ def any_embedder(loaded: LoadedModel, runtime: ModelRuntime) -> Embedder:
     return loaded.once(_AnyEmbedder, lambda: _embedder(_AnyEmbedder, loaded, runtime, rule))
 
 
-def _embedder(cls: type[Embedder], loaded: LoadedModel, runtime: ModelRuntime, rule: EmbeddingRule) -> Embedder:
+def _embedder(cls: type[Made], loaded: LoadedModel, runtime: ModelRuntime, rule: EmbeddingRule) -> Made:
     part = runtime.submodule(part_of(runtime))
     return cls(
         loaded.source.name,

@@ -99,7 +99,7 @@ class TextTokenizer(TextEncoder):
         return row, length
 
     @functools.cached_property
-    def arguments(self) -> frozenset[str]:  # type: ignore[override]
+    def arguments(self) -> frozenset[str]:
         """Arguments of the forward that texts have, without the mask; token ids alone without a tokenizer."""
         return frozenset({IDS} if self._loaded.tokenizer() is None else self.rows_of("a", None, None)[0])
 
