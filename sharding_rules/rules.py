@@ -34,6 +34,7 @@ LOGICAL_AXES: Mapping[str, str | None] = {
     "mlp_pairs": "model",  # gate and up of one hidden unit side by side
     "experts": "expert",
     "state": "model",  # channels of a convolution or a state space, each by itself
+    "modulation": "model",  # scales and shifts, one row per image: divided weights, a short result that is gathered
     "columns": "model",  # whatever a product makes or takes where nothing more is known of it
     "latent": None,  # a compressed key, value or query, shared by all heads
 }

@@ -33,6 +33,8 @@ from model_adapters.sharding.rule_selection import rules_for
 from sharding_rules import HeadCounts, ShardingRuleError, TensorPlacement, place
 from sharding_rules.layout import DimLayout, take
 
+SHORT_RESULT = "modulation"
+"""Logical axis of outputs that are gathered as soon as they are computed."""
 _IN_USE: ContextVar[_Trace | None] = ContextVar("sharded trace", default=None)
 
 
@@ -356,6 +358,18 @@ def divide_fused_input(x: jax.Array, layout: DimLayout) -> jax.Array:
     ]
     joined = jax.lax.with_sharding_constraint(jax.lax.concatenate(shares, len(lead) + 1), divided)
     return joined.reshape(*lead, layout.size)
+
+
+def gathered(out: jax.Array) -> jax.Array:
+    """Returns a result whose columns are divided, all of them on every device.
+
+    Model code that cuts it in parts would otherwise exchange each part by itself.
+    """
+    trace = _IN_USE.get()
+    if trace is None:
+        return out
+    spec = PartitionSpec(*(PartitionSpec.UNCONSTRAINED,) * (out.ndim - 1), None)
+    return jax.lax.with_sharding_constraint(out, NamedSharding(trace.mesh, spec))
 
 
 def gather_fused_result(out: jax.Array, layout: DimLayout) -> jax.Array:

@@ -27,8 +27,8 @@ MLP = (
     Rule(_BLOCK + r"ff(_context)?\.net\.2\.bias", ("embed",), optional=True),
 )
 MODULATION = (
-    Rule(r"(single_)?transformer_blocks\.\d+\.norm1?(_context)?\.linear\.weight", ("columns", "embed")),
-    Rule(r"(single_)?transformer_blocks\.\d+\.norm1?(_context)?\.linear\.bias", ("columns",)),
+    Rule(r"(single_)?transformer_blocks\.\d+\.norm1?(_context)?\.linear\.weight", ("modulation", "embed")),
+    Rule(r"(single_)?transformer_blocks\.\d+\.norm1?(_context)?\.linear\.bias", ("modulation",)),
 )
 OUTER = (
     Rule(r"(x_embedder|context_embedder|proj_out|norm_out\.linear)\.(weight|bias)", None),
