@@ -261,7 +261,7 @@ def _num_replicas(mesh: Mesh | Mapping[str, int] | None) -> int:
     """
     if mesh is None:
         return 1
-    sizes = {} if isinstance(mesh, Mesh) else {axis: size for axis, size in mesh.items() if size != 1}
+    sizes = {} if isinstance(mesh, Mesh) else {axis: size for axis, size in mesh.items() if size != 1 or size is True}
     number = sizes.pop("data", 1)
     if sizes or isinstance(mesh, Mesh) or type(number) is not int or number < 1:
         raise InvalidArgumentError(
