@@ -64,6 +64,8 @@ def _loaded() -> ctypes.CDLL | str:
             "no CPU kernels: %s. Decoding goes through XLA's own operations and is slower; %s.", error, remedy
         )
         return str(error)
+    finally:
+        build.remove_temporary()
     for target in TARGETS:
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, target)), platform="cpu")
     logger.info("CPU kernels ready in %.1f s (%s)", time.perf_counter() - begin, path)
