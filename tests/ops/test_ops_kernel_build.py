@@ -96,7 +96,7 @@ def test_compilation_fails(fresh, monkeypatch, caplog):
 
 @pytest.fixture
 def unwritable(fresh, monkeypatch):
-    """A cache folder that cannot be made, a folder for temporary ones, and a process that has said nothing of it yet."""
+    """A cache folder that cannot be made, a folder for temporary ones, and a process that has not said so yet."""
     (fresh / "a file").write_text("")
     (fresh / "temporary").mkdir()
     monkeypatch.setenv("XDG_CACHE_HOME", str(fresh / "a file"))

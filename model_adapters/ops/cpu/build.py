@@ -225,12 +225,14 @@ def _built_for_now(compiler: list[str], flags: list[str], name: str, code: Path)
             _compile(compiler, flags, folder, name, code)
     except OSError as error:
         reason = f"and no temporary folder can be written either ({error.strerror or error})"
-        raise BuildError(f"compiled kernels cannot be kept, {reason}", "choose folders by XDG_CACHE_HOME and TMPDIR") from error
+        raise BuildError(
+            f"compiled kernels cannot be kept, {reason}", "choose folders by XDG_CACHE_HOME and TMPDIR"
+        ) from error
     return folder.path / name
 
 
 class _Temporary:
-    """The temporary folder of this process, 0700, made at its first use and removed at the process's end at the latest."""
+    """The temporary folder of this process, 0700; made at its first use, and gone at the end of the process."""
 
     def __init__(self) -> None:
         self._made: tempfile.TemporaryDirectory[str] | None = None
