@@ -78,6 +78,11 @@ class Process:
                 return
             time.sleep(0.5)
 
+    def processor_s(self):
+        """Returns seconds of the processor that it has used, its children not counted."""
+        times = psutil.Process(self.process.pid).cpu_times()
+        return times.user + times.system
+
     def memory_bytes(self):
         return psutil.Process(self.process.pid).memory_info().rss
 
