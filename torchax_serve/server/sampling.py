@@ -110,8 +110,9 @@ def renamed_error(error: Exception, request: TextRequest) -> Exception:
             field = "max_completion_tokens"
         if field == "logprobs":
             field = "top_logprobs"
-    if field not in type(request).model_fields:
-        return bad_request(message)
+    if field not in (fields := type(request).model_fields):
+        is_part = re.split(r"[.\[]", field)[0] in fields  # such as messages[0].content
+        return bad_request(message, field if is_part else None, "invalid_value")
     for old, new in _RENAMED.items():
         message = re.sub(rf"\b{old}\b", new, message)
     message = field + message[len(_RENAMED.get(name, name)) :]
