@@ -43,7 +43,7 @@ class Process:
             pass_fds=() if listener is None else (listener.fileno(),),
         )
 
-    def wait_until_ready(self, within_s=120):
+    def wait_until_ready(self, within_s=600):
         until = time.monotonic() + within_s
         with httpx.Client(base_url=self.url) as http:
             while time.monotonic() < until:
@@ -71,7 +71,7 @@ class Process:
         for _ in range(60):
             for count in (1, 4):
                 body = {"model": "tiny", "prompt": ["Hi", "Once upon a time"] * count, "max_tokens": 8}
-                assert httpx.post(f"{self.url}/v1/completions", json=body, timeout=60).status_code == 200
+                assert httpx.post(f"{self.url}/v1/completions", json=body, timeout=300).status_code == 200
             httpx.get(f"{self.url}/metrics")
             sizes.append(self.memory_bytes())
             if len(sizes) > 3 and max(sizes[-4:]) - min(sizes[-4:]) < 1 << 20:

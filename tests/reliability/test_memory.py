@@ -32,7 +32,7 @@ ABSURD = {
 @pytest.mark.parametrize("name", ABSURD)
 def test_requests_for_too_much_cost_an_error_no_memory_and_no_time(process, name):
     body = {"model": "tiny", "prompt": "Hi", "max_tokens": 4}
-    with httpx.Client(base_url=process.url, timeout=60) as http:
+    with httpx.Client(base_url=process.url, timeout=300) as http:
         known = http.post("/v1/completions", json=body).json()["choices"]
         for _ in range(4):  # each thread that parses bodies keeps some memory of its own
             http.post("/v1/completions", json={**body, **ABSURD[name]})
@@ -89,7 +89,7 @@ def rude_exchange(process, parts):
 @pytest.mark.parametrize("name", RUDE)
 def test_rude_clients_cost_no_memory(process, name):
     body = {"model": "tiny", "prompt": "Hi", "max_tokens": 4}
-    with httpx.Client(base_url=process.url, timeout=60) as http:
+    with httpx.Client(base_url=process.url, timeout=300) as http:
         known = http.post("/v1/completions", json=body).json()["choices"]
         rude_exchange(process, RUDE[name]())
         before = process.memory_bytes()
@@ -103,7 +103,7 @@ def test_names_that_nobody_knows_leave_nothing_behind(process):
     num_names = int(os.environ.get("TORCHAX_SERVE_NUM_NAMES", "600"))
     body = {"model": "tiny", "prompt": "Hi", "max_tokens": 4}
     sizes = []
-    with httpx.Client(base_url=process.url, timeout=60) as http:
+    with httpx.Client(base_url=process.url, timeout=300) as http:
         assert http.post("/v1/completions", json=body).status_code == 200
         for index in range(num_names):
             kind = index % 4
