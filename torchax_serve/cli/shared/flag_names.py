@@ -11,6 +11,11 @@ _RENAMED = {
     "local_files_only": "--offline",
     "join_timeout_s": "--join-timeout",
     "served_model_names": "--served-model-name",
+    **{
+        f"{name.replace('-', '_')}_s": f"--{name}"
+        for name in ("watchdog", "keep-alive", "pre-stop", "drain-timeout")
+        + ("request-timeout", "queue-timeout", "first-token-timeout")
+    },
     "min_replicas": "--replicas",
     "max_replicas": "--replicas",
     "prefill_lens": "--prefill",
