@@ -11,11 +11,13 @@ _RENAMED = {
     "local_files_only": "--offline",
     "join_timeout_s": "--join-timeout",
     "served_model_names": "--served-model-name",
-    **{
-        f"{name.replace('-', '_')}_s": f"--{name}"
-        for name in ("watchdog", "keep-alive", "pre-stop", "drain-timeout")
-        + ("request-timeout", "queue-timeout", "first-token-timeout")
-    },
+    "watchdog_s": "--watchdog",
+    "keep_alive_s": "--keep-alive",
+    "pre_stop_s": "--pre-stop",
+    "drain_timeout_s": "--drain-timeout",
+    "request_timeout_s": "--request-timeout",
+    "queue_timeout_s": "--queue-timeout",
+    "first_token_timeout_s": "--first-token-timeout",
     "min_replicas": "--replicas",
     "max_replicas": "--replicas",
     "prefill_lens": "--prefill",
