@@ -1,4 +1,6 @@
-"""Signs up as the first user of an Open WebUI in front of the server, lists its models, and sends one chat, streamed too.
+"""Signs up as the first user of an Open WebUI in front of the server, lists its models, and sends a chat.
+
+The chat is sent complete and streamed.
 
     python tests/reliability/open_webui.py http://127.0.0.1:8080 MODEL
 
