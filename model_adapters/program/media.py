@@ -49,6 +49,11 @@ class _Reached(BaseException):
         self.given = given
 
 
+def takes_media(module: torch.nn.Module) -> bool:
+    """Returns whether the forward of `module` takes images or audio."""
+    return any(_MEDIA.fullmatch(name) for name in inspect.signature(module.forward).parameters)
+
+
 @functools.lru_cache(maxsize=64)
 def language_model_name(module: torch.nn.Module) -> str | None:
     """Returns the name of the outermost part around the token embedding that takes no images and no audio.

@@ -56,8 +56,6 @@ def media_request(
     """
     runtime: ModelRuntime = model._jax_runtime
     encoder = encoder_of(runtime)
-    if params is not None and params.adapter is not None:
-        return "encoders of images and audio run without adapters"
     if (reason := _unsupported_reason(runtime, encoder, inputs)) is not None:
         return reason
     with encoders_run_by(encoder.run_encoder):
