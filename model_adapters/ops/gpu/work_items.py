@@ -101,8 +101,8 @@ def ragged_items(
     if prefix_lens is not None:
         prefix = jnp.where(is_seq, jnp.clip(prefix_lens[known], 0, capacity), 0)
     high = jnp.maximum(end + shift, prefix)
-    if (last := last_seen(args, begin, end)) is not None:
-        high = jnp.maximum(high, last + 1)
+    if (furthest := last_seen(args, begin, end)) is not None:
+        high = jnp.maximum(high, furthest + 1)
     high = jnp.minimum(high, jnp.minimum(kv_lens[known], capacity))
     high = jnp.where(is_seq & (end > begin) & (end + shift > 0), high, 0)
     low = jnp.zeros_like(begin)

@@ -61,8 +61,8 @@ def items_of(
     prefix = jnp.zeros_like(begin) if prefix_lens is None else prefix_lens[known]
     capacity = jnp.minimum(kv_lens[known], pages_per_seq * blocks.page)
     high = jnp.maximum(end + shift, prefix)
-    if (last := last_seen(args, begin, end)) is not None:
-        high = jnp.maximum(high, last + 1)
+    if (furthest := last_seen(args, begin, end)) is not None:
+        high = jnp.maximum(high, furthest + 1)
     high = jnp.minimum(high, capacity)
     low = jnp.zeros_like(begin)
     if window is not None:
