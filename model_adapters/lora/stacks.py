@@ -54,8 +54,8 @@ def linear_layers(module: Any, weights: Weights) -> dict[str, LinearLayer | str]
     head, decoder = module.get_output_embeddings(), module.get_decoder()
     inside = {id(part) for part in (module if decoder is None else decoder).modules()}
     # Encoders run once for requests with any adapter, or none.
-    if takes_media(module) and (name := language_model_name(module)) is not None:
-        inside &= {id(part) for part in module.get_submodule(name).modules()}
+    if takes_media(module) and (language_model := language_model_name(module)) is not None:
+        inside &= {id(part) for part in module.get_submodule(language_model).modules()}
     found: dict[str, LinearLayer | str] = {}
     for name, part in module.named_modules():
         weight, is_turned = f"{name}.weight", isinstance(part, Conv1D)

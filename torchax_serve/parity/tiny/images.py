@@ -105,8 +105,8 @@ def inputs_of(model: PreTrainedModel, model_type: str, index: int) -> Inputs:
     ids = given["input_ids"]
     for name in ("token_type_ids", "mm_token_type_ids"):
         if name in parameters:
-            is_marked = token is not None and model_type not in UNMARKED
-            given[name] = torch.eq(ids, token).long() if is_marked else torch.zeros_like(ids)
+            marked = -1 if token is None or model_type in UNMARKED else token
+            given[name] = torch.eq(ids, marked).long()
     if "input_ids" not in parameters:  # there is nothing to read but the image
         given = {}
     return given | {name: value(ids) if callable(value) else value for name, value in images.items()}
