@@ -88,6 +88,7 @@ def _forward(
 def _rotary_positions(batch: PackedBatch) -> jax.Array:
     """Returns int32[1, T] or, of tokens with positions on several axes, int32[axes, 1, T]."""
     if batch.media is not None and batch.media.positions is not None:
-        return batch.media.positions[:, None]
+        given = batch.media.positions
+        return given if given.shape[0] == 1 else given[:, None]  # PaliGemma counts from 1, on one axis
     positions = batch.positions if batch.deltas is None else batch.positions + batch.deltas
     return positions[None]

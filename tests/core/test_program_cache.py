@@ -196,6 +196,17 @@ def test_what_jax_itself_keeps_is_checked_too(tmp_path):
     assert sum(file.stat().st_size for file in entries()) <= 1000
 
 
+def test_a_folder_that_cannot_be_written_is_read(tmp_path):
+    """As in an image whose programs were compiled when it was made."""
+    cannot_write = "import os\nos.access = lambda path, mode: False\n"
+    for script, is_found in ((JAX_RUN, False), (cannot_write + JAX_RUN, True)):
+        command = [sys.executable, "-c", script, str(tmp_path / "compiled")]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert done.stdout.split() == ["35.0", str(is_found)]
+        said = f"compiled programs are not kept: {tmp_path}/compiled cannot be written; until"
+        assert done.stderr.count(said) == is_found
+
+
 @pytest.fixture
 def packages(tmp_path, monkeypatch):
     """A copy of this project's packages, whose source counts."""

@@ -1,5 +1,6 @@
 """The kernels' build: kept, rebuilt, done once, and done without."""
 
+import errno
 import logging
 import os
 import platform
@@ -7,15 +8,20 @@ import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 import tomllib
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from ops_oracle import decode_case, exact_decode
 
+from model_adapters import unwritable_cache
+from model_adapters.disk_cache import SealedFolder
 from model_adapters.ops import decode_attention, registry
 from model_adapters.ops.cpu import build, ffi
+from torchax_serve.compilation.xla_cache import enable_compile_cache
 
 HERE = Path(__file__).parent
 REAL = build.library_path()
@@ -66,9 +72,10 @@ def assert_falls_back(caplog, reason, remedy="install g++ or set CXX"):
     np.testing.assert_allclose(out, exact_decode(case)[0], rtol=2e-5, atol=2e-5)
     assert registry.implementation_for("decode_attention", *case.args).name == "reference"
     lines = [record.getMessage() for record in caplog.records if record.name == "torchax_serve"]
-    assert len(lines) == 1
-    assert reason in lines[0]
-    assert lines[0].endswith(f"; {remedy}.")
+    line = lines.pop()
+    assert all("not kept" in other for other in lines)
+    assert reason in line
+    assert line.endswith(f"; {remedy}.")
 
 
 def test_no_compiler(fresh, monkeypatch, caplog):
@@ -87,15 +94,63 @@ def test_compilation_fails(fresh, monkeypatch, caplog):
     assert not list((fresh / "cache").rglob("*.so"))
 
 
-def test_the_cache_folder_cannot_be_written(fresh, monkeypatch, caplog):
-    blocked = fresh / "a file"
-    blocked.write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
+@pytest.fixture
+def unwritable(fresh, monkeypatch):
+    """A cache folder that cannot be made, a folder for temporary ones, and a process that has not said so yet."""
+    (fresh / "a file").write_text("")
+    (fresh / "temporary").mkdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(fresh / "a file"))
     monkeypatch.setenv("CXX", fake_compiler(fresh))
+    monkeypatch.setattr(tempfile, "tempdir", str(fresh / "temporary"))
+    monkeypatch.setattr(unwritable_cache, "_WARNED", [])
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    yield fresh
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+def warnings_in(caplog):
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_without_a_cache_folder_kernels_are_built_in_a_temporary_one(unwritable, caplog):
+    """It belongs to the user alone, and is gone once the library is loaded; one warning says so for programs too."""
+    path = build.library_path()
+    assert path == build.library_path() and links(unwritable) == 1
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700 and path.is_relative_to(unwritable / "temporary")
+    case = decode_case()
+    assert registry.implementation_for("decode_attention", *case.args).name != "reference"
+    np.testing.assert_allclose(decode_attention(*case.args)[0], exact_decode(case)[0], rtol=2e-5, atol=2e-5)
+    assert not list((unwritable / "temporary").iterdir())
+    assert enable_compile_cache(unwritable / "a file" / "programs") is None
+    (line,) = warnings_in(caplog)
+    folder = unwritable / "a file/torchax-serve/kernels"
+    assert line.startswith(f"compiled kernels are not kept: {folder} cannot be made (Not a directory); until")
+
+
+def test_a_full_disk_has_kernels_too(unwritable, monkeypatch, caplog):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(unwritable))
+    in_cache = build.cache_folder().path
+
+    def write(folder, name, content):
+        if folder.path == in_cache:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
+        real_write(folder, name, content)
+
+    real_write = SealedFolder.write
+    monkeypatch.setattr(SealedFolder, "write", write)
+    assert ffi._open(build.library_path()).tas_linear_max_rows(4) >= 0
+    build.remove_temporary()
+    assert not list((unwritable / "temporary").iterdir())
+    assert f"{in_cache}: No space left on device" in warnings_in(caplog)[0]
+
+
+def test_neither_a_cache_folder_nor_a_temporary_one(unwritable, monkeypatch, caplog):
+    monkeypatch.setattr(tempfile, "tempdir", str(unwritable / "a file"))
     assert_falls_back(
         caplog,
-        f"compiled kernels cannot be kept in {blocked}/torchax-serve/kernels (Not a directory)",
-        "choose a folder by XDG_CACHE_HOME",
+        "no temporary folder can be written either (Not a directory)",
+        "choose folders by XDG_CACHE_HOME and TMPDIR",
     )
 
 

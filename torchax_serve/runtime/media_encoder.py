@@ -176,6 +176,8 @@ class MediaEncoder:
         )
         if not all_hold(fields.get(CHECKS)):
             raise InvalidArgumentError(unmet(self._runtime.config, dict(given)))
+        if not np.asarray(fields.get("is_of_text", True)):
+            raise UnsupportedModelError("its language model gets more of images than embeddings")
         is_media = np.asarray(fields["is_media"])
         visible = fields.get("visible")
         until = None if visible is None else _sees_until(np.asarray(visible))

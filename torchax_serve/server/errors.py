@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,6 +27,9 @@ MAX_MESSAGE_CHARS = 2000
 """Longest message of an error, in characters."""
 
 _BLAMES_REQUEST = (InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError, ChatTemplateError)
+
+_FIELD = re.compile(r"[a-z_]+(\[\d+\]|\.[a-z_]+)*:")
+"""The field that a message begins with."""
 
 _TYPES: Mapping[int, str] = {
     401: "authentication_error",
@@ -112,8 +116,11 @@ def api_error_of(error: BaseException) -> ApiError:
         return ApiError(429, "expected room in the queue of requests, found it full; send the request again later")
     if isinstance(error, OutOfMemoryError):
         return ApiError(503, "expected enough memory for the request, found too little; send it again later")
+    if isinstance(error, ChatTemplateError):
+        return bad_request(str(error), "messages", "invalid_value")
     if isinstance(error, _BLAMES_REQUEST):
-        return bad_request(str(error))
+        named = _FIELD.match(str(error))
+        return bad_request(str(error), named and named[0].removesuffix(":"), "invalid_value")
     if isinstance(error, QueueDeadlineError):
         return ApiError(
             503,

@@ -153,6 +153,8 @@ class ServerOptions:
                 raise InvalidArgumentError(f"{name}: expected seconds > 0, got {getattr(self, name)!r}")
         if not 0 < self.keep_alive_s < math.inf:
             raise InvalidArgumentError(f"keep_alive_s: expected seconds > 0, got {self.keep_alive_s!r}")
+        if not all(self.served_model_names):
+            raise InvalidArgumentError("served_model_names: expected names of at least one character, got an empty one")
         if self.metrics_compat not in (None, "vllm"):
             raise InvalidArgumentError(f"metrics_compat: expected vllm, got {self.metrics_compat!r}")
         if self.log_format not in ("text", "json"):
