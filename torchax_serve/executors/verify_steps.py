@@ -121,5 +121,6 @@ class VerifySteps:
             page_tables=self.tables,
             rope_lens=positions + 1 if spec.packed.has_rope_lens else None,
             adapters=None if self.adapters is None else self.adapters[tokens.rows],
+            slots=self.slots if spec.packed.head else None,
         )
         return VerifyBatch(packed, tokens, drafts, num_drafts, active)
