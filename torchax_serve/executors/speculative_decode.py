@@ -16,7 +16,9 @@ from model_adapters.ops.compressed_weight import Weights
 from torchax_serve.compilation.background import CompileTask
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
 from torchax_serve.executors.compiled_steps import CompiledSteps, StepCall
-from torchax_serve.executors.draft_model import DraftCache, DraftModel, kept
+from torchax_serve.executors.draft_head import DraftHead
+from torchax_serve.executors.draft_head import kept as with_hidden
+from torchax_serve.executors.draft_model import DraftCache, DraftModel, Pick, kept
 from torchax_serve.executors.packed_specs import PackedSpecs
 from torchax_serve.executors.prompt_lookup import TokenHistory, accept, last_tokens
 from torchax_serve.executors.slot_adapters import SlotAdapters
@@ -28,8 +30,11 @@ from torchax_serve.sampling.slot_params import SlotParams
 from torchax_serve.sampling.types import INT_COLUMNS, RowOptions, SamplerSpec, SamplerState
 from torchax_serve.scheduler import DraftResult, PlanRow, RequestId, SpeculativeConfig, StepPlan
 
-Forward = Callable[..., tuple[jax.Array, tuple[Pool, ...]]]
-"""Forward of a packed step: logits of every token, and the pools."""
+Forward = Callable[..., tuple[jax.Array, tuple[Pool, ...], jax.Array | None]]
+"""Forward of a packed step: logits of every token, the pools, and the hidden states that a draft head reads."""
+
+Drafts = tuple[jax.Array, jax.Array, tuple[Pool, ...], DraftCache | None]
+"""Drafts int32[S, k], whether a row has any, bool[S], and pools and cache afterwards."""
 
 
 class SpeculativeDecoder:
@@ -46,7 +51,7 @@ class SpeculativeDecoder:
         specs: Sizes of the executor's steps.
         pools: Returns the pages as they are now.
         adapters: The adapter of each slot.
-        draft: Model that drafts; None: drafts are looked up.
+        draft: Model or head that drafts; None: drafts are looked up.
     """
 
     def __init__(
@@ -60,7 +65,7 @@ class SpeculativeDecoder:
         *,
         pools: Callable[[], tuple[Pool, ...]],
         adapters: SlotAdapters,
-        draft: DraftModel | None = None,
+        draft: DraftModel | DraftHead | None = None,
     ) -> None:
         self._config, self._forward, self._weights = config, forward, weights
         self._adapters = adapters
@@ -69,7 +74,10 @@ class SpeculativeDecoder:
         self._function = compiled("verify_steps", self._verify, donate=["pools", "state", "history", "draft_cache"])
         self._steps: CompiledSteps[VerifySpec] = CompiledSteps(weights, programs, self._call_of)
         self._history: TokenHistory | None = None
-        self._draft, self._cache = draft, None  # type: DraftModel | None, DraftCache | None
+        self._head = draft if isinstance(draft, DraftHead) else None
+        self._draft = draft if isinstance(draft, DraftModel) else None
+        self._draft_name = None if draft is None else draft.identity
+        self._cache: DraftCache | None = None
         self._owners: dict[int, RequestId] = {}  # by slot, whose tokens are in the cache of the draft model
 
     @property
@@ -88,7 +96,7 @@ class SpeculativeDecoder:
             config.num_speculative_tokens,
             config.prompt_lookup_max,
             config.prompt_lookup_min,
-            None if self._draft is None else self._draft.identity,
+            self._draft_name,
         )
 
     def run(self, plan: StepPlan, sampler: Sampler) -> tuple[jax.Array, tuple[Pool, ...]]:
@@ -156,10 +164,8 @@ class SpeculativeDecoder:
         example = steps.batch(rows, *steps.lookup(rows)).packed
         forward = TracedFunction(functools.partial(self._forward, spec=spec.packed), weights, pools, example)
         cache = draft_cache and DraftCache(draft_cache.pools, draft_cache.lens[steps.slots])
-
-        draft, proposing = self._draft, None
-        if draft is not None and draft_weights is not None and cache is not None:
-            proposing = draft.steps(draft_weights, cache, rows, steps.slots)
+        pick = functools.partial(_pick, options, state, steps.draws)
+        propose = self._proposer(steps, rows, pick, (weights, draft_weights), pools, cache)
 
         def goes_on(carry: Any) -> jax.Array:
             index, _, _, rows, _ = carry
@@ -167,16 +173,15 @@ class SpeculativeDecoder:
 
         def step(carry: Any) -> Any:
             index, results, pools, rows, cache = carry
-            if draft is None or proposing is None:
-                drafts, is_found = steps.lookup(rows)
-            else:
-                is_found, pick = steps.is_drafted(rows), functools.partial(_pick, options, state, steps.draws)
-                drafts, cache = draft.propose(proposing, cache, rows, is_found, pick, spec.num_drafts)
+            drafts, is_found, pools, cache = propose(rows, pools, cache)
             batch = steps.batch(rows, drafts, is_found)
-            logits, pools = forward(weights, pools, batch.packed)
+            logits, pools, hidden = forward(weights, pools, batch.packed)
             chosen = _choose(options, state, logits, batch, steps.draws)
             sampled = chosen[batch.tokens.index(spec.num_drafts)]
             rows, counts = accept(rows, batch.drafts, batch.num_drafts, sampled, batch.is_active)
+            if self._head is not None:
+                last = batch.tokens.cu_q_lens[:-1] + jnp.maximum(counts - 1, 0)
+                pools = with_hidden(pools, steps, batch.is_active, hidden[last], rows.lens - 1)
             result = jnp.concatenate([sampled, counts[:, None], batch.num_drafts[:, None]], axis=1)
             return index + 1, results.at[index].set(result), pools, rows, cache and kept(cache, rows)
 
@@ -192,6 +197,30 @@ class SpeculativeDecoder:
         if cache is not None and draft_cache is not None:
             cache = DraftCache(cache.pools, draft_cache.lens.at[slots].set(cache.lens, mode="drop"))
         return results, pools, dataclasses.replace(state, last_tokens=last), history, cache
+
+    def _proposer(
+        self,
+        steps: VerifySteps,
+        rows: TokenHistory,
+        pick: Pick,
+        weights: tuple[Any, Weights | None],
+        pools: tuple[Pool, ...],
+        cache: DraftCache | None,
+    ) -> Callable[[TokenHistory, tuple[Pool, ...], DraftCache | None], Drafts]:
+        """Returns the function that drafts, with everything traced that it runs."""
+        if self._head is not None:
+            head, head_steps = self._head, self._head.steps(weights[0], pools, steps)
+            return lambda rows, pools, cache: (*head.propose(head_steps, pools, rows, steps, pick), cache)
+        if self._draft is None or weights[1] is None or cache is None:
+            return lambda rows, pools, cache: (*steps.lookup(rows), pools, cache)
+        draft, draft_steps = self._draft, self._draft.steps(weights[1], cache, rows, steps.slots)
+
+        def propose(rows: TokenHistory, pools: tuple[Pool, ...], cache: Any) -> Drafts:
+            is_found = steps.is_drafted(rows)
+            drafts, cache = draft.propose(draft_steps, cache, rows, is_found, pick, steps.spec.num_drafts)
+            return drafts, is_found, pools, cache
+
+        return propose
 
     def _call_of(self, spec: VerifySpec) -> StepCall:
         """Returns a step with its arguments as shapes."""

@@ -151,7 +151,7 @@ class SpeculativePlanner:
     def _gain(self, state: RequestState) -> float:
         """Returns the expected accepted drafts of a step of a request."""
         config = self._speculative
-        if config.method == "draft_model":
+        if not config.looks_up:
             return self._accepted
         tracker = state.draft_tracker
         if tracker is None:
@@ -161,7 +161,7 @@ class SpeculativePlanner:
 
     def _is_unsure(self, states: list[RequestState], caps: list[int]) -> bool:
         """Returns whether a row with drafts is new, or not known to repeat itself."""
-        if not self._speculative.adaptive or self._speculative.method == "draft_model":
+        if not self._speculative.adaptive or not self._speculative.looks_up:
             return False
         drafted = [state for state, cap in zip(states, caps, strict=True) if cap]
         is_new = any(len(state.tokens) - state.prompt_len < NUM_UNSURE for state in drafted)
