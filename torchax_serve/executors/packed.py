@@ -20,7 +20,7 @@ from model_adapters.ops.compressed_weight import Weights
 from model_adapters.ops.cpu.ffi import batch_invariant
 from torchax_serve.compilation.background import CompileTask
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
-from torchax_serve.executors.base import AbstractStep, ExecutorLimits, abstract_ints, refuse_encoder_input
+from torchax_serve.executors.base import AbstractStep, ExecutorLimits, MaskWords, abstract_ints, refuse_encoder_input
 from torchax_serve.executors.compiled_steps import CompiledSteps, StepCall
 from torchax_serve.executors.draft_head import DraftHead
 from torchax_serve.executors.draft_model import DraftModel
@@ -32,6 +32,7 @@ from torchax_serve.executors.request_input import MediaInput, RequestInput
 from torchax_serve.executors.slot_adapters import SlotAdapters
 from torchax_serve.executors.speculative_decode import SpeculativeDecoder
 from torchax_serve.executors.step_inputs import FusedDecodeSpec, PackedStepSpec
+from torchax_serve.executors.verified_tokens import VerifiedTokens
 from torchax_serve.kv_cache.head_state import HeadedCache
 from torchax_serve.kv_cache.pools import PagedCache
 from torchax_serve.sampling.sample import logprobs_of, with_rows
@@ -177,11 +178,13 @@ class PackedExecutor:
         """Computes decode steps; see `decode_steps`."""
         return decode_steps(self._forward, self._adapters, weights, pools, state, options, numbers, spec)
 
-    def run_decode(self, plan: StepPlan, sampler: Sampler) -> jax.Array | None:
+    def run_decode(
+        self, plan: StepPlan, sampler: Sampler, words: MaskWords | None = None
+    ) -> jax.Array | VerifiedTokens | None:
         """Implements `Executor.run_decode`."""
         if self._speculative is not None and plan.drafts is not None:
             results, self.cache.pools = self._speculative.run(plan, sampler)
-            return results
+            return self._speculative.sample(plan, sampler, results, words)
         spec = self._steps.choose(self._specs.for_decode(len(plan.rows), *self._media.of_decode(plan.rows)))
         if not isinstance(spec, FusedDecodeSpec):
             return None
