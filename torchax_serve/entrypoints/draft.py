@@ -10,6 +10,7 @@ from model_adapters.errors import InvalidArgumentError
 from model_adapters.loading import LoadedModel, load_model
 from model_adapters.loading.compress_weights import prepare_weights
 from model_adapters.loading.model_source import resolve
+from torchax_serve.engine.data_parallel import split_runtimes
 from torchax_serve.engine.options import EngineOptions
 from torchax_serve.entrypoints.base_model import programs_of
 from torchax_serve.executors.loaded_draft import LoadedDraft
@@ -36,19 +37,25 @@ def with_draft_model(
         CheckpointError: a head lacks tensors.
     """
     config = None if engine is None else SpeculativeConfig.parse(engine.speculative)
-    if engine is None or config is None or config.looks_up or target.sharding is not None:
+    if engine is None or config is None or config.looks_up:
         return engine
     if config.method in ("eagle3", "mtp"):
+        if target.sharding is not None:
+            return engine  # refused where the engine is made
         return dataclasses.replace(
             engine, speculative=dataclasses.replace(config, model=_head(config, target, loading))
         )
-    loaded = load_model(config.model, **{name: loading[name] for name in _SHARED if name in loading})
+    mesh = None if target.sharding is None else target.sharding.mesh
+    loaded = load_model(config.model, mesh=mesh, **{name: loading[name] for name in _SHARED if name in loading})
     name = "the model object" if loaded.source.kind == "object" else str(config.model)
     _check_vocabulary(name, loaded, target)
     if pack_weights:
         prepare_weights(loaded)
-    runtime = ModelRuntime(loaded.module, loaded.weights, programs_of(loaded))
-    return dataclasses.replace(engine, speculative=dataclasses.replace(config, model=LoadedDraft(name, runtime)))
+    if loaded.sharding is None:
+        runtimes = [ModelRuntime(loaded.module, loaded.weights, programs_of(loaded))]
+    else:
+        runtimes = split_runtimes(loaded.module, loaded.weights, loaded.sharding)
+    return dataclasses.replace(engine, speculative=dataclasses.replace(config, model=LoadedDraft(name, runtimes)))
 
 
 def _head(config: SpeculativeConfig, target: LoadedModel, loading: dict[str, Any]) -> LoadedHead:

@@ -157,7 +157,7 @@ def _draft(runtime: ModelRuntime, sizes: MemoryBudget) -> DraftModel | DraftHead
             f"speculative_config: method {sizes.speculative.method!r}: expected a model that serve loads on one "
             f"device, got {loaded!r}; leave speculative_config out"
         )
-    draft = loaded.runtime
+    draft = loaded.on(runtime.steps.executables.mesh)
     try:
         shapes = packed_shapes(draft, sizes)
     except NotPackableError as reason:
