@@ -12,7 +12,7 @@ import transformers
 from draft_head_oracle import Eagle3, Mtp, proposals, trained
 from engine_models import VOCAB_SIZE
 from safetensors.torch import load_file, save_file
-from test_speculation import request, tokens_of
+from speculation_requests import request, tokens_of
 from weights import draw_matrices
 
 from model_adapters.draft_heads.loading import load_eagle3
