@@ -101,6 +101,10 @@ class InFlightStep:
         """Whether log-probabilities of any row were requested."""
         return any(sampled.logprobs is not None for sampled in self.sampled)
 
+    def is_complete(self) -> bool:
+        """Returns whether the device has computed its tokens; does not wait."""
+        return (self.sampled[-1].tokens if self.tokens is None else self.tokens).is_ready()
+
 
 class ExecutorCache(Protocol):
     """Interface of an executor's cache for `ModelRunner`."""
