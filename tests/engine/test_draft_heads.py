@@ -104,7 +104,7 @@ def test_eagle3_proposes_what_eager_pytorch_does(eagle3, recorded):
         model.engine.check_integrity = True
         check_proposals(model, head, recorded, texts)
         stats = model.stats().scheduler
-    assert 0.3 * stats.num_draft_tokens < stats.num_accepted_tokens < stats.num_draft_tokens
+    assert 0.3 * stats.num_draft_tokens < stats.num_accepted_tokens <= stats.num_draft_tokens
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
