@@ -45,6 +45,7 @@ class PackedBatch:
     deltas: jax.Array | None = None  # int32[T], position for rotary embeddings minus position; None: zeros
     media: MediaTokens | None = None
     adapters: jax.Array | None = None  # int32[T], adapter of each token, 0 for none; None if there are none
+    slots: jax.Array | None = None  # int32[S], slot of each sequence; None: nothing is kept by slot
 
 
 @dataclasses.dataclass(frozen=True)

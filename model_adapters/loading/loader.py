@@ -194,7 +194,7 @@ class _Builder:
         dtype = self._checked(self._dtype or checkpoint.dtype or torch.float32)
         self._check_fits(list(checkpoint.sizes_in(dtype).values()), dtype)
         module, place, sink = self._read(checkpoint, dtype, strict, progress)
-        weights = _harvest(module, place, sink)
+        weights = harvest(module, place, sink)
         loaded = self._loaded(module, weights, dtype, checkpoint.num_bytes)
         assert self._match is not None
         if note := self._match.note(self._source.name, type(module).__name__):
@@ -277,7 +277,7 @@ class _Builder:
                 self._peak.sample()
                 return place(name, values) if isinstance(values, torch.Tensor) else place.of_array(name, values)
 
-            weights = _harvest(module, place, sink, fill)
+            weights = harvest(module, place, sink, fill)
         return self._loaded(module, weights, dtype, None)
 
     def _check_fits(self, sizes: list[int], dtype: torch.dtype) -> None:
@@ -341,7 +341,7 @@ class _Builder:
         )
 
 
-def _harvest(module: PreTrainedModel, place: DevicePlacement, sink: WeightSink, fill: Any = None) -> dict[str, Weight]:
+def harvest(module: PreTrainedModel, place: DevicePlacement, sink: WeightSink, fill: Any = None) -> dict[str, Weight]:
     """Returns the arrays of all tensors of `module`, and leaves only meta tensors on it.
 
     `fill` returns the array of a tensor that is not in the sink; without it such a tensor must have values.

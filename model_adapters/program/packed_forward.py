@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from model_adapters.attention import attention_name, uses_attention_interface
 from model_adapters.bridge.views import jax_view, torch_view
@@ -40,18 +43,48 @@ def forward_packed(
     Raises:
         NotPackableError: something in the model's code does not let sequences be packed.
     """
+    logits, pools, _ = forward_with_hidden(program, weights, pools, batch, layout, ())
+    return logits, pools
+
+
+def forward_with_hidden(
+    program: ModelProgram,
+    weights: Weights,
+    pools: tuple[Pool, ...],
+    batch: PackedBatch,
+    layout: PagedLayout,
+    layers: Sequence[int],
+) -> tuple[jax.Array, tuple[Pool, ...], jax.Array | None]:
+    """Returns what `forward_packed` does, and hidden states of all tokens.
+
+    Args:
+        program, weights, pools, batch, layout: As of `forward_packed`.
+        layers: Hidden states as ``output_hidden_states`` counts them: i is what layer i reads, -1 what the head does.
+
+    Returns:
+        Logits, pools, and float[T, len(layers) * hidden], or None for no `layers`.
+
+    Raises:
+        NotPackableError: something in the model's code does not let sequences be packed.
+    """
     if program.names.has_encoder:
         raise NotPackableError("there is an encoder beside the decoder")
     if not (program.cache_name and program.accepts("position_ids") and uses_attention_interface(program.module)):
         raise NotPackableError("the forward takes no positions, or attends past transformers' attention interface")
-    run = program.with_split_concats(functools.partial(_forward, program, layout=layout))
+    run = program.with_split_concats(functools.partial(_forward, program, layout=layout, layers=tuple(layers)))
     # In a decode step every row is read.
-    return (run if layout.is_decode or layout.all_logits else prune_rows(run))(weights, pools, batch)
+    result: Any = (run if layout.is_decode or layout.all_logits else prune_rows(run))(weights, pools, batch)
+    return result  # type: ignore[no-any-return]
 
 
 def _forward(
-    program: ModelProgram, weights: Weights, pools: tuple[Pool, ...], batch: PackedBatch, layout: PagedLayout
-) -> tuple[jax.Array, tuple[Pool, ...]]:
+    program: ModelProgram,
+    weights: Weights,
+    pools: tuple[Pool, ...],
+    batch: PackedBatch,
+    layout: PagedLayout,
+    layers: tuple[int, ...],
+) -> tuple[jax.Array, tuple[Pool, ...], jax.Array | None]:
     sharding = program.sharding
     divided: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if sharding is not None and not layout.is_decode and sharding.divides_tokens(batch.token_ids.shape[0]):
@@ -66,6 +99,8 @@ def _forward(
         program.cache_name: cache,
         "use_cache": True,
     }
+    if layers:
+        kwargs["output_hidden_states"] = True
     keep_last = program.accepts("logits_to_keep") and not layout.all_logits
     if keep_last:
         kwargs["logits_to_keep"] = torch_view(batch.last)
@@ -82,7 +117,17 @@ def _forward(
     pools = cache.pools()
     if sharding is not None:
         pools = tuple(laid_out(pool, sharding.pool_sharding, jax.lax.with_sharding_constraint) for pool in pools)
-    return program.unpadded_logits(logits), pools
+    return program.unpadded_logits(logits), pools, _side_by_side(output, layers)
+
+
+def _side_by_side(output: Any, layers: tuple[int, ...]) -> jax.Array | None:
+    """Returns hidden states of a model's output, float[T, len(layers) * hidden]; None for no `layers`."""
+    if not layers:
+        return None
+    states = output.get("hidden_states")
+    if states is None:
+        raise NotPackableError("the model does not return its hidden states, which a draft head reads")
+    return jnp.concatenate([jax_view(states[layer])[0] for layer in layers], axis=-1)
 
 
 def _rotary_positions(batch: PackedBatch) -> jax.Array:

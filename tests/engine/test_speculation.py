@@ -3,37 +3,20 @@
 import dataclasses
 import random
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from adapter_models import PeftModels, ranks
 from engine_models import VOCAB_SIZE, expected_tokens, tiny_model
+from speculation_requests import answers_of, repeating_prompts, request, tokens_of
 
 from torchax_serve import EngineOptions, InvalidArgumentError, SamplingParams, UnsupportedArgumentError, serve
-from torchax_serve.engine.request import EngineRequest
 
 SIZES = EngineOptions(
     max_model_len=96, max_num_seqs=4, page_size=8, max_num_batched_tokens=32, max_num_steps=4, batch_invariant=True
 )
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False}
-
-
-def request(prompt, max_new_tokens=30, seed=0, **options):
-    params = SamplingParams(**options)
-    config = transformers.GenerationConfig(max_new_tokens=max_new_tokens)
-    return EngineRequest.of(
-        prompt, params.merged_into(config), params.only_engine_options(), vocab_size=VOCAB_SIZE, seed=seed
-    )
-
-
-def repeating_prompts(number, seed=0):
-    rng = random.Random(seed)
-    pieces = [[rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(3, 9))] for _ in range(number)]
-    return [piece * 3 + piece[:2] for piece in pieces]
-
-
-def tokens_of(model, requests):
-    return [handle.result() for handle in model.engine.submit_all(requests)]
 
 
 @pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -80,15 +63,58 @@ def test_tokens_are_those_of_single_steps_for_any_options(pair):
 def test_requests_that_need_more_than_tokens_have_the_same_results(pair, options):
     prompts = repeating_prompts(3, seed=1)
     asked = [
-        request(prompts[0], **options),
+        request(prompts[0], 40, **options),
         request(prompts[1]),
         request(prompts[2], 12, temperature=0.5, do_sample=True),
     ]
-    results = []
+    num_accepted = pair[1].engine.stats().scheduler.num_accepted_tokens
+    assert answers_of(pair[1], asked) == answers_of(pair[0], asked)
+    assert pair[1].engine.stats().scheduler.num_accepted_tokens > num_accepted, "the others speculate beside it"
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "top_p": 0.9, "do_sample": True}])
+def test_drafted_tokens_have_their_log_probabilities(pair, options):
+    prompts = repeating_prompts(3, seed=9)
+    asked = [
+        request(prompts[0], logprobs=3, seed=1, **options),
+        request(prompts[1], logprobs=0, **options),
+        request(prompts[2], 12),
+    ]
+    num_accepted = pair[1].engine.stats().scheduler.num_accepted_tokens
+    plain, speculative = (answers_of(model, asked) for model in pair)
+    assert speculative == plain, "to the last bit"
+    assert len(plain[0][1]) == 30 and len(plain[0][1][0].top) == 3 and not plain[2][1]
+    assert pair[1].engine.stats().scheduler.num_accepted_tokens > num_accepted + 12
+
+
+class Banned:
+    """Forbids a token, whatever the answer is; notes the answers that it has been asked for."""
+
+    def __init__(self, token):
+        self.token, self.seen = token, []
+
+    def fill(self, words, output_ids):
+        self.seen.append(list(output_ids))
+        words[self.token // 32] &= np.array(~(1 << self.token % 32), np.int64).astype(np.int32)
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "do_sample": True, "logprobs": 2}])
+def test_masked_requests_share_verify_steps(pair, options):
+    prompts = repeating_prompts(3, seed=10)
+    best = tokens_of(pair[0], [request(prompts[0], 1)])[0][0]
+    answers = []
     for model in pair:
-        handles = model.engine.submit_all(asked)
-        results.append([([out.token_ids for out in handle], handle.result()) for handle in handles])
-    assert [tokens for _, tokens in results[0]] == [tokens for _, tokens in results[1]]
+        num_accepted = model.engine.stats().scheduler.num_accepted_tokens
+        masks = Banned(best)
+        asked = [
+            request(prompts[0], 40, **options).as_answer(masks, None),
+            *(request(each, 25) for each in prompts[1:]),
+        ]
+        answers.append(answers_of(model, asked))
+        tokens = answers[-1][0][0]
+        assert best not in tokens and masks.seen[:40] == [tokens[:num] for num in range(40)]
+    assert answers[0] == answers[1]
+    assert pair[1].engine.stats().scheduler.num_accepted_tokens > num_accepted
 
 
 def test_stop_tokens_inside_drafts_end_the_answer_there(pair):

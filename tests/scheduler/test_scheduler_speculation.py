@@ -70,12 +70,38 @@ def test_pages_taken_for_drafts_are_given_back():
     loop.drain()
 
 
-@pytest.mark.parametrize("options", [{"speculates": False}, {"num_unspeculated": float("inf")}])
+@pytest.mark.parametrize(
+    "options", [{"speculates": False}, {"num_unspeculated": float("inf")}, {"waits_for_tokens": True}]
+)
 def test_a_request_that_has_no_drafts_is_not_speculated_for(options):
     loop = speculative_loop()
     loop.scheduler.add(request(7, max_new=30, **options))
     loop.drain()
     assert all(plan.drafts is None for plan in loop.plans)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("options", [{"num_unspeculated": float("inf")}, {"waits_for_tokens": True}])
+def test_one_that_needs_the_sampler_shares_steps_one_at_a_time(options, depth):
+    loop = speculative_loop(depth=depth)
+    asked = [request(7, max_new=30), request(8, max_new=30, **options)]
+    for each in asked:
+        loop.scheduler.add(each)
+    loop.drain()
+    plans = [plan for plan in loop.plans if plan.drafts is not None]
+    shared = [plan for plan in plans if any(plan.drafts.needs_sampler)]
+    assert shared and {plan.num_steps for plan in shared} == {1}
+    pairs = [pair for plan in shared for pair in zip(plan.drafts.most, plan.drafts.needs_sampler, strict=True)]
+    assert {bool(most) for most, does_need in pairs if does_need} == {False}
+    assert loop.tokens == {each.request_id: truth(loop, each) for each in asked}
+
+
+def test_drafts_begin_behind_the_tokens_that_need_the_sampler():
+    loop = speculative_loop()
+    loop.scheduler.add(request(7, max_new=30, num_unspeculated=6))
+    loop.drain()
+    first = next(plan for plan in loop.plans if plan.drafts is not None)
+    assert len(first.drafts.histories[0]) - 5 >= 6 and list(first.drafts.needs_sampler) == [False]
 
 
 def test_one_without_drafts_shares_the_steps_of_others():
@@ -115,10 +141,10 @@ def test_a_tracker_counts_what_lookup_would_find():
         ({"num_speculative_tokens": 17}, InvalidArgumentError, "expected a whole number from 1 to 16, got 17"),
         ({"prompt_lookup_min": 5}, InvalidArgumentError, "prompt_lookup_min: expected a whole number from 1 to 4"),
         ({"adaptive": 1}, InvalidArgumentError, "adaptive: expected True or False, got 1"),
-        ({"method": "eagle3", "model": "x"}, UnsupportedArgumentError, "EAGLE-3 heads are not supported"),
+        ({"method": "eagle", "model": "x"}, UnsupportedArgumentError, "those of EAGLE-3 are"),
         ({"method": "draft_model"}, InvalidArgumentError, "model: expected the name or folder of a model, got None"),
         ({"model": "x"}, InvalidArgumentError, "model: expected None with method 'ngram', got 'x'"),
-        ({"method": "oracle"}, InvalidArgumentError, "method: expected 'ngram' or 'draft_model', got 'oracle'"),
+        ({"method": "oracle"}, InvalidArgumentError, "'eagle3' or 'mtp', got 'oracle'"),
         ({"method": ["ngram"]}, InvalidArgumentError, "method: expected 'ngram'"),
         ({"disable_by_batch_size": 4}, InvalidArgumentError, "got 'disable_by_batch_size'; leave it out"),
         ("ngram:4", InvalidArgumentError, "expected a mapping such as"),

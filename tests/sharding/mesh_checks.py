@@ -139,6 +139,27 @@ def tokens(family, meshes, kv_cache_dtype=None):
             print("same tokens", family, mesh, served.engine.description)
 
 
+def speculative(family, meshes, method):
+    """Tokens of verify steps on meshes, those of plain steps on one device; and how many drafts were accepted."""
+    options = EngineOptions(max_model_len=64, max_num_seqs=4, page_size=8, max_num_steps=4)
+    config = {"method": method, "num_speculative_tokens": 3, "adaptive": False}
+    if method == "draft_model":
+        config["model"] = model_of(family)
+    prompts = [(prompt * 4)[:24] for prompt in PROMPTS]
+    params = [
+        SamplingParams(max_new_tokens=20, temperature=0.0, logprobs=1),
+        SamplingParams(max_new_tokens=20, temperature=0.7, seed=1),
+        SamplingParams(max_new_tokens=20, temperature=0.0, repetition_penalty=1.2),
+    ]
+    with serve(model_of(family), engine=options) as single:
+        wanted = [answer.token_ids for answer in single.generate_batch(prompts, params)]
+    for mesh in meshes.split(","):
+        with serve(model_of(family), engine=options, mesh=shape_of(mesh), speculative_config=config) as served:
+            got = [answer.token_ids for answer in served.generate_batch(prompts, params)]
+            assert got == wanted, f"{family} {mesh}: {got} is not {wanted}"
+            print("same tokens", family, mesh, "accepted", served.stats().scheduler.num_accepted_tokens)
+
+
 def offloaded(family, meshes):
     """Prompts of five pages on a device with nine, twice: prefixes of the first time come from host memory."""
     rng = np.random.default_rng(0)

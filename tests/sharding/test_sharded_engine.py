@@ -69,6 +69,14 @@ def test_quantized_weights_lie_with_their_scales_and_give_the_same_tokens(on_eig
     assert all(int(line.split()[5]) > 0 for line in lines)
 
 
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_drafts_are_verified_on_meshes_and_replicas(on_eight, method):
+    """Heads that the mesh divides, and heads that every device has whole."""
+    lines = on_eight("speculative", "qwen3", "1x2,1x8,2x2", method)
+    assert [line.split()[3] for line in lines] == ["1x2", "1x8", "2x2"]
+    assert all(int(line.split()[5]) > 0 for line in lines)
+
+
 def test_pages_in_int8_have_their_scales_where_their_heads_are(on_eight):
     """Heads that the mesh divides, and heads that every device has whole."""
     lines = on_eight("tokens", "llama", "1x2,1x8", "int8")

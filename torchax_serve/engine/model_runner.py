@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -16,6 +17,7 @@ from torchax_serve.engine.request import EngineRequest
 from torchax_serve.executors.base import Executor, InFlightStep
 from torchax_serve.executors.request_input import SpanLimits
 from torchax_serve.executors.speculative_decode import read_drafts
+from torchax_serve.executors.verified_tokens import VerifiedTokens
 from torchax_serve.kv_cache.host_pools import HostPools
 from torchax_serve.outputs import TokenLogprobs
 from torchax_serve.sampling.sampler import Sampler
@@ -165,13 +167,15 @@ class ModelRunner:
         if plan.prefill_rows:
             self._executor.prepare(plan)
         step = InFlightStep(plan, weights_version=self.weights_version)
-        if masks is None and not plan.prefill_rows and self._executor.limits.fused_decode_steps:
-            step.tokens = self._executor.run_decode(plan, self._sampler)
+        failures: dict[int, Exception] = {}
+        words_of = None if masks is None else functools.partial(masks.words, failures=failures)
+        is_fused = masks is None and not plan.prefill_rows and self._executor.limits.fused_decode_steps
+        if is_fused or plan.drafts is not None:
+            step.tokens, step.failures = self._executor.run_decode(plan, self._sampler, words_of), failures
             if step.tokens is not None:
                 return step
         tops = [requests[row.slot].params.prompt_logprobs for row in plan.prefill_rows]
         asked = max((top for top in tops if top is not None), default=None)
-        failures: dict[int, Exception] = {}
         for ahead in range(plan.num_steps):
             if asked is None:
                 logits = self._executor.run(plan.rows, plan.page_tables, self._sampler.last_tokens, ahead=ahead)
@@ -180,15 +184,15 @@ class ModelRunner:
                 step.prompt, logits = self._executor.run_scored(
                     plan.rows, plan.page_tables, self._sampler, following, asked
                 )
-            words = None if masks is None else masks.words(len(logits), failures)
+            words = None if words_of is None else words_of(len(logits))
             step.sampled.append(self._sampler.sample(plan.rows, logits, ahead, words))
         step.failures = self._sampler.take_failures() | failures
         return step
 
     def read(self, step: InFlightStep) -> np.ndarray | DraftResult:
         """Returns the sampled tokens, int[num_rows, num_steps], or those of verify steps, once the device has them."""
-        if step.plan.drafts is not None:
-            return read_drafts(np.asarray(step.tokens)[: step.plan.num_steps], len(step.plan.rows))
+        if isinstance(step.tokens, VerifiedTokens):
+            return read_drafts(np.asarray(step.tokens.results)[: step.plan.num_steps], len(step.plan.rows))
         if step.tokens is not None:
             return np.asarray(step.tokens)[: step.plan.num_steps, : len(step.plan.rows)].T
         columns = [np.asarray(sampled.tokens)[: len(step.plan.rows)] for sampled in step.sampled]
@@ -199,12 +203,13 @@ class ModelRunner:
 
         Each has the `num_top` likeliest tokens, too.
         """
-        found = []
-        for sampled in step.sampled[:num_tokens]:
+        found: list[tuple[Logprobs, int | tuple[int, ...], int]] = []
+        if isinstance(step.tokens, VerifiedTokens):
+            found += step.tokens.logprobs_of(row)
+        for sampled in step.sampled:
             assert sampled.logprobs is not None
-            token = int(np.asarray(sampled.tokens)[row])
-            found.append(_token(sampled.logprobs, row, token, num_top, step.weights_version))
-        return tuple(found)
+            found.append((sampled.logprobs, row, int(np.asarray(sampled.tokens)[row])))
+        return tuple(_token(*each, num_top, step.weights_version) for each in found[:num_tokens])
 
     def prompt_logprobs(self, step: InFlightStep, row: int, request: EngineRequest) -> dict[int, TokenLogprobs]:
         """Returns the log-probabilities of a prefill row, by position in the prompt of `request`."""
@@ -236,10 +241,12 @@ def _following(row: PlanRow, request: EngineRequest) -> tuple[int, ...]:
     return request.prompt_ids[row.context_len + 1 : row.context_len + 1 + row.num_tokens]
 
 
-def _token(logprobs: Logprobs, index: int, token: int, num_top: int, weights_version: int) -> TokenLogprobs:
+def _token(
+    logprobs: Logprobs, index: int | tuple[int, ...], token: int, num_top: int, weights_version: int
+) -> TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
     if num_top:
         assert logprobs.top_ids is not None and logprobs.top is not None
-        ids, values = np.asarray(logprobs.top_ids)[index, :num_top], np.asarray(logprobs.top)[index, :num_top]
+        ids, values = (np.asarray(array)[index][:num_top] for array in (logprobs.top_ids, logprobs.top))
         top = tuple((int(i), float(x)) for i, x in zip(ids, values, strict=True))
     return TokenLogprobs(token, float(np.asarray(logprobs.chosen)[index]), top, weights_version)

@@ -119,9 +119,9 @@ class EngineOptions:
 
     @property
     def has_draft_model(self) -> bool:
-        """Whether another model drafts."""
+        """Whether another model or a head drafts."""
         config = SpeculativeConfig.parse(self.speculative)
-        return config is not None and config.model is not None
+        return config is not None and not config.looks_up
 
     def with_speculative(self, config: Mapping[str, Any]) -> Self:
         """Returns the options with `speculative`, given as `serve` takes it.

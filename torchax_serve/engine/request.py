@@ -152,7 +152,7 @@ class EngineRequest:
 
     def _num_unspeculated(self) -> float:
         """Returns the number of new tokens that need more than the logits of the token before."""
-        needs_more = self.sampling.level not in ("greedy", "sampled") or self.sampling.logprobs is not None
+        needs_more = self.sampling.level not in ("greedy", "sampled")
         return math.inf if needs_more else self.sampling.num_tokens_with_tables(len(self.prompt_ids))
 
     def to_scheduler(self, request_id: RequestId, now: float) -> SchedulerRequest:

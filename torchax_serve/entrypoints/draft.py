@@ -1,13 +1,16 @@
-"""Loads the draft model of an engine's options, and compares its vocabulary."""
+"""Loads the draft model or head of an engine's options, and checks that it fits the served model."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
+from model_adapters.draft_heads.loaded_head import LoadedHead
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.loading import LoadedModel, load_model
 from model_adapters.loading.compress_weights import prepare_weights
+from model_adapters.loading.model_source import resolve
+from torchax_serve.engine.data_parallel import split_runtimes
 from torchax_serve.engine.options import EngineOptions
 from torchax_serve.entrypoints.base_model import programs_of
 from torchax_serve.executors.loaded_draft import LoadedDraft
@@ -21,7 +24,7 @@ _SHARED = ("token", "local_files_only", "trust_remote_code", "allow_pickle", "ca
 def with_draft_model(
     engine: EngineOptions | None, target: LoadedModel, loading: dict[str, Any], pack_weights: bool
 ) -> EngineOptions | None:
-    """Returns the options with their draft model loaded, if they have one.
+    """Returns the options with their draft model or head loaded, if they have one.
 
     Args:
         engine: Options of the engine.
@@ -30,18 +33,41 @@ def with_draft_model(
         pack_weights: As of `serve`.
 
     Raises:
-        InvalidArgumentError: the vocabularies differ.
+        InvalidArgumentError: the vocabularies differ, or a head is of another model.
+        CheckpointError: a head lacks tensors.
     """
     config = None if engine is None else SpeculativeConfig.parse(engine.speculative)
-    if engine is None or config is None or config.model is None or target.sharding is not None:
+    if engine is None or config is None or config.looks_up:
         return engine
-    loaded = load_model(config.model, **{name: loading[name] for name in _SHARED if name in loading})
+    if config.method in ("eagle3", "mtp"):
+        if target.sharding is not None:
+            return engine  # refused where the engine is made
+        return dataclasses.replace(
+            engine, speculative=dataclasses.replace(config, model=_head(config, target, loading))
+        )
+    mesh = None if target.sharding is None else target.sharding.mesh
+    loaded = load_model(config.model, mesh=mesh, **{name: loading[name] for name in _SHARED if name in loading})
     name = "the model object" if loaded.source.kind == "object" else str(config.model)
     _check_vocabulary(name, loaded, target)
     if pack_weights:
         prepare_weights(loaded)
-    runtime = ModelRuntime(loaded.module, loaded.weights, programs_of(loaded))
-    return dataclasses.replace(engine, speculative=dataclasses.replace(config, model=LoadedDraft(name, runtime)))
+    if loaded.sharding is None:
+        runtimes = [ModelRuntime(loaded.module, loaded.weights, programs_of(loaded))]
+    else:
+        runtimes = split_runtimes(loaded.module, loaded.weights, loaded.sharding)
+    return dataclasses.replace(engine, speculative=dataclasses.replace(config, model=LoadedDraft(name, runtimes)))
+
+
+def _head(config: SpeculativeConfig, target: LoadedModel, loading: dict[str, Any]) -> LoadedHead:
+    """Returns the draft head that `config` names."""
+    from model_adapters.draft_heads.loading import load_eagle3, load_mtp
+
+    if config.method == "mtp":
+        return load_mtp(target)
+    allow_pickle = bool(loading.get("allow_pickle"))
+    named = {name: loading[name] for name in ("token", "local_files_only", "cache_dir", "progress") if name in loading}
+    source = resolve(config.model, allow_pickle=allow_pickle, **named)
+    return load_eagle3(source, target, allow_pickle=allow_pickle)
 
 
 def _check_vocabulary(name: str, draft: LoadedModel, target: LoadedModel) -> None:

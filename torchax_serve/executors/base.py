@@ -17,6 +17,7 @@ from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops.kv_pool import LARGEST
 from torchax_serve.compilation.background import CompileTask
 from torchax_serve.executors.request_input import RequestInput
+from torchax_serve.executors.verified_tokens import VerifiedTokens
 from torchax_serve.kv_cache.pools import PagedCache
 from torchax_serve.sampling.sampler import Sampler
 from torchax_serve.sampling.types import Logprobs, Sampled
@@ -24,6 +25,10 @@ from torchax_serve.scheduler import PageCopy, PlanRow, StepPlan
 
 if TYPE_CHECKING:
     from model_adapters.sharding.model_sharding import ModelSharding
+
+
+MaskWords = Callable[[int], np.ndarray]
+"""Computes the masks of so many rows, as `Sampler.sample` takes them; called once the device computes their logits."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,7 +88,8 @@ class InFlightStep:
     Attributes:
         plan: The step plan.
         sampled: Results of each step of the plan.
-        tokens: int32[>= num_steps, S] of fused decode steps, in place of `sampled`.
+        tokens: int32[>= num_steps, S] of fused decode steps, or the results of a plan with drafts, in place of
+            `sampled`.
         prompt: Log-probabilities of all prompt tokens of the step; None if not requested.
         failures: Errors by slot, each of one request.
         weights_version: Version of the weights that the step was computed with.
@@ -91,7 +97,7 @@ class InFlightStep:
 
     plan: StepPlan
     sampled: list[Sampled] = dataclasses.field(default_factory=list)
-    tokens: jax.Array | None = None
+    tokens: jax.Array | VerifiedTokens | None = None
     prompt: Logprobs | None = None
     failures: dict[int, Exception] = dataclasses.field(default_factory=dict)
     weights_version: int = 0
@@ -99,6 +105,8 @@ class InFlightStep:
     @property
     def has_logprobs(self) -> bool:
         """Whether log-probabilities of any row were requested."""
+        if isinstance(self.tokens, VerifiedTokens):
+            return self.tokens.has_logprobs
         return any(sampled.logprobs is not None for sampled in self.sampled)
 
     def is_complete(self) -> bool:
@@ -198,10 +206,13 @@ class Executor(Protocol):
             Log-probabilities of `following`, and logits [num_slots, vocab] as those of `run`.
         """
 
-    def run_decode(self, plan: StepPlan, sampler: Sampler) -> jax.Array | None:
-        """Dispatches all steps of a decode plan with sampling.
+    def run_decode(
+        self, plan: StepPlan, sampler: Sampler, words: MaskWords | None = None
+    ) -> jax.Array | VerifiedTokens | None:
+        """Dispatches all steps of a decode plan with sampling; `words` masks rows of a plan with drafts.
 
-        Returns tokens int32[>= num_steps, S]. None: nothing was dispatched, because a row needs more than tokens
+        Returns tokens int32[>= num_steps, S], or what a plan with drafts brings, which only an executor gets that was
+        made with options of speculation. None: nothing was dispatched, because a row needs more than tokens
         (log-probabilities, penalties), or because the executor has no such program (`ExecutorLimits.fused_decode_steps`
         is 0).
         """

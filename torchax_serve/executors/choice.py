@@ -25,8 +25,8 @@ def choose_executor(runtime: ModelRuntime, sizes: MemoryBudget) -> ExecutorChoic
         InvalidArgumentError: `sizes` has an option that the executor does not support.
         OutOfMemoryError: the cache does not fit.
     """
-    if runtime.steps.executables.mesh is not None:
-        refuse_drafts(sizes.speculative, "a model on several devices")
+    if runtime.steps.executables.launcher is not None:
+        refuse_drafts(sizes.speculative, "a model on several hosts")
     try:
         choice = packed_executor(runtime, sizes)
     except NotPackableError as reason:

@@ -99,18 +99,21 @@ class DraftModel:
         )
 
     def abstract_cache(self, sharding: Any) -> DraftCache:
-        """Returns shapes of the cache on `sharding`."""
-        num_pages = 1 + self._num_slots * self._pages_per_seq
-        sizes = [(num_pages, shape.num_heads, self._page_size, shape.width) for shape in self._shapes]
-        dtypes = [shape.dtype for shape in self._shapes]
-        pools: Any = tuple(map(functools.partial(jax.ShapeDtypeStruct, sharding=sharding), sizes, dtypes))
+        """Returns shapes of the cache on `sharding`; on a mesh the pools lie by heads."""
+        num_pages, on_mesh = 1 + self._num_slots * self._pages_per_seq, self._program.sharding
+
+        def pool(shape: PagedLayerSpec) -> Any:
+            size = (num_pages, shape.num_heads, self._page_size, shape.width)
+            place = sharding if on_mesh is None else on_mesh.pool_sharding(shape.num_heads)
+            return jax.ShapeDtypeStruct(size, shape.dtype, sharding=place)
+
         lens: Any = jax.ShapeDtypeStruct((self._num_slots,), np.int32, sharding=sharding)
-        return DraftCache(pools, lens)
+        return DraftCache(tuple(map(pool, self._shapes)), lens)
 
     def empty_cache(self, sharding: Any) -> DraftCache:
         """Returns a cache without tokens on `sharding`."""
         abstract = self.abstract_cache(sharding)
-        cache: DraftCache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=sharding), abstract)
+        cache: DraftCache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), abstract)
         return cache
 
     def steps(self, weights: Weights, cache: DraftCache, text: TokenHistory, slots: jax.Array) -> DraftSteps:

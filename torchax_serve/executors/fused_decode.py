@@ -56,7 +56,7 @@ def decode_steps(
             positions=batch.positions + index,
             kv_lens=batch.kv_lens + jnp.where(in_use, index, 0),
         )
-        logits, pools = forward(weights, pools, now)
+        logits, pools, _ = forward(weights, pools, now)
         args = options.advanced(now.kv_lens), state, logits
         # Behind the condition XLA would look for the maxima on one thread.
         greedy = sample(SamplerSpec("greedy"), *args)

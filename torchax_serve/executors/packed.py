@@ -20,8 +20,9 @@ from model_adapters.ops.compressed_weight import Weights
 from model_adapters.ops.cpu.ffi import batch_invariant
 from torchax_serve.compilation.background import CompileTask
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
-from torchax_serve.executors.base import AbstractStep, ExecutorLimits, abstract_ints, refuse_encoder_input
+from torchax_serve.executors.base import AbstractStep, ExecutorLimits, MaskWords, abstract_ints, refuse_encoder_input
 from torchax_serve.executors.compiled_steps import CompiledSteps, StepCall
+from torchax_serve.executors.draft_head import DraftHead
 from torchax_serve.executors.draft_model import DraftModel
 from torchax_serve.executors.fused_decode import decode_steps
 from torchax_serve.executors.media_slots import MediaSlots
@@ -31,6 +32,8 @@ from torchax_serve.executors.request_input import MediaInput, RequestInput
 from torchax_serve.executors.slot_adapters import SlotAdapters
 from torchax_serve.executors.speculative_decode import SpeculativeDecoder
 from torchax_serve.executors.step_inputs import FusedDecodeSpec, PackedStepSpec
+from torchax_serve.executors.verified_tokens import VerifiedTokens
+from torchax_serve.kv_cache.head_state import HeadedCache
 from torchax_serve.kv_cache.pools import PagedCache
 from torchax_serve.sampling.sample import logprobs_of, with_rows
 from torchax_serve.sampling.sampler import Sampler, default_sharding
@@ -60,7 +63,7 @@ class PackedExecutor:
         buckets: Sizes of its steps; None: those of this device.
         lora: Form of the adapters' matrices among the weights; empty: there are none.
         speculative: Options of speculation; None: no step verifies drafts.
-        draft: Model that drafts; None: drafts are looked up.
+        draft: Model or head that drafts; None: drafts are looked up.
     """
 
     runs_ahead = True
@@ -79,9 +82,11 @@ class PackedExecutor:
         buckets: StepBuckets | None = None,
         lora: str = "",
         speculative: SpeculativeConfig | None = None,
-        draft: DraftModel | None = None,
+        draft: DraftModel | DraftHead | None = None,
     ) -> None:
-        self._program, self._weights, self.cache = program, weights, cache
+        self._head = draft if isinstance(draft, DraftHead) else None
+        self._weights: Any = weights if self._head is None else self._head.loaded.with_model(weights)
+        self._program, self.cache = program, cache
         self._num_slots = num_slots
         self.buckets = buckets or StepBuckets.of_device(num_slots, token_budget)
         self._specs = PackedSpecs(
@@ -94,6 +99,7 @@ class PackedExecutor:
             batch_invariant=batch_invariant,
             has_rope_lens=program.rope is not None,
             lora=lora,
+            head="" if self._head is None else self._head.identity,
         )
         self._adapters = SlotAdapters(num_slots, lora)
         self.limits = ExecutorLimits(
@@ -102,7 +108,7 @@ class PackedExecutor:
         compiled = functools.partial(CachedFunction, programs, facts=program.trace_facts, recall=program.restore_facts)
         self._idle_options: dict[int, RowOptions] = {}
         self._media = MediaSlots(num_slots)
-        self._steps: CompiledSteps[Spec] = CompiledSteps(weights, programs, self._call_of)
+        self._steps: CompiledSteps[Spec] = CompiledSteps(self._weights, programs, self._call_of)
         self.compiles_ahead = self._steps.compiles_ahead
         self._step = compiled("packed", self._run, donate=["pools"])
         self._decode_steps = compiled("decode_steps", self._decode, donate=["pools"])
@@ -111,7 +117,7 @@ class PackedExecutor:
             self._speculative = SpeculativeDecoder(
                 speculative,
                 self._forward,
-                weights,
+                self._weights,
                 programs,
                 compiled,
                 self._specs,
@@ -126,12 +132,14 @@ class PackedExecutor:
         return self._steps.num_substitutes
 
     def _forward(
-        self, weights: Weights, pools: tuple[Pool, ...], batch: PackedBatch, spec: PackedStepSpec
-    ) -> tuple[jax.Array, tuple[Pool, ...]]:
+        self, weights: Any, pools: tuple[Pool, ...], batch: PackedBatch, spec: PackedStepSpec
+    ) -> tuple[jax.Array, tuple[Pool, ...], jax.Array | None]:
         from model_adapters.program.packed_forward import forward_packed  # tracing needs torch, running does not
 
         with batch_invariant(spec.batch_invariant):
-            return forward_packed(self._program, weights, pools, batch, spec.layout)
+            if self._head is not None:
+                return self._head.forward(self._program, weights, pools, batch, spec.layout)
+            return *forward_packed(self._program, weights, pools, batch, spec.layout), None
 
     def _run(
         self,
@@ -150,7 +158,7 @@ class PackedExecutor:
         """
         batch = spec.unpack(numbers, last_tokens, media)
         batch = self._adapters.of_tokens(batch, numbers, numbers[spec.bounds[1]])
-        logits, pools = self._forward(weights, pools, batch, spec)
+        logits, pools, _ = self._forward(weights, pools, batch, spec)
         if scored is None:
             return with_rows(logits, len(last_tokens)), pools
         ids, has_top = scored
@@ -170,11 +178,13 @@ class PackedExecutor:
         """Computes decode steps; see `decode_steps`."""
         return decode_steps(self._forward, self._adapters, weights, pools, state, options, numbers, spec)
 
-    def run_decode(self, plan: StepPlan, sampler: Sampler) -> jax.Array | None:
+    def run_decode(
+        self, plan: StepPlan, sampler: Sampler, words: MaskWords | None = None
+    ) -> jax.Array | VerifiedTokens | None:
         """Implements `Executor.run_decode`."""
         if self._speculative is not None and plan.drafts is not None:
             results, self.cache.pools = self._speculative.run(plan, sampler)
-            return results
+            return self._speculative.sample(plan, sampler, results, words)
         spec = self._steps.choose(self._specs.for_decode(len(plan.rows), *self._media.of_decode(plan.rows)))
         if not isinstance(spec, FusedDecodeSpec):
             return None
@@ -330,6 +340,8 @@ class PackedExecutor:
         """Implements `Executor.assign`."""
         self._adapters.assign(slot, adapter_id)
         self._media.assign(slot, source)
+        if isinstance(self.cache, HeadedCache):
+            self.cache.forget(slot)
 
     def prepare(self, plan: StepPlan) -> None:
         """Implements `Executor.prepare`: the decode steps of the plan's requests."""

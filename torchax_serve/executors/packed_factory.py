@@ -15,15 +15,18 @@ import jax
 import numpy as np
 
 from model_adapters.caches.packed_batch import NotPackableError, PackedBatch, ScaledPool
+from model_adapters.draft_heads.loaded_head import LoadedHead
 from model_adapters.errors import InvalidArgumentError, TorchaxServeError, UnsupportedArgumentError
 from model_adapters.ops import registry
 from model_adapters.ops.compressed_weight import Weights
 from model_adapters.ops.kv_pool import LARGEST
 from torchax_serve.executors.base import ExecutorChoice
+from torchax_serve.executors.draft_head import DraftHead
 from torchax_serve.executors.draft_model import DraftModel
 from torchax_serve.executors.loaded_draft import LoadedDraft
 from torchax_serve.executors.packed import PackedExecutor
 from torchax_serve.executors.slot_adapters import lora_form, step_weights
+from torchax_serve.kv_cache.head_state import HeadedCache
 from torchax_serve.kv_cache.memory import MemoryBudget
 from torchax_serve.kv_cache.pools import CacheAllocation, HeadScales, PagedCache, PagedLayerSpec, PoolAllocator
 
@@ -52,18 +55,30 @@ def packed_executor(runtime: ModelRuntime, sizes: MemoryBudget) -> ExecutorChoic
         dtype = dtype_of(sizes.kv_cache_dtype)
         shapes, scales = _in_8_bits(runtime, shapes, sizes, dtype), calibrate_scales(runtime, dtype)
 
+    draft = _draft(runtime, sizes)
+    shapes, head = (*shapes, *_head_shapes(runtime, shapes, draft)), draft if isinstance(draft, DraftHead) else None
+
     def temporary() -> int:
-        return _model(runtime, _cache(runtime, sizes.probe_plan(shapes), scales), sizes).temporary_bytes()
+        probe = _cache(runtime, sizes.probe_plan(shapes), scales, sizes, head)
+        return _model(runtime, probe, sizes, draft).temporary_bytes()
 
     budget = sizes.choose_cache_bytes(
         sizes.max_usable_bytes(shapes), lambda: programs.memoize("temporary", f"{sizes}{lora_form(runtime)}", temporary)
     )
-    cache = _cache(runtime, sizes.plan(shapes, budget), scales)
-    return ExecutorChoice(_model(runtime, cache, sizes))
+    cache = _cache(runtime, sizes.plan(shapes, budget), scales, sizes, head)
+    return ExecutorChoice(_model(runtime, cache, sizes, draft))
 
 
-def _cache(runtime: ModelRuntime, plan: CacheAllocation, scales: Sequence[HeadScales] | None) -> PagedCache:
+def _cache(
+    runtime: ModelRuntime,
+    plan: CacheAllocation,
+    scales: Sequence[HeadScales] | None,
+    sizes: MemoryBudget,
+    head: DraftHead | None,
+) -> PagedCache:
     sharding, programs = runtime.program.sharding, runtime.steps.executables
+    if head is not None:
+        return HeadedCache(plan, sizes.max_num_seqs, head.width, head.dtype, scales)
     if sharding is None:
         return PagedCache(plan, scales=scales)
     if programs.launcher is None:
@@ -102,7 +117,9 @@ def _in_8_bits(
     return narrow
 
 
-def _model(runtime: ModelRuntime, cache: PagedCache, sizes: MemoryBudget) -> PackedExecutor:
+def _model(
+    runtime: ModelRuntime, cache: PagedCache, sizes: MemoryBudget, draft: DraftModel | DraftHead | None
+) -> PackedExecutor:
     programs = runtime.steps.executables
     slots, budget = sizes.max_num_seqs, sizes.max_num_batched_tokens
     return PackedExecutor(
@@ -115,26 +132,32 @@ def _model(runtime: ModelRuntime, cache: PagedCache, sizes: MemoryBudget) -> Pac
         max_num_steps=sizes.max_num_steps,
         batch_invariant=sizes.batch_invariant,
         speculative=sizes.speculative,
-        draft=_draft_model(runtime, sizes),
+        draft=draft,
         buckets=None if programs.exported is None else programs.exported.memoized("step buckets"),
         lora=lora_form(runtime),
     )
 
 
-def _draft_model(runtime: ModelRuntime, sizes: MemoryBudget) -> DraftModel | None:
-    """Returns the model that drafts; None if the options have none.
+def _draft(runtime: ModelRuntime, sizes: MemoryBudget) -> DraftModel | DraftHead | None:
+    """Returns the model or head that drafts; None if the options have none.
 
     Raises:
         UnsupportedArgumentError: it was not loaded with the model, or does not run packed.
     """
-    if sizes.speculative is None or sizes.speculative.model is None:
+    if sizes.speculative is None or sizes.speculative.looks_up:
         return None
     loaded = sizes.speculative.model
+    if isinstance(loaded, LoadedHead):
+        hidden_size = runtime.text_config.hidden_size
+        dtype = runtime.program.module.dtype
+        width = hidden_size * len(loaded.layers)
+        return DraftHead(loaded, runtime.limits.vocab_size, width, str(dtype).removeprefix("torch."))
     if not isinstance(loaded, LoadedDraft):
         raise UnsupportedArgumentError(
-            f"speculative_config: model: expected a model that serve loads on one device, got {loaded!r}; leave it out"
+            f"speculative_config: method {sizes.speculative.method!r}: expected a model that serve loads on one "
+            f"device, got {loaded!r}; leave speculative_config out"
         )
-    draft = loaded.runtime
+    draft = loaded.on(runtime.steps.executables.mesh)
     try:
         shapes = packed_shapes(draft, sizes)
     except NotPackableError as reason:
@@ -152,6 +175,21 @@ def _draft_model(runtime: ModelRuntime, sizes: MemoryBudget) -> DraftModel | Non
         is_invariant=sizes.batch_invariant,
         vocab_size=runtime.limits.vocab_size,
     )
+
+
+def _head_shapes(
+    runtime: ModelRuntime, shapes: Sequence[PagedLayerSpec], draft: DraftModel | DraftHead | None
+) -> tuple[PagedLayerSpec, ...]:
+    """Returns the paged cache of the layer of a draft head; nothing without one."""
+    if not isinstance(draft, DraftHead):
+        return ()
+    own = draft.loaded.kv_shape
+    if own is None:
+        return (dataclasses.replace(shapes[-1], window=None, dtype=np.dtype(draft.dtype)),)
+    num_heads, width = own
+    if registry.platform() == "tpu":
+        width += -width % TPU_LANES
+    return (PagedLayerSpec(num_heads, width, np.dtype(draft.dtype), None),)
 
 
 def _shapes_or_reason(runtime: ModelRuntime, sizes: MemoryBudget) -> tuple[PagedLayerSpec, ...] | str:

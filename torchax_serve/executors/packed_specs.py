@@ -66,6 +66,7 @@ class PackedSpecs:
         batch_invariant: Whether matrix products sum in the same order for any number of rows.
         has_rope_lens: Whether rotary frequencies depend on lengths.
         lora: Form of the adapters' matrices; empty: there are none.
+        head: Names the draft head that follows each step; empty: there is none.
     """
 
     layout: PagedLayout
@@ -77,6 +78,7 @@ class PackedSpecs:
     batch_invariant: bool
     has_rope_lens: bool
     lora: str = ""
+    head: str = ""
     _known: dict[tuple[int, bool, bool, MediaSpec | None], PackedStepSpec] = dataclasses.field(default_factory=dict)
 
     def is_decode(self, rows: Sequence[PlanRow]) -> bool:
@@ -101,16 +103,16 @@ class PackedSpecs:
             layout = dataclasses.replace(self.layout, is_decode=is_decode, all_logits=all_logits)
             has_rope_lens = self.has_rope_lens and not is_decode
             sizes = num_tokens, num_rows, self.pages_per_seq
-            spec = PackedStepSpec(*sizes, layout, self.batch_invariant, has_rope_lens, self.lora, media)
+            forms = self.lora, self.head, media
+            spec = PackedStepSpec(*sizes, layout, self.batch_invariant, has_rope_lens, *forms)
             self._known[key] = spec
         return spec
 
     def of_drafts(self, num_rows: int, num_tokens: int) -> PackedStepSpec:
         """Returns the spec of a step of `num_rows` rows with their drafts, logits of all `num_tokens` tokens."""
         layout = dataclasses.replace(self.layout, all_logits=True)
-        return PackedStepSpec(
-            num_tokens, num_rows, self.pages_per_seq, layout, self.batch_invariant, self.has_rope_lens
-        )
+        sizes = num_tokens, num_rows, self.pages_per_seq
+        return PackedStepSpec(*sizes, layout, self.batch_invariant, self.has_rope_lens, head=self.head)
 
     def decode(self, num_rows: int) -> FusedDecodeSpec:
         """Returns the spec of decode steps of `num_rows` rows, a bucket."""

@@ -26,6 +26,7 @@ from torchax_serve.compilation.executable_cache import CachedFunction, Executabl
 from torchax_serve.executors.base import (
     AbstractStep,
     ExecutorLimits,
+    MaskWords,
     abstract_ints,
     refuse_encoder_input,
 )
@@ -339,9 +340,8 @@ class PerSequenceExecutor:
         if self.sources is not None:
             self.sources.assign(slot, source)
 
-    def run_decode(self, plan: StepPlan, sampler: Sampler) -> jax.Array | None:
+    def run_decode(self, plan: StepPlan, sampler: Sampler, words: MaskWords | None = None) -> None:
         """Implements `Executor.run_decode`: there is no such program for forwards per request."""
-        return None
 
     def prepare(self, plan: StepPlan) -> None:
         """Does nothing: steps differ by the lengths of requests, so few are known before."""

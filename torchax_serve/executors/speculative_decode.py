@@ -16,20 +16,26 @@ from model_adapters.ops.compressed_weight import Weights
 from torchax_serve.compilation.background import CompileTask
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
 from torchax_serve.executors.compiled_steps import CompiledSteps, StepCall
-from torchax_serve.executors.draft_model import DraftCache, DraftModel, kept
+from torchax_serve.executors.draft_head import DraftHead
+from torchax_serve.executors.draft_head import kept as with_hidden
+from torchax_serve.executors.draft_model import DraftCache, DraftModel, Pick, kept
 from torchax_serve.executors.packed_specs import PackedSpecs
 from torchax_serve.executors.prompt_lookup import TokenHistory, accept, last_tokens
 from torchax_serve.executors.slot_adapters import SlotAdapters
 from torchax_serve.executors.traced_function import TracedFunction
+from torchax_serve.executors.verified_tokens import VerifiedTokens, VerifyScores, replace_tokens
 from torchax_serve.executors.verify_steps import VerifyBatch, VerifySpec, VerifySteps
-from torchax_serve.sampling.sample import choose
+from torchax_serve.sampling.sample import choose, with_rows
 from torchax_serve.sampling.sampler import Sampler, default_sharding
 from torchax_serve.sampling.slot_params import SlotParams
 from torchax_serve.sampling.types import INT_COLUMNS, RowOptions, SamplerSpec, SamplerState
 from torchax_serve.scheduler import DraftResult, PlanRow, RequestId, SpeculativeConfig, StepPlan
 
-Forward = Callable[..., tuple[jax.Array, tuple[Pool, ...]]]
-"""Forward of a packed step: logits of every token, and the pools."""
+Forward = Callable[..., tuple[jax.Array, tuple[Pool, ...], jax.Array | None]]
+"""Forward of a packed step: logits of every token, the pools, and the hidden states that a draft head reads."""
+
+Drafts = tuple[jax.Array, jax.Array, tuple[Pool, ...], DraftCache | None]
+"""Drafts int32[S, k], whether a row has any, bool[S], and pools and cache afterwards."""
 
 
 class SpeculativeDecoder:
@@ -46,7 +52,7 @@ class SpeculativeDecoder:
         specs: Sizes of the executor's steps.
         pools: Returns the pages as they are now.
         adapters: The adapter of each slot.
-        draft: Model that drafts; None: drafts are looked up.
+        draft: Model or head that drafts; None: drafts are looked up.
     """
 
     def __init__(
@@ -60,24 +66,28 @@ class SpeculativeDecoder:
         *,
         pools: Callable[[], tuple[Pool, ...]],
         adapters: SlotAdapters,
-        draft: DraftModel | None = None,
+        draft: DraftModel | DraftHead | None = None,
     ) -> None:
         self._config, self._forward, self._weights = config, forward, weights
         self._adapters = adapters
         self._specs, self._decode_buckets, self._pools = specs, specs.decode_buckets, pools
         self._num_slots, self._max_num_steps, self._max_len = specs.num_slots, specs.max_num_steps, specs.layout.max_len
         self._function = compiled("verify_steps", self._verify, donate=["pools", "state", "history", "draft_cache"])
+        self._replace = compiled("replace_tokens", _replace, donate=["history", "results"], is_pure=True)
         self._steps: CompiledSteps[VerifySpec] = CompiledSteps(weights, programs, self._call_of)
         self._history: TokenHistory | None = None
-        self._draft, self._cache = draft, None  # type: DraftModel | None, DraftCache | None
+        self._head = draft if isinstance(draft, DraftHead) else None
+        self._draft = draft if isinstance(draft, DraftModel) else None
+        self._draft_name = None if draft is None else draft.identity
+        self._cache: DraftCache | None = None
         self._owners: dict[int, RequestId] = {}  # by slot, whose tokens are in the cache of the draft model
 
     @property
     def num_programs(self) -> int:
         """Compiled steps."""
-        return self._function.num_programs
+        return self._function.num_programs + self._replace.num_programs
 
-    def spec(self, num_rows: int) -> VerifySpec:
+    def spec(self, num_rows: int, is_scored: bool = False) -> VerifySpec:
         """Returns the spec of steps of at least `num_rows` rows."""
         config = self._config
         size = next(bucket for bucket in self._decode_buckets if bucket >= num_rows)
@@ -88,23 +98,27 @@ class SpeculativeDecoder:
             config.num_speculative_tokens,
             config.prompt_lookup_max,
             config.prompt_lookup_min,
-            None if self._draft is None else self._draft.identity,
+            self._draft_name,
+            is_scored,
         )
 
-    def run(self, plan: StepPlan, sampler: Sampler) -> tuple[jax.Array, tuple[Pool, ...]]:
+    def run(self, plan: StepPlan, sampler: Sampler) -> tuple[tuple[jax.Array, VerifyScores | None], tuple[Pool, ...]]:
         """Dispatches the steps of a plan with drafts.
 
         Returns:
             int32[max_num_steps, S, k + 3], for each step and row the sampled tokens, the number of those that are
-            accepted, and the number of drafts; and the pools.
+            accepted, and the number of drafts, and the scores if a row needs any; and the pools.
         """
         drafts = plan.drafts
         assert drafts is not None
-        spec = self.spec(len(plan.rows))
-        found = sampler.fused_options(plan.rows, spec.packed.num_rows)
-        assert found is not None, "the scheduler plans drafts for rows with greedy and sampled tokens only"
-        options, draws = found
-        numbers = self._adapters.behind(spec.pack(plan.rows, drafts, plan.page_tables, plan.num_steps, draws))
+        rows = _sampled_rows(plan, needs_sampler=False)
+        num_rows = self.spec(len(rows)).packed.num_rows
+        found = sampler.fused_options(rows, num_rows, has_logprobs=True)
+        assert found is not None, "the scheduler says which rows have more than greedy and sampled tokens"
+        (options, draws), num_top = found, sampler.slots.level_of(rows, num_rows)[0].num_top
+        spec = self.spec(len(rows), num_top is not None or any(drafts.needs_sampler))
+        packed = spec.pack(plan.rows, drafts, plan.page_tables, plan.num_steps, draws, num_top)
+        numbers = self._adapters.behind(packed)
         if drafts.histories is not None:
             self._history = self._on_device(plan.rows, drafts.histories, sampler)
         assert self._history is not None
@@ -114,6 +128,35 @@ class SpeculativeDecoder:
         results, pools, state, self._history, self._cache = program(self._weights, *args)
         sampler.set_state(state)
         return results, pools
+
+    def sample(
+        self,
+        plan: StepPlan,
+        sampler: Sampler,
+        results: tuple[jax.Array, VerifyScores | None],
+        words: Callable[[int], np.ndarray] | None,
+    ) -> VerifiedTokens:
+        """Samples the tokens of rows that need the sampler, behind `run`, and returns all that the plan brings.
+
+        Args:
+            plan: The plan of `run`.
+            sampler: Sampler of the slots.
+            results: What `run` has returned.
+            words: Returns the masks of so many rows, as `Sampler.sample` takes them; None: no row has one.
+        """
+        (tokens, scores), drafts = results, plan.drafts
+        assert drafts is not None
+        logprobs = None if scores is None else scores.logprobs
+        if not any(drafts.needs_sampler):
+            return VerifiedTokens(tokens, logprobs, None, drafts.needs_sampler)
+        assert scores is not None
+        masks = None if words is None else words(len(scores.logits))
+        sampled = sampler.sample(_sampled_rows(plan, needs_sampler=True), scores.logits, words=masks)
+        slots = np.full(tokens.shape[1], self._num_slots, np.int32)
+        of_rows = zip(plan.rows, drafts.needs_sampler, strict=True)
+        slots[: len(plan.rows)] = [row.slot if is_sampled else self._num_slots for row, is_sampled in of_rows]
+        self._history, tokens = self._replace({}, self._history, tokens, slots, sampled.tokens, spec=None)
+        return VerifiedTokens(tokens, logprobs, sampled, drafts.needs_sampler)
 
     def _on_device(self, rows: Sequence[PlanRow], histories: Sequence[Sequence[int]], sampler: Sampler) -> TokenHistory:
         ids, lens = np.zeros((self._num_slots, self._max_len), np.int32), np.zeros(self._num_slots, np.int32)
@@ -148,7 +191,7 @@ class SpeculativeDecoder:
         draft_weights: Weights | None,
         draft_cache: DraftCache | None,
         spec: VerifySpec,
-    ) -> tuple[jax.Array, tuple[Pool, ...], SamplerState, TokenHistory, DraftCache | None]:
+    ) -> tuple[tuple[jax.Array, VerifyScores | None], tuple[Pool, ...], SamplerState, TokenHistory, DraftCache | None]:
         """Computes verify steps until there are none left, or all rows are at their ends."""
         steps = VerifySteps.unpack(numbers, spec, self._adapters)
         rows = TokenHistory(history.ids[steps.slots], jnp.where(steps.ends > 0, history.lens[steps.slots], 0))
@@ -156,33 +199,32 @@ class SpeculativeDecoder:
         example = steps.batch(rows, *steps.lookup(rows)).packed
         forward = TracedFunction(functools.partial(self._forward, spec=spec.packed), weights, pools, example)
         cache = draft_cache and DraftCache(draft_cache.pools, draft_cache.lens[steps.slots])
-
-        draft, proposing = self._draft, None
-        if draft is not None and draft_weights is not None and cache is not None:
-            proposing = draft.steps(draft_weights, cache, rows, steps.slots)
+        pick = functools.partial(_pick, options, state, steps.draws)
+        propose = self._proposer(steps, rows, pick, (weights, draft_weights), pools, cache)
 
         def goes_on(carry: Any) -> jax.Array:
-            index, _, _, rows, _ = carry
+            index, _, _, rows, *_ = carry
             return (index < steps.num_steps) & steps.is_active(rows).any()
 
         def step(carry: Any) -> Any:
-            index, results, pools, rows, cache = carry
-            if draft is None or proposing is None:
-                drafts, is_found = steps.lookup(rows)
-            else:
-                is_found, pick = steps.is_drafted(rows), functools.partial(_pick, options, state, steps.draws)
-                drafts, cache = draft.propose(proposing, cache, rows, is_found, pick, spec.num_drafts)
+            index, results, pools, rows, cache, scores = carry
+            drafts, is_found, pools, cache = propose(rows, pools, cache)
             batch = steps.batch(rows, drafts, is_found)
-            logits, pools = forward(weights, pools, batch.packed)
+            logits, pools, hidden = forward(weights, pools, batch.packed)
             chosen = _choose(options, state, logits, batch, steps.draws)
             sampled = chosen[batch.tokens.index(spec.num_drafts)]
             rows, counts = accept(rows, batch.drafts, batch.num_drafts, sampled, batch.is_active)
+            if self._head is not None:
+                last = batch.tokens.cu_q_lens[:-1] + jnp.maximum(counts - 1, 0)
+                pools = with_hidden(pools, steps, batch.is_active, hidden[last], rows.lens - 1)
             result = jnp.concatenate([sampled, counts[:, None], batch.num_drafts[:, None]], axis=1)
-            return index + 1, results.at[index].set(result), pools, rows, cache and kept(cache, rows)
+            scores = scores and scores.with_step(index, batch, logits, chosen, steps.has_top)
+            return index + 1, results.at[index].set(result), pools, rows, cache and kept(cache, rows), scores
 
         results = jnp.zeros((spec.max_num_steps, spec.packed.num_rows, spec.num_drafts + 3), jnp.int32)
-        carry = (jnp.int32(0), results, pools, rows, cache)
-        _, results, pools, rows, cache = jax.lax.while_loop(goes_on, step, carry)
+        scores = VerifyScores.empty(spec, forward.result_shape[0]) if spec.is_scored else None
+        carry = (jnp.int32(0), results, pools, rows, cache, scores)
+        _, results, pools, rows, cache, scores = jax.lax.while_loop(goes_on, step, carry)
         # A row that is not used is written nowhere.
         slots = jnp.where(steps.ends > 0, steps.slots, self._num_slots)
         last = state.last_tokens.at[slots].set(last_tokens(rows), mode="drop")
@@ -191,7 +233,33 @@ class SpeculativeDecoder:
         )
         if cache is not None and draft_cache is not None:
             cache = DraftCache(cache.pools, draft_cache.lens.at[slots].set(cache.lens, mode="drop"))
-        return results, pools, dataclasses.replace(state, last_tokens=last), history, cache
+        if scores is not None:
+            scores = dataclasses.replace(scores, logits=with_rows(scores.logits, self._num_slots))
+        return (results, scores), pools, dataclasses.replace(state, last_tokens=last), history, cache
+
+    def _proposer(
+        self,
+        steps: VerifySteps,
+        rows: TokenHistory,
+        pick: Pick,
+        weights: tuple[Any, Weights | None],
+        pools: tuple[Pool, ...],
+        cache: DraftCache | None,
+    ) -> Callable[[TokenHistory, tuple[Pool, ...], DraftCache | None], Drafts]:
+        """Returns the function that drafts, with everything traced that it runs."""
+        if self._head is not None:
+            head, head_steps = self._head, self._head.steps(weights[0], pools, steps)
+            return lambda rows, pools, cache: (*head.propose(head_steps, pools, rows, steps, pick), cache)
+        if self._draft is None or weights[1] is None or cache is None:
+            return lambda rows, pools, cache: (*steps.lookup(rows), pools, cache)
+        draft, draft_steps = self._draft, self._draft.steps(weights[1], cache, rows, steps.slots)
+
+        def propose(rows: TokenHistory, pools: tuple[Pool, ...], cache: Any) -> Drafts:
+            is_found = steps.is_drafted(rows)
+            drafts, cache = draft.propose(draft_steps, cache, rows, is_found, pick, steps.spec.num_drafts)
+            return drafts, is_found, pools, cache
+
+        return propose
 
     def _call_of(self, spec: VerifySpec) -> StepCall:
         """Returns a step with its arguments as shapes."""
@@ -215,7 +283,34 @@ class SpeculativeDecoder:
 
     def compile_tasks(self) -> Iterator[CompileTask]:
         """Yields every program that traffic can meet."""
-        return (self._steps.task(self.spec(size)) for size in self._decode_buckets)
+        for is_scored in (False, True):
+            for size in self._decode_buckets:
+                yield self._steps.task(self.spec(size, is_scored))
+        for size in self._decode_buckets:
+            _, history, *_ = self._call_of(self.spec(size)).args[1:]
+            compile = functools.partial(self._replace.compiled, {}, history, *self._replaced(size), spec=None)
+            yield CompileTask((self._replace.name, size), compile)
+
+    def _replaced(self, num_rows: int) -> tuple[Any, ...]:
+        """Returns results, slots and tokens of a step of `num_rows` rows, a bucket, as shapes."""
+        placed = functools.partial(jax.ShapeDtypeStruct, dtype=np.int32, sharding=default_sharding())
+        results = placed((self._max_num_steps, num_rows, self._config.num_speculative_tokens + 3))
+        return results, np.zeros(num_rows, np.int32), placed((self._num_slots,))
+
+
+def _sampled_rows(plan: StepPlan, *, needs_sampler: bool) -> Sequence[PlanRow]:
+    """Returns the rows of a plan with drafts, of which those sample a token that need the sampler, or the others."""
+    assert plan.drafts is not None
+    if not needs_sampler and not any(plan.drafts.needs_sampler):
+        return plan.rows
+    pairs = zip(plan.rows, plan.drafts.needs_sampler, strict=True)
+    return [row._replace(samples_token=does_need == needs_sampler) for row, does_need in pairs]
+
+
+def _replace(
+    weights: Weights, history: TokenHistory, results: jax.Array, slots: jax.Array, tokens: jax.Array, spec: None
+) -> tuple[TokenHistory, jax.Array]:
+    return replace_tokens(history, results, slots, tokens)
 
 
 def _pick(

@@ -30,6 +30,7 @@ class PackedStepSpec:
     batch_invariant: bool
     has_rope_lens: bool = False  # rotary frequencies depend on lengths
     lora: str = ""  # form of the adapters' matrices; empty: there are none
+    head: str = ""  # names the draft head that follows each step; empty: there is none
     media: MediaSpec | None = None
 
     @property
@@ -105,6 +106,7 @@ class PackedStepSpec:
             page_tables=tuple(table.reshape(self.num_rows, self.pages_per_seq) for table in tables),
             rope_lens=rope_lens if self.has_rope_lens else None,
             media=media,
+            slots=slots[last] if self.head else None,
         )
 
 
@@ -187,5 +189,6 @@ class FusedDecodeSpec:
             last=repeated,
             page_tables=tuple(table.reshape(self.packed.num_rows, self.packed.pages_per_seq) for table in tables),
             deltas=by_row[3][repeated] if self.has_deltas else None,
+            slots=slots if self.packed.head else None,
         )
         return batch, slots, numbers[-2], numbers[-1] > 0

@@ -27,6 +27,7 @@ class VerifySpec:
         num_drafts: Most drafts of a row, k.
         longest, shortest: Most and fewest tokens that are looked up.
         draft: Names the model that drafts; None: tokens are looked up.
+        is_scored: Whether log-probabilities of the sampled tokens come out, and logits of each row's first token.
     """
 
     packed: PackedStepSpec
@@ -35,26 +36,34 @@ class VerifySpec:
     longest: int
     shortest: int
     draft: str | None = None
+    is_scored: bool = False
 
     @property
     def size(self) -> int:
         """Number of integers in the array of a call."""
-        return self.packed.num_rows * (3 + self.packed.num_tables * self.packed.pages_per_seq) + 2
+        return self.packed.num_rows * (3 + self.packed.num_tables * self.packed.pages_per_seq) + 3
 
     def pack(
-        self, rows: Sequence[PlanRow], drafts: DraftRows, tables: Sequence[np.ndarray], num_steps: int, draws: bool
+        self,
+        rows: Sequence[PlanRow],
+        drafts: DraftRows,
+        tables: Sequence[np.ndarray],
+        num_steps: int,
+        draws: bool,
+        num_top: int | None,
     ) -> np.ndarray:
         """Returns the inputs of a call as one array, int32[size].
 
-        They are the slot, the end, the most drafts and the pages of each row, the number of steps, and whether to draw.
+        They are the slot, the end, the most drafts and the pages of each row, the number of steps, whether to draw, and
+        whether the likeliest tokens are read.
         """
         numbers = np.zeros(self.size, np.int32)
-        by_row, num_rows = numbers[:-2].reshape(-1, self.packed.num_rows), len(rows)
+        by_row, num_rows = numbers[:-3].reshape(-1, self.packed.num_rows), len(rows)
         slots = np.array([row.slot for row in rows], np.int32)
         by_row[0, :num_rows], by_row[1, :num_rows], by_row[2, :num_rows] = slots, drafts.ends, drafts.most
         for table, pages in zip(tables, np.split(by_row[3:], self.packed.num_tables), strict=True):
             pages.reshape(self.packed.num_rows, -1)[:num_rows] = table[slots]
-        numbers[-2:] = num_steps, draws
+        numbers[-3:] = num_steps, draws, bool(num_top)
         return numbers
 
 
@@ -79,6 +88,7 @@ class VerifySteps:
     tables: tuple[jax.Array, ...]  # by group of layers, int32[S, pages_per_seq]
     num_steps: jax.Array  # int32[]
     draws: jax.Array  # bool[]
+    has_top: jax.Array  # bool[], whether the likeliest tokens are read
     adapters: jax.Array | None  # int32[S], adapter of each row; None: there are none
 
     @classmethod
@@ -86,11 +96,12 @@ class VerifySteps:
         """Returns the inputs in `numbers` int32[size], with the adapters of all slots behind them."""
         behind, numbers = numbers, numbers[: spec.size]
         packed = spec.packed
-        by_row = numbers[:-2].reshape(-1, packed.num_rows)
+        by_row = numbers[:-3].reshape(-1, packed.num_rows)
         tables = jnp.split(by_row[3:], packed.num_tables)
         of_groups = tuple(table.reshape(packed.num_rows, packed.pages_per_seq) for table in tables)
         adapters = slot_adapters.of_rows(behind, by_row[0])
-        return cls(spec, by_row[0], by_row[1], by_row[2], of_groups, numbers[-2], numbers[-1] > 0, adapters)
+        of_call = numbers[-3], numbers[-2] > 0, numbers[-1] > 0
+        return cls(spec, by_row[0], by_row[1], by_row[2], of_groups, *of_call, adapters)
 
     def is_active(self, rows: TokenHistory) -> jax.Array:
         """Returns whether each row has something to compute, bool[S]."""
@@ -121,5 +132,6 @@ class VerifySteps:
             page_tables=self.tables,
             rope_lens=positions + 1 if spec.packed.has_rope_lens else None,
             adapters=None if self.adapters is None else self.adapters[tokens.rows],
+            slots=self.slots if spec.packed.head else None,
         )
         return VerifyBatch(packed, tokens, drafts, num_drafts, active)

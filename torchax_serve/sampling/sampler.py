@@ -184,16 +184,18 @@ class Sampler:
         failures, self._failures = self._failures, {}
         return failures
 
-    def fused_options(self, plan_rows: Sequence[PlanRow], num_rows: int) -> tuple[RowOptions, bool] | None:
+    def fused_options(
+        self, plan_rows: Sequence[PlanRow], num_rows: int, *, has_logprobs: bool = False
+    ) -> tuple[RowOptions, bool] | None:
         """Returns options for a program with sampling, and whether any row draws tokens.
 
-        None if a row needs log-probabilities, tables or a history, which such a program does not have. The
+        None if a row needs tables or a history, or, if the program has not, log-probabilities. The
         options are those of rows before their first token (`RowOptions.advanced` their length they are those of now),
         so that they stay on the device while the same requests decode. The program gets `take_state` the level
         "sampled" and gives its new state to `set_state`.
         """
         batch_rows, spec = self.slots.level_of(plan_rows, num_rows)
-        if spec.logprobs or spec.level not in ("greedy", "sampled"):
+        if (spec.logprobs and not has_logprobs) or spec.level not in ("greedy", "sampled"):
             return None
         return self._on_device(batch_rows), spec.level == "sampled"
 

@@ -116,11 +116,11 @@ class SpeculativePlanner:
         states = []
         for state in queues.running:
             request = state.request
-            if state.num_planned < state.num_prefill_tokens or request.waits_for_tokens:
+            if state.num_planned < state.num_prefill_tokens:
                 return None
             if request.has_page_ids:  # verify steps know no positions of images
                 return None
-            if len(state.tokens) - state.prompt_len < request.num_unspeculated:
+            if request.waits_for_tokens and state.num_unread_tokens > 1:
                 return None
             if state.num_planned < _end(state):
                 states.append(state)
@@ -134,7 +134,7 @@ class SpeculativePlanner:
         most = config.num_speculative_tokens
         caps, expected = [], 0.0
         for state in states:
-            if not state.request.speculates:
+            if not state.request.speculates or _needs_sampler(state):
                 caps.append(0)
                 expected += 1
                 continue
@@ -151,7 +151,7 @@ class SpeculativePlanner:
     def _gain(self, state: RequestState) -> float:
         """Returns the expected accepted drafts of a step of a request."""
         config = self._speculative
-        if config.method == "draft_model":
+        if not config.looks_up:
             return self._accepted
         tracker = state.draft_tracker
         if tracker is None:
@@ -161,7 +161,7 @@ class SpeculativePlanner:
 
     def _is_unsure(self, states: list[RequestState], caps: list[int]) -> bool:
         """Returns whether a row with drafts is new, or not known to repeat itself."""
-        if not self._speculative.adaptive or self._speculative.method == "draft_model":
+        if not self._speculative.adaptive or not self._speculative.looks_up:
             return False
         drafted = [state for state, cap in zip(states, caps, strict=True) if cap]
         is_new = any(len(state.tokens) - state.prompt_len < NUM_UNSURE for state in drafted)
@@ -208,6 +208,7 @@ class SpeculativePlanner:
             num_steps //= 2
         allocator.grow_all([(s.pages, end) for s, end in zip(states, ends, strict=True) if s.pages is not None])
         rows, reserved = [], []
+        needs_sampler = [_needs_sampler(state) for state in states]
         for state, end in zip(states, ends, strict=True):
             assert state.pages is not None
             rows.append(PlanRow(state.request.request_id, state.pages.slot, state.num_planned, 1, None, True))
@@ -216,11 +217,11 @@ class SpeculativePlanner:
             state.num_planned = end
             state.num_in_flight += 1
         histories = None if self._is_on_device else [state.tokens for state in states]
-        return rows, list(states), DraftRows(ends, caps, reserved, histories), num_steps
+        return rows, list(states), DraftRows(ends, caps, reserved, histories, needs_sampler), num_steps
 
     def _num_steps(self, states: list[RequestState], most: int) -> int:
-        if len(self._queues.waiting):
-            return 1  # one may end, and the next one begin
+        if len(self._queues.waiting) or any(map(_needs_sampler, states)):
+            return 1  # one may end, and the next one begin; or the sampler has to come between
         step_s, allowed_s = self.step_s(len(states)), self._config.max_fused_decode_s
         affordable = allowed_s if math.isinf(allowed_s) else allowed_s / step_s if step_s else 1
         to_come = max(_end(state) - state.num_planned for state in states)
@@ -253,6 +254,12 @@ class SpeculativePlanner:
 def _end(state: RequestState) -> int:
     """Returns the number of positions that decode steps may compute."""
     return int(min(state.max_total_len - 1, state.recompute_len))
+
+
+def _needs_sampler(state: RequestState) -> bool:
+    """Returns whether the next token follows from more than its logits and the options of a draw."""
+    num_new = len(state.tokens) - state.prompt_len
+    return state.request.waits_for_tokens or num_new < state.request.num_unspeculated
 
 
 def _bucket(num_rows: int) -> int:

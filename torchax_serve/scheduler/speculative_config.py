@@ -8,20 +8,23 @@ from typing import Any
 
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
 
-METHODS = ("ngram", "draft_model")
+METHODS = ("ngram", "draft_model", "eagle3", "mtp")
 """Methods that are implemented."""
 
+LISTED = ", ".join(map(repr, METHODS[:-1])) + f" or {METHODS[-1]!r}"
+
 REFUSED_METHODS = {
-    "eagle": "EAGLE heads",
-    "eagle3": "EAGLE-3 heads",
-    "medusa": "Medusa heads",
-    "mlp_speculator": "MLP speculators",
-    "mtp": "multi-token-prediction heads",
-    "deepseek_mtp": "multi-token-prediction heads",
-    "qwen3_next_mtp": "multi-token-prediction heads",
-    "suffix": "suffix trees",
+    "eagle": "EAGLE heads are not supported, those of EAGLE-3 are",
+    "medusa": "Medusa heads are not supported",
+    "mlp_speculator": "MLP speculators are not supported",
+    "deepseek_mtp": "its name is 'mtp'",
+    "qwen3_next_mtp": "Qwen3-Next has recurrent states, which cannot be taken back",
+    "suffix": "suffix trees are not supported",
 }
-"""vLLM's other methods, in words."""
+"""vLLM's other methods, and why they are refused."""
+
+NEEDS_MODEL = {"draft_model": "the name or folder of a model", "eagle3": "the name or folder of an EAGLE-3 head"}
+"""Methods whose drafts come from other files than the model's, and what is expected."""
 
 MAX_SPECULATIVE_TOKENS = 16
 """Most drafts of a step: later ones are rarely accepted, and each costs a token of a step."""
@@ -36,8 +39,9 @@ class SpeculativeConfig:
 
     Attributes:
         method: "ngram": drafts are the tokens that followed the last tokens before, in the prompt or the answer;
-            "draft_model": another model writes them.
-        model: Draft model, as `serve` takes one; None for "ngram".
+            "draft_model": another model writes them; "eagle3", "mtp": a head on the served model's hidden states does,
+            an EAGLE-3 head or the model's own prediction layer.
+        model: Draft model or EAGLE-3 head, as `serve` takes a model; None for the other methods.
         num_speculative_tokens: Number of drafts that a step verifies.
         prompt_lookup_max: Most last tokens that are looked up; more of them in common are a better match.
         prompt_lookup_min: Fewest last tokens that are looked up.
@@ -54,21 +58,24 @@ class SpeculativeConfig:
     def __post_init__(self) -> None:
         if isinstance(self.method, str) and self.method in REFUSED_METHODS:
             raise UnsupportedArgumentError(
-                f"speculative_config: method: expected 'ngram' or 'draft_model', got {self.method!r}; "
-                f"{REFUSED_METHODS[self.method]} are not supported"
+                f"speculative_config: method: expected {LISTED}, got {self.method!r}; {REFUSED_METHODS[self.method]}"
             )
         if self.method not in METHODS:
-            raise InvalidArgumentError(
-                f"speculative_config: method: expected 'ngram' or 'draft_model', got {self.method!r}"
-            )
-        if (self.method == "draft_model") != (self.model is not None):
-            expected = "the name or folder of a model" if self.model is None else "None with method 'ngram'"
+            raise InvalidArgumentError(f"speculative_config: method: expected {LISTED}, got {self.method!r}")
+        is_given = self.model is not None and not (self.method == "mtp" and hasattr(self.model, "program"))
+        if (self.method in NEEDS_MODEL) != is_given:
+            expected = NEEDS_MODEL.get(self.method, f"None with method {self.method!r}")
             raise InvalidArgumentError(f"speculative_config: model: expected {expected}, got {self.model!r}")
         self._check("num_speculative_tokens", 1, MAX_SPECULATIVE_TOKENS, "4 is usual; None does not speculate")
         self._check("prompt_lookup_max", 1, MAX_LOOKUP, "4 is usual")
         self._check("prompt_lookup_min", 1, self.prompt_lookup_max, "it is at most prompt_lookup_max")
         if not isinstance(self.adaptive, bool):
             raise InvalidArgumentError(f"speculative_config: adaptive: expected True or False, got {self.adaptive!r}")
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether drafts are looked up in the text: no model and no head writes them."""
+        return self.method == "ngram"
 
     def _check(self, name: str, low: int, high: int, remedy: str) -> None:
         value = getattr(self, name)

@@ -74,12 +74,15 @@ class DraftRows:
         most: Most drafts of a step of each row.
         reserved: Most tokens that each row can get from the plan.
         histories: Tokens of each row, prompt and answer; None: those on the device are theirs.
+        needs_sampler: Rows without drafts whose token follows from more than logits, such as penalties or masks: it is
+            sampled as in other plans, from the logits of the step. A plan with such a row has one step.
     """
 
     ends: Sequence[int]
     most: Sequence[int]
     reserved: Sequence[int]
     histories: Sequence[Sequence[int]] | None
+    needs_sampler: Sequence[bool]
 
 
 class DraftResult(NamedTuple):

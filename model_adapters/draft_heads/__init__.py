@@ -1,0 +1,1 @@
+"""Draft heads: small modules that guess further tokens from the hidden states of the model they belong to."""

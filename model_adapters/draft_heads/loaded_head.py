@@ -1,0 +1,69 @@
+"""A draft head that was loaded for a model: its module, its weights, and what it reads of the model."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from model_adapters.ops.compressed_weight import Weight, Weights
+
+if TYPE_CHECKING:
+    from model_adapters.program.model_program import ModelProgram
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class HeadedWeights:
+    """The weights of a model and of its draft head, as steps with both take them."""
+
+    model: Weights
+    head: Weights
+    token_ids: jax.Array | None  # int32[columns], token of each column of the head's logits; None: the column itself
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LoadedHead:
+    """A draft head, in the place of its name in `SpeculativeConfig.model`.
+
+    Attributes:
+        name: Its name.
+        program: Its forward.
+        weights: Its own weights by name.
+        shared: Names of its tensors that are the model's, with the model's names.
+        layers: Hidden states of the model that it takes, as ``output_hidden_states`` counts them.
+        token_ids: As of `HeadedWeights`.
+        kv_shape: Heads and width of its keys and values; None: those of the model's last layer.
+    """
+
+    name: str
+    program: ModelProgram
+    weights: Mapping[str, Weight]
+    shared: Mapping[str, str]
+    layers: tuple[int, ...]
+    token_ids: jax.Array | None = None
+    kv_shape: tuple[int, int] | None = None
+
+    def __repr__(self) -> str:
+        """Returns name and identity, under which programs that contain it are stored."""
+        return f"{self.name} ({self.identity})"
+
+    @property
+    def identity(self) -> str:
+        """What programs depend on: the class, its configuration, the hidden states that it takes."""
+        module = self.program.module
+        said: dict[str, Any] = module.config.to_dict()
+        said.pop("_name_or_path", None)
+        described = repr((type(module).__name__, sorted(said.items(), key=str), self.layers, sorted(self.shared)))
+        return hashlib.sha256(described.encode()).hexdigest()[:16]
+
+    def with_model(self, model: Weights) -> HeadedWeights:
+        """Returns its weights beside those of the model."""
+        return HeadedWeights(model, dict(self.weights), self.token_ids)
+
+    def tensors(self, weights: HeadedWeights) -> Weights:
+        """Returns all tensors of the head by name, with those of the model that it shares."""
+        return {**weights.head, **{own: weights.model[name] for own, name in self.shared.items()}}

@@ -1,0 +1,193 @@
+"""Draft heads in eager PyTorch, written from their papers: no cache, no classes of transformers in EAGLE-3's."""
+
+import json
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+LAYER_IDS = (0, 1, 2)
+
+
+def rms(weight, x, eps=1e-6):
+    return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
+
+
+def rotated(x, positions, theta=10000.0):
+    """Rotates [heads, n, dim] by `positions`, halves against halves."""
+    half = x.shape[-1] // 2
+    angles = positions[:, None] * theta ** (-torch.arange(half) / half)
+    cos, sin, first, second = angles.cos(), angles.sin(), x[..., :half], x[..., half:]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def matrix(rows, columns, generator):
+    return nn.Parameter(torch.randn(rows, columns, generator=generator) * 0.5 * columns**-0.5)
+
+
+class Eagle3(nn.Module):
+    """The head by the names of its checkpoint. Columns of its logits are the tokens `ids`."""
+
+    def __init__(self, target, ids, heads=4, kv_heads=2):
+        super().__init__()
+        size, draw = target.config.hidden_size, torch.Generator().manual_seed(3)
+        self.embed, self.target, self.ids = target.get_input_embeddings().weight.detach(), [target], ids
+        self.heads, self.kv_heads, self.dim = heads, kv_heads, size // heads
+        shapes = {
+            "fc": (size, 3 * size),
+            "midlayer.self_attn.q_proj": (heads * self.dim, 2 * size),
+            "midlayer.self_attn.k_proj": (kv_heads * self.dim, 2 * size),
+            "midlayer.self_attn.v_proj": (kv_heads * self.dim, 2 * size),
+            "midlayer.self_attn.o_proj": (size, heads * self.dim),
+            "midlayer.mlp.gate_proj": (2 * size, size),
+            "midlayer.mlp.up_proj": (2 * size, size),
+            "midlayer.mlp.down_proj": (size, 2 * size),
+            "lm_head": (len(ids), size),
+        }
+        self.tensors = {f"{name}.weight": matrix(*shape, draw) for name, shape in shapes.items()}
+        for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
+            self.tensors[f"midlayer.{name}.weight"] = nn.Parameter(1 + 0.1 * torch.randn(size, generator=draw))
+        self.tensors["norm.weight"] = nn.Parameter(1 + 0.1 * torch.randn(size, generator=draw))
+        for index, each in enumerate(self.tensors.values()):
+            self.register_parameter(f"p{index}", each)
+
+    def captured(self, ids):
+        states = self.target[0](torch.tensor([ids]), output_hidden_states=True).hidden_states
+        return torch.cat([states[layer][0] for layer in LAYER_IDS], dim=-1) @ self.tensors["fc.weight"].T
+
+    def layer(self, hidden, tokens):
+        """Hidden states [n, size] of the head, from those in front of `tokens`."""
+        w, n = self.tensors, len(tokens)
+        both = torch.cat(
+            (
+                rms(w["midlayer.input_layernorm.weight"], self.embed[torch.tensor(tokens)]),
+                rms(w["midlayer.hidden_norm.weight"], hidden),
+            ),
+            dim=-1,
+        )
+        q, k, v = (
+            (both @ w[f"midlayer.self_attn.{name}_proj.weight"].T).view(n, -1, self.dim).transpose(0, 1)
+            for name in "qkv"
+        )
+        q, k = rotated(q, torch.arange(n)), rotated(k, torch.arange(n))
+        k, v = (x.repeat_interleave(self.heads // self.kv_heads, dim=0) for x in (k, v))
+        scores = q @ k.transpose(1, 2) * self.dim**-0.5
+        scores = scores.masked_fill(torch.ones(n, n).triu(1).bool(), -torch.inf)
+        attended = (scores.softmax(-1) @ v).transpose(0, 1).reshape(n, -1)
+        hidden = hidden + attended @ w["midlayer.self_attn.o_proj.weight"].T
+        normed = rms(w["midlayer.post_attention_layernorm.weight"], hidden)
+        gate, up, down = (w[f"midlayer.mlp.{name}_proj.weight"].T for name in ("gate", "up", "down"))
+        return hidden + (nn.functional.silu(normed @ gate) * (normed @ up)) @ down
+
+    def logits(self, hidden):
+        return rms(self.tensors["norm.weight"], hidden) @ self.tensors["lm_head.weight"].T
+
+    def save(self, folder, **settings):
+        """Writes the head as SafeAILab's EAGLE and SpecForge do."""
+        folder.mkdir(exist_ok=True)
+        config = self.target[0].config
+        content = {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            "hidden_size": config.hidden_size,
+            "intermediate_size": 2 * config.hidden_size,
+            "num_hidden_layers": 1,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "vocab_size": config.vocab_size,
+            "draft_vocab_size": len(self.ids),
+            "rms_norm_eps": 1e-6,
+            "hidden_act": "silu",
+            "eagle_aux_hidden_state_layer_ids": list(LAYER_IDS),
+        }
+        (folder / "config.json").write_text(json.dumps({**content, **settings}))
+        known = torch.zeros(config.vocab_size, dtype=torch.bool)
+        known[self.ids] = True
+        tensors = {name: each.detach().clone() for name, each in self.tensors.items()}
+        tensors |= {"d2t": self.ids - torch.arange(len(self.ids)), "t2d": known}
+        save_file(tensors, folder / "model.safetensors")
+        return folder
+
+
+class Mtp(nn.Module):
+    """DeepSeek-V3's prediction layer: the last layer of `deeper`, whose others are the served model's."""
+
+    def __init__(self, deeper):
+        super().__init__()
+        self.deeper, size = [deeper], deeper.config.hidden_size
+        draw = torch.Generator().manual_seed(4)
+        self.number = deeper.config.num_hidden_layers - 1
+        self.ids = torch.arange(deeper.config.vocab_size)
+        names = ("enorm", "hnorm", "shared_head.norm")
+        self.tensors = {f"{name}.weight": nn.Parameter(1 + 0.1 * torch.randn(size, generator=draw)) for name in names}
+        self.tensors["eh_proj.weight"] = matrix(size, 2 * size, draw)
+        self.tensors["shared_head.head.weight"] = nn.Parameter(deeper.lm_head.weight.detach().clone())
+        for index, each in enumerate(self.tensors.values()):
+            self.register_parameter(f"p{index}", each)
+
+    def captured(self, ids):
+        model = self.deeper[0].model
+        model.config.num_hidden_layers = self.number
+        try:
+            return model(torch.tensor([ids])).last_hidden_state[0]
+        finally:
+            model.config.num_hidden_layers = self.number + 1
+
+    def layer(self, hidden, tokens):
+        w, model, n = self.tensors, self.deeper[0].model, len(tokens)
+        embeds = model.embed_tokens(torch.tensor(tokens))
+        both = torch.cat((rms(w["enorm.weight"], embeds), rms(w["hnorm.weight"], hidden)), dim=-1)
+        mask = torch.zeros(n, n).masked_fill(torch.ones(n, n).triu(1).bool(), -torch.inf)[None, None]
+        rope = model.rotary_emb(both[None], torch.arange(n)[None])
+        return model.layers[self.number](
+            (both @ w["eh_proj.weight"].T)[None], attention_mask=mask, position_embeddings=rope
+        )[0]
+
+    def logits(self, hidden):
+        return rms(self.tensors["shared_head.norm.weight"], hidden) @ self.tensors["shared_head.head.weight"].T
+
+    def save(self, folder):
+        """Writes model and layer as DeepSeek-V3's checkpoint has them."""
+        deeper = self.deeper[0]
+        deeper.save_pretrained(folder)
+        tensors, begin = load_file(folder / "model.safetensors"), f"model.layers.{self.number}"
+        tensors |= {f"{begin}.{name}": each.detach().clone() for name, each in self.tensors.items()}
+        tensors[f"{begin}.embed_tokens.weight"] = deeper.model.embed_tokens.weight.detach().clone()
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        config = json.loads((folder / "config.json").read_text())
+        config |= {"num_hidden_layers": self.number, "num_nextn_predict_layers": 1}
+        (folder / "config.json").write_text(json.dumps(config))
+        return folder
+
+
+@torch.no_grad()
+def proposals(head, ids, num_drafts):
+    """The tokens that a head proposes behind `ids`."""
+    hidden, tokens, found = head.captured(ids[:-1]), list(ids[1:]), []
+    for _ in range(num_drafts):
+        own = head.layer(hidden, tokens)[-1:]
+        found.append(int(head.ids[head.logits(own)[0].argmax()]))
+        hidden, tokens = torch.cat((hidden, own)), [*tokens, found[-1]]
+    return found
+
+
+def trained(head, texts, num_steps=40):
+    """Returns the head after it has learned the next tokens of `texts`, with its own hidden states for the second."""
+    column = {token: index for index, token in enumerate(head.ids.tolist())}
+    with torch.no_grad():
+        states = [head.captured(text).detach() for text in texts]
+    if hasattr(head, "embed"):  # its own projection is learned, too
+        states = [None] * len(texts)
+    optimizer = torch.optim.Adam(head.parameters(), lr=0.01)
+    for _ in range(num_steps):
+        loss = 0.0
+        for text, state in zip(texts, states, strict=True):
+            hidden = head.captured(text) if state is None else state
+            own = head.layer(hidden[:-2], text[1:-1])
+            again = head.layer(torch.cat((hidden[:1], own[:-1])), text[1:-1])
+            wanted = torch.tensor([column.get(token, -100) for token in text[2:]])
+            loss = loss + sum(nn.functional.cross_entropy(head.logits(each), wanted) for each in (own, again))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return head

@@ -1,0 +1,225 @@
+"""Drafts by a head on the hidden states of the model that it drafts for.
+
+The head computes a position from the model's hidden state there and the token behind it. Its keys and values are one
+more layer of the paged cache, so that pages, prefixes and their ends are those of the model. Whatever step computes
+tokens, the head follows: it writes the positions whose next token has become known. The hidden state of the last
+token of each slot waits for the token behind it (`HeadState`), which the next step is given.
+
+A step drafts from there: the first draft from the model's hidden state, the later ones from the head's own. What it
+writes of drafts is written again by the step that verifies them. The last position of a prefix that was found in the
+cache is the one of the request that computed it; drafts may be worse for it, tokens are never others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from model_adapters.caches.packed_batch import PackedBatch, PagedLayout, Pool
+from model_adapters.draft_heads.loaded_head import HeadedWeights, LoadedHead
+from torchax_serve.executors.draft_model import Pick
+from torchax_serve.executors.prompt_lookup import TokenHistory, last_tokens, verify_rows
+from torchax_serve.executors.traced_function import TracedFunction
+from torchax_serve.executors.verify_steps import VerifySteps
+from torchax_serve.kv_cache.head_state import HeadState
+
+if TYPE_CHECKING:
+    from model_adapters.program.model_program import ModelProgram
+
+Pools = tuple[Any, ...]
+"""Pools of the model's layers, the head's pool, and a `HeadState`."""
+
+
+class HeadSteps(NamedTuple):
+    """Steps of a head that drafts: ``(pool, hidden, ids, positions, is_active)`` to logits, hidden states and pool."""
+
+    first: Callable[..., Any]
+    later: Callable[..., Any]
+
+
+class DraftHead:
+    """A draft head beside its model.
+
+    Args:
+        loaded: The head.
+        vocab_size: Columns of the model's logits.
+        width, dtype: Columns of the hidden states that it takes of the model, and their dtype.
+    """
+
+    def __init__(self, loaded: LoadedHead, vocab_size: int, width: int, dtype: Any) -> None:
+        self.loaded, self.identity = loaded, loaded.identity
+        self.width, self.dtype = width, np.dtype(dtype)
+        self._vocab_size = vocab_size
+
+    def forward(
+        self, program: ModelProgram, weights: HeadedWeights, pools: Pools, batch: PackedBatch, layout: PagedLayout
+    ) -> tuple[jax.Array, Pools, jax.Array]:
+        """Runs the model, and the head behind it; to be traced.
+
+        Returns:
+            The model's logits, the pools, and the hidden states of all tokens, float[T, width].
+        """
+        from model_adapters.program.packed_forward import forward_with_hidden  # tracing needs torch, running does not
+
+        *of_model, pool, state = pools
+        of_layers = dataclasses.replace(layout, groups=layout.groups[:-1], windows=layout.windows[:-1])
+        arguments = program, weights.model, tuple(of_model), batch, of_layers
+        logits, of_model_after, hidden = forward_with_hidden(*arguments, self.loaded.layers)
+        assert hidden is not None
+        table, pair = batch.page_tables[layout.groups[-1]], _decode_pairs if layout.is_decode else _pairs
+        pairs = pair(batch, state, hidden, table)
+        pool = self._run(weights, pool, *pairs, _of_head(layout), is_captured=True)[2]
+        assert batch.slots is not None
+        state = state.kept(batch.slots, batch.kv_lens > 0, hidden[batch.last], batch.kv_lens)
+        return logits, (*of_model_after, pool, state), hidden
+
+    def _run(
+        self,
+        weights: HeadedWeights,
+        pool: Pool,
+        batch: PackedBatch,
+        hidden: jax.Array,
+        layout: PagedLayout,
+        *,
+        is_captured: bool,
+    ) -> tuple[jax.Array, jax.Array, Pool]:
+        from model_adapters.program.head_forward import forward_head
+
+        tensors = self.loaded.tensors(weights)
+        logits, own, pool = forward_head(
+            self.loaded.program, tensors, pool, batch, layout, hidden, is_captured=is_captured
+        )
+        return self._as_wide(logits, weights.token_ids), own, pool
+
+    def _as_wide(self, logits: jax.Array, token_ids: jax.Array | None) -> jax.Array:
+        """Returns logits with the columns of the model; tokens that the head does not have are never drawn."""
+        if token_ids is None:
+            token_ids = jnp.arange(min(logits.shape[1], self._vocab_size))
+            logits = logits[:, : len(token_ids)]
+        wide = jnp.full((len(logits), self._vocab_size), -jnp.inf, logits.dtype)
+        return wide.at[:, token_ids].set(logits)
+
+    def steps(self, weights: HeadedWeights, pools: Pools, steps: VerifySteps) -> HeadSteps:
+        """Returns the steps that draft, traced: in front of the loop that runs them."""
+        layout = steps.spec.packed.layout
+        table, of_head = steps.tables[layout.groups[-1]], _of_head(layout, is_decode=True)
+        *_, pool, state = pools
+
+        def step(is_captured: bool, pool: Pool, hidden: Any, ids: Any, positions: Any, is_active: Any) -> Any:
+            batch = _one_token_each(ids, positions, is_active, table)
+            return self._run(weights, pool, batch, hidden, of_head, is_captured=is_captured)
+
+        example = steps.slots, jnp.maximum(steps.ends, 0), steps.ends > 0
+        first = TracedFunction(functools.partial(step, True), pool, state.hidden[steps.slots], *example)
+        own = first.result_shape[1]
+        return HeadSteps(first, TracedFunction(functools.partial(step, False), pool, own, *example))
+
+    def propose(
+        self, head: HeadSteps, pools: Pools, rows: TokenHistory, steps: VerifySteps, pick: Pick
+    ) -> tuple[jax.Array, jax.Array, Pools]:
+        """Drafts tokens of each row; to be traced.
+
+        Args:
+            head: What `steps` returned.
+            pools: Pools and state.
+            rows: Tokens of S rows.
+            steps: The inputs of the call.
+            pick: Draws a token.
+
+        Returns:
+            Drafts int32[S, k], whether a row has any, bool[S], and the pools.
+        """
+        *others, pool, state = pools
+        num_drafts, position = steps.spec.num_drafts, rows.lens - 2
+        is_found = steps.is_drafted(rows) & (state.lens[steps.slots] == rows.lens - 1) & (position >= 0)
+
+        def draft(index: jax.Array, step: Callable[..., Any], hidden: jax.Array, pool: Pool, ids: jax.Array) -> Any:
+            at = position + index
+            # Behind a row's end there are no pages.
+            logits, own, pool = step(pool, hidden, ids, jnp.maximum(at, 0), is_found & (at < steps.ends))
+            return pick(logits, at + 1), own, pool
+
+        def later(index: jax.Array, carry: Any) -> Any:
+            drafts, token, own, pool = carry
+            token, own, pool = draft(index, head.later, own, pool, token)
+            return drafts.at[:, index].set(token), token, own, pool
+
+        token, own, pool = draft(jnp.int32(0), head.first, state.hidden[steps.slots], pool, last_tokens(rows))
+        drafts = jnp.zeros((len(token), num_drafts), jnp.int32).at[:, 0].set(token)
+        drafts, _, _, pool = jax.lax.fori_loop(1, num_drafts, later, (drafts, token, own, pool))
+        return drafts, is_found, (*others, pool, state)
+
+
+def kept(pools: Pools, steps: VerifySteps, is_active: jax.Array, hidden: jax.Array, lens: jax.Array) -> Pools:
+    """Returns the pools with the hidden state of each row's last accepted token, float[S, width].
+
+    Args:
+        pools: Pools and state.
+        steps: The inputs of the call.
+        is_active: Rows that were computed, bool[S].
+        hidden: The hidden states.
+        lens: int32[S], number of computed tokens of each row.
+    """
+    *others, state = pools
+    return (*others, state.kept(steps.slots, is_active, hidden, lens))
+
+
+def _of_head(layout: PagedLayout, *, is_decode: bool | None = None) -> PagedLayout:
+    is_decode = layout.is_decode if is_decode is None else is_decode
+    return PagedLayout(groups=(0,), windows=(None,), max_len=layout.max_len, is_decode=is_decode)
+
+
+def _one_token_each(ids: jax.Array, positions: jax.Array, is_active: jax.Array, table: jax.Array) -> PackedBatch:
+    """Returns a decode step of a head; rows that are not active write to the null page."""
+    index = jnp.arange(len(ids) + 1, dtype=jnp.int32)
+    return PackedBatch(
+        token_ids=ids,
+        positions=positions,
+        cu_q_lens=index,
+        kv_lens=jnp.where(is_active, positions + 1, 0),
+        last=index[:-1],
+        page_tables=(jnp.where(is_active[:, None], table, 0),),
+    )
+
+
+def _decode_pairs(
+    batch: PackedBatch, state: HeadState, hidden: jax.Array, table: jax.Array
+) -> tuple[PackedBatch, jax.Array]:
+    """Returns the head's step behind a decode step, and the hidden states in front of its tokens."""
+    assert batch.slots is not None
+    is_known = (state.lens[batch.slots] == batch.positions) & (batch.positions > 0) & (batch.kv_lens > 0)
+    positions = jnp.maximum(batch.positions - 1, 0)
+    return _one_token_each(batch.token_ids, positions, is_known, table), state.hidden[batch.slots]
+
+
+def _pairs(batch: PackedBatch, state: HeadState, hidden: jax.Array, table: jax.Array) -> tuple[PackedBatch, jax.Array]:
+    """Returns the head's step behind any other step, and the hidden states in front of its tokens.
+
+    The first token of a row has a hidden state in front if the slot's last step ended there; else it is left out.
+    """
+    assert batch.slots is not None
+    starts, num_tokens = batch.cu_q_lens[:-1], jnp.diff(batch.cu_q_lens)
+    first = batch.kv_lens - num_tokens
+    is_known = (state.lens[batch.slots] == first) & (first > 0)
+    counts = num_tokens - jnp.where(is_known, 0, jnp.minimum(num_tokens, 1))
+    is_active = (counts > 0) & (batch.kv_lens > 0)
+    tokens = verify_rows(counts - 1, is_active, len(batch.token_ids))
+    rows = jnp.minimum(tokens.rows, len(counts) - 1)  # no row may have a token
+    source = jnp.clip(starts[rows] + tokens.offsets + ~is_known[rows], 0, len(batch.token_ids) - 1)
+    waiting = (tokens.offsets == 0) & is_known[rows]
+    before = jnp.where(waiting[:, None], state.hidden[batch.slots[rows]], hidden[jnp.maximum(source - 1, 0)])
+    paired = PackedBatch(
+        token_ids=batch.token_ids[source],
+        positions=jnp.maximum(batch.positions[source] - 1, 0),
+        cu_q_lens=tokens.cu_q_lens,
+        kv_lens=jnp.where(is_active, batch.kv_lens - 1, 0),
+        last=jnp.maximum(tokens.cu_q_lens[1:] - 1, 0),
+        page_tables=(table,),
+    )
+    return paired, before

@@ -1,0 +1,82 @@
+"""The cache of a model with a draft head: the head's pages are a layer more, and it keeps a hidden state by slot."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from torchax_serve.kv_cache.pools import CacheAllocation, HeadScales, PagedCache
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class HeadState:
+    """Hidden states of the last computed token of each slot, donated with the pools."""
+
+    hidden: jax.Array  # float[num_slots, width]
+    lens: jax.Array  # int32[num_slots], number of computed tokens; 0: nothing is known of the slot
+
+    def without(self, slot: int) -> HeadState:
+        """Returns the state after `slot` was given to another request."""
+        return HeadState(self.hidden, _forget(self.lens, np.int32(slot)))
+
+    def kept(self, slots: jax.Array, is_active: jax.Array, hidden: jax.Array, lens: jax.Array) -> HeadState:
+        """Returns the state with what is known of the rows in `slots` int32[S]; to be traced.
+
+        Args:
+            slots: Slot of each row.
+            is_active: Rows that have something new, bool[S].
+            hidden: float[S, width], of each row's last token.
+            lens: int32[S], number of its tokens that are computed.
+        """
+        where = jax.numpy.where(is_active, slots, len(self.lens))
+        return HeadState(
+            self.hidden.at[where].set(hidden.astype(self.hidden.dtype), mode="drop"),
+            self.lens.at[where].set(lens, mode="drop"),
+        )
+
+
+@jax.jit
+def _forget(lens: jax.Array, slot: jax.Array) -> jax.Array:
+    return lens.at[slot].set(0)
+
+
+class HeadedCache(PagedCache):
+    """Pools of a `CacheAllocation`, the last one the head's, and behind them a `HeadState`.
+
+    Args:
+        plan: Number of pages of each group.
+        num_slots: Number of slots.
+        width, dtype: Columns of the hidden states, and their dtype.
+        scales: Scales of each layer but the head's if the pools are in 8 bits.
+    """
+
+    def __init__(
+        self, plan: CacheAllocation, num_slots: int, width: int, dtype: Any, scales: Sequence[HeadScales] | None = None
+    ) -> None:
+        self._num_slots, self._width, self._dtype = num_slots, width, np.dtype(dtype)
+        if scales is not None:
+            scales = [*scales, None]  # type: ignore[list-item]
+        super().__init__(plan, None, scales)
+
+    def reset(self) -> None:
+        """Allocates pools and states again, all zeros."""
+        super().reset()
+        hidden = self._pages.slot_states((self._num_slots, self._width), self._dtype)
+        lens = self._pages.slot_states((self._num_slots,), np.dtype(np.int32))
+        self.pools = (*self.pools, HeadState(hidden, lens))  # type: ignore[assignment]
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of all slots."""
+        return self._num_slots * (self._width * self._dtype.itemsize + 4)
+
+    def forget(self, slot: int) -> None:
+        """Drops the hidden state of a slot, which was given to another request."""
+        *pools, state = self.pools
+        assert isinstance(state, HeadState)
+        self.pools = (*pools, state.without(slot))  # type: ignore[assignment]
