@@ -74,7 +74,7 @@ def forward_with_hidden(
     run = program.with_split_concats(functools.partial(_forward, program, layout=layout, layers=tuple(layers)))
     # In a decode step every row is read.
     result: Any = (run if layout.is_decode or layout.all_logits else prune_rows(run))(weights, pools, batch)
-    return result  # type: ignore[no-any-return]
+    return result
 
 
 def _forward(
