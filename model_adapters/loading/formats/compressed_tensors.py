@@ -51,8 +51,8 @@ def find(entries: Mapping[str, Any], settings: QuantizationSettings) -> list[Wei
     """Returns the weights with a scale; refuses settings that are not read."""
     values = settings.values
     formats = {str(values.get("format", "dense"))} | {str(group.get("format")) for group in _groups(settings).values()}
-    for unread in sorted(formats - {*_READ, "dense", "None"}):
-        raise settings.refuse(f"format {unread!r} (expected one of {', '.join(_READ)})")
+    for unsupported in sorted(formats - {*_READ, "dense", "None"}):
+        raise settings.refuse(f"format {unsupported!r} (expected one of {', '.join(_READ)})")
     if values.get("transform_config"):
         raise settings.refuse("transform_config (rotated weights)")
     sparsity = (values.get("sparsity_config") or {}).get("format", "dense")

@@ -43,8 +43,8 @@ class GgufCheckpoint:
         self._processor = processor_of(file, module.config)
         self._names = tensor_names(file, module, self._processor)
         self._shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-        if unread := unused_keys(file):
-            logger.warning("%s: keys of the header that are not used: %s", file.path.name, ", ".join(unread))
+        if unused := unused_keys(file):
+            logger.warning("%s: keys of the header that are not used: %s", file.path.name, ", ".join(unused))
 
     @property
     def num_bytes(self) -> int:

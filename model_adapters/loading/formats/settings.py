@@ -13,7 +13,7 @@ from model_adapters.errors import CheckpointError, UnsupportedModelError
 _KEYS = ("quantization_config", "compression_config")
 
 _DENSE = "use the unquantized checkpoint of this model"
-_UNREAD = {
+_REMEDIES = {
     "aqlm": _DENSE,
     "vptq": _DENSE,
     "spqr": _DENSE,
@@ -108,7 +108,7 @@ def settings_in(content: Mapping[str, Any], file: Path) -> QuantizationSettings 
     if not method and (stated.get("load_in_4bit") or stated.get("load_in_8bit")):
         method = "bitsandbytes"
     if method not in READ:
-        remedy = _UNREAD.get(method, _DENSE)
+        remedy = _REMEDIES.get(method, _DENSE)
         raise UnsupportedModelError(
             f"{file} asks for quantized weights (quantization_config: {method or 'no quant_method'}), which are not "
             f"read (expected one of {', '.join(READ)}): {remedy}"
