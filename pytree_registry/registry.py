@@ -157,7 +157,10 @@ def _roots() -> Iterator[type]:
 
 
 def _diffusers_outputs() -> tuple[type, ...]:
-    """Returns the base class of diffusers' outputs; nothing where diffusers has not been imported."""
+    """Returns the base class of diffusers' outputs.
+
+    Nothing where diffusers has not been imported.
+    """
     module = sys.modules.get("diffusers.utils.outputs")
     base: type | None = getattr(module, "BaseOutput", None)
     return () if base is None else (base,)

@@ -90,7 +90,10 @@ class Program:
 
 
 def inlined(closed: jex.ClosedJaxpr) -> Program:
-    """Returns `closed` with called programs inlined, but for shared functions. Rules for derivatives are lost."""
+    """Returns `closed` with called programs inlined, but for shared functions.
+
+    Rules for derivatives are lost.
+    """
     values = {var: Value(var.aval) for var in closed.jaxpr.invars}
     program = Program([values[var] for var in closed.jaxpr.invars], [])
     program.outputs = _inline(closed, program.inputs, program)

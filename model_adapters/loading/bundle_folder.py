@@ -1,4 +1,7 @@
-"""Folders of bundles: versions in numbered folders, complete with their manifest; imports neither torch nor jax."""
+"""Folders of bundles: versions in numbered folders, complete with their manifest.
+
+Imports neither torch nor jax.
+"""
 
 from __future__ import annotations
 

@@ -172,7 +172,10 @@ class WeightSink:
         return None if found is None else found[1]
 
     def taken(self) -> LoadStateDictInfo:
-        """transformers' account of what was there, missing and left over; there once `hooked` has been left."""
+        """transformers' account of what was there, missing and left over.
+
+        It is there once `hooked` has been left.
+        """
         assert self.info is not None
         return self.info
 

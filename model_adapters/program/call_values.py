@@ -31,7 +31,10 @@ def is_plain(value: Any) -> bool:
 
 
 def _form_of_data(value: Any, form: Callable[[Any], Form]) -> Form | None:
-    """Returns the form of a constant or a container, of whose items `form` returns it; None for anything else."""
+    """Returns the form of a constant or a container, of whose items `form` returns it.
+
+    None for anything else.
+    """
     kind = type(value)
     if kind in PRIMITIVES:
         return "constant", kind, value

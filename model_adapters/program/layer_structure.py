@@ -149,7 +149,10 @@ class LayerParts:
         raise NotComparableError(f"{where} is a {kind.__module__}.{kind.__qualname__}")
 
     def _of_object(self, value: Any, where: str) -> Hashable:
-        """Returns the class of an object and its attributes; objects that name each other are compared by identity."""
+        """Returns the class of an object and its attributes.
+
+        Objects that name each other are compared by identity.
+        """
         kind, attributes = type(value), vars(value)
         if id(value) in self._open:
             return kind, id(value)

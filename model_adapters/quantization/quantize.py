@@ -1,4 +1,7 @@
-"""Quantizes one weight by a rule; on float32 weights values and scales are Qwix's to the last bit."""
+"""Quantizes one weight by a rule.
+
+On float32 weights values and scales are Qwix's to the last bit.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +72,10 @@ def quantize_weight(
 def _quantized(
     weight: jax.Array, rule: QuantizationRule, scheme: Scheme, is_cpu: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Returns whether all numbers are finite, bool[]; values ``[..., out, in]``; scales and offsets by group."""
+    """Returns whether all numbers are finite, bool[]; values ``[..., out, in]``.
+
+    Then come scales and offsets by group.
+    """
     dense = jnp.swapaxes(weight, -1, -2) if scheme.transposed else weight
     num_columns, group = dense.shape[-1], scheme.group
     num_groups = -(-num_columns // group)
@@ -137,7 +143,10 @@ def _asymmetric(
 
 
 def _largest_value(qtype: str) -> float:
-    """Returns the number that the largest of a group becomes before it is rounded; half a step past the last one."""
+    """Returns the number that the largest of a group becomes before it is rounded.
+
+    It is half a step past the last one.
+    """
     if qtype == "nf4":
         return 1.0
     dtype = jnp.dtype(qtype)

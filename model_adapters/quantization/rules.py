@@ -241,7 +241,10 @@ def _rule_of(number: int, given: Any, faults: list[str]) -> QuantizationRule | N
 
 
 def _attributes_of(rule: Any) -> dict[str, Any]:
-    """Returns the fields of an object such as `qwix.QuantizationRule`; what Qwix means by None is written out."""
+    """Returns the fields of an object such as `qwix.QuantizationRule`.
+
+    What Qwix means by None is written out.
+    """
     if not hasattr(rule, "module_path") or not hasattr(rule, "weight_qtype"):
         raise InvalidArgumentError(
             f"quantization: expected a preset, a file, or rules as dicts or objects like qwix.QuantizationRule, got "

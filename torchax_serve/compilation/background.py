@@ -133,7 +133,10 @@ class BackgroundCompiler:
         atexit.register(_close, weakref.ref(self))
 
     def submit(self, task: CompileTask) -> None:
-        """Compiles a program in the background; a program that was submitted before is not compiled again."""
+        """Compiles a program in the background.
+
+        A program that was submitted before is not compiled again.
+        """
         with self._lock:
             if self.is_closed or task.key in self._known:
                 return

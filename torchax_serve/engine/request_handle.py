@@ -87,7 +87,10 @@ class RequestHandle:
         self._arrivals.put(new)
 
     def fail(self, error: str) -> None:
-        """Ends the reading with an error; called from any thread, where the engine's own does not any more."""
+        """Ends the reading with an error.
+
+        Called from any thread, where the engine's own does not any more.
+        """
         self.put(RequestOutput((), finish_reason="error", error=error))
         loop = self.loop
         if loop is not None:

@@ -46,7 +46,10 @@ class ExportedPrograms:
 
     @property
     def identity(self) -> str:
-        """Digest of what compiled programs depend on; versions that differ in weights alone have the same."""
+        """Digest of what compiled programs depend on.
+
+        Versions that differ in weights alone have the same.
+        """
         code = {entry["file"] for entry in self._variant["programs"].values()}
         files = {
             name: each["sha256"]

@@ -23,7 +23,9 @@ from torchax_serve.export.versions import new_version
 
 
 def refresh_bundle(manifest: Manifest) -> Manifest:
-    """Writes a version with the same weights and the programs written anew; returns its manifest.
+    """Writes a version with the same weights and the programs written anew.
+
+    Returns its manifest.
 
     Args:
         manifest: The version that is read, one of a bundle, in which the new version gets the next number.

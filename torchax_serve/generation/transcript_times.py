@@ -159,7 +159,10 @@ class TimedTranscription:
         return tokenization_whisper.LANGUAGES.get(code, code)
 
     def _language_ids(self, windows: Sequence[_Window]) -> list[int]:
-        """Returns the token of the language in the prompt of the first window; none of a model of one language."""
+        """Returns the token of the language in the prompt of the first window.
+
+        None of a model of one language.
+        """
         prompt = windows[0].ids[: windows[0].prompt_len].tolist() if windows else []
         return [token_id for token_id in prompt if token_id in self._languages.values()]
 

@@ -128,7 +128,10 @@ class RequestQueues:
         return state
 
     def _add_deadline(self, state: RequestState, reason: FinishReason, deadline_s: float | None) -> None:
-        """Adds a deadline to the heap; drops those far away of ended requests once they are most of it."""
+        """Adds a deadline to the heap.
+
+        Drops those far away of ended requests once they are most of it.
+        """
         if deadline_s is None:
             return
         if len(self._deadlines) > 4 * len(self._live) + 64:

@@ -111,7 +111,10 @@ class Application:
             usage.end()
 
     def _identify(self, scope: Scope) -> None:
-        """Finds out whose request it is; raises ApiError, 401, if it has no key of those that are known."""
+        """Finds out whose request it is.
+
+        Raises ApiError, 401, if it has no key of those that are known.
+        """
         key = self.context.keys.key_of(scope["headers"])
         scope["state"] |= {"key": key, "key_name": key and key.name, "usage": self.context.key_usages.of(key)}
 

@@ -70,7 +70,10 @@ class JsonScanner:
             yield piece
 
     def _next(self, buffer: str, begin: int) -> tuple[int, JsonPiece] | None:
-        """Returns the piece at `begin` and its end, `begin` itself if it is no JSON; None if more is needed."""
+        """Returns the piece at `begin` and its end, `begin` itself if it is no JSON.
+
+        None if more is needed.
+        """
         if self._string is not None:
             return self._in_string(buffer, begin)
         if (spaces := _SPACES.match(buffer, begin)) is not None:

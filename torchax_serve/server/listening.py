@@ -82,7 +82,9 @@ class HttpListener:
             server.close()
 
     async def reload_tls(self) -> bool:
-        """Reads certificate, key and clients' CA again if one of their files has changed; returns whether it did.
+        """Reads certificate, key and clients' CA again if one of their files has changed.
+
+        Returns whether it did.
 
         New connections have a new TLS context: what the one before trusted, and the sessions that it could resume, are
         gone with it. Open connections go on.

@@ -77,7 +77,9 @@ class EventStream:
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """Returns the result of `work`, which is cancelled when the client disconnects; the body must have been read.
+    """Returns the result of `work`, which is cancelled when the client disconnects.
+
+    The body must have been read.
 
     Raises:
         ClientDisconnect: It did.

@@ -130,7 +130,9 @@ def _choice(choice: Any, names: Sequence[str]) -> tuple[str, Sequence[str]]:
 def reasoning_end(
     family: ResponseFamily, prompt: str, decode: Callable[[Sequence[int]], str]
 ) -> Callable[[Sequence[int]], int | None] | None:
-    """Returns what finds the end of the reasoning that a prompt has opened; None if it has opened none.
+    """Returns what finds the end of the reasoning that a prompt has opened.
+
+    None if it has opened none.
 
     The returned function takes the tokens of the answer so far, and returns how many of them are reasoning, None while
     it goes on; it is called after each token.

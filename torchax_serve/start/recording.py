@@ -61,7 +61,9 @@ class NotRecordableError(Exception):
 
 
 def record_in_background(folder: StartFolder, loaded: LoadedModel, runtime: ModelRuntime) -> threading.Thread:
-    """Writes the record of a model that the engine runs packed; a failure costs the next start its time alone.
+    """Writes the record of a model that the engine runs packed.
+
+    A failure costs the next start its time alone.
 
     Args:
         folder: Where it is written.

@@ -67,7 +67,10 @@ class GgufCheckpoint:
 
     @contextlib.contextmanager
     def readers(self, advance: Advance) -> Iterator[dict[str, GgufReader]]:
-        """A lazy reader for each parameter; `advance` gets the bytes as they are read. Leaving closes the file."""
+        """A lazy reader for each parameter.
+
+        `advance` gets the bytes as they are read. Leaving closes the file.
+        """
         with contextlib.ExitStack() as stack:
             pool = stack.enter_context(ThreadPoolExecutor(_NUM_READ_THREADS, thread_name_prefix="weights"))
             descriptor = os.open(self.file.path, os.O_RDONLY)
@@ -126,7 +129,10 @@ class GgufReader:
         return QuantizedTensor(check_numbers(self.name, placed), torch.float32, self.name, self.made_dense)
 
     def _ordered(self, name: str, parts: QuantizedParts) -> QuantizedParts | None:
-        """Returns `parts` with rows in transformers' order; None where more than the order of rows changes."""
+        """Returns `parts` with rows in transformers' order.
+
+        None where more than the order of rows changes.
+        """
         if parts.values.ndim == 3 and "_exps" in name:  # experts as transformers has them
             return parts
         rows = np.arange(parts.values.shape[0], dtype=np.int64)

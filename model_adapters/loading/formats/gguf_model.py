@@ -42,7 +42,10 @@ _IMPLIED_KEYS = {
 
 
 def require_gguf() -> Any:
-    """Returns the package `gguf`; raises UnsupportedModelError with the command that installs it."""
+    """Returns the package `gguf`.
+
+    Raises UnsupportedModelError with the command that installs it.
+    """
     try:
         return importlib.import_module("gguf")
     except ImportError as error:
@@ -107,7 +110,10 @@ def generation_config_of(config: PreTrainedConfig) -> GenerationConfig:
 
 
 def tokenizer_of(file: GgufFile) -> Any:
-    """Returns transformers' tokenizer of the vocabulary in `file`, with its chat template; None without vocabulary."""
+    """Returns transformers' tokenizer of the vocabulary in `file`, with its chat template.
+
+    None without vocabulary.
+    """
     if not file.metadata.get("tokenizer.ggml.tokens"):
         return None
     reads_file_itself = hasattr(hf_readers, "convert_gguf_tokenizer")  # as recent releases do

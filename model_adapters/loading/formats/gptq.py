@@ -66,7 +66,9 @@ def settings_of_module(module: str, settings: QuantizationSettings) -> tuple[int
 
 
 def column_order(name: str, group_of: torch.Tensor | None, num_columns: int, group_size: int) -> torch.Tensor | None:
-    """Returns the order that makes the columns of a group adjacent, int32[in]; None where they are.
+    """Returns the order that makes the columns of a group adjacent, int32[in].
+
+    None where they are.
 
     Args:
         name: Name of the weight, for errors.

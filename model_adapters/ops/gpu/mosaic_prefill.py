@@ -87,7 +87,10 @@ class PrefillSizes:
 
 @dataclass(frozen=True)
 class PrefillProgram:
-    """One program of the kernel: an item and the query heads of its rows; its references and sizes."""
+    """One program of the kernel: an item and the query heads of its rows.
+
+    It holds the program's references and sizes.
+    """
 
     sizes: PrefillSizes
     items: Any  # int32[num_items, fields]
