@@ -85,7 +85,7 @@ class LayerParts:
         ]
 
     def structure(self, indices: dict[tuple[int, str], int]) -> Hashable:
-        """Returns everything but tensors and `indices`, which are attributes by number of the part and name.
+        """Returns everything but tensors and `indices`, attributes by number of part and name.
 
         Objects that may be shared by layers, such as the configuration, are compared by identity.
 
@@ -169,7 +169,10 @@ class _WithoutSlots:
 
 
 def _has_only_attributes(value: Any) -> bool:
-    """Tells whether all state of `value` is in its ``__dict__``: it has no slots, and no base class written in C."""
+    """Tells whether all state of `value` is in its ``__dict__``.
+
+    It has no slots then, and no base class written in C.
+    """
     kind = type(value)
     return kind.__basicsize__ == _WithoutSlots.__basicsize__ and kind.__itemsize__ == 0 and hasattr(value, "__dict__")
 

@@ -37,7 +37,7 @@ def unsupported_reason(weight: QuantizedWeight) -> str | None:
 
 
 def _meets_kernel(scheme: Scheme, num_columns: int, *, is_integer: bool) -> bool:
-    """Returns whether the kernel multiplies with activations that are rounded as the scheme says."""
+    """Returns whether the kernel multiplies with activations rounded as the scheme says."""
     if scheme.act_dtype == "float8_e4m3fn":  # one scale a row, which the sums are multiplied by
         return not is_integer and (scheme.act_group or scheme.group) >= num_columns
     return scheme.act_dtype == "none" or (is_integer and scheme.act_scale is None)

@@ -102,14 +102,17 @@ def _quantized(
 
 
 def _nearest(numbers: jax.Array, table: tuple[float, ...]) -> jax.Array:
-    """Returns for each number float32[...] the place int32[...] of the nearest one of an ascending table."""
+    """Returns for each number float32[...] the nearest place int32[...] in an ascending table."""
     middles = [(low + high) / 2 for low, high in itertools.pairwise(table)]
     places: Any = sum(jnp.asarray(numbers > middle, jnp.int32) for middle in middles)
     return places
 
 
 def _scale_and_zero(tiles: jax.Array, rule: QuantizationRule) -> tuple[jax.Array, jax.Array | None]:
-    """Returns scales float32[..., groups] and integer zero points as float32, or None, of ``[..., groups, group]``."""
+    """Returns scales float32[..., groups] and integer zero points as float32, or None.
+
+    The numbers are ``[..., groups, group]``.
+    """
     method, *texts = rule.weight_calibration_method.lower().split(",")
     numbers = [float(text) for text in texts]
     if method == "signed_absmax":
@@ -154,5 +157,8 @@ def _largest_value(qtype: str) -> float:
 
 
 def _not_tiny(scale: jax.Array) -> jax.Array:
-    """Returns scales with 1 in place of those so small that quotients could overflow: of groups of zeros."""
+    """Returns scales with 1 in place of the tiniest.
+
+    Quotients by those, of groups of zeros, could overflow.
+    """
     return jnp.where(jnp.abs(scale) < math.sqrt(float(jnp.finfo(jnp.float32).tiny)), 1.0, scale)

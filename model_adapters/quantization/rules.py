@@ -144,7 +144,9 @@ def parse_rules(given: Any) -> QuantizationRules | None:
 
 
 def rules_for_files(given: Any) -> QuantizationRules | None:
-    """Returns `parse_rules` of `given` for a folder that others read: presets do not depend on this platform.
+    """Returns `parse_rules` of `given` for a folder that others read.
+
+    Presets do not depend on this platform.
 
     Scales are bfloat16 and positive, and groups of int4 have 128 columns, as is usual there.
     """
@@ -192,7 +194,10 @@ def _yaml(text: str) -> Any:
 
 
 def _rules_inside(content: Any) -> list[Any]:
-    """Returns the list of rules in a file's content: itself, under ``rules``, or under ``quantization.qwix.rules``."""
+    """Returns the list of rules in a file's content.
+
+    It is the content, or under ``rules`` or ``quantization.qwix.rules``.
+    """
     for key in ("quantization", "qwix", "rules"):
         if isinstance(content, Mapping) and key in content:
             content = content[key]

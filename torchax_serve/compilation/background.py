@@ -90,7 +90,7 @@ def check_may_trace() -> None:
 
 
 def wait_for_work(seconds: float) -> None:
-    """Waits, in the thread of a `BackgroundCompiler` alone, until the model has worked for some time.
+    """Waits, in a `BackgroundCompiler`'s thread, until the model has worked for some time.
 
     For what is worth its cost only where there is much work.
 

@@ -120,7 +120,7 @@ class RequestHandle:
         return new
 
     def _take_all(self) -> tuple[list[RequestOutput], RequestError | None]:
-        """Returns the outputs that have arrived, and the error that ends the request, if it has come."""
+        """Returns the outputs that have arrived, and the error that has ended the request, if any."""
         outputs: list[RequestOutput] = []
         try:
             while self.finish_reason is None:

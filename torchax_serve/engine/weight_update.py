@@ -34,7 +34,7 @@ def engines_in(*groups: Engine | DataParallelEngines | object) -> list[Engine]:
 def between_steps(
     engines: Sequence[Engine], function: Callable[[], None], version: int, *, when_idle: bool = False
 ) -> None:
-    """Calls `function` while all `engines` are between two steps, and sets the version of their weights.
+    """Calls `function` between two steps of all `engines`; sets the version of their weights.
 
     Prefixes of before are not found any more.
 

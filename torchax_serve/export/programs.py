@@ -21,7 +21,7 @@ from torchax_serve.start.weights_file import TensorNames
 
 
 def program_key(name: str, args: tuple[Any, ...], spec: Any) -> str:
-    """Returns a name of the program of a step, the same when it is exported and when it is called.
+    """Returns the name that a step's program has when it is exported and when it is called.
 
     Args:
         name: Name of the step's function.

@@ -232,7 +232,7 @@ def _sees_until(visible: np.ndarray) -> np.ndarray | None:
 
 
 def digest_of(inputs: Mapping[str, Any]) -> str:
-    """Returns a digest of the pixels and samples of a prompt: of every tensor but those of its text."""
+    """Returns a digest of a prompt's pixels and samples: of all tensors but those of text."""
     found = hashlib.sha256()
     for name, value in sorted(inputs.items()):
         if name in _TEXT or value is None:

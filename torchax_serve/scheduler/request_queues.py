@@ -187,7 +187,10 @@ class RequestQueues:
         state.pages = None
 
     def expire(self, now: float) -> None:
-        """Ends every request whose deadline is `now` or before, also one for waiting that has not begun by then."""
+        """Ends every request whose deadline is `now` or before.
+
+        A deadline for waiting ends those that have not begun by then.
+        """
         while self._deadlines and self._deadlines[0][0] <= now:
             _, _, reason, state = heapq.heappop(self._deadlines)
             if state.missed(reason):

@@ -122,7 +122,10 @@ class Application:
         return scope["method"] == "OPTIONS" and bool(self.context.options.cors_origins)
 
     def _check_host(self, scope: Scope) -> None:
-        """Raises ApiError for a Host that is none and, on a loopback address, for a foreign one (DNS rebinding)."""
+        """Raises ApiError for a Host that is none.
+
+        On a loopback address a foreign one is refused as well (DNS rebinding).
+        """
         host = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"host"), None)
         if host is None:
             return

@@ -35,7 +35,9 @@ class JsonPiece(NamedTuple):
 
 
 class JsonScanner:
-    """Reads one JSON object or array, cut anywhere: the pieces' joined texts do not depend on the cuts.
+    """Reads one JSON object or array, cut anywhere.
+
+    The pieces' joined texts do not depend on the cuts.
 
     Attributes:
         stack: Brackets that are open.

@@ -114,7 +114,10 @@ class Server:
             await self._close_context()
 
     def _close_model(self) -> None:
-        """Closes the model, unless it is still made: that would wait for a program or a kernel that is compiled."""
+        """Closes the model, unless it is still made.
+
+        That would wait for a program or a kernel that is compiled.
+        """
         service = self.context.loaded
         if service is not None and self._is_started and self.context.stage is not Stage.DEAD:
             service.close()

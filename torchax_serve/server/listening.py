@@ -119,7 +119,9 @@ class HttpListener:
 
 
 def open_sockets(options: ServerOptions) -> list[socket.socket]:
-    """Returns listening sockets: those that systemd gave, a Unix socket, or one for each address of the host.
+    """Returns listening sockets.
+
+    They are those that systemd gave, a Unix socket, or one for each address of the host.
 
     Raises:
         InvalidArgumentError: An address cannot be listened on.

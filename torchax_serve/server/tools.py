@@ -100,7 +100,10 @@ def _without_strict(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _choice(choice: Any, names: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """Returns the mode (``none``, ``auto``, ``required``, ``named``) and the names of the tools that may be called."""
+    """Returns the mode and the names of the tools that may be called.
+
+    The mode is ``none``, ``auto``, ``required`` or ``named``.
+    """
     if choice is None or choice in ("none", "auto", "required"):
         if choice == "required" and not names:
             raise bad_request("tool_choice: expected tools with required, got none", "tool_choice", "invalid_value")

@@ -69,7 +69,9 @@ class Tracing:
 
     @classmethod
     def to_collector(cls, endpoint: str) -> Tracing:
-        """Returns spans that are sent by OTLP, over HTTP or, if OpenTelemetry's variables say so, gRPC.
+        """Returns spans that are sent by OTLP.
+
+        They go over HTTP or, if OpenTelemetry's variables say so, gRPC.
 
         Args:
             endpoint: URL of the collector, with its path.

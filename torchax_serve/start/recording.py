@@ -129,7 +129,7 @@ def _record(
 def model_record(
     loaded: LoadedModel, runtime: ModelRuntime, weights: Mapping[str, Weight]
 ) -> tuple[ModelRecord, dict[str, jax.Array]]:
-    """Returns what requests need of a model that runs packed, and the tensors of its weights by name.
+    """Returns what requests need of a packed model, and the tensors of its weights by name.
 
     Args:
         loaded: The model as it was loaded.

@@ -200,7 +200,10 @@ def _read_packed(
 
 
 def _read_fp4(name: str, tensors: Mapping[str, torch.Tensor]) -> QuantizedParts:
-    """Returns halves as whole numbers, the scales halved: 4-bit floats are 0, 0.5, 1, 1.5, 2, 3, 4, 6."""
+    """Returns halves as whole numbers, the scales halved.
+
+    4-bit floats are 0, 0.5, 1, 1.5, 2, 3, 4, 6.
+    """
     codes = unpack_bytes(tensors["packed"], 4)
     numbers = torch.tensor(FP4_DOUBLED, dtype=torch.int8)[codes.long()]
     scale, divisor = fp8.exponents_to_float(tensors["scale"]), tensors.get("global_scale")

@@ -53,7 +53,10 @@ class GgufCheckpoint:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype that the model computes in unless the caller says otherwise: on CPUs float32, as in llama.cpp."""
+        """Dtype that the model computes in by default.
+
+        On CPUs it is float32, as in llama.cpp.
+        """
         return torch.float32 if jax.default_backend() == "cpu" else torch.bfloat16
 
     @property
