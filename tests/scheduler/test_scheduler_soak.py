@@ -55,7 +55,7 @@ CONFIGS = {  # the longest request has 59 tokens to compute: 15 pages
 }
 
 
-@pytest.mark.parametrize(("name", "num_requests"), list(zip(CONFIGS, (2000, 2000, 300, 300, 300), strict=True)))
+@pytest.mark.parametrize(("name", "num_requests"), list(zip(CONFIGS, (1000, 1000, 300, 300, 300), strict=True)))
 def test_every_finished_request_is_token_exact(name: str, num_requests: int) -> None:
     rng = random.Random(name)
     config = SchedulerConfig(
