@@ -63,7 +63,7 @@ def pytest_configure(config):
         os.environ["XLA_FLAGS"] = f"{QUICK_COMPILATION} {given}".rstrip()
 
 
-MAX_MAPS = 20_000
+MAX_MAPS = 10_000
 """Memory maps of this process with which programs are let go; Linux allows some 65,000, and a program takes several."""
 
 
