@@ -1,13 +1,16 @@
 """The engine on a GPU beside transformers' generate in eager PyTorch on the same GPU: decode rates and first tokens.
 
     python benchmarks/engine_gpu.py benchmarks/shapes/llama-8b.json --batch 1 8 64 --prompt 512 --out results.json
+    python benchmarks/engine_gpu.py benchmarks/shapes/llama-8b.json --quantization none int8 int4 fp8
 
 Random weights in bfloat16 on both sides, prompts of random tokens, greedy decoding that never ends early. The rate of
 decoding is that of the tokens after the first, over the time that they take beyond a run of one token. Beside it
-stands the part of the device's copy bandwidth at which weights, keys and values are read.
+stands the part of the device's copy bandwidth at which weights, keys and values are read. Each quantization is an
+engine of its own, beside the same eager model in bfloat16.
 """
 
 import argparse
+import functools
 import gc
 import json
 import os
@@ -27,7 +30,7 @@ from serving_peers.roofline import kv_token_bytes, num_weights
 from torchax_serve import EngineOptions, SamplingParams, serve
 
 
-def rates(run, args, shape, bandwidth):
+def rates(run, args, shape, weights_bytes, bandwidth):
     """Measures each batch: median seconds of one token and of all, and what follows from them."""
     rows = []
     for batch in args.batch:
@@ -41,7 +44,7 @@ def rates(run, args, shape, bandwidth):
                 found.append(time.perf_counter() - begin)
         first, whole = (statistics.median(times[new]) for new in (1, args.new))
         step_s = (whole - first) / (args.new - 1)
-        read = 2 * sum(num_weights(shape)) + batch * (args.prompt + args.new / 2) * kv_token_bytes(shape)
+        read = weights_bytes + batch * (args.prompt + args.new / 2) * kv_token_bytes(shape)
         rows.append(
             {
                 "batch": batch,
@@ -83,11 +86,11 @@ def eager(args, shape, bandwidth):
         with torch.no_grad():
             model.generate(ids, do_sample=False, max_new_tokens=new, min_new_tokens=new, pad_token_id=0).cpu()
 
-    return rates(run, args, shape, bandwidth)
+    return {"rows": rates(run, args, shape, 2 * sum(num_weights(shape)), bandwidth)}
 
 
-def ours(args, shape, bandwidth):
-    """Measures the engine, warmed up; beside the rates, the seconds until it was ready."""
+def ours(args, shape, bandwidth, quantization):
+    """Measures the engine; beside the rates, the seconds until it was ready and the bytes of what a step reads."""
     limits = EngineOptions(
         max_num_seqs=max(args.batch),
         max_model_len=args.prompt + args.new,
@@ -98,9 +101,10 @@ def ours(args, shape, bandwidth):
     with tempfile.TemporaryDirectory() as folder:
         transformers.AutoConfig.for_model(**shape, dtype="bfloat16").save_pretrained(folder)
         begin = time.perf_counter()
-        with serve(folder, random_weights=True, dtype="bfloat16", engine=limits) as model:
+        with serve(folder, random_weights=True, dtype="bfloat16", engine=limits, quantization=quantization) as model:
             engine = model.engine
-            engine.warm_up()
+            if args.warm_up:
+                engine.warm_up()
             load_s = time.perf_counter() - begin
             print(f"ready in {load_s:.0f} s; {engine!r}", flush=True)
 
@@ -109,7 +113,9 @@ def ours(args, shape, bandwidth):
                 engine_prompts = prompts(args, batch, shape["vocab_size"]).tolist()
                 assert all(len(each.token_ids) == new for each in model.generate_batch(engine_prompts, params))
 
-            return rates(run, args, shape, bandwidth), load_s
+            # Of the embedding table, which nothing quantizes, a step reads some rows.
+            read = model.load_report.weights_bytes - 2 * shape["vocab_size"] * shape["hidden_size"]
+            return {"ready_s": load_s, "read_bytes": read, "rows": rates(run, args, shape, read, bandwidth)}
 
 
 def main():
@@ -121,6 +127,9 @@ def main():
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--page", type=int, default=64)
     parser.add_argument("--batched", type=int, default=2048, help="tokens computed in one step")
+    parser.add_argument("--quantization", nargs="+", default=["none"], help="presets")
+    parser.add_argument("--eager", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--warm-up", action=argparse.BooleanOptionalAction, default=True, help="compile all programs")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -136,11 +145,12 @@ def main():
         "shape": args.shape.name,
         "options": {k: str(v) for k, v in vars(args).items() if k != "out"},
     }
-    for name, measure in (("transformers eager", eager), ("ours", ours)):
-        found = measure(args, shape, bandwidth)
-        rows, *load_s = found if isinstance(found, tuple) else (found,)
-        report[name] = {"rows": rows, **({"ready_s": load_s[0]} if load_s else {})}
-        for row in rows:
+    sides = {"transformers eager": eager} if args.eager else {}
+    for preset in args.quantization:
+        sides[f"ours, {preset}"] = functools.partial(ours, quantization=None if preset == "none" else preset)
+    for name, measure in sides.items():
+        report[name] = measure(args, shape, bandwidth)
+        for row in report[name]["rows"]:
             print(
                 f"{name:20} batch {row['batch']:3}: first token {row['first_token_s'] * 1e3:7.1f} ms, "
                 f"{row['decode_tokens_per_s']:7.0f} tokens/s, {row['of_copy_bandwidth']:4.0%} of the bandwidth",

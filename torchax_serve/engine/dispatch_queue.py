@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import collections
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from torchax_serve.engine.model_runner import InFlightStep
@@ -14,6 +15,9 @@ REFILL_FRACTION = 0.25
 
 A request that arrives before that is scheduled first.
 """
+
+LOOKS_PER_WAIT, SHORTEST_WAIT_S = 32, 0.0005
+"""How often a wait for the device looks whether it is done already, and the seconds between two looks at least."""
 
 
 class QueuedStep(NamedTuple):
@@ -63,7 +67,22 @@ class DispatchQueue:
         """Removes all steps."""
         self._queue.clear()
 
-    def seconds_until_next(self) -> float:
+    def wait_until_due(self, wake: threading.Condition, is_wanted: Callable[[], bool]) -> bool:
+        """Waits until the next plan is due, the device has nothing to do, or `is_wanted`; False if that is now.
+
+        A device that is quicker than expected is noticed by looking, while `wake`, which is held, is waited for: all of
+        the expected time would be measured as the device's own.
+        """
+        wait_s = self._seconds_until_next()
+        if wait_s <= 0:
+            return False
+        until, look_s = time.monotonic() + wait_s, max(wait_s / LOOKS_PER_WAIT, SHORTEST_WAIT_S)
+        while wait_s > 0 and not is_wanted() and not self._queue[-1].step.is_complete():
+            wake.wait(min(wait_s, look_s))
+            wait_s = until - time.monotonic()
+        return True
+
+    def _seconds_until_next(self) -> float:
         """Returns the seconds until the next plan is due.
 
         They count from the last completion, not from its expected time: dispatches that are paced too slowly, after a

@@ -282,9 +282,7 @@ class Engine:
                 self._wake.wait()
                 began = time.monotonic()
             self.progress.moved()
-            rest_s = self._dispatched.seconds_until_next()
-            if rest_s > 0:
-                self._wake.wait_for(lambda: self.close_reason or self._commands, rest_s)
+            if self._dispatched.wait_until_due(self._wake, lambda: bool(self.close_reason or self._commands)):
                 self._counts.wait_s += time.monotonic() - began
                 self._counts.busy_s += time.monotonic() - began
             if self.close_reason:

@@ -101,6 +101,11 @@ class InFlightStep:
         """Whether log-probabilities of any row were requested."""
         return any(sampled.logprobs is not None for sampled in self.sampled)
 
+    def is_complete(self) -> bool:
+        """Returns whether the device has computed its tokens; does not wait."""
+        tokens = self.sampled[-1].tokens if self.tokens is None else self.tokens
+        return all(leaf.is_ready() for leaf in jax.tree.leaves(tokens) if isinstance(leaf, jax.Array))
+
 
 class ExecutorCache(Protocol):
     """Interface of an executor's cache for `ModelRunner`."""

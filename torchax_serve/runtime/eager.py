@@ -30,7 +30,7 @@ class EagerReference:
 
     Attributes:
         module: the model, in evaluation mode.
-        shares_weights: whether its parameters lie in the memory of the JAX arrays.
+        shares_weights: whether its parameters are the JAX arrays: in their memory on a CPU, copies elsewhere.
     """
 
     def __init__(self, loaded: LoadedModel) -> None:
@@ -61,7 +61,7 @@ class EagerReference:
 
 
 def shared_tensors(module: torch.nn.Module, weights: Weights) -> dict[str, torch.Tensor]:
-    """Returns tensors of `module` by name that share memory with `weights`.
+    """Returns CPU tensors of `module` by name, which share memory with `weights` where these lie on the CPU.
 
     Tied ones are one tensor.
     """
@@ -80,8 +80,9 @@ def shared_tensors(module: torch.nn.Module, weights: Weights) -> dict[str, torch
 
 
 def shared_tensor(array: jax.Array) -> torch.Tensor:
-    """Returns a tensor that shares the memory of a float array; copies other arrays."""
-    if array.ndim and jax.numpy.issubdtype(array.dtype, jax.numpy.floating):
+    """Returns a CPU tensor that shares the memory of a float array on the CPU; copies other arrays."""
+    is_on_cpu = all(device.platform == "cpu" for device in array.devices())
+    if is_on_cpu and array.ndim and jax.numpy.issubdtype(array.dtype, jax.numpy.floating):
         exported: Any = array  # torch's annotation knows tensors alone
         return torch.from_dlpack(exported)
     return to_torch_tensor(array)
