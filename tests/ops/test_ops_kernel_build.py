@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from functools import cache
 from pathlib import Path
 
 import jax
@@ -24,12 +25,18 @@ from model_adapters.ops.cpu import build, ffi
 from torchax_serve.compilation.xla_cache import enable_compile_cache
 
 HERE = Path(__file__).parent
-REAL = build.library_path()
+
+
+@cache
+def real_library():
+    """The library of this machine; built when a test needs it rather than when tests are collected."""
+    return build.library_path()
 
 
 @pytest.fixture
 def fresh(monkeypatch, tmp_path):
     """A process that has not looked for kernels yet, with an empty cache folder."""
+    real_library()  # in the user's folder
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(ffi, "_loaded", _forgetful(ffi._loaded.__wrapped__))
@@ -47,8 +54,9 @@ def _forgetful(find):
     return loaded
 
 
-def fake_compiler(folder, on_link=f'cp "{REAL}" "$out"'):
+def fake_compiler(folder, on_link=None):
     """A compiler that 'links' by handing over the real library, and notes every link."""
+    on_link = on_link or f'cp "{real_library()}" "$out"'
     path = folder / "fake-c++"
     path.write_text(f"""#!/bin/sh
 case "$*" in *--version*) echo fake 1.0; exit 0;; esac
@@ -167,8 +175,9 @@ def test_a_damaged_library_is_built_again_and_never_loaded(fresh, monkeypatch, d
     content = path.read_bytes()
     flipped = bytearray(content)
     flipped[len(content) // 2] ^= 4
-    bad = {"truncated": content[:-1], "one bit": bytes(flipped), "no seal": REAL.read_bytes(), "empty": b""}[damage]
-    path.write_bytes(bad)
+    unsealed = real_library().read_bytes()
+    bad = {"truncated": content[:-1], "one bit": bytes(flipped), "no seal": unsealed, "empty": b""}
+    path.write_bytes(bad[damage])
     assert build.library_path() == path
     assert path.read_bytes() == content
     assert links(fresh) == 2
@@ -223,7 +232,7 @@ def test_two_processes_at_once_build_once(fresh):
     paths = [process.communicate(timeout=300)[0].strip() for process in running]
     assert [process.returncode for process in running] == [0, 0]
     assert paths[0] == paths[1]
-    assert Path(paths[0]).read_bytes().startswith(REAL.read_bytes())
+    assert Path(paths[0]).read_bytes().startswith(real_library().read_bytes())
     assert links(fresh) == 1
 
 
@@ -240,7 +249,7 @@ def test_the_kernels_are_right_without_the_widest_instructions(flag):
     pages = ("64-1-16", "80-2-32", "80-4-16", "96-3-64", "128-8-16", "256-16-32")
     tests = [f"{grid}[{shape}]" for shape in shapes] + [f"{paged}[{shape}]" for shape in pages]
     tests.append(str(HERE / "test_ops_linear.py::test_kernel"))
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *tests]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "41 passed" in done.stdout

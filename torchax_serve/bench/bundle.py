@@ -31,7 +31,9 @@ class BundleTiming:
 
 
 def bench_bundle(folder: Path, settings: BenchSettings) -> list[BundleTiming]:
-    """Measures a bundle: time to first token and tokens/s, greedily and through the end of the sequence.
+    """Measures a bundle's time to first token and tokens/s.
+
+    Requests are greedy, and go on through the end of the sequence.
 
     Args:
         folder: The bundle.

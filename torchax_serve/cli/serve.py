@@ -19,7 +19,7 @@ from torchax_serve.cli.shared.command import Command
 from torchax_serve.cli.shared.config_file import ConfigFile
 from torchax_serve.cli.shared.load_model import end_if_explained
 from torchax_serve.cli.shared.load_options import DeviceOptions, MaxModelLen, option_groups
-from torchax_serve.cli.shared.model_name import check_model, complete_model
+from torchax_serve.cli.shared.model_name import OptionalModel, check_model
 from torchax_serve.cli.shared.speculative import SpeculativeJson, parse_speculative
 
 if TYPE_CHECKING:
@@ -153,14 +153,7 @@ class LifeOptions:
 
 @option_groups
 def serve(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            show_default=False,
-            autocompletion=complete_model,
-            help="Short name, hub id or folder; without it the small model of the package.",
-        ),
-    ] = None,
+    model: OptionalModel = None,
     *,
     address: AddressOptions,
     access: AccessOptions,

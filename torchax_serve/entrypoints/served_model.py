@@ -182,7 +182,10 @@ class ServedModel(LiveAdapters):
         self._engine = self._single_engine = None
 
     def stats(self) -> EngineStats | None:
-        """Returns requests running and waiting, pages in use, prefix hits, tokens/s; None before the first request."""
+        """Returns requests running and waiting, pages in use, prefix hits, tokens/s.
+
+        None before the first request.
+        """
         self._loaded_or_raise()
         engines = (self._engine, self._single_engine)
         each = [engine.stats() for engine in engines if isinstance(engine, Engine | DataParallelEngines)]

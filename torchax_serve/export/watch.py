@@ -25,7 +25,9 @@ DRAIN_S = 3600.0
 
 
 class WatchedBundle:
-    """The newest version of a bundle; each request runs on one version from its start to its end.
+    """The newest version of a bundle.
+
+    Each request runs on one version from its start to its end.
 
     Its attributes are those of the current `BundleModel`. A version that cannot be loaded, or has another tokenizer,
     chat template or other sizes of the engine, is passed over with a warning.

@@ -20,7 +20,10 @@ RESULTS = importlib.resources.files(__package__) / "results" / "pipelines"
 
 
 def read() -> tuple[dict[str, str], dict[str, Result]] | None:
-    """Reads the sweep with the newest diffusers: versions of libraries, results by pipeline; None if there is none."""
+    """Reads the sweep with the newest diffusers: versions of libraries, results by pipeline.
+
+    None if there is none.
+    """
     files = [path for path in RESULTS.iterdir() if path.name.endswith(".json")] if RESULTS.is_dir() else []
     if not files:
         return None

@@ -101,7 +101,9 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 
 
 def api_error_of(error: BaseException) -> ApiError:
-    """Returns the answer to an error of the model or the engine; nothing of an unexpected error is shown.
+    """Returns the answer to an error of the model or the engine.
+
+    Nothing of an unexpected error is shown.
 
     An error about a Python argument keeps its text; its `param` is the text before the first colon.
     """
@@ -139,7 +141,10 @@ def api_error_of(error: BaseException) -> ApiError:
 
 
 def where_of(error: BaseException) -> str:
-    """Returns the type of an error and where it was raised, for the log; its message may have parts of a prompt."""
+    """Returns the type of an error and where it was raised, for the log.
+
+    Its message may have parts of a prompt.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno} in {frames[-1].name}" if frames else "no frame"
     cause = "" if error.__cause__ is None else f", from {where_of(error.__cause__)}"

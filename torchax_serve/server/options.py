@@ -17,7 +17,9 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConnectionLimits:
-    """Limits that the protocol class enforces on every connection, before a request reaches the application.
+    """Limits that the protocol class enforces on every connection.
+
+    They hold before a request reaches the application.
 
     Attributes:
         max_connections: Open connections, all clients together.
