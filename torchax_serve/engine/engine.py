@@ -29,7 +29,7 @@ from torchax_serve.engine.request_handle import RequestHandle
 from torchax_serve.engine.step_counts import StepCounts
 from torchax_serve.engine.warm_up import warm_up
 from torchax_serve.executors.request_input import SequenceEnded
-from torchax_serve.outputs import EngineStats, FinishReason
+from torchax_serve.outputs import EngineStats
 from torchax_serve.scheduler import RequestId, RowResult, Scheduler, StepPlan
 from torchax_serve.validation.owner_process import OwnerProcess
 

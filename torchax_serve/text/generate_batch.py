@@ -57,7 +57,9 @@ def generate_batch(
             for index, (prompt, own_params) in enumerate(zip(prompts, each, strict=True))
         )
     ]
-    waiting = [collections.deque((answer, detokenizer_of(model, answer.stop_strings)) for answer in one) for one in answers]
+    waiting = [
+        collections.deque((answer, detokenizer_of(model, answer.stop_strings)) for answer in one) for one in answers
+    ]
     pending: collections.deque[TextStream] = collections.deque()
     completions: list[Completion] = []
     try:
