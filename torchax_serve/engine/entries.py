@@ -16,6 +16,7 @@ from torchax_serve.engine.output_processor import OutputProcessor, describe
 from torchax_serve.engine.request import EngineRequest
 from torchax_serve.engine.request_handle import RequestHandle, RequestOutput
 from torchax_serve.outputs import FinishReason
+from torchax_serve.sampling.forbidden_tokens import check_tokens_left
 from torchax_serve.scheduler import RequestId, RowResult, Scheduler
 
 Command = Callable[[], None]
@@ -49,6 +50,7 @@ class Entries:
 
         Raises:
             InvalidArgumentError: the request can never run.
+            NoTokenLeftError: its masks and other options leave no first token.
         """
         request_id = next(self._ids)
 
@@ -65,6 +67,9 @@ class Entries:
         scheduled = request.to_scheduler(request_id, time.monotonic())
         self._scheduler.config.check_prompt(f"request {request_id}", handle.prompt_len)
         self._runner.validate(f"request {request_id}", request)
+        if request.masks is not None:
+            tokens = request.prompt_ids
+            check_tokens_left(request.sampling, request.masks, tokens, len(tokens), only_with_others=True)
         # The command may not keep a handle alive whose reader has dropped it.
         reader = weakref.ref(handle)
 
