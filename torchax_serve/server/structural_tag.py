@@ -57,11 +57,41 @@ def _of_structures(structures: Any, triggers: Any) -> dict[str, Any]:
     return {"type": "triggered_tags", "triggers": triggers, "tags": tags}
 
 
+class _Rules:
+    """The rules of a grammar in Lark's syntax, as they are made."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def add(self, body: str, *, is_terminal: bool = False, options: str = "") -> str:
+        """Adds a rule and returns its name."""
+        name = f"{'T' if is_terminal else 'r'}_{len(self.lines)}"
+        self.lines.append(f"{name}{options}: {body}")
+        return name
+
+    def free_text(self, excludes: Any, length: str = "*") -> str:
+        """Returns the terminal of text without some texts."""
+        texts = _listed("excludes", excludes, str) if excludes else []
+        body = f"/(?s:.{length})/"
+        if texts:
+            body += f" & ~/(?s:.*)({'|'.join(map(_escaped, texts))})(?s:.*)/"
+        return self.add(body, is_terminal=True)
+
+    def text_until(self, kind: str, excludes: Any, follow: Follow, length: str = "*") -> str:
+        """Returns the term of free text up to what follows, which the shortest match finds."""
+        if follow is None:
+            raise ValueError(f"{kind} stands at the end of a tag or of the answer, and got something behind it")
+        text = self.free_text(excludes, length)
+        if follow == _ANSWER_END:
+            return self.add(text)
+        return self.add(f"{text} {_one_of(map(_literal, follow))}", options="[lazy]")
+
+
 class _Formats:
     """Makes the rules of a tree of formats, in Lark's syntax."""
 
     def __init__(self) -> None:
-        self._rules: list[str] = []
+        self._rules = _Rules()
         self._grammars: list[dict[str, str]] = []  # of formats that have one of their own
         self._makers: Mapping[str, Callable[[Mapping[str, Any], Follow], str]] = {
             "const_string": self._const_string,
@@ -72,9 +102,9 @@ class _Formats:
             "sequence": self._sequence,
             "or": self._or,
             "optional": self._optional,
-            "plus": self._plus,
-            "star": self._star,
-            "repeat": self._repeat,
+            "plus": self._repeated,
+            "star": self._repeated,
+            "repeat": self._repeated,
             "tag": self._tag,
             "triggered_tags": self._triggered_tags,
             "tags_with_separator": self._tags_with_separator,
@@ -84,7 +114,7 @@ class _Formats:
     def grammar(self, root: Any) -> str:
         """Returns the grammar of answers in a format."""
         start = self._of(root, _ANSWER_END)
-        text = "\n".join(["%llguidance {}", f"start: {start}", *self._rules])
+        text = "\n".join(["%llguidance {}", f"start: {start}", *self._rules.lines])
         return json.dumps({"grammars": [{"name": "structural_tag", "lark_grammar": text}, *self._grammars]})
 
     def _of(self, value: Any, follow: Follow) -> str:
@@ -99,11 +129,6 @@ class _Formats:
             raise ValueError(f"a format has a grammar of at most {MAX_TERM_CHARS} characters, and got {len(term)}")
         return term
 
-    def _rule(self, body: str, *, is_terminal: bool = False, options: str = "") -> str:
-        name = f"{'T' if is_terminal else 'r'}_{len(self._rules)}"
-        self._rules.append(f"{name}{options}: {body}")
-        return name
-
     def _const_string(self, value: Mapping[str, Any], follow: Follow) -> str:
         _check_fields(value, {"value"})
         return _then(_literal(_text("const_string.value", value["value"])), follow)
@@ -113,7 +138,7 @@ class _Formats:
         schema = {} if value["json_schema"] is True else value["json_schema"]
         if not isinstance(schema, dict):
             raise ValueError("json_schema.json_schema is an object, or true")
-        return _then(self._rule("%json " + json.dumps({**closed(schema), "x-guidance": JSON_OPTIONS})), follow)
+        return _then(self._rules.add("%json " + json.dumps({**closed(schema), "x-guidance": JSON_OPTIONS})), follow)
 
     def _regex(self, value: Mapping[str, Any], follow: Follow) -> str:
         """One terminal with what follows: by itself it would take the text behind it as well, where it can."""
@@ -124,13 +149,13 @@ class _Formats:
             r"(\\.)|/", lambda found: found[1] or r"\/", _text("regex.pattern", value["pattern"]), flags=16
         )
         pattern = pattern.replace("\n", r"\n")
-        return self._rule(_then(f"/({pattern})/" if pattern else '""', follow), is_terminal=True)
+        return self._rules.add(_then(f"/({pattern})/" if pattern else '""', follow), is_terminal=True)
 
     def _grammar(self, value: Mapping[str, Any], follow: Follow) -> str:
         _check_fields(value, {"grammar"})
         name = f"g{len(self._grammars)}"
         self._grammars.append({"name": name, "lark_grammar": lark_text(_text("grammar.grammar", value["grammar"]))})
-        return _then(self._rule(f"@{name}"), follow)
+        return _then(self._rules.add(f"@{name}"), follow)
 
     def _any_text(self, value: Mapping[str, Any], follow: Follow) -> str:
         _check_fields(value, set(), excludes=None, max_chars=None, max_tokens=None)
@@ -140,24 +165,7 @@ class _Formats:
         if most is not None and (not _is_count(most) or most >= 1 << 16):
             raise ValueError("any_text.max_chars is a whole number from 0 to 65535")
         length = "*" if most is None else f"{{0,{most}}}"
-        return self._text_until("any_text", value.get("excludes"), follow, length)
-
-    def _text_until(self, kind: str, excludes: Any, follow: Follow, length: str = "*") -> str:
-        """Returns the term of free text up to what follows, which the shortest match finds."""
-        if follow is None:
-            raise ValueError(f"{kind} stands at the end of a tag or of the answer, and got something behind it")
-        text = self._free_text(excludes, length)
-        if follow == _ANSWER_END:
-            return self._rule(text)
-        return self._rule(f"{text} {_one_of(map(_literal, follow))}", options="[lazy]")
-
-    def _free_text(self, excludes: Any, length: str = "*") -> str:
-        """Returns the terminal of text without some texts."""
-        texts = _listed("excludes", excludes, str) if excludes else []
-        body = f"/(?s:.{length})/"
-        if texts:
-            body += f" & ~/(?s:.*)({'|'.join(map(_escaped, texts))})(?s:.*)/"
-        return self._rule(body, is_terminal=True)
+        return self._rules.text_until("any_text", value.get("excludes"), follow, length)
 
     def _sequence(self, value: Mapping[str, Any], follow: Follow) -> str:
         _check_fields(value, {"elements"})
@@ -182,21 +190,11 @@ class _Formats:
         term = self._of(value["content"], follow)
         return f"({term} | {_one_of(map(_literal, follow))})" if follow else f"({term})?"
 
-    def _plus(self, value: Mapping[str, Any], follow: Follow) -> str:
-        _check_fields(value, {"content"})
-        return _then(f"({self._of(value['content'], None)})+", follow)
-
-    def _star(self, value: Mapping[str, Any], follow: Follow) -> str:
-        _check_fields(value, {"content"})
-        return _then(f"({self._of(value['content'], None)})*", follow)
-
-    def _repeat(self, value: Mapping[str, Any], follow: Follow) -> str:
-        _check_fields(value, {"content", "min", "max"})
-        least, most = value["min"], value["max"]
-        is_known = _is_count(least) and (most == -1 or (_is_count(most) and most >= least))
-        if not is_known or max(least, most) > MAX_REPEATS:
-            raise ValueError(f"repeat.min and max are 0 to {MAX_REPEATS} in that order, or a max of -1")
-        return _then(f"({self._of(value['content'], None)}){{{least},{'' if most == -1 else most}}}", follow)
+    def _repeated(self, value: Mapping[str, Any], follow: Follow) -> str:
+        """Returns the term of plus, star and repeat."""
+        bounds = {"plus": "+", "star": "*"}.get(value["type"])
+        _check_fields(value, {"content"} if bounds else {"content", "min", "max"})
+        return _then(f"({self._of(value['content'], None)}){bounds or _bounds(value['min'], value['max'])}", follow)
 
     def _tag(self, value: Mapping[str, Any], follow: Follow) -> str:
         _check_fields(value, {"begin", "content", "end"}, type="tag")
@@ -230,7 +228,7 @@ class _Formats:
         once, first = _flag(value, "stop_after_first"), _flag(value, "at_least_one")
         behind = follow if once else None  # what a tag is followed by; else free text is
         inside = {
-            trigger: [(tag["begin"], self._rule(self._inside(tag, behind))) for tag in tags]
+            trigger: [(tag["begin"], self._rules.add(self._inside(tag, behind))) for tag in tags]
             for trigger, tags in by_trigger.items()
         }
 
@@ -265,11 +263,12 @@ class _Formats:
         """Returns the term of free text in which each trigger begins what `content` returns for it."""
         if any(not trigger for trigger in triggers):
             raise ValueError("triggers have at least one character")
-        rest, excludes = self._text_until(value["type"], value.get("excludes"), follow), value.get("excludes")
-        text = self._free_text(excludes)
-        heads = [
-            f"{self._rule(f'{text} {_literal(trigger)}', options='[lazy]')} {content(trigger)}" for trigger in triggers
-        ]
+        rest, excludes = self._rules.text_until(value["type"], value.get("excludes"), follow), value.get("excludes")
+        text = self._rules.free_text(excludes)
+        heads = []
+        for trigger in triggers:
+            head = self._rules.add(f"{text} {_literal(trigger)}", options="[lazy]")
+            heads.append(f"{head} {content(trigger)}")
         return f"({_one_of(heads)}* {rest})" if loops else f"({' | '.join([*heads, rest])})"
 
     def _tags_with_separator(self, value: Mapping[str, Any], follow: Follow) -> str:
@@ -279,6 +278,13 @@ class _Formats:
         separator = _literal(_text("tags_with_separator.separator", value["separator"]))
         tags = tag if _flag(value, "stop_after_first") else f"{tag} ({separator} {tag})*"
         return _then(f"({tags})" if _flag(value, "at_least_one") else f"({tags})?", follow)
+
+
+def _bounds(least: Any, most: Any) -> str:
+    is_known = _is_count(least) and (most == -1 or (_is_count(most) and most >= least))
+    if not is_known or max(least, most) > MAX_REPEATS:
+        raise ValueError(f"repeat.min and max are 0 to {MAX_REPEATS} in that order, or a max of -1")
+    return f"{{{least},{'' if most == -1 else most}}}"
 
 
 def _then(term: str, follow: Follow) -> str:
