@@ -53,9 +53,12 @@ def test_answers_enter_together_however_long_their_submission_takes(model, monke
     model.generate_batch([PROMPT], SamplingParams(n=4, cache_salt="slowly", **SAMPLED))
     assert counts(model)[1] - before[1] == 3 * 39
     with model.engine.submitted_together():
-        dropped, cancelled = (model.stream(PROMPT, SamplingParams(**SAMPLED)) for _ in range(2))
+        dropped, closed, read = (model.stream(PROMPT, SamplingParams(**SAMPLED)) for _ in range(3))
         del dropped
-    cancelled.close()
+        closed.close()
+    assert list(closed) == [] and closed.stats.finish_reason == "abort"
+    list(read)
+    assert len(read.token_ids) == 6
     assert is_idle(model)
 
 

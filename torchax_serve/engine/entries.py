@@ -56,7 +56,7 @@ class Entries:
 
         def cancel(reason: FinishReason) -> None:
             request.cancel()
-            self._run(functools.partial(end, reason), lambda: None)
+            self.send(functools.partial(end, reason))  # behind its entry, if that is held
 
         def end(reason: FinishReason) -> None:
             if self._scheduler.abort(request_id, reason):
@@ -90,7 +90,7 @@ class Entries:
 
         return enter, handle
 
-    def send(self, command: Command, handles: Sequence[RequestHandle]) -> None:
+    def send(self, command: Command, handles: Sequence[RequestHandle] = ()) -> None:
         """Has a command run on the engine's thread: at once, or at the end of the thread's `together`."""
         held = getattr(self._held, "commands", None)
         if held is None:
