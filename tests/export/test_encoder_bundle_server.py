@@ -91,7 +91,18 @@ def test_answers_over_http(kind, tmp_path):
     bundle, port = tmp_path / "bundle", free_port()
     with serve(tmp_path / "model", dtype="float32") as served:
         served.export(bundle, engine=SIZES, native=False)
-    command = [sys.executable, "-c", SERVE, "accelerate", "serve", str(bundle), "--port", str(port), "--served-model-name", "tiny"]
+    command = [
+        sys.executable,
+        "-c",
+        SERVE,
+        "accelerate",
+        "serve",
+        str(bundle),
+        "--port",
+        str(port),
+        "--served-model-name",
+        "tiny",
+    ]
     with (
         subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"}) as run,
         httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as http,
