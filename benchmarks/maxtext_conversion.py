@@ -17,7 +17,8 @@ import numpy as np
 
 SIZES = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "head_dim": 16}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
-THETA = 10000.0
+ROPE = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+ROPE |= {"original_max_position_embeddings": 8192}
 KIND = "llama3.1-8b"
 """Model type in MaxText whose mapping of names is used."""
 OVERRIDES = (
@@ -29,8 +30,8 @@ OVERRIDES = (
     "base_num_kv_heads=2",
     "head_dim=16",
     "vocab_size=256",
-    f"rope_max_timescale={int(THETA)}",
-    "rope_type=default",
+    "rope_max_timescale=500000",
+    "rope_type=llama3.1",
 )
 TOLERANCE = 1e-4
 IDS = np.random.default_rng(0).integers(0, SIZES["vocab_size"], (2, 24))
@@ -43,7 +44,7 @@ def made(folder):
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     config = LlamaConfig(
-        **SIZES, **HEADS, rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": THETA}
+        **SIZES, **HEADS, rms_norm_eps=1e-5, max_position_embeddings=131072, rope_parameters=dict(ROPE)
     )
     torch.manual_seed(0)
     model = LlamaForCausalLM(config).eval()
@@ -86,15 +87,12 @@ def maxtext_logits(checkpoint):
     ids = jnp.asarray(IDS, jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
     with mesh:
-        found = model.apply(
-            params, ids, positions, decoder_segment_ids=jnp.ones_like(ids), enable_dropout=False
-        )
+        found = model.apply(params, ids, positions, decoder_segment_ids=jnp.ones_like(ids), enable_dropout=False)
     return np.asarray(found[0] if isinstance(found, tuple) else found)
 
 
 def convert(folder):
     """Converts both ways and compares weights and logits."""
-    import transformers
     from absl import flags
     from maxtext.checkpoint_conversion import to_huggingface, to_maxtext
     from safetensors.numpy import load_file
@@ -117,7 +115,7 @@ def convert(folder):
     after = {name: array for file in (folder / "back").glob("*.safetensors") for name, array in load_file(file).items()}
     assert before.keys() == after.keys(), before.keys() ^ after.keys()
     equal = sum(np.array_equal(before[name], after[name]) for name in before)
-    print(f"{equal} of {len(before)} tensors are bit for bit those of before, with transformers {transformers.__version__}")
+    print(f"{equal} of {len(before)} tensors are bit for bit those of before")
     assert equal == len(before)
 
 
