@@ -57,7 +57,7 @@ def _of_structures(structures: Any, triggers: Any) -> dict[str, Any]:
     return {"type": "triggered_tags", "triggers": triggers, "tags": tags}
 
 
-class _Rules:
+class _TagRules:
     """The rules of a grammar in Lark's syntax, as they are made."""
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class _Formats:
     """Makes the rules of a tree of formats, in Lark's syntax."""
 
     def __init__(self) -> None:
-        self._rules = _Rules()
+        self._rules = _TagRules()
         self._grammars: list[dict[str, str]] = []  # of formats that have one of their own
         self._makers: Mapping[str, Callable[[Mapping[str, Any], Follow], str]] = {
             "const_string": self._const_string,
