@@ -125,7 +125,8 @@ class Engine:
                     enter()
 
         with self._wake:
-            self.admission.admit(prompt_lens, self._scheduler, self.close_reason)
+            goes_on = all(request.is_continuation for request in requests)
+            self.admission.admit(prompt_lens, self._scheduler, self.close_reason, is_continuation=goes_on)
             self._run_on_engine_thread(enter_all)
             self._handles.update(handle for _, handle in entries)
         return [handle for _, handle in entries]
