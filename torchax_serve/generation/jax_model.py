@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -50,9 +50,6 @@ from torchax_serve.runtime.compiled_encoder import CompiledEncoder
 from torchax_serve.runtime.model_generate import absorb_processors, without_model_options
 from torchax_serve.runtime.model_runtime import ModelRuntime
 from torchax_serve.runtime.padding import check_rows
-
-if TYPE_CHECKING:
-    from torchax_serve.generation.engine_rows import EngineRows
 
 # Values of cache_implementation that mean the cache on the device. Checkpoints still have the last names.
 _CACHES_ON_DEVICE = (None, "dynamic", "static", "hybrid", "hybrid_chunked", "sliding_window")
@@ -129,8 +126,8 @@ class JaxModelMixin:
     """Mixin in front of a transformers class; see `model_to_jax`."""
 
     _jax_runtime: ModelRuntime
-    _engine_rows: EngineRows | None = None
-    """Runs rows of ``generate`` on the engine, or returns None to leave them; set by `ServedModel`."""
+    _engine_rows: Any = None
+    """`EngineRows`, which run loops over tokens on an engine, set by `ServedModel`; transformers reads annotations."""
 
     @property
     def device(self) -> torch.device:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers.generation import WhisperNoSpeechDetection
+from transformers.generation.logits_process import WhisperNoSpeechDetection
 
 from torchax_serve.generation.call_limits import current_limits
 

@@ -12,9 +12,9 @@ from transformers.generation import (
     GenerationMixin,
     SuppressTokensAtBeginLogitsProcessor,
     SuppressTokensLogitsProcessor,
-    WhisperNoSpeechDetection,
     WhisperTimeStampLogitsProcessor,
 )
+from transformers.generation.logits_process import WhisperNoSpeechDetection
 
 from torchax_serve.sampling.time_tokens import TIME_TOKENS, TimeTokens
 
