@@ -196,7 +196,7 @@ def encoder_outputs_by_row(encoder: EncoderRuntime[Any], output: EncoderOutput) 
 def _wants_tokens_only(request: SampleCall) -> bool:
     """Returns whether `request` returns tokens and nothing else, without code that runs between them.
 
-    Inside a transcription scores are read for their tokens' log-probabilities only (`TokenScores`).
+    Inside a transcription scores are read for their tokens' log-probabilities only (`WhisperFallback`).
     """
     config = request.config
     criteria = {type(criterion) for criterion in request.stopping_criteria}
