@@ -9,10 +9,10 @@ import transformers
 from steps_taken import steps_taken
 from threads import at_once
 from timed_whisper import RATE, noise, timed_whisper, tokenizer
-from transformers.models.whisper.generation_whisper import WhisperGenerationMixin
+from transformers.generation import GenerateEncoderDecoderOutput
 
 from torchax_serve import DeadlineError, EngineOptions, serve
-from torchax_serve.generation.whisper_fallback import WhisperFallback
+from torchax_serve.generation import engine_rows
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64:UserWarning"),
@@ -108,27 +108,24 @@ def test_windows_that_are_decoded_again(eager, model, folder, options):
 def test_an_attempt_is_scored_as_in_transformers(eager, model, folder, monkeypatch):
     """Mean log-probabilities of attempts, those at a temperature included."""
 
-    found = {WhisperFallback: [], WhisperGenerationMixin: []}
+    expected, outputs, mean_of = [], [], eager._retrieve_avg_logprobs
 
-    def recording(owner, original):
-        def record(*args):
-            mean = original(*args)
-            found[owner].append(float(mean))
-            return mean
+    def record_mean(*args):
+        expected.append(float(mean_of(*args)))
+        return torch.tensor(expected[-1])
 
-        return record
+    def record_output(**fields):
+        outputs.append(GenerateEncoderDecoderOutput(**fields))
+        return outputs[-1]
 
-    original = WhisperGenerationMixin._retrieve_avg_logprobs
-    patch = staticmethod(recording(WhisperGenerationMixin, original))
-    monkeypatch.setattr(WhisperGenerationMixin, "_retrieve_avg_logprobs", patch)
-    patch = recording(WhisperFallback, WhisperFallback._retrieve_avg_logprobs)
-    monkeypatch.setattr(WhisperFallback, "_retrieve_avg_logprobs", patch)
+    monkeypatch.setattr(eager, "_retrieve_avg_logprobs", record_mean)
+    monkeypatch.setattr(engine_rows, "GenerateEncoderDecoderOutput", record_output)
     options = {"temperature": (0.0, 0.7), "top_k": 1, "logprob_threshold": 0.5, "suppress_tokens": [5, 6]}
     eager.generate(**features(folder, sound(0)), **TIMES, **options)
     model.transcribe_with_times(sound(0), sampling_rate=RATE, **NEW, **options)
-    ours, expected = found.values()
-    assert ours == pytest.approx(expected, abs=1e-4)
-    assert len(ours) >= 2 and ours[0] < -0.1
+    found = [float(torch.cat([step[0] for step in output.scores]).mean()) for output in outputs]
+    assert found == pytest.approx(expected, abs=1e-4)
+    assert len(found) >= 2 and found[0] < -0.1
 
 
 def test_sounds_beside_each_other(eager, model, folder):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from torchax_serve.engine.options import EngineOptions
 from torchax_serve.entrypoints.served_model import ServedModel
 from torchax_serve.generation.call_limits import CallLimits, call_limits
 from torchax_serve.generation.call_pool import CallPool
-from torchax_serve.generation.calls_beside import run_beside
+from torchax_serve.generation.concurrent_calls import checking, options_of_each, run_concurrently
 from torchax_serve.generation.queued_call import run_on_queue
 from torchax_serve.generation.sequence_steps import GenerateWatch
 from torchax_serve.generation.transcript_pieces import TranscriptPieces, TranscriptStream
@@ -239,7 +239,10 @@ class SpeechModel(ServedModel):
             raise InvalidArgumentError("audio: expected at least one array of samples, got an empty list")
         tokenizer, further = self._writer(), dict(options)
         if len(arrays) > 1 and self.config.is_encoder_decoder and self._has_windows(arrays, options):
-            return self._transcribe_beside(arrays, sampling_rate, options, limits)
+            calls = list(zip(arrays, options_of_each(options, len(arrays)), strict=True))
+            draws = bool(options.get("do_sample") or options.get("temperature"))
+            one = functools.partial(self._transcribe_one, sampling_rate, limits)
+            return run_concurrently(one, calls, limits, self._max_num_seqs, draws=draws)
         if self.config.is_encoder_decoder:
             inputs, prompt_len = self._features(arrays, sampling_rate), 0
         else:
@@ -250,27 +253,12 @@ class SpeechModel(ServedModel):
         texts = [text.strip() for text in tokenizer.batch_decode(tokens, skip_special_tokens=True)]
         return texts[0] if isinstance(audio, np.ndarray) else texts
 
-    def _transcribe_beside(
-        self, arrays: Sequence[np.ndarray], sampling_rate: int, options: Mapping[str, Any], limits: CallLimits
-    ) -> list[str]:
-        """Transcribes arrays of samples side by side, each with windows and temperatures of its own."""
-        languages = options.get("language")
-        if not isinstance(languages, list | tuple):
-            languages = [languages] * len(arrays)
-        elif len(languages) != len(arrays):
-            raise InvalidArgumentError(
-                f"language: expected one for each of {len(arrays)} arrays, got {len(languages)}; give one for all"
-            )
-
-        def one(each: tuple[np.ndarray, Any]) -> str:
-            array, language = each
-            found = self._transcribe(array, sampling_rate, {**options, "language": language}, limits)
-            assert isinstance(found, str)
-            return found
-
-        draws = bool(options.get("do_sample") or options.get("temperature"))
-        pairs = list(zip(arrays, languages, strict=True))
-        return run_beside(one, pairs, limits, self._max_num_seqs, draws=draws)
+    def _transcribe_one(
+        self, sampling_rate: int, limits: CallLimits, call: tuple[np.ndarray, Mapping[str, Any]]
+    ) -> str:
+        found = self._transcribe(call[0], sampling_rate, call[1], limits)
+        assert isinstance(found, str)
+        return found
 
     def _transcribe_with_times(
         self, audio: np.ndarray, sampling_rate: int, words: bool, options: Mapping[str, Any], limits: CallLimits
@@ -329,7 +317,7 @@ class SpeechModel(ServedModel):
         """
         if self._decodes_on_engine(arguments):
             if self._has_times(arguments):
-                arguments = arguments | {"monitor_progress": _checking(limits, arguments.get("monitor_progress"))}
+                arguments = arguments | {"monitor_progress": checking(limits, arguments.get("monitor_progress"))}
             with call_limits(limits):
                 return self.generate(**arguments)
         num_beams = arguments.get("num_beams", self.generation_config.num_beams) or 1
@@ -391,17 +379,6 @@ class SpeechModel(ServedModel):
         features = extractor(arrays, **options)
         given = {name: value for name, value in features.items() if isinstance(value, torch.Tensor)}
         return {**given, **further}
-
-
-def _checking(limits: CallLimits, then: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
-    """Returns a ``monitor_progress`` that checks `limits` before each window, and calls `then`."""
-
-    def check(progress: Any) -> None:
-        limits.check()
-        if then is not None:
-            then(progress)
-
-    return check
 
 
 def _audio_per_token(processor: Any, sampling_rate: int, *, audio: list[np.ndarray]) -> dict[str, Any]:
