@@ -20,6 +20,18 @@ from torchax_serve.sampling.time_tokens import TIME_TOKENS, TimeTokens
 
 OURS = "torchax_serve.generation.jax_model"
 
+_CHANGE_SCORES = (
+    "sequence_bias",
+    "bad_words_ids",
+    "no_repeat_ngram_size",
+    "min_length",
+    "min_new_tokens",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "exponential_decay_length_penalty",
+)
+"""Options whose processors come before those that Whisper's ``generate`` makes."""
+
 
 def overrides_generate(model: Any) -> bool:
     """Returns whether the model's original class overrides ``generate``."""
@@ -81,9 +93,7 @@ def _is_computed(processor: Any, config: GenerationConfig) -> bool:
     """
     if type(processor) is not WhisperNoSpeechDetection:
         return False
-    changes = (config.sequence_bias, config.bad_words_ids, config.no_repeat_ngram_size, config.min_length)
-    changes += (config.min_new_tokens, config.forced_bos_token_id, config.forced_eos_token_id)
-    is_changed = any(changes) or config.repetition_penalty not in (None, 1.0)
+    is_changed = any(getattr(config, name) for name in _CHANGE_SCORES) or config.repetition_penalty not in (None, 1.0)
     return processor.start_of_trans_offset > 1 or not is_changed
 
 
