@@ -229,8 +229,9 @@ def _run(
     if not request.config.return_dict_in_generate:
         return sequences
     logprobs = _padded([logprobs for _, logprobs in rows], 0.0)
-    scores = tuple(logprobs[:, step, None] for step in range(logprobs.shape[1])) if has_scores else None
-    return GenerateEncoderDecoderOutput(sequences=sequences, scores=scores)
+    scores: Any = tuple(logprobs[:, step, None] for step in range(logprobs.shape[1])) if has_scores else None
+    fields: dict[str, Any] = {"sequences": sequences, "scores": scores}
+    return GenerateEncoderDecoderOutput(**fields)
 
 
 def _read(handle: RequestHandle, limits: CallLimits) -> tuple[list[int], list[float]]:
