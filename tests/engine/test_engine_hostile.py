@@ -1,5 +1,6 @@
 """One request never ends its neighbours, whatever is asked for."""
 
+import dataclasses
 import math
 import pickle
 import time
@@ -260,8 +261,10 @@ def test_waiting_requests_are_bounded(llama):
             handles.append(llama.engine.submit(request([6, index], max_new_tokens=40)))
     with pytest.raises(QueueFullError, match="got 11 next to"):
         llama.engine.submit_all([request([5])] * 11)
+    going_on = llama.engine.submit(dataclasses.replace(request([9], max_new_tokens=4), is_continuation=True))
     assert handles[0].result() == expected_tokens("llama", [5, 0], 40)
     handles.clear()
+    assert going_on.result() == expected_tokens("llama", [9], 4)
     assert is_idle(llama)
     assert llama.engine.submit(request([9], max_new_tokens=4)).result() == expected_tokens("llama", [9], 4)
 

@@ -153,7 +153,7 @@ ENGINE = EngineFacts(max_encoder_len=9, can_hold=lambda length: length <= 20)
     ("changes", "reason"),
     [
         ({}, None),
-        ({"is_plain_greedy": False, "encoder_lens": never}, "more is asked for than greedy tokens at the end"),
+        ({"wants_tokens_only": False, "encoder_lens": never}, "more is asked for than tokens at the end"),
         ({"has_encoder_output": False, "encoder_lens": never}, "there is no encoder output"),
         ({"is_padded": True, "encoder_lens": never}, "the decoder's prompts are padded"),
         ({"has_uncounted_padding": True}, "a prompt has padding without a position"),

@@ -52,8 +52,8 @@ def features(folder, audio, **options):
 def is_idle(model, within_s=20):
     until = time.monotonic() + within_s
     while time.monotonic() < until:
-        scheduler = model.stats().scheduler
-        if not (scheduler.num_running or scheduler.num_waiting):
+        stats = model.stats()  # None until a request has made an engine
+        if stats is None or not (stats.scheduler.num_running or stats.scheduler.num_waiting):
             return True
         time.sleep(0.01)
     return False

@@ -46,13 +46,22 @@ class Admission:
         self._max_num_seqs = max_num_seqs
         self._most = max_num_seqs + max_num_waiting
 
-    def admit(self, prompt_lens: Sequence[int], scheduler: Scheduler, close_reason: str | None) -> None:
+    def admit(
+        self,
+        prompt_lens: Sequence[int],
+        scheduler: Scheduler,
+        close_reason: str | None,
+        *,
+        is_continuation: bool = False,
+    ) -> None:
         """Takes requests, all or none, which the engine's thread then enters; see `entered`.
 
         Args:
             prompt_lens: Tokens of the prompt of each; answers to one prompt are requests of their own.
             scheduler: The scheduler, which has the requests that have entered and not ended.
             close_reason: Why the engine is closed; None while it is open.
+            is_continuation: Whether they go on with a call that was taken before: its work would be lost if they were
+                refused, and there are no more of such calls than were taken.
 
         Raises:
             QueueFullError: too many requests would wait.
@@ -64,7 +73,7 @@ class Admission:
         if self.refusal is not None:
             raise TorchaxServeError(self.refusal)
         num_open, num_new = len(scheduler) + self.num_entering, len(prompt_lens)
-        if num_open + num_new > self._most:
+        if num_open + num_new > self._most and not is_continuation:
             raise QueueFullError(
                 f"expected at most {self._most} requests at a time, {self.max_num_waiting} of them waiting, got "
                 f"{num_new} next to {num_open}; ask again later, or raise EngineOptions(max_num_waiting=...)"
@@ -72,7 +81,8 @@ class Admission:
         num_new_tokens = sum(prompt_lens[max(0, self._max_num_seqs - num_open) :])  # the first ones find a free slot
         # Prompts that have just come count until the engine's thread has given them their slots.
         num_waiting_tokens = scheduler.num_waiting_tokens + self.num_entering_tokens
-        if num_new_tokens and num_waiting_tokens + num_new_tokens > self.max_num_waiting_tokens:
+        exceeds = num_new_tokens and num_waiting_tokens + num_new_tokens > self.max_num_waiting_tokens
+        if exceeds and not is_continuation:
             raise QueueTokensError(
                 f"expected at most {self.max_num_waiting_tokens} tokens of prompts that wait, got {num_new_tokens} "
                 f"next to {num_waiting_tokens}; ask again later, or raise EngineOptions(max_num_waiting_tokens=...)"

@@ -129,7 +129,8 @@ class Engine:
                     enter()
 
         with self._wake:
-            self.admission.admit(prompt_lens, self._scheduler, self.close_reason)
+            goes_on = all(request.is_continuation for request in requests)
+            self.admission.admit(prompt_lens, self._scheduler, self.close_reason, is_continuation=goes_on)
             self._entries.send(enter_all, handles)
             self._handles.update(handles)
         return handles

@@ -198,17 +198,23 @@ class ModelRunner:
         columns = [np.asarray(sampled.tokens)[: len(step.plan.rows)] for sampled in step.sampled]
         return np.stack(columns, axis=1)
 
-    def logprobs(self, step: InFlightStep, row: int, num_tokens: int, num_top: int) -> tuple[TokenLogprobs, ...]:
+    def logprobs(
+        self, step: InFlightStep, row: int, num_tokens: int, num_top: int, *, of_scores: bool = False
+    ) -> tuple[TokenLogprobs, ...]:
         """Returns log-probabilities of the first `num_tokens` sampled tokens of `row`.
 
-        Each has the `num_top` likeliest tokens, too.
+        Each has the `num_top` likeliest tokens, too. With `of_scores` they are those of the processed scores.
         """
         found: list[tuple[Logprobs, int | tuple[int, ...], int]] = []
         if isinstance(step.tokens, VerifiedTokens):
             found += step.tokens.logprobs_of(row)
         for sampled in step.sampled:
-            assert sampled.logprobs is not None
-            found.append((sampled.logprobs, row, int(np.asarray(sampled.tokens)[row])))
+            logprobs = sampled.logprobs
+            assert logprobs is not None
+            if of_scores:
+                assert logprobs.processed is not None, "the row has a history"
+                logprobs = dataclasses.replace(logprobs, chosen=logprobs.processed)
+            found.append((logprobs, row, int(np.asarray(sampled.tokens)[row])))
         return tuple(_token(*each, num_top, step.weights_version) for each in found[:num_tokens])
 
     def prompt_logprobs(self, step: InFlightStep, row: int, request: EngineRequest) -> dict[int, TokenLogprobs]:

@@ -160,7 +160,8 @@ class OutputProcessor:
         logprobs = prompt = None
         if step is not None and request.params.logprobs is not None and result.row is not None:
             num_tokens = len(result.token_ids)
-            logprobs = self._runner.logprobs(step, result.row, num_tokens, request.params.logprobs)
+            of_scores, num_top = request.sampling.scores_logprobs, request.params.logprobs
+            logprobs = self._runner.logprobs(step, result.row, num_tokens, num_top, of_scores=of_scores)
         if self._prompts and (result.token_ids or result.finish_reason is not None):
             by_position = self._prompts.pop(result.request_id, None)
             if by_position is not None and result.token_ids:

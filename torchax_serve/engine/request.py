@@ -12,6 +12,7 @@ import numpy as np
 
 from torchax_serve.engine.adapters import AdapterUse
 from torchax_serve.executors.request_input import MediaInput, RequestInput, SequenceSteps
+from torchax_serve.sampling.history import HistoryOptions
 from torchax_serve.sampling.row_params import RowSamplingParams
 from torchax_serve.sampling.token_masks import TokenMasks
 from torchax_serve.sampling_params import SamplingParams
@@ -39,6 +40,8 @@ class EngineRequest:
         steps: All steps of a request that runs by itself, with its images or audio.
         masks: Tokens that may be sampled, step by step; None: all.
         media: Images or audio of the prompt, encoded.
+        is_continuation: Whether it goes on with a call that an engine has taken before, such as the next window of long
+            audio: it may exceed the limits of waiting requests.
         adapter: The use of the adapter that `params` name, found when the request is submitted; None: none.
     """
 
@@ -53,6 +56,7 @@ class EngineRequest:
     steps: SequenceSteps | None = dataclasses.field(default=None, repr=False, compare=False)
     masks: TokenMasks | None = dataclasses.field(default=None, repr=False, compare=False)
     media: MediaInput | None = dataclasses.field(default=None, repr=False, compare=False)
+    is_continuation: bool = False
     adapter: AdapterUse | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
@@ -134,6 +138,15 @@ class EngineRequest:
         """
         parent = None if fork_of is None else fork_of.handle.request_id
         return dataclasses.replace(self, masks=masks, fork_of=parent)
+
+    def with_scores_logprobs(self) -> Self:
+        """Returns the request with log-probabilities of its tokens under the processed scores, at temperature 1."""
+        history = dataclasses.replace(self.sampling.history or HistoryOptions(), scores_logprobs=True)
+        return dataclasses.replace(
+            self,
+            params=dataclasses.replace(self.params, logprobs=0),
+            sampling=dataclasses.replace(self.sampling, logprobs=0, history=history),
+        )
 
     def within(self, max_len: int) -> Self:
         """Returns the request limited to `max_len` tokens, prompt and answer.

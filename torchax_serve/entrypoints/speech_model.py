@@ -19,6 +19,7 @@ from torchax_serve.engine.options import EngineOptions
 from torchax_serve.entrypoints.served_model import ServedModel
 from torchax_serve.generation.call_limits import CallLimits, call_limits
 from torchax_serve.generation.call_pool import CallPool
+from torchax_serve.generation.concurrent_calls import checking, options_of_each, run_concurrently
 from torchax_serve.generation.queued_call import run_on_queue
 from torchax_serve.generation.sequence_steps import GenerateWatch
 from torchax_serve.generation.transcript_pieces import TranscriptPieces, TranscriptStream
@@ -148,7 +149,8 @@ class SpeechModel(ServedModel):
         of the decoding, or for each window of audio that is longer than one. Leaving the loop ends the work within a
         step.
         """
-        pieces = TranscriptPieces(self.torch_model, self._writer(), is_cut=self._is_cut(audio, sampling_rate))
+        is_cut = isinstance(audio, np.ndarray) and self._has_windows([audio], options)
+        pieces = TranscriptPieces(self.torch_model, self._writer(), is_cut=is_cut)
         return TranscriptStream(
             self._call_pool,
             functools.partial(self._transcribe, audio, sampling_rate, options),
@@ -207,7 +209,11 @@ class SpeechModel(ServedModel):
     @functools.cached_property
     def _call_pool(self) -> CallPool:
         options = self._engine_options or EngineOptions()
-        return CallPool(options.max_num_seqs, options.max_num_waiting)
+        return CallPool(self._max_num_seqs, options.max_num_waiting)
+
+    @property
+    def _max_num_seqs(self) -> int:
+        return (self._engine_options or EngineOptions()).max_num_seqs
 
     def close(self) -> None:
         """Ends transcriptions with an error and frees the weights; see `ServedModel.close`."""
@@ -232,6 +238,11 @@ class SpeechModel(ServedModel):
         if not arrays:
             raise InvalidArgumentError("audio: expected at least one array of samples, got an empty list")
         tokenizer, further = self._writer(), dict(options)
+        if len(arrays) > 1 and self.config.is_encoder_decoder and self._has_windows(arrays, options):
+            calls = list(zip(arrays, options_of_each(options, len(arrays)), strict=True))
+            draws = bool(options.get("do_sample") or options.get("temperature"))
+            one = functools.partial(self._transcribe_one, sampling_rate, limits)
+            return run_concurrently(one, calls, limits, self._max_num_seqs, draws=draws)
         if self.config.is_encoder_decoder:
             inputs, prompt_len = self._features(arrays, sampling_rate), 0
         else:
@@ -242,6 +253,13 @@ class SpeechModel(ServedModel):
         texts = [text.strip() for text in tokenizer.batch_decode(tokens, skip_special_tokens=True)]
         return texts[0] if isinstance(audio, np.ndarray) else texts
 
+    def _transcribe_one(
+        self, sampling_rate: int, limits: CallLimits, call: tuple[np.ndarray, Mapping[str, Any]]
+    ) -> str:
+        found = self._transcribe(call[0], sampling_rate, call[1], limits)
+        assert isinstance(found, str)
+        return found
+
     def _transcribe_with_times(
         self, audio: np.ndarray, sampling_rate: int, words: bool, options: Mapping[str, Any], limits: CallLimits
     ) -> Transcript:
@@ -250,6 +268,10 @@ class SpeechModel(ServedModel):
         inputs = self._features([array], sampling_rate, with_mask=True)
         inputs.pop("return_timestamps", None)
         timed = TimedTranscription(self.torch_model, tokenizer, inputs, array.size / sampling_rate, words=words)
+
+        if self._decodes_on_engine(options):
+            with call_limits(limits):
+                return timed.run(limits.check, **options)
 
         def call(watch: GenerateWatch) -> Transcript:
             limits.begin()
@@ -266,22 +288,39 @@ class SpeechModel(ServedModel):
             )
         return self.tokenizer
 
-    def _is_cut(self, audio: Any, sampling_rate: int) -> bool:
-        """Returns whether audio is transcribed in several windows."""
+    def _has_windows(self, arrays: Sequence[np.ndarray], options: Mapping[str, Any]) -> bool:
+        """Returns whether each of `arrays` goes on by itself.
+
+        That is in windows, one of which begins where another has ended, or at temperatures of its own.
+        """
         length = getattr(self.feature_extractor, "n_samples", None)
-        return length is not None and isinstance(audio, np.ndarray) and audio.size > length
+        if length is None:
+            return False
+        tries_again = isinstance(options.get("temperature"), list | tuple)
+        return tries_again or self._has_times(options) or any(array.size > length for array in arrays)
+
+    def _has_times(self, options: Mapping[str, Any]) -> bool:
+        return bool(options.get("return_timestamps") or getattr(self.generation_config, "return_timestamps", False))
+
+    def _decodes_on_engine(self, options: Mapping[str, Any]) -> bool:
+        """Returns whether each loop over tokens of a ``generate`` call has a place in a queue of its own.
+
+        Beams are ranked at their end, by scores of all of them: the call is one request.
+        """
+        num_beams = options.get("num_beams", self.generation_config.num_beams) or 1
+        return num_beams == 1 and self.torch_model._engine_rows is not None
 
     def _generate_on_queue(self, arguments: dict[str, Any], limits: CallLimits) -> Any:
         """Returns the result of ``generate``.
 
         Its rows run on the engine, or the call on the engine of single requests.
         """
-        num_beams = arguments.get("num_beams", self.generation_config.num_beams) or 1
-        # Times depend on all tokens before, by code on the host: transformers' loop.
-        has_times = arguments.get("return_timestamps") or getattr(self.generation_config, "return_timestamps", False)
-        if num_beams == 1 and self.torch_model._engine_rows is not None and not has_times:
+        if self._decodes_on_engine(arguments):
+            if self._has_times(arguments):
+                arguments = arguments | {"monitor_progress": checking(limits, arguments.get("monitor_progress"))}
             with call_limits(limits):
                 return self.generate(**arguments)
+        num_beams = arguments.get("num_beams", self.generation_config.num_beams) or 1
 
         def call(watch: GenerateWatch) -> Any:
             limits.begin()

@@ -11,6 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 
+import torch
+
 from model_adapters.errors import DeadlineError, QueueDeadlineError, RequestError
 from torchax_serve.engine.request_handle import RequestHandle, cancel_on_error
 from torchax_serve.sampling_params import SamplingParams
@@ -44,6 +46,7 @@ class CallLimits:
         self._queue_deadline_s = None if queue_timeout_s is None else now + queue_timeout_s
         self.on_tokens = on_tokens
         self._is_cancelled, self._has_begun = False, False
+        self._holds_tokens = False
         self._handles: set[RequestHandle] = set()
         self._lock = threading.Lock()
 
@@ -66,6 +69,25 @@ class CallLimits:
             raise DeadlineError("expected its end within timeout_s, which has passed")
         if not self._has_begun and self._queue_deadline_s is not None and self._queue_deadline_s <= now:
             raise QueueDeadlineError("expected its begin within queue_timeout_s, which has passed")
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a request of the call has ended, or the call runs by itself."""
+        return self._has_begun
+
+    def put_tokens(self, token_ids: Sequence[int] | None) -> None:
+        """Passes new tokens to `on_tokens`, unless they are held."""
+        if self.on_tokens is not None and not self._holds_tokens:
+            self.on_tokens(token_ids)
+
+    @contextlib.contextmanager
+    def holding_tokens(self) -> Iterator[None]:
+        """Passes no tokens of loops inside the block on: they may be dropped, and others take their place."""
+        self._holds_tokens = True
+        try:
+            yield
+        finally:
+            self._holds_tokens = False
 
     def begin(self) -> None:
         """Records that the call has begun, from which on the limit for waiting has no effect."""
@@ -124,6 +146,7 @@ class CallLimits:
         self.begin()
 
 
+_GENERATOR: contextvars.ContextVar[torch.Generator | None] = contextvars.ContextVar("seeds of a call", default=None)
 _LIMITS: contextvars.ContextVar[CallLimits | None] = contextvars.ContextVar("limits of a call", default=None)
 
 
@@ -135,6 +158,26 @@ def call_limits(limits: CallLimits) -> Iterator[None]:
         yield
     finally:
         _LIMITS.reset(token)
+
+
+@contextlib.contextmanager
+def seeds_from(generator: torch.Generator) -> Iterator[None]:
+    """Draws the seeds of rows inside the block from `generator`, and not from torch's global one."""
+    token = _GENERATOR.set(generator)
+    try:
+        yield
+    finally:
+        _GENERATOR.reset(token)
+
+
+def current_generator() -> torch.Generator | None:
+    """Returns what draws seeds on this thread; None: torch's global generator, as in transformers."""
+    return _GENERATOR.get()
+
+
+def draw_seed() -> int:
+    """Returns the seed of a row."""
+    return int(torch.randint(2**63 - 1, (), generator=current_generator()))
 
 
 def current_limits() -> CallLimits | None:

@@ -6,6 +6,7 @@ with the tokens that come back. Only its loop over tokens is replaced by the eng
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -14,16 +15,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from transformers import GenerationConfig
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from transformers.generation import GenerateEncoderDecoderOutput
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
 from model_adapters.errors import OutOfMemoryError, UnsupportedModelError
 from torchax_serve.engine.request import EngineRequest
 from torchax_serve.engine.request_handle import RequestHandle
 from torchax_serve.executors.encoder_inputs import decoder_start_ids
-from torchax_serve.generation.call_limits import CallLimits, current_limits
+from torchax_serve.generation.call_limits import CallLimits, current_limits, draw_seed
 from torchax_serve.generation.queued_call import run_on_queue
 from torchax_serve.generation.routing import EngineFacts, ModelCapabilities, Path, PromptCall, RowsCall, route
 from torchax_serve.generation.sample_call import SampleCall, StaticBatchStart, static_batch_start
+from torchax_serve.generation.sequence_steps import GenerateWatch
 from torchax_serve.generation.single_request import loop_options, prepared_call
 from torchax_serve.generation.static_batch import StaticBatchLoop
 from torchax_serve.runtime.encoder_output import ENCODER_ARGUMENTS, EncoderOutput
@@ -76,15 +79,41 @@ class EngineRows:
         limits = current_limits()
         if tokens is not None or limits is None:
             return tokens
-        runtime = self._torch_model._jax_runtime
-        loop = StaticBatchLoop(runtime, request, start)
-        engine, vocab_size = self._get_single_engine(), runtime.limits.vocab_size
-        return run_on_queue(engine, lambda watch: loop.run(watch.check), limits, vocab_size)
+        loop = StaticBatchLoop(self._torch_model._jax_runtime, request, start)
+        return self._on_queue(lambda watch: loop.run(watch.check), request, limits)
 
-    def _on_engine(self, request: SampleCall, start: StaticBatchStart) -> torch.Tensor | None:
-        """Returns prompts and new tokens, int64[batch, len]; None if the engine takes no rows.
+    def run_loop(self, loop: Callable[..., Any], request: SampleCall) -> Any:
+        """Returns the result of transformers' own loop, for rows that have no static batch.
 
-        They are padded on the right.
+        Of a call with limits it runs on the engine of single requests.
+
+        Args:
+            loop: calls it with its ``stopping_criteria``.
+            request: the rows.
+        """
+        limits = current_limits()
+        if limits is None:
+            return loop(stopping_criteria=request.stopping_criteria)
+
+        @torch.no_grad()  # which ``generate`` has set for its caller's thread
+        def call(watch: GenerateWatch) -> Any:
+            criteria = StoppingCriteriaList([*request.stopping_criteria, watch.criterion()])
+            return loop(stopping_criteria=criteria)
+
+        return self._on_queue(call, request, limits)
+
+    def _on_queue(self, call: Callable[[GenerateWatch], Any], request: SampleCall, limits: CallLimits) -> Any:
+        """Returns the result of a loop, which runs on the engine of single requests."""
+        vocab_size = self._torch_model._jax_runtime.limits.vocab_size
+        output = run_on_queue(self._get_single_engine(), call, limits, vocab_size)
+        if len(request.input_ids) == 1:
+            limits.put_tokens(getattr(output, "sequences", output)[0, request.input_ids.shape[1] :].tolist())
+        return output
+
+    def _on_engine(self, request: SampleCall, start: StaticBatchStart) -> Any:
+        """Returns what the loop of ``generate`` does; None if the engine takes no rows.
+
+        That is prompts and new tokens, int64[batch, len], padded on the right.
         """
         runtime = self._torch_model._jax_runtime
         if runtime.encoder is None or self._unsupported_reason is not None:
@@ -94,7 +123,7 @@ class EngineRows:
         call = RowsCall(
             num_rows=len(request.input_ids),
             max_len=request.stopping_criteria.max_length,
-            is_plain_greedy=_is_plain_greedy(request),
+            wants_tokens_only=_wants_tokens_only(request),
             has_encoder_output=start.encoder is not None,
             is_padded=Padding.of(mask, request.input_ids.shape[1]) != Padding(),
             has_uncounted_padding=bool((request.input_ids == self._padding_id_without_position).any()),
@@ -164,19 +193,15 @@ def encoder_outputs_by_row(encoder: EncoderRuntime[Any], output: EncoderOutput) 
     return [row[None, :length] for row, length in zip(encoded, lens, strict=True)] if lens.all() else None
 
 
-def _is_plain_greedy(request: SampleCall) -> bool:
-    """Returns whether `request` decodes greedily without code that runs between tokens.
+def _wants_tokens_only(request: SampleCall) -> bool:
+    """Returns whether `request` returns tokens and nothing else, without code that runs between them.
 
-    It must also return tokens only.
+    Inside a transcription scores are read for their tokens' log-probabilities only (`WhisperFallback`).
     """
     config = request.config
     criteria = {type(criterion) for criterion in request.stopping_criteria}
-    return not (
-        config.do_sample
-        or config.return_dict_in_generate
-        or request.streamer is not None
-        or criteria - {MaxLengthCriteria, EosTokenCriteria}
-    )
+    wants_more = config.return_dict_in_generate and (current_limits() is None or bool(config.output_logits))
+    return not (wants_more or request.streamer is not None or criteria - {MaxLengthCriteria, EosTokenCriteria})
 
 
 def _run(
@@ -185,31 +210,43 @@ def _run(
     outputs: list[np.ndarray],
     max_length: int,
     vocab_size: int,
-) -> torch.Tensor:
-    prompt_len = request.input_ids.shape[1]
-    config = loop_options(request.config, max_length, prompt_len)
+) -> torch.Tensor | GenerateEncoderDecoderOutput:
+    config = loop_options(request.config, max_length, request.input_ids.shape[1])
     limits = current_limits() or CallLimits()
     params = limits.params()
-    handles = engine.submit_all(
-        [
-            EngineRequest.of(prompt, config, params, vocab_size=vocab_size, seed=0, encoded=output)
-            for prompt, output in zip(request.input_ids.tolist(), outputs, strict=True)
-        ]
-    )
+    has_scores = bool(request.config.return_dict_in_generate and request.config.output_scores)
+    requests = []
+    for prompt, output in zip(request.input_ids.tolist(), outputs, strict=True):
+        seed = draw_seed() if config.do_sample else 0
+        made = EngineRequest.of(prompt, config, params, vocab_size=vocab_size, seed=seed, encoded=output)
+        made = made.with_scores_logprobs() if has_scores else made
+        requests.append(dataclasses.replace(made, is_continuation=limits.has_begun))
+    handles = engine.submit_all(requests)
     with limits.cancelling(handles):
         rows = [_read(handle, limits) for handle in handles]
-    longest = max(len(row) for row in rows)
     pad = 0 if request.config._pad_token_tensor is None else int(request.config._pad_token_tensor)
-    padded = torch.tensor([row + [pad] * (longest - len(row)) for row in rows], dtype=torch.long)
-    return torch.cat([request.input_ids, padded], 1)
+    sequences = torch.cat([request.input_ids, _padded([ids for ids, _ in rows], pad)], 1)
+    if not request.config.return_dict_in_generate:
+        return sequences
+    logprobs = _padded([logprobs for _, logprobs in rows], 0.0)
+    scores: Any = tuple(logprobs[:, step, None] for step in range(logprobs.shape[1])) if has_scores else None
+    fields: dict[str, Any] = {"sequences": sequences, "scores": scores}
+    return GenerateEncoderDecoderOutput(**fields)
 
 
-def _read(handle: RequestHandle, limits: CallLimits) -> list[int]:
-    """Returns all tokens of a request, and passes them to `limits` as they come."""
+def _read(handle: RequestHandle, limits: CallLimits) -> tuple[list[int], list[float]]:
+    """Returns all tokens of a request and their log-probabilities; tokens are passed to `limits` as they come."""
+    logprobs: list[float] = []
     for output in handle:
-        if limits.on_tokens is not None:
-            limits.on_tokens(output.token_ids)
-    return handle.token_ids
+        logprobs += [each.logprob for each in output.logprobs or ()]
+        limits.put_tokens(output.token_ids)
+    return handle.token_ids, logprobs
+
+
+def _padded(rows: Sequence[Sequence[Any]], value: float) -> torch.Tensor:
+    """Returns rows of different lengths as a tensor, padded on the right."""
+    longest = max(len(row) for row in rows)
+    return torch.tensor([[*row, *[value] * (longest - len(row))] for row in rows])
 
 
 def prompt_call(

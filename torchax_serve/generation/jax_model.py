@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,12 +41,13 @@ from torchax_serve.generation.model_copies import state_to_copy, torch_state
 from torchax_serve.generation.sample_call import CUSTOM, SampleCall, StaticBatchStart, static_batch_start
 from torchax_serve.generation.static_batch import StaticBatchLoop
 from torchax_serve.generation.submodule_overrides import compile_submodules, reject_generators
+from torchax_serve.generation.whisper_fallback import WhisperFallback
 from torchax_serve.multimodal.encoder_programs import compiled_encoders
 from torchax_serve.multimodal.placeholders import check_has_media
 from torchax_serve.runtime.call_arguments import all_on_host, on_host
 from torchax_serve.runtime.capabilities import as_transformers_output
 from torchax_serve.runtime.compiled_encoder import CompiledEncoder
-from torchax_serve.runtime.model_generate import absorb_suppression, without_model_options
+from torchax_serve.runtime.model_generate import absorb_processors, without_model_options
 from torchax_serve.runtime.model_runtime import ModelRuntime
 from torchax_serve.runtime.padding import check_rows
 
@@ -126,8 +126,8 @@ class JaxModelMixin:
     """Mixin in front of a transformers class; see `model_to_jax`."""
 
     _jax_runtime: ModelRuntime
-    _engine_rows: Callable[[SampleCall, StaticBatchStart], torch.Tensor | None] | None = None
-    """Runs rows of ``generate`` on the engine, or returns None to leave them; set by `ServedModel`."""
+    _engine_rows: Any = None
+    """`EngineRows`, which run loops over tokens on an engine, set by `ServedModel`; transformers reads annotations."""
 
     @property
     def device(self) -> torch.device:
@@ -269,12 +269,14 @@ class JaxModelMixin:
 
     def _get_logits_processor(self, generation_config: GenerationConfig, **kwargs: Any) -> Any:
         prompt_len = kwargs.get("input_ids_seq_length")
-        if kwargs.get("logits_processor") and prompt_len is not None:
-            rest = absorb_suppression(generation_config, kwargs["logits_processor"], prompt_len)
-            kwargs["logits_processor"] = LogitsProcessorList(rest)
-        for name in ("logits_processor", "prefix_allowed_tokens_fn", "negative_prompt_ids"):
-            value = kwargs.get(name)
-            if value is not None and not (name == "logits_processor" and len(value) == 0):
+        custom = kwargs.get("logits_processor") or []
+        if custom and prompt_len is not None:
+            kept, custom = absorb_processors(generation_config, custom, prompt_len)
+            kwargs["logits_processor"] = LogitsProcessorList(kept)
+        if custom:
+            setattr(generation_config, CUSTOM, "logits_processor")
+        for name in ("prefix_allowed_tokens_fn", "negative_prompt_ids"):
+            if kwargs.get(name) is not None:
                 setattr(generation_config, CUSTOM, name)
         return super()._get_logits_processor(generation_config=generation_config, **kwargs)  # type: ignore[misc]
 
@@ -297,15 +299,17 @@ class JaxModelMixin:
         if isinstance(start := static_batch_start(runtime, request), StaticBatchStart):
             sequences = None if self._engine_rows is None else self._engine_rows(request, start)
             return StaticBatchLoop(runtime, request, start).run() if sequences is None else sequences
-        output = super()._sample(  # type: ignore[misc]
+        loop = functools.partial(
+            super()._sample,  # type: ignore[misc]
             input_ids,
             logits_processor,
-            stopping_criteria,
-            generation_config,
+            generation_config=generation_config,
             synced_gpus=synced_gpus,
             streamer=streamer,
             **model_kwargs,
         )
+        rows = self._engine_rows
+        output = loop(stopping_criteria=stopping_criteria) if rows is None else rows.run_loop(loop, request)
         return as_transformers_output(output)
 
     def _beam_search(self, *args: Any, **kwargs: Any) -> Any:
@@ -341,4 +345,6 @@ def _jax_class(cls: type[PreTrainedModel]) -> type[PreTrainedModel]:
         return call_forward(self, with_cache_named(given, self._jax_runtime.program.cache_name))
 
     namespace = {"forward": forward, "__module__": cls.__module__, "__doc__": cls.__doc__, TORCH_CLASS: cls}
-    return type(cls.__name__, (JaxModelMixin, cls), namespace)
+    falls_back = hasattr(cls, "generate_with_fallback")  # Whisper's; importing its module takes time
+    mixins = (JaxModelMixin, WhisperFallback) if falls_back else (JaxModelMixin,)
+    return type(cls.__name__, (*mixins, cls), namespace)

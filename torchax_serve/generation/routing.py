@@ -158,7 +158,7 @@ class RowsCall:
     Attributes:
         num_rows: Number of rows.
         max_len: Most tokens of a row, prompt and answer; None if unlimited.
-        is_plain_greedy: Whether the call asks for nothing but greedy tokens, read at the end.
+        wants_tokens_only: Whether the call asks for nothing but tokens, read at the end.
         has_encoder_output: Whether an encoder has run.
         is_padded: Whether the decoder's prompts are padded.
         has_uncounted_padding: Whether a prompt has a padding id that the decoder skips when it counts positions.
@@ -168,7 +168,7 @@ class RowsCall:
 
     num_rows: int
     max_len: int | None
-    is_plain_greedy: bool = True
+    wants_tokens_only: bool = True
     has_encoder_output: bool = True
     is_padded: bool = False
     has_uncounted_padding: bool = False
@@ -250,8 +250,8 @@ def _loop_reason(model: ModelCapabilities, call: LoopCall) -> str | None:
 
 def _rows_reason(call: RowsCall) -> str | None:
     """Returns why the engine does not take the rows of a static batch."""
-    if not call.is_plain_greedy:
-        return "more is asked for than greedy tokens at the end"
+    if not call.wants_tokens_only:
+        return "more is asked for than tokens at the end"
     if not call.has_encoder_output:
         return "there is no encoder output"
     if call.is_padded:

@@ -23,6 +23,7 @@ from torchax_serve.runtime.model_generate import without_model_options
 from torchax_serve.sampling import unsupported_options
 from torchax_serve.sampling.config_options import PLAN_OPTIONS
 from torchax_serve.sampling.row_params import ENGINE_OPTIONS
+from torchax_serve.sampling.time_tokens import TIME_TOKENS, TimeTokens
 from torchax_serve.sampling_params import SamplingParams
 
 UNLIMITED = 2**30
@@ -119,7 +120,9 @@ def loop_options(config: GenerationConfig, max_length: int, prompt_len: int) -> 
     The answer ends at `max_length`.
     """
     options = {name: getattr(config, name) for name in PLAN_OPTIONS}
-    return GenerationConfig(**options | {"max_length": max_length, "max_new_tokens": max_length - prompt_len})
+    made = GenerationConfig(**options | {"max_length": max_length, "max_new_tokens": max_length - prompt_len})
+    setattr(made, TIME_TOKENS, TimeTokens.of(config))
+    return made
 
 
 def is_beam_search(config: GenerationConfig) -> bool:

@@ -266,8 +266,9 @@ def _windows(segments: Sequence[dict[str, Any]], seeks: Sequence[int]) -> list[_
     answer: Any = None
     for segment in segments:
         if segment["result"] is not answer:
-            answer = segment["result"]
-            windows.append(_Window(answer, segment["idxs"][0], []))
+            answer = segment["result"]  # a record, where temperatures are compared by log-probabilities
+            ids = answer if isinstance(answer, torch.Tensor) else answer["sequences"]
+            windows.append(_Window(ids, segment["idxs"][0], []))
         windows[-1].segments.append(segment)
     if len(windows) == len(seeks):
         for window, seek in zip(windows, seeks, strict=True):

@@ -12,6 +12,7 @@ import numpy as np
 
 from torchax_serve.buckets import next_bucket
 from torchax_serve.sampling.config_options import id_list
+from torchax_serve.sampling.time_tokens import NO_TIME_TOKENS, TimeTokens
 from torchax_serve.sampling.types import HISTORY_COLUMNS, SamplerHistory
 from torchax_serve.sampling_params import bias_pairs, invalid
 
@@ -38,15 +39,19 @@ class HistoryOptions:
         decay: Number of new tokens from which scores of end-of-sequence tokens rise, and the factor; None: never.
         remove_invalid_values: Whether nan and infinities are replaced.
         renormalize_logits: Whether scores are normalized to log-probabilities.
+        time_tokens: Time tokens, whose rules are kept; None: there are none.
+        scores_logprobs: Whether log-probabilities are those of the processed scores, at temperature 1.
     """
 
-    ngram_size: int
-    sequences: tuple[tuple[tuple[int, ...], float], ...]
-    forced_first: int | None
-    forced_last: tuple[int, ...]
-    decay: tuple[int, float] | None
-    remove_invalid_values: bool
-    renormalize_logits: bool
+    ngram_size: int = 0
+    sequences: tuple[tuple[tuple[int, ...], float], ...] = ()
+    forced_first: int | None = None
+    forced_last: tuple[int, ...] = ()
+    decay: tuple[int, float] | None = None
+    remove_invalid_values: bool = False
+    renormalize_logits: bool = False
+    time_tokens: TimeTokens | None = None
+    scores_logprobs: bool = False
 
     @classmethod
     def of(cls, config: GenerationConfig, stop_ids: Sequence[int], vocab_size: int) -> HistoryOptions | None:
@@ -74,6 +79,7 @@ class HistoryOptions:
             decay=None if decay is None else (int(decay[0]), float(decay[1])),
             remove_invalid_values=config.remove_invalid_values is True,
             renormalize_logits=config.renormalize_logits is True,
+            time_tokens=TimeTokens.of(config),
         )
         values = [getattr(options, field.name) for field in dataclasses.fields(options)]
         return (
@@ -91,7 +97,7 @@ class HistoryOptions:
             max_new_tokens: Maximum number of new tokens.
         """
         tokens = np.zeros(0, np.int32)
-        if self.ngram_size or self.sequences:
+        if self.ngram_size or self.sequences or self.time_tokens is not None:
             tokens = np.zeros(next_bucket(len(prompt_ids) + max(max_new_tokens, len(outputs) + 1)), np.int32)
             tokens[: len(prompt_ids) + len(outputs)] = (*prompt_ids, *outputs)
         longest = max((len(ids) for ids, _ in self.sequences), default=0)
@@ -110,6 +116,8 @@ class HistoryOptions:
             "decay_at": 0 if self.decay is None else self.decay[0] + 1,
             "remove_invalid_values": self.remove_invalid_values,
             "renormalize_logits": self.renormalize_logits,
+            "scores_logprobs": self.scores_logprobs,
+            **(NO_TIME_TOKENS if self.time_tokens is None else self.time_tokens.columns()),
         }
         numbers: Any = np.array([ints[name] for name in HISTORY_COLUMNS], np.int32)
         arrays: Any = (tokens, sequences, sequence_bias, self._decay_weights(max_new_tokens))

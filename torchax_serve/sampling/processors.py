@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from torchax_serve.sampling.time_tokens import enforce_time_tokens
 from torchax_serve.sampling.transformers_behaviour import TransformersBehaviour, installed_rules
 from torchax_serve.sampling.types import (
     FORCED_LAST,
@@ -66,7 +67,8 @@ def process(
         has_history = options.int_column("history_slot") < len(state.history.ints)
         scores = lax.cond(has_history.any(), with_history, lambda scores: scores, scores)
     suppressed = (flags & SUPPRESSED > 0) | (flags & NOT_FIRST > 0) & (num_new == not_first_at)[:, None]
-    return jnp.where(suppressed, -jnp.inf, scores)
+    scores = jnp.where(suppressed, -jnp.inf, scores)
+    return scores if history is None else enforce_time_tokens(history, num_new, scores)
 
 
 def _rows(table: jax.Array, slot: jax.Array) -> jax.Array:

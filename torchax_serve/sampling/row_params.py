@@ -179,6 +179,11 @@ class RowSamplingParams:
         return None if self.token_bias is None else self.token_bias.dense(self.vocab_size)
 
     @property
+    def scores_logprobs(self) -> bool:
+        """Whether log-probabilities of the request are those of the processed scores."""
+        return self.history is not None and self.history.scores_logprobs
+
+    @property
     def forbids_all(self) -> bool:
         """Whether no token may ever be sampled."""
         if self.token_bias is None and not self.suppressed:

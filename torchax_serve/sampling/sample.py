@@ -38,9 +38,9 @@ def sample(
         logits: float[n, vocab], of each row's last token.
         words: int32[n, ceil(vocab / 32)], tokens that a row may sample, as for `mask_logits`; None: all.
     """
-    tokens, scores = choose(spec, options, state, logits, words)
+    tokens, scores, token_logprobs = _choose(spec, options, state, logits, words)
     logprobs = logprobs_of(logits, tokens, num_top=spec.num_top) if spec.logprobs else None
-    return Sampled(tokens, logprobs, scores), append(spec, options, state, tokens)
+    return Sampled(tokens, logprobs, scores, token_logprobs), append(spec, options, state, tokens)
 
 
 def choose(
@@ -50,9 +50,17 @@ def choose(
 
     Arguments are those of `sample`; the state does not change.
     """
+    return _choose(spec, options, state, logits, words)[:2]
+
+
+def _choose(
+    spec: SamplerSpec, options: RowOptions, state: SamplerState, logits: jax.Array, words: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """Returns what `choose` does, and with a history the log-probabilities of the tokens, float32[n]."""
     if spec.level == "greedy":  # a maximum is the same in any order, and in the dtype of the logits
         best = mask_logits(logits, words, functools.partial(_best_tokens, spec))
-        return best, mask_logits(logits, words).astype(jnp.float32) if spec.scores else None
+        return best, mask_logits(logits, words).astype(jnp.float32) if spec.scores else None, None
+    has_history = spec.level == "history" and state.history is not None
 
     def of_rows(options: RowOptions, logits: jax.Array, words: jax.Array | None) -> tuple[jax.Array, ...]:
         scores = processed(spec, options, state, mask_logits(logits, words))
@@ -60,12 +68,16 @@ def choose(
 
         def drawn() -> tuple[jax.Array, ...]:
             kept = truncate(options, scores, level=spec.level)
-            kept = jnp.where(is_random[:, None], kept, scores) if spec.scores else kept
+            kept = jnp.where(is_random[:, None], kept, scores) if spec.scores or has_history else kept
             kept = _renormalized(spec, options, state, kept)
-            return jnp.where(is_random, draw(row_keys(options), kept), best), *([kept] if spec.scores else [])
+            return with_scores(jnp.where(is_random, draw(row_keys(options), kept), best), kept)
 
         def greedy() -> tuple[jax.Array, ...]:
-            return best, *([_renormalized(spec, options, state, scores)] if spec.scores else [])
+            return with_scores(best, _renormalized(spec, options, state, scores))
+
+        def with_scores(tokens: jax.Array, kept: jax.Array) -> tuple[jax.Array, ...]:
+            logprobs = [_token_logprobs(options, state, kept, tokens)] if has_history else []
+            return tokens, *logprobs, *([kept] if spec.scores else [])
 
         if not spec.draws:
             return greedy()
@@ -73,10 +85,33 @@ def choose(
         return lax.cond(is_random.any(), drawn, greedy)
 
     if spec.level == "penalties" and not spec.draws:  # no sums, so rows cannot change each other
-        tokens, *scores = of_rows(options, logits, words)
+        tokens, *rest = of_rows(options, logits, words)
     else:
-        tokens, *scores = per_row(of_rows, options, logits, words, num_rows=_num_read(options, state))
-    return tokens, scores[0] if scores else None
+        tokens, *rest = per_row(of_rows, options, logits, words, num_rows=_num_read(options, state))
+    return tokens, rest[-1] if spec.scores else None, rest[0] if has_history else None
+
+
+def _token_logprobs(options: RowOptions, state: SamplerState, scores: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Returns the log-probabilities of `tokens` int32[n] under their scores; zeros where no row asks for them.
+
+    A temperature is taken out of the scores again, as ``generate`` of Whisper does to compare temperatures.
+
+    Args:
+        options: Options of the n rows.
+        state: State of all slots, with a history.
+        scores: float32[n, vocab], divided by the temperature.
+        tokens: int32[n].
+    """
+    assert state.history is not None
+    asks = state.history.column("scores_logprobs").at[options.int_column("history_slot")].get(mode="fill", fill_value=0)
+    temperature = options.float_column("temperature")
+
+    def computed() -> jax.Array:
+        at_one = scores * jnp.where(temperature > 0, temperature, 1.0)[:, None]
+        chosen = jnp.take_along_axis(at_one, jnp.maximum(tokens, 0)[:, None], axis=1)[:, 0]
+        return chosen - jax.nn.logsumexp(at_one, axis=-1)
+
+    return lax.cond((asks > 0).any(), computed, lambda: jnp.zeros(tokens.shape, jnp.float32))
 
 
 def processed(spec: SamplerSpec, options: RowOptions, state: SamplerState, logits: jax.Array) -> jax.Array:

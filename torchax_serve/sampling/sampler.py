@@ -169,6 +169,7 @@ class Sampler:
         sampled = self._run(PROGRAMS[spec.level], options, logits, placed)
         if spec.logprobs:
             logprobs = self.logprobs(logits, sampled.tokens, spec.num_top, len(plan_rows), placed)
+            logprobs = dataclasses.replace(logprobs, processed=sampled.token_logprobs)
             sampled = dataclasses.replace(sampled, logprobs=logprobs)
         return sampled
 

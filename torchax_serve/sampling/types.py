@@ -60,6 +60,11 @@ HISTORY_COLUMNS = (
     "decay_at",
     "remove_invalid_values",
     "renormalize_logits",
+    "time_begin",
+    "time_eos",
+    "time_first_end",
+    "time_by_sum",
+    "scores_logprobs",
 )
 
 IN_PROMPT, IS_STOP, NOT_FIRST, SUPPRESSED, FORCED_LAST = (1 << bit for bit in range(5))
@@ -170,6 +175,7 @@ class Logprobs:
     chosen: jax.Array  # float32[n]
     top_ids: jax.Array | None  # int32[n, num_top], likeliest first
     top: jax.Array | None  # float32[n, num_top]
+    processed: jax.Array | None = None  # float32[n], `Sampled.token_logprobs`, which are after any processing
 
 
 @jax.tree_util.register_dataclass
@@ -180,3 +186,4 @@ class Sampled:
     tokens: jax.Array  # int32[n]; INVALID_TOKEN where a row has no token to sample
     logprobs: Logprobs | None = None
     scores: jax.Array | None = None  # float32[n, vocab], processed
+    token_logprobs: jax.Array | None = None  # float32[n], under the scores at temperature 1; level "history" only

@@ -1,0 +1,101 @@
+"""Rules of Whisper's time tokens, as rows of `SamplerHistory`.
+
+They are those of transformers' ``WhisperTimeStampLogitsProcessor``, which are those of OpenAI's Whisper: times come in
+pairs, do not fall, and are preferred where all of them together are likelier than any text token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from torchax_serve.sampling.types import SamplerHistory
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
+
+TIME_TOKENS = "_torchax_serve_time_tokens"
+"""Attribute of a generation config with its `TimeTokens`; no config of transformers has a word for them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TimeTokens:
+    """Time tokens of a request.
+
+    Attributes:
+        begin: Id of the first one; all ids from there on are times, and the one before says that there are none.
+        eos_id: End-of-sequence token, below which are the tokens of text.
+        max_first: Most that the first token may be, counted from `begin`; None: any time.
+        by_sum: Whether a time is sampled where all times together are likelier than any other token.
+    """
+
+    begin: int
+    eos_id: int
+    max_first: int | None = None
+    by_sum: bool = True
+
+    @classmethod
+    def of(cls, config: GenerationConfig) -> TimeTokens | None:
+        """Returns those that ``generate`` has set in a config; None without."""
+        found: TimeTokens | None = getattr(config, TIME_TOKENS, None)
+        return found
+
+    def columns(self) -> dict[str, int]:
+        """Returns the values of the columns of `SamplerHistory.ints`."""
+        return {
+            "time_begin": self.begin,
+            "time_eos": self.eos_id,
+            "time_first_end": 0 if self.max_first is None else self.begin + self.max_first + 1,
+            "time_by_sum": int(self.by_sum),
+        }
+
+
+NO_TIME_TOKENS = dict.fromkeys(TimeTokens(0, 0).columns(), 0)
+"""Columns of a row without time tokens."""
+
+
+def enforce_time_tokens(history: SamplerHistory, num_new: jax.Array, scores: jax.Array) -> jax.Array:
+    """Masks what may not follow in rows with time tokens.
+
+    Args:
+        history: Rows of the batch.
+        num_new: int32[n], new tokens of each row so far.
+        scores: float32[n, vocab].
+    """
+    if not history.tokens.shape[1]:
+        return scores
+    begin, eos_id, first_end = (history.column(name)[:, None] for name in ("time_begin", "time_eos", "time_first_end"))
+
+    def enforced() -> jax.Array:
+        column, num = jnp.arange(scores.shape[1]), num_new[:, None]
+        prompt_len = history.column("prompt_len")[:, None]
+        length, places = prompt_len + num, jnp.arange(history.tokens.shape[1])
+        is_time = (history.tokens >= begin) & (places >= prompt_len) & (places < length)
+        last, before = (_token_at(history, length - back) >= begin for back in (1, 2))
+        last_is_time, before_is_time = (num >= 1) & last, (num < 2) | before
+        newest_at = jnp.max(jnp.where(is_time, places, -1), axis=1, keepdims=True)
+        # A time that opens a segment is later than the one before; one that closes it may be the same.
+        least = _token_at(history, newest_at) + jnp.where(last_is_time & ~before_is_time, 0, 1)
+        least = jnp.where(newest_at < 0, begin, least)
+        masked = (column == begin - 1) | (column >= begin) & (column < least)
+        masked |= last_is_time & before_is_time & (column >= begin)
+        masked |= last_is_time & ~before_is_time & (column < eos_id)
+        masked |= (num == 0) & ((column < begin) | (first_end > 0) & (column >= first_end))
+        left = jnp.where(masked, -jnp.inf, scores)
+        logprobs = jax.nn.log_softmax(left, axis=-1)
+        of_times = jax.nn.logsumexp(jnp.where(column >= begin, logprobs, -jnp.inf), axis=-1)
+        of_text = jnp.max(jnp.where(column < begin, logprobs, -jnp.inf), axis=-1)
+        is_time_next = (history.column("time_by_sum") > 0) & (of_times > of_text)
+        left = jnp.where(is_time_next[:, None] & (column < begin), -jnp.inf, left)
+        return jnp.where(begin > 0, left, scores)
+
+    return lax.cond((begin > 0).any(), enforced, lambda: scores)
+
+
+def _token_at(history: SamplerHistory, place: jax.Array) -> jax.Array:
+    """Returns int32[n, 1]: the token at `place` int32[n, 1] of each row; of places before the row, the first one."""
+    return jnp.take_along_axis(history.tokens, jnp.maximum(place, 0), axis=1, mode="clip")
