@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from model_adapters.draft_heads.gemma_assistant import ASSISTANTS, assistant_of
 from model_adapters.draft_heads.loaded_head import LoadedHead
-from model_adapters.errors import InvalidArgumentError
+from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
 from model_adapters.loading import LoadedModel, load_model
 from model_adapters.loading.compress_weights import prepare_weights
 from model_adapters.loading.model_source import resolve
@@ -39,15 +40,28 @@ def with_draft_model(
     config = None if engine is None else SpeculativeConfig.parse(engine.speculative)
     if engine is None or config is None or config.looks_up:
         return engine
-    if config.method in ("eagle3", "mtp"):
-        if target.sharding is not None:
-            return engine  # refused where the engine is made
+    if config.method in ("eagle3", "mtp") and target.sharding is not None:
+        return engine  # refused where the engine is made
+    if config.method == "eagle3" or config.model is None:
         return dataclasses.replace(
             engine, speculative=dataclasses.replace(config, model=_head(config, target, loading))
         )
     mesh = None if target.sharding is None else target.sharding.mesh
     loaded = load_model(config.model, mesh=mesh, **{name: loading[name] for name in _SHARED if name in loading})
     name = "the model object" if loaded.source.kind == "object" else str(config.model)
+    if loaded.config.model_type in ASSISTANTS:
+        if loaded.sharding is not None:
+            raise UnsupportedArgumentError(
+                f"speculative_config: model: expected None or another draft model for a model on several devices, got "
+                f"{name}, which reads the pages of one; leave it out"
+            )
+        assistant = assistant_of(loaded, target)
+        return dataclasses.replace(engine, speculative=dataclasses.replace(config, model=assistant))
+    if config.method == "mtp":
+        raise InvalidArgumentError(
+            f"speculative_config: model: expected None or an assistant of Gemma 4 with method 'mtp', got {name}; use "
+            "method 'draft_model'"
+        )
     _check_vocabulary(name, loaded, target)
     if pack_weights:
         prepare_weights(loaded)

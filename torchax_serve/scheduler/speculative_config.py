@@ -62,8 +62,7 @@ class SpeculativeConfig:
             )
         if self.method not in METHODS:
             raise InvalidArgumentError(f"speculative_config: method: expected {LISTED}, got {self.method!r}")
-        is_given = self.model is not None and not (self.method == "mtp" and hasattr(self.model, "program"))
-        if (self.method in NEEDS_MODEL) != is_given:
+        if self.method != "mtp" and (self.method in NEEDS_MODEL) != (self.model is not None):
             expected = NEEDS_MODEL.get(self.method, f"None with method {self.method!r}")
             raise InvalidArgumentError(f"speculative_config: model: expected {expected}, got {self.model!r}")
         self._check("num_speculative_tokens", 1, MAX_SPECULATIVE_TOKENS, "4 is usual; None does not speculate")
