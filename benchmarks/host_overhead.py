@@ -61,14 +61,14 @@ def requests_of(model: Any, sizes: list[tuple[int, int]]) -> list[Any]:
     ]
 
 
-async def read_all(tickets: list[Any]) -> None:
+async def read_all(handles: list[Any]) -> None:
     """As a server reads: a task for each request, in one event loop."""
 
-    async def read(ticket: Any) -> None:
-        async for _ in ticket:
+    async def read(handle: Any) -> None:
+        async for _ in handle:
             pass
 
-    await asyncio.gather(*[read(ticket) for ticket in tickets])
+    await asyncio.gather(*[read(handle) for handle in handles])
 
 
 def sizes_of(batch: int, context: int, new_tokens: int, *, mixed: bool) -> list[tuple[int, int]]:

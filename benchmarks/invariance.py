@@ -1,10 +1,10 @@
-"""How often a greedy request gets other tokens in company than alone.
+"""How often a greedy request gets other tokens in a batch than by itself.
 
     python benchmarks/invariance.py [--dtype bfloat16] [--requests 32] [--new-tokens 64]
 
-Every prompt runs alone and then all run at once, on the same engine without prefix caching, so that prompts are cut and
-rows are padded differently. Random weights give nearly flat distributions, where ties are far more frequent than in a
-trained model: the numbers are an upper bound of what to expect.
+Every prompt runs by itself and then all run at once, on the same engine without prefix caching, so that prompts are
+cut and rows are padded differently. Random weights give nearly flat distributions, where ties are far more frequent
+than in a trained model: the numbers are an upper bound of what to expect.
 """
 
 from __future__ import annotations
@@ -16,6 +16,30 @@ import sys
 from pathlib import Path
 
 SHAPE = Path(__file__).parent / "shapes" / "qwen3-184m.json"
+
+
+def tokens_of(model, options: argparse.Namespace, generator) -> tuple[list[list[int]], list[list[int]]]:
+    """Tokens of the same random prompts, each by itself and all at once."""
+    import torch
+    from transformers import GenerationConfig
+
+    from torchax_serve.engine.request import EngineRequest
+
+    vocab_size = model.config.vocab_size
+    lengths = torch.randint(options.prompt_len // 2, options.prompt_len, (options.requests,), generator=generator)
+    config = GenerationConfig(max_new_tokens=options.new_tokens)
+    requests = [
+        EngineRequest.of(
+            torch.randint(vocab_size, (int(length),), generator=generator).tolist(),
+            config,
+            vocab_size=vocab_size,
+            seed=0,
+        )
+        for length in lengths
+    ]
+    single = [model.engine.submit(request).result() for request in requests]
+    handles = [model.engine.submit(request) for request in requests]
+    return single, [handle.result() for handle in handles]
 
 
 def main() -> None:
@@ -30,11 +54,9 @@ def main() -> None:
     options = parser.parse_args()
 
     import torch
-    from transformers import GenerationConfig
 
     from torchax_serve import EngineOptions, serve
     from torchax_serve.bench.machine import Machine
-    from torchax_serve.engine.request import EngineRequest
 
     generator = torch.Generator().manual_seed(0)
     rows = []
@@ -45,25 +67,8 @@ def main() -> None:
             batch_invariant=not options.fast,
         )
         with serve(options.config, random_weights=True, dtype=dtype, engine=layout) as model:
-            vocab_size = model.config.vocab_size
-            lengths = torch.randint(
-                options.prompt_len // 2, options.prompt_len, (options.requests,), generator=generator
-            )
-            config = GenerationConfig(max_new_tokens=options.new_tokens)
-            requests = [
-                EngineRequest.of(
-                    torch.randint(vocab_size, (int(length),), generator=generator).tolist(),
-                    config,
-                    vocab_size=vocab_size,
-                    seed=0,
-                )
-                for length in lengths
-            ]
-            alone = [model.engine.submit(request).result() for request in requests]
-            tickets = [model.engine.submit(request) for request in requests]
-            among = [ticket.result() for ticket in tickets]
-        same = [a == b for a, b in zip(alone, among, strict=True)]
-        pairs = list(zip(alone, among, strict=True))
+            pairs = list(zip(*tokens_of(model, options, generator), strict=True))
+        same = [a == b for a, b in pairs]
         shared = [next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a)) for a, b in pairs]
         rows.append(
             {

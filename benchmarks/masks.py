@@ -8,6 +8,12 @@ computes them while the device computes the logits. On the device: the end of a 
 table of the vocabulary (hidden size 1024, float32) and the choice of tokens, with masks as an argument and without, in
 turns. Its seconds are those of the processor over the number of cores, which other programs do not change. A step is
 longer by all layers of a model, so that shares of the end of a step are upper bounds.
+
+    python benchmarks/masks.py --vocabulary o200k_base.tiktoken --engine
+
+measures complete steps of the engine in place of their end: 32 requests to a Llama of random weights with these
+vocabularies (hidden size 512, 4 layers), with a grammar and without, in turns; processor seconds of the process for 32
+tokens, and those of them that `GrammarMasks.fill` takes. A real model of such a vocabulary has more layers.
 """
 
 from __future__ import annotations
@@ -40,6 +46,17 @@ SCHEMA = {
         "properties": {"name": {"type": "string"}, "count": {"type": "integer"}, "tags": {"enum": ["a", "b", "other"]}},
         "required": ["name", "count", "tags"],
     },
+}
+
+LONG = {**SCHEMA, "minItems": 64}
+"""Of answers that do not end within a measurement."""
+SHAPE = {
+    "hidden_size": 512,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 512,
 }
 
 
@@ -128,17 +145,84 @@ def measure(options: argparse.Namespace, size: int) -> dict[str, Any]:
     }
 
 
+class TimedMasks:
+    """Masks of a grammar, and the processor seconds that they take.
+
+    Args:
+        masks: Of `GrammarCompiler`.
+        seconds: Gets the seconds of each call.
+    """
+
+    def __init__(self, masks: Any, seconds: list[float]) -> None:
+        self._masks, self._seconds = masks, seconds
+
+    def fill(self, words: np.ndarray, token_ids: Any) -> Any:
+        """Computes the mask of the next token."""
+        began = time.thread_time()
+        try:
+            return self._masks.fill(words, token_ids)
+        finally:
+            self._seconds.append(time.thread_time() - began)
+
+
+def measure_engine(options: argparse.Namespace, size: int) -> dict[str, Any]:
+    """Times of the engine's steps with one vocabulary."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from torchax_serve import EngineOptions, SamplingParams, serve
+
+    config = LlamaConfig(vocab_size=size, tie_word_embeddings=True, **SHAPE, eos_token_id=size - 1, bos_token_id=None)
+    make = GrammarCompiler(tokenizer_of(options.vocabulary, size), size, [size - 1]).masks(json_grammar(LONG))
+    engine = EngineOptions(max_num_seqs=NUM_ROWS, max_model_len=512)
+    found: dict[bool, list[float]] = {False: [], True: []}
+    fills: list[float] = []
+    num_tokens = NUM_ROWS * options.steps
+    params = SamplingParams(max_new_tokens=options.steps, temperature=0, ignore_eos=True)
+    held = dataclasses.replace(params, ignore_eos=False)
+    with serve(LlamaForCausalLM(config), engine=engine) as model:
+        for turn in range(options.turns + 1):
+            for masked in (False, True):
+                fills_before, began = len(fills), time.process_time()
+                streams = [
+                    model.iter_tokens(
+                        [row + 1, 5, 9],
+                        model.generation_config,
+                        params=held if masked else params,
+                        masks=TimedMasks(make(), fills) if masked else None,
+                    )
+                    for row in range(NUM_ROWS)
+                ]
+                if sum(len(list(stream)) for stream in streams) != num_tokens:
+                    raise SystemExit("an answer has ended early, and shares would be wrong")
+                if turn:  # the first one compiles
+                    found[masked].append(1e3 * (time.process_time() - began) * NUM_ROWS / num_tokens)
+                else:
+                    del fills[fills_before:]
+    plain, with_masks = statistics.median(found[False]), statistics.median(found[True])
+    host_ms = 1e3 * NUM_ROWS * statistics.fmean(fills)
+    return {
+        "vocab_size": size,
+        "num_rows": NUM_ROWS,
+        "shape": SHAPE,
+        "step_processor_ms": plain,
+        "masked_step_processor_ms": with_masks,
+        "fill_processor_ms_a_step": host_ms,
+        "share_of_fill": host_ms / plain,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vocabulary", type=Path, required=True, help="a tiktoken file")
     parser.add_argument("--size", type=int, nargs="+", default=[128_256, 262_144])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument("--engine", action="store_true", help="measure complete steps of the engine")
     parser.add_argument("--output", type=Path, help="also write the numbers here, as JSON")
     options = parser.parse_args()
     rows = []
     for size in options.size:
-        rows.append(measure(options, size))
+        rows.append((measure_engine if options.engine else measure)(options, size))
         print(rows[-1], flush=True)
     if options.output is not None:
         names = [Path(each).name if each == str(options.vocabulary) else each for each in sys.argv]

@@ -41,6 +41,42 @@ def prompts_of(model, kind: str, num_rows: int) -> list[list[int]]:
     return prompts
 
 
+def measure(models, kind: str, num_rows: int, options: argparse.Namespace) -> dict[str, object]:
+    """Tokens, drafts and median seconds of one batch, answered in turns by both of `models`."""
+    from torchax_serve import SamplingParams
+
+    prompts = prompts_of(models["plain"], kind, num_rows)
+    # Random prompts have random answers, if they are sampled; nothing in them repeats.
+    sampling = {"temperature": 1.5, "do_sample": True} if kind == "random" else {"temperature": 0.0}
+    params = [
+        SamplingParams(max_new_tokens=options.new_tokens, ignore_eos=True, seed=row, **sampling)
+        for row in range(num_rows)
+    ]
+    seconds = {name: [] for name in models}
+    answers = {}
+    before = models["speculative"].engine.stats().scheduler
+    for turn in range(options.rounds + 1):
+        for name in sorted(models, reverse=turn % 2 == 1):
+            wall, cpu = time.perf_counter(), time.process_time()
+            answers[name] = [answer.token_ids for answer in models[name].generate_batch(prompts, params)]
+            took = time.perf_counter() - wall, time.process_time() - cpu
+            if turn:  # the first one compiles
+                seconds[name].append(took)
+    after = models["speculative"].engine.stats().scheduler
+    medians = {name: [statistics.median(x) for x in zip(*took, strict=True)] for name, took in seconds.items()}
+    return {
+        "text": kind,
+        "rows": num_rows,
+        "same_tokens": answers["plain"] == answers["speculative"],
+        "drafted": after.num_draft_tokens - before.num_draft_tokens,
+        "accepted": after.num_accepted_tokens - before.num_accepted_tokens,
+        **{f"{name}_wall_s": median[0] for name, median in medians.items()},
+        **{f"{name}_cpu_s": median[1] for name, median in medians.items()},
+        "wall_ratio": medians["plain"][0] / medians["speculative"][0],
+        "cpu_ratio": medians["plain"][1] / medians["speculative"][1],
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
@@ -54,7 +90,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="also write the numbers here, as JSON")
     options = parser.parse_args()
 
-    from torchax_serve import EngineOptions, SamplingParams, serve
+    from torchax_serve import EngineOptions, serve
     from torchax_serve.bench.machine import Machine
 
     sizes = {"max_model_len": 1024, "max_num_seqs": 8, "batch_invariant": True, "enable_prefix_caching": False}
@@ -70,38 +106,7 @@ def main() -> None:
     results = []
     for kind in options.kinds.split(","):
         for num_rows in map(int, options.rows.split(",")):
-            prompts = prompts_of(models["plain"], kind, num_rows)
-            # Random prompts have random answers, if they are sampled; nothing in them repeats.
-            sampling = {"temperature": 1.5, "do_sample": True} if kind == "random" else {"temperature": 0.0}
-            params = [
-                SamplingParams(max_new_tokens=options.new_tokens, ignore_eos=True, seed=row, **sampling)
-                for row in range(num_rows)
-            ]
-            seconds = {name: [] for name in models}
-            answers = {}
-            before = models["speculative"].engine.stats().scheduler
-            for turn in range(options.rounds + 1):
-                for name in sorted(models, reverse=turn % 2 == 1):
-                    wall, cpu = time.perf_counter(), time.process_time()
-                    answers[name] = [answer.token_ids for answer in models[name].generate_batch(prompts, params)]
-                    took = time.perf_counter() - wall, time.process_time() - cpu
-                    if turn:  # the first one compiles
-                        seconds[name].append(took)
-            after = models["speculative"].engine.stats().scheduler
-            medians = {name: [statistics.median(x) for x in zip(*took, strict=True)] for name, took in seconds.items()}
-            results.append(
-                {
-                    "text": kind,
-                    "rows": num_rows,
-                    "same_tokens": answers["plain"] == answers["speculative"],
-                    "drafted": after.num_draft_tokens - before.num_draft_tokens,
-                    "accepted": after.num_accepted_tokens - before.num_accepted_tokens,
-                    **{f"{name}_wall_s": median[0] for name, median in medians.items()},
-                    **{f"{name}_cpu_s": median[1] for name, median in medians.items()},
-                    "wall_ratio": medians["plain"][0] / medians["speculative"][0],
-                    "cpu_ratio": medians["plain"][1] / medians["speculative"][1],
-                }
-            )
+            results.append(measure(models, kind, num_rows, options))
             print(json.dumps(results[-1]), flush=True)
     if options.output:
         report = {"command": shlex.join(["python", *sys.argv]), "machine": str(Machine.here()), "results": results}

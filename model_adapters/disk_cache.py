@@ -109,16 +109,16 @@ class SealedFolder:
         """Makes the folder if it does not exist.
 
         Raises:
-            OSError: it cannot be made or written, or is not to be trusted; the message names the remedy.
+            OSError: it cannot be made or written, or is not to be trusted; the message names the folder.
         """
         try:
             self._make()
         except NotPrivateError:
             raise
         except OSError as error:
-            raise OSError(f"{self.path} cannot be made ({error.strerror}); choose another by XDG_CACHE_HOME") from error
+            raise OSError(f"{self.path} cannot be made ({error.strerror})") from error
         if not os.access(self.path, os.W_OK | os.X_OK):
-            raise OSError(f"{self.path} cannot be written; choose another by XDG_CACHE_HOME")
+            raise OSError(f"{self.path} cannot be written")
 
     def read(self, name: str) -> bytes | None:
         """Returns the content of a file with a valid seal; None if there is no such file.

@@ -63,7 +63,10 @@ class QueueFullError(TorchaxServeError):
 
 
 class QueueTokensError(QueueFullError):
-    """More tokens of prompts wait for an engine than it accepts (``EngineOptions(max_num_waiting_tokens=...)``)."""
+    """More tokens of prompts wait for an engine than it accepts.
+
+    The limit is ``EngineOptions(max_num_waiting_tokens=...)``.
+    """
 
 
 class RequestError(TorchaxServeError):

@@ -51,7 +51,7 @@ _lock = threading.RLock()
 
 
 def register_all() -> None:
-    """Registers every output, cache and cache layer class of transformers and diffusers as a pytree node.
+    """Registers transformers' and diffusers' outputs, caches and cache layers as pytree nodes.
 
     It registers those that exist now, and further ones as they are defined. Idempotent, and cheap when repeated. A
     class that must be left to another package says so in its body by ``pytree_owner = "name of that package"``.
@@ -146,7 +146,10 @@ def _name(cls: type) -> str:
 
 
 def _roots() -> Iterator[type]:
-    """Yields the base classes of outputs, and each class of transformers' cache module without a base there."""
+    """Yields the base classes of outputs, and the classes of caches without a base there.
+
+    The caches are those of transformers' cache module.
+    """
     from transformers import cache_utils
     from transformers.utils import ModelOutput
 
@@ -157,7 +160,10 @@ def _roots() -> Iterator[type]:
 
 
 def _diffusers_outputs() -> tuple[type, ...]:
-    """Returns the base class of diffusers' outputs; nothing where diffusers has not been imported."""
+    """Returns the base class of diffusers' outputs.
+
+    Nothing where diffusers has not been imported.
+    """
     module = sys.modules.get("diffusers.utils.outputs")
     base: type | None = getattr(module, "BaseOutput", None)
     return () if base is None else (base,)

@@ -53,9 +53,20 @@ _MLP = re.compile(r"(gate_proj|up_proj|down_proj|gate_up_proj|fc1|fc2|w1|w2|w3|c
 
 
 def rules_from_tp_plan(
-    tp_plan: Mapping[str, str], ep_plan: Mapping[str, str], family: str, shapes: Mapping[str, tuple[int, ...]]
+    tp_plan: Mapping[str, str],
+    ep_plan: Mapping[str, str],
+    family: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    part: str = "",
 ) -> tuple[Rule, ...]:
     """Returns rules for the tensors that a plan names and that exist.
+
+    Args:
+        tp_plan, ep_plan: Words by path below the base model.
+        family: Name in messages.
+        shapes: Shapes by qualified name, of all tensors.
+        part: Name of the module whose plan it is; empty: the whole model. An encoder beside it may have layers of the
+            same names and other numbers of heads.
 
     Raises:
         ShardingRuleError: unknown words.
@@ -71,7 +82,7 @@ def rules_from_tp_plan(
         words = tp_plan.get(key), ep_plan.get(key)
         if all(word is None or word in ABOUT_COMPUTATION for word in words):
             continue
-        path = r"(\w+\.)*" + re.escape(key).replace(r"\*", r"\d+")
+        path = (re.escape(f"{part}.") if part else "") + r"(\w+\.)*" + re.escape(key).replace(r"\*", r"\d+")
         for suffix in ("", r"\.weight", r"\.bias"):
             pattern = re.compile(path + suffix)
             ranks = {len(shape) for name, shape in shapes.items() if pattern.fullmatch(name)}

@@ -34,6 +34,7 @@ LOGICAL_AXES: Mapping[str, str | None] = {
     "mlp_pairs": "model",  # gate and up of one hidden unit side by side
     "experts": "expert",
     "state": "model",  # channels of a convolution or a state space, each by itself
+    "modulation": "model",  # scales and shifts, one row per image: divided weights, a short result that is gathered
     "columns": "model",  # whatever a product makes or takes where nothing more is known of it
     "latent": None,  # a compressed key, value or query, shared by all heads
 }
@@ -43,6 +44,7 @@ FUSED_AXES: Mapping[str, Fused] = {
     "qkv": Fused(("heads", "kv_heads", "kv_heads")),
     "gate_up": Fused(("mlp", "mlp")),
     "two_states": Fused(("state", "state")),
+    "heads_mlp": Fused(("heads", "mlp")),
 }
 
 UNIT_SIZES: Mapping[str, int] = {"mlp_pairs": 2}
@@ -151,10 +153,12 @@ class HeadCounts:
     Attributes:
         heads: query heads.
         kv_heads: heads of keys and values.
+        mlp: parts, each as wide as a head, of an MLP that lies behind heads in one dimension.
     """
 
     heads: int | None = None
     kv_heads: int | None = None
+    mlp: int | None = None
 
 
 @dataclass

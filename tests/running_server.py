@@ -28,7 +28,7 @@ class RunningServer:
         self.thread.start()
         self.url = self.server.addresses[0]
         self.context = self.server.context
-        until = time.monotonic() + 60
+        until = time.monotonic() + 300  # a process that renders templates starts meanwhile
         while self.context.stage is not Stage.READY:
             assert time.monotonic() < until and self.thread.is_alive()
             time.sleep(0.01)
@@ -112,7 +112,7 @@ def start_server(model):
 
 @pytest.fixture
 def http(server):
-    with httpx.Client(base_url=server.url, timeout=60) as client:
+    with httpx.Client(base_url=server.url, timeout=300) as client:  # programs are compiled at their first use
         yield client
 
 

@@ -140,6 +140,13 @@ def definitions(kind):
                 yield name, path, node
 
 
+def scripts():
+    """Every benchmark and example, parsed."""
+    for folder in ("benchmarks", "examples"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            yield path, ast.parse(path.read_text("utf-8"))
+
+
 def num_lines(node):
     return node.end_lineno - node.lineno + 1
 
@@ -186,6 +193,16 @@ def test_files_are_short():
 def test_functions_are_short():
     lengths = {f"{n}.{f.name}": num_lines(f) for n, _, f in definitions(ast.FunctionDef | ast.AsyncFunctionDef)}
     assert {name: length for name, length in lengths.items() if length > MAX_FUNCTION_LINES} == LONG_FUNCTIONS
+
+
+def test_functions_of_benchmarks_and_examples_are_short():
+    lengths = {
+        f"{path.relative_to(ROOT)}:{node.name}": num_lines(node)
+        for path, tree in scripts()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    assert {name: length for name, length in lengths.items() if length > MAX_FUNCTION_LINES} == {}
 
 
 def test_classes_are_small():

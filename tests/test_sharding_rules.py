@@ -21,6 +21,7 @@ from sharding_rules import HeadCounts, Rule, RuleTable, ShardingRuleError, place
 from sharding_rules.hf_tp_plans import WORDS, rules_from_tp_plan
 from sharding_rules.layout import ZERO, fused_dim, layout_heads, padded_units, take
 from sharding_rules.shape_inference import infer_rules
+from torchax_serve.parity.tiny.images import image_model
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8}
@@ -129,6 +130,19 @@ def test_the_tables_cut_where_the_plans_of_transformers_cut(model_type):
     named = [name for name, each in theirs.items() if each.rule.source == "plan of the model"]
     assert len(named) >= 8
     assert {name: ours[name].spec for name in named} == {name: theirs[name].spec for name in named}
+
+
+def test_the_plan_of_a_language_model_is_none_of_the_encoder_beside_it():
+    """Whose layers have the same names, and other heads: repeated heads of keys would be other layers."""
+    module = image_model("gemma3")
+    config, shapes = module.config.get_text_config(), shapes_of(module)
+    assert (config.num_key_value_heads, module.config.vision_config.num_attention_heads) == (2, 4)
+    placed = place(rules_for(module, shapes), shapes, {"model": 4}, head_counts(config))
+    of_encoder = {name for name in shapes if "vision_tower" in name}
+    assert {name for name in of_encoder if placed[name].rule.source == "plan of the model"} == set()
+    assert all(placed[name].laid_out_shape == shapes[name] for name in of_encoder)
+    of_text = "model.language_model.layers.0.self_attn.k_proj.weight"
+    assert placed[of_text].laid_out_shape[0] == 2 * shapes[of_text][0]
 
 
 def test_every_word_of_the_installed_transformers_is_known():

@@ -1,5 +1,6 @@
 """Checks one pipeline class: its output on JAX and in eager PyTorch, with components that diffusers' tests make."""
 
+import contextlib
 import copy
 import dataclasses
 import importlib
@@ -65,41 +66,76 @@ def work(connection, tests):
         connection.send(dataclasses.asdict(dataclasses.replace(result, total_s=time.perf_counter() - began)))
 
 
-def check(name, path, class_name):
-    """The result for a pipeline whose test class is `class_name` in `path`."""
+class ImpossibleError(Exception):
+    """Eager PyTorch gives nothing to compare with."""
+
+
+@dataclasses.dataclass
+class Case:
+    """Two pipelines of the same weights, and what one of them gives in eager PyTorch.
+
+    Attributes:
+        makes: The test class that makes components and inputs.
+        eager: Pipeline for PyTorch.
+        pipeline: Pipeline for JAX.
+        wanted: Output of `eager`.
+        classes: Names of the classes of its models.
+    """
+
+    makes: object
+    eager: object
+    pipeline: object
+    wanted: list[np.ndarray]
+    classes: str
+
+
+def case_of(path, class_name):
+    """The case of the test class `class_name` in `path`.
+
+    Raises:
+        ImpossibleError: Eager PyTorch fails, or its output shows nothing.
+    """
     import diffusers
     import torch
 
     from pipeline_parity.dummy_hub import NotReplacedError
-    from torchax_serve import to_jax
 
     try:
-        module = importlib.import_module(".".join(Path(path).with_suffix("").parts))
-        case = getattr(module, class_name)
-        makes = case.__new__(case)
+        test = getattr(importlib.import_module(".".join(Path(path).with_suffix("").parts)), class_name)
+        makes = test.__new__(test)
         components = makes.get_dummy_components()
         for part in components.values():
             if isinstance(part, torch.nn.Module):
                 part.eval()  # some tests leave dropout on
-        eager = case.pipeline_class(**copied(components, makes))
-        pipeline = case.pipeline_class(**components)
+        eager = test.pipeline_class(**copied(components, makes))
+        pipeline = test.pipeline_class(**components)
         for each in (eager, pipeline):
             each.set_progress_bar_config(disable=True)
         with torch.no_grad():
             prepare(makes, eager)
             wanted = arrays_of(eager(**inputs_of(makes, eager)))
     except NotReplacedError as error:
-        return Result(name, "", status="impossible", error=f"its test loads {error} from the hub")
+        raise ImpossibleError(f"its test loads {error} from the hub") from error
     except Exception as error:  # whatever stands in the way of eager PyTorch
-        return Result(name, "", status="impossible", error=f"in eager PyTorch: {error_line(error)}")
+        raise ImpossibleError(f"in eager PyTorch: {error_line(error)}") from error
     if not any(np.ptp(each) for each in wanted if each.size):
-        return Result(
-            name, "", status="impossible", error="its output in eager PyTorch is constant, which shows nothing"
-        )
+        raise ImpossibleError("its output in eager PyTorch is constant, which shows nothing")
     if not all(np.isfinite(each).all() for each in wanted):
-        return Result(name, "", status="impossible", error="its output in eager PyTorch is not finite")
+        raise ImpossibleError("its output in eager PyTorch is not finite")
     classes = [type(part).__name__ for part in components.values() if isinstance(part, diffusers.ModelMixin)]
-    found = Result(name, " + ".join(classes))
+    return Case(makes, eager, pipeline, wanted, " + ".join(classes))
+
+
+def check(name, path, class_name):
+    """The result for a pipeline whose test class is `class_name` in `path`."""
+    from torchax_serve import to_jax
+
+    try:
+        case = case_of(path, class_name)
+    except ImpossibleError as error:
+        return Result(name, "", status="impossible", error=str(error))
+    makes, pipeline, wanted = case.makes, case.pipeline, case.wanted
+    found = Result(name, case.classes)
     began = time.perf_counter()
     try:
         to_jax(pipeline)
@@ -113,14 +149,14 @@ def check(name, path, class_name):
     difference = largest_difference(wanted, got)
     problems = []
     if difference > TOLERANCE:
-        moved = largest_difference(wanted, of_rounded_layers(makes, eager))
+        moved, by = rounding_of(makes, case.eager, wanted)
         if moved > difference / 2:
             return dataclasses.replace(
                 found,
                 status=SENSITIVE,
                 forward_difference=difference,
                 compile_s=compile_s,
-                error=f"differs by {difference:.1e}, eager PyTorch with other rounding of layers by {moved:.1e}",
+                error=f"differs by {difference:.1e}, eager PyTorch {by} by {moved:.1e}",
             )
     if difference > TOLERANCE:
         problems.append(f"differs by {difference:.1e}")
@@ -149,6 +185,39 @@ def copied(components, makes):
                 made[name].load_state_dict(part.state_dict())
                 made[name].eval()
         return made
+
+
+def rounding_of(makes, eager, wanted):
+    """How far rounding moves the output `wanted` of `eager`, at most, and how that was seen; `eager` ends with it."""
+    import torch
+
+    found = []
+    with contextlib.suppress(Exception):  # some code mixes float64 with its own float32
+        found.append((largest_difference(wanted, of_float64(makes, eager)), "in float64"))
+    eager.to(torch.float32)
+    found.append((largest_difference(wanted, of_rounded_layers(makes, eager)), "with other rounding of layers"))
+    return max(each for each in found if np.isfinite(each[0]))
+
+
+def of_float64(makes, eager):
+    """Output of `eager` computed in float64, from the random numbers that float32 draws."""
+    import torch
+
+    own = torch.randn
+
+    def randn(*size, dtype=None, **options):
+        is_double = dtype == torch.float64
+        drawn = own(*size, dtype=torch.float32 if is_double else dtype, **options)
+        return drawn.double() if is_double else drawn
+
+    torch.randn = randn
+    try:
+        eager.to(torch.float64)
+        with torch.no_grad():
+            prepare(makes, eager)
+            return arrays_of(eager(**inputs_of(makes, eager)))
+    finally:
+        torch.randn = own
 
 
 def of_rounded_layers(makes, eager):

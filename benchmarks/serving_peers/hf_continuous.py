@@ -33,17 +33,17 @@ def run(manager: Any, job: Job) -> JobResult:
     """Times are those that the manager notes by itself: handing tokens out one by one would slow it down."""
     if any(each.after_tokens is not None for each in job.arrivals):
         raise ValueError("expected requests with a time: no token is seen here before its request has ended")
-    door, indices = RequestGate(job), dict[str, int]()
-    began = time.perf_counter() - door.now_s()
+    gate, indices = RequestGate(job), dict[str, int]()
+    began = time.perf_counter() - gate.now_s()
     num_done = 0
     while num_done < len(job.arrivals):
-        for index in door.take_due():
+        for index in gate.take_due():
             arrival = job.arrivals[index]
             name = manager.add_request(
                 arrival.prompt_ids, max_new_tokens=arrival.max_new_tokens, record_timestamps=True
             )
             indices[name] = index
-        until_s = door.until_next_s()
+        until_s = gate.until_next_s()
         output = manager.get_result(timeout=1.0 if until_s is None else max(until_s, 1e-4))
         if output is None:
             if not manager.is_running():
@@ -51,11 +51,11 @@ def run(manager: Any, job: Job) -> JobResult:
             continue
         if output.error:
             raise RuntimeError(f"a request failed: {output.error}")
-        trace = door.traces[indices[output.request_id]]
+        trace = gate.traces[indices[output.request_id]]
         for token, at_s in zip(output.generated_tokens, output.timestamps, strict=True):
             trace.add([token], at_s - began)
         num_done += 1
-    return JobResult(door.finish())
+    return JobResult(gate.finish())
 
 
 def facts(manager: Any, settings: SystemSettings) -> dict[str, Any]:

@@ -13,17 +13,17 @@ from serving_peers.jobs import Job, JobResult, RequestGate, answer_jobs, own_out
 from serving_peers.settings import settings_of_process
 
 
-class DoorStreamer(BaseStreamer):
+class GateStreamer(BaseStreamer):
     """Notes the tokens of each step for all rows; the prompt comes before them."""
 
-    def __init__(self, door: RequestGate) -> None:
-        self._door = door
+    def __init__(self, gate: RequestGate) -> None:
+        self._gate = gate
         self._seen_prompt = False
 
     def put(self, value: torch.Tensor) -> None:
         if self._seen_prompt:
-            now_s = self._door.now_s()
-            for trace, token in zip(self._door.traces, value.tolist(), strict=True):
+            now_s = self._gate.now_s()
+            for trace, token in zip(self._gate.traces, value.tolist(), strict=True):
                 trace.add([token], now_s)
         self._seen_prompt = True
 
@@ -41,9 +41,9 @@ def run(model: Any, job: Job, options: dict[str, Any]) -> JobResult:
         raise ValueError("expected requests of one length that come together: a static batch takes no others")
     ids = torch.tensor([each.prompt_ids for each in job.arrivals], device=model.device)
     config = GenerationConfig(do_sample=False, max_new_tokens=job.arrivals[0].max_new_tokens, **options)
-    door = RequestGate(job)
-    model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, streamer=DoorStreamer(door))
-    return JobResult(door.finish())
+    gate = RequestGate(job)
+    model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, streamer=GateStreamer(gate))
+    return JobResult(gate.finish())
 
 
 def main() -> None:

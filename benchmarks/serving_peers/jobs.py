@@ -7,12 +7,13 @@ on its standard output. Whatever libraries print goes to standard error.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TextIO
 
 
@@ -149,6 +150,23 @@ class RequestGate:
         """Seconds until the next request with a time; None if none is left."""
         times = [self._arrivals[index].at_s for index in self._waiting if self._arrivals[index].after_tokens is None]
         return max(0.0, min(times) - self.now_s()) if times else None
+
+    async def serve(self, read: Callable[[int], Coroutine[Any, Any, None]], progress: asyncio.Event) -> None:
+        """Starts `read(index)` as a task for each request once it is due, and returns when all have ended.
+
+        `read` sets `progress` with each token that it notes.
+        """
+        async with asyncio.TaskGroup() as readers:
+            while True:
+                progress.clear()
+                for index in self.take_due():
+                    readers.create_task(read(index))
+                if not self.is_open:
+                    break
+                if self.has_triggers:
+                    await progress.wait()
+                else:
+                    await asyncio.sleep(self.until_next_s() or 0.0)
 
     def finish(self) -> list[Trace]:
         """The traces.

@@ -24,36 +24,26 @@ OPTIONS = (*OF_ENGINE, *OF_SERVE, "warm_up")  # the last: compile all programs b
 
 async def run_requests(model: ServedModel, job: Job) -> RequestGate:
     """Every request by a caller of its own."""
-    door, progress = RequestGate(job), asyncio.Event()
+    gate, progress = RequestGate(job), asyncio.Event()
 
     async def read(index: int) -> None:
-        arrival, trace = job.arrivals[index], door.traces[index]
+        arrival, trace = job.arrivals[index], gate.traces[index]
         config = GenerationConfig(max_new_tokens=arrival.max_new_tokens, do_sample=False)
         stream: Any = model.iter_tokens(arrival.prompt_ids, config)
         async for token in stream:
-            trace.add([token], door.now_s())
+            trace.add([token], gate.now_s())
             progress.set()
 
-    async with asyncio.TaskGroup() as readers:
-        while True:
-            progress.clear()
-            for index in door.take_due():
-                readers.create_task(read(index))
-            if not door.is_open:
-                break
-            if door.has_triggers:
-                await progress.wait()
-            else:
-                await asyncio.sleep(door.until_next_s() or 0.0)
-    return door
+    await gate.serve(read, progress)
+    return gate
 
 
 def run(model: ServedModel, job: Job) -> JobResult:
     before = model.engine.stats().scheduler.num_hit_tokens
     with count_programs() as programs:
-        door = asyncio.run(run_requests(model, job))
+        gate = asyncio.run(run_requests(model, job))
     hits = model.engine.stats().scheduler.num_hit_tokens - before
-    return JobResult(door.finish(), hits, programs[0])
+    return JobResult(gate.finish(), hits, programs[0])
 
 
 def facts(model: ServedModel, page_size: int, token_bytes: int, engine_bytes: int) -> dict[str, Any]:

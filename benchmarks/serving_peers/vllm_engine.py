@@ -53,22 +53,22 @@ class OfflineFront:
 
     def run(self, job: Job) -> JobResult:
         self._num_jobs += 1
-        door, num_cached = RequestGate(job), 0
-        while door.is_open or self._engine.has_unfinished_requests():
-            for index in door.take_due():
+        gate, num_cached = RequestGate(job), 0
+        while gate.is_open or self._engine.has_unfinished_requests():
+            for index in gate.take_due():
                 arrival = job.arrivals[index]
                 prompt = {"prompt_token_ids": arrival.prompt_ids}
                 self._engine.add_request(f"{self._num_jobs}-{index}", prompt, sampling(arrival.max_new_tokens))
             if not self._engine.has_unfinished_requests():
-                time.sleep(door.until_next_s() or 0.0)
+                time.sleep(gate.until_next_s() or 0.0)
                 continue
             outputs = self._engine.step()
-            now_s = door.now_s()
+            now_s = gate.now_s()
             for output in outputs:
                 index = int(output.request_id.split("-")[1])
-                door.traces[index].add(list(output.outputs[0].token_ids), now_s)
+                gate.traces[index].add(list(output.outputs[0].token_ids), now_s)
                 num_cached += (output.num_cached_tokens or 0) if output.finished else 0
-        return JobResult(door.finish(), num_cached)
+        return JobResult(gate.finish(), num_cached)
 
 
 class AsyncFront:
@@ -95,29 +95,19 @@ class AsyncFront:
 
     async def _run(self, job: Job) -> JobResult:
         self._num_jobs += 1
-        door, progress, num_cached = RequestGate(job), asyncio.Event(), 0
+        gate, progress, num_cached = RequestGate(job), asyncio.Event(), 0
 
         async def read(index: int) -> None:
             nonlocal num_cached
             arrival, name = job.arrivals[index], f"{self._num_jobs}-{index}"
             prompt = {"prompt_token_ids": arrival.prompt_ids}
             async for output in self._engine.generate(prompt, sampling(arrival.max_new_tokens), name):
-                door.traces[index].add(list(output.outputs[0].token_ids), door.now_s())
+                gate.traces[index].add(list(output.outputs[0].token_ids), gate.now_s())
                 num_cached += (output.num_cached_tokens or 0) if output.finished else 0
                 progress.set()
 
-        async with asyncio.TaskGroup() as readers:
-            while True:
-                progress.clear()
-                for index in door.take_due():
-                    readers.create_task(read(index))
-                if not door.is_open:
-                    break
-                if door.has_triggers:
-                    await progress.wait()
-                else:
-                    await asyncio.sleep(door.until_next_s() or 0.0)
-        return JobResult(door.finish(), num_cached)
+        await gate.serve(read, progress)
+        return JobResult(gate.finish(), num_cached)
 
 
 FRONTS: dict[str, type[OfflineFront] | type[AsyncFront]] = {"offline": OfflineFront, "async": AsyncFront}

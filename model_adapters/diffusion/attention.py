@@ -35,7 +35,9 @@ def attention(
     return_lse: bool = False,
     _parallel_config: Any = None,
 ) -> torch.Tensor:
-    """Computes attention as diffusers' native backend does; of tensors that are not traced by that backend itself.
+    """Computes attention as diffusers' native backend does.
+
+    Attention of tensors that are not traced is computed by that backend itself.
 
     Args:
         query: ``[batch, len, heads, dim]``.

@@ -12,14 +12,16 @@ import torch
 from jax.sharding import Mesh
 
 import pytree_registry
-from model_adapters.bridge.views import as_views, default_env, jax_view, torch_mode, torch_view
-from model_adapters.diffusion import attention
+from model_adapters.bridge.views import as_views, default_env, is_view, jax_view, torch_mode, torch_view
+from model_adapters.diffusion import attention, stored_tensors
 from model_adapters.errors import UnsupportedModelError
 from model_adapters.lowerings import constant_folding, install
 from model_adapters.ops import spmd
 from model_adapters.program import shared_layers
 from model_adapters.program.static_tensors import StaticTensor
 from model_adapters.program.trace_context import torch_promotion, trace_lock
+from model_adapters.sharding.model_sharding import placements_known
+from sharding_rules import TensorPlacement
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,15 +63,21 @@ class ComponentProgram:
         module: A module of diffusers.
         forward_of: Returns the method that a class of diffusers has under a name.
         mesh: Devices for which it is traced; None: one device.
+        placed: How each tensor lies on `mesh`, by name.
     """
 
     def __init__(
-        self, module: torch.nn.Module, forward_of: Callable[[str], Callable[..., Any]], mesh: Mesh | None = None
+        self,
+        module: torch.nn.Module,
+        forward_of: Callable[[str], Callable[..., Any]],
+        mesh: Mesh | None = None,
+        placed: Mapping[str, TensorPlacement] | None = None,
     ) -> None:
         install.install()
         attention.install()
         pytree_registry.register_all()  # the modeling file is loaded, with the outputs that it defines
         self.module, self._forward_of, self._mesh = module, forward_of, mesh
+        self._placed = placed or {}
 
     def run(self, weights: Mapping[str, jax.Array], arrays: list[jax.Array], spec: ComponentCall) -> Any:
         """Calls a method; to be traced.
@@ -80,13 +88,14 @@ class ComponentProgram:
             spec: The static part of the call.
 
         Returns:
-            The method's result, a pytree with arrays in place of tensors.
+            The method's result, a pytree with arrays in place of tensors; and what processors have stored, by path.
 
         Raises:
-            UnsupportedModelError: the code writes into its weights, or draws random numbers.
+            UnsupportedModelError: the code writes into its weights or arguments, or draws random numbers.
         """
-        state = torch_view(dict(weights))
+        lengths = stored_tensors.list_lengths(self.module)
         is_float32 = next((x.dtype == jax.numpy.float32 for x in weights.values() if x.dtype.kind == "f"), True)
+        state = torch_view(dict(weights))
         with (
             torch_promotion(),
             trace_lock(),
@@ -94,25 +103,64 @@ class ComponentProgram:
             restored_state(self.module),
             torch_mode(self.module, state),
             constant_folding.enabled(),
-            shared_layers.intercepted(self.module),
+            # A function that blocks share cannot store what it computes.
+            contextlib.nullcontext() if lengths else shared_layers.intercepted(self.module),
             spmd.on_mesh(self._mesh),
+            placements_known(self._mesh, {id(weights[name]): each for name, each in self._placed.items()}),
             jax.default_matmul_precision("highest") if is_float32 else contextlib.nullcontext(),
         ):
             args, kwargs = spec.arguments(arrays)
+            inside = _inside_arguments(args, kwargs)
             key = default_env().param.prng
-            result = self._forward_of(spec.method)(self.module, *args, **kwargs)
-            if default_env().param.prng is not key:
-                raise UnsupportedModelError(
-                    f"{type(self.module).__name__}.{spec.method} draws random numbers, which a compiled program would "
-                    "repeat at every call; call it in PyTorch, before to_jax"
-                )
-            result = jax_view(as_views(result))
-        if written := [name for name, tensor in state.items() if jax_view(tensor) is not weights[name]]:
+            try:
+                result = self._forward_of(spec.method)(self.module, *args, **kwargs)
+                stored = stored_tensors.take_appended(self.module, lengths)
+            except Exception:
+                stored_tensors.drop_appended(self.module, lengths)
+                raise
+            draws = default_env().param.prng is not key
+            result, stored = jax_view(as_views((result, stored)))
+        self._check_pure(spec.method, draws, inside, weights, state)
+        return result, stored
+
+    def _check_pure(
+        self,
+        method: str,
+        draws: bool,
+        inside: list[tuple[jax.Array, Any]],
+        weights: Mapping[str, jax.Array],
+        state: Mapping[str, Any],
+    ) -> None:
+        """Raises UnsupportedModelError for a method that has done more than compute its result.
+
+        Args:
+            method: Name of the method.
+            draws: Whether it has drawn random numbers.
+            inside: Tensors inside of arguments as they were, and their views.
+            weights: Every tensor of the module as it was.
+            state: Views of them.
+        """
+        name = type(self.module).__name__
+        if draws:
             raise UnsupportedModelError(
-                f"{type(self.module).__name__} writes into its own weights ({', '.join(written[:3])}) when called; a "
-                "compiled program cannot"
+                f"{name}.{method} draws random numbers, which a compiled program would repeat at every call; call it "
+                "in PyTorch, before to_jax"
             )
-        return result
+        if any(jax_view(view) is not before for before, view in inside):
+            raise UnsupportedModelError(
+                f"{name}.{method} writes into a tensor inside of one of its arguments, such as a cache, which a "
+                "compiled program cannot; leave this part in PyTorch"
+            )
+        if written := [each for each, tensor in state.items() if jax_view(tensor) is not weights[each]]:
+            raise UnsupportedModelError(
+                f"{name} writes into its own weights ({', '.join(written[:3])}) when called; a compiled program cannot"
+            )
+
+
+def _inside_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[jax.Array, Any]]:
+    """Returns the arrays of views inside of arguments, such as those of a cache, with the views."""
+    leaves = jax.tree_util.tree_leaves_with_path((args, kwargs))
+    return [(jax_view(leaf), leaf) for path, leaf in leaves if len(path) > 2 and is_view(leaf)]
 
 
 @contextlib.contextmanager

@@ -60,8 +60,8 @@ class LoadedHead:
         described = repr((type(module).__name__, sorted(said.items(), key=str), self.layers, sorted(self.shared)))
         return hashlib.sha256(described.encode()).hexdigest()[:16]
 
-    def with_model(self, model: Weights) -> HeadedWeights:
-        """Returns its weights beside those of the model."""
+    def with_model(self, model: Weights) -> Any:
+        """Returns its weights beside those of the model, as `HeadedWeights`."""
         return HeadedWeights(model, dict(self.weights), self.token_ids)
 
     def tensors(self, weights: HeadedWeights) -> Weights:

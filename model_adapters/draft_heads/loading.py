@@ -83,7 +83,7 @@ def load_eagle3(source: ModelSource, target: LoadedModel, *, allow_pickle: bool)
         shared,
         layers,
         None if ids is None else jnp.asarray(ids),
-        (config.num_key_value_heads, 2 * head_dim),
+        (int(config.num_key_value_heads or config.num_attention_heads), 2 * head_dim),
     )
 
 

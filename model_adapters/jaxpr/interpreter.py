@@ -90,7 +90,10 @@ class Program:
 
 
 def inlined(closed: jex.ClosedJaxpr) -> Program:
-    """Returns `closed` with called programs inlined, but for shared functions. Rules for derivatives are lost."""
+    """Returns `closed` with called programs inlined, but for shared functions.
+
+    Rules for derivatives are lost.
+    """
     values = {var: Value(var.aval) for var in closed.jaxpr.invars}
     program = Program([values[var] for var in closed.jaxpr.invars], [])
     program.outputs = _inline(closed, program.inputs, program)
@@ -99,7 +102,7 @@ def inlined(closed: jex.ClosedJaxpr) -> Program:
 
 @contextmanager
 def in_context_of(equation: Any, scopes: str = "") -> Iterator[None]:
-    """Evaluates a traced equation in its own context inside, with the named scopes that it was traced in."""
+    """Evaluates a traced equation in its context, with the named scopes of its trace."""
     scopes = scopes or str(equation.source_info.name_stack)
     with jax.named_scope(scopes) if scopes else nullcontext(), equation.ctx.manager:
         yield

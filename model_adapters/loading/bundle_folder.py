@@ -1,4 +1,7 @@
-"""Folders of bundles: versions in numbered folders, complete with their manifest; imports neither torch nor jax."""
+"""Folders of bundles: versions in numbered folders, complete with their manifest.
+
+Imports neither torch nor jax.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ PARTIAL = ".partial-"
 
 
 def is_bundle(folder: Path) -> bool:
-    """Returns whether `folder` is a bundle, one version of a bundle, or what is left of one that was not finished."""
+    """Returns whether `folder` is a bundle, a version of one, or an unfinished one."""
     if _has_manifest(folder) or any(_has_manifest(each) for each in _numbered(folder)):
         return True
     return not (folder / "config.json").exists() and any(folder.glob(f"{PARTIAL}*/programs"))

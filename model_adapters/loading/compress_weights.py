@@ -28,7 +28,9 @@ INDEX_BYTES = 4
 
 
 def prepare_weights(loaded: LoadedModel) -> int:
-    """Lays out for a CPU's memory what one device read from files or made up, not the weights of a caller's object.
+    """Lays out for a CPU's memory what one device read from files or made up.
+
+    The weights of a caller's object stay as they are.
 
     Those of linear layers are packed where the processor is made for it, the others lie in large pages of memory.
 
@@ -46,7 +48,7 @@ def prepare_weights(loaded: LoadedModel) -> int:
 
 
 def pack_linear_weights(module: torch.nn.Module, weights: dict[str, Weight]) -> int:
-    """Puts packed weights in place of those of `module`'s linear layers, where the processor is made for it.
+    """Puts packed weights into `module`'s linear layers, where the processor is made for it.
 
     Args:
         module: whose code reads the weights.
@@ -95,7 +97,7 @@ def pack_linear_weights(module: torch.nn.Module, weights: dict[str, Weight]) -> 
 
 
 def equalize_indices(weights: dict[str, Weight]) -> None:
-    """Pads the indices of packed weights of one shape to one length, where that takes little memory.
+    """Pads the indices of packed weights of one shape to one length if that costs little memory.
 
     An index is as long as its matrix has uncompressed groups. With other lengths in each layer no two layers would be
     of a kind, and each would be traced by itself (`shared_layers`).

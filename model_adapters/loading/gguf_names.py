@@ -17,7 +17,10 @@ _DENSE = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
 
 
 def split_tag(name: str) -> tuple[str, str | None]:
-    """Returns a hub id and what stands behind its colon, "org/repo-GGUF:Q4_K_M"; None without one."""
+    """Returns a hub id and what stands behind its colon, "org/repo-GGUF:Q4_K_M".
+
+    None without one.
+    """
     hub_id, colon, tag = name.strip().partition(":")
     return (hub_id, tag) if colon and hub_id.count("/") == 1 and tag else (name, None)
 
@@ -74,7 +77,9 @@ def _of_type(names: list[str], kind: str) -> list[str]:
 
 
 def gguf_in(folder: Path) -> Path | None:
-    """Returns the GGUF file of a folder whose weights are in GGUF files alone; None for any other folder.
+    """Returns the GGUF file of a folder whose weights are in GGUF files alone.
+
+    None for any other folder.
 
     Raises:
         ModelNotFoundError: several of them.

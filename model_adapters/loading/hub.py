@@ -57,8 +57,8 @@ def fetch(request: HubRequest, progress: Progress) -> tuple[Path, int]:
             return _gguf(request, info, progress)
         if PIPELINE_INDEX in listed and CONFIG not in listed:
             raise IsPipelineError(
-                f"{request.hub_id} is a pipeline of diffusers, expected a model of transformers: give it to serve or "
-                "to torchax-serve draw"
+                f"model: expected one of transformers, got {request.hub_id}, a pipeline of diffusers; use "
+                "torchax-serve draw, or serve() in Python"
             )
         # by the revision's name, so that the cache knows where it leads to
         first = hub_file(request, CONFIG if CONFIG in listed or MODULES not in listed else MODULES, request.revision)

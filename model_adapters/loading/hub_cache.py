@@ -21,7 +21,9 @@ def hub_cache(cache_dir: str | os.PathLike[str] | None = None) -> Path:
 
 
 def snapshot(hub_id: str, revision: str | None = None, cache_dir: str | os.PathLike[str] | None = None) -> Path | None:
-    """Returns the cached copy of a repository at the commit that its revision had last; None if there is none.
+    """Returns the cached copy of a repository at the commit that its revision had last.
+
+    None if there is none.
 
     Args:
         hub_id: Id of the repository.

@@ -24,7 +24,9 @@ _PICKLED = re.compile(r"[^.]+\.bin")
 
 
 def fetch_pipeline(request: HubRequest, progress: Progress) -> Path:
-    """Returns the cached folder of a pipeline; downloads what it lacks: the weights of its models as safetensors.
+    """Returns the cached folder of a pipeline.
+
+    Downloads what it lacks: the weights of its models as safetensors.
 
     Without a network the cached copy is used.
 

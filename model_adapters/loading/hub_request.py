@@ -49,7 +49,10 @@ def _file_of(error: errors.EntryNotFoundError) -> str:
 
 
 def is_connection_error(error: BaseException) -> bool:
-    """Tells whether a request never got an answer: the classes of the HTTP client, whichever the hub's release uses."""
+    """Tells whether a request never got an answer.
+
+    The classes are those of the HTTP client, whichever the hub's release uses.
+    """
     if isinstance(error, errors.OfflineModeIsEnabled | ConnectionError | TimeoutError):
         return True
     return isinstance(error, errors.HTTPError) and not isinstance(error, errors.HfHubHTTPError)
@@ -61,7 +64,9 @@ def is_unreachable(error: BaseException) -> bool:
 
 
 def is_latest(request: HubRequest, commit: str) -> bool:
-    """Returns whether a cached commit is what a request is for: the one that the hub has now, if it can be asked.
+    """Returns whether a cached commit is what a request is for.
+
+    That is the one that the hub has now, if it can be asked.
 
     False also where the hub refuses the request, which `model_adapters.loading.hub.fetch` then reports.
     """

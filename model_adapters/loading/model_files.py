@@ -53,7 +53,10 @@ class ModelFiles:
 
     @classmethod
     def of(cls, source: ModelSource, *, trust_remote_code: bool) -> ModelFiles:
-        """Reads configuration or header of `source`; raises what `load_config` and `GgufFile.read` raise."""
+        """Reads configuration or header of `source`.
+
+        Raises what `load_config` and `GgufFile.read` raise.
+        """
         assert source.path is not None
         if source.gguf is not None:
             header = GgufFile.read(source.gguf)

@@ -116,7 +116,9 @@ def resolve(
 
 
 def cached_source(name: str, request: HubRequest) -> ModelSource | None:
-    """Returns the source of a hub model at the commit that was downloaded last; None if that is none, or a GGUF file.
+    """Returns the source of a hub model at the commit that was downloaded last.
+
+    None if that is none, or a GGUF file.
 
     Imports neither torch nor transformers, and sends no request.
 

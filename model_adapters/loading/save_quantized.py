@@ -17,7 +17,7 @@ from model_adapters.quantization.rules import rules_for_files
 
 
 def save_quantized(model: Any, folder: str | os.PathLike[str], quantization: Any, **load_options: Any) -> str:
-    """Writes `model` with linear layers quantized into `folder`, in the format compressed-tensors.
+    """Writes `model` with quantized linear layers into `folder`, as compressed-tensors.
 
     Experts in one tensor, embedding tables and tied heads stay dense. Presets leave the head dense too.
 

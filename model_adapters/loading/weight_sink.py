@@ -44,7 +44,9 @@ _one_load = threading.Lock()  # the patches below apply to all threads of the pr
 
 
 class DevicePlacement:
-    """Puts arrays where they are to live, and waits before too many copies from the host are under way.
+    """Puts arrays where they are to live.
+
+    Waits before too many copies from the host are under way.
 
     Args:
         device_put: Places each array; None is the default device.
@@ -117,7 +119,7 @@ class WeightSink:
         self.info: LoadStateDictInfo | None = None
 
     def accept(self, model: PreTrainedModel, target_name: str, tensor_bytes: int) -> None:
-        """Takes the tensor that the loader has just set as `target_name`, unless it may be tied to another.
+        """Takes the tensor just loaded as `target_name`, unless it may be tied to another.
 
         Which of two tied names a checkpoint holds, and whether both are equal, transformers finds out at the end and
         by their values; the few tensors in question stay in the module until then, but for those that the files have
@@ -140,7 +142,7 @@ class WeightSink:
         setattr(owner, attribute, self._landed_as(tensor, self._place(target_name, tensor)))
 
     def _accept_equal(self, model: PreTrainedModel, source: str) -> None:
-        """Takes `source` and the tensors tied to it once all of them are in the module, if they are equal."""
+        """Takes `source` and its tied tensors once all are in the module, if they are equal."""
         names = [source, *(name for name, other in model.all_tied_weights_keys.items() if other == source)]
         owners = [_owner_of(model, name) for name in names]
         found = [getattr(owner, attribute, None) for owner, attribute in owners]
@@ -155,7 +157,7 @@ class WeightSink:
             setattr(owner, attribute, empty)
 
     def _is_under_one_name(self, target_name: str, group: set[str]) -> bool:
-        """Tells whether the files have the tied names in `group` under one of them only, `target_name`."""
+        """Tells whether of the tied names in `group` the files have `target_name` alone."""
         others = {f".{name.split('.')[-2]}." for name in group - {target_name} if "." in name}
         return target_name in self._names and not any(other in f".{name}" for name in self._names for other in others)
 
@@ -172,7 +174,10 @@ class WeightSink:
         return None if found is None else found[1]
 
     def taken(self) -> LoadStateDictInfo:
-        """transformers' account of what was there, missing and left over; there once `hooked` has been left."""
+        """transformers' account of what was there, missing and left over.
+
+        It is there once `hooked` has been left.
+        """
         assert self.info is not None
         return self.info
 
@@ -252,7 +257,10 @@ def _read_ahead_off() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_remarks_on_missing() -> Iterator[None]:
-    """Keeps away transformers' guess at what missing tied tensors mean: they are in its account as well."""
+    """Keeps away transformers' guess at what missing tied tensors mean.
+
+    They are in its account as well.
+    """
     remarks = logging.getLogger(modeling_utils.__name__)
 
     def is_other(record: logging.LogRecord) -> bool:
@@ -266,7 +274,7 @@ def _without_remarks_on_missing() -> Iterator[None]:
 
 
 def meta_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor of the same kind, shape and dtype on the meta device, where it has no memory."""
+    """Returns a tensor of the same kind, shape and dtype on the meta device, without memory."""
     empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(empty, requires_grad=tensor.requires_grad)

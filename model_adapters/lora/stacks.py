@@ -22,6 +22,7 @@ from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
 from model_adapters.lora.adapter_files import AdapterFiles
 from model_adapters.ops.compressed_weight import Weight, Weights
 from model_adapters.ops.lora_weight import LoraWeight
+from model_adapters.program.media import language_model_name, takes_media
 from model_adapters.sharding.model_sharding import ModelSharding
 from sharding_rules.layout import DimLayout
 
@@ -52,6 +53,9 @@ def linear_layers(module: Any, weights: Weights) -> dict[str, LinearLayer | str]
         owners.setdefault(id(held), []).append(name)
     head, decoder = module.get_output_embeddings(), module.get_decoder()
     inside = {id(part) for part in (module if decoder is None else decoder).modules()}
+    # Encoders run once for requests with any adapter, or none.
+    if takes_media(module) and (language_model := language_model_name(module)) is not None:
+        inside &= {id(part) for part in module.get_submodule(language_model).modules()}
     found: dict[str, LinearLayer | str] = {}
     for name, part in module.named_modules():
         weight, is_turned = f"{name}.weight", isinstance(part, Conv1D)

@@ -28,6 +28,7 @@ from model_adapters.lowerings.deferred_checks import TracedMaskSelection
 from model_adapters.ops import registry
 from model_adapters.ops.compressed_weight import compressed_of, note_turned, quantized_of, take_compressed_rows
 from model_adapters.ops.quantized_weight import take_rows
+from model_adapters.sharding.model_sharding import note_parts
 
 
 def _check_lookups() -> None:
@@ -125,7 +126,10 @@ def _cat(tensors: Sequence[jax.Array], dim: int = 0) -> jax.Array:
     parts = [x.astype(dtype) for x in parts]
     if parts[0].ndim == 4 and dim in (-1, 3) and registry.platform() == "cpu":
         return jnp.swapaxes(jnp.concatenate([jnp.swapaxes(x, 1, 2) for x in parts], 3), 1, 2)
-    return jnp.concatenate(parts, dim)
+    joined = jnp.concatenate(parts, dim)
+    if dim in (-1, joined.ndim - 1):
+        note_parts(joined, parts)
+    return joined
 
 
 def _index_add(x: jax.Array, dim: int, index: jax.Array, source: jax.Array, *, alpha: float = 1) -> jax.Array:

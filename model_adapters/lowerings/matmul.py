@@ -9,13 +9,23 @@ import jax.numpy as jnp
 
 from model_adapters import ops
 from model_adapters.errors import InvalidArgumentError
-from model_adapters.sharding.model_sharding import gather_fused_result, placement_in_trace
+from model_adapters.sharding.model_sharding import (
+    SHORT_RESULT,
+    divide_fused_input,
+    gather_fused_result,
+    gathered,
+    placement_in_trace,
+)
 
 
 def _linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    out = ops.linear(x, weight, bias)
     placed = placement_in_trace(weight)
-    return out if placed is None else gather_fused_result(out, placed.dims[0])
+    if placed is None:
+        return ops.linear(x, weight, bias)
+    out = ops.linear(divide_fused_input(x, placed.dims[1]), weight, bias)
+    if placed.rule.axes is not None and placed.rule.axes[0] == SHORT_RESULT:
+        return gathered(out)
+    return gather_fused_result(out, placed.dims[0])
 
 
 def _addmm(bias: jax.Array, x: jax.Array, weight: jax.Array, *, beta: float = 1.0, alpha: float = 1.0) -> jax.Array:

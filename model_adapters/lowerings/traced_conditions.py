@@ -25,7 +25,7 @@ class TracedConditions(threading.local):
 
     @contextlib.contextmanager
     def collect_if_collected(self) -> Iterator[list[jax.Array]]:
-        """Yields a list of its own for the conditions made inside, if conditions are collected outside.
+        """Yields a list of the conditions made inside, if conditions are collected outside.
 
         Otherwise it stays empty.
         """

@@ -12,6 +12,7 @@ from collections.abc import Set
 from dataclasses import dataclass, field, fields
 
 import jax
+import jax.numpy as jnp
 
 STATIC = {"static": True}
 """Metadata of a field that is part of the traced program rather than an input of it."""
@@ -74,6 +75,19 @@ class AttentionArgs:
 
 OPTIONAL_FIELDS = tuple(each.name for each in fields(AttentionArgs) if each.name != "scale")
 """Names of the features that a call may have or not."""
+
+
+def last_seen(args: AttentionArgs, begin: jax.Array, end: jax.Array) -> jax.Array | None:
+    """Returns the last position that a token of ``[begin, end)`` sees beyond its own, ``int32[n]``.
+
+    `begin` and `end` are ``int32[n]``, tokens of n runs. -1 for a run of which no token does; None without
+    `sees_until`. All tokens are compared with all runs: one reduction, where a scatter is a loop on accelerators.
+    """
+    if args.sees_until is None:
+        return None
+    token = jnp.arange(args.sees_until.shape[0], dtype=jnp.int32)
+    inside = (token >= begin[:, None]) & (token < end[:, None])
+    return jnp.max(jnp.where(inside, args.sees_until, -1), axis=1, initial=-1)
 
 
 def unsupported_field(args: AttentionArgs, supported: Set[str]) -> str | None:

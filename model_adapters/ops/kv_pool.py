@@ -108,7 +108,9 @@ def checked_args(op: str, args: AttentionArgs, query_heads: int, num_seqs: int, 
 
 
 def quantize(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
-    """Returns ``x[..., H, D]`` by ``float32 scale[H]`` in int8 or float8_e4m3fn, clipped to its largest number.
+    """Returns ``x[..., H, D]`` by ``float32 scale[H]``, in int8 or float8_e4m3fn.
+
+    It is clipped to the largest number.
 
     Ties are rounded to even. NaN becomes 0.
     """

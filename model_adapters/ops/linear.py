@@ -146,7 +146,7 @@ def not_invariant_reason() -> str | None:
 
 
 def skips_equal_rows() -> bool:
-    """Returns whether products compute equal rows at the end of an operand once (`cpu/repeated_rows.h`)."""
+    """Returns whether products compute equal rows at the end once (`cpu/repeated_rows.h`)."""
     return not_invariant_reason() is None  # the C++ kernels, for any number of rows
 
 

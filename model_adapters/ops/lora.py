@@ -19,7 +19,7 @@ from model_adapters.ops.lora_weight import OP
 
 @registry.define(OP, "x[rows, in] times the low-rank matrices of each row's adapter, plus sums[rows, out]")
 def reference(x: jax.Array, sums: jax.Array, ids: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-    """Computes with the matrices of all adapters, and masks those of other rows: two dense products."""
+    """Computes two dense products with all adapters, and masks those of other rows."""
     wide: Any = {"precision": precision(x.dtype), "preferred_element_type": accumulator(x.dtype)}
     hidden = jnp.einsum("ti,nri->tnr", x, a, **wide)
     own = ids[:, None] == jnp.arange(1, a.shape[0] + 1)
@@ -36,7 +36,7 @@ def _kernel_unsupported_reason(x: jax.Array, sums: jax.Array, ids: jax.Array, a:
 
 @registry.register(OP, "cpu-ffi", ("cpu",), unsupported_reason=_kernel_unsupported_reason)
 def by_row(x: jax.Array, sums: jax.Array, ids: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-    """Computes row by row with the C++ kernel, which reads the matrices of the rows' adapters alone."""
+    """Computes row by row with the C++ kernel, which reads the rows' adapters alone."""
     return ffi.lora(x, sums, ids, a, b)
 
 

@@ -109,7 +109,10 @@ def add_adapters(sums: jax.Array, x: jax.Array, lora: LoraWeight | None) -> jax.
 
 
 def _ids_of_rows(ids: jax.Array, lead: Sequence[int]) -> jax.Array:
-    """Returns the adapter of each row, int32[rows], of an operand with the axes `lead` in front of its last one."""
+    """Returns the adapter of each row, int32[rows], of an operand.
+
+    It has the axes `lead` in front of its last one.
+    """
     num_rows = math.prod(lead)
     if ids.ndim == 0 or ids.shape[0] == 1:
         return jnp.broadcast_to(ids.reshape(-1), (num_rows,))

@@ -17,7 +17,7 @@ Product = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def not_for_kernels(x: jax.Array, weight: QuantizedWeight | None, dtypes: Sequence[str]) -> str | None:
-    """Returns why a kernel for numbers of `dtypes` cannot multiply ``x[rows, in]`` with `weight`, or None."""
+    """Returns why a kernel for `dtypes` cannot multiply ``x[rows, in]`` with `weight`, or None."""
     if weight is None or weight.scheme.transposed or not weight.is_input_major or weight.ndim != 2:
         return "the weight is not quantized input-major"
     scheme, columns, mesh = weight.scheme, weight.num_columns, spmd.mesh_in_use()
@@ -48,7 +48,9 @@ def local_sizes(weight: QuantizedWeight) -> tuple[int, int, int]:
 
 
 def by_device(x: jax.Array, weight: QuantizedWeight, product: Product) -> jax.Array:
-    """Returns ``x[rows, in]`` times a weight, as float32, or on a mesh in x's dtype if devices' sums are added.
+    """Returns ``x[rows, in]`` times a weight, as float32.
+
+    On a mesh it is in x's dtype if devices' sums are added.
 
     Args:
         x: Rows of activations.

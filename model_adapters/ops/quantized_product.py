@@ -89,7 +89,10 @@ def _float_sums(x: jax.Array, weight: QuantizedWeight) -> jax.Array:
 
 
 def _product_sums(x: jax.Array, matrix: jax.Array, weight: QuantizedWeight) -> jax.Array:
-    """Returns XLA's product of ``x[rows, in]`` and a matrix in the axes' order of `weight`, in the accumulator."""
+    """Returns XLA's product of ``x[rows, in]`` and a matrix, in the accumulator.
+
+    The axes are in the order of `weight`.
+    """
     if not weight.is_input_major:
         return product_sums(x, matrix)
     return jnp.matmul(x, matrix, precision=precision(x.dtype), preferred_element_type=accumulator(x.dtype))
@@ -201,7 +204,7 @@ def _kernel_product(x: jax.Array, weight: QuantizedWeight, bias: jax.Array | Non
 
 
 def _rounded_rows(x: jax.Array, scheme: Scheme) -> tuple[jax.Array, jax.Array]:
-    """Returns rows float32[rows, in] of rounded numbers, and their scales float32[rows, 1], one a row."""
+    """Returns rounded numbers float32[rows, in], and their scales float32[rows, 1]."""
     if scheme.act_scale is None:
         numbers, scale = round_rows(x, x.shape[1], scheme.act_dtype)
     else:

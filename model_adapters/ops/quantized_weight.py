@@ -254,7 +254,7 @@ NF4 = (
 
 
 def looked_up(values: jax.Array, scheme: Scheme) -> jax.Array:
-    """Returns float32 numbers that stored values mean: themselves, or those at their places in a table."""
+    """Returns float32 numbers that stored values mean: themselves, or places in a table."""
     if scheme.table is None:
         return values.astype(jnp.float32)
     codes = values.astype(jnp.int32)
@@ -272,7 +272,10 @@ def looked_up(values: jax.Array, scheme: Scheme) -> jax.Array:
 
 
 def _numbers(values: jax.Array, scale: jax.Array, offset: jax.Array | None, scheme: Scheme, axis: int) -> jax.Array:
-    """Returns float32 values times scale plus offset, columns along `axis` (-1 or -2) in the stored order."""
+    """Returns float32 values times scale plus offset.
+
+    Columns are along `axis` (-1 or -2) in the stored order.
+    """
     num_columns, groups = values.shape[axis], scale.shape[axis]
     group = num_columns if groups == 1 else scheme.group
     dense = looked_up(values, scheme)
@@ -301,7 +304,10 @@ def dequantize(weight: QuantizedWeight, dtype: Any = None) -> jax.Array:
 
 
 def dequantized(weight: QuantizedWeight, dtype: Any) -> jax.Array:
-    """Returns the dense matrix in `dtype`, computed in float32: ``[..., out, in]``, input-major ``[..., in, out]``."""
+    """Returns the dense matrix ``[..., out, in]`` in `dtype`, computed in float32.
+
+    Input-major it is ``[..., in, out]``.
+    """
     if weight.scheme.layout == "cpu":
         weight = weight.plain()
     axis = -2 if weight.is_input_major else -1

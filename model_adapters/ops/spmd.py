@@ -72,7 +72,10 @@ def divides_heads(heads: int, kv_heads: int, mesh: Mesh | None) -> bool:
 
 
 def row_axis(num_rows: int, mesh: Mesh | None) -> str | None:
-    """Returns the axis that divides a batch of `num_rows`, or None if the mesh has none or does not divide it."""
+    """Returns the axis that divides a batch of `num_rows`.
+
+    None if the mesh has none or does not divide it.
+    """
     num_shards = 1 if mesh is None else mesh.shape.get(ROW_AXIS, 1)
     return ROW_AXIS if num_shards > 1 and num_rows % num_shards == 0 else None
 

@@ -31,7 +31,10 @@ def is_plain(value: Any) -> bool:
 
 
 def _form_of_data(value: Any, form: Callable[[Any], Form]) -> Form | None:
-    """Returns the form of a constant or a container, of whose items `form` returns it; None for anything else."""
+    """Returns the form of a constant or a container, of whose items `form` returns it.
+
+    None for anything else.
+    """
     kind = type(value)
     if kind in PRIMITIVES:
         return "constant", kind, value
@@ -171,7 +174,7 @@ class Results:
         return is_tensor or isinstance(value, jax.Array)
 
     def _is_new_part(self, view: Any) -> bool:
-        """Tells whether `view` is a slice of an array that the code has made, apart from other results."""
+        """Tells whether `view` is a slice of an array made by the code, apart from other results."""
         base = view.parent
         known = (self._inputs, self._objects, self._numbers)
         if type(base) is not TorchTensor or any(id(base) in each for each in known):
@@ -184,7 +187,7 @@ class Results:
 
 
 def _are_apart(one: Any, other: Any, shape: Sequence[int]) -> bool:
-    """Tells whether two slices of an array of `shape` have no element in common, by any one dimension."""
+    """Tells whether two slices of an array of `shape` are apart in any one dimension."""
     parts = [
         index if isinstance(index, tuple) else (index,)
         for each in (one, other)

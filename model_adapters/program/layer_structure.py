@@ -85,7 +85,7 @@ class LayerParts:
         ]
 
     def structure(self, indices: dict[tuple[int, str], int]) -> Hashable:
-        """Returns everything but tensors and `indices`, which are attributes by number of the part and name.
+        """Returns everything but tensors and `indices`, attributes by number of part and name.
 
         Objects that may be shared by layers, such as the configuration, are compared by identity.
 
@@ -149,7 +149,10 @@ class LayerParts:
         raise NotComparableError(f"{where} is a {kind.__module__}.{kind.__qualname__}")
 
     def _of_object(self, value: Any, where: str) -> Hashable:
-        """Returns the class of an object and its attributes; objects that name each other are compared by identity."""
+        """Returns the class of an object and its attributes.
+
+        Objects that name each other are compared by identity.
+        """
         kind, attributes = type(value), vars(value)
         if id(value) in self._open:
             return kind, id(value)
@@ -166,7 +169,10 @@ class _WithoutSlots:
 
 
 def _has_only_attributes(value: Any) -> bool:
-    """Tells whether all state of `value` is in its ``__dict__``: it has no slots, and no base class written in C."""
+    """Tells whether all state of `value` is in its ``__dict__``.
+
+    It has no slots then, and no base class written in C.
+    """
     kind = type(value)
     return kind.__basicsize__ == _WithoutSlots.__basicsize__ and kind.__itemsize__ == 0 and hasattr(value, "__dict__")
 

@@ -144,7 +144,7 @@ class LayerTrial:
         return [*(jax_view(each) for each in results.outputs), *written, *met, *in_range]
 
     def _writes(self, inputs: list[Any], arrays: list[Any]) -> list[int]:
-        """Returns the numbers of inputs that the code has written to, as it does to states in a cache."""
+        """Returns the numbers of inputs that the code has written to, such as a cache's states."""
         found = [
             number
             for number, (each, array) in enumerate(zip(inputs, arrays, strict=True))

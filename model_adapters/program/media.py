@@ -11,7 +11,7 @@ import contextlib
 import functools
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -36,6 +36,8 @@ _MEDIA = re.compile(r".*(pixel|image|video|audio|patches|input_features|input_va
 _TEXT = frozenset({"input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache_position", *CACHE_NAMES})
 """Arguments of a language model that later forwards bring themselves."""
 
+_ENCODED = "mm_encoder_outputs"
+"""Argument by which a forward gets what encoders have returned."""
 _DEEPSTACK, _DEEPSTACK_MASK, _ADD_DEEPSTACK = "deepstack_visual_embeds", "visual_pos_masks", "_deepstack_process"
 """Features that a language model adds behind its first layers (Qwen3-VL), the tokens that they are added to, and the
 method that adds them."""
@@ -47,6 +49,11 @@ class _Reached(BaseException):
     def __init__(self, given: Mapping[str, Any]) -> None:
         super().__init__()
         self.given = given
+
+
+def takes_media(module: torch.nn.Module) -> bool:
+    """Returns whether the forward of `module` takes images or audio."""
+    return any(_MEDIA.fullmatch(name) for name in inspect.signature(module.forward).parameters)
 
 
 @functools.lru_cache(maxsize=64)
@@ -80,21 +87,47 @@ def language_model_inputs(
 
     Returns:
         ``embeds`` float[len, width], the embeddings with features in place; ``is_media`` bool[len], whether they are
-        others than those of the tokens; ``deepstack`` float[layers, n, width], what the first layers add to the n
-        tokens with features, if they do; ``visible`` bool[len, len], which keys queries see, if that is not causal; and
-        deferred checks of the model's code.
+        others than those of the tokens; ``is_of_text`` bool[], if the language model gets more tensors, whether they
+        are those of the tokens without images; ``deepstack`` float[layers, n, width], what the first layers add to
+        the n tokens with features, if they do; ``visible`` bool[len, len], which keys queries see, if that is not
+        causal; and deferred checks of the model's code.
 
     Raises:
         UnsupportedModelError: the language model gets more than that, or what no embedding has returned.
     """
-    module, kwargs = program.module, {**without_constants(torch_view(inputs)), **as_tensors(dict(spec.static_args))}
+    kwargs = {**without_constants(torch_view(inputs)), **as_tensors(dict(spec.static_args))}
     if program.accepts("use_cache"):
         kwargs["use_cache"] = False
+    with _stopped_forward(program, weights) as stopped, deferred_checks.collect() as met:
+        found, embedded = stopped(kwargs)
+        same = None
+        if further := _further(found):
+            # What is the same without images is what later forwards compute of the tokens (inputs of Gemma 4's layers).
+            of_text, _ = stopped({key: value for key, value in kwargs.items() if not _is_media(key)})
+            same = _are_equal({key: found.pop(key) for key in further}, of_text)
+        name = language_model_name(program.module)
+        assert name is not None
+        language_model = program.module.get_submodule(name)
+        fields = _captured(found, embedded, adds_deepstack=hasattr(language_model, _ADD_DEEPSTACK))
+        fields |= {} if same is None else {"is_of_text": same}
+        return fields | ({CHECKS: jnp.stack(met)} if met else {})
+
+
+@contextlib.contextmanager
+def _stopped_forward(
+    program: ModelProgram, weights: Weights
+) -> Iterator[Callable[[dict[str, Any]], tuple[dict[str, Any], list[Any]]]]:
+    """Yields the forward up to the call of its language model: what that gets, and what embeddings have returned.
+
+    Raises:
+        UnsupportedModelError: there is no such call.
+    """
+    module = program.module
     name, embedding = language_model_name(module), token_embedding(module)
     if name is None or embedding is None:
         raise UnsupportedModelError("no part of the model takes embeddings and no images")
     language_model, embedded = module.get_submodule(name), []
-    signature = inspect.signature(type(language_model).forward)
+    signature, attention = inspect.signature(type(language_model).forward), attention_name(module)
 
     def stop(owner: torch.nn.Module, *args: Any, **given: Any) -> None:
         raise _Reached(signature.bind(owner, *args, **given).arguments)
@@ -103,26 +136,42 @@ def language_model_inputs(
         embedded.append(type(owner).forward(owner, *args, **given))
         return embedded[-1]
 
-    found: Mapping[str, Any] | None = None
-    with (
-        trace_lock(),
-        replaced_methods([(language_model, "forward", stop), (embedding, "forward", embed)]),
-        constant_folding.enabled(),
-        deferred_checks.collect() as met,
-    ):
+    def stopped(kwargs: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
+        embedded.clear()
         try:
-            program.run(weights, kwargs, attention_name(module))
+            program.run(weights, kwargs, attention)
         except _Reached as reached:
-            found = reached.given
-        if found is None:
-            raise UnsupportedModelError("its forward does not call its language model")
-        adds_deepstack = hasattr(language_model, _ADD_DEEPSTACK)
-        return _captured(found, embedded, adds_deepstack=adds_deepstack) | ({CHECKS: jnp.stack(met)} if met else {})
+            given = {key: value for key, value in reached.given.items() if value is not None and key != "self"}
+            return given | given.pop("kwargs", {}), list(embedded)
+        raise UnsupportedModelError("its forward does not call its language model")
+
+    replacements = [(language_model, "forward", stop), (embedding, "forward", embed)]
+    with trace_lock(), replaced_methods(replacements), constant_folding.enabled():
+        yield stopped
 
 
-def _captured(found: Mapping[str, Any], embedded: list[Any], *, adds_deepstack: bool) -> dict[str, jax.Array]:
-    given = {key: value for key, value in found.items() if value is not None and key != "self"}
-    given |= given.pop("kwargs", {})
+def _is_media(name: str) -> bool:
+    return name not in _TEXT and (name == _ENCODED or _MEDIA.fullmatch(name) is not None)
+
+
+def _further(given: Mapping[str, Any]) -> list[str]:
+    """Returns the names of tensors that a language model gets besides those of every forward and of Qwen3-VL's."""
+    known = {*_TEXT, _DEEPSTACK, _DEEPSTACK_MASK}
+    return sorted(key for key, value in given.items() if key not in known and _has_tensor(value))
+
+
+def _are_equal(values: Mapping[str, Any], of_text: Mapping[str, Any]) -> jax.Array:
+    """Returns bool[], whether the tensors `values` are those that a forward without images gives."""
+    equal = []
+    for key, value in values.items():
+        mine, theirs = ([jax_view(as_views(leaf)) for leaf in _tensors(of)] for of in (value, of_text.get(key)))
+        if [array.shape for array in mine] != [array.shape for array in theirs]:
+            raise UnsupportedModelError(f"its language model gets {', '.join(sorted(values))} of images")
+        equal += [(one == other).all() for one, other in zip(mine, theirs, strict=True)]
+    return jnp.stack(equal).all()
+
+
+def _captured(given: dict[str, Any], embedded: list[Any], *, adds_deepstack: bool) -> dict[str, jax.Array]:
     embeds = given.get("inputs_embeds")
     own = next((each for each in embedded if embeds is not None and each.shape == embeds.shape), None)
     if embeds is None or own is None:
@@ -131,8 +180,6 @@ def _captured(found: Mapping[str, Any], embedded: list[Any], *, adds_deepstack: 
     given.pop(_DEEPSTACK_MASK, None)
     if deepstack and not adds_deepstack:
         raise UnsupportedModelError(f"its language model adds {_DEEPSTACK} in a way of its own")
-    if further := [key for key, value in given.items() if key not in _TEXT and _has_tensor(value)]:
-        raise UnsupportedModelError(f"its language model gets {', '.join(sorted(further))} of images")
     embeds, own = jax_view(as_views(embeds)), jax_view(as_views(own))
     fields = {"embeds": embeds[0], "is_media": (embeds[0] != own[0]).any(-1)}
     if deepstack:
@@ -152,9 +199,13 @@ def _as_visible(mask: jax.Array) -> jax.Array:
     return mask if mask.dtype == jnp.bool else mask == 0
 
 
-def _has_tensor(value: Any) -> bool:
+def _tensors(value: Any) -> list[torch.Tensor]:
     leaves = jax.tree.leaves(value, is_leaf=lambda leaf: isinstance(leaf, torch.Tensor))
-    return any(isinstance(leaf, torch.Tensor) for leaf in leaves)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _has_tensor(value: Any) -> bool:
+    return bool(_tensors(value))
 
 
 @contextlib.contextmanager

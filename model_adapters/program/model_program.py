@@ -357,8 +357,8 @@ class ModelProgram:
         A call needs it if some of its arguments are static, or if the model's code does.
         """
         is_static = any(isinstance(value, StaticTensor) for _, value in spec.static_args)
-        folds = force or self.folds_constants or is_static
-        return constant_folding.enabled() if folds else contextlib.nullcontext()
+        is_needed = force or self.folds_constants or is_static
+        return constant_folding.enabled() if is_needed else contextlib.nullcontext()
 
     def _attention(self, spec: CallSpec) -> str | None:
         return "eager" if spec.output_attentions else attention_name(self.module)

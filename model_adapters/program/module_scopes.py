@@ -35,7 +35,7 @@ def enabled() -> Iterator[None]:
 
 
 def intercepted(module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Traces the forward of each part of `module` in a scope of its name inside the context, if that is enabled."""
+    """Traces the forward of each part of `module` in a scope of its name, if enabled."""
     if not _ENABLED.get():
         return contextlib.nullcontext()
     open_names: list[str] = [""]  # of the modules that are being called, the innermost last

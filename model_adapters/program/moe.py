@@ -67,7 +67,7 @@ def sharded_experts(
 
 
 def _divided(array: jax.Array, placed: TensorPlacement | None, mesh: Mesh) -> tuple[Weight, Any]:
-    """Returns a tensor of a module for each device, quantized if it is stored so, and how it is divided."""
+    """Returns a module's tensor for each device, quantized if stored so, and its division."""
     if placed is None:
         return array, _REPLICATED
     stored = stored_form(array)

@@ -74,7 +74,7 @@ def forward_with_hidden(
     run = program.with_split_concats(functools.partial(_forward, program, layout=layout, layers=tuple(layers)))
     # In a decode step every row is read.
     result: Any = (run if layout.is_decode or layout.all_logits else prune_rows(run))(weights, pools, batch)
-    return result  # type: ignore[no-any-return]
+    return result
 
 
 def _forward(
@@ -133,6 +133,7 @@ def _side_by_side(output: Any, layers: tuple[int, ...]) -> jax.Array | None:
 def _rotary_positions(batch: PackedBatch) -> jax.Array:
     """Returns int32[1, T] or, of tokens with positions on several axes, int32[axes, 1, T]."""
     if batch.media is not None and batch.media.positions is not None:
-        return batch.media.positions[:, None]
+        given = batch.media.positions
+        return given if given.shape[0] == 1 else given[:, None]  # PaliGemma counts from 1, on one axis
     positions = batch.positions if batch.deltas is None else batch.positions + batch.deltas
     return positions[None]

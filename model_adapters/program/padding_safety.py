@@ -35,7 +35,10 @@ def right_padding_is_safe(module: torch.nn.Module) -> bool:
 
 
 def _sees_later_tokens(module: PreTrainedModel) -> bool:
-    """Tells whether attention says that it is not causal: the encoder of a file that has a decoder as well."""
+    """Tells whether attention says that it is not causal.
+
+    Such is the encoder of a file that has a decoder as well.
+    """
     file = type(module).__module__
     return any(
         getattr(child, "is_causal", None) is False for child in module.modules() if type(child).__module__ == file

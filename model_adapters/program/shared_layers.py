@@ -126,7 +126,10 @@ class _LayerList:
 
 
 def _apply(function: _Function, call: LayerCall) -> Any:
-    """Calls the function with the arrays of `call`; returns the layer's result and updates its cache layers."""
+    """Calls the function with the arrays of `call`.
+
+    Returns the layer's result and updates its cache layers.
+    """
     arrays = function.run(function.constants, call.weights.leaves, call.values.arrays())
     outputs = [
         torch_view(array) if is_tensor else array
@@ -149,7 +152,9 @@ def _split(items: list[Any], number: int) -> tuple[list[Any], list[Any]]:
 
 
 def _traced(layer: ModelLayer, call: LayerCall, transform: Transform) -> _Function | None:
-    """Returns the function of the layer's kind; None if there is none: then the layer is to be traced by itself.
+    """Returns the function of the layer's kind.
+
+    None if there is none: then the layer is to be traced by itself.
 
     Everything that the trace has changed is restored.
     """

@@ -58,7 +58,10 @@ def tensors_of(path: str, weight: QuantizedWeight) -> dict[str, torch.Tensor]:
 
 
 def packed(values: np.ndarray, bits: int) -> np.ndarray:
-    """Returns int32[out, ceil(in / (32 / bits))] of int8[out, in]: unsigned numbers, the lowest bits first."""
+    """Returns int32[out, ceil(in / (32 / bits))] of int8[out, in].
+
+    Numbers are unsigned, the lowest bits first.
+    """
     per_word = 32 // bits
     unsigned = (values.astype(np.int32) + (1 << bits - 1)).astype(np.uint32)
     padded = np.pad(unsigned, ((0, 0), (0, -values.shape[1] % per_word)))

@@ -37,7 +37,7 @@ def unsupported_reason(weight: QuantizedWeight) -> str | None:
 
 
 def _meets_kernel(scheme: Scheme, num_columns: int, *, is_integer: bool) -> bool:
-    """Returns whether the kernel multiplies with activations that are rounded as the scheme says."""
+    """Returns whether the kernel multiplies with activations rounded as the scheme says."""
     if scheme.act_dtype == "float8_e4m3fn":  # one scale a row, which the sums are multiplied by
         return not is_integer and (scheme.act_group or scheme.group) >= num_columns
     return scheme.act_dtype == "none" or (is_integer and scheme.act_scale is None)
@@ -48,7 +48,9 @@ def _unit(group: int) -> int:
 
 
 def lay_out(weight: QuantizedWeight) -> QuantizedWeight:
-    """Returns `weight` in the order of the C++ kernels if they can multiply with it; else as it is.
+    """Returns `weight` in the order of the C++ kernels if they can multiply with it.
+
+    A weight that they cannot multiply with is returned as it is.
 
     Numbers are the same, but that offsets of unsigned 8-bit values are rounded to float32. All is done on the host:
     programs for it would take more time and memory to compile than to run.
@@ -78,7 +80,9 @@ def lay_out(weight: QuantizedWeight) -> QuantizedWeight:
 
 
 def _in_4_bits(values: np.ndarray, scheme: Scheme) -> tuple[np.ndarray, Scheme]:
-    """Returns numbers of 4 bits that fit into 4 bits, with what is added to them; else they have 8.
+    """Returns numbers of 4 bits that fit into 4 bits, with what is added to them.
+
+    Numbers that do not fit have 8 bits.
 
     Halves of fp4, which are -12 to 12, become places in a table if activations are not rounded.
     """

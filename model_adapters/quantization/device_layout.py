@@ -51,7 +51,10 @@ def accelerator_scheme(scheme: Scheme, num_columns: int, *, multiplies_fp8: bool
 
 
 def multiplies_fp8() -> bool:
-    """Returns whether the accelerator of this process, or the one that is compiled for, multiplies float8."""
+    """Returns whether the accelerator multiplies float8.
+
+    It is that of this process, or the one that is compiled for.
+    """
     if registry.platform() != "tpu":
         return True  # each GPU since sm_89; older ones convert
     from jax.experimental.pallas import tpu as pltpu

@@ -75,7 +75,9 @@ class WeightQuantizer:
         return name in self.selection.chosen
 
     def __call__(self, name: str, weight: jax.Array, *, was: str | None = None) -> QuantizedWeight:
-        """Returns the tensor `name`, a dense array on a device, quantized; the dense array is not used afterwards.
+        """Returns the tensor `name`, a dense array on a device, quantized.
+
+        The dense array is not used afterwards.
 
         Args:
             name: Name of the tensor.

@@ -1,4 +1,7 @@
-"""Quantizes one weight by a rule; on float32 weights values and scales are Qwix's to the last bit."""
+"""Quantizes one weight by a rule.
+
+On float32 weights values and scales are Qwix's to the last bit.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +72,10 @@ def quantize_weight(
 def _quantized(
     weight: jax.Array, rule: QuantizationRule, scheme: Scheme, is_cpu: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Returns whether all numbers are finite, bool[]; values ``[..., out, in]``; scales and offsets by group."""
+    """Returns whether all numbers are finite, bool[]; values ``[..., out, in]``.
+
+    Then come scales and offsets by group.
+    """
     dense = jnp.swapaxes(weight, -1, -2) if scheme.transposed else weight
     num_columns, group = dense.shape[-1], scheme.group
     num_groups = -(-num_columns // group)
@@ -96,14 +102,17 @@ def _quantized(
 
 
 def _nearest(numbers: jax.Array, table: tuple[float, ...]) -> jax.Array:
-    """Returns for each number float32[...] the place int32[...] of the nearest one of an ascending table."""
+    """Returns for each number float32[...] the nearest place int32[...] in an ascending table."""
     middles = [(low + high) / 2 for low, high in itertools.pairwise(table)]
     places: Any = sum(jnp.asarray(numbers > middle, jnp.int32) for middle in middles)
     return places
 
 
 def _scale_and_zero(tiles: jax.Array, rule: QuantizationRule) -> tuple[jax.Array, jax.Array | None]:
-    """Returns scales float32[..., groups] and integer zero points as float32, or None, of ``[..., groups, group]``."""
+    """Returns scales float32[..., groups] and integer zero points as float32, or None.
+
+    The numbers are ``[..., groups, group]``.
+    """
     method, *texts = rule.weight_calibration_method.lower().split(",")
     numbers = [float(text) for text in texts]
     if method == "signed_absmax":
@@ -137,7 +146,10 @@ def _asymmetric(
 
 
 def _largest_value(qtype: str) -> float:
-    """Returns the number that the largest of a group becomes before it is rounded; half a step past the last one."""
+    """Returns the number that the largest of a group becomes before it is rounded.
+
+    It is half a step past the last one.
+    """
     if qtype == "nf4":
         return 1.0
     dtype = jnp.dtype(qtype)
@@ -145,5 +157,8 @@ def _largest_value(qtype: str) -> float:
 
 
 def _not_tiny(scale: jax.Array) -> jax.Array:
-    """Returns scales with 1 in place of those so small that quotients could overflow: of groups of zeros."""
+    """Returns scales with 1 in place of the tiniest.
+
+    Quotients by those, of groups of zeros, could overflow.
+    """
     return jnp.where(jnp.abs(scale) < math.sqrt(float(jnp.finfo(jnp.float32).tiny)), 1.0, scale)

@@ -144,7 +144,9 @@ def parse_rules(given: Any) -> QuantizationRules | None:
 
 
 def rules_for_files(given: Any) -> QuantizationRules | None:
-    """Returns `parse_rules` of `given` for a folder that others read: presets do not depend on this platform.
+    """Returns `parse_rules` of `given` for a folder that others read.
+
+    Presets do not depend on this platform.
 
     Scales are bfloat16 and positive, and groups of int4 have 128 columns, as is usual there.
     """
@@ -192,7 +194,10 @@ def _yaml(text: str) -> Any:
 
 
 def _rules_inside(content: Any) -> list[Any]:
-    """Returns the list of rules in a file's content: itself, under ``rules``, or under ``quantization.qwix.rules``."""
+    """Returns the list of rules in a file's content.
+
+    It is the content, or under ``rules`` or ``quantization.qwix.rules``.
+    """
     for key in ("quantization", "qwix", "rules"):
         if isinstance(content, Mapping) and key in content:
             content = content[key]
@@ -241,7 +246,10 @@ def _rule_of(number: int, given: Any, faults: list[str]) -> QuantizationRule | N
 
 
 def _attributes_of(rule: Any) -> dict[str, Any]:
-    """Returns the fields of an object such as `qwix.QuantizationRule`; what Qwix means by None is written out."""
+    """Returns the fields of an object such as `qwix.QuantizationRule`.
+
+    What Qwix means by None is written out.
+    """
     if not hasattr(rule, "module_path") or not hasattr(rule, "weight_qtype"):
         raise InvalidArgumentError(
             f"quantization: expected a preset, a file, or rules as dicts or objects like qwix.QuantizationRule, got "

@@ -98,7 +98,10 @@ class Selection:
         return cls(rules, _with_tied_names(module, chosen), num_dense)
 
     def on_mesh(self, name: str, sharding: ModelSharding | None) -> tuple[QuantizationRule, Product]:
-        """Returns rule and product of the tensor `name`; presets have one scale a row where a mesh moves columns."""
+        """Returns rule and product of the tensor `name`.
+
+        Presets have one scale a row where a mesh moves columns.
+        """
         rule, product = self.chosen[name]
         is_moved = sharding is not None and sharding.moves_columns(name, transposed=product.transposed)
         return (dataclasses.replace(rule, tile_size=None) if is_moved and self.rules.is_preset else rule), product

@@ -19,6 +19,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -32,15 +33,23 @@ from model_adapters.sharding.rule_selection import rules_for
 from sharding_rules import HeadCounts, ShardingRuleError, TensorPlacement, place
 from sharding_rules.layout import DimLayout, take
 
+SHORT_RESULT = "modulation"
+"""Logical axis of outputs that are gathered as soon as they are computed."""
 _IN_USE: ContextVar[_Trace | None] = ContextVar("sharded trace", default=None)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Trace:
-    """State of a trace: the layout, and placements by the identity of a weight."""
+    """State of a trace: the mesh, placements by the identity of a weight, and parts of concatenations by identity."""
 
-    sharding: ModelSharding
+    mesh: Mesh
     placed: Mapping[int, TensorPlacement]
+    parts: dict[int, tuple[jax.Array, tuple[jax.Array, ...]]] = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def splits_inputs(self) -> bool:
+        """Whether the input of a product is a fused dimension."""
+        return any(dim.sections for each in self.placed.values() for dim in each.dims[1:])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -196,7 +205,7 @@ class ModelSharding:
     @contextlib.contextmanager
     def trace_context(self, module: PreTrainedModel, weights: Mapping[str, jax.Array]) -> Iterator[None]:
         """Makes `module` compute with `weights` on the mesh, inside the context."""
-        token = _IN_USE.set(_Trace(self, {id(weights[name]): placed for name, placed in self.placed.items()}))
+        token = _IN_USE.set(_Trace(self.mesh, {id(weights[name]): placed for name, placed in self.placed.items()}))
         config = module.config.get_text_config(decoder=True)
         owners: list[tuple[Any, str, int]] = [(config, name, value) for name, value in self.config_values.items()]
         owners += [(module.get_submodule(name), attribute, value) for name, attribute, value in self.attributes]
@@ -283,6 +292,19 @@ def placement_in_trace(weight: Any) -> TensorPlacement | None:
 
 
 @contextlib.contextmanager
+def placements_known(mesh: Mesh | None, placed: Mapping[int, TensorPlacement]) -> Iterator[None]:
+    """Makes placements on `mesh` be found in a trace, by the identity of a weight.
+
+    None is one device.
+    """
+    token = _IN_USE.set(None if mesh is None else _Trace(mesh, placed))
+    try:
+        yield
+    finally:
+        _IN_USE.reset(token)
+
+
+@contextlib.contextmanager
 def also_placed(pairs: Iterable[tuple[jax.Array, TensorPlacement | None]]) -> Iterator[None]:
     """Makes placements be found by other arrays as well, inside the context."""
     trace = _IN_USE.get()
@@ -290,7 +312,7 @@ def also_placed(pairs: Iterable[tuple[jax.Array, TensorPlacement | None]]) -> It
         yield
         return
     found = {id(array): placed for array, placed in pairs if placed is not None}
-    token = _IN_USE.set(_Trace(trace.sharding, {**trace.placed, **found}))
+    token = _IN_USE.set(_Trace(trace.mesh, {**trace.placed, **found}))
     try:
         yield
     finally:
@@ -300,7 +322,54 @@ def also_placed(pairs: Iterable[tuple[jax.Array, TensorPlacement | None]]) -> It
 def mesh_in_trace() -> Mesh | None:
     """Returns the mesh of the current trace."""
     trace = _IN_USE.get()
-    return None if trace is None else trace.sharding.mesh
+    return None if trace is None else trace.mesh
+
+
+def note_parts(joined: jax.Array, parts: Sequence[jax.Array]) -> None:
+    """Records that `joined` is `parts` side by side along its last dimension."""
+    trace = _IN_USE.get()
+    if trace is not None and trace.splits_inputs:
+        trace.parts[id(joined)] = joined, tuple(parts)
+
+
+def divide_fused_input(x: jax.Array, layout: DimLayout) -> jax.Array:
+    """Returns the input of a product in the order of its weight.
+
+    Each device has a share of each section.
+
+    Args:
+        x: ``[..., layout.size]``, sections one after the other.
+        layout: Layout of the weight's input dimension.
+    """
+    trace = _IN_USE.get()
+    if trace is None or not layout.sections or layout.mesh_axis is None:
+        return x
+    assert layout.size == layout.size_before, "a fused input is not filled up with zeros"
+    _, parts = trace.parts.get(id(x), (x, ()))
+    if tuple(part.shape[-1] for part in parts) != layout.sections:
+        parts = tuple(jnp.split(x, np.cumsum(layout.sections)[:-1].tolist(), -1))
+    shards = trace.mesh.shape[layout.mesh_axis]
+    lead = x.shape[:-1]
+    unsplit = (PartitionSpec.UNCONSTRAINED,) * len(lead)
+    divided = NamedSharding(trace.mesh, PartitionSpec(*unsplit, layout.mesh_axis, None))
+    shares = [
+        jax.lax.with_sharding_constraint(part.reshape(*lead, shards, part.shape[-1] // shards), divided)
+        for part in parts
+    ]
+    joined = jax.lax.with_sharding_constraint(jax.lax.concatenate(shares, len(lead) + 1), divided)
+    return joined.reshape(*lead, layout.size)
+
+
+def gathered(out: jax.Array) -> jax.Array:
+    """Returns a result whose columns are divided, all of them on every device.
+
+    Model code that cuts it in parts would otherwise exchange each part by itself.
+    """
+    trace = _IN_USE.get()
+    if trace is None:
+        return out
+    spec = PartitionSpec(*(PartitionSpec.UNCONSTRAINED,) * (out.ndim - 1), None)
+    return jax.lax.with_sharding_constraint(out, NamedSharding(trace.mesh, spec))
 
 
 def gather_fused_result(out: jax.Array, layout: DimLayout) -> jax.Array:

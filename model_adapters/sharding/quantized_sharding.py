@@ -115,7 +115,7 @@ def _spec(dims: Sequence[DimLayout]) -> PartitionSpec:
 
 
 def specs_of(placed: TensorPlacement, mesh: Mesh, weight: QuantizedWeight) -> QuantizedWeight | None:
-    """Returns a tree of the structure of `weight`, a weight on `mesh`, with the division of each of its parts.
+    """Returns the divisions of the parts of `weight`, a weight on `mesh`, as a tree like it.
 
     None if columns are divided and their groups are not: a device cannot tell which groups its columns are of.
     """

@@ -26,9 +26,16 @@ def rules_for(module: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) ->
         return table
     tp_plan = getattr(config, "base_model_tp_plan", None) or {}
     ep_plan = getattr(config, "base_model_ep_plan", None) or {}
-    plan = rules_from_tp_plan(tp_plan, ep_plan, config.model_type, shapes)
+    part = "" if config is module.config or module.config.is_encoder_decoder else _decoder_name(module)
+    plan = rules_from_tp_plan(tp_plan, ep_plan, config.model_type, shapes, part)
     first = (*_vocabulary(module, shapes), *plan)
     return infer_rules(shapes, getattr(config, "hidden_size", None), config.model_type, first)
+
+
+def _decoder_name(module: PreTrainedModel) -> str:
+    """Returns the name of the part of `module` that its text configuration describes; empty if it is all of it."""
+    decoder = module.get_decoder()
+    return next((name for name, part in module.named_modules() if part is decoder), "")
 
 
 def _vocabulary(module: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> list[Rule]:

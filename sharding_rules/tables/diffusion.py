@@ -3,8 +3,8 @@
 Attention and MLPs are Megatron pairs, as in :mod:`sharding_rules.tables.llama`, for image and text tokens alike. The
 products that make scales and shifts of a layer from the time embedding have one row per image: their weights, a third
 of Flux, are divided by outputs, and the short result is gathered. The last product of a single block reads attention
-and MLP side by side; it is divided by inputs as they lie. Nothing is filled up with zeros: sizes that the devices do
-not divide are replicated.
+and MLP side by side: its inputs are ordered such that each device has those of its own heads and its own part of the
+MLP. Nothing is filled up with zeros: sizes that the devices do not divide are replicated.
 """
 
 from sharding_rules.rules import Rule, RuleTable
@@ -27,8 +27,8 @@ MLP = (
     Rule(_BLOCK + r"ff(_context)?\.net\.2\.bias", ("embed",), optional=True),
 )
 MODULATION = (
-    Rule(r"(single_)?transformer_blocks\.\d+\.norm1?(_context)?\.linear\.weight", ("columns", "embed")),
-    Rule(r"(single_)?transformer_blocks\.\d+\.norm1?(_context)?\.linear\.bias", ("columns",)),
+    Rule(r"(single_)?transformer_blocks\.\d+\.norm1?(_context)?\.linear\.weight", ("modulation", "embed")),
+    Rule(r"(single_)?transformer_blocks\.\d+\.norm1?(_context)?\.linear\.bias", ("modulation",)),
 )
 OUTER = (
     Rule(r"(x_embedder|context_embedder|proj_out|norm_out\.linear)\.(weight|bias)", None),
@@ -44,7 +44,7 @@ FLUX = RuleTable(
         *OUTER,
         Rule(_SINGLE + r"proj_mlp\.weight", ("mlp", "embed"), optional=True),
         Rule(_SINGLE + r"proj_mlp\.bias", ("mlp",), optional=True),
-        Rule(_SINGLE + r"proj_out\.weight", ("embed", "columns"), optional=True),
+        Rule(_SINGLE + r"proj_out\.weight", ("embed", "heads_mlp"), optional=True),
         Rule(_SINGLE + r"proj_out\.bias", ("embed",), optional=True),
     ),
     pads=frozenset(),

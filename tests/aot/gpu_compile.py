@@ -46,6 +46,7 @@ class Shape:
     sinks: bool = False
     alibi: bool = False
     prefix: bool = False
+    images: bool = False
     window: int | None = None
     softcap: float | None = None
 
@@ -127,6 +128,7 @@ def arguments(shape, gpu):
             abstract((query_heads,), "float32") if shape.alibi else None,
             row if shape.prefix else None,
             KVScales(by_head, by_head) if pool_dtype in ("int8", "float8_e4m3fn") else None,
+            abstract((num_tokens,), "int32") if shape.images else None,
         ),
     ]
 

@@ -66,6 +66,9 @@ MORE = (
 )
 
 
+IMAGES = (Shape(dim=256, group=2, heads=4, images=True), Shape(dim=256, group=2, heads=4, images=True, window=1024))
+
+
 def check(report, shape, num_rows):
     assert {kernel.spill_bytes for kernel in report.kernels.values()} == {0}
     assert report.alias_bytes == report.pool_bytes
@@ -90,7 +93,7 @@ def test_decode(shape, tmp_path):
         assert kernel.shared_bytes <= SHARED_BYTES
 
 
-@pytest.mark.parametrize("shape", [*GRID[::2], *MORE], ids=str)
+@pytest.mark.parametrize("shape", [*GRID[::2], *MORE, *IMAGES], ids=str)
 def test_ragged(shape, tmp_path):
     shape = dataclasses.replace(shape, num_tokens=512, prefix=shape.sinks)
     report = compile_call(shape, tmp_path)

@@ -27,6 +27,7 @@ RAGGED = (
     Shape(heads=2, group=8, dim=64, sinks=True, page=32, options={"window": 128}),
     Shape(heads=3, group=3, dim=80, page=16, alibi=True, prefix=True),
     Shape(heads=2, group=2, dim=256, dtype="float32", options={"softcap": 50.0}),
+    Shape(heads=4, group=2, dim=256, images=True, options={"window": 1024}),
     Shape(heads=2, group=4, pool_dtype="int8", page=32),
     Shape(heads=2, group=4, pool_dtype="float8_e4m3fn", page=32),
 )

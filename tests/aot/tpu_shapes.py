@@ -55,10 +55,11 @@ class Shape:
     sinks: bool = False
     alibi: bool = False
     prefix: bool = False
+    images: bool = False
     options: dict = field(default_factory=dict)
 
     def __str__(self):
-        features = [name for name in ("sinks", "alibi", "prefix") if getattr(self, name)] + list(self.options)
+        features = [name for name in ("sinks", "alibi", "prefix", "images") if getattr(self, name)] + list(self.options)
         sizes = f"{self.heads}x{self.group} heads of {self.dim}" + (f"/{self.value_dim}" if self.value_dim else "")
         dtypes = self.dtype + (f" over {self.pool_dtype}" if self.pool_dtype else "")
         return " ".join([sizes, f"page {self.page}", dtypes, *features])
@@ -101,6 +102,7 @@ def compile_call(op, shape, chip):
         sinks=by_query_head if shape.sinks else None,
         alibi_slopes=by_query_head if shape.alibi else None,
         prefix_lens=ints if shape.prefix else None,
+        sees_until=array(jnp.int32, tokens) if shape.images else None,
         kv_scales=KVScales(by_head, by_head) if shape.pool_dtype in IN_8_BITS else None,
         **shape.options,
     )

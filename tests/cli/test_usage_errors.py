@@ -184,6 +184,12 @@ def test_messages_name_flags(message, expected):
     assert in_flags(message, flags_of(parameters)) == expected
 
 
+def test_options_of_the_server_are_named_by_their_flags():
+    flags = {name.replace("-", "_"): f"--{name}" for name in ("watchdog", "served-model-name")}
+    assert in_flags("watchdog_s: expected 1", flags) == "--watchdog: expected 1"
+    assert in_flags("served_model_names: expected a name", flags) == "--served-model-name: expected a name"
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device that is always full is Linux's")
 def test_a_full_disk_behind_stdout_is_one_line(tmp_path):
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}

@@ -238,7 +238,7 @@ def test_nothing_is_compiled_from_token_to_token():
     model.generate(ids, max_new_tokens=3)
     assert dict(traces) == {"forward": 1, "decode": 1}
     model.generate(ids, max_new_tokens=20)
-    model.generate(ids[:, :5], max_new_tokens=9)  # the same rung of both ladders
+    model.generate(ids[:, :5], max_new_tokens=9)  # the same bucket of prompts and of caches
     model.generate(ids, max_new_tokens=9, do_sample=True, temperature=0.7)
     model.generate(ids, max_new_tokens=9, repetition_penalty=1.2)
     assert dict(traces) == {"forward": 1, "decode": 1}

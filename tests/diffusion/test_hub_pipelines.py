@@ -105,6 +105,18 @@ def test_what_is_refused(hub, folder, tmp_path):
     refused("people/pickled", "people/pickled/unet are pickle files", "allow_pickle=True")
 
 
+@pytest.mark.parametrize(
+    "command", [["run", NAME, "Hello"], ["embed", NAME, "Hello"], ["profile", NAME], ["pull", NAME]]
+)
+def test_commands_of_language_models_name_a_pipeline_that_is_not_here(hub, command):
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code != 0
+    assert f"model: expected one of transformers, got {NAME}, a pipeline of diffusers; use torchax-serve draw" in (
+        " ".join(done.stderr.split())
+    )
+    assert not [name for name in hub.fetched() if name.endswith(".safetensors")]
+
+
 def test_draw_names_what_is_no_pipeline(hub, folder, tmp_path):
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "config.json").write_text("{}")

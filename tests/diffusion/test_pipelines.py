@@ -1,15 +1,19 @@
 """`to_jax(pipeline)`: images are those of eager PyTorch, with diffusers' own loop, outputs and options."""
 
 import copy
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 import torch
+from diffusers import UNet2DModel
 from diffusers.hooks import HookRegistry
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry
+from diffusers.models.attention_processor import AttnProcessor
 from diffusers.models.autoencoders.vae import DecoderOutput
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionOutput
+from diffusers.pipelines.kandinsky.text_encoder import MCLIPConfig, MultilingualCLIP
 from peft import LoraConfig
 from tiny_pipelines import PIPELINES, PROMPT, call, copied
 
@@ -17,6 +21,7 @@ import pytree_registry
 from model_adapters.bridge.views import jax_view, torch_view
 from model_adapters.diffusion import attention
 from torchax_serve import UnsupportedArgumentError, UnsupportedModelError, to_jax
+from torchax_serve.diffusion.pipeline import pipeline_to_jax
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of diffusers, about its own arguments and torch
 TOLERANCE = 1e-3
@@ -172,6 +177,87 @@ def _masks():
         "additive": torch.randn(2, 4, 6, 7),
         "of queries and keys": torch.randn(6, 7),
     }
+
+
+class _Store:
+    """Keeps attention maps as LEdits++ does: a list by name, in an object that all processors share."""
+
+    def __init__(self):
+        self.step = {"maps": []}
+
+
+class _StoringProcessor(AttnProcessor):
+    def __init__(self, store):
+        self.store = store
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, temb=None):
+        out = super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, temb)
+        self.store.step["maps"].append(out)
+        return out
+
+
+def test_what_processors_store_is_there_after_each_call(pairs):
+    eager, own = (copy.deepcopy(pairs("stable diffusion")[0].unet) for _ in range(2))
+    stores = _Store(), _Store()
+    for model, store in zip((eager, own), stores, strict=True):
+        model.set_attn_processor(_StoringProcessor(store))
+    to_jax(own)
+    torch.manual_seed(0)
+    given = torch.randn(1, 4, 8, 8), torch.tensor(5), torch.randn(1, 7, eager.config.cross_attention_dim)
+    for _ in range(2):
+        with torch.no_grad():
+            eager(*given)
+        own(*given)
+    wanted, found = (store.step["maps"] for store in stores)
+    assert len(found) == len(wanted) > 4
+    for mine, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=TOLERANCE, rtol=0)
+    assert own._jax_runtime.programs.num_traces.total() == 1
+
+
+class _SettingProcessor(_StoringProcessor):
+    def __call__(self, *args, **kwargs):
+        self.last = super().__call__(*args, **kwargs)
+        return self.last
+
+
+def test_a_processor_that_stores_elsewhere_is_refused(pairs):
+    model = copy.deepcopy(pairs("stable diffusion")[0].unet)
+    model.set_attn_processor(_SettingProcessor(_Store()))
+    with pytest.raises(UnsupportedModelError, match=r"expected attention processors that store tensors at the end of"):
+        to_jax(model)(torch.randn(1, 4, 8, 8), torch.tensor(5), torch.randn(1, 7, model.config.cross_attention_dim))
+
+
+class _Caching(UNet2DModel):
+    """A model that writes into a cache among its arguments, as AnyFlow's does."""
+
+    def forward(self, sample, cache):
+        cache["keys"][0] = sample[0]
+        return sample
+
+
+def test_a_model_that_writes_into_an_argument_is_refused():
+    model = to_jax(
+        _Caching(
+            sample_size=8, block_out_channels=(32,), down_block_types=("DownBlock2D",), up_block_types=("UpBlock2D",)
+        )
+    )
+    with pytest.raises(UnsupportedModelError, match="writes into a tensor inside of one of its arguments, such as a"):
+        model(torch.ones(1, 3, 8, 8), {"keys": torch.zeros(2, 3, 8, 8)})
+
+
+def test_a_text_encoder_of_diffusers_that_returns_a_tuple():
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 37}
+    config = MCLIPConfig(vocab_size=100, numDims=24, transformerDimSize=32, pad_token_id=1, **sizes)
+    torch.manual_seed(0)
+    eager = MultilingualCLIP(config).eval()
+    own = copy.deepcopy(eager)
+    pipeline_to_jax(SimpleNamespace(components={"text_encoder": own}))
+    ids, mask = torch.tensor([[0, 5, 6, 2], [0, 7, 2, 1]]), torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
+    with torch.no_grad():
+        wanted = eager(ids, attention_mask=mask)
+    for mine, theirs in zip(own(ids, attention_mask=mask), wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("mask", _masks())

@@ -46,7 +46,9 @@ WITH_DIFFUSERS = {
 # At a terminal these talk to a person; here they read from a pipe.
 TYPED = {"torchax-serve run": "Hello!\n"}
 # Ask nothing of bash and no devices of their own: the process that has imported torch and jax runs them as well.
-IN_PROCESS = re.compile(r"torchax-serve (?:(?:models|ops|embed|doctor|cache)\b|plan --sharding )[^|&;<>$]*")
+IN_PROCESS = re.compile(
+    r"torchax-serve (?:(?:models|ops|embed|doctor|cache|verify|bench|profile)\b|plan --sharding )[^|&;<>$]*"
+)
 # Runs these tests itself; tests/docs/test_ci_run.py is about it.
 RUNS_THE_TESTS = {".ci/run"}
 
@@ -55,9 +57,10 @@ SHOWN = dict(re.findall(r"```bash\n([^\n]*)\n```\n\n```text\n([^`]*)```", (ROOT 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 COMMANDS = commands()
 SET_UPS = [command for _, command in COMMANDS if command.startswith(SET_UP)]
+# Each once, however many documents have it.
 RUN = [
     command
-    for _, command in COMMANDS
+    for command in dict.fromkeys(command for _, command in COMMANDS)
     if not command.startswith(SET_UP) and command not in FROM_THE_HUB | RUNS_THE_TESTS | WITH_DIFFUSERS
 ]
 

@@ -1,5 +1,6 @@
 """Adapters of peft with random matrices, and what eager peft makes of a prompt with one of them, unmerged."""
 
+import copy
 import warnings
 
 import torch
@@ -40,17 +41,23 @@ class PeftModels:
         key = name, tuple(prompt), num_new
         if key not in self._known:
             ids = torch.tensor([list(prompt)])
-            how = {"attention_mask": torch.ones_like(ids), "max_new_tokens": num_new, "do_sample": False}
-            with torch.no_grad(), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                if name is None:
-                    with self._model.disable_adapter():
-                        out = self._model.generate(input_ids=ids, **how)
-                else:
-                    self._model.set_adapter(name)
-                    out = self._model.generate(input_ids=ids, **how)
-            self._known[key] = out[0, len(prompt) :].tolist()
+            inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            self._known[key] = self._generated(name, inputs, max_new_tokens=num_new)[0, len(prompt) :].tolist()
         return self._known[key]
+
+    def media_tokens(self, name, inputs, num_new):
+        """The same of a prompt by argument of ``generate``, and exactly so many."""
+        sizes = {"max_new_tokens": num_new, "min_new_tokens": num_new}
+        return self._generated(name, copy.deepcopy(inputs), **sizes)[0, -num_new:].tolist()
+
+    def _generated(self, name, inputs, **options):
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if name is None:
+                with self._model.disable_adapter():
+                    return self._model.generate(**inputs, do_sample=False, **options)
+            self._model.set_adapter(name)
+            return self._model.generate(**inputs, do_sample=False, **options)
 
 
 def ranks(number):

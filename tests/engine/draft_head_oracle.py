@@ -171,7 +171,7 @@ def proposals(head, ids, num_drafts):
     return found
 
 
-def trained(head, texts, num_steps=60):
+def trained(head, texts, num_steps=40):
     """Returns the head after it has learned the next tokens of `texts`, with its own hidden states for the second."""
     column = {token: index for index, token in enumerate(head.ids.tolist())}
     with torch.no_grad():

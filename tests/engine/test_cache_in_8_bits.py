@@ -208,7 +208,7 @@ def test_prefix_hits_and_forks_find_their_pages(llama, alone):
     assert llama.stats().scheduler.num_hit_tokens >= hits + 32
     parent = llama.engine.submit(request([*prompt, 9]))
     forks = [llama.engine.submit(request([*prompt, 9], fork_of=parent.request_id)) for _ in range(3)]
-    assert len({tuple(ticket.result()) for ticket in (parent, *forks)}) == 1
+    assert len({tuple(handle.result()) for handle in (parent, *forks)}) == 1
     sampled = {"do_sample": True, "temperature": 2.0, "top_k": 0}
     apart = llama.engine.submit(request([*prompt, 9], 12, **sampled))  # writes its own copy of the shared last page
     assert llama.engine.submit(request([*prompt, 9])).result() == parent.token_ids
@@ -227,8 +227,8 @@ def test_requests_that_make_room_for_others_get_the_same_tokens(alone):
     )
     with serve(tiny_model("llama"), engine=few) as model:
         model.engine.check_integrity = True
-        tickets = [model.engine.submit(request(prompt, 12)) for prompt in prompts]
-        found = [ticket.result() for ticket in tickets]
+        handles = [model.engine.submit(request(prompt, 12)) for prompt in prompts]
+        found = [handle.result() for handle in handles]
         assert model.stats().scheduler.num_preemptions > 0
     assert found == [alone(prompt, 12) for prompt in prompts]
 

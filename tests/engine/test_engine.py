@@ -56,8 +56,8 @@ def test_requests_get_the_tokens_they_get_alone(name):
     with serve(tiny_model(name), engine=SMALL) as model:
         model.engine.check_integrity = True
         prompts = [random_prompt(rng) for _ in range(10)] + [[5], [6] * 8, [7] * 32, [8] * 56]
-        tickets = [model.engine.submit(request(prompt)) for prompt in prompts]
-        assert [ticket.result() for ticket in tickets] == [expected_tokens(name, prompt, 8) for prompt in prompts]
+        handles = [model.engine.submit(request(prompt)) for prompt in prompts]
+        assert [handle.result() for handle in handles] == [expected_tokens(name, prompt, 8) for prompt in prompts]
 
 
 @pytest.mark.parametrize("max_model_len", [6, 8, 12])  # its sliding window is 8 tokens
@@ -77,8 +77,8 @@ def test_requests_submitted_together_share_every_step(llama):
     begun = steps_taken(llama)
     llama.engine.submit(request([14, 9, 8, 7, 6])).result()
     num_steps_alone = steps_taken(llama) - begun
-    tickets = llama.engine.submit_all([request(prompt) for prompt in prompts])
-    assert [ticket.result() for ticket in tickets] == [expected_tokens("llama", prompt, 8) for prompt in prompts]
+    handles = llama.engine.submit_all([request(prompt) for prompt in prompts])
+    assert [handle.result() for handle in handles] == [expected_tokens("llama", prompt, 8) for prompt in prompts]
     assert steps_taken(llama) - begun == 2 * num_steps_alone
 
 
@@ -106,16 +106,16 @@ def test_two_thousand_requests_a_third_of_them_aborted_with_few_pages():
         cases = [(rng.choice(prompts), rng.randint(1, 12), rng.random() < 1 / 3) for _ in range(2000)]
         waiting = []
         for prompt, length, is_aborted in cases:
-            ticket = engine.submit(request(prompt, length))
-            waiting.append(ticket)
+            handle = engine.submit(request(prompt, length))
+            waiting.append(handle)
             if is_aborted:
-                threading.Timer(rng.random() * 0.5, ticket.cancel).start() if rng.random() < 0.2 else ticket.cancel()
+                threading.Timer(rng.random() * 0.5, handle.cancel).start() if rng.random() < 0.2 else handle.cancel()
             if len(waiting) % 64 == 0:
                 for earlier in waiting[-64:-48]:
                     earlier.result()
         num_whole = 0
-        for ticket, (prompt, length, is_aborted) in zip(waiting, cases, strict=True):
-            tokens = ticket.result()
+        for handle, (prompt, length, is_aborted) in zip(waiting, cases, strict=True):
+            tokens = handle.result()
             expected = expected_tokens("llama", prompt, 12)[:length]
             assert tokens == expected[: len(tokens)]
             assert is_aborted or tokens == expected
@@ -145,12 +145,12 @@ def test_nothing_is_compiled_behind_the_warm_up():
             {"min_new_tokens": 3, "eos_token_id": 9},
         ]
         asked = [None, SamplingParams(presence_penalty=0.5), SamplingParams(logprobs=3)]
-        tickets = [
+        handles = [
             engine.submit(request(random_prompt(rng), rng.randint(1, 9), i, rng.choice(asked), **rng.choice(kinds)))
             for i in range(200)
         ]
-        for ticket in tickets:
-            ticket.result()
+        for handle in handles:
+            handle.result()
         assert engine.stats().num_programs == before
 
 
@@ -174,9 +174,9 @@ def test_log_probabilities_are_those_of_the_models_logits(llama):
     rng = random.Random(4)
     prompt = random_prompt(rng, 30)
     params = SamplingParams(logprobs=3, prompt_logprobs=2)
-    ticket = llama.engine.submit(request(prompt, 5, params=params))
-    arrivals = list(ticket)
-    tokens = ticket.token_ids
+    handle = llama.engine.submit(request(prompt, 5, params=params))
+    arrivals = list(handle)
+    tokens = handle.token_ids
     with torch.no_grad():
         logits = tiny_model("llama")(torch.tensor([prompt + tokens])).logits[0]
     expected = torch.log_softmax(logits.float(), -1)
@@ -207,9 +207,9 @@ def test_several_steps_in_one_dispatch_give_the_same_tokens(options):
         model.decode = lambda *args: sent.append(args[4]) or decode(*args)
         many.engine.submit(request(prompts[0], 13, 9, **drawn)).result()  # in single steps, until the program is there
         model._steps._background.wait()
-        tickets = [[m.engine.submit(request(p, 13, 9, **drawn)) for p in prompts] for m in (many, one)]
+        handles = [[m.engine.submit(request(p, 13, 9, **drawn)) for p in prompts] for m in (many, one)]
         greedy = many.engine.submit(request(prompts[0], 13))
-        assert [t.result() for t in tickets[0]] == [t.result() for t in tickets[1]]
+        assert [t.result() for t in handles[0]] == [t.result() for t in handles[1]]
         assert greedy.result() == expected_tokens("llama", prompts[0], 13)
         assert max(sent) == 4
 
@@ -261,10 +261,10 @@ def test_logits_that_are_not_numbers_fail_their_request_alone():
         module.get_input_embeddings().weight[50] = float("nan")
     with serve(module, engine=SMALL) as model:
         good = [request([5, 6, 7], 12), request([7, 8], 12)]
-        tickets = [model.engine.submit(each) for each in (good[0], request([3, 50, 4], 12), good[1])]
+        handles = [model.engine.submit(each) for each in (good[0], request([3, 50, 4], 12), good[1])]
         with pytest.raises(RequestError, match=r"logits were not finite numbers; .* better served in bfloat16"):
-            tickets[1].result()
-        assert [tickets[0].result(), tickets[2].result()] == [
+            handles[1].result()
+        assert [handles[0].result(), handles[2].result()] == [
             expected_tokens("llama", [5, 6, 7], 12),
             expected_tokens("llama", [7, 8], 12),
         ]
@@ -278,18 +278,18 @@ def test_nobody_is_held_up_by_a_ticket_that_nobody_reads(llama):
 
 def test_cancelling_twice_and_behind_the_end(llama):
     with llama.engine._wake:  # its thread takes all three orders together
-        ticket = llama.engine.submit(request([3, 4], 40))
-        ticket.cancel()
-        ticket.cancel()
-    assert len(ticket.result()) < 40
-    assert ticket.finish_reason == "abort"
-    ticket.cancel()
+        handle = llama.engine.submit(request([3, 4], 40))
+        handle.cancel()
+        handle.cancel()
+    assert len(handle.result()) < 40
+    assert handle.finish_reason == "abort"
+    handle.cancel()
 
 
 def test_a_request_ends_when_its_time_is_up(llama):
-    ticket = llama.engine.submit(request([3, 4], 60, params=SamplingParams(timeout_s=1e-6)))
-    ticket.result()
-    assert ticket.finish_reason == "deadline"
+    handle = llama.engine.submit(request([3, 4], 60, params=SamplingParams(timeout_s=1e-6)))
+    handle.result()
+    assert handle.finish_reason == "deadline"
 
 
 def test_the_time_for_waiting_ends_requests_that_have_not_begun(llama):
@@ -348,8 +348,8 @@ def test_batch_invariant_bfloat16_has_the_same_logprobs_alone_and_in_company():
     rng = random.Random(3)
     requests = [request(random_prompt(rng), params=SamplingParams(logprobs=2)) for _ in range(4)]
 
-    def logprobs(ticket):
-        return [each for new in ticket for each in new.logprobs]
+    def logprobs(handle):
+        return [each for new in handle for each in new.logprobs]
 
     wide = transformers.LlamaConfig(  # sums short enough have but one order
         vocab_size=VOCAB_SIZE, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4
@@ -357,8 +357,8 @@ def test_batch_invariant_bfloat16_has_the_same_logprobs_alone_and_in_company():
     torch.manual_seed(0)
     with serve(transformers.LlamaForCausalLM(wide).bfloat16(), engine=options) as model:
         alone = [logprobs(model.engine.submit(each)) for each in requests]
-        tickets = [model.engine.submit(each) for each in requests]
-        assert [logprobs(ticket) for ticket in tickets] == alone
+        handles = [model.engine.submit(each) for each in requests]
+        assert [logprobs(handle) for handle in handles] == alone
 
 
 def test_batch_invariance_is_refused_where_it_does_not_hold():
@@ -447,11 +447,11 @@ def test_many_threads_on_one_model(llama):
 
 def test_async_iteration_and_leaving_it_early(llama):
     async def read(prompt, most):
-        ticket = llama.engine.submit(request(prompt, 30))
-        async for _ in ticket:
-            if len(ticket.token_ids) >= most:
+        handle = llama.engine.submit(request(prompt, 30))
+        async for _ in handle:
+            if len(handle.token_ids) >= most:
                 break
-        return ticket
+        return handle
 
     async def both():
         return await asyncio.gather(read([5, 6], 30), read([7, 8], 2))
@@ -467,8 +467,8 @@ def test_an_event_loop_is_woken_once_for_all_that_a_step_brings(llama):
     num_calls = []
 
     async def read(prompt):
-        ticket = llama.engine.submit(request(prompt, 12))
-        return [token async for new in ticket for token in new.token_ids]
+        handle = llama.engine.submit(request(prompt, 12))
+        return [token async for new in handle for token in new.token_ids]
 
     async def all_of(prompts):
         loop = asyncio.get_running_loop()
@@ -491,9 +491,9 @@ def test_a_request_that_comes_is_not_held_up_by_steps_that_are_still_to_be_sent(
     assert list(next(iter(coming)).token_ids) == expected_tokens("llama", [5, 6], 1)
     assert time.monotonic() - begun < 30
     monkeypatch.undo()
-    for ticket in (running, coming):
-        ticket.cancel()
-        ticket.result()
+    for handle in (running, coming):
+        handle.cancel()
+        handle.result()
     assert time.monotonic() - begun < 30
 
 
@@ -507,11 +507,11 @@ def test_stats_are_a_line(llama):
 def test_closing_ends_requests_with_an_error():
     model = serve(tiny_model("llama"), engine=SMALL)
     engine = model.engine
-    tickets = [engine.submit(request([5, 6, number + 3], 50)) for number in range(8)]
+    handles = [engine.submit(request([5, 6, number + 3], 50)) for number in range(8)]
     model.close()
-    for ticket in tickets:
+    for handle in handles:
         with pytest.raises(RequestError, match="engine was closed"):
-            ticket.result()
+            handle.result()
     with pytest.raises(TorchaxServeError, match="this one is closed"):
         engine.submit(request([5], 1))
     with pytest.raises(TorchaxServeError, match="this one is closed"):

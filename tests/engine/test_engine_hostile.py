@@ -53,8 +53,8 @@ def is_idle(model, within_s=20):
     return False
 
 
-def check_innocent(model, ticket):
-    assert ticket.result() == expected_tokens("llama", INNOCENT, NEW)
+def check_innocent(model, handle):
+    assert handle.result() == expected_tokens("llama", INNOCENT, NEW)
     assert model.engine.close_reason is None
 
 
@@ -248,14 +248,14 @@ def test_a_fork_of_another_prompt_ends_itself_alone(llama):
 
 def test_waiting_requests_are_bounded(llama):
     assert is_idle(llama)
-    tickets = [llama.engine.submit(request([5, index], max_new_tokens=40)) for index in range(10)]
+    handles = [llama.engine.submit(request([5, index], max_new_tokens=40)) for index in range(10)]
     with pytest.raises(QueueFullError, match=r"at most 10 requests at a time, 6 of them waiting, got 1 next to"):
         for index in range(10):
-            tickets.append(llama.engine.submit(request([6, index], max_new_tokens=40)))
+            handles.append(llama.engine.submit(request([6, index], max_new_tokens=40)))
     with pytest.raises(QueueFullError, match="got 11 next to"):
         llama.engine.submit_all([request([5])] * 11)
-    assert tickets[0].result() == expected_tokens("llama", [5, 0], 40)
-    tickets.clear()
+    assert handles[0].result() == expected_tokens("llama", [5, 0], 40)
+    handles.clear()
     assert is_idle(llama)
     assert llama.engine.submit(request([9], max_new_tokens=4)).result() == expected_tokens("llama", [9], 4)
 

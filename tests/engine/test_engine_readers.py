@@ -109,9 +109,9 @@ def test_a_reader_that_is_gone_frees_its_request(roomy, stops_reading):
 def test_deadlines_far_away_hold_no_ended_requests(llama):
     params = SamplingParams(timeout_s=1e6)
     for _ in range(40):
-        tickets = llama.engine.submit_all([request([5], params, max_new_tokens=1) for _ in range(5)])
-        for ticket in tickets:
-            ticket.result()
+        handles = llama.engine.submit_all([request([5], params, max_new_tokens=1) for _ in range(5)])
+        for handle in handles:
+            handle.result()
     assert len(llama.engine._scheduler._queues._deadlines) < 100
 
 

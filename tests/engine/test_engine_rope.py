@@ -29,7 +29,7 @@ BY_THEMSELVES = [("diffllama", "dynamic"), ("diffllama", "longrope")]
 def submit(model, prompts, num_new=NUM_NEW):
     config = transformers.GenerationConfig(max_new_tokens=num_new, do_sample=False)
     requests = [EngineRequest.of(ids[0].tolist(), config, vocab_size=VOCAB_SIZE) for ids in prompts]
-    return [ticket.result() for ticket in model.engine.submit_all(requests)]
+    return [handle.result() for handle in model.engine.submit_all(requests)]
 
 
 def alone(family, kind, prompts):

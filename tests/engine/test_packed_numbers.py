@@ -17,17 +17,17 @@ NUM_SLOTS, PAGES = 8, 3
 
 
 @given(
-    seats=st.lists(st.integers(0, NUM_SLOTS - 1), unique=True, min_size=1),
+    chosen=st.lists(st.integers(0, NUM_SLOTS - 1), unique=True, min_size=1),
     data=st.data(),
     num_groups=st.integers(1, 2),
     num_steps=st.integers(1, 16),
     draws=st.booleans(),
 )
-def test_a_decode_call_says_the_same_batch(seats, data, num_groups, num_steps, draws):
-    num_rows = data.draw(st.integers(len(seats), NUM_SLOTS))
-    lengths = data.draw(st.lists(st.integers(0, 40), min_size=len(seats), max_size=len(seats)))
-    ids = data.draw(st.lists(st.none() | st.tuples(st.integers(0, 99)), min_size=len(seats), max_size=len(seats)))
-    placed = zip(seats, lengths, ids, strict=True)
+def test_a_decode_call_says_the_same_batch(chosen, data, num_groups, num_steps, draws):
+    num_rows = data.draw(st.integers(len(chosen), NUM_SLOTS))
+    lengths = data.draw(st.lists(st.integers(0, 40), min_size=len(chosen), max_size=len(chosen)))
+    ids = data.draw(st.lists(st.none() | st.tuples(st.integers(0, 99)), min_size=len(chosen), max_size=len(chosen)))
+    placed = zip(chosen, lengths, ids, strict=True)
     rows = [PlanRow(f"r{slot}", slot, start, 1, given, True) for slot, start, given in placed]
     tables = [np.random.default_rng(i).integers(0, 99, (NUM_SLOTS, PAGES), np.int32) for i in range(num_groups)]
     layout = PagedLayout(tuple(range(num_groups)), (None,) * num_groups, 48, is_decode=True)
@@ -39,7 +39,7 @@ def test_a_decode_call_says_the_same_batch(seats, data, num_groups, num_steps, d
     assert len(numbers) == spec.size
     batch, slots, told_steps, told_draws = spec.unpack(jnp.asarray(numbers))
     assert (int(told_steps), bool(told_draws)) == (num_steps, draws)
-    np.testing.assert_array_equal(slots[: len(rows)], seats)
+    np.testing.assert_array_equal(slots[: len(rows)], chosen)
     is_on_device = batch.token_ids == SAMPLED_ON_DEVICE
     batch = dataclasses.replace(batch, token_ids=jnp.where(is_on_device, last_tokens[slots], batch.token_ids))
     jax.tree.map(np.testing.assert_array_equal, batch, whole)

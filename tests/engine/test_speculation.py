@@ -9,7 +9,7 @@ import torch
 import transformers
 from adapter_models import PeftModels, ranks
 from engine_models import VOCAB_SIZE, expected_tokens, tiny_model
-from speculation_requests import answers_of, repeating_prompts, request
+from speculation_requests import answers_of, repeating_prompts, request, tokens_of
 
 from torchax_serve import EngineOptions, InvalidArgumentError, SamplingParams, UnsupportedArgumentError, serve
 
@@ -17,10 +17,6 @@ SIZES = EngineOptions(
     max_model_len=96, max_num_seqs=4, page_size=8, max_num_batched_tokens=32, max_num_steps=4, batch_invariant=True
 )
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False}
-
-
-def tokens_of(model, requests):
-    return [handle.result() for handle in model.engine.submit_all(requests)]
 
 
 @pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

@@ -55,9 +55,9 @@ def answers_with_early_ends(model, asked, rng):
         outputs.append([])
         if rng.random() < 0.4:  # arrivals are spread over the steps
             index = rng.randrange(len(handles))
-            outputs[index] += [out for out, _ in zip(handles[index], range(1), strict=False)]
+            outputs[index] += [out for _, out in zip(range(1), handles[index], strict=False)]
     for index in rng.sample(range(len(asked)), len(asked) // 5):
-        outputs[index] += [out for out, _ in zip(handles[index], range(rng.randrange(4)), strict=False)]
+        outputs[index] += [out for _, out in zip(range(rng.randrange(4)), handles[index], strict=False)]
         handles[index].cancel()
     for handle, before in zip(handles, outputs, strict=True):
         before.extend(handle)

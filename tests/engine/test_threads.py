@@ -23,7 +23,7 @@ def prompts():
     return [torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
 
 
-# One packed and one gathered; opt also counts its positions by a mask that it makes.
+# One packed and one per-sequence; opt also counts its positions by a mask that it makes.
 @pytest.mark.parametrize("name", ["opt", "bloom"])
 def test_generate_and_the_engine_at_once(name):
     """From the first call on: programs of both are traced while those of the other are traced and run."""

@@ -7,7 +7,6 @@ import types
 
 import jax
 import numpy as np
-import pytest
 
 from model_adapters.caches.packed_batch import PagedLayout
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
@@ -176,32 +175,43 @@ def by_hand(prompt, banned=None, penalty=1.0):
 
 PROMPTS = [[3, 4, 5], [7, 8], [11, 2, 9], [1]]
 NEXT = by_hand(PROMPTS[2])[0][1]
-KINDS = {
-    "logprobs": ({"logprobs": 3}, {}),
-    "masked": ({"masks": NEXT, "logprobs": 2}, {"banned": NEXT}),
-    "penalty": ({"repetition_penalty": 1.4, "logprobs": 1}, {"penalty": 1.4}),
-}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_of_a_kind_shares_the_steps_of_others(kind):
-    options, hand = KINDS[kind]
-
-    def requests():
-        masks = Banned(options["masks"]) if "masks" in options else None
-        others = {name: value for name, value in options.items() if name != "masks"}
-        sampled = asked(PROMPTS[1], temperature=0.5, seed=5, logprobs=1)
-        return [asked(PROMPTS[0]), sampled, asked(PROMPTS[2], masks, **others), asked(PROMPTS[3])]
-
+def compared(requests):
+    """Runs requests with and without drafts, compares what comes of them, and returns the loop with drafts."""
     plain, speculative = Loop(requests(), None), Loop(requests(), DRAFTS)
     stats = speculative.scheduler.stats()
     assert 0 < stats.num_accepted_tokens <= stats.num_draft_tokens
-    assert speculative.tokens == plain.tokens and speculative.logprobs == plain.logprobs
-    tokens, logprobs = by_hand(PROMPTS[2], **hand)
-    assert speculative.tokens[2] == tokens
-    np.testing.assert_allclose([each.logprob for each in speculative.logprobs[2]], logprobs, atol=1e-5)
-    assert {len(each.top) for each in speculative.logprobs[2]} == {options["logprobs"]}
-    assert [speculative.tokens[i] for i in (0, 3)] == [by_hand(PROMPTS[i])[0] for i in (0, 3)]
-    if kind == "masked":
-        seen = speculative.asked[2].masks.seen
-        assert seen[:NUM_NEW] == [tokens[:length] for length in range(NUM_NEW)]
+    assert speculative.tokens == plain.tokens and speculative.logprobs == plain.logprobs, "to the last bit"
+    return speculative
+
+
+def check(loop, index, num_top, **hand):
+    tokens, logprobs = by_hand(PROMPTS[index], **hand)
+    assert loop.tokens[index] == tokens
+    np.testing.assert_allclose([each.logprob for each in loop.logprobs[index]], logprobs, atol=1e-5)
+    assert {len(each.top) for each in loop.logprobs[index]} == {num_top}
+
+
+def test_drafted_tokens_have_log_probabilities():
+    def requests():
+        sampled = asked(PROMPTS[1], temperature=0.5, seed=5, logprobs=1)
+        return [asked(PROMPTS[0]), sampled, asked(PROMPTS[2], logprobs=3), asked(PROMPTS[3], logprobs=0)]
+
+    loop = compared(requests)
+    check(loop, 2, 3)
+    check(loop, 3, 0)
+    assert loop.tokens[0] == by_hand(PROMPTS[0])[0] and not loop.logprobs[0]
+
+
+def test_masks_and_penalties_share_the_steps_of_others():
+    def requests():
+        masked = asked(PROMPTS[2], Banned(NEXT), logprobs=2)
+        penalty = asked(PROMPTS[3], repetition_penalty=1.4, logprobs=1)
+        return [asked(PROMPTS[0], logprobs=0), asked(PROMPTS[1], temperature=0.5, seed=5), masked, penalty]
+
+    loop = compared(requests)
+    check(loop, 0, 0)
+    check(loop, 2, 2, banned=NEXT)
+    check(loop, 3, 1, penalty=1.4)
+    assert loop.asked[2].masks.seen[:NUM_NEW] == [loop.tokens[2][:length] for length in range(NUM_NEW)]

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -13,6 +14,7 @@ from torchax_serve import EngineOptions, SamplingParams, serve
 from torchax_serve.compilation import background
 from torchax_serve.engine.request import EngineRequest
 
+ROOT = Path(__file__).parents[2]
 OPTIONS = EngineOptions(max_model_len=96, max_num_seqs=8, page_size=8, max_num_batched_tokens=64)
 PROMPT = tuple(range(5, 18))
 
@@ -88,7 +90,7 @@ def test_warm_up_compiles_few_programs(engine):
 
 
 def test_the_programs_of_the_documents_example():
-    """The count in docs/compilation.md, for `max_model_len` 640 and 32 slots on a CPU; nothing is compiled here."""
+    """The count of the documents, for `max_model_len` 640 and 32 slots on a CPU; nothing is compiled here."""
     options = EngineOptions(max_model_len=640, max_num_seqs=32)
     with serve(tiny_model("llama"), engine=options) as model:
         runner = model.engine._runner
@@ -97,6 +99,8 @@ def test_the_programs_of_the_documents_example():
         num_small = 2  # rows of tables, which are among those of the sampler, and pages copied
         assert len(steps) == 9
         assert len(steps) + len(sampling) + 1 == 9 + 4 + num_small == 15
+    assert "warm-up makes 15 programs on a CPU" in (ROOT / "docs/compilation.md").read_text()
+    assert "(15 for 32 requests of 640 tokens)" in (ROOT / "README.md").read_text()
 
 
 def test_first_uses_in_traffic_compile_nothing(engine):

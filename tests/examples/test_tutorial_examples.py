@@ -1,4 +1,4 @@
-"""The tutorial's road: every example runs, and says what eager PyTorch says about the same weights."""
+"""The tutorial: every example runs, and says what eager PyTorch says about the same weights."""
 
 import io
 import re

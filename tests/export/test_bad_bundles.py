@@ -133,10 +133,16 @@ def test_sizes_of_the_engine_are_those_of_the_bundle(bundle, options):
         serve(bundle, engine=EngineOptions(**options))
 
 
-@pytest.mark.parametrize("argument", [{"dtype": "bfloat16"}, {"quantization": "int8"}, {"mesh": {"model": 2}}])
+@pytest.mark.parametrize("argument", [{"dtype": "bfloat16"}, {"quantization": "int8"}])
 def test_arguments_about_what_was_exported(bundle, argument):
     with pytest.raises(InvalidArgumentError, match=f"{next(iter(argument))}: expected no such argument for a bundle"):
         serve(bundle, **argument)
+
+
+@pytest.mark.parametrize("mesh", [{"model": 2}, {"data": 0}, {"data": True}, {"rows": 2}])
+def test_a_bundle_has_no_other_mesh(bundle, mesh):
+    with pytest.raises(InvalidArgumentError, match=r"mesh: expected \{'data': N\} for a bundle"):
+        serve(bundle, mesh=mesh)
 
 
 def test_requests_that_need_the_pytorch_model(bundle):
@@ -195,7 +201,6 @@ T5_SIZES = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers"
 @pytest.mark.parametrize(
     ("kind", "config", "reason"),
     [
-        ("BertModel", {**SIZES, **HEADS}, "it returns embeddings, labels or scores and writes no text"),
         ("MambaForCausalLM", {**SIZES, "state_size": 4}, "a layer keeps a recurrent state"),
         ("T5ForConditionalGeneration", {**T5_SIZES, "decoder_start_token_id": 0}, "it has an encoder"),
         ("LlamaForCausalLM", {**SIZES, **HEADS, "rope_parameters": DYNAMIC}, "its rotary frequencies depend on the"),

@@ -22,6 +22,26 @@ print(json.dumps([found, sorted(shards)]))
 """
 
 
+REPLICAS = """
+import json
+from torchax_serve import SamplingParams, serve
+with serve(sys.argv[1], mesh={"data": 2}) as model:
+    params = SamplingParams(max_new_tokens=int(sys.argv[3]), ignore_eos=True)
+    found = [each.token_ids for each in model.generate_batch(json.loads(sys.argv[2]), params)]
+    steps = [engine.stats().num_steps for engine in model.engine.engines]
+print(json.dumps([found, steps]))
+"""
+
+
+def test_two_replicas_of_a_bundle_of_one_device(bundle, expected):
+    arguments = bundle, json.dumps(PROMPTS), NUM_TOKENS
+    found, steps = json.loads(output_of(REPLICAS, *arguments, XLA_FLAGS=TWO))
+    assert found == expected
+    assert len(steps) == 2 and min(steps) > 0, "one replica had all requests"
+    fewer = run(REPLICAS, *arguments)
+    assert fewer.returncode and "expected 2 devices, for which the bundle's programs were exported in 2" in fewer.stderr
+
+
 def test_two_devices(tmp_path):
     bundle = tmp_path / "bundle"
     arguments = "export", EMBEDDED, bundle, *OPTIONS.split(), "--no-reference"

@@ -56,9 +56,9 @@ def test_a_served_model_has_its_linear_layers_packed_and_the_same_tokens(folder)
 def test_eager_pytorch_beside_it_has_every_bit(folder):
     loaded = load_model(folder)
     assert compress_weights.pack_linear_weights(loaded.module, loaded.weights)
-    twin = dict(EagerReference(loaded).module.named_parameters())
+    eager = dict(EagerReference(loaded).module.named_parameters())
     for name, expected in tiny_model("llama", torch.bfloat16).named_parameters():
-        assert torch.equal(twin[name], expected), name
+        assert torch.equal(eager[name], expected), name
 
 
 def test_a_tied_head_and_the_table_that_is_looked_up_in_are_one_packed_weight(tmp_path):

@@ -2,10 +2,13 @@
 
 import copy
 
+import jax.numpy as jnp
 import pytest
 import torch
 
-from model_adapters.errors import InvalidArgumentError
+from model_adapters.bridge.views import torch_view
+from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
+from model_adapters.program import media
 from torchax_serve import EngineOptions, serve
 from torchax_serve.parity.tiny.images import image_model, inputs_of
 
@@ -24,8 +27,9 @@ class Tiny:
         self.text = [4, 5, 6, 7, 8, 9]
 
     def start(self):
+        budget = 32 if self.model_type == "paligemma" else BUDGET  # its prompts have 25 tokens
         options = EngineOptions(
-            max_model_len=64, max_num_seqs=4, page_size=4, max_num_batched_tokens=BUDGET, kv_cache_memory_bytes=1 << 20
+            max_model_len=64, max_num_seqs=4, page_size=4, max_num_batched_tokens=budget, kv_cache_memory_bytes=1 << 20
         )
         self.served = serve(copy.deepcopy(self.eager), engine=options)
         self.served.engine.check_integrity = True
@@ -71,6 +75,43 @@ def test_images_in_forwards_per_request():
     with tiny.served:
         assert "per-sequence" in tiny.served.engine.description
         check_batch(tiny)
+
+
+def test_inputs_of_layers_that_are_those_of_the_tokens():
+    tiny = Tiny("gemma4").start()
+    with tiny.served:
+        assert "per-sequence" not in tiny.served.engine.description
+        check_batch(tiny)
+
+
+def test_inputs_of_layers_that_are_of_images_are_not_left_out():
+    values = ([1.0, 2.0], [1.0, 2.0], [1.0, 3.0], [1.0])
+    found, same, other, short = (torch_view(jnp.asarray(each)) for each in values)
+    assert bool(media._are_equal({"x": found, "y": [found]}, {"x": same, "y": [same]}))
+    assert not bool(media._are_equal({"x": found, "y": [found]}, {"x": same, "y": [other]}))
+    for of_text in ({}, {"x": short}, {"x": [found, found]}):
+        with pytest.raises(UnsupportedModelError, match="its language model gets x of images"):
+            media._are_equal({"x": found}, of_text)
+
+
+def test_a_prompt_of_which_every_token_sees_all_others():
+    """Pages of PaliGemma hold what the text behind them says: another question finds none of the image's."""
+    tiny = Tiny("paligemma").start()
+    first, second = tiny.inputs
+    other = {**first, "input_ids": first["input_ids"].clone()}
+    other["input_ids"][0, -1] += 1
+    expected = [tiny.expected(**inputs) for inputs in (first, other, second)]
+    assert len(set(map(tuple, expected))) == 3
+    with tiny.served:
+        assert "per-sequence" not in tiny.served.engine.description
+        assert [tiny.tokens(inputs) for inputs in (first, other, second)] == expected
+        assert (tiny.num_hit_tokens, tiny.served._single_engine) == (0, None)
+        streams = [tiny.stream(inputs) for inputs in (first, second)]  # found, and in one batch
+        assert [list(stream) for stream in streams] == [expected[0], expected[2]]
+        assert tiny.num_hit_tokens > 0
+        longer = {name: _repeated(name, value, 12) for name, value in first.items()}
+        assert tiny.tokens(longer) == tiny.expected(**longer)
+        assert tiny.served._single_engine is not None  # more than a step has room for
 
 
 def check_batch(tiny):
@@ -142,9 +183,9 @@ def _sized(value, ids):
     return torch.cat([value, value[:, -1:].repeat(1, ids.shape[1])], 1)[:, : ids.shape[1]]
 
 
-def _repeated(name, value):
-    """The inputs with 70 tokens of text behind."""
+def _repeated(name, value, number=70):
+    """The inputs with so many tokens of text behind."""
     if name not in ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"):
         return value
     last = {"input_ids": 8, "attention_mask": 1}.get(name, 0)
-    return torch.cat([value, torch.full((1, 70), last)], 1)
+    return torch.cat([value, torch.full((1, number), last)], 1)

@@ -53,9 +53,11 @@ def paged_case(
     sinks=False,
     alibi=False,
     prefix_lens=None,
+    images=None,
     free_behind_window=False,
     seed=0,
 ):
+    """`images` are (begin, end) of tokens of one sequence that see each other, `end` excluded."""
     rng = np.random.default_rng(seed)
     value_dim = dim if value_dim is None else value_dim
     num_seqs, num_tokens = len(q_lens), sum(q_lens) + padding
@@ -87,6 +89,12 @@ def paged_case(
         options["alibi"] = jnp.asarray(2.0 ** -rng.uniform(0, 8, heads * group), jnp.float32)
     if prefix_lens is not None:
         options["prefix_lens"] = jnp.asarray(prefix_lens, jnp.int32)
+    if images is not None:
+        shifts = np.repeat(np.array(kv_lens) - np.cumsum(q_lens), q_lens)
+        until = np.full(num_tokens, -1)
+        for begin, end in images:
+            until[begin:end] = end - 1 + shifts[begin]
+        options["sees_until"] = jnp.asarray(until, jnp.int32)
     if largest:
         options["k_scale"] = jnp.asarray(rng.uniform(0.01, 0.03, heads), jnp.float32)
         options["v_scale"] = jnp.asarray(rng.uniform(0.01, 0.03, heads), jnp.float32)

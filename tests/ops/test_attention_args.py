@@ -13,6 +13,7 @@ from ops_oracle import assert_close, decode_case, exact_decode
 from model_adapters import ops
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops import AttentionArgs, KVScales, on_platform, registry, spmd, use
+from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
 
 NUM_SEQS, HEADS, GROUP, DIM, PAGE = 4, 2, 2, 64, 64
 NUM_TOKENS = 600  # several blocks of dense queries
@@ -123,6 +124,28 @@ def test_a_field_that_a_kernel_lacks_goes_to_the_reference():
         jax.eval_shape(ops.decode_attention, *arrays_of("decode_attention", "bfloat16"), args)
     assert calls == {("decode_attention", "reference")}
     assert reasons == ["decode_attention, cpu-ffi: prefix_lens is not implemented"]
+
+
+def test_attention_without_a_kernel_is_reported_once_for_each_function(caplog):
+    args = AttentionArgs(1.0, prefix_lens=ARRAYS["prefix_lens"])
+    arrays = [jnp.zeros(each.shape, each.dtype) for each in arrays_of("decode_attention", "bfloat16")]
+    prefix_lens = jnp.zeros(args.prefix_lens.shape, args.prefix_lens.dtype)
+
+    def run(weights, *arrays, spec):
+        given = AttentionArgs(1.0, prefix_lens=arrays[-1] if spec else None)
+        return ops.decode_attention(*arrays[:-1], given)
+
+    programs = ExecutableCache()
+    step = CachedFunction(programs, "a step", run, is_pure=True)
+    step({}, *arrays, prefix_lens, spec=False)
+    assert not caplog.messages  # it has a kernel
+    for spec in ("one program", "another"):
+        step({}, *arrays, prefix_lens, spec=spec)
+    programs.close()
+    assert caplog.messages == [
+        "a step: attention goes through XLA's own operations and is slower: "
+        "decode_attention, cpu-ffi: prefix_lens is not implemented"
+    ]
 
 
 def test_a_prefix_is_seen_behind_the_window_of_a_decode_step():

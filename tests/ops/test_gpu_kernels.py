@@ -13,7 +13,7 @@ from ops_oracle import assert_close, decode_case, exact_decode
 from paged_oracle import exact_paged, paged_case
 
 from model_adapters.errors import InvalidArgumentError
-from model_adapters.ops import decode_attention, on_platform, paged_attention, registry, use
+from model_adapters.ops import AttentionArgs, decode_attention, on_platform, paged_attention, registry, use
 from model_adapters.ops.gpu import hopper, launch, split_kv
 from model_adapters.ops.gpu.triton_kernel import pieces
 from model_adapters.ops.gpu.work_items import FIELDS, ragged_items
@@ -102,6 +102,14 @@ def test_ragged_over_dims_groups_pages_and_dtypes(index):
 def test_prefix(prefix_lens, window):
     """Sixteen heads of a group leave eight queries to an item: it sees more of the prefix than its own end."""
     case = paged_case(**MIXED, prefix_lens=prefix_lens, window=window, sinks=True, heads=1, group=16, padding=3)
+    check_ragged(case)
+
+
+@pytest.mark.parametrize(("window", "group"), [(None, 16), (20, 2), (None, 128)])
+def test_tokens_of_an_image_see_each_other(window, group):
+    """An image over several items, and with a group of 128 one query to an item."""
+    images = ((2, 37), (41, 50), (50, 61))
+    case = paged_case(**MIXED, images=images, window=window, sinks=True, heads=1, group=group, padding=3)
     check_ragged(case)
 
 
@@ -195,7 +203,7 @@ def test_items_have_every_token_once(q_lens, sizes, is_full):
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def make_items(num_tokens, block_len, alignment, kv_lens, cu_q_lens):
-    return ragged_items(num_tokens, block_len, 1024, kv_lens, cu_q_lens, None, None, alignment)
+    return ragged_items(num_tokens, block_len, 1024, kv_lens, cu_q_lens, AttentionArgs(1.0), alignment)
 
 
 def test_pieces_cover_a_head_once():
@@ -213,6 +221,7 @@ def test_pieces_cover_a_head_once():
         ({}, "gpu-triton"),
         ({"dtype": "bfloat16"}, "gpu-triton"),
         ({"dtype": "bfloat16", "dim": 64, "alibi": True}, "gpu-triton"),
+        ({"dtype": "bfloat16", "dim": 64, "images": ((0, 4),)}, "gpu-triton"),
         ({"dtype": "bfloat16", "dim": 64, "pool_dtype": "int8"}, "gpu-triton"),
         ({"dtype": "bfloat16", "dim": 64}, "gpu-mosaic" if hopper.PLATFORMS else "gpu-triton"),
     ],
@@ -224,7 +233,8 @@ def test_the_kernel_is_what_a_gpu_gets(changes, name):
         starts = jnp.zeros_like(case.kv_lens)
         new = (case.q[:4], case.k[:4], case.v[:4])
         args = (*new, case.pool, case.page_table, case.kv_lens, starts, case.attention_args)
-        assert registry.implementation_for("decode_attention", *args).name == name
+        if "images" not in changes:  # nothing is behind the newest token
+            assert registry.implementation_for("decode_attention", *args).name == name
     assert registry.implementation_for("paged_attention", *case.args).name != "gpu-triton"
 
 

@@ -1,5 +1,6 @@
 """The kernels' build: kept, rebuilt, done once, and done without."""
 
+import errno
 import logging
 import os
 import platform
@@ -7,23 +8,35 @@ import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 import tomllib
+from functools import cache
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from ops_oracle import decode_case, exact_decode
 
+from model_adapters import unwritable_cache
+from model_adapters.disk_cache import SealedFolder
 from model_adapters.ops import decode_attention, registry
 from model_adapters.ops.cpu import build, ffi
+from torchax_serve.compilation.xla_cache import enable_compile_cache
 
 HERE = Path(__file__).parent
-REAL = build.library_path()
+
+
+@cache
+def real_library():
+    """The library of this machine; built when a test needs it rather than when tests are collected."""
+    return build.library_path()
 
 
 @pytest.fixture
 def fresh(monkeypatch, tmp_path):
     """A process that has not looked for kernels yet, with an empty cache folder."""
+    real_library()  # in the user's folder
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(ffi, "_loaded", _forgetful(ffi._loaded.__wrapped__))
@@ -41,8 +54,9 @@ def _forgetful(find):
     return loaded
 
 
-def fake_compiler(folder, on_link=f'cp "{REAL}" "$out"'):
+def fake_compiler(folder, on_link=None):
     """A compiler that 'links' by handing over the real library, and notes every link."""
+    on_link = on_link or f'cp "{real_library()}" "$out"'
     path = folder / "fake-c++"
     path.write_text(f"""#!/bin/sh
 case "$*" in *--version*) echo fake 1.0; exit 0;; esac
@@ -66,9 +80,10 @@ def assert_falls_back(caplog, reason, remedy="install g++ or set CXX"):
     np.testing.assert_allclose(out, exact_decode(case)[0], rtol=2e-5, atol=2e-5)
     assert registry.implementation_for("decode_attention", *case.args).name == "reference"
     lines = [record.getMessage() for record in caplog.records if record.name == "torchax_serve"]
-    assert len(lines) == 1
-    assert reason in lines[0]
-    assert lines[0].endswith(f"; {remedy}.")
+    line = lines.pop()
+    assert all("not kept" in other for other in lines)
+    assert reason in line
+    assert line.endswith(f"; {remedy}.")
 
 
 def test_no_compiler(fresh, monkeypatch, caplog):
@@ -87,15 +102,63 @@ def test_compilation_fails(fresh, monkeypatch, caplog):
     assert not list((fresh / "cache").rglob("*.so"))
 
 
-def test_the_cache_folder_cannot_be_written(fresh, monkeypatch, caplog):
-    blocked = fresh / "a file"
-    blocked.write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
+@pytest.fixture
+def unwritable(fresh, monkeypatch):
+    """A cache folder that cannot be made, a folder for temporary ones, and a process that has not said so yet."""
+    (fresh / "a file").write_text("")
+    (fresh / "temporary").mkdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(fresh / "a file"))
     monkeypatch.setenv("CXX", fake_compiler(fresh))
+    monkeypatch.setattr(tempfile, "tempdir", str(fresh / "temporary"))
+    monkeypatch.setattr(unwritable_cache, "_WARNED", [])
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    yield fresh
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+def warnings_in(caplog):
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_without_a_cache_folder_kernels_are_built_in_a_temporary_one(unwritable, caplog):
+    """It belongs to the user alone, and is gone once the library is loaded; one warning says so for programs too."""
+    path = build.library_path()
+    assert path == build.library_path() and links(unwritable) == 1
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700 and path.is_relative_to(unwritable / "temporary")
+    case = decode_case()
+    assert registry.implementation_for("decode_attention", *case.args).name != "reference"
+    np.testing.assert_allclose(decode_attention(*case.args)[0], exact_decode(case)[0], rtol=2e-5, atol=2e-5)
+    assert not list((unwritable / "temporary").iterdir())
+    assert enable_compile_cache(unwritable / "a file" / "programs") is None
+    (line,) = warnings_in(caplog)
+    folder = unwritable / "a file/torchax-serve/kernels"
+    assert line.startswith(f"compiled kernels are not kept: {folder} cannot be made (Not a directory); until")
+
+
+def test_a_full_disk_has_kernels_too(unwritable, monkeypatch, caplog):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(unwritable))
+    in_cache = build.cache_folder().path
+
+    def write(folder, name, content):
+        if folder.path == in_cache:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
+        real_write(folder, name, content)
+
+    real_write = SealedFolder.write
+    monkeypatch.setattr(SealedFolder, "write", write)
+    assert ffi._open(build.library_path()).tas_linear_max_rows(4) >= 0
+    build.remove_temporary()
+    assert not list((unwritable / "temporary").iterdir())
+    assert f"{in_cache}: No space left on device" in warnings_in(caplog)[0]
+
+
+def test_neither_a_cache_folder_nor_a_temporary_one(unwritable, monkeypatch, caplog):
+    monkeypatch.setattr(tempfile, "tempdir", str(unwritable / "a file"))
     assert_falls_back(
         caplog,
-        f"compiled kernels cannot be kept in {blocked}/torchax-serve/kernels (Not a directory)",
-        "choose a folder by XDG_CACHE_HOME",
+        "no temporary folder can be written either (Not a directory)",
+        "choose folders by XDG_CACHE_HOME and TMPDIR",
     )
 
 
@@ -112,8 +175,9 @@ def test_a_damaged_library_is_built_again_and_never_loaded(fresh, monkeypatch, d
     content = path.read_bytes()
     flipped = bytearray(content)
     flipped[len(content) // 2] ^= 4
-    bad = {"truncated": content[:-1], "one bit": bytes(flipped), "no seal": REAL.read_bytes(), "empty": b""}[damage]
-    path.write_bytes(bad)
+    unsealed = real_library().read_bytes()
+    bad = {"truncated": content[:-1], "one bit": bytes(flipped), "no seal": unsealed, "empty": b""}
+    path.write_bytes(bad[damage])
     assert build.library_path() == path
     assert path.read_bytes() == content
     assert links(fresh) == 2
@@ -168,7 +232,7 @@ def test_two_processes_at_once_build_once(fresh):
     paths = [process.communicate(timeout=300)[0].strip() for process in running]
     assert [process.returncode for process in running] == [0, 0]
     assert paths[0] == paths[1]
-    assert Path(paths[0]).read_bytes().startswith(REAL.read_bytes())
+    assert Path(paths[0]).read_bytes().startswith(real_library().read_bytes())
     assert links(fresh) == 1
 
 
@@ -185,7 +249,7 @@ def test_the_kernels_are_right_without_the_widest_instructions(flag):
     pages = ("64-1-16", "80-2-32", "80-4-16", "96-3-64", "128-8-16", "256-16-32")
     tests = [f"{grid}[{shape}]" for shape in shapes] + [f"{paged}[{shape}]" for shape in pages]
     tests.append(str(HERE / "test_ops_linear.py::test_kernel"))
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *tests]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "41 passed" in done.stdout

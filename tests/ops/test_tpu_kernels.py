@@ -199,6 +199,16 @@ def test_a_beginning_that_all_queries_see(window, capfd):
     check(run_paged(case), case, capfd)
 
 
+@pytest.mark.parametrize("window", [None, 20])
+def test_tokens_of_an_image_see_each_other(window, capfd):
+    # One image ends in the second block of queries, one has a part of a narrow item, and padding follows.
+    images = ((3, 133), (136, 141))
+    case = paged_case(
+        q_lens=(135, 1, 6), kv_lens=(150, 33, 40), images=images, dim=64, heads=1, window=window, sinks=True, seed=5
+    )
+    check(run_paged(case), case, capfd)
+
+
 @pytest.mark.parametrize("dtype", IN_8_BITS)
 @pytest.mark.parametrize("in_runs", [False, True])
 def test_more_tokens_in_8_bits_than_are_written_at_once(in_runs, dtype, capfd):

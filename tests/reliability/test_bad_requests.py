@@ -2,17 +2,21 @@
 
 import concurrent.futures
 import json
+import threading
+import time
 
 import pytest
+from running_server import ENGINE
 
 from torchax_serve.engine.model_runner import ModelRunner
 from torchax_serve.sampling.grammar import GrammarMasks
 from torchax_serve.sampling.history import HistoryOptions
 from torchax_serve.server import answers, completions, model_service
+from torchax_serve.text.template_renderer import TemplateRenderer
 
 PLAIN = {"model": "tiny", "prompt": "Once upon a time", "max_tokens": 8}
 MARK = "the request that fails"
-NUM_NEIGHBOURS = 5
+NUM_NEIGHBOURS = ENGINE.max_num_seqs
 BAD = [
     {"max_tokens": -1}, {"n": 10**9}, {"prompt": [-1]}, {"prompt": [2**40]}, {"temperature": -1}, {"top_p": 7},
     {"stop": ["a"] * 5000}, {"guided_regex": "(a"}, {"seed": "x"},
@@ -31,14 +35,20 @@ def neighbour(http, index):
 def known(server):
     import httpx
 
-    with httpx.Client(base_url=server.url, timeout=60) as http:
+    with httpx.Client(base_url=server.url, timeout=300) as http:  # the first one compiles
         return [neighbour(http, index) for index in range(NUM_NEIGHBOURS)]
 
 
-def neighbours_with(http, known, act):
-    """Calls `act` while neighbours run, and checks these; returns its result."""
-    with concurrent.futures.ThreadPoolExecutor(NUM_NEIGHBOURS) as pool:
-        running = [pool.submit(neighbour, http, index) for index in range(NUM_NEIGHBOURS)]
+def neighbours_with(http, model, known, act):
+    """Calls `act` while as many neighbours run as are known, and checks these; returns its result."""
+    engine, begin = model.engine, threading.Event()
+    engine._run_on_engine_thread(lambda: begin.wait(60))
+    with concurrent.futures.ThreadPoolExecutor(len(known)) as pool:
+        running = [pool.submit(neighbour, http, index) for index in range(len(known))]
+        while engine.admission.num_entering < len(known):
+            assert not any(each.done() for each in running)
+            time.sleep(0.005)
+        begin.set()
         result = act()
         assert [each.result() for each in running] == known
     return result
@@ -48,7 +58,7 @@ def test_neighbours_of_bad_requests_get_their_tokens(http, server, model, known)
     def send_all():
         return [http.post("/v1/completions", json={**PLAIN, **bad}).status_code for bad in BAD]
 
-    statuses = neighbours_with(http, known, send_all)
+    statuses = neighbours_with(http, model, known, send_all)
     assert "; ".join(str(bad) for bad, status in zip(BAD, statuses, strict=True) if status != 400) == ""
     assert server.pages_are_back(model)
 
@@ -128,7 +138,8 @@ def test_an_error_at_any_stage_is_of_its_request_alone(http, server, model, know
     body = {"model": "tiny", "max_tokens": 20, "stream": stream, **fields}
     body |= {"messages": [{"role": "user", "content": MARK}]} if "chat" in path else {"prompt": MARK}
     break_it(monkeypatch, list(ids))
-    answer = neighbours_with(http, known, lambda: http.post(path, json=body))
+    others = known[:-1]  # with the request that fails all slots are taken
+    answer = neighbours_with(http, model, others, lambda: http.post(path, json=body))
     if stream and answer.status_code == 200:
         *_, last = [line for line in answer.text.split("\n\n") if line]
         error = json.loads(last.removeprefix("data: "))["error"]
@@ -141,6 +152,25 @@ def test_an_error_at_any_stage_is_of_its_request_alone(http, server, model, know
     monkeypatch.undo()
     assert server.pages_are_back(model)
     assert http.post("/v1/completions", json=PLAIN).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% set n = namespace(x='aaaaaa') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}{{ n.x }}",
+    ],
+    ids=["endless", "large"],
+)
+def test_a_hostile_template_holds_up_its_own_request_alone(http, server, model, known, monkeypatch, template):
+    monkeypatch.setattr(TemplateRenderer.render, "__defaults__", (3.0,))
+    monkeypatch.setattr(model.tokenizer, "chat_template", template)
+    server.context.loop_lag.worst_busy_s = 0.0
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}
+    answer = neighbours_with(http, model, known, lambda: http.post("/v1/chat/completions", json=body))
+    assert answer.status_code == 400 and "chat template" in answer.json()["error"]["message"], answer.text
+    assert server.context.loop_lag.worst_busy_s < 0.1  # so long any other request may have waited for the server
+    assert server.pages_are_back(model)
 
 
 def test_a_plain_request_after_every_option_in_its_row(http, server, model):

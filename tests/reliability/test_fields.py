@@ -9,6 +9,7 @@ import os
 import pytest
 
 from torchax_serve.server.audio import TranscriptionRequest
+from torchax_serve.server.errors import ApiError
 from torchax_serve.server.pooling_schemas import (
     ClassifyRequest,
     DetokenizeRequest,
@@ -85,3 +86,42 @@ def test_every_field_has_a_note(kind):
     assert all(f"| `{name}` |" in table for name in notes)
     for note in notes.values():
         assert note.text and note.effect in ("honoured", "no effect", "refused")
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_refused_fields_are_refused_by_name_and_values_that_ask_for_nothing_pass(kind):
+    for name, note in notes_of(kind).items():
+        if note.effect != "refused":
+            continue
+        with pytest.raises(ApiError, match=f"{name}: expected ") as caught:
+            kind.parse({name: "something"})
+        assert (caught.value.status, caught.value.param, caught.value.code) == (400, name, "unsupported_parameter")
+        for value in (None, *note.harmless):
+            try:
+                kind.parse({name: value})
+            except ApiError as error:
+                assert error.code == "missing_required_parameter", (name, value)
+
+
+VLLM_FIELDS = {
+    ChatRequest: "thinking_token_budget watermarking truncation_side logprob_token_ids add_special_tokens "
+    "media_io_kwargs mm_processor_kwargs session_id routed_experts_prompt_start return_token_offsets "
+    "return_prompt_text return_mm_kwargs kv_transfer_params ec_transfer_params vllm_xargs repetition_detection "
+    "stream_interval include_reasoning structured_outputs bad_words priority cache_salt documents",
+    CompletionRequest: "prompt_embeds add_special_tokens thinking_token_budget logprob_token_ids session_id vllm_xargs",
+    EmbeddingRequest: "embed_dtype endianness use_activation padding truncation_side mm_processor_kwargs cache_salt",
+    ClassifyRequest: "use_activation padding truncation_side mm_processor_kwargs cache_salt add_special_tokens",
+    TokenPoolingRequest: "task dimensions use_activation embed_dtype endianness encoding_format add_special_tokens",
+    RerankRequest: "use_activation truncate_prompt_tokens top_n priority request_id",
+    ScoreRequest: "data_1 data_2 queries items documents text_1 text_2 use_activation",
+    TokenizeRequest: "chat_template media_io_kwargs mm_processor_kwargs return_token_strs tools",
+    DetokenizeRequest: "tokens",
+    TranscriptionRequest: "hotwords to_language seed top_p top_k min_p repetition_penalty n use_beam_search "
+    "stream_include_usage stream_continuous_usage_stats max_completion_tokens vllm_xargs length_penalty",
+}
+"""Fields of vLLM's interface of November 2026 that OpenAI's does not have."""
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_fields_of_vllm_are_known(kind):
+    assert set(VLLM_FIELDS[kind].split()) <= set(kind.model_fields)

@@ -107,12 +107,12 @@ class PoolMachine(RuleBasedStateMachine):
         self.prefixes[page] = self.num_prefixes
 
     @rule(chance=st.integers(0, 9))
-    def forget_all(self, chance):
+    def clear_prefixes(self, chance):
         if chance:
             return
         PoolMachine.num_operations += 1
         self.evicted.clear()
-        self.pool.forget_all()
+        self.pool.clear_prefixes()
         assert dict(self.evicted) == self.prefixes
         self.prefixes.clear()
         self.idle.clear()

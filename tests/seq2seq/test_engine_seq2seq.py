@@ -94,17 +94,17 @@ def test_batched_requests_have_the_tokens_of_single_ones(model_type):
     ids = sources()
     expected = alone(model_type, ids)
     try:
-        tickets = [engine.submit(request(source)) for source in ids]
+        handles = [engine.submit(request(source)) for source in ids]
         dropped = [engine.submit(request(source)) for source in ids[:4]]
         threading.Timer(0.2, dropped[0].cancel).start()
-        for ticket in dropped[1:]:
-            ticket.cancel()
-        assert [ticket.result() for ticket in tickets] == expected
-        for ticket, wanted in zip(dropped, expected, strict=False):
-            found = ticket.result()
+        for handle in dropped[1:]:
+            handle.cancel()
+        assert [handle.result() for handle in handles] == expected
+        for handle, wanted in zip(dropped, expected, strict=False):
+            found = handle.result()
             assert found == wanted[: len(found)]
         again = [engine.submit(request(source)) for source in reversed(ids[:3])]  # slots that others have had
-        assert [ticket.result() for ticket in again] == expected[2::-1]
+        assert [handle.result() for handle in again] == expected[2::-1]
         stats = engine.stats()
     finally:
         engine.close()
@@ -185,8 +185,8 @@ def test_warm_up_compiles_every_program_of_later_requests():
         engine.warm_up()
         before = engine.stats().num_programs
         ids = [source for source in sources() if len(source) <= 32]
-        tickets = [engine.submit(request(source)) for source in ids]
-        assert [ticket.result() for ticket in tickets] == alone("t5", ids)
+        handles = [engine.submit(request(source)) for source in ids]
+        assert [handle.result() for handle in handles] == alone("t5", ids)
         assert engine.stats().num_programs == before
     finally:
         engine.close()

@@ -114,9 +114,9 @@ def test_preempted_requests_are_recomputed(model_type):
         known = {"vocab_size": runtime.limits.vocab_size, "seed": 0, "encoded": hidden.numpy()}
         requests.append(EngineRequest.of([start], config, **known))
     try:
-        tickets = [engine.submit(request) for request in requests]
+        handles = [engine.submit(request) for request in requests]
         wanted = [alone(model_type, source, max_new_tokens=long)[0, 1:].tolist() for source in sources()]
-        assert [ticket.result() for ticket in tickets] == wanted
+        assert [handle.result() for handle in handles] == wanted
         assert engine.stats().scheduler.num_preemptions > 0
     finally:
         engine.close()

@@ -194,17 +194,17 @@ def test_aborted_and_preempted_requests():
     engine.check_integrity = True
     wanted, outputs = alone(), encoded()
     try:
-        tickets = [engine.submit(request(output)) for output in outputs]
+        handles = [engine.submit(request(output)) for output in outputs]
         dropped = [engine.submit(request(output)) for output in outputs[:3]]
         threading.Timer(0.1, dropped[0].cancel).start()
-        for ticket in dropped[1:]:
-            ticket.cancel()
-        assert [ticket.result() for ticket in tickets] == wanted
-        for ticket, tokens in zip(dropped, wanted, strict=False):
-            found = ticket.result()
+        for handle in dropped[1:]:
+            handle.cancel()
+        assert [handle.result() for handle in handles] == wanted
+        for handle, tokens in zip(dropped, wanted, strict=False):
+            found = handle.result()
             assert found == tokens[: len(found)]
         again = [engine.submit(request(output)) for output in outputs[:3][::-1]]  # slots that others have had
-        assert [ticket.result() for ticket in again] == wanted[2::-1]
+        assert [handle.result() for handle in again] == wanted[2::-1]
         stats = engine.stats()
     finally:
         engine.close()

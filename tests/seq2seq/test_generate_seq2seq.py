@@ -140,7 +140,7 @@ def test_decode_steps_do_not_recompute_encoder_keys():
         line.partition(" dot(")[0].rpartition("= ")[2] for line in program.as_text().splitlines() if " dot(" in line
     }
     assert shapes
-    assert not any("[2,32,32]" in shape or "[64,32]" in shape for shape in shapes)  # batch x rung, or both at once
+    assert not any("[2,32,32]" in shape or "[64,32]" in shape for shape in shapes)  # batch x bucket, or both at once
 
 
 def test_served_model_from_a_folder(tmp_path):

@@ -178,6 +178,9 @@ def test_async_streams_run_together(server, model):
         ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
         ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "messages[0].content[0]", "invalid_value"),
         ({"messages": [{"role": "user", "content": "a\ud800"}]}, "messages", "invalid_value"),
+        ({"messages": [{"role": "wizard", "content": "a"}]}, "messages", "invalid_value"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "invalid_value"),
+        ({"allowed_token_ids": [7], "stop_token_ids": [7], "min_tokens": 2}, "allowed_token_ids", "invalid_value"),
     ],
 )
 def test_bad_fields_are_named(http, fields, param, code):

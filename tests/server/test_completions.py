@@ -96,7 +96,8 @@ def test_token_ids_outside_of_the_vocabulary_are_refused(http, ids):
 def test_a_prompt_longer_than_the_context_is_refused(http):
     response = http.post("/v1/completions", json={"model": "tiny", "prompt": [5] * 600, "max_tokens": 1})
     assert response.status_code == 400
-    assert response.json()["error"]["code"] == "context_length_exceeded"
+    error = response.json()["error"]
+    assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
 
 
 def test_answers_to_one_prompt_share_its_pages(client, model):

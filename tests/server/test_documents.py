@@ -8,6 +8,7 @@ import openai
 import pytest
 import yaml
 
+from torchax_serve.cli.main import COMMANDS
 from torchax_serve.server.app import ROUTES
 from torchax_serve.server.field_docs import with_tables
 from torchax_serve.server.openapi import description
@@ -39,6 +40,14 @@ def test_every_route_is_in_the_document():
     for _, path, _ in ROUTES:
         last = path.replace(":path}", "}")
         assert f"`{last}`" in text or f"{last}`" in text or last.rpartition("/")[2] in text, path
+
+
+def test_every_option_is_in_the_document():
+    text = (DOCS / "server.md").read_text()
+    options = {name for each in COMMANDS["serve"].params for name in each.opts if name.startswith("--")}
+    assert {name for name in options if not re.search(rf"`{name}[` ]", text)} == set()
+    shown = set(re.findall(r"`(--[a-z-]+)", text.partition("## Options")[2].partition("### Limits")[0]))
+    assert shown - {"--help"} == options
 
 
 def test_every_metric_is_in_the_document(http, client):

@@ -123,6 +123,11 @@ def test_a_unix_socket(tmp_path):
     second.close()
 
 
+def test_a_name_without_a_character_is_refused():
+    with pytest.raises(InvalidArgumentError, match="served_model_names: expected names of at least one character"):
+        ServerOptions(served_model_names=("a", ""))
+
+
 def test_a_port_that_is_taken(server):
     with pytest.raises(InvalidArgumentError, match="address to listen on"):
         open_sockets(ServerOptions(port=server.address[1]))

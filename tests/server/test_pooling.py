@@ -77,6 +77,10 @@ def test_embeddings_are_those_of_the_model(embedder):
         one = client.embeddings.create(model="tiny", input="a dog ran", dimensions=8, extra_body={"pooling": "mean"})
         np.testing.assert_allclose(one.data[0].embedding, model.embed("a dog ran", pooling="mean")[:8], atol=1e-6)
         ids = model.tokenizer(TEXTS)["input_ids"]
+        for name in ("normalize", "use_activation"):
+            unit = client.embeddings.create(model="tiny", input=TEXTS, extra_body={"pooling": "mean", name: True})
+            lengths = np.linalg.norm([each.embedding for each in unit.data], axis=-1)
+            np.testing.assert_allclose(lengths, 1, atol=1e-6)
         by_ids = client.embeddings.create(model="tiny", input=ids, extra_body={"pooling": "mean"})
         np.testing.assert_allclose([each.embedding for each in by_ids.data], expected, atol=1e-6)
 
@@ -133,6 +137,9 @@ def test_documents_are_ranked(ranker):
     scores = {each.index: each.score for each in expected}
     pairs = post(server, "/v1/score", text_1=query, text_2=documents).json()["data"]
     assert [each["score"] for each in pairs] == pytest.approx([scores[index] for index in range(len(documents))])
+    for first, second in (("queries", "items"), ("data_1", "data_2"), ("text_1", "documents")):
+        other = post(server, "/score", **{first: query, second: documents[:2]}).json()["data"]
+        assert other == post(server, "/score", text_1=query, text_2=documents[:2]).json()["data"]
     same = post(server, "/score", queries=[query, query], documents=documents[:2]).json()["data"]
     assert [each["score"] for each in same] == pytest.approx([scores[0], scores[1]])
 

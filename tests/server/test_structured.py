@@ -37,12 +37,26 @@ def test_a_json_schema_is_followed(client, temperature):
     assert choice.finish_reason == "stop"
 
 
-def test_the_clients_own_parse_reads_the_answer(client):
-    class Person(pydantic.BaseModel):
-        model_config = pydantic.ConfigDict(extra="forbid")
-        good: bool
-        grade: int = pydantic.Field(ge=1, le=5)
+class Person(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid")
+    good: bool
+    grade: int = pydantic.Field(ge=1, le=5)
 
+
+def test_the_clients_stream_helper_reads_the_answer(client):
+    fields = {"model": "tiny", "messages": QUESTION, "response_format": Person, "max_tokens": 50, "logprobs": True}
+    with client.chat.completions.stream(**fields, stream_options={"include_usage": True}) as stream:
+        events = list(stream)
+        final = stream.get_final_completion()
+    (choice,) = final.choices
+    assert isinstance(choice.message.parsed, Person)
+    assert "".join(event.delta for event in events if event.type == "content.delta") == choice.message.content
+    (done,) = [event for event in events if event.type == "content.done"]
+    assert done.parsed == choice.message.parsed == Person.model_validate_json(choice.message.content)
+    assert len(choice.logprobs.content) == final.usage.completion_tokens
+
+
+def test_the_clients_own_parse_reads_the_answer(client):
     answer = client.chat.completions.parse(model="tiny", messages=QUESTION, response_format=Person, max_tokens=50)
     assert isinstance(answer.choices[0].message.parsed, Person)
 
@@ -199,17 +213,20 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("fields", HOSTILE, ids=range(len(HOSTILE)))
-def test_hostile_grammars_are_answered_within_seconds(http, fields):
+def test_hostile_grammars_are_answered_within_seconds(http, server, fields):
+    """Also where other programs use the processors: the event loop's own work decides how long others wait for it."""
     before = set(psutil.Process().children(recursive=True))
+    server.context.loop_lag.worst_busy_s = 0.0
     began = time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         body = {"model": "tiny", "messages": QUESTION, "max_tokens": 8, **fields}
         asked = pool.submit(http.post, "/v1/chat/completions", json=body)
         while not asked.done():
-            assert http.get("/livez").status_code == 200
+            assert http.get("/health").status_code == 200
             time.sleep(0.05)
     response = asked.result()
-    assert time.monotonic() - began < 9
+    assert time.monotonic() - began < 9  # 5 of them for the check, and what other programs take meanwhile
+    assert server.context.loop_lag.worst_busy_s < 0.1
     assert response.status_code in (200, 400), response.text
     assert not [child for child in psutil.Process().children(recursive=True) if child not in before]
     known = http.post("/v1/completions", json={"model": "tiny", "prompt": "Hi", "max_tokens": 2})

@@ -4,6 +4,7 @@ Each line of stdin is a call as JSON, ``["tokens", FAMILY, "MESH,MESH"]`` or ano
 printed, and a last line says whether it ended well. The environment sets JAX_NUM_CPU_DEVICES.
 """
 
+import copy
 import dataclasses
 import json
 import subprocess
@@ -32,6 +33,7 @@ from torchax_serve.engine.weight_update import engines_in
 from torchax_serve.executors.packed_factory import page_shapes
 from torchax_serve.executors.step_inputs import PackedStepSpec
 from torchax_serve.kv_cache.pools import CacheAllocation, PagedCache, PoolAllocator
+from torchax_serve.parity.tiny.images import image_model, inputs_of
 from torchax_serve.planning.plan import PlanRequest, make_plan
 from torchax_serve.runtime.model_runtime import ModelRuntime
 from torchax_serve.scheduler import CacheGroup
@@ -260,6 +262,29 @@ def quantized(family, meshes, rules):
                 assert weight.scale.sharding.spec[-2] == rows, (weight.values.sharding, weight.scale.sharding)
             divided = [weight for weight in stored if not weight.values.is_fully_replicated]
             print("same tokens", family, mesh, len(stored), len(divided))
+
+
+def images(model_type, meshes):
+    """Tokens of two prompts with an image each and of text, in one batch, on one device and on meshes."""
+    model, options = image_model(model_type).eval(), EngineOptions(max_model_len=64, max_num_seqs=4)
+    inputs = [inputs_of(model, model_type, index) for index in range(2)]
+
+    def rows(served):
+        config = copy.deepcopy(served.generation_config)
+        config.update(**ALWAYS, do_sample=False)
+        streams = [served.iter_tokens((), config, inputs=one) for one in inputs]
+        streams.append(served.iter_tokens([4, 5, 6, 7], config))
+        answers = [list(stream) for stream in streams]
+        assert served._single_engine is None
+        return answers
+
+    with torch.no_grad():
+        wanted = [model.generate(**copy.deepcopy(one), **ALWAYS, do_sample=False)[0, -8:].tolist() for one in inputs]
+    for mesh in meshes.split(","):
+        with serve(copy.deepcopy(model), engine=options, mesh=shape_of(mesh)) as served:
+            got = rows(served)
+            assert got[:2] == wanted, f"{model_type} {mesh}: {got} is not {wanted}"
+            print("same tokens", model_type, mesh)
 
 
 def states(family, degree):

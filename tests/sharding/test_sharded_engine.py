@@ -30,6 +30,13 @@ def test_tokens_are_those_of_one_device(on_eight, family):
     assert [line.split()[3] for line in lines] == MESHES[family].split(",")
 
 
+# The encoder of Gemma 3 here has four heads, and its language model two of keys, which a mesh of four repeats.
+@pytest.mark.parametrize(("model_type", "meshes"), [("gemma3", "1x4"), ("qwen2_vl", "1x2,1x4")])
+def test_prompts_with_images(on_eight, model_type, meshes):
+    lines = on_eight("images", model_type, meshes)
+    assert [line.split()[3] for line in lines] == meshes.split(",")
+
+
 def test_new_weights_are_laid_out_as_those_of_before(on_eight):
     lines = on_eight("new_weights", "llama", "1x8,2x2")
     assert [line.split()[3] for line in lines] == ["1x8", "2x2"]

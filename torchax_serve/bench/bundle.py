@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from model_adapters.errors import InvalidArgumentError
+from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
 from torchax_serve.bench.settings import BenchSettings
 from torchax_serve.export.bundle_model import BundleModel, load_bundle
 from torchax_serve.sampling_params import SamplingParams
@@ -31,7 +31,9 @@ class BundleTiming:
 
 
 def bench_bundle(folder: Path, settings: BenchSettings) -> list[BundleTiming]:
-    """Measures a bundle: time to first token and tokens/s, greedily and through the end of the sequence.
+    """Measures a bundle's time to first token and tokens/s.
+
+    Requests are greedy, and go on through the end of the sequence.
 
     Args:
         folder: The bundle.
@@ -42,6 +44,11 @@ def bench_bundle(folder: Path, settings: BenchSettings) -> list[BundleTiming]:
         CheckpointError, UnsupportedModelError: the bundle cannot be loaded.
     """
     with load_bundle(folder) as model:
+        if not isinstance(model, BundleModel):
+            raise UnsupportedModelError(
+                f"{folder}: expected a bundle of a model that writes text, got one of an encoder; measure the model "
+                "itself"
+            )
         wanted, limit = settings.prompt_len + settings.new_tokens, model.engine.max_model_len
         if wanted > limit:
             raise InvalidArgumentError(

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from model_adapters.errors import InvalidArgumentError
-from torchax_serve import EngineOptions, SamplingParams, serve
+from torchax_serve import EngineOptions, SamplingParams
+from torchax_serve.entrypoints.serve import serve_without_pipelines
 from torchax_serve.profiling import Profile, ProfileSession
 from torchax_serve.profiling.session import writable
 
@@ -47,7 +48,7 @@ def profile_steps(
     if folder is not None:
         writable(folder)  # before the model is loaded
     engine = EngineOptions(max_num_seqs=max(rows), enable_prefix_caching=False)
-    with contextlib.closing(serve(model, engine=engine, **options)) as served:
+    with contextlib.closing(serve_without_pipelines(model, engine=engine, **options)) as served:
         if served.transcribes:
             raise InvalidArgumentError(
                 "model: expected one that takes text, got one that takes audio; profile calls of your own by "

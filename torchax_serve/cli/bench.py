@@ -17,7 +17,7 @@ from model_adapters.loading.model_source import bundle_folder
 from torchax_serve.cli.shared.command import Command
 from torchax_serve.cli.shared.load_model import end_if_explained
 from torchax_serve.cli.shared.load_options import LoadOptions, option_groups
-from torchax_serve.cli.shared.model_name import check_one_model, complete_model
+from torchax_serve.cli.shared.model_name import OptionalModel, check_one_model
 from torchax_serve.cli.shared.tables import console
 from torchax_serve.cli.shared.terminal import print_note
 
@@ -65,14 +65,7 @@ class MeasureOptions:
 
 @option_groups
 def bench(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            show_default=False,
-            autocompletion=complete_model,
-            help="Short name, hub id or folder; without it the small model of the package.",
-        ),
-    ] = None,
+    model: OptionalModel = None,
     *,
     measured: MeasureOptions,
     random_weights: Annotated[

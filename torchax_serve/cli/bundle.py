@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from torchax_serve.export.manifest import Manifest
 
 
+TEXTS_TOLERANCE = 1e-2
+"""Largest difference of an output of texts, relative to its largest value: that of bfloat16."""
+
+
 class BundleAction(enum.StrEnum):
     """Action on a bundle."""
 
@@ -51,7 +55,7 @@ def bundle(
 
     torchax-serve bundle verify ./qwen --model qwen3-0.6b
 
-    The exit status of verify is 1 if a token differs from PyTorch's.
+    The exit status of verify is 1 if a token differs from PyTorch's, or an output of texts by more than 1%.
     """
     if bundle_folder(folder) is None:
         raise ModelNotFoundError(
@@ -64,6 +68,7 @@ def bundle(
         if action is not BundleAction.VERIFY:
             raise InvalidArgumentError(f"--model: expected with verify, got with {action}; leave it out")
         check_model(model)
+    from torchax_serve.export.layout import TEXTS
     from torchax_serve.export.manifest import check_files, read_manifest
 
     manifest = read_manifest(version_folder(folder, version))
@@ -75,7 +80,8 @@ def bundle(
     if action is BundleAction.VERIFY:
         num_bytes = sum(each["bytes"] for each in manifest["files"].values())
         print(f"{manifest.folder}: {len(manifest['files'])} files, {num_bytes / 1e6:.1f} MB, all as they were written")
-        return 0 if model is None else _compared(manifest.folder, model)
+        compare = _texts_compared if TEXTS in manifest.content else _compared
+        return 0 if model is None else compare(manifest.folder, model)
     from torchax_serve.export.refresh import refresh_bundle
 
     written = refresh_bundle(manifest).folder
@@ -92,6 +98,15 @@ def _compared(folder: Path, model: str) -> int:
     if found.num_equal < found.num_tokens:
         print(f"the logits of two tokens that differ are {found.gap:.4g} apart in PyTorch")
     return int(found.num_equal < found.num_tokens)
+
+
+def _texts_compared(folder: Path, model: str) -> int:
+    """Compares hidden states or logits of texts with those of eager PyTorch; returns the exit status."""
+    from torchax_serve.parity.bundle import compare_texts
+
+    found = compare_texts(folder, model)
+    print(f"{found.field} of {found.num_texts} texts differs from eager PyTorch by {found.difference:.1e} at most")
+    return int(found.difference > TEXTS_TOLERANCE)
 
 
 def _facts(manifest: Manifest) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from model_adapters.errors import InvalidArgumentError
+from model_adapters.loading.bundle_folder import version_folder
+from model_adapters.loading.model_source import bundle_folder
 from torchax_serve.cli.shared.command import Command
 from torchax_serve.cli.shared.load_model import end_if_explained
 from torchax_serve.cli.shared.load_options import LoadOptions, check_choice, option_groups
@@ -97,7 +99,8 @@ def embed(
     torchax-serve embed BAAI/bge-small-en-v1.5 "JAX is fast." "Gemma is a model."
     """
     check_model(model, load.revision)
-    refuse_bundle(model, "name the model that it was exported from")
+    if bundle_folder(model) is not None and not _reads_texts(model):
+        refuse_bundle(model, "name the model that it was exported from")
     end_if_explained(model, load)
     _check_output(output, as_json=as_json)
     asked = list(texts) if texts else _lines()
@@ -113,6 +116,14 @@ def embed(
         return
     _write(output, name, asked, vectors)
     print_note(f"{len(asked)} embeddings of {vectors.shape[1]} numbers in {output}")
+
+
+def _reads_texts(bundle: str) -> bool:
+    """Returns whether a bundle is of a model that returns embeddings, labels or scores."""
+    from torchax_serve.export.layout import TEXTS
+    from torchax_serve.export.manifest import read_manifest
+
+    return TEXTS in read_manifest(version_folder(Path(bundle).expanduser())).content
 
 
 def _check_output(output: Path | None, *, as_json: bool) -> None:

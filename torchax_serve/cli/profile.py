@@ -13,7 +13,7 @@ from model_adapters.errors import InvalidArgumentError
 from torchax_serve.cli.shared.command import Command
 from torchax_serve.cli.shared.load_model import end_if_explained
 from torchax_serve.cli.shared.load_options import LoadOptions, option_groups
-from torchax_serve.cli.shared.model_name import complete_model, refuse_bundle
+from torchax_serve.cli.shared.model_name import OptionalModel, refuse_bundle
 from torchax_serve.cli.shared.terminal import print_note
 
 if TYPE_CHECKING:
@@ -68,14 +68,7 @@ class WorkOptions:
 
 @option_groups
 def profile(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            show_default=False,
-            autocompletion=complete_model,
-            help="Short name, hub id or folder; without it the small model of the package.",
-        ),
-    ] = None,
+    model: OptionalModel = None,
     *,
     work: WorkOptions,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,

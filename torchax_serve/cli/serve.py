@@ -19,7 +19,7 @@ from torchax_serve.cli.shared.command import Command
 from torchax_serve.cli.shared.config_file import ConfigFile
 from torchax_serve.cli.shared.load_model import end_if_explained
 from torchax_serve.cli.shared.load_options import DeviceOptions, MaxModelLen, option_groups
-from torchax_serve.cli.shared.model_name import check_model, complete_model
+from torchax_serve.cli.shared.model_name import OptionalModel, check_model
 from torchax_serve.cli.shared.speculative import SpeculativeJson, parse_speculative
 
 if TYPE_CHECKING:
@@ -153,14 +153,7 @@ class LifeOptions:
 
 @option_groups
 def serve(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            show_default=False,
-            autocompletion=complete_model,
-            help="Short name, hub id or folder; without it the small model of the package.",
-        ),
-    ] = None,
+    model: OptionalModel = None,
     *,
     address: AddressOptions,
     access: AccessOptions,
@@ -185,14 +178,14 @@ def serve(
     check_model(model, load.revision)
     options = _server_options(address, access, limits, life)
     _log_to_stderr(options.log_format)
-    from torchax_serve import serve as load_model
+    from torchax_serve.entrypoints.serve import serve_without_pipelines
     from torchax_serve.server.lifespan import Server, end_children
     from torchax_serve.text.template_renderer import shared_renderer
 
     engine = _engine_options(limits, max_model_len, speculative_config)
     load.show_details()
     _warn_if_open(options)
-    load_here = functools.partial(load_model, engine=engine, **load.serve_kwargs())
+    load_here = functools.partial(serve_without_pipelines, engine=engine, **load.serve_kwargs())
     server = Server(options, lambda: _loaded(model, load_here, server.context.start, is_watched=life.watch))
     print(*(f"listening on {each}" for each in server.addresses), sep="\n", file=sys.stderr, flush=True)
     try:

@@ -13,7 +13,7 @@ from model_adapters.errors import InvalidArgumentError
 from torchax_serve.cli.shared.command import Command
 from torchax_serve.cli.shared.load_model import end_if_explained
 from torchax_serve.cli.shared.load_options import LoadOptions, complete_dtype, option_groups
-from torchax_serve.cli.shared.model_name import check_one_model, complete_model, refuse_bundle
+from torchax_serve.cli.shared.model_name import OptionalModel, check_one_model, refuse_bundle
 from torchax_serve.cli.shared.tables import console
 from torchax_serve.cli.shared.terminal import print_note
 
@@ -37,14 +37,6 @@ class VerifyLoadOptions(LoadOptions):
     ] = "float32"
 
 
-Model = Annotated[
-    str | None,
-    typer.Argument(
-        show_default=False,
-        autocompletion=complete_model,
-        help="Short name, hub id or folder; without it the small model of the package.",
-    ),
-]
 Prompt = Annotated[
     str | None,
     typer.Option("--prompt", "-p", show_default=False, help="Text to compare on; a sentence of ours without it."),
@@ -87,7 +79,7 @@ MaxKL = Annotated[
 
 @option_groups
 def verify(
-    model: Model = None,
+    model: OptionalModel = None,
     prompt: Prompt = None,
     tokens: NumTokens = NUM_TOKENS,
     tolerance: Tolerance = None,

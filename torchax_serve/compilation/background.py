@@ -90,7 +90,7 @@ def check_may_trace() -> None:
 
 
 def wait_for_work(seconds: float) -> None:
-    """Waits, in the thread of a `BackgroundCompiler` alone, until the model has worked for some time.
+    """Waits, in a `BackgroundCompiler`'s thread, until the model has worked for some time.
 
     For what is worth its cost only where there is much work.
 
@@ -133,7 +133,10 @@ class BackgroundCompiler:
         atexit.register(_close, weakref.ref(self))
 
     def submit(self, task: CompileTask) -> None:
-        """Compiles a program in the background; a program that was submitted before is not compiled again."""
+        """Compiles a program in the background.
+
+        A program that was submitted before is not compiled again.
+        """
         with self._lock:
             if self.is_closed or task.key in self._known:
                 return

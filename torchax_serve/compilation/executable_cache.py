@@ -47,6 +47,20 @@ _NUMBERS = itertools.count(1)
 """Numbers of programs that have the names of modules: a trace tells programs apart by name."""
 
 
+_REPORTED: set[tuple[str, str]] = set()
+"""Functions and reasons that `_report_slow_attention` has logged."""
+_ON_PAGES = ("paged_attention, ", "decode_attention, ")
+"""Beginnings of reasons why attention on pages has no kernel. Dense attention has a choice of XLA's operations."""
+
+
+def _report_slow_attention(name: str, reasons: Sequence[str]) -> None:
+    """Logs, once for each, why attention on pages in the function `name` runs as its reference, not as a kernel."""
+    for reason in reasons:
+        if reason.startswith(_ON_PAGES) and (name, reason) not in _REPORTED:
+            _REPORTED.add((name, reason))
+            logger.warning("%s: attention goes through XLA's own operations and is slower: %s", name, reason)
+
+
 class ExportedFunctions(Protocol):
     """Functions of a model that were traced before, such as those of a bundle."""
 
@@ -337,8 +351,9 @@ class CachedFunction:
             return adapt(function(weights, *args))
 
         traced.__name__ = name or self.name
-        with self._tracing():
+        with self._tracing(), registry.fallbacks() as reasons:
             lowered = jax.jit(traced, donate_argnums=self.donated).lower(weights, *args)
+        _report_slow_attention(self.name, reasons)
         when_traced()
         return lowered.compile()
 

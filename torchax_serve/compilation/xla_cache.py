@@ -7,7 +7,8 @@ from pathlib import Path
 
 import jax
 
-from model_adapters.disk_cache import SealedFolder
+from model_adapters.disk_cache import NotPrivateError, SealedFolder
+from model_adapters.unwritable_cache import report_unwritable
 from torchax_serve.compilation import jax_cache
 from torchax_serve.compilation.cache_folders import EVICTOR, PROGRAMS, compiled_dir, max_cache_bytes
 
@@ -18,8 +19,8 @@ def enable_compile_cache(folder: Path | None = None) -> Path | None:
     """Stores compiled programs in `folder`, unless the user has chosen one for JAX before.
 
     Returns:
-        The folder in use; None where it cannot be written or trusted, which is said once and costs only time, and
-        where JAX's cache is switched off.
+        The folder in use; None where it cannot be made or trusted, which is said once and costs only time, and
+        where JAX's cache is switched off. One that cannot be written is read.
 
     Raises:
         InvalidArgumentError: TORCHAX_SERVE_CACHE_SIZE is no size.
@@ -32,9 +33,13 @@ def enable_compile_cache(folder: Path | None = None) -> Path | None:
     try:
         folder = folder or compiled_dir()
         SealedFolder(folder).check_writable()
-    except (OSError, RuntimeError) as error:
+    except NotPrivateError as error:
         logger.warning("compiled programs are not kept: %s; until then every start compiles anew", error)
         return None
+    except (OSError, RuntimeError) as error:
+        report_unwritable(f"compiled programs are not kept: {error}")
+        if folder is None or not folder.is_dir():
+            return None  # else it is read only, as in an image, and has programs that were made with it
     if not jax_cache.seal(folder):
         logger.warning("compiled programs are not kept: this release of jax has no place to check them; update us")
         return None

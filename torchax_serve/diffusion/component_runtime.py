@@ -16,12 +16,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from model_adapters.bridge.device_tensor import DeviceTensor
 from model_adapters.bridge.host_arrays import check_floats
 from model_adapters.bridge.views import is_view, jax_view, named_tensors, to_jax_array, to_torch_tensor
+from model_adapters.diffusion import stored_tensors
 from model_adapters.diffusion.component_program import ComponentCall, ComponentProgram
 from model_adapters.errors import TorchaxServeError, UnsupportedArgumentError, UnsupportedModelError
 from model_adapters.jax_settings import programs_run
 from model_adapters.ops import spmd
 from model_adapters.program.module_watch import ModuleWatch
 from model_adapters.program.static_tensors import StaticTensor, can_be_static
+from sharding_rules import TensorPlacement
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
 from torchax_serve.diffusion.checks import check_module
 from torchax_serve.runtime.call_arguments import check_surroundings
@@ -45,6 +47,7 @@ class ComponentRuntime:
         programs: Cache of its programs; None: one in memory.
         mesh: Devices that share `weights`; None: one.
         stays_on_device: Whether tensors of results are `DeviceTensor`, rather than copies on the CPU.
+        placed: How `weights` lie on `mesh`.
 
     Attributes:
         stays_on_device: As above.
@@ -59,9 +62,10 @@ class ComponentRuntime:
         programs: ExecutableCache | None = None,
         mesh: Mesh | None = None,
         stays_on_device: bool = False,
+        placed: Mapping[str, TensorPlacement] | None = None,
     ) -> None:
         self.weights: dict[str, Any] = dict(arrays_of(module) if weights is None else weights)
-        self.module, self._mesh = module, mesh
+        self.module, self._mesh, self._placements = module, mesh, placed
         self.stays_on_device = stays_on_device
         self._lock = threading.RLock()
         self.watch = ModuleWatch(module)
@@ -70,7 +74,7 @@ class ComponentRuntime:
     def _set_up(self, programs: ExecutableCache) -> None:
         """Makes everything that depends on the structure of the module."""
         self.programs = programs
-        program = ComponentProgram(self.module, self._method_of_class, self._mesh)
+        program = ComponentProgram(self.module, self._method_of_class, self._mesh, self._placements)
         self._functions = {name: CachedFunction(programs, name, _named(program.run, name)) for name in METHODS}
         self._reads_values: set[Any] = set()  # calls whose code reads values of integers and masks
 
@@ -89,7 +93,8 @@ class ComponentRuntime:
         with self._lock, programs_run():
             self._follow_module()
             args, kwargs = self._numbers_as_tensors(method, args, kwargs)
-            result = self._run(method, args, kwargs)
+            result, stored = self._run(method, args, kwargs)
+            stored_tensors.append(self.module, jax.tree.map(host_tensor, stored))
         return jax.tree.map(self._device_tensor if self.stays_on_device else host_tensor, result)
 
     def _device_tensor(self, array: Any) -> Any:
@@ -127,7 +132,8 @@ class ComponentRuntime:
         named = [taken(names[i] if i < len(names) else "", value) for i, value in enumerate(args)]
         return tuple(named), {name: taken(name, value) for name, value in kwargs.items()}
 
-    def _run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, list[Any]]]:
+        """Returns the result of a method, and what its attention processors have stored."""
         function = self._functions[method]
         spec, arrays = self._split(method, args, kwargs, reads_values=False)
         arrays = self._placed(arrays)

@@ -7,9 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import jax
 import torch
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from model_adapters.errors import (
     CheckpointError,
@@ -23,7 +22,7 @@ from torchax_serve.compilation.program_signature import model_identity
 from torchax_serve.compilation.xla_cache import programs_dir
 from torchax_serve.diffusion.component_runtime import ComponentRuntime, arrays_of
 from torchax_serve.diffusion.pipeline import component_to_jax, is_component, pipeline_to_jax
-from torchax_serve.diffusion.sharding import placements
+from torchax_serve.diffusion.sharding import on_mesh, placements
 
 DENOISERS = ("transformer", "transformer_2", "unet", "prior", "decoder")
 """Names of the components that run once a step: their files say the dtype, and a mesh shares them."""
@@ -83,9 +82,9 @@ def put_on_jax(pipeline: Any, *, mesh: Mesh | None = None) -> Any:
 def _runtime_of(module: Any, mesh: Mesh | None) -> ComponentRuntime:
     weights = arrays_of(module)
     if mesh is not None:
-        specs = placements(module, mesh)
-        weights = {name: jax.device_put(array, NamedSharding(mesh, specs[name])) for name, array in weights.items()}
-        return ComponentRuntime(module, weights, mesh=mesh)
+        placed = placements(module, mesh)
+        weights = {name: on_mesh(array, placed[name], mesh) for name, array in weights.items()}
+        return ComponentRuntime(module, weights, mesh=mesh, placed=placed)
     folder = programs_dir()
     if folder is None:
         return ComponentRuntime(module, weights)

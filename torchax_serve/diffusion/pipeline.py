@@ -7,6 +7,7 @@ transformers.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -44,12 +45,18 @@ def pipeline_to_jax(pipeline: Any, *, latents_on_device: bool | None = None) -> 
     check_pipeline(pipeline)
     stays = jax.default_backend() != "cpu" if latents_on_device is None else latents_on_device
     for component in pipeline.components.values():
-        if isinstance(component, PreTrainedModel):
+        if isinstance(component, PreTrainedModel) and _returns_fields(component):
             if not type(component).__name__.endswith(_STAY_IN_PYTORCH):
                 model_to_jax(component)
-        elif is_component(component):
+        elif is_component(component) or isinstance(component, PreTrainedModel):
             vars(component_to_jax(component))["_jax_runtime"].stays_on_device = stays
     return pipeline
+
+
+def _returns_fields(model: PreTrainedModel) -> bool:
+    """Returns whether the forward has transformers' ``return_dict``; some of diffusers' own models return a tuple."""
+    parameters = inspect.signature(type(model).forward).parameters.values()
+    return any(each.name == "return_dict" or each.kind is each.VAR_KEYWORD for each in parameters)
 
 
 def is_component(value: Any) -> bool:

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jax.sharding import Mesh, PartitionSpec
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
 from model_adapters.bridge.views import named_tensors
 from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
 from sharding_rules import DIFFUSION_TABLES, HeadCounts, ShardingRuleError, TensorPlacement, place
+from sharding_rules.layout import take
 
 
-def placements(module: Any, mesh: Mesh) -> dict[str, PartitionSpec]:
+def placements(module: Any, mesh: Mesh) -> dict[str, TensorPlacement]:
     """Returns how each tensor of `module` lies on `mesh`.
 
     Raises:
@@ -20,8 +23,15 @@ def placements(module: Any, mesh: Mesh) -> dict[str, PartitionSpec]:
         InvalidArgumentError: a table that does not fit the module.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(module).items()}
-    placed = place_tensors(type(module).__name__, dict(module.config), shapes, dict(mesh.shape))
-    return {name: each.spec for name, each in placed.items()}
+    return place_tensors(type(module).__name__, dict(module.config), shapes, dict(mesh.shape))
+
+
+def on_mesh(array: jax.Array, placed: TensorPlacement, mesh: Mesh) -> jax.Array:
+    """Returns a tensor of a module as it lies on `mesh`."""
+    host = np.asarray(array)
+    for number, dim in enumerate(placed.dims):
+        host = take(host, number, dim)
+    return jax.device_put(host, NamedSharding(mesh, placed.spec))
 
 
 def place_tensors(
@@ -34,8 +44,10 @@ def place_tensors(
             f"mesh: expected one of {', '.join(DIFFUSION_TABLES)}, got {class_name}, for which no sharding rules are "
             "known; leave mesh out, or add a table to sharding_rules/tables"
         )
-    heads = config.get("num_attention_heads")
+    heads, width = config.get("num_attention_heads"), config.get("attention_head_dim")
+    mlp = next((shape[0] for name, shape in shapes.items() if name.endswith("proj_mlp.weight")), 0)
+    units = HeadCounts(heads, heads, mlp // width if width else None)
     try:
-        return place(table, shapes, {str(axis): size for axis, size in mesh_shape.items()}, HeadCounts(heads, heads))
+        return place(table, shapes, {str(axis): size for axis, size in mesh_shape.items()}, units)
     except ShardingRuleError as error:
         raise InvalidArgumentError(str(error)) from error

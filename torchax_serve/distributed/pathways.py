@@ -20,7 +20,9 @@ def is_requested() -> bool:
 
 
 def connect() -> None:
-    """Registers the backend of Pathways with JAX if JAX is told to use it; to be called before JAX looks for devices.
+    """Registers the backend of Pathways with JAX if JAX is told to use it.
+
+    It has to be called before JAX looks for devices.
 
     Raises:
         TorchaxServeError: ``pathwaysutils`` is not installed.

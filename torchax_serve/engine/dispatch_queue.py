@@ -44,7 +44,7 @@ class DispatchQueue:
 
     @property
     def is_timed(self) -> bool:
-        """Whether the newest step, if there is one, needed no program that was compiled or loaded for it."""
+        """Whether no program was compiled or loaded for the newest step, if there is one."""
         return not self._queue or self._queue[-1].is_timed
 
     def push(self, step: InFlightStep, expected_s: float, is_timed: bool, sent_s: float) -> None:

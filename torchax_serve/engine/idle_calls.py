@@ -49,7 +49,9 @@ class EngineCall(Generic[Result]):
 
 
 class IdleCalls:
-    """Calls that wait until the requests that have begun have ended; used by the engine's thread.
+    """Calls that wait until the requests that have begun have ended.
+
+    Used by the engine's thread.
 
     Args:
         scheduler: The engine's scheduler.

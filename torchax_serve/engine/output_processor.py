@@ -77,7 +77,10 @@ class OutputProcessor:
                 self._put(handle, new)
 
     def deliver_failures(self, step: InFlightStep, abort: Callable[[RequestId, FinishReason], bool]) -> None:
-        """Ends requests of a step with failures of their own, by `abort`; their results are not read."""
+        """Ends requests of a step with failures of their own, by `abort`.
+
+        Their results are not read.
+        """
         for row in step.plan.rows if step.failures else ():
             error = step.failures.get(row.slot)
             if error is not None and abort(row.request_id, "error"):

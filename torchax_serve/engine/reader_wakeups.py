@@ -16,7 +16,10 @@ MAX_INTERVAL_S = 0.05
 
 
 class ReaderWakeups:
-    """Pending wake-ups of the readers in one event loop. The engine's thread calls `request`, the loop all else."""
+    """Pending wake-ups of the readers in one event loop.
+
+    The engine's thread calls `request`, the loop all else.
+    """
 
     def __init__(self) -> None:
         self._pending: collections.deque[weakref.ref[RequestHandle]] = collections.deque()

@@ -87,7 +87,10 @@ class RequestHandle:
         self._arrivals.put(new)
 
     def fail(self, error: str) -> None:
-        """Ends the reading with an error; called from any thread, where the engine's own does not any more."""
+        """Ends the reading with an error.
+
+        Called from any thread, where the engine's own does not any more.
+        """
         self.put(RequestOutput((), finish_reason="error", error=error))
         loop = self.loop
         if loop is not None:
@@ -117,7 +120,7 @@ class RequestHandle:
         return new
 
     def _take_all(self) -> tuple[list[RequestOutput], RequestError | None]:
-        """Returns the outputs that have arrived, and the error that ends the request, if it has come."""
+        """Returns the outputs that have arrived, and the error that has ended the request, if any."""
         outputs: list[RequestOutput] = []
         try:
             while self.finish_reason is None:

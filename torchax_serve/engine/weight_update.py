@@ -1,4 +1,6 @@
-"""Other weights for engines that run, between two of their steps; and the memory of their caches given away.
+"""Other weights for engines that run, between two of their steps.
+
+The memory of their caches can be given away as well.
 
 Programs depend on shapes, dtypes and shardings of weights alone, and are given the arrays with each step, so that an
 exchange of arrays compiles nothing. What must change with them are the cached prefixes: their pages were computed by
@@ -32,7 +34,7 @@ def engines_in(*groups: Engine | DataParallelEngines | object) -> list[Engine]:
 def between_steps(
     engines: Sequence[Engine], function: Callable[[], None], version: int, *, when_idle: bool = False
 ) -> None:
-    """Calls `function` while all `engines` are between two steps, and sets the version of their weights.
+    """Calls `function` between two steps of all `engines`; sets the version of their weights.
 
     Prefixes of before are not found any more.
 

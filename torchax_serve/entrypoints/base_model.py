@@ -6,35 +6,34 @@ It holds the weights on the device until it is closed.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import jax
-import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from model_adapters.errors import CheckpointError, TorchaxServeError, UnsupportedModelError
 from model_adapters.loading import LoadedModel
 from model_adapters.loading.modules_json import modules_root
-from model_adapters.loading.progress import Progress, SilentProgress
 from torchax_serve.compilation.executable_cache import ExecutableCache
 from torchax_serve.compilation.program_signature import model_identity
 from torchax_serve.compilation.xla_cache import programs_dir
 from torchax_serve.distributed.hosts.leader import Leader
-from torchax_serve.engine.data_parallel import split_runtimes
+from torchax_serve.engine.replica_runtimes import split_runtimes
 from torchax_serve.entrypoints.exportable_model import ExportableModel
+from torchax_serve.entrypoints.text_methods import EmbedsTexts
 from torchax_serve.generation.jax_forward import following
 from torchax_serve.generation.jax_model import run_on_jax
-from torchax_serve.pooling.queue import PoolingQueue, QueuedTexts
+from torchax_serve.pooling.queue import PoolingQueue
 from torchax_serve.runtime.model_runtime import ModelRuntime
 from torchax_serve.validation.owner_process import OwnerProcess
 
 if TYPE_CHECKING:
+    from torchax_serve.pooling.classification import TextHead
+    from torchax_serve.pooling.embedding import Embedder
     from torchax_serve.profiling import ProfileSession
 
 
@@ -45,12 +44,13 @@ class MissingAttributeError(TorchaxServeError, AttributeError):
     """
 
 
-class BaseModel(ExportableModel):
+class BaseModel(EmbedsTexts, ExportableModel):
     """A model that runs on JAX. A context manager: leaving it frees the weights.
 
     Attributes:
         name: The name by which the model was loaded.
         config: The model's transformers configuration.
+        class_name: Class of the transformers model.
         dtype: The weights' dtype.
         dtype_name: Its name, such as ``bfloat16``.
         load_report: Tensors that the checkpoint lacks, or has and the model does not use.
@@ -71,6 +71,7 @@ class BaseModel(ExportableModel):
         self._loaded: LoadedModel | None = loaded
         self.name = loaded.source.name
         self.config = loaded.config
+        self.class_name = type(loaded.module).__name__
         self.dtype: torch.dtype = loaded.module.dtype
         self.dtype_name = str(self.dtype).removeprefix("torch.")
         self.load_report = loaded.report
@@ -126,81 +127,19 @@ class BaseModel(ExportableModel):
         kind = devices[0].device_kind
         return kind if len(devices) == 1 else f"{kind} x {len(devices)}"
 
-    def embed(
-        self,
-        texts: str | Sequence[str | Sequence[int]],
-        *,
-        pooling: str | None = None,
-        normalize: bool | None = None,
-        prompt: str | None = None,
-        prompt_name: str | None = None,
-        truncate: bool | None = None,
-        truncate_dim: int | None = None,
-        timeout_s: float | None = None,
-        queue_timeout_s: float | None = None,
-    ) -> np.ndarray:
-        """Returns embeddings of texts: float32[dim] of one, float32[num_texts, dim] of a list.
+    def _embedder(self, *, chooses: bool) -> Embedder:
+        from torchax_serve.pooling.module_texts import any_embedder, own_embedder
 
-        Texts of several threads that wait are embedded together.
+        return (any_embedder if chooses else own_embedder)(self._followed(), self._runtimes[0])
 
-        Args:
-            texts: one text or several; a list of token ids may replace a text.
-            pooling: one of `torchax_serve.pooling.POOLINGS`, such as "mean"; None follows the checkpoint's files.
-            normalize: scale each embedding to length 1; None follows the checkpoint's files.
-            prompt: text in front of each text.
-            prompt_name: name of one of the checkpoint's prompts, in place of `prompt`.
-            truncate: cut texts that are too long (True) or raise (False); None follows the checkpoint's files.
-            truncate_dim: number of leading values of each embedding to return; None follows the checkpoint's files.
-            timeout_s: seconds after which the call ends with an error, looked at before each forward; None: never.
-            queue_timeout_s: the same for a call that has not begun by then.
+    def _head(self) -> TextHead:
+        from torchax_serve.pooling.module_texts import head_of
 
-        Raises:
-            InvalidArgumentError: no pooling is known; an empty or too long text; an unknown prompt.
-            CheckpointError: the checkpoint's files about embeddings are not readable.
-            UnsupportedModelError: the model gives no hidden states, or its files ask for what is not supported.
-            QueueFullError: too many texts are waiting.
-            DeadlineError: a time limit has passed.
-        """
-        call = _embedding(self, texts, pooling, normalize, prompt, prompt_name, truncate, truncate_dim)
-        rows = call.run(timeout_s, queue_timeout_s)
-        return np.asarray(rows[0]) if isinstance(texts, str) else np.stack(rows)
+        return head_of(self._followed(), self._runtimes[0])
 
-    async def aembed(
-        self,
-        texts: str | Sequence[str | Sequence[int]],
-        *,
-        pooling: str | None = None,
-        normalize: bool | None = None,
-        prompt: str | None = None,
-        prompt_name: str | None = None,
-        truncate: bool | None = None,
-        truncate_dim: int | None = None,
-        timeout_s: float | None = None,
-        queue_timeout_s: float | None = None,
-    ) -> np.ndarray:
-        """Works as `embed`, without blocking the event loop; cancelling it ends the call before the next forward."""
-        call = _embedding(self, texts, pooling, normalize, prompt, prompt_name, truncate, truncate_dim)
-        rows = await call.run_async(timeout_s, queue_timeout_s)
-        return np.asarray(rows[0]) if isinstance(texts, str) else np.stack(rows)
-
-    def warm_up_texts(self, progress: Progress | None = None) -> str | None:
-        """Compiles the programs of `embed`, and of an encoder's labels and scores, for all lengths of texts.
-
-        Args:
-            progress: Shows the number of programs.
-
-        Returns:
-            Why texts will still compile programs; None if they will not.
-
-        Raises:
-            TorchaxServeError: the model was closed meanwhile, or a program cannot be compiled.
-        """
-        from torchax_serve.pooling.warm_up import warm_up
-
-        def closed() -> str | None:
-            return "a closed model" if self._loaded is None else None
-
-        return warm_up(self._followed(), self._runtimes[0], progress or SilentProgress(), closed)
+    @property
+    def _is_closed(self) -> bool:
+        return self._loaded is None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model's forward, with torch tensors in and out."""
@@ -282,35 +221,6 @@ class BaseModel(ExportableModel):
         if self._loaded is None:
             raise TorchaxServeError("expected an open model, this one is closed; call serve() again")
         return self._loaded
-
-
-def _embedding(
-    model: BaseModel,
-    texts: str | Sequence[str | Sequence[int]],
-    pooling: str | None,
-    normalize: bool | None,
-    prompt: str | None,
-    prompt_name: str | None,
-    truncate: bool | None,
-    truncate_dim: int | None,
-) -> QueuedTexts:
-    """Returns the call for `texts`, which are checked."""
-    from torchax_serve.pooling import embed
-    from torchax_serve.pooling.batching import checked_texts
-
-    call = functools.partial(
-        embed,
-        model._followed(),
-        model._runtimes[0],
-        pooling=pooling,
-        normalize=normalize,
-        prompt=prompt,
-        prompt_name=prompt_name,
-        truncate=truncate,
-        truncate_dim=truncate_dim,
-    )
-    key = ("embed", pooling, normalize, prompt, prompt_name, truncate, truncate_dim)
-    return QueuedTexts(model._pooling_queue, key, call, checked_texts(texts))
 
 
 def _has_modules(loaded: LoadedModel) -> bool:

@@ -11,8 +11,8 @@ from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
 from model_adapters.loading import LoadedModel, load_model
 from model_adapters.loading.compress_weights import prepare_weights
 from model_adapters.loading.model_source import resolve
-from torchax_serve.engine.data_parallel import split_runtimes
 from torchax_serve.engine.options import EngineOptions
+from torchax_serve.engine.replica_runtimes import split_runtimes
 from torchax_serve.entrypoints.base_model import programs_of
 from torchax_serve.executors.loaded_draft import LoadedDraft
 from torchax_serve.runtime.model_runtime import ModelRuntime

@@ -30,7 +30,9 @@ class ExportableModel:
         reference: bool = True,
         advance: Callable[[int], object] = lambda number: None,
     ) -> Path:
-        """Writes programs, weights and tokenizer as a bundle that runs without torch; returns the version's folder.
+        """Writes programs, weights and tokenizer as a bundle that runs without torch.
+
+        Returns the version's folder.
 
         Args:
             out: folder of the bundle, new or with other versions.

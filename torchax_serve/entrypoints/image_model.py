@@ -176,7 +176,10 @@ class ImageModel:
         return value
 
     def _callback(self, on_step: OnStep | None, given: dict[str, Any]) -> dict[str, Any]:
-        """Returns the argument by which the pipeline calls `on_step`; none where it has no such argument."""
+        """Returns the argument by which the pipeline calls `on_step`.
+
+        None where it has no such argument.
+        """
         if on_step is None or "callback_on_step_end" not in self._parameters():
             return {}
 

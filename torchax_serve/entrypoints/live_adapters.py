@@ -41,7 +41,9 @@ class LiveAdapters(LiveWeights):
         return {} if self._adapters is None else {each.name: each.path for each in self._adapters.all()}
 
     def load_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
-        """Loads a LoRA adapter, which requests name by ``SamplingParams(adapter=name)``; compiles nothing.
+        """Loads a LoRA adapter, which requests name by ``SamplingParams(adapter=name)``.
+
+        Compiles nothing.
 
         Requests go on meanwhile; the exchange is between two of their steps.
 

@@ -33,14 +33,19 @@ class LiveWeights(BaseModel):
 
     @property
     def weights_version(self) -> int:
-        """Number of calls of `set_weights` so far; `TokenLogprobs.weights_version` says which one a token is from."""
+        """Number of calls of `set_weights` so far.
+
+        `TokenLogprobs.weights_version` says which one a token is from.
+        """
         self._loaded_or_raise()
         return self._runtimes[0].weights_version
 
     def set_weights(
         self, weights: Mapping[str, Any], *, when: Literal["idle", "now"] = "idle", partial: bool = False
     ) -> int:
-        """Exchanges the weights while the model serves; compiles nothing, and returns the new `weights_version`.
+        """Exchanges the weights while the model serves.
+
+        Compiles nothing, and returns the new `weights_version`.
 
         Cached prefixes are dropped, since they were computed by the weights of before. The arrays are copied: they may
         be donated afterwards. A call of ``generate`` on another thread goes on with the new weights.
@@ -114,7 +119,10 @@ class LiveWeights(BaseModel):
         self._change_cache(sleep)
 
     def wake(self) -> None:
-        """Allocates the engine's cache again; requests are taken from then on. Does nothing if the model is awake."""
+        """Allocates the engine's cache again.
+
+        Requests are taken from then on. Does nothing if the model is awake.
+        """
         self._change_cache(wake)
 
     def _change_cache(self, change: Any) -> None:

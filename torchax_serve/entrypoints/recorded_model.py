@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import importlib
 import logging
@@ -16,7 +15,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import jax
-import numpy as np
 
 from model_adapters.errors import TorchaxServeError
 from model_adapters.jax_settings import programs_run
@@ -25,18 +23,19 @@ from model_adapters.ops.compressed_weight import Weight
 from model_adapters.ops.cpu.huge_pages import move_into_huge_pages
 from torchax_serve.compilation.background import wait_for_work
 from torchax_serve.compilation.executable_cache import ExecutableCache
+from torchax_serve.engine.data_parallel import DataParallelEngines
 from torchax_serve.engine.engine import Engine
 from torchax_serve.engine.factory import build_engine
 from torchax_serve.engine.options import EngineOptions
 from torchax_serve.engine.request import EngineRequest
 from torchax_serve.engine.request_handle import TokenStream
+from torchax_serve.entrypoints.recorded_parts import RecordedParts
 from torchax_serve.generation.token_options import check_one_answer, with_params
 from torchax_serve.outputs import Completion, EngineStats
 from torchax_serve.sampling import unsupported_options
 from torchax_serve.sampling.row_params import ENGINE_OPTIONS
 from torchax_serve.sampling.transformers_behaviour import TransformersBehaviour
 from torchax_serve.sampling_params import SamplingParams
-from torchax_serve.start.model_record import ModelRecord
 from torchax_serve.start.record import StartFolder
 from torchax_serve.start.recorded_runtime import RecordedRuntime
 from torchax_serve.start.recorded_tokenizer import RecordedTokenizer, TokenizerRecord
@@ -110,29 +109,6 @@ def recorded_model(
     return RecordedModel(parts, engine)
 
 
-@dataclasses.dataclass(frozen=True)
-class RecordedParts:
-    """What a `RecordedModel` is made of.
-
-    Attributes:
-        name: Name by which the model was loaded.
-        record: The model.
-        weights: Its weights by qualified name.
-        content: The mapped file of weights, uint8[n]; None if there is none to be moved into huge pages.
-        load: Loads the model with its torch module.
-        executables: Makes the cache of programs; takes what is called before each trace.
-        sharding: How the model lies on a mesh; None for one device.
-    """
-
-    name: str
-    record: ModelRecord
-    weights: dict[str, Weight]
-    content: np.ndarray | None
-    load: Callable[[], ServedModel]
-    executables: Callable[[Callable[[], object]], ExecutableCache]
-    sharding: Any = None
-
-
 class RecordedModel:
     """A `ServedModel` from a record; what was not recorded loads the torch module, once, and continues with it.
 
@@ -155,7 +131,7 @@ class RecordedModel:
         self._parts, self._record, self._engine_options = parts, record, engine_options
         self._process = OwnerProcess()
         self._lock = threading.RLock()
-        self._engine: Engine | None = None
+        self._engine: Engine | DataParallelEngines | None = None
         self._executables: ExecutableCache | None = None  # of the engine
         self._is_closed = False
         self._side = TorchSide(self._load_torch_side)
@@ -237,7 +213,8 @@ class RecordedModel:
                 self._side.loaded.close()
             elif self._engine is not None:
                 self._engine.close("the model was closed")
-            self._weights.clear()
+            for weights in (self._weights, *(each.weights for each in self._parts.replicas)):
+                weights.clear()
 
     @property
     def tokenizer(self) -> Any:
@@ -263,20 +240,22 @@ class RecordedModel:
             if self._engine is None:
                 executables = self._parts.executables(functools.partial(before_trace, self._side))
                 self._executables = executables
-                runtime: Any = RecordedRuntime(
-                    self._side,
-                    self._weights,
-                    executables,
-                    self.config,
-                    self._record.limits,
-                    self._parts.sharding,
-                    TransformersBehaviour(**self._record.sampling_rules),
-                )
+                runtimes = [self._runtime(self._weights, executables, self._parts.sharding)]
+                for each in self._parts.replicas:
+                    runtimes.append(self._runtime(each.weights, each.executables, each.sharding))
                 with programs_run():
-                    self._engine = build_engine(runtime, self._engine_options)
-                if self._parts.content is not None:
+                    self._engine = (
+                        build_engine(runtimes[0], self._engine_options)
+                        if len(runtimes) == 1
+                        else DataParallelEngines(runtimes, self._engine_options)
+                    )
+                if self._parts.content is not None and isinstance(self._engine, Engine):
                     when_idle(self._engine, functools.partial(move_into_huge_pages, self._parts.content))
             return self._engine
+
+    def _runtime(self, weights: dict[str, Weight], executables: ExecutableCache, sharding: Any) -> Any:
+        rules = TransformersBehaviour(**self._record.sampling_rules)
+        return RecordedRuntime(self._side, weights, executables, self.config, self._record.limits, sharding, rules)
 
     def stats(self) -> EngineStats | None:
         """Returns the statistics of the engine; None before the first request."""

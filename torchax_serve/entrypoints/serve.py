@@ -93,10 +93,36 @@ def serve(
         TorchaxServeError: the model cannot be loaded or served; subclass and message say why.
     """
     arguments = _with_engine(locals())  # taken first: they are the only variables yet
+    return _serve_pipelines_too(arguments)
+
+
+def serve_without_pipelines(model: str | os.PathLike[str] | None, **options: Any) -> ServedModel:
+    """Works as `serve`, and raises IsPipelineError for a pipeline of diffusers before its weights are downloaded."""
+    given = inspect.signature(serve).bind(model, **options)
+    given.apply_defaults()
+    return _serve(_with_engine(dict(given.arguments)))
+
+
+def _serve_pipelines_too(arguments: dict[str, Any]) -> ServedModel:
+    try:
+        return _serve(arguments)
+    except IsPipelineError:  # known once the hub has listed the files of the model
+        if arguments["hosts"] is not None:
+            raise
+        with gc_pause.paused():
+            return _image_model(arguments)
+
+
+def _serve(arguments: dict[str, Any]) -> ServedModel:
+    """Returns the model of `arguments`, those of `serve` by name.
+
+    Raises:
+        IsPipelineError: the hub says that it is a pipeline.
+    """
     pathways.connect()
     enable_compile_cache()
     with gc_pause.paused():
-        return _serve_on_this_host(arguments) if hosts is None else _serve_on_hosts(arguments)
+        return _recorded_or_loaded(arguments) if arguments["hosts"] is None else _serve_on_hosts(arguments)
 
 
 _LOADING = (
@@ -142,7 +168,6 @@ _NOT_OF_BUNDLES = (
     "allow_pickle",
     "strict",
     "random_weights",
-    "mesh",
     "tensor_parallel",
     "refuse_uneven",
     "adapter",
@@ -158,18 +183,6 @@ def _with_engine(arguments: dict[str, Any]) -> dict[str, Any]:
     if (config := arguments["speculative_config"]) is not None:
         arguments["engine"] = (arguments["engine"] or EngineOptions()).with_speculative(config)
     return arguments
-
-
-def _serve_on_this_host(arguments: dict[str, Any]) -> ServedModel:
-    """Returns the model of `arguments`, which may turn out to be a pipeline.
-
-    Args:
-        arguments: Arguments of `serve` by name.
-    """
-    try:
-        return _recorded_or_loaded(arguments)
-    except IsPipelineError:  # known once the hub has listed the files of `model`
-        return _image_model(arguments)
 
 
 def _recorded_or_loaded(arguments: dict[str, Any]) -> ServedModel:
@@ -236,7 +249,26 @@ def _bundle_model(folder: Path, arguments: Mapping[str, Any]) -> ServedModel:
             )
     from torchax_serve.export.bundle_model import load_bundle
 
-    return cast("ServedModel", load_bundle(folder, arguments["engine"], name=os.fspath(arguments["model"])))
+    name, num_replicas = os.fspath(arguments["model"]), _num_replicas(arguments["mesh"])
+    return cast("ServedModel", load_bundle(folder, arguments["engine"], name=name, num_replicas=num_replicas))
+
+
+def _num_replicas(mesh: Mesh | Mapping[str, int] | None) -> int:
+    """Returns the number of replicas of a bundle.
+
+    Raises:
+        InvalidArgumentError: another axis than data; the other sizes were decided by the export.
+    """
+    if mesh is None:
+        return 1
+    sizes = {} if isinstance(mesh, Mesh) else {axis: size for axis, size in mesh.items() if size != 1 or size is True}
+    number = sizes.pop("data", 1)
+    if sizes or isinstance(mesh, Mesh) or type(number) is not int or number < 1:
+        raise InvalidArgumentError(
+            "mesh: expected {'data': N} for a bundle, whose programs are for the devices that they were exported for, "
+            f"got {mesh}; leave other axes out, or serve the model itself"
+        )
+    return number
 
 
 def _serve_on_hosts(arguments: dict[str, Any]) -> ServedModel:

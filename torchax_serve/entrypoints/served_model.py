@@ -182,7 +182,10 @@ class ServedModel(LiveAdapters):
         self._engine = self._single_engine = None
 
     def stats(self) -> EngineStats | None:
-        """Returns requests running and waiting, pages in use, prefix hits, tokens/s; None before the first request."""
+        """Returns requests running and waiting, pages in use, prefix hits, tokens/s.
+
+        None before the first request.
+        """
         self._loaded_or_raise()
         engines = (self._engine, self._single_engine)
         each = [engine.stats() for engine in engines if isinstance(engine, Engine | DataParallelEngines)]
@@ -360,7 +363,7 @@ def record_start(model: ServedModel, folder: StartFolder) -> None:
     model._start_folder = folder
 
 
-def continue_with(model: ServedModel, weights: dict[str, Weight], engine: Engine | None) -> None:
+def continue_with(model: ServedModel, weights: dict[str, Weight], engine: Engine | DataParallelEngines | None) -> None:
     """Makes `model`, just loaded, take over arrays and engine of a model of the same files that runs already.
 
     Args:

@@ -122,7 +122,10 @@ class SpeechModel(ServedModel):
         queue_timeout_s: float | None = None,
         **options: Any,
     ) -> str | list[str]:
-        """Works as `transcribe`, without blocking the event loop; cancelling it ends the work within a step."""
+        """Works as `transcribe`, without blocking the event loop.
+
+        Cancelling it ends the work within a step.
+        """
         limits = CallLimits(priority, timeout_s, queue_timeout_s)
         call = functools.partial(self._transcribe, audio, sampling_rate, options, limits)
         return await self._call_pool.run(self._call_pool.submit(call, limits), limits)
@@ -137,7 +140,9 @@ class SpeechModel(ServedModel):
         queue_timeout_s: float | None = None,
         **options: Any,
     ) -> TranscriptStream:
-        """Returns the words in one array of samples piece by piece, for ``async for``; they are submitted at once.
+        """Returns the words in one array of samples piece by piece, for ``async for``.
+
+        They are submitted at once.
 
         The pieces joined are the text of `transcribe`, whose arguments and errors these are. There is one for each step
         of the decoding, or for each window of audio that is longer than one. Leaving the loop ends the work within a
@@ -191,7 +196,10 @@ class SpeechModel(ServedModel):
         queue_timeout_s: float | None = None,
         **options: Any,
     ) -> Transcript:
-        """Works as `transcribe_with_times`, without blocking the event loop; cancelling it ends the work."""
+        """Works as `transcribe_with_times`, without blocking the event loop.
+
+        Cancelling it ends the work.
+        """
         limits = CallLimits(priority, timeout_s, queue_timeout_s)
         call = functools.partial(self._transcribe_with_times, audio, sampling_rate, words, options, limits)
         return await self._call_pool.run(self._call_pool.submit(call, limits), limits)

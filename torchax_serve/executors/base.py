@@ -111,7 +111,8 @@ class InFlightStep:
 
     def is_complete(self) -> bool:
         """Returns whether the device has computed its tokens; does not wait."""
-        return (self.sampled[-1].tokens if self.tokens is None else self.tokens).is_ready()
+        tokens: Any = self.sampled[-1].tokens if self.tokens is None else self.tokens
+        return all(leaf.is_ready() for leaf in jax.tree.leaves(tokens) if hasattr(leaf, "is_ready"))
 
 
 class ExecutorCache(Protocol):

@@ -14,7 +14,10 @@ Spec = TypeVar("Spec", bound=Hashable)
 
 
 class StepCall(NamedTuple):
-    """A step that can be compiled: its function, and its arguments behind the weights, as arrays or shapes."""
+    """A step that can be compiled: its function and arguments.
+
+    The arguments are those behind the weights, as arrays or shapes.
+    """
 
     function: CachedFunction
     args: tuple[Any, ...]
@@ -50,7 +53,9 @@ class CompiledSteps(Generic[Spec]):
         return self._background is not None
 
     def choose(self, specs: Sequence[Spec]) -> Spec:
-        """Returns the first of `specs` whose program is there, while another thread compiles the first of all.
+        """Returns the first of `specs` whose program is there.
+
+        Another thread compiles the first of all meanwhile.
 
         The first of all, if none is there or no other thread compiles.
         """
@@ -68,7 +73,7 @@ class CompiledSteps(Generic[Spec]):
         return spec in self._programs or spec in self._unnamed
 
     def get(self, spec: Spec, call: StepCall) -> Any:
-        """Returns the program of `spec` for the arguments of `call`, compiled here if it is not there.
+        """Returns the program of `spec` for the arguments of `call`; compiles it if need be.
 
         While XLA compiles it, other threads begin with those named by `expect`.
         """

@@ -107,7 +107,10 @@ class MediaSlots:
         return self.spec_of(rows), self.has_deltas(rows)
 
     def tokens(self, rows: Sequence[PlanRow], num_tokens: int, spec: MediaSpec | None) -> MediaTokens | None:
-        """Returns what the tokens of `rows`, padded to `num_tokens`, have of media; None without a spec."""
+        """Returns what the tokens of `rows`, padded to `num_tokens`, have of media.
+
+        None without a spec.
+        """
         if spec is None:
             return None
         found, begin, num_features = spec.shapes(num_tokens), 0, 0

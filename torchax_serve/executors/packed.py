@@ -111,7 +111,8 @@ class PackedExecutor:
         self._steps: CompiledSteps[Spec] = CompiledSteps(self._weights, programs, self._call_of)
         self.compiles_ahead = self._steps.compiles_ahead
         self._step = compiled("packed", self._run, donate=["pools"])
-        self._decode_steps = compiled("decode_steps", self._decode, donate=["pools"])
+        decode = functools.partial(decode_steps, self._forward, self._adapters)
+        self._decode_steps = compiled("decode_steps", decode, donate=["pools"])
         self._speculative: SpeculativeDecoder | None = None
         if speculative is not None:
             self._speculative = SpeculativeDecoder(
@@ -165,18 +166,6 @@ class PackedExecutor:
         num_tokens = batch.cu_q_lens[-1]
         logprobs = logprobs_of(logits, ids, num_top=MAX_NUM_TOP, has_top=has_top, num_rows=num_tokens)
         return (with_rows(logits[batch.last], len(last_tokens)), logprobs), pools
-
-    def _decode(
-        self,
-        weights: Weights,
-        pools: tuple[Pool, ...],
-        state: SamplerState,
-        options: RowOptions,
-        numbers: jax.Array,
-        spec: FusedDecodeSpec,
-    ) -> tuple[tuple[jax.Array, jax.Array], tuple[Pool, ...], SamplerState]:
-        """Computes decode steps; see `decode_steps`."""
-        return decode_steps(self._forward, self._adapters, weights, pools, state, options, numbers, spec)
 
     def run_decode(
         self, plan: StepPlan, sampler: Sampler, words: MaskWords | None = None

@@ -67,7 +67,7 @@ def extend_in_blocks(
     block_len: int,
     how: dict[str, Any],
 ) -> Any:
-    """Computes tokens as `SequenceForward.extend`, in blocks of `block_len` tokens, one after the other."""
+    """Computes tokens as `SequenceForward.extend`, one block of `block_len` tokens at a time."""
     media = how["media"]
 
     def step(carry: tuple[Leaves, jax.Array], block: tuple[jax.Array, ...]) -> Any:
@@ -101,7 +101,10 @@ def _part(media: MediaTokens | None, begin: int, end: int) -> MediaTokens | None
 
 
 def _blocks(media: MediaTokens | None, block_len: int) -> tuple[jax.Array, ...]:
-    """Returns indices int32[blocks, block_len] and, if there are any, positions int32[blocks, axes, block_len]."""
+    """Returns indices int32[blocks, block_len], and positions if there are any.
+
+    Positions are int32[blocks, axes, block_len].
+    """
     if media is None:
         return ()
     index = media.index.reshape(-1, block_len)

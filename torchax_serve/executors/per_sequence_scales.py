@@ -18,7 +18,10 @@ from torchax_serve.runtime.model_runtime import ModelRuntime
 
 
 def check_layout(name: str, layout: CacheLayout, *, has_encoder: bool) -> None:
-    """Raises InvalidArgumentError for a model whose cache cannot be in 8 bits; `name` is the option's value."""
+    """Raises InvalidArgumentError for a model whose cache cannot be in 8 bits.
+
+    `name` is the option's value.
+    """
     reason = None
     if has_encoder:
         reason = "a model with an encoder, whose keys and values are stored by request"

@@ -1,4 +1,6 @@
-"""Drafts by prompt lookup, and the bookkeeping of verified tokens, on the device; imports no torch.
+"""Drafts by prompt lookup, and the bookkeeping of verified tokens, on the device.
+
+Imports no torch.
 
 Prompt lookup is Saxena's (2023), and vLLM's method "ngram". Drafts are accepted where they equal the token that is
 sampled from the verified logits, so that tokens are those of single steps, with any sampling options. For drafts that
@@ -22,7 +24,10 @@ class TokenHistory:
     lens: jax.Array  # int32[n], number of tokens
 
     def append(self, tokens: jax.Array) -> TokenHistory:
-        """Returns the history with one more token of each row, int32[n]; those without room are dropped."""
+        """Returns the history with one more token of each row, int32[n].
+
+        Those without room are dropped.
+        """
         ids = self.ids.at[jnp.arange(len(tokens)), self.lens].set(tokens, mode="drop")
         return TokenHistory(ids, self.lens + 1)
 
@@ -30,7 +35,10 @@ class TokenHistory:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class VerifyRows:
-    """The tokens that a verify step computes: of each row its last token, and drafts behind it. Rows are ragged."""
+    """The tokens that a verify step computes: of each row its last token, and drafts behind it.
+
+    Rows are ragged.
+    """
 
     rows: jax.Array  # int32[T], row of each token
     offsets: jax.Array  # int32[T], 0 for the last token of a row, i for its i-th draft

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 
 def step_weights(runtime: ModelRuntime) -> Weights:
-    """Returns the weights of an engine's steps: with the matrices of adapters, if requests can name some."""
+    """Returns the weights of an engine's steps.
+
+    They have the matrices of adapters, if requests can name some.
+    """
     return runtime.weights if runtime.lora is None else runtime.lora.weights(runtime.weights)
 
 

@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 
@@ -17,8 +17,9 @@ from model_adapters.ops.cpu import build, ffi
 from torchax_serve.compilation.executable_cache import ExecutableCache
 from torchax_serve.compilation.xla_cache import enable_compile_cache, programs_dir
 from torchax_serve.engine.options import EngineOptions
-from torchax_serve.entrypoints.recorded_model import RecordedModel, RecordedParts
-from torchax_serve.export.layout import GENERATION_CONFIG, TEMPLATE, TOKENIZER, TOOLS_TEMPLATE
+from torchax_serve.entrypoints.recorded_model import RecordedModel
+from torchax_serve.entrypoints.recorded_parts import RecordedParts, RecordedReplica
+from torchax_serve.export.layout import GENERATION_CONFIG, TEMPLATE, TEXTS, TOKENIZER, TOOLS_TEMPLATE
 from torchax_serve.export.manifest import Manifest, check_files, read_manifest, require_flatbuffers
 from torchax_serve.export.mesh import BundleSharding
 from torchax_serve.export.programs import ExportedPrograms
@@ -26,6 +27,9 @@ from torchax_serve.export.weights import read_weights
 from torchax_serve.start.model_record import ModelRecord
 from torchax_serve.start.recorded_tokenizer import TokenizerRecord
 from torchax_serve.start.weights_file import TensorNames
+
+if TYPE_CHECKING:
+    from torchax_serve.export.bundle_encoder import BundleEncoder
 
 logger = logging.getLogger("torchax_serve")
 
@@ -81,15 +85,23 @@ class BundleModel(RecordedModel):
 
 
 def load_bundle(
-    folder: Path, engine: EngineOptions | None = None, *, version: int | None = None, name: str | None = None
-) -> BundleModel:
+    folder: Path,
+    engine: EngineOptions | None = None,
+    *,
+    version: int | None = None,
+    name: str | None = None,
+    num_replicas: int = 1,
+) -> BundleModel | BundleEncoder:
     """Loads a model from a bundle; imports neither torch nor transformers.
+
+    Returns a `BundleEncoder` if the model writes no text.
 
     Args:
         folder: The bundle, or the folder of one of its versions.
         engine: Options of the engine; sizes are those of the bundle.
         version: Number of the version; None: the highest.
         name: Name of the model; None: the folder.
+        num_replicas: Number of replicas, each on devices of its own.
 
     Raises:
         CheckpointError: the bundle is damaged, incomplete, or of a newer format.
@@ -102,34 +114,54 @@ def load_bundle(
     variants = _variants_here(manifest)
     check_files(manifest)
     variant = _chosen(manifest, variants)
+    called = str(folder) if name is None else name
+    if TEXTS in manifest.content:
+        from torchax_serve.export.bundle_encoder import load_encoder
+
+        if num_replicas > 1:
+            raise InvalidArgumentError(
+                f"mesh: expected one replica of a bundle that reads texts, got data {num_replicas}; start a server for "
+                "each"
+            )
+        return load_encoder(manifest, variant, engine, called)
     options = _engine_options(manifest, variant, engine)
+    return BundleModel(manifest, _parts(manifest, variant, called, num_replicas), options)
+
+
+def _parts(manifest: Manifest, variant: Mapping[str, Any], name: str, num_replicas: int) -> RecordedParts:
+    """Returns what a model that writes text is made of, its weights on the devices."""
     weights, names, content = read_weights(manifest)
-    sharding = None if manifest["mesh"] is None else BundleSharding.of(manifest["mesh"])
+    shardings = [BundleSharding.of(manifest["mesh"], replica) for replica in range(num_replicas)]
+    exported = ExportedPrograms(manifest, variant, names)
+    replicas = tuple(
+        RecordedReplica(each.divided(weights, names), ExecutableCache(mesh=each.mesh, exported=exported), each)
+        for each in shardings[1:]
+    )
+    sharding = shardings[0] if replicas or manifest["mesh"] is not None else None
     if sharding is not None:
         weights, content = sharding.divided(weights, names), None
 
     def load() -> NoReturn:
         raise UnsupportedModelError(
-            f"{folder}: expected a request for the engine, got one that needs the PyTorch model (beam search, "
-            "guidance, images, a tokenizer's other methods), which a bundle has not; serve the model itself"
+            f"{name}: expected a request for the engine, got one that needs the PyTorch model (beam search, guidance, "
+            "images, a tokenizer's other methods), which a bundle has not; serve the model itself"
         )
 
-    parts = RecordedParts(
-        name=str(folder) if name is None else name,
+    return RecordedParts(
+        name=name,
         record=_record(manifest, names),
         weights=weights,
         content=content,
         load=load,
-        executables=_executables(manifest, variant, names, sharding),
+        executables=_executables(exported, sharding),
         sharding=sharding,
+        replicas=replicas,
     )
-    return BundleModel(manifest, parts, options)
 
 
 def _executables(
-    manifest: Manifest, variant: Mapping[str, Any], names: TensorNames, sharding: BundleSharding | None
+    exported: ExportedPrograms, sharding: BundleSharding | None
 ) -> Callable[[Callable[[], object]], ExecutableCache]:
-    exported = ExportedPrograms(manifest, variant, names)
     mesh = None if sharding is None else sharding.mesh
     return lambda load_first: ExecutableCache(programs_dir(), exported.identity, mesh, exported=exported)
 

@@ -6,6 +6,14 @@ TOKENIZER, TEMPLATE, TOOLS_TEMPLATE = "tokenizer.json", "chat_template.jinja", "
 GENERATION_CONFIG = "generation_config.json"
 GPU_CALLS = ("__gpu$xla.gpu.triton", "mosaic_gpu_v2")
 """Kernels of Pallas for GPUs in programs, which JAX promises to read with the release that wrote them alone."""
+TEXTS = "texts"
+"""Name of the programs that read a batch of texts, and of the manifest's part about them."""
+POOLING = ":pooling:"
+"""Beginning of the names of tensors of layers behind the model."""
+POOLING_WEIGHT = POOLING + "{}:{}"
+"""Name of a tensor of a layer behind the model, by the layer's number and its own name."""
+TEXT_SIZES = ("max_model_len", "max_num_seqs")
+"""Options of the engine that programs of texts depend on."""
 ENGINE_SIZES = (
     "max_model_len",
     "max_num_seqs",

@@ -201,7 +201,7 @@ def _state(path: Path) -> list[int] | None:
 
 
 def require_flatbuffers() -> None:
-    """Raises TorchaxServeError if the package is missing that `jax.export` reads and writes programs with."""
+    """Raises TorchaxServeError if the package that `jax.export` needs is missing."""
     if importlib.util.find_spec("flatbuffers") is None:
         raise TorchaxServeError(
             "expected the package flatbuffers, which jax.export reads and writes programs with, and it is not "

@@ -43,21 +43,28 @@ class BundleSharding:
     specs: Mapping[str, tuple[str | None, ...]]
 
     @classmethod
-    def of(cls, description: Mapping[str, Any]) -> BundleSharding:
+    def of(cls, description: Mapping[str, Any] | None, replica: int = 0) -> BundleSharding:
         """Returns the sharding that `described_mesh` has described.
+
+        Args:
+            description: Mesh and divided tensors; None: one device.
+            replica: Number of the replica, each of which has devices of its own.
 
         Raises:
             UnsupportedModelError: there are fewer devices.
         """
-        axes, devices = description["axes"], jax.local_devices()
+        found: Mapping[str, Any] = {"axes": {"model": 1}, "tensors": {}} if description is None else description
+        axes, devices = found["axes"], jax.local_devices()
         number = math.prod(axes.values())
-        if len(devices) < number:
+        needed = number * (replica + 1)
+        if len(devices) < needed:
+            of = "" if replica == 0 else f" in {replica + 1} replicas"
             raise UnsupportedModelError(
-                f"expected {number} devices, for which the bundle's programs were exported, got {len(devices)}; export "
-                "the model for them"
+                f"expected {needed} devices, for which the bundle's programs were exported{of}, got {len(devices)}; "
+                "export the model for them"
             )
-        specs = {name: tuple(spec) for name, spec in description["tensors"].items()}
-        return cls(mesh_of(devices[:number], axes), specs)
+        specs = {name: tuple(spec) for name, spec in found["tensors"].items()}
+        return cls(mesh_of(devices[needed - number : needed], axes), specs)
 
     def replicated(self) -> NamedSharding:
         """Returns the sharding of replicated arrays."""

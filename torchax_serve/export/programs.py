@@ -21,7 +21,7 @@ from torchax_serve.start.weights_file import TensorNames
 
 
 def program_key(name: str, args: tuple[Any, ...], spec: Any) -> str:
-    """Returns a name of the program of a step, the same when it is exported and when it is called.
+    """Returns the name that a step's program has when it is exported and when it is called.
 
     Args:
         name: Name of the step's function.
@@ -46,7 +46,10 @@ class ExportedPrograms:
 
     @property
     def identity(self) -> str:
-        """Digest of what compiled programs depend on; versions that differ in weights alone have the same."""
+        """Digest of what compiled programs depend on.
+
+        Versions that differ in weights alone have the same.
+        """
         code = {entry["file"] for entry in self._variant["programs"].values()}
         files = {
             name: each["sha256"]

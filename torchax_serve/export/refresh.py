@@ -23,7 +23,9 @@ from torchax_serve.export.versions import new_version
 
 
 def refresh_bundle(manifest: Manifest) -> Manifest:
-    """Writes a version with the same weights and the programs written anew; returns its manifest.
+    """Writes a version with the same weights and the programs written anew.
+
+    Returns its manifest.
 
     Args:
         manifest: The version that is read, one of a bundle, in which the new version gets the next number.
@@ -58,7 +60,10 @@ def refresh_bundle(manifest: Manifest) -> Manifest:
 
 
 def _rewritten(program: export.Exported, mesh: Mesh | None) -> bytes:
-    """Returns the file of a program that calls `program`, on the devices of `mesh` where it was exported for some."""
+    """Returns the file of a program that calls `program`.
+
+    It runs on the devices of `mesh` if it was exported for some.
+    """
     allowed = [export.DisabledSafetyCheck.custom_call(each) for each in (*ffi.TARGETS, *GPU_CALLS)]
     shardings = [None] * len(program.in_avals) if mesh is None else program.in_shardings_jax(mesh)
     leaves = [

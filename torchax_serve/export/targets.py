@@ -39,7 +39,9 @@ class ExportTarget:
 
     @contextlib.contextmanager
     def tracing(self, here: jax.sharding.Sharding | None) -> Iterator[jax.sharding.Sharding | None]:
-        """Traces for the platform in this context; yields where arguments are said to be (None: anywhere).
+        """Traces for the platform in this context.
+
+        Yields where arguments are said to be (None: anywhere).
 
         Args:
             here: Where they are on a mesh of this process; None: the model is on one device, or none.

@@ -18,7 +18,10 @@ _CLASSES = {each.__name__: each for each in (ScaledPool, Logprobs, SamplerState)
 
 
 def described_tree(tree: Any) -> Any:
-    """Returns the structure of a pytree as JSON; leaves are numbered as ``jax.tree.leaves`` orders them."""
+    """Returns the structure of a pytree as JSON.
+
+    Leaves are numbered as ``jax.tree.leaves`` orders them.
+    """
     return _described(tree, itertools.count())
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from model_adapters.errors import InvalidArgumentError, TorchaxServeError
 from model_adapters.loading.bundle_folder import versions
 from torchax_serve.export.bundle_model import BundleModel, load_bundle
-from torchax_serve.export.layout import TEMPLATE, TOKENIZER, TOOLS_TEMPLATE
+from torchax_serve.export.layout import TEMPLATE, TEXTS, TOKENIZER, TOOLS_TEMPLATE
 from torchax_serve.export.manifest import Manifest
 
 logger = logging.getLogger("torchax_serve")
@@ -25,7 +25,9 @@ DRAIN_S = 3600.0
 
 
 class WatchedBundle:
-    """The newest version of a bundle; each request runs on one version from its start to its end.
+    """The newest version of a bundle.
+
+    Each request runs on one version from its start to its end.
 
     Its attributes are those of the current `BundleModel`. A version that cannot be loaded, or has another tokenizer,
     chat template or other sizes of the engine, is passed over with a warning.
@@ -45,9 +47,7 @@ class WatchedBundle:
         CheckpointError, UnsupportedModelError: the newest version cannot be loaded.
     """
 
-    def __init__(
-        self, folder: Path, load: Callable[[Path], BundleModel] = load_bundle, *, poll_s: float = POLL_S
-    ) -> None:
+    def __init__(self, folder: Path, load: Callable[[Path], Any] = load_bundle, *, poll_s: float = POLL_S) -> None:
         self.name = str(folder)
         self._folder, self._load, self._poll_s = folder, load, poll_s
         found = versions(folder)
@@ -57,7 +57,13 @@ class WatchedBundle:
                 "it, or do not watch it"
             )
         self.version = self._seen = found[-1]
-        self.current = load(folder / str(self.version))
+        self.current: BundleModel = load(folder / str(self.version))
+        if TEXTS in self.current.manifest.content:
+            self.current.close()
+            raise InvalidArgumentError(
+                f"{folder}: expected a bundle of a model that writes text to watch, got one of an encoder; do not "
+                "watch it"
+            )
         self._ended = threading.Event()
         self._lock = threading.Lock()
         threading.Thread(target=self._watch, name="watch-bundle", daemon=True).start()

@@ -62,7 +62,7 @@ def write_weights(folder: Path, tensors: Mapping[str, jax.Array], format: Weight
 
 
 def read_weights(manifest: Manifest) -> tuple[dict[str, Weight], TensorNames, np.ndarray | None]:
-    """Returns the weights of a bundle, the names of their tensors, and the mapped file, uint8[n].
+    """Returns a bundle's weights, the names of their tensors, and the mapped file, uint8[n].
 
     Raises:
         CheckpointError: the files cannot be read.

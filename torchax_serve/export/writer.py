@@ -6,7 +6,7 @@ import dataclasses
 import datetime
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,13 @@ from model_adapters.ops.quantized_weight import QuantizedWeight
 from torchax_serve import __version__
 from torchax_serve.engine.factory import memory_budget
 from torchax_serve.engine.options import EngineOptions
-from torchax_serve.export.layout import ENGINE_SIZES, GENERATION_CONFIG, TEMPLATE, TOKENIZER, TOOLS_TEMPLATE
+from torchax_serve.export.layout import ENGINE_SIZES, GENERATION_CONFIG, TEMPLATE, TEXTS, TOKENIZER, TOOLS_TEMPLATE
 from torchax_serve.export.manifest import Manifest, require_flatbuffers, write_manifest
 from torchax_serve.export.mesh import described_mesh
+from torchax_serve.export.program_writer import ProgramWriter
 from torchax_serve.export.steps import StepExporter, not_exportable
 from torchax_serve.export.targets import PLATFORMS, ExportTarget, parse_platforms
+from torchax_serve.export.texts import TextsExporter
 from torchax_serve.export.trees import described_weights
 from torchax_serve.export.versions import new_version
 from torchax_serve.export.weights import WeightsFormat, check_format, write_weights
@@ -34,6 +36,7 @@ from torchax_serve.kv_cache.memory import MemoryBudget
 from torchax_serve.runtime.model_runtime import ModelRuntime
 from torchax_serve.start.model_record import ModelRecord
 from torchax_serve.start.recording import NotRecordableError, model_record
+from torchax_serve.start.weights_file import named_tensors
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,6 +97,8 @@ def export_model(loaded: LoadedModel, runtime: ModelRuntime, out: Path, request:
     targets = request.targets()
     weights = _portable(runtime.weights)
     _check_layout(weights, targets)
+    if loaded.generation_config is None:
+        return _export_texts(loaded, runtime, out, request, targets, weights)
     sizes = _sizes(runtime, request.engine)
     try:
         record, tensors = model_record(loaded, runtime, weights)
@@ -101,20 +106,80 @@ def export_model(loaded: LoadedModel, runtime: ModelRuntime, out: Path, request:
         raise not_exportable(loaded.module, reason) from reason
     with new_version(out, sum(array.nbytes for array in tensors.values())) as new:
         shapes = {name: _shape_of(array) for name, array in tensors.items()}
-        exporter = StepExporter(runtime, sizes, record.weights, shapes, new.folder, request.advance)
+        programs = ProgramWriter(record.weights, shapes, new.folder, request.advance)
+        exporter = StepExporter(runtime, sizes, programs)
         content = {
-            **_facts(loaded, record, sizes),
+            **_versions(),
+            "model": _described_model(loaded, record),
+            "tokenizer": _described_tokenizer(record),
+            "engine": {name: getattr(sizes, name) for name in ENGINE_SIZES},
             "mesh": described_mesh(tensors),
-            "native": _write_native(new.folder) if any(_is_native(target) for target in targets) else None,
-            "variants": {target.name: exporter.export(target) for target in targets},
-            "weights": {
-                "format": request.weights,
-                "files": write_weights(new.folder, tensors, request.weights),
-                "names": described_weights(record.weights),
-            },
+            **_written(new.folder, tensors, programs, request, targets, exporter.export),
         }
         _write_texts(new.folder, loaded, record)
         return new.completed(write_manifest(new.folder, content))
+
+
+def _export_texts(
+    loaded: LoadedModel,
+    runtime: ModelRuntime,
+    out: Path,
+    request: ExportRequest,
+    targets: Sequence[ExportTarget],
+    weights: dict[str, Weight],
+) -> Manifest:
+    """Writes a model that reads texts and writes none, as `export_model` does."""
+    exporter = TextsExporter.of(loaded, runtime, request.engine)
+    tokenizer, described = exporter.tokenizer(loaded)
+    names, tensors = named_tensors({**weights, **exporter.pooling_weights})
+    with new_version(out, sum(array.nbytes for array in tensors.values())) as new:
+        programs = ProgramWriter(
+            names, {name: _shape_of(array) for name, array in tensors.items()}, new.folder, request.advance
+        )
+        config = loaded.config
+        content = {
+            **_versions(),
+            "model": {
+                "name": loaded.source.name,
+                "class": type(loaded.module).__name__,
+                "model_type": config.model_type,
+                "dtype": str(loaded.module.dtype).removeprefix("torch."),
+                "quantization": loaded.report.quantization,
+                "requantized": loaded.report.requantized,
+                "config": {"model_type": config.model_type, "num_labels": config.num_labels},
+            },
+            "tokenizer": described,
+            "engine": {"max_model_len": exporter.max_len, "max_num_seqs": exporter.max_rows},
+            "mesh": None,
+            TEXTS: exporter.described(),
+            **_written(
+                new.folder, tensors, programs, request, targets, lambda target: exporter.export(target, programs)
+            ),
+        }
+        if tokenizer is not None:
+            (new.folder / TOKENIZER).write_text(tokenizer.backend, "utf-8", newline="")
+        _copy_licences(new.folder, loaded)
+        return new.completed(write_manifest(new.folder, content))
+
+
+def _written(
+    folder: Path,
+    tensors: Mapping[str, jax.Array],
+    programs: ProgramWriter,
+    request: ExportRequest,
+    targets: Sequence[ExportTarget],
+    export: Callable[[ExportTarget], dict[str, Any]],
+) -> dict[str, Any]:
+    """Writes kernels, programs and weights; returns their parts of the manifest."""
+    return {
+        "native": _write_native(folder) if any(_is_native(target) for target in targets) else None,
+        "variants": {target.name: export(target) for target in targets},
+        "weights": {
+            "format": request.weights,
+            "files": write_weights(folder, tensors, request.weights),
+            "names": described_weights(programs.names),
+        },
+    }
 
 
 def _shape_of(array: jax.Array) -> jax.ShapeDtypeStruct:
@@ -161,34 +226,38 @@ def _is_native(target: ExportTarget) -> bool:
     return target.platform == "cpu" and target.uses_kernels
 
 
-def _facts(loaded: LoadedModel, record: ModelRecord, sizes: MemoryBudget) -> dict[str, Any]:
-    """Returns what the manifest says besides files, programs and weights."""
+def _versions() -> dict[str, Any]:
     names = ("jax", "jaxlib", "torch", "torchax", "transformers")
-    tokenizer = record.tokenizer
-    model_type, dtype = record.described
     return {
         "made_with": {"torchax-serve": __version__, **{name: version(name) for name in names}},
         "made_at": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "model": {
-            "name": loaded.source.name,
-            "class": type(loaded.module).__name__,
-            "model_type": model_type,
-            "dtype": dtype,
-            "quantization": record.quantization,
-            "requantized": record.requantized,
-            "config": record.config,
-            "config_absent": list(record.config_absent),
-            "generation_defaults": record.generation_defaults,
-            "sampling_rules": record.sampling_rules,
-            "limits": record.limits,
-        },
-        "tokenizer": None
-        if tokenizer is None
-        else {
-            "special_tokens_map": tokenizer.special_tokens_map,
-            "response_template": tokenizer.response_template,
-        },
-        "engine": {name: getattr(sizes, name) for name in ENGINE_SIZES},
+    }
+
+
+def _described_model(loaded: LoadedModel, record: ModelRecord) -> dict[str, Any]:
+    model_type, dtype = record.described
+    return {
+        "name": loaded.source.name,
+        "class": type(loaded.module).__name__,
+        "model_type": model_type,
+        "dtype": dtype,
+        "quantization": record.quantization,
+        "requantized": record.requantized,
+        "config": record.config,
+        "config_absent": list(record.config_absent),
+        "generation_defaults": record.generation_defaults,
+        "sampling_rules": record.sampling_rules,
+        "limits": record.limits,
+    }
+
+
+def _described_tokenizer(record: ModelRecord) -> dict[str, Any] | None:
+    tokenizer = record.tokenizer
+    if tokenizer is None:
+        return None
+    return {
+        "special_tokens_map": tokenizer.special_tokens_map,
+        "response_template": tokenizer.response_template,
     }
 
 
@@ -202,6 +271,10 @@ def _write_texts(folder: Path, loaded: LoadedModel, record: ModelRecord) -> None
         written |= {name: text for name, text in templates.items() if text is not None}
     for name, text in written.items():
         (folder / name).write_text(text, "utf-8", newline="")
+    _copy_licences(folder, loaded)
+
+
+def _copy_licences(folder: Path, loaded: LoadedModel) -> None:
     for path in [] if loaded.source.folder is None else sorted(loaded.source.folder.glob("LICENSE*")):
         shutil.copyfile(path, folder / path.name)
 

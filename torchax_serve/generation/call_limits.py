@@ -97,7 +97,9 @@ class CallLimits:
 
     @contextlib.contextmanager
     def cancelling(self, handles: Collection[RequestHandle]) -> Iterator[None]:
-        """Lets `cancel`, or an error inside, end the requests of `handles`; afterwards checks how they have ended.
+        """Lets `cancel`, or an error inside, end the requests of `handles`.
+
+        Afterwards checks how they have ended.
 
         Raises:
             RequestError: one was cancelled.

@@ -49,7 +49,9 @@ class CallPool:
         return future
 
     async def run(self, future: concurrent.futures.Future[Result], limits: CallLimits) -> Result:
-        """Returns the result of a call that `submit` has returned; cancelling this ends the call within a step.
+        """Returns the result of a call that `submit` has returned.
+
+        Cancelling this ends the call within a step.
 
         Raises:
             DeadlineError: a time limit has passed.

@@ -5,6 +5,7 @@ transformers prepares and checks them, as for ``generate``. The encoders run her
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -56,8 +57,6 @@ def media_request(
     """
     runtime: ModelRuntime = model._jax_runtime
     encoder = encoder_of(runtime)
-    if params is not None and params.adapter is not None:
-        return "encoders of images and audio run without adapters"
     if (reason := _unsupported_reason(runtime, encoder, inputs)) is not None:
         return reason
     with encoders_run_by(encoder.run_encoder):
@@ -86,6 +85,8 @@ def media_request(
         longest = max(end - begin for begin, end in media.spans)
         if longest > (limits.shortest_window or longest):
             return "an image is longer than a layer's window, which its tokens see beyond"
+        if longest > limits.max_len and _text_sees_ahead(media):
+            return "tokens of its text see later ones, and they are more than one step has room for"
         _check_span(longest, limits.max_len)
     if seed is None:  # torch.manual_seed makes it repeatable, as in transformers
         seed = int(torch.randint(2**63 - 1, ())) if call.config.do_sample else 0
@@ -131,17 +132,27 @@ def _encoded(
     found = encoder.encode(ids, prepared.first, digest)
     positions, delta = _positions(prepared, len(ids))
     numbers = np.cumsum(found.is_media) - 1
-    return MediaInput(
+    media = MediaInput(
         prompt_ids=tuple(ids.tolist()),
         features=found.features,
         index=np.where(found.is_media, numbers, -1).astype(np.int32),
         positions=positions,
         delta=delta,
         sees_until=_with_own(found, len(ids)),
-        page_ids=page_ids(
-            ids, found.is_media, f"{digest} {positions.tobytes().hex() if positions is not None else ''}"
-        ),
+        page_ids=(),
     )
+    digest, is_named = f"{digest} {positions.tobytes().hex() if positions is not None else ''}", found.is_media
+    if _text_sees_ahead(media):  # what a page holds depends on the text behind it, which its tokens see
+        digest, is_named = f"{digest} {ids.tobytes().hex()}", np.ones_like(is_named)
+    return dataclasses.replace(media, page_ids=page_ids(ids, is_named, digest))
+
+
+def _text_sees_ahead(media: MediaInput) -> bool:
+    """Returns whether tokens without features see later ones, as the whole prompt of PaliGemma."""
+    if media.sees_until is None:
+        return False
+    is_ahead = media.sees_until > np.arange(len(media.sees_until))
+    return bool(is_ahead[media.index < 0].any())
 
 
 def _with_own(found: MediaFeatures, length: int) -> np.ndarray | None:

@@ -50,7 +50,10 @@ class TranscriptPieces:
         return piece
 
     def rest(self, transcript: str) -> str:
-        """Returns what is left of the complete transcript; nothing of one that does not begin with the pieces."""
+        """Returns what is left of the complete transcript.
+
+        Nothing of one that does not begin with the pieces.
+        """
         return transcript[len(self._sent) :] if transcript.startswith(self._sent) else ""
 
 
@@ -60,7 +63,9 @@ def _eos_ids(model: Any) -> frozenset[int]:
 
 
 class TranscriptStream(AsyncIterator[str]):
-    """Pieces of one transcript, for ``async for``. Closing or dropping it ends the transcription within a step.
+    """Pieces of one transcript, for ``async for``.
+
+    Closing or dropping it ends the transcription within a step.
 
     It is made in an event loop, and submits the transcription at once.
 

@@ -81,7 +81,10 @@ def finished_ids(window_ids: Sequence[int], begin: int) -> list[int]:
 
 @dataclasses.dataclass
 class _Window:
-    """A window of audio, with its answer: int64[len] tokens, of which the first `prompt_len` are the prompt."""
+    """A window of audio, with its answer.
+
+    The answer is int64[len] tokens, of which the first `prompt_len` are the prompt.
+    """
 
     ids: torch.Tensor
     prompt_len: int
@@ -159,7 +162,10 @@ class TimedTranscription:
         return tokenization_whisper.LANGUAGES.get(code, code)
 
     def _language_ids(self, windows: Sequence[_Window]) -> list[int]:
-        """Returns the token of the language in the prompt of the first window; none of a model of one language."""
+        """Returns the token of the language in the prompt of the first window.
+
+        None of a model of one language.
+        """
         prompt = windows[0].ids[: windows[0].prompt_len].tolist() if windows else []
         return [token_id for token_id in prompt if token_id in self._languages.values()]
 
@@ -208,14 +214,16 @@ class TimedTranscription:
         return _Details(float(chosen.mean()), float(no_speech), times)
 
     def _window_features(self, window: _Window) -> torch.Tensor:
-        """Returns the features of a window, float[1, bins, frames], padded with zeros as in ``generate``."""
+        """Returns the features of a window, float[1, bins, frames], zero-padded as in ``generate``."""
         features = self._inputs["input_features"]
         num_frames = FRAMES_PER_TIME_TOKEN * self._model.config.max_source_positions
         found = features[:, :, window.seek : window.seek + num_frames]
         return torch.nn.functional.pad(found, (0, num_frames - found.shape[-1]))
 
     def _token_times(self, window: _Window, attentions: Sequence[torch.Tensor]) -> list[float]:
-        """Returns the end of each token in seconds, from the weights float[1, heads, tokens, positions] of each layer.
+        """Returns the end of each token in seconds.
+
+        It follows from the weights float[1, heads, tokens, positions] of each layer.
 
         Those of the last token are left out, as ``generate`` has none for it.
         """
@@ -230,7 +238,7 @@ class TimedTranscription:
         return found
 
     def _transcript_words(self, windows: Sequence[_Window], details: Sequence[_Details]) -> list[TranscriptWord]:
-        """Returns the words of all windows, as transformers' pipeline makes them of tokens and their times."""
+        """Returns the words of all windows, as transformers' pipeline makes them."""
         ids, times = self._language_ids(windows), [0.0]
         times *= len(ids)
         for window, detail in zip(windows, details, strict=True):

@@ -68,7 +68,7 @@ class HeadedCache(PagedCache):
         super().reset()
         hidden = self._pages.slot_states((self._num_slots, self._width), self._dtype)
         lens = self._pages.slot_states((self._num_slots,), np.dtype(np.int32))
-        self.pools = (*self.pools, HeadState(hidden, lens))  # type: ignore[assignment]
+        self.pools = (*self.pools, HeadState(hidden, lens))  # type: ignore[arg-type]
 
     @property
     def state_bytes(self) -> int:
@@ -79,4 +79,4 @@ class HeadedCache(PagedCache):
         """Drops the hidden state of a slot, which was given to another request."""
         *pools, state = self.pools
         assert isinstance(state, HeadState)
-        self.pools = (*pools, state.without(slot))  # type: ignore[assignment]
+        self.pools = (*pools, state.without(slot))  # type: ignore[arg-type]

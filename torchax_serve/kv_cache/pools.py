@@ -258,7 +258,10 @@ def copy_pages(
 def set_pages(
     pools: tuple[jax.Array, ...], pages: jax.Array, values: tuple[jax.Array, ...], *, is_on_mesh: bool = True
 ) -> tuple[jax.Array, ...]:
-    """Replaces the pages at `pages` int32[n] by the `values` ``[n, ...]`` of each pool; to be traced."""
+    """Replaces the pages at `pages` int32[n] by the `values` ``[n, ...]`` of each pool.
+
+    It is to be traced.
+    """
     pairs = zip(pools, values, strict=True)
     return tuple(write_pages(pool, pages, each, is_on_mesh=is_on_mesh) for pool, each in pairs)
 

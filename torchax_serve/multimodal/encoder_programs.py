@@ -26,7 +26,10 @@ _RUN: contextvars.ContextVar[Callable[[str, dict[str, Any]], Any] | None] = cont
 
 @contextlib.contextmanager
 def encoders_run_by(run: Callable[[str, dict[str, Any]], Any]) -> Iterator[None]:
-    """Runs the encoders of calls on this thread through `run` inside the block, such as one that knows some outputs."""
+    """Runs the encoders of this thread's calls through `run` inside the block.
+
+    `run` may know some of their outputs.
+    """
     token = _RUN.set(run)
     try:
         yield

@@ -6,11 +6,18 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from model_adapters.loading import load_model
-from torchax_serve.export.bundle_model import load_bundle
+from torchax_serve.export.bundle_encoder import BundleEncoder
+from torchax_serve.export.bundle_model import BundleModel, load_bundle
+from torchax_serve.export.layout import TEXTS
+from torchax_serve.pooling.batching import rows_of, run
+from torchax_serve.pooling.module_texts import part_of
+from torchax_serve.pooling.warm_up import HIDDEN
 from torchax_serve.runtime.eager import EagerReference
+from torchax_serve.runtime.model_runtime import ModelRuntime
 from torchax_serve.sampling_params import SamplingParams
 
 PROMPTS = ("The capital of France is", "Once upon a time", "def add(a, b):")
@@ -46,6 +53,7 @@ def compare_bundle(folder: Path, model: str, new_tokens: int = 16, **load_option
         TorchaxServeError: either cannot be loaded.
     """
     with load_bundle(folder) as bundle:
+        assert isinstance(bundle, BundleModel)
         loaded = load_model(model, dtype=bundle.dtype_name, **load_options)
         eager = EagerReference(loaded).module
         tokenizer = bundle.tokenizer
@@ -57,6 +65,54 @@ def compare_bundle(folder: Path, model: str, new_tokens: int = 16, **load_option
         equal, apart = _compared(eager, list(prompt), tokens)
         num_equal, gap = num_equal + equal, max(gap, apart)
     return BundleComparison(sum(map(len, found)), num_equal, gap)
+
+
+@dataclasses.dataclass(frozen=True)
+class TextComparison:
+    """Outputs of a bundle that reads texts, and of eager PyTorch.
+
+    Attributes:
+        field: What was compared: hidden states or logits.
+        num_texts: Number of texts.
+        difference: Largest difference, relative to the largest value.
+    """
+
+    field: str
+    num_texts: int
+    difference: float
+
+
+@torch.no_grad()
+def compare_texts(folder: Path, model: str, **load_options: Any) -> TextComparison:
+    """Returns how far a bundle that reads texts and its model in eager PyTorch have the same output.
+
+    Args:
+        folder: The bundle.
+        model: Name of the model that it was exported from.
+        load_options: Further arguments of `load_model`.
+
+    Raises:
+        TorchaxServeError: either cannot be loaded.
+    """
+    with load_bundle(folder) as bundle:
+        assert isinstance(bundle, BundleEncoder)
+        loaded = load_model(model, dtype=bundle.dtype_name, **load_options)
+        runtime = ModelRuntime(loaded.module, loaded.weights)
+        field = bundle.manifest[TEXTS]["field"]
+        part = part_of(runtime) if field == HIDDEN else ""
+        eager = EagerReference(loaded).module.get_submodule(part)
+        head = bundle._head()
+        texts = TOKEN_IDS if bundle.tokenizer is None else PROMPTS
+        rows, _ = rows_of(head.tokenizer, texts, None, max_len=head.max_len, truncate=True)
+        differences = []
+        for batch in run(head.program, rows, head.tokenizer.arguments, pad_id=head.pad_id):
+            found = np.asarray(batch.fields[field], np.float32)
+            for number, index in enumerate(batch.indices):
+                given = {name: torch.tensor([values]) for name, values in rows[index].items()}
+                wanted = eager(**given)[field][0].float().numpy()
+                got = found[number][: len(wanted)] if field == HIDDEN else found[number]
+                differences.append(float(np.abs(got - wanted).max() / max(1.0, np.abs(wanted).max())))
+    return TextComparison(field, len(rows), max(differences))
 
 
 @torch.no_grad()

@@ -161,4 +161,4 @@ def _embeddings(served: Any) -> torch.Tensor:
 
 def _classified(served: Any) -> torch.Tensor:
     rows = [{"input_ids": ids} for ids in texts(served.config)]
-    return torch.from_numpy(text_logits(served._loaded_or_raise(), served._runtimes[0], rows))
+    return torch.from_numpy(text_logits(served._head(), rows))

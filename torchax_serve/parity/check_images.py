@@ -141,7 +141,7 @@ def engine_options(inputs: list[Inputs]) -> EngineOptions:
 def _on_engine(
     served: ServedModel, inputs: list[Inputs], other: str, tried: ProbeResults
 ) -> tuple[str, str | None, list[list[int]] | None]:
-    """Returns the executor of the engine, why it is not a faster one, and new tokens of both prompts.
+    """Returns the engine's executor, why it is no faster one, and new tokens of both prompts.
 
     They run in one batch, each with its image. If the engine does not take them, the executor is `other`, and there are
     no tokens.

@@ -30,7 +30,10 @@ def error_line(error: Exception) -> str:
 
 
 def why_not_batched(error: Exception) -> str:
-    """Returns why requests of a model share no batch, of the error that says it for both executors, in one line."""
+    """Returns in one line why requests of a model share no batch.
+
+    The error says it for both executors.
+    """
     text = re.sub(r"(?<![\w.])/(?:[\w.+-]+/)+", "", " ".join(str(error).split()))
     _, _, reason = text.partition("Each by itself: ")
     return (reason or text).removesuffix("; generate runs it, one batch at a time")

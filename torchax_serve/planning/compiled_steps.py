@@ -87,7 +87,9 @@ def compile_step(step: AbstractStep, model: AbstractModel, chip: Chip) -> tuple[
 def compile_traced(
     function: Callable[..., Any], args: tuple[Any, ...], platform: str, *, donated: tuple[int, ...] = ()
 ) -> tuple[ProgramReport, Any]:
-    """Traces and compiles `function` for the devices of abstract `args`; returns the report and the program.
+    """Traces and compiles `function` for the devices of abstract `args`.
+
+    Returns the report and the program.
 
     Args:
         function: Function whose name is that of the program.

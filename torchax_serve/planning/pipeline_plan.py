@@ -17,6 +17,7 @@ from model_adapters.diffusion.component_program import ComponentCall, ComponentP
 from model_adapters.errors import CheckpointError, InvalidArgumentError, OutOfMemoryError, UnsupportedModelError
 from model_adapters.loading.loaded_model import numpy_dtype
 from model_adapters.loading.model_class import torch_dtype_of
+from sharding_rules import TensorPlacement
 from torchax_serve.diffusion.sharding import place_tensors
 from torchax_serve.distributed.mesh import mesh_of
 from torchax_serve.distributed.mesh_shape import parse_mesh
@@ -115,7 +116,7 @@ def plan_transformer(
     inputs = denoiser_inputs(type(module).__name__, dict(module.config), width, height, torch_dtype)
     weight_bytes = sum(placed[name].bytes_per_device(shape, array.dtype.itemsize) for name, array in weights.items())
     flops = _flops(module, inputs)
-    program, missing = _compiled(module, weights, inputs, on_devices, chip)
+    program, missing = _compiled(module, weights, inputs, on_devices, chip, placed)
     temporary = 0 if program is None else program.temporary_bytes + program.code_bytes
     needed = weight_bytes + temporary
     if missing is None and needed > chip.memory_bytes:
@@ -184,7 +185,12 @@ def _flops(module: Any, inputs: Mapping[str, tuple[tuple[int, ...], torch.dtype]
 
 
 def _compiled(
-    module: Any, weights: Mapping[str, Any], inputs: Mapping[str, Any], mesh: Any, chip: Any
+    module: Any,
+    weights: Mapping[str, Any],
+    inputs: Mapping[str, Any],
+    mesh: Any,
+    chip: Any,
+    placed: Mapping[str, TensorPlacement],
 ) -> tuple[ProgramReport | None, str | None]:
     """Returns the compiler's report about a step, and None; or None and what does not fit."""
     everywhere = NamedSharding(mesh, PartitionSpec())
@@ -195,7 +201,8 @@ def _compiled(
     leaves, structure = jax.tree.flatten(((), {**arrays, "return_dict": False}))
     static = tuple((index, bool, leaf) for index, leaf in enumerate(leaves) if leaf is False)
     spec = ComponentCall("forward", structure, static)
-    program = ComponentProgram(module, lambda name: getattr(type(module), name), mesh if mesh.size > 1 else None)
+    on_mesh = (mesh, placed) if mesh.size > 1 else (None, None)
+    program = ComponentProgram(module, lambda name: getattr(type(module), name), *on_mesh)
 
     def step(weights: Any, given: Any) -> Any:
         return program.run(weights, given, spec)

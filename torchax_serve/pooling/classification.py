@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
-from model_adapters.loading import LoadedModel
-from torchax_serve.pooling.batching import Text, checked_texts, limit_of, rows_of, run
-from torchax_serve.pooling.embedding import pad_id_of
-from torchax_serve.pooling.text_rule import read_json
-from torchax_serve.pooling.text_tokenizer import Row, TextTokenizer
-from torchax_serve.runtime.model_runtime import ModelRuntime
+from torchax_serve.pooling.batching import Text, checked_texts, rows_of, run
+from torchax_serve.pooling.text_program import TextProgram
+from torchax_serve.pooling.text_tokenizer import Row, TextEncoder
+
+HEADS = {
+    "classify": "ForSequenceClassification",
+    "rerank": "ForSequenceClassification",
+    "classify_tokens": "ForTokenClassification",
+}
+"""Ending of the class of models that have a task."""
+_WHAT = {"classify": "classifies texts", "rerank": "scores pairs of texts", "classify_tokens": "classifies tokens"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,35 +56,62 @@ class RankedDocument:
     score: float
 
 
-def classify(loaded: LoadedModel, runtime: ModelRuntime, texts: str | Sequence[Text], *, truncate: bool) -> Any:
+@dataclasses.dataclass(frozen=True)
+class TextHead:
+    """A model as one that labels texts or tokens.
+
+    Attributes:
+        name: Name of the model, for messages.
+        class_name: Class of its module, which says what it can do.
+        program: Its forwards.
+        tokenizer: Of the texts.
+        pad_id: Padding token; None if texts are not padded.
+        max_len: Most tokens of a text; None for any number.
+        labels: Names of the labels by index.
+        problem_type: As in the configuration.
+        pair_activation: What is applied to the score of a pair, by its name in the model's files.
+        lack: What its load report says about a missing head.
+    """
+
+    name: str
+    class_name: str
+    program: TextProgram
+    tokenizer: TextEncoder
+    pad_id: int | None
+    max_len: int | None
+    labels: Mapping[int, str]
+    problem_type: str | None
+    pair_activation: str
+    lack: str = ""
+
+
+def classify(head: TextHead, texts: str | Sequence[Text], *, truncate: bool) -> Any:
     """See `torchax_serve.EncoderModel.classify`."""
     requested = checked_texts(texts)
-    _require(loaded, runtime, "ForSequenceClassification", "classify", "classifies texts")
-    rows, _ = rows_of(tokenizer_of(loaded), requested, None, max_len=limit_of(loaded, runtime), truncate=truncate)
-    logits = text_logits(loaded, runtime, rows)
-    names = _names(runtime, logits.shape[-1])
-    found = [_classification(names, row) for row in _activated(runtime, logits)]
+    _require(head, "classify")
+    rows, _ = rows_of(head.tokenizer, requested, None, max_len=head.max_len, truncate=truncate)
+    logits = text_logits(head, rows)
+    names = _names(head, logits.shape[-1])
+    found = [_classification(names, row) for row in _activated(head, logits)]
     return found[0] if isinstance(texts, str) else found
 
 
-def classify_tokens(loaded: LoadedModel, runtime: ModelRuntime, texts: str | Sequence[Text], *, truncate: bool) -> Any:
+def classify_tokens(head: TextHead, texts: str | Sequence[Text], *, truncate: bool) -> Any:
     """See `torchax_serve.EncoderModel.classify_tokens`."""
     requested = checked_texts(texts)
-    _require(loaded, runtime, "ForTokenClassification", "classify_tokens", "classifies tokens")
-    tokenizer = tokenizer_of(loaded)
-    rows, _ = rows_of(tokenizer, requested, None, max_len=limit_of(loaded, runtime), truncate=truncate)
+    _require(head, "classify_tokens")
+    rows, _ = rows_of(head.tokenizer, requested, None, max_len=head.max_len, truncate=truncate)
     found: list[Any] = [None] * len(rows)
-    for batch in run(runtime, rows, tokenizer.arguments, pad_id=pad_id_of(loaded, runtime)):
+    for batch in run(head.program, rows, head.tokenizer.arguments, pad_id=head.pad_id):
         logits = np.asarray(batch.fields["logits"], np.float32)
         for number, index in enumerate(batch.indices):
             scores = _softmax(logits[number, : len(rows[index]["input_ids"])])
-            found[index] = _token_labels(loaded, runtime, requested[index], rows[index], scores)
+            found[index] = _token_labels(head, requested[index], rows[index], scores)
     return found[0] if isinstance(texts, str) else found
 
 
 def rerank(
-    loaded: LoadedModel,
-    runtime: ModelRuntime,
+    head: TextHead,
     query: str,
     documents: Sequence[str],
     *,
@@ -87,7 +119,7 @@ def rerank(
     score_pairs: Callable[[Sequence[tuple[str, str]]], np.ndarray],
 ) -> list[RankedDocument]:
     """See `torchax_serve.EncoderModel.rerank`; `score_pairs` returns the scores of pairs of texts."""
-    _require(loaded, runtime, "ForSequenceClassification", "rerank", "scores pairs of texts")
+    _require(head, "rerank")
     if not isinstance(query, str) or not query:
         raise InvalidArgumentError(f"query: expected some text, got {query!r}")
     if isinstance(documents, str) or not documents or not all(isinstance(each, str) for each in documents):
@@ -100,70 +132,57 @@ def rerank(
     return [RankedDocument(index, pairs[index], float(scores[index])) for index in order[:top_k]]
 
 
-def score_pairs(
-    loaded: LoadedModel, runtime: ModelRuntime, pairs: Sequence[tuple[str, str]], *, truncate: bool | None
-) -> np.ndarray:
+def score_pairs(head: TextHead, pairs: Sequence[tuple[str, str]], *, truncate: bool | None) -> np.ndarray:
     """Returns the scores float32[num_pairs] of pairs of texts by a cross-encoder.
 
     Errors are those of `rerank`.
     """
-    _require(loaded, runtime, "ForSequenceClassification", "rerank", "scores pairs of texts")
-    tokenizer, max_len = tokenizer_of(loaded), limit_of(loaded, runtime)
+    _require(head, "rerank")
+    tokenizer, max_len = head.tokenizer, head.max_len
     queries, documents = [query for query, _ in pairs], [document for _, document in pairs]
     rows, cut = rows_of(tokenizer, queries, documents, max_len=max_len, truncate=truncate is not False)
     if cut and truncate is None:
         tokenizer.warn_once(
-            f"{loaded.source.name}: pairs are cut to {max_len} tokens, as by sentence-transformers; {len(cut)} of "
+            f"{head.name}: pairs are cut to {max_len} tokens, as by sentence-transformers; {len(cut)} of "
             f"{len(rows)} are longer"
         )
-    logits = text_logits(loaded, runtime, rows)
+    logits = text_logits(head, rows)
     if logits.shape[-1] != 1:
         raise UnsupportedModelError(
-            f"rerank: expected a cross-encoder with one score for a pair, got {type(runtime.program.module).__name__} "
+            f"rerank: expected a cross-encoder with one score for a pair, got {head.class_name} "
             f"with {logits.shape[-1]} labels; call classify()"
         )
-    return _scores_of_pairs(loaded, runtime, logits[:, 0])
+    return _scores_of_pairs(head, logits[:, 0])
 
 
-def text_logits(loaded: LoadedModel, runtime: ModelRuntime, rows: Sequence[Row]) -> np.ndarray:
+def text_logits(head: TextHead, rows: Sequence[Row]) -> np.ndarray:
     """Returns the logits of texts, float32[num_rows, num_labels]."""
     found: list[Any] = [None] * len(rows)
-    for batch in run(runtime, rows, tokenizer_of(loaded).arguments, pad_id=pad_id_of_head(loaded, runtime)):
+    for batch in run(head.program, rows, head.tokenizer.arguments, pad_id=head.pad_id):
         logits = np.asarray(batch.fields["logits"], np.float32)
         for number, index in enumerate(batch.indices):
             found[index] = logits[number]
     return np.stack(found)
 
 
-def pad_id_of_head(loaded: LoadedModel, runtime: ModelRuntime) -> int | None:
-    """Returns the padding token of a head that reads one token of a text; None if texts are not padded for it.
-
-    Such a head finds the last token by the config's pad_token_id.
-    """
-    knows_padding = getattr(runtime.config.get_text_config(), "pad_token_id", None) is not None
-    is_plain = knows_padding and not runtime.program.names.has_encoder
-    return pad_id_of(loaded, runtime) if is_plain else None
-
-
-def _require(loaded: LoadedModel, runtime: ModelRuntime, ending: str, name: str, what: str) -> None:
-    class_name = type(runtime.program.module).__name__
-    if not class_name.endswith(ending):
+def _require(head: TextHead, task: str) -> None:
+    """Raises UnsupportedModelError unless the class of the model has a task."""
+    if not head.class_name.endswith(HEADS[task]):
         raise UnsupportedModelError(
-            f"{name}: expected a model that {what} (…{ending}), got {class_name}{loaded.report.lack}"
+            f"{task}: expected a model that {_WHAT[task]} (…{HEADS[task]}), got {head.class_name}{head.lack}"
         )
 
 
-def _names(runtime: ModelRuntime, num_labels: int) -> list[str]:
-    known: Any = runtime.config.id2label or {}
-    return [str(known.get(index, f"LABEL_{index}")) for index in range(num_labels)]
+def _names(head: TextHead, num_labels: int) -> list[str]:
+    return [head.labels.get(index, f"LABEL_{index}") for index in range(num_labels)]
 
 
-def _activated(runtime: ModelRuntime, logits: np.ndarray) -> np.ndarray:
+def _activated(head: TextHead, logits: np.ndarray) -> np.ndarray:
     """Returns scores as transformers' text-classification pipeline does.
 
     The activation follows the configuration's ``problem_type``.
     """
-    kind = runtime.config.problem_type
+    kind = head.problem_type
     if kind == "regression":
         return logits
     if kind == "multi_label_classification" or (kind is None and logits.shape[-1] == 1):
@@ -171,24 +190,15 @@ def _activated(runtime: ModelRuntime, logits: np.ndarray) -> np.ndarray:
     return _softmax(logits)
 
 
-def tokenizer_of(loaded: LoadedModel) -> TextTokenizer:
-    """Returns the tokenizer of texts to label, made once for each model."""
-    return loaded.once(TextTokenizer, lambda: TextTokenizer(loaded))
-
-
-def _scores_of_pairs(loaded: LoadedModel, runtime: ModelRuntime, logits: np.ndarray) -> np.ndarray:
+def _scores_of_pairs(head: TextHead, logits: np.ndarray) -> np.ndarray:
     """Returns scores as cross-encoders of sentence-transformers do.
 
     They are sigmoids, unless the checkpoint turns the activation off.
     """
-    settings = getattr(runtime.config, "sentence_transformers", None) or {}
-    name = settings.get("activation_fn") or getattr(runtime.config, "sbert_ce_default_activation_function", None)
-    if name is None and loaded.files_folder is not None:
-        name = read_json(loaded.files_folder / "config_sentence_transformers.json", optional=True).get("activation_fn")
-    kind = "Sigmoid" if name is None else str(name).rpartition(".")[2]
+    kind = head.pair_activation.rpartition(".")[2]
     if kind not in ("Sigmoid", "Identity"):
         raise UnsupportedModelError(
-            f"rerank: expected an activation Sigmoid or Identity in the model's files, got {name}"
+            f"rerank: expected an activation Sigmoid or Identity in the model's files, got {head.pair_activation}"
         )
     return _sigmoid(logits) if kind == "Sigmoid" else logits
 
@@ -207,14 +217,11 @@ def _classification(names: list[str], scores: np.ndarray) -> Classification:
     return Classification(names[best], float(scores[best]), dict(zip(names, scores.tolist(), strict=True)))
 
 
-def _token_labels(
-    loaded: LoadedModel, runtime: ModelRuntime, text: Text, row: Row, scores: np.ndarray
-) -> list[TokenLabel]:
-    names = _names(runtime, scores.shape[-1])
-    tokenizer: Any = loaded.tokenizer() if isinstance(text, str) else None
-    ids = row["input_ids"]
-    hidden = set() if tokenizer is None else set(tokenizer.all_special_ids)
-    words = [None] * len(ids) if tokenizer is None else tokenizer.convert_ids_to_tokens(ids)
+def _token_labels(head: TextHead, text: Text, row: Row, scores: np.ndarray) -> list[TokenLabel]:
+    names = _names(head, scores.shape[-1])
+    is_text, ids = isinstance(text, str), row["input_ids"]
+    hidden = head.tokenizer.special_ids if is_text else frozenset()
+    words = head.tokenizer.tokens_of(ids) if is_text else [None] * len(ids)
     return [
         TokenLabel(token, word, names[int(each.argmax())], float(each.max()))
         for token, word, each in zip(ids, words, scores, strict=True)

@@ -37,7 +37,10 @@ class CallAbandonedError(Exception):
 
 
 def check_wanted() -> None:
-    """Raises CallAbandonedError if nobody waits for the call of this thread; forwards are preceded by it."""
+    """Raises CallAbandonedError if nobody waits for the call of this thread.
+
+    Forwards are preceded by it.
+    """
     if (check := _CHECK.get()) is not None:
         check()
 
@@ -90,7 +93,9 @@ class PoolingQueue:
         timeout_s: float | None = None,
         queue_timeout_s: float | None = None,
     ) -> Future[list[Any]]:
-        """Returns the future results of `call` for `items`; requests with equal keys may share a call.
+        """Returns the future results of `call` for `items`.
+
+        Requests with equal keys may share a call.
 
         Cancelling the future ends the request, and a call that runs for it alone before its next forward.
 
@@ -123,7 +128,10 @@ class PoolingQueue:
         return entry.result
 
     def close(self, why: str) -> None:
-        """Ends the thread, and all requests with an error; returns after `CLOSE_TIMEOUT_S` at the latest."""
+        """Ends the thread, and all requests with an error.
+
+        Returns after `CLOSE_TIMEOUT_S` at the latest.
+        """
         with self._changed:
             self._closed = self._closed or why
             thread, self._thread = self._thread, None
@@ -137,7 +145,10 @@ class PoolingQueue:
             self._run(batch)
 
     def _next_batch(self) -> list[_Entry]:
-        """Removes and returns the oldest open request and those that can go with it; none once the queue is closed."""
+        """Removes and returns the oldest open request and those that can go with it.
+
+        None once the queue is closed.
+        """
         with self._changed:
             while True:
                 self._expire()
@@ -239,5 +250,8 @@ class QueuedTexts:
             result.cancel()  # if an interrupt has come
 
     async def run_async(self, timeout_s: float | None = None, queue_timeout_s: float | None = None) -> list[Any]:
-        """Works as `run`, without blocking the event loop; cancelling it ends the call before its next forward."""
+        """Works as `run`, without blocking the event loop.
+
+        Cancelling it ends the call before its next forward.
+        """
         return await asyncio.wrap_future(self._submit(timeout_s=timeout_s, queue_timeout_s=queue_timeout_s))

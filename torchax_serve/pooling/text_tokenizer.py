@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import abc
 import copy
 import functools
 import logging
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import normalizers
 
 from model_adapters.errors import InvalidArgumentError
-from model_adapters.loading import LoadedModel
+
+if TYPE_CHECKING:
+    from model_adapters.loading import LoadedModel
 
 logger = logging.getLogger("torchax_serve")
 
@@ -21,8 +24,53 @@ Row = dict[str, list[int]]
 """A tokenized text: lists of equal length by argument of the forward."""
 
 
-class TextTokenizer:
-    """Tokenizer of one model, for texts that are not generated from.
+class TextEncoder(abc.ABC):
+    """Makes rows of token ids of texts that are not generated from."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._has_warned = False
+
+    @property
+    @abc.abstractmethod
+    def arguments(self) -> frozenset[str]:
+        """Arguments of the forward that texts have, without the mask."""
+
+    @property
+    @abc.abstractmethod
+    def special_ids(self) -> frozenset[int]:
+        """Ids of special tokens."""
+
+    @abc.abstractmethod
+    def rows_of(self, text: str, pair: str | None, max_len: int | None) -> tuple[Row, int]:
+        """Returns the row of a text or a pair, cut to `max_len` tokens, and its length before it was cut.
+
+        Raises:
+            InvalidArgumentError: the model has no tokenizer.
+        """
+
+    @abc.abstractmethod
+    def tokens_of(self, ids: list[int]) -> list[str | None]:
+        """Returns the text of each token."""
+
+    def prompt_len(self, prompt: str, max_len: int | None) -> int:
+        """Returns the number of tokens at the start of a text that belong to `prompt`.
+
+        They are the tokens of `prompt` without an end token.
+        """
+        ids = self.rows_of(prompt, None, max_len)[0][IDS]
+        return len(ids) - (1 if ids and ids[-1] in self.special_ids else 0)
+
+    def warn_once(self, message: str) -> None:
+        """Logs a warning once."""
+        with self._lock:
+            had_warned, self._has_warned = self._has_warned, True
+        if not had_warned:
+            logger.warning("%s", message)
+
+
+class TextTokenizer(TextEncoder):
+    """The tokenizer of transformers of one model.
 
     Fast tokenizers store the length at which they cut as state, which all threads share. Texts that are cut therefore
     go through a copy of the tokenizer, under a lock.
@@ -33,18 +81,11 @@ class TextTokenizer:
     """
 
     def __init__(self, loaded: LoadedModel, *, lower_case: bool = False) -> None:
+        super().__init__()
         self._loaded, self._lower_case = loaded, lower_case
-        self._lock = threading.Lock()
-        self._has_warned = False
 
     def rows_of(self, text: str, pair: str | None, max_len: int | None) -> tuple[Row, int]:
-        """Returns the row of a text or a pair, and its length before it was cut.
-
-        The row is cut to `max_len` tokens.
-
-        Raises:
-            InvalidArgumentError: the model has no tokenizer.
-        """
+        """Returns as `TextEncoder.rows_of`."""
         given = (text,) if pair is None else (text, pair)
         if self._lower_case:
             with self._lock:
@@ -62,20 +103,14 @@ class TextTokenizer:
         """Arguments of the forward that texts have, without the mask; token ids alone without a tokenizer."""
         return frozenset({IDS} if self._loaded.tokenizer() is None else self.rows_of("a", None, None)[0])
 
-    def prompt_len(self, prompt: str, max_len: int | None) -> int:
-        """Returns the number of tokens at the start of a text that belong to `prompt`.
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of special tokens."""
+        return frozenset(self._shared().all_special_ids)
 
-        They are the tokens of `prompt` without an end token.
-        """
-        ids = self.rows_of(prompt, None, max_len)[0][IDS]
-        return len(ids) - (1 if ids and ids[-1] in self._shared().all_special_ids else 0)
-
-    def warn_once(self, message: str) -> None:
-        """Logs a warning once."""
-        with self._lock:
-            had_warned, self._has_warned = self._has_warned, True
-        if not had_warned:
-            logger.warning("%s", message)
+    def tokens_of(self, ids: list[int]) -> list[str | None]:
+        """Returns the text of each token."""
+        return list(self._shared().convert_ids_to_tokens(ids))
 
     def _shared(self) -> Any:
         tokenizer = self._loaded.tokenizer()
@@ -94,11 +129,15 @@ class TextTokenizer:
         if not found.is_fast:
             found.do_lower_case = True
             return found
-        backend = found.backend_tokenizer
-        if not _makes_lower_case(backend.normalizer):
-            further = [] if backend.normalizer is None else [backend.normalizer]
-            backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *further])
+        lower_cased(found.backend_tokenizer)
         return found
+
+
+def lower_cased(backend: Any) -> None:
+    """Makes a tokenizer of the `tokenizers` library convert texts to lower case, except special tokens."""
+    if not _makes_lower_case(backend.normalizer):
+        further = [] if backend.normalizer is None else [backend.normalizer]
+        backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *further])
 
 
 def _row(found: Any) -> Row:

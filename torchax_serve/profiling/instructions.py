@@ -63,7 +63,10 @@ def without_numbers(name: str) -> str:
 
 
 def _type_end(text: str) -> int:
-    """Returns the index behind the type at the start of `text`: one array, or a tuple of them in parentheses."""
+    """Returns the index behind the type at the start of `text`.
+
+    The type is one array, or a tuple of them in parentheses.
+    """
     if not text.startswith("("):
         return 0
     depth = 0

@@ -89,7 +89,9 @@ class Profile:
         return table_of(times, by, self._weight_bytes, rate)
 
     def roofline(self) -> roofline.Roofline:
-        """Returns times next to what the memory allows: XProf's on accelerators where it is installed.
+        """Returns times next to what the memory allows.
+
+        On accelerators they are XProf's where it is installed.
 
         Elsewhere the bound of a module is the bytes of its weights over the measured bandwidth of reads.
         """
@@ -98,7 +100,7 @@ class Profile:
         return roofline.of_weights(self.table("module"))
 
     def plot(self, file: str | Path, by: str = "module", program: str | None = None) -> None:
-        """Writes a picture of `table` to `file`, in the format of its suffix such as ``.svg`` or ``.png``.
+        """Writes a picture of `table` to `file`, in the format of its suffix, such as ``.svg``.
 
         Raises:
             InvalidArgumentError: matplotlib is not installed, or does not know the suffix; errors of `table`.

@@ -37,7 +37,7 @@ class Roofline:
 
 
 def of_weights(table: ProfileTable) -> Roofline:
-    """Returns the roofline of the modules whose weights' bytes are known, layers of a list as one row.
+    """Returns the roofline of modules whose weights' bytes are known; a list's layers are a row.
 
     Args:
         table: By module, with a measured bandwidth.
@@ -75,7 +75,7 @@ def by_xprof(file: Path) -> Roofline | None:
 
 
 def rows_of(table: Any) -> list[dict[str, Any]]:
-    """Returns the rows of a table of Google Charts, as XProf has them, by the labels of their columns."""
+    """Returns the rows of a table of Google Charts by the labels of their columns."""
     if not isinstance(table, dict):
         return []
     labels = [column.get("label") or column["id"] for column in table.get("cols", ())]

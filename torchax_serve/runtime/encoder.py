@@ -102,4 +102,4 @@ def find_fixed_output_len(encoder: SubmoduleRuntime) -> int | None:
         frames = 2 * length  # Whisper's second convolution takes every other one
         return length if output_len(frames) == length and output_len(frames - 2) is None else None
 
-    return encoder.steps.executables.memoize("length heard", "", probe)
+    return encoder.steps.executables.memoize("fixed input length", "", probe)

@@ -37,7 +37,9 @@ Value = TypeVar("Value")
 
 
 class HostCache(Generic[Value]):
-    """Values by digest up to a number of bytes; those that were not used for the longest time go first.
+    """Values by digest up to a number of bytes.
+
+    Those that were not used for the longest time go first.
 
     Args:
         max_bytes: Most bytes of all values together.
@@ -176,6 +178,8 @@ class MediaEncoder:
         )
         if not all_hold(fields.get(CHECKS)):
             raise InvalidArgumentError(unmet(self._runtime.config, dict(given)))
+        if not np.asarray(fields.get("is_of_text", True)):
+            raise UnsupportedModelError("its language model gets more of images than embeddings")
         is_media = np.asarray(fields["is_media"])
         visible = fields.get("visible")
         until = None if visible is None else _sees_until(np.asarray(visible))
@@ -198,7 +202,10 @@ class MediaEncoder:
 
 
 def _placed(prompt_ids: np.ndarray, known: CachedFeatures) -> MediaFeatures | None:
-    """Returns known features at the placeholders of another prompt; None if it has another number of them."""
+    """Returns known features at the placeholders of another prompt.
+
+    None if it has another number of them.
+    """
     is_media = np.isin(prompt_ids, list(known.token_ids))
     if is_media.sum() != len(known.features):
         return None
@@ -210,7 +217,9 @@ def _placed(prompt_ids: np.ndarray, known: CachedFeatures) -> MediaFeatures | No
 
 
 def _sees_until(visible: np.ndarray) -> np.ndarray | None:
-    """Returns the last position that each token sees, int32[len], of `visible` bool[len, len]; None for its own.
+    """Returns the last position that each token sees, int32[len], of `visible` bool[len, len].
+
+    None for its own.
 
     Raises:
         UnsupportedModelError: a token does not see all tokens from its own to the last one.
@@ -225,7 +234,7 @@ def _sees_until(visible: np.ndarray) -> np.ndarray | None:
 
 
 def digest_of(inputs: Mapping[str, Any]) -> str:
-    """Returns a digest of the pixels and samples of a prompt: of every tensor but those of its text."""
+    """Returns a digest of a prompt's pixels and samples: of all tensors but those of text."""
     found = hashlib.sha256()
     for name, value in sorted(inputs.items()):
         if name in _TEXT or value is None:

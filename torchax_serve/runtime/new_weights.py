@@ -95,7 +95,9 @@ def _host(array: Any) -> np.ndarray:
 
 
 def laid_out(runtime: ModelRuntime, given: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """Returns copies of `given` with the dtypes and shardings of the weights of `runtime`, under all of their names.
+    """Returns copies of `given` with the dtypes and shardings of the weights of `runtime`.
+
+    They are under all names of the weights.
 
     Copies: a trainer may donate its arrays.
 
@@ -130,7 +132,9 @@ def _laid_out(runtime: ModelRuntime, name: str, value: Any, held: jax.Array) -> 
 
 
 def write_into_module(runtimes: list[ModelRuntime], given: Mapping[str, Any]) -> None:
-    """Gives the tensors of the module that have values of their own those of `given`, which is no change then.
+    """Gives the module's tensors that have values of their own those of `given`.
+
+    To the module this is no change.
 
     Tensors of a model that `serve` has read from files have none.
     """

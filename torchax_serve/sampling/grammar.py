@@ -33,7 +33,9 @@ def json_grammar(schema: Mapping[str, Any]) -> str:
 
 
 def closed(schema: Any) -> Any:
-    """Returns a schema whose objects have no further properties where it does not say; what follows it is valid.
+    """Returns a schema whose objects have no further properties where it does not say.
+
+    What follows it is valid.
 
     Models would else write properties without end. A schema that joins several by ``allOf`` is returned unchanged:
     each of them would forbid the properties of the others.

@@ -135,7 +135,10 @@ def _power_of_two(number: int) -> int:
 
 
 def empty_history(num_slots: int, max_len: int | None) -> SamplerHistory:
-    """Returns the history of unused slots on the host, with room for requests of `max_len` tokens; None: for none."""
+    """Returns the history of unused slots on the host.
+
+    It has room for requests of `max_len` tokens; None: for none.
+    """
     num_tokens, num_sequences, sequence_len, num_weights = 0, 0, 0, 0
     if max_len is not None:
         num_tokens, num_weights = next_bucket(max_len), _power_of_two(min(max_len, MAX_DECAY_STEPS) + 1)

@@ -40,7 +40,9 @@ class TokenMasks(Protocol):
 def mask_logits(
     logits: jax.Array, words: jax.Array | None, then: Callable[[jax.Array], jax.Array] = lambda logits: logits
 ) -> jax.Array:
-    """Returns logits with those of masked tokens at minus infinity; rows without masks cost a look at their words.
+    """Returns logits with those of masked tokens at minus infinity.
+
+    Rows without masks cost a look at their words.
 
     Args:
         logits: float[n, vocab].

@@ -63,7 +63,7 @@ class HostPages:
         self.num_offloaded += 1
 
     def lock(self, nodes: Sequence[PrefixNode]) -> None:
-        """Keeps the pages of `nodes` until `load`: no page that is offloaded meanwhile takes their place."""
+        """Keeps the pages of `nodes` until `load`: none that is offloaded takes their place."""
         for node in nodes:
             del self._nodes[node.host_pages[self._group]]
 

@@ -284,7 +284,7 @@ class PageAllocator:
         Live `sequences` publish nothing from then on, so that pages of before are not found by later requests.
         """
         for pool, host in zip(self._pools, self._host, strict=True):
-            pool.forget_all()
+            pool.clear_prefixes()
             host.clear()
         for pages in sequences:
             if pages.node is not None:

@@ -137,7 +137,7 @@ class PagePool:
             raise InvalidArgumentError(f"expected a used page without a prefix, got page {page}; allocate another")
         self._prefix_of[page] = prefix
 
-    def forget_all(self) -> None:
+    def clear_prefixes(self) -> None:
         """Evicts every idle page and removes the prefixes of used ones."""
         for page, prefix in self._prefix_of.items():
             self._on_clear(page, prefix)

@@ -110,7 +110,7 @@ class RequestState:
     num_preemptions: int = 0
 
     def missed(self, reason: FinishReason) -> bool:
-        """Returns whether a deadline that has passed, "deadline" or "queue_deadline", ends the request."""
+        """Returns whether a "deadline" or "queue_deadline" that has passed ends the request."""
         is_open = self.status is not Status.FINISHED
         return is_open and (reason == "deadline" or self.num_cached is None)
 
@@ -124,7 +124,10 @@ class RequestState:
 
     @property
     def least_chunk(self) -> int:
-        """Number of tokens of which a step must have room for the next ones of the prompt, whatever is cached."""
+        """Number of tokens of which a step must have room for the prompt's next ones.
+
+        It does not depend on what is cached.
+        """
         start = self.num_planned if self.status is Status.RUNNING else None
         spans = self.request.spans
         if start is None:

@@ -128,7 +128,10 @@ class RequestQueues:
         return state
 
     def _add_deadline(self, state: RequestState, reason: FinishReason, deadline_s: float | None) -> None:
-        """Adds a deadline to the heap; drops those far away of ended requests once they are most of it."""
+        """Adds a deadline to the heap.
+
+        Drops those far away of ended requests once they are most of it.
+        """
         if deadline_s is None:
             return
         if len(self._deadlines) > 4 * len(self._live) + 64:
@@ -184,7 +187,10 @@ class RequestQueues:
         state.pages = None
 
     def expire(self, now: float) -> None:
-        """Ends every request whose deadline is `now` or before, also one for waiting that has not begun by then."""
+        """Ends every request whose deadline is `now` or before.
+
+        A deadline for waiting ends those that have not begun by then.
+        """
         while self._deadlines and self._deadlines[0][0] <= now:
             _, _, reason, state = heapq.heappop(self._deadlines)
             if state.missed(reason):

@@ -251,7 +251,10 @@ class Scheduler:
         return ended
 
     def clear_prefix_cache(self) -> None:
-        """Removes all cached prefixes; pages that live requests have filled are not found by later ones."""
+        """Removes all cached prefixes.
+
+        Pages that live requests have filled are not found by later ones.
+        """
         self._queues.clear_prefix_cache()
 
     def hold_waiting(self, hold: bool) -> None:

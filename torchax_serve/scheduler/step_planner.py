@@ -59,7 +59,10 @@ class StepPlanner:
         self.num_hit_tokens = 0  # of those, found in the cache
 
     def plan(self, now: float) -> tuple[StepPlan, list[RequestState]] | None:
-        """Returns the next plan and the states of its rows; None if no row can be planned at `now` seconds."""
+        """Returns the next plan and the states of its rows.
+
+        None if no row can be planned at `now` seconds.
+        """
         self._now_s = now
         if self.speculation is not None:
             drafted = self.speculation.plan()

@@ -1,4 +1,7 @@
-"""``/v1/load_lora_adapter`` and ``/v1/unload_lora_adapter``, as vLLM names them; with an option of the server only."""
+"""``/v1/load_lora_adapter`` and ``/v1/unload_lora_adapter``, as vLLM names them.
+
+They exist with an option of the server only.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +75,10 @@ async def unload_lora_adapter(request: Request) -> Response:
 
 
 def _service(request: Request) -> ModelService:
-    """Returns the model; raises ApiError unless the server's options and the request's key allow its change."""
+    """Returns the model.
+
+    Raises ApiError unless the server's options and the request's key allow its change.
+    """
     context, key = context_of(request), request.state.key
     if not context.options.allow_runtime_lora_updating:
         raise ApiError(

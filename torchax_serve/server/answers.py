@@ -21,7 +21,9 @@ from torchax_serve.text.text_stream import new_tokens
 
 
 class Answer:
-    """One answer, from its submission on. Iterate over it once, with ``async for``; leaving the loop ends the request.
+    """One answer, from its submission on. Iterate over it once, with ``async for``.
+
+    Leaving the loop ends the request.
 
     Attributes:
         index: Number of the answer among those of its HTTP request.
@@ -139,7 +141,10 @@ class AnswerOptions:
 def prepare(
     model: TextModel, prompt_ids: Sequence[int], params: SamplingParams, options: AnswerOptions
 ) -> list[PreparedPrompt]:
-    """Returns a checked request for each answer to one prompt; answer i samples with ``seed + i``."""
+    """Returns a checked request for each answer to one prompt.
+
+    Answer i samples with ``seed + i``.
+    """
     prepared = make_request(model, prompt_ids, params, default_max_new_tokens=options.default_max_new_tokens)
     return split_answers(prepared, options.num_answers)
 
@@ -152,7 +157,9 @@ def prepare_media(
 
 
 def submit(model: TextModel, prepared: Sequence[PreparedPrompt], options: AnswerOptions) -> list[Answer]:
-    """Submits requests; all of them or, on an error, none. Answers to one prompt share its pages.
+    """Submits requests.
+
+    On an error none is submitted. Answers to one prompt share its pages.
 
     Raises:
         QueueFullError: Too many requests are waiting.

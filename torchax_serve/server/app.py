@@ -111,7 +111,10 @@ class Application:
             usage.end()
 
     def _identify(self, scope: Scope) -> None:
-        """Finds out whose request it is; raises ApiError, 401, if it has no key of those that are known."""
+        """Finds out whose request it is.
+
+        Raises ApiError, 401, if it has no key of those that are known.
+        """
         key = self.context.keys.key_of(scope["headers"])
         scope["state"] |= {"key": key, "key_name": key and key.name, "usage": self.context.key_usages.of(key)}
 
@@ -119,7 +122,10 @@ class Application:
         return scope["method"] == "OPTIONS" and bool(self.context.options.cors_origins)
 
     def _check_host(self, scope: Scope) -> None:
-        """Raises ApiError for a Host that is none and, on a loopback address, for a foreign one (DNS rebinding)."""
+        """Raises ApiError for a Host that is none.
+
+        On a loopback address a foreign one is refused as well (DNS rebinding).
+        """
         host = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"host"), None)
         if host is None:
             return

@@ -29,7 +29,8 @@ MAX_FIELDS = 32
 MAX_FIELD_BYTES = 65536
 _NUMBERS = frozenset({"temperature"})
 _FLAGS = frozenset({"stream"})
-_LISTS = frozenset({"include", "timestamp_granularities", "languages", "keywords"})
+_SPEAKERS = frozenset({"known_speaker_names", "known_speaker_references"})
+_LISTS = frozenset({"include", "timestamp_granularities", "languages", "keywords"}) | _SPEAKERS
 
 
 class TranscriptionRequest(ApiRequest):
@@ -55,6 +56,24 @@ class TranscriptionRequest(ApiRequest):
     languages: Annotated[Any, refused("expected none; write language", [])] = None
     keywords: Annotated[Any, refused("expected none", [])] = None
     user: Annotated[str | None, no_effect("who asks is told by the API key")] = None
+    known_speaker_names: Annotated[Any, refused("expected none; speakers are not told apart", [])] = None
+    known_speaker_references: Annotated[Any, refused("expected none; speakers are not told apart", [])] = None
+    hotwords: Annotated[Any, refused("expected none; the model is given no text in front", "")] = None
+    to_language: Annotated[Any, refused("expected none; /v1/audio/translations writes English", "")] = None
+    stream_include_usage: Annotated[Any, refused("expected false; streams have no usage", "false")] = None
+    stream_continuous_usage_stats: Annotated[Any, refused("expected false; streams have no usage", "false")] = None
+    max_completion_tokens: Annotated[Any, refused("expected none; a window ends where the model ends it")] = None
+    seed: Annotated[Any, refused("expected none; sampling has no seed here")] = None
+    top_p: Annotated[Any, refused("expected 1; temperature is taken", "1", "1.0")] = None
+    top_k: Annotated[Any, refused("expected 0; temperature is taken", "0", "-1")] = None
+    min_p: Annotated[Any, refused("expected 0; temperature is taken", "0", "0.0")] = None
+    repetition_penalty: Annotated[Any, refused("expected 1", "1", "1.0")] = None
+    frequency_penalty: Annotated[Any, refused("expected 0", "0", "0.0")] = None
+    presence_penalty: Annotated[Any, refused("expected 0", "0", "0.0")] = None
+    use_beam_search: Annotated[Any, refused("expected false; beam search is not served", "false")] = None
+    n: Annotated[Any, refused("expected 1; beam search is not served", "1")] = None
+    length_penalty: Annotated[Any, refused("expected 1; beam search is not served", "1", "1.0")] = None
+    vllm_xargs: Annotated[Any, refused("expected none; there are no extensions", "{}")] = None
 
     @property
     def granularities(self) -> tuple[str, ...]:

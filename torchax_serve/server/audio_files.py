@@ -20,7 +20,9 @@ DEFAULT_MAX_S = 1800.0
 
 
 def decode_audio(data: bytes, max_s: float = DEFAULT_MAX_S) -> tuple[np.ndarray, int]:
-    """Returns the samples of an audio file, float32[num_samples] of one channel, and their rate in Hz.
+    """Returns the samples of an audio file, float32[num_samples], and their rate in Hz.
+
+    They have one channel.
 
     Channels are averaged. No more than `max_s` seconds are ever decoded, whatever the file's header says.
 

@@ -100,7 +100,7 @@ class _Rules:
         yield _TEXT
 
     def _split(self, lead: str) -> tuple[str, str]:
-        """Returns the rule of the text up to the beginning of a call, which is then followed, and its rest."""
+        """Returns the rule of the text up to the beginning of a call, and its rest."""
         found = self._specials.match(lead)
         if found is not None:
             return f"trigger: TEXT {self._literal(found[0])}", lead[found.end() :]

@@ -43,7 +43,9 @@ class CallStream(Protocol):
 
 
 class JsonCalls:
-    """Calls whose arguments are JSON: an object behind the name, or an object (or a list of them) with the name in it.
+    """Calls whose arguments are JSON.
+
+    It is an object behind the name, or an object (or a list of them) with the name in it.
 
     A call begins with the first key of its arguments, or with their end: what does not get so far is none.
 
@@ -110,7 +112,9 @@ class JsonCalls:
 
 
 class DialectCalls(JsonCalls):
-    """A call whose arguments are JSON with bare keys and strings between other delimiters, as Gemma 4 writes them.
+    """A call whose arguments are JSON with bare keys, as Gemma 4 writes them.
+
+    Strings stand between delimiters of their own.
 
     Args:
         name: Name of the function.

@@ -112,7 +112,7 @@ def _start_answers(context: ServerContext, service: ModelService, body: ChatRequ
     if grammar is not None and service.family is not None:
         after = reasoning_end(service.family, prompt_end, lambda ids: _text_of(service, ids))
     masks = masks_of(lambda: service.grammars, grammar, after)
-    answers = service.start([prompt.token_ids], params, options, masks, prompt.inputs)
+    answers = service.start([prompt.token_ids], params, options, masks, prompt.inputs, field="messages")
     parsers = [_parser(service, prompt_end, plan) if is_parsed else None for _ in answers]
     return _Started(answers, parsers)
 

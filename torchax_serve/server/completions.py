@@ -95,7 +95,7 @@ def _prompt_ids(service: ModelService, index: int, prompt: str | Sequence[int]) 
 
 
 def _with_prompt_logprobs(body: CompletionRequest) -> CompletionRequest:
-    """Returns the request with log-probabilities of the prompt where the repeated prompt needs them."""
+    """Returns the request, with the prompt's log-probabilities where an echo needs them."""
     if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
         return body.model_copy(update={"prompt_logprobs": body.logprobs})
     return body

@@ -135,7 +135,10 @@ class DialectRules:
         return self._rule("object", self._members(parts))
 
     def _members(self, parts: Sequence[tuple[str, bool]]) -> str:
-        """Returns the body of an object whose members stand in this order, with commas between those that are there."""
+        """Returns the body of an object whose members stand in this order, with commas.
+
+        Some may be missing.
+        """
         behind, first, may_be_empty = "", "", True  # members behind another one; members of which there is one at least
         for part, is_required in reversed(parts):
             begun = f"{part} {behind}".strip()

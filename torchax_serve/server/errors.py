@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,6 +27,9 @@ MAX_MESSAGE_CHARS = 2000
 """Longest message of an error, in characters."""
 
 _BLAMES_REQUEST = (InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError, ChatTemplateError)
+
+_FIELD = re.compile(r"[a-z_]+(\[\d+\]|\.[a-z_]+)*:")
+"""The field that a message begins with."""
 
 _TYPES: Mapping[int, str] = {
     401: "authentication_error",
@@ -97,7 +101,9 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 
 
 def api_error_of(error: BaseException) -> ApiError:
-    """Returns the answer to an error of the model or the engine; nothing of an unexpected error is shown.
+    """Returns the answer to an error of the model or the engine.
+
+    Nothing of an unexpected error is shown.
 
     An error about a Python argument keeps its text; its `param` is the text before the first colon.
     """
@@ -112,8 +118,11 @@ def api_error_of(error: BaseException) -> ApiError:
         return ApiError(429, "expected room in the queue of requests, found it full; send the request again later")
     if isinstance(error, OutOfMemoryError):
         return ApiError(503, "expected enough memory for the request, found too little; send it again later")
+    if isinstance(error, ChatTemplateError):
+        return bad_request(str(error), "messages", "invalid_value")
     if isinstance(error, _BLAMES_REQUEST):
-        return bad_request(str(error))
+        named = _FIELD.match(str(error))
+        return bad_request(str(error), named and named[0].removesuffix(":"), "invalid_value")
     if isinstance(error, QueueDeadlineError):
         return ApiError(
             503,
@@ -132,7 +141,10 @@ def api_error_of(error: BaseException) -> ApiError:
 
 
 def where_of(error: BaseException) -> str:
-    """Returns the type of an error and where it was raised, for the log; its message may have parts of a prompt."""
+    """Returns the type of an error and where it was raised, for the log.
+
+    Its message may have parts of a prompt.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno} in {frames[-1].name}" if frames else "no frame"
     cause = "" if error.__cause__ is None else f", from {where_of(error.__cause__)}"

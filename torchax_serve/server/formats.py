@@ -13,7 +13,7 @@ from torchax_serve.text.token_text import TokenBytes
 
 
 def usage_of(answers: Iterable[Answer], num_prompt_tokens: int, num_reasoning_tokens: int = 0) -> dict[str, Any]:
-    """Returns the usage of a request: each prompt counts once, whatever the number of its answers."""
+    """Returns the usage of a request: each prompt counts once for all its answers."""
     answers = list(answers)
     num_new = sum(answer.num_tokens for answer in answers)
     cached: dict[int, int] = {}  # by prompt, as the first of its answers found it

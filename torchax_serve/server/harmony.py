@@ -24,12 +24,17 @@ _BEGUN_MARKER = re.compile(r"<(?:\|[a-z0-9_]{0,32}\|?)?\Z")
 
 
 def encoding_for(family: ResponseFamily | None) -> Any | None:
-    """Returns the encoding for a family of models; None for those whose answers are in another format."""
+    """Returns the encoding for a family of models.
+
+    None for those whose answers are in another format.
+    """
     return load_encoding() if family is not None and family.is_harmony else None
 
 
 def load_encoding() -> Any | None:
-    """Returns the encoding of openai-harmony; None, and a line in the log, without the package or its vocabulary.
+    """Returns the encoding of openai-harmony.
+
+    None, and a line in the log, without the package or its vocabulary.
 
     The package reads the vocabulary from the folder ``TIKTOKEN_ENCODINGS_BASE`` (`o200k_base.tiktoken`), or fetches it.
     """
@@ -137,7 +142,10 @@ class HarmonyParser:
             self._state = "start"
 
     def _read(self, part: str) -> tuple[str, bool]:
-        """Lets the parser read a part; returns what it has of it as text of a message, and whether it could."""
+        """Lets the parser read a part.
+
+        Returns what it has of it as text of a message, and whether it could.
+        """
         import openai_harmony
 
         found = []

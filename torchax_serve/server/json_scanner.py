@@ -35,7 +35,9 @@ class JsonPiece(NamedTuple):
 
 
 class JsonScanner:
-    """Reads one JSON object or array, cut anywhere: the pieces' joined texts do not depend on the cuts.
+    """Reads one JSON object or array, cut anywhere.
+
+    The pieces' joined texts do not depend on the cuts.
 
     Attributes:
         stack: Brackets that are open.
@@ -70,7 +72,10 @@ class JsonScanner:
             yield piece
 
     def _next(self, buffer: str, begin: int) -> tuple[int, JsonPiece] | None:
-        """Returns the piece at `begin` and its end, `begin` itself if it is no JSON; None if more is needed."""
+        """Returns the piece at `begin` and its end, `begin` itself if it is no JSON.
+
+        None if more is needed.
+        """
         if self._string is not None:
             return self._in_string(buffer, begin)
         if (spaces := _SPACES.match(buffer, begin)) is not None:

@@ -95,7 +95,10 @@ class TokenBucket:
 
 
 class KeyUsage:
-    """Requests and tokens of one key, against its limits. All calls come from the event loop's thread."""
+    """Requests and tokens of one key, against its limits.
+
+    All calls come from the event loop's thread.
+    """
 
     def __init__(self, limits: KeyLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self.limits = limits

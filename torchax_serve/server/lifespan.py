@@ -1,4 +1,7 @@
-"""The life of a server: loading, warm-up, serving, draining, the end; and the watchdog of the engine."""
+"""The life of a server: loading, warm-up, serving, draining, the end.
+
+The watchdog of the engine is here as well.
+"""
 
 from __future__ import annotations
 
@@ -111,7 +114,10 @@ class Server:
             await self._close_context()
 
     def _close_model(self) -> None:
-        """Closes the model, unless it is still made: that would wait for a program or a kernel that is compiled."""
+        """Closes the model, unless it is still made.
+
+        That would wait for a program or a kernel that is compiled.
+        """
         service = self.context.loaded
         if service is not None and self._is_started and self.context.stage is not Stage.DEAD:
             service.close()
@@ -155,7 +161,10 @@ class Server:
             notify_systemd("READY=1")
 
     async def _drain(self) -> int:
-        """Refuses new requests and waits for those that run, then for the engines; returns the exit status."""
+        """Refuses new requests and waits for those that run, then for the engines.
+
+        Returns the exit status.
+        """
         context = self.context
         was_ready = context.stage is Stage.READY
         context.stage = Stage.DRAINING

@@ -82,7 +82,9 @@ class HttpListener:
             server.close()
 
     async def reload_tls(self) -> bool:
-        """Reads certificate, key and clients' CA again if one of their files has changed; returns whether it did.
+        """Reads certificate, key and clients' CA again if one of their files has changed.
+
+        Returns whether it did.
 
         New connections have a new TLS context: what the one before trusted, and the sessions that it could resume, are
         gone with it. Open connections go on.
@@ -117,7 +119,9 @@ class HttpListener:
 
 
 def open_sockets(options: ServerOptions) -> list[socket.socket]:
-    """Returns listening sockets: those that systemd gave, a Unix socket, or one for each address of the host.
+    """Returns listening sockets.
+
+    They are those that systemd gave, a Unix socket, or one for each address of the host.
 
     Raises:
         InvalidArgumentError: An address cannot be listened on.

@@ -11,7 +11,9 @@ from torchax_serve.text.step_decoder import AnswerStep
 
 
 async def merged_steps(answers: Sequence[Answer]) -> AsyncGenerator[list[tuple[Answer, AnswerStep]]]:
-    """Yields the steps that have come, those of different answers together; leaving the loop ends all requests.
+    """Yields the steps that have come, those of different answers together.
+
+    Leaving the loop ends all requests.
 
     Raises:
         RequestError: One of the requests failed.

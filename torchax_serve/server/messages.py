@@ -113,7 +113,10 @@ def _decoded(where: str, data: str) -> bytes:
 
 
 def _call(call: Any) -> Any:
-    """Returns a tool call whose arguments are JSON; text that is none, as models write it, becomes a JSON string."""
+    """Returns a tool call whose arguments are JSON.
+
+    Text that is none, as models write it, becomes a JSON string.
+    """
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call

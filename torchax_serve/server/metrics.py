@@ -1,4 +1,7 @@
-"""Prometheus metrics, under our names and, if asked for, vLLM's. Label values come from fixed sets."""
+"""Prometheus metrics, under our names and, if asked for, vLLM's.
+
+Label values come from fixed sets.
+"""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class ModelService:
     def tasks(self) -> tuple[str, ...]:
         """What the model can do: ``generate``, ``chat``, ``transcribe``, ``embed``, ``classify``, ``rank`` ..."""
         if not self.model.writes_text:
-            return _encoder_tasks(type(self.model.torch_model).__name__, self.model.config.num_labels)
+            return _encoder_tasks(self.model.class_name, self.model.config.num_labels)
         found = ["generate", "embed"] if self.model.embeds else ["generate"]
         if self.model.tokenizer is not None and self.template:
             found.append("chat")
@@ -208,8 +208,12 @@ class ModelService:
         options: AnswerOptions,
         masks: Callable[[], GrammarMasks] | None = None,
         inputs: Mapping[str, Any] | None = None,
+        *,
+        field: str = "prompt",
     ) -> list[Answer]:
         """Submits the answers to `prompts`: all of them or, on an error, none.
+
+        `field` of the request has the prompts.
 
         Raises:
             ApiError: 400 if there are too many answers, or prompt and answer are longer than the model allows.
@@ -223,7 +227,7 @@ class ModelService:
             )
         for prompt in prompts:
             if not self.model.config.is_encoder_decoder:
-                _check_length(len(prompt), params.max_new_tokens, self.max_model_len)
+                _check_length(len(prompt), params.max_new_tokens, self.max_model_len, field)
         if inputs is not None:  # of the only prompt, which has images or audio
             prepared = prepare_media(self.model, inputs, params, options)
         else:
@@ -298,13 +302,13 @@ def public_name(name: str) -> str:
     return Path(name).name if Path(name).is_dir() else name
 
 
-def _check_length(prompt_len: int, max_new_tokens: int | None, limit: int | None) -> None:
+def _check_length(prompt_len: int, max_new_tokens: int | None, limit: int | None, field: str) -> None:
     if limit is not None and prompt_len + (max_new_tokens or 1) > limit:
         asked = "" if max_new_tokens is None else f" and {max_new_tokens} of the answer"
         raise bad_request(
             f"This model's maximum context length is {limit} tokens, and the request has {prompt_len} tokens of "
             f"the prompt{asked}; shorten the prompt or lower max_tokens",
-            "messages",
+            field,
             "context_length_exceeded",
         )
 

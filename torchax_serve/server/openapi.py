@@ -104,7 +104,7 @@ def _description_for(request: Request) -> dict[str, Any]:
 
 
 def description(routes: Any, model_names: Sequence[str] = ()) -> dict[str, Any]:
-    """Returns the OpenAPI description of routes (method, path, function) and the models they are for."""
+    """Returns the OpenAPI description of routes (method, path, function) and their models."""
     schemas: dict[str, Any] = {"Error": _ERROR}
     paths: dict[str, Any] = {}
     by_route = {route: kind for kind in REQUESTS for route in kind.routes}

@@ -17,7 +17,9 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConnectionLimits:
-    """Limits that the protocol class enforces on every connection, before a request reaches the application.
+    """Limits that the protocol class enforces on every connection.
+
+    They hold before a request reaches the application.
 
     Attributes:
         max_connections: Open connections, all clients together.
@@ -153,6 +155,8 @@ class ServerOptions:
                 raise InvalidArgumentError(f"{name}: expected seconds > 0, got {getattr(self, name)!r}")
         if not 0 < self.keep_alive_s < math.inf:
             raise InvalidArgumentError(f"keep_alive_s: expected seconds > 0, got {self.keep_alive_s!r}")
+        if not all(self.served_model_names):
+            raise InvalidArgumentError("served_model_names: expected names of at least one character, got an empty one")
         if self.metrics_compat not in (None, "vllm"):
             raise InvalidArgumentError(f"metrics_compat: expected vllm, got {self.metrics_compat!r}")
         if self.log_format not in ("text", "json"):

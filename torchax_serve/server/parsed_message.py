@@ -71,7 +71,7 @@ class MessageWriter:
         self._held = dict.fromkeys(self._held, "")
 
     def add_text(self, field: str, text: str, step: ParsedStep) -> None:
-        """Adds text to ``content`` or ``reasoning``, without the spaces at the beginning and the end of the field."""
+        """Adds text to ``content`` or ``reasoning``, without spaces at either end of the field."""
         if self._is_full:
             return
         text = self._held[field] + text

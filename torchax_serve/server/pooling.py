@@ -95,7 +95,7 @@ async def embeddings(request: Request) -> Response:
     options: dict[str, Any] = {
         "truncate": body.truncate,
         "truncate_dim": body.dimensions,
-        "normalize": body.normalize,
+        "normalize": body.use_activation if body.normalize is None else body.normalize,
         "pooling": body.pooling,
     }
     found = await _results(request, functools.partial(service.model.aembed, **options), texts, "input")
@@ -191,7 +191,8 @@ def _document(index: int, document: str | dict[str, str]) -> str:
 async def score(request: Request) -> Response:
     """Returns the scores of pairs of texts."""
     service, body = await _read(request, ScoreRequest, "rank")
-    firsts, seconds = _texts("text_1", body.text_1, body.queries), _texts("text_2", body.text_2, body.documents)
+    firsts = _texts("text_1", body.text_1, body.queries, body.data_1)
+    seconds = _texts("text_2", body.text_2, body.documents, body.items, body.data_2)
     if len(firsts) == 1:
         firsts = firsts * len(seconds)
     if len(firsts) != len(seconds):
@@ -206,11 +207,12 @@ async def score(request: Request) -> Response:
     return await list_response(service, "data", data, _list("score", body.model) | {"usage": usage})
 
 
-def _texts(name: str, given: str | list[str] | None, other: str | list[str] | None) -> list[str]:
-    found = other if given is None else given
-    if found is None or (given is not None and other is not None):
+def _texts(name: str, *spellings: str | list[str] | None) -> list[str]:
+    """Returns the texts that one of the spellings of a field has."""
+    given = [each for each in spellings if each is not None]
+    if len(given) != 1:
         raise bad_request(f"{name}: expected a text or several, got none or two fields", name, "invalid_value")
-    return [found] if isinstance(found, str) else found
+    return [given[0]] if isinstance(given[0], str) else given[0]
 
 
 async def _scores(

@@ -17,6 +17,8 @@ from torchax_serve.server.request_fields import (
 
 _USER = no_effect("who asks is told by the API key")
 _MODEL = honoured("a name in `/v1/models`; another one is 404")
+_SPECIAL = refused("expected true; give token ids for other texts", True)
+_ACTIVATED = refused("expected true; scores are probabilities as the checkpoint's files say", True)
 _CUT = "`null` cuts texts as the checkpoint's files say; -1 cuts them to the model's length"
 Texts = str | Ids | Strings | Annotated[list[Ids], FAIL_FAST]
 
@@ -36,6 +38,10 @@ class PoolingRequest(ApiRequest):
     request_id: Annotated[str | None, no_effect("the header X-Request-Id is taken")] = None
     priority: Annotated[int | None, no_effect("texts are computed in their order")] = None
     truncate_prompt_tokens: Annotated[Literal[-1] | None, honoured(_CUT)] = None
+    truncation_side: Annotated[Any, refused("expected right, at which texts are cut", "right")] = None
+    padding: Annotated[Any, refused("expected do_not_pad; padding changes no result", "do_not_pad")] = None
+    mm_processor_kwargs: Annotated[Any, refused("expected none; inputs are texts", {})] = None
+    cache_salt: Annotated[str | None, no_effect("texts share nothing")] = None
 
     @property
     def truncate(self) -> bool | None:
@@ -52,7 +58,10 @@ class EmbeddingRequest(PoolingRequest):
     encoding_format: Annotated[Literal["float", "base64"] | None, honoured("base64: little-endian float32")] = None
     normalize: Annotated[bool | None, honoured("length 1; by default as the checkpoint's files say")] = None
     pooling: Annotated[str | None, honoured("`mean`, `cls`, `lasttoken` ...; by default as the checkpoint says")] = None
-    add_special_tokens: Annotated[Any, refused("expected true; give token ids for other texts", True)] = None
+    add_special_tokens: Annotated[Any, _SPECIAL] = None
+    embed_dtype: Annotated[Any, refused("expected float32", "float32")] = None
+    endianness: Annotated[Any, refused("expected little", "little", "native")] = None
+    use_activation: Annotated[bool | None, honoured("as `normalize`")] = None
     messages: Annotated[Any, refused("expected none; give input")] = None
 
 
@@ -61,6 +70,9 @@ class ClassifyRequest(PoolingRequest):
 
     routes: ClassVar[tuple[str, ...]] = ("/classify",)
     input: Annotated[Texts, honoured("a text, token ids, or a list of one of these")]
+    add_special_tokens: Annotated[Any, _SPECIAL] = None
+    use_activation: Annotated[Any, _ACTIVATED] = None
+    messages: Annotated[Any, refused("expected none; give input")] = None
 
 
 class TokenPoolingRequest(PoolingRequest):
@@ -69,6 +81,13 @@ class TokenPoolingRequest(PoolingRequest):
     routes: ClassVar[tuple[str, ...]] = ("/pooling",)
     input: Annotated[Texts, honoured("a text, token ids, or a list of one of these")]
     encoding_format: Annotated[Any, refused("expected float", "float")] = None
+    add_special_tokens: Annotated[Any, _SPECIAL] = None
+    use_activation: Annotated[Any, _ACTIVATED] = None
+    task: Annotated[Any, refused("expected token_classify, what the model does", "token_classify")] = None
+    dimensions: Annotated[Any, refused("expected null; tokens have labels here")] = None
+    embed_dtype: Annotated[Any, refused("expected float32", "float32")] = None
+    endianness: Annotated[Any, refused("expected little", "little", "native")] = None
+    messages: Annotated[Any, refused("expected none; give input")] = None
 
 
 class RerankRequest(PoolingRequest):
@@ -83,6 +102,7 @@ class RerankRequest(PoolingRequest):
     return_documents: Annotated[bool | None, honoured("whether results have the documents' texts")] = None
     max_tokens_per_doc: Annotated[Any, refused("expected null; documents are cut to the model's length")] = None
     max_chunks_per_doc: Annotated[Any, refused("expected null; a document is one text")] = None
+    use_activation: Annotated[Any, _ACTIVATED] = None
 
 
 class ScoreRequest(PoolingRequest):
@@ -93,6 +113,10 @@ class ScoreRequest(PoolingRequest):
     text_2: Annotated[str | Strings | None, honoured("a text or several")] = None
     queries: Annotated[str | Strings | None, honoured("as `text_1`")] = None
     documents: Annotated[str | Strings | None, honoured("as `text_2`")] = None
+    items: Annotated[str | Strings | None, honoured("as `text_2`")] = None
+    data_1: Annotated[str | Strings | None, honoured("as `text_1`")] = None
+    data_2: Annotated[str | Strings | None, honoured("as `text_2`")] = None
+    use_activation: Annotated[Any, _ACTIVATED] = None
 
 
 class TokenizeRequest(ApiRequest):
@@ -108,6 +132,9 @@ class TokenizeRequest(ApiRequest):
     chat_template_kwargs: Annotated[dict[str, Any] | None, honoured("variables of the chat template")] = None
     tools: Annotated[Objects | None, honoured("tools of the chat template")] = None
     return_token_strs: Annotated[bool | None, honoured("the text of each token")] = None
+    chat_template: Annotated[Any, refused("expected null; the model's own template is used")] = None
+    media_io_kwargs: Annotated[Any, refused("expected none; prompts are texts here", {})] = None
+    mm_processor_kwargs: Annotated[Any, refused("expected none; prompts are texts here", {})] = None
 
 
 class DetokenizeRequest(ApiRequest):

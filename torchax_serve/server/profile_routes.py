@@ -1,4 +1,7 @@
-"""``/start_profile`` and ``/stop_profile``, as vLLM names them, and ``/profile``; there with ``--profile-dir`` only."""
+"""``/start_profile`` and ``/stop_profile``, as vLLM names them, and ``/profile``.
+
+They exist with ``--profile-dir`` only.
+"""
 
 from __future__ import annotations
 

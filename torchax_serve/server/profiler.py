@@ -35,7 +35,9 @@ class Profiler:
         self._last: asyncio.Task[None] | None = None  # writes a profile whose time is over
 
     async def start(self, model: Any) -> None:
-        """Starts a profile of `model`; its programs get the names of modules first, which takes their compilation.
+        """Starts a profile of `model`.
+
+        Its programs get the names of modules first, which takes their compilation.
 
         Raises:
             ApiError: 409 if one runs already, 503 if the folder cannot be written to.

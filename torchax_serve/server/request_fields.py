@@ -59,12 +59,15 @@ def no_effect(text: str) -> FieldNote:
 
 
 def refused(text: str, *harmless: Any) -> FieldNote:
-    """Returns the note of a field that is refused with 400, except for null and `harmless` values."""
+    """Returns the note of a field that is refused with 400, but for null and `harmless` values."""
     return FieldNote("refused", text, harmless)
 
 
 class ApiRequest(pydantic.BaseModel):
-    """Base of request bodies: no conversion between types, no unknown fields, refused fields by name."""
+    """Base of request bodies, which converts no types and takes no unknown fields.
+
+    Refused fields are named.
+    """
 
     model_config = pydantic.ConfigDict(extra="forbid", strict=True, protected_namespaces=())
     routes: ClassVar[tuple[str, ...]] = ()
@@ -141,7 +144,10 @@ _TYPE_NAMES = frozenset({"str", "int", "float", "bool", "dict", "list"})
 
 
 def _path(parts: tuple[int | str, ...]) -> str:
-    """Returns a field's path such as ``stop[2]``, up to the name that pydantic gives a member of a union."""
+    """Returns a field's path such as ``stop[2]``.
+
+    It ends in front of the name that pydantic gives a member of a union.
+    """
     path = ""
     for part in parts:
         if isinstance(part, str) and (part in _TYPE_NAMES or not part.isidentifier()):

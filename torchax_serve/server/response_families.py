@@ -310,7 +310,9 @@ FAMILIES: tuple[ResponseFamily, ...] = (
 
 
 def response_template_for(tokenizer: Any, chosen: str | None = None) -> ResponseFamily | None:
-    """Returns how a model's answers are spelled: as chosen, by the checkpoint's own template, or as its family.
+    """Returns how a model's answers are spelled.
+
+    That is as chosen, by the checkpoint's own template, or as its family.
 
     Args:
         tokenizer: Tokenizer of the model.

@@ -12,7 +12,9 @@ from torchax_serve.server.response_families import MARKER, REASONING, ResponseFa
 
 
 class AnswerParser:
-    """Parses one answer, piece by piece: the pieces' joined results do not depend on where the text is cut.
+    """Parses one answer, piece by piece.
+
+    The pieces' joined results do not depend on where the text is cut.
 
     What does not parse is content, and no text raises.
 

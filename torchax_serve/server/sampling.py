@@ -81,10 +81,23 @@ def sampling_params(
         "timeout_s": limits.request_timeout_s,
         "queue_timeout_s": limits.queue_timeout_s,
     }
+    _check_some_are_left(request, options["bad_words_ids"])
     try:
         return SamplingParams(**{name: value for name, value in options.items() if value not in (None, [], {})})
     except (InvalidArgumentError, UnsupportedArgumentError) as error:
         raise renamed_error(error, request) from error
+
+
+def _check_some_are_left(request: TextRequest, bad_words: list[list[int]] | None) -> None:
+    """Raises ApiError, 400, where other fields forbid all tokens that are allowed."""
+    if request.allowed_token_ids is None:
+        return
+    forbidden = {ids[0] for ids in bad_words or () if len(ids) == 1}
+    if request.min_tokens:
+        forbidden |= set(request.stop_token_ids or ())
+    if forbidden.issuperset(request.allowed_token_ids):
+        message = "allowed_token_ids: expected one that bad_words, and stop_token_ids with min_tokens, leave, got none"
+        raise bad_request(message, "allowed_token_ids", "invalid_value")
 
 
 def renamed_error(error: Exception, request: TextRequest) -> Exception:
@@ -97,8 +110,9 @@ def renamed_error(error: Exception, request: TextRequest) -> Exception:
             field = "max_completion_tokens"
         if field == "logprobs":
             field = "top_logprobs"
-    if field not in type(request).model_fields:
-        return bad_request(message)
+    if field not in (fields := type(request).model_fields):
+        is_part = re.split(r"[.\[]", field)[0] in fields  # such as messages[0].content
+        return bad_request(message, field if is_part else None, "invalid_value")
     for old, new in _RENAMED.items():
         message = re.sub(rf"\b{old}\b", new, message)
     message = field + message[len(_RENAMED.get(name, name)) :]

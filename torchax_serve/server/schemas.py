@@ -89,6 +89,21 @@ class TextRequest(ApiRequest):
     length_penalty: Annotated[Any, refused("expected 1; beam search is not served", 1)] = None
     logits_processors: Annotated[Any, refused("expected none; code in a request is not run", [])] = None
     truncate_prompt_tokens: Annotated[Any, refused("expected null; shorten the prompt")] = None
+    truncation_side: Annotated[Any, refused("expected null; shorten the prompt")] = None
+    thinking_token_budget: Annotated[Any, refused("expected null; reasoning counts as max_tokens does", -1)] = None
+    logprob_token_ids: Annotated[Any, refused("expected null; write top_logprobs or logprobs")] = None
+    repetition_detection: Annotated[Any, refused("expected null; write repetition_penalty")] = None
+    watermarking: Annotated[Any, refused("expected false; answers have no watermark", False)] = None
+    stream_interval: Annotated[Any, refused("expected 1; each step is a piece", 1)] = None
+    session_id: Annotated[str | None, no_effect("prefixes are found without it")] = None
+    return_token_offsets: Annotated[Any, refused("expected false; /tokenize has the text of each token", False)] = None
+    routed_experts_prompt_start: Annotated[Any, refused("expected 0; answers do not name experts", 0)] = None
+    return_mm_kwargs: Annotated[bool | None, no_effect("answers have no inputs of processors")] = None
+    kv_transfer_params: Annotated[Any, refused("expected null; pages are not sent to other servers", {})] = None
+    ec_transfer_params: Annotated[Any, refused("expected null; encodings are not sent to other servers", {})] = None
+    vllm_xargs: Annotated[Any, refused("expected none; there are no extensions", {})] = None
+    guided_decoding_backend: Annotated[str | None, no_effect("grammars are llguidance's")] = None
+    guided_whitespace_pattern: Annotated[Any, refused("expected null; JSON has one form of space")] = None
 
 
 class ChatRequest(TextRequest):
@@ -127,6 +142,10 @@ class ChatRequest(TextRequest):
     functions: Annotated[Any, refused("expected none; write tools", [])] = None
     function_call: Annotated[Any, refused("expected none; write tool_choice", "none", "auto")] = None
     chat_template: Annotated[Any, refused("expected null; the model's own template is used")] = None
+    add_special_tokens: Annotated[Any, refused("expected false; the chat template writes them", False)] = None
+    return_prompt_text: Annotated[Any, refused("expected false; /v1/chat/completions/render has it", False)] = None
+    media_io_kwargs: Annotated[Any, refused("expected none; files are read by their content", {})] = None
+    mm_processor_kwargs: Annotated[Any, refused("expected none; the processor follows the checkpoint", {})] = None
 
     @property
     def num_top(self) -> int | None:
@@ -147,6 +166,7 @@ class CompletionRequest(TextRequest):
     echo: Annotated[bool | None, honoured("the prompt in front of the answer")] = None
     add_special_tokens: Annotated[Any, refused("expected true; give token ids for another prompt", True)] = None
     suffix: Annotated[Any, refused("expected null; texts are continued at their end")] = None
+    prompt_embeds: Annotated[Any, refused("expected null; give a text or token ids")] = None
 
     @property
     def num_top(self) -> int | None:

@@ -30,7 +30,7 @@ def event(content: Any) -> bytes:
 
 
 class EventStream:
-    """ASGI response that sends events as they come, and a comment in every `keep_alive_s` of silence.
+    """ASGI response of events as they come, with a comment per `keep_alive_s` of silence.
 
     A client that goes ends the iterator within the step that runs. An error after the first event is an event of its
     own, after which the stream ends.
@@ -77,7 +77,9 @@ class EventStream:
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """Returns the result of `work`, which is cancelled when the client disconnects; the body must have been read.
+    """Returns the result of `work`, which is cancelled when the client disconnects.
+
+    The body must have been read.
 
     Raises:
         ClientDisconnect: It did.

@@ -16,7 +16,10 @@ _WORDS = frozenset(
 
 
 class StartProgress:
-    """Counts what loading and warm-up have done (`model_adapters.loading.progress.Progress`), and shows bars."""
+    """Counts what loading and warm-up have done, and shows bars.
+
+    It is a `model_adapters.loading.progress.Progress`.
+    """
 
     def __init__(self) -> None:
         self._bars = RichProgress()

@@ -25,6 +25,8 @@ from torchax_serve.server.schemas import TextRequest
 MAX_CHOICES = 1024
 ANY_OBJECT = {"type": "object"}
 _GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+_FLAGS = ("json_object", "disable_fallback", "disable_any_whitespace", "disable_additional_properties")
+"""Options that ask for nothing where they are false; of these `json_object` alone can be had."""
 _KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 
 
@@ -99,7 +101,7 @@ def _asked(request: TextRequest) -> list[tuple[str, str, Any] | None]:
         value = getattr(request, name)
         found.append(None if value is None else (name, name.removeprefix("guided_"), value))
     for name, value in (request.structured_outputs or {}).items():
-        if value is None or (name == "json_object" and value is False):
+        if value is None or (name in _FLAGS and value is False):
             continue
         if name not in _KINDS:
             raise bad_request(

@@ -15,7 +15,7 @@ MAX_HELD_CHARS = 1 << 12
 
 
 class TolerantParser(ResponseParser):
-    """transformers' parser, with the text of regions that do not parse, and a buffer that does not grow."""
+    """transformers' parser, with text of regions that do not parse, and a bounded buffer."""
 
     _raw = ""
     _parts: list[str]

@@ -100,7 +100,10 @@ def _without_strict(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _choice(choice: Any, names: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """Returns the mode (``none``, ``auto``, ``required``, ``named``) and the names of the tools that may be called."""
+    """Returns the mode and the names of the tools that may be called.
+
+    The mode is ``none``, ``auto``, ``required`` or ``named``.
+    """
     if choice is None or choice in ("none", "auto", "required"):
         if choice == "required" and not names:
             raise bad_request("tool_choice: expected tools with required, got none", "tool_choice", "invalid_value")
@@ -130,7 +133,9 @@ def _choice(choice: Any, names: Sequence[str]) -> tuple[str, Sequence[str]]:
 def reasoning_end(
     family: ResponseFamily, prompt: str, decode: Callable[[Sequence[int]], str]
 ) -> Callable[[Sequence[int]], int | None] | None:
-    """Returns what finds the end of the reasoning that a prompt has opened; None if it has opened none.
+    """Returns what finds the end of the reasoning that a prompt has opened.
+
+    None if it has opened none.
 
     The returned function takes the tokens of the answer so far, and returns how many of them are reasoning, None while
     it goes on; it is called after each token.

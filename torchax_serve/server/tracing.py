@@ -1,4 +1,6 @@
-"""Spans of requests for OpenTelemetry; this module is imported only where a collector of traces is named.
+"""Spans of requests for OpenTelemetry.
+
+This module is imported only where a collector of traces is named.
 
 Attributes are those of OpenTelemetry's conventions for HTTP and generative AI, and vLLM's for latencies. None has
 text of a request, a path, a key or an address.
@@ -67,7 +69,9 @@ class Tracing:
 
     @classmethod
     def to_collector(cls, endpoint: str) -> Tracing:
-        """Returns spans that are sent by OTLP, over HTTP or, if OpenTelemetry's variables say so, gRPC.
+        """Returns spans that are sent by OTLP.
+
+        They go over HTTP or, if OpenTelemetry's variables say so, gRPC.
 
         Args:
             endpoint: URL of the collector, with its path.
@@ -88,7 +92,10 @@ class Tracing:
         raise InvalidArgumentError(f"{_PROTOCOLS[0]}: expected http/protobuf or grpc, got {protocol!r}")
 
     def begin(self, route: str, request_id: str, headers: Iterable[tuple[bytes, bytes]]) -> RequestSpan:
-        """Returns the span of a request that begins; it continues the client's trace, if its headers name one."""
+        """Returns the span of a request that begins.
+
+        It continues the client's trace, if its headers name one.
+        """
         carrier = {name.decode(): value.decode("latin-1") for name, value in headers if name in _CONTEXT_HEADERS}
         attributes = {"http.request.method": "POST", "http.route": route, "gen_ai.request.id": request_id}
         if (operation := _OPERATIONS.get(route)) is not None:
@@ -147,7 +154,10 @@ class RequestSpan:
         self._span.end()
 
     def _of_answers(self) -> dict[str, Any]:
-        """Returns tokens, reasons and seconds of the answers; those of several span from the first to the last."""
+        """Returns tokens, reasons and seconds of the answers.
+
+        Those of several span from the first to the last.
+        """
         answers = self._answers
         if not answers:
             return {}

@@ -52,7 +52,10 @@ class StartRecord:
 
 
 def states_of(checkpoint: Path, others: Sequence[Path] = ()) -> tuple[FileState, ...] | None:
-    """Returns the state of all files in a folder, or of a GGUF file, and of `others`; None if there are too many."""
+    """Returns the state of all files in a folder, or of a GGUF file, and of `others`.
+
+    None if there are too many.
+    """
     paths = [path for path in sorted(checkpoint.rglob("*")) or [checkpoint] if path.is_file()]
     if len(paths) > MAX_FILES:
         return None
@@ -66,7 +69,9 @@ def state_of(path: Path) -> FileState:
 
 
 def start_folder(source: ModelSource, arguments: Mapping[str, str] | None) -> StartFolder | None:
-    """Returns the place of the start record of a model; None for one of which no start is recorded.
+    """Returns the place of the start record of a model.
+
+    None for one of which no start is recorded.
 
     Args:
         source: The model.
@@ -133,7 +138,10 @@ class StartFolder:
         return True
 
     def write_weights(self, num_bytes: int, pieces: Any) -> FileSeal | None:
-        """Writes the file of weights; returns its seal, or None if it would take too much of the cache."""
+        """Writes the file of weights.
+
+        Returns its seal, or None if it would take too much of the cache.
+        """
         if num_bytes > EVICTOR.max_bytes * MAX_SHARE:
             return None
         self._files.write_pieces(self.weights_path.name, pieces)

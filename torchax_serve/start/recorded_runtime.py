@@ -49,7 +49,7 @@ class RecordedProgram:
 
 
 class RecordedSteps:
-    """Stands for the `StepFunctions`, of which an engine of a packed model needs the programs alone.
+    """Stands for the `StepFunctions`; an engine of a packed model needs its programs alone.
 
     Args:
         side: The torch side.

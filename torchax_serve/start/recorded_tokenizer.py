@@ -102,6 +102,8 @@ class RecordedTokenizer(Deferred):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the token ids of a text as ``input_ids``; the torch side has more arguments and results."""
+        if not self.is_loaded and not kwargs and len(args) == 1 and isinstance(args[0], list):
+            return {"input_ids": [self(each)["input_ids"] for each in args[0]]}
         is_text = len(args) == 1 and isinstance(args[0], str)
         if self.is_loaded or not is_text or kwargs.keys() - {"add_special_tokens"}:
             return self.made()(*args, **kwargs)

@@ -61,7 +61,9 @@ class NotRecordableError(Exception):
 
 
 def record_in_background(folder: StartFolder, loaded: LoadedModel, runtime: ModelRuntime) -> threading.Thread:
-    """Writes the record of a model that the engine runs packed; a failure costs the next start its time alone.
+    """Writes the record of a model that the engine runs packed.
+
+    A failure costs the next start its time alone.
 
     Args:
         folder: Where it is written.
@@ -127,7 +129,7 @@ def _record(
 def model_record(
     loaded: LoadedModel, runtime: ModelRuntime, weights: Mapping[str, Weight]
 ) -> tuple[ModelRecord, dict[str, jax.Array]]:
-    """Returns what requests need of a model that runs packed, and the tensors of its weights by name.
+    """Returns what requests need of a packed model, and the tensors of its weights by name.
 
     Args:
         loaded: The model as it was loaded.

@@ -166,7 +166,10 @@ def _functions_of(tokenizer: Any) -> tuple[Callable[..., str], Callable[[int], s
 
 
 def _decodes_by_backend(kind: type[Any]) -> bool:
-    """Returns whether a class of tokenizers decodes by its backend: one of transformers', if nothing is overridden."""
+    """Returns whether a class of tokenizers decodes by its backend.
+
+    It does if it is one of transformers' and nothing is overridden.
+    """
     names = ("decode", "_decode", "convert_ids_to_tokens")
     own = {getattr(getattr(kind, name, None), "__module__", None) for name in names}
     is_plain = own <= {"transformers.tokenization_utils_base", "transformers.tokenization_utils_tokenizers"}

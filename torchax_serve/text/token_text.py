@@ -35,7 +35,10 @@ class TokenBytes:
 
     @functools.cached_property
     def max_token_chars(self) -> int:
-        """Length of the longest token; vLLM, too, takes texts of more than that per token for too long."""
+        """Length of the longest token.
+
+        vLLM, too, takes texts of more than that per token for too long.
+        """
         return max(map(len, self._tokenizer.get_vocab()), default=1)
 
     def __call__(self, token_id: int) -> bytes:

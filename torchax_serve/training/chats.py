@@ -155,7 +155,9 @@ def _overlaps(spans: Sequence[Span], offsets: Span) -> bool:
 def _rendered(
     tokenizer: Any, name: str, where: str, row: Mapping[str, Any], answers: str
 ) -> tuple[str, Callable[[Span], bool]]:
-    """Returns the text of a conversation, and which tokens are learned, by their first and last character.
+    """Returns the text of a conversation, and which tokens are learned.
+
+    These are given by their first and last character.
 
     What is learned is inside the template's tags ``{% generation %}``, by the rule of transformers'
     ``return_assistant_tokens_mask``. A template without them writes an answer where its prompt for it ends, and the
@@ -215,7 +217,10 @@ class _Template:
     def rendered(
         self, conversations: list[list[dict[str, Any]]], *, is_complete: bool
     ) -> list[tuple[str, list[Span] | None]]:
-        """Returns for each conversation its text, and where the template's tags say that the assistant writes."""
+        """Returns the text of each conversation, and where its assistant writes.
+
+        The template's tags say where.
+        """
         tools = None if self.tools is None else list(self.tools)
         special = {key: value for key, value in self.tokenizer.special_tokens_map.items() if isinstance(value, str)}
         source = self.tokenizer.get_chat_template(None, tools)

@@ -37,7 +37,10 @@ def import_orbax() -> Any:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps absl from printing the traces of Orbax's threads: the error that they end in says what they do."""
+    """Keeps absl from printing the traces of Orbax's threads.
+
+    The error that they end in says what they do.
+    """
     logger = logging.getLogger("absl")
     before = logger.level
     logger.setLevel(logging.CRITICAL)

@@ -45,7 +45,9 @@ def inputs_of(model: TrainableModel, *, packing: bool) -> Inputs:
 
 
 def seen_tokens(segments: Any) -> jax.Array:
-    """Returns which tokens see which, bool[num_rows, row_len, row_len]: earlier ones of the same segment.
+    """Returns which tokens see which, bool[num_rows, row_len, row_len].
+
+    They see earlier ones of the same segment.
 
     Args:
         segments: int32[num_rows, row_len].
@@ -55,7 +57,7 @@ def seen_tokens(segments: Any) -> jax.Array:
 
 
 def additive_masks(model: TrainableModel, seen: Any) -> Any:
-    """Returns what model code adds to the scores, [num_rows, 1, row_len, row_len], by kind of layer.
+    """Returns what is added to the scores, [num_rows, 1, row_len, row_len], by kind of layer.
 
     Args:
         model: The model.
@@ -90,7 +92,10 @@ def _unsupported(model: TrainableModel, why: str) -> UnsupportedModelError:
 
 
 def _check_apart(model: TrainableModel, inputs: Inputs) -> None:
-    """Raises UnsupportedModelError if an example gets other logits in a shared row, by a forward in eager PyTorch."""
+    """Raises UnsupportedModelError if an example gets other logits in a shared row.
+
+    Both forwards are eager PyTorch's.
+    """
     lens = (6, 5)
     tokens = np.arange(3, 3 + sum(lens), dtype=np.int32)[None]
     segments = np.repeat([1, 2], lens).astype(np.int32)[None]

@@ -1,4 +1,7 @@
-"""Batches of a fixed shape, so that the step is compiled once; the batch of a step follows from seed and step."""
+"""Batches of a fixed shape, so that the step is compiled once.
+
+The batch of a step follows from seed and step.
+"""
 
 from __future__ import annotations
 

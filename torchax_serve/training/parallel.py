@@ -80,7 +80,10 @@ class Layout:
 
 @contextlib.contextmanager
 def partitionable() -> Iterator[None]:
-    """Traces ops as references inside: XLA cannot divide a kernel, and would gather its arguments."""
+    """Traces ops as references inside.
+
+    XLA cannot divide a kernel, and would gather its arguments.
+    """
     with contextlib.ExitStack() as stack:
         for op in registry.list_ops():
             stack.enter_context(registry.use(op.name, "reference"))

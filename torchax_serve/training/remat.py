@@ -20,14 +20,20 @@ from model_adapters.ops import registry
 
 
 def layer_transform(remat: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Returns what is applied to the function of each layer: a function that stores its inputs only, or nothing."""
+    """Returns what is applied to each layer's function.
+
+    It is a function that stores its inputs only, or nothing.
+    """
     if not remat:
         return lambda function: function
     return _conditional if registry.platform() == "cpu" else jax.checkpoint
 
 
 def _conditional(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `function`, whose gradient computes it again inside a condition that is always true."""
+    """Returns `function` with a gradient that computes it again in a condition.
+
+    The condition is always true.
+    """
 
     def run(*args: Any) -> Any:
         leaves, structure = jax.tree.flatten(args)
@@ -45,7 +51,10 @@ def _conditional(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns ``function(floats, others)`` with a gradient in the first argument that stores the arguments only."""
+    """Returns ``function(floats, others)`` with a gradient that stores the arguments only.
+
+    It is the gradient in the first argument.
+    """
 
     def gradient(stored: Any, cotangents: Any) -> tuple[Any, None]:
         floats, others = stored

@@ -76,7 +76,9 @@ class RoundReport:
 
 
 class RolloutLoop:
-    """Rounds of rollout, reward, step and new weights, on the engine that answers other requests meanwhile.
+    """Rounds of rollout, reward, step and new weights.
+
+    The engine answers other requests meanwhile.
 
     Answers are sampled from the model's own distribution (temperature 1, no truncation), so that the engine's
     log-probabilities are those of the distribution that was sampled.
@@ -144,7 +146,7 @@ class RolloutLoop:
         )
 
     def _batch(self, rows: Sequence[Any], outputs: Sequence[Any]) -> tuple[TrainingBatch, np.ndarray]:
-        """Returns prompts with answers, and the log-probabilities of the answers' tokens, float32[rows, row_len]."""
+        """Returns prompts with answers, and the answers' log-probabilities, float32[rows, row_len]."""
         tokenizer: Any = self._served.tokenizer
         prompts = [tokenizer.encode(row) if isinstance(row, str) else list(row) for row in rows]
         length = next_bucket(max(len(p) + len(out.token_ids) for p, out in zip(prompts, outputs, strict=True)))
@@ -174,7 +176,10 @@ class RolloutLoop:
         sampled: jax.Array,
         advantages: jax.Array,
     ) -> tuple[Arrays, Any, jax.Array, jax.Array]:
-        """Returns weights and optimizer state after a step, its loss, and the largest gap of log-probabilities."""
+        """Returns weights and optimizer state after a step, and its loss.
+
+        The last value is the largest gap of log-probabilities.
+        """
         mask = batch.learned[:, 1:].astype(jnp.float32)
 
         def loss_of(trained: Arrays) -> tuple[jax.Array, jax.Array]:
@@ -193,7 +198,10 @@ class RolloutLoop:
 def token_logprobs(
     model: TrainableModel, inputs: Inputs, trained: Arrays, frozen: Arrays, batch: TrainingBatch
 ) -> jax.Array:
-    """Returns log-probabilities of the tokens but the first, given those before, float32[num_rows, row_len - 1]."""
+    """Returns log-probabilities of tokens given those before, float32[num_rows, row_len - 1].
+
+    The first token has none.
+    """
     logits = model.forward(model.weights(trained, frozen), (), inputs(batch))[0][:, :-1].astype(jnp.float32)
     return jnp.take_along_axis(jax.nn.log_softmax(logits, -1), batch.tokens[:, 1:, None], -1)[..., 0]
 

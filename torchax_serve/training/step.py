@@ -69,7 +69,10 @@ def token_losses(
 
 
 def learned_mask(batch: TrainingBatch) -> jax.Array:
-    """Returns 1 where a token is predicted from the one before it and learned, float32[num_rows, row_len - 1]."""
+    """Returns 1 where a token is predicted and learned, float32[num_rows, row_len - 1].
+
+    It is predicted from the one before it.
+    """
     same = batch.segments[..., 1:] == batch.segments[..., :-1]
     return (same & (batch.learned[..., 1:] > 0) & (batch.segments[..., 1:] > 0)).astype(jnp.float32)
 

@@ -51,7 +51,10 @@ class TrainableModel:
     names: Mapping[str, tuple[str, ...]]
 
     def weights(self, trained: Arrays, frozen: Arrays) -> Arrays:
-        """Returns the weights of a forward: trained ones in the dtypes of the module, under all of their names."""
+        """Returns the weights of a forward, under all of their names.
+
+        Trained ones have the dtypes of the module.
+        """
         tensors = dict(self.module.named_parameters(remove_duplicate=False))
         found = dict(frozen)
         for owner, array in trained.items():

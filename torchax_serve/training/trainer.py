@@ -1,4 +1,7 @@
-"""`train`: fine-tunes a model on conversations; a run that was ended goes on from its last checkpoint."""
+"""`train`: fine-tunes a model on conversations.
+
+A run that was ended goes on from its last checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -232,7 +235,10 @@ class _Run:
         report: Callable[[StepReport], None],
         stop: Callable[[], bool],
     ) -> bool:
-        """Does the steps that are left; returns whether all are done. A checkpoint is saved in any case."""
+        """Does the steps that are left.
+
+        Returns whether all are done. A checkpoint is saved in any case.
+        """
         options = self._options
         log = folder / LOSSES
         log.write_text("".join(_line(number, loss) for number, loss in enumerate(self.losses, 1)))

@@ -29,7 +29,9 @@ def _attribute(name: str) -> str:
 
 
 class NnxCausalLM(nnx.Module):
-    """A model of transformers as Tunix calls one: ``model(tokens, positions, cache, mask) -> (logits, None)``.
+    """A model of transformers as Tunix calls one.
+
+    That is ``model(tokens, positions, cache, mask) -> (logits, None)``.
 
     Weights of an adapter are `nnx.LoRAParam`, by which Tunix knows to train them alone; other trained ones are
     `nnx.Param`. A weight with several names is one variable. Frozen weights and buffers are plain variables.
@@ -83,7 +85,9 @@ class NnxCausalLM(nnx.Module):
 
 
 class EngineRollout(base_rollout.BaseRollout):
-    """Tunix's rollout worker over an engine: ``ClusterConfig(rollout_engine=partial(EngineRollout, served=...))``.
+    """Tunix's rollout worker over an engine.
+
+    Its use is ``ClusterConfig(rollout_engine=partial(EngineRollout, served=...))``.
 
     Sampling is from the model's own distribution unless the configuration says otherwise; log-probabilities are those
     before any option, so a temperature other than 1 is refused where Tunix asks for them.

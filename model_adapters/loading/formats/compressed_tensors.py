@@ -51,8 +51,8 @@ def find(entries: Mapping[str, Any], settings: QuantizationSettings) -> list[Wei
     """Returns the weights with a scale; refuses settings that are not read."""
     values = settings.values
     formats = {str(values.get("format", "dense"))} | {str(group.get("format")) for group in _groups(settings).values()}
-    for unread in sorted(formats - {*_READ, "dense", "None"}):
-        raise settings.refuse(f"format {unread!r} (expected one of {', '.join(_READ)})")
+    for unsupported in sorted(formats - {*_READ, "dense", "None"}):
+        raise settings.refuse(f"format {unsupported!r} (expected one of {', '.join(_READ)})")
     if values.get("transform_config"):
         raise settings.refuse("transform_config (rotated weights)")
     sparsity = (values.get("sparsity_config") or {}).get("format", "dense")
@@ -200,7 +200,10 @@ def _read_packed(
 
 
 def _read_fp4(name: str, tensors: Mapping[str, torch.Tensor]) -> QuantizedParts:
-    """Returns halves as whole numbers, the scales halved: 4-bit floats are 0, 0.5, 1, 1.5, 2, 3, 4, 6."""
+    """Returns halves as whole numbers, the scales halved.
+
+    4-bit floats are 0, 0.5, 1, 1.5, 2, 3, 4, 6.
+    """
     codes = unpack_bytes(tensors["packed"], 4)
     numbers = torch.tensor(FP4_DOUBLED, dtype=torch.int8)[codes.long()]
     scale, divisor = fp8.exponents_to_float(tensors["scale"]), tensors.get("global_scale")

@@ -20,7 +20,10 @@ from model_adapters.quantization.stored_form import StoredForm
 
 
 class _Numbers(NamedTuple):
-    """Dtype and bits of stored numbers, columns of a group (None: of a row), offsets, and a table that they index."""
+    """Form of stored numbers.
+
+    It has their dtype and bits, columns of a group (None: of a row), offsets, and a table that they index.
+    """
 
     values: str
     bits: int = 8
@@ -93,7 +96,7 @@ _FORMS: dict[str, Callable[[str, QuantizationSettings], _Numbers]] = {
 
 
 def declared_forms(module: PreTrainedModel, settings: QuantizationSettings) -> dict[str, StoredForm]:
-    """Returns the form of each weight of `module` that is quantized in a checkpoint with `settings`, by name.
+    """Returns, by name, the form of each weight of `module` that a checkpoint has quantized.
 
     Raises:
         UnsupportedModelError: The configuration does not say how its weights are quantized.

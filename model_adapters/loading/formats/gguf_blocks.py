@@ -80,7 +80,10 @@ def _halves(blocks: torch.Tensor, start: int, count: int = 1) -> torch.Tensor:
 
 
 def _nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """Returns uint8[blocks, 2n] of uint8[blocks, n], n a multiple of 8: all low halves, then all high ones."""
+    """Returns uint8[blocks, 2n] of uint8[blocks, n]: all low halves, then all high ones.
+
+    n is a multiple of 8.
+    """
     words = np.ascontiguousarray(packed.numpy()).view(np.uint64)  # eight bytes at once, four times as fast
     halves = np.empty((words.shape[0], 2, words.shape[1]), np.uint64)
     low = np.uint64(0x0F0F0F0F0F0F0F0F)
@@ -120,7 +123,10 @@ def _q5_1(b: torch.Tensor) -> Unpacked:
 
 
 def _k_scales(b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns scales and minima float32[blocks, 8]: 6-bit numbers in bytes 4 to 16, times two float16 numbers."""
+    """Returns scales and minima float32[blocks, 8].
+
+    They are 6-bit numbers in bytes 4 to 16, times two float16 numbers.
+    """
     first, second, third = b[:, 4:8], b[:, 8:12], b[:, 12:16]
     scale = torch.cat([first & 63, (third & 15) | ((first >> 6) << 4)], 1)
     least = torch.cat([second & 63, (third >> 4) | ((second >> 6) << 4)], 1)

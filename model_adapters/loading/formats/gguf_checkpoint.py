@@ -43,8 +43,8 @@ class GgufCheckpoint:
         self._processor = processor_of(file, module.config)
         self._names = tensor_names(file, module, self._processor)
         self._shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-        if unread := unused_keys(file):
-            logger.warning("%s: keys of the header that are not used: %s", file.path.name, ", ".join(unread))
+        if unused := unused_keys(file):
+            logger.warning("%s: keys of the header that are not used: %s", file.path.name, ", ".join(unused))
 
     @property
     def num_bytes(self) -> int:
@@ -53,7 +53,10 @@ class GgufCheckpoint:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype that the model computes in unless the caller says otherwise: on CPUs float32, as in llama.cpp."""
+        """Dtype that the model computes in by default.
+
+        On CPUs it is float32, as in llama.cpp.
+        """
         return torch.float32 if jax.default_backend() == "cpu" else torch.bfloat16
 
     @property
@@ -67,7 +70,10 @@ class GgufCheckpoint:
 
     @contextlib.contextmanager
     def readers(self, advance: Advance) -> Iterator[dict[str, GgufReader]]:
-        """A lazy reader for each parameter; `advance` gets the bytes as they are read. Leaving closes the file."""
+        """A lazy reader for each parameter.
+
+        `advance` gets the bytes as they are read. Leaving closes the file.
+        """
         with contextlib.ExitStack() as stack:
             pool = stack.enter_context(ThreadPoolExecutor(_NUM_READ_THREADS, thread_name_prefix="weights"))
             descriptor = os.open(self.file.path, os.O_RDONLY)
@@ -126,7 +132,10 @@ class GgufReader:
         return QuantizedTensor(check_numbers(self.name, placed), torch.float32, self.name, self.made_dense)
 
     def _ordered(self, name: str, parts: QuantizedParts) -> QuantizedParts | None:
-        """Returns `parts` with rows in transformers' order; None where more than the order of rows changes."""
+        """Returns `parts` with rows in transformers' order.
+
+        None where more than the order of rows changes.
+        """
         if parts.values.ndim == 3 and "_exps" in name:  # experts as transformers has them
             return parts
         rows = np.arange(parts.values.shape[0], dtype=np.int64)

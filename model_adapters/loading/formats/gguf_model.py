@@ -42,7 +42,10 @@ _IMPLIED_KEYS = {
 
 
 def require_gguf() -> Any:
-    """Returns the package `gguf`; raises UnsupportedModelError with the command that installs it."""
+    """Returns the package `gguf`.
+
+    Raises UnsupportedModelError with the command that installs it.
+    """
     try:
         return importlib.import_module("gguf")
     except ImportError as error:
@@ -102,12 +105,18 @@ def _known_architectures() -> set[str]:
 
 
 def generation_config_of(config: PreTrainedConfig) -> GenerationConfig:
-    """Returns the generation configuration: a GGUF file has one of its own only in special tokens."""
+    """Returns the generation configuration.
+
+    A GGUF file has one of its own only in special tokens.
+    """
     return GenerationConfig.from_model_config(config)
 
 
 def tokenizer_of(file: GgufFile) -> Any:
-    """Returns transformers' tokenizer of the vocabulary in `file`, with its chat template; None without vocabulary."""
+    """Returns transformers' tokenizer of the vocabulary in `file`, with its chat template.
+
+    None without vocabulary.
+    """
     if not file.metadata.get("tokenizer.ggml.tokens"):
         return None
     reads_file_itself = hasattr(hf_readers, "convert_gguf_tokenizer")  # as recent releases do
@@ -137,7 +146,9 @@ _VOCABULARY = tuple(f"tokenizer.ggml.{name}" for name in ("tokens", "token_type"
 
 @contextlib.contextmanager
 def _header_for_transformers(file: GgufFile, *, with_vocabulary: bool = False) -> Iterator[None]:
-    """Gives transformers the header that was read already: `gguf.GGUFReader` takes seconds for a vocabulary.
+    """Gives transformers the header that was read already.
+
+    `gguf.GGUFReader` takes seconds for a vocabulary.
 
     transformers reads the configuration's keys and the tensors' names from it, and in older releases the vocabulary.
     """
@@ -158,7 +169,10 @@ def _is_plain(value: Any) -> bool:
 
 
 def processor_of(file: GgufFile, config: PreTrainedConfig) -> Any:
-    """Returns transformers' object that undoes what llama.cpp's converter changed in the tensors of an architecture."""
+    """Returns transformers' object that undoes what llama.cpp's converter changed.
+
+    It is that of an architecture's tensors.
+    """
     settings = {**config.to_dict(), "n_head": getattr(config, "num_attention_heads", None)}
     return hf_gguf.TENSOR_PROCESSORS.get(file.architecture, hf_gguf.TensorProcessor)(config=settings)
 
@@ -186,7 +200,10 @@ def tensor_names(file: GgufFile, module: PreTrainedModel, processor: Any) -> dic
 
 
 def _add_name(names: dict[str, str], table: Any, processor: Any, parameter: str) -> None:
-    """Adds the tensors of one parameter, found by its name or by the part of it behind a submodule's name."""
+    """Adds the tensors of one parameter.
+
+    They are found by its name, or by the part of it behind a submodule's name.
+    """
     prefix, rest = "", parameter
     while rest:
         name = processor.preprocess_name(rest)

@@ -16,7 +16,9 @@ _LLAMA3_FACTORS = (8.0, 32.0, 4.0, 16.0)
 
 
 def set_rope(file: GgufFile, config: PreTrainedConfig) -> None:
-    """Sets how positions are scaled, from the keys ``rope.scaling.*`` and the tensors ``rope_*`` of the file.
+    """Sets how positions are scaled.
+
+    The file has it in the keys ``rope.scaling.*`` and the tensors ``rope_*``.
 
     Raises:
         UnsupportedModelError: a scaling that is not read.

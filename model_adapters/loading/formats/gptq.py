@@ -50,7 +50,10 @@ def read(group: WeightGroup, tensors: Mapping[str, torch.Tensor], settings: Quan
 
 
 def settings_of_module(module: str, settings: QuantizationSettings) -> tuple[int, int]:
-    """Returns bits and group size of a module: ``dynamic`` of GPTQModel has others for some of them."""
+    """Returns bits and group size of a module.
+
+    ``dynamic`` of GPTQModel has others for some of them.
+    """
     values = dict(settings.values)
     for pattern, changes in (settings.values.get("dynamic") or {}).items():
         if not pattern.startswith("-:") and re.match(pattern.removeprefix("+:"), module):
@@ -66,7 +69,9 @@ def settings_of_module(module: str, settings: QuantizationSettings) -> tuple[int
 
 
 def column_order(name: str, group_of: torch.Tensor | None, num_columns: int, group_size: int) -> torch.Tensor | None:
-    """Returns the order that makes the columns of a group adjacent, int32[in]; None where they are.
+    """Returns the order that makes the columns of a group adjacent, int32[in].
+
+    None where they are.
 
     Args:
         name: Name of the weight, for errors.

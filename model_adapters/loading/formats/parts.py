@@ -13,7 +13,9 @@ from model_adapters.ops.quantized_weight import ActDtype
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedParts:
-    """A matrix [..., out, in]: ``weight[o, i] = values[o, i] * scale[o, i // group] + offset[o, i // group]``.
+    """A matrix [..., out, in] in parts.
+
+    ``weight[o, i] = values[o, i] * scale[o, i // group] + offset[o, i // group]``.
 
     Attributes:
         values: Stored numbers ``[..., out, in]``, int8, uint8 or float8_e4m3fn.
@@ -62,7 +64,10 @@ class QuantizedParts:
         )
 
     def by_row(self, change: Any) -> QuantizedParts:
-        """Returns the weight with ``change(tensor)``, which works on rows, applied to values, scale and offset."""
+        """Returns the weight with ``change(tensor)`` of values, scale and offset.
+
+        `change` works on rows.
+        """
         offset = None if self.offset is None else change(self.offset)
         return dataclasses.replace(self, values=change(self.values), scale=change(self.scale), offset=offset)
 
@@ -83,7 +88,10 @@ class QuantizedParts:
 
 
 def require_shapes(name: str, expected: dict[str, tuple[int, ...]], tensors: dict[str, torch.Tensor]) -> None:
-    """Raises CheckpointError for the first of `tensors` that is missing or has another shape than `expected`."""
+    """Raises CheckpointError for a tensor that is missing or has another shape than `expected`.
+
+    It names the first of `tensors`.
+    """
     for role, shape in expected.items():
         if role not in tensors:
             raise CheckpointError(f"{name}: expected a tensor {role} with the quantized weight, got none")
@@ -102,7 +110,10 @@ def by_rows(name: str, scale: torch.Tensor, num_rows: int) -> torch.Tensor:
 
 
 def check_numbers(name: str, parts: QuantizedParts) -> QuantizedParts:
-    """Returns `parts`; raises CheckpointError for scales or offsets that are NaN or infinite, and for bad columns."""
+    """Returns `parts`, once they are checked.
+
+    Raises CheckpointError for scales or offsets that are NaN or infinite, and for bad columns.
+    """
     for role in ("scale", "offset"):
         tensor = getattr(parts, role)
         if tensor is not None and not bool(torch.isfinite(tensor).all()):
@@ -115,13 +126,16 @@ def check_numbers(name: str, parts: QuantizedParts) -> QuantizedParts:
 
 
 def unpack_words(words: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
-    """Returns uint8 numbers of `bits` bits packed along `dim` of int32 words, the lowest bits first."""
+    """Returns uint8 numbers of `bits` bits packed along `dim` of int32 words, lowest first."""
     as_bytes = words.movedim(dim, -1).contiguous().view(torch.uint8)  # little-endian: the lowest byte first
     return unpack_bytes(as_bytes, bits).movedim(-1, dim)
 
 
 def unpack_bytes(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """Returns uint8 numbers of `bits` bits (2, 4, 8) packed along the last axis of uint8, the lowest bits first."""
+    """Returns uint8 numbers of `bits` bits packed in uint8 along the last axis, lowest first.
+
+    `bits` is 2, 4 or 8.
+    """
     if bits == 8:
         return packed
     pieces = [(packed >> shift) & (2**bits - 1) for shift in range(0, 8, bits)]

@@ -28,7 +28,10 @@ class StoredWeights:
     makes_dense: bool = False
 
     def takes(self, name: str, tensor: QuantizedTensor) -> bool:
-        """Tells whether the weight `name` stays as it is stored; notes on the tensor if only the mesh prevents it."""
+        """Tells whether the weight `name` stays as it is stored.
+
+        Notes on the tensor if only the mesh prevents it.
+        """
         if self.makes_dense:
             return False
         if self.sharding is None:

@@ -129,7 +129,7 @@ class QuantizedReader:
 
 
 def require_plain(entries: Mapping[str, TensorEntry | torch.Tensor], file: Any) -> None:
-    """Raises CheckpointError for quantized tensors of a checkpoint whose configuration states no quantization."""
+    """Raises CheckpointError for quantized tensors without a stated quantization."""
     for name, entry in entries.items():
         if (name.endswith(_SIGNS) and entry.dtype != torch.bool) or entry.dtype == torch.float8_e4m3fn:
             raise CheckpointError(

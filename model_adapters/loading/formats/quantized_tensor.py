@@ -27,7 +27,10 @@ class QuantizedTensor(torch.Tensor):
     def __new__(
         cls: type[QuantizedTensor], parts: QuantizedParts, dtype: torch.dtype, name: str, made_dense: list[str]
     ) -> QuantizedTensor:
-        """Makes a tensor of `parts`; `made_dense` gets `name` when an operation needs the dense weight."""
+        """Makes a tensor of `parts`.
+
+        `made_dense` gets `name` when an operation needs the dense weight.
+        """
         tensor = torch.Tensor._make_wrapper_subclass(
             cls, parts.shape, dtype=dtype, device=torch.device("cpu"), requires_grad=False
         )

@@ -13,7 +13,7 @@ from model_adapters.errors import CheckpointError, UnsupportedModelError
 _KEYS = ("quantization_config", "compression_config")
 
 _DENSE = "use the unquantized checkpoint of this model"
-_UNREAD = {
+_REMEDIES = {
     "aqlm": _DENSE,
     "vptq": _DENSE,
     "spqr": _DENSE,
@@ -77,7 +77,7 @@ class QuantizationSettings:
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """Modules that the configuration leaves unquantized: names, or patterns that begin with "re:"."""
+        """Modules that the configuration leaves unquantized: names, or "re:" and a pattern."""
         named: list[str] = []
         for key in ("modules_to_not_convert", "ignore", "ignored_layers", "llm_int8_skip_modules", "skip_modules"):
             value = self.values.get(key)
@@ -86,7 +86,9 @@ class QuantizationSettings:
 
 
 def settings_in(content: Mapping[str, Any], file: Path) -> QuantizationSettings | None:
-    """Returns the quantization that a ``config.json`` states, also in a configuration inside of it; None without any.
+    """Returns the quantization that a ``config.json`` states; None without any.
+
+    A configuration inside of it may state it, too.
 
     Raises:
         UnsupportedModelError: a method that is not read.
@@ -108,7 +110,7 @@ def settings_in(content: Mapping[str, Any], file: Path) -> QuantizationSettings 
     if not method and (stated.get("load_in_4bit") or stated.get("load_in_8bit")):
         method = "bitsandbytes"
     if method not in READ:
-        remedy = _UNREAD.get(method, _DENSE)
+        remedy = _REMEDIES.get(method, _DENSE)
         raise UnsupportedModelError(
             f"{file} asks for quantized weights (quantization_config: {method or 'no quant_method'}), which are not "
             f"read (expected one of {', '.join(READ)}): {remedy}"
@@ -117,7 +119,7 @@ def settings_in(content: Mapping[str, Any], file: Path) -> QuantizationSettings 
 
 
 def matches(pattern: str, module: str) -> bool:
-    """Returns whether a module is meant by a name, the end or start of one, or a pattern after "re:"."""
+    """Returns whether a module is meant by a name, the end or start of one, or "re:PATTERN"."""
     if pattern.startswith("re:"):
         return re.match(pattern[3:], module) is not None
     return module == pattern or module.endswith(f".{pattern}") or module.startswith(f"{pattern}.")

@@ -1,4 +1,5 @@
 // SiLU and GELU: in float whatever the dtype, rounded once, as PyTorch does.
+#include "dtypes.h"
 #include "parallel.h"
 #include "simd.h"
 #include "xla/ffi/api/ffi.h"
@@ -29,12 +30,7 @@ ffi::Error activation(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::Result<ffi
   const auto function = is_gelu ? gelu_tanh : silu;
   const int64_t n = x.element_count();
   if (x.element_type() != out->element_type()) return ffi::Error::InvalidArgument("activation: the result must have the dtype of x");
-  switch (x.element_type()) {
-    case ffi::BF16: return run(threads, (const bf16*)x.untyped_data(), (bf16*)out->untyped_data(), n, function);
-    case ffi::F16: return run(threads, (const f16*)x.untyped_data(), (f16*)out->untyped_data(), n, function);
-    case ffi::F32: return run(threads, (const float*)x.untyped_data(), (float*)out->untyped_data(), n, function);
-    default: return ffi::Error::InvalidArgument("activation: x must be bfloat16, float16 or float32");
-  }
+  return with_float_type("activation", x, [&](const auto* from) { return run(threads, from, same_type(from, *out), n, function); });
 }
 
 }  // namespace

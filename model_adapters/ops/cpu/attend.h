@@ -38,12 +38,20 @@ struct Tile {
   const float* q;                    // [rows, num_words * kPerWord], zeros behind key_dim
   float scale, softcap;
   const float* alibi;                // [group] or null
+  const int32_t* until;              // [rows / group], last position that a token sees if it is behind its own; or null
 
   int64_t at(int64_t row) const { return position + row / group; }
   int64_t first(int64_t row) const { return window > 0 ? std::max(start, at(row) + 1 - window) : start; }
-  int64_t last(int64_t row) const { return std::min(at(row) + 1, end); }
+  int64_t last(int64_t row) const { return std::min((until ? std::max<int64_t>(at(row), until[row / group]) : at(row)) + 1, end); }
+  // The largest `last` of the rows: that of the last one, unless an earlier one sees further.
+  int64_t last_of(int64_t row_begin, int64_t row_end) const {
+    int64_t most = last(row_end - 1);
+    if (until)
+      for (int64_t row = row_begin; row < row_end; row += group) most = std::max(most, last(row));
+    return most;
+  }
   bool sees(int64_t row_begin, int64_t row_end, int64_t begin, int64_t stop) const {
-    return begin < prefix || (begin < last(row_end - 1) && stop > first(row_begin));
+    return begin < prefix || (begin < last_of(row_begin, row_end) && stop > first(row_begin));
   }
 };
 
@@ -243,7 +251,7 @@ void attend_rows(const Tile& tile, int64_t row, int64_t begin, const float* keys
   for (int r = 0; r < R; r++) keep[r] = softmax_step(tile, row + r, begin, scores + r * kBlock, sums.top + row + r, sums.total + row + r);
   const auto within = [&](int64_t n) { return int(std::clamp<int64_t>(n - begin, 0, kBlock)); };
   // What some of these rows see, in one or two runs: between them may lie anything, and 0 times anything may be NaN.
-  int first = within(tile.first(row)), last = within(tile.last(row + R - 1));
+  int first = within(tile.first(row)), last = within(tile.last_of(row, row + R));
   const int prefix = within(tile.prefix);
   if (last <= first) first = last = prefix;
   float* acc = sums.acc + row * acc_stride;
@@ -286,7 +294,7 @@ class Walk {
  public:
   Walk(const T* pool, const int32_t* pages, int64_t head, const Shape& shape, const Tile& tile, int64_t begin, int64_t stop)
       : pool_(pool), pages_(pages), head_(head), shape_(shape), tile_(tile), begin_(begin), stop_(stop),
-        lowest_(tile.prefix > 0 ? 0 : tile.first(0)), highest_(std::max(tile.last(tile.rows - 1), tile.prefix)) {
+        lowest_(tile.prefix > 0 ? 0 : tile.first(0)), highest_(std::max(tile.last_of(0, tile.rows), tile.prefix)) {
     if (highest_ <= lowest_) begin_ = stop_;
   }
 

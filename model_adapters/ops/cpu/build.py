@@ -3,7 +3,8 @@
 The name of the file is a digest of its sources, the processor's features, jaxlib and the compiler, so that a second
 process finds it. If the compiler is missing or fails, a library that another compiler built from the same sources is
 used. A lock keeps two processes from building at once. The library is sealed (`model_adapters/disk_cache.py`): one that
-is damaged, or that other users could have written, is never loaded.
+is damaged, or that other users could have written, is never loaded. Where the cache folder cannot be written, the
+library is built in a temporary folder of this process, for this process.
 """
 
 from __future__ import annotations
@@ -24,11 +25,14 @@ import jax.ffi
 import jaxlib.version
 
 from model_adapters.disk_cache import SealedFolder, cache_root, open_lock
+from model_adapters.unwritable_cache import report_unwritable
 
 FOLDER = Path(__file__).parent
 COMPILERS = ("g++", "clang++", "c++")
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-ffp-contract=off")
-COMPILE_LIMIT_S = 300.0  # seconds for one run of the compiler; files take 10 to 20 s on a free core
+PREFIX = "torchax-serve-kernels-"
+"""How the names of temporary folders begin."""
+COMPILE_LIMIT_S = 900.0  # seconds for one run of the compiler: 10 to 20 s on a free core, minutes on a shared one
 
 
 class BuildError(Exception):
@@ -158,7 +162,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _compile(compiler: list[str], flags: list[str], folder: SealedFolder, name: str, code: Path) -> None:
     include = f"-I{jax.ffi.include_dir()}"
-    with tempfile.TemporaryDirectory(dir=folder.path) as scratch:
+    with tempfile.TemporaryDirectory(prefix=PREFIX) as scratch:  # not beside the library: that disk may be full
 
         def compile_one(source: Path) -> str:
             made = str(Path(scratch) / source.with_suffix(".o").name)
@@ -202,12 +206,57 @@ def _built(compiler: list[str], flags: list[str], folder: SealedFolder, stem: st
     name = f"{stem}-{_compiler_key(compiler)}.so"
     if rebuild or not folder.has(name):
         try:
+            folder.check_writable()  # before minutes of compilation
             with _locked(folder.path / f".{name}.lock"):
                 if rebuild or not folder.has(name):  # another process may have built it while this one waited
                     _compile(compiler, flags, folder, name, code)
         except OSError as error:
-            raise BuildError(
-                f"compiled kernels cannot be kept in {folder.path} ({error.strerror or error})",
-                "choose a folder by XDG_CACHE_HOME",
-            ) from error
+            reason = f"{folder.path}: {error.strerror}" if error.strerror else error
+            report_unwritable(f"compiled kernels are not kept: {reason}")
+            return _built_for_now(compiler, flags, name, code)
     return folder.path / name
+
+
+def _built_for_now(compiler: list[str], flags: list[str], name: str, code: Path) -> Path:
+    """Returns the library of `compiler` in the temporary folder."""
+    try:
+        folder = _TEMPORARY.folder()
+        if not folder.has(name):
+            _compile(compiler, flags, folder, name, code)
+    except OSError as error:
+        reason = f"and no temporary folder can be written either ({error.strerror or error})"
+        raise BuildError(
+            f"compiled kernels cannot be kept, {reason}", "choose folders by XDG_CACHE_HOME and TMPDIR"
+        ) from error
+    return folder.path / name
+
+
+class _Temporary:
+    """The temporary folder of this process, 0700; made at its first use, and gone at the end of the process."""
+
+    def __init__(self) -> None:
+        self._made: tempfile.TemporaryDirectory[str] | None = None
+
+    def folder(self) -> SealedFolder:
+        """Returns the folder.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        if self._made is None:
+            self._made = tempfile.TemporaryDirectory(prefix=PREFIX)
+        return SealedFolder(Path(self._made.name), "compiled kernels")
+
+    def remove(self) -> None:
+        """Removes the folder, if there is one; a library in it that is loaded stays loaded."""
+        if self._made is not None:
+            self._made.cleanup()
+            self._made = None
+
+
+_TEMPORARY = _Temporary()
+
+
+def remove_temporary() -> None:
+    """Removes the temporary folder, once the library in it is loaded: a server ends without an orderly exit."""
+    _TEMPORARY.remove()

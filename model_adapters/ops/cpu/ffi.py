@@ -64,6 +64,8 @@ def _loaded() -> ctypes.CDLL | str:
             "no CPU kernels: %s. Decoding goes through XLA's own operations and is slower; %s.", error, remedy
         )
         return str(error)
+    finally:
+        build.remove_temporary()
     for target in TARGETS:
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, target)), platform="cpu")
     logger.info("CPU kernels ready in %.1f s (%s)", time.perf_counter() - begin, path)
@@ -169,7 +171,7 @@ def attention_unsupported_reason(q: jax.Array, k: jax.Array, v: jax.Array, pool:
 
 
 DECODE_ARGS = frozenset({"window", "softcap", "sinks", "alibi_slopes", "kv_scales"})
-PAGED_ARGS = DECODE_ARGS | {"prefix_lens"}
+PAGED_ARGS = DECODE_ARGS | {"prefix_lens", "sees_until"}
 """Fields of `AttentionArgs` that the kernels take."""
 
 
@@ -204,9 +206,9 @@ def paged_attention(
     A token's result is bit-equal for any batch, any chunks of its prompt and any number of threads, and bit-equal to
     that of :func:`decode_attention`.
     """
-    prefix_lens = jnp.zeros((0,), jnp.int32) if args.prefix_lens is None else args.prefix_lens
+    spans = [jnp.zeros((0,), jnp.int32) if each is None else each for each in (args.prefix_lens, args.sees_until)]
     floats = [_or_empty(array) for array in (args.sinks, args.alibi_slopes, args.k_scale, args.v_scale)]
-    ints = [array.astype(jnp.int32) for array in (page_table, kv_lens, cu_q_lens, prefix_lens)]
+    ints = [array.astype(jnp.int32) for array in (page_table, kv_lens, cu_q_lens, *spans)]
     return _attend("tas_paged_attention", q, k, v, pool, [*ints, *floats], args)
 
 

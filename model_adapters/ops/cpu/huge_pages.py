@@ -43,7 +43,9 @@ class HugePages:
 
 
 def move_into_huge_pages(mapped: np.ndarray) -> int:
-    """Replaces the pages of a mapped file, uint8[n] that nobody writes, by huge pages with the same content.
+    """Replaces the pages of a mapped file, uint8[n], by huge pages with the same content.
+
+    Nobody may write to them.
 
     Addresses stay, and other threads may read meanwhile: the system exchanges pages under its lock.
 

@@ -1,7 +1,7 @@
 // x[rows, K] times weight[N, K] transposed, and the same for runs of rows with a weight of their own.
-#include <type_traits>
 #include <vector>
 
+#include "dtypes.h"
 #include "few_rows.h"
 #include "processor.h"
 #include "product.h"
@@ -54,27 +54,18 @@ ffi::Error run(ffi::ThreadPool& threads, const T* x, const T* weight, const floa
   return ffi::Error::Success();
 }
 
-template <class T>
-ffi::Error run_out_type(ffi::ThreadPool& threads, ffi::AnyBuffer& x, ffi::AnyBuffer& weight, ffi::AnyBuffer& bias, ffi::Result<ffi::AnyBuffer>& out, bool in_order) {
-  const int64_t rows = x.dimensions()[0], n = weight.dimensions()[0], k = weight.dimensions()[1];
-  auto call = [&](auto* result) {
-    return run(threads, (const T*)x.untyped_data(), (const T*)weight.untyped_data(), bias.element_count() ? (const float*)bias.untyped_data() : nullptr, result, rows, n, k, in_order);
-  };
-  if (out->element_type() == ffi::F32) return call((float*)out->untyped_data());
-  if (out->element_type() == x.element_type()) return call((T*)out->untyped_data());
-  return ffi::Error::InvalidArgument("linear: the result must have the dtype of x or float32");
-}
-
 // x[rows, K] weight[N, K] bias[N or 0] (float32) -> out[rows, N], summed in one order for any number of rows if `in_order`.
 // Dtypes and shapes are checked by the caller in Python.
 ffi::Error linear(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::AnyBuffer bias, ffi::Result<ffi::AnyBuffer> out, bool in_order) {
   if (x.element_type() != weight.element_type()) return ffi::Error::InvalidArgument("linear: x and weight must have one dtype");
-  switch (x.element_type()) {
-    case ffi::BF16: return run_out_type<bf16>(threads, x, weight, bias, out, in_order);
-    case ffi::F16: return run_out_type<f16>(threads, x, weight, bias, out, in_order);
-    case ffi::F32: return run_out_type<float>(threads, x, weight, bias, out, in_order);
-    default: return ffi::Error::InvalidArgument("linear: x must be bfloat16, float16 or float32");
-  }
+  const int64_t rows = x.dimensions()[0], n = weight.dimensions()[0], k = weight.dimensions()[1];
+  const auto* added = bias.element_count() ? (const float*)bias.untyped_data() : nullptr;
+  return with_float_type("linear", x, [&](const auto* from) {
+    const auto call = [&](auto* to) { return run(threads, from, (decltype(from))same_type(from, weight), added, to, rows, n, k, in_order); };
+    if (out->element_type() == ffi::F32) return call((float*)out->untyped_data());
+    if (out->element_type() == x.element_type()) return call(same_type(from, *out));
+    return ffi::Error::InvalidArgument("linear: the result must have the dtype of x or float32");
+  });
 }
 
 template <class T>
@@ -105,18 +96,12 @@ ffi::Error run_grouped(ffi::ThreadPool& threads, const T* x, const T* weight, co
 // x[T, K] in runs of group_sizes[E] rows, weight[E, N, K] -> out[T, N]; rows behind the last group are zero.
 ffi::Error grouped_linear(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::AnyBuffer group_sizes, ffi::Result<ffi::AnyBuffer> out, bool in_order) {
   const auto wd = weight.dimensions();
-  auto call = [&](auto* typed) {
-    using T = std::remove_pointer_t<decltype(typed)>;
-    return run_grouped(threads, (const T*)x.untyped_data(), (const T*)weight.untyped_data(), (const int32_t*)group_sizes.untyped_data(), (T*)out->untyped_data(), x.dimensions()[0], wd[0], wd[1], wd[2], in_order);
-  };
+  const auto* sizes = (const int32_t*)group_sizes.untyped_data();
   if (x.element_type() != weight.element_type() || x.element_type() != out->element_type())
     return ffi::Error::InvalidArgument("grouped_linear: x, weight and result must have one dtype");
-  switch (x.element_type()) {
-    case ffi::BF16: return call((bf16*)nullptr);
-    case ffi::F16: return call((f16*)nullptr);
-    case ffi::F32: return call((float*)nullptr);
-    default: return ffi::Error::InvalidArgument("grouped_linear: x must be bfloat16, float16 or float32");
-  }
+  return with_float_type("grouped_linear", x, [&](const auto* from) {
+    return run_grouped(threads, from, (decltype(from))same_type(from, weight), sizes, same_type(from, *out), x.dimensions()[0], wd[0], wd[1], wd[2], in_order);
+  });
 }
 
 }  // namespace
@@ -133,20 +118,15 @@ extern "C" int tas_linear_max_rows(int itemsize) {
 #endif
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(tas_linear, tas::linear,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attr<bool>("in_order"));
+#define TAS_LINEAR(name, function)                           \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(name, function,              \
+                                ffi::Ffi::Bind()             \
+                                    .Ctx<ffi::ThreadPool>()  \
+                                    .Arg<ffi::AnyBuffer>()   \
+                                    .Arg<ffi::AnyBuffer>()   \
+                                    .Arg<ffi::AnyBuffer>()   \
+                                    .Ret<ffi::AnyBuffer>()   \
+                                    .Attr<bool>("in_order"))
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(tas_grouped_linear, tas::grouped_linear,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attr<bool>("in_order"));
+TAS_LINEAR(tas_linear, tas::linear);
+TAS_LINEAR(tas_grouped_linear, tas::grouped_linear);

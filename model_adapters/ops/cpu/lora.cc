@@ -4,6 +4,7 @@
 // and adapters come along. Only the matrices of adapters that rows name are read.
 #include <vector>
 
+#include "dtypes.h"
 #include "repeated_rows.h"
 #include "simd.h"
 #include "xla/ffi/api/ffi.h"
@@ -96,18 +97,11 @@ ffi::Error run(ffi::ThreadPool& threads, const Lora<T>& lora, int64_t rows) {
 ffi::Error lora(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer sums, ffi::AnyBuffer ids, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::Result<ffi::AnyBuffer> out) {
   const auto same = [&](const auto& part) { return part.element_type() == x.element_type(); };
   if (!same(sums) || !same(a) || !same(b) || !same(*out) || ids.element_type() != ffi::S32) return ffi::Error::InvalidArgument("lora: all must have the dtype of x, and ids int32");
-  const auto of = [&](const auto* data) {
-    using T = std::decay_t<decltype(*data)>;
-    const Lora<T> all{data, (const T*)sums.untyped_data(), (const int32_t*)ids.untyped_data(), (const T*)a.untyped_data(), (const T*)b.untyped_data(),
-                      (T*)out->untyped_data(), x.dimensions()[1], sums.dimensions()[1], a.dimensions()[1], a.dimensions()[0]};
+  return with_float_type("lora", x, [&](const auto* from) {
+    const Lora<std::decay_t<decltype(*from)>> all{from, same_type(from, sums), (const int32_t*)ids.untyped_data(), same_type(from, a), same_type(from, b),
+                                                  same_type(from, *out), x.dimensions()[1], sums.dimensions()[1], a.dimensions()[1], a.dimensions()[0]};
     return run(threads, all, x.dimensions()[0]);
-  };
-  switch (x.element_type()) {
-    case ffi::BF16: return of((const bf16*)x.untyped_data());
-    case ffi::F16: return of((const f16*)x.untyped_data());
-    case ffi::F32: return of((const float*)x.untyped_data());
-    default: return ffi::Error::InvalidArgument("lora: x must be bfloat16, float16 or float32");
-  }
+  });
 }
 
 }  // namespace

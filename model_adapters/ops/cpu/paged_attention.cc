@@ -59,8 +59,8 @@ void put(float x, float scale, f8* out) { from_float(x != x ? 0.f : std::clamp(x
 
 struct Call {
   Rows q, k, v;
-  const int32_t *page_table, *kv_lens, *cu_q_lens, *starts, *prefix_lens;  // the last three or null
-  const float *sinks, *alibi, *k_scale, *v_scale;                         // or null
+  const int32_t *page_table, *kv_lens, *cu_q_lens, *starts, *prefix_lens, *sees_until;  // the last four or null
+  const float *sinks, *alibi, *k_scale, *v_scale;                                      // or null
   void* out;
   int64_t num_tokens, num_seqs, query_heads, window;
   float scale, softcap;
@@ -88,6 +88,7 @@ Tile tile_of(const Call& call, const Shape& shape, int64_t s, int64_t token, int
   tile.end = std::min<int64_t>(call.kv_lens[s], shape.capacity());
   tile.prefix = call.prefix_lens ? std::clamp<int64_t>(call.prefix_lens[s], 0, tile.end) : 0;
   tile.window = call.window, tile.softcap = call.softcap, tile.scale = call.scale;
+  tile.until = call.sees_until ? call.sees_until + token : nullptr;
   return tile;
 }
 
@@ -98,7 +99,7 @@ std::vector<Piece> pieces_of(const Call& call, const Shape& shape) {
     for (int64_t token = call.first_token(s); token < call.last_token(s); token += most) {
       const int64_t count = std::min(most, call.last_token(s) - token);
       const Tile tile = tile_of(call, shape, s, token, count);
-      const int64_t highest = std::max(tile.last(tile.rows - 1), tile.prefix);
+      const int64_t highest = std::max(tile.last_of(0, tile.rows), tile.prefix);
       pieces.push_back({s, token, count, std::min(tile.prefix > 0 ? 0 : tile.first(0), highest), highest, count == call.last_token(s) - call.first_token(s)});
     }
   // The largest first: a thread that is left with one at the end keeps the others waiting.
@@ -307,12 +308,14 @@ ffi::Error run(ffi::ThreadPool& threads, Call& call, ffi::AnyBuffer& q, ffi::Any
 }
 
 // q[T, Hq, D] k[T, H, D] v[T, H, Dv] pool[P, H, page, W] page_table[S, pages_per_seq] kv_lens[S] cu_q_lens[S + 1]
-// prefix_lens[S or 0] sinks[Hq or 0] alibi[Hq or 0] k_scale[H or 0] v_scale[H or 0] -> out[T, Hq, Dv], pool (aliased).
+// prefix_lens[S or 0] sees_until[T or 0] sinks[Hq or 0] alibi[Hq or 0] k_scale[H or 0] v_scale[H or 0] -> out[T, Hq, Dv],
+// pool (aliased).
 ffi::Error paged_attention(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::AnyBuffer pool, ffi::AnyBuffer page_table, ffi::AnyBuffer kv_lens,
-                           ffi::AnyBuffer cu_q_lens, ffi::AnyBuffer prefix_lens, ffi::AnyBuffer sinks, ffi::AnyBuffer alibi, ffi::AnyBuffer k_scale, ffi::AnyBuffer v_scale,
-                           float scale, float softcap, int64_t window, ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> pool_out) {
+                           ffi::AnyBuffer cu_q_lens, ffi::AnyBuffer prefix_lens, ffi::AnyBuffer sees_until, ffi::AnyBuffer sinks, ffi::AnyBuffer alibi, ffi::AnyBuffer k_scale,
+                           ffi::AnyBuffer v_scale, float scale, float softcap, int64_t window, ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> pool_out) {
   Call call{};
   call.kv_lens = data_or_null<int32_t>(kv_lens), call.cu_q_lens = data_or_null<int32_t>(cu_q_lens), call.prefix_lens = data_or_null<int32_t>(prefix_lens);
+  call.sees_until = data_or_null<int32_t>(sees_until);
   call.scale = scale, call.softcap = softcap, call.window = window;
   return run(threads, call, q, k, v, pool, page_table, sinks, alibi, k_scale, v_scale, out, pool_out);
 }
@@ -333,6 +336,6 @@ ffi::Error decode_attention(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyB
 #define TAS_ARGS_6 Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>
 #define TAS_OPTIONS Attr<float>("scale").Attr<float>("softcap").Attr<int64_t>("window").Ret<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(tas_paged_attention, tas::paged_attention, ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().TAS_ARGS_6().TAS_ARGS_6().TAS_OPTIONS());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(tas_paged_attention, tas::paged_attention, ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().TAS_ARGS_6().TAS_ARGS_6().Arg<ffi::AnyBuffer>().TAS_OPTIONS());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(tas_decode_attention, tas::decode_attention,
                               ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().TAS_ARGS_6().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().TAS_OPTIONS());

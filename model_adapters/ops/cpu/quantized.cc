@@ -1,6 +1,7 @@
 // x[rows, k] times a quantized matrix (quantized.h) transposed, or groups of rows times one of several.
 #include <memory>
 
+#include "dtypes.h"
 #include "quantized.h"
 #include "repeated_rows.h"
 #include "xla/ffi/api/ffi.h"
@@ -70,17 +71,6 @@ ffi::ErrorOr<QuantizedMatrix> matrix_of(ffi::AnyBuffer values, ffi::AnyBuffer sc
   return matrix;
 }
 
-// Calls run(x, out) with both as pointers to the numbers they hold.
-template <class F>
-ffi::Error by_dtype(ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer>& out, const F& run) {
-  switch (x.element_type()) {
-    case ffi::BF16: return run((const bf16*)x.untyped_data(), (bf16*)out->untyped_data());
-    case ffi::F16: return run((const f16*)x.untyped_data(), (f16*)out->untyped_data());
-    case ffi::F32: return run((const float*)x.untyped_data(), (float*)out->untyped_data());
-    default: return ffi::Error::InvalidArgument("quantized product: x must be bfloat16, float16 or float32");
-  }
-}
-
 // x[rows, k], values [n / 16, ...], scale and offset [n / 16, groups, 16] (offset and bias may be empty) -> out[rows, n].
 // `numbers`: what they are, as `Numbers` counts. `zero`: what of an integer of 4 bits is 0. `group`: columns that share a scale. `act_group`: columns of x that are rounded with one scale; 0: x is not rounded.
 // `table`: the 16 numbers that those of kTable4 stand for; any others else.
@@ -90,7 +80,7 @@ ffi::Error quantized_linear(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyB
   const auto matrix = matrix_of(values, scale, offset, 1, n, k, numbers, zero, group, table);
   if (matrix.has_error()) return matrix.error();
   const auto* added = bias.element_count() ? (const float*)bias.untyped_data() : nullptr;
-  return by_dtype(x, out, [&](const auto* from, auto* to) { return run_quantized(threads, from, rows, *matrix, act_group, added, to); });
+  return with_float_type("quantized_linear", x, [&](const auto* from) { return run_quantized(threads, from, rows, *matrix, act_group, added, same_type(from, *out)); });
 }
 
 // The same for groups of rows, each with its matrix: group_sizes[E], values [E, n / 16, ...], scale and offset [E, n / 16, groups, 16]. Rows after the last group are zero.
@@ -100,7 +90,9 @@ ffi::Error quantized_grouped_linear(ffi::ThreadPool threads, ffi::AnyBuffer x, f
   const auto matrix = matrix_of(values, scale, offset, num_groups, n, k, numbers, zero, group, table);
   if (matrix.has_error()) return matrix.error();
   const auto* sizes = (const int32_t*)group_sizes.untyped_data();
-  return by_dtype(x, out, [&](const auto* from, auto* to) { return run_quantized_groups(threads, from, rows, *matrix, sizes, num_groups, act_group, to); });
+  return with_float_type("quantized_grouped_linear", x, [&](const auto* from) {
+    return run_quantized_groups(threads, from, rows, *matrix, sizes, num_groups, act_group, same_type(from, *out));
+  });
 }
 
 }  // namespace

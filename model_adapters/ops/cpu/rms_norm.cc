@@ -1,6 +1,7 @@
 // Root-mean-square norms of rows, each the same to the last bit however many rows come along.
 #include <cmath>
 
+#include "dtypes.h"
 #include "rows.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -55,20 +56,14 @@ ffi::Error run(ffi::ThreadPool& threads, const Norm<T, W>& norm, int64_t rows) {
 // x[rows, n], weight[n] of its dtype or float -> out[rows, n].
 ffi::Error rms_norm(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::Result<ffi::AnyBuffer> out, float eps, int64_t rounds_first) {
   const int64_t rows = x.dimensions()[0], n = x.dimensions()[1];
-  const auto of = [&](const auto* data) {
-    using T = std::decay_t<decltype(*data)>;
-    const auto with = [&](const auto* w) {
-      return run(threads, Norm<T, std::decay_t<decltype(*w)>>{data, w, (T*)out->untyped_data(), n, eps, rounds_first != 0}, rows);
-    };
-    return weight.element_type() == ffi::F32 ? with((const float*)weight.untyped_data()) : with((const T*)weight.untyped_data());
-  };
   if (weight.element_type() != ffi::F32 && weight.element_type() != x.element_type()) return ffi::Error::InvalidArgument("rms_norm: weight must be float32 or of the dtype of x");
-  switch (x.element_type()) {
-    case ffi::BF16: return of((const bf16*)x.untyped_data());
-    case ffi::F16: return of((const f16*)x.untyped_data());
-    case ffi::F32: return of((const float*)x.untyped_data());
-    default: return ffi::Error::InvalidArgument("rms_norm: x must be bfloat16, float16 or float32");
-  }
+  return with_float_type("rms_norm", x, [&](const auto* from) {
+    using T = std::decay_t<decltype(*from)>;
+    const auto with = [&](const auto* w) {
+      return run(threads, Norm<T, std::decay_t<decltype(*w)>>{from, w, same_type(from, *out), n, eps, rounds_first != 0}, rows);
+    };
+    return weight.element_type() == ffi::F32 ? with((const float*)weight.untyped_data()) : with((const T*)same_type(from, weight));
+  });
 }
 
 }  // namespace

@@ -1,4 +1,5 @@
 // Sums of rows in float, the same to the last bit however many rows come along.
+#include "dtypes.h"
 #include "rows.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -20,12 +21,7 @@ ffi::Error run(ffi::ThreadPool& threads, const T* x, float* out, int64_t rows, i
 // x[rows, n] -> out[rows], float32.
 ffi::Error row_sum(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::Result<ffi::Buffer<ffi::F32>> out) {
   const int64_t rows = x.dimensions()[0], n = x.dimensions()[1];
-  switch (x.element_type()) {
-    case ffi::BF16: return run(threads, (const bf16*)x.untyped_data(), out->typed_data(), rows, n);
-    case ffi::F16: return run(threads, (const f16*)x.untyped_data(), out->typed_data(), rows, n);
-    case ffi::F32: return run(threads, (const float*)x.untyped_data(), out->typed_data(), rows, n);
-    default: return ffi::Error::InvalidArgument("row_sum: x must be bfloat16, float16 or float32");
-  }
+  return with_float_type("row_sum", x, [&](const auto* from) { return run(threads, from, out->typed_data(), rows, n); });
 }
 
 }  // namespace

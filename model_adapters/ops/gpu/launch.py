@@ -132,6 +132,7 @@ def attend(
     num_tokens, query_heads, dim = q.shape
     _, heads, page, width = pool.shape
     optional = {"sinks": args.sinks, "alibi": args.alibi_slopes, "k_scale": args.k_scale, "v_scale": args.v_scale}
+    optional["until"] = args.sees_until
     given = {key: array for key, array in optional.items() if array is not None}
     # The last dimension of the pool is never cut and the others are one: a bitcast.
     arrays = [items, page_table.reshape(-1), q, pool.reshape(-1, width), *given.values()]

@@ -50,7 +50,10 @@ class StageSizes:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows of queries that are read: those of a kv head, in whole tiles of shared memory."""
+        """Number of rows of queries that are read.
+
+        They are those of a kv head, in whole tiles of shared memory.
+        """
         return self.group + -self.group % TILE_ROWS
 
     @property
@@ -168,7 +171,10 @@ class MosaicProgram:
         return lax.fori_loop(begin, end, step, (top, total, sums))
 
     def __call__(self) -> None:
-        """Writes the attention, or that over this split and the logarithm to base 2 of its sum of weights."""
+        """Writes the attention, or that over this split.
+
+        A split has the logarithm to base 2 of its sum of weights with it.
+        """
         row, head, split = lax.axis_index("row"), lax.axis_index("head"), lax.axis_index("split")
         sizes, num_heads = self.sizes, self.pool.shape[1]
         heads = pl.ds(head * sizes.group, sizes.group)
@@ -229,7 +235,7 @@ def attend(
     sinks: jax.Array | None,
     sizes: StageSizes,
 ) -> tuple[jax.Array, ...]:
-    """Returns attention, or of several splits that over each and the logarithms to base 2 of its sums of weights.
+    """Returns attention, or that over each of several splits with log2 of its sum of weights.
 
     The logarithm of an empty split is `MASKED`.
 

@@ -58,7 +58,10 @@ class PrefillSizes:
 
     @property
     def fixed_bytes(self) -> int:
-        """Bytes of shared memory besides the ring: queries, outputs of another width, and rows of partial tiles."""
+        """Bytes of shared memory besides the ring.
+
+        They hold queries, outputs of another width, and rows of partial tiles.
+        """
         output = 0 if self.dim == self.value_dim else self.value_dim
         return NUM_GROUPS * NUM_ROWS * 2 * (self.dim + output + TILE_COLUMNS)
 
@@ -68,7 +71,10 @@ class PrefillSizes:
 
     @property
     def num_keys(self) -> int:
-        """Number of keys of a block: the most of which two fit and that pages divide or are divided by."""
+        """Number of keys of a block.
+
+        It is the largest of which two fit and that pages divide or are divided by.
+        """
         num_keys = MAX_KEYS
         while num_keys > MIN_KEYS and (self.stages_of(num_keys) < 2 or (num_keys % self.page and self.page % num_keys)):
             num_keys //= 2
@@ -87,7 +93,10 @@ class PrefillSizes:
 
 @dataclass(frozen=True)
 class PrefillProgram:
-    """One program of the kernel: an item and the query heads of its rows; its references and sizes."""
+    """One program of the kernel: an item and the query heads of its rows.
+
+    It holds the program's references and sizes.
+    """
 
     sizes: PrefillSizes
     items: Any  # int32[num_items, fields]
@@ -110,7 +119,10 @@ class PrefillProgram:
     cleaned: Any  # both groups have cleaned their half of a block
 
     def item(self) -> SplitKVItem:
-        """Returns the program's item: the last first, because queries at the end of a prompt see the most keys."""
+        """Returns the program's item, the last first.
+
+        Queries at the end of a prompt see the most keys.
+        """
         index = self.items.shape[0] - 1 - lax.axis_index("item")
         return SplitKVItem(*(self.items[index, i] for i in range(len(FIELDS))))
 
@@ -247,7 +259,9 @@ class PrefillProgram:
         return carry
 
     def first_query(self, item: SplitKVItem, group: Any) -> Any:
-        """Returns the token of a group's first row: a copy of queries begins and ends with a tile of shared memory.
+        """Returns the token of a group's first row.
+
+        A copy of queries begins and ends with a tile of shared memory.
 
         The tensor memory accelerator reads a tile that begins between two tiles of the array only up to the second.
         """

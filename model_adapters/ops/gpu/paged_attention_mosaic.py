@@ -70,6 +70,6 @@ def paged_attention(
     num_padded = max(sizes.num_queries, num_tokens + -num_tokens % TILE_ROWS)
     q = jnp.pad(q, ((0, num_padded - num_tokens), (0, 0), (0, 0)))
     capacity = page_table.shape[1] * page
-    items = ragged_items(num_tokens, block_len, capacity, kv_lens, cu_q_lens, None, args.window, TILE_ROWS)
+    items = ragged_items(num_tokens, block_len, capacity, kv_lens, cu_q_lens, args, TILE_ROWS)
     sinks = None if args.sinks is None else args.sinks.astype(jnp.float32)
     return attend_runs(items, q, pool, page_table, sinks, sizes)[:num_tokens], pool

@@ -50,12 +50,15 @@ def _unsupported_reason(x: jax.Array, weight: jax.Array, bias: jax.Array | None 
 
 
 def _tile_columns(group: int) -> int:
-    """Returns the columns of a tile: the largest power of two that divides a group, up to a limit."""
+    """Returns the columns of a tile: the largest power of two that divides a group, limited."""
     return min(group & -group, MAX_TILE_COLUMNS)
 
 
 def _num_splits(programs: int, num_tiles: int) -> int:
-    """Returns in how many parts the columns of `num_tiles` tiles are computed, so that `programs` fill a GPU."""
+    """Returns in how many parts the columns are computed, so that `programs` fill a GPU.
+
+    There are `num_tiles` tiles.
+    """
     splits = 1
     while splits < MAX_SPLITS and splits * programs <= MULTIPROCESSORS and num_tiles % (2 * splits) == 0:
         splits *= 2
@@ -71,7 +74,10 @@ def multiply(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> 
 
 
 def _product(x: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
-    """Returns ``x[rows, in]`` times ``values[in, out]`` with scales float32[groups, out]: float32[rows, out]."""
+    """Returns float32[rows, out] of ``x[rows, in]`` times ``values[in, out]``.
+
+    Scales are float32[groups, out].
+    """
     num_rows, (num_columns, size) = len(x), values.shape
     group = num_columns // scale.shape[0]
     tile = _tile_columns(group)

@@ -43,7 +43,7 @@ def _num_rows(q: jax.Array, v: jax.Array, pool: jax.Array) -> int:
     return max(rows, least_rows(group))
 
 
-SUPPORTED_ARGS = frozenset({"window", "softcap", "sinks", "alibi_slopes", "prefix_lens", "kv_scales"})
+SUPPORTED_ARGS = frozenset({"window", "softcap", "sinks", "alibi_slopes", "prefix_lens", "kv_scales", "sees_until"})
 """Fields of `AttentionArgs` that the kernel takes for runs of queries."""
 
 
@@ -76,9 +76,9 @@ def paged_attention(
     pool = write_tokens_at(pool, page_table, seqs, positions, k, v, args.kv_scales)
     capacity, num_rows = page_table.shape[1] * pool.shape[2], _num_rows(q, v, pool)
     num_queries = num_rows // (q.shape[1] // pool.shape[1])
-    items = ragged_items(q.shape[0], num_queries, capacity, kv_lens, cu_q_lens, args.prefix_lens, args.window)
-    # A beginning that all queries see may be as far away as the pages reach.
-    window = None if args.prefix_lens is not None else args.window
+    items = ragged_items(q.shape[0], num_queries, capacity, kv_lens, cu_q_lens, args)
+    # A beginning that all queries see may be as far away as the pages reach, and so may the end of an image.
+    window = args.window if args.prefix_lens is None and args.sees_until is None else None
     reach = capacity if window is None else min(capacity, window + num_queries - 1)
     features = features_of(q, pool, args)
     tile = tile_for(num_rows, num_queries, items.shape[0], q, v, pool, reach)

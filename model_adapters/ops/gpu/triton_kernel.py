@@ -86,16 +86,18 @@ class Inputs:
     alibi: Any = None  # [Hq]
     k_scale: Any = None  # [H]
     v_scale: Any = None  # [H]
+    until: Any = None  # int32[T]
 
 
 @dataclass(frozen=True)
 class QueryRows:
-    """Token, query head and position of each row; whether the row belongs to the item."""
+    """Token, query head and position of each row, whether it belongs to the item, and the last position it sees."""
 
     token: jax.Array
     head: jax.Array
     position: jax.Array
     own: jax.Array
+    last: jax.Array
 
 
 def load_columns(ref: Any, index: tuple[jax.Array, ...], piece: Piece, offset: int, mask: jax.Array) -> jax.Array:
@@ -153,7 +155,10 @@ class TritonProgram:
         token = item.begin + query
         own = (token < item.end) & (query < self.tile.num_queries)
         token = jnp.where(own, token, self.refs.q.shape[0])  # out of bounds if masked: no two rows write the same place
-        return QueryRows(token, head * self.tile.group + row - query * self.tile.group, token + item.shift, own)
+        position = last = token + item.shift
+        if self.refs.until is not None:
+            last = jnp.maximum(position, plgpu.load(self.refs.until.at[token], mask=own, other=-1))
+        return QueryRows(token, head * self.tile.group + row - query * self.tile.group, position, own, last)
 
     def block_list(self, item: SplitKVItem) -> tuple[Any, Any, Any, Any]:
         """Lists the item's blocks: those of the prefix, then those from `low` to `high`, none twice.
@@ -174,7 +179,7 @@ class TritonProgram:
         begin = pl.program_id(2) * share
         return begin, jnp.minimum(begin + share, total), num_prefix, rest
 
-    def visible(self, item: SplitKVItem, key: jax.Array, position: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def visible(self, item: SplitKVItem, key: jax.Array, rows: QueryRows) -> tuple[jax.Array, jax.Array]:
         """Returns which of ``key[n]`` any query sees, ``[n]``, and which each row sees, ``[R, n]``."""
         seen = key >= item.low
         if self.features.has_prefix:
@@ -183,13 +188,12 @@ class TritonProgram:
         by_row = jnp.broadcast_to(seen[None, :], (self.tile.num_rows, self.tile.num_keys))
         if self.tile.num_queries == 1:  # the range of the item is that of its one query
             return seen, by_row
-        behind = key[None, :] - position[:, None]
-        causal = behind <= 0
+        causal = key[None, :] <= rows.last[:, None]
         if self.features.window is not None:
-            causal = causal & (behind > -self.features.window)
+            causal = causal & (key[None, :] - rows.position[:, None] > -self.features.window)
         if self.features.has_prefix:
             causal = causal | (key < item.prefix)[None, :]
-        return seen, by_row & causal & (position >= 0)[:, None]
+        return seen, by_row & causal & (rows.position >= 0)[:, None]
 
     def scores(self, products: jax.Array, head: Any, rows: QueryRows, key: jax.Array) -> jax.Array:
         """Returns scores ``float32[R, n]`` times log2(e), of products ``float32[R, n]``."""
@@ -218,7 +222,7 @@ class TritonProgram:
             top, total, sums = carry
             block = jnp.where(index < num_prefix, index, index - num_prefix + rest)
             key = block * tile.num_keys + lax.iota(jnp.int32, tile.num_keys)
-            seen, visible = self.visible(item, key, rows.position)
+            seen, visible = self.visible(item, key, rows)
             column = lax.div(key, jnp.int32(self.page))
             page = plgpu.load(refs.table.at[item.seq * self.pages_per_seq + column], mask=seen, other=0)
             page = jnp.clip(page, 0, last_page)

@@ -64,7 +64,7 @@ def iota(shape: tuple[int, ...], axis: int) -> jax.Array:
 
 
 def row_iota(num_rows: int) -> jax.Array:
-    """Returns the index of each row, ``int32[num_rows]``, in the layout of the rows of a product."""
+    """Returns the index of each row, ``int32[num_rows]``, in the layout of a product's rows."""
     return plgpu.broadcasted_iota(jnp.int32, (num_rows,), 0, layout=LAYOUT.reduce(1))
 
 

@@ -11,6 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from model_adapters.ops.attention_args import AttentionArgs, last_seen
+
 FIELDS = ("seq", "begin", "end", "shift", "low", "high", "prefix")
 
 
@@ -67,8 +69,7 @@ def ragged_items(
     capacity: int,
     kv_lens: jax.Array,
     cu_q_lens: jax.Array,
-    prefix_lens: jax.Array | None,
-    window: int | None,
+    args: AttentionArgs,
     alignment: int = 1,
 ) -> jax.Array:
     """Returns items ``int32[num_items, fields]`` that cover all tokens and padding.
@@ -76,9 +77,9 @@ def ragged_items(
     An item has at most `block_len` queries. Where a sequence begins at no multiple of `alignment`, its items are those
     of a sequence from the multiple before, so that no other item begins or ends between two multiples. Padding is one
     more sequence at negative positions: it sees nothing and gives zeros. The number of items is enough for any division
-    of the tokens into sequences; unused items are empty. `kv_lens` and `prefix_lens` are ``int32[S]``, `cu_q_lens` is
-    ``int32[S + 1]``.
+    of the tokens into sequences; unused items are empty. `kv_lens` is ``int32[S]``, `cu_q_lens` ``int32[S + 1]``.
     """
+    prefix_lens, window = args.prefix_lens, args.window
     num_seqs = kv_lens.shape[0]
     ends = jnp.clip(jnp.append(cu_q_lens[1:], jnp.int32(num_tokens)), 0, num_tokens)
     begins = jnp.clip(jnp.append(cu_q_lens[:-1], cu_q_lens[-1]), 0, num_tokens)
@@ -99,7 +100,10 @@ def ragged_items(
     prefix = jnp.zeros_like(begin)
     if prefix_lens is not None:
         prefix = jnp.where(is_seq, jnp.clip(prefix_lens[known], 0, capacity), 0)
-    high = jnp.minimum(jnp.maximum(end + shift, prefix), jnp.minimum(kv_lens[known], capacity))
+    high = jnp.maximum(end + shift, prefix)
+    if (furthest := last_seen(args, begin, end)) is not None:
+        high = jnp.maximum(high, furthest + 1)
+    high = jnp.minimum(high, jnp.minimum(kv_lens[known], capacity))
     high = jnp.where(is_seq & (end > begin) & (end + shift > 0), high, 0)
     low = jnp.zeros_like(begin)
     if window is not None:

@@ -104,7 +104,10 @@ def _runs(
 
 
 def _word(dtype: Any) -> Any:
-    """Returns the dtype of 32 bits in which rows of 8 bits are selected; each of their numbers exists in it."""
+    """Returns the dtype of 32 bits in which rows of 8 bits are selected.
+
+    Each of their numbers exists in it.
+    """
     return jnp.int32 if dtype == jnp.int8 else jnp.float32
 
 

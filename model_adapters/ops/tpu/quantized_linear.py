@@ -42,7 +42,7 @@ UNIT = 128
 
 
 def _tile(rows: int, columns: int, groups: int) -> tuple[int, int] | None:
-    """Returns columns and rows of a tile of a weight, or None if the kernel cannot cut it into tiles."""
+    """Returns columns and rows of a weight's tile; None if the kernel cannot cut it into tiles."""
     group = columns // groups
 
     def fits(size: int) -> bool:
@@ -74,7 +74,10 @@ def multiply(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> 
 
 
 def _product(x: jax.Array, values: jax.Array, scale: jax.Array, *, scheme: Scheme) -> jax.Array:
-    """Returns ``x[rows, in]`` times ``values[in, out]`` with scales float32[groups, out]: float32[rows, out]."""
+    """Returns float32[rows, out] of ``x[rows, in]`` times ``values[in, out]``.
+
+    Scales are float32[groups, out].
+    """
     num_rows, (num_columns, size) = x.shape[0], values.shape
     groups = scale.shape[0]
     group = num_columns // groups

@@ -58,6 +58,7 @@ class _Ragged:
     heads: int
     group: int
     has_prefix: bool
+    until: Any = None  # int32[queries, 1], or None
 
     @property
     def blocks(self) -> Blocks:
@@ -114,9 +115,10 @@ class _Ragged:
         queries = first + item.shift + lax.broadcasted_iota(jnp.int32, (num_queries, 1), 0)
         return keys, queries
 
-    def write_mask(self, item: Item, keys: jax.Array, queries: jax.Array) -> None:
-        """Writes the additive mask: 0 where a query sees a key."""
-        visible = keys <= queries
+    def write_mask(self, item: Item, keys: jax.Array, queries: jax.Array, row: Any) -> None:
+        """Writes the additive mask: 0 where a query sees a key. The first of the queries is row `row`."""
+        last = queries if self.until is None else jnp.maximum(queries, self.until[pl.ds(row, queries.shape[0])])
+        visible = keys <= last
         if self.features.window is not None:
             visible &= keys > queries - self.features.window
         if self.has_prefix:
@@ -209,7 +211,7 @@ class _Ragged:
 
             @pl.when(masked)
             def _some_hidden() -> None:
-                self.write_mask(item, keys, queries)
+                self.write_mask(item, keys, queries, row)
                 lax.fori_loop(
                     0, self.heads, lambda h, _: self.attend(h, slot, row, num_queries, distance, self.mask), None
                 )
@@ -228,20 +230,22 @@ def _kernel(
     constants: Any,
     q: Any,
     pool: Any,
-    out: Any,
-    slot_ref: Any,
-    *scratch: Any,
+    *refs: Any,
     lanes: Lanes,
     features: Features,
     blocks: Blocks,
     num_tokens: int,
     has_prefix: bool,
+    has_until: bool,
 ) -> None:
+    until, (out, slot_ref, *scratch) = (refs[0], refs[1:]) if has_until else (None, refs)
     mask, top, total, sums, buffer, semaphores, filled = scratch
     pages = BlockBuffer(pool, buffer, semaphores, filled, table, blocks)
     heads = buffer.shape[2]
     group = q.shape[0] // heads
-    ragged = _Ragged(items, constants, q, out, mask, top, total, sums, pages, lanes, features, heads, group, has_prefix)
+    ragged = _Ragged(
+        items, constants, q, out, mask, top, total, sums, pages, lanes, features, heads, group, has_prefix, until
+    )
     index, num_queries = pl.program_id(0), q.shape[1]
     item = ragged.item(index)
 
@@ -283,7 +287,7 @@ def _num_queries(num_tokens: int, query_heads: int, width: int) -> int:
     return most
 
 
-SUPPORTED_ARGS = frozenset({"window", "softcap", "sinks", "alibi_slopes", "prefix_lens", "kv_scales"})
+SUPPORTED_ARGS = frozenset({"window", "softcap", "sinks", "alibi_slopes", "prefix_lens", "kv_scales", "sees_until"})
 """Fields of `AttentionArgs` that the kernel takes."""
 
 
@@ -321,7 +325,7 @@ def paged_attention(
     num_queries = _num_queries(num_tokens, query_heads, lanes.value_end - lanes.value_begin)
     padded = round_up(num_tokens, num_queries)
     pages_per_seq = page_table.shape[1]
-    items = items_of(padded, num_queries, blocks, pages_per_seq, kv_lens, cu_q_lens, args.prefix_lens, args.window)
+    items = items_of(padded, num_queries, blocks, pages_per_seq, kv_lens, cu_q_lens, args)
     # Heads first: a block of queries of one head is then a matrix that begins a tile.
     q = jnp.pad(jnp.swapaxes(q, 0, 1), ((0, 0), (0, padded - num_tokens), (0, lanes.key_end - dim)))
     kernel = functools.partial(
@@ -331,20 +335,29 @@ def paged_attention(
         blocks=blocks,
         num_tokens=padded,
         has_prefix=args.prefix_lens is not None,
+        has_until=args.sees_until is not None,
     )
+    until = [] if args.sees_until is None else [jnp.pad(args.sees_until, (0, padded - num_tokens))[:, None]]
     call = pl.pallas_call(
         kernel,
         out_shape=jax.ShapeDtypeStruct((query_heads, padded, v.shape[2]), q.dtype),
-        grid_spec=_grid(items.shape[0], q, pool, lanes, blocks, num_queries),
+        grid_spec=_grid(items.shape[0], q, pool, lanes, blocks, num_queries, has_until=bool(until)),
         compiler_params=compiler_params(blocks, pool),
         name="paged_attention",
     )
-    out = call(items.reshape(-1), flat_table(page_table, pool), constants.reshape(-1), q, pool)
+    out = call(items.reshape(-1), flat_table(page_table, pool), constants.reshape(-1), q, pool, *until)
     return jnp.swapaxes(out[:, :num_tokens], 0, 1), pool
 
 
 def _grid(
-    num_items: int, q: jax.Array, pool: jax.Array, lanes: Lanes, blocks: Blocks, num_queries: int
+    num_items: int,
+    q: jax.Array,
+    pool: jax.Array,
+    lanes: Lanes,
+    blocks: Blocks,
+    num_queries: int,
+    *,
+    has_until: bool,
 ) -> pltpu.PrefetchScalarGridSpec:
     """Returns a grid of one step an item; items of a block of queries share its copy."""
     query_heads, num_tokens, _ = q.shape
@@ -360,6 +373,7 @@ def _grid(
         in_specs=[
             pl.BlockSpec((query_heads, num_queries, lanes.key_end), block_at),
             pl.BlockSpec(memory_space=pl.ANY),
+            *([pl.BlockSpec((num_queries, 1), lambda *at: block_at(*at)[1:])] if has_until else []),
         ],
         out_specs=pl.BlockSpec((query_heads, num_queries, lanes.value_dim), block_at),
         scratch_shapes=[

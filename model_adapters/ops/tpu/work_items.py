@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from model_adapters.ops.attention_args import AttentionArgs, last_seen
 from model_adapters.ops.tpu.page_buffers import Blocks, following_of
 
 FIELDS = ("begin", "end", "shift", "source", "low", "high", "prefix", "num_pieces", "following")
@@ -43,13 +44,13 @@ def items_of(
     pages_per_seq: int,
     kv_lens: jax.Array,
     cu_q_lens: jax.Array,
-    prefix_lens: jax.Array | None,
-    window: int | None,
+    args: AttentionArgs,
 ) -> jax.Array:
     """Returns items ``int32[num_items, fields]``; `num_tokens` is a multiple of `block_len`.
 
-    `kv_lens` and `prefix_lens` are ``int32[S]``, `cu_q_lens` is ``int32[S + 1]``.
+    `kv_lens` is ``int32[S]``, `cu_q_lens` ``int32[S + 1]``.
     """
+    prefix_lens, window = args.prefix_lens, args.window
     num_seqs = kv_lens.shape[0]
     cuts = jnp.concatenate([jnp.arange(0, num_tokens, block_len, dtype=jnp.int32), jnp.clip(cu_q_lens, 0, num_tokens)])
     begin = jnp.sort(cuts)
@@ -59,7 +60,10 @@ def items_of(
     shift = kv_lens[known] - cu_q_lens[known + 1]
     prefix = jnp.zeros_like(begin) if prefix_lens is None else prefix_lens[known]
     capacity = jnp.minimum(kv_lens[known], pages_per_seq * blocks.page)
-    high = jnp.minimum(jnp.maximum(end + shift, prefix), capacity)
+    high = jnp.maximum(end + shift, prefix)
+    if (furthest := last_seen(args, begin, end)) is not None:
+        high = jnp.maximum(high, furthest + 1)
+    high = jnp.minimum(high, capacity)
     low = jnp.zeros_like(begin)
     if window is not None:
         low = jnp.where(prefix > 0, 0, jnp.maximum(begin + shift - window + 1, 0))

@@ -89,9 +89,9 @@ def check_weights(folder, expected, *, act_dtype="none", quantized=None, dtype="
 
 def dense_twin(model, expected):
     """`model` with the numbers of `expected`, in float32."""
-    twin = tf.AutoModelForCausalLM.from_config(model.config).float().eval()
-    twin.load_state_dict({**{name: tensor.float() for name, tensor in model.state_dict().items()}, **expected})
-    return twin
+    eager = tf.AutoModelForCausalLM.from_config(model.config).float().eval()
+    eager.load_state_dict({**{name: tensor.float() for name, tensor in model.state_dict().items()}, **expected})
+    return eager
 
 
 def check_generates(folder, reference, *, new_tokens=8, **options):

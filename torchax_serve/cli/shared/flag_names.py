@@ -10,6 +10,14 @@ from collections.abc import Iterable, Mapping
 _RENAMED = {
     "local_files_only": "--offline",
     "join_timeout_s": "--join-timeout",
+    "served_model_names": "--served-model-name",
+    "watchdog_s": "--watchdog",
+    "keep_alive_s": "--keep-alive",
+    "pre_stop_s": "--pre-stop",
+    "drain_timeout_s": "--drain-timeout",
+    "request_timeout_s": "--request-timeout",
+    "queue_timeout_s": "--queue-timeout",
+    "first_token_timeout_s": "--first-token-timeout",
     "min_replicas": "--replicas",
     "max_replicas": "--replicas",
     "prefill_lens": "--prefill",
@@ -30,7 +38,7 @@ _MEMORY = "memory is measured; in Python, serve(engine=EngineOptions(...)) bound
 _QUANTIZED = "use --quantization int8 or int4"
 _POSITIONAL = "the model is the first argument, without a flag"
 _SEQS = "a chat is one request at a time; plan and deploy have --max-num-seqs"
-_HTTP = "run answers in the terminal; torchax-serve deploy serves over HTTP"
+_HTTP = "run answers in the terminal; torchax-serve serve answers over HTTP"
 _SAMPLED = "--temperature, --top-k or --top-p turn sampling on, --greedy turns it off"
 _IN_PYTHON = "the command line has no flag for it; SamplingParams has it in Python"
 HINTS: Mapping[str, str] = {

@@ -91,7 +91,8 @@ def loaded_model(
             shared_renderer().start()  # while all else is imported
         with passing_note("starting jax ..."):
             from model_adapters.loading.progress import RichProgress, SilentProgress
-            from torchax_serve import EngineOptions, serve
+            from torchax_serve import EngineOptions
+            from torchax_serve.entrypoints.serve import serve_without_pipelines
 
         if isinstance(options, DeviceOptions) and options.hosts() is not None:
             _keep_stdout_for_answers()
@@ -100,7 +101,8 @@ def loaded_model(
         # A bundle has the sizes that it was exported with.
         num_seqs = None if bundle_folder(name) is not None else max_num_seqs
         engine = None if num_seqs is None else EngineOptions(max_num_seqs=num_seqs)
-        model = serve(name, progress=progress, engine=engine, pack_weights=packs_weights, **options.serve_kwargs())
+        given = {"progress": progress, "engine": engine, "pack_weights": packs_weights, **options.serve_kwargs()}
+        model = serve_without_pipelines(name, **given)
         if model.load_report.quantization:
             print_note(model.load_report.quantization)
     with contextlib.closing(model):

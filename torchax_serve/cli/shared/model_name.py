@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.loading.hub_cache import downloaded
@@ -96,3 +99,14 @@ def complete_downloaded(incomplete: str) -> list[str]:
     here = downloaded()
     short = [name for name, entry in SHORT_NAMES.items() if entry.hub_id in here]
     return [name for name in [*short, *here] if name.lower().startswith(incomplete.lower())]
+
+
+OptionalModel = Annotated[
+    str | None,
+    typer.Argument(
+        show_default=False,
+        autocompletion=complete_model,
+        help="Short name, hub id or folder; without it the small model of the package.",
+    ),
+]
+"""MODEL of the commands that take the embedded model where none is given."""

@@ -16,7 +16,7 @@ from torchax_serve.compilation.xla_cache import enable_compile_cache
 from torchax_serve.distributed.hosts.follower import follow as obey
 from torchax_serve.distributed.hosts.options import Hosts
 from torchax_serve.distributed.hosts.startup import joined, load_digest, mesh_of_hosts, shared_arguments
-from torchax_serve.engine.data_parallel import split_runtimes
+from torchax_serve.engine.replica_runtimes import split_runtimes
 
 
 def follow(

@@ -21,7 +21,7 @@ CHAT = ("chat_template_kwargs", "continue_final_message", "documents")
 """Arguments of `ServedModel.chat`; with `messages` only."""
 NO_EFFECT = frozenset(("metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"))
 NO_EFFECT |= {"request_id", "safety_identifier", "service_tier", "spaces_between_special_tokens", "store", "user"}
-NO_EFFECT |= {"verbosity"}
+NO_EFFECT |= {"verbosity", "session_id", "return_mm_kwargs", "guided_decoding_backend"}
 """Fields that change no answer, neither of the server nor of a replica."""
 HARMLESS: Mapping[str, Any] = {"n": 1, "best_of": 1, "stream": True}
 """Values of refused fields that say what happens anyway."""
@@ -44,6 +44,11 @@ REFUSED: Mapping[str, str] = {
     **dict.fromkeys(("audio", "chat_template", "function_call", "functions", "logits_processors"), "leave it out"),
     **dict.fromkeys(("modalities", "moderation", "prediction", "suffix", "web_search_options"), "leave it out"),
     **dict.fromkeys(("use_beam_search", "length_penalty"), "leave it out"),
+    **dict.fromkeys(("truncation_side", "thinking_token_budget", "logprob_token_ids", "watermarking"), "leave it out"),
+    **dict.fromkeys(("repetition_detection", "stream_interval", "return_token_offsets"), "leave it out"),
+    **dict.fromkeys(("return_prompt_text", "routed_experts_prompt_start", "vllm_xargs"), "leave it out"),
+    **dict.fromkeys(("kv_transfer_params", "ec_transfer_params", "prompt_embeds"), "leave it out"),
+    **dict.fromkeys(("media_io_kwargs", "mm_processor_kwargs", "guided_whitespace_pattern"), "leave it out"),
 }
 """Remedies by field; null is taken."""
 KNOWN = frozenset({*RENAMED, *CHAT, *NO_EFFECT, *REFUSED})

@@ -330,6 +330,8 @@ TOKENS: dict[str, int] = {
     "instructblipvideo": FIRST_MARKER,
 }
 """Placeholders that configurations do not name."""
+UNMARKED = frozenset({"paligemma"})
+"""Types whose processor marks no token of a prompt: all of it is a prefix, and a suffix is what is learned."""
 WRAPPED: dict[str, tuple[list[int], list[int]]] = dict.fromkeys(
     ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"), ([120], [119])
 )

@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 from torchax_serve.multimodal.placeholders import TOKEN_FIELDS, image_token_id
 from torchax_serve.parity.tiny.config import FIRST_MARKER, PROMPT_IDS_END, config_of_two, is_of_two, tiny_config
-from torchax_serve.parity.tiny.image_overrides import CONFIGS, PIXELS, TOKENS, WRAPPED
+from torchax_serve.parity.tiny.image_overrides import CONFIGS, PIXELS, TOKENS, UNMARKED, WRAPPED
 from torchax_serve.parity.tiny.media_prompts import Inputs, num_features, prompt_around
 from torchax_serve.parity.tiny.models import random_model
 
@@ -105,7 +105,8 @@ def inputs_of(model: PreTrainedModel, model_type: str, index: int) -> Inputs:
     ids = given["input_ids"]
     for name in ("token_type_ids", "mm_token_type_ids"):
         if name in parameters:
-            given[name] = torch.eq(ids, -1 if token is None else token).long()
+            marked = -1 if token is None or model_type in UNMARKED else token
+            given[name] = torch.eq(ids, marked).long()
     if "input_ids" not in parameters:  # there is nothing to read but the image
         given = {}
     return given | {name: value(ids) if callable(value) else value for name, value in images.items()}

@@ -1,4 +1,4 @@
-"""The gathered road: models that cannot be packed give each request the tokens that transformers gives it alone."""
+"""The per-sequence executor: models that cannot be packed give each request the tokens that transformers gives it."""
 
 import dataclasses
 from functools import partial
@@ -112,11 +112,11 @@ def prompts():
 def answers(engine, ids, runtime, params=None):
     params = params or SamplingParams()
     config, params = params.merged_into(transformers.GenerationConfig(max_new_tokens=NEW)), params.only_engine_options()
-    tickets = [
+    handles = [
         engine.submit(EngineRequest.of(prompt, config, params, vocab_size=runtime.limits.vocab_size, seed=0))
         for prompt in ids
     ]
-    return [list(ticket.result()) for ticket in tickets]
+    return [list(handle.result()) for handle in handles]
 
 
 def alone(model, ids):
@@ -156,7 +156,7 @@ def test_each_request_has_the_tokens_it_has_alone(model_type):
     assert first == expected
     assert again == expected[:4]
     assert len({tuple(answer) for answer in expected}) > 6  # the test can tell requests apart
-    assert stats.num_programs <= num_programs + 2  # chance decides which rungs the first round has met
+    assert stats.num_programs <= num_programs + 2  # chance decides which buckets the first round has met
     if model_type != "mamba":
         assert stats.scheduler.num_preemptions > 0
         assert [group.num_used for group in stats.scheduler.pages] == [0]

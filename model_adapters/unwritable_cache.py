@@ -1,0 +1,16 @@
+"""The one warning about a cache folder that cannot be written, whatever was to be kept there."""
+
+from __future__ import annotations
+
+import logging
+
+logger = logging.getLogger("torchax_serve")
+
+_WARNED: list[str] = []
+
+
+def report_unwritable(reason: str) -> None:
+    """Logs that something is not kept: the first time in a process as a warning, as one folder has it all."""
+    level = logging.INFO if _WARNED else logging.WARNING
+    _WARNED.append(reason)
+    logger.log(level, "%s; until it can be written every start compiles anew; choose another by XDG_CACHE_HOME", reason)
