@@ -62,6 +62,7 @@ class AssistantHead(PreTrainedModel):
             position_ids=position_ids,
             shared_kv_states=shared_kv_states,
             use_cache=False,
+            logits_to_keep=slice(None),  # 0, the default, would cut masks, which loses their annotations
         ).last_hidden_state
         logits = assistant.lm_head(out) if assistant.masked_embedding is None else self._ordered_logits(out)
         return HeadOutput(logits=logits, hidden=assistant.post_projection(out))
@@ -86,6 +87,11 @@ def _mask(window: int | None) -> Any:
     return mask
 
 
+def has_assistant(target: LoadedModel) -> bool:
+    """Tells whether the model stores keys and values that an assistant can read."""
+    return hasattr(target.config.get_text_config(), "kv_sharing_modes")
+
+
 def assistant_of(loaded: LoadedModel, target: LoadedModel) -> LoadedAssistant:
     """Returns the loaded assistant as the draft head of `target`.
 
@@ -95,7 +101,7 @@ def assistant_of(loaded: LoadedModel, target: LoadedModel) -> LoadedAssistant:
     name = str(loaded.source.name)
     config, theirs = loaded.config, target.config.get_text_config()
     ours = config.get_text_config()
-    if not hasattr(theirs, "kv_sharing_modes"):
+    if not has_assistant(target):
         raise InvalidArgumentError(
             f"speculative_config: model: expected a draft model for {type(target.module).__name__}, got {name}, which "
             "drafts for models of Gemma 4; choose another draft model"

@@ -40,8 +40,8 @@ class SpeculativeConfig:
     Attributes:
         method: "ngram": drafts are the tokens that followed the last tokens before, in the prompt or the answer;
             "draft_model": another model writes them; "eagle3", "mtp": a head on the served model's hidden states does,
-            an EAGLE-3 head or the model's own prediction layer.
-        model: Draft model or EAGLE-3 head, as `serve` takes a model; None for the other methods.
+            an EAGLE-3 head, the model's own prediction layer or Gemma 4's assistant.
+        model: Draft model, EAGLE-3 head or assistant, as `serve` takes a model; None for other drafts.
         num_speculative_tokens: Number of drafts that a step verifies.
         prompt_lookup_max: Most last tokens that are looked up; more of them in common are a better match.
         prompt_lookup_min: Fewest last tokens that are looked up.
