@@ -61,6 +61,12 @@ def drawn(model):
     return model
 
 
+def generated(target, prompt):
+    ids = torch.tensor([prompt])  # 0 is a token like others, not padding
+    output = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_NEW, do_sample=False)
+    return output[0].tolist()
+
+
 def candidates(target, assistant, text):
     """Returns the drafts behind `text` by transformers' generator, which is shown what the last token may see."""
     before = target(torch.tensor([text[:-1]]), output_hidden_states=True, return_shared_kv_states=True)
@@ -114,9 +120,7 @@ def speculation(assistant, **settings):
 @torch.no_grad()
 def test_the_assistant_drafts_what_transformers_does(recorded, kind, method):
     target, assistant = target_model(kind), assistant_model(kind)
-    texts = [
-        target.generate(torch.tensor([each]), max_new_tokens=NUM_NEW, do_sample=False)[0].tolist() for each in PROMPTS
-    ]
+    texts = [generated(target, each) for each in PROMPTS]
     wanted = [num_accepted(target, assistant, text, len(each)) for text, each in zip(texts, PROMPTS, strict=True)]
     with serve(target, engine=SIZES, speculative_config=speculation(assistant, method=method)) as model:
         model.engine.check_integrity = True
