@@ -26,6 +26,13 @@ def byte_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>")
 
 
+def replace_loading(modules, serve):
+    """Makes commands load models by `serve`, in a table like ``sys.modules``; what loads them is not imported."""
+    name = "torchax_serve.entrypoints.serve"
+    modules[name] = types.ModuleType(name)
+    modules[name].serve_without_pipelines = serve
+
+
 class FakeModel:
     name = "fake"
 
@@ -65,12 +72,11 @@ if __name__ == "__main__":
     import os
     import termios
 
-    import torchax_serve
     from torchax_serve.cli.main import main
 
     if os.environ.get("OWN_TERMINAL"):  # so that the terminal turns Ctrl-C into a signal for this process
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
-    torchax_serve.serve = lambda name, **options: FakeModel()
+    replace_loading(sys.modules, lambda name, **options: FakeModel())
     sys.argv[0] = "torchax-serve"
     main()

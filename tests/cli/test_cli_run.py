@@ -2,17 +2,24 @@
 
 import json
 import re
+import sys
 
 import pytest
-from fake_model import TEMPLATE, FakeModel
+from fake_model import TEMPLATE, FakeModel, replace_loading
 from typer.testing import CliRunner
 
-import torchax_serve
 from model_adapters.errors import ModelNotFoundError
 from torchax_serve.cli.chat import conversation
 from torchax_serve.cli.main import app
 
 PROMPT_BACK = "u(Hi there)a("
+
+
+def replaced_loading(monkeypatch, serve):
+    modules = {}
+    replace_loading(modules, serve)
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
 
 
 @pytest.fixture
@@ -28,7 +35,7 @@ def call(monkeypatch):
             raise ModelNotFoundError("no model\nis called nowhere")
         return run.model
 
-    monkeypatch.setitem(vars(torchax_serve), "serve", serve)
+    replaced_loading(monkeypatch, serve)
     # What the program does to the process it ends with, a test process must not keep.
     monkeypatch.setattr("torchax_serve.cli.shared.errors.quiet_libraries", lambda: None)
     run.model = FakeModel()
@@ -209,7 +216,7 @@ def test_interrupted_while_loading(call, monkeypatch):
     def interrupted(name, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(vars(torchax_serve), "serve", interrupted)
+    replaced_loading(monkeypatch, interrupted)
     result = call("Hi there")
     assert (result.exit_code, result.stdout, result.stderr) == (130, "", "interrupted\n")
 

@@ -67,9 +67,9 @@ def test_requests_that_need_more_than_tokens_have_the_same_results(pair, options
         request(prompts[1]),
         request(prompts[2], 12, temperature=0.5, do_sample=True),
     ]
-    num_accepted = pair[1].engine.stats().scheduler.num_accepted_tokens
+    num_drafted = pair[1].engine.stats().scheduler.num_draft_tokens
     assert answers_of(pair[1], asked) == answers_of(pair[0], asked)
-    assert pair[1].engine.stats().scheduler.num_accepted_tokens > num_accepted, "the others speculate beside it"
+    assert pair[1].engine.stats().scheduler.num_draft_tokens > num_drafted, "the others speculate beside it"
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "top_p": 0.9, "do_sample": True}])
@@ -80,11 +80,13 @@ def test_drafted_tokens_have_their_log_probabilities(pair, options):
         request(prompts[1], logprobs=0, **options),
         request(prompts[2], 12),
     ]
-    num_accepted = pair[1].engine.stats().scheduler.num_accepted_tokens
+    before = pair[1].engine.stats().scheduler
     plain, speculative = (answers_of(model, asked) for model in pair)
     assert speculative == plain, "to the last bit"
     assert len(plain[0][1]) == 30 and len(plain[0][1][0].top) == 3 and not plain[2][1]
-    assert pair[1].engine.stats().scheduler.num_accepted_tokens > num_accepted + 12
+    after = pair[1].engine.stats().scheduler
+    assert after.num_draft_tokens > before.num_draft_tokens
+    assert options or after.num_accepted_tokens > before.num_accepted_tokens + 12, "best tokens repeat"
 
 
 class Banned:

@@ -1,5 +1,6 @@
 """The kernels' build: kept, rebuilt, done once, and done without."""
 
+import contextlib
 import errno
 import logging
 import os
@@ -111,6 +112,13 @@ def unwritable(fresh, monkeypatch):
     monkeypatch.setenv("CXX", fake_compiler(fresh))
     monkeypatch.setattr(tempfile, "tempdir", str(fresh / "temporary"))
     monkeypatch.setattr(unwritable_cache, "_WARNED", [])
+    register = jax.ffi.register_ffi_target
+
+    def register_first(*args, **kwargs):  # a process that has loaded kernels before keeps those
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            register(*args, **kwargs)
+
+    monkeypatch.setattr(jax.ffi, "register_ffi_target", register_first)
     before = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", None)
     yield fresh

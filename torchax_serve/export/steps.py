@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -131,6 +132,5 @@ def _donated_names(call: StepCall) -> list[str]:
 
 
 def _parameters(call: StepCall) -> list[str]:
-    code = call.function.function.__code__
-    names = code.co_varnames[: code.co_argcount]
-    return list(names[names.index("weights") + 1 :])
+    names = list(inspect.signature(call.function.function).parameters)
+    return names[names.index("weights") + 1 :]
