@@ -276,18 +276,20 @@ def test_what_libraries_store_in_the_namespaces_of_modeling_files_is_no_change(m
     assert watch.change().what == "the class LlamaForCausalLM._found_out"
 
 
-def test_looking_for_changes_takes_less_than_a_millisecond():
+def test_looking_for_changes_takes_as_long_as_naming_all_parameters_a_few_times():
     config = LlamaConfig(
         vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=34, num_attention_heads=4
     )
     watch = to_jax(LlamaForCausalLM(config))._jax_runtime.watch
     assert len(list(watch.module.parameters())) > 300
-    took = []
-    for _ in range(50):
+    took, named = [], []
+    for _ in range(50):  # in turns, on whatever machine
         start = time.perf_counter()
         assert watch.change() is None
         took.append(time.perf_counter() - start)
-    assert min(took) < 1e-3
+        dict(watch.module.named_parameters())
+        named.append(time.perf_counter() - start - took[-1])
+    assert min(took) < 5 * min(named)
 
 
 def test_globals_that_code_reads_need_a_refresh():

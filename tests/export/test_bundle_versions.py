@@ -128,7 +128,7 @@ def test_weights_of_orbax(served, bundle, tmp_path, expected, monkeypatch):
     programs = manifest_of(bundle / "1")["variants"]
 
     def copied(self, target):  # the programs do not depend on the format of the weights
-        shutil.copytree(bundle / "1" / "programs" / target.name, self.root / "programs" / target.name)
+        shutil.copytree(bundle / "1" / "programs" / target.name, self.programs.root / "programs" / target.name)
         return programs[target.name]
 
     monkeypatch.setattr(writer.StepExporter, "export", copied)

@@ -15,7 +15,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "pooling"))
 
 from encoder_models import SPECIAL, WORDS, folder
 
-from torchax_serve.pooling import POOLINGS, batching
+from torchax_serve.pooling import POOLINGS
+from torchax_serve.pooling.text_program import TextProgram
 from torchax_serve.server.start_progress import StartProgress
 
 MAX_LEN = 12
@@ -71,7 +72,7 @@ def test_after_warm_up_nothing_compiles(kind, tmp_path, monkeypatch):
         modules = [("0", "", "Transformer"), ("1", "1_Pooling", "Pooling"), ("2", "2_Normalize", "Normalize")]
         modules = [{"idx": int(n), "name": n, "path": path, "type": prefix + name} for n, path, name in modules]
         (tmp_path / "modules.json").write_text(json.dumps(modules))
-    monkeypatch.setattr(batching, "MAX_ROWS", 8)
+    monkeypatch.setattr(TextProgram, "max_rows", 8)
     shown = []
     stage = StartProgress.stage
     monkeypatch.setattr(StartProgress, "stage", lambda *args: shown.append(args[1:3]) or stage(*args))
