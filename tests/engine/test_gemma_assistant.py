@@ -3,6 +3,7 @@
 import random
 
 import jax
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -98,7 +99,8 @@ def recorded(monkeypatch):
     seen = {}
     own = DraftAssistant.propose
 
-    def note(ids, lens, drafts, is_found):
+    def note(*arrays):
+        ids, lens, drafts, is_found = map(np.asarray, arrays)  # operations of JAX in a callback would wait for it
         for row in is_found.nonzero()[0]:
             seen[tuple(ids[row, : lens[row]].tolist())] = drafts[row].tolist()
 
