@@ -10,6 +10,7 @@ import transformers
 from engine_models import tiny_model
 from safetensors.torch import load_file, save_file
 from speculation_requests import request, tokens_of
+from thorough import thorough
 from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
 from weights import draw_matrices
 
@@ -118,7 +119,7 @@ def speculation(assistant, **settings):
     return {**config, **settings}
 
 
-@pytest.mark.parametrize(("kind", "method"), [("Gemma4", "mtp"), ("Gemma4Unified", "draft_model")])
+@pytest.mark.parametrize(("kind", "method"), [("Gemma4", "mtp"), thorough("Gemma4Unified", "draft_model")])
 @torch.no_grad()
 def test_the_assistant_drafts_what_transformers_does(recorded, kind, method):
     target, assistant = target_model(kind), assistant_model(kind)
