@@ -67,3 +67,14 @@ class LoadedHead:
     def tensors(self, weights: HeadedWeights) -> Weights:
         """Returns all tensors of the head by name, with those of the model that it shares."""
         return {**weights.head, **{own: weights.model[name] for own, name in self.shared.items()}}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LoadedAssistant(LoadedHead):
+    """A head without keys and values: it reads those of the model.
+
+    Attributes:
+        reads: Each kind of its layers, the layer of the model that these read, and the columns of its keys.
+    """
+
+    reads: tuple[tuple[str, int, int], ...] = ()

@@ -9,11 +9,11 @@ from torchax_serve import SamplingParams
 from torchax_serve.engine.request import EngineRequest
 
 
-def request(prompt, max_new_tokens=30, seed=0, **options):
+def request(prompt, max_new_tokens=30, seed=0, vocab_size=VOCAB_SIZE, **options):
     params = SamplingParams(**options)
     config = transformers.GenerationConfig(max_new_tokens=max_new_tokens)
     return EngineRequest.of(
-        prompt, params.merged_into(config), params.only_engine_options(), vocab_size=VOCAB_SIZE, seed=seed
+        prompt, params.merged_into(config), params.only_engine_options(), vocab_size=vocab_size, seed=seed
     )
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
+from model_adapters.draft_heads.gemma_assistant import ASSISTANTS, assistant_of, has_assistant
 from model_adapters.draft_heads.loaded_head import LoadedHead
-from model_adapters.errors import InvalidArgumentError
+from model_adapters.errors import CheckpointError, InvalidArgumentError, UnsupportedArgumentError
 from model_adapters.loading import LoadedModel, load_model
 from model_adapters.loading.compress_weights import prepare_weights
 from model_adapters.loading.model_source import resolve
+from model_adapters.loading.tensor_match import some
 from torchax_serve.engine.options import EngineOptions
 from torchax_serve.engine.replica_runtimes import split_runtimes
 from torchax_serve.entrypoints.base_model import programs_of
@@ -39,15 +42,24 @@ def with_draft_model(
     config = None if engine is None else SpeculativeConfig.parse(engine.speculative)
     if engine is None or config is None or config.looks_up:
         return engine
-    if config.method in ("eagle3", "mtp"):
-        if target.sharding is not None:
-            return engine  # refused where the engine is made
+    if config.method in ("eagle3", "mtp") and target.sharding is not None:
+        return engine  # refused where the engine is made
+    if config.method == "eagle3" or config.model is None:
         return dataclasses.replace(
             engine, speculative=dataclasses.replace(config, model=_head(config, target, loading))
+        )
+    if config.method == "mtp" and not has_assistant(target):
+        raise InvalidArgumentError(
+            f"speculative_config: model: expected None with method 'mtp' for {type(target.module).__name__}, got "
+            f"{config.model if isinstance(config.model, str | os.PathLike) else 'a model object'}; leave model out, "
+            "only those of Gemma 4 have an assistant"
         )
     mesh = None if target.sharding is None else target.sharding.mesh
     loaded = load_model(config.model, mesh=mesh, **{name: loading[name] for name in _SHARED if name in loading})
     name = "the model object" if loaded.source.kind == "object" else str(config.model)
+    if config.method == "mtp" or loaded.config.model_type in ASSISTANTS:
+        assistant = _assistant(name, loaded, target)
+        return dataclasses.replace(engine, speculative=dataclasses.replace(config, model=assistant))
     _check_vocabulary(name, loaded, target)
     if pack_weights:
         prepare_weights(loaded)
@@ -68,6 +80,26 @@ def _head(config: SpeculativeConfig, target: LoadedModel, loading: dict[str, Any
     named = {name: loading[name] for name in ("token", "local_files_only", "cache_dir", "progress") if name in loading}
     source = resolve(config.model, allow_pickle=allow_pickle, **named)
     return load_eagle3(source, target, allow_pickle=allow_pickle)
+
+
+def _assistant(name: str, loaded: LoadedModel, target: LoadedModel) -> LoadedHead:
+    """Returns a model that was loaded to draft from the served model's keys, as its draft head."""
+    if missing := loaded.report.missing_tensors:  # what is there may have been loaded as another model
+        raise CheckpointError(
+            f"{name}: expected all tensors of the draft model, {len(missing)} missing: {some(missing)}; get its files "
+            "again"
+        )
+    if loaded.config.model_type not in ASSISTANTS:
+        raise InvalidArgumentError(
+            f"speculative_config: model: expected None or an assistant of Gemma 4 with method 'mtp', got {name}; use "
+            "method 'draft_model'"
+        )
+    if loaded.sharding is not None:
+        raise UnsupportedArgumentError(
+            f"speculative_config: model: expected None or another draft model for a model on several devices, got "
+            f"{name}, which reads the pages of one; leave it out"
+        )
+    return assistant_of(loaded, target)
 
 
 def _check_vocabulary(name: str, draft: LoadedModel, target: LoadedModel) -> None:

@@ -15,12 +15,13 @@ import jax
 import numpy as np
 
 from model_adapters.caches.packed_batch import NotPackableError, PackedBatch, ScaledPool
-from model_adapters.draft_heads.loaded_head import LoadedHead
+from model_adapters.draft_heads.loaded_head import LoadedAssistant, LoadedHead
 from model_adapters.errors import InvalidArgumentError, TorchaxServeError, UnsupportedArgumentError
 from model_adapters.ops import registry
 from model_adapters.ops.compressed_weight import Weights
 from model_adapters.ops.kv_pool import LARGEST
 from torchax_serve.executors.base import ExecutorChoice
+from torchax_serve.executors.draft_assistant import DraftAssistant
 from torchax_serve.executors.draft_head import DraftHead
 from torchax_serve.executors.draft_model import DraftModel
 from torchax_serve.executors.loaded_draft import LoadedDraft
@@ -151,7 +152,8 @@ def _draft(runtime: ModelRuntime, sizes: MemoryBudget) -> DraftModel | DraftHead
         hidden_size = runtime.text_config.hidden_size
         dtype = runtime.program.module.dtype
         width = hidden_size * len(loaded.layers)
-        return DraftHead(loaded, runtime.limits.vocab_size, width, str(dtype).removeprefix("torch."))
+        kind = DraftAssistant if isinstance(loaded, LoadedAssistant) else DraftHead
+        return kind(loaded, runtime.limits.vocab_size, width, str(dtype).removeprefix("torch."))
     if not isinstance(loaded, LoadedDraft):
         raise UnsupportedArgumentError(
             f"speculative_config: method {sizes.speculative.method!r}: expected a model that serve loads on one "
@@ -181,7 +183,7 @@ def _head_shapes(
     runtime: ModelRuntime, shapes: Sequence[PagedLayerSpec], draft: DraftModel | DraftHead | None
 ) -> tuple[PagedLayerSpec, ...]:
     """Returns the paged cache of the layer of a draft head; nothing without one."""
-    if not isinstance(draft, DraftHead):
+    if not isinstance(draft, DraftHead) or isinstance(draft, DraftAssistant):
         return ()
     own = draft.loaded.kv_shape
     if own is None:

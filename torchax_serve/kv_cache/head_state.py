@@ -46,7 +46,7 @@ def _forget(lens: jax.Array, slot: jax.Array) -> jax.Array:
 
 
 class HeadedCache(PagedCache):
-    """Pools of a `CacheAllocation`, the last one the head's, and behind them a `HeadState`.
+    """Pools of a `CacheAllocation`, the last one the head's if it has one, and behind them a `HeadState`.
 
     Args:
         plan: Number of pages of each group.
@@ -60,7 +60,8 @@ class HeadedCache(PagedCache):
     ) -> None:
         self._num_slots, self._width, self._dtype = num_slots, width, np.dtype(dtype)
         if scales is not None:
-            scales = [*scales, None]  # type: ignore[list-item]
+            own = len(plan.layout.groups) - len(scales)  # an assistant has no layer of its own
+            scales = [*scales, *([None] * own)]  # type: ignore[list-item]
         super().__init__(plan, None, scales)
 
     def reset(self) -> None:

@@ -40,8 +40,8 @@ class SpeculativeConfig:
     Attributes:
         method: "ngram": drafts are the tokens that followed the last tokens before, in the prompt or the answer;
             "draft_model": another model writes them; "eagle3", "mtp": a head on the served model's hidden states does,
-            an EAGLE-3 head or the model's own prediction layer.
-        model: Draft model or EAGLE-3 head, as `serve` takes a model; None for the other methods.
+            an EAGLE-3 head, the model's own prediction layer or Gemma 4's assistant.
+        model: Draft model, EAGLE-3 head or assistant, as `serve` takes a model; None for other drafts.
         num_speculative_tokens: Number of drafts that a step verifies.
         prompt_lookup_max: Most last tokens that are looked up; more of them in common are a better match.
         prompt_lookup_min: Fewest last tokens that are looked up.
@@ -62,8 +62,7 @@ class SpeculativeConfig:
             )
         if self.method not in METHODS:
             raise InvalidArgumentError(f"speculative_config: method: expected {LISTED}, got {self.method!r}")
-        is_given = self.model is not None and not (self.method == "mtp" and hasattr(self.model, "program"))
-        if (self.method in NEEDS_MODEL) != is_given:
+        if self.method != "mtp" and (self.method in NEEDS_MODEL) != (self.model is not None):
             expected = NEEDS_MODEL.get(self.method, f"None with method {self.method!r}")
             raise InvalidArgumentError(f"speculative_config: model: expected {expected}, got {self.model!r}")
         self._check("num_speculative_tokens", 1, MAX_SPECULATIVE_TOKENS, "4 is usual; None does not speculate")
