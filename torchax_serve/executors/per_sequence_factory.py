@@ -69,10 +69,12 @@ def per_sequence_executor(runtime: ModelRuntime, sizes: MemoryBudget, why_not_pa
         parts = PerSequenceFactory(runtime, forward, layout, sizes, sources)
         exact = parts  # probes compare logits, which rounded keys and values change
         if sizes.kv_cache_dtype is not None:
-            check_layout(sizes.kv_cache_dtype, layout, has_encoder=sources is not None)
+            check_layout(sizes.kv_cache_dtype, layout)
             dtype = dtype_of(sizes.kv_cache_dtype)
-            scales = calibrate_by_sequence(runtime, forward, layout, parts.wanted_block_len, dtype)
-            parts = dataclasses.replace(parts, scales=scales)
+            scales = calibrate_by_sequence(runtime, forward, layout, parts.wanted_block_len, dtype, sources)
+            parts = dataclasses.replace(parts, layout=layout.with_encoder_in(dtype), scales=scales)
+            if sources is not None:  # whose exact states lie beside the cache during probes: of one request they do
+                exact = dataclasses.replace(exact, sizes=dataclasses.replace(sizes, max_num_seqs=1))
         cache = parts.cache()
         make = functools.cache(functools.partial(parts.model, cache))
         block_len = programs.memoize("per-sequence trial", f"{sizes}", lambda: exact.block_len(cache, make))

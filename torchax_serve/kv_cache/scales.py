@@ -85,22 +85,23 @@ def calibrate_scales(runtime: ModelRuntime, dtype: np.dtype) -> tuple[HeadScales
 
 
 def scales_of_trial(
-    runtime: ModelRuntime, largest: Callable[..., Any], length: int, dtype: np.dtype
+    runtime: ModelRuntime, largest: Callable[..., Any], length: int, dtype: np.dtype, source: tuple[Any, ...] = ()
 ) -> tuple[HeadScales, ...]:
     """Computes scales from the largest magnitudes in prompts of random tokens.
 
     Args:
         runtime: The model.
-        largest: Function of weights and ids int32[TRIAL_ROWS, length]; returns `largest_by_head` of each layer.
+        largest: Function of weights and ids int32[TRIAL_ROWS, length]; and `source`; returns `largest_by_head` of each layer.
         length: Number of tokens of a prompt.
         dtype: Dtype of the pages.
+        source: Further arguments of `largest`: an encoder's output and its length.
     """
     facts = runtime.program
     kept = CachedFunction(
         runtime.steps.executables, "int8_trial", largest, facts=facts.trace_facts, recall=facts.restore_facts
     )
     ids = np.random.default_rng(0).integers(0, runtime.limits.vocab_size, (TRIAL_ROWS, length))
-    found = kept(runtime.weights, to_device(ids, np.int32), spec=None)
+    found = kept(runtime.weights, to_device(ids, np.int32), *source, spec=None)
     return tuple((scale_of(keys, dtype), scale_of(values, dtype)) for keys, values in found)
 
 
