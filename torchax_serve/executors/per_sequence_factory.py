@@ -139,10 +139,12 @@ class PerSequenceFactory:
         return tuple(dataclasses.replace(leaf, dtype=dtype) for leaf in self.layout.pages)
 
     @property
-    def pages(self) -> PoolAllocator | None:
+    def pages(self) -> PoolAllocator:
         """Allocator of pools and states, sharded by heads and channels if the model is on a mesh."""
         sharding = self.runtime.program.sharding
-        return None if sharding is None else PoolAllocator(sharding.pool_sharding, sharding.state_sharding)
+        if sharding is None:
+            return PoolAllocator(begins_small=self.sizes.max_num_seqs == 1)
+        return PoolAllocator(sharding.pool_sharding, sharding.state_sharding)
 
     def model(self, cache: PagedCacheWithStates, block_len: int) -> PerSequenceExecutor:
         """Returns an executor on `cache`; pads chunks only if the model ignores padding."""
