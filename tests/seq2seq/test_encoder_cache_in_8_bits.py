@@ -60,9 +60,7 @@ def test_a_decoder_reads_rounded_keys_and_values_of_its_own_and_of_the_encoder(m
             eager(decoder_input_ids=ids, **given, **{CACHE: each}).logits[0, -1].numpy() for each in (cache, whole)
         )
         np.testing.assert_allclose(found, expected, atol=BOUND)
-        round_layers(
-            cache.self_attention_cache.layers, lambda n, part, _: scales[n][part][:, None, None], dtype
-        )
+        round_layers(cache.self_attention_cache.layers, lambda n, part, _: scales[n][part][:, None, None], dtype)
         if start == 0:  # later steps do not write these again
             largest = LARGEST[dtype]
             round_layers(

@@ -38,6 +38,4 @@ class ScaledState:
         largest = jnp.abs(exact).max(axis=(3, 4), keepdims=True)
         scale = jnp.where(largest > 0, largest / LARGEST[str(self.numbers.dtype)], 1.0)
         numbers = rounded_steps(exact / scale, self.numbers.dtype)
-        return ScaledState(
-            self.numbers.at[slots, :, :, : new.shape[3]].set(numbers), self.scale.at[slots].set(scale)
-        )
+        return ScaledState(self.numbers.at[slots, :, :, : new.shape[3]].set(numbers), self.scale.at[slots].set(scale))
