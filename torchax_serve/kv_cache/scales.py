@@ -106,7 +106,8 @@ def scales_of_trial(
 
     Args:
         runtime: The model.
-        largest: Function of weights and ids int32[TRIAL_ROWS, length]; and `source`; returns `largest_by_head` of each layer.
+        largest: Function of weights, ids int32[TRIAL_ROWS, length] and `source`; returns `largest_by_head` of each
+            layer.
         length: Number of tokens of a prompt.
         dtype: Dtype of the pages.
         source: Further arguments of `largest`: an encoder's output and its length.
