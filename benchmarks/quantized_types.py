@@ -7,8 +7,8 @@
 Models are tiny and random, in float32. Compared are the distributions of the next token behind each token of a prompt:
 the KL divergence must stay below 1e-3, which is what rounding activations to 8 bits costs. Where it does not, as where
 a rounded number changes the choice of an expert, the same weights run with activations that are not rounded: below
-1e-6 the type is "rounding", else it is "failed". Presets that leave activations as they are must stay below 1e-6. Each type runs in a worker process with a time limit. Results are in
-benchmarks/results/quantized-types.json.
+1e-6 the type is "rounding", else it is "failed". Presets that leave activations as they are must stay below 1e-6. Each
+type runs in a worker process with a time limit. Results are in benchmarks/results/quantized-types.json.
 """
 
 import argparse
