@@ -42,14 +42,22 @@ FAST = (
 )
 
 
-def pytest_collection_modifyitems(items):
-    """Marks the tests of `FAST` modules."""
+def pytest_collection_modifyitems(config, items):
+    """Marks the tests of `FAST` modules, and leaves out those marked as thorough, or all others with `--thorough`."""
     for item in items:
         if item.nodeid.partition("::")[0].removesuffix(".py").removeprefix("tests/") in FAST:
             item.add_marker(pytest.mark.fast)
+    if any("::" in each for each in config.args):  # tests that are named run
+        return
+    is_thorough = config.getoption("--thorough")
+    left_out = [item for item in items if (item.get_closest_marker("thorough") is not None) != is_thorough]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if (item.get_closest_marker("thorough") is not None) == is_thorough]
 
 
 def pytest_addoption(parser):
+    parser.addoption("--thorough", action="store_true", help="run the tests marked as thorough, and only those")
     parser.addoption("--as-served", action="store_true", help="compile for the CPU as models are that are served")
 
 

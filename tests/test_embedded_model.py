@@ -127,12 +127,14 @@ def measured(model, tokenizer):
     return scores(model, tokenizer, by_rule | by_hand)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("task", [*AIMS, "sentiment (by hand)", "one-digit sums (by hand)"])
 def test_accuracy_on_held_out_questions(measured, task):
     assert measured[task].num_asked >= 25
     assert measured[task].accuracy >= AIMS[task.removesuffix(" (by hand)")], measured[task].mistakes
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("task", OTHER_TASKS)
 def test_accuracy_of_the_other_tasks(measured, task):
     assert measured[task].accuracy >= 0.8, measured[task].mistakes

@@ -198,21 +198,23 @@ def use(op: str, implementation: str) -> Iterator[None]:
         _CHOSEN.reset(token)
 
 
-_RECORDS: list[set[tuple[str, str]]] = []
+_RECORDS: dict[int, set[tuple[str, str]]] = {}
+"""By the id of the object: two records may be equal."""
 
 
 @contextlib.contextmanager
 def record_calls() -> Iterator[set[tuple[str, str]]]:
     """Collects (op, implementation) of the calls traced inside the block, in any thread."""
     record: set[tuple[str, str]] = set()
-    _RECORDS.append(record)
+    _RECORDS[id(record)] = record
     try:
         yield record
     finally:
-        _RECORDS.remove(record)
+        del _RECORDS[id(record)]
 
 
-_FALLBACKS: list[list[str]] = []
+_FALLBACKS: dict[int, list[str]] = {}
+"""By the id of the object, as `_RECORDS`."""
 
 
 @contextlib.contextmanager
@@ -222,11 +224,11 @@ def fallbacks() -> Iterator[list[str]]:
     Calls of any thread count, if they use the reference.
     """
     record: list[str] = []
-    _FALLBACKS.append(record)
+    _FALLBACKS[id(record)] = record
     try:
         yield record
     finally:
-        _FALLBACKS.remove(record)
+        del _FALLBACKS[id(record)]
 
 
 def implementation_for(op: str, *args: Any, **kwargs: Any) -> Implementation:
@@ -255,7 +257,7 @@ def implementation_for(op: str, *args: Any, **kwargs: Any) -> Implementation:
                 return candidate
             if not candidate.takes_precedence:  # those call another implementation
                 reasons.append(f"{op}, {candidate.name}: {reason}")
-    for record in _FALLBACKS:
+    for record in list(_FALLBACKS.values()):
         record += reasons
     return found.implementations[0]
 
@@ -263,6 +265,6 @@ def implementation_for(op: str, *args: Any, **kwargs: Any) -> Implementation:
 def call(op: str, *args: Any, **kwargs: Any) -> Any:
     """Computes `op` with the implementation that platform, arguments and `use` select."""
     chosen = implementation_for(op, *args, **kwargs)
-    for record in _RECORDS:
+    for record in list(_RECORDS.values()):
         record.add((op, chosen.name))
     return chosen.function(*args, **kwargs)

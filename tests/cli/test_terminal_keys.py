@@ -10,6 +10,7 @@ import termios
 import pytest
 from fake_terminal import CTRL_C, CTRL_D, TAB, TIMEOUT_S, UP, Terminal, environment
 from prompt_toolkit.history import InMemoryHistory
+from thorough import thorough
 
 from torchax_serve.cli.chat import history
 from torchax_serve.cli.shared import errors
@@ -22,7 +23,7 @@ def shows_keys(terminal):
     return bool(termios.tcgetattr(terminal.fd)[3] & termios.ECHO)
 
 
-@pytest.mark.parametrize("kind", ["xterm", "dumb"])
+@pytest.mark.parametrize("kind", ["xterm", thorough("dumb")])
 def test_keys_typed_during_an_answer_are_the_next_message(kind):
     with Terminal("run", "--raw", "--max-new-tokens", "40", TERM=kind) as terminal:
         terminal.wait_for("/help lists the commands", ">>>")

@@ -10,6 +10,7 @@ import warnings
 import pytest
 import torch
 from cache_name import CACHE
+from thorough import pairs
 from tiny_models import ARCHITECTURES, prompts, tiny_model
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.utils import ModelOutput
@@ -200,8 +201,7 @@ def assert_same_cache(theirs, ours) -> None:
                 assert_same(state, getattr(other, name)[index])
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(("architecture", "case"), pairs(ARCHITECTURES, CASES, one_in=4))
 def test_same_as_transformers(architecture: str, case: str) -> None:
     theirs, ours = pair(architecture)
     ids, mask = prompts()

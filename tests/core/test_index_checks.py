@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from cache_name import CACHE
+from thorough import except_for
 from transformers import (
     BertConfig,
     BertModel,
@@ -70,7 +71,7 @@ COMPUTED = {
 
 
 @pytest.mark.filterwarnings("ignore:.*token_id must be")
-@pytest.mark.parametrize("name", COMPUTED)
+@pytest.mark.parametrize("name", except_for(["gptj"], COMPUTED))
 def test_tables_of_computed_positions_end(name):
     torch.manual_seed(0)
     eager = COMPUTED[name]().eval()

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from cache_name import CACHE
+from thorough import thorough
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import causal_mask_function, eager_mask, sliding_window_causal_mask_function
@@ -92,7 +93,7 @@ def test_tokens_are_those_of_transformers_own_cache(model_type):
     assert served._jax_runtime.cache_support.unsupported_reason
 
 
-@pytest.mark.parametrize("model_type", ["rembert", "bert"])
+@pytest.mark.parametrize("model_type", [thorough("rembert"), "bert"])
 def test_an_encoder_that_generates(model_type):
     """RemBERT as it is published: its configuration makes it an encoder, and its attention reads its cache."""
     model = random_model(causal_class(model_type), tiny_config(model_type, as_decoder=False), seed=1)

@@ -5,6 +5,7 @@ import torch
 import transformers
 from cache_name import CACHE
 from rope_models import COMPUTED_ANEW, LENS, NUM_NEW, answers, left_padded, prompt, rope_model
+from thorough import thorough
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from model_adapters.errors import InvalidArgumentError
@@ -15,8 +16,8 @@ from torchax_serve.parity.tiny.rope_types import BORDER, KINDS, LEGACY, LENGTH_D
 BY_LENGTH = [
     *(("llama", kind) for kind in LENGTH_DEPENDENT),
     ("gemma3_text", "dynamic"),  # by kind of layer
-    ("phi3", "longrope"),
-    ("phimoe", "longrope"),
+    thorough("phi3", "longrope"),
+    thorough("phimoe", "longrope"),
 ]
 
 

@@ -46,7 +46,8 @@ LINT = ["ruff check .", "ruff format --check .", "mypy"]
 SUITE = ["pip install .[dev]", "pytest", *LINT, AS_SERVED]
 FAST = [*LINT, "pytest -m fast"]
 AGAIN = "-n 0 --last-failed --last-failed-no-failures none"
-CHECKS = [*SUITE, *PARITY, *TPU, *GPU, *RAY, *FORMATS, *REAL, *BUNDLES, *DIFFUSION, *TUNIX]
+THOROUGH = "pytest --thorough"
+CHECKS = [*SUITE, *PARITY, *TPU, *GPU, *RAY, *FORMATS, *REAL, *BUNDLES, *DIFFUSION, *TUNIX, THOROUGH]
 COMPILERS = [TPU[0], GPU[0], RAY[0], FORMATS[0], REAL[0], REAL[1], BUNDLES[0], DIFFUSION[0], TUNIX[0]]
 SUITES = [TPU[1:], GPU[1:], RAY[1:], FORMATS[1:], REAL[1:], REAL[2:], BUNDLES[1:], DIFFUSION[1:], TUNIX[1:]]
 
@@ -90,7 +91,7 @@ def project(tmp_path):
         )
         (programs / name).chmod(0o755)
 
-    def run(failing="", *arguments, status=7):
+    def run(failing="", *arguments, status=7, seconds=0):
         calls, scratch = tmp_path / "calls", tmp_path / "scratch"
         calls.write_text("")
         scratch.mkdir(exist_ok=True)
@@ -99,6 +100,7 @@ def project(tmp_path):
             "CALLS": str(calls),
             "FAILING": failing,
             "STATUS": str(status),
+            "SECONDS": str(seconds),
             "TMPDIR": str(scratch),
         }
         done = subprocess.run(
@@ -120,6 +122,12 @@ def test_the_script_runs_the_second_command_of_the_readme():
 
 def test_all_checks_run_in_order(project):
     assert project() == (0, CHECKS)
+
+
+def test_after_an_hour_no_further_suite_begins(project, capfd):
+    assert project(seconds=3600) == (0, [*SUITE[:2], *LINT])
+    named = re.findall(r"^left out after 60 minutes: (.*)", capfd.readouterr().out, re.M)
+    assert len(named) == len(set(named)) == 12
 
 
 @pytest.mark.parametrize("lacking", COMPILERS)
@@ -149,7 +157,7 @@ def test_failed_tests_run_once_more(project, index):
 def test_tests_that_fail_twice_end_it(tmp_path):
     (tmp_path / "test_it.py").write_text("def test_good(): pass\ndef test_bad(): assert False\n")
     functions = SCRIPT.read_text()
-    functions = functions[functions.index("check() {") : functions.index("# The README's second")]
+    functions = functions[functions.index("check() {") : functions.index("# Whether there is time")]
     programs = tmp_path / ".venv" / "bin"
     programs.mkdir(parents=True)
     (programs / "pytest").symlink_to(Path(sys.executable).parent / "pytest")

@@ -1,4 +1,7 @@
-"""Every command of the documents runs, by bash and the console script or in this process; few are checked by parts."""
+"""Every command of the documents runs, by bash and the console script or in this process; few are checked by parts.
+
+Those of the README always run, the others by `pytest --thorough`.
+"""
 
 import os
 import re
@@ -11,6 +14,7 @@ import pytest
 import typer
 from documents import ROOT, commands
 from ports import free_port
+from thorough import except_for
 from typer.testing import CliRunner
 
 from model_adapters.loading.short_names import short_name
@@ -63,6 +67,12 @@ RUN = [
     for command in dict.fromkeys(command for _, command in COMMANDS)
     if not command.startswith(SET_UP) and command not in FROM_THE_HUB | RUNS_THE_TESTS | WITH_DIFFUSERS
 ]
+OF_README = {command for document, command in COMMANDS if document == "README.md"}
+
+
+def parameters(run):
+    """Returns the commands `run`, of which those of the README run always."""
+    return except_for([command for command in run if command in OF_README], run)
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +116,7 @@ def test_every_command_is_run_or_checked():
     assert len(RUN) >= 3
 
 
-@pytest.mark.parametrize("command", [command for command in RUN if IN_PROCESS.fullmatch(command)])
+@pytest.mark.parametrize("command", parameters([command for command in RUN if IN_PROCESS.fullmatch(command)]))
 def test_command_runs_in_process(command, monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
     if command.startswith("torchax-serve cache"):
@@ -118,7 +128,7 @@ def test_command_runs_in_process(command, monkeypatch, tmp_path):
     assert done.stdout.strip()
 
 
-@pytest.mark.parametrize("command", [command for command in RUN if not IN_PROCESS.fullmatch(command)])
+@pytest.mark.parametrize("command", parameters([command for command in RUN if not IN_PROCESS.fullmatch(command)]))
 def test_command_runs(shell, command):
     done = shell(command.replace(":8476", f":{free_port()}"), TYPED.get(command, ""))
     assert done.returncode == 0, done.stderr

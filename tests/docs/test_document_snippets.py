@@ -1,9 +1,13 @@
-"""Every Python snippet of the documents runs as it stands, on the embedded model and without a network."""
+"""Every Python snippet of the documents runs as it stands, on the embedded model and without a network.
+
+Those of the README always run, the others by `pytest --thorough`.
+"""
 
 import inspect
 
 import pytest
 from documents import ROOT, blocks
+from thorough import except_for
 
 import torchax_serve
 from model_adapters.loading.model_source import EMBEDDED
@@ -25,7 +29,10 @@ def test_the_exceptions_are_snippets():
     assert set(INSTEAD) | set(CALLS_ONLY) <= set(SNIPPETS)
 
 
-@pytest.mark.parametrize("name", [name for name in SNIPPETS if name not in CALLS_ONLY])
+RUN = [name for name in SNIPPETS if name not in CALLS_ONLY]
+
+
+@pytest.mark.parametrize("name", except_for([name for name in RUN if name.startswith("README.md")], RUN))
 def test_snippet_runs(name, capsys):
     text = SNIPPETS[name]
     if name in INSTEAD:

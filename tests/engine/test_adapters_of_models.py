@@ -5,6 +5,7 @@ import pytest
 import torch
 from adapter_models import ATTENTION, PeftModels, ranks
 from engine_models import VOCAB_SIZE, tiny_model
+from thorough import except_for
 from transformers import T5Config, T5ForConditionalGeneration
 
 from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
@@ -44,7 +45,7 @@ TARGETS = {
 }
 
 
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("name", except_for(["qwen3", "bloom"], TARGETS))
 def test_tokens_are_those_of_peft(name, tmp_path):
     targets, executor = TARGETS[name]
     configs = {key: {**config, "target_modules": targets} for key, config in ranks(3).items()}

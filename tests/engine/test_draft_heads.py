@@ -13,6 +13,7 @@ from draft_head_oracle import Eagle3, Mtp, proposals, trained
 from engine_models import VOCAB_SIZE
 from safetensors.torch import load_file, save_file
 from speculation_requests import request, tokens_of
+from thorough import thorough
 from weights import draw_matrices
 
 from model_adapters.draft_heads.loading import load_eagle3
@@ -107,7 +108,9 @@ def test_eagle3_proposes_what_eager_pytorch_does(eagle3, recorded):
     assert 0.3 * stats.num_draft_tokens < stats.num_accepted_tokens <= stats.num_draft_tokens
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, id="float32"), thorough(torch.bfloat16, name="bfloat16")]
+)
 def test_eagle3_changes_no_token(eagle3, dtype):
     _, folder, texts = eagle3
     config = {"method": "eagle3", "model": str(folder), "num_speculative_tokens": NUM_DRAFTS, "adaptive": False}

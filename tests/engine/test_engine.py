@@ -16,6 +16,7 @@ import torch
 import transformers
 from engine_models import VOCAB_SIZE, expected_tokens, tiny_model
 from steps_taken import steps_taken
+from thorough import thorough
 from threads import at_once
 
 from model_adapters.errors import InvalidArgumentError, OutOfMemoryError, TorchaxServeError
@@ -50,7 +51,7 @@ def llama():
         yield model
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "gpt2", "opt", "mixtral"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma3_text", thorough("gpt2"), thorough("opt"), "mixtral"])
 def test_requests_get_the_tokens_they_get_alone(name):
     rng = random.Random(name)
     with serve(tiny_model(name), engine=SMALL) as model:

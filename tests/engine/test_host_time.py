@@ -33,7 +33,7 @@ def test_a_step_reads_what_the_model_has():
 
 
 def test_the_host_is_measured_beside_the_steps_it_sends(tmp_path):
-    options = ["--batch", "2", "--context", "64", "--new-tokens", "80", "--output", tmp_path / "numbers.json"]
+    options = ["--batch", "2", "--context", "64", "--new-tokens", "240", "--output", tmp_path / "numbers.json"]
     options += ["--trace", tmp_path / "trace.json"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *filter(None, sys.path)])}
     done = subprocess.run([sys.executable, SCRIPT, *options], env=environment, capture_output=True, text=True)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from thorough import thorough
 from transformers.models.mamba import modeling_mamba
 from weights import draw_matrices
 
@@ -137,7 +138,9 @@ def prompt_logprobs(engine, prompt, runtime):
 
 
 # gpt_neo counts from the end of the keys, so that its cache must lean.
-@pytest.mark.parametrize("model_type", ["bloom", "gptj", "mamba", "falcon_h1", "lfm2_moe", "gpt_neo"])
+@pytest.mark.parametrize(
+    "model_type", ["bloom", thorough("gptj"), "mamba", thorough("falcon_h1"), "lfm2_moe", "gpt_neo"]
+)
 def test_each_request_has_the_tokens_it_has_alone(model_type):
     runtime = runtime_of(model_type)
     engine = build_engine(runtime, scarce(runtime))

@@ -10,6 +10,7 @@ import torch
 from sampler_oracle import Row, adjusted_scores, processed_scores
 from scipy.special import log_softmax, softmax
 from scipy.stats import chisquare
+from thorough import pairs
 from transformers import GenerationConfig
 
 from torchax_serve.sampling import BatchSampler
@@ -209,17 +210,15 @@ def many():
     return Sampler(4096, 300)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"temperature": 0.5, "top_p": 0.9},
-        {"temperature": 1.5, "top_k": 20, "top_p": 0.95},
-        {"temperature": 1.0, "typical_p": 0.8, "repetition_penalty": 1.5, "frequency_penalty": 1},
-        {"temperature": 1.2, "min_p": 0.02, "logit_bias": {9: 4}},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("over", ["seeds", "positions"])
+OPTIONS = [
+    {"temperature": 0.5, "top_p": 0.9},
+    {"temperature": 1.5, "top_k": 20, "top_p": 0.95},
+    {"temperature": 1.0, "typical_p": 0.8, "repetition_penalty": 1.5, "frequency_penalty": 1},
+    {"temperature": 1.2, "min_p": 0.02, "logit_bias": {9: 4}},
+]
+
+
+@pytest.mark.parametrize(("over", "options"), pairs(["positions", "seeds"], OPTIONS, one_in=2), ids=str)
 def test_draws_follow_the_distribution_of_transformers_scores(many, options, over):
     num_draws, logits = 4096, np.random.default_rng(1).normal(size=300, scale=2).astype(np.float32)
     many.reset()

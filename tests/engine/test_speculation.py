@@ -10,6 +10,7 @@ import transformers
 from adapter_models import PeftModels, ranks
 from engine_models import VOCAB_SIZE, expected_tokens, tiny_model
 from speculation_requests import answers_of, repeating_prompts, request, tokens_of
+from thorough import thorough
 
 from torchax_serve import EngineOptions, InvalidArgumentError, SamplingParams, UnsupportedArgumentError, serve
 
@@ -153,7 +154,7 @@ def test_prompts_in_chunks_and_prefix_hits_next_to_drafts(pair):
     assert speculative.engine.stats().scheduler.num_hit_tokens - hits >= len(long)
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", "mixtral", "gpt2"])
+@pytest.mark.parametrize("name", ["gemma3_text", thorough("mixtral"), thorough("gpt2")])
 def test_other_architectures_and_few_pages_give_the_tokens_of_eager_transformers(name):
     options = dataclasses.replace(SIZES, speculative=NGRAM, kv_cache_memory_bytes=None, max_num_seqs=3)
     prompts = repeating_prompts(5, seed=7)
@@ -164,7 +165,7 @@ def test_other_architectures_and_few_pages_give_the_tokens_of_eager_transformers
         assert model.engine.stats().scheduler.num_accepted_tokens > 0
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama"])
+@pytest.mark.parametrize("name", ["qwen3", thorough("llama")])
 def test_a_draft_model_changes_no_token(pair, name):
     plain, _ = pair
     dtype = plain.torch_model.dtype

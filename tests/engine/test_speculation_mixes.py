@@ -7,6 +7,7 @@ import pytest
 import torch
 from engine_models import VOCAB_SIZE, tiny_model
 from speculation_requests import joined, repeating_prompts, request
+from thorough import thorough
 
 from torchax_serve import EngineOptions, serve
 
@@ -66,8 +67,8 @@ def answers_with_early_ends(model, asked, rng):
 
 @pytest.mark.parametrize(
     ("dtype", "method"),
-    [(torch.float32, "ngram"), (torch.float32, "draft_model"), (torch.bfloat16, "draft_model")],
-    ids=["ngram-float32", "draft_model-float32", "draft_model-bfloat16"],
+    [(torch.float32, "ngram"), (torch.bfloat16, "draft_model"), thorough(torch.float32, "draft_model")],
+    ids=["ngram-float32", "draft_model-bfloat16", "draft_model-float32"],
 )
 def test_tokens_do_not_depend_on_what_ends_or_moves_requests(dtype, method):
     config = NGRAM | {"method": method}

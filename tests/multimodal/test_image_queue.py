@@ -15,6 +15,7 @@ from model_adapters.errors import QueueFullError
 from torchax_serve import EngineOptions, SamplingParams, serve
 from torchax_serve.engine.admission import Admission
 from torchax_serve.multimodal import processor_of
+from torchax_serve.scheduler import Scheduler
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 NEW = 8
@@ -119,6 +120,14 @@ def test_a_dropped_or_failing_reader_frees_its_request(model):
         assert model.stats().num_steps - steps < 100  # and not all 120
 
 
+@pytest.fixture
+def slow_steps(monkeypatch):
+    """An answer is not complete before others are asked for."""
+    schedule = Scheduler.schedule
+    monkeypatch.setattr(Scheduler, "schedule", lambda *args: time.sleep(0.05) or schedule(*args))
+
+
+@pytest.mark.usefixtures("slow_steps")
 def test_deadline_and_priority(model):
     late = stream(model, 1, max_new_tokens=120, ignore_eos=True, timeout_s=0.02)
     list(late)
@@ -141,6 +150,7 @@ def test_deadline_and_priority(model):
     assert ended == ["high", "low"]
 
 
+@pytest.mark.usefixtures("slow_steps")
 def test_a_full_queue_is_an_error(model, monkeypatch):
     monkeypatch.setattr(model.engine, "admission", Admission(max_num_seqs=1, max_num_waiting=1))
     running = [model.chat(question(0), LONG, stream=True) for _ in range(2)]

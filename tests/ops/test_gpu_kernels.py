@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ops_oracle import assert_close, decode_case, exact_decode
 from paged_oracle import exact_paged, paged_case
+from thorough import thorough
 
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops import AttentionArgs, decode_attention, on_platform, paged_attention, registry, use
@@ -105,7 +106,7 @@ def test_prefix(prefix_lens, window):
     check_ragged(case)
 
 
-@pytest.mark.parametrize(("window", "group"), [(None, 16), (20, 2), (None, 128)])
+@pytest.mark.parametrize(("window", "group"), [(None, 16), (20, 2), thorough(None, 128)])
 def test_tokens_of_an_image_see_each_other(window, group):
     """An image over several items, and with a group of 128 one query to an item."""
     images = ((2, 37), (41, 50), (50, 61))
@@ -365,8 +366,10 @@ def test_mosaic_decode(warp_group_in_plain_arrays, monkeypatch, shape, num_progr
     "shape",
     [
         {"dim": 64, "page": 16, "sinks": True, "padding": 5, "heads": 1},
-        {"dim": 128, "value_dim": 64, "page": 64, "window": 170, "group": 3, "spare": 64, "heads": 1},
-        {"dim": 64, "page": 128, "softcap": 5.0, "dtype": "float16", "heads": 2, "group": 8, "q_lens": (16, 3)},
+        thorough({"dim": 128, "value_dim": 64, "page": 64, "window": 170, "group": 3, "spare": 64, "heads": 1}),
+        thorough(
+            {"dim": 64, "page": 128, "softcap": 5.0, "dtype": "float16", "heads": 2, "group": 8, "q_lens": (16, 3)}
+        ),
         {"dim": 192, "page": 8, "heads": 1, "group": 1, "q_lens": (2, 1)},
     ],
     ids=lambda shape: "-".join(shape),

@@ -247,6 +247,7 @@ def test_two_processes_at_once_build_once(fresh):
 NARROWER = {"x86_64": ["-mno-avx512f", "-mno-avx"], "aarch64": ["-O1"]}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("flag", NARROWER.get(platform.machine(), ["-O1"]))
 def test_the_kernels_are_right_without_the_widest_instructions(flag):
     """A part of the grid once more, in a process whose compiler leaves instructions out."""

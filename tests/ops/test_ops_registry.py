@@ -37,6 +37,18 @@ def test_use_overrides_until_the_block_ends(op):
     assert registry.call(op, 2) == ("fast", 4)
 
 
+def test_records_are_told_apart_by_identity_and_not_by_what_they_hold(op):
+    """Threads enter and leave them in any order; at first all of them are empty."""
+    for record, method in ((registry.record_calls, "add"), (registry.fallbacks, "append")):
+        first, second = record(), record()
+        earlier, later = first.__enter__(), second.__enter__()
+        second.__exit__(None, None, None)
+        registry.call(op, 3)
+        assert earlier and not later
+        getattr(later, method)(("double", "reference"))
+        first.__exit__(None, None, None)
+
+
 def test_an_implementation_asked_for_says_why_it_cannot(op):
     with use(op, "fast"), pytest.raises(InvalidArgumentError, match=r"'fast' of op 'double'.*x is odd"):
         registry.call(op, 3)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from thorough import thorough
 
 from model_adapters.ops import grouped_matmul, linear, registry
 from model_adapters.ops.compressed_weight import note_turned, quantized_of, substituted
@@ -176,7 +177,7 @@ print("all equal")
 
 @needs_kernel
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="flags of x86 processors")
-@pytest.mark.parametrize("flags", ["-mavx2 -mfma -mf16c", "-msse2", "-march=skylake-avx512"])
+@pytest.mark.parametrize("flags", ["-mavx2 -mfma -mf16c", thorough("-msse2"), thorough("-march=skylake-avx512")])
 def test_smaller_instruction_sets_give_the_same_products(flags, tmp_path):
     """Of AVX2, AVX-512 without VNNI, and the compiler's own vectors; a process registers one library."""
     if "avx512" in flags and "avx512bw" not in build.processor():

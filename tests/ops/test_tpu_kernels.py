@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from ops_oracle import assert_close
 from paged_oracle import exact_paged, paged_case
+from thorough import pairs, thorough
 
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops import KVScales, decode_attention, paged_attention, use
@@ -94,7 +95,8 @@ def grid(offset, num_variants):
         heads = 1 + (i + offset) % 2 if group < 8 else 1
         options = {"dim": dim, "group": group, "page": page, "spare": spare_of(dim), "heads": heads}
         name = f"{dim}x{group}x{heads} page{page} {dtype} {pool_dtype} {','.join(features)}"
-        yield pytest.param({**options, "dtype": dtype, "pool_dtype": pool_dtype, **features}, id=name)
+        options |= {"dtype": dtype, "pool_dtype": pool_dtype, **features}
+        yield thorough(options, name=name) if (i + j) % 2 else pytest.param(options, id=name)
 
 
 @pytest.mark.parametrize("options", list(grid(0, 2)))
@@ -117,8 +119,8 @@ def test_ragged_over_head_sizes_groups_pages_and_dtypes(options, capfd):
     "options",
     [
         {"page": 64, "pool_dtype": None},
-        {"page": 64, "pool_dtype": None, "window": 4300, "free_behind_window": True},
-        {"page": 64, "pool_dtype": "int8", "window": 3000},
+        thorough({"page": 64, "pool_dtype": None, "window": 4300, "free_behind_window": True}),
+        thorough({"page": 64, "pool_dtype": "int8", "window": 3000}),
     ],
     ids=str,
 )
@@ -135,8 +137,8 @@ def test_decode_of_several_blocks(options, capfd):
     "options",
     [
         {"dtype": "bfloat16", "heads": 2, "sinks": True},
-        {"window": 272, "free_behind_window": True},  # rows longer than that begin with a page, but for one
-        {"pool_dtype": "int8", "page": 32, "alibi": True},
+        thorough({"window": 272, "free_behind_window": True}),  # rows longer than that begin with a page, but for one
+        thorough({"pool_dtype": "int8", "page": 32, "alibi": True}),
     ],
     ids=str,
 )
@@ -150,8 +152,7 @@ def test_decode_of_rows_of_many_blocks(options, capfd):
         check_decode(case, capfd)
 
 
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize(("heads", "group"), [(4, 4), (6, 2)])
+@pytest.mark.parametrize(("heads", "group", "dim"), [(4, 4, 64), (6, 2, 128), thorough(4, 4, 128), thorough(6, 2, 64)])
 def test_decode_of_heads_side_by_side(heads, group, dim, capfd):
     # Pairs of heads whose rows are whole tiles have a softmax each; those of the second case share tiles.
     options = {"dtype": "bfloat16", "pool_dtype": "int8" if heads == 4 else None, "sinks": True, "alibi": True}
@@ -209,8 +210,7 @@ def test_tokens_of_an_image_see_each_other(window, capfd):
     check(run_paged(case), case, capfd)
 
 
-@pytest.mark.parametrize("dtype", IN_8_BITS)
-@pytest.mark.parametrize("in_runs", [False, True])
+@pytest.mark.parametrize(("in_runs", "dtype"), pairs([True, False], IN_8_BITS, one_in=2))
 def test_more_tokens_in_8_bits_than_are_written_at_once(in_runs, dtype, capfd):
     # 32 tiles of a page each are one group; the first is on its way back while the third is to take its place.
     rng = np.random.default_rng(6)

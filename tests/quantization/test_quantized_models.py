@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from thorough import except_for
 from transformers import (
     AutoModelForCausalLM,
     FalconConfig,
@@ -68,7 +69,7 @@ def kl(ours, theirs):
 RULES = {"int8": "int8", "floats": {"weight_qtype": "int8", "tile_size": 16}, "fp8": "fp8", "w8a8": "w8a8"}
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", except_for(["gpt2", "qwen3_moe", "gpt_oss"], CONFIGS))
 def test_logits_are_those_of_the_weights_made_dense(folders, name):
     with serve(folders(name), dtype="float32", quantization={"weight_qtype": "int8"}) as model:
         quantized = {n for n, w in model._loaded.weights.items() if isinstance(w, QuantizedWeight)}
@@ -82,9 +83,9 @@ def test_logits_are_those_of_the_weights_made_dense(folders, name):
         assert not torch.allclose(theirs, files(IDS).logits, rtol=1e-4)
 
 
-@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("rules", except_for(["int8", "w8a8"], RULES))
 def test_the_engine_generates_with_quantized_weights(folders, rules):
-    with serve(folders("tied"), dtype="float32", quantization=rules) as model:
+    with serve(folders("tied"), dtype="float32", quantization=RULES[rules]) as model:
         assert model._loaded.weights["lm_head.weight"] is model._loaded.weights["model.embed_tokens.weight"]
         ids = IDS[0].tolist()
         tokens = list(model.iter_tokens(ids, params=SamplingParams(max_new_tokens=8, do_sample=False)))

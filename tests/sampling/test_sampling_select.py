@@ -10,6 +10,7 @@ import torch
 from sampling_reference import Batch, prepared_config, processors_of, reference_scores
 from scipy.special import softmax
 from scipy.stats import chisquare
+from thorough import pairs
 
 from torchax_serve import sampling
 from torchax_serve.sampling.selection import draw, first_argmax
@@ -47,19 +48,17 @@ def test_greedy_takes_nan_and_infinity_for_the_maximum_as_torch_does():
     np.testing.assert_array_equal(first_argmax(jnp.asarray(scores)), torch.argmax(torch.as_tensor(scores), -1))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"top_k": 0},
-        {"top_k": 0, "temperature": 0.5, "top_p": 0.9},
-        {"top_k": 20, "top_p": 0.95, "temperature": 1.5},
-        {"top_k": 0, "typical_p": 0.8, "repetition_penalty": 1.5},
-        {"top_k": 0, "min_p": 0.02, "suppress_tokens": [3, 4], "sequence_bias": [[[9], 4.0]]},
-        {"top_k": 0, "eta_cutoff": 0.01, "renormalize_logits": True},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("over", ["rows", "positions"])
+OPTIONS = [
+    {"top_k": 0},
+    {"top_k": 0, "temperature": 0.5, "top_p": 0.9},
+    {"top_k": 20, "top_p": 0.95, "temperature": 1.5},
+    {"top_k": 0, "typical_p": 0.8, "repetition_penalty": 1.5},
+    {"top_k": 0, "min_p": 0.02, "suppress_tokens": [3, 4], "sequence_bias": [[[9], 4.0]]},
+    {"top_k": 0, "eta_cutoff": 0.01, "renormalize_logits": True},
+]
+
+
+@pytest.mark.parametrize(("over", "options"), pairs(["rows", "positions"], OPTIONS, one_in=2), ids=str)
 def test_draws_follow_the_distribution_of_transformers_scores(options, over):
     vocab_size, num_draws = 300, NUM_DRAWS
     prompt = np.array([[7, 8]])

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import transformers
+from thorough import thorough
 
 from model_adapters.errors import UnsupportedModelError
 from torchax_serve import EngineOptions, serve
@@ -46,7 +47,7 @@ def padded(rows):
     ("model_type", "overrides"),
     [
         ("switch_transformers", {"expert_capacity": 2}),  # some tokens find no room
-        ("nllb-moe", {"moe_token_dropout": 0.2, "num_experts": 3}),
+        thorough("nllb-moe", {"moe_token_dropout": 0.2, "num_experts": 3}),
     ],
 )
 def test_tokens_match_eager_transformers(model_type, overrides):

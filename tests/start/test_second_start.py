@@ -145,6 +145,7 @@ def hub(folder, tmp_path):
         yield served, {"HF_ENDPOINT": served.endpoint, "HF_HOME": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "0"}
 
 
+@pytest.mark.thorough
 def test_a_model_of_the_hub_with_quantized_weights(hub):
     served, environment = hub
     first = started(NAME, environment=environment, quantization="int8")

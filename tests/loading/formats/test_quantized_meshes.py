@@ -10,6 +10,7 @@ import torch
 from quantized_folders import tiny_llama
 from test_gptq_awq import awq_folder, gptq_folder
 from test_mxfp4 import mxfp4_folder, tiny_gpt_oss
+from thorough import thorough
 
 SCRIPT = Path(__file__).with_name("mesh_of_two.py")
 ROOT = SCRIPT.parents[3]
@@ -17,7 +18,7 @@ ROOT = SCRIPT.parents[3]
 
 @pytest.mark.parametrize(
     ("make", "options", "num_dense"),
-    [(awq_folder, {}, 0), (gptq_folder, {"act_order": True}, 14)],
+    [(awq_folder, {}, 0), thorough(gptq_folder, {"act_order": True}, 14)],
 )
 def test_tokens_on_two_devices_are_those_on_one(make, options, num_dense, tmp_path):
     """Weights whose columns are in an order of their own become dense there: a device does not have all columns."""
@@ -25,7 +26,7 @@ def test_tokens_on_two_devices_are_those_on_one(make, options, num_dense, tmp_pa
     check(folder, 14 - num_dense, makes_dense=num_dense > 0)
 
 
-@pytest.mark.parametrize("axis", ["model", "expert"])
+@pytest.mark.parametrize("axis", ["model", thorough("expert")])
 def test_experts_stay_quantized_on_each_device(axis, tmp_path):
     folder, _ = mxfp4_folder(tmp_path / "model", tiny_gpt_oss())
     check(folder, 4, axis)
