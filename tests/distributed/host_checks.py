@@ -80,7 +80,8 @@ def in_8_bits(served):
             assert {str(pool.pages.dtype) for pool in cache.pools} == {"int8"}
             scales.append(np.array(cache._scales))
             engine.close()
-    np.testing.assert_allclose(scales[1], scales[0], rtol=1e-5)
+    # each device has a head, so that the two heads are there four times
+    np.testing.assert_allclose(scales[1], np.repeat(scales[0], 4, axis=2), rtol=1e-5)
     assert rows[1] == rows[0], f"{rows[1]} is not {rows[0]}"
 
 
