@@ -14,12 +14,17 @@
     ├── QueueFullError          more requests wait for an engine than it lets wait; ask again later
     │   └── QueueTokensError    more tokens of prompts wait than it lets wait
     ├── RequestError            a request that was taken has failed
+    │   ├── NoTokenLeftError    its options forbid every token
     │   └── DeadlineError       its time limit has passed
     │       └── QueueDeadlineError  its time limit for waiting has passed, before it began
     └── OutOfMemoryError        weights or cache do not fit; says how much was needed
 
 A message says what was expected, what came, and what to do.
 """
+
+from __future__ import annotations
+
+from collections.abc import Sequence
 
 
 class TorchaxServeError(Exception):
@@ -71,6 +76,32 @@ class QueueTokensError(QueueFullError):
 
 class RequestError(TorchaxServeError):
     """A request that was taken has failed; the message says why. Others are not concerned."""
+
+
+class NoTokenLeftError(RequestError):
+    """The options of a request, such as a grammar next to bad words, forbid every token.
+
+    Args:
+        options: Names of the options that forbid them together; ``masks`` are those of a grammar.
+        num_tokens: Tokens of the answer before.
+        reason: What the one option says itself; None: nothing.
+
+    Attributes:
+        options, num_tokens, reason: As the arguments.
+    """
+
+    def __init__(self, options: Sequence[str], num_tokens: int, reason: str | None = None) -> None:
+        self.options, self.num_tokens, self.reason = tuple(options), num_tokens, reason
+        names = ", ".join(self.options)
+        together = " together" if len(self.options) > 1 else ""
+        super().__init__(
+            f"expected options that leave a token after {num_tokens} of the answer, got {names}, which forbid all"
+            f"{together}{'' if reason is None else f' ({reason})'}; leave one of them out, or allow more"
+        )
+
+    def __reduce__(self) -> tuple[type[NoTokenLeftError], tuple[Sequence[str], int, str | None]]:
+        """Returns what pickle makes it of: the arguments, not the message."""
+        return type(self), (self.options, self.num_tokens, self.reason)
 
 
 class DeadlineError(RequestError):

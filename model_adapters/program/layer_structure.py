@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
+from model_adapters.program.held_objects import has_only_attributes
+
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module())) - {"training"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _CAPTURING = "transformers.utils.output_capturing"
@@ -144,7 +146,7 @@ class LayerParts:
             return "part", self._paths[id(value)]
         if isinstance(value, SHARED_TYPES):
             return kind, id(value)
-        if _has_only_attributes(value):
+        if has_only_attributes(value):
             return self._of_object(value, where)
         raise NotComparableError(f"{where} is a {kind.__module__}.{kind.__qualname__}")
 
@@ -162,19 +164,6 @@ class LayerParts:
             return kind, tuple((name, self._of(item, f"{where}.{name}")) for name, item in attributes.items())
         finally:
             self._open.remove(id(value))
-
-
-class _WithoutSlots:
-    """Class whose objects have nothing but a dict of attributes."""
-
-
-def _has_only_attributes(value: Any) -> bool:
-    """Tells whether all state of `value` is in its ``__dict__``.
-
-    It has no slots then, and no base class written in C.
-    """
-    kind = type(value)
-    return kind.__basicsize__ == _WithoutSlots.__basicsize__ and kind.__itemsize__ == 0 and hasattr(value, "__dict__")
 
 
 SHARED_TYPES = (

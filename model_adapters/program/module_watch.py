@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from model_adapters.program.held_objects import described
 from model_adapters.program.module_hooks import has_hooks, hooked_parts
 from model_adapters.program.tensor_watch import TensorWatch
 from model_adapters.program.trace_context import configs_of, trace_lock
@@ -45,6 +46,8 @@ NOT_READ = frozenset(
 """Attributes of a model that its forward does not read, or that ``generate`` itself writes.
 
 A pipeline of diffusers gives its models an empty registry of hooks when a call ends; a hook replaces their forward."""
+PROCESSOR = "processor"
+"""Attribute with the attention processor of a part of a diffusers model."""
 TEMPORARY = "_torchax_serve_temporary"
 """Attribute of functions that replace a method of a module for the time of a call.
 
@@ -119,7 +122,8 @@ class ModuleWatch:
 class Structure:
     """Everything that programs depend on except the values of tensors.
 
-    Equal structures have equal programs.
+    Equal structures have equal programs. Attention processors are equal if their classes and contents are: some
+    pipelines make new ones for each call.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -142,6 +146,9 @@ class Structure:
         pairs += [(vars(config), _copied(vars(config)), "config") for config in configs_of(module)]
         self._spaces = _code_of({cls for _, cls, _ in self._classes})
         self._pairs = [pair for pair in pairs if _is_same(*pair[:2])]  # some values do not equal themselves
+        known: dict[int, int] = {}
+        held = {name: vars(child)[PROCESSOR] for child, _, name in self._classes if PROCESSOR in vars(child)}
+        self._processors = {name: described(each, known) for name, each in held.items()}
 
     def difference(self) -> str | None:
         """Returns the place of the first difference; None if there is none."""
@@ -177,8 +184,9 @@ class Structure:
     __hash__ = None  # type: ignore[assignment]
 
     def _state(self) -> list[Any]:
-        states = (*self._pairs, *self._spaces, *self._models, *self._functions)
-        return [each[:2] for each in self._classes] + [each[1:] for each in states]
+        pairs = [(_but_processor(was), where) for _, was, where in self._pairs]
+        states = (*self._spaces, *self._models, *self._functions)
+        return [each[:2] for each in self._classes] + pairs + [each[1:] for each in states] + [self._processors]
 
 
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
@@ -191,6 +199,11 @@ def _is_model(child: torch.nn.Module) -> bool:
 def _read(attributes: dict[str, Any]) -> dict[str, Any]:
     items = dict(attributes).items()  # a copy: another thread may replace a method meanwhile
     return {name: value for name, value in items if name not in NOT_READ and not hasattr(value, TEMPORARY)}
+
+
+def _but_processor(value: Any) -> Any:
+    is_held = isinstance(value, dict) and PROCESSOR in value
+    return {name: each for name, each in value.items() if name != PROCESSOR} if is_held else value
 
 
 def _copied(value: Any) -> Any:

@@ -2,10 +2,13 @@
 
 import io
 import os
+import pty
+import signal
 import stat
 import subprocess
 import sys
 import termios
+import threading
 
 import pytest
 from fake_terminal import CTRL_C, CTRL_D, TAB, TIMEOUT_S, UP, Terminal, environment
@@ -13,7 +16,7 @@ from prompt_toolkit.history import InMemoryHistory
 from thorough import thorough
 
 from torchax_serve.cli.chat import history
-from torchax_serve.cli.shared import errors
+from torchax_serve.cli.shared import errors, question
 from torchax_serve.cli.shared import terminal as terminal_module
 
 ANSWERED = ("prompt + ", "new tokens", ">>>")
@@ -239,3 +242,31 @@ def test_ctrl_c_at_a_question(tmp_path):
         terminal.wait_for("interrupted")
         assert terminal.status() == 130
     assert folder.exists()
+
+
+def test_ctrl_c_that_comes_before_a_question_reads_is_not_lost(monkeypatch, capsys):
+    """A signal that does not interrupt the main thread's call, as one that comes in the moment before it."""
+    fd, end = pty.openpty()
+    interrupted = threading.Event()
+
+    def press():
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+        if not interrupted.wait(10):
+            os.write(fd, b"n\n")  # ends a read that has missed it
+
+    thread = threading.Timer(0.2, press)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    thread.start()  # before the signal is blocked, which threads inherit
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    with open(end, closefd=True) as terminal:
+        monkeypatch.setattr(sys, "stdin", terminal)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                question.confirm("delete it?")
+        finally:
+            interrupted.set()
+            thread.join()
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            signal.signal(signal.SIGINT, handler)
+    os.close(fd)
+    assert capsys.readouterr().err == "delete it? [y/N]: "

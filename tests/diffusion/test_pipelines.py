@@ -196,23 +196,37 @@ class _StoringProcessor(AttnProcessor):
         return out
 
 
+class _ScalingProcessor(_StoringProcessor):
+    def __init__(self, store, scale):
+        super().__init__(store)
+        self.scale = scale
+
+    def __call__(self, *args, **kwargs):
+        return self.scale * super().__call__(*args, **kwargs)
+
+
 def test_what_processors_store_is_there_after_each_call(pairs):
+    """New processors like earlier ones, which LEdits++ sets for each image, run the earlier programs."""
     eager, own = (copy.deepcopy(pairs("stable diffusion")[0].unet) for _ in range(2))
-    stores = _Store(), _Store()
-    for model, store in zip((eager, own), stores, strict=True):
-        model.set_attn_processor(_StoringProcessor(store))
     to_jax(own)
     torch.manual_seed(0)
     given = torch.randn(1, 4, 8, 8), torch.tensor(5), torch.randn(1, 7, eager.config.cross_attention_dim)
-    for _ in range(2):
-        with torch.no_grad():
-            eager(*given)
-        own(*given)
-    wanted, found = (store.step["maps"] for store in stores)
-    assert len(found) == len(wanted) > 4
-    for mine, theirs in zip(found, wanted, strict=True):
-        torch.testing.assert_close(mine, theirs, atol=TOLERANCE, rtol=0)
-    assert own._jax_runtime.programs.num_traces.total() == 1
+    programs = []
+    for scale in (1.0, 0.5, 1.0):
+        stores = _Store(), _Store()
+        for model, store in zip((eager, own), stores, strict=True):
+            model.set_attn_processor(_ScalingProcessor(store, scale))
+        for _ in range(2):
+            with torch.no_grad():
+                wanted = eager(*given).sample
+            torch.testing.assert_close(own(*given).sample, wanted, atol=TOLERANCE, rtol=0)
+        wanted, found = (store.step["maps"] for store in stores)
+        assert len(found) == len(wanted) > 4
+        for mine, theirs in zip(found, wanted, strict=True):
+            torch.testing.assert_close(mine, theirs, atol=TOLERANCE, rtol=0)
+        programs.append(own._jax_runtime.programs)
+    assert programs[0] is programs[2] is not programs[1]
+    assert [each.num_traces.total() for each in programs] == [1, 1, 1]
 
 
 class _SettingProcessor(_StoringProcessor):

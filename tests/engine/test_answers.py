@@ -1,12 +1,13 @@
 """Several answers to one prompt: they share its pages, and each has the tokens that it has by itself."""
 
 import threading
+import time
 
 import pytest
 from engine_models import VOCAB_SIZE, expected_tokens, tiny_model
 from test_engine_hostile import is_idle
 
-from model_adapters.errors import QueueFullError
+from model_adapters.errors import QueueFullError, RequestError
 from torchax_serve import EngineOptions, SamplingParams, serve
 
 PROMPT = [3 + index * 7 % (VOCAB_SIZE - 3) for index in range(40)]  # five pages of 8
@@ -37,6 +38,37 @@ def test_answers_are_those_of_separate_requests_and_the_prompt_is_computed_once(
         alone = SamplingParams(seed=5 + index, cache_salt=f"alone {index}", **SAMPLED)
         assert model.generate_batch([PROMPT], alone)[0].token_ids == answer.token_ids
     assert is_idle(model)
+
+
+def test_answers_enter_together_however_long_their_submission_takes(model, monkeypatch):
+    submit = model.engine.submit
+
+    def slowly(request):
+        handle = submit(request)
+        time.sleep(0.2)  # the first one would end meanwhile
+        return handle
+
+    monkeypatch.setattr(model.engine, "submit", slowly)
+    before = counts(model)
+    model.generate_batch([PROMPT], SamplingParams(n=4, cache_salt="slowly", **SAMPLED))
+    assert counts(model)[1] - before[1] == 3 * 39
+    with model.engine.submitted_together():
+        dropped, closed, read = (model.stream(PROMPT, SamplingParams(**SAMPLED)) for _ in range(3))
+        del dropped
+        closed.close()
+    assert list(closed) == [] and closed.stats.finish_reason == "abort"
+    list(read)
+    assert len(read.token_ids) == 6
+    assert is_idle(model)
+
+
+def test_requests_of_a_block_get_an_error_if_the_engine_is_closed_meanwhile():
+    with serve(tiny_model("llama"), engine=EngineOptions(max_model_len=64)) as served:
+        with served.engine.submitted_together():
+            stream = served.stream(PROMPT, SamplingParams(**SAMPLED))
+            served.engine.close("for a test")
+        with pytest.raises(RequestError, match="for a test"):
+            list(stream)
 
 
 def test_pages_of_the_prompt_are_shared(model):

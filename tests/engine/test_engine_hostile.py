@@ -1,6 +1,7 @@
 """One request never ends its neighbours, whatever is asked for."""
 
 import math
+import pickle
 import time
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from model_adapters.errors import (
     InvalidArgumentError,
+    NoTokenLeftError,
     QueueFullError,
     QueueTokensError,
     TorchaxServeError,
@@ -202,8 +204,12 @@ def test_where_all_tokens_are_forbidden_one_line_says_so(llama):
     with pytest.raises(InvalidArgumentError, match="got options that forbid all"):
         llama.iter_tokens([5], params=SamplingParams(allowed_token_ids=[7], bad_words_ids=[[7]], eos_token_id=3))
     late = SamplingParams(allowed_token_ids=[7], eos_token_id=7, min_new_tokens=2, max_new_tokens=4)
-    with pytest.raises(RequestError, match=r"no token could be chosen: its options forbid all, or its logits"):
+    with pytest.raises(NoTokenLeftError, match=r"after 0 .*, got min_new_tokens, allowed_token_ids, which forbid all"):
         list(llama.iter_tokens([5], params=late))
+    words = SamplingParams(allowed_token_ids=[7], bad_words_ids=[[7, 7, 7]], eos_token_id=3, max_new_tokens=4)
+    with pytest.raises(NoTokenLeftError, match=r"after 2 .*, got bad_words_ids, allowed_token_ids,") as caught:
+        list(llama.iter_tokens([5], params=words))
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
     check_innocent(llama, innocent)
 
 

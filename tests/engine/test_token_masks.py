@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from engine_models import VOCAB_SIZE, expected_tokens, tiny_model
 
+from model_adapters.errors import NoTokenLeftError
 from torchax_serve import EngineOptions, RequestError, SamplingParams, serve
 
 SMALL = EngineOptions(max_model_len=64, max_num_seqs=4, page_size=8, max_num_batched_tokens=32)
@@ -71,6 +72,17 @@ def test_a_failing_mask_fails_its_own_request_alone(model):
     failing = start(served, PROMPT, 12, OnlyAfter([7] * 12, fails_at=4))
     with pytest.raises(RequestError, match="no mask"):
         list(failing)
+    assert list(plain) == expected_tokens(name, PROMPT, 12)
+
+
+def test_masks_and_other_options_that_leave_no_token_are_named(model):
+    served, name = model
+    plain = start(served, PROMPT, 12)
+    with pytest.raises(NoTokenLeftError, match=r"after 0 .*, got allowed_token_ids, masks, which forbid all together"):
+        start(served, PROMPT, 4, OnlyAfter([7] * 4), allowed_token_ids=[8, 9], suppress_tokens=[3])
+    late = start(served, PROMPT, 4, OnlyAfter([7, 8, 9, 9]), bad_words_ids=[[8, 9]])
+    with pytest.raises(NoTokenLeftError, match=r"after 2 .*, got bad_words_ids, masks, which"):
+        list(late)
     assert list(plain) == expected_tokens(name, PROMPT, 12)
 
 

@@ -49,7 +49,8 @@ def status_of(answer):
 
 
 def is_well(server):
-    answer = exchange(server, HEAD + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(BODY) + BODY)
+    request = HEAD + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(BODY) + BODY
+    answer = exchange(server, request, timeout_s=300)  # programs are compiled at their first use
     return status_of(answer) == 200
 
 

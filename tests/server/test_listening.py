@@ -12,6 +12,7 @@ import pytest
 
 from model_adapters.errors import InvalidArgumentError
 from torchax_serve.server import listening
+from torchax_serve.server.context import ServerContext
 from torchax_serve.server.lifespan import TICK_S, notify_systemd
 from torchax_serve.server.listening import open_sockets
 from torchax_serve.server.options import ServerOptions
@@ -126,6 +127,37 @@ def test_a_unix_socket(tmp_path):
 def test_a_name_without_a_character_is_refused():
     with pytest.raises(InvalidArgumentError, match="served_model_names: expected names of at least one character"):
         ServerOptions(served_model_names=("a", ""))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"profile_dir": "file"}, "profile_dir: expected a folder for new files, got .*file"),
+        ({"profile_dir": "file/folder"}, "profile_dir: expected a folder for new files"),
+        ({"response_template": "qwen9"}, "response_template: expected gpt-oss, .*, none or a file .*, got qwen9"),
+        ({"response_template": "file"}, "response_template: .* got .*file"),
+        ({"tls_client_ca": "file"}, "tls_client_ca: expected tls_certificate and tls_key with it"),
+        ({"cors_origins": ("example.com",)}, "cors_origins: expected SCHEME://HOST .*, got 'example.com'"),
+        ({"cors_origins": ("https://example.com/",)}, "cors_origins: expected"),
+        ({"allowed_hosts": ("example.com:8000",)}, "allowed_hosts: expected a host .*, got 'example.com:8000'"),
+        ({"allowed_hosts": ("[::1]",)}, "allowed_hosts: expected"),
+        ({"media_hosts": ("https://example.com",)}, "media_hosts: expected HOST or HOST:PORT"),
+        ({"media_hosts": ("Example.com",)}, "media_hosts: expected"),
+    ],
+)
+def test_what_could_never_work_is_an_error_at_the_start(options, message, tmp_path):
+    (tmp_path / "file").write_text("{}")
+    paths = ("profile_dir", "tls_client_ca")
+    given = {name: tmp_path / value if name in paths else value for name, value in options.items()}
+    if options.get("response_template") == "file":
+        given["response_template"] = str(tmp_path / "file")
+    with pytest.raises(InvalidArgumentError, match=message):
+        ServerContext(ServerOptions(**given))
+
+
+def test_names_of_hosts_that_requests_can_have():
+    hosts = ("host.docker.internal", "fd00::1")
+    ServerOptions(allowed_hosts=hosts, media_hosts=(*hosts, "10.0.0.1:8080"), cors_origins=("http://localhost:3000",))
 
 
 def test_a_port_that_is_taken(server):

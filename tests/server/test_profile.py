@@ -100,9 +100,10 @@ def test_a_wrong_body_is_refused(profiled, body):
     assert http.post("/stop_profile").status_code == 409
 
 
-def test_a_folder_that_cannot_be_made_is_said_without_its_path(start_server, tmp_path):
-    (tmp_path / "file").write_text("")
-    running = start_server(profile_dir=tmp_path / "file")
+def test_a_folder_that_is_gone_is_said_without_its_path(start_server, tmp_path):
+    running = start_server(profile_dir=tmp_path / "folder")
+    (tmp_path / "folder").rmdir()
+    (tmp_path / "folder").write_text("")
     with httpx.Client(base_url=running.url) as http:
         answer = http.post("/start_profile")
         assert answer.status_code == 503 and str(tmp_path) not in answer.text

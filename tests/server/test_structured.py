@@ -158,10 +158,20 @@ def test_structural_tags_hold_what_a_trigger_begins(client, fields):
     assert num_tags > 3
 
 
+def test_structural_tags_with_a_format(client):
+    number = {"type": "json_schema", "json_schema": NUMBER}
+    tags = {"type": "tags_with_separator", "tags": [{"begin": "e[", "content": number, "end": "]"}], "separator": ","}
+    form = {"type": "sequence", "elements": [{"type": "const_string", "value": "So: "}, {**tags, "at_least_one": True}]}
+    choice = ask(client, response_format={"type": "structural_tag", "format": {**form}}, temperature=1.5, seed=1)
+    cut = "" if choice.finish_reason == "stop" else r".{0,12}"
+    assert re.fullmatch(r'So: (e\[\{"n": [0-9]\}\],)*(e\[\{"n": [0-9]\}\])?' + cut, choice.message.content)
+    assert choice.message.content.startswith('So: e[{"n": ')
+
+
 @pytest.mark.parametrize(
     "tag",
     [
-        {"type": "structural_tag", "format": {"type": "any_text"}},
+        {"type": "structural_tag", "format": {"type": "any_tokens"}},
         {**TAG, "triggers": ["<"]},
         {**TAG, "triggers": []},
         {**TAG, "structures": [{"begin": "e["}]},
@@ -196,6 +206,29 @@ def test_bad_grammars_are_named(http, fields, param):
     response = http.post("/v1/chat/completions", json={"model": "tiny", "messages": QUESTION, **fields})
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_fields_that_leave_no_token_are_named(http, client, stream):
+    """Before the request runs where that is known, and else as its error, which concerns no other request."""
+    (token_id,) = http.post("/tokenize", json={"model": "tiny", "prompt": "a", "add_special_tokens": False}).json()[
+        "tokens"
+    ]
+    body = {"model": "tiny", "messages": QUESTION, "stream": stream}
+    first = http.post("/v1/chat/completions", json={**body, "guided_regex": "[0-9]+", "allowed_token_ids": [token_id]})
+    assert first.status_code == 400
+    late = {**body, "guided_regex": "[0-9]{2}", "min_tokens": 20}
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        plain = pool.submit(ask, client, extra_body={"guided_regex": "[0-9]{30}"})
+        later = pool.submit(http.post, "/v1/chat/completions", json=late).result()
+        assert re.fullmatch("[0-9]{30}", plain.result().message.content)
+    assert later.status_code == (200 if stream else 400)
+    events = later.text.strip().split("\n\n")
+    errors = [first.json(), json.loads(events[-1].removeprefix("data: "))]
+    for found, field in zip(errors, ("allowed_token_ids", "min_tokens"), strict=True):
+        error = found["error"]
+        assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", field, "invalid_value")
+        assert error["message"].startswith(f"{field}, structured output: expected a token that may follow ")
 
 
 HOSTILE = [

@@ -12,6 +12,7 @@ from model_adapters.loading.model_source import parse_name
 from torchax_serve.cli.shared.command import Command
 from torchax_serve.cli.shared.downloads import CacheDir, ago, delete_download, find_download, find_revision, size_of
 from torchax_serve.cli.shared.model_name import complete_downloaded
+from torchax_serve.cli.shared.question import confirm
 from torchax_serve.cli.shared.terminal import is_terminal, print_note
 
 
@@ -43,7 +44,7 @@ def rm(
         if not is_terminal(sys.stdin):
             raise InvalidArgumentError("rm: expected --yes where nobody can be asked, got none; add it")
         question = f"delete {what}, {size_of(size)}, last used {ago(download.last_used)}?"
-        if not typer.confirm(question, err=True):
+        if not confirm(question):
             print_note("nothing deleted")
             return 1
     delete_download(download, chosen, cache_dir)

@@ -6,7 +6,7 @@ import inspect
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -21,7 +21,7 @@ from model_adapters.diffusion.component_program import ComponentCall, ComponentP
 from model_adapters.errors import TorchaxServeError, UnsupportedArgumentError, UnsupportedModelError
 from model_adapters.jax_settings import programs_run
 from model_adapters.ops import spmd
-from model_adapters.program.module_watch import ModuleWatch
+from model_adapters.program.module_watch import ModuleWatch, Structure
 from model_adapters.program.static_tensors import StaticTensor, can_be_static
 from sharding_rules import TensorPlacement
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
@@ -35,7 +35,17 @@ METHODS = ("forward", "encode", "decode")
 """Methods that run on JAX, where a class has them."""
 VARYING = ("timestep", "timesteps", "sigma", "t", "guidance", "sample", "hidden_states")
 """Arguments that differ from step to step: numbers among them become arrays, and no tensor a constant."""
+NUM_EARLIER = 4
+"""Structures of a module whose programs are kept: processors of an edit and without one, and some more."""
 _CONSTANTS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
+
+
+class ComponentPrograms(NamedTuple):
+    """Programs of one structure of a module: their cache, the methods, and the calls whose code reads values."""
+
+    programs: ExecutableCache
+    functions: dict[str, CachedFunction]
+    reads_values: set[Any]
 
 
 class ComponentRuntime:
@@ -68,6 +78,7 @@ class ComponentRuntime:
         self.module, self._mesh, self._placements = module, mesh, placed
         self.stays_on_device = stays_on_device
         self._lock = threading.RLock()
+        self._earlier: list[tuple[Structure, ComponentPrograms]] = []
         self.watch = ModuleWatch(module)
         self._set_up(programs or ExecutableCache(mesh=mesh))
 
@@ -115,9 +126,24 @@ class ComponentRuntime:
                 "change it before serve"
             )
         self.weights = weights_of(self.module, self.weights, change)
-        if change.is_structural:
-            self._set_up(ExecutableCache())  # its code is not that of the files
+        before = self.watch.structure
         self.watch.take()
+        if change.is_structural:
+            self._change_structure(before)
+
+    def _change_structure(self, before: Structure) -> None:
+        """Stores the programs of the structure `before`; restores or makes those of the present one."""
+        if before == self.watch.structure:  # tensors have other shapes
+            self._earlier.clear()
+        else:
+            made = ComponentPrograms(self.programs, self._functions, self._reads_values)
+            self._earlier = [*self._earlier, (before, made)][-NUM_EARLIER:]
+        for index, (structure, made) in enumerate(self._earlier):
+            if structure == self.watch.structure:
+                self.programs, self._functions, self._reads_values = made
+                del self._earlier[index]
+                return
+        self._set_up(ExecutableCache())  # its code is not that of the files
 
     def _numbers_as_tensors(
         self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]

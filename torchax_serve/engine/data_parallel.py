@@ -5,11 +5,12 @@ Each engine has its own devices, weights and pages; requests are distributed ove
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from torchax_serve.engine.adapters import Adapters
@@ -80,6 +81,14 @@ class DataParallelEngines:
                 for index, rows in by_engine.items():
                     handles |= zip(rows, self.engines[index].submit_all([requests[row] for row in rows]), strict=True)
         return [handles[row] for row in range(len(requests))]
+
+    @contextlib.contextmanager
+    def submitted_together(self) -> Iterator[None]:
+        """Works as `Engine.submitted_together`, on each engine."""
+        with contextlib.ExitStack() as stack:
+            for engine in self.engines:
+                stack.enter_context(engine.submitted_together())
+            yield
 
     def _choose_engine(self, request: EngineRequest, loads: Sequence[int]) -> int:
         number = len(self.engines)

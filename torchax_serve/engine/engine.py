@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import collections
-import dataclasses
+import contextlib
 import functools
 import itertools
 import logging
@@ -18,17 +18,18 @@ from model_adapters.errors import InvalidArgumentError
 from model_adapters.jax_settings import programs_run
 from torchax_serve.engine.admission import DRAINED, MAX_NUM_WAITING, MAX_NUM_WAITING_TOKENS, Admission
 from torchax_serve.engine.dispatch_queue import DispatchQueue
+from torchax_serve.engine.entries import Entries
 from torchax_serve.engine.idle_calls import IdleCalls, Result
 from torchax_serve.engine.masked_requests import MaskedRequests
 from torchax_serve.engine.model_runner import ModelRunner
 from torchax_serve.engine.output_processor import OutputProcessor, describe
 from torchax_serve.engine.progress import ProgressClock
 from torchax_serve.engine.request import EngineRequest
-from torchax_serve.engine.request_handle import RequestHandle, RequestOutput
+from torchax_serve.engine.request_handle import RequestHandle
 from torchax_serve.engine.step_counts import StepCounts
 from torchax_serve.engine.warm_up import warm_up
 from torchax_serve.executors.request_input import SequenceEnded
-from torchax_serve.outputs import EngineStats, FinishReason
+from torchax_serve.outputs import EngineStats
 from torchax_serve.scheduler import RequestId, RowResult, Scheduler, StepPlan
 from torchax_serve.validation.owner_process import OwnerProcess
 
@@ -86,12 +87,14 @@ class Engine:
         self._handles: weakref.WeakSet[RequestHandle] = weakref.WeakSet()  # those with a reader, ended or not
         lock = threading.RLock()
         self._wake, self._idle = threading.Condition(lock), threading.Condition(lock)  # idle: nothing is left to do
-        self._ids: Iterator[RequestId] = itertools.count() if ids is None else ids
+        run, masked = self._run_on_engine_thread, self._masked
+        self._entries = Entries(ids or itertools.count(), scheduler, runner, self._output_processor, masked, run)
         self.close_reason: str | None = None
         self._counts = StepCounts()
         self.check_integrity = False  # after every step: for tests
         admission, queued, calls, sent = self.admission, self._commands, self._idle_calls, self._dispatched
-        self._is_due = lambda: bool(admission.num_entering or queued or calls or sent or len(scheduler))
+        self._has_work = lambda: bool(queued or calls or sent or len(scheduler))
+        self._is_due = lambda: bool(admission.num_entering or self._has_work())
         self.progress = ProgressClock(self._is_due)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.progress.watch(self._thread)
@@ -115,8 +118,9 @@ class Engine:
             TorchaxServeError: the engine is closed or drains, or this process was forked from the one that made it.
         """
         self._process.check("an engine")
-        entries = [self._make_entry(request) for request in requests]
-        prompt_lens = [handle.prompt_len for _, handle in entries]
+        entries = [self._entries.make(request) for request in requests]
+        handles = [handle for _, handle in entries]
+        prompt_lens = [handle.prompt_len for handle in handles]
 
         def enter_all() -> None:
             with self._wake:  # or others could see that the requests are neither entering nor live
@@ -126,46 +130,18 @@ class Engine:
 
         with self._wake:
             self.admission.admit(prompt_lens, self._scheduler, self.close_reason)
-            self._run_on_engine_thread(enter_all)
-            self._handles.update(handle for _, handle in entries)
-        return [handle for _, handle in entries]
+            self._entries.send(enter_all, handles)
+            self._handles.update(handles)
+        return handles
 
-    def _make_entry(self, request: EngineRequest) -> tuple[Callable[[], None], RequestHandle]:
-        """Returns the command that submits a request on the engine's thread, and the handle."""
-        request_id = next(self._ids)
+    @contextlib.contextmanager
+    def submitted_together(self) -> Iterator[None]:
+        """Lets the requests that the calling thread submits in the block enter between the same two steps, at its end.
 
-        def cancel(reason: FinishReason) -> None:
-            request.cancel()
-            self._run_on_engine_thread(functools.partial(end, reason))
-
-        def end(reason: FinishReason) -> None:
-            if self._scheduler.abort(request_id, reason):
-                self._output_processor.deliver([RowResult(request_id, None, (), reason)])
-
-        handle = RequestHandle(request_id, len(request.prompt_ids), cancel)
-        request = self._runner.with_adapter(request.within(self._scheduler.config.max_model_len))
-        scheduled = request.to_scheduler(request_id, time.monotonic())
-        self._scheduler.config.check_prompt(f"request {request_id}", handle.prompt_len)
-        self._runner.validate(f"request {request_id}", request)
-        # The command may not keep a handle alive whose reader has dropped it.
-        reader = weakref.ref(handle)
-
-        def enter() -> None:
-            handle = reader()
-            if handle is None:
-                return
-            try:
-                parent = None if scheduled.fork_of is None else self._scheduler.find(scheduled.fork_of)
-                # A parent that has ended has left its prompt in the prefix cache.
-                entering = scheduled if parent else dataclasses.replace(scheduled, fork_of=None)
-                handle.state = self._scheduler.add(entering)
-            except Exception as error:  # its reader's, not the engine's
-                handle.put(RequestOutput((), finish_reason="error", error=describe(error)))
-            else:
-                self._output_processor.add(request_id, request, handle)
-                self._masked.add(request_id, request.masks)
-
-        return enter, handle
+        Answers to one prompt then share its pages whatever the other threads do. None may be read before the end.
+        """
+        with self._entries.together(lambda: f"the engine was closed ({self.close_reason})"):
+            yield
 
     def _run_on_engine_thread(self, command: Callable[[], None], abandon: Callable[[], None] = lambda: None) -> None:
         """Runs `command` on the engine's thread between two steps, or `abandon` without a thread.
@@ -277,7 +253,7 @@ class Engine:
         began = time.monotonic()
         self._output_processor.notify_async_readers()
         with self._wake:
-            while not (self.close_reason or self._is_due()):
+            while not (self.close_reason or self._has_work()):
                 self._idle.notify_all()
                 self._wake.wait()
                 began = time.monotonic()

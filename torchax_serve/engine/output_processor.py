@@ -8,20 +8,23 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable
 
+from model_adapters.errors import RequestError
 from torchax_serve.engine.model_runner import InFlightStep, ModelRunner
 from torchax_serve.engine.reader_wakeups import ReaderWakeups
 from torchax_serve.engine.request import EngineRequest
 from torchax_serve.engine.request_handle import RequestHandle, RequestOutput
 from torchax_serve.outputs import FinishReason, TokenLogprobs
+from torchax_serve.sampling.forbidden_tokens import check_tokens_left
 from torchax_serve.scheduler import RequestId, RowResult
+from torchax_serve.scheduler.request import RequestState
 
 logger = logging.getLogger("torchax_serve")
 
 _ByLoop = collections.defaultdict[asyncio.AbstractEventLoop, list[RequestHandle]]
 
 NO_TOKEN = (
-    "no token could be chosen: its options forbid all, or its logits were not finite numbers; weights may hold such, "
-    "and float16 ends at 65504, so a model in float16 is better served in bfloat16 or float32"
+    "no token could be chosen: its logits were not finite numbers; weights may hold such, and float16 ends at 65504, "
+    "so a model in float16 is better served in bfloat16 or float32"
 )
 
 
@@ -56,7 +59,12 @@ class OutputProcessor:
         """Returns the ids of all requests that have not ended."""
         return list(self._requests)
 
-    def deliver(self, results: Iterable[RowResult], step: InFlightStep | None = None, error: str | None = None) -> None:
+    def deliver(
+        self,
+        results: Iterable[RowResult],
+        step: InFlightStep | None = None,
+        error: str | RequestError | None = None,
+    ) -> None:
         """Delivers results to their handles.
 
         `error` describes the failure of those with the reason "error". Readers in an event loop wait until
@@ -70,7 +78,8 @@ class OutputProcessor:
                 continue
             request, handle = entry[0], entry[1]()
             try:
-                new = self._make_output(result, request, step, error)
+                state = None if handle is None else handle.state
+                new = self._make_output(result, request, state, step, error)
             except Exception as failure:  # what one reader's data does may not stop the others
                 new = self._failure(result.request_id, failure)
             if handle is not None:
@@ -84,8 +93,8 @@ class OutputProcessor:
         for row in step.plan.rows if step.failures else ():
             error = step.failures.get(row.slot)
             if error is not None and abort(row.request_id, "error"):
-                message = f"it could not be prepared ({describe(error)})"
-                self.deliver([RowResult(row.request_id, None, (), "error")], error=message)
+                own = error if isinstance(error, RequestError) else f"it could not be prepared ({describe(error)})"
+                self.deliver([RowResult(row.request_id, None, (), "error")], error=own)
 
     def _put(self, handle: RequestHandle, new: RequestOutput | RowResult) -> None:
         is_first_or_last = not handle.has_output or new.finish_reason is not None
@@ -136,7 +145,12 @@ class OutputProcessor:
                     handle.cancel()
 
     def _make_output(
-        self, result: RowResult, request: EngineRequest, step: InFlightStep | None, error: str | None
+        self,
+        result: RowResult,
+        request: EngineRequest,
+        state: RequestState | None,
+        step: InFlightStep | None,
+        error: str | RequestError | None,
     ) -> RequestOutput | RowResult:
         """Returns the output of a result; `step` is needed only for log-probabilities."""
         if result.finish_reason is None and step is None and not self._prompts:
@@ -151,8 +165,8 @@ class OutputProcessor:
             by_position = self._prompts.pop(result.request_id, None)
             if by_position is not None and result.token_ids:
                 prompt = tuple(by_position.get(position) for position in range(len(request.prompt_ids)))
-        if result.finish_reason == "error":
-            error = error or NO_TOKEN
+        if result.finish_reason == "error" and error is None:
+            error = NO_TOKEN if state is None else _why_no_token(request, state)
         return RequestOutput(result.token_ids, logprobs, prompt, result.finish_reason, error)
 
     def record_prompt_logprobs(self, step: InFlightStep) -> None:
@@ -176,6 +190,15 @@ class OutputProcessor:
                     self._put(handle, new)
             else:
                 self._prompts.setdefault(row.request_id, {}).update(found)
+
+
+def _why_no_token(request: EngineRequest, state: RequestState) -> str | RequestError:
+    """Returns why no token could be chosen behind those of a request."""
+    try:
+        check_tokens_left(request.sampling, request.masks, state.tokens, state.prompt_len)
+    except RequestError as error:
+        return error
+    return NO_TOKEN
 
 
 def describe(error: BaseException) -> str:

@@ -25,7 +25,7 @@ class RequestOutput(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...] | None = None  # one for each token, if they were asked for
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # with the first tokens; None for the first one
     finish_reason: FinishReason | None = None  # None: more will come
-    error: str | None = None  # with the reason "error"
+    error: str | RequestError | None = None  # with the reason "error"
 
 
 class RequestHandle:
@@ -115,6 +115,8 @@ class RequestHandle:
             new = RequestOutput(new.token_ids)
         self.token_ids += new.token_ids
         self.finish_reason = new.finish_reason
+        if isinstance(new.error, RequestError):
+            raise new.error
         if new.finish_reason == "error":
             raise RequestError(f"request {self.request_id}: {new.error}")
         return new

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
+from model_adapters.errors import InvalidArgumentError, NoTokenLeftError, UnsupportedModelError
 from torchax_serve.sampling.grammar_check import grammar_error
 
 MAX_CACHED = 128
@@ -86,14 +86,20 @@ def choice_grammar(choices: Sequence[str]) -> str:
 def lark_grammar(text: str) -> str:
     """Returns the grammar in Lark's syntax or, where it has ``::=``, in that of GBNF."""
     from llguidance import LLMatcher
+
+    return str(LLMatcher.grammar_from_lark(lark_text(text)))
+
+
+def lark_text(text: str) -> str:
+    """Returns a grammar in Lark's syntax: the text or, where it has ``::=``, what it says in that of GBNF."""
+    if "::=" not in text:
+        return text
     from llguidance.gbnf_to_lark import any_to_lark
 
-    if "::=" in text:
-        try:
-            text = any_to_lark(text)
-        except Exception as error:  # a parser without an error class of its own
-            raise InvalidArgumentError(f"expected a grammar of Lark or GBNF, got neither ({error})") from error
-    return str(LLMatcher.grammar_from_lark(text))
+    try:
+        return str(any_to_lark(text))
+    except Exception as error:  # a parser without an error class of its own
+        raise InvalidArgumentError(f"expected a grammar of Lark or GBNF, got neither ({error})") from error
 
 
 class GrammarMasks:
@@ -119,7 +125,7 @@ class GrammarMasks:
         """Implements `TokenMasks.fill`.
 
         Raises:
-            ValueError: The grammar allows no token, or takes too much work.
+            NoTokenLeftError: The grammar allows no token, or takes too much work.
         """
         if self._after is not None:
             begin = self._after(output_ids)
@@ -129,7 +135,7 @@ class GrammarMasks:
         new = list(output_ids[self._num_consumed :])
         self._num_consumed = len(output_ids)
         if new and not self._matcher.consume_tokens(new):
-            raise ValueError(f"the grammar cannot go on: {self._matcher.get_error()[:200]}")
+            raise NoTokenLeftError(["masks"], len(output_ids), self._matcher.get_error()[:200])
         if self._matcher.is_stopped() and not self._matcher.is_error():
             words[:] = 0
             for token_id in self._eos_ids:
@@ -137,7 +143,7 @@ class GrammarMasks:
             return
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if self._matcher.is_error():
-            raise ValueError(f"the grammar cannot go on: {self._matcher.get_error()[:200]}")
+            raise NoTokenLeftError(["masks"], len(output_ids), self._matcher.get_error()[:200])
 
 
 class GrammarCompiler:

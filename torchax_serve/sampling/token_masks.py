@@ -22,10 +22,13 @@ def num_words(vocab_size: int) -> int:
 
 
 class TokenMasks(Protocol):
-    """The masks of one request, such as those of a grammar. Called by the engine's thread only."""
+    """The masks of one request, such as those of a grammar.
+
+    Called by the engine's thread, and before by the one that submits the request.
+    """
 
     def fill(self, words: np.ndarray, output_ids: Sequence[int]) -> None:
-        """Writes which tokens may follow.
+        """Writes which tokens may follow; it may be called again with the same tokens.
 
         Args:
             words: int32[ceil(vocab / 32)], every bit set; bit i of word w is token 32 w + i, and a cleared one is

@@ -17,7 +17,7 @@ from torchax_serve.text.detokenizer import Detokenizer, NoText
 from torchax_serve.text.generate_batch import split_answers
 from torchax_serve.text.prompt import PreparedPrompt, TextModel, make_media_request, make_request
 from torchax_serve.text.step_decoder import AnswerStep, StepDecoder
-from torchax_serve.text.text_stream import new_tokens
+from torchax_serve.text.text_stream import new_tokens, submitted_together
 
 
 class Answer:
@@ -159,7 +159,7 @@ def prepare_media(
 def submit(model: TextModel, prepared: Sequence[PreparedPrompt], options: AnswerOptions) -> list[Answer]:
     """Submits requests.
 
-    On an error none is submitted. Answers to one prompt share its pages.
+    On an error none is submitted. They enter the engine together; answers to one prompt share its pages.
 
     Raises:
         QueueFullError: Too many requests are waiting.
@@ -168,7 +168,7 @@ def submit(model: TextModel, prepared: Sequence[PreparedPrompt], options: Answer
     handles: list[RequestHandle] = []
     answers: list[Answer] = []
     first: TokenStream | None = None  # tokens of the first answer to the prompt
-    with cancel_on_error(handles):
+    with cancel_on_error(handles), submitted_together(model, len(prepared)):
         for index, request in enumerate(prepared):
             tokens = new_tokens(model, request, first)
             assert isinstance(tokens, TokenStream)

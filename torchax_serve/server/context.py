@@ -21,6 +21,7 @@ from torchax_serve.server.metrics import Metrics
 from torchax_serve.server.model_service import ModelService
 from torchax_serve.server.options import ServerOptions
 from torchax_serve.server.profiler import Profiler
+from torchax_serve.server.response_families import chosen_template
 from torchax_serve.server.schemas import TextRequest
 from torchax_serve.server.start_progress import StartProgress
 
@@ -64,6 +65,8 @@ class ServerContext:
         self.fingerprint = "fp_" + hashlib.sha256(__version__.encode()).hexdigest()[:10]
         self.tracing = _tracing(options.otlp_traces_endpoint)
         self.profiler = None if options.profile_dir is None else Profiler(options.profile_dir)
+        if options.response_template is not None:
+            chosen_template(options.response_template)  # one that does not exist is an error at once
         self._service: ModelService | None = None
 
     def set_service(self, service: ModelService) -> None:

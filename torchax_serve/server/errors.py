@@ -13,6 +13,7 @@ from model_adapters.errors import (
     ChatTemplateError,
     DeadlineError,
     InvalidArgumentError,
+    NoTokenLeftError,
     OutOfMemoryError,
     QueueDeadlineError,
     QueueFullError,
@@ -131,6 +132,8 @@ def api_error_of(error: BaseException) -> ApiError:
         )
     if isinstance(error, DeadlineError):
         return ApiError(504, "expected an answer within the time limit of requests, which has passed; ask for less")
+    if isinstance(error, NoTokenLeftError):
+        return _no_token_left(error)
     if isinstance(error, RequestError):
         return ApiError(500, "the request failed while it ran; send it again")
     if isinstance(error, TorchaxServeError):
@@ -138,6 +141,27 @@ def api_error_of(error: BaseException) -> ApiError:
             503, "expected a model that takes requests, got one that does not; send the request again later"
         )
     return ApiError(500, "the server failed to answer; the log has the reason under the request's id")
+
+
+_FIELDS: Mapping[str, str] = {
+    "masks": "structured output",
+    "bad_words_ids": "bad_words",
+    "min_new_tokens": "min_tokens",
+}
+"""Names of options of the engine as requests spell them."""
+
+
+def _no_token_left(error: NoTokenLeftError) -> ApiError:
+    """Returns the answer to a request whose fields forbid every token, which only its grammar may show as it runs."""
+    names = [_FIELDS.get(name, name) for name in error.options]
+    reason = "" if error.reason is None else f" ({error.reason})"
+    return bad_request(
+        f"{', '.join(names)}: expected a token that may follow {error.num_tokens} of the answer, and "
+        f"{'they forbid all together' if len(names) > 1 else 'it allows none'}{reason}; leave one of them out, or "
+        "allow more",
+        next((name for name in names if name != _FIELDS["masks"]), None),
+        "invalid_value",
+    )
 
 
 def where_of(error: BaseException) -> str:

@@ -14,6 +14,14 @@ MIB = 1 << 20
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 """Hosts that only this machine reaches."""
 
+_NAME, _IPV6 = r"[^\s/:@?#\[\]A-Z]+", r"[0-9a-f.]*:[0-9a-f.]*:[0-9a-f:.]*"
+_NAMES = (
+    ("allowed_hosts", re.compile(f"{_NAME}|{_IPV6}"), "a host in small letters, without a port"),
+    ("media_hosts", re.compile(rf"{_NAME}(:\d+)?|{_IPV6}"), "HOST or HOST:PORT in small letters"),
+    ("cors_origins", re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^\s/@?#A-Z]+"), "SCHEME://HOST in small letters, or *"),
+)
+"""Options whose values are compared with what requests say: one in another form would never be met."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConnectionLimits:
@@ -176,6 +184,12 @@ class ServerOptions:
             )
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise InvalidArgumentError("tls_certificate and tls_key: expected both or neither, got one of them")
+        if self.tls_client_ca is not None and self.tls_certificate is None:
+            raise InvalidArgumentError("tls_client_ca: expected tls_certificate and tls_key with it, got neither")
+        for name, pattern, expected in _NAMES:
+            for value in getattr(self, name):
+                if not pattern.fullmatch(value):
+                    raise InvalidArgumentError(f"{name}: expected {expected}, got {value!r}")
 
     @property
     def is_loopback(self) -> bool:

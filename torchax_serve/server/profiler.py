@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +25,21 @@ class Profiler:
     """Profiles of a server, one at a time. All calls come from the event loop's thread.
 
     Args:
-        folder: Where profiles are written, each in a folder of its own.
+        folder: Where profiles are written, each in a folder of its own; it is made if there is none.
+
+    Raises:
+        InvalidArgumentError: Nothing can be written there.
     """
 
     def __init__(self, folder: Path) -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            raise InvalidArgumentError(
+                f"profile_dir: expected a folder for new files, got {folder} ({error.strerror}); choose another"
+            ) from error
         self._folder = folder
         self._lock = asyncio.Lock()  # held while one starts or is written
         self._running: ProfileSession | None = None

@@ -321,11 +321,8 @@ def response_template_for(tokenizer: Any, chosen: str | None = None) -> Response
     Raises:
         InvalidArgumentError: No family and no file has that name, or the file has no valid template.
     """
-    if chosen == "none":
-        return None
     if chosen is not None:
-        found = next((family for family in FAMILIES if family.name == chosen), None)
-        return found or _from_file(chosen)
+        return chosen_template(chosen)
     own = getattr(tokenizer, "response_template", None)
     template = getattr(tokenizer, "chat_template", None)
     source = template if isinstance(template, str) else json.dumps(template or "", ensure_ascii=False)
@@ -334,6 +331,18 @@ def response_template_for(tokenizer: Any, chosen: str | None = None) -> Response
         call, is_harmony = (None, False) if family is None else (family.call, family.is_harmony)
         return ResponseFamily("checkpoint", (), own, call, is_harmony)
     return family
+
+
+def chosen_template(chosen: str) -> ResponseFamily | None:
+    """Returns the template that an option names, as in `response_template_for`; None for ``none``.
+
+    Raises:
+        InvalidArgumentError: No family and no file has that name, or the file has no valid template.
+    """
+    if chosen == "none":
+        return None
+    found = next((family for family in FAMILIES if family.name == chosen), None)
+    return found or _from_file(chosen)
 
 
 def _from_file(path: str) -> ResponseFamily:

@@ -75,7 +75,9 @@ class TextRequest(ApiRequest):
     store: Annotated[bool | None, no_effect(_STORE)] = None
     response_format: Annotated[
         dict[str, Any] | None,
-        honoured("`text`, `json_object`, `json_schema`; `structural_tag` of `structures` and `triggers`"),
+        honoured(
+            "`text`, `json_object`, `json_schema`; `structural_tag` with `format`, or `structures` and `triggers`"
+        ),
     ] = None
     structured_outputs: Annotated[
         dict[str, Any] | None, honoured("vLLM's: `json`, `regex`, `choice`, `grammar` (Lark or GBNF) ...")

@@ -8,11 +8,9 @@ from typing import Any, NamedTuple
 
 from model_adapters.errors import InvalidArgumentError
 from torchax_serve.sampling.grammar import (
-    JSON_OPTIONS,
     GrammarCompiler,
     GrammarMasks,
     choice_grammar,
-    closed,
     json_grammar,
     lark_grammar,
     regex_grammar,
@@ -21,6 +19,7 @@ from torchax_serve.server import require_packages
 from torchax_serve.server.errors import ApiError, bad_request
 from torchax_serve.server.options import RequestLimits
 from torchax_serve.server.schemas import TextRequest
+from torchax_serve.server.structural_tag import structural_tag_grammar
 
 MAX_CHOICES = 1024
 ANY_OBJECT = {"type": "object"}
@@ -152,40 +151,7 @@ def _grammar(kind: str, value: Any) -> str:
             raise ValueError(f"choices are 1 to {MAX_CHOICES} texts")
         return choice_grammar(value)
     if kind == "structural_tag":
-        return _structural_tag(json.loads(value) if isinstance(value, str) else value)
+        return structural_tag_grammar(json.loads(value) if isinstance(value, str) else value)
     if not isinstance(value, str) or not value:
         raise ValueError("it is a text")
     return regex_grammar(value) if kind == "regex" else lark_grammar(value)
-
-
-def _structural_tag(value: Any) -> str:
-    """Returns the grammar of free text with tags whose contents follow schemas.
-
-    Raises:
-        ValueError: it has other fields, too many tags, or one that no trigger begins.
-    """
-    from llguidance import StructTag
-
-    if not isinstance(value, dict) or set(value) - {"type"} != {"structures", "triggers"}:
-        names = ", ".join(value)[:100] if isinstance(value, dict) else "no object"
-        raise ValueError(f"it has the fields structures and triggers, and got {names}")
-    structures, triggers = value["structures"], value["triggers"]
-    if not _is_list_of(triggers, str) or not _is_list_of(structures, dict):
-        raise ValueError(f"structures are 1 to {MAX_CHOICES} objects, triggers as many texts")
-    tags = []
-    for each in structures:
-        begin, schema, end = each.get("begin"), each.get("schema"), each.get("end")
-        is_complete = set(each) == {"begin", "schema", "end"} and isinstance(schema, dict)
-        if not is_complete or not isinstance(begin, str) or not isinstance(end, str):
-            raise ValueError("a structure has the texts begin and end, and the object schema")
-        trigger = next((trigger for trigger in triggers if begin.startswith(trigger)), None)
-        if trigger is None:
-            raise ValueError(f"each begin starts with a trigger, and {begin[:40]!r} does not")
-        grammar = {**closed(schema), "x-guidance": JSON_OPTIONS}
-        tags.append(StructTag(trigger=trigger, begin=begin, grammar=grammar, end=end))
-    return lark_grammar(StructTag.to_grammar(tags, assume_special=False))
-
-
-def _is_list_of(value: Any, kind: type[Any]) -> bool:
-    is_list = isinstance(value, list) and 1 <= len(value) <= MAX_CHOICES
-    return is_list and all(isinstance(each, kind) and each for each in value)

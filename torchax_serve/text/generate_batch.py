@@ -12,8 +12,9 @@ from model_adapters.errors import InvalidArgumentError, QueueFullError
 from torchax_serve.outputs import Completion
 from torchax_serve.sampling_params import MAX_SEED, SamplingParams
 from torchax_serve.text.call_hints import refuses_unknown_options
+from torchax_serve.text.detokenizer import Detokenizer, NoText
 from torchax_serve.text.prompt import PreparedPrompt, TextModel, detokenizer_of, encode_prompt, make_request
-from torchax_serve.text.text_stream import TextStream, new_tokens
+from torchax_serve.text.text_stream import TextStream, new_tokens, submitted_together
 from torchax_serve.validation.argument_checks import is_list
 
 
@@ -49,33 +50,66 @@ def generate_batch(
     each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
     if len(each) != len(prompts):
         raise InvalidArgumentError(f"params: expected one for each of {len(prompts)} prompts, got {len(each)}")
-    requests = [
-        answer
-        for index, (prompt, own_params) in enumerate(zip(prompts, each, strict=True))
-        for answer in _all_answers(_numbered_request(model, index, prompt, own_params))
+    answers = [
+        split_answers(request, request.generation_config.num_return_sequences or 1)
+        for request in (
+            _numbered_request(model, index, prompt, own_params)
+            for index, (prompt, own_params) in enumerate(zip(prompts, each, strict=True))
+        )
     ]
-    detokenizers = [detokenizer_of(model, request.stop_strings) for request in requests]
+    waiting = [
+        collections.deque((answer, detokenizer_of(model, answer.stop_strings)) for answer in one) for one in answers
+    ]
     pending: collections.deque[TextStream] = collections.deque()
     completions: list[Completion] = []
-    first: Iterator[int] | None = None  # tokens of the first answer to the prompt
     try:
-        for request, detokenizer in zip(requests, detokenizers, strict=True):
-            while True:
-                try:
-                    tokens = new_tokens(model, request, first)
-                    break
-                except QueueFullError:
-                    if not pending:
-                        raise
+        for one in waiting:
+            first: Iterator[int] | None = None
+            while one:
+                first = _submit(model, one, pending, first)
+                if one:  # the queue is full
                     completions.append(_completed(pending.popleft()))
-            pending.append(TextStream(request, detokenizer, tokens))
-            first = first if request.answer_index else tokens
         while pending:
             completions.append(_completed(pending.popleft()))
         return completions
     finally:
         for stream in pending:
             stream.close()  # left over if an earlier one failed
+
+
+def _submit(
+    model: TextModel,
+    waiting: collections.deque[tuple[PreparedPrompt, Detokenizer | NoText]],
+    pending: collections.deque[TextStream],
+    first: Iterator[int] | None,
+) -> Iterator[int] | None:
+    """Moves answers to a prompt from `waiting` to `pending`, as many as the queue has room for.
+
+    Args:
+        model: The model.
+        waiting: Those that have not been submitted.
+        pending: Those that have, of all prompts.
+        first: Tokens of the first answer to the prompt; None: it is in `waiting`.
+
+    Returns:
+        The tokens of the first answer.
+
+    Raises:
+        QueueFullError: the queue has no room, and nothing is pending.
+    """
+    with submitted_together(model, len(waiting)):
+        while waiting:
+            request, detokenizer = waiting[0]
+            try:
+                tokens = new_tokens(model, request, first)
+            except QueueFullError:
+                if not pending:
+                    raise
+                break
+            waiting.popleft()
+            pending.append(TextStream(request, detokenizer, tokens))
+            first = tokens if first is None else first
+    return first
 
 
 def _numbered_request(
@@ -85,11 +119,6 @@ def _numbered_request(
         return make_request(model, encode_prompt(model, prompt), params)
     except InvalidArgumentError as error:
         raise InvalidArgumentError(f"prompts[{index}]: {error}") from error
-
-
-def _all_answers(request: PreparedPrompt) -> list[PreparedPrompt]:
-    """Returns as many requests as the configuration asks for answers."""
-    return split_answers(request, request.generation_config.num_return_sequences or 1)
 
 
 def split_answers(request: PreparedPrompt, num_answers: int) -> list[PreparedPrompt]:

@@ -230,9 +230,10 @@ def need_tokenizer(model: TextModel) -> Any:
 
 def position_limit(model: TextModel, *, of_encoder: bool = False) -> int | None:
     """Returns the most tokens, prompt and answer, of `model` or its encoder; None if unlimited."""
-    text_config = _text_config(model, of_encoder=of_encoder)
-    limits = [getattr(model, "max_len", None), max_positions(text_config)]
-    return next((limit for limit in limits if isinstance(limit, int) and limit > 0), None)
+    own = getattr(model, "max_len", None)
+    # The configuration of a bundle has no more than what was recorded of it.
+    limit = own if isinstance(own, int) and own > 0 else max_positions(_text_config(model, of_encoder=of_encoder))
+    return limit if isinstance(limit, int) and limit > 0 else None
 
 
 def _text_config(model: TextModel, *, of_encoder: bool) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
@@ -238,3 +239,18 @@ def new_tokens(model: TextModel, request: PreparedPrompt, first: Iterator[int] |
     if request.params.engine_only():
         kwargs["params"] = request.params.only_engine_options()  # the config has the others
     return model.iter_tokens(request.prompt_ids, request.generation_config, **kwargs)
+
+
+def submitted_together(model: TextModel, num_answers: int) -> contextlib.AbstractContextManager[None]:
+    """Returns a block in which the answers to a prompt are submitted, to enter the model's engine together.
+
+    Else the first one could end before the others enter, which then share less of its prompt. None may be read inside.
+    """
+    if num_answers == 1 or not hasattr(type(model), "engine"):
+        return contextlib.nullcontext()
+    try:
+        engine: Any = model.engine  # type: ignore[attr-defined]
+    except UnsupportedModelError:  # its requests run one at a time, and share nothing
+        return contextlib.nullcontext()
+    block: contextlib.AbstractContextManager[None] = engine.submitted_together()
+    return block
