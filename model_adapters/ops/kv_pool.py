@@ -114,7 +114,11 @@ def quantize(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
 
     Ties are rounded to even. NaN becomes 0.
     """
-    steps = x.astype(jnp.float32) / scale.astype(jnp.float32)[:, None]
+    return rounded_steps(x.astype(jnp.float32) / scale.astype(jnp.float32)[:, None], dtype)
+
+
+def rounded_steps(steps: jax.Array, dtype: Any) -> jax.Array:
+    """Returns float32 multiples of a scale in int8 or float8_e4m3fn, as `quantize` rounds and clips them."""
     steps = jnp.where(jnp.isnan(steps), 0.0, steps)
     if dtype == jnp.int8:
         steps = jnp.round(steps)

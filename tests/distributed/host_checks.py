@@ -4,14 +4,18 @@
 out is printed. The environment sets JAX_NUM_CPU_DEVICES.
 """
 
+import dataclasses
 import os
 import sys
 
+import numpy as np
 import torch
 import transformers
 
 from model_adapters.errors import TorchaxServeError
 from torchax_serve import EngineOptions, Hosts, follow, serve
+from torchax_serve.engine.factory import build_engine
+from torchax_serve.engine.request import EngineRequest
 
 PROMPTS = [[5, 9, 17, 3], list(range(3, 40)), [8, 8, 2]]
 ALWAYS = {"max_new_tokens": 12, "min_new_tokens": 12, "pad_token_id": 0}
@@ -56,8 +60,29 @@ def tokens(served):
     assert len({token for row in wanted for token in row}) > 6, wanted
     got = tokens_of(served)
     assert got == wanted, f"{got} is not {wanted}"
+    in_8_bits(served)
     refused(served)
     print("same tokens on", served.device_description)
+
+
+def in_8_bits(served):
+    """A cache in int8, whose scales all hosts have computed, has the tokens of one device."""
+    options = dataclasses.replace(OPTIONS, kv_cache_dtype="int8")
+    rows, scales = [], []
+    with serve(model_of()) as alone:
+        for model in (alone, served):
+            engine = build_engine(model._generator()._jax_runtime, options)
+            requests = [
+                EngineRequest.of(ids, DECODING[0], None, vocab_size=61, seed=0) for ids in (*PROMPTS, PROMPTS[1])
+            ]
+            rows.append([handle.result() for handle in [engine.submit(each) for each in requests]])
+            cache = engine._runner._cache
+            assert {str(pool.pages.dtype) for pool in cache.pools} == {"int8"}
+            scales.append(np.array(cache._scales))
+            engine.close()
+    # each device has a head, so that the two heads are there four times
+    np.testing.assert_allclose(scales[1], np.repeat(scales[0], 4, axis=2), rtol=1e-5)
+    assert rows[1] == rows[0], f"{rows[1]} is not {rows[0]}"
 
 
 def refused(served):

@@ -22,8 +22,6 @@ from torchax_serve.engine.request import EngineRequest
 from torchax_serve.executors.choice import choose_executor
 from torchax_serve.executors.packed_factory import packed_executor
 from torchax_serve.executors.per_sequence import PerSequenceExecutor
-from torchax_serve.executors.per_sequence_scales import check_layout
-from torchax_serve.kv_cache.cache_layout import CacheLayout
 from torchax_serve.kv_cache.memory import MemoryBudget
 from torchax_serve.kv_cache.scales import HEADROOM, TRIAL_LEN, TRIAL_ROWS
 from torchax_serve.scheduler import PlanRow
@@ -272,8 +270,6 @@ def test_int8_is_refused_where_it_cannot_be():
         pytest.raises(InvalidArgumentError, match="kv_cache_dtype: expected None for a model that stores states in"),
     ):
         model.engine.stats()
-    with pytest.raises(InvalidArgumentError, match="kv_cache_dtype: expected None for a model with an encoder"):
-        check_layout("int8", CacheLayout(()), has_encoder=True)
     with pytest.raises(InvalidArgumentError, match="kv_cache_dtype: expected None for requests that share no batch"):
         build_single_engine(None, INT8)
 
@@ -287,13 +283,6 @@ def test_float8_is_refused_on_chips_without(llama):
         ),
     ):
         build_engine(runtime, FP8)
-
-
-def test_int8_is_refused_on_several_hosts(llama, monkeypatch):
-    runtime = llama._generator()._jax_runtime
-    monkeypatch.setattr(runtime.steps.executables, "launcher", object())
-    with pytest.raises(InvalidArgumentError, match="kv_cache_dtype: expected None for a model on several hosts"):
-        build_engine(runtime, INT8)
 
 
 def test_int8_is_refused_where_kernels_take_the_models_dtype_alone(llama):

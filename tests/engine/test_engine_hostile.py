@@ -49,8 +49,9 @@ def is_idle(model, within_s=20):
     """Whether no request is left, and no page in use, soon."""
     until = time.monotonic() + within_s
     while time.monotonic() < until:
-        stats = model.engine.stats().scheduler
-        if not (stats.num_running or stats.num_waiting or any(group.num_used for group in stats.pages)):
+        stats, num_entering = model.engine.stats().scheduler, model.engine.admission.num_entering
+        left = num_entering or stats.num_running or stats.num_waiting or any(group.num_used for group in stats.pages)
+        if not left:
             return True
         time.sleep(0.01)
     return False

@@ -69,3 +69,16 @@ def test_zeros_of_many_layers_take_no_memory_at_their_ends():
     pools = [without_memory(jnp.zeros(num_bytes, jnp.uint8)) for _ in range(16)]
     assert process.memory_info().rss - before < 16 * num_bytes // 4
     assert not any(int(pool.max()) for pool in pools)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux is asked for the memory back")
+def test_what_begins_small_takes_what_is_written_at_its_beginning():
+    process, num_bytes = psutil.Process(), 4 * HUGE_PAGE_BYTES
+    write = jax.jit(lambda array: array.at[:4096].set(7), donate_argnums=0)
+    write(jnp.zeros(num_bytes, jnp.uint8)).block_until_ready()  # compiled before memory is counted
+    pools = [without_memory(jnp.zeros(num_bytes, jnp.uint8), begins_small=True) for _ in range(16)]
+    before = process.memory_info().rss
+    pools = [write(pool) for pool in pools]
+    jax.block_until_ready(pools)
+    assert process.memory_info().rss - before < 16 * HUGE_PAGE_BYTES // 4
+    assert all(int(pool.sum(dtype=jnp.int32)) == 7 * 4096 for pool in pools)

@@ -29,6 +29,7 @@ from jax.experimental import serialize_executable
 
 from model_adapters.disk_cache import SealedFolder
 from model_adapters.jax_settings import jax_promotion, programs_run
+from model_adapters.loading.memory import give_back_freed
 from model_adapters.ops import registry
 from model_adapters.ops.compressed_weight import Weights
 from torchax_serve.compilation import gc_pause, jax_cache
@@ -135,6 +136,7 @@ class ExecutableCache:
             self._files.remove(path.name)
             return None
         self.num_loaded += 1
+        give_back_freed()  # XLA takes several times what a program has, which would stay with this process
         return program, facts
 
     def write(self, path: Path, program: Any, facts: dict[str, Any]) -> None:

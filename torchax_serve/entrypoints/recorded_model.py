@@ -18,6 +18,7 @@ import jax
 
 from model_adapters.errors import TorchaxServeError
 from model_adapters.jax_settings import programs_run
+from model_adapters.loading.memory import give_back_freed
 from model_adapters.loading.model_source import ModelSource
 from model_adapters.ops.compressed_weight import Weight
 from model_adapters.ops.cpu.huge_pages import move_into_huge_pages
@@ -363,7 +364,9 @@ def _tokenizer(side: TorchSide, record: TokenizerRecord) -> RecordedTokenizer:
 
     def make() -> None:
         try:
-            backend.set_result(record.tokenizer())
+            made = record.tokenizer()
+            give_back_freed()  # what reading its vocabulary took
+            backend.set_result(made)
         except BaseException as error:
             backend.set_exception(error)
 

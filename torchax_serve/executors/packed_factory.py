@@ -16,7 +16,7 @@ import numpy as np
 
 from model_adapters.caches.packed_batch import NotPackableError, PackedBatch, ScaledPool
 from model_adapters.draft_heads.loaded_head import LoadedAssistant, LoadedHead
-from model_adapters.errors import InvalidArgumentError, TorchaxServeError, UnsupportedArgumentError
+from model_adapters.errors import TorchaxServeError, UnsupportedArgumentError
 from model_adapters.ops import registry
 from model_adapters.ops.compressed_weight import Weights
 from model_adapters.ops.kv_pool import LARGEST
@@ -81,7 +81,7 @@ def _cache(
     if head is not None:
         return HeadedCache(plan, sizes.max_num_seqs, head.width, head.dtype, scales)
     if sharding is None:
-        return PagedCache(plan, scales=scales)
+        return PagedCache(plan, PoolAllocator(begins_small=sizes.max_num_seqs == 1), scales)
     if programs.launcher is None:
         return PagedCache(plan, PoolAllocator(sharding.pool_sharding), scales)
     from torchax_serve.kv_cache.multihost_pools import MultiHostPoolAllocator  # imports transformers
@@ -95,12 +95,8 @@ def _in_8_bits(
     """Returns the same layers with pages in `dtype`, of 8 bits.
 
     Raises:
-        InvalidArgumentError: no kernel supports them, or several hosts share the model.
+        InvalidArgumentError: no kernel supports them.
     """
-    if runtime.steps.executables.launcher is not None:
-        raise InvalidArgumentError(
-            f"kv_cache_dtype: expected None for a model on several hosts, got {sizes.kv_cache_dtype!r}; leave it out"
-        )
     from torchax_serve.kv_cache.scales import check_kernels
 
     narrow = tuple(dataclasses.replace(shape, dtype=dtype) for shape in shapes)

@@ -38,7 +38,7 @@ from torchax_serve.executors.per_sequence_forward import SequenceForward
 from torchax_serve.executors.request_input import MediaInput, RequestInput
 from torchax_serve.executors.slot_adapters import SlotAdapters
 from torchax_serve.executors.step_inputs import SAMPLED_ON_DEVICE
-from torchax_serve.kv_cache.cache_layout import UNBOUNDED, CacheLayout, Leaves
+from torchax_serve.kv_cache.cache_layout import UNBOUNDED, CacheLayout, Leaves, SlotStates
 from torchax_serve.kv_cache.slot_states import PagedCacheWithStates, gather, scatter
 from torchax_serve.sampling.sampler import Sampler
 from torchax_serve.sampling.types import Logprobs
@@ -128,14 +128,14 @@ class PerSequenceExecutor:
         self,
         weights: Weights,
         pools: tuple[Pool, ...],
-        states: Leaves,
+        states: SlotStates,
         last_tokens: jax.Array,
         numbers: jax.Array,
         hidden: jax.Array | None,
         media: MediaTokens | None = None,
         *,
         spec: PerSequenceSpec,
-    ) -> tuple[jax.Array, tuple[Pool, ...], Leaves]:
+    ) -> tuple[jax.Array, tuple[Pool, ...], SlotStates]:
         """Computes logits float32[S, vocab] (or [T, vocab]) of a step, pools and states.
 
         `hidden` is the encoder output ``[1, padded_len, width]``; given for the first chunk of a request only. `media`
@@ -161,17 +161,19 @@ class PerSequenceExecutor:
         new_pages, new_states = self._layout.partition(news)
         written = zip(pools, new_pages, self._layout.pages, strict=True)
         pools = tuple(scatter(pool, table, given.starts, given.lens, new, leaf) for pool, new, leaf in written)
-        states = self._layout.scatter_slots(states, given.slots, new_states, is_first=spec.kind == "begin")
+        states = self._layout.scatter_slots(
+            states, given.slots, new_states, is_first=spec.kind == "begin", source_lens=given.source_lens
+        )
         return logits, *self._with_sharding(pools, states)
 
-    def _with_sharding(self, pools: tuple[Pool, ...], states: Leaves) -> tuple[tuple[Pool, ...], Leaves]:
+    def _with_sharding(self, pools: tuple[Pool, ...], states: SlotStates) -> tuple[tuple[Pool, ...], SlotStates]:
         """Constrains `pools` and `states` to the cache's sharding if the model is on a mesh."""
         sharding, constrained = self._forward.program.sharding, jax.lax.with_sharding_constraint
         if sharding is None:
             return pools, states
         return (
             tuple(laid_out(pool, sharding.pool_sharding, constrained) for pool in pools),
-            tuple(constrained(state, sharding.state_sharding(state.shape)) for state in states),
+            jax.tree.map(lambda state: constrained(state, sharding.state_sharding(state.shape)), states),
         )
 
     def _extend(

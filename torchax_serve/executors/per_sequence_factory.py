@@ -69,10 +69,12 @@ def per_sequence_executor(runtime: ModelRuntime, sizes: MemoryBudget, why_not_pa
         parts = PerSequenceFactory(runtime, forward, layout, sizes, sources)
         exact = parts  # probes compare logits, which rounded keys and values change
         if sizes.kv_cache_dtype is not None:
-            check_layout(sizes.kv_cache_dtype, layout, has_encoder=sources is not None)
+            check_layout(sizes.kv_cache_dtype, layout)
             dtype = dtype_of(sizes.kv_cache_dtype)
-            scales = calibrate_by_sequence(runtime, forward, layout, parts.wanted_block_len, dtype)
-            parts = dataclasses.replace(parts, scales=scales)
+            scales = calibrate_by_sequence(runtime, forward, layout, parts.wanted_block_len, dtype, sources)
+            parts = dataclasses.replace(parts, layout=layout.with_encoder_in(dtype), scales=scales)
+            if sources is not None:  # whose exact states lie beside the cache during probes: of one request they do
+                exact = dataclasses.replace(exact, sizes=dataclasses.replace(sizes, max_num_seqs=1))
         cache = parts.cache()
         make = functools.cache(functools.partial(parts.model, cache))
         block_len = programs.memoize("per-sequence trial", f"{sizes}", lambda: exact.block_len(cache, make))
@@ -137,10 +139,12 @@ class PerSequenceFactory:
         return tuple(dataclasses.replace(leaf, dtype=dtype) for leaf in self.layout.pages)
 
     @property
-    def pages(self) -> PoolAllocator | None:
+    def pages(self) -> PoolAllocator:
         """Allocator of pools and states, sharded by heads and channels if the model is on a mesh."""
         sharding = self.runtime.program.sharding
-        return None if sharding is None else PoolAllocator(sharding.pool_sharding, sharding.state_sharding)
+        if sharding is None:
+            return PoolAllocator(begins_small=self.sizes.max_num_seqs == 1)
+        return PoolAllocator(sharding.pool_sharding, sharding.state_sharding)
 
     def model(self, cache: PagedCacheWithStates, block_len: int) -> PerSequenceExecutor:
         """Returns an executor on `cache`; pads chunks only if the model ignores padding."""

@@ -10,6 +10,8 @@ import numpy as np
 
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops.compressed_weight import Weights
+from torchax_serve.buckets import bucket_for
+from torchax_serve.executors.encoder_inputs import EncoderInputs
 from torchax_serve.executors.per_sequence_forward import SequenceForward
 from torchax_serve.kv_cache.cache_layout import CacheLayout
 from torchax_serve.kv_cache.pools import HeadScales
@@ -17,26 +19,30 @@ from torchax_serve.kv_cache.scales import TRIAL_LEN, largest_by_head, scales_of_
 from torchax_serve.runtime.model_runtime import ModelRuntime
 
 
-def check_layout(name: str, layout: CacheLayout, *, has_encoder: bool) -> None:
+def check_layout(name: str, layout: CacheLayout) -> None:
     """Raises InvalidArgumentError for a model whose cache cannot be in 8 bits.
 
     `name` is the option's value.
     """
-    reason = None
-    if has_encoder:
-        reason = "a model with an encoder, whose keys and values are stored by request"
-    elif not layout.pages:
-        reason = "a model that stores states in place of keys and values"
-    if reason is not None:
-        raise InvalidArgumentError(f"kv_cache_dtype: expected None for {reason}, got {name!r}; leave it out")
+    if not layout.pages:
+        raise InvalidArgumentError(
+            "kv_cache_dtype: expected None for a model that stores states in place of keys and values, got "
+            f"{name!r}; leave it out"
+        )
 
 
 def calibrate_by_sequence(
-    runtime: ModelRuntime, forward: SequenceForward, layout: CacheLayout, block_len: int, dtype: np.dtype
+    runtime: ModelRuntime,
+    forward: SequenceForward,
+    layout: CacheLayout,
+    block_len: int,
+    dtype: np.dtype,
+    sources: EncoderInputs | None = None,
 ) -> tuple[HeadScales, ...]:
     """Computes the scales of keys and of values, float32[num_heads] each, for every leaf in pages.
 
-    As `calibrate_scales` does, with the model's forward of one request.
+    As `calibrate_scales` does, with the model's forward of one request. With an encoder all prompts are behind the
+    output of its probe input.
 
     Args:
         runtime: The model.
@@ -44,6 +50,7 @@ def calibrate_by_sequence(
         layout: What a request stores.
         block_len: Maximum number of tokens of one forward.
         dtype: Dtype of the pages.
+        sources: Encoder inputs by slot; None for a model without an encoder.
 
     Raises:
         InvalidArgumentError: the calibration prompt has keys or values that are not finite.
@@ -51,9 +58,15 @@ def calibrate_by_sequence(
     most = min(TRIAL_LEN, runtime.limits.learned_positions or TRIAL_LEN)
     length = 1 << most.bit_length() - 1  # blocks of tokens are powers of two
 
-    def largest(weights: Weights, ids: jax.Array, spec: None) -> Any:
+    source: tuple[Any, ...] = ()
+    if sources is not None:
+        sources.assign(0, sources.probe_input)
+        source_len = sources.length(0)
+        source = (sources.encoder_output(0, bucket_for(sources.buckets, source_len)), jnp.int32(source_len))
+
+    def largest(weights: Weights, ids: jax.Array, *source: Any, spec: None) -> Any:
         def of_row(row: jax.Array) -> Any:
-            _, news = forward.prefill(weights, row, length, layout, block_len=block_len)
+            _, news = forward.prefill(weights, row, length, layout, *source, block_len=block_len)
             pages, _ = layout.partition(news)
             return [
                 largest_by_head(jnp.swapaxes(new, 0, 1)[None], leaf.k_dim)
@@ -62,4 +75,4 @@ def calibrate_by_sequence(
 
         return jax.tree.map(lambda found: found.max(axis=0), jax.lax.map(of_row, ids))
 
-    return scales_of_trial(runtime, largest, length, dtype)
+    return scales_of_trial(runtime, largest, length, dtype, source)

@@ -8,8 +8,10 @@ import jax
 import numpy as np
 
 from torchax_serve.kv_cache.pools import PagedLayerSpec
+from torchax_serve.kv_cache.scaled_state import ScaledState
 
 Leaves = tuple[jax.Array, ...]
+SlotStates = tuple[jax.Array | ScaledState, ...]
 UNBOUNDED = 1 << 30
 
 
@@ -20,11 +22,15 @@ class SlotStateSpec:
     shape: tuple[int, ...]
     dtype: np.dtype
     is_of_source: bool = False  # [1, heads, source_len, dim], made once of an encoder's output
+    stored_dtype: np.dtype | None = None  # of 8 bits, with a scale by head; None: as the model has it
 
     @property
     def num_bytes(self) -> int:
         """Bytes of one request's."""
-        return int(np.prod(self.shape)) * self.dtype.itemsize
+        num_numbers = int(np.prod(self.shape))
+        if self.stored_dtype is None:
+            return num_numbers * self.dtype.itemsize
+        return num_numbers * self.stored_dtype.itemsize + self.shape[1] * np.dtype(np.float32).itemsize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,18 +66,37 @@ class CacheLayout:
 
         return dataclasses.replace(self, leaves=tuple(map(sized, self.leaves)))
 
-    def gather_slots(self, states: Leaves, slots: jax.Array, source_len: int) -> Leaves:
-        """Gathers the states ``[S, ...]`` at `slots` int32[S], cut to the encoder length."""
+    def with_encoder_in(self, dtype: np.dtype) -> CacheLayout:
+        """Returns the layout with keys and values of encoder outputs stored in `dtype`, of 8 bits."""
+
+        def stored(leaf: PagedLayerSpec | SlotStateSpec) -> PagedLayerSpec | SlotStateSpec:
+            if isinstance(leaf, PagedLayerSpec) or not leaf.is_of_source:
+                return leaf
+            return dataclasses.replace(leaf, stored_dtype=dtype)
+
+        return dataclasses.replace(self, leaves=tuple(map(stored, self.leaves)))
+
+    def gather_slots(self, states: SlotStates, slots: jax.Array, source_len: int) -> Leaves:
+        """Gathers the states ``[S, ...]`` at `slots` int32[S], cut to the encoder length, as the model has them."""
         return tuple(
-            (state[:, :, :, :source_len] if row.is_of_source else state)[slots]
+            state.gather(slots, source_len, row.dtype)
+            if isinstance(state, ScaledState)
+            else (state[:, :, :, :source_len] if row.is_of_source else state)[slots]
             for row, state in zip(self.rows, states, strict=True)
         )
 
-    def scatter_slots(self, states: Leaves, slots: jax.Array, news: Leaves, *, is_first: bool) -> Leaves:
-        """Writes `news` at `slots` int32[S]; states of the encoder output in the first step only."""
-        after = []
+    def scatter_slots(
+        self, states: SlotStates, slots: jax.Array, news: Leaves, *, is_first: bool, source_lens: jax.Array
+    ) -> SlotStates:
+        """Writes `news` at `slots` int32[S]; states of the encoder output in the first step only.
+
+        `source_lens` int32[S] are the lengths of the encoder outputs without padding.
+        """
+        after: list[jax.Array | ScaledState] = []
         for row, state, new in zip(self.rows, states, news, strict=True):
-            if row.is_of_source and is_first:
+            if isinstance(state, ScaledState):
+                after.append(state.scatter(slots, new, source_lens) if is_first else state)
+            elif row.is_of_source and is_first:
                 after.append(state.at[slots, :, :, : new.shape[3]].set(new))
             else:
                 after.append(state if row.is_of_source else state.at[slots].set(new))

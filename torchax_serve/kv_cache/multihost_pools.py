@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from model_adapters.caches.packed_batch import Pool, ScaledPool, laid_out
 from model_adapters.ops.compressed_weight import Weights
 from model_adapters.sharding.model_sharding import ModelSharding
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
-from torchax_serve.kv_cache.pools import PoolAllocator, copy_pages
+from torchax_serve.kv_cache.pools import HeadScales, PoolAllocator, copy_pages
 
 PoolSpec = tuple[tuple[int, int, int, int], str]
 
@@ -29,11 +30,19 @@ class MultiHostPoolAllocator(PoolAllocator):
         super().__init__(sharding.pool_sharding)
         self._pool_sharding = sharding.pool_sharding
         self._zeros = CachedFunction(programs, "zero_pool", self._make)
+        self._scaled = CachedFunction(programs, "zero_scaled_pool", self._make_scaled)
         self._copied = CachedFunction(programs, "copy_pages", self._copy, donate=["pools"])
 
     def _make(self, weights: Weights, spec: PoolSpec) -> tuple[None, jax.Array]:
         shape, dtype = spec
         return None, jax.lax.with_sharding_constraint(jnp.zeros(shape, dtype), self._pool_sharding(shape[1]))
+
+    def _make_scaled(
+        self, weights: Weights, k_scale: jax.Array, v_scale: jax.Array, spec: PoolSpec
+    ) -> tuple[None, Pool]:
+        shape, dtype = spec
+        pool = ScaledPool(jnp.zeros(shape, dtype), k_scale, v_scale)
+        return None, laid_out(pool, self._pool_sharding, jax.lax.with_sharding_constraint)
 
     @staticmethod
     def _copy(
@@ -44,6 +53,13 @@ class MultiHostPoolAllocator(PoolAllocator):
         spec: None,
     ) -> tuple[None, tuple[jax.Array, ...]]:
         return None, copy_pages(pools, sources, targets)
+
+    def pool(self, shape: tuple[int, int, int, int], dtype: np.dtype, scales: HeadScales | None) -> Pool:
+        """Implements `PoolAllocator.pool`."""
+        if scales is None:
+            return self.zeros(shape, dtype)
+        pool: Pool = self._scaled({}, *scales, spec=(shape, np.dtype(dtype).name))[1]
+        return pool
 
     def zeros(self, shape: tuple[int, int, int, int], dtype: np.dtype) -> jax.Array:
         """Implements `PoolAllocator.zeros`."""

@@ -13,6 +13,7 @@ import numpy as np
 from model_adapters.caches.packed_batch import PagedLayout, Pool, ScaledPool, laid_out, pages_of, with_pages
 from model_adapters.device_arrays import to_device
 from model_adapters.errors import InvalidArgumentError
+from model_adapters.loading.memory import give_back_freed
 from model_adapters.ops.cpu.huge_pages import without_memory
 from model_adapters.ops.kv_pool import write_pages
 from torchax_serve.scheduler import CacheGroup, PageCopy
@@ -128,14 +129,18 @@ class PoolAllocator:
     Args:
         sharding: Returns the sharding of a pool by its number of heads; None: the default device.
         states: Returns the sharding of the states of all slots by their shape; None: the default device.
+        begins_small: As `without_memory` has it, for pools that hold one conversation: with many layers a short one
+            would take 2 MiB in each.
     """
 
     def __init__(
         self,
         sharding: Callable[[int], jax.sharding.NamedSharding] | None = None,
         states: Callable[[tuple[int, ...]], jax.sharding.NamedSharding] | None = None,
+        *,
+        begins_small: bool = False,
     ) -> None:
-        self._sharding, self._states = sharding, states
+        self._sharding, self._states, self._begins_small = sharding, states, begins_small
 
     def pool(self, shape: tuple[int, int, int, int], dtype: np.dtype, scales: HeadScales | None) -> Pool:
         """Returns the pool of a layer, all zeros; with `scales` for 8 bits."""
@@ -151,7 +156,7 @@ class PoolAllocator:
         """Returns zeros for a pool ``[num_pages, num_heads, page_size, width]``."""
         if self._sharding is not None:
             return jnp.zeros(shape, dtype, device=self._sharding(shape[1]))
-        return _zeros(shape, dtype)
+        return _zeros(shape, dtype, begins_small=self._begins_small)
 
     def slot_states(self, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
         """Returns zeros for a state of each slot ``[num_slots + 1, ...]``."""
@@ -165,12 +170,13 @@ class PoolAllocator:
         return _copy_pages(pools, *pairs, is_on_mesh=is_on_mesh(pools))
 
 
-def _zeros(shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
+def _zeros(shape: tuple[int, ...], dtype: np.dtype, *, begins_small: bool = False) -> jax.Array:
     """Zeros on the default device; on a CPU they take memory only as they are written."""
     device = jax.local_devices()[0]
     if device.platform != "cpu":
         return jax.device_put(jnp.zeros(shape, dtype), device)
-    return without_memory(jax.device_put(np.zeros(shape, dtype), device, may_alias=False))  # compiles nothing
+    zeros = jax.device_put(np.zeros(shape, dtype), device, may_alias=False)  # compiles nothing
+    return without_memory(zeros, begins_small=begins_small)
 
 
 class PagedCache:
@@ -205,6 +211,7 @@ class PagedCache:
             self._pages.pool(self._shape(n), shape.dtype, None if self._scales is None else self._scales[n])
             for n, shape in enumerate(self.plan.shapes)
         )
+        give_back_freed()  # zeros that pools were made of
 
     def release(self) -> None:
         """Frees the pools until `reset`."""

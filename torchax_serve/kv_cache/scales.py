@@ -8,6 +8,7 @@ no text of users is available.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -72,7 +73,21 @@ def calibrate_scales(runtime: ModelRuntime, dtype: np.dtype) -> tuple[HeadScales
     Raises:
         InvalidArgumentError: the calibration prompt has keys or values that are not finite.
     """
-    length = min(TRIAL_LEN, runtime.limits.learned_positions or TRIAL_LEN)
+    length = _trial_len(runtime)
+    return scales_of_trial(runtime, _largest_of_packed(runtime, length), length, dtype)
+
+
+def packed_trial(runtime: ModelRuntime) -> CachedFunction:
+    """Returns the function that `calibrate_scales` runs, for the other hosts of a model."""
+    return _trial(runtime, _largest_of_packed(runtime, _trial_len(runtime)))
+
+
+def _trial_len(runtime: ModelRuntime) -> int:
+    return min(TRIAL_LEN, runtime.limits.learned_positions or TRIAL_LEN)
+
+
+def _largest_of_packed(runtime: ModelRuntime, length: int) -> Callable[..., Any]:
+    """Returns the function of weights and ids int32[rows, length] that computes `largest_by_head` of each layer."""
 
     def largest(weights: Weights, ids: jax.Array, spec: None) -> Any:
         inputs = {runtime.program.names.ids: ids}
@@ -81,27 +96,38 @@ def calibrate_scales(runtime: ModelRuntime, dtype: np.dtype) -> tuple[HeadScales
         assert after is not None
         return [largest_by_head(layer.pool, layer.k_dim) for layer in after]
 
-    return scales_of_trial(runtime, largest, length, dtype)
+    return largest
 
 
 def scales_of_trial(
-    runtime: ModelRuntime, largest: Callable[..., Any], length: int, dtype: np.dtype
+    runtime: ModelRuntime, largest: Callable[..., Any], length: int, dtype: np.dtype, source: tuple[Any, ...] = ()
 ) -> tuple[HeadScales, ...]:
     """Computes scales from the largest magnitudes in prompts of random tokens.
 
     Args:
         runtime: The model.
-        largest: Function of weights and ids int32[TRIAL_ROWS, length]; returns `largest_by_head` of each layer.
+        largest: Function of weights, ids int32[TRIAL_ROWS, length] and `source`; returns `largest_by_head` of each
+            layer.
         length: Number of tokens of a prompt.
         dtype: Dtype of the pages.
+        source: Further arguments of `largest`: an encoder's output and its length.
     """
-    facts = runtime.program
-    kept = CachedFunction(
-        runtime.steps.executables, "int8_trial", largest, facts=facts.trace_facts, recall=facts.restore_facts
-    )
     ids = np.random.default_rng(0).integers(0, runtime.limits.vocab_size, (TRIAL_ROWS, length))
-    found = kept(runtime.weights, to_device(ids, np.int32), spec=None)
+    (found,) = _trial(runtime, largest)(runtime.weights, to_device(ids, np.int32), *source, spec=None)
     return tuple((scale_of(keys, dtype), scale_of(values, dtype)) for keys, values in found)
+
+
+def _trial(runtime: ModelRuntime, largest: Callable[..., Any]) -> CachedFunction:
+    """Returns `largest` as a program whose one result all hosts have."""
+
+    @functools.wraps(largest)
+    def only(*args: Any, spec: None) -> tuple[Any]:
+        return (largest(*args, spec=spec),)
+
+    facts = runtime.program
+    return CachedFunction(
+        runtime.steps.executables, "int8_trial", only, facts=facts.trace_facts, recall=facts.restore_facts
+    )
 
 
 def largest_by_head(pool: jax.Array, k_dim: int) -> tuple[jax.Array, jax.Array]:

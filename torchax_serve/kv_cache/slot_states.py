@@ -6,12 +6,14 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from model_adapters.caches.packed_batch import Pool, ScaledPool, pages_of, with_pages
 from model_adapters.ops.attention_args import KVScales
 from model_adapters.ops.kv_pool import split, write_tokens_at
-from torchax_serve.kv_cache.cache_layout import CacheLayout, Leaves
+from torchax_serve.kv_cache.cache_layout import CacheLayout, SlotStates, SlotStateSpec
 from torchax_serve.kv_cache.pools import CacheAllocation, HeadScales, PagedCache, PagedLayerSpec, PoolAllocator
+from torchax_serve.kv_cache.scaled_state import ScaledState
 
 
 class PagedCacheWithStates(PagedCache):
@@ -25,7 +27,7 @@ class PagedCacheWithStates(PagedCache):
         pages: PoolAllocator | None = None,
         scales: Sequence[HeadScales] | None = None,
     ) -> None:
-        self.states: Leaves = ()
+        self.states: SlotStates = ()
         self._rows, self._num_slots = layout.rows, num_slots
         super().__init__(plan, pages, scales)
 
@@ -33,7 +35,16 @@ class PagedCacheWithStates(PagedCache):
         """Allocates pools and states again, all zeros."""
         super().reset()
         self.states = ()
-        self.states = tuple(self._pages.slot_states((self._num_slots + 1, *row.shape), row.dtype) for row in self._rows)
+        self.states = tuple(map(self._zeros, self._rows))
+
+    def _zeros(self, row: SlotStateSpec) -> jax.Array | ScaledState:
+        shape = (self._num_slots + 1, *row.shape)
+        if row.stored_dtype is None:
+            return self._pages.slot_states(shape, row.dtype)
+        by_head = (*shape[:3], 1, 1)
+        return ScaledState(
+            self._pages.slot_states(shape, row.stored_dtype), self._pages.slot_states(by_head, np.dtype(np.float32))
+        )
 
     def release(self) -> None:
         """Frees pools and states until `reset`."""
@@ -48,7 +59,7 @@ class PagedCacheWithStates(PagedCache):
     @property
     def is_lost(self) -> bool:
         """Whether a failed step has deleted a donated pool or state."""
-        return super().is_lost or any(state.is_deleted() for state in self.states)
+        return super().is_lost or any(array.is_deleted() for array in jax.tree.leaves(self.states))
 
 
 def gather(pool: Pool, table: jax.Array, starts: jax.Array, spec: PagedLayerSpec) -> jax.Array:

@@ -18,10 +18,10 @@ import numpy as np
 from model_adapters.device_arrays import XLA_CPU_ALIGNMENT
 
 HUGE_PAGE_BYTES = 2 << 20
-_MADV_DONTNEED, _MADV_HUGEPAGE = 4, 14
+_MADV_DONTNEED, _MADV_HUGEPAGE, _MADV_NOHUGEPAGE = 4, 14, 15
 _MREMAP_TO = 1 | 2  # may move, to a fixed address
 _FAILED = ctypes.c_void_p(-1).value
-MOVED_BYTES = 32 << 20
+MOVED_BYTES = 8 << 20
 """Number of bytes that `move_into_huge_pages` copies at once, which are in memory twice meanwhile."""
 _MADV_COLLAPSE = 25  # of Linux 6.1 and later: copies what is there into huge pages, at once
 
@@ -99,22 +99,33 @@ def in_huge_pages(array: jax.Array) -> jax.Array:
     return array
 
 
-def without_memory(zeros: jax.Array) -> jax.Array:
+def without_memory(zeros: jax.Array, *, begins_small: bool = False) -> jax.Array:
     """Releases the memory of ``zeros[...]`` on a CPU device until it is written.
 
     Private anonymous memory of a process, as XLA's is, then reads as zeros and is allocated again in huge pages as it
     is written. If the system cannot release it, the array keeps its memory.
+
+    Args:
+        zeros: The array.
+        begins_small: Whether to leave the first huge page's worth of it in small pages: a write there then takes a few
+            kilobytes instead of 2 MiB.
     """
     _advise(zeros, _MADV_DONTNEED, mmap.PAGESIZE)  # the ends as well: a model has a pool for each layer
-    _advise(zeros, _MADV_HUGEPAGE, HUGE_PAGE_BYTES)
+    if begins_small:
+        _advise(zeros, _MADV_NOHUGEPAGE, mmap.PAGESIZE)  # where all memory is in huge pages
+    _advise(zeros, _MADV_HUGEPAGE, HUGE_PAGE_BYTES, skipped_bytes=HUGE_PAGE_BYTES if begins_small else 0)
     return zeros
 
 
-def _advise(array: jax.Array, advice: int, page_bytes: int) -> None:
-    """Calls ``madvise`` on all complete pages of `page_bytes` within `array`, on Linux."""
+def _advise(array: jax.Array, advice: int, page_bytes: int, *, skipped_bytes: int = 0) -> None:
+    """Calls ``madvise`` on all complete pages of `page_bytes` within `array`, on Linux.
+
+    The first `skipped_bytes` of it stay as they are.
+    """
     array.block_until_ready()  # its memory may not be allocated before
     begin = array.unsafe_buffer_pointer()
-    first = begin + -begin % page_bytes
+    first = begin + skipped_bytes
+    first += -first % page_bytes
     num_bytes = (begin + array.nbytes - first) // page_bytes * page_bytes
     if sys.platform == "linux" and num_bytes > 0:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(num_bytes), advice)

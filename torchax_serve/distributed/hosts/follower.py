@@ -17,6 +17,7 @@ from torchax_serve.distributed.hosts.messages import ArrayRef, ArraySpec, Compil
 from torchax_serve.executors.packed import PackedExecutor
 from torchax_serve.kv_cache.multihost_pools import MultiHostPoolAllocator
 from torchax_serve.kv_cache.pools import CacheAllocation, PagedCache
+from torchax_serve.kv_cache.scales import packed_trial
 from torchax_serve.runtime.model_runtime import ModelRuntime
 
 
@@ -102,7 +103,7 @@ def functions_of(runtime: ModelRuntime, sharding: ModelSharding) -> list[Any]:
     programs = runtime.steps.executables
     cache = PagedCache(CacheAllocation((), (), page_size=1, max_len=1))
     packed = PackedExecutor(runtime.program, runtime.weights, cache, programs, num_slots=1, token_budget=16)
-    return [packed, MultiHostPoolAllocator(programs, sharding)]
+    return [packed, MultiHostPoolAllocator(programs, sharding), packed_trial(runtime)]
 
 
 def follow(runtime: ModelRuntime, leader: Heartbeat) -> None:
