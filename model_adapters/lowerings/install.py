@@ -27,6 +27,7 @@ from model_adapters.lowerings.indexing import (
     _understand_stored_lengths,
 )
 from model_adapters.lowerings.matmul import _addmm, _attention, _grouped_mm, _linear
+from model_adapters.lowerings.partial_writes import keep_writes_apart
 from model_adapters.lowerings.reductions import _layer_norm, _mean, _softmax, _sum
 from model_adapters.lowerings.torchax_fixes import _mend_copy, _mend_type_as, _stay_on_device, _write_through_views
 
@@ -69,3 +70,4 @@ def install() -> None:
     _pad_by_known_widths()
     _stay_on_device()
     _write_through_views()
+    keep_writes_apart()

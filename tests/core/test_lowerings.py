@@ -152,6 +152,48 @@ def test_writing_into_a_view_writes_into_what_is_viewed(write):
     assert not torch.equal(expected, x)
 
 
+WRITES = {
+    "behind": lambda x, y: x.__setitem__((slice(None), slice(2, None)), y[:, 2:]),
+    "within two axes": lambda x, y: x.__setitem__((slice(1, 3), slice(1, 4)), y[1:3, 1:4]),
+    "broadcast": lambda x, y: x.__setitem__((..., slice(1, 3)), y[:1, :1]),
+    "from the end": lambda x, y: x.__setitem__(slice(-2, None), y[:2]),
+    "nothing": lambda x, y: x.__setitem__(slice(3, 3), y[:0]),
+    "every second": lambda x, y: x.__setitem__(slice(None, None, 2), y[::2]),
+    "a row": lambda x, y: x.__setitem__(1, y[0]),
+    "all": lambda x, y: x.__setitem__(slice(None), y),
+    "an integer": lambda x, y: x.__setitem__((slice(None), slice(1, 3)), 7),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_values_are_written_into_slices(name):
+    def run(x, y):
+        x = x * 1.0
+        WRITES[name](x, y)
+        return x
+
+    x, y = torch.arange(20.0).reshape(4, 5), -torch.arange(20.0).reshape(4, 5)
+    torch.testing.assert_close(traced(run, *as_arrays(x, y)), run(x, y), atol=0, rtol=0)
+
+
+def test_a_product_of_arrays_of_which_a_part_is_rotated_in_place():
+    """Norms, a rotation of the later positions and the scores of attention: one program, as CogView4 has it."""
+
+    def rotated(x):
+        x = torch.nn.functional.layer_norm(x.transpose(1, 2), (4,))
+        part = x[:, :, 16:]
+        first, second = part.unflatten(-1, (2, 2)).unbind(-2)
+        x[:, :, 16:] = part * 0.3 + torch.cat([-second, first], -1) * 0.7
+        return x
+
+    def scores(q, k):
+        return rotated(q) @ rotated(k).transpose(2, 3)
+
+    torch.manual_seed(0)
+    q, k = (torch.randn(1, 32, 4, 4) for _ in range(2))
+    torch.testing.assert_close(traced(scores, *as_arrays(q, k)), scores(q, k), atol=1e-4, rtol=0)
+
+
 def test_flatten_counts_axes_from_the_end():
     x = torch.arange(90.0).reshape(5, 3, 6)
     found = traced(lambda x: x.flatten(0, -2), jnp.asarray(x.numpy()))
