@@ -235,7 +235,7 @@ def test_arrays_that_cannot_be_made_end_their_request_alone(llama, monkeypatch):
 
 def test_log_probabilities_that_cannot_be_read_end_their_request_alone(llama, monkeypatch):
     for name, params in (("logprobs", {"logprobs": 1}), ("prompt_logprobs", {"prompt_logprobs": 1})):
-        monkeypatch.setattr(llama.engine._runner, name, lambda *args: 1 / 0)
+        monkeypatch.setattr(llama.engine._runner, name, lambda *args, **kwargs: 1 / 0)
         innocent = llama.engine.submit(request(INNOCENT, max_new_tokens=NEW))
         failed = llama.engine.submit(request([7, 8], SamplingParams(**params)))
         with pytest.raises(RequestError, match=r"could not be delivered \(ZeroDivisionError"):

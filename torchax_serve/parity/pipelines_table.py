@@ -14,9 +14,6 @@ SENSITIVE = "sensitive"
 REASONS = {
     "AnyFlowFARPipeline": "Its transformer writes keys and values into a cache among its arguments, and its attention "
     "takes a mask of PyTorch's flex attention, which diffusers makes inside of forward and hands to no other backend.",
-    "CogView4Pipeline": "Its transformer is wrong here as a compiled program, by 6e-2, from its first block on. "
-    "Operator by operator the same trace is within 3e-7 of PyTorch, and so is a program that returns what each layer "
-    "gives. Eager PyTorch in float64 is within 3e-7, so this is no rounding. What compiles it wrongly is not known.",
     "LEditsPPPipelineStableDiffusion": "It sets new attention processors for each image. Such processors run the "
     "programs of equal earlier ones now; the pipeline was not run again since, only a UNet with such processors.",
 }
