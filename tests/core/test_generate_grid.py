@@ -201,7 +201,7 @@ def assert_same_cache(theirs, ours) -> None:
                 assert_same(state, getattr(other, name)[index])
 
 
-@pytest.mark.parametrize(("architecture", "case"), pairs(ARCHITECTURES, CASES, one_in=4))
+@pytest.mark.parametrize(("architecture", "case"), pairs(ARCHITECTURES, CASES, one_in=8))
 def test_same_as_transformers(architecture: str, case: str) -> None:
     theirs, ours = pair(architecture)
     ids, mask = prompts()
