@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from engine_models import VOCAB_SIZE, tiny_model
+from thorough import thorough
 
 from torchax_serve import EngineOptions, InvalidArgumentError, SamplingParams, serve
 
@@ -29,7 +30,7 @@ def answers(served, prompts=PROMPTS):
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("llama", {}), ("gemma3_text", {}), ("bloom", {}), ("llama", {"kv_cache_dtype": "int8"})],
+    [("llama", {}), thorough("gemma3_text", {}), thorough("bloom", {}), ("llama", {"kv_cache_dtype": "int8"})],
     ids=["packed", "windows", "per-sequence", "int8"],
 )
 def test_a_loaded_prefix_gives_the_bits_of_a_computed_one(name, options):
