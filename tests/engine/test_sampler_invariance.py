@@ -1,5 +1,7 @@
 """A row's token and log-probabilities are the same to the last bit, whatever runs beside it."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -62,7 +64,8 @@ def results(sampler, rows, logits, num_rows):
     sampled = sampler.sample(plan_rows, jnp.asarray(padded))
     tokens = np.asarray(sampled.tokens)
     np.testing.assert_array_equal(np.asarray(sampler.last_tokens)[slots], tokens[: len(rows)])
-    arrays = [tokens, *map(np.asarray, jax.tree.leaves(sampled.logprobs))]
+    logprobs = dataclasses.replace(sampled.logprobs, processed=None)  # which a batch without histories has not
+    arrays = [tokens, *map(np.asarray, jax.tree.leaves(logprobs))]
     return [tuple(array[index].tobytes() for array in arrays) for index in range(len(rows))]
 
 
