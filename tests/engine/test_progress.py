@@ -51,6 +51,28 @@ def test_a_stalled_engine_is_due_and_still(model):
         assert time.monotonic() < until
 
 
+@pytest.mark.parametrize("becomes_due", ["request", "command"])
+def test_an_engine_that_was_idle_for_long_is_still_from_its_next_work_on(becomes_due, model, monkeypatch):
+    """As a watchdog may look between a request and the round that takes it, and would end the process."""
+    run(model, [5, 6, 7])
+    model._runtimes[0].steps.executables.background.wait()
+    engine, now = model.engine, time.monotonic() + 1000
+    while engine.progress().is_due:
+        time.sleep(0.01)
+    monkeypatch.setattr(engine.progress, "_clock", lambda: now)
+    with engine._wake:  # which its thread needs to wake up
+        assert not engine.progress().is_due and engine.progress().still_s > 900
+        if becomes_due == "request":
+            with engine.submitted_together():
+                stream = model.iter_tokens([5, 6], model.generation_config, params=SamplingParams(max_new_tokens=2))
+                assert engine.progress()[1:3] == (0, True)
+        else:
+            engine._run_on_engine_thread(lambda: None)
+        assert engine.progress()[1:3] == (0, True)
+    if becomes_due == "request":
+        assert len(list(stream)) == 2
+
+
 def test_compiling_is_told_apart():
     assert num_compiling() == 0
     with CompileLock():

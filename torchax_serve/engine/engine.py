@@ -129,6 +129,7 @@ class Engine:
                     enter()
 
         with self._wake:
+            self.progress.will_be_due()
             goes_on = all(request.is_continuation for request in requests)
             self.admission.admit(prompt_lens, self._scheduler, self.close_reason, is_continuation=goes_on)
             self._entries.send(enter_all, handles)
@@ -154,6 +155,7 @@ class Engine:
             return
         with self._wake:
             if self.close_reason is None:
+                self.progress.will_be_due()
                 self._commands.append(command)
                 self._wake.notify()
                 return

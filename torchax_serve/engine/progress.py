@@ -52,8 +52,14 @@ class ProgressClock:
         """Records a round; the engine's thread calls it, also when it wakes up for new work."""
         self._num_moves, self._moved_s = self._num_moves + 1, self._clock()
 
+    def will_be_due(self) -> None:
+        """Starts `still_s` anew if the engine was idle; called before there is something to do."""
+        if not self._is_due():
+            self._moved_s = self._clock()
+
     def __call__(self) -> EngineProgress:
         """Returns the progress so far."""
         is_alive = self._thread is not None and self._thread.is_alive()
+        is_due = self._is_due()  # before the time: an engine that has become due is still from then on
         still_s = self._clock() - self._moved_s
-        return EngineProgress(self._num_moves, still_s, self._is_due(), num_compiling() > 0, is_alive)
+        return EngineProgress(self._num_moves, still_s, is_due, num_compiling() > 0, is_alive)
