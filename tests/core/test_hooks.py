@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from model_adapters.errors import UnsupportedArgumentError, UnsupportedModelError
+from model_adapters.errors import NoTokenLeftError, UnsupportedArgumentError, UnsupportedModelError
 from torchax_serve import serve, to_jax
 
 IDS = torch.arange(5, 14)[None]
@@ -153,3 +153,21 @@ def test_the_engine_and_hooks_on_everything_are_refused(original):
             served(input_ids=IDS)
     finally:
         handle.remove()
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_options_that_leave_no_token_are_named_where_generate_chooses(original, do_sample):
+    others = [token for token in range(40) if token != 9]
+    options = {**OPTIONS, "do_sample": do_sample, "suppress_tokens": others, "bad_words_ids": [[9, 9, 9]]}
+    expected = r"after 2 of the answer, got suppress_tokens, bad_words_ids, which forbid all together"
+    with serve(copy.deepcopy(original)) as model:
+        if do_sample:  # a static batch; greedily transformers takes token 0
+            with pytest.raises(NoTokenLeftError, match=expected):
+                model.torch_model.generate(IDS, **options)
+        model.torch_model.model.layers[0].register_forward_hook(lambda *_: None)  # transformers' own loop
+        with pytest.raises(NoTokenLeftError, match=expected):
+            list(model.iter_tokens([5, 6, 7], GenerationConfig(**options)))
+        everything = GenerationConfig(**OPTIONS | {"do_sample": do_sample, "suppress_tokens": [*range(40)]})
+        with pytest.raises(NoTokenLeftError, match=r"after 0 of the answer, got suppress_tokens, which forbid all"):
+            list(model.iter_tokens([5, 6, 7], everything))
+        assert len(list(model.iter_tokens([5, 6, 7], GenerationConfig(**OPTIONS)))) == 3  # a later one

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from model_adapters.errors import InvalidArgumentError
+from model_adapters.errors import InvalidArgumentError, RequestError
 from model_adapters.jax_settings import programs_run
 from torchax_serve.engine.admission import DRAINED, MAX_NUM_WAITING, MAX_NUM_WAITING_TOKENS, Admission
 from torchax_serve.engine.dispatch_queue import DispatchQueue
@@ -344,8 +344,11 @@ class Engine:
 
     def _fail(self, plan: StepPlan, error: Exception) -> None:
         """Ends the requests of a plan whose step has raised; without the cache, all that use it."""
-        logger.error("a step has failed: %s: %s", type(error).__name__, error)
-        message = f"its step failed ({describe(error)})"
+        message: str | RequestError = f"its step failed ({describe(error)})"
+        if isinstance(error, RequestError):  # of one request in a step of its own
+            message = error
+        else:
+            logger.error("a step has failed: %s: %s", type(error).__name__, error)
         outcomes = self._scheduler.fail(plan)
         if self._runner.cache_is_lost:
             for step in self._dispatched:

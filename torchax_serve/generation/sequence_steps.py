@@ -78,14 +78,22 @@ class GenerateSteps:
         call: Calls ``generate`` with a `GenerateWatch`; returns the tokens that the watch has not seen.
         vocab_size: Number of columns of the logits.
         timeout_s: Seconds until the call is ended; None: never.
+        check_tokens_left: Raises if the call's options forbid every token behind the new ones so far, for which
+            transformers draws the first or fails; None: unknown.
     """
 
     runs_ahead = False
 
     def __init__(
-        self, call: Callable[[GenerateWatch], Iterable[int]], *, vocab_size: int, timeout_s: float | None
+        self,
+        call: Callable[[GenerateWatch], Iterable[int]],
+        *,
+        vocab_size: int,
+        timeout_s: float | None,
+        check_tokens_left: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
         self._call, self._vocab_size = call, vocab_size
+        self._check_tokens_left, self._new_ids = check_tokens_left, list[int]()
         self._watch = GenerateWatch.with_timeout(timeout_s)
         self._thread: threading.Thread | None = None
 
@@ -101,9 +109,12 @@ class GenerateSteps:
 
     def _next_logits(self) -> jax.Array:
         item = self._watch.tokens.get()
+        if self._check_tokens_left is not None and not isinstance(item, SequenceEnded):
+            self._check_tokens_left(self._new_ids)
         if isinstance(item, BaseException):
             self._watch.tokens.put(item)  # for a later step
             raise item
+        self._new_ids.append(item)
         logits = np.full((1, self._vocab_size), -np.inf, np.float32)
         logits[0, item] = 0
         return to_device(logits, np.float32)

@@ -6,7 +6,7 @@ transformers prepares and checks them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,8 @@ from torchax_serve.generation.sequence_steps import ForwardSteps, GenerateSteps,
 from torchax_serve.runtime.model_generate import without_model_options
 from torchax_serve.sampling import unsupported_options
 from torchax_serve.sampling.config_options import PLAN_OPTIONS
-from torchax_serve.sampling.row_params import ENGINE_OPTIONS
+from torchax_serve.sampling.forbidden_tokens import check_tokens_left
+from torchax_serve.sampling.row_params import ENGINE_OPTIONS, RowSamplingParams
 from torchax_serve.sampling.time_tokens import TIME_TOKENS, TimeTokens
 from torchax_serve.sampling_params import SamplingParams
 
@@ -73,6 +74,7 @@ def single_request(
         functools.partial(run, model, inputs, config, seed, call),
         vocab_size=vocab_size,
         timeout_s=None if params is None else params.timeout_s,
+        check_tokens_left=None if call is None else _tokens_left_check(call, vocab_size),
     )
     prompt_ids = inputs["input_ids"][0].tolist() if "input_ids" in inputs else [0]
     greedy = GenerationConfig(max_new_tokens=UNLIMITED, eos_token_id=config.eos_token_id)
@@ -98,6 +100,17 @@ def _forward_request(
     config = loop_options(call.config, max_length, len(prompt_ids))
     steps = ForwardSteps(BatchForward(model._jax_runtime, call, start))
     return EngineRequest.of(prompt_ids, config, params, vocab_size=vocab_size, seed=seed, steps=steps)
+
+
+def _tokens_left_check(call: SampleCall, vocab_size: int) -> Callable[[Sequence[int]], None]:
+    """Returns what raises NoTokenLeftError if the options of `call` forbid every token behind the new ones so far."""
+    row = RowSamplingParams.of_checked(SamplingParams(), call.config, vocab_size=vocab_size, seed=0)
+    prompt_ids = call.input_ids[0].tolist()
+
+    def check(new_ids: Sequence[int]) -> None:
+        check_tokens_left(row, None, [*prompt_ids, *new_ids], len(prompt_ids))
+
+    return check
 
 
 def prepared_call(model: Any, inputs: Mapping[str, torch.Tensor], config: GenerationConfig) -> SampleCall | None:

@@ -108,7 +108,7 @@ class StaticBatchLoop:
             # this token is recomputed.
             looks_ahead = self.runs_ahead and 0 < index < max_new - 1 and prompt_len + index != forward.recompute_len
             following = self._decode() if looks_ahead else None
-            token = _on_host(pending.token)
+            token = self._on_host(pending.token)
             if pad is not None:
                 token = token * unfinished + pad * (1 - unfinished)
             self.sequences = torch.cat([self.sequences, token[:, None]], 1)
@@ -125,6 +125,23 @@ class StaticBatchLoop:
                 is_new = self.sequences.shape[1] - 1 == forward.recompute_len
                 following = self._recompute() if is_new else self._decode()
             pending = following
+
+    def _on_host(self, token: jax.Array) -> torch.Tensor:
+        """Returns int64[batch]; waits for the step that made it.
+
+        Raises:
+            NoTokenLeftError: the options forbid every token of a row.
+            InvalidArgumentError: a row has no finite scores.
+        """
+        values = np.asarray(token).astype(np.int64)
+        if (values == INVALID_TOKEN).any():
+            row = int((values == INVALID_TOKEN).argmax())
+            self.sampler.check_tokens_left(self.sequences[row].tolist())
+            raise InvalidArgumentError(
+                f"expected scores with a token to draw in every row, got inf, nan or nothing in row {row}; "
+                "loosen the sampling options, or load the model in another dtype"
+            )
+        return torch.from_numpy(values)
 
     def _keep(self, choice: StepOutput) -> None:
         if self.keep_scores:
@@ -165,15 +182,3 @@ class StaticBatchLoop:
 
 def _as_tensors(arrays: list[jax.Array]) -> tuple[torch.Tensor, ...]:
     return tuple(to_torch_tensor(array) for array in arrays)
-
-
-def _on_host(token: jax.Array) -> torch.Tensor:
-    """Returns int64[batch]; waits for the step that made it."""
-    values = np.asarray(token).astype(np.int64)
-    if (values == INVALID_TOKEN).any():
-        row = int((values == INVALID_TOKEN).argmax())
-        raise InvalidArgumentError(
-            f"expected scores with a token to draw in every row, got inf, nan or nothing in row {row}; "
-            "loosen the sampling options, or load the model in another dtype"
-        )
-    return torch.from_numpy(values)

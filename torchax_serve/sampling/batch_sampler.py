@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -13,6 +14,7 @@ import numpy as np
 from model_adapters.device_arrays import to_device
 from model_adapters.jax_settings import jax_promotion
 from torchax_serve.sampling.config_options import CALLER_OPTIONS, id_list, unsupported_options, validate_options
+from torchax_serve.sampling.forbidden_tokens import check_tokens_left
 from torchax_serve.sampling.row_params import RowSamplingParams
 from torchax_serve.sampling.sample import append, choose
 from torchax_serve.sampling.slot_params import SlotParams
@@ -88,6 +90,7 @@ class BatchSampler:
                 not fit each other.
         """
         row, num_padding = _checked(config, prompt_ids, attention_mask, vocab_size, seed)
+        self._row, self._prompt_len = row, prompt_ids.shape[1]
         slots = SlotParams(len(prompt_ids), vocab_size)
         written = [
             slots.set(index, row, ids, num_padding=padding, seed_row=index)
@@ -133,6 +136,14 @@ class BatchSampler:
         spec = dataclasses.replace(self._spec, scores=keep_scores)
         tokens, self.state, scores = sample_batch(spec, self._options, self.state, logits)
         return tokens, scores
+
+    def check_tokens_left(self, tokens: Sequence[int]) -> None:
+        """Does nothing if a token may follow a row's prompt and answer so far.
+
+        Raises:
+            NoTokenLeftError: The options forbid all together; with their names.
+        """
+        check_tokens_left(self._row, None, tokens, self._prompt_len)
 
     def set_ended(self, ended: np.ndarray) -> None:
         """Sets which rows have ended, bool[batch], if the host knows more than the device."""
