@@ -123,3 +123,23 @@ def test_of_answers_that_do_not_fit_into_the_queue_none_is_taken(client, server,
     with pytest.raises(openai.RateLimitError):
         client.completions.create(model="tiny", prompt="Hi", n=100, temperature=1, max_tokens=200)  # 8 run, 64 wait
     assert server.pages_are_back(model)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"temperature": 1e308}, "temperature: expected a number > 0 and <= 3.4e+38, got 1e+308; "),
+        ({"temperature": 1e-40}, "temperature: expected a number > 0, at least 1.2e-38, got 1e-40; "),
+        ({"bad_words": [""]}, "bad_words: expected at most 256 texts of 1 to 1024 characters, got one of 0 characters"),
+        ({"bad_words": ["a"] * 257}, "bad_words: expected at most 256 texts of 1 to 1024 characters, got 257 texts"),
+        ({"stream": True, "stream_options": {"x": 1}}, "unknown field 'stream_options.x'; leave it out"),
+        (
+            {"structured_outputs": {"regex": "a", "choice": ["a"]}},
+            "structured_outputs: expected one grammar of the answer, got choice next to structured_outputs.regex; ",
+        ),
+    ],
+)
+def test_errors_name_the_limit_that_was_passed(http, fields, message):
+    response = http.post("/v1/completions", json={"model": "tiny", "prompt": PROMPT, **fields})
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith(message)

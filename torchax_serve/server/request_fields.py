@@ -136,6 +136,8 @@ def _invalid_field(error: pydantic.ValidationError) -> ApiError:
     name = _path(first["loc"])
     if first["type"] == "missing":
         return bad_request(f"{name}: expected a value, got none", name, "missing_required_parameter")
+    if first["type"] == "extra_forbidden":
+        return bad_request(f"unknown field {short_repr(name)}; leave it out", name, "unknown_parameter")
     expected = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     return bad_request(f"{name}: expected {expected}, got {short_repr(first['input'])}", name or None, "invalid_value")
 

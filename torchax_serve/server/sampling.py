@@ -156,9 +156,11 @@ def _bad_words(words: list[str] | None, tokenizer: Any) -> list[list[int]] | Non
         return None
     if tokenizer is None:
         raise bad_request("bad_words: expected none for a model without a tokenizer", "bad_words", "invalid_value")
-    if len(words) > MAX_BAD_WORDS or any(not 0 < len(word) <= MAX_BAD_WORD_CHARS for word in words):
+    wrong_len = next((len(word) for word in words if not 0 < len(word) <= MAX_BAD_WORD_CHARS), None)
+    if len(words) > MAX_BAD_WORDS or wrong_len is not None:
         raise bad_request(
-            f"bad_words: expected at most {MAX_BAD_WORDS} texts of 1 to {MAX_BAD_WORD_CHARS} characters, got more",
+            f"bad_words: expected at most {MAX_BAD_WORDS} texts of 1 to {MAX_BAD_WORD_CHARS} characters, got "
+            + (f"{len(words)} texts" if wrong_len is None else f"one of {wrong_len} characters"),
             "bad_words",
             "invalid_value",
         )

@@ -70,7 +70,8 @@ def grammar_of(request: TextRequest, limits: RequestLimits) -> Grammar | None:
         return None
     if len(found) > 1:
         raise bad_request(
-            f"{found[1][0]}: expected one way to hold the answer to, got it next to {found[0][0]}",
+            f"{found[1][0]}: expected one grammar of the answer, got {found[1][1]} next to "
+            f"{found[0][0]}{'' if found[0][0].endswith(found[0][1]) else '.' + found[0][1]}; leave one out",
             found[1][0],
             "invalid_value",
         )

@@ -28,6 +28,7 @@ MAX_TEXT_LEN = 1024
 MAX_PROMPT_CHARS = 2**26
 """Longest prompt and rendered chat, in characters; far more than models have positions for."""
 _MAX_REPR_LEN = 200  # characters of a value in an error message
+_LARGEST = 2.0**128 - 2.0**104  # float32
 _SMALLEST_NORMAL = 2.0**-126  # float32; the device takes what is smaller for zero
 
 
@@ -66,8 +67,15 @@ class ValueRange:
 
     def against(self, value: object) -> str:
         """Returns the range in words, for an error about `value`."""
-        is_above = self.high == MAX_INT and isinstance(value, numbers.Integral) and int(value) > MAX_INT
-        return f"{self} and <= {MAX_INT}" if is_above else str(self)
+        if self.high == MAX_INT and isinstance(value, numbers.Integral) and int(value) > MAX_INT:
+            return f"{self} and <= {MAX_INT}"
+        if not self.is_integer and isinstance(value, numbers.Real) and value > self.low:
+            number = _in_float32(value)
+            if number == math.inf and self.high == math.inf:
+                return f"{self} and <= {_LARGEST:.1e}"
+            if number <= self.low == 0:
+                return f"{self}, at least {_SMALLEST_NORMAL:.1e}"
+        return str(self)
 
 
 def _in_float32(value: Any) -> float:
