@@ -176,7 +176,7 @@ class SealedFolder:
             raise
 
     def state_of(self, name: str) -> FileSeal | None:
-        """Returns the seal of a file, unchecked, with its size and time; None if there is no file of the user's own."""
+        """Returns an unchecked seal with the file's size and time; None without such a file."""
         try:
             with _opened_private(self.path / name) as file:
                 status = os.fstat(file.fileno())
@@ -310,7 +310,7 @@ def touch(path: Path) -> None:
 
 
 def report_damage(content: str, path: Path, reason: str) -> None:
-    """Logs that a file is not used: the first one of a process as a warning, as a damaged disk damages many."""
+    """Logs that a file is not used: the first of a process as a warning."""
     level = logging.INFO if "damage" in _WARNED else logging.WARNING
     _WARNED.add("damage")
     logger.log(level, "%s: %s is damaged (%s); it is made anew", content, path, reason)
@@ -362,7 +362,7 @@ def _read_private(path: Path) -> bytes:
 
 @contextlib.contextmanager
 def _opened_private(path: Path) -> Iterator[IO[bytes]]:
-    """Opens a file of the user's own; the open file is examined, so that it cannot be replaced in between."""
+    """Opens a file of the user's own, examined after opening against replacement."""
     flags = os.O_RDONLY | _NO_FOLLOW
     try:  # without a change of the time of access, which says when a file was used (`touch`)
         descriptor = os.open(path, flags | getattr(os, "O_NOATIME", 0))

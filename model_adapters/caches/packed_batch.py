@@ -1,4 +1,4 @@
-"""Inputs of a packed step, and the pools of pages that it reads and writes; imports no torch."""
+"""Inputs of a packed step and the pools that it reads and writes; imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention of diffusers' transformers on this project's op, through diffusers' registry of attention backends.
+"""Attention of diffusers on this project's op, through its registry of backends.
 
 Attention processors call ``dispatch_attention_fn``, which looks up the active backend by its name. While a module is
 traced that is `NAME`. UNets of the older design call ``scaled_dot_product_attention`` instead, which is lowered to the

@@ -165,7 +165,7 @@ def _inside_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tup
 
 @contextlib.contextmanager
 def restored_state(module: torch.nn.Module) -> Iterator[None]:
-    """Restores the attributes of `module` and its parts afterwards: what a trace leaves there means nothing later.
+    """Restores the attributes of `module` and its parts behind a trace.
 
     Video autoencoders store features of earlier frames in lists, and some transformers tables of rotations.
     """

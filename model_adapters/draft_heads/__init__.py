@@ -1,1 +1,1 @@
-"""Draft heads: small modules that guess further tokens from the hidden states of the model they belong to."""
+"""Draft heads: small modules that guess tokens from the hidden states of a model."""

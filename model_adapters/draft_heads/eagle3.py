@@ -1,4 +1,4 @@
-"""The draft head of EAGLE-3 (Li et al., 2025, arXiv:2503.01840), in the layout of its public checkpoints.
+"""EAGLE-3's draft head (Li et al., 2025, arXiv:2503.01840), in its public layout.
 
 One decoder layer of Llama's kind reads the next token's embedding beside a projection of three hidden states of the
 served model, ``fc``; for further tokens, beside its own output. Its ``lm_head`` has the columns of a smaller

@@ -1,4 +1,4 @@
-"""Gemma 4's assistant: a draft model that reads the keys and values of the model it drafts for.
+"""Gemma 4's assistant: a draft model that reads the keys and values of its target.
 
 All of its layers attend to what the last layers of the served model have stored, one of each kind, so that it has no
 cache. It drafts from the embedding of the last token beside the hidden state in front of it, at the position of the
@@ -44,7 +44,7 @@ class AssistantHead(PreTrainedModel):
         windows: Any,
         return_dict: bool = True,
     ) -> HeadOutput:
-        """Returns the logits of the token behind each of `input_ids`, and hidden states for the next one.
+        """Returns next-token logits of each of `input_ids`, and hidden states for the next.
 
         Args:
             input_ids: int[1, tokens].
@@ -68,7 +68,7 @@ class AssistantHead(PreTrainedModel):
         return HeadOutput(logits=logits, hidden=assistant.post_projection(out))
 
     def _ordered_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns logits of the likeliest clusters of tokens; those of all others are minus infinity.
+        """Returns logits of the likeliest clusters of tokens; minus infinity for all others.
 
         transformers' module fills in a number that it reads from the device, which a trace cannot.
         """
@@ -130,7 +130,7 @@ def assistant_of(loaded: LoadedModel, target: LoadedModel) -> LoadedAssistant:
 
 
 def _read_layer(name: str, kind: str, ours: Any, theirs: Any) -> tuple[str, int, int]:
-    """Returns a kind of layer, the layer of the model that it reads, and the columns of its keys."""
+    """Returns a kind of layer, the layer of the model it reads, and columns of its keys."""
     stored = [i for i, mode in enumerate(theirs.kv_sharing_modes) if mode == "store" and theirs.layer_types[i] == kind]
     own = ours.per_layer_config[ours.layer_types.index(kind)]
     read = theirs.per_layer_config[stored[0]] if stored else None

@@ -1,4 +1,4 @@
-"""A draft head that was loaded for a model: its module, its weights, and what it reads of the model."""
+"""A loaded draft head: its module, its weights, and what it reads of the model."""
 
 from __future__ import annotations
 

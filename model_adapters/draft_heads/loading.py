@@ -1,4 +1,4 @@
-"""Loads draft heads: from a checkpoint of their own, or from what a model's checkpoint has behind its layers."""
+"""Loads draft heads, from their own checkpoint or from the end of a model's."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def _mtp_names(name: str, num_layers: int, names: list[str]) -> dict[str, str]:
 
 
 def _flat(content: dict[str, Any]) -> dict[str, Any]:
-    """Returns the settings of a head; the library speculators has those of its layer in a part of their own."""
+    """Returns the settings of a head; speculators keeps those of its layer apart."""
     inner = content.get("transformer_layer_config")
     flat = {**content, **inner} if isinstance(inner, dict) else dict(content)
     flat.pop("transformer_layer_config", None)
@@ -236,7 +236,7 @@ def _tensor_name(module: PreTrainedModel, which: str) -> str:
 
 
 class _Read:
-    """Reads the tensors of one head with transformers' own loader, in the dtype of the served model."""
+    """Reads the tensors of one head by transformers' loader, in the model's dtype."""
 
     def __init__(
         self,

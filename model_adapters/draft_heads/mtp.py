@@ -1,4 +1,4 @@
-"""The layer that predicts one token more (multi-token prediction), as DeepSeek-V3 and GLM-4.5 have it.
+"""The multi-token prediction layer, as DeepSeek-V3 and GLM-4.5 have it.
 
 ``model.layers.<num_hidden_layers>`` is a decoder layer of the model's own kind, with norms of the next token's
 embedding and of the model's last hidden state, ``enorm`` and ``hnorm``, their projection ``eh_proj``, and a norm and
@@ -24,7 +24,7 @@ class _SharedHead(nn.Module):
 
 
 class _Layers(nn.Module):
-    """The embedding and the rotary embedding of a base model, and the layer under its number in the checkpoint."""
+    """Embedding and rotary embedding of a base model, and the layer by its number."""
 
     def __init__(self, number: int, layer: nn.Module, rotary: nn.Module) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class _Layers(nn.Module):
 
 
 class MtpHead(PreTrainedModel):
-    """The head of the model that `mtp_class` was made for; tensors have the names of the checkpoint."""
+    """The head of the model that `mtp_class` was made for, with the checkpoint's names."""
 
     number: int
     kinds: dict[str, Any]

@@ -1,4 +1,4 @@
-"""How the weights of a model lie in memory: those of linear layers packed, the others in large pages."""
+"""Layout of weights in memory: linear layers packed, the others in large pages."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def equalize_indices(weights: dict[str, Weight]) -> None:
 
 
 def _common_length(lengths: list[int], num_bytes: int) -> int:
-    """Returns the greatest of `lengths` to which all shorter ones can be padded with `num_bytes`."""
+    """Returns the greatest length to which all shorter ones can be padded in `num_bytes`."""
     chosen, total = 0, 0
     for number, length in enumerate(sorted(lengths), 1):
         total += length

@@ -1,4 +1,4 @@
-"""Where finished weights land: a parameter leaves the torch module as soon as transformers has set it.
+"""Takes finished weights: a parameter leaves the torch module as soon as it is set.
 
 transformers' own loading runs as it is (``from_pretrained`` on lazy readers), so that its renamings, conversions, casts
 and initialisations of buffers all happen; two of its functions are wrapped for the time of one load:

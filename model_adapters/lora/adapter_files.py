@@ -1,4 +1,4 @@
-"""Reads LoRA adapters as peft writes them: a configuration, and matrices A and B by module (Hu et al., 2021)."""
+"""Reads LoRA adapters of peft: configuration and matrices A and B (Hu et al., 2021)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Matrices of several LoRA adapters in the places of a model's weights: requests with different ones share a step.
+"""Matrices of several LoRA adapters in a model's weights, for requests of one step.
 
 Their number and rank are fixed: another adapter is another value of arrays, and compiles nothing. Ranks are filled up
 with zeros, which is exact. On a mesh B is divided as the rows of the weight, A as its columns.
@@ -47,7 +47,7 @@ class LinearLayer:
 
 
 def linear_layers(module: Any, weights: Weights) -> dict[str, LinearLayer | str]:
-    """Returns the linear layers of a model by name: the layer, or why it can have no adapters of requests."""
+    """Returns linear layers by name: the layer, or why it cannot have adapters of requests."""
     owners: dict[int, list[str]] = {}
     for name, held in weights.items():
         owners.setdefault(id(held), []).append(name)
@@ -148,7 +148,7 @@ class LoraStacks:
         return self._sharding.divided(a, (*lead, inner)), self._sharding.divided(b, (*lead, outer))
 
     def weights(self, base: Weights) -> dict[str, Weight]:
-        """Returns `base` with the adapters, for the steps of an engine; later adapters come to be in it."""
+        """Returns `base` with the adapters for an engine's steps; later ones are added in place."""
         self.follow(base)
         return self._live
 

@@ -133,7 +133,7 @@ def _cat(tensors: Sequence[jax.Array], dim: int = 0) -> jax.Array:
 
 
 def _index_add(x: jax.Array, dim: int, index: jax.Array, source: jax.Array, *, alpha: float = 1) -> jax.Array:
-    """Computes ``torch.index_add``, whose decomposition in torch refuses an index that is known on the host."""
+    """Computes ``torch.index_add`` for an index known on the host, which torch refuses."""
     added = (alpha * source).astype(x.dtype)
     if not x.ndim:
         return x + added.reshape(-1).sum()

@@ -11,7 +11,7 @@ from model_adapters.ops import registry
 
 
 def keep_writes_apart() -> None:
-    """Ends a fusion behind each write into a part of an array, where a program is compiled for a CPU.
+    """Ends a fusion behind each write into a part of an array, in programs for CPUs.
 
     XLA of jaxlib 0.10.2 fuses a write in place with what its value is made of, and computes wrong numbers where that
     value reads other elements of the same array: ``q[:, :, n:] = rotate(q[:, :, n:])`` behind a norm and before the

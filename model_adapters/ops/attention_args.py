@@ -78,7 +78,7 @@ OPTIONAL_FIELDS = tuple(each.name for each in fields(AttentionArgs) if each.name
 
 
 def last_seen(args: AttentionArgs, begin: jax.Array, end: jax.Array) -> jax.Array | None:
-    """Returns the last position that a token of ``[begin, end)`` sees beyond its own, ``int32[n]``.
+    """Returns the last position that tokens of ``[begin, end)`` see ahead, ``int32[n]``.
 
     `begin` and `end` are ``int32[n]``, tokens of n runs. -1 for a run of which no token does; None without
     `sees_until`. All tokens are compared with all runs: one reduction, where a scatter is a loop on accelerators.

@@ -118,7 +118,7 @@ def quantize(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
 
 
 def rounded_steps(steps: jax.Array, dtype: Any) -> jax.Array:
-    """Returns float32 multiples of a scale in int8 or float8_e4m3fn, as `quantize` rounds and clips them."""
+    """Returns float32 multiples of a scale in int8 or fp8, rounded as by `quantize`."""
     steps = jnp.where(jnp.isnan(steps), 0.0, steps)
     if dtype == jnp.int8:
         steps = jnp.round(steps)

@@ -1,4 +1,4 @@
-"""Products with the low-rank adapters of tokens, each with its own (LoRA, Hu et al. 2021; Punica, Chen et al. 2023).
+"""Products with low-rank adapters by token (LoRA, Hu et al. 2021; Punica, 2023).
 
 On a CPU each row of a product reads the matrices of its own adapter. Elsewhere there are two dense products with the
 matrices of all adapters, of which a row keeps its own: with few adapters of small rank that costs less than gathering.

@@ -1,4 +1,4 @@
-"""Low-rank adapters beside a weight, one for each token (LoRA, Hu et al. 2021; served together as in Punica, 2023).
+"""Low-rank adapters beside a weight, one for each token (LoRA, 2021; Punica, 2023).
 
 A `LoraWeight` takes the place of a weight among a model's. The product `linear` with it adds, for each token, the
 product with the matrices of the token's adapter. Tokens without an adapter have the product of the weight alone, bit

@@ -1,4 +1,4 @@
-"""What the kernels of accelerators for quantized products share: which weights they take, and products on a mesh."""
+"""Shared parts of quantized kernels on accelerators: accepted weights, meshes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversion of quantized numbers to and from the C++ kernels' order (`cpu/quantized_rows.h`).
+"""Conversion of quantized numbers from and to the order of `cpu/quantized_rows.h`.
 
 Sixteen rows of a matrix form a block; four columns of a row are a word of 32 bits. Of int8 one step of 64 bytes holds a
 word of each of the sixteen rows; of 4 bits it holds two steps, in the low and the high halves of its bytes.

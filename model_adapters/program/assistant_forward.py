@@ -1,4 +1,4 @@
-"""One forward of Gemma 4's assistant over rows of one token, on the pages of the model that it drafts for."""
+"""Forward of Gemma 4's assistant over rows of one token, on its model's pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Objects that a module holds beside its parts, such as attention processors of diffusers, compared by contents."""
+"""Objects that a module holds beside its parts, compared by contents."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BY_IDENTITY = (type, types.FunctionType, types.BuiltinFunctionType, types.Modul
 
 
 def described(value: Any, known: dict[int, int]) -> Any:
-    """Returns a form of `value` that equals the form of an object of the same class and contents.
+    """Returns a form of `value`, equal for objects of the same class and contents.
 
     A form with a tensor, or with what has state outside of its attributes, equals no other form.
 

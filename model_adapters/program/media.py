@@ -1,4 +1,4 @@
-"""What a language model gets of images and audio, inside the forward of a model that has both.
+"""What a language model gets of images and audio, inside its multimodal forward.
 
 The code of such a model embeds the tokens, puts the features of its encoder in place of placeholders, and calls its
 language model. `language_model_inputs` runs that code up to the call. Later forwards get token ids alone, and
@@ -58,7 +58,7 @@ def takes_media(module: torch.nn.Module) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def language_model_name(module: torch.nn.Module) -> str | None:
-    """Returns the name of the outermost part around the token embedding that takes no images and no audio.
+    """Returns the name of the outermost part with the token embedding but no media.
 
     None if the model does not name its embedding, or no such part takes embeddings.
     """
@@ -117,7 +117,7 @@ def language_model_inputs(
 def _stopped_forward(
     program: ModelProgram, weights: Weights
 ) -> Iterator[Callable[[dict[str, Any]], tuple[dict[str, Any], list[Any]]]]:
-    """Yields the forward up to the call of its language model: what that gets, and what embeddings have returned.
+    """Yields the forward up to its language model: that one's inputs and embeddings.
 
     Raises:
         UnsupportedModelError: there is no such call.
@@ -155,13 +155,13 @@ def _is_media(name: str) -> bool:
 
 
 def _further(given: Mapping[str, Any]) -> list[str]:
-    """Returns the names of tensors that a language model gets besides those of every forward and of Qwen3-VL's."""
+    """Returns the names of a language model's further tensors, apart from Qwen3-VL's."""
     known = {*_TEXT, _DEEPSTACK, _DEEPSTACK_MASK}
     return sorted(key for key, value in given.items() if key not in known and _has_tensor(value))
 
 
 def _are_equal(values: Mapping[str, Any], of_text: Mapping[str, Any]) -> jax.Array:
-    """Returns bool[], whether the tensors `values` are those that a forward without images gives."""
+    """Returns bool[], whether the tensors are those of a forward without images."""
     equal = []
     for key, value in values.items():
         mine, theirs = ([jax_view(as_views(leaf)) for leaf in _tensors(of)] for of in (value, of_text.get(key)))
@@ -210,7 +210,7 @@ def _has_tensor(value: Any) -> bool:
 
 @contextlib.contextmanager
 def features_in_place(module: torch.nn.Module, media: MediaTokens | None) -> Iterator[None]:
-    """Puts features in place of the embeddings of placeholder tokens inside the context; None: of no token."""
+    """Puts features in place of placeholder embeddings inside the context; None: of none."""
     embedding = token_embedding(module)
     if media is None or embedding is None:
         yield
@@ -238,7 +238,7 @@ def features_in_place(module: torch.nn.Module, media: MediaTokens | None) -> Ite
 
 
 def _deepstack_in_place(module: torch.nn.Module, parts: list[jax.Array]) -> list[Any]:
-    """Returns replacements of methods by which the first layers add `parts`, float[T, width] each."""
+    """Returns replacements of methods by which first layers add `parts`, float[T, width]."""
     name = language_model_name(module)
     assert name is not None
     language_model = module.get_submodule(name)

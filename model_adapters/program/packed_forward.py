@@ -121,7 +121,7 @@ def _forward(
 
 
 def _side_by_side(output: Any, layers: tuple[int, ...]) -> jax.Array | None:
-    """Returns hidden states of a model's output, float[T, len(layers) * hidden]; None for no `layers`."""
+    """Returns a model's hidden states, float[T, len(layers) * hidden]; None for no `layers`."""
     if not layers:
         return None
     states = output.get("hidden_states")

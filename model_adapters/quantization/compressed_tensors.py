@@ -1,4 +1,4 @@
-"""Writes quantized weights in the format compressed-tensors, which vLLM and transformers read.
+"""Writes quantized weights as compressed-tensors, for vLLM and transformers.
 
 https://github.com/vllm-project/compressed-tensors: ``int-quantized`` and ``float-quantized`` hold a number in each
 byte; ``pack-quantized`` holds integers of 4 or 8 bits in int32, unsigned, the lowest bits first.

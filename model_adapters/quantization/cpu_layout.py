@@ -1,4 +1,4 @@
-"""Brings quantized weights into the order of the C++ kernels, where those can multiply with them."""
+"""Brings quantized weights into the C++ kernels' order, where those support them."""
 
 from __future__ import annotations
 

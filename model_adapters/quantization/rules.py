@@ -1,4 +1,4 @@
-"""Rules that say which weights are quantized and how, in the words of Qwix (https://github.com/google/qwix).
+"""Rules of what is quantized and how, in Qwix's words (https://github.com/google/qwix).
 
 A rule is a regular expression for the full path of a module and what happens to its weight. The first rule that
 matches counts. Rules come as the name of a preset, as dicts, as objects with the attributes of `qwix.QuantizationRule`

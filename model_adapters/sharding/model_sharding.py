@@ -40,7 +40,7 @@ _IN_USE: ContextVar[_Trace | None] = ContextVar("sharded trace", default=None)
 
 @dataclasses.dataclass(frozen=True)
 class _Trace:
-    """State of a trace: the mesh, placements by the identity of a weight, and parts of concatenations by identity."""
+    """State of a trace: mesh, and placements and parts of concatenations by identity."""
 
     mesh: Mesh
     placed: Mapping[int, TensorPlacement]

@@ -1,4 +1,4 @@
-"""Quantized weights on a mesh: scales and offsets are divided like the rows and groups that they belong to."""
+"""Quantized weights on a mesh: scales are divided like their rows and groups."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def rules_for(module: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) ->
 
 
 def _decoder_name(module: PreTrainedModel) -> str:
-    """Returns the name of the part of `module` that its text configuration describes; empty if it is all of it."""
+    """Returns the name of the part of `module` under its text configuration; empty for all."""
     decoder = module.get_decoder()
     return next((name for name, part in module.named_modules() if part is decoder), "")
 

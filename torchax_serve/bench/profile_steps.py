@@ -83,7 +83,7 @@ def _profiled(session: ProfileSession, work: Any, num_rows: int) -> Profile:
 
 
 def _prompts(model: Any, num_rows: int, prompt_len: int) -> np.ndarray:
-    """Returns made-up prompts, int[num_rows, prompt_len]; special tokens have ids at the ends of a vocabulary."""
+    """Returns made-up prompts, int[num_rows, prompt_len], without special tokens."""
     size = model.config.get_text_config().vocab_size
     return np.random.default_rng(SEED).integers(size // 4, max(size // 2, size // 4 + 1), (num_rows, prompt_len))
 

@@ -101,7 +101,7 @@ def _compared(folder: Path, model: str) -> int:
 
 
 def _texts_compared(folder: Path, model: str) -> int:
-    """Compares hidden states or logits of texts with those of eager PyTorch; returns the exit status."""
+    """Compares outputs for texts with those of eager PyTorch; returns the exit status."""
     from torchax_serve.parity.bundle import compare_texts
 
     found = compare_texts(folder, model)

@@ -92,7 +92,7 @@ def draw(
 
 
 def _folder_of(model: str, revision: str | None, allow_pickle: bool) -> Path:
-    """Returns the folder of a pipeline; downloads it if it is one of the hub, and nothing if it is another model."""
+    """Returns the folder of a pipeline; downloads it if it is one of the hub."""
     if is_pipeline_folder(model):
         return Path(model).expanduser()
     from model_adapters.loading.hub_pipeline import fetch_pipeline
@@ -104,7 +104,7 @@ def _folder_of(model: str, revision: str | None, allow_pickle: bool) -> Path:
 
 
 def _check(model: str, revision: str | None, output: Path) -> None:
-    """Raises, before anything is loaded, if the pipeline is not there or the file cannot be written."""
+    """Raises, before loading, if the pipeline is missing or the file cannot be written."""
     is_here = is_pipeline_folder(model)
     if not is_here and (Path(model).expanduser().exists() or not HUB_ID.fullmatch(model.strip())):
         raise ModelNotFoundError(

@@ -142,7 +142,7 @@ def _plan_transformer(
     *,
     as_json: bool,
 ) -> None:
-    """Prints the plan of a diffusion transformer; `given` are the options that only language models have."""
+    """Prints the plan of a diffusion transformer; `given` has options of language models."""
     if refused := [flag for flag, value in given.items() if value]:
         raise InvalidArgumentError(f"{refused[0]}: expected with a language model alone, got a pipeline; leave it out")
     if topology is None:
@@ -157,7 +157,7 @@ def _plan_transformer(
 
 
 def _quantization(given: str | None, stated: Any) -> Any:
-    """Returns the quantization to plan: a preset by its name, rules of a file, or what the configuration states."""
+    """Returns the quantization to plan: a preset, rules of a file, or the configuration's."""
     from model_adapters.quantization.rules import DENSE, PRESETS, parse_rules
 
     if given is None:

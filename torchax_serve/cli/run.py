@@ -116,7 +116,7 @@ def run(
 
 
 def _with_adapter(params: SamplingParams, load: DeviceOptions) -> SamplingParams:
-    """Returns the parameters of a conversation with the adapter that ``--adapter NAME=FOLDER`` names."""
+    """Returns a conversation's parameters with the adapter of ``--adapter NAME=FOLDER``."""
     _, named = load.adapters()
     if len(named) > 1:
         raise InvalidArgumentError(f"--adapter: expected one adapter of a conversation, got {', '.join(named)}")

@@ -1,4 +1,4 @@
-"""Compilation in other threads: of what the next tokens need, and of everything before a server is ready.
+"""Compilation in other threads: of the next tokens' programs, and of all before serving.
 
 XLA compiles without the interpreter's lock, so threads compile in parallel; one at a time traces.
 """

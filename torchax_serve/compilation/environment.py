@@ -1,4 +1,4 @@
-"""What compiled programs depend on besides the model: source, library versions, processor, devices, settings."""
+"""What programs depend on besides the model: versions, processor, devices, settings."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ _ON_PAGES = ("paged_attention, ", "decode_attention, ")
 
 
 def _report_slow_attention(name: str, reasons: Sequence[str]) -> None:
-    """Logs, once for each, why attention on pages in the function `name` runs as its reference, not as a kernel."""
+    """Logs once why paged attention in the function `name` runs as its reference."""
     for reason in reasons:
         if reason.startswith(_ON_PAGES) and (name, reason) not in _REPORTED:
             _REPORTED.add((name, reason))
@@ -66,7 +66,7 @@ class ExportedFunctions(Protocol):
     """Functions of a model that were traced before, such as those of a bundle."""
 
     def function(self, name: str, args: tuple[Any, ...], spec: Any) -> Callable[..., Any]:
-        """Returns ``f(weights, *args)``, which computes what the function `name` does for these arguments.
+        """Returns ``f(weights, *args)``, the program of function `name` for these arguments.
 
         Raises:
             TorchaxServeError: it was not traced for them.
@@ -140,7 +140,7 @@ class ExecutableCache:
         return program, facts
 
     def write(self, path: Path, program: Any, facts: dict[str, Any]) -> None:
-        """Keeps `program` in `path`; in a thread of its own, as the first token waits, unless the process may end."""
+        """Stores `program` in `path`, in another thread unless the process may end."""
 
         def run() -> None:
             try:

@@ -41,7 +41,7 @@ _CONSTANTS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, 
 
 
 class ComponentPrograms(NamedTuple):
-    """Programs of one structure of a module: their cache, the methods, and the calls whose code reads values."""
+    """Programs of one structure of a module: cache, methods, calls whose code reads values."""
 
     programs: ExecutableCache
     functions: dict[str, CachedFunction]
@@ -109,7 +109,7 @@ class ComponentRuntime:
         return jax.tree.map(self._device_tensor if self.stays_on_device else host_tensor, result)
 
     def _device_tensor(self, array: Any) -> Any:
-        """Returns a float array as a `DeviceTensor` on one device, where the scheduler computes; others on the host."""
+        """Returns a float array as a `DeviceTensor` on one device; others on the host."""
         if not isinstance(array, jax.Array) or not jax.numpy.issubdtype(array.dtype, jax.numpy.floating):
             return host_tensor(array)
         return DeviceTensor.of(array if self._mesh is None else jax.device_put(array, jax.devices()[0]))
@@ -225,7 +225,7 @@ class ComponentRuntime:
         return ComponentCall(method, structure, tuple(static)), arrays
 
     def _placed(self, arrays: list[jax.Array]) -> list[jax.Array]:
-        """Returns the arrays where the weights are: on one device, or on the mesh, whose axis data divides the batch.
+        """Returns the arrays where the weights are; a mesh's axis data divides the batch.
 
         The batch is the first dimension of the first array that has one. Arrays of another one are on every device.
         """
@@ -239,7 +239,7 @@ class ComponentRuntime:
         ]
 
     def _untraceable(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Exception:
-        """Returns PyTorch's own error where the call fails in PyTorch, too; else what cannot be traced."""
+        """Returns PyTorch's own error if the call fails there, too; else what is not traceable."""
         own = self._method_of_class(method)
         args, kwargs = jax.tree.map(lambda x: host_tensor(jax_view(x)) if is_view(x) else x, (args, kwargs))
         try:
@@ -283,7 +283,7 @@ def arrays_of(module: torch.nn.Module) -> dict[str, jax.Array]:
 
 
 def host_tensor(array: Any) -> Any:
-    """Returns a CPU tensor with a copy of an array; integers become int64, as PyTorch has them. Numbers stay."""
+    """Returns a CPU tensor with a copy of an array; integers become int64."""
     if not isinstance(array, jax.Array):
         return array
     tensor = to_torch_tensor(array)

@@ -63,7 +63,7 @@ def load_pipeline(folder: Path, *, dtype: Any = "auto", allow_pickle: bool = Fal
 
 
 def put_on_jax(pipeline: Any, *, mesh: Mesh | None = None) -> Any:
-    """Makes the models of `pipeline` run on JAX, with programs stored on disk; returns the pipeline."""
+    """Makes the models of `pipeline` run on JAX with stored programs; returns the pipeline."""
     if mesh is not None and mesh.shape["expert"] > 1:
         raise UnsupportedArgumentError(
             f"mesh: expected the axes data and model with a pipeline, got {dict(mesh.shape)}; leave expert out"
@@ -94,7 +94,7 @@ def _runtime_of(module: Any, mesh: Mesh | None) -> ComponentRuntime:
 
 
 def _dtype_of_files(folder: Path) -> torch.dtype | None:
-    """Returns the dtype of the first floating-point tensor of the model that runs once a step; None if unknown."""
+    """Returns the first floating-point dtype of the model of each step; None if unknown."""
     from safetensors import safe_open
 
     for name in DENOISERS:

@@ -1,4 +1,4 @@
-"""`pipeline_to_jax`: a pipeline of diffusers whose models run on JAX, its loop and scheduler diffusers' own.
+"""`pipeline_to_jax`: a pipeline of diffusers, its loop untouched, with models on JAX.
 
 The class of each model is replaced by a subclass of itself whose methods are compiled, as `to_jax` does for models of
 transformers.
@@ -54,20 +54,20 @@ def pipeline_to_jax(pipeline: Any, *, latents_on_device: bool | None = None) -> 
 
 
 def _returns_fields(model: PreTrainedModel) -> bool:
-    """Returns whether the forward has transformers' ``return_dict``; some of diffusers' own models return a tuple."""
+    """Returns whether the forward has ``return_dict``; some of diffusers' return a tuple."""
     parameters = inspect.signature(type(model).forward).parameters.values()
     return any(each.name == "return_dict" or each.kind is each.VAR_KEYWORD for each in parameters)
 
 
 def is_component(value: Any) -> bool:
-    """Tells whether `value` is a module of diffusers with a method that `component_to_jax` compiles."""
+    """Returns whether `value` is a diffusers module with a method to compile."""
     from diffusers import ModelMixin
 
     return isinstance(value, ModelMixin) and bool(_methods_of(type(value)))
 
 
 def component_to_jax(module: torch.nn.Module, runtime: ComponentRuntime | None = None) -> torch.nn.Module:
-    """Makes ``forward``, ``encode`` and ``decode`` of a module of diffusers run on JAX; returns the module.
+    """Makes ``forward``, ``encode`` and ``decode`` of a diffusers module run on JAX.
 
     Args:
         module: The module, such as a UNet, a transformer or an autoencoder.
@@ -98,13 +98,13 @@ class JaxComponentMixin:
 
 
 def _methods_of(cls: type) -> list[str]:
-    """Returns the names of `METHODS` that `cls` itself defines, beyond torch's placeholder of a forward."""
+    """Returns the names of `METHODS` that `cls` itself defines, torch's placeholder aside."""
     return [name for name in METHODS if getattr(cls, name, None) not in (None, torch.nn.Module.forward)]
 
 
 @functools.cache
 def _jax_class(cls: type) -> type:
-    """Returns the subclass of `cls` whose methods run on JAX, with the same name, by which diffusers finds things."""
+    """Returns the subclass of `cls` with its name whose methods run on JAX."""
     namespace: dict[str, Any] = {"__module__": cls.__module__, "__doc__": cls.__doc__, TORCH_CLASS: cls}
     namespace |= {name: _compiled(name, getattr(cls, name)) for name in _methods_of(cls)}
     return type(cls.__name__, (JaxComponentMixin, cls), namespace)

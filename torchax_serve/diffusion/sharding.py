@@ -1,4 +1,4 @@
-"""Division of the weights of a diffusion transformer among devices, by the tables of `sharding_rules`."""
+"""Sharding of a diffusion transformer's weights by the tables of `sharding_rules`."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def mesh_of(devices: Any, shape: Mapping[str, int]) -> Mesh:
 
 
 def mesh_across_slices(devices: Sequence[Any], shape: Mapping[str, int]) -> Mesh:
-    """Builds the mesh of `devices` with the axis ``data`` across their slices, whose networks are far quicker inside.
+    """Builds the mesh of `devices` with the axis ``data`` across their slices.
 
     Devices of one slice, and those that know of no slices, are in the given order.
 

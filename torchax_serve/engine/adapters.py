@@ -1,4 +1,4 @@
-"""The adapters that requests can name: their places among the weights, and the requests that use them."""
+"""Adapters that requests can name: their slots, and the requests that use them."""
 
 from __future__ import annotations
 

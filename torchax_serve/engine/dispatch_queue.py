@@ -68,7 +68,7 @@ class DispatchQueue:
         self._queue.clear()
 
     def wait_until_due(self, wake: threading.Condition, is_wanted: Callable[[], bool]) -> bool:
-        """Waits until the next plan is due, the device has nothing to do, or `is_wanted`; False if that is now.
+        """Waits until the next plan is due, the device is idle, or `is_wanted`; False if so now.
 
         A device that is quicker than expected is noticed by looking, while `wake`, which is held, is waited for: all of
         the expected time would be measured as the device's own.

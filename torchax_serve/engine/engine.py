@@ -138,7 +138,7 @@ class Engine:
 
     @contextlib.contextmanager
     def submitted_together(self) -> Iterator[None]:
-        """Lets the requests that the calling thread submits in the block enter between the same two steps, at its end.
+        """Lets requests submitted in the block enter between the same two steps, at its end.
 
         Answers to one prompt then share its pages whatever the other threads do. None may be read before the end.
         """
@@ -176,7 +176,7 @@ class Engine:
         return call.result()
 
     def warm_up(self, progress: Progress | None = None) -> None:
-        """Compiles every program that traffic can need, in parallel where there are cores; requests run meanwhile.
+        """Compiles every program that traffic can need, in parallel; requests run meanwhile.
 
         It can be ended: an exception in the calling thread, such as Ctrl-C, drops what is not being compiled.
 
@@ -194,7 +194,7 @@ class Engine:
         return self._counts.stats(self._scheduler.stats(), self._runner.num_programs)
 
     def drain(self, timeout_s: float | None = None, refusal: str = DRAINED) -> bool:
-        """Refuses new requests, waits for those that were taken, and returns whether all of them have ended.
+        """Refuses new requests, waits for the others; returns whether all have ended.
 
         It refuses them for good; `close` ends what is left. It blocks: an event loop calls it in a thread.
 
@@ -214,7 +214,7 @@ class Engine:
             return self.close_reason is None and not self._is_due()
 
     def close(self, why: str = "close() was called", timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Ends the thread, and all requests with an error; returns after `timeout_s` seconds at the latest.
+        """Ends the thread, and all requests with an error, in at most `timeout_s` seconds.
 
         A step that has not ended by then, because it hangs or compiles, keeps the thread; readers get their error. Safe
         to call twice or in a forked child.

@@ -1,4 +1,4 @@
-"""Requests on their way into the scheduler: each is checked by its submitter and entered by the engine's thread."""
+"""Requests on their way into the scheduler: checked by callers, entered by the engine."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Entries:
         return enter, handle
 
     def send(self, command: Command, handles: Sequence[RequestHandle] = ()) -> None:
-        """Has a command run on the engine's thread: at once, or at the end of the thread's `together`."""
+        """Has a command run on the engine's thread, at once or at the end of `together`."""
         held = getattr(self._held, "commands", None)
         if held is None:
             self._run(command, lambda: None)
@@ -101,7 +101,7 @@ class Entries:
 
     @contextlib.contextmanager
     def together(self, closed: Callable[[], str]) -> Iterator[None]:
-        """Lets what the calling thread sends in the block enter between the same two steps, at its end.
+        """Lets what the thread sends in the block enter between the same two steps, at its end.
 
         Args:
             closed: Returns the error of requests whose engine was closed meanwhile.

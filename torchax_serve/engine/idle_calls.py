@@ -1,4 +1,4 @@
-"""Functions that run on an engine's thread between two steps, also ones that wait for its requests to end."""
+"""Functions that run on an engine's thread between two steps, or once it is idle."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class ModelRunner:
         self._cache.release()
 
     def hold_tracing(self) -> None:
-        """Lets no other thread trace until the next `execute`: the model is idle, and may be changed."""
+        """Lets no other thread trace until the next `execute`, while the model may be changed."""
         if self._background is not None and "torch" in sys.modules:
             from model_adapters.program.trace_context import trace_lock  # imports torch
 
@@ -100,7 +100,7 @@ class ModelRunner:
 
     @property
     def num_untimed(self) -> int:
-        """Programs compiled, and steps run by a larger program than needed: the time of such a step says nothing."""
+        """Programs compiled, plus steps run by a larger program than needed; neither is timed."""
         return self.num_programs + self._executor.num_substitutes
 
     @property
@@ -109,7 +109,7 @@ class ModelRunner:
         return self._executor.limits.max_encoder_len
 
     def span_limits(self, config: SchedulerConfig) -> SpanLimits:
-        """Returns the limits of images whose tokens see each other, in an engine with this scheduler."""
+        """Returns the limits of images with bidirectional attention under this scheduler."""
         return SpanLimits(self._executor.limits.sees_ahead, config.max_span_len, config.shortest_window)
 
     def with_adapter(self, request: EngineRequest) -> EngineRequest:
@@ -190,7 +190,7 @@ class ModelRunner:
         return step
 
     def read(self, step: InFlightStep) -> np.ndarray | DraftResult:
-        """Returns the sampled tokens, int[num_rows, num_steps], or those of verify steps, once the device has them."""
+        """Returns the sampled tokens, int[num_rows, num_steps], or those of verify steps."""
         if isinstance(step.tokens, VerifiedTokens):
             return read_drafts(np.asarray(step.tokens.results)[: step.plan.num_steps], len(step.plan.rows))
         if step.tokens is not None:
@@ -230,7 +230,7 @@ class ModelRunner:
 
 
 def _following_tokens(rows: Sequence[PlanRow], requests: Mapping[int, EngineRequest]) -> np.ndarray:
-    """Returns the prompt token that follows each token of `rows`, int32[num_tokens]; 0 where there is none."""
+    """Returns the prompt token behind each token of `rows`, int32[num_tokens]; 0 for none."""
     ends = np.cumsum([row.num_tokens for row in rows])
     following = np.zeros(ends[-1], np.int32)
     for row, end in zip(rows, ends, strict=True):

@@ -1,4 +1,4 @@
-"""Wake-ups of asynchronous readers: at once for a first or last output, else for all that came in a short time."""
+"""Wake-ups of asynchronous readers: at once for a first or last output, else grouped."""
 
 from __future__ import annotations
 

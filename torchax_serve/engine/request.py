@@ -140,7 +140,7 @@ class EngineRequest:
         return dataclasses.replace(self, masks=masks, fork_of=parent)
 
     def with_scores_logprobs(self) -> Self:
-        """Returns the request with log-probabilities of its tokens under the processed scores, at temperature 1."""
+        """Returns the request with log-probabilities under processed scores, at temperature 1."""
         history = dataclasses.replace(self.sampling.history or HistoryOptions(), scores_logprobs=True)
         return dataclasses.replace(
             self,

@@ -19,7 +19,7 @@ from torchax_serve.validation.owner_process import OwnerProcess
 
 
 class RequestOutput(NamedTuple):
-    """The output of one step for one request, or of several that an asynchronous reader finds together."""
+    """The output of a step for one request, or of several that a reader finds together."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] | None = None  # one for each token, if they were asked for

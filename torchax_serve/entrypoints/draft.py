@@ -1,4 +1,4 @@
-"""Loads the draft model or head of an engine's options, and checks that it fits the served model."""
+"""Loads the draft model or head of an engine's options and checks that it fits."""
 
 from __future__ import annotations
 

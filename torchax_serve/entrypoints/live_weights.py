@@ -1,4 +1,4 @@
-"""`LiveWeights`: other weights for a model while it serves, and its cache's memory given away."""
+"""`LiveWeights`: new weights for a serving model, and the memory of its cache released."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class LiveWeights(BaseModel):
             )
 
     def sleep(self) -> None:
-        """Waits for the requests that were taken, then gives the memory of the engine's cache away until `wake`.
+        """Waits for running requests, then releases the engine's cache until `wake`.
 
         Requests are refused meanwhile. Weights and programs stay; `set_weights` works.
         """

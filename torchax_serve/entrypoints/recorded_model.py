@@ -1,4 +1,4 @@
-"""`RecordedModel`: a served model from the record of an earlier start, without torch until something needs it."""
+"""`RecordedModel`: a served model from a start record, without torch until it is needed."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def recorded_model(
 
 
 class RecordedModel:
-    """A `ServedModel` from a record; what was not recorded loads the torch module, once, and continues with it.
+    """A `ServedModel` from a record; the torch module is loaded for what was not recorded.
 
     Attributes:
         writes_text, transcribes, embeds, embeds_by_files: As of the models that are recorded.
@@ -317,7 +317,7 @@ class RecordedModel:
 
 
 def before_trace(side: TorchSide) -> None:
-    """Loads what a trace needs; in the background only for a model that has work for longer than a short answer."""
+    """Loads what a trace needs; in the background only behind longer work."""
     if side.loaded is None:
         wait_for_work(MIN_WORK_S)
         side.get()
@@ -333,7 +333,7 @@ def engines_of(model: Any) -> list[Any]:
 
 
 def when_idle(engine: Engine, function: Callable[[], object]) -> None:
-    """Calls `function` on a thread of its own once `engine` has answered a request, or worked for some seconds."""
+    """Calls `function` on a thread once `engine` has answered, or worked for some seconds."""
 
     def run() -> None:
         began = time.monotonic()

@@ -97,7 +97,7 @@ def serve(
 
 
 def serve_without_pipelines(model: str | os.PathLike[str] | None, **options: Any) -> ServedModel:
-    """Works as `serve`, and raises IsPipelineError for a pipeline of diffusers before its weights are downloaded."""
+    """Works as `serve`; raises IsPipelineError for a pipeline before any download."""
     given = inspect.signature(serve).bind(model, **options)
     given.apply_defaults()
     return _serve(_with_engine(dict(given.arguments)))
@@ -221,7 +221,7 @@ def _recorded_or_loaded(arguments: dict[str, Any]) -> ServedModel:
 
 
 def _is_pipeline(arguments: Mapping[str, Any]) -> bool:
-    """Tells whether the model is a pipeline of diffusers: an object, a folder, or a hub id with a copy here."""
+    """Returns whether the model is a pipeline of diffusers: an object, folder or cached id."""
     model = arguments["model"]
     is_here = is_pipeline(model) or is_pipeline_folder(model)
     return is_here or is_cached_pipeline(model, arguments["revision"], arguments["cache_dir"])
@@ -293,7 +293,7 @@ def _serve_on_hosts(arguments: dict[str, Any]) -> ServedModel:
 
 
 def _decisive(arguments: Mapping[str, Any]) -> dict[str, str] | None:
-    """Returns the arguments that decide about weights, as text; None if the start of this model is not recorded.
+    """Returns the arguments that decide the weights, as text; None for unrecorded starts.
 
     A caller that has imported transformers has paid for what a record saves, and its scripts may change the model.
 
@@ -315,12 +315,12 @@ def _decisive(arguments: Mapping[str, Any]) -> dict[str, str] | None:
 
 @functools.cache
 def _caller_has_transformers() -> bool:
-    """Returns whether transformers was there before the first model: later ones find what ours has imported."""
+    """Returns whether transformers was imported before the first model."""
     return "transformers" in sys.modules
 
 
 def _source_here(arguments: Mapping[str, Any]) -> tuple[ModelSource | None, Callable[[], bool]]:
-    """Returns the source of a model whose files are on this machine, and a function that says if they are the latest.
+    """Returns the source of a model on this machine, and a check that it is the latest.
 
     Of a model of the hub it is the copy in the hub's cache.
     """

@@ -359,12 +359,12 @@ class ServedModel(LiveAdapters):
 
 
 def record_start(model: ServedModel, folder: StartFolder) -> None:
-    """Makes the next start of `model` quick: its record is written to `folder` once there is an engine."""
+    """Makes the next start of `model` quick: writes its record once there is an engine."""
     model._start_folder = folder
 
 
 def continue_with(model: ServedModel, weights: dict[str, Weight], engine: Engine | DataParallelEngines | None) -> None:
-    """Makes `model`, just loaded, take over arrays and engine of a model of the same files that runs already.
+    """Lets `model` take over arrays and engine of a running model of the same files.
 
     Args:
         model: The model.

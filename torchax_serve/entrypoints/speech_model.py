@@ -303,7 +303,7 @@ class SpeechModel(ServedModel):
         return bool(options.get("return_timestamps") or getattr(self.generation_config, "return_timestamps", False))
 
     def _decodes_on_engine(self, options: Mapping[str, Any]) -> bool:
-        """Returns whether each loop over tokens of a ``generate`` call has a place in a queue of its own.
+        """Returns whether each loop of a ``generate`` call has a place in a queue of its own.
 
         Beams are ranked at their end, by scores of all of them: the call is one request.
         """

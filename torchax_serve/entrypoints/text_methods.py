@@ -1,4 +1,4 @@
-"""Methods of models that read texts and write none: embeddings, labels, scores. They need no torch."""
+"""Methods of models that read texts: embeddings, labels, scores. They need no torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class EmbedsTexts(abc.ABC):
 
     @abc.abstractmethod
     def _followed(self) -> Any:
-        """Raises TorchaxServeError if the model is closed; takes over what has changed on its module."""
+        """Raises TorchaxServeError if the model is closed; takes over changes of its module."""
 
     @abc.abstractmethod
     def _embedder(self, *, chooses: bool) -> Embedder:
@@ -99,13 +99,13 @@ class EmbedsTexts(abc.ABC):
         timeout_s: float | None = None,
         queue_timeout_s: float | None = None,
     ) -> np.ndarray:
-        """Works as `embed`, without blocking the event loop; cancelling it ends the call before the next forward."""
+        """Works as `embed` without blocking the event loop; cancelling ends it between forwards."""
         call = self._embedding(texts, pooling, normalize, prompt, prompt_name, truncate, truncate_dim)
         rows = await call.run_async(timeout_s, queue_timeout_s)
         return np.asarray(rows[0]) if isinstance(texts, str) else np.stack(rows)
 
     def warm_up_texts(self, progress: Progress | None = None) -> str | None:
-        """Compiles the programs of `embed`, and of an encoder's labels and scores, for all lengths of texts.
+        """Compiles the programs of `embed`, labels and scores for all lengths of texts.
 
         Args:
             progress: Shows the number of programs.

@@ -164,7 +164,7 @@ class Executor(Protocol):
         """Raises InvalidArgumentError, naming `name`, if the model cannot take `source`."""
 
     def assign(self, slot: int, source: RequestInput, adapter_id: int = 0) -> None:
-        """Assigns `slot` to a request with this input and adapter, before the first step with a row of it."""
+        """Assigns `slot` to a request with this input and adapter, before its first step."""
 
     def run(
         self,
@@ -193,7 +193,7 @@ class Executor(Protocol):
         following: np.ndarray,
         num_top: int,
     ) -> tuple[Logprobs, jax.Array]:
-        """Dispatches one step with log-probabilities of given tokens, as of prompts; does not wait for them.
+        """Dispatches a step with log-probabilities of given tokens; does not wait for them.
 
         Args:
             rows: Rows of a plan.
@@ -209,7 +209,7 @@ class Executor(Protocol):
     def run_decode(
         self, plan: StepPlan, sampler: Sampler, words: MaskWords | None = None
     ) -> jax.Array | VerifiedTokens | None:
-        """Dispatches all steps of a decode plan with sampling; `words` masks rows of a plan with drafts.
+        """Dispatches all steps of a decode plan; `words` masks rows of a plan with drafts.
 
         Returns tokens int32[>= num_steps, S], or what a plan with drafts brings, which only an executor gets that was
         made with options of speculation. None: nothing was dispatched, because a row needs more than tokens
@@ -224,7 +224,7 @@ class Executor(Protocol):
         """Has other threads compile what the requests of a plan with prefill rows need after it."""
 
     def compile_tasks(self, sampler: Sampler) -> Iterator[CompileTask]:
-        """Yields the programs that mixed traffic can meet, those of the sampler with them; any threads may run them."""
+        """Yields the programs of mixed traffic, the sampler's included; any threads may run them."""
 
     def warm_up(self, sampler: Sampler) -> None:
         """Compiles, on the engine's thread, what `compile_tasks` leaves."""

@@ -40,7 +40,7 @@ def choose_executor(runtime: ModelRuntime, sizes: MemoryBudget) -> ExecutorChoic
 
 
 def _quantized_without_kernel(runtime: ModelRuntime) -> str | None:
-    """Returns a quantized weight that XLA multiplies with, whose sums depend on the number of rows, or None."""
+    """Returns a quantized weight whose XLA product depends on the number of rows, or None."""
     for name, weight in runtime.weights.items():
         if isinstance(weight, QuantizedWeight) and weight.scheme.layout != "cpu":
             return f"no C++ kernel multiplies with the quantized weight {name} ({weight.scheme.source})"
@@ -56,7 +56,7 @@ def _check_invariance(sizes: MemoryBudget, reason: str | None) -> None:
 
 
 def refuse_drafts(speculative: object, where: str) -> None:
-    """Raises UnsupportedArgumentError if `speculative` is a config: drafts are not verified for `where`."""
+    """Raises UnsupportedArgumentError if `speculative` is a config, for `where`."""
     if speculative is not None:
         raise UnsupportedArgumentError(
             f"speculative_config: expected None for {where}, got {speculative}; leave it out"

@@ -1,4 +1,4 @@
-"""Drafts by Gemma 4's assistant, which reads the pages of the model that it drafts for and keeps none itself."""
+"""Drafts by Gemma 4's assistant, which reads the pages of its model and has none itself."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 class DraftAssistant(DraftHead):
-    """An assistant beside its model. Pools are those of the model's layers, and a `HeadState` behind them."""
+    """An assistant beside its model. Pools are those of the model, with a `HeadState` last."""
 
     loaded: LoadedAssistant
 
     def forward(
         self, program: ModelProgram, weights: HeadedWeights, pools: Pools, batch: PackedBatch, layout: PagedLayout
     ) -> tuple[jax.Array, Pools, jax.Array]:
-        """Runs the model and keeps the hidden state of each row's last token; as `DraftHead.forward`."""
+        """Runs the model and keeps each row's last hidden state; as `DraftHead.forward`."""
         from model_adapters.program.packed_forward import forward_with_hidden  # tracing needs torch, running does not
 
         *of_model, state = pools

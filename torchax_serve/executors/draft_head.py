@@ -37,7 +37,7 @@ Pools = tuple[Any, ...]
 
 
 class HeadSteps(NamedTuple):
-    """Steps of a head that drafts: ``(pool, hidden, ids, positions, is_active)`` to logits, hidden states and pool."""
+    """Draft step: ``(pool, hidden, ids, positions, is_active)`` to logits, hidden and pool."""
 
     first: Callable[..., Any]
     later: Callable[..., Any]
@@ -98,7 +98,7 @@ class DraftHead:
         return self._as_wide(logits, weights.token_ids), own, pool
 
     def _as_wide(self, logits: jax.Array, token_ids: jax.Array | None) -> jax.Array:
-        """Returns logits with the columns of the model; tokens that the head does not have are never drawn."""
+        """Returns logits over the model's vocabulary; -inf for tokens that the head lacks."""
         if token_ids is None:
             token_ids = jnp.arange(min(logits.shape[1], self._vocab_size))
             logits = logits[:, : len(token_ids)]
@@ -157,7 +157,7 @@ class DraftHead:
 
 
 def kept(pools: Pools, steps: VerifySteps, is_active: jax.Array, hidden: jax.Array, lens: jax.Array) -> Pools:
-    """Returns the pools with the hidden state of each row's last accepted token, float[S, width].
+    """Returns the pools with the hidden state of each row's last accepted token.
 
     Args:
         pools: Pools and state.
@@ -191,7 +191,7 @@ def _one_token_each(ids: jax.Array, positions: jax.Array, is_active: jax.Array, 
 def _decode_pairs(
     batch: PackedBatch, state: HeadState, hidden: jax.Array, table: jax.Array
 ) -> tuple[PackedBatch, jax.Array]:
-    """Returns the head's step behind a decode step, and the hidden states in front of its tokens."""
+    """Returns the head's step behind a decode step, and the hidden states before its tokens."""
     assert batch.slots is not None
     is_known = (state.lens[batch.slots] == batch.positions) & (batch.positions > 0) & (batch.kv_lens > 0)
     positions = jnp.maximum(batch.positions - 1, 0)
@@ -199,7 +199,7 @@ def _decode_pairs(
 
 
 def _pairs(batch: PackedBatch, state: HeadState, hidden: jax.Array, table: jax.Array) -> tuple[PackedBatch, jax.Array]:
-    """Returns the head's step behind any other step, and the hidden states in front of its tokens.
+    """Returns the head's step behind other steps, and the hidden states before its tokens.
 
     The first token of a row has a hidden state in front if the slot's last step ended there; else it is left out.
     """

@@ -117,7 +117,7 @@ class DraftModel:
         return cache
 
     def steps(self, weights: Weights, cache: DraftCache, text: TokenHistory, slots: jax.Array) -> DraftSteps:
-        """Returns the steps for `text` of S rows in `slots` int32[S], traced: in front of the loop that runs them."""
+        """Returns the steps for `text` of S rows in `slots` int32[S], traced ahead of the loop."""
         step = functools.partial(self._step, weights, tables=self._tables(slots), example=(cache.pools, text))
         return DraftSteps(step(size=CATCH_UP), step(size=NUM_NEW), step(size=1))
 
@@ -165,7 +165,7 @@ class DraftModel:
         return drafts, cache
 
     def _as_wide(self, logits: jax.Array) -> jax.Array:
-        """Returns logits with the columns of the larger model; those behind the common vocabulary pad tables."""
+        """Returns logits over the larger model's vocabulary; what is not common is padding."""
         missing = self._vocab_size - logits.shape[1]
         if missing <= 0:
             return logits[:, : self._vocab_size]
@@ -210,7 +210,7 @@ class DraftModel:
 
 
 def kept(cache: DraftCache, text: TokenHistory) -> DraftCache:
-    """Returns the cache without what was drafted and not accepted: `text` has the accepted tokens.
+    """Returns the cache without rejected drafts: `text` has the accepted tokens.
 
     The last token is never in it.
     """

@@ -1,4 +1,4 @@
-"""The program of decode steps: forward and sampling of one step after the other, in one dispatch."""
+"""The program of decode steps: forward and sampling, several times, in one dispatch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def decode_steps(
     numbers: jax.Array,
     spec: FusedDecodeSpec,
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[Pool, ...], SamplerState]:
-    """Returns logits [num_slots, vocab] of the last step and tokens int32[max_num_steps, S] of all; pools and state.
+    """Returns the last step's logits, all tokens int32[max_num_steps, S], pools and state.
 
     Args:
         forward_of: Forward of a packed step.

@@ -72,7 +72,7 @@ class MediaSlots:
         return bool(self.deltas[slots].any())
 
     def with_token_ids(self, rows: Sequence[PlanRow]) -> Sequence[PlanRow]:
-        """Returns `rows` with token ids in place of the ids by which pages of prompts with media are found."""
+        """Returns `rows` with token ids in place of the ids by which media's pages are found."""
         if not self._inputs or isinstance(rows, DecodeBatch):
             return rows
         return [self._with_token_ids(row) for row in rows]

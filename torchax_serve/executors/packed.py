@@ -350,7 +350,7 @@ class PackedExecutor:
         return StepCall(self._decode_steps, (self.cache.pools, SamplerState(tokens), options, numbers))
 
     def compile_tasks(self, sampler: Sampler) -> Iterator[CompileTask]:
-        """Implements `Executor.compile_tasks`; the sampler's programs come with the first step, all have its shape."""
+        """Implements `Executor.compile_tasks`; the sampler's programs follow the first step."""
         if not self.compiles_ahead:  # several hosts: `warm_up` runs every step
             return
         has_sampling = False
@@ -363,7 +363,7 @@ class PackedExecutor:
             yield from self._speculative.compile_tasks()
 
     def warm_up(self, sampler: Sampler) -> None:
-        """Implements `Executor.warm_up`: copies of pages, and on several hosts every step, without rows."""
+        """Implements `Executor.warm_up`: copies of pages; on several hosts also empty steps."""
         for spec in () if self.compiles_ahead else self._specs.all():
             function, (_, *shapes) = self._call_of(spec)
             args = jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), default_sharding()), shapes)

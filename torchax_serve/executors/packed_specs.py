@@ -82,7 +82,7 @@ class PackedSpecs:
     _known: dict[tuple[int, bool, bool, MediaSpec | None], PackedStepSpec] = dataclasses.field(default_factory=dict)
 
     def is_decode(self, rows: Sequence[PlanRow]) -> bool:
-        """Returns whether each row has one token, whose rotary frequencies are those of its own length."""
+        """Returns whether each row has one token with rotary frequencies of its own length."""
         if self.has_rope_lens and any(row.rope_len > row.context_len + 1 for row in rows):
             return False
         return all(row.num_tokens == 1 for row in rows)
@@ -109,7 +109,7 @@ class PackedSpecs:
         return spec
 
     def of_drafts(self, num_rows: int, num_tokens: int) -> PackedStepSpec:
-        """Returns the spec of a step of `num_rows` rows with their drafts, logits of all `num_tokens` tokens."""
+        """Returns the spec of a step of `num_rows` rows with drafts and logits of all tokens."""
         layout = dataclasses.replace(self.layout, all_logits=True)
         sizes = num_tokens, num_rows, self.pages_per_seq
         return PackedStepSpec(*sizes, layout, self.batch_invariant, self.has_rope_lens, head=self.head)
@@ -130,7 +130,7 @@ class PackedSpecs:
     def for_decode(
         self, num_rows: int, media: MediaSpec | None = None, has_deltas: bool = False
     ) -> list[FusedDecodeSpec | PackedStepSpec]:
-        """Returns the specs of steps that can decode `num_rows` rows: decode steps first, each ascending."""
+        """Returns the specs of steps that can decode `num_rows` rows, decode steps first."""
         buckets = (size for size in self.decode_buckets if size >= num_rows)
         decode = (self.decode(size) for size in buckets)
         decode = (dataclasses.replace(spec, has_deltas=True) if has_deltas else spec for spec in decode)

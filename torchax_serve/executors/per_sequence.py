@@ -238,7 +238,7 @@ class PerSequenceExecutor:
         *,
         all_logits: bool = False,
     ) -> jax.Array:
-        """Runs one step; returns logits [num_slots, vocab], or [T, vocab] of every token, in the order of the rows."""
+        """Runs one step; returns logits [num_slots, vocab], or [T, vocab] of every token."""
         jobs = self._jobs.of(self._media.with_token_ids(rows), ahead, all_logits)
         parts = []
         for job in jobs:
@@ -349,7 +349,7 @@ class PerSequenceExecutor:
         """Does nothing: steps differ by the lengths of requests, so few are known before."""
 
     def compile_tasks(self, sampler: Sampler) -> Iterator[CompileTask]:
-        """Implements `Executor.compile_tasks`; several hosts compile in the order in which `warm_up` runs steps."""
+        """Implements `Executor.compile_tasks`; on several hosts in the order of `warm_up`."""
 
         def compile(spec: PerSequenceSpec) -> Any:
             zeros = np.zeros(self._num_slots), self._adapters.empty(sum(spec.sizes))

@@ -18,7 +18,7 @@ from torchax_serve.kv_cache.pools import PagedLayerSpec
 
 
 class BlockForward(Protocol):
-    """The forwards of one request, as `torchax_serve.executors.per_sequence_forward.SequenceForward` has them."""
+    """The forwards of one request, as `SequenceForward` has them."""
 
     def prefill(self, *args: Any, **how: Any) -> Any:
         """Computes the first tokens of a prompt."""

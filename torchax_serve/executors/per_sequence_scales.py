@@ -1,4 +1,4 @@
-"""Scales of keys and values in 8 bits for models that run per sequence, and which of them cannot have such a cache."""
+"""Scales of keys and values in 8 bits for per-sequence models, and who cannot have them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def calibrate_by_sequence(
     dtype: np.dtype,
     sources: EncoderInputs | None = None,
 ) -> tuple[HeadScales, ...]:
-    """Computes the scales of keys and of values, float32[num_heads] each, for every leaf in pages.
+    """Computes the scales of keys and values, float32[num_heads] each, for leaves in pages.
 
     As `calibrate_scales` does, with the model's forward of one request. With an encoder all prompts are behind the
     output of its probe input.

@@ -46,7 +46,7 @@ class VerifyRows:
     cu_q_lens: jax.Array  # int32[S + 1]
 
     def index(self, num_drafts: int) -> jax.Array:
-        """Returns the token of each row that is its last one, or its i-th draft, int32[S, num_drafts + 1].
+        """Returns each row's last token and its drafts, int32[S, num_drafts + 1].
 
         What a row does not have is another row's.
         """
@@ -90,7 +90,7 @@ def last_tokens(history: TokenHistory) -> jax.Array:
 
 
 def verify_rows(num_drafts: jax.Array, is_active: jax.Array, num_tokens: int) -> VerifyRows:
-    """Returns the tokens of a step: one and `num_drafts` int32[S] for each row that `is_active` bool[S].
+    """Returns the tokens of a step: one and `num_drafts` int32[S] for each active row.
 
     Args:
         num_drafts: Number of drafts of each row.

@@ -77,7 +77,7 @@ class SingleRequestExecutor:
         return self._steps.decode(last_tokens) if rows[0].is_decode else self._steps.prefill()
 
     def run_scored(self, *args: Any) -> tuple[Logprobs, jax.Array]:
-        """Raises AssertionError: requests for log-probabilities of prompts are refused before they come here."""
+        """Raises AssertionError: prompts' log-probabilities are refused before they come here."""
         raise AssertionError("expected no request with log-probabilities of its prompt")
 
     def run_decode(self, plan: StepPlan, sampler: Sampler, words: MaskWords | None = None) -> None:

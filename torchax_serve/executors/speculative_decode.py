@@ -1,4 +1,4 @@
-"""Decode steps that verify drafts: several tokens of each row in a step, as many steps in a dispatch as in decoding."""
+"""Decode steps that verify drafts: several tokens of each row in a step."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class SpeculativeDecoder:
         results: tuple[jax.Array, VerifyScores | None],
         words: Callable[[int], np.ndarray] | None,
     ) -> VerifiedTokens:
-        """Samples the tokens of rows that need the sampler, behind `run`, and returns all that the plan brings.
+        """Samples the rows that need the sampler, behind `run`; returns all tokens of the plan.
 
         Args:
             plan: The plan of `run`.
@@ -299,7 +299,7 @@ class SpeculativeDecoder:
 
 
 def _sampled_rows(plan: StepPlan, *, needs_sampler: bool) -> Sequence[PlanRow]:
-    """Returns the rows of a plan with drafts, of which those sample a token that need the sampler, or the others."""
+    """Returns the rows of a draft plan that need the sampler, or the others."""
     assert plan.drafts is not None
     if not needs_sampler and not any(plan.drafts.needs_sampler):
         return plan.rows
@@ -316,7 +316,7 @@ def _replace(
 def _pick(
     options: RowOptions, state: SamplerState, draws: jax.Array, logits: jax.Array, positions: jax.Array
 ) -> jax.Array:
-    """Chooses the token behind each row's token at `positions` int32[S] from logits [S, vocab] of a draft model."""
+    """Chooses the token behind `positions` int32[S] from draft logits [S, vocab]."""
     of_rows = options.advanced(positions + 1)
     greedy, _ = choose(SamplerSpec("greedy"), of_rows, state, logits)
     return jax.lax.cond(draws, lambda: choose(SamplerSpec("sampled"), of_rows, state, logits)[0], lambda: greedy)
@@ -325,7 +325,7 @@ def _pick(
 def _choose(
     options: RowOptions, state: SamplerState, logits: jax.Array, batch: VerifyBatch, draws: jax.Array
 ) -> jax.Array:
-    """Chooses the token behind each token of a step, int32[T], as a decode step at its position would.
+    """Chooses the token behind each token of a step, int32[T], as decode steps would.
 
     Args:
         options: Options of the rows at the start of their prompts.

@@ -90,7 +90,7 @@ class VerifiedTokens(NamedTuple):
 def replace_tokens(
     history: TokenHistory, results: jax.Array, slots: jax.Array, tokens: jax.Array
 ) -> tuple[TokenHistory, jax.Array]:
-    """Returns the history and the results of one step with other tokens of some rows; to be traced.
+    """Returns history and results of one step with other tokens of some rows; traced.
 
     Args:
         history: Tokens of all slots, those of the step included.

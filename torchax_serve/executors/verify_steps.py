@@ -1,4 +1,4 @@
-"""The inputs of verify steps: one array of integers for a call, and the batch of each of its steps."""
+"""Inputs of verify steps: one array of integers for a call, and the batch of each step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchax_serve.scheduler import DraftRows, PlanRow
 
 @dataclasses.dataclass(frozen=True)
 class VerifySpec:
-    """Static arguments of verify steps; the number of steps and the drafts of each row are inputs.
+    """Static arguments of verify steps; numbers of steps and drafts are inputs.
 
     Attributes:
         packed: A step of ``S * (k + 1)`` tokens with logits of all.

@@ -1,4 +1,4 @@
-"""`BundleEncoder`: embeds, labels and ranks texts by a bundle, which needs neither torch nor transformers."""
+"""`BundleEncoder`: embeds, labels and ranks texts by a bundle, without torch."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _not_traced(weights: Any, arrays: Any, spec: Any) -> NoReturn:
 
 
 class BundleEncoder(LabelsTexts):
-    """An `EncoderModel` without the PyTorch model. A context manager: leaving it frees the weights.
+    """An `EncoderModel` without the PyTorch model. A context manager that frees the weights.
 
     Attributes:
         name: Name of the bundle.

@@ -186,7 +186,7 @@ def _variants_here(manifest: Manifest) -> list[Mapping[str, Any]]:
 
 
 def _is_chip(chip: str, device_kind: str) -> bool:
-    """Returns whether JAX's name of a device, such as ``TPU v6 lite`` or ``NVIDIA H100 80GB HBM3``, is of a chip."""
+    """Returns whether JAX's name of a device, such as ``TPU v6 lite``, is of a chip."""
     kind = device_kind.lower().replace(" lite", "e").replace(" ", "")
     return chip in ("tpuv5p" if kind == "tpuv5" else kind)
 

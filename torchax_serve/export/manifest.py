@@ -1,4 +1,4 @@
-"""The manifest of a bundle: what it is made of, and a digest of each file, checked before any is loaded."""
+"""The manifest of a bundle: its contents, with a digest of each file for checks."""
 
 from __future__ import annotations
 

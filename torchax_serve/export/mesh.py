@@ -18,7 +18,7 @@ from torchax_serve.start.weights_file import TensorNames, assembled
 
 
 def described_mesh(tensors: Mapping[str, jax.Array]) -> dict[str, Any] | None:
-    """Returns the mesh of the tensors and the axes that divide each as JSON; None for one device."""
+    """Returns the mesh and the axes of each tensor as JSON; None for one device."""
     shardings = {name: array.sharding for name, array in tensors.items()}
     on_mesh = {name: each for name, each in shardings.items() if isinstance(each, NamedSharding)}
     if not on_mesh:
@@ -32,7 +32,7 @@ def described_mesh(tensors: Mapping[str, jax.Array]) -> dict[str, Any] | None:
 
 @dataclasses.dataclass(frozen=True)
 class BundleSharding:
-    """How a bundle lies on the devices of this process; stands for a `ModelSharding` where an engine is built.
+    """Placement of a bundle on this process's devices; stands for a `ModelSharding`.
 
     Attributes:
         mesh: The devices.

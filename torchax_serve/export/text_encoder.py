@@ -1,4 +1,4 @@
-"""`BundleTextEncoder`: the tokenizer of a bundle that reads texts, on the `tokenizers` library alone."""
+"""`BundleTextEncoder`: tokenizer of an encoder's bundle, on the `tokenizers` library."""
 
 from __future__ import annotations
 

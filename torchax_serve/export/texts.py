@@ -1,4 +1,4 @@
-"""Exports the forwards of a model that reads texts, one program for each shape of a batch of texts."""
+"""Exports the forwards of an encoder, one program for each shape of a batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Serves the newest version of a bundle: takes new ones as they are completed, while requests of the old one end."""
+"""Serves the newest version of a bundle, while requests of the old one end."""
 
 from __future__ import annotations
 

@@ -188,7 +188,7 @@ def _shape_of(array: jax.Array) -> jax.ShapeDtypeStruct:
 
 
 def _portable(weights: Weights) -> dict[str, Weight]:
-    """Returns the weights with compressed ones as arrays: only C++ kernels of one processor read those."""
+    """Returns the weights with compressed ones as arrays, which run on any processor."""
     unique = {id(weight): weight for weight in weights.values()}
     made = {key: unpacked(each) if isinstance(each, CompressedWeight) else each for key, each in unique.items()}
     return {name: made[id(weight)] for name, weight in weights.items()}

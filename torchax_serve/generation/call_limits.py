@@ -1,4 +1,4 @@
-"""`CallLimits`: place in the queue, time limits and cancellation of one call of ``generate``.
+"""`CallLimits`: priority, time limits and cancellation of one call of ``generate``.
 
 Such a call may submit requests several times, as for the windows of long audio; its limits are for all together.
 """
@@ -82,7 +82,7 @@ class CallLimits:
 
     @contextlib.contextmanager
     def holding_tokens(self) -> Iterator[None]:
-        """Passes no tokens of loops inside the block on: they may be dropped, and others take their place."""
+        """Passes no tokens of loops inside the block on: they may be replaced."""
         self._holds_tokens = True
         try:
             yield
@@ -162,7 +162,7 @@ def call_limits(limits: CallLimits) -> Iterator[None]:
 
 @contextlib.contextmanager
 def seeds_from(generator: torch.Generator) -> Iterator[None]:
-    """Draws the seeds of rows inside the block from `generator`, and not from torch's global one."""
+    """Draws the seeds of rows inside the block from `generator`, not from torch's own."""
     token = _GENERATOR.set(generator)
     try:
         yield
@@ -171,7 +171,7 @@ def seeds_from(generator: torch.Generator) -> Iterator[None]:
 
 
 def current_generator() -> torch.Generator | None:
-    """Returns what draws seeds on this thread; None: torch's global generator, as in transformers."""
+    """Returns this thread's source of seeds; None: torch's global generator."""
     return _GENERATOR.get()
 
 

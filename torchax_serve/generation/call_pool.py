@@ -1,4 +1,4 @@
-"""`CallPool`: blocking calls of ``generate`` from event loops, on a bounded number of threads with a bounded queue."""
+"""`CallPool`: calls of ``generate`` from event loops, on bounded threads and queue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`run_concurrently`: calls of ``generate`` on threads, each with loops over tokens of its own."""
+"""`run_concurrently`: calls of ``generate`` on threads, each with its own loops."""
 
 from __future__ import annotations
 

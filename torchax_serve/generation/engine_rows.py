@@ -194,7 +194,7 @@ def encoder_outputs_by_row(encoder: EncoderRuntime[Any], output: EncoderOutput) 
 
 
 def _wants_tokens_only(request: SampleCall) -> bool:
-    """Returns whether `request` returns tokens and nothing else, without code that runs between them.
+    """Returns whether `request` wants tokens only, without code that runs between them.
 
     Inside a transcription scores are read for their tokens' log-probabilities only (`WhisperFallback`).
     """
@@ -235,7 +235,7 @@ def _run(
 
 
 def _read(handle: RequestHandle, limits: CallLimits) -> tuple[list[int], list[float]]:
-    """Returns all tokens of a request and their log-probabilities; tokens are passed to `limits` as they come."""
+    """Returns a request's tokens and log-probabilities; passes tokens on as they come."""
     logprobs: list[float] = []
     for output in handle:
         logprobs += [each.logprob for each in output.logprobs or ()]

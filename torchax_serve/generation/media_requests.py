@@ -42,7 +42,7 @@ def media_request(
     params: SamplingParams | None,
     seed: int | None,
 ) -> EngineRequest | str:
-    """Returns the request of a prompt with images or audio; the reason if the engine does not take it.
+    """Returns the request of a prompt with media, or why the engine does not take it.
 
     Args:
         model: What `torchax_serve.generation.jax_model.run_on_jax` returned.
@@ -160,7 +160,7 @@ def _with_own(found: MediaFeatures, length: int) -> np.ndarray | None:
 
 
 def _positions(prepared: PreparedSteps, length: int) -> tuple[np.ndarray | None, int]:
-    """Returns the positions of a prompt, int32[axes, len] or None for those of text, and the delta behind it.
+    """Returns a prompt's positions, int32[axes, len] or None for text, and their delta.
 
     Raises:
         UnsupportedModelError: later tokens have other positions on each axis.

@@ -1,4 +1,4 @@
-"""`run_on_queue`: a ``generate`` call that waits in the queue of the engine of single requests.
+"""`run_on_queue`: a ``generate`` call that waits in the queue of single requests.
 
 When its turn has come, it runs there to its end.
 """

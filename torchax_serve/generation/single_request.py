@@ -103,7 +103,7 @@ def _forward_request(
 
 
 def _tokens_left_check(call: SampleCall, vocab_size: int) -> Callable[[Sequence[int]], None]:
-    """Returns what raises NoTokenLeftError if the options of `call` forbid every token behind the new ones so far."""
+    """Returns a check that raises NoTokenLeftError if `call` forbids every next token."""
     row = RowSamplingParams.of_checked(SamplingParams(), call.config, vocab_size=vocab_size, seed=0)
     prompt_ids = call.input_ids[0].tolist()
 

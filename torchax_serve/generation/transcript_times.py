@@ -1,4 +1,4 @@
-"""Transcripts with times: segments by Whisper's own tokens, words by its attention to the audio.
+"""Transcripts with times: segments by Whisper's tokens, words by its attention.
 
 Segments are those of transformers' ``generate(return_timestamps=True)``. One forward of each window with its answer
 then gives what ``generate`` does not: probabilities, and the cross-attention by which words are aligned (dynamic time

@@ -1,4 +1,4 @@
-"""`WhisperFallback`: how Whisper's ``generate`` decodes a window again, at a higher temperature.
+"""`WhisperFallback`: decodes a window again at a higher temperature, as Whisper does.
 
 transformers decides whether a window is decoded again, and how long audio goes on. What it reads of an attempt comes
 from the engine, where the attempt's rows ran: log-probabilities of tokens instead of the scores of the vocabulary.
@@ -46,7 +46,7 @@ class WhisperFallback:
     def _setup_no_speech_detection(
         self, logits_processor: Any, segment_input: torch.Tensor, decoder_input_ids: torch.Tensor, kwargs: Any
     ) -> None:
-        """Computes the probability of no speech, which transformers' processor computes in the loop over tokens."""
+        """Computes the probability of no speech, as transformers' processor does in its loop."""
         super()._setup_no_speech_detection(  # type: ignore[misc]
             logits_processor, segment_input, decoder_input_ids, kwargs
         )

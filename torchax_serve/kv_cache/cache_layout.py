@@ -77,7 +77,7 @@ class CacheLayout:
         return dataclasses.replace(self, leaves=tuple(map(stored, self.leaves)))
 
     def gather_slots(self, states: SlotStates, slots: jax.Array, source_len: int) -> Leaves:
-        """Gathers the states ``[S, ...]`` at `slots` int32[S], cut to the encoder length, as the model has them."""
+        """Gathers the states ``[S, ...]`` at `slots` int32[S], cut to the encoder length."""
         return tuple(
             state.gather(slots, source_len, row.dtype)
             if isinstance(state, ScaledState)

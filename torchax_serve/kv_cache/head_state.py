@@ -1,4 +1,4 @@
-"""The cache of a model with a draft head: the head's pages are a layer more, and it keeps a hidden state by slot."""
+"""Cache of a model with a draft head: a layer of pages more, and a hidden state by slot."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _forget(lens: jax.Array, slot: jax.Array) -> jax.Array:
 
 
 class HeadedCache(PagedCache):
-    """Pools of a `CacheAllocation`, the last one the head's if it has one, and behind them a `HeadState`.
+    """Pools of a `CacheAllocation`, that of a head last, and behind them a `HeadState`.
 
     Args:
         plan: Number of pages of each group.

@@ -24,7 +24,7 @@ class ScaledState:
     scale: jax.Array  # float32[num_slots + 1, 1, heads, 1, 1]
 
     def gather(self, slots: jax.Array, source_len: int, dtype: np.dtype) -> jax.Array:
-        """Returns the first `source_len` keys or values at `slots` int32[S] in `dtype`, ``[S, 1, heads, len, dim]``."""
+        """Returns `source_len` keys or values at `slots` int32[S], ``[S, 1, heads, len, dim]``."""
         numbers = self.numbers[:, :, :, :source_len][slots]
         return (numbers.astype(jnp.float32) * self.scale[slots]).astype(dtype)
 

@@ -87,7 +87,7 @@ def _trial_len(runtime: ModelRuntime) -> int:
 
 
 def _largest_of_packed(runtime: ModelRuntime, length: int) -> Callable[..., Any]:
-    """Returns the function of weights and ids int32[rows, length] that computes `largest_by_head` of each layer."""
+    """Returns the function of weights and ids that computes each layer's `largest_by_head`."""
 
     def largest(weights: Weights, ids: jax.Array, spec: None) -> Any:
         inputs = {runtime.program.names.ids: ids}
@@ -138,7 +138,7 @@ def largest_by_head(pool: jax.Array, k_dim: int) -> tuple[jax.Array, jax.Array]:
 
 
 def scale_of(largest: jax.Array, dtype: np.dtype) -> np.ndarray:
-    """Returns the scales float32[heads] of pages in `dtype` for the largest magnitudes of a trial, float32[heads].
+    """Returns scales float32[heads] of pages in `dtype` for a trial's largest magnitudes.
 
     Raises:
         InvalidArgumentError: they are not finite.

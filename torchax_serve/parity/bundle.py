@@ -84,7 +84,7 @@ class TextComparison:
 
 @torch.no_grad()
 def compare_texts(folder: Path, model: str, **load_options: Any) -> TextComparison:
-    """Returns how far a bundle that reads texts and its model in eager PyTorch have the same output.
+    """Returns how far outputs of an encoder's bundle are from eager PyTorch's.
 
     Args:
         folder: The bundle.
@@ -117,7 +117,7 @@ def compare_texts(folder: Path, model: str, **load_options: Any) -> TextComparis
 
 @torch.no_grad()
 def _compared(eager: torch.nn.Module, prompt: list[int], tokens: list[int]) -> tuple[int, float]:
-    """Returns the number of tokens that eager PyTorch has as well, and the gap of logits at the first other one."""
+    """Returns the number of eager PyTorch's tokens matched, and the first gap of logits."""
     logits = eager(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1].float()
     for number, (row, token) in enumerate(zip(logits, tokens, strict=True)):
         if int(row.argmax()) != token:

@@ -1,4 +1,4 @@
-"""Table of diffusion pipelines: written by ``benchmarks/pipelines.py``, shown in docs/models.md."""
+"""Table of diffusion pipelines in docs/models.md, by ``benchmarks/pipelines.py``."""
 
 from __future__ import annotations
 

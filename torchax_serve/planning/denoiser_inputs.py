@@ -1,4 +1,4 @@
-"""Shapes of the arguments of one denoising step, by the class of the transformer in diffusers."""
+"""Shapes of one denoising step's arguments, by the transformer's class in diffusers."""
 
 from __future__ import annotations
 

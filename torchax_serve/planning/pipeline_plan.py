@@ -1,4 +1,4 @@
-"""Plans the transformer of a diffusion pipeline on devices that need not be here: fits or not, and bounds of a step."""
+"""Plans a pipeline's transformer on devices that need not be here: fit and time bound."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def plan_transformer(
 
 
 def parse_image_size(text: str) -> tuple[int, int]:
-    """Parses ``1024x768`` as width and height in pixels; raises InvalidArgumentError for anything else."""
+    """Parses ``1024x768`` as width and height in pixels; else raises InvalidArgumentError."""
     width, _, height = text.partition("x")
     if not (width.isdigit() and height.isdigit() and int(width) and int(height)):
         raise InvalidArgumentError(f"--image-size: expected WIDTHxHEIGHT such as 1024x1024, got {text!r}; correct it")

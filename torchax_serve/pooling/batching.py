@@ -152,7 +152,7 @@ def pads_texts(program: TextProgram, pad_id: int | None) -> bool:
 
 
 def batch_shapes(program: TextProgram, max_len: int) -> list[tuple[int, int]]:
-    """Returns rows and length of every batch that padded texts of up to `max_len` tokens can have."""
+    """Returns rows and length of every batch of padded texts of up to `max_len` tokens."""
     widths = sorted({_width(program, length) for length in range(1, max_len + 1)})
     shapes = []
     for width in widths:
@@ -162,7 +162,7 @@ def batch_shapes(program: TextProgram, max_len: int) -> list[tuple[int, int]]:
 
 
 def batch_arguments(program: TextProgram, names: Iterable[str]) -> list[str]:
-    """Returns the arguments of a batch of texts, of which the tokenizer makes `names`; each is int32[rows, len]."""
+    """Returns arguments `names` of a batch of texts, each int32[rows, len]."""
     found = {name for name in names if program.accepts(name)} | {IDS}
     return sorted(found | {MASK} if program.accepts(MASK) else found)
 
@@ -183,7 +183,7 @@ def _width(program: TextProgram, length: int) -> int:
 
 
 def _num_rows(num_texts: int) -> int:
-    """Returns the most rows of the next forward, a power of two; padding is at most a quarter of them."""
+    """Returns the most rows of the next forward, a power of two; at most a quarter is padding."""
     rows = _next_power(num_texts)
     return rows if 4 * num_texts >= 3 * rows else rows // 2
 

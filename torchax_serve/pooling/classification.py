@@ -118,7 +118,7 @@ def rerank(
     top_k: int | None,
     score_pairs: Callable[[Sequence[tuple[str, str]]], np.ndarray],
 ) -> list[RankedDocument]:
-    """See `torchax_serve.EncoderModel.rerank`; `score_pairs` returns the scores of pairs of texts."""
+    """Implements `torchax_serve.EncoderModel.rerank` by the scores of `score_pairs`."""
     _require(head, "rerank")
     if not isinstance(query, str) or not query:
         raise InvalidArgumentError(f"query: expected some text, got {query!r}")

@@ -103,7 +103,7 @@ class Embedder:
         return embeddings(spec, *args)
 
     def compile_pooling(self, hidden: Any, mask: Any) -> None:
-        """Compiles the layers behind the model for abstract `hidden` [rows, len, width] and `mask` [rows, len]."""
+        """Compiles the layers behind the model for `hidden` [rows, len, width] and `mask`."""
         lens, options = np.zeros(hidden.shape[0], np.int32), _options(0, 1, None)
         self._pool.compiled({}, self.weights, hidden, mask, lens, options, spec=self.layers)
 

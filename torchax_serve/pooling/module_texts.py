@@ -151,7 +151,7 @@ def head_of(loaded: LoadedModel, runtime: ModelRuntime) -> TextHead:
 
 
 def _pair_activation(loaded: LoadedModel, runtime: ModelRuntime) -> str:
-    """Returns the name of what cross-encoders of sentence-transformers apply to a score; Sigmoid if no file says."""
+    """Returns the name of a cross-encoder's activation of scores; Sigmoid by default."""
     settings = getattr(runtime.config, "sentence_transformers", None) or {}
     name = settings.get("activation_fn") or getattr(runtime.config, "sbert_ce_default_activation_function", None)
     if name is None and loaded.files_folder is not None:
@@ -160,7 +160,7 @@ def _pair_activation(loaded: LoadedModel, runtime: ModelRuntime) -> str:
 
 
 def pad_id_of_head(loaded: LoadedModel, runtime: ModelRuntime) -> int | None:
-    """Returns the padding token of a head that reads one token of a text; None if texts are not padded for it.
+    """Returns the padding token of a head that reads one token of a text; None for others.
 
     Such a head finds the last token by the config's pad_token_id.
     """

@@ -1,4 +1,4 @@
-"""Queue of texts to embed, label or score: what waits while a call runs goes into the next one, from all callers."""
+"""Queue of texts: what waits while a call runs goes into the next one, of all callers."""
 
 from __future__ import annotations
 

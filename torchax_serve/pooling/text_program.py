@@ -1,4 +1,4 @@
-"""`TextProgram`: what batches of texts need of a model, whether a PyTorch module or a bundle is behind it."""
+"""`TextProgram`: what batches of texts need of a model, a PyTorch module or a bundle."""
 
 from __future__ import annotations
 
@@ -67,4 +67,4 @@ class TextProgram(abc.ABC):
 
     @abc.abstractmethod
     def compile(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
-        """Compiles a forward for abstract arguments; returns the shapes of its output's fields by name."""
+        """Compiles a forward for abstract arguments; returns its output's shapes by name."""

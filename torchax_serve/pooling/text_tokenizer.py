@@ -43,7 +43,7 @@ class TextEncoder(abc.ABC):
 
     @abc.abstractmethod
     def rows_of(self, text: str, pair: str | None, max_len: int | None) -> tuple[Row, int]:
-        """Returns the row of a text or a pair, cut to `max_len` tokens, and its length before it was cut.
+        """Returns the row of a text or pair, cut to `max_len` tokens, and its full length.
 
         Raises:
             InvalidArgumentError: the model has no tokenizer.
@@ -100,7 +100,7 @@ class TextTokenizer(TextEncoder):
 
     @functools.cached_property
     def arguments(self) -> frozenset[str]:
-        """Arguments of the forward that texts have, without the mask; token ids alone without a tokenizer."""
+        """Arguments of the forward for texts but the mask; token ids alone without a tokenizer."""
         return frozenset({IDS} if self._loaded.tokenizer() is None else self.rows_of("a", None, None)[0])
 
     @property
@@ -134,7 +134,7 @@ class TextTokenizer(TextEncoder):
 
 
 def lower_cased(backend: Any) -> None:
-    """Makes a tokenizer of the `tokenizers` library convert texts to lower case, except special tokens."""
+    """Makes a tokenizer convert texts to lower case, except special tokens."""
     if not _makes_lower_case(backend.normalizer):
         further = [] if backend.normalizer is None else [backend.normalizer]
         backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *further])

@@ -1,4 +1,4 @@
-"""Warm-up of a model's texts: compiles the programs that embeddings, labels and scores of any texts can need."""
+"""Warm-up for texts: compiles the programs of embeddings, labels and scores."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _places(batch: Batch) -> tuple[Any, Any]:
 def _tasks(
     model: TextHead | Embedder, embedders: tuple[Embedder, ...], of_results: Any, of_arguments: Any
 ) -> Iterator[CompileTask]:
-    """Yields a task for each shape of a batch; arrays lie where `of_results` and `of_arguments` say."""
+    """Yields a task for each shape of a batch, placed as `of_results` and `of_arguments` say."""
     max_len = max(each.max_len or TOKENS_PER_BATCH for each in (model, *embedders))
     for shape in batch_shapes(model.program, max_len):
         array = jax.ShapeDtypeStruct(shape, np.int32, sharding=of_arguments)

@@ -1,4 +1,4 @@
-"""A picture of a profile's table: time by row, the part that the memory's bandwidth explains in a darker shade."""
+"""Picture of a profile's table: time by row, the part that bandwidth explains darker."""
 
 from __future__ import annotations
 

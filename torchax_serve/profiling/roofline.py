@@ -1,4 +1,4 @@
-"""How near a profile is to what the memory allows: by XProf on accelerators, else by the weights' bytes."""
+"""How near a profile is to the memory's limit: by XProf, else by the weights' bytes."""
 
 from __future__ import annotations
 

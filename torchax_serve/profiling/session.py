@@ -1,4 +1,4 @@
-"""One profile of a process: programs with the names of modules, and JAX's profiler around what runs."""
+"""One profile of a process: programs with names of modules, in JAX's profiler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of a profile: time by module, by operation or by kernel, and bytes of weights over the memory's bandwidth."""
+"""Tables of a profile: time by module, operation or kernel, and bytes of weights."""
 
 from __future__ import annotations
 

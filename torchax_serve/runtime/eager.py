@@ -61,7 +61,7 @@ class EagerReference:
 
 
 def shared_tensors(module: torch.nn.Module, weights: Weights) -> dict[str, torch.Tensor]:
-    """Returns CPU tensors of `module` by name, which share memory with `weights` where these lie on the CPU.
+    """Returns CPU tensors of `module` by name, which share memory with CPU `weights`.
 
     Tied ones are one tensor.
     """
@@ -80,7 +80,7 @@ def shared_tensors(module: torch.nn.Module, weights: Weights) -> dict[str, torch
 
 
 def shared_tensor(array: jax.Array) -> torch.Tensor:
-    """Returns a CPU tensor that shares the memory of a float array on the CPU; copies other arrays."""
+    """Returns a CPU tensor that shares a CPU float array's memory; copies others."""
     is_on_cpu = all(device.platform == "cpu" for device in array.devices())
     if is_on_cpu and array.ndim and jax.numpy.issubdtype(array.dtype, jax.numpy.floating):
         exported: Any = array  # torch's annotation knows tensors alone

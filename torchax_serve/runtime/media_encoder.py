@@ -1,4 +1,4 @@
-"""Encoders of images and audio as programs of their own, which run once for each prompt, before it is submitted.
+"""Encoders of images and audio as programs that run once for each prompt.
 
 What they compute is found again by the digest of pixels and samples: the same image in another prompt, or in another
 turn of a conversation, is not encoded twice.

@@ -98,7 +98,7 @@ def _is_computed(processor: Any, config: GenerationConfig) -> bool:
 
 
 def _time_tokens_of(processor: Any, prompt_len: int) -> TimeTokens | None:
-    """Returns the rules that `processor` enforces; None if it is another one, or begins at another token."""
+    """Returns the rules that `processor` enforces; None for others and another first token."""
     if type(processor) is not WhisperTimeStampLogitsProcessor or processor.begin_index != prompt_len:
         return None
     if not isinstance(processor.eos_token_id, int):

@@ -1,4 +1,4 @@
-"""Other values for the weights of a model that runs: checked, and laid out as the arrays that they replace."""
+"""New values for the weights of a running model, checked and laid out as the old."""
 
 from __future__ import annotations
 

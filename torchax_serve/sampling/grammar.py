@@ -91,7 +91,7 @@ def lark_grammar(text: str) -> str:
 
 
 def lark_text(text: str) -> str:
-    """Returns a grammar in Lark's syntax: the text or, where it has ``::=``, what it says in that of GBNF."""
+    """Returns a grammar in Lark's syntax; one with ``::=`` is translated from GBNF."""
     if "::=" not in text:
         return text
     from llguidance.gbnf_to_lark import any_to_lark

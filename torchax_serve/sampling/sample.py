@@ -56,7 +56,7 @@ def choose(
 def _choose(
     spec: SamplerSpec, options: RowOptions, state: SamplerState, logits: jax.Array, words: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """Returns what `choose` does, and with a history the log-probabilities of the tokens, float32[n]."""
+    """Returns what `choose` does, with log-probabilities float32[n] if there is a history."""
     if spec.level == "greedy":  # a maximum is the same in any order, and in the dtype of the logits
         best = mask_logits(logits, words, functools.partial(_best_tokens, spec))
         return best, mask_logits(logits, words).astype(jnp.float32) if spec.scores else None, None
@@ -92,7 +92,7 @@ def _choose(
 
 
 def _token_logprobs(options: RowOptions, state: SamplerState, scores: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Returns the log-probabilities of `tokens` int32[n] under their scores; zeros where no row asks for them.
+    """Returns log-probabilities of `tokens` int32[n]; zeros where no row asks for them.
 
     A temperature is taken out of the scores again, as ``generate`` of Whisper does to compare temperatures.
 

@@ -35,7 +35,7 @@ from torchax_serve.scheduler import PlanRow
 
 
 def tables_bytes(num_slots: int, vocab_size: int, max_len: int) -> int:
-    """Returns the bytes of the sampler's tables and history, allocated once a request needs them."""
+    """Returns the bytes of the sampler's tables and history, which are allocated on demand."""
     history = sum(array.nbytes for array in jax.tree.leaves(empty_history(num_slots, max_len)))
     return num_slots * vocab_size * sum(dtype.itemsize for dtype in _TABLE_DTYPES.values()) + history
 
@@ -217,7 +217,7 @@ class Sampler:
         )
 
     def logprobs(self, logits: jax.Array, tokens: jax.Array, num_top: int, num_rows: int, words: jax.Array) -> Logprobs:
-        """Computes log-probabilities of `tokens` int32[n] by `logits` [n, vocab], without those that `words` mask.
+        """Computes log-probabilities of `tokens` int32[n], without those that `words` mask.
 
         The result has `MAX_NUM_TOP` of the likeliest tokens; they have a meaning if `num_top` is above 0. Only the
         first `num_rows` rows are read.
@@ -246,7 +246,7 @@ class Sampler:
         return found
 
     def compile_tasks(self, like: Any) -> Iterator[CompileTask]:
-        """Yields every program for logits of the shape [n, vocab] and dtype of `like`; any thread may compile them."""
+        """Yields every program for logits [n, vocab] like `like`; any thread may compile them."""
         logits = jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=self._sharding)
         options = SlotParams(self._num_slots, self._vocab_size).rows((), logits.shape[0])[0]
         arrays = self._empty_arrays()

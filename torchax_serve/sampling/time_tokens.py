@@ -97,5 +97,5 @@ def enforce_time_tokens(history: SamplerHistory, num_new: jax.Array, scores: jax
 
 
 def _token_at(history: SamplerHistory, place: jax.Array) -> jax.Array:
-    """Returns int32[n, 1]: the token at `place` int32[n, 1] of each row; of places before the row, the first one."""
+    """Returns the token at `place` int32[n, 1] of each row; the first for places before it."""
     return jnp.take_along_axis(history.tokens, jnp.maximum(place, 0), axis=1, mode="clip")

@@ -1,4 +1,4 @@
-"""How often prompt lookup finds the next token of a request, counted on the host as tokens come."""
+"""Counts on the host how often prompt lookup finds the next token of a request."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ class RequestState:
         return is_open and (reason == "deadline" or self.num_cached is None)
 
     def uncut_len(self, start: int, num_tokens: int) -> int:
-        """Returns the most tokens from `start` on, at most `num_tokens`, behind which no span is cut."""
+        """Returns the most tokens from `start`, at most `num_tokens`, that cut no span."""
         end = start + num_tokens
         for begin, after in self.request.spans:
             if begin < end < after:

@@ -129,7 +129,7 @@ class SpeculativePlanner:
         return states or None
 
     def _caps(self, states: list[RequestState]) -> list[int] | None:
-        """Returns the most drafts for each row; None if steps without drafts are expected to be faster."""
+        """Returns the most drafts for each row; None if steps without drafts seem faster."""
         config = self._speculative
         most = config.num_speculative_tokens
         caps, expected = [], 0.0
@@ -257,7 +257,7 @@ def _end(state: RequestState) -> int:
 
 
 def _needs_sampler(state: RequestState) -> bool:
-    """Returns whether the next token follows from more than its logits and the options of a draw."""
+    """Returns whether the next token needs more than its logits and options of a draw."""
     num_new = len(state.tokens) - state.prompt_len
     return state.request.waits_for_tokens or num_new < state.request.num_unspeculated
 

@@ -1,4 +1,4 @@
-"""`SpeculativeConfig`: how an engine speculates. The keys are those of vLLM's `speculative_config`."""
+"""`SpeculativeConfig`: how an engine speculates, with the keys of vLLM's."""
 
 from __future__ import annotations
 

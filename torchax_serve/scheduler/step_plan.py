@@ -67,7 +67,7 @@ class DecodeBatch(Sequence[PlanRow]):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DraftRows:
-    """What verify steps need to know of their rows, each of which computes one token and its drafts.
+    """Rows of verify steps, each of which computes one token and its drafts.
 
     Attributes:
         ends: Position of each row that is not computed any more: there are no pages, or no more tokens are wanted.

@@ -1,4 +1,4 @@
-"""The ASGI application: routes, and what holds for every request: id, host, key, errors, log and counts."""
+"""The ASGI application: routes, ids, host check, keys, errors, log and counts."""
 
 from __future__ import annotations
 

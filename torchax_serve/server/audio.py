@@ -211,7 +211,7 @@ def _number(name: str, text: str) -> float:
 
 
 def _samples(model: SpeechModel, data: bytes, max_s: float) -> tuple[np.ndarray, int, float]:
-    """Returns the samples of a file at the model's rate, float32[num_samples], the rate in Hz, and the seconds."""
+    """Returns samples at the model's rate, float32[num_samples], the rate, and seconds."""
     samples, rate = decode_audio(data, max_s)
     wanted = getattr(model.feature_extractor, "sampling_rate", rate)
     return resampled(samples, rate, wanted), wanted, len(samples) / rate

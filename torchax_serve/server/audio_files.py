@@ -1,4 +1,4 @@
-"""Samples of audio files: wav, flac, ogg and mp3 by libsndfile, bounded in seconds before they are decoded."""
+"""Samples of wav, flac, ogg and mp3 by libsndfile, bounded in seconds before decoding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tool calls of one region of an answer, as far as they are certain: their names, and pieces of their arguments."""
+"""Tool calls of an answer as far as they are certain: names and pieces of arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grammars of JSON values with bare keys and strings between a delimiter of their own, as Gemma 4 writes arguments."""
+"""Grammars of JSON with bare keys and delimited strings, as Gemma 4 writes arguments."""
 
 from __future__ import annotations
 

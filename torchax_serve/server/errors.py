@@ -1,4 +1,4 @@
-"""Errors in the form of OpenAI's interface: ``{"error": {"message", "type", "param", "code"}}``."""
+"""Errors in OpenAI's form: ``{"error": {"message", "type", "param", "code"}}``."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ _FIELDS: Mapping[str, str] = {
 
 
 def _no_token_left(error: NoTokenLeftError) -> ApiError:
-    """Returns the answer to a request whose fields forbid every token, which only its grammar may show as it runs."""
+    """Returns the answer to a request whose fields forbid every token."""
     names = [_FIELDS.get(name, name) for name in error.options]
     reason = "" if error.reason is None else f" ({error.reason})"
     return bad_request(

@@ -1,4 +1,4 @@
-"""Writes the tables of request fields into docs/server.md: ``python -m torchax_serve.server.field_docs FILE``."""
+"""Writes tables of fields into docs: ``python -m torchax_serve.server.field_docs FILE``."""
 
 from __future__ import annotations
 

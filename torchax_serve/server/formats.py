@@ -1,4 +1,4 @@
-"""Parts that the answers of chats and plain completions share: usage, reasons, log-probabilities."""
+"""Parts shared by answers of chats and completions: usage, reasons, log-probabilities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers of gpt-oss by OpenAI's own parser, the package openai-harmony, where it is installed."""
+"""Answers of gpt-oss by OpenAI's own parser openai-harmony, where it is installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``/livez``, ``/readyz`` and their other names, ``/version``, ``/metrics`` and ``/v1/models``."""
+"""``/livez``, ``/readyz``, ``/version``, ``/metrics``, ``/v1/models`` and aliases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""uvicorn's HTTP protocol behind limits: on headers, bodies, times and connections, and against ambiguous requests.
+"""uvicorn's HTTP protocol behind limits, and against ambiguous requests.
 
 uvicorn itself takes headers of any number and size and waits for them without end. Every refusal here is an answer in
 the form of OpenAI's errors; what the client still sends is then read and dropped up to a bound, so that it sees the

@@ -1,4 +1,4 @@
-"""Images in requests: a still picture of a common format, bounded in pixels before it is decoded."""
+"""Images in requests: still pictures, bounded in pixels before they are decoded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A loaded model as the server uses it: names, limits, prompts and answers, off the event loop."""
+"""A loaded model of the server: names, limits, prompts and answers, off the event loop."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ NUM_THREADS = 4
 
 
 class ChatPrompt(NamedTuple):
-    """A rendered conversation: its token ids, and all arguments of ``generate`` if it has images or audio."""
+    """A rendered chat: its token ids, and arguments of ``generate`` if it has media."""
 
     token_ids: list[int]
     inputs: Mapping[str, Any] | None = None
@@ -89,7 +89,7 @@ class ModelService:
         self.model.close()
 
     def prepare(self) -> None:
-        """Makes what the first requests would wait for: the process of chat templates, and tables of tokens."""
+        """Makes what first requests would wait for: the template process and token tables."""
         if "chat" in self.tasks:
             shared_renderer().start()
         if self.model.tokenizer is None or "generate" not in self.tasks:
@@ -102,7 +102,7 @@ class ModelService:
 
     @functools.cached_property
     def tasks(self) -> tuple[str, ...]:
-        """What the model can do: ``generate``, ``chat``, ``transcribe``, ``embed``, ``classify``, ``rank`` ..."""
+        """Tasks of the model: ``generate``, ``chat``, ``transcribe``, ``embed``, ``rank`` ..."""
         if not self.model.writes_text:
             return _encoder_tasks(self.model.class_name, self.model.config.num_labels)
         found = ["generate", "embed"] if self.model.embeds else ["generate"]
@@ -118,7 +118,7 @@ class ModelService:
             raise ApiError(404, f"{route}: {self.name} does not {task}; it can {', '.join(self.tasks)}")
 
     def check_name(self, name: str, key: ApiKey | None = None, *, may_be_adapter: bool = False) -> None:
-        """Raises ApiError, 404, unless a request's `model` is one of this service's that its key may use.
+        """Raises ApiError, 404, unless `model` is one of this service's that the key may use.
 
         With `may_be_adapter` it may be the name of an adapter as well.
         """
@@ -251,14 +251,14 @@ def adapter_of(service: ModelService, name: str) -> str | None:
 
 
 def scoped_salt(key_name: str | None, salt: str | None) -> str | None:
-    """Returns the salt of cached prefixes, which no two API keys share; None without a key and a salt."""
+    """Returns the salt of cached prefixes, one for each API key; None without key and salt."""
     if key_name is None and not salt:
         return None
     return hashlib.sha256(f"{key_name or ''}\0{salt or ''}".encode()).hexdigest()
 
 
 def _check_len(service: ModelService, texts: Sequence[str], field: str) -> None:
-    """Raises ApiError, 400, for texts that have more tokens than the model allows, if they are long.
+    """Raises ApiError, 400, for long texts of more tokens than the model allows.
 
     Tokenizing a text of megabytes takes seconds and hundreds of megabytes, and the list of its tokens holds Python's
     lock. A text with more characters than so many tokens can have is not tokenized, another long one in pieces.
@@ -319,7 +319,7 @@ def progress_of(service: ModelService) -> list[EngineProgress]:
 
 
 def drain_engines(service: ModelService, timeout_s: float) -> bool:
-    """Drains the engines that have been made, as `Engine.drain` does; `timeout_s` is for all of them together."""
+    """Drains the engines that exist, as `Engine.drain`, in `timeout_s` for all together."""
     until = time.monotonic() + timeout_s
     return all([engine.drain(max(0.0, until - time.monotonic())) for engine in engines_of(service.model)])  # noqa: C419
 

@@ -1,4 +1,4 @@
-"""``/openapi.json`` and ``/docs``: the routes and the bodies that they take, made from the request models."""
+"""``/openapi.json`` and ``/docs``: routes and bodies, made from the request models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images and audio of a chat that are addresses: fetched from hosts on a list, and from nowhere else.
+"""Images and audio of a chat by address, fetched from hosts on a list only.
 
 A name must lead to public addresses only, and the connection is made to one that was checked; so is each redirect. A
 host that is listed by its address is the operator's word for that address.

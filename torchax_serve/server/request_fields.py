@@ -1,4 +1,4 @@
-"""What the server does with each field of a request: honours it, knows it without effect, or refuses it by name.
+"""How the server treats each field of a request: honoured, no effect or refused.
 
 A field of a request model is annotated with `honoured`, `no_effect` or `refused`; validation and the tables in
 docs/server.md are made from these notes (`field_table`).

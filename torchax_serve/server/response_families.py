@@ -334,7 +334,7 @@ def response_template_for(tokenizer: Any, chosen: str | None = None) -> Response
 
 
 def chosen_template(chosen: str) -> ResponseFamily | None:
-    """Returns the template that an option names, as in `response_template_for`; None for ``none``.
+    """Returns the template of an option, as `response_template_for`; None for ``none``.
 
     Raises:
         InvalidArgumentError: No family and no file has that name, or the file has no valid template.

@@ -1,4 +1,4 @@
-"""Content, reasoning and tool calls of an answer while it comes, by transformers' parser of response templates."""
+"""Content, reasoning and tool calls of an answer while it comes, by response templates."""
 
 from __future__ import annotations
 

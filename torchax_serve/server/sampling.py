@@ -101,7 +101,7 @@ def _check_some_are_left(request: TextRequest, bad_words: list[list[int]] | None
 
 
 def renamed_error(error: Exception, request: TextRequest) -> Exception:
-    """Returns an error about an option of `SamplingParams` as one about the field of the request."""
+    """Returns an error about an option of `SamplingParams` as one about its field."""
     message = str(error)
     name = message.partition(":")[0]
     field = _RENAMED.get(name, name)
@@ -151,7 +151,7 @@ def _logit_bias(given: Mapping[str, float] | None) -> dict[int, float] | None:
 
 
 def _bad_words(words: list[str] | None, tokenizer: Any) -> list[list[int]] | None:
-    """Returns the tokens of texts, also with a space in front where that changes the first token, as in vLLM."""
+    """Returns the tokens of texts, also with a space in front if it matters, as vLLM."""
     if not words:
         return None
     if tokenizer is None:

@@ -1,4 +1,4 @@
-"""Requests for text: ``/v1/chat/completions`` and ``/v1/completions``, with the fields of OpenAI and vLLM."""
+"""Requests for ``/v1/chat/completions`` and ``/v1/completions``, as OpenAI's and vLLM's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Structural tags: grammars of answers in which free text and text that follows schemas alternate.
+"""Structural tags: grammars in which free text and text of schemas alternate.
 
 A tree of formats, as vLLM and xgrammar define it. Free text ends where the text behind it begins, so that it may stand
 at the end of a tag or of the answer, and nowhere else.
@@ -30,7 +30,7 @@ Follow = tuple[str, ...] | None
 
 
 def structural_tag_grammar(value: Any) -> str:
-    """Returns the grammar of a ``structural_tag`` with a format, or with structures and triggers.
+    """Returns the grammar of a ``structural_tag`` with format, or structures and triggers.
 
     Raises:
         ValueError: It has other fields, or a format that cannot be honoured; with its name.
@@ -141,7 +141,7 @@ class _Formats:
         return _then(self._rules.add("%json " + json.dumps({**closed(schema), "x-guidance": JSON_OPTIONS})), follow)
 
     def _regex(self, value: Mapping[str, Any], follow: Follow) -> str:
-        """One terminal with what follows: by itself it would take the text behind it as well, where it can."""
+        """One terminal with what follows it, which else would take the text behind as well."""
         _check_fields(value, {"pattern"})
         if follow is None:
             raise ValueError("a regex stands at the end of a tag or of the answer, or in front of a const_string")
@@ -330,7 +330,7 @@ def _flag(value: Mapping[str, Any], name: str, *, default: bool = False) -> bool
 
 
 def _check_fields(value: Mapping[str, Any], needed: set[str], **optional: Any) -> None:
-    """Raises ValueError for a missing or an unknown field, and for one of another value than the one honoured.
+    """Raises ValueError for a missing or unknown field, or a value that is not honoured.
 
     Args:
         value: A format.

@@ -1,4 +1,4 @@
-"""Structured output: the grammar that a request asks for, in the spellings of OpenAI and vLLM."""
+"""Structured output: the grammar that a request asks for, as in OpenAI and vLLM."""
 
 from __future__ import annotations
 

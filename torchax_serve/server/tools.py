@@ -1,4 +1,4 @@
-"""Tools of a chat: what the template is shown, what is read from the answer, and what the answer is held to."""
+"""Tools of a chat: what templates are shown, and what answers are held to and parsed by."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transcripts in the forms of OpenAI's interface: text, JSON with times, subtitles, and events of a stream."""
+"""Transcripts in OpenAI's forms: text, JSON with times, subtitles, events of a stream."""
 
 from __future__ import annotations
 

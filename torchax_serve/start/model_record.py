@@ -1,4 +1,4 @@
-"""`ModelRecord`: what requests need of a model besides its programs and the values of its weights."""
+"""`ModelRecord`: what requests need of a model besides programs and values of weights."""
 
 from __future__ import annotations
 

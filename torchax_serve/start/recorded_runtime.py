@@ -1,4 +1,4 @@
-"""The runtime of a recorded model: weights and programs for the packed executor, without the module."""
+"""Runtime of a recorded model: weights and programs for the packed executor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tokenizer on the `tokenizers` library alone, which encodes and decodes as the transformers one it was made from."""
+"""Tokenizer on the `tokenizers` library alone, equal to the transformers one."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class TokenizerRecord:
 
 
 class RecordedTokenizer(Deferred):
-    """The part of a transformers tokenizer that text requests use; the rest is that of the torch side.
+    """The part of a transformers tokenizer that text requests use, without torch.
 
     Args:
         side: The torch side.
@@ -101,7 +101,7 @@ class RecordedTokenizer(Deferred):
         return self._record.tools_template if tools else self._record.chat_template
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the token ids of a text as ``input_ids``; the torch side has more arguments and results."""
+        """Returns the token ids of a text as ``input_ids``; more is up to the torch side."""
         if not self.is_loaded and not kwargs and len(args) == 1 and isinstance(args[0], list):
             return {"input_ids": [self(each)["input_ids"] for each in args[0]]}
         is_text = len(args) == 1 and isinstance(args[0], str)

@@ -1,4 +1,4 @@
-"""Objects that stand for those of torch and transformers until something asks for more than was recorded."""
+"""Objects that stand for torch's and transformers' until more is asked than recorded."""
 
 from __future__ import annotations
 

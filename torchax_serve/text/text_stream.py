@@ -242,7 +242,7 @@ def new_tokens(model: TextModel, request: PreparedPrompt, first: Iterator[int] |
 
 
 def submitted_together(model: TextModel, num_answers: int) -> contextlib.AbstractContextManager[None]:
-    """Returns a block in which the answers to a prompt are submitted, to enter the model's engine together.
+    """Returns a block that submits the answers to a prompt to the engine together.
 
     Else the first one could end before the others enter, which then share less of its prompt. None may be read inside.
     """

@@ -1,4 +1,4 @@
-"""Fine-tuning of unmodified models by JAX: the module's forward as a function, its loss, optax's steps.
+"""Fine-tuning of unmodified models by JAX: forward as a function, loss, optax's steps.
 
 >>> from torchax_serve.training import TrainingOptions, train
 >>> train("qwen3-0.6b", "chats.jsonl", out="adapter", lora="r=16,alpha=32", options=TrainingOptions(num_steps=200))

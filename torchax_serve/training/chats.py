@@ -1,4 +1,4 @@
-"""Rows of training data: conversations and texts as token ids, and which of them are to be learned."""
+"""Training rows: chats and texts as token ids, and which tokens are learned."""
 
 from __future__ import annotations
 

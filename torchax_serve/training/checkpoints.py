@@ -1,4 +1,4 @@
-"""Checkpoints of a training run, by Orbax: complete or not there, and read back to the last bit."""
+"""Checkpoints of a training run, by Orbax: complete or absent, and bit-exact."""
 
 from __future__ import annotations
 

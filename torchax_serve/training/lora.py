@@ -1,4 +1,4 @@
-"""Adapters of peft: made from a text such as ``r=16,alpha=32,targets=q_proj+v_proj``, checked, written."""
+"""Adapters of peft, from a text such as ``r=16,alpha=32,targets=q_proj+v_proj``."""
 
 from __future__ import annotations
 

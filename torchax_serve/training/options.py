@@ -1,4 +1,4 @@
-"""`TrainingOptions`: everything that decides the result of a training run besides model, data and adapter."""
+"""`TrainingOptions`: what decides a training run besides model, data and adapter."""
 
 from __future__ import annotations
 

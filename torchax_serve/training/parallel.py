@@ -1,4 +1,4 @@
-"""Weights, optimizer states and batches on a mesh: tensor parallelism by the rule tables, the rest by FSDP.
+"""Weights, optimizer and batches on a mesh: tensor parallelism by rules, else FSDP.
 
 Nothing of the model is rewritten: XLA divides one program as its arguments are divided (GSPMD, Xu et al. 2021), so that
 a layout changes where numbers lie and not what they are. ZeRO's third stage (Rajbhandari et al., 2020) is the axis

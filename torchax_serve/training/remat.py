@@ -1,4 +1,4 @@
-"""Activations that the backward pass computes again, layer by layer (rematerialization; Chen et al., 2016).
+"""Rematerialization: the backward pass recomputes layers (Chen et al., 2016).
 
 The boundary is the function that `model_adapters.program.shared_layers` makes of a kind of layers.
 

@@ -1,4 +1,4 @@
-"""Reinforcement learning with a model that serves: rollouts by its engine, steps by optax, new weights into the engine.
+"""Reinforcement learning with a serving model: rollouts, optax's steps, new weights.
 
 The objective is that of GRPO (Shao et al., 2024): answers to one prompt are compared with each other, and the ratio of
 probabilities is clipped as in PPO (Schulman et al., 2017).

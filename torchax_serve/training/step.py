@@ -1,4 +1,4 @@
-"""One step of training as a pure function: loss of the learned tokens, gradients, optax's update."""
+"""One training step as a pure function: loss of learned tokens, gradients, update."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`TrainableModel`: a transformers module as a pure function, with the weights that are trained apart from the rest."""
+"""`TrainableModel`: a module as a pure function, with its trained weights apart."""
 
 from __future__ import annotations
 

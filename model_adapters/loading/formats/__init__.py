@@ -1,1 +1,1 @@
-"""Readers of quantized checkpoints: each format's tensors as values, scales and offsets by group."""
+"""Readers of quantized checkpoints: tensors as values, scales and offsets by group."""

@@ -1,4 +1,4 @@
-"""bitsandbytes: 4-bit codes of a table in blocks of 64 numbers, and int8 with a scale for each row.
+"""bitsandbytes: 4-bit codes in blocks of 64 numbers, and int8 with a scale a row.
 
 4 bits (`bitsandbytes.functional.QuantState`): ``weight`` uint8[numbers / 2, 1], the first number in the high bits;
 ``weight.absmax``, float32 or, if nested, uint8 codes of ``weight.nested_quant_map`` with ``weight.nested_absmax`` for

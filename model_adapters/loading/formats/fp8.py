@@ -1,4 +1,4 @@
-"""8-bit floats with a scale for each block, row or matrix: DeepSeek, Qwen3, Mistral, AutoFP8, FBGEMM.
+"""8-bit floats with scales by block, row or matrix: DeepSeek, AutoFP8, FBGEMM ...
 
 Tensors of a weight: ``weight`` float8_e4m3fn[out, in] and ``weight_scale_inv`` [ceil(out / rows), ceil(in / columns)]
 (blocks, by which values are multiplied in spite of the name) or ``weight_scale`` [out, 1], [1] or []. The layouts are
@@ -45,7 +45,7 @@ def read(group: WeightGroup, tensors: Mapping[str, torch.Tensor], settings: Quan
 
 
 def of_float8(name: str, weight: torch.Tensor, scale: torch.Tensor, block: Any, source: str) -> QuantizedParts:
-    """Returns the parts of a weight float8[..., out, in] with a scale for each block, row, or matrix."""
+    """Returns the parts of a weight float8[..., out, in] with scales by block, row or matrix."""
     if weight.dtype != torch.float8_e4m3fn:
         raise CheckpointError(f"{name}: expected float8_e4m3fn, got {weight.dtype}: get config.json again")
     rows, columns = weight.shape[-2:]

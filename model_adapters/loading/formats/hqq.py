@@ -39,7 +39,7 @@ def find(entries: Mapping[str, Any], settings: QuantizationSettings) -> list[Wei
 
 
 def read(group: WeightGroup, tensors: Mapping[str, torch.Tensor], settings: QuantizationSettings) -> QuantizedParts:
-    """Returns the parts of one weight: ``(q - zero) * scale`` as ``q * scale + (-zero * scale)``."""
+    """Returns one weight's parts: ``(q - zero) * scale`` as ``q * scale + (-zero * scale)``."""
     name = group.weight
     for role in ("scale", "zero", "shape", "nbits", "axis"):
         if role not in tensors:

@@ -1,4 +1,4 @@
-"""Quantized weights of a folder: the tensors of one weight become one tensor for transformers' loader."""
+"""Quantized weights of a folder, each as one tensor for transformers' loader."""
 
 from __future__ import annotations
 

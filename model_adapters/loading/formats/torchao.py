@@ -1,4 +1,4 @@
-"""torchao tensors in safetensors: int8, int4 and float8 weights with an element for each number.
+"""torchao tensors in safetensors: int8, int4 and float8, an element for each number.
 
 A weight ``m.weight`` lies as ``m._weight_qdata``, ``m._weight_scale`` …; the header of the file has JSON of its class
 and attributes (`torchao.prototype.safetensors.safetensors_support`).

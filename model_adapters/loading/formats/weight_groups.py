@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint are parts of one quantized weight, by the ends of their names."""
+"""Tensors of a checkpoint that are parts of one quantized weight, by name endings."""
 
 from __future__ import annotations
 

@@ -232,7 +232,7 @@ def _built_for_now(compiler: list[str], flags: list[str], name: str, code: Path)
 
 
 class _Temporary:
-    """The temporary folder of this process, 0700; made at its first use, and gone at the end of the process."""
+    """The temporary folder of this process, 0700; made at its first use."""
 
     def __init__(self) -> None:
         self._made: tempfile.TemporaryDirectory[str] | None = None
@@ -258,5 +258,5 @@ _TEMPORARY = _Temporary()
 
 
 def remove_temporary() -> None:
-    """Removes the temporary folder, once the library in it is loaded: a server ends without an orderly exit."""
+    """Removes the temporary folder as soon as the library in it is loaded."""
     _TEMPORARY.remove()

@@ -260,7 +260,7 @@ def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None, dtype: jnp.d
 
 
 def lora(x: jax.Array, sums: jax.Array, ids: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-    """Returns `model_adapters.ops.lora` of ``x[rows, K]``, ``sums[rows, N]`` and ``ids`` int32[rows].
+    """Returns `model_adapters.ops.lora` of ``x[rows, K]``, ``sums[rows, N]`` and ids.
 
     `a` is ``[adapters, rank, K]`` and `b` ``[adapters, rank, N]``, all in x's dtype; summed in float32.
     """
@@ -324,7 +324,7 @@ def quantized_grouped_linear(
     num_rows: int,
     numbers: QuantizedNumbers,
 ) -> jax.Array:
-    """Returns groups of rows of ``x[T, K]``, each times the transpose of its quantized matrix of ``[E, N, K]``.
+    """Returns groups of rows of ``x[T, K]`` times quantized matrices ``[E, N, K]``.
 
     As :func:`quantized_linear`, with a leading axis E of the parts. `group_sizes` is ``int32[E]``. Rows after the last
     group are zero; matrices of groups without rows are not read.
@@ -347,7 +347,7 @@ def unpack(groups: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def unpack_rows(ids: jax.Array, groups: jax.Array, index: jax.Array) -> jax.Array:
-    """Returns the rows `ids` int32[T] of a compressed weight, bfloat16[T, K]; ids outside of it are clamped.
+    """Returns rows `ids` int32[T], clamped, of a compressed weight, bfloat16[T, K].
 
     `groups` are uint8[N / 16, K / 8, 192], `index` int32[...].
     """
@@ -375,7 +375,7 @@ def activation(x: jax.Array, *, is_gelu: bool) -> jax.Array:
 
 
 def write_pages(pool: jax.Array, pages: jax.Array, values: jax.Array) -> jax.Array:
-    """Returns the pool ``[P, ...]`` with `values` ``[n, ...]`` as its pages int32[n]; in place if it is donated."""
+    """Returns the pool ``[P, ...]`` with `values` as its pages int32[n]; in place if donated."""
     call = _call("tas_write_pages", jax.ShapeDtypeStruct(pool.shape, pool.dtype), input_output_aliases={0: 0})
     out: jax.Array = call(pool, pages, values)
     return out

@@ -204,7 +204,7 @@ class MosaicProgram:
 def with_sinks(
     sinks: list[Any], rows_per_head: int, top: jax.Array, total: jax.Array, sums: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns sums of weights [64] and weighted values [64, Dv] with the sinks of the rows' heads.
+    """Returns sums of weights [64] and weighted values [64, Dv] with sinks of the heads.
 
     The first `rows_per_head` rows are those of the first head, and so on.
     """
@@ -218,7 +218,7 @@ def with_sinks(
 
 
 def query_rows(q: jax.Array, sizes: StageSizes) -> jax.Array:
-    """Returns ``q[B, Hq, D]`` as rows ``[rows, D]``: `row_stride` for each kv head, in whole tiles."""
+    """Returns ``q[B, Hq, D]`` as rows ``[rows, D]``: `row_stride` for each kv head."""
     rows = q.reshape(-1, sizes.group, sizes.dim)
     rows = jnp.pad(rows, ((0, 0), (0, sizes.row_stride - sizes.group), (0, 0))).reshape(-1, sizes.dim)
     return jnp.pad(rows, ((0, -rows.shape[0] % TILE_ROWS), (0, 0)))

@@ -202,7 +202,7 @@ class PrefillProgram:
         return jnp.where(visible, scores, -jnp.inf)
 
     def attend(self, item: SplitKVItem, group: Any, base: Any) -> Any:
-        """Returns largest scores [64] times log2(e), sums of weights [64] and weighted values [64, Dv]."""
+        """Returns largest scores times log2(e), sums of weights, both [64], and values [64, Dv]."""
         sizes, (first, inner, outer, last) = self.sizes, self.blocks(item)
         # A positive factor can wait until after the maximum, where it is part of a fused multiplication and addition.
         factor = sizes.scale * LOG2_E if sizes.softcap is None and sizes.scale > 0 else 1.0

@@ -29,7 +29,7 @@ def _unsupported_reason(
 
 
 def _num_heads(group: int) -> int:
-    """Returns query heads of a tile, the largest power of two that divides the `group` of a kv head."""
+    """Returns query heads of a tile: the largest power of two that divides `group`."""
     num_heads = MAX_HEADS
     while group % num_heads:
         num_heads //= 2

@@ -91,7 +91,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class QueryRows:
-    """Token, query head and position of each row, whether it belongs to the item, and the last position it sees."""
+    """Token, head, position, validity and last visible position of each row."""
 
     token: jax.Array
     head: jax.Array

@@ -46,7 +46,7 @@ def sums(weights: jax.Array, values: Any) -> jax.Array:
 
 
 def add_product(sums: jax.Array, weights: jax.Array, values: Any, meanwhile: Callable[[], None]) -> jax.Array:
-    """Returns float32 ``sums[64, Dv] + weights[64, n] @ values[n, Dv]``, values in shared memory.
+    """Returns float32 ``sums[64, Dv] + weights[64, n] @ values[n, Dv]``; values in smem.
 
     `meanwhile` is called while the product is computed.
     """

@@ -1,4 +1,4 @@
-"""Products with weights of 4 or 8 bits on TPUs: numbers become bfloat16 in vector memory alone.
+"""Products with weights of 4 or 8 bits on TPUs, dequantized in vector memory alone.
 
 XLA reads such weights as they are stored as well, but unpacks them anew for each tile of the result; by its schedule
 for v6e 4 bits take 1.7 times less than bfloat16 that way, and 2.5 times less here, where pushing weights into the

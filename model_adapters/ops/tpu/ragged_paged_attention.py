@@ -116,7 +116,7 @@ class _Ragged:
         return keys, queries
 
     def write_mask(self, item: Item, keys: jax.Array, queries: jax.Array, row: Any) -> None:
-        """Writes the additive mask: 0 where a query sees a key. The first of the queries is row `row`."""
+        """Writes the additive mask, 0 where a query sees a key; the first query is row `row`."""
         last = queries if self.until is None else jnp.maximum(queries, self.until[pl.ds(row, queries.shape[0])])
         visible = keys <= last
         if self.features.window is not None:

@@ -31,7 +31,7 @@ class Command:
 
 
 class Commands(MutableMapping[str, Any]):
-    """Commands of click by name, each made when it is first looked up: to import and make all takes time.
+    """Commands of click by name, each made when it is first looked up, to save imports.
 
     Args:
         package: Package with a module for each command, which has its name.

@@ -40,7 +40,7 @@ def check_model(name: str | None, revision: str | None = None, *, with_weights: 
 
 
 def refuse_bundle(name: str | None, remedy: str) -> None:
-    """Raises InvalidArgumentError if MODEL is a bundle, for a command that needs the PyTorch model.
+    """Raises InvalidArgumentError if MODEL is a bundle; the command needs PyTorch.
 
     Args:
         name: Name on the command line.
@@ -70,7 +70,7 @@ def check_one_model(name: str | None, random_weights: Path | None, revision: str
 
 
 def may_have_template(name: str | None) -> bool:
-    """Returns whether model `name` may have a chat template; False if its files are here and none of them has one."""
+    """Returns whether model `name` may have a chat template; True if its files are absent."""
     source = parse_name(name)
     if not isinstance(source, ModelSource) or source.folder is None:
         return True

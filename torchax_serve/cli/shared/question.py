@@ -39,7 +39,7 @@ def confirm(question: str) -> bool:
 
 
 def _wait_for_line(stream: Any) -> None:
-    """Waits until a terminal has a line to read; a signal's handler runs meanwhile, also of one that came before."""
+    """Waits until a terminal has a line to read; handlers of signals run meanwhile."""
     try:
         descriptor = stream.fileno()
     except io.UnsupportedOperation:  # it was replaced by a text
@@ -51,7 +51,7 @@ def _wait_for_line(stream: Any) -> None:
 
 @contextlib.contextmanager
 def _wakeups() -> Iterator[list[int]]:
-    """Yields the descriptor that can be read after a signal; none in a thread that gets no signals."""
+    """Yields a descriptor readable after a signal; none in a thread that gets no signals."""
     if threading.current_thread() is not threading.main_thread():
         yield []
         return

@@ -22,7 +22,7 @@ SpeculativeJson = Annotated[
 
 
 def parse_speculative(text: str | None) -> Any:
-    """Returns the JSON of ``--speculative-config``, as `serve(speculative_config=...)` takes it; None for none.
+    """Returns ``--speculative-config`` as `serve(speculative_config=...)` takes it.
 
     Raises:
         InvalidArgumentError: the text is no JSON.

@@ -1,4 +1,4 @@
-"""Fields of `torchax-serve serve` (OpenAI's and vLLM's) in a request to replicas: taken, without effect, or refused.
+"""Fields of OpenAI and vLLM in requests to replicas: honoured, ignored or refused.
 
 An answer of a replica is one text that streams. What that cannot be is refused by the name of the field; a test
 compares the tables with those of the server.
@@ -67,7 +67,7 @@ class RefusedFieldError(InvalidArgumentError):
 
 
 def own_fields(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a request with the names and values of `SamplingParams`, without what has no effect and without nulls.
+    """Returns a request in names of `SamplingParams`, without fields of no effect.
 
     Raises:
         RefusedFieldError: a field of the server that a replica does not have.
