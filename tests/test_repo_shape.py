@@ -16,6 +16,7 @@ PACKAGES = ("torchax_serve", "model_adapters", "pytree_registry", "sharding_rule
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 MAX_CLASS_METHODS = 20
+MAX_SUMMARY_CHARS = 90
 # From the top down: a package imports from those behind it, never from those in front of it.
 LAYERS = (
     ("cli", "server"),
@@ -208,6 +209,13 @@ def test_functions_of_benchmarks_and_examples_are_short():
 def test_classes_are_small():
     sizes = {f"{name}.{node.name}": num_methods(node) for name, _, node in definitions(ast.ClassDef)}
     assert {name: size for name, size in sizes.items() if size > MAX_CLASS_METHODS} == LARGE_CLASSES
+
+
+def test_first_lines_of_docstrings_are_short():
+    nodes = [(name, tree) for name, (_, tree) in modules().items()]
+    nodes += [(name, node) for name, _, node in definitions(ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)]
+    lines = [(name, line) for name, node in nodes for line in (ast.get_docstring(node) or "").splitlines()[:1]]
+    assert len(lines) > 1000 and [each for each in lines if len(each[1]) > MAX_SUMMARY_CHARS] == []
 
 
 def test_no_two_classes_share_a_name():

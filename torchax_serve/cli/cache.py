@@ -45,7 +45,7 @@ def cache(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of lines.")] = False,
 ) -> int:
-    """List, check, shrink or clear what was compiled before: it costs a compilation, and nothing else.
+    """List, check, shrink or clear compiled programs; deleting costs a compilation alone.
 
     Processes that run meanwhile are not disturbed.
     """

@@ -76,7 +76,7 @@ def deploy(
     host: Annotated[str, typer.Option("--host", help="Where HTTP listens.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", help="Where HTTP listens.")] = 8000,
 ) -> None:
-    """Serve a model by several replicas on a Ray cluster: autoscaling, health checks, updates without a gap."""
+    """Serve a model by replicas on Ray: autoscaling, health checks, updates without a gap."""
     least, most = _range(replicas)
     check_choice("--dtype", dtype, DTYPES)
     if address is None:  # folders and files of another machine cannot be checked here

@@ -27,7 +27,7 @@ def doctor(
         bool, typer.Option("--quick", help="Leave out what computes: the numbers and the speed of the kernels.")
     ] = False,
 ) -> int:
-    """Look at versions, devices, compiler, kernels, extras and folders, and write a report to attach to a bug.
+    """Check versions, devices, compiler, kernels and folders; write a report for bugs.
 
     Each kernel is compared with its reference, and memory is read to see how fast that is. The report holds no name of
     yours: your home folder is written as ~. Exit status 1 when something is broken.

@@ -67,7 +67,7 @@ def export(
     bundle: BundleOptions,
     load: MeshOptions,
 ) -> None:
-    """Write a model as a bundle: programs, weights and tokenizer that run without PyTorch and transformers.
+    """Write a model as a bundle: programs, weights and tokenizer that run without PyTorch.
 
     torchax-serve export qwen3-0.6b ./qwen --max-model-len 4096 --max-num-seqs 8
 

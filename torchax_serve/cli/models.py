@@ -37,7 +37,7 @@ def models(
     ] = None,
     cache_dir: CacheDir = None,
 ) -> None:
-    """List what is on this machine and what can be run: short names, and the architectures that were checked."""
+    """List models on this machine, short names, and the architectures that were checked."""
     _check_flags(model_type, list_all=list_all, downloaded=downloaded, sharding=sharding, mesh=mesh)
     with prompt_interrupts(leave_at=1):
         if downloaded:

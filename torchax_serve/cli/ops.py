@@ -13,7 +13,7 @@ from torchax_serve.cli.shared.tables import console
 
 
 def ops(as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False) -> None:
-    """List the operators that stand in for model code's own, with their implementations by platform.
+    """List the operators that replace model code's, with implementations by platform.
 
     An implementation may refuse a call (a dtype, a shape, a missing compiler); the last one listed for a platform that
     does not is taken.

@@ -91,7 +91,7 @@ def plan(
     *,
     load: ConfigOptions,
 ) -> None:
-    """Compile a model's steps for hardware that need not be here: fits or not, bytes a device, exchange, time bound."""
+    """Compile a model's steps for absent hardware: fit, bytes a device, exchange, time bound."""
     check_model(model, load.revision, with_weights=False)
     if model is not None and (denoiser := transformer_config(model)) is not None:
         given = {"--max-model-len": max_model_len, "--quantization": quantization, "--for": search, "--save": save}

@@ -74,8 +74,9 @@ def profile(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
     load: LoadOptions,
 ) -> None:
-    """Show where the time of a model's steps goes: by its modules, with the bytes of their weights over the memory's
-    measured bandwidth; by operation; or by kernel.
+    """Show where the time of a model's steps goes: by module, operation or kernel.
+
+    Modules have the bytes of their weights over the memory's measured bandwidth.
 
     torchax-serve profile qwen3-0.6b --rows 1,8
 

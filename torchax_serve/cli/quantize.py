@@ -22,7 +22,7 @@ def quantize(
     *,
     load: LoadOptions,
 ) -> None:
-    """Write a model with quantized weights in the format compressed-tensors, which vLLM and transformers read.
+    """Write a model with quantized weights as compressed-tensors, for vLLM and transformers.
 
     Linear layers are quantized; experts in one tensor, embedding tables and the head stay dense.
 

@@ -67,7 +67,7 @@ def train(
     out: Annotated[Path, typer.Option("--out", help="Folder of the result, of checkpoints and losses.")],
     lora: Annotated[
         str | None,
-        typer.Option("--lora", help="Train an adapter, such as r=16,alpha=32,targets=q_proj+v_proj; else all weights."),
+        typer.Option("--lora", help="Train an adapter, such as r=16,alpha=32; else all weights."),
     ] = None,
     mesh: Annotated[
         str | None, typer.Option("--mesh", help="Devices, such as fsdp=4,model=2; one device without it.")
@@ -76,7 +76,7 @@ def train(
     step: StepOptions,
     load: ConfigOptions,
 ) -> None:
-    """Fine-tune a model on conversations, and write an adapter for peft or a model for transformers.
+    """Fine-tune a model on conversations; write an adapter for peft, or a model.
 
     A run that was ended goes on when the same command is given again.
 
