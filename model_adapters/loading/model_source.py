@@ -221,8 +221,8 @@ def _hub_id(name: str) -> str:
     if HUB_ID.fullmatch(hub_id.strip()):
         return hub_id.strip()
     near = near_matches(name)
-    hint = f"did you mean {', '.join(near)}? " if near else ""
-    raise ModelNotFoundError(f"no model is called {name!r}: {hint}Expected {_FORMS}")
+    hint = f"did you mean {', '.join(near)}? Expected" if near else "expected"
+    raise ModelNotFoundError(f"no model is called {name!r}: {hint} {_FORMS}")
 
 
 def bundle_folder(name_or_path: object) -> Path | None:

@@ -49,7 +49,7 @@ def test_an_unknown_name_lists_near_ones(typed, meant):
 
 def test_a_name_like_none_lists_what_can_be_given():
     with pytest.raises(
-        ModelNotFoundError, match=r"Expected a short name, a hub id .*, a folder, a GGUF file, or nothing"
+        ModelNotFoundError, match=r"expected a short name, a hub id .*, a folder, a GGUF file, or nothing"
     ) as caught:
         resolve("zzzzqqqq")
     assert "did you mean" not in str(caught.value)
