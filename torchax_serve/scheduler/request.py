@@ -99,7 +99,7 @@ class RequestState:
     num_prefill_tokens: int = 0  # tokens known when it was given its slot; those from there on were sampled in the slot
     num_computed: int = 0  # tokens whose keys and values are in the cache
     num_planned: int = 0  # the same once all steps in flight are done
-    num_unread_tokens: int = 0  # sampled tokens that are not known yet
+    num_output_placeholders: int = 0  # sampled tokens that are not known yet
     num_in_flight: int = 0  # plans not yet committed that have a row of this request
     published_len: float = 0  # computed tokens with which the cache's allocator has something to note
     arrived_step: int = 0  # the plan that was to be made next when it arrived
@@ -147,7 +147,7 @@ class RequestState:
     @property
     def wants_decode(self) -> bool:
         """Whether a sampled token is to be computed next, and one more may be sampled after it."""
-        if self.num_unread_tokens > 1 and self.request.waits_for_tokens:
+        if self.num_output_placeholders > 1 and self.request.waits_for_tokens:
             return False
         return self.num_prefill_tokens <= self.num_planned < self.max_total_len - 1
 
@@ -187,6 +187,6 @@ class RequestState:
             return False
         tokens += sampled
         self.num_computed = num_known - 1
-        self.num_unread_tokens -= len(sampled)
+        self.num_output_placeholders -= len(sampled)
         self.num_in_flight -= 1
         return True

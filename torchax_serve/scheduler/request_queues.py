@@ -223,6 +223,6 @@ class RequestQueues:
             holds = is_running or any(other is state for other in draining)
             check_equal(f"{what}: holds pages", holds, state.pages is not None)
             if is_running:
-                ahead = state.num_computed <= state.num_planned < len(state.tokens) + state.num_unread_tokens
+                ahead = state.num_computed <= state.num_planned < len(state.tokens) + state.num_output_placeholders
                 check_equal(f"{what}: computed <= planned < known", True, ahead)
         self._allocator.check_integrity([s.pages for s in [*self.running, *draining] if s.pages is not None])

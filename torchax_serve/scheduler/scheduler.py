@@ -174,7 +174,7 @@ class Scheduler:
         accepted: tuple[int, ...] = ()
         most = plan.num_steps if plan.drafts is None else plan.drafts.reserved[index]
         if row.samples_token:
-            state.num_unread_tokens -= most
+            state.num_output_placeholders -= most
             accepted, reason = self._accept_tokens(state, sampled)
         num_computed = row.context_len + row.num_tokens + max(0, len(accepted) - 1)
         if plan.drafts is not None:

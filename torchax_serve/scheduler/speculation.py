@@ -47,7 +47,7 @@ WEIGHT = 0.1
 WINDOW = 8
 """Dispatches that the cost of a verify step is a median of."""
 
-FORGET_AFTER = 256
+REMEASURE_INTERVAL = 256
 """Decode plans after which a cost that forbids to speculate is measured anew."""
 
 
@@ -95,7 +95,7 @@ class SpeculativePlanner:
         if states is not None and caps is not None:
             is_unsure = self._is_unsure(states, caps)
             must_know = is_unsure or not self._is_on_device
-            if must_know and any(state.num_unread_tokens for state in states):
+            if must_know and any(state.num_output_placeholders for state in states):
                 self.waits = True
                 return None
             drafted = self._reserve(states, caps, UNSURE_STEPS if is_unsure else self._config.max_num_steps)
@@ -120,7 +120,7 @@ class SpeculativePlanner:
                 return None
             if request.has_page_ids:  # verify steps know no positions of images
                 return None
-            if request.waits_for_tokens and state.num_unread_tokens > 1:
+            if request.waits_for_tokens and state.num_output_placeholders > 1:
                 return None
             if state.num_planned < _end(state):
                 states.append(state)
@@ -172,7 +172,7 @@ class SpeculativePlanner:
         """Returns the seconds of a verify step over those of a decode step."""
         self._since_verify += 1
         measured = self._verify_s.get(_bucket(num_rows))
-        if self._since_verify > FORGET_AFTER:
+        if self._since_verify > REMEASURE_INTERVAL:
             self._since_verify, self._accepted = 0, START_ACCEPTED * self._speculative.num_speculative_tokens
             if measured:
                 measured.clear()
@@ -213,7 +213,7 @@ class SpeculativePlanner:
             assert state.pages is not None
             rows.append(PlanRow(state.request.request_id, state.pages.slot, state.num_planned, 1, None, True))
             reserved.append(end - state.num_planned)
-            state.num_unread_tokens += end - state.num_planned
+            state.num_output_placeholders += end - state.num_planned
             state.num_planned = end
             state.num_in_flight += 1
         histories = None if self._is_on_device else [state.tokens for state in states]

@@ -78,7 +78,7 @@ class SteadyDecodeBatch:
         """Plans `num_steps` of every request, which has pages for them; the rows of that plan."""
         for state in self.states:
             state.num_planned += num_steps
-            state.num_unread_tokens += num_steps
+            state.num_output_placeholders += num_steps
             state.num_in_flight += 1
         rows = DecodeBatch(self._request_ids, self._slots, self._starts)
         self._starts = self._starts + np.int32(num_steps)

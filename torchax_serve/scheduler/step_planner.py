@@ -214,7 +214,7 @@ class StepPlanner:
                 draft.decode_rows.append(PlanRow(state.request.request_id, pages.slot, start, 1, None, True))
                 draft.decoding.append(state)
                 state.num_planned = end
-                state.num_unread_tokens += num_steps
+                state.num_output_placeholders += num_steps
                 state.num_in_flight += 1
         self._allocator.grow_all(growing)
         self._admit(draft)
@@ -272,7 +272,7 @@ class StepPlanner:
         draft.prefilling.append(state)
         draft.prefill_left -= num_tokens
         state.num_planned = end
-        state.num_unread_tokens += samples
+        state.num_output_placeholders += samples
         state.num_in_flight += 1
 
     def _admit(self, draft: _PlanBuilder) -> None:
