@@ -69,8 +69,9 @@ class ValueRange:
         """Returns the range in words, for an error about `value`."""
         if self.high == MAX_INT and isinstance(value, numbers.Integral) and int(value) > MAX_INT:
             return f"{self} and <= {MAX_INT}"
-        if not self.is_integer and isinstance(value, numbers.Real) and value > self.low:
-            number = _in_float32(value)
+        given: Any = value
+        if not self.is_integer and isinstance(value, numbers.Real) and given > self.low:
+            number = _in_float32(given)
             if number == math.inf and self.high == math.inf:
                 return f"{self} and <= {_LARGEST:.1e}"
             if number <= self.low == 0:
