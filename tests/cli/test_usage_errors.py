@@ -74,6 +74,7 @@ WRONG = [
         "--kv-cache-dtype: expected auto, float32, bfloat16, float16",
     ),
     ("plan --topology cpu:1 --max-num-seqs 0", "--max-num-seqs: expected a whole number >= 1, got "),
+    ("export --out here", "export has no option --out; write torchax-serve export MODEL OUT"),
     ("plan --topology cpu:1 --slots 8", "plan has no option --slots: use --max-num-seqs"),
     ("plan --topology cpu:1 --max-len 8", "plan has no option --max-len: use --max-model-len"),
     ("plan --topology cpu:1 --page-len 8", "plan has no option --page-len: use --page-size"),

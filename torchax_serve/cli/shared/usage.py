@@ -126,6 +126,9 @@ def _no_such_option(option: str, command: Any, group: Any) -> str:
     program = command.name if command is not group else PROGRAM
     if option.startswith("--") and (hint := HINTS.get(option)) is not None:
         return f"{program} has no option {option}: {hint}"
+    arguments = [str(param.name) for param in command.params if param.param_type_name == "argument"]
+    if option.startswith("--") and option[2:] in arguments:
+        return f"{program} has no option {option}; write {' '.join([PROGRAM, program, *map(str.upper, arguments)])}"
     flags = list(_flags_of(command.params))
     near = difflib.get_close_matches(option, flags, n=2, cutoff=0.65)
     elsewhere = [name for name, other in group.commands.items() if option in _flags_of(other.params)]
