@@ -194,3 +194,9 @@ def test_limits_of_time_and_clients_that_go(embedder):
         assert answer.headers["retry-after"] == "1"
     finally:
         impatient.stop()
+
+
+def test_a_text_that_is_too_long_names_the_field_that_cuts_it(embedder):
+    answer = post(embedder[0], "/v1/embeddings", input="a " * 5000, pooling="mean")
+    message = answer.json()["error"]["message"]
+    assert message.startswith("input: expected at most ") and message.endswith("set truncate_prompt_tokens to -1")

@@ -76,6 +76,7 @@ def _renamed(error: ValueError, field: str) -> Exception:
     renamed = {"truncate_dim": "dimensions"}.get(name, name)
     if renamed in ("dimensions", "pooling", "normalize"):
         return bad_request(f"{renamed}:{rest}", renamed, "invalid_value")
+    rest = rest.replace("pass truncate=True", "set truncate_prompt_tokens to -1")
     # The number of the text is one within the batch.
     return bad_request(f"{field}:{rest}" if rest else str(error), field, "invalid_value")
 
