@@ -25,6 +25,17 @@ DENSE_NAMES = ("bf16", "bfloat16", "none", "dense")
 """Names for weights that are not quantized: they keep the model's dtype, packed where the processor is made for it."""
 
 
+def _check(quantizations: Sequence[str], settings: BenchSettings) -> None:
+    """Raises InvalidArgumentError for a peer, a name twice, or neither a preset nor a file of rules."""
+    if settings.against is not None:
+        raise InvalidArgumentError("against: expected one quantization with a peer, got several; leave the peer out")
+    if len(set(quantizations)) < len(quantizations):
+        raise InvalidArgumentError(f"quantization: expected different names, got {','.join(quantizations)}")
+    for name in quantizations:
+        if name not in DENSE_NAMES:
+            parse_rules(name)
+
+
 def bench_quantizations(
     model: str | os.PathLike[str] | None,
     quantizations: Sequence[str],
@@ -53,13 +64,7 @@ def bench_quantizations(
         TorchaxServeError: a peer, a name twice, or neither a preset nor a file of rules; the model cannot be loaded.
     """
     settings, say = settings or BenchSettings(), note or silent
-    if settings.against is not None:
-        raise InvalidArgumentError("against: expected one quantization with a peer, got several; leave the peer out")
-    if len(set(quantizations)) < len(quantizations):
-        raise InvalidArgumentError(f"quantization: expected different names, got {','.join(quantizations)}")
-    for name in quantizations:  # before the first of them is measured
-        if name not in DENSE_NAMES:
-            parse_rules(name)
+    _check(quantizations, settings)  # before the first of them is measured
     has_compile_cache = enable_compile_cache() is not None
     say("measuring the bandwidth of memory")
     machine, bandwidth = Machine.here(), measure_bandwidth()
