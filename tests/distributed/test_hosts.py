@@ -92,6 +92,7 @@ def test_requests_of_a_model_that_is_not_packed_are_batched(start):
     assert (status, "the leader has closed" in out) == (0, True), error
 
 
+@pytest.mark.thorough
 def test_a_host_that_falls_silent_ends_the_run(start):
     leader, follower = start("load", free_port())
     leader.wait_until_running()
@@ -102,6 +103,7 @@ def test_a_host_that_falls_silent_ends_the_run(start):
     assert "host 1 has not been heard of for 12 s; the run has ended" in error
 
 
+@pytest.mark.thorough
 def test_followers_end_with_their_leader(start):
     leader, follower = start("load", free_port())
     leader.wait_until_running()
@@ -114,6 +116,7 @@ def test_followers_end_with_their_leader(start):
     assert "host 0 at" in error or "JAX distributed service" in error
 
 
+@pytest.mark.thorough
 def test_other_weights_are_noticed(start):
     leader, follower = start("tokens", free_port(), SEED="1")
     for host in (leader, follower):
