@@ -82,6 +82,17 @@ def test_a_host_that_dies_ends_the_run_and_another_has_the_tokens_of_one_device(
     assert (status, "the leader has closed" in out) == (0, True), error
 
 
+def test_requests_of_a_model_that_is_not_packed_are_batched(start):
+    leader, follower = start("per_sequence", free_port())
+    status, out, error = leader.end()
+    assert status == 0, error
+    assert "per-sequence, not packed" in out
+    assert "kv_cache_dtype: expected None for a model that runs per-sequence on several hosts, got 'int8'" in out
+    status, out, error = follower.end()
+    assert (status, "the leader has closed" in out) == (0, True), error
+
+
+@pytest.mark.thorough
 def test_a_host_that_falls_silent_ends_the_run(start):
     leader, follower = start("load", free_port())
     leader.wait_until_running()
@@ -92,6 +103,7 @@ def test_a_host_that_falls_silent_ends_the_run(start):
     assert "host 1 has not been heard of for 12 s; the run has ended" in error
 
 
+@pytest.mark.thorough
 def test_followers_end_with_their_leader(start):
     leader, follower = start("load", free_port())
     leader.wait_until_running()
@@ -104,6 +116,7 @@ def test_followers_end_with_their_leader(start):
     assert "host 0 at" in error or "JAX distributed service" in error
 
 
+@pytest.mark.thorough
 def test_other_weights_are_noticed(start):
     leader, follower = start("tokens", free_port(), SEED="1")
     for host in (leader, follower):
