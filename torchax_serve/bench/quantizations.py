@@ -26,7 +26,7 @@ DENSE_NAMES = ("bf16", "bfloat16", "none", "dense")
 
 
 def _check(quantizations: Sequence[str], settings: BenchSettings) -> None:
-    """Raises InvalidArgumentError for a peer, a name twice, or neither a preset nor a file of rules."""
+    """Raises InvalidArgumentError for a peer, a repeated name, or no preset and no file."""
     if settings.against is not None:
         raise InvalidArgumentError("against: expected one quantization with a peer, got several; leave the peer out")
     if len(set(quantizations)) < len(quantizations):

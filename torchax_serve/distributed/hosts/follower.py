@@ -114,7 +114,7 @@ def functions_of(runtime: ModelRuntime, sharding: ModelSharding) -> list[Any]:
 
 
 def per_sequence_functions_of(runtime: ModelRuntime) -> PerSequenceExecutor:
-    """Returns the owner of the steps of a model that cannot run packed, as `functions_of` does for others.
+    """Returns the owner of the steps of a model that is not packed; see `functions_of`.
 
     What a request stores is found by tracing the model, which takes seconds; the leader finds the same.
     """
