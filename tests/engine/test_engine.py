@@ -25,6 +25,7 @@ from torchax_serve.engine.request import EngineRequest
 from torchax_serve.executors.packed import PackedExecutor
 from torchax_serve.kv_cache import memory
 from torchax_serve.sampling.sampler import tables_bytes
+from torchax_serve.scheduler.scheduler import Scheduler
 
 SMALL = EngineOptions(max_model_len=64, max_num_seqs=4, page_size=8, max_num_batched_tokens=32)
 
@@ -446,7 +447,11 @@ def test_many_threads_on_one_model(llama):
     assert found == [expected_tokens("llama", prompt, 6) for prompt in prompts]
 
 
-def test_async_iteration_and_leaving_it_early(llama):
+def test_async_iteration_and_leaving_it_early(llama, monkeypatch):
+    schedule = Scheduler.schedule
+    # A reader of a quick engine on a busy machine would find all tokens at once.
+    monkeypatch.setattr(Scheduler, "schedule", lambda *args: time.sleep(0.01) or schedule(*args))
+
     async def read(prompt, most):
         handle = llama.engine.submit(request(prompt, 30))
         async for _ in handle:
