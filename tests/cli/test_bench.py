@@ -334,6 +334,7 @@ def test_several_ways_to_store_weights_take_turns():
     assert [line.split()[-1] for line in notes] == ["bf16", "int8"]
     for arguments, said in (
         (("--quantization", "int8,int8"), "--quantization: expected different names"),
+        (("--quantization", "bf16,int3"), "--quantization: expected int8, int4, fp8"),
         (("--quantization", "bf16,int8", "--against", "hf"), "--against: expected one quantization with a peer"),
         (("--quantization", "bf16,int8", "--plot", "a.png"), "--plot: expected one --quantization"),
     ):

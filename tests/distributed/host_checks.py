@@ -1,7 +1,7 @@
 """Run as a program, one of several hosts on this machine: a tiny model over the CPU devices of all of them.
 
-``python host_checks.py ACTION HOST_ID COORDINATOR``; followers do the same whatever the action. What the leader finds
-out is printed. The environment sets JAX_NUM_CPU_DEVICES.
+``python host_checks.py ACTION HOST_ID COORDINATOR``; of the action, followers need the model alone. What the leader
+finds out is printed. The environment sets JAX_NUM_CPU_DEVICES.
 """
 
 import dataclasses
@@ -27,18 +27,27 @@ DECODING = [
 OPTIONS = EngineOptions(max_model_len=64, max_num_seqs=4, page_size=8, max_num_batched_tokens=24)
 
 
-def model_of(seed=0):
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 66,
+    "num_hidden_layers": 2,
+    "vocab_size": 61,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+
+
+def config_of(action):
+    """A model that runs packed; or one that does not, with keys and values of one layer and a state of the other."""
+    if action == "per_sequence":
+        return transformers.Lfm2Config(**SIZES | {"num_key_value_heads": 8}, layer_types=["conv", "full_attention"])
+    return transformers.LlamaConfig(**SIZES, head_dim=8)
+
+
+def model_of(action="tokens", seed=0):
     torch.manual_seed(seed)
-    config = transformers.LlamaConfig(
-        hidden_size=32,
-        intermediate_size=66,
-        num_hidden_layers=2,
-        vocab_size=61,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=128,
-    )
+    config = config_of(action)
     module = transformers.AutoModelForCausalLM.from_config(config).eval()
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
@@ -63,6 +72,34 @@ def tokens(served):
     in_8_bits(served)
     refused(served)
     print("same tokens on", served.device_description)
+
+
+def per_sequence(served):
+    """Requests side by side, whose pages and states lie on all hosts, have the tokens of one device."""
+
+    def answers(model):
+        rows = [prompt[:4] for prompt in PROMPTS[:2]]
+        requests = [
+            EngineRequest.of(ids, config, None, vocab_size=61, seed=7)
+            for ids, config in zip(rows, DECODING, strict=False)
+        ]
+        return [handle.result() for handle in model.engine.submit_all(requests)]
+
+    with serve(model_of("per_sequence"), engine=OPTIONS) as alone:
+        wanted = answers(alone)
+    assert len({token for row in wanted for token in row}) > 6, wanted
+    got = answers(served)
+    assert got == wanted, f"{got} is not {wanted}"
+    assert served.stats().num_steps < sum(map(len, got))  # rows side by side
+    cache = served.engine._runner._cache
+    assert cache.pools and cache.states
+    for array in (*cache.pools, *cache.states):
+        assert array.sharding.num_devices == 8, array.sharding
+    try:
+        build_engine(served._generator()._jax_runtime, dataclasses.replace(OPTIONS, kv_cache_dtype="int8"))
+    except TorchaxServeError as error:
+        print("refused:", error)
+    print("same tokens", served.engine.description)
 
 
 def in_8_bits(served):
@@ -105,10 +142,10 @@ def main():
     hosts = Hosts(coordinator=coordinator, num_hosts=2, host_id=host_id, join_timeout_s=120, secret="a secret of these")
     try:
         if host_id:
-            follow(model_of(int(os.environ.get("SEED", "0"))), hosts=hosts)
+            follow(model_of(action, int(os.environ.get("SEED", "0"))), hosts=hosts)
             print("the leader has closed")
             return
-        with serve(model_of(), hosts=hosts, engine=OPTIONS) as served:
+        with serve(model_of(action), hosts=hosts, engine=OPTIONS) as served:
             globals()[action](served)
     except TorchaxServeError as error:
         sys.exit(f"error: {' '.join(str(error).split())}")

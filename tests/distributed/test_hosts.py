@@ -82,6 +82,16 @@ def test_a_host_that_dies_ends_the_run_and_another_has_the_tokens_of_one_device(
     assert (status, "the leader has closed" in out) == (0, True), error
 
 
+def test_requests_of_a_model_that_is_not_packed_are_batched(start):
+    leader, follower = start("per_sequence", free_port())
+    status, out, error = leader.end()
+    assert status == 0, error
+    assert "per-sequence, not packed" in out
+    assert "kv_cache_dtype: expected None for a model that runs per-sequence on several hosts, got 'int8'" in out
+    status, out, error = follower.end()
+    assert (status, "the leader has closed" in out) == (0, True), error
+
+
 @pytest.mark.thorough
 def test_a_host_that_falls_silent_ends_the_run(start):
     leader, follower = start("load", free_port())

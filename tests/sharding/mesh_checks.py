@@ -304,6 +304,32 @@ def states(family, degree):
         print(*{str(state.sharding.spec) for state in cache.states}, len(compiled))
 
 
+def encoder_cache(meshes, kv_cache_dtype):
+    """Tokens of requests side by side with an encoder; and how its keys, values and their scales are divided."""
+    sizes = {"d_model": 32, "d_kv": 8, "num_layers": 2, "num_heads": 4, "d_ff": 48, "vocab_size": 61}
+    torch.manual_seed(0)
+    module = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=1)).eval()
+    draw_matrices(module, std=0.4)
+    options = EngineOptions(max_model_len=16, max_num_seqs=4, max_encoder_len=32, kv_cache_dtype=kv_cache_dtype)
+    decoding = {**ALWAYS, "do_sample": False}
+
+    def answers(mesh):
+        with serve(copy.deepcopy(module), engine=options, mesh=mesh) as served:
+            config = transformers.GenerationConfig(**decoding)
+            rows = [EngineRequest.of([1], config, None, vocab_size=61, seed=0, source_ids=ids) for ids in PROMPTS]
+            found = [handle.result() for handle in served.engine.submit_all(rows)]
+            return found, served.engine._runner._cache
+
+    wanted, _ = answers(None)
+    assert len({token for row in wanted for token in row}) > 6, wanted
+    for mesh in meshes.split(","):
+        got, cache = answers(shape_of(mesh))
+        assert got == wanted, f"{mesh}: {got} is not {wanted}"
+        arrays = jax.tree.leaves(cache.states)
+        where = {f"{array.dtype} {getattr(array.sharding, 'spec', 'whole')}" for array in arrays}
+        print(mesh, *sorted(where), sep="; ")
+
+
 def exchange(family, degree):
     """What a compiled decode step exchanges, from the plan."""
     report = make_plan(module_on_meta(family), family, PlanRequest(topology=f"cpu:{degree}", **PLAN))

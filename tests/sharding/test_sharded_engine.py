@@ -92,6 +92,12 @@ def test_pages_in_int8_have_their_scales_where_their_heads_are(on_eight):
     assert len(lines) == 2
 
 
+@pytest.mark.parametrize(("mesh", "where"), [("1x4", "P(None, None, 'model')"), thorough("1x8", "whole")])
+def test_an_encoders_keys_and_values_in_int8_lie_by_heads_with_their_scales(on_eight, mesh, where):
+    """Heads that the mesh divides, and heads that every device has whole."""
+    assert on_eight("encoder_cache", mesh, "int8") == [f"{mesh}; float32 {where}; int8 {where}"]
+
+
 def test_states_of_recurrent_layers_lie_by_channels_and_stay_there(on_eight):
     assert on_eight("states", "mamba", "4") == ["P(None, None, 'model') 0"]
 

@@ -12,6 +12,7 @@ import torch
 
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.loading import load_model, require_causal_lm
+from model_adapters.quantization.rules import parse_rules
 from torchax_serve.bench.compare import BenchRun, Note, check_positions, model_facts, silent
 from torchax_serve.bench.machine import Machine
 from torchax_serve.bench.report import BenchReport
@@ -22,6 +23,17 @@ from torchax_serve.profiling.bandwidth import measure_bandwidth
 
 DENSE_NAMES = ("bf16", "bfloat16", "none", "dense")
 """Names for weights that are not quantized: they keep the model's dtype, packed where the processor is made for it."""
+
+
+def _check(quantizations: Sequence[str], settings: BenchSettings) -> None:
+    """Raises InvalidArgumentError for a peer, a name twice, or neither a preset nor a file of rules."""
+    if settings.against is not None:
+        raise InvalidArgumentError("against: expected one quantization with a peer, got several; leave the peer out")
+    if len(set(quantizations)) < len(quantizations):
+        raise InvalidArgumentError(f"quantization: expected different names, got {','.join(quantizations)}")
+    for name in quantizations:
+        if name not in DENSE_NAMES:
+            parse_rules(name)
 
 
 def bench_quantizations(
@@ -49,13 +61,10 @@ def bench_quantizations(
         A report for each of `quantizations`.
 
     Raises:
-        TorchaxServeError: a peer, or a name twice; the model cannot be loaded.
+        TorchaxServeError: a peer, a name twice, or neither a preset nor a file of rules; the model cannot be loaded.
     """
     settings, say = settings or BenchSettings(), note or silent
-    if settings.against is not None:
-        raise InvalidArgumentError("against: expected one quantization with a peer, got several; leave the peer out")
-    if len(set(quantizations)) < len(quantizations):
-        raise InvalidArgumentError(f"quantization: expected different names, got {','.join(quantizations)}")
+    _check(quantizations, settings)  # before the first of them is measured
     has_compile_cache = enable_compile_cache() is not None
     say("measuring the bandwidth of memory")
     machine, bandwidth = Machine.here(), measure_bandwidth()

@@ -18,7 +18,7 @@ from model_adapters.loading.model_source import bundle_folder
 from torchax_serve.cli.shared.command import Command
 from torchax_serve.cli.shared.config_file import ConfigFile
 from torchax_serve.cli.shared.load_model import end_if_explained
-from torchax_serve.cli.shared.load_options import DeviceOptions, MaxModelLen, option_groups
+from torchax_serve.cli.shared.load_options import DeviceOptions, MaxModelLen, check_quantization, option_groups
 from torchax_serve.cli.shared.model_name import OptionalModel, check_model
 from torchax_serve.cli.shared.speculative import SpeculativeJson, parse_speculative
 
@@ -176,6 +176,7 @@ def serve(
     _check_watched(model, life)
     require_packages()
     check_model(model, load.revision)
+    check_quantization(load.quantization)  # a server that cannot load does not listen first
     options = _server_options(address, access, limits, life)
     _log_to_stderr(options.log_format)
     from torchax_serve.entrypoints.serve import serve_without_pipelines

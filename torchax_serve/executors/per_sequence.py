@@ -67,6 +67,7 @@ class PerSequenceExecutor:
         lora: Form of the adapters' matrices among the weights; empty: there are none.
     """
 
+    FUNCTION = "per_sequence"  # name of the steps, by which other hosts find them
     runs_ahead = True
     num_substitutes = 0
 
@@ -112,7 +113,7 @@ class PerSequenceExecutor:
         facts = forward.program
         self._step = CachedFunction(
             programs,
-            "per_sequence",
+            self.FUNCTION,
             self._run,
             donate=["pools", "states"],
             facts=facts.trace_facts,
@@ -143,7 +144,7 @@ class PerSequenceExecutor:
         """
         given = StepInputs.of(numbers[: sum(spec.sizes)], spec)
         adapters = self._adapters.of_rows(numbers, given.slots)
-        known = last_tokens[jnp.minimum(given.slots, self._num_slots - 1)]
+        known = last_tokens[jnp.minimum(given.slots, len(last_tokens) - 1)]  # padding's slot is behind the last
         ids = given.ids.reshape(spec.num_rows, spec.num_tokens)
         ids = jnp.where(ids == SAMPLED_ON_DEVICE, known[:, None], ids)
         table = given.tables.reshape(spec.num_rows, spec.num_pages)

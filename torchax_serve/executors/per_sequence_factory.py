@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
-from model_adapters.errors import OutOfMemoryError, UnsupportedModelError
+from model_adapters.errors import InvalidArgumentError, OutOfMemoryError, UnsupportedModelError
 from model_adapters.ops.kv_pool import LARGEST
 from torchax_serve.buckets import bucket_sizes
 from torchax_serve.executors.base import ExecutorChoice
@@ -24,6 +24,7 @@ from torchax_serve.executors.per_sequence_scales import calibrate_by_sequence, c
 from torchax_serve.executors.slot_adapters import lora_form, step_weights
 from torchax_serve.kv_cache.cache_layout import UNBOUNDED, CacheLayout
 from torchax_serve.kv_cache.memory import MemoryBudget, free_bytes
+from torchax_serve.kv_cache.multihost_pools import MultiHostPoolAllocator
 from torchax_serve.kv_cache.pools import HeadScales, PagedLayerSpec, PoolAllocator
 from torchax_serve.kv_cache.scales import dtype_of
 from torchax_serve.kv_cache.slot_states import PagedCacheWithStates
@@ -43,9 +44,7 @@ def per_sequence_executor(runtime: ModelRuntime, sizes: MemoryBudget, why_not_pa
     """
     programs = runtime.steps.executables
     if programs.launcher is not None:
-        raise UnsupportedModelError(
-            f"requests of this model cannot be batched on several hosts, only on one: {why_not_packed}"
-        )
+        _check_several_hosts(runtime, sizes, why_not_packed)
     try:
         forward = SequenceForward(runtime)
         layout = programs.memoize("per-sequence layout", "", forward.layout)
@@ -84,6 +83,24 @@ def per_sequence_executor(runtime: ModelRuntime, sizes: MemoryBudget, why_not_pa
         ) from reason
     cache.reset()
     return ExecutorChoice(make(block_len), why_not_packed)
+
+
+def _check_several_hosts(runtime: ModelRuntime, sizes: MemoryBudget, why_not_packed: str) -> None:
+    """Refuses what the followers of several hosts have no functions for.
+
+    Raises:
+        UnsupportedModelError: the model has an encoder.
+        InvalidArgumentError: pages are to be in 8 bits.
+    """
+    if runtime.encoder is not None or sizes.source_len is not None:
+        raise UnsupportedModelError(
+            f"requests of a model with an encoder are batched on one host only, got several: {why_not_packed}"
+        )
+    if sizes.kv_cache_dtype is not None:
+        raise InvalidArgumentError(
+            "kv_cache_dtype: expected None for a model that runs per-sequence on several hosts, got "
+            f"{sizes.kv_cache_dtype!r}; leave it out"
+        )
 
 
 def _with_source_len(sizes: MemoryBudget, layout: CacheLayout) -> MemoryBudget:
@@ -144,6 +161,9 @@ class PerSequenceFactory:
         sharding = self.runtime.program.sharding
         if sharding is None:
             return PoolAllocator(begins_small=self.sizes.max_num_seqs == 1)
+        programs = self.runtime.steps.executables
+        if programs.launcher is not None:
+            return MultiHostPoolAllocator(programs, sharding)
         return PoolAllocator(sharding.pool_sharding, sharding.state_sharding)
 
     def model(self, cache: PagedCacheWithStates, block_len: int) -> PerSequenceExecutor:

@@ -1,4 +1,4 @@
-"""Pages whose pools lie on the devices of several hosts."""
+"""Pages and states whose arrays lie on the devices of several hosts."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from model_adapters.sharding.model_sharding import ModelSharding
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
 from torchax_serve.kv_cache.pools import HeadScales, PoolAllocator, copy_pages
 
-PoolSpec = tuple[tuple[int, int, int, int], str]
+ArrayOf = tuple[tuple[int, ...], str]
+"""Shape and name of the dtype."""
 
 
 class MultiHostPoolAllocator(PoolAllocator):
-    """Makes pools and copies pages by programs that all hosts run.
+    """Makes pools and states and copies pages by programs that all hosts run.
 
     Args:
         programs: that all hosts run.
@@ -28,17 +29,22 @@ class MultiHostPoolAllocator(PoolAllocator):
 
     def __init__(self, programs: ExecutableCache, sharding: ModelSharding) -> None:
         super().__init__(sharding.pool_sharding)
-        self._pool_sharding = sharding.pool_sharding
+        self._pool_sharding, self._state_sharding = sharding.pool_sharding, sharding.state_sharding
         self._zeros = CachedFunction(programs, "zero_pool", self._make)
         self._scaled = CachedFunction(programs, "zero_scaled_pool", self._make_scaled)
+        self._zero_states = CachedFunction(programs, "zero_states", self._make_states)
         self._copied = CachedFunction(programs, "copy_pages", self._copy, donate=["pools"])
 
-    def _make(self, weights: Weights, spec: PoolSpec) -> tuple[None, jax.Array]:
+    def _make(self, weights: Weights, spec: ArrayOf) -> tuple[None, jax.Array]:
         shape, dtype = spec
         return None, jax.lax.with_sharding_constraint(jnp.zeros(shape, dtype), self._pool_sharding(shape[1]))
 
+    def _make_states(self, weights: Weights, spec: ArrayOf) -> tuple[None, jax.Array]:
+        shape, dtype = spec
+        return None, jax.lax.with_sharding_constraint(jnp.zeros(shape, dtype), self._state_sharding(shape))
+
     def _make_scaled(
-        self, weights: Weights, k_scale: jax.Array, v_scale: jax.Array, spec: PoolSpec
+        self, weights: Weights, k_scale: jax.Array, v_scale: jax.Array, spec: ArrayOf
     ) -> tuple[None, Pool]:
         shape, dtype = spec
         pool = ScaledPool(jnp.zeros(shape, dtype), k_scale, v_scale)
@@ -64,6 +70,10 @@ class MultiHostPoolAllocator(PoolAllocator):
     def zeros(self, shape: tuple[int, int, int, int], dtype: np.dtype) -> jax.Array:
         """Implements `PoolAllocator.zeros`."""
         return self._zeros({}, spec=(shape, np.dtype(dtype).name))[1]
+
+    def slot_states(self, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
+        """Implements `PoolAllocator.slot_states`."""
+        return self._zero_states({}, spec=(shape, np.dtype(dtype).name))[1]
 
     def copy(self, pools: tuple[jax.Array, ...], sources: Sequence[int], targets: Sequence[int]) -> Any:
         """Implements `PoolAllocator.copy`."""

@@ -15,9 +15,13 @@ from torchax_serve.distributed.hosts.leader import compile_for_hosts, launch_in_
 from torchax_serve.distributed.hosts.message_codec import CodecError, decode
 from torchax_serve.distributed.hosts.messages import ArrayRef, ArraySpec, Compile, End, Run, spread
 from torchax_serve.executors.packed import PackedExecutor
+from torchax_serve.executors.per_sequence import PerSequenceExecutor
+from torchax_serve.executors.per_sequence_forward import SequenceForward
+from torchax_serve.kv_cache.cache_layout import CacheLayout
 from torchax_serve.kv_cache.multihost_pools import MultiHostPoolAllocator
 from torchax_serve.kv_cache.pools import CacheAllocation, PagedCache
 from torchax_serve.kv_cache.scales import packed_trial
+from torchax_serve.kv_cache.slot_states import PagedCacheWithStates
 from torchax_serve.runtime.model_runtime import ModelRuntime
 
 
@@ -66,7 +70,10 @@ class Follower:
 
     def _compile(self, order: Compile) -> None:
         weights = self._runtime.weights if order.has_weights else {}
-        function = self._runtime.steps.executables.functions[order.function]
+        functions = self._runtime.steps.executables.functions
+        if order.function == PerSequenceExecutor.FUNCTION and order.function not in functions:
+            self._owners.append(per_sequence_functions_of(self._runtime))
+        function = functions[order.function]
         function.restore_facts(order.facts)
 
         def here(leaf: ArrayRef | ArraySpec) -> Any:
@@ -104,6 +111,19 @@ def functions_of(runtime: ModelRuntime, sharding: ModelSharding) -> list[Any]:
     cache = PagedCache(CacheAllocation((), (), page_size=1, max_len=1))
     packed = PackedExecutor(runtime.program, runtime.weights, cache, programs, num_slots=1, token_budget=16)
     return [packed, MultiHostPoolAllocator(programs, sharding), packed_trial(runtime)]
+
+
+def per_sequence_functions_of(runtime: ModelRuntime) -> PerSequenceExecutor:
+    """Returns the owner of the steps of a model that cannot run packed, as `functions_of` does for others.
+
+    What a request stores is found by tracing the model, which takes seconds; the leader finds the same.
+    """
+    forward = SequenceForward(runtime)
+    cache = PagedCacheWithStates(CacheAllocation((), (), page_size=1, max_len=1), CacheLayout(()), num_slots=1)
+    programs, layout = runtime.steps.executables, forward.layout()
+    return PerSequenceExecutor(
+        forward, runtime.weights, cache, programs, layout, num_slots=1, chunk_sizes=(1,), is_exact=True
+    )
 
 
 def follow(runtime: ModelRuntime, leader: Heartbeat) -> None:
