@@ -212,7 +212,7 @@ def test_what_processors_store_is_there_after_each_call(pairs):
     torch.manual_seed(0)
     given = torch.randn(1, 4, 8, 8), torch.tensor(5), torch.randn(1, 7, eager.config.cross_attention_dim)
     programs = []
-    for scale in (1.0, 0.5, 1.0):
+    for scale in (1.0, 1.0, 0.5, 1.0):
         stores = _Store(), _Store()
         for model, store in zip((eager, own), stores, strict=True):
             model.set_attn_processor(_ScalingProcessor(store, scale))
@@ -225,8 +225,8 @@ def test_what_processors_store_is_there_after_each_call(pairs):
         for mine, theirs in zip(found, wanted, strict=True):
             torch.testing.assert_close(mine, theirs, atol=TOLERANCE, rtol=0)
         programs.append(own._jax_runtime.programs)
-    assert programs[0] is programs[2] is not programs[1]
-    assert [each.num_traces.total() for each in programs] == [1, 1, 1]
+    assert programs[0] is programs[1] is programs[3] is not programs[2]
+    assert [each.num_traces.total() for each in programs] == [1, 1, 1, 1]
 
 
 class _SettingProcessor(_StoringProcessor):

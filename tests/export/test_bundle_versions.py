@@ -12,8 +12,9 @@ from typer.testing import CliRunner
 from model_adapters.loading.model_source import EMBEDDED
 from torchax_serve import SamplingParams, serve
 from torchax_serve.cli.main import app
-from torchax_serve.export import watch, writer
+from torchax_serve.export import versions, watch, writer
 from torchax_serve.export.manifest import write_manifest
+from torchax_serve.export.versions import new_version
 from torchax_serve.export.watch import WatchedBundle
 
 GREEDY = SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True)
@@ -56,6 +57,20 @@ def test_refresh_writes_a_version_with_the_same_tokens(folder, command, expected
     with serve(folder) as model:
         assert model.manifest.folder == folder / "2"
         assert tokens_of(model) == expected
+
+
+def test_two_exports_at_once_are_two_versions(tmp_path):
+    out = tmp_path / "bundle"
+    with new_version(out, 0) as first, new_version(out, 0) as second:
+        made = []
+        for each in (first, second):
+            manifest = write_manifest(each.folder, {})
+            with pytest.MonkeyPatch.context() as patch:
+                seen = iter([[], [1]])  # first as it was before the other one was complete
+                patch.setattr(versions, "_numbers", lambda out, seen=seen: next(seen))
+                made.append(each.completed(manifest).folder.name)
+    assert made == ["1", "2"]
+    assert sorted(path.name for path in out.iterdir()) == ["1", "2"]
 
 
 def wait_for(condition):

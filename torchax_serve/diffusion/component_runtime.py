@@ -40,6 +40,10 @@ NUM_EARLIER = 4
 _CONSTANTS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
 
 
+_Kinds = dict[str, tuple[tuple[int, ...], Any]]
+"""Shape and dtype of each weight."""
+
+
 class ComponentPrograms(NamedTuple):
     """Programs of one structure of a module: cache, methods, calls whose code reads values."""
 
@@ -78,7 +82,7 @@ class ComponentRuntime:
         self.module, self._mesh, self._placements = module, mesh, placed
         self.stays_on_device = stays_on_device
         self._lock = threading.RLock()
-        self._earlier: list[tuple[Structure, ComponentPrograms]] = []
+        self._earlier: list[tuple[tuple[Structure, _Kinds], ComponentPrograms]] = []
         self.watch = ModuleWatch(module)
         self._set_up(programs or ExecutableCache(mesh=mesh))
 
@@ -125,21 +129,21 @@ class ComponentRuntime:
                 f"{type(self.module).__name__} has changed ({change.what}), and its weights lie on a mesh of devices: "
                 "change it before serve"
             )
+        before = self.watch.structure, _kinds(self.weights)
         self.weights = weights_of(self.module, self.weights, change)
-        before = self.watch.structure
         self.watch.take()
         if change.is_structural:
             self._change_structure(before)
 
-    def _change_structure(self, before: Structure) -> None:
-        """Stores the programs of the structure `before`; restores or makes those of the present one."""
-        if before == self.watch.structure:  # tensors have other shapes
-            self._earlier.clear()
-        else:
-            made = ComponentPrograms(self.programs, self._functions, self._reads_values)
-            self._earlier = [*self._earlier, (before, made)][-NUM_EARLIER:]
-        for index, (structure, made) in enumerate(self._earlier):
-            if structure == self.watch.structure:
+    def _change_structure(self, before: tuple[Structure, _Kinds]) -> None:
+        """Stores the programs of a structure and kinds of weights; restores or makes those of the present ones."""
+        now = self.watch.structure, _kinds(self.weights)
+        if before == now:  # new attention processors like those of before
+            return
+        made = ComponentPrograms(self.programs, self._functions, self._reads_values)
+        self._earlier = [*self._earlier, (before, made)][-NUM_EARLIER:]
+        for index, (earlier, made) in enumerate(self._earlier):
+            if earlier == now:
                 self.programs, self._functions, self._reads_values = made
                 del self._earlier[index]
                 return
@@ -252,6 +256,10 @@ class ComponentRuntime:
             f"{type(self.module).__name__}.{method}: expected code that can be traced, got {type(error).__name__}: "
             f"{lines[0][:200]}; leave this part in PyTorch"
         )
+
+
+def _kinds(weights: Mapping[str, jax.Array]) -> _Kinds:
+    return {name: (array.shape, array.dtype) for name, array in weights.items()}
 
 
 def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:

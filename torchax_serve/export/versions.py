@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import os
 import secrets
 import shutil
@@ -33,8 +34,12 @@ class NewVersion:
         while True:  # another process may take a number meanwhile
             number = max([*_numbers(self.out), 0]) + 1
             target = self.out / str(number)
-            with contextlib.suppress(FileExistsError):
+            try:
                 self.folder.rename(target)
+            except OSError as error:
+                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                    raise
+            else:
                 return dataclasses.replace(manifest, folder=target)
 
 

@@ -14,8 +14,6 @@ SENSITIVE = "sensitive"
 REASONS = {
     "AnyFlowFARPipeline": "Its transformer writes keys and values into a cache among its arguments, and its attention "
     "takes a mask of PyTorch's flex attention, which diffusers makes inside of forward and hands to no other backend.",
-    "LEditsPPPipelineStableDiffusion": "It sets new attention processors for each image, and its second call compiles "
-    "further programs, though a UNet with equal processors runs those of before.",
 }
 """Why pipelines do not pass where the error alone does not say it."""
 RESULTS = importlib.resources.files(__package__) / "results" / "pipelines"
