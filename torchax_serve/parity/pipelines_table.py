@@ -14,6 +14,8 @@ SENSITIVE = "sensitive"
 REASONS = {
     "AnyFlowFARPipeline": "Its transformer writes keys and values into a cache among its arguments, and its attention "
     "takes a mask of PyTorch's flex attention, which diffusers makes inside of forward and hands to no other backend.",
+    "HiDreamImagePipeline": "Its experts are called one by one, each on as many tokens as were routed to it, which a "
+    "compiled program with fixed shapes does not know.",
 }
 """Why pipelines do not pass where the error alone does not say it."""
 RESULTS = importlib.resources.files(__package__) / "results" / "pipelines"
