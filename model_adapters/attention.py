@@ -23,7 +23,7 @@ from transformers.masking_utils import sdpa_mask
 from model_adapters.bridge.views import as_views, jax_view, torch_view
 from model_adapters.caches.layers import KVWrite
 from model_adapters.caches.packed_batch import NotPackableError
-from model_adapters.caches.paged_cache import PagedWrite, attend_paged
+from model_adapters.caches.paged_cache import LatentWrite, PagedWrite, attend_latents, attend_paged
 from model_adapters.lowerings import constant_folding
 from model_adapters.ops import decode_attention, dense_attention
 from model_adapters.ops.attention_args import AttentionArgs
@@ -186,12 +186,17 @@ def torchax_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     attention_mask = getattr(attention_mask, "visible", attention_mask)
     causal_mask: CausalMask | None = getattr(attention_mask, "causal_mask", None)
+    latent: LatentWrite | None = getattr(key, "latent_write", None)
     paged: PagedWrite | None = getattr(key, "paged_write", None)
-    if paged is not None:
-        is_changed = position_bias is not None or value is not paged.values
+    if latent is not None or paged is not None:
+        values = latent.values if latent is not None else paged.values  # type: ignore[union-attr]
+        is_changed = position_bias is not None or value is not values
         if causal_mask is None or causal_mask.starts is not None or is_changed:
             raise NotPackableError("attention with a mask that is more than causal, or over changed values")
         features: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": s_aux, "alibi": alibi_slopes}
+        if latent is not None:
+            return attend_latents(query, latent, causal_mask.window, **features), None
+        assert paged is not None
         return attend_paged(query, key, paged, causal_mask.window, **features), None
     alibi = None if alibi_slopes is None else jax_view(alibi_slopes).astype(jnp.float32)
     sinks = None if s_aux is None else jax_view(s_aux)
