@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 import torch
+from thorough import thorough
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -99,7 +100,7 @@ assert model_adapters.bridge.views.torchax is torchax
 """
 
 
-@pytest.mark.parametrize("package", ["torchax_serve", "pytree_registry", "sharding_rules"])
+@pytest.mark.parametrize("package", ["torchax_serve", thorough("pytree_registry"), thorough("sharding_rules")])
 def test_torchax_imports_behind_any_package_and_after_it_has_failed(package):
     done = subprocess.run([sys.executable, "-c", HALF.format(package=package)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from cache_name import CACHE
+from thorough import thorough
 from transformers import cache_utils
 from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLSparseStaticCacheLayer
 
@@ -155,8 +156,8 @@ def decode(model, cache_name, cache, ids, prompt_len):
     ("kind", "cache", "num_traces"),
     [
         ("llama", "static", 2),
-        ("gemma3", "static", 4),
-        ("gemma3 all sliding", "dynamic", 4),
+        thorough("gemma3", "static", 4),
+        thorough("gemma3 all sliding", "dynamic", 4),
         ("mamba", "dynamic", 2),
     ],
 )

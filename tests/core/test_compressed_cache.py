@@ -91,6 +91,7 @@ def test_entries_are_those_of_the_cache_that_grows(config, kind, lengths, seed):
     assert ours.entry_count == theirs.entry_count
 
 
+@pytest.mark.thorough
 def test_caches_go_over_to_transformers_and_back_and_beams_reorder_them(config):
     model = random_model(causal_class("deepseek_v4"), config)
     eager = copy.deepcopy(model)

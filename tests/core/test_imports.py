@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from thorough import thorough
 
 from model_adapters.ops import registry
 from torchax_serve.compilation import gc_pause
@@ -67,7 +68,9 @@ def collector_is_as_it_was():
     gc.set_threshold(*thresholds)
 
 
-@pytest.mark.parametrize("young, expected", [(700, gc_pause.YOUNG_THRESHOLD), (10**6, 10**6), (0, 0)])
+@pytest.mark.parametrize(
+    ("young", "expected"), [(700, gc_pause.YOUNG_THRESHOLD), thorough(10**6, 10**6), thorough(0, 0)]
+)
 def test_a_process_that_serves_walks_nothing_old_and_little_young(young, expected, collector_is_as_it_was):
     kept = []
     gc.set_threshold(young, 10, 10)

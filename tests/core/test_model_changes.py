@@ -7,6 +7,7 @@ import types
 
 import pytest
 import torch
+from thorough import pairs
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from model_adapters.errors import InvalidArgumentError, TorchaxServeError, UnsupportedModelError
@@ -134,8 +135,11 @@ def unchanged():
         return llama()(input_ids=IDS).logits
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def name_of(value):
+    return getattr(value, "__name__", value)
+
+
+@pytest.mark.parametrize(("change", "when"), pairs(CHANGES, ["before", "after"], one_in=2), ids=name_of)
 def test_a_change_takes_effect_before_and_after_the_first_call(change, when, unchanged):
     expected = llama()
     change(expected)

@@ -14,7 +14,8 @@ from torchax_serve import to_jax
 from torchax_serve.parity.tiny.rope_types import BORDER, KINDS, LEGACY, LENGTH_DEPENDENT, MAX_POSITIONS, with_rope
 
 BY_LENGTH = [
-    *(("llama", kind) for kind in LENGTH_DEPENDENT),
+    ("llama", "longrope"),
+    thorough("llama", "dynamic"),
     ("gemma3_text", "dynamic"),  # by kind of layer
     thorough("phi3", "longrope"),
     thorough("phimoe", "longrope"),

@@ -67,7 +67,7 @@ def expected():
     return logits, gpt2().generate(IDS, do_sample=False, **LENGTHS)[0, 8:].tolist(), hidden
 
 
-@pytest.mark.parametrize("name", except_for(list(SURROUNDINGS)[::2], SURROUNDINGS))
+@pytest.mark.parametrize("name", except_for(["no jit", "guarded transfers"], SURROUNDINGS))
 def test_answers_are_the_same_in(name, expected):
     logits, tokens, hidden = expected
     options = {"do_sample": True, "top_k": 5, "top_p": 0.9, "repetition_penalty": 1.1}

@@ -82,6 +82,7 @@ def test_a_host_that_dies_ends_the_run_and_another_has_the_tokens_of_one_device(
     assert (status, "the leader has closed" in out) == (0, True), error
 
 
+@pytest.mark.thorough
 def test_a_host_that_falls_silent_ends_the_run(start):
     leader, follower = start("load", free_port())
     leader.wait_until_running()
@@ -92,6 +93,7 @@ def test_a_host_that_falls_silent_ends_the_run(start):
     assert "host 1 has not been heard of for 12 s; the run has ended" in error
 
 
+@pytest.mark.thorough
 def test_followers_end_with_their_leader(start):
     leader, follower = start("load", free_port())
     leader.wait_until_running()
@@ -104,6 +106,7 @@ def test_followers_end_with_their_leader(start):
     assert "host 0 at" in error or "JAX distributed service" in error
 
 
+@pytest.mark.thorough
 def test_other_weights_are_noticed(start):
     leader, follower = start("tokens", free_port(), SEED="1")
     for host in (leader, follower):

@@ -98,6 +98,7 @@ def check_proposals(model, head, seen, texts):
     assert found == {text: proposals(head, list(text), NUM_DRAFTS)[: len(drafts)] for text, drafts in found.items()}
 
 
+@pytest.mark.thorough
 def test_eagle3_proposes_what_eager_pytorch_does(eagle3, recorded):
     head, folder, texts = eagle3
     config = {"method": "eagle3", "model": str(folder), "num_speculative_tokens": NUM_DRAFTS, "adaptive": False}

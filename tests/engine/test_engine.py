@@ -25,6 +25,7 @@ from torchax_serve.engine.request import EngineRequest
 from torchax_serve.executors.packed import PackedExecutor
 from torchax_serve.kv_cache import memory
 from torchax_serve.sampling.sampler import tables_bytes
+from torchax_serve.scheduler.scheduler import Scheduler
 
 SMALL = EngineOptions(max_model_len=64, max_num_seqs=4, page_size=8, max_num_batched_tokens=32)
 
@@ -61,7 +62,7 @@ def test_requests_get_the_tokens_they_get_alone(name):
         assert [handle.result() for handle in handles] == [expected_tokens(name, prompt, 8) for prompt in prompts]
 
 
-@pytest.mark.parametrize("max_model_len", [6, 8, 12])  # its sliding window is 8 tokens
+@pytest.mark.parametrize("max_model_len", [thorough(6), 8, thorough(12)])  # its sliding window is 8 tokens
 def test_a_window_as_long_as_the_longest_request_is_packed(max_model_len):
     options = EngineOptions(max_model_len=max_model_len, max_num_seqs=2, page_size=4, max_num_batched_tokens=8)
     with serve(tiny_model("gemma3_text"), engine=options) as model:
@@ -93,7 +94,8 @@ def test_of_requests_submitted_together_all_are_taken_or_none(llama):
     assert after.num_prompt_tokens == before.num_prompt_tokens + 1
 
 
-def test_two_thousand_requests_a_third_of_them_aborted_with_few_pages():
+@pytest.mark.parametrize("num_requests", [400, thorough(2000)])
+def test_many_requests_a_third_of_them_aborted_with_few_pages(num_requests):
     """Every finished request is token-exact, and all pages are back at the end."""
     rng = random.Random(1)
     prompts = [random_prompt(rng, 30) for _ in range(60)]
@@ -104,7 +106,7 @@ def test_two_thousand_requests_a_third_of_them_aborted_with_few_pages():
     with serve(tiny_model("llama"), engine=options) as model:
         engine = model.engine
         engine.check_integrity = True
-        cases = [(rng.choice(prompts), rng.randint(1, 12), rng.random() < 1 / 3) for _ in range(2000)]
+        cases = [(rng.choice(prompts), rng.randint(1, 12), rng.random() < 1 / 3) for _ in range(num_requests)]
         waiting = []
         for prompt, length, is_aborted in cases:
             handle = engine.submit(request(prompt, length))
@@ -122,7 +124,7 @@ def test_two_thousand_requests_a_third_of_them_aborted_with_few_pages():
             assert is_aborted or tokens == expected
             num_whole += tokens == expected
         stats = engine.stats().scheduler
-        assert num_whole >= 1300
+        assert num_whole >= 0.65 * num_requests
         assert stats.num_preemptions > 0
         assert stats.num_hit_tokens > 0
         assert (stats.num_running, stats.num_waiting) == (0, 0)
@@ -195,7 +197,9 @@ def test_log_probabilities_are_those_of_the_models_logits(llama):
         assert [value for _, value in each.top] == pytest.approx(best.values.tolist(), abs=1e-4)
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 1.2, "top_k": 20}, {"repetition_penalty": 1.2}])
+@pytest.mark.parametrize(
+    "options", [thorough({}), {"temperature": 1.2, "top_k": 20}, thorough({"repetition_penalty": 1.2})]
+)
 def test_several_steps_in_one_dispatch_give_the_same_tokens(options):
     """Greedy and drawn rows side by side, and rows whose tables the program of several steps has not."""
     rng = random.Random(5)
@@ -446,7 +450,11 @@ def test_many_threads_on_one_model(llama):
     assert found == [expected_tokens("llama", prompt, 6) for prompt in prompts]
 
 
-def test_async_iteration_and_leaving_it_early(llama):
+def test_async_iteration_and_leaving_it_early(llama, monkeypatch):
+    schedule = Scheduler.schedule
+    # A reader of a quick engine on a busy machine would find all tokens at once.
+    monkeypatch.setattr(Scheduler, "schedule", lambda *args: time.sleep(0.01) or schedule(*args))
+
     async def read(prompt, most):
         handle = llama.engine.submit(request(prompt, 30))
         async for _ in handle:

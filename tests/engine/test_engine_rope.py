@@ -38,7 +38,7 @@ def alone(family, kind, prompts):
 
 
 # Each a model of its own; the rest follow the same code.
-ALWAYS = [("llama", "longrope"), ("llama", "dynamic"), ("phi3", "longrope")]
+ALWAYS = [("llama", "dynamic")]
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def answers(served, prompts=PROMPTS):
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("llama", {}), thorough("gemma3_text", {}), thorough("bloom", {}), ("llama", {"kv_cache_dtype": "int8"})],
+    [("llama", {}), thorough("gemma3_text", {}), thorough("bloom", {}), thorough("llama", {"kv_cache_dtype": "int8"})],
     ids=["packed", "windows", "per-sequence", "int8"],
 )
 def test_a_loaded_prefix_gives_the_bits_of_a_computed_one(name, options):

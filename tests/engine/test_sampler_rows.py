@@ -218,7 +218,7 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize(("over", "options"), pairs(["positions", "seeds"], OPTIONS, one_in=2), ids=str)
+@pytest.mark.parametrize(("over", "options"), pairs(["positions", "seeds"], OPTIONS, one_in=4), ids=str)
 def test_draws_follow_the_distribution_of_transformers_scores(many, options, over):
     num_draws, logits = 4096, np.random.default_rng(1).normal(size=300, scale=2).astype(np.float32)
     many.reset()

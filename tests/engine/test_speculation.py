@@ -20,7 +20,7 @@ SIZES = EngineOptions(
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False}
 
 
-@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=[torch.float32, thorough(torch.bfloat16)], ids=["float32", "bfloat16"])
 def pair(request):
     """A model without and one with speculation."""
     options = SIZES, dataclasses.replace(SIZES, speculative=NGRAM)
@@ -31,6 +31,7 @@ def pair(request):
         model.close()
 
 
+@pytest.mark.parametrize("pair", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"], indirect=True)
 def test_tokens_are_those_of_single_steps_for_any_options(pair):
     plain, speculative = pair
     prompts = repeating_prompts(8)

@@ -67,7 +67,7 @@ def answers_with_early_ends(model, asked, rng):
 
 @pytest.mark.parametrize(
     ("dtype", "method"),
-    [(torch.float32, "ngram"), (torch.bfloat16, "draft_model"), thorough(torch.float32, "draft_model")],
+    [(torch.float32, "ngram"), thorough(torch.bfloat16, "draft_model"), thorough(torch.float32, "draft_model")],
     ids=["ngram-float32", "draft_model-bfloat16", "draft_model-float32"],
 )
 def test_tokens_do_not_depend_on_what_ends_or_moves_requests(dtype, method):

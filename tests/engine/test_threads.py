@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from engine_models import VOCAB_SIZE, expected_tokens, tiny_model
+from thorough import thorough
 from threads import at_once
 
 from model_adapters.program.model_program import CallSpec
@@ -24,7 +25,7 @@ def prompts():
 
 
 # One packed and one per-sequence; opt also counts its positions by a mask that it makes.
-@pytest.mark.parametrize("name", ["opt", "bloom"])
+@pytest.mark.parametrize("name", ["opt", thorough("bloom")])
 def test_generate_and_the_engine_at_once(name):
     """From the first call on: programs of both are traced while those of the other are traced and run."""
     with serve(tiny_model(name), engine=SMALL) as model:

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from exported import NUM_TOKENS, PROMPTS, eager_tokens, output_of, run
 
 from model_adapters.loading.model_source import EMBEDDED
@@ -33,6 +34,7 @@ print(json.dumps([found, steps]))
 """
 
 
+@pytest.mark.thorough
 def test_two_replicas_of_a_bundle_of_one_device(bundle, expected):
     arguments = bundle, json.dumps(PROMPTS), NUM_TOKENS
     found, steps = json.loads(output_of(REPLICAS, *arguments, XLA_FLAGS=TWO))

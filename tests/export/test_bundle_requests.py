@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from exported import FEW, NUM_TOKENS, PROMPTS, output_of, run
 
 from torchax_serve import SamplingParams
@@ -57,6 +58,7 @@ def test_eight_mixed_requests_without_pytorch(bundle, served, expected, tmp_path
     assert found["repr"].startswith("<BundleModel")
 
 
+@pytest.mark.thorough
 def test_a_processor_without_kernels_and_compiler_runs_the_other_programs(bundle, expected, tmp_path):
     other = "from model_adapters.ops.cpu import build; build.machine_key = lambda: 'another processor'\n"
     arguments = bundle, json.dumps(PROMPTS), NUM_TOKENS

@@ -107,6 +107,7 @@ def test_embeddings_without_pytorch(embedder, tmp_path):
             exported.classify(TEXTS)
 
 
+@pytest.mark.thorough
 def test_labels_and_scores_without_pytorch(tmp_path):
     labels = {0: "cold", 1: "warm", 2: "hot"}
     model = encoder_models.folder(tmp_path / "classes", "BertForSequenceClassification", id2label=labels)

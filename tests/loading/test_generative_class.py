@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 import transformers
+from thorough import except_for
 from weights import draw_matrices
 
 from torchax_serve import SamplingParams, UnsupportedModelError, serve
@@ -37,7 +38,7 @@ def auto_class(model_type):
     return transformers.AutoModelForCausalLM if model_type == "gpt2" else transformers.AutoModelForSeq2SeqLM
 
 
-@pytest.mark.parametrize("model_type", CONFIGS)
+@pytest.mark.parametrize("model_type", except_for(["t5"], CONFIGS))
 def test_a_base_model_generates_as_its_users_have_it(model_type, tmp_path):
     folder = base_folder(tmp_path, model_type)
     eager = auto_class(model_type).from_pretrained(folder).eval()

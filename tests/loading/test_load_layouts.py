@@ -7,6 +7,7 @@ import torch
 import transformers as tf
 from loading_models import COMMON, edit_json
 from safetensors.torch import load_file, save_file
+from thorough import except_for
 
 from model_adapters.bridge.views import named_tensors
 from model_adapters.errors import CheckpointError
@@ -149,6 +150,20 @@ PARTS = {
     "deberta-v3-base": "DebertaV2Model",
 }
 
+# What differs in more than the type of the model: renamed or added tensors, and heads that a file or a class lacks.
+DIFFERENT = (
+    "bert of TensorFlow times",
+    "bert with position_ids",
+    "bert without architectures",
+    "colbertv2.0",
+    "distilbert, a head that is not there",
+    "gpt2",
+    "llama of old releases",
+    "qwen3 embedding, 8b",
+    "t5 of the first release",
+    "sentence-t5",
+)
+
 
 def written(folder, layout):
     """The folder; returns the model that was saved."""
@@ -171,7 +186,7 @@ def hidden_states(model, ids):
 
 
 @pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64")
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", except_for(DIFFERENT, LAYOUTS))
 def test_weights_are_those_of_from_pretrained_and_embed_needs_no_head(layout, tmp_path):
     saved = written(tmp_path, layout)
     name = PARTS.get(layout) or LAYOUTS[layout][2]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from thorough import except_for
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     KyutaiSpeechToTextFeatureExtractor,
@@ -29,7 +30,7 @@ def made(model_type):
     return audio_model(model_type, CLASSES[model_type], 0)
 
 
-@pytest.mark.parametrize("model_type", CLASSES)
+@pytest.mark.parametrize("model_type", except_for(["voxtral_realtime"], CLASSES))
 def test_tokens_match_eager_pytorch_from_a_folder(model_type, tmp_path):
     eager = made(model_type)
     eager.save_pretrained(tmp_path)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from ops_oracle import assert_close
+from thorough import pairs
 
 from model_adapters.ops import linear, registry, use
 from model_adapters.ops.compressed_weight import compress_weight, compressed_of, substituted, take_compressed_rows
@@ -101,9 +102,11 @@ def test_what_cannot_be_packed_is_left_as_it_is(weight, reason):
     assert re.search(reason, compress.unsupported_reason(jnp.asarray(weight)))
 
 
-@pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize(("n", "k"), [(16, 520), (112, 1032), (64, 3080)])
-def test_products_are_those_with_the_weight_as_it_was_to_the_last_bit(n, k, with_bias):
+@pytest.mark.parametrize(
+    ("sizes", "with_bias"), pairs([(16, 520), (112, 1032), (64, 3080)], [False, True], one_in=2), ids=str
+)
+def test_products_are_those_with_the_weight_as_it_was_to_the_last_bit(sizes, with_bias):
+    n, k = sizes
     weight = normal(1, n, k)
     weight[::16, [0, 128, k - 1]] = 1e-30  # so some groups of every block lie in the list
     packed = compress_weight(jnp.asarray(weight))

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from paged_oracle import paged_case
+from thorough import pairs
 
 from model_adapters.ops import decode_attention, paged_attention, use
 
@@ -54,10 +55,9 @@ def assert_same_bits(got, expected):
     assert np.ascontiguousarray(got).tobytes() == np.ascontiguousarray(expected).tobytes()
 
 
-@pytest.mark.parametrize(("dtype", "pool_dtype"), DTYPES)
-@pytest.mark.parametrize("features", FEATURES, ids=lambda f: ",".join(f) or "plain")
-def test_however_a_prompt_is_cut(dtype, pool_dtype, features):
-    case = prompt(dtype, pool_dtype, features)
+@pytest.mark.parametrize(("features", "dtypes"), pairs(FEATURES, DTYPES, one_in=2), ids=str)
+def test_however_a_prompt_is_cut(features, dtypes):
+    case = prompt(*dtypes, features)
     whole, pool = in_chunks(case, [NUM_TOKENS])
     assert np.isfinite(whole.astype(np.float32)).all()
     for sizes in ([1, 2, 61, 64, 63, 509], [511, 1, 1, 1, 186], [16] * 43 + [12]):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
+from thorough import pairs
 
 from model_adapters.ops import linear, on_platform, registry
 from model_adapters.ops.compressed_weight import substituted
@@ -51,10 +52,10 @@ def run(x, weight, bias=None, platform="tpu"):
     return np.asarray(out, np.float64), name
 
 
-@pytest.mark.parametrize(("offset", "order"), [(False, False), (True, True)])
-@pytest.mark.parametrize("form", FORMS)
-def test_the_layout_of_accelerators_has_the_same_numbers(form, offset, order):
-    plain = make(form, offset=offset, order=order)
+@pytest.mark.parametrize(("form", "has_both"), pairs(FORMS, [False, True], one_in=2), ids=str)
+def test_the_layout_of_accelerators_has_the_same_numbers(form, has_both):
+    """With an offset and an order of columns, and without either."""
+    plain = make(form, offset=has_both, order=has_both)
     with on_platform("tpu"):
         held = lay_out(plain)
     assert (held.scheme.layout, str(held.values.dtype)) == ("input-major", FORMS[form][1])
@@ -126,10 +127,9 @@ def case(form, out, columns, num_rows, platform):
         return plain, lay_out(plain), x, bias
 
 
-@pytest.mark.parametrize(("out", "columns", "num_rows"), SIZES)
-@pytest.mark.parametrize("form", KERNEL)
-def test_the_tpu_kernel_multiplies_as_numpy(form, out, columns, num_rows, capfd):
-    plain, held, x, bias = case(form, out, columns, num_rows, "tpu")
+@pytest.mark.parametrize(("form", "sizes"), pairs(KERNEL, SIZES, one_in=3), ids=str)
+def test_the_tpu_kernel_multiplies_as_numpy(form, sizes, capfd):
+    plain, held, x, bias = case(form, *sizes, "tpu")
     with pltpu.force_tpu_interpret_mode(PARAMS):
         got, name = run(x, held, bias)
         pltpu.reset_tpu_interpret_mode_state()

@@ -13,6 +13,7 @@ HANDFUL = ("qwen2_5_vl", "idefics3")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model_type", HANDFUL)
 def test_type_passes(model_type):
     result = check_images.check(model_type)

@@ -8,6 +8,7 @@ import httpx
 import pytest
 from running_server import serving
 from test_fields_of_encoders import check_error
+from thorough import thorough
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "seq2seq"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
@@ -55,7 +56,7 @@ def send(http, path, *form):
     return response
 
 
-@pytest.mark.parametrize("path", ["/v1/audio/transcriptions", "/v1/audio/translations"])
+@pytest.mark.parametrize("path", ["/v1/audio/transcriptions", thorough("/v1/audio/translations")])
 def test_every_form_field_with_hostile_values(speech, path):
     http, model = speech
     known = send(http, path, FORM.items()).json()

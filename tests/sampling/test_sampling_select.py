@@ -58,7 +58,7 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize(("over", "options"), pairs(["rows", "positions"], OPTIONS, one_in=2), ids=str)
+@pytest.mark.parametrize(("over", "options"), pairs(["rows", "positions"], OPTIONS, one_in=6), ids=str)
 def test_draws_follow_the_distribution_of_transformers_scores(options, over):
     vocab_size, num_draws = 300, NUM_DRAWS
     prompt = np.array([[7, 8]])

@@ -4,6 +4,7 @@ import random
 
 import pytest
 from scheduler_device import Loop, Oracle
+from thorough import thorough
 
 from torchax_serve.scheduler import CacheGroup, Scheduler, SchedulerConfig, SchedulerRequest
 
@@ -55,7 +56,16 @@ CONFIGS = {  # the longest request has 59 tokens to compute: 15 pages
 }
 
 
-@pytest.mark.parametrize(("name", "num_requests"), list(zip(CONFIGS, (1000, 1000, 300, 300, 300), strict=True)))
+@pytest.mark.parametrize(
+    ("name", "num_requests"),
+    [
+        thorough("full", 1000),
+        ("window", 1000),
+        thorough("windows only", 300),
+        ("recurrent", 300),
+        thorough("few rows", 300),
+    ],
+)
 def test_every_finished_request_is_token_exact(name: str, num_requests: int) -> None:
     rng = random.Random(name)
     config = SchedulerConfig(

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from thorough import thorough
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -50,7 +51,7 @@ def llama():
     return model
 
 
-@pytest.fixture(scope="module", params=[bart, llama])
+@pytest.fixture(scope="module", params=[thorough(bart), llama])
 def checkpoint(request, tmp_path_factory):
     """An eager model, and its folder with a tokenizer."""
     model = request.param().eval()

@@ -96,6 +96,7 @@ def of_threads(model, calls, max_new_tokens):
     return at_once(lambda call: model.generate(**call, max_new_tokens=max_new_tokens), calls)
 
 
+@pytest.mark.thorough
 def test_calls_of_many_threads_share_steps_and_pages(served):
     name, model = served
     calls = [{**call, "tgt_lang": lang} for call, lang in zip(inputs(name), LANGUAGES, strict=True)]

@@ -83,7 +83,7 @@ def request(source, length=NEW, **config):
     return EngineRequest.of([START], generation, None, vocab_size=VOCAB_SIZE, seed=0, source_ids=source)
 
 
-@pytest.mark.parametrize("model_type", except_for(["bart", "t5"], CONFIGS))
+@pytest.mark.parametrize("model_type", except_for(["t5"], CONFIGS))
 def test_batched_requests_have_the_tokens_of_single_ones(model_type):
     """Inputs of many lengths side by side, some aborted, and too few pages for all."""
     runtime = to_jax(tiny(model_type))._jax_runtime
@@ -246,6 +246,7 @@ def test_encoder_inputs_take_half_of_the_memory_by_default():
         engine.close()
 
 
+@pytest.mark.thorough
 def test_rows_of_a_class_generate_run_on_the_engine():
     class Second(type(tiny("bart"))):
         def generate(self, *args, **kwargs):

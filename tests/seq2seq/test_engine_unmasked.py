@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from steps_taken import steps_taken
-from thorough import except_for
+from thorough import except_for, pairs
 from transformers import GenerationConfig
 from transformers.models.fsmt import modeling_fsmt
 
@@ -24,6 +24,12 @@ FORWARD = inspect.signature(modeling_fsmt.SinusoidalPositionalEmbedding.forward)
 COUNTS = bool({"past_key_values_length", "cache_length"} & set(FORWARD.parameters))
 """Whether FSMT knows how many tokens its cache has, as it does not on transformers 5.17."""
 CLASSES = {"fsmt": "FSMTForConditionalGeneration", "led": "LEDForConditionalGeneration"}
+CALLS = [
+    {},
+    {"decoder_input_ids": torch.tensor([[2, 7, 30, 11]])},
+    {"num_beams": 3},
+    {"min_new_tokens": 30, "max_new_tokens": 30},
+]
 ON_ENGINE = [model_type for model_type in CLASSES if model_type != "fsmt" or COUNTS]
 OVERRIDES = {"fsmt": {}, "led": {"attention_window": [8, 8]}}
 LENGTHS = (5, 13, 40, 2, 31, 9)
@@ -54,16 +60,7 @@ def alone(model_type, source, **options):
     return eager(model_type).generate(source, attention_mask=mask, **{"max_new_tokens": NEW, **options})
 
 
-@pytest.mark.parametrize("model_type", CLASSES)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"decoder_input_ids": torch.tensor([[2, 7, 30, 11]])},
-        {"num_beams": 3},
-        {"min_new_tokens": 30, "max_new_tokens": 30},
-    ],
-)
+@pytest.mark.parametrize(("model_type", "options"), pairs(CLASSES, CALLS, one_in=2))
 def test_generate_matches_a_growing_cache(model_type, options):
     served = to_jax(copy.deepcopy(eager(model_type)))
     for source in sources()[:2]:
@@ -99,7 +96,8 @@ def test_batched_requests_have_the_tokens_of_single_ones(model_type):
         assert steps_taken(served) == before
 
 
-@pytest.mark.parametrize("model_type", except_for(["led"], ON_ENGINE))
+@pytest.mark.thorough
+@pytest.mark.parametrize("model_type", ON_ENGINE)
 def test_preempted_requests_are_recomputed(model_type):
     long = 30
     runtime = to_jax(copy.deepcopy(eager(model_type)))._jax_runtime

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from steps_taken import steps_taken
+from thorough import thorough
 from threads import at_once
 from tiny_whisper import VOCAB_SIZE, WIDTH, tiny_whisper
 from transformers import LogitsProcessorList, SuppressTokensLogitsProcessor
@@ -92,9 +93,9 @@ def test_generate_runs_on_the_engine(served, options):
     "options",
     [
         {"num_beams": 2},
-        {"max_time": 100.0},
-        {"return_dict_in_generate": True, "output_scores": True},
-        {"logits_processor": LogitsProcessorList([transformers.TopKLogitsWarper(50)])},
+        thorough({"max_time": 100.0}),
+        thorough({"return_dict_in_generate": True, "output_scores": True}),
+        thorough({"logits_processor": LogitsProcessorList([transformers.TopKLogitsWarper(50)])}),
         {"max_new_tokens": 6, "temperature": (0.0,), "logprob_threshold": -100.0, "return_timestamps": True},
     ],
 )

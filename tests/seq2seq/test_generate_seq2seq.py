@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 from cache_name import CACHE
+from thorough import pairs
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from weights import draw_matrices
 
@@ -52,7 +53,10 @@ def inputs(lengths=(11, 7)):
     return {"input_ids": ids * mask, "attention_mask": mask}
 
 
-@pytest.fixture(scope="module", params=["bart", "t5"])
+MODELS = ("bart", "t5")
+
+
+@pytest.fixture(scope="module", params=MODELS)
 def pair(request):
     eager = tiny(request.param)
     return eager, to_jax(copy.deepcopy(eager))
@@ -69,10 +73,10 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_tokens_match_transformers(pair, options):
+@pytest.mark.parametrize(("pair", "name"), pairs(MODELS, OPTIONS, one_in=2), indirect=["pair"])
+def test_tokens_match_transformers(pair, name):
     eager, ours = pair
-    options = {"max_new_tokens": 10, "do_sample": False, **options}
+    options = {"max_new_tokens": 10, "do_sample": False, **OPTIONS[name]}
     assert torch.equal(ours.generate(**inputs(), **options), eager.generate(**inputs(), **options))
 
 

@@ -1,5 +1,6 @@
 """TLS with certificates that are replaced, Unix sockets, and systemd's notifications."""
 
+import asyncio
 import os
 import shutil
 import socket
@@ -60,6 +61,28 @@ def test_certificates_are_replaced_while_a_stream_goes_on(start_server, tmp_path
     while name_of_server(secure.address) == first:
         assert time.monotonic() < end
         time.sleep(0.1)
+
+
+@pytest.mark.parametrize("num_rounds", range(4))
+def test_a_connection_that_comes_with_a_new_certificate_is_answered(num_rounds, tmp_path):
+    """`num_rounds` of the event loop lie between the connection and the replacement."""
+    cert, key = certificate(tmp_path, "server")
+
+    async def shake_hands():
+        listener = listening.HttpListener(None, ServerOptions(port=0, tls_certificate=cert, tls_key=key))
+        await listener.start()
+        (address,) = listener.addresses
+        with socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2]))) as client:
+            for _ in range(num_rounds):
+                await asyncio.sleep(0)
+            await listener.start()
+            context = ssl.create_default_context(cafile=str(cert))
+            client.settimeout(5)
+            secure = await asyncio.to_thread(context.wrap_socket, client, server_hostname="127.0.0.1")
+            secure.close()
+        listener.close()
+
+    asyncio.run(shake_hands())
 
 
 def test_clients_need_a_certificate_if_it_is_asked_for(start_server, tmp_path):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import httpx
+import pytest
 
 from model_adapters.loading.model_source import EMBEDDED
 
@@ -58,6 +59,7 @@ def answers(folder, how):
             process.stderr.read()
 
 
+@pytest.mark.thorough
 def test_the_second_start_needs_no_torch(tmp_path):
     folder = shutil.copytree(EMBEDDED, tmp_path / "model")
     first = answers(folder, "")

@@ -7,28 +7,29 @@ import pytest
 from thorough import except_for, thorough
 
 # Every family with a table, a type with a plan of its own (olmo2), one with neither (bloom); sizes divide nowhere.
-MESHES = {
-    "llama": "1x2,1x4,1x8,2x4",
-    "qwen2": "1x4",
-    "qwen3": "1x4,2x2",
-    "gemma3": "1x4",
-    "gpt2": "1x2,1x8",
-    "phi3": "1x8",
-    "gpt_neox": "1x8",
-    "opt": "1x4",
-    "mixtral": "1x4,1x2x4,2x2x2",
-    "gpt_oss": "1x2x2",
-    "deepseek_v3": "1x2x2",
-    "mamba": "1x4",
-    "olmo2": "1x4,1x8",
-    "bloom": "1x4,1x8",
-}
+MESHES = [
+    ("llama", "1x8,2x4"),
+    thorough("llama", "1x2,1x4"),
+    thorough("qwen2", "1x4"),
+    thorough("qwen3", "1x4,2x2"),
+    thorough("gemma3", "1x4"),
+    thorough("gpt2", "1x2,1x8"),
+    thorough("phi3", "1x8"),
+    thorough("gpt_neox", "1x8"),
+    thorough("opt", "1x4"),
+    thorough("mixtral", "1x4,1x2x4,2x2x2"),
+    thorough("gpt_oss", "1x2x2"),
+    thorough("deepseek_v3", "1x2x2"),
+    thorough("mamba", "1x4"),
+    thorough("olmo2", "1x4,1x8"),
+    thorough("bloom", "1x4,1x8"),
+]
 
 
-@pytest.mark.parametrize("family", except_for(["llama", "mixtral", "mamba"], MESHES))
-def test_tokens_are_those_of_one_device(on_eight, family):
-    lines = on_eight("tokens", family, MESHES[family])
-    assert [line.split()[3] for line in lines] == MESHES[family].split(",")
+@pytest.mark.parametrize(("family", "meshes"), MESHES)
+def test_tokens_are_those_of_one_device(on_eight, family, meshes):
+    lines = on_eight("tokens", family, meshes)
+    assert [line.split()[3] for line in lines] == meshes.split(",")
 
 
 # The encoder of Gemma 3 here has four heads, and its language model two of keys, which a mesh of four repeats.
@@ -50,7 +51,8 @@ def test_pages_go_to_the_host_and_back_wherever_heads_are(on_eight):
 
 
 @pytest.mark.parametrize(
-    ("family", "meshes"), [("llama", "1x2,1x8,2x2"), thorough("phi3", "1x4"), thorough("gpt2", "1x2")]
+    ("family", "meshes"),
+    [("llama", "2x2"), thorough("llama", "1x2,1x8"), thorough("phi3", "1x4"), thorough("gpt2", "1x2")],
 )
 def test_adapters_lie_as_their_weights_and_give_the_same_tokens(on_eight, family, meshes):
     lines = on_eight("adapters", family, meshes)
@@ -60,9 +62,9 @@ def test_adapters_lie_as_their_weights_and_give_the_same_tokens(on_eight, family
 @pytest.mark.parametrize(
     ("family", "meshes", "rules"),
     [
-        ("llama", "1x2,1x8,2x2", {"weight_qtype": "int8"}),
+        thorough("llama", "1x2,1x8,2x2", {"weight_qtype": "int8"}),
         ("llama", "1x4", {"weight_qtype": "int4", "tile_size": 2, "module_path": ".*(q_proj|up_proj|lm_head)"}),
-        ("gpt2", "1x2", "w8a8"),
+        thorough("gpt2", "1x2", "w8a8"),
         thorough("qwen3_moe", "1x2,1x2x2", {"weight_qtype": "int8"}),
     ],
 )
@@ -72,11 +74,14 @@ def test_quantized_weights_lie_with_their_scales_and_give_the_same_tokens(on_eig
     assert all(int(line.split()[5]) > 0 for line in lines)
 
 
-@pytest.mark.parametrize("method", ["ngram", thorough("draft_model")])
-def test_drafts_are_verified_on_meshes_and_replicas(on_eight, method):
+@pytest.mark.parametrize(
+    ("method", "meshes"),
+    [("ngram", "2x2"), thorough("ngram", "1x2,1x8"), thorough("draft_model", "1x2,1x8,2x2")],
+)
+def test_drafts_are_verified_on_meshes_and_replicas(on_eight, method, meshes):
     """Heads that the mesh divides, and heads that every device has whole."""
-    lines = on_eight("speculative", "qwen3", "1x2,1x8,2x2", method)
-    assert [line.split()[3] for line in lines] == ["1x2", "1x8", "2x2"]
+    lines = on_eight("speculative", "qwen3", meshes, method)
+    assert [line.split()[3] for line in lines] == meshes.split(",")
     assert all(int(line.split()[5]) > 0 for line in lines)
 
 

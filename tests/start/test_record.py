@@ -115,6 +115,7 @@ def test_other_arguments_have_another_record(start_folder, checkpoint):
     assert StartFolder(checkpoint, {**ARGUMENTS, "dtype": "float32"}).read() is None
 
 
+@pytest.mark.thorough
 def test_weights_too_large_for_the_cache_are_not_kept(start_folder, monkeypatch):
     monkeypatch.setattr(EVICTOR, "max_bytes", 1000)
     assert start_folder.write_weights(*file_of({"w": jnp.zeros(200)})) is None

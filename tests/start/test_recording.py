@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from thorough import thorough
 
 from model_adapters.loading.model_source import EMBEDDED, parse_name
 from model_adapters.loading.save_quantized import save_quantized
@@ -58,7 +59,7 @@ def recorded_start(path, **loading):
     return recorded, expected, said
 
 
-@pytest.mark.parametrize("make", [quantized_folder, gguf_file])
+@pytest.mark.parametrize("make", [thorough(quantized_folder), gguf_file])
 def test_a_quantized_checkpoint(make, tmp_path):
     recorded, expected, (quantization, generation_config) = recorded_start(make(tmp_path))
     with recorded:

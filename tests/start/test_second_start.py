@@ -126,11 +126,13 @@ for quantization in (None, "int4"):
 )
 
 
+@pytest.mark.thorough
 def test_each_of_two_models_of_a_process_is_recorded(folder):
     first = output_of(TWO, str(folder), "")
     assert output_of(TWO, str(folder), "refused") == first
 
 
+@pytest.mark.thorough
 def test_run_imports_neither_torch_nor_transformers(folder):
     arguments = "run", str(folder), "-p", "What is 3 plus 4?", "--max-new-tokens", "8"
     first = output_of(RUN, "", *arguments)

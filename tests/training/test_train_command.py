@@ -70,6 +70,7 @@ def test_an_adapter_is_trained_drawn_and_run(folder, data, tmp_path):
     assert plain.stdout != answer.stdout
 
 
+@pytest.mark.thorough
 def test_a_killed_run_goes_on_and_stops_at_an_interrupt(folder, data, tmp_path, monkeypatch):
     """It is killed in a process of its own, and goes on in this one."""
     out = tmp_path / "out"

@@ -50,7 +50,7 @@ class Answer:
         self.prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
         self.finish_reason: FinishReason | None = None
         self.on_tokens: Callable[[int], None] | None = None
-        self.submitted_s = time.monotonic()
+        self.submitted_s = handle.submitted_s
         self.first_s: float | None = None
         self.last_s: float | None = None
         self.previous_s: float | None = None

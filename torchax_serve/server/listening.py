@@ -22,6 +22,10 @@ _SYSTEMD_FIRST_FD = 3
 BACKLOG = 2048
 
 
+ACCEPTED_WITHIN_S = 5.0
+"""Seconds within which an accepted connection has a transport."""
+
+
 class HttpListener:
     """Listens on the addresses of the options and runs an application on every connection.
 
@@ -49,6 +53,7 @@ class HttpListener:
         self._config.load()
         self._counts = ConnectionCounts()
         self._servers: list[asyncio.Server] = []
+        self._replaced: list[asyncio.Server] = []  # by later calls of `start`
         self._tls = _tls_context(options)
         self._tls_stamps = _stamps(options)
         self._sockets = open_sockets(options)
@@ -78,8 +83,13 @@ class HttpListener:
             await loop.create_server(make, sock=each.dup(), ssl=self._tls, backlog=BACKLOG) for each in self._sockets
         ]
         before, self._servers = self._servers, started
+        self._replaced = [server for server in self._replaced if server.is_serving()] + before
         for server in before:
-            server.close()
+            # It accepts no more, and is closed when those that it has accepted have their transport: asyncio makes that
+            # in a task, which fails on a closed server and leaves the client waiting.
+            for each in server.sockets:
+                loop.remove_reader(each)
+            loop.call_later(ACCEPTED_WITHIN_S, server.close)
 
     async def reload_tls(self) -> bool:
         """Reads certificate, key and clients' CA again if one of their files has changed.
@@ -102,7 +112,7 @@ class HttpListener:
 
     def close(self) -> None:
         """Accepts no more connections, and closes those without a request."""
-        for server in self._servers:
+        for server in (*self._servers, *self._replaced):
             server.close()
         for each in self._sockets:
             each.close()

@@ -26,7 +26,8 @@ def test_tokens_on_two_devices_are_those_on_one(make, options, num_dense, tmp_pa
     check(folder, 14 - num_dense, makes_dense=num_dense > 0)
 
 
-@pytest.mark.parametrize("axis", ["model", thorough("expert")])
+@pytest.mark.thorough
+@pytest.mark.parametrize("axis", ["model", "expert"])
 def test_experts_stay_quantized_on_each_device(axis, tmp_path):
     folder, _ = mxfp4_folder(tmp_path / "model", tiny_gpt_oss())
     check(folder, 4, axis)
