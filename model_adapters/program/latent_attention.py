@@ -42,7 +42,7 @@ def _expand(self: Any, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torc
     dense: KVWrite | None = getattr(kv_nope, "cache_write", None)
     if paged is not None and k_rot is paged.values:
         up_keys, up_values = _up_projections(self)
-        keys.latent_write = LatentWrite(paged, kv_nope, k_rot, values, up_keys, up_values)  # type: ignore[attr-defined]
+        keys.latent_write = LatentWrite(paged, kv_nope, k_rot, values, up_keys, up_values)
     elif dense is not None and dense.pool_before is None and k_rot is dense.values_out:
         dense.layer.keeps_latents = True
     return keys, values
