@@ -23,7 +23,7 @@ from transformers.masking_utils import sdpa_mask
 from model_adapters.bridge.views import as_views, jax_view, torch_view
 from model_adapters.caches.layers import KVWrite
 from model_adapters.caches.packed_batch import NotPackableError
-from model_adapters.caches.paged_cache import PagedWrite, attend_paged
+from model_adapters.caches.paged_cache import LatentWrite, PagedWrite, attend_latents, attend_paged
 from model_adapters.lowerings import constant_folding
 from model_adapters.ops import decode_attention, dense_attention
 from model_adapters.ops.attention_args import AttentionArgs
@@ -186,13 +186,11 @@ def torchax_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     attention_mask = getattr(attention_mask, "visible", attention_mask)
     causal_mask: CausalMask | None = getattr(attention_mask, "causal_mask", None)
-    paged: PagedWrite | None = getattr(key, "paged_write", None)
-    if paged is not None:
-        is_changed = position_bias is not None or value is not paged.values
-        if causal_mask is None or causal_mask.starts is not None or is_changed:
-            raise NotPackableError("attention with a mask that is more than causal, or over changed values")
+    if hasattr(key, "latent_write") or hasattr(key, "paged_write"):
+        if causal_mask is None or causal_mask.starts is not None or position_bias is not None:
+            raise NotPackableError("attention with a mask that is more than causal")
         features: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": s_aux, "alibi": alibi_slopes}
-        return attend_paged(query, key, paged, causal_mask.window, **features), None
+        return _on_pages(query, key, value, causal_mask.window, features), None
     alibi = None if alibi_slopes is None else jax_view(alibi_slopes).astype(jnp.float32)
     sinks = None if s_aux is None else jax_view(s_aux)
     write: KVWrite | None = getattr(key, "cache_write", None)
@@ -215,6 +213,19 @@ def torchax_attention(
             q = jnp.broadcast_to(q, (keys.shape[0], *q.shape[1:]))
         out = dense_attention(q, keys, values, mask, AttentionArgs(scale, None, softcap, sinks), causal=causal)
     return torch_view(jnp.swapaxes(out, 1, 2)), None
+
+
+def _on_pages(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None, features: dict[str, Any]
+) -> torch.Tensor:
+    """Runs attention of a packed step on the pages that `key` is to be written to, or the latents that it is of."""
+    latent: LatentWrite | None = getattr(key, "latent_write", None)
+    write: LatentWrite | PagedWrite = key.paged_write if latent is None else latent  # type: ignore[attr-defined]
+    if value is not write.values:
+        raise NotPackableError("attention over changed values")
+    if isinstance(write, LatentWrite):
+        return attend_latents(query, write, window, **features)
+    return attend_paged(query, key, write, window, **features)
 
 
 def _dense_mask(

@@ -53,6 +53,7 @@ class AttentionLayer(CacheLayerMixin):
         self.capacity = capacity
         self.window = window
         self.k_dim = 0
+        self.keeps_latents = False  # whether model code makes keys and values of several heads of what is stored
         self.pool: Any = None
         self.offset: Any = None
         self.right_align_len: int | None = None  # number of new tokens, in a right-aligned forward

@@ -11,6 +11,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
@@ -24,6 +25,7 @@ from model_adapters.caches.packed_batch import (
     pages_of,
     with_pages,
 )
+from model_adapters.ops.grouped_matmul import by_head
 
 
 @dataclasses.dataclass
@@ -35,6 +37,27 @@ class PagedWrite:
 
     layer: PagedLayer
     values: torch.Tensor  # [1, kv_heads, T, v_dim]
+
+
+@dataclasses.dataclass
+class LatentWrite:
+    """A pending write of latents, attached to the keys that model code has made of them.
+
+    Attributes:
+        write: Of the latents.
+        latents: [1, 1, T, latent dim].
+        rotated: [1, 1, T, rope dim], the part of a key that all heads share, its last columns.
+        values: The values that were made with the keys.
+        up_keys: [heads, dim, latent dim], the first columns of a key from a latent.
+        up_values: [heads, v_dim, latent dim], a value from a latent.
+    """
+
+    write: PagedWrite
+    latents: torch.Tensor
+    rotated: torch.Tensor
+    values: torch.Tensor
+    up_keys: jax.Array
+    up_values: jax.Array
 
 
 class PagedLayer(CacheLayerMixin):
@@ -163,3 +186,18 @@ def attend_paged(
             features["sees_until"] = torch_view(media.sees_until)
         out, layer.pages = op(q, k, v, layer.pages, table, lens, starts, sinks, **features)
     return out[None]
+
+
+def attend_latents(query: torch.Tensor, latent: LatentWrite, window: int | None, **features: Any) -> torch.Tensor:
+    """Runs the op on latents for `query` [1, heads, T, dim]; returns [1, T, heads, v_dim].
+
+    Queries are multiplied with what would make keys, the op's result with what would make values.
+    """
+    dim = latent.up_keys.shape[1]
+    q = jax_view(query)[0]  # [heads, T, dim + rope dim]
+    absorbed = by_head(q[..., :dim], jnp.swapaxes(latent.up_keys, 1, 2))
+    absorbed = torch_view(jnp.concatenate([absorbed, q[..., dim:]], axis=-1)[None])
+    key = torch.cat((latent.latents, latent.rotated), dim=-1)
+    out = attend_paged(absorbed, key, PagedWrite(latent.write.layer, latent.latents), window, **features)
+    heads = jnp.swapaxes(jax_view(out)[0], 0, 1)
+    return torch_view(jnp.swapaxes(by_head(heads, latent.up_values), 0, 1)[None])

@@ -48,6 +48,19 @@ def grouped_matmul(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, l
     return out
 
 
+def by_head(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """Returns ``x[heads, T, K]`` times each head's ``weight[heads, N, K]``: ``[heads, T, N]``, sums in float32."""
+    if registry.platform() == "cpu" and spmd.mesh_in_use() is None:  # the kernel gives a row the same for any others
+        num_heads, num_rows, num_in = x.shape
+        sizes = jnp.full(num_heads, num_rows, jnp.int32)
+        out = grouped_matmul(x.reshape(-1, num_in), weight, sizes, layout="enk")
+        return out.reshape(num_heads, num_rows, -1)
+    sums = jnp.einsum(
+        "htk,hnk->htn", x, weight, precision=precision(x.dtype), preferred_element_type=accumulator(x.dtype)
+    )
+    return sums.astype(x.dtype)
+
+
 @registry.define(OP, "runs of rows times one weight matrix each (experts)")
 def reference(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, layout: Layout) -> jax.Array:
     """Computes XLA's ragged product; on CPU that is a masked dense product with every group."""

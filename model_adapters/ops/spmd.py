@@ -167,8 +167,9 @@ def shard_by_heads(
 ) -> None:
     """Registers an implementation of attention `op` that runs it on each device's heads.
 
-    The partitioner cannot look into a kernel, and for some platforms it does not even copy one to all devices. Where
-    heads do not divide, every device computes all of them.
+    The partitioner cannot look into a kernel, and for some platforms it does not even copy one to all devices. One
+    head of keys and values is on every device, for its query heads. Where heads do not divide else, every device
+    computes all of them.
 
     Args:
         op: Name of the op.
@@ -184,10 +185,16 @@ def shard_by_heads(
         if token_mesh is not None:
             args = (*(by_token(array, token_mesh) for array in args[:3]), *args[3:])
         with_paths, structure = jax.tree_util.tree_flatten_with_path(args)
-        in_specs, results_specs = tuple(_spec_of(names, path, array) for path, array in with_paths), out_specs
-        if not divides_heads(args[0].shape[1], args[1].shape[1], mesh):
+        heads, kv_heads, num_rows = args[0].shape[1], args[1].shape[1], args[0].shape[0]
+        shares_keys = kv_heads == 1 and divides_heads(heads, heads, mesh)  # of one head, which every device has
+        in_specs, results_specs = (
+            tuple(_spec_of(names, path, array, shares_keys) for path, array in with_paths),
+            out_specs,
+        )
+        if shares_keys and "pool" in names:
+            results_specs = (BY_AXIS_1, REPLICATED)
+        elif not shares_keys and not divides_heads(heads, kv_heads, mesh):
             in_specs, results_specs = (REPLICATED,) * len(in_specs), REPLICATED
-        num_rows = args[0].shape[0]
         if divides_rows and row_axis(num_rows, mesh) is not None:
             in_specs = tuple(
                 _by_row(spec) if array.ndim == 4 and array.shape[0] == num_rows else spec
@@ -218,11 +225,13 @@ def _product_unsupported_reason(*args: Any, **kwargs: Any) -> str | None:
     return "no mesh" if mesh_in_use() is None else None
 
 
-def _spec_of(names: tuple[str, ...], path: tuple[Any, ...], array: jax.Array) -> PartitionSpec:
+def _spec_of(names: tuple[str, ...], path: tuple[Any, ...], array: jax.Array, shares_keys: bool) -> PartitionSpec:
     """Returns how the array at `path` of the arguments is divided, by name or field."""
     index = path[0].idx
     name = names[index] if index < len(names) else path[1].name
     if name == "mask" and array.shape[1] == 1:  # one mask for all heads
+        return REPLICATED
+    if shares_keys and name in ("k", "v", "pool", "kv_scales"):
         return REPLICATED
     return _SPECS[name]
 

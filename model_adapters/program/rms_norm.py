@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from model_adapters.bridge.views import is_view, jax_view, torch_view
 from model_adapters.ops import registry
 from model_adapters.ops.rms_norm import OP, rms_norm
-from model_adapters.program.trace_context import replaced_methods
+from model_adapters.program.trace_context import replaced_methods, same_code
 
 
 def intercepted(module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
@@ -32,26 +32,11 @@ def intercepted(module: torch.nn.Module) -> contextlib.AbstractContextManager[No
 
 
 def _replacement(kind: type[torch.nn.Module]) -> Callable[..., Any] | None:
-    if _same_code(kind, LlamaRMSNorm, "forward"):
+    if same_code(kind, LlamaRMSNorm, "forward"):
         return _as_llama
-    if _same_code(kind, GemmaRMSNorm, "forward") and _same_code(kind, GemmaRMSNorm, "_norm"):
+    if same_code(kind, GemmaRMSNorm, "forward") and same_code(kind, GemmaRMSNorm, "_norm"):
         return _as_gemma
     return None
-
-
-def _same_code(kind: type, other: type, method: str) -> bool:
-    return _code(kind, method) == _code(other, method) is not None
-
-
-def _code(kind: type, method: str) -> tuple[Any, ...] | None:
-    """Returns the bytecode, names and constants of a method, which determine its result.
-
-    None if there is no such method. The values of its global names are not compared, and the docstring is ignored.
-    """
-    code = getattr(getattr(kind, method, None), "__code__", None)
-    if code is None:
-        return None
-    return code.co_code, code.co_names, tuple(const for const in code.co_consts if not isinstance(const, str))
 
 
 def _as_llama(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:

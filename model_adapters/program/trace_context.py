@@ -109,3 +109,19 @@ def replaced_methods(replacements: Iterable[tuple[torch.nn.Module, str, Callable
             vars(module).pop(method, None)
             if before is not None:
                 vars(module)[method] = before
+
+
+def same_code(kind: type, other: type, method: str) -> bool:
+    """Tells whether two classes have a method of the same code, to the last instruction."""
+    return _code(kind, method) == _code(other, method) is not None
+
+
+def _code(kind: type, method: str) -> tuple[Any, ...] | None:
+    """Returns the bytecode, names and constants of a method, which determine its result.
+
+    None if there is no such method. The values of its global names are not compared, and the docstring is ignored.
+    """
+    code = getattr(getattr(kind, method, None), "__code__", None)
+    if code is None:
+        return None
+    return code.co_code, code.co_names, tuple(const for const in code.co_consts if not isinstance(const, str))

@@ -23,6 +23,8 @@ ARCHITECTURES = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "mamba": {"state_size": 8},
 }
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
+MORE = {"youtu": {**LATENT, "num_key_value_heads": 4}}  # latent attention, without experts
 
 
 @functools.cache
@@ -36,7 +38,7 @@ def _shared(model_type: str, dtype: torch.dtype) -> transformers.PreTrainedModel
         "num_key_value_heads": 2,
         "max_position_embeddings": 128,
     }
-    config = transformers.AutoConfig.for_model(model_type, **{**common, **ARCHITECTURES[model_type]})
+    config = transformers.AutoConfig.for_model(model_type, **{**common, **(ARCHITECTURES | MORE)[model_type]})
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager").eval()
     draw_matrices(model, std=0.2)

@@ -42,12 +42,16 @@ TARGETS = {
     "mixtral": (ATTENTION, "packed"),
     "bloom": (["query_key_value", "dense"], "per-sequence"),
     "mamba": (["in_proj"], "per-sequence"),
+    "youtu": (["q_b_proj", "kv_a_proj_with_mqa", "o_proj"], "packed"),
+    # What makes keys of latents differs by request.
+    "youtu-keys": (["kv_b_proj", "o_proj"], "per-sequence"),
 }
 
 
 @pytest.mark.parametrize("name", except_for(["qwen3", "bloom"], TARGETS))
 def test_tokens_are_those_of_peft(name, tmp_path):
     targets, executor = TARGETS[name]
+    name = name.removesuffix("-keys")
     configs = {key: {**config, "target_modules": targets} for key, config in ranks(3).items()}
     if name == "gpt2":
         configs = {key: {**config, "fan_in_fan_out": True} for key, config in configs.items()}

@@ -73,6 +73,26 @@ def llama():
         yield model
 
 
+@torch.no_grad()
+def test_latents_are_rounded_as_keys_and_as_values(monkeypatch):
+    """Latents and the rotated part have one scale as keys, latents another as values."""
+    prompt, eager = prompt_of(48, 1), tiny_model("youtu")
+    with serve(tiny_model("youtu"), engine=INT8) as model:
+        scales, found = model.engine._runner._cache._scales, logprobs_of(model, prompt)
+        assert "per-sequence" not in model.engine.description
+    exact, kind = eager_logprobs(prompt, model=eager), type(eager.model.layers[0].self_attn)
+    own = kind.expand_kv
+
+    def expand_rounded(self, latents, rotated):
+        of_keys, of_values = scales[self.layer_idx]
+        keys = (rounded(x.numpy(), of_keys, "int8") for x in (latents, rotated))
+        return own(self, *keys)[0], own(self, rounded(latents.numpy(), of_values, "int8"), rotated)[1]
+
+    monkeypatch.setattr(kind, "expand_kv", expand_rounded)
+    np.testing.assert_allclose(found, eager_logprobs(prompt, model=eager), atol=BOUND)
+    assert np.abs(found - exact).max() > 10 * BOUND
+
+
 def logprobs_of(model, prompt):
     """Of the tokens of a prompt behind the first, float[len - 1]."""
     arrivals = list(model.engine.submit(request(prompt, 1, SamplingParams(prompt_logprobs=0))))
@@ -81,10 +101,10 @@ def logprobs_of(model, prompt):
 
 
 @torch.no_grad()
-def eager_logprobs(prompt, scales=None, dtype="int8"):
+def eager_logprobs(prompt, scales=None, dtype="int8", model=None):
     cache = None if scales is None else RoundedCache(scales, dtype)
     ids = torch.tensor([prompt])
-    logits = tiny_model("llama")(ids, **{CACHE: cache}).logits[0, :-1]
+    logits = (model or tiny_model("llama"))(ids, **{CACHE: cache}).logits[0, :-1]
     return torch.log_softmax(logits, -1).gather(1, ids[0, 1:, None])[:, 0].numpy()
 
 

@@ -11,7 +11,8 @@ from ops_oracle import assert_close
 
 from model_adapters import ops
 from model_adapters.errors import InvalidArgumentError
-from model_adapters.ops import registry, use
+from model_adapters.ops import registry, spmd, use
+from model_adapters.ops.grouped_matmul import by_head
 
 RNG = np.random.default_rng(0)
 
@@ -107,3 +108,13 @@ def test_what_does_not_fit_is_refused(shapes, layout, message):
     x, weight, sizes = (jnp.zeros(shape) for shape in shapes)
     with pytest.raises(InvalidArgumentError, match=message):
         ops.grouped_matmul(x, weight, sizes.astype(jnp.int32), layout=layout)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_each_head_is_multiplied_with_its_own_matrix(dtype):
+    x, weight = inputs(15, 3, 24, 16, dtype)
+    x, turned = x.reshape(3, 5, 24), jnp.swapaxes(weight, 1, 2)
+    expected = np.einsum("htk,hkn->htn", np.asarray(x, np.float64), np.asarray(weight, np.float64))
+    assert_close(by_head(x, turned), expected)
+    with spmd.on_mesh(jax.make_mesh((1,), ("model",))):  # heads are left to the partitioner
+        assert_close(by_head(x, turned), expected)

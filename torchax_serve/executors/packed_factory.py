@@ -45,7 +45,7 @@ def packed_executor(runtime: ModelRuntime, sizes: MemoryBudget) -> ExecutorChoic
         OutOfMemoryError: the cache does not fit.
     """
     programs = runtime.steps.executables
-    described = f"{sizes.page_size} {sizes.max_model_len}"
+    described = f"{sizes.page_size} {sizes.max_model_len} {lora_form(runtime)}"
     shapes = programs.memoize("packed shapes", described, lambda: _shapes_or_reason(runtime, sizes))
     if isinstance(shapes, str):
         raise NotPackableError(shapes)
@@ -240,6 +240,8 @@ def _page_shape(layer: Any) -> PagedLayerSpec:
     if layer.pool is None:
         raise NotPackableError("a layer of the cache stays empty")
     _, num_heads, _, width = layer.pool.shape
+    if layer.keeps_latents:  # which are keys, beside the part that is rotated, and values
+        width += layer.k_dim
     if registry.platform() == "tpu":  # whose kernels and copies want whole lanes
         width += -width % TPU_LANES
     return PagedLayerSpec(num_heads, width, np.dtype(layer.pool.dtype), layer.window)
@@ -261,7 +263,7 @@ def _trace_packed(runtime: ModelRuntime, shapes: Sequence[PagedLayerSpec], sizes
         scale: Any = jax.ShapeDtypeStruct((shape.num_heads,), np.float32)
         return made if str(shape.dtype) not in LARGEST else ScaledPool(made, scale, scale)  # type: ignore[arg-type]
 
-    pools = tuple(pool(shape) for shape in shapes)
+    pools, weights = tuple(pool(shape) for shape in shapes), step_weights(runtime)
 
     def int_spec(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, np.int32)
@@ -272,7 +274,7 @@ def _trace_packed(runtime: ModelRuntime, shapes: Sequence[PagedLayerSpec], sizes
     batch = PackedBatch(int_spec(4), int_spec(4), int_spec(5), int_spec(4), int_spec(4), tables, rope_lens)  # type: ignore[arg-type]
     for is_decode in (True, False):
         layout = dataclasses.replace(plan.layout, is_decode=is_decode)
-        _shapes_of(functools.partial(forward_packed, runtime.program, layout=layout), runtime.weights, pools, batch)
+        _shapes_of(functools.partial(forward_packed, runtime.program, layout=layout), weights, pools, batch)
 
 
 def _shapes_of(function: Callable[..., Any], *args: Any) -> Any:

@@ -94,9 +94,15 @@ def _largest_of_packed(runtime: ModelRuntime, length: int) -> Callable[..., Any]
         states = runtime.cache_support.new(length).states
         _, after = runtime.program.forward(weights, states, jnp.int32(0), inputs, CallSpec())
         assert after is not None
-        return [largest_by_head(layer.pool, layer.k_dim) for layer in after]
+        return [_largest_of_layer(layer) for layer in after]
 
     return largest
+
+
+def _largest_of_layer(layer: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns `largest_by_head` of a layer, as the packed executor stores its keys and values."""
+    first, second = largest_by_head(layer.pool, layer.k_dim)
+    return (jnp.maximum(first, second), first) if layer.keeps_latents else (first, second)
 
 
 def scales_of_trial(

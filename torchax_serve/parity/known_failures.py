@@ -49,9 +49,11 @@ _QWEN4_EXP = (
     "In transformers 5.17: it keeps positions on the cache itself, in no layer of it, where a step here would not find "
     "them: refused by name."
 )
+_LATENT = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "youtu")
 
 OLDER: dict[str, dict[str, str]] = {
     "5.17.0": dict.fromkeys(("big_bird", "megatron-bert", "rembert", "roformer"), _ENCODERS_MASKS)
+    | dict.fromkeys(_LATENT, "That sweep was made before latent attention ran packed.")
     | {
         "gemma3n": "In the environment: `timm` was not installed for this sweep.",
         "mllama": "In transformers 5.23: its cross attention reads the keys of its cache, which pages do not have.",
