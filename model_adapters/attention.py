@@ -218,7 +218,7 @@ def torchax_attention(
 def _on_pages(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None, features: dict[str, Any]
 ) -> torch.Tensor:
-    """Runs attention of a packed step on the pages that `key` is to be written to, or the latents that it is of."""
+    """Runs attention of a packed step on the pages of `key`, or of its latents."""
     latent: LatentWrite | None = getattr(key, "latent_write", None)
     write: LatentWrite | PagedWrite = key.paged_write if latent is None else latent  # type: ignore[attr-defined]
     if value is not write.values:

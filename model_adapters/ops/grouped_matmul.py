@@ -49,7 +49,10 @@ def grouped_matmul(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, l
 
 
 def by_head(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """Returns ``x[heads, T, K]`` times each head's ``weight[heads, N, K]``: ``[heads, T, N]``, sums in float32."""
+    """Returns ``x[heads, T, K]`` times each head's ``weight[heads, N, K]``: ``[heads, T, N]``.
+
+    Sums are in float32.
+    """
     if registry.platform() == "cpu" and spmd.mesh_in_use() is None:  # the kernel gives a row the same for any others
         num_heads, num_rows, num_in = x.shape
         sizes = jnp.full(num_heads, num_rows, jnp.int32)

@@ -27,7 +27,7 @@ from model_adapters.program.trace_context import replaced_methods, same_code
 
 
 def intercepted(module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Makes attention with latents in `module` tell the cache and the attention op of them, inside the context."""
+    """Makes latent attention in `module` annotate its keys, inside the context."""
     return replaced_methods(
         (child, "expand_kv", _expand)
         for child in module.modules()
@@ -36,7 +36,7 @@ def intercepted(module: torch.nn.Module) -> contextlib.AbstractContextManager[No
 
 
 def _expand(self: Any, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the keys and values of all heads, annotated if what they are made of is what the cache holds."""
+    """Returns all heads' keys and values, annotated if the cache holds what they are made of."""
     keys, values = type(self).expand_kv(self, kv_nope, k_rot)
     paged: PagedWrite | None = getattr(kv_nope, "paged_write", None)
     dense: KVWrite | None = getattr(kv_nope, "cache_write", None)

@@ -71,7 +71,7 @@ def test_images_of_several_requests_in_one_batch(tiny):
 
 
 def test_images_in_forwards_per_request():
-    tiny = Tiny("kimi_k25").start()
+    tiny = Tiny("lfm3_vl").start()
     with tiny.served:
         assert "per-sequence" in tiny.served.engine.description
         check_batch(tiny)

@@ -136,7 +136,7 @@ class ComponentRuntime:
             self._change_structure(before)
 
     def _change_structure(self, before: tuple[Structure, _Kinds]) -> None:
-        """Stores the programs of a structure and kinds of weights; restores or makes those of the present ones."""
+        """Stores the programs of a structure and restores or makes those of the present one."""
         now = self.watch.structure, _kinds(self.weights)
         if before == now:  # new attention processors like those of before
             return
