@@ -1,5 +1,6 @@
 """Replicas on a Ray cluster of this machine; collected only where the folder is named, since Ray is an extra."""
 
+import os
 import warnings
 from pathlib import Path
 
@@ -16,6 +17,7 @@ def pytest_ignore_collect(config):
 @pytest.fixture(scope="module")
 def cluster(request):
     """Ray Serve on a cluster for the tests of one file, which says its ``PORT``."""
+    os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")  # the proxy of a busy machine starts slowly
     with warnings.catch_warnings():  # of Ray, about its own dependencies
         warnings.simplefilter("ignore")
         import ray
