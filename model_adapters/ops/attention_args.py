@@ -85,7 +85,7 @@ class AttentionArgs:
         return slice(begin, begin + value_dim)
 
     def written_values(self, v: jax.Array) -> jax.Array:
-        """Returns what is written behind new keys: ``v[..., H, Dv]``, or no column of it if keys have them."""
+        """Returns what is written behind keys: ``v[..., H, Dv]``, or none of its columns."""
         return v if self.value_begin is None else v[..., :0]
 
 

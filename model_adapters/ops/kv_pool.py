@@ -91,7 +91,7 @@ def check_arrays(
 
 
 def checked_args(op: str, args: AttentionArgs, query_heads: int, num_seqs: int, num_tokens: int) -> AttentionArgs:
-    """Returns `args` with `prefix_lens` and `sees_until` as int32, and the scales that values are stored with.
+    """Returns `args` with arrays of integers as int32, and the scales of values as stored.
 
     Raises:
         InvalidArgumentError: an array of another shape, a window or soft cap that is not positive, or a soft cap

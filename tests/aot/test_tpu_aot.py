@@ -23,7 +23,6 @@ DECODE = (
     Shape(heads=2, group=4, dim=128, pool_dtype="float8_e4m3fn", page=32, sinks=True),
     Shape(heads=4, group=7, dim=64, pool_dtype="float8_e4m3fn", options={"window": 512}),
     Shape(**LATENTS, group=128),
-    Shape(**LATENTS, group=32, pool_dtype="int8"),
 )
 RAGGED = (
     Shape(),
@@ -33,7 +32,6 @@ RAGGED = (
     Shape(heads=4, group=2, dim=256, images=True, options={"window": 1024}),
     Shape(heads=2, group=4, pool_dtype="int8", page=32),
     Shape(heads=2, group=4, pool_dtype="float8_e4m3fn", page=32),
-    Shape(**LATENTS, group=128),
     Shape(**LATENTS, group=32, pool_dtype="int8"),
 )
 
