@@ -56,7 +56,7 @@ def packed_executor(runtime: ModelRuntime, sizes: MemoryBudget) -> ExecutorChoic
         dtype = dtype_of(sizes.kv_cache_dtype)
         shapes, scales = _in_8_bits(runtime, shapes, sizes, dtype), calibrate_scales(runtime, dtype)
 
-    draft = _draft(runtime, sizes)
+    draft = draft_of(runtime, sizes)
     shapes, head = (*shapes, *_head_shapes(runtime, shapes, draft)), draft if isinstance(draft, DraftHead) else None
 
     def temporary() -> int:
@@ -135,7 +135,7 @@ def _model(
     )
 
 
-def _draft(runtime: ModelRuntime, sizes: MemoryBudget) -> DraftModel | DraftHead | None:
+def draft_of(runtime: ModelRuntime, sizes: MemoryBudget) -> DraftModel | DraftHead | None:
     """Returns the model or head that drafts; None if the options have none.
 
     Raises:

@@ -30,19 +30,23 @@ from torchax_serve.executors.base import (
     abstract_ints,
     refuse_encoder_input,
 )
+from torchax_serve.executors.draft_model import DraftModel
 from torchax_serve.executors.encoder_inputs import EncoderInputs
 from torchax_serve.executors.media_slots import MediaSlots
 from torchax_serve.executors.per_sequence_batching import ProgramCall, StepInputs, StepSplitter
 from torchax_serve.executors.per_sequence_buckets import PerSequenceBuckets, PerSequenceSpec
+from torchax_serve.executors.per_sequence_drafts import SequenceDrafts
 from torchax_serve.executors.per_sequence_forward import SequenceForward
+from torchax_serve.executors.per_sequence_rows import extend_rows
 from torchax_serve.executors.request_input import MediaInput, RequestInput
 from torchax_serve.executors.slot_adapters import SlotAdapters
 from torchax_serve.executors.step_inputs import SAMPLED_ON_DEVICE
+from torchax_serve.executors.verified_tokens import VerifiedTokens
 from torchax_serve.kv_cache.cache_layout import UNBOUNDED, CacheLayout, Leaves, SlotStates
 from torchax_serve.kv_cache.slot_states import PagedCacheWithStates, gather, scatter
 from torchax_serve.sampling.sampler import Sampler
 from torchax_serve.sampling.types import Logprobs
-from torchax_serve.scheduler import PlanRow, StepPlan
+from torchax_serve.scheduler import PlanRow, SpeculativeConfig, StepPlan
 
 
 class PerSequenceExecutor:
@@ -65,6 +69,8 @@ class PerSequenceExecutor:
         block_len: Maximum number of tokens of one forward; a longer chunk, which is exact, takes several.
         sources: Encoder inputs by slot; None for a model without an encoder.
         lora: Form of the adapters' matrices among the weights; empty: there are none.
+        speculative: Options of speculation; None: no step verifies drafts.
+        draft: Model that drafts; None: drafts are looked up.
     """
 
     FUNCTION = "per_sequence"  # name of the steps, by which other hosts find them
@@ -85,6 +91,8 @@ class PerSequenceExecutor:
         block_len: int = UNBOUNDED,
         sources: EncoderInputs | None = None,
         lora: str = "",
+        speculative: SpeculativeConfig | None = None,
+        draft: DraftModel | None = None,
     ) -> None:
         self._forward, self._weights, self.cache, self._layout = forward, weights, cache, layout
         self._num_slots, self.sources = num_slots, sources
@@ -111,19 +119,24 @@ class PerSequenceExecutor:
         self._jobs = StepSplitter(self.shapes, num_slots, sources, self._media)
         self._compiles_ahead = programs.background is not None
         facts = forward.program
-        self._step = CachedFunction(
-            programs,
-            self.FUNCTION,
-            self._run,
-            donate=["pools", "states"],
-            facts=facts.trace_facts,
-            recall=facts.restore_facts,
-        )
+        compiled = partial(CachedFunction, programs, facts=facts.trace_facts, recall=facts.restore_facts)
+        self._step = compiled(self.FUNCTION, self._run, donate=["pools", "states"])
+        self._drafts: SequenceDrafts | None = None
+        if speculative is not None:
+            self._drafts = SequenceDrafts(
+                speculative,
+                *(forward, layout, block_len, weights, cache, programs, compiled, self.shapes),
+                constrained=self._with_sharding,
+                num_slots=num_slots,
+                adapters=self._adapters,
+                draft=draft,
+            )
 
     @property
     def num_programs(self) -> int:
         """Compiled steps."""
-        return self._step.num_programs + (0 if self.sources is None else self.sources.num_programs)
+        others = (part.num_programs for part in (self.sources, self._drafts) if part is not None)
+        return self._step.num_programs + sum(others)
 
     def _run(
         self,
@@ -191,8 +204,9 @@ class PerSequenceExecutor:
         source_lens = given.source_lens if spec.source_len else None
         if spec.kind == "decode":
             deltas = given.deltas if spec.has_deltas else None
-            rows = (kept, given.starts, ids[:, 0])
-            return self._forward.decode_batch(weights, *rows, self._layout, source_lens, adapters, deltas)
+            rows: Any = {"source_lens": source_lens, "adapters": adapters, "deltas": deltas}
+            logits, news = extend_rows(self._forward, weights, kept, given.starts, ids, self._layout, **rows)
+            return logits[:, 0], news
         kept = jax.tree.map(lambda leaf: leaf[0], kept)
         offset, length = given.starts[0], given.lens[0]
         source_len = None if source_lens is None else source_lens[0]
@@ -240,6 +254,8 @@ class PerSequenceExecutor:
         all_logits: bool = False,
     ) -> jax.Array:
         """Runs one step; returns logits [num_slots, vocab], or [T, vocab] of every token."""
+        if self._drafts is not None:
+            self._drafts.catch_up(tables)
         jobs = self._jobs.of(self._media.with_token_ids(rows), ahead, all_logits)
         parts = []
         for job in jobs:
@@ -292,7 +308,8 @@ class PerSequenceExecutor:
 
     def temporary_bytes(self) -> int:
         """Implements `Executor.temporary_bytes`."""
-        return max(self._temporary_bytes(spec) for spec in self.shapes.largest())
+        of_drafts = 0 if self._drafts is None else self._drafts.temporary_bytes()
+        return max(of_drafts, *map(self._temporary_bytes, self.shapes.largest()))
 
     def _temporary_bytes(self, spec: PerSequenceSpec) -> int:
         return self._step.temporary_bytes(
@@ -343,8 +360,11 @@ class PerSequenceExecutor:
         if self.sources is not None:
             self.sources.assign(slot, source)
 
-    def run_decode(self, plan: StepPlan, sampler: Sampler, words: MaskWords | None = None) -> None:
-        """Implements `Executor.run_decode`: there is no such program for forwards per request."""
+    def run_decode(
+        self, plan: StepPlan, sampler: Sampler, words: MaskWords | None = None
+    ) -> jax.Array | VerifiedTokens | None:
+        """Implements `Executor.run_decode`: of plans without drafts there is no such program."""
+        return None if self._drafts is None or plan.drafts is None else self._drafts.run(plan, sampler, words)
 
     def prepare(self, plan: StepPlan) -> None:
         """Does nothing: steps differ by the lengths of requests, so few are known before."""
@@ -360,6 +380,8 @@ class PerSequenceExecutor:
 
         for spec in self.shapes.all() if self._compiles_ahead else ():
             yield CompileTask(spec, partial(compile, spec))
+        if self._drafts is not None and self._compiles_ahead:
+            yield from self._drafts.compile_tasks()
 
     def warm_up(self, sampler: Sampler) -> None:
         """Implements `Executor.warm_up`; every step runs without rows."""

@@ -11,6 +11,7 @@ from model_adapters.ops.kv_pool import LARGEST
 from torchax_serve.buckets import bucket_sizes
 from torchax_serve.executors.base import ExecutorChoice
 from torchax_serve.executors.chunked_prefill_probe import find_chunk_len
+from torchax_serve.executors.draft_model import DraftModel
 from torchax_serve.executors.encoder_inputs import (
     SMALLEST_SOURCE_LEN,
     EncoderInputs,
@@ -18,6 +19,7 @@ from torchax_serve.executors.encoder_inputs import (
     TokenEncoderInputs,
     encoder_buckets,
 )
+from torchax_serve.executors.packed_factory import draft_of
 from torchax_serve.executors.per_sequence import PerSequenceExecutor
 from torchax_serve.executors.per_sequence_forward import PROBE_LEN, SequenceForward, as_unsupported
 from torchax_serve.executors.per_sequence_scales import calibrate_by_sequence, check_layout
@@ -29,6 +31,7 @@ from torchax_serve.kv_cache.pools import HeadScales, PagedLayerSpec, PoolAllocat
 from torchax_serve.kv_cache.scales import dtype_of
 from torchax_serve.kv_cache.slot_states import PagedCacheWithStates
 from torchax_serve.runtime.model_runtime import ModelRuntime
+from torchax_serve.scheduler.speculative_config import refuse_drafts
 
 EXACT_CHUNK_SIZES = (256, 64, 16, 4, 1)
 """Lengths of chunks where a chunk may not be padded; the last one must be 1."""
@@ -65,7 +68,10 @@ def per_sequence_executor(runtime: ModelRuntime, sizes: MemoryBudget, why_not_pa
                 else TokenEncoderInputs(runtime.encoder.runtime, max_len)
             )
             layout = layout.with_encoder_len(max_len)
-        parts = PerSequenceFactory(runtime, forward, layout, sizes, sources)
+        check_drafts(sizes, forward, sources)
+        draft = draft_of(runtime, sizes)
+        assert draft is None or isinstance(draft, DraftModel)
+        parts = PerSequenceFactory(runtime, forward, layout, sizes, sources, draft=draft)
         exact = parts  # probes compare logits, which rounded keys and values change
         if sizes.kv_cache_dtype is not None:
             check_layout(sizes.kv_cache_dtype, layout)
@@ -83,6 +89,14 @@ def per_sequence_executor(runtime: ModelRuntime, sizes: MemoryBudget, why_not_pa
         ) from reason
     cache.reset()
     return ExecutorChoice(make(block_len), why_not_packed)
+
+
+def check_drafts(sizes: MemoryBudget, forward: SequenceForward, sources: EncoderInputs | None) -> None:
+    """Raises UnsupportedArgumentError for a model whose steps cannot verify drafts, if any are to."""
+    if sources is not None:
+        refuse_drafts(sizes.speculative, "a model with an encoder beside its decoder")
+    if forward.infers_positions:
+        refuse_drafts(sizes.speculative, "a model that counts positions itself, by a table that padding would leave")
 
 
 def _check_several_hosts(runtime: ModelRuntime, sizes: MemoryBudget, why_not_packed: str) -> None:
@@ -146,6 +160,7 @@ class PerSequenceFactory:
     sizes: MemoryBudget
     sources: EncoderInputs | None
     scales: tuple[HeadScales, ...] | None = None
+    draft: DraftModel | None = None
 
     @property
     def stored(self) -> tuple[PagedLayerSpec, ...]:
@@ -188,6 +203,8 @@ class PerSequenceFactory:
             block_len=block_len,
             sources=self.sources,
             lora=lora_form(self.runtime),
+            speculative=self.sizes.speculative,
+            draft=self.draft,
         )
 
     def cache(self) -> PagedCacheWithStates:

@@ -107,3 +107,11 @@ class SpeculativeConfig:
                 f"speculative_config: expected keys of {', '.join(fields)}, got {unknown[0]!r}; leave it out"
             )
         return cls(**value)
+
+
+def refuse_drafts(speculative: object, where: str) -> None:
+    """Raises UnsupportedArgumentError if `speculative` is a config, for `where`."""
+    if speculative is not None:
+        raise UnsupportedArgumentError(
+            f"speculative_config: expected None for {where}, got {speculative}; leave it out"
+        )
