@@ -57,7 +57,7 @@ def packed_executor(runtime: ModelRuntime, sizes: MemoryBudget) -> ExecutorChoic
         shapes, scales = _in_8_bits(runtime, shapes, sizes, dtype), calibrate_scales(runtime, dtype)
 
     draft = draft_of(runtime, sizes)
-    shapes, head = (*shapes, *_head_shapes(runtime, shapes, draft)), draft if isinstance(draft, DraftHead) else None
+    shapes, head = (*shapes, *head_shapes(shapes, draft)), draft if isinstance(draft, DraftHead) else None
 
     def temporary() -> int:
         probe = _cache(runtime, sizes.probe_plan(shapes), scales, sizes, head)
@@ -175,10 +175,13 @@ def draft_of(runtime: ModelRuntime, sizes: MemoryBudget) -> DraftModel | DraftHe
     )
 
 
-def _head_shapes(
-    runtime: ModelRuntime, shapes: Sequence[PagedLayerSpec], draft: DraftModel | DraftHead | None
-) -> tuple[PagedLayerSpec, ...]:
-    """Returns the paged cache of the layer of a draft head; nothing without one."""
+def head_shapes(shapes: Sequence[PagedLayerSpec], draft: DraftModel | DraftHead | None) -> tuple[PagedLayerSpec, ...]:
+    """Returns the paged cache of the layer of a draft head; nothing without one.
+
+    Args:
+        shapes: Those of the model's layers.
+        draft: Model or head that drafts.
+    """
     if not isinstance(draft, DraftHead) or isinstance(draft, DraftAssistant):
         return ()
     own = draft.loaded.kv_shape

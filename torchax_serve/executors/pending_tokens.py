@@ -124,9 +124,10 @@ class PendingForward:
 
     def verify(
         self, weights: Weights, memory: SequenceMemory, batch: PackedBatch, spec: PackedStepSpec
-    ) -> tuple[jax.Array, SequenceMemory]:
+    ) -> tuple[jax.Array, SequenceMemory, jax.Array | None]:
         """Computes the tokens of a verify step; returns their logits float[T, vocab], and the memory.
 
+        Hidden states of the tokens, float[T, width], are the third result where the forward returns them.
         States move ahead first, where too many tokens are pending.
         """
         num_rows, num_tokens = spec.num_rows, spec.num_tokens
@@ -139,7 +140,7 @@ class PendingForward:
         new = batch.token_ids[jnp.clip(batch.cu_q_lens[:-1, None] + offset, 0, num_tokens - 1)]
         ids = jnp.where(offset < 0, ids, jnp.where(offset < counts[:, None], new, 0))
         last = jnp.arange(self._sizes.num_drafts + 1, dtype=jnp.int32)
-        logits, news = extend_rows(
+        found, news = extend_rows(
             self._forward,
             weights,
             self._leaves(memory.pools, states, rows),
@@ -157,8 +158,12 @@ class PendingForward:
         pools = tuple(scatter(pool, rows.table, rows.lens, total, new, leaf) for pool, new, leaf in written)
         token = jnp.arange(num_tokens, dtype=jnp.int32)
         row = jnp.minimum(jnp.sum(token[:, None] >= batch.cu_q_lens[1:], axis=1), num_rows - 1)
-        by_token = logits[row, jnp.clip(token - batch.cu_q_lens[row], 0, self._sizes.num_drafts)]
-        return by_token, self._memory(pools, states, memory.pending, rows._replace(ids=ids))
+        index = jnp.clip(token - batch.cu_q_lens[row], 0, self._sizes.num_drafts)
+        memory = self._memory(pools, states, memory.pending, rows._replace(ids=ids))
+        if not isinstance(found, tuple):
+            return found[row, index], memory, None
+        logits, hidden = found
+        return logits[row, index], memory, hidden[row, jnp.minimum(rows.behind[row] + index, width - 1)]
 
     def catch_up(
         self,

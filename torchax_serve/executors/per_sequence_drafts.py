@@ -12,11 +12,11 @@ import numpy as np
 
 from model_adapters.caches.packed_batch import PackedBatch, PagedLayout
 from model_adapters.device_arrays import to_device
-from model_adapters.ops.compressed_weight import Weights
 from torchax_serve.buckets import bucket_for
 from torchax_serve.compilation.background import CompileTask, abstract
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
 from torchax_serve.executors.base import MaskWords
+from torchax_serve.executors.draft_head import DraftHead
 from torchax_serve.executors.draft_model import DraftModel
 from torchax_serve.executors.pending_tokens import (
     Constrained,
@@ -48,6 +48,7 @@ class SequenceDraftSpecs:
         decode_buckets: Numbers of rows, ascending.
         page_buckets: Numbers of pages of a row, ascending; 0: nothing is stored in pages.
         sizes: Numbers of pending tokens.
+        head: Names the draft head that follows each step; empty: there is none.
     """
 
     num_slots: int
@@ -56,6 +57,7 @@ class SequenceDraftSpecs:
     decode_buckets: tuple[int, ...]
     page_buckets: tuple[int, ...]
     sizes: PendingSizes
+    head: str = ""
     max_num_steps: int = 1
 
     @property
@@ -73,7 +75,8 @@ class SequenceDraftSpecs:
     def of_drafts(self, num_rows: int, num_tokens: int, end: int) -> PackedStepSpec:
         """Implements `DraftSpecs.of_drafts`."""
         layout = PagedLayout(groups=(0,), windows=(None,), max_len=self.max_len, all_logits=True)
-        return PackedStepSpec(num_tokens, num_rows, self.num_pages(num_rows, end), layout, batch_invariant=False)
+        num_pages = self.num_pages(num_rows, end)
+        return PackedStepSpec(num_tokens, num_rows, num_pages, layout, batch_invariant=False, head=self.head)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +95,7 @@ class SequenceDrafts:
         forward: Forward of one request.
         layout: Layout of its cache.
         block_len: Most tokens of one forward.
-        weights: Weights by name.
+        weights: Weights by name, or those of model and head.
         cache: Page pools and states, replaced by each step.
         programs: Cache of compiled steps.
         compiled: Makes a cached function of the model.
@@ -100,7 +103,7 @@ class SequenceDrafts:
         constrained: Constrains pools and states to the cache's sharding.
         num_slots: Maximum number of rows of a step.
         adapters: The adapter of each slot.
-        draft: Model that drafts; None: drafts are looked up.
+        draft: Model or head that drafts; None: drafts are looked up.
     """
 
     def __init__(
@@ -109,7 +112,7 @@ class SequenceDrafts:
         forward: BlockForward,
         layout: CacheLayout,
         block_len: int,
-        weights: Weights,
+        weights: Any,
         cache: PagedCacheWithStates,
         programs: ExecutableCache,
         compiled: Callable[..., CachedFunction],
@@ -118,14 +121,22 @@ class SequenceDrafts:
         constrained: Constrained,
         num_slots: int,
         adapters: SlotAdapters,
-        draft: DraftModel | None,
+        draft: DraftModel | DraftHead | None,
     ) -> None:
         sizes = PendingSizes(config.num_speculative_tokens, layout.has_states, block_len)
         self._forward = PendingForward(forward, layout, sizes, num_slots, constrained)
         self._weights, self._cache, self._sizes = weights, cache, sizes
+        self._head = draft if isinstance(draft, DraftHead) else None
+        self._num_pools = len(layout.pages)  # behind these is the head's
         self._num_slots, self._adapters = num_slots, adapters
         self._specs = SequenceDraftSpecs(
-            num_slots, cache.plan.max_len, cache.plan.page_size, shapes.row_buckets, shapes.page_buckets, sizes
+            num_slots,
+            cache.plan.max_len,
+            cache.plan.page_size,
+            shapes.row_buckets,
+            shapes.page_buckets,
+            sizes,
+            "" if self._head is None else self._head.identity,
         )
         self._width = max(map(sizes.width, shapes.row_buckets))
         self._pending = self._nothing(default_sharding())
@@ -137,7 +148,7 @@ class SequenceDrafts:
             programs,
             compiled,
             self._specs,
-            pools=lambda: (self._memory,),
+            pools=lambda: (self._memory, *cache.pools[self._num_pools :]),
             adapters=adapters,
             draft=draft,
         )
@@ -150,10 +161,11 @@ class SequenceDrafts:
 
     @property
     def _memory(self) -> SequenceMemory:
-        return SequenceMemory(self._cache.pools, self._cache.states, self._pending)
+        return SequenceMemory(self._cache.pools[: self._num_pools], self._cache.states, self._pending)
 
-    def _keep(self, memory: SequenceMemory) -> None:
-        self._cache.pools, self._cache.states, self._pending = memory
+    def _keep(self, memory: SequenceMemory, of_head: Sequence[Any]) -> None:
+        pools, self._cache.states, self._pending = memory
+        self._cache.pools = (*pools, *of_head)
 
     def _nothing(self, sharding: Any, lens: np.ndarray | None = None) -> PendingTokens:
         lens = np.zeros(self._num_slots + 1, np.int32) if lens is None else lens
@@ -172,8 +184,8 @@ class SequenceDrafts:
             self._pending = self._nothing(sampler.last_tokens.sharding, lens)
         self._behind = tuple(row.slot for row in plan.rows) if self._sizes.has_states else ()
         ran: tuple[Any, tuple[Any, ...]] = self._decoder.run(plan, sampler)
-        results, (memory,) = ran
-        self._keep(memory)
+        results, (memory, *of_head) = ran
+        self._keep(memory, of_head)
         return self._decoder.sample(plan, sampler, results, words)
 
     def catch_up(self, tables: Sequence[np.ndarray]) -> None:
@@ -195,27 +207,34 @@ class SequenceDrafts:
             table = tables[0][list(slots), : spec.num_pages]
             by_row[: len(slots), 2 : 2 + table.shape[1]] = table
         given = to_device(self._adapters.behind(numbers), np.int32)
-        self._keep(self._catch_up(self._weights, self._memory, history.lens, given, spec=spec))
+        of_head = self._cache.pools[self._num_pools :]
+        self._keep(self._catch_up(self._weights, self._memory, history.lens, given, spec=spec), of_head)
 
     def _size(self, spec: CatchUpSpec) -> int:
         return spec.num_rows * (2 + spec.num_pages)
 
     def _caught_up(
-        self, weights: Weights, memory: SequenceMemory, lens: jax.Array, numbers: jax.Array, spec: CatchUpSpec
+        self, weights: Any, memory: SequenceMemory, lens: jax.Array, numbers: jax.Array, spec: CatchUpSpec
     ) -> SequenceMemory:
         """Catches up; `numbers` has the slot, whether it is used, and the pages of each row."""
         by_row = numbers[: self._size(spec)].reshape(spec.num_rows, -1)
         slots = by_row[:, 0]
         adapters = self._adapters.of_rows(numbers, slots)
         ends = jax.numpy.where(by_row[:, 1] > 0, lens[slots] - 1, 0)
+        weights = weights if self._head is None else weights.model
         return self._forward.catch_up(weights, memory, slots, ends, by_row[:, 2:], adapters)
 
     def _verify(
-        self, weights: Weights, pools: tuple[Any, ...], batch: PackedBatch, spec: PackedStepSpec
+        self, weights: Any, pools: tuple[Any, ...], batch: PackedBatch, spec: PackedStepSpec
     ) -> tuple[jax.Array, tuple[Any, ...], jax.Array | None]:
-        (memory,) = pools
-        logits, memory = self._forward.verify(weights, memory, batch, spec)
-        return logits, (memory,), None
+        memory, *of_head = pools
+        if self._head is None:
+            logits, memory, _ = self._forward.verify(weights, memory, batch, spec)
+            return logits, (memory,), None
+        logits, memory, hidden = self._forward.verify(weights.model, memory, batch, spec)
+        assert hidden is not None
+        own = self._head.follow(weights, tuple(of_head), batch, hidden, spec.layout)
+        return logits, (memory, *own), hidden
 
     def temporary_bytes(self) -> int:
         """Returns the temporary bytes of the largest step."""

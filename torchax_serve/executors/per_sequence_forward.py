@@ -44,6 +44,10 @@ class SequenceForward:
 
     Keys and values are dense leaves ``[1, heads, capacity, width]``; what is behind the stored tokens is not read.
     New ones are returned by themselves, ``[T, heads, width]``.
+
+    Attributes:
+        layers: Hidden states that a draft head reads, as ``output_hidden_states`` counts them. With any, logits are a
+            pair: logits, and hidden states of all tokens, [T, len(layers) * hidden].
     """
 
     def __init__(self, runtime: ModelRuntime) -> None:
@@ -59,6 +63,7 @@ class SequenceForward:
         self._source_mask = mask or SourceMask()
         self.num_learned_positions = runtime.limits.learned_positions
         self.needs_token_by_token = quirks.of(runtime.program.target).token_by_token
+        self.layers: tuple[int, ...] = ()
 
     @property
     def infers_positions(self) -> bool:
@@ -270,11 +275,18 @@ class SequenceForward:
         offset: jax.Array,
         inputs: dict[str, Any],
         layout: CacheLayout,
-    ) -> tuple[jax.Array, Leaves]:
-        fields, after = self.program.forward(weights, states, offset, inputs, CallSpec())
+    ) -> tuple[Any, Leaves]:
+        spec = CallSpec(output_hidden_states=bool(self.layers))
+        fields, after = self.program.forward(weights, states, offset, inputs, spec)
         assert after is not None
         num_tokens = inputs[self.program.names.ids].shape[1]
-        return fields["logits"][0].astype(jnp.float32), self._cache_updates(after, layout, offset, num_tokens)
+        news, logits = self._cache_updates(after, layout, offset, num_tokens), fields["logits"][0].astype(jnp.float32)
+        if not self.layers:
+            return logits, news
+        if fields.get("hidden_states") is None:
+            raise UnsupportedModelError("the model does not return its hidden states, which a draft head reads")
+        hidden = jnp.concatenate([fields["hidden_states"][layer][0] for layer in self.layers], axis=-1)
+        return (logits, hidden), news
 
     def _cache_updates(self, states: LayerStates, layout: CacheLayout, offset: jax.Array, num_tokens: int) -> Leaves:
         """Returns the new keys and values ``[T, heads, width]`` and the states after the forward."""

@@ -18,7 +18,7 @@ REFUSED_METHODS = {
     "medusa": "Medusa heads are not supported",
     "mlp_speculator": "MLP speculators are not supported",
     "deepseek_mtp": "its name is 'mtp'",
-    "qwen3_next_mtp": "Qwen3-Next has recurrent states, which cannot be taken back",
+    "qwen3_next_mtp": "its name is 'mtp'",
     "suffix": "suffix trees are not supported",
 }
 """vLLM's other methods, and why they are refused."""
