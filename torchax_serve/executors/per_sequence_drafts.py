@@ -140,7 +140,7 @@ class SequenceDrafts:
         )
         self._width = max(map(sizes.width, shapes.row_buckets))
         self._pending = self._nothing(default_sharding())
-        self._behind: tuple[int, ...] = ()  # slots that may have pending tokens
+        self._behind: set[int] = set()  # slots that may have pending tokens
         self._decoder = SpeculativeDecoder(
             config,
             self._verify,
@@ -182,7 +182,8 @@ class SequenceDrafts:
             lens = np.zeros(self._num_slots + 1, np.int32)
             lens[[row.slot for row in plan.rows]] = [len(tokens) - 1 for tokens in drafts.histories]
             self._pending = self._nothing(sampler.last_tokens.sharding, lens)
-        self._behind = tuple(row.slot for row in plan.rows) if self._sizes.has_states else ()
+        if self._sizes.has_states:  # a row that may be at its end is left out of a plan, and may come back
+            self._behind |= {row.slot for row in plan.rows}
         ran: tuple[Any, tuple[Any, ...]] = self._decoder.run(plan, sampler)
         results, (memory, *of_head) = ran
         self._keep(memory, of_head)
@@ -194,7 +195,7 @@ class SequenceDrafts:
         Args:
             tables: Page tables by group, int32[num_slots, pages_per_seq].
         """
-        slots, self._behind = self._behind, ()
+        slots, self._behind = sorted(self._behind), set()
         history = self._decoder.history
         if not slots or history is None or history.lens.is_deleted() or self._pending.lens.is_deleted():
             return
@@ -204,7 +205,7 @@ class SequenceDrafts:
         by_row = numbers.reshape(num_rows, -1)
         by_row[: len(slots), 0], by_row[: len(slots), 1] = slots, 1
         if spec.num_pages:
-            table = tables[0][list(slots), : spec.num_pages]
+            table = tables[0][slots, : spec.num_pages]
             by_row[: len(slots), 2 : 2 + table.shape[1]] = table
         given = to_device(self._adapters.behind(numbers), np.int32)
         of_head = self._cache.pools[self._num_pools :]
