@@ -137,7 +137,7 @@ def _prefixed_names(name: str, names: list[str]) -> dict[str, str]:
 
 
 def _mtp_names(name: str, num_layers: int, names: list[str]) -> dict[str, str]:
-    """Returns the tensors of a prediction layer behind the model's layers, each under its own name."""
+    """Returns the tensors of a prediction layer behind the model's, each under its own name."""
     pattern = re.compile(r"model\.layers\.(\d+)\.")
     numbers = {int(match[1]) for each in names if (match := pattern.match(each)) is not None}
     behind = sorted(number for number in numbers if number >= num_layers)

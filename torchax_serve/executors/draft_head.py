@@ -77,7 +77,7 @@ class DraftHead:
     def follow(
         self, weights: HeadedWeights, own: Pools, batch: PackedBatch, hidden: jax.Array, layout: PagedLayout
     ) -> Pools:
-        """Computes the positions whose next token a step has shown; returns the head's pool and state.
+        """Computes positions whose next token is known now; returns the head's pool and state.
 
         Args:
             weights: Weights of model and head.

@@ -37,7 +37,7 @@ Constrained = Callable[[tuple[Pool, ...], SlotStates], tuple[tuple[Pool, ...], S
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PendingTokens:
-    """Tokens by slot that are computed, and not in the slot's states yet; the last row is padding's."""
+    """Tokens by slot that are not in its states yet; the last row is padding's."""
 
     lens: jax.Array  # int32[num_slots + 1], number of tokens of the text that the states hold
     ids: jax.Array  # int32[num_slots + 1, width], the tokens behind them
@@ -125,7 +125,7 @@ class PendingForward:
     def verify(
         self, weights: Weights, memory: SequenceMemory, batch: PackedBatch, spec: PackedStepSpec
     ) -> tuple[jax.Array, SequenceMemory, jax.Array | None]:
-        """Computes the tokens of a verify step; returns their logits float[T, vocab], and the memory.
+        """Computes a verify step; returns logits float[T, vocab] of its tokens, and the memory.
 
         Hidden states of the tokens, float[T, width], are the third result where the forward returns them.
         States move ahead first, where too many tokens are pending.
@@ -219,7 +219,7 @@ class PendingForward:
     def _moved(
         self, weights: Weights, pools: tuple[Pool, ...], states: SlotStates, rows: Rows, num_tokens: int, most: int
     ) -> tuple[SlotStates, Rows]:
-        """Moves states ahead by `num_tokens` tokens at a time until no row has more than `most` pending ones."""
+        """Moves states ahead, `num_tokens` at a time, until no row has more than `most` pending."""
         advance = self._advance(weights, pools, states, rows, num_tokens)
         moved: tuple[SlotStates, Rows] = jax.lax.while_loop(
             lambda carry: (carry[1].behind > most).any(), lambda carry: advance(pools, *carry), (states, rows)
@@ -229,7 +229,10 @@ class PendingForward:
     def _advance(
         self, weights: Weights, pools: tuple[Pool, ...], states: SlotStates, rows: Rows, num_tokens: int
     ) -> TracedFunction:
-        """Returns the function that moves states ahead by `num_tokens` tokens where as many are pending, traced."""
+        """Returns the traced function that moves states of rows ahead by `num_tokens` tokens.
+
+        Rows with fewer pending tokens stay where they are.
+        """
 
         def advance(pools: tuple[Pool, ...], states: SlotStates, rows: Rows) -> tuple[SlotStates, Rows]:
             is_moved = rows.behind >= num_tokens

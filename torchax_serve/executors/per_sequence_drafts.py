@@ -66,7 +66,7 @@ class SequenceDraftSpecs:
         return tuple(num_pages * self.page_size for num_pages in self.page_buckets)
 
     def num_pages(self, num_rows: int, end: int) -> int:
-        """Returns the pages of a row that are gathered, with room behind them for the padding of a step."""
+        """Returns the pages of a row that are gathered, with room for the padding of a step."""
         if not self.page_buckets[-1]:
             return 0
         room = -(-self.sizes.width(num_rows) // self.page_size)
@@ -88,7 +88,7 @@ class CatchUpSpec:
 
 
 class SequenceDrafts:
-    """Runs plans with drafts on the cache of a per-sequence executor, and catches up behind them.
+    """Runs plans with drafts on a per-sequence executor's cache, and catches up behind them.
 
     Args:
         config: Options of speculation.

@@ -97,7 +97,7 @@ def per_sequence_executor(runtime: ModelRuntime, sizes: MemoryBudget, why_not_pa
 
 
 def check_drafts(sizes: MemoryBudget, forward: SequenceForward, sources: EncoderInputs | None) -> None:
-    """Raises UnsupportedArgumentError for a model whose steps cannot verify drafts, if any are to."""
+    """Raises UnsupportedArgumentError if drafts are asked of a model that cannot verify any."""
     if sources is not None:
         refuse_drafts(sizes.speculative, "a model with an encoder beside its decoder")
     if forward.infers_positions:

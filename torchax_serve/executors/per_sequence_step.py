@@ -115,7 +115,7 @@ class SequenceStep:
         spec: PerSequenceSpec,
         adapters: jax.Array | None,
     ) -> tuple[Any, Leaves]:
-        """Computes logits (and hidden states), and new keys, values and states by leaf, ``[S, ...]``."""
+        """Computes logits (and hidden states), and what is new by leaf, ``[S, ...]``."""
         source_lens = given.source_lens if spec.source_len else None
         if spec.kind == "decode":
             deltas = given.deltas if spec.has_deltas else None

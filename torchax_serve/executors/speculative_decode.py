@@ -91,7 +91,7 @@ class SpeculativeDecoder:
         return self._function.num_programs + self._replace.num_programs
 
     def spec(self, num_rows: int, end: int, is_scored: bool = False) -> VerifySpec:
-        """Returns the spec of steps of at least `num_rows` rows, which end at `end` tokens or before."""
+        """Returns the spec of steps of `num_rows` rows or more, of at most `end` tokens each."""
         config = self._config
         size = next(bucket for bucket in self._decode_buckets if bucket >= num_rows)
         packed = self._specs.of_drafts(size, size * (config.num_speculative_tokens + 1), end)

@@ -91,7 +91,7 @@ class HeadedCache(PagedCache):
 
 
 class HeadedCacheWithStates(PagedCacheWithStates):
-    """Pools of a `CacheAllocation`, that of a head last, behind them a `HeadState`, and states by slot.
+    """Pools, that of a head last, behind them a `HeadState`, and states by slot.
 
     Args:
         plan: Number of pages of each group.
