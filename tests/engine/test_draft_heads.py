@@ -220,6 +220,18 @@ def test_the_head_of_a_model_with_recurrent_states_proposes_what_eager_pytorch_d
         assert tokens_of(plain, sampled) == drawn
 
 
+@pytest.mark.thorough
+def test_eagle3_drafts_for_a_model_with_recurrent_states(tmp_path, recorded):
+    model = hybrid()
+    texts = [text_of(model, prompt) for prompt in prompts()]
+    head = Eagle3(model, torch.arange(0, VOCAB_SIZE, 2))
+    folder = head.save(tmp_path / "eagle3")
+    config = {"method": "eagle3", "model": str(folder), "num_speculative_tokens": NUM_DRAFTS, "adaptive": False}
+    sizes = dataclasses.replace(SIZES, batch_invariant=False)
+    with serve(hybrid(), speculative_config=config, engine=sizes) as served:
+        check_proposals(served, head, recorded, texts)
+
+
 def refusal(config, model):
     with pytest.raises(TorchaxServeError) as error:
         serve(model, speculative_config=config)

@@ -5,12 +5,11 @@ import random
 
 import pytest
 import torch
-import transformers
 from speculation_requests import answers_of, request, tokens_of
 from test_per_sequence import VOCAB_SIZE, tiny
 from thorough import thorough
 
-from torchax_serve import EngineOptions, UnsupportedArgumentError, serve
+from torchax_serve import EngineOptions, serve
 
 SIZES = EngineOptions(max_model_len=96, max_num_seqs=4, page_size=8, max_num_batched_tokens=32)
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False}
@@ -131,10 +130,3 @@ def test_a_draft_model_drafts_for_a_recurrent_model():
     with serve(tiny("falcon_h1"), engine=dataclasses.replace(SIZES, speculative=config)) as model:
         assert tokens_of(model, asked) == eager_tokens(model.torch_model, asked, 20)
         assert model.engine.stats().scheduler.num_draft_tokens > 0
-
-
-def test_models_with_an_encoder_refuse_drafts():
-    config = transformers.T5Config(vocab_size=VOCAB_SIZE, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
-    model = transformers.T5ForConditionalGeneration(config)
-    with pytest.raises(UnsupportedArgumentError, match="expected None for a model with an encoder"):
-        serve(model, speculative_config=NGRAM).engine  # noqa: B018
