@@ -5,11 +5,12 @@
     python benchmarks/verify_schedule.py attention    # the kernel of the shape llama-8b, eight rows
 
 A verify step computes the last token of each row and k drafts, with the logits and best tokens of all of them. Its
-program and that of a decode step are compiled with two layers, which stand for all of them. Cycles are those that the
-compiler estimates of each operation for its own scheduling. It has no estimate of a Pallas kernel: the writes of pages
-are not counted, and attention is told apart, in bundles of the kernel's schedule over the cycles in which the pages are
-read. Decode attention takes less than that (`tests/aot/test_tpu_schedule.py`); that of several tokens has a way for
-rows within 16 tokens of a step, and one for others.
+program and that of a decode step are compiled with two and with four layers; the difference is what two layers take,
+and stands for the others. Cycles are those that the compiler estimates of each operation for its own scheduling,
+without waiting for weights that are copied ahead. It has no estimate of a Pallas kernel: the writes of pages are not
+counted, and attention is told apart, in bundles of the kernel's schedule over the cycles in which the pages are read.
+Decode attention takes less than that (`tests/aot/test_tpu_schedule.py`); that of several tokens has a way for rows
+within 16 tokens of a step, and one for others.
 """
 
 import importlib.metadata
@@ -40,8 +41,8 @@ RESULTS = HERE / "results" / "verify-schedule.json"
 SHAPES = ("qwen3-184m", "llama-8b")
 ROWS = (1, 8)
 NUM_DRAFTS, MAX_LEN, PAGE_SIZE, TOPOLOGY = 4, 2048, 64, "v6e:2x2"
-NUM_COMPILED = 2
-"""Layers that are compiled, which stand for all."""
+FEW, MORE = 2, 4
+"""Layers that are compiled."""
 MOST = 1.15
 """Cycles of a verify step over those of a decode step, at most."""
 CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
@@ -75,22 +76,21 @@ def steps_of(config, num_rows):
     return model, chip, (decode, more)
 
 
-def cycles_in(text, num_layers):
-    """Returns the cycles of a program with `num_layers` layers, of the text of one with `NUM_COMPILED`.
-
-    The longest operation is the product with the vocabulary. All others count for layers, those too that run once.
-    """
-    *others, head = sorted(map(int, CYCLES.findall(text)))
-    return head + sum(others) * num_layers // NUM_COMPILED
+def cycles_of(settings, num_rows, num_layers):
+    """Returns the cycles of both steps of a model with `num_layers` layers, by name."""
+    settings = settings | {"num_hidden_layers": num_layers}
+    model, chip, steps = steps_of(AutoConfig.for_model(settings.pop("model_type"), **settings), num_rows)
+    texts = {step.name: compile_step(step, model, chip)[1].as_text() for step in steps}
+    return {name: sum(map(int, CYCLES.findall(text))) for name, text in texts.items()}
 
 
 def row_of(shape, num_rows):
     """Returns the cycles of both steps."""
     settings = json.loads((HERE / "shapes" / f"{shape}.json").read_text())
-    num_layers, few = settings["num_hidden_layers"], settings | {"num_hidden_layers": NUM_COMPILED}
-    model, chip, steps = steps_of(AutoConfig.for_model(few.pop("model_type"), **few), num_rows)
-    texts = {step.name: compile_step(step, model, chip)[1].as_text() for step in steps}
-    return row_with(shape, num_rows, {name: cycles_in(text, num_layers) for name, text in texts.items()})
+    few, more = (cycles_of(settings, num_rows, num_layers) for num_layers in (FEW, MORE))
+    others = settings["num_hidden_layers"] - FEW
+    cycles = {name: few[name] + (more[name] - few[name]) * others // (MORE - FEW) for name in few}
+    return row_with(shape, num_rows, cycles)
 
 
 def row_with(shape, num_rows, cycles):

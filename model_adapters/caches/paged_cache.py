@@ -161,11 +161,12 @@ def attend_paged(
     softcap: float | None,
     sinks: torch.Tensor | None,
     alibi: torch.Tensor | None = None,
+    value_begin: int | None = None,
 ) -> torch.Tensor:
     """Runs the op for `query` [1, heads, T, dim]; returns [1, T, heads, v_dim].
 
     The new pool is stored in the layer of `write`. `window` is that of the model's mask; `alibi` float32[heads] are
-    slopes.
+    slopes; `value_begin` is the column of a key at which its value begins, if pages have no values beside the keys.
     """
     layer = write.layer
     reach = layer.layout.max_len if window is None else window
@@ -177,6 +178,7 @@ def attend_paged(
     q, k, v = (x.transpose(1, 2)[0] for x in (query, key, write.values))  # [T, heads, dim]
     table, lens, starts = (torch_view(x) for x in (layer.table, layer.batch.kv_lens, layer.batch.cu_q_lens))
     features = {"scale": scale, "window": window, "softcap": softcap, "alibi": alibi, **layer.scales}
+    features["value_begin"] = value_begin
     if layer.layout.is_decode:
         op = torch.ops.torchax_serve.decode_attention
         out, layer.pages = op(q, k, v, layer.pages, table, lens, sinks, **features)
@@ -198,6 +200,6 @@ def attend_latents(query: torch.Tensor, latent: LatentWrite, window: int | None,
     absorbed = by_head(q[..., :dim], jnp.swapaxes(latent.up_keys, 1, 2))
     absorbed = torch_view(jnp.concatenate([absorbed, q[..., dim:]], axis=-1)[None])
     key = torch.cat((latent.latents, latent.rotated), dim=-1)
-    out = attend_paged(absorbed, key, PagedWrite(latent.write.layer, latent.latents), window, **features)
+    out = attend_paged(absorbed, key, PagedWrite(latent.write.layer, latent.latents), window, value_begin=0, **features)
     heads = jnp.swapaxes(jax_view(out)[0], 0, 1)
     return torch_view(jnp.swapaxes(by_head(heads, latent.up_values), 0, 1)[None])

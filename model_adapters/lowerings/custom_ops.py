@@ -20,7 +20,7 @@ from model_adapters.ops.attention_args import AttentionArgs, KVScales
 
 _FEATURES = (
     "*, float scale, int? window=None, float? softcap=None, Tensor? alibi=None, Tensor? k_scale=None, "
-    "Tensor? v_scale=None"
+    "Tensor? v_scale=None, int? value_begin=None"
 )
 _SCHEMAS = (
     "decode_attention(Tensor q, Tensor k, Tensor v, Tensor pool, Tensor page_table, Tensor kv_lens, "
@@ -42,12 +42,13 @@ def _args_of(
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
     sees_until: jax.Array | None = None,
+    value_begin: int | None = None,
 ) -> AttentionArgs:
     """Returns the flat arguments of the torch operators as `AttentionArgs`."""
     if (k_scale is None) != (v_scale is None):
         raise InvalidArgumentError("expected k_scale and v_scale, or neither; got one of them")
     kv_scales = None if k_scale is None or v_scale is None else KVScales(k_scale, v_scale)
-    return AttentionArgs(scale, window, softcap, sinks, alibi, prefix_lens, kv_scales, sees_until)
+    return AttentionArgs(scale, window, softcap, sinks, alibi, prefix_lens, kv_scales, sees_until, value_begin)
 
 
 def _decode_attention(

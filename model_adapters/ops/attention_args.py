@@ -51,6 +51,9 @@ class AttentionArgs:
         kv_scales: Scales of a pool in 8 bits (int8, float8_e4m3fn); given with such a pool and with no other.
         sees_until: Last position ``int32[T]`` that each query sees if that is behind its own: the last token of the
             image that it belongs to, where those see each other. A window counts from its own position.
+        value_begin: Column of a key at which the values of its token begin, where they are columns of keys (latent
+            attention); None: they stand behind the keys. Then rows of the pool are keys alone, the op reads no more of
+            `v` than its shape, and the scales of keys are those of values. Static: it is an offset in the kernels.
     """
 
     scale: float = field(metadata=STATIC)
@@ -61,6 +64,7 @@ class AttentionArgs:
     prefix_lens: jax.Array | None = None
     kv_scales: KVScales | None = None
     sees_until: jax.Array | None = None
+    value_begin: int | None = field(default=None, metadata=STATIC)
 
     @property
     def k_scale(self) -> jax.Array | None:
@@ -71,6 +75,18 @@ class AttentionArgs:
     def v_scale(self) -> jax.Array | None:
         """Scale of the values of each kv head, ``float32[kv_heads]``, of a pool in 8 bits."""
         return None if self.kv_scales is None else self.kv_scales.v
+
+    def value_columns(self, dim: int, value_dim: int) -> slice:
+        """Returns the columns of values in a row of the pool.
+
+        Keys have `dim` numbers, values `value_dim`.
+        """
+        begin = dim if self.value_begin is None else self.value_begin
+        return slice(begin, begin + value_dim)
+
+    def written_values(self, v: jax.Array) -> jax.Array:
+        """Returns what is written behind keys: ``v[..., H, Dv]``, or none of its columns."""
+        return v if self.value_begin is None else v[..., :0]
 
 
 OPTIONAL_FIELDS = tuple(each.name for each in fields(AttentionArgs) if each.name != "scale")

@@ -39,7 +39,8 @@ def decode_attention(
         k: The new token's keys ``[B, H, D]``.
         v: The new token's values ``[B, H, Dv]``.
         pool: Pages ``[P, H, page, W]``, keys at ``[0:D]`` and values at ``[D:D+Dv]`` of the last axis
-            (``W >= D + Dv``), of a float dtype or int8. Donate it: it is updated in place.
+            (``W >= D + Dv``; see `AttentionArgs.value_begin`), of a float dtype or int8. Donate it: it is updated in
+            place.
         page_table: ``int32[B, pages_per_seq]``, the page of each run of ``page`` positions. For one contiguous cache
             per row: ``P = B``, ``page`` the capacity, and ``arange(B)[:, None]``.
         lens: ``int32[B]``, the length of each row with its new token, which is written at position ``lens - 1``. A
@@ -57,7 +58,7 @@ def decode_attention(
         InvalidArgumentError: shapes that do not fit together, a pool in 8 bits without scales or scales without one, a
             window or soft cap that is not positive, a soft cap together with ALiBi.
     """
-    check_arrays(OP, q, k, v, pool, page_table, args.kv_scales)
+    check_arrays(OP, q, k, v, pool, page_table, args)
     batch, query_heads, _ = q.shape
     expect(OP, "page_table rows", batch, page_table.shape[0])
     page_table = check_int_array(OP, "page_table", page_table, page_table.shape)
@@ -103,10 +104,10 @@ def reference(
     """
     batch, query_heads, dim = q.shape
     heads = k.shape[1]
-    pool = write_token(k, v, pool, page_table, lens, args.kv_scales)
+    pool = write_token(k, args.written_values(v), pool, page_table, lens, args.kv_scales)
     gathered = jnp.take(pool, page_table, axis=0, mode="clip")  # [B, pages, H, page, W]
     gathered = jnp.moveaxis(gathered, 2, 1).reshape(batch, heads, -1, pool.shape[3])
-    keys, values = split(gathered, dim, v.shape[2], args.kv_scales)
+    keys, values = split(gathered, dim, args.value_columns(dim, v.shape[2]), args.kv_scales)
     grouped = q.reshape(batch, heads, query_heads // heads, dim).astype(jnp.float32)
     scores = jnp.einsum("bhgd,bhsd->bhgs", grouped, keys, precision=jax.lax.Precision.HIGHEST) * args.scale
     if args.softcap is not None:

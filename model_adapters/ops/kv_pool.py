@@ -1,7 +1,8 @@
 """The pool of keys and values: its layout, its forms in 8 bits, the write of new tokens.
 
 A pool is ``[P, H, page, W]`` with ``W >= D + Dv``: keys at ``[0:D]``, values at ``[D:D+Dv]``, then zeros, so that W can
-be a multiple of 128 where a platform needs that. A pool in 8 bits holds ``x / scale``, rounded and clipped, with one
+be a multiple of 128 where a platform needs that. Values that are columns of keys (`AttentionArgs.value_begin`) are not
+stored again: then ``W >= D``. A pool in 8 bits holds ``x / scale``, rounded and clipped, with one
 scale per kv head for keys and one for values: int8 within -127 .. 127 (symmetric quantization; -128 is unused so that
 the range is symmetric), float8_e4m3fn within -448 .. 448, its largest number.
 """
@@ -48,9 +49,10 @@ def check_arrays(
     v: jax.Array,
     pool: jax.Array,
     page_table: jax.Array,
-    kv_scales: KVScales | None,
+    args: AttentionArgs,
 ) -> None:
     """Raises InvalidArgumentError if queries, new tokens, pool and scales do not fit."""
+    kv_scales = args.kv_scales
     for name, array, rank in (("q", q, 3), ("k", k, 3), ("v", v, 3), ("pool", pool, 4), ("page_table", page_table, 2)):
         expect(op, f"{name} of rank", rank, array.ndim)
     num_tokens, query_heads, dim = q.shape
@@ -59,10 +61,17 @@ def check_arrays(
         raise InvalidArgumentError(f"{op}: expected query heads a multiple of kv heads, got {query_heads} and {heads}")
     expect(op, "k of shape", (num_tokens, heads, dim), k.shape)
     expect(op, "v of shape", (num_tokens, heads, value_dim), v.shape)
-    if pool.shape[1] != heads or pool.shape[3] < dim + value_dim:
+    begin = args.value_begin
+    if begin is not None and not 0 <= begin <= dim - value_dim:
         raise InvalidArgumentError(
-            f"{op}: expected a pool with [kv heads, page, D + Dv or more] = "
-            f"{(heads, pool.shape[2], dim + value_dim)}, got {pool.shape[1:]}"
+            f"{op}: expected value_begin within 0 .. D - Dv = {dim - value_dim}, so that keys have all columns of "
+            f"values, got {begin}"
+        )
+    needed, columns = (dim + value_dim, "D + Dv") if begin is None else (dim, "D")
+    if pool.shape[1] != heads or pool.shape[3] < needed:
+        raise InvalidArgumentError(
+            f"{op}: expected a pool with [kv heads, page, {columns} or more] = "
+            f"{(heads, pool.shape[2], needed)}, got {pool.shape[1:]}"
         )
     if 0 in (pool.shape[0], pool.shape[2], page_table.shape[1]):
         raise InvalidArgumentError(
@@ -82,7 +91,7 @@ def check_arrays(
 
 
 def checked_args(op: str, args: AttentionArgs, query_heads: int, num_seqs: int, num_tokens: int) -> AttentionArgs:
-    """Returns `args` with `prefix_lens` and `sees_until` as int32.
+    """Returns `args` with arrays of integers as int32, and the scales of values as stored.
 
     Raises:
         InvalidArgumentError: an array of another shape, a window or soft cap that is not positive, or a soft cap
@@ -99,6 +108,8 @@ def checked_args(op: str, args: AttentionArgs, query_heads: int, num_seqs: int, 
         raise InvalidArgumentError(
             f"{op}: expected softcap or alibi_slopes, got both; the order of the two is not defined, so leave one out"
         )
+    if args.value_begin is not None and args.kv_scales is not None:
+        args = dataclasses.replace(args, kv_scales=KVScales(args.kv_scales.k, args.kv_scales.k))
     if args.prefix_lens is not None:
         prefix_lens = check_int_array(op, "prefix_lens", args.prefix_lens, (num_seqs,))
         args = dataclasses.replace(args, prefix_lens=prefix_lens)
@@ -126,13 +137,13 @@ def rounded_steps(steps: jax.Array, dtype: Any) -> jax.Array:
     return jnp.clip(steps, -largest, largest).astype(dtype)
 
 
-def split(rows: jax.Array, dim: int, value_dim: int, kv_scales: KVScales | None) -> tuple[jax.Array, jax.Array]:
+def split(rows: jax.Array, dim: int, columns: slice, kv_scales: KVScales | None) -> tuple[jax.Array, jax.Array]:
     """Returns keys ``[..., H, n, D]`` and values ``[..., H, n, Dv]`` in float32.
 
-    `rows` of the pool are ``[..., H, n, W]``.
+    `rows` of the pool are ``[..., H, n, W]``, `columns` those of values.
     """
     keys = rows[..., :dim].astype(jnp.float32)
-    values = rows[..., dim : dim + value_dim].astype(jnp.float32)
+    values = rows[..., columns].astype(jnp.float32)
     if kv_scales is not None:
         keys = keys * kv_scales.k.astype(jnp.float32)[:, None, None]
         values = values * kv_scales.v.astype(jnp.float32)[:, None, None]

@@ -49,7 +49,8 @@ def paged_attention(
         k: The new tokens' keys ``[T, H, D]``.
         v: The new tokens' values ``[T, H, Dv]``.
         pool: Pages ``[P, H, page, W]``, keys at ``[0:D]`` and values at ``[D:D+Dv]`` of the last axis
-            (``W >= D + Dv``), of a float dtype or int8. Donate it: it is updated in place.
+            (``W >= D + Dv``; see `AttentionArgs.value_begin`), of a float dtype or int8. Donate it: it is updated in
+            place.
         page_table: ``int32[S, pages_per_seq]``, the page of each run of ``page`` positions.
         kv_lens: ``int32[S]``, the length of each sequence with its new tokens; 0 for an unused row.
         cu_q_lens: ``int32[S + 1]``, ascending from 0: sequence ``s`` has the tokens ``cu_q_lens[s]`` to
@@ -65,7 +66,7 @@ def paged_attention(
         InvalidArgumentError: shapes that do not fit together, a pool in 8 bits without scales or scales without one, a
             window or soft cap that is not positive, a soft cap together with ALiBi.
     """
-    check_arrays(OP, q, k, v, pool, page_table, args.kv_scales)
+    check_arrays(OP, q, k, v, pool, page_table, args)
     num_seqs = page_table.shape[0]
     page_table = check_int_array(OP, "page_table", page_table, page_table.shape)
     kv_lens = check_int_array(OP, "kv_lens", kv_lens, (num_seqs,))
@@ -125,7 +126,7 @@ def reference(
     """
     num_tokens, query_heads, _ = q.shape
     num_seqs, pages_per_seq = page_table.shape
-    pool = write_tokens(k, v, pool, page_table, kv_lens, cu_q_lens, args.kv_scales)
+    pool = write_tokens(k, args.written_values(v), pool, page_table, kv_lens, cu_q_lens, args.kv_scales)
     out = jnp.zeros((num_tokens, query_heads, v.shape[2]), q.dtype)
     if num_tokens == 0 or num_seqs == 0:
         return out, pool
@@ -181,7 +182,7 @@ def _attend(
     group = query_heads // heads
     gathered = jnp.take(pool, pages, axis=0, mode="clip")  # [pages, H, page, W]
     gathered = jnp.moveaxis(gathered, 1, 0).reshape(heads, -1, pool.shape[3])
-    keys, values = split(gathered, dim, value_dim, args.kv_scales)
+    keys, values = split(gathered, dim, args.value_columns(dim, value_dim), args.kv_scales)
     # The query heads of a group are further rows of one product with their kv head: [H, group * n, D].
     rows = jnp.moveaxis(q.reshape(length, heads, group, dim), 0, 2).reshape(heads, group * length, dim)
     exact = jax.lax.Precision.HIGHEST

@@ -242,5 +242,5 @@ _SPECS = {
     **dict.fromkeys(("page_table", "lens", "starts", "kv_lens", "cu_q_lens", "prefix_lens", "sees_until"), REPLICATED),
 }
 """Division of each array of an attention op, by its name or its field in `AttentionArgs`."""
-SUPPORTED_ARGS = frozenset({"window", "softcap"}) | _SPECS.keys()
+SUPPORTED_ARGS = frozenset({"window", "softcap", "value_begin"}) | _SPECS.keys()
 """Fields of `AttentionArgs` that can be divided; static ones need no division."""

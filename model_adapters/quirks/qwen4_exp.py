@@ -46,7 +46,9 @@ def _indexer(
     # What a row sees begins where its padding ends, whatever the query: so do its blocks.
     first = num_keys - visible[:, -1].sum(-1)
     at = torch.arange(num_keys, device=keys.device)
-    inside = (first[:, None] + at[: num_blocks * ratio]).clamp(max=num_keys - 1)  # [B, blocks * ratio]
+    # Fewer keys than a block has are one that is incomplete: of repeated keys, and never chosen.
+    inside = torch.arange(num_blocks * ratio, device=keys.device)
+    inside = (first[:, None] + inside).clamp(max=num_keys - 1)  # [B, blocks * ratio]
     grouped = torch.gather(keys, 1, inside[..., None].expand(-1, -1, keys.shape[-1]))
     pooled = grouped.view(batch, num_blocks, ratio, -1).float().mean(2).to(keys.dtype)
     starts = inside[:, ::ratio, None].expand(-1, -1, cos.shape[-1])

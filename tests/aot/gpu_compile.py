@@ -49,6 +49,7 @@ class Shape:
     images: bool = False
     window: int | None = None
     softcap: float | None = None
+    value_begin: int | None = None
 
     def __str__(self):
         changed = (f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default)
@@ -112,11 +113,12 @@ def arguments(shape, gpu):
     query_heads = shape.heads * shape.group
     row = abstract((shape.num_seqs,), "int32")
     by_head = abstract((shape.heads,), "float32")
+    width = shape.dim if shape.value_begin is not None else shape.dim + value_dim
     return [
         abstract((num_tokens, query_heads, shape.dim), shape.dtype),
         abstract((num_tokens, shape.heads, shape.dim), shape.dtype),
         abstract((num_tokens, shape.heads, value_dim), shape.dtype),
-        abstract((shape.num_pages, shape.heads, shape.page, shape.dim + value_dim), pool_dtype),
+        abstract((shape.num_pages, shape.heads, shape.page, width), pool_dtype),
         abstract((shape.num_seqs, shape.capacity // shape.page), "int32"),
         row,
         row if shape.num_tokens is None else abstract((shape.num_seqs + 1,), "int32"),
@@ -129,6 +131,7 @@ def arguments(shape, gpu):
             row if shape.prefix else None,
             KVScales(by_head, by_head) if pool_dtype in ("int8", "float8_e4m3fn") else None,
             abstract((num_tokens,), "int32") if shape.images else None,
+            shape.value_begin,
         ),
     ]
 

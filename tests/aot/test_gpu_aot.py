@@ -50,7 +50,7 @@ GRID = tuple(
     for j, (dtype, pool_dtype) in enumerate(DTYPES)
 )
 MORE = (
-    Shape(dim=576, value_dim=512, group=16, heads=1),  # latent attention
+    Shape(dim=576, value_dim=512, group=16, heads=1, value_begin=0),  # latent attention
     Shape(dim=192, value_dim=128, group=1, heads=16),
     Shape(dim=512, group=8),
     Shape(dim=512, group=2, pool_dtype="int8"),

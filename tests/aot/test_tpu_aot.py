@@ -6,6 +6,7 @@ Needs ``pip install libtpu`` in the version that fits the installed JAX.
 import pytest
 from tpu_shapes import CHIPS, IN_8_BITS, Shape, compile_call
 
+LATENTS = {"heads": 1, "dim": 576, "value_dim": 512, "options": {"value_begin": 0}}  # of DeepSeek-V3
 DECODE = (
     Shape(capacity=16384),
     Shape(heads=1, group=16, dim=64, sinks=True, options={"window": 128}),
@@ -21,6 +22,7 @@ DECODE = (
     Shape(heads=2, group=4, page=4096, num_pages=33),
     Shape(heads=2, group=4, dim=128, pool_dtype="float8_e4m3fn", page=32, sinks=True),
     Shape(heads=4, group=7, dim=64, pool_dtype="float8_e4m3fn", options={"window": 512}),
+    Shape(**LATENTS, group=128),
 )
 RAGGED = (
     Shape(),
@@ -30,6 +32,7 @@ RAGGED = (
     Shape(heads=4, group=2, dim=256, images=True, options={"window": 1024}),
     Shape(heads=2, group=4, pool_dtype="int8", page=32),
     Shape(heads=2, group=4, pool_dtype="float8_e4m3fn", page=32),
+    Shape(**LATENTS, group=32, pool_dtype="int8"),
 )
 
 

@@ -67,7 +67,7 @@ class Shape:
     @property
     def width(self):
         """Length of a pool's rows."""
-        used = self.dim + (self.value_dim or self.dim)
+        used = self.dim + (0 if "value_begin" in self.options else self.value_dim or self.dim)
         return used + -used % 128
 
     @property

@@ -74,19 +74,22 @@ def llama():
 
 
 @torch.no_grad()
-def test_latents_are_rounded_as_keys_and_as_values(monkeypatch):
-    """Latents and the rotated part have one scale as keys, latents another as values."""
+def test_latents_are_rounded_once_as_keys_and_values(monkeypatch):
+    """Latents and the rotated part have one scale; pages have no other number of a token."""
     prompt, eager = prompt_of(48, 1), tiny_model("youtu")
     with serve(tiny_model("youtu"), engine=INT8) as model:
         scales, found = model.engine._runner._cache._scales, logprobs_of(model, prompt)
+        (pool, *_) = model.engine._runner._cache.pools
         assert "per-sequence" not in model.engine.description
+    attention = eager.model.layers[0].self_attn
+    assert pool.pages.shape[3] == attention.kv_lora_rank + attention.qk_rope_head_dim
     exact, kind = eager_logprobs(prompt, model=eager), type(eager.model.layers[0].self_attn)
     own = kind.expand_kv
 
     def expand_rounded(self, latents, rotated):
         of_keys, of_values = scales[self.layer_idx]
-        keys = (rounded(x.numpy(), of_keys, "int8") for x in (latents, rotated))
-        return own(self, *keys)[0], own(self, rounded(latents.numpy(), of_values, "int8"), rotated)[1]
+        np.testing.assert_array_equal(of_keys, of_values)
+        return own(self, *(rounded(x.numpy(), of_keys, "int8") for x in (latents, rotated)))
 
     monkeypatch.setattr(kind, "expand_kv", expand_rounded)
     np.testing.assert_allclose(found, eager_logprobs(prompt, model=eager), atol=BOUND)

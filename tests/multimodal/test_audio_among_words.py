@@ -1,5 +1,7 @@
 """A checkpoint that reads sounds among words, through the public functions, and what is refused."""
 
+import copy
+
 import glmasr_folder
 import numpy as np
 import pytest
@@ -103,3 +105,22 @@ def test_bad_audio(model):
     inputs["input_ids"][inputs["input_ids"] == 3] = 8
     with pytest.raises(InvalidArgumentError, match="expected a placeholder token 3 for each feature of the audio, got"):
         model.generate(**inputs, **GREEDY)
+
+
+def test_sounds_of_several_prompts_share_steps_and_are_found_by_their_samples(model, eager):
+    text = "USER: <|pad|> What ? ASSISTANT:"
+    asked = [processor_of(model)(text=[text], audio=[sound(0.6, seed)]) for seed in (0, 1)]
+    lens = [inputs["input_ids"].shape[1] for inputs in asked]
+    expected = [
+        eager.generate(**inputs, **GREEDY)[0, length:].tolist() for inputs, length in zip(asked, lens, strict=True)
+    ]
+    assert expected[0] != expected[1]
+    config = copy.deepcopy(model.generation_config)
+    config.update(**GREEDY)
+    streams = [model.iter_tokens((), config, inputs=dict(inputs)) for inputs in asked]
+    assert [list(stream) for stream in streams] == expected
+    encoder = model.torch_model._jax_runtime.media_encoder
+    encoded, hits = encoder.num_encoded, encoder.num_hits
+    assert encoded >= 2
+    assert [list(model.iter_tokens((), config, inputs=dict(inputs))) for inputs in asked] == expected
+    assert (encoder.num_encoded, encoder.num_hits) == (encoded, hits + 2)

@@ -7,11 +7,13 @@ import llava_folder
 import numpy as np
 import pytest
 import torch
+import transformers
 from PIL import Image
 
 from model_adapters.errors import CheckpointError, InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError
 from torchax_serve import SamplingParams, serve
 from torchax_serve.multimodal import processor_of
+from torchax_serve.multimodal.placeholders import check_has_media
 from torchax_serve.multimodal.processor import check_size
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -182,3 +184,12 @@ def test_sizes():
     check_size("a/path.png")
     with pytest.raises(InvalidArgumentError, match="got 0x3"):
         check_size(Image.new("1", (0, 3)))
+
+
+def test_one_placeholder_of_images_and_videos_is_met_by_either():
+    config = transformers.Molmo2Config(image_patch_id=7)  # which is its token of videos as well
+    assert config.image_token_id == config.video_token_id == 7
+    for name in ("pixel_values", "pixel_values_videos"):
+        check_has_media(config, [7], ["input_ids", name])
+    with pytest.raises(InvalidArgumentError, match="expected images for the placeholder tokens 7"):
+        check_has_media(config, [7], ["input_ids"])

@@ -68,6 +68,7 @@ def decode_case(
     starts=False,
     lens=None,
     contiguous=False,
+    value_begin=None,
     seed=0,
 ):
     rng = np.random.default_rng(seed)
@@ -85,20 +86,22 @@ def decode_case(
     return DecodeCase(
         q=normal(batch, heads * group, dim),
         k=normal(batch, heads, dim),
-        v=normal(batch, heads, value_dim),
-        pool=normal(total, heads, page, dim + value_dim).astype(pool_dtype or dtype),
+        v=normal(batch, heads, value_dim) * (1 if value_begin is None else np.nan),
+        pool=normal(total, heads, page, dim + value_dim * (value_begin is None)).astype(pool_dtype or dtype),
         page_table=jnp.asarray(table, jnp.int32),
         lens=jnp.asarray(lens, jnp.int32),
         starts=jnp.asarray(rng.integers(0, np.maximum(lens, 0) + 1) if starts else np.zeros(batch), jnp.int32),
         sinks=normal(heads * group) if sinks else None,
-        options={"scale": dim**-0.5, "window": window, "softcap": softcap},
+        options={"scale": dim**-0.5, "window": window, "softcap": softcap, "value_begin": value_begin},
     )
 
 
 def exact_decode(case):
     """What decode_attention is to give, position by position: (out, pool) in float64."""
     q, k, v = (np.asarray(x, np.float64) for x in (case.q, case.k, case.v))
-    token = np.concatenate([case.k, case.v], -1).astype(case.pool.dtype).astype(np.float64)
+    value_begin = case.options["value_begin"]
+    token = np.concatenate([case.k, case.v] if value_begin is None else [case.k], -1)
+    token = token.astype(case.pool.dtype).astype(np.float64)
     pool, table = np.array(case.pool, np.float64), np.asarray(case.page_table)
     batch, query_heads, dim = q.shape
     heads, page = k.shape[1], pool.shape[2]
@@ -120,5 +123,5 @@ def exact_decode(case):
             if softcap is not None:
                 scores = softcap * np.tanh(scores / softcap)
             sink = None if case.sinks is None else float(case.sinks[h])
-            out[b, h] = softmax(scores, sink) @ seen[:, dim:]
+            out[b, h] = softmax(scores, sink) @ seen[:, dim if value_begin is None else value_begin :][:, : v.shape[2]]
     return out, pool

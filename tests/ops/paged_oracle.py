@@ -55,9 +55,13 @@ def paged_case(
     prefix_lens=None,
     images=None,
     free_behind_window=False,
+    value_begin=None,
     seed=0,
 ):
-    """`images` are (begin, end) of tokens of one sequence that see each other, `end` excluded."""
+    """`images` are (begin, end) of tokens of one sequence that see each other, `end` excluded.
+
+    With `value_begin` values are columns of keys, and what is given as values is NaN.
+    """
     rng = np.random.default_rng(seed)
     value_dim = dim if value_dim is None else value_dim
     num_seqs, num_tokens = len(q_lens), sum(q_lens) + padding
@@ -69,7 +73,7 @@ def paged_case(
     def normal(*shape):
         return jnp.asarray(rng.standard_normal(shape, dtype=np.float32), dtype)
 
-    held = rng.standard_normal((total, heads, page, dim + value_dim), dtype=np.float32)
+    held = rng.standard_normal((total, heads, page, dim + value_dim * (value_begin is None)), dtype=np.float32)
     written = np.zeros((total, page), bool)
     for s, (length, new) in enumerate(zip(kv_lens, q_lens, strict=True)):
         first = max(0, length - new - window + 1) // page if free_behind_window else 0
@@ -84,7 +88,7 @@ def paged_case(
         pool = jnp.asarray(np.clip(steps, -largest, largest), pool_dtype)
     else:
         pool = jnp.asarray(np.where(written[:, None, :, None], held, np.nan), pool_dtype or dtype)
-    options = {"scale": dim**-0.5, "window": window, "softcap": softcap}
+    options = {"scale": dim**-0.5, "window": window, "softcap": softcap, "value_begin": value_begin}
     if alibi:
         options["alibi"] = jnp.asarray(2.0 ** -rng.uniform(0, 8, heads * group), jnp.float32)
     if prefix_lens is not None:
@@ -101,7 +105,7 @@ def paged_case(
     return PagedCase(
         q=normal(num_tokens, heads * group, dim),
         k=normal(num_tokens, heads, dim),
-        v=normal(num_tokens, heads, value_dim),
+        v=normal(num_tokens, heads, value_dim) * (1 if value_begin is None else np.nan),
         pool=pool,
         page_table=jnp.asarray(table, jnp.int32),
         kv_lens=jnp.asarray(kv_lens, jnp.int32),
@@ -114,6 +118,7 @@ def paged_case(
 def as_stored(case):
     """The new tokens' keys and values ``[T, H, D + Dv]`` as the pool keeps them, by numpy alone."""
     k, v = (np.asarray(x, np.float32) for x in (case.k, case.v))
+    v = v if case.options.get("value_begin") is None else v[..., :0]
     if "k_scale" not in case.options:
         return np.asarray(jnp.asarray(np.concatenate([k, v], -1)).astype(case.pool.dtype))
     scales = (np.asarray(case.options[name], np.float32)[:, None] for name in ("k_scale", "v_scale"))
@@ -160,10 +165,13 @@ def exact_paged(case):
             continue
         context = np.concatenate([pool[page_of] for page_of in np.clip(row, 0, len(pool) - 1)], axis=1)
         context = context.astype(np.float64)  # [H, positions, W]
+        first = case.options.get("value_begin")
         keys, values = context[..., :dim], context[..., dim : dim + value_dim]
         if "k_scale" in case.options:
             keys = keys * np.asarray(case.options["k_scale"], np.float64)[:, None, None]
             values = values * np.asarray(case.options["v_scale"], np.float64)[:, None, None]
+        if first is not None:
+            values = keys[..., first : first + value_dim]
         for t in range(begin, end):
             p = int(case.kv_lens[s]) - end + t
             seen = visible_positions(case, s, t, p, len(row) * page) if p >= 0 else []

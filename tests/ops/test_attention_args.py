@@ -20,7 +20,7 @@ NUM_TOKENS = 600  # several blocks of dense queries
 OPS = {"decode_attention": NUM_SEQS, "paged_attention": NUM_SEQS + 1, "dense_attention": None}
 """Each op that takes `AttentionArgs`, and the length of the last of its arrays of integers."""
 PLATFORM = {"gpu-triton": "gpu", "gpu-mosaic": "gpu", "tpu-pallas": "tpu"}
-STATIC = {"scale": (0.5, 0.25), "window": (9, 21), "softcap": (3.0, 5.0)}
+STATIC = {"scale": (0.5, 0.25), "window": (9, 21), "softcap": (3.0, 5.0), "value_begin": (0, None)}
 ARRAYS = {
     "sinks": jax.ShapeDtypeStruct((HEADS * GROUP,), "float32"),
     "alibi_slopes": jax.ShapeDtypeStruct((HEADS * GROUP,), "float32"),

@@ -117,6 +117,13 @@ def test_tokens_of_an_image_see_each_other(window, group):
     check_ragged(case)
 
 
+@pytest.mark.parametrize(("value_begin", "pool_dtype"), [(0, None), (16, "int8")])
+def test_values_are_columns_of_keys(value_begin, pool_dtype):
+    latents = {"heads": 1, "group": 16, "dim": 80, "value_dim": 64, "value_begin": value_begin, "page": 32}
+    check_decode(paged_case(**LONG | latents, pool_dtype=pool_dtype))
+    check_ragged(paged_case(**MIXED | latents, pool_dtype=pool_dtype, padding=9))
+
+
 def test_pages_freed_behind_the_window_are_not_read():
     check_ragged(paged_case(**MIXED, window=21, free_behind_window=True, padding=5))
     check_decode(paged_case(**LONG, window=21, free_behind_window=True))

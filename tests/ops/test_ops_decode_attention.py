@@ -71,6 +71,12 @@ def test_value_dim_differs(implementation, dim, value_dim):
     check(implementation, decode_case(dim=dim, value_dim=value_dim, dtype="bfloat16", starts=True))
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("dim", "value_dim", "value_begin"), [(24, 16, 0), (40, 17, 9), (144, 144, 0)])
+def test_values_may_be_columns_of_keys(implementation, dim, value_dim, value_begin):
+    check(implementation, decode_case(dim=dim, value_dim=value_dim, value_begin=value_begin, group=4, dtype="bfloat16"))
+
+
 @pytest.mark.parametrize(
     ("implementation", "dtype", "pool_dtype"),
     [

@@ -109,6 +109,21 @@ def test_value_dim_differs(implementation, dim, value_dim):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("pool_dtype", [None, "int8", "float8_e4m3fn"])
+@pytest.mark.parametrize(("dim", "value_dim", "value_begin"), [(40, 17, 9), (144, 128, 0)])
+def test_values_may_be_columns_of_keys(implementation, dim, value_dim, value_begin, pool_dtype):
+    sizes = {"dim": dim, "value_dim": value_dim, "value_begin": value_begin, "heads": 1, "group": 16}
+    check(implementation, paged_case(**sizes, pool_dtype=pool_dtype, spare=5))
+
+
+@pytest.mark.parametrize("value_begin", [-1, 9])
+def test_values_are_whole_columns_of_keys(value_begin):
+    case = paged_case(dim=24, value_dim=16, value_begin=value_begin)
+    with pytest.raises(InvalidArgumentError, match=f"value_begin within 0 .. D - Dv = 8, .* got {value_begin}"):
+        paged_attention(*case.args)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("page", [16, 32, 64])
 def test_lengths_at_the_edges_of_pages(implementation, page):
     kv_lens = (1, page - 1, page, page + 1, 2 * page, 2 * page, 1, 3 * page)

@@ -238,6 +238,15 @@ def test_values_of_another_size(capfd):
     check(run_paged(case), case, capfd)
 
 
+@pytest.mark.parametrize(("dtype", "pool_dtype", "value_begin"), [("bfloat16", "int8", 0), ("float32", None, 8)])
+def test_values_are_columns_of_keys(dtype, pool_dtype, value_begin, capfd):
+    latents = {"heads": 1, "group": 16, "dim": 192, "value_dim": 128, "value_begin": value_begin, "spare": 64}
+    dtypes = {"dtype": dtype, "pool_dtype": pool_dtype}
+    case = paged_case(q_lens=(1, 1), kv_lens=(70, 7), page=32, **latents, **dtypes)
+    check_decode(case, capfd)
+    check(run_paged(case), case, capfd)
+
+
 def test_a_pool_with_one_page_per_row(capfd):
     case = paged_case(q_lens=(1, 1, 1), kv_lens=(500, 257, 256), dim=64, page=512)
     check_decode(case, capfd)

@@ -243,11 +243,10 @@ def _page_shape(layer: Any) -> PagedLayerSpec:
     if layer.pool is None:
         raise NotPackableError("a layer of the cache stays empty")
     _, num_heads, _, width = layer.pool.shape
-    if layer.keeps_latents:  # which are keys, beside the part that is rotated, and values
-        width += layer.k_dim
     if registry.platform() == "tpu":  # whose kernels and copies want whole lanes
         width += -width % TPU_LANES
-    return PagedLayerSpec(num_heads, width, np.dtype(layer.pool.dtype), layer.window)
+    shared_dim = layer.k_dim if layer.keeps_latents else 0  # of latents, which are values and a part of keys
+    return PagedLayerSpec(num_heads, width, np.dtype(layer.pool.dtype), layer.window, shared_dim=shared_dim)
 
 
 def _trace_packed(runtime: ModelRuntime, shapes: Sequence[PagedLayerSpec], sizes: MemoryBudget) -> None:

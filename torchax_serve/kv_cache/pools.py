@@ -28,6 +28,7 @@ class PagedLayerSpec:
     dtype: np.dtype
     window: int | None  # None: full attention
     k_dim: int = 0  # columns of the key, the first of a token's; 0: not needed
+    shared_dim: int = 0  # columns of the value that are columns of the key as well, and stored once
 
     def page_bytes(self, page_size: int) -> int:
         """Returns the bytes of a page of this layer."""

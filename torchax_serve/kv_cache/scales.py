@@ -101,8 +101,10 @@ def _largest_of_packed(runtime: ModelRuntime, length: int) -> Callable[..., Any]
 
 def _largest_of_layer(layer: Any) -> tuple[jax.Array, jax.Array]:
     """Returns `largest_by_head` of a layer, as the packed executor stores its keys and values."""
-    first, second = largest_by_head(layer.pool, layer.k_dim)
-    return (jnp.maximum(first, second), first) if layer.keeps_latents else (first, second)
+    keys, values = largest_by_head(layer.pool, layer.k_dim)
+    if layer.keeps_latents:  # which are stored once, as keys: these are latent and rotated part
+        keys = values = jnp.maximum(keys, values)
+    return keys, values
 
 
 def scales_of_trial(

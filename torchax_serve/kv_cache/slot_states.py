@@ -78,7 +78,7 @@ def gather(pool: Pool, table: jax.Array, starts: jax.Array, spec: PagedLayerSpec
     _, heads, page_size, width = pages.shape
     dense = jnp.swapaxes(pages[table], 1, 2).reshape(num_rows, heads, num_pages * page_size, width)
     if isinstance(pool, ScaledPool):
-        keys, values = split(dense, spec.k_dim, width - spec.k_dim, KVScales(pool.k_scale, pool.v_scale))
+        keys, values = split(dense, spec.k_dim, slice(spec.k_dim, width), KVScales(pool.k_scale, pool.v_scale))
         dense = jnp.concatenate([keys, values], axis=-1).astype(spec.dtype)
     is_stored = jnp.arange(num_pages * page_size) < starts[:, None]
     return jnp.where(is_stored[:, None, :, None], dense, 0)[:, None]

@@ -59,7 +59,7 @@ def check_has_media(config: PreTrainedConfig, ids: Any, names: Collection[str]) 
     """Raises InvalidArgumentError for placeholders in `ids` without their media.
 
     The media come with an argument of `names`. Without them transformers would embed such tokens as words that the
-    model was not trained on.
+    model was not trained on. Some models have one token for images and videos: either will do.
     """
     if ids is None or cache_name_of(names) or any(part in name for name in names for part in EITHER):
         return
@@ -68,7 +68,9 @@ def check_has_media(config: PreTrainedConfig, ids: Any, names: Collection[str]) 
         if token is None:
             continue
         is_there = bool((ids == token).any()) if isinstance(ids, torch.Tensor) else token in ids
-        if is_there and not any(part in name for name in names for part in modality.arguments):
+        sharing = (each for each in MODALITIES if _first(config, each.token_fields) == token)
+        arguments = [part for each in sharing for part in each.arguments]
+        if is_there and not any(part in name for name in names for part in arguments):
             raise InvalidArgumentError(
                 f"expected {modality.name} for the placeholder tokens {token} of the prompt, got no argument with "
                 f"{'samples' if modality.name == 'audio' else 'pixels'}; pass all that the processor returns to "

@@ -177,7 +177,7 @@ def _row_size(model: AbstractModel, shape: PagedLayerSpec) -> float:
     They are those on one device, over all heads.
     """
     heads = getattr(model.module.config.get_text_config(decoder=True), "num_attention_heads", shape.num_heads)
-    return max(heads, shape.num_heads) * shape.width / _parts(model, shape)
+    return max(heads, shape.num_heads) * (shape.width + shape.shared_dim) / _parts(model, shape)
 
 
 def _parts(model: AbstractModel, shape: PagedLayerSpec) -> int:

@@ -25,9 +25,12 @@ constexpr float kNone = -std::numeric_limits<float>::infinity();
 
 inline int64_t padded(int64_t n) { return (n + kLanes - 1) / kLanes * kLanes; }
 
-// A pool [num_pages, kv_heads, page, width], keys at [0, key_dim) and values at [key_dim, key_dim + value_dim) of each row.
+// A pool [num_pages, kv_heads, page, width], keys at [0, key_dim) and values at [value_begin, value_begin + value_dim) of each
+// row: behind the keys, or columns of them.
 struct Shape {
-  int64_t kv_heads, group, key_dim, value_dim, page, width, pages_per_seq, num_pages;
+  int64_t kv_heads, group, key_dim, value_dim, page, width, pages_per_seq, num_pages, value_begin;
+  bool has_own_values() const { return value_begin == key_dim; }
+  int64_t used() const { return has_own_values() ? key_dim + value_dim : key_dim; }  // of a row
   int64_t capacity() const { return page * pages_per_seq; }
 };
 
@@ -237,7 +240,7 @@ struct Block {
     }
     std::fill(keys, keys + skipped, keys[skipped]);
     std::fill(keys + known, keys + kBlock, keys[known - 1]);
-    for (int t = 0; t < kBlock; t++) values[t] = keys[t] + shape.key_dim;
+    for (int t = 0; t < kBlock; t++) values[t] = keys[t] + shape.value_begin;
   }
 
   Fetch::Rows rows(int known) const { return {(const char* const*)keys, known}; }
@@ -332,7 +335,7 @@ void attend_span(Walk<T> walk, const Shape& shape, const Tile& tile, const Sums&
   const float* converted_rows[kBlock];
   for (int t = 0; t < kBlock; t++) converted_rows[t] = converted + t * value_stride;
   sums.clear(tile.rows, shape.value_dim);
-  Fetch fetch((shape.key_dim + shape.value_dim) * int64_t(sizeof(T)));
+  Fetch fetch(shape.used() * int64_t(sizeof(T)));
   Visit<T> visits[3];  // what is computed, and two that come next
   const auto find = [&](int i) {
     const bool is_there = walk.next(visits[i % 3]);

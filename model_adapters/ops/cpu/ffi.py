@@ -170,7 +170,7 @@ def attention_unsupported_reason(q: jax.Array, k: jax.Array, v: jax.Array, pool:
     return missing()
 
 
-DECODE_ARGS = frozenset({"window", "softcap", "sinks", "alibi_slopes", "kv_scales"})
+DECODE_ARGS = frozenset({"window", "softcap", "sinks", "alibi_slopes", "kv_scales", "value_begin"})
 PAGED_ARGS = DECODE_ARGS | {"prefix_lens", "sees_until"}
 """Fields of `AttentionArgs` that the kernels take."""
 
@@ -231,6 +231,7 @@ def _attend(
         "scale": np.float32(args.scale),
         "softcap": np.float32(args.softcap or 0.0),
         "window": np.int64(args.window or 0),
+        "value_begin": np.int64(-1 if args.value_begin is None else args.value_begin),
     }
     out, pool = call(q, k, v, pool, *arrays, **options)
     return out, pool

@@ -62,7 +62,7 @@ struct Call {
   const int32_t *page_table, *kv_lens, *cu_q_lens, *starts, *prefix_lens, *sees_until;  // the last four or null
   const float *sinks, *alibi, *k_scale, *v_scale;                                      // or null
   void* out;
-  int64_t num_tokens, num_seqs, query_heads, window;
+  int64_t num_tokens, num_seqs, query_heads, window, value_begin;  // the last -1: behind the keys
   float scale, softcap;
 
   // Without cu_q_lens every sequence has one new token.
@@ -176,8 +176,8 @@ class Attention {
     T* slot = pool_ + ((page * shape_.kv_heads + head) * shape_.page + position % shape_.page) * shape_.width;
     const int64_t at = token * shape_.kv_heads + head;
     store(call_.k, at * shape_.key_dim, shape_.key_dim, call_.k_scale ? call_.k_scale[head] : 1.f, slot);
-    store(call_.v, at * shape_.value_dim, shape_.value_dim, call_.v_scale ? call_.v_scale[head] : 1.f, slot + shape_.key_dim);
-    std::fill(slot + shape_.key_dim + shape_.value_dim, slot + shape_.width, T{});
+    if (shape_.has_own_values()) store(call_.v, at * shape_.value_dim, shape_.value_dim, call_.v_scale ? call_.v_scale[head] : 1.f, slot + shape_.key_dim);
+    std::fill(slot + shape_.used(), slot + shape_.width, T{});
   }
 
   static void store(const Rows& from, int64_t begin, int64_t n, float scale, T* out) {
@@ -290,7 +290,7 @@ ffi::Error run(ffi::ThreadPool& threads, Call& call, ffi::AnyBuffer& q, ffi::Any
   call.k_scale = data_or_null<float>(k_scale), call.v_scale = data_or_null<float>(v_scale);
   call.out = out->untyped_data();
   call.num_tokens = qd[0], call.num_seqs = page_table.dimensions()[0], call.query_heads = qd[1];
-  const Shape shape{pd[1], qd[1] / pd[1], qd[2], v.dimensions()[2], pd[2], pd[3], page_table.dimensions()[1], pd[0]};
+  const Shape shape{pd[1], qd[1] / pd[1], qd[2], v.dimensions()[2], pd[2], pd[3], page_table.dimensions()[1], pd[0], call.value_begin < 0 ? qd[2] : call.value_begin};
   if (pool_out->untyped_data() != pool.untyped_data()) std::memcpy(pool_out->untyped_data(), pool.untyped_data(), pool.size_bytes());
   const auto start = [&](auto* pages) {
     Attention<std::remove_pointer_t<decltype(pages)>>(threads, call, pages, shape).run();
@@ -312,21 +312,22 @@ ffi::Error run(ffi::ThreadPool& threads, Call& call, ffi::AnyBuffer& q, ffi::Any
 // pool (aliased).
 ffi::Error paged_attention(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::AnyBuffer pool, ffi::AnyBuffer page_table, ffi::AnyBuffer kv_lens,
                            ffi::AnyBuffer cu_q_lens, ffi::AnyBuffer prefix_lens, ffi::AnyBuffer sees_until, ffi::AnyBuffer sinks, ffi::AnyBuffer alibi, ffi::AnyBuffer k_scale,
-                           ffi::AnyBuffer v_scale, float scale, float softcap, int64_t window, ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> pool_out) {
+                           ffi::AnyBuffer v_scale, float scale, float softcap, int64_t window, int64_t value_begin, ffi::Result<ffi::AnyBuffer> out,
+                           ffi::Result<ffi::AnyBuffer> pool_out) {
   Call call{};
   call.kv_lens = data_or_null<int32_t>(kv_lens), call.cu_q_lens = data_or_null<int32_t>(cu_q_lens), call.prefix_lens = data_or_null<int32_t>(prefix_lens);
   call.sees_until = data_or_null<int32_t>(sees_until);
-  call.scale = scale, call.softcap = softcap, call.window = window;
+  call.scale = scale, call.softcap = softcap, call.window = window, call.value_begin = value_begin;
   return run(threads, call, q, k, v, pool, page_table, sinks, alibi, k_scale, v_scale, out, pool_out);
 }
 
 // The same for one new token of each of B sequences, with the first visible position of each: starts[B].
 ffi::Error decode_attention(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::AnyBuffer pool, ffi::AnyBuffer page_table, ffi::AnyBuffer lens,
                             ffi::AnyBuffer starts, ffi::AnyBuffer sinks, ffi::AnyBuffer alibi, ffi::AnyBuffer k_scale, ffi::AnyBuffer v_scale, float scale, float softcap, int64_t window,
-                            ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> pool_out) {
+                            int64_t value_begin, ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> pool_out) {
   Call call{};
   call.kv_lens = data_or_null<int32_t>(lens), call.starts = data_or_null<int32_t>(starts);
-  call.scale = scale, call.softcap = softcap, call.window = window;
+  call.scale = scale, call.softcap = softcap, call.window = window, call.value_begin = value_begin;
   return run(threads, call, q, k, v, pool, page_table, sinks, alibi, k_scale, v_scale, out, pool_out);
 }
 
@@ -334,7 +335,7 @@ ffi::Error decode_attention(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyB
 }  // namespace tas
 
 #define TAS_ARGS_6 Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>
-#define TAS_OPTIONS Attr<float>("scale").Attr<float>("softcap").Attr<int64_t>("window").Ret<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>
+#define TAS_OPTIONS Attr<float>("scale").Attr<float>("softcap").Attr<int64_t>("window").Attr<int64_t>("value_begin").Ret<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(tas_paged_attention, tas::paged_attention, ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().TAS_ARGS_6().TAS_ARGS_6().Arg<ffi::AnyBuffer>().TAS_OPTIONS());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(tas_decode_attention, tas::decode_attention,

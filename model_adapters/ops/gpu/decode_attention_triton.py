@@ -10,7 +10,7 @@ from model_adapters.ops.decode_attention import OP, write_token
 from model_adapters.ops.gpu.launch import NAME, attend, features_of, least_rows, tile_for, unsupported_reason
 from model_adapters.ops.gpu.work_items import decode_items
 
-SUPPORTED_ARGS = frozenset({"window", "softcap", "sinks", "alibi_slopes", "kv_scales"})
+SUPPORTED_ARGS = frozenset({"window", "softcap", "sinks", "alibi_slopes", "kv_scales", "value_begin"})
 """Fields of `AttentionArgs` that the kernel takes for one query a row."""
 
 
@@ -39,7 +39,7 @@ def decode_attention(
     args: AttentionArgs,
 ) -> tuple[jax.Array, jax.Array]:
     """Writes the new tokens, by a scatter in place, and runs the Pallas kernel."""
-    pool = write_token(k, v, pool, page_table, lens, args.kv_scales)
+    pool = write_token(k, args.written_values(v), pool, page_table, lens, args.kv_scales)
     capacity = page_table.shape[1] * pool.shape[2]
     features = features_of(q, pool, args)
     num_rows = least_rows(q.shape[1] // pool.shape[1])

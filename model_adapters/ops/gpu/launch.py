@@ -87,7 +87,8 @@ def features_of(q: jax.Array, pool: jax.Array, args: AttentionArgs) -> TritonFea
     """
     has_terms = q.dtype == jnp.float32 and pool.dtype != jnp.float32
     dtype, num_terms = (jnp.dtype(jnp.bfloat16), 3) if has_terms else (q.dtype, 1)
-    return TritonFeatures(dtype, num_terms, args.scale, args.window, args.softcap, args.prefix_lens is not None)
+    has_prefix = args.prefix_lens is not None
+    return TritonFeatures(dtype, num_terms, args.scale, args.window, args.softcap, has_prefix, args.value_begin)
 
 
 def tile_for(

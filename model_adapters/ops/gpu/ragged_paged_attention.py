@@ -43,7 +43,9 @@ def _num_rows(q: jax.Array, v: jax.Array, pool: jax.Array) -> int:
     return max(rows, least_rows(group))
 
 
-SUPPORTED_ARGS = frozenset({"window", "softcap", "sinks", "alibi_slopes", "prefix_lens", "kv_scales", "sees_until"})
+SUPPORTED_ARGS = frozenset(
+    {"window", "softcap", "sinks", "alibi_slopes", "prefix_lens", "kv_scales", "sees_until", "value_begin"}
+)
 """Fields of `AttentionArgs` that the kernel takes for runs of queries."""
 
 
@@ -73,7 +75,7 @@ def paged_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """Writes the new tokens, by a scatter in place, and runs the Pallas kernel."""
     seqs, positions = token_places(q.shape[0], kv_lens, cu_q_lens)
-    pool = write_tokens_at(pool, page_table, seqs, positions, k, v, args.kv_scales)
+    pool = write_tokens_at(pool, page_table, seqs, positions, k, args.written_values(v), args.kv_scales)
     capacity, num_rows = page_table.shape[1] * pool.shape[2], _num_rows(q, v, pool)
     num_queries = num_rows // (q.shape[1] // pool.shape[1])
     items = ragged_items(q.shape[0], num_queries, capacity, kv_lens, cu_q_lens, args)

@@ -59,6 +59,7 @@ class TritonFeatures:
     window: int | None
     softcap: float | None
     has_prefix: bool
+    value_begin: int | None  # column of a key at which values begin; None: behind the keys
 
 
 @dataclass(frozen=True)
@@ -213,6 +214,7 @@ class TritonProgram:
         """Returns largest scores, sums of weights and weighted values of this split."""
         refs, tile, dtype, count = self.refs, self.tile, self.features.dtype, self.features.num_terms
         key_pieces, value_pieces = pieces(self.dim), pieces(self.value_dim)
+        value_begin = self.dim if self.features.value_begin is None else self.features.value_begin
         loaded = [load_columns(refs.q, (rows.token, rows.head), piece, 0, rows.own) for piece in key_pieces]
         queries = [terms(part, dtype, count) for part in loaded]
         begin, end, num_prefix, rest = self.block_list(item)
@@ -238,7 +240,7 @@ class TritonProgram:
             total = shrink * total + jnp.sum(weights, axis=1)
             weighing, new_sums = terms(weights, dtype, count), []
             for piece, old in zip(value_pieces, sums, strict=True):
-                values = load_columns(refs.pool, (row,), piece, self.dim, seen).astype(dtype)
+                values = load_columns(refs.pool, (row,), piece, value_begin, seen).astype(dtype)
                 new_sums.append(shrink[:, None] * old + product(weighing, values))
             return new_top, total, tuple(new_sums)
 

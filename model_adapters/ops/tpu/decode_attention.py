@@ -293,7 +293,7 @@ def _kernel(
     out_ref[0] = decode.gather(sums)[:query_heads].astype(out_ref.dtype)
 
 
-SUPPORTED_ARGS = frozenset({"window", "softcap", "sinks", "alibi_slopes", "kv_scales"})
+SUPPORTED_ARGS = frozenset({"window", "softcap", "sinks", "alibi_slopes", "kv_scales", "value_begin"})
 """Fields of `AttentionArgs` that the kernel takes."""
 
 
@@ -323,12 +323,12 @@ def decode_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """Runs the Pallas kernel after the new tokens are written, in place."""
     rows = jnp.arange(lens.shape[0], dtype=jnp.int32)
-    pool = write_tokens(pool, page_table, rows, lens - 1, k, v, args.kv_scales, in_runs=False)
+    pool = write_tokens(pool, page_table, rows, lens - 1, k, args.written_values(v), args.kv_scales, in_runs=False)
     num_rows, query_heads, dim = q.shape
     _, heads, _, width = pool.shape
     is_int8, is_float32 = pool.dtype == jnp.int8, q.dtype == jnp.float32
     blocks = Blocks.of(pool, page_table.shape[1], max_bytes=FLOAT32_BLOCK_BYTES if is_float32 else MAX_BLOCK_BYTES)
-    lanes = Lanes.packing(dim, v.shape[2], heads)
+    lanes = Lanes.packing(dim, args.value_columns(dim, v.shape[2]), heads)
     dtype = jnp.int8 if is_int8 and int8_matmul.multiplies_int8() else q.dtype
     features = Features(dtype, args.window, args.softcap, args.alibi_slopes is not None, is_int8)
     constants = row_constants(query_heads, args)

@@ -6,6 +6,7 @@ block. The next block, also of the next row, is read while one is computed.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -58,18 +59,26 @@ class Lanes:
     """Lanes of keys and values in the last axis of a pool, in registers of 128 lanes.
 
     Keys are ``[0, dim)`` and are read as ``[0, key_end)``; the query is zero in the additional lanes. Values are
-    ``[dim, dim + value_dim)`` and are read as ``[value_begin, value_end)``; additional lanes are cut from the output.
+    ``[first_value, first_value + value_dim)``, behind the keys or among them, and are read as ``[value_begin,
+    value_end)``; additional lanes are cut from the output.
     """
 
     dim: int
+    first_value: int
     value_dim: int
     num_packed: int = 1  # heads side by side in one matrix of keys or values
 
     @classmethod
-    def packing(cls, dim: int, value_dim: int, heads: int) -> Lanes:
-        """Packs two heads if keys and values of one fill half of the lanes or all."""
-        is_fitting = dim == value_dim and dim in (LANES // 2, LANES)
-        return cls(dim, value_dim, 2 if is_fitting and heads % 2 == 0 else 1)
+    def of(cls, dim: int, columns: slice) -> Lanes:
+        """Returns the lanes of one head by itself, with values in `columns`."""
+        return cls(dim, columns.start, columns.stop - columns.start)
+
+    @classmethod
+    def packing(cls, dim: int, columns: slice, heads: int) -> Lanes:
+        """Packs two heads if keys and the values behind them fill half of the lanes or all."""
+        one = cls.of(dim, columns)
+        is_fitting = dim == one.value_dim == one.first_value and dim in (LANES // 2, LANES)
+        return dataclasses.replace(one, num_packed=2) if is_fitting and heads % 2 == 0 else one
 
     @property
     def key_end(self) -> int:
@@ -79,12 +88,12 @@ class Lanes:
     @property
     def value_begin(self) -> int:
         """Begin of the registers that hold values."""
-        return self.dim // LANES * LANES
+        return self.first_value // LANES * LANES
 
     @property
     def value_end(self) -> int:
         """End of the registers that hold values."""
-        return round_up(self.dim + self.value_dim, LANES)
+        return round_up(self.first_value + self.value_dim, LANES)
 
     @property
     def query_width(self) -> int:
@@ -104,7 +113,7 @@ class Lanes:
     @property
     def values_kept(self) -> slice:
         """Lanes of the output within the lanes that are summed."""
-        begin = self.dim - self.value_begin
+        begin = self.first_value - self.value_begin
         return slice(begin, begin + self.value_dim)
 
 

@@ -287,7 +287,9 @@ def _num_queries(num_tokens: int, query_heads: int, width: int) -> int:
     return most
 
 
-SUPPORTED_ARGS = frozenset({"window", "softcap", "sinks", "alibi_slopes", "prefix_lens", "kv_scales", "sees_until"})
+SUPPORTED_ARGS = frozenset(
+    {"window", "softcap", "sinks", "alibi_slopes", "prefix_lens", "kv_scales", "sees_until", "value_begin"}
+)
 """Fields of `AttentionArgs` that the kernel takes."""
 
 
@@ -317,9 +319,10 @@ def paged_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """Runs the Pallas kernel after the new tokens are written, in place."""
     seqs, positions = positions_of(q.shape[0], kv_lens, cu_q_lens)
-    pool = write_tokens(pool, page_table, seqs, positions, k, v, args.kv_scales, in_runs=True)
+    pool = write_tokens(pool, page_table, seqs, positions, k, args.written_values(v), args.kv_scales, in_runs=True)
     num_tokens, query_heads, dim = q.shape
-    lanes, blocks = Lanes(dim, v.shape[2]), Blocks.of(pool, page_table.shape[1], MAX_KEYS, MAX_KEYS_BYTES)
+    lanes = Lanes.of(dim, args.value_columns(dim, v.shape[2]))
+    blocks = Blocks.of(pool, page_table.shape[1], MAX_KEYS, MAX_KEYS_BYTES)
     features = Features(q.dtype, args.window, args.softcap, args.alibi_slopes is not None, pool.dtype == jnp.int8)
     constants = row_constants(query_heads, args)
     num_queries = _num_queries(num_tokens, query_heads, lanes.value_end - lanes.value_begin)
