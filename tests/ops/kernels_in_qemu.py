@@ -4,11 +4,13 @@
 
 Calls of the kernels leave the program through a callback, and a process of QEMU answers them; everything else runs as
 always, so that a test compares what it compares elsewhere. It needs Debian's packages g++-aarch64-linux-gnu and
-qemu-user-static. `ARM_FLAGS` are the compiler's for the processor, by default those of one with products of bytes.
+qemu-user-static. `ARM_FLAGS` are the compiler's for the processor, by default those of one with products of bytes;
+`ARM_SOURCES` are the C++ files whose kernels the tests call, by default all.
 """
 
 import functools
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -42,8 +44,11 @@ class Emulated:
     """The kernels in a process of QEMU."""
 
     def __init__(self, folder):
-        sources = [*build.sources(), Path(__file__).with_suffix(".cc")]
-        (folder / "targets.inc").write_text("".join(f"TARGET({each})\n" for each in TARGETS))
+        named = os.environ.get("ARM_SOURCES", "").split()
+        kernels = [path for path in build.sources() if not named or path.name in named]
+        words = set(re.findall(r"\w+", "".join(path.read_text() for path in kernels)))
+        (folder / "targets.inc").write_text("".join(f"TARGET({each})\n" for each in TARGETS if each in words))
+        sources = [*kernels, Path(__file__).with_suffix(".cc")]
         flags = [*FLAGS, *os.environ.get("ARM_FLAGS", PROCESSOR).split(), f"-I{jax.ffi.include_dir()}", f"-I{folder}"]
 
         def compile_one(source):

@@ -22,7 +22,7 @@ def test_quantized_products_are_those_of_numpy_on_arm(flags):
     paths = os.pathsep.join([str(HERE), *filter(None, sys.path)])
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-p", "kernels_in_qemu"]
     command += [str(HERE / "test_quantized_product.py"), "--deselect", f"{HERE}/test_quantized_product.py::{NATIVE}"]
-    environment = {**os.environ, "PYTHONPATH": paths, "ARM_FLAGS": flags}
+    environment = {**os.environ, "PYTHONPATH": paths, "ARM_FLAGS": flags, "ARM_SOURCES": "quantized.cc"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     found = re.search(r"^(\d+) calls of kernels on ARM$", done.stdout, re.M)
