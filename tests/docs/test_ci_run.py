@@ -23,7 +23,7 @@ GPU = [
 RAY = ["pip install --quiet .[ray]", "pytest tests/replicas"]
 FORMATS = [
     "pip install --quiet --no-deps --target .venv/format-tools bitsandbytes>=0.50 torchao>=0.18 hqq>=0.2.8 einops "
-    "termcolor",
+    "termcolor autoawq auto-gptq",
     "pytest -n 0 tests/format_tools",
 ]
 REAL = ["pip install --quiet .[real]", "python tests/real/fetch.py", "pytest -n 0 tests/real"]
