@@ -39,8 +39,8 @@ AS_SERVED = (
     "tests/core/test_drop_in.py"
 )
 PARITY = [
-    "python benchmarks/parity.py --third --diff changes.diff",
-    "python benchmarks/parity.py --task configurations --third",
+    "python benchmarks/parity.py --part 1/6 --diff changes.diff",
+    "python benchmarks/parity.py --task configurations --part 1/6",
 ]
 LINT = ["ruff check .", "ruff format --check .", "mypy"]
 SUITE = ["pip install .[dev]", "pytest", *LINT, AS_SERVED]
@@ -122,6 +122,17 @@ def test_the_script_runs_the_second_command_of_the_readme():
 
 def test_all_checks_run_in_order(project):
     assert project() == (0, CHECKS)
+
+
+def test_each_commit_checks_another_sixth(project, tmp_path):
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path / "project", check=True)
+    sixths = []
+    for _ in range(6):
+        commit = [*git, "commit", "-q", "--allow-empty", "-m", "one more"]
+        subprocess.run(commit, cwd=tmp_path / "project", check=True)
+        sixths.append([call.split()[call.split().index("--part") + 1] for call in project()[1] if "--part" in call])
+    assert sixths == [[f"{number}/6"] * 2 for number in (2, 3, 4, 5, 6, 1)]
 
 
 def test_without_time_no_further_suite_begins(project, capfd):
