@@ -4,6 +4,10 @@ import gc
 import os
 import signal
 
+# PyTorch's threads wait for each other by spinning, which took a third of the processor's time beside other processes.
+# Before its import; processes that tests start inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import jax
 import pytest
 from crashed_workers import pytest_sessionfinish, pytest_testnodedown  # noqa: F401
@@ -81,6 +85,7 @@ def programs_are_let_go():
     if gc.get_freeze_count() == 0:  # half a million objects of the libraries, which each collection would visit
         gc.collect()
         gc.freeze()
+        gc.set_threshold(20_000, 50, 100)  # tracing makes millions of objects, few of which are garbage in cycles
     yield
     gc.collect()
     if num_maps() > MAX_MAPS:
