@@ -156,7 +156,7 @@ def deeper(model_type):
     return model
 
 
-@pytest.mark.parametrize("model_type", ["glm4_moe", "deepseek_v3"])  # the latter has latent attention
+@pytest.mark.parametrize("model_type", [thorough("glm4_moe"), "deepseek_v3"])  # the latter has latent attention
 def test_mtp_proposes_what_eager_pytorch_does(model_type, tmp_path, recorded):
     whole = deeper(model_type)
     untrained = Mtp(whole).save(tmp_path / "untrained")

@@ -12,6 +12,7 @@ import pytest
 import torch
 from exported import REFUSAL
 from ports import free_port
+from thorough import except_for
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "pooling"))
 
@@ -84,7 +85,7 @@ def labels_of_tokens(model, post):
 CHECKS = {"embeddings": embeddings, "ranks": ranks, "labels": labels, "labels of tokens": labels_of_tokens}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", except_for(["embeddings", "ranks"], KINDS))
 def test_answers_over_http(kind, tmp_path):
     class_name, options = KINDS[kind]
     model = encoder_models.folder(tmp_path / "model", class_name, **options)

@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from jax.experimental import serialize_executable
+from thorough import thorough
 from typer.testing import CliRunner
 
 import torchax_serve
@@ -341,7 +342,7 @@ def test_invalid_plan_requests(changes, kind, said):
         (["--for", "64by8"], "--for: expected SLOTSxLEN such as 64x8192, got '64by8'"),
         (["--for", "2x64", "--mesh", "model=2"], "--mesh: expected without --for"),
         (["--topology", "cpu:1", "--prefill", "a"], "--prefill: expected numbers such as 256,1024, got 'a'"),
-        (["--topology", "cpu:1", "--max-model-len", "100000000"], ""),
+        thorough(["--topology", "cpu:1", "--max-model-len", "100000000"], ""),
         (["no/such/folder/at/all", "--topology", "cpu:1"], "no/such/folder/at/all"),
     ],
 )
