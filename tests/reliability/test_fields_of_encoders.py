@@ -72,6 +72,16 @@ def test_errors_show_no_path(servers):
     assert listed["root"] == Path(server.model.name).name
 
 
+@pytest.mark.parametrize("path", [path for path, (_, fields, _) in ROUTES.items() if "input" in fields.model_fields])
+def test_token_ids_that_the_vocabulary_has_not(servers, path):
+    kind, _, base = ROUTES[path]
+    for wrong in (-1, 25, 2**31, 2**40, 2**63):
+        answer = httpx.post(f"{servers(kind).url}{path}", json={"model": "tiny", **base, "input": [[5], [5, wrong]]})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "input")
+        assert error["message"].startswith(f"input: expected token ids from 0 to 24, got {wrong}; ")
+
+
 @pytest.mark.parametrize("path", ROUTES)
 def test_every_field_with_hostile_values(servers, path):
     kind, fields, base = ROUTES[path]

@@ -170,6 +170,9 @@ class ModelService:
         if len(messages) > self._options.request.max_messages:
             most = self._options.request.max_messages
             raise bad_request(f"messages: expected at most {most}, got {len(messages)}", "messages", "invalid_value")
+        if not messages:
+            message = 'messages: expected at least one, such as {"role": "user", "content": "Hi"}, got none'
+            raise bad_request(message, "messages", "invalid_value")
         _check_len(self, [text for message in messages for text in _texts_of(message)], "messages")
         extractor = getattr(self._processor, "feature_extractor", None)
         plain = plain_messages(messages, self.template, getattr(extractor, "sampling_rate", None))

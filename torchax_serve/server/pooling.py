@@ -6,7 +6,7 @@ import base64
 import functools
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from torchax_serve.server.body import read_request
 from torchax_serve.server.context import context_of
-from torchax_serve.server.errors import bad_request
+from torchax_serve.server.errors import bad_request, in_words_of_requests
 from torchax_serve.server.json_lists import list_response
 from torchax_serve.server.model_service import ModelService
 from torchax_serve.server.pooling_schemas import (
@@ -34,6 +34,9 @@ if TYPE_CHECKING:  # it imports torch, which a recorded start needs not
     from torchax_serve.entrypoints.encoder_model import EncoderModel
 
 Body = TypeVar("Body", bound=PoolingRequest)
+
+_FIELDS: Mapping[str, str] = {"truncate_dim": "dimensions", "pooling": "pooling", "normalize": "normalize"}
+"""Arguments that are not texts, and their fields."""
 
 
 async def _read(request: Request, kind: type[Body], task: str) -> tuple[ModelService, Body]:
@@ -72,13 +75,12 @@ def _encoder(service: ModelService) -> EncoderModel:
 
 def _renamed(error: ValueError, field: str) -> Exception:
     """Returns an error about the texts of a batch as one about the field of the request."""
-    name, _, rest = str(error).partition(":")
-    renamed = {"truncate_dim": "dimensions"}.get(name, name)
-    if renamed in ("dimensions", "pooling", "normalize"):
-        return bad_request(f"{renamed}:{rest}", renamed, "invalid_value")
-    rest = rest.replace("pass truncate=True", "set truncate_prompt_tokens to -1")
-    # The number of the text is one within the batch.
-    return bad_request(f"{field}:{rest}" if rest else str(error), field, "invalid_value")
+    message = in_words_of_requests(str(error))
+    name, colon, rest = message.partition(":")
+    if (own := _FIELDS.get(name)) is not None:
+        return bad_request(f"{own}:{rest}", own, "invalid_value")
+    # The number of the text, which is a part of the name, is one within the batch.
+    return bad_request(f"{field}:{rest if colon else ' ' + message}", field, "invalid_value")
 
 
 async def _usage(request: Request, service: ModelService, texts: Sequence[Any]) -> dict[str, int]:
