@@ -67,7 +67,8 @@ def test_errors_show_no_path(servers):
     """That of a model without a rule for its tokens names the model, and so do its routes."""
     server = servers("BertModel")
     answer = httpx.post(f"{server.url}/v1/embeddings", json={"model": "tiny", "input": "a cat"})
-    assert answer.status_code == 400 and "tiny has no modules.json" in answer.json()["error"]["message"]
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "pooling")
+    assert "tiny has no modules.json" in answer.json()["error"]["message"]
     (listed,) = httpx.get(f"{server.url}/v1/models").json()["data"]
     assert listed["root"] == Path(server.model.name).name
 

@@ -13,6 +13,7 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
+from model_adapters.errors import UnsupportedModelError
 from torchax_serve.server.body import read_request
 from torchax_serve.server.context import context_of
 from torchax_serve.server.errors import bad_request, in_words_of_requests
@@ -35,8 +36,13 @@ if TYPE_CHECKING:  # it imports torch, which a recorded start needs not
 
 Body = TypeVar("Body", bound=PoolingRequest)
 
-_FIELDS: Mapping[str, str] = {"truncate_dim": "dimensions", "pooling": "pooling", "normalize": "normalize"}
-"""Arguments that are not texts, and their fields."""
+_FIELDS: Mapping[str, str] = {
+    "truncate_dim": "dimensions",
+    "pooling": "pooling",
+    "embed": "pooling",  # of a model without a rule of its own
+    "normalize": "normalize",
+}
+"""Names at the beginning of errors that are not about texts, and their fields."""
 
 
 async def _read(request: Request, kind: type[Body], task: str) -> tuple[ModelService, Body]:
@@ -63,7 +69,7 @@ async def _results(
     work = call(items, timeout_s=options.request_timeout_s, queue_timeout_s=options.queue_timeout_s)
     try:
         return list(await until_disconnect(request.receive, work))
-    except ValueError as error:
+    except (ValueError, UnsupportedModelError) as error:
         raise _renamed(error, field) from error
 
 
@@ -73,7 +79,7 @@ def _encoder(service: ModelService) -> EncoderModel:
     return cast("EncoderModel", service.model)
 
 
-def _renamed(error: ValueError, field: str) -> Exception:
+def _renamed(error: Exception, field: str) -> Exception:
     """Returns an error about the texts of a batch as one about the field of the request."""
     message = in_words_of_requests(str(error))
     name, colon, rest = message.partition(":")
