@@ -47,8 +47,8 @@ def embeddings(model, post):
     for path, body, status, said in (
         ("/v1/embeddings", {"input": TEXTS}, 400, "pass pooling"),
         ("/v1/embeddings", {"input": [[1, 99]], "pooling": "mean"}, 400, "from 0 to 24"),
-        ("/v1/completions", {"prompt": "a"}, 404, "does not generate; it can embed"),
-        ("/classify", {"input": "a"}, 404, "does not classify; it can embed"),
+        ("/v1/completions", {"prompt": "a"}, 404, "expected a model that generates text, got"),
+        ("/classify", {"input": "a"}, 404, "expected a classifier of texts"),
     ):
         answer = post(path, **body)
         assert (answer.status_code, said in answer.text) == (status, True), answer.text

@@ -278,7 +278,7 @@ def test_unknown_topologies(name, said):
 @pytest.mark.parametrize(("name", "extra"), [("v6e:2x4", r"\[plan\]"), ("h200:8", r"\[cuda\]")])
 def test_missing_compiler_error_names_the_extra(monkeypatch, name, extra):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(TorchaxServeError, match=f"not installed; install torchax-serve{extra}"):
+    with pytest.raises(TorchaxServeError, match=f"not installed; pip install 'torchax-serve{extra}'"):
         topology.describe(name)
 
 

@@ -112,6 +112,13 @@ def test_forms_that_are_none(speech, server):
     assert httpx.post(f"{server.url}/v1/audio/transcriptions", files={"file": b"x"}).status_code == 404
 
 
+@pytest.mark.parametrize(("path", "field"), [("completions", "prompt"), ("embeddings", "input")])
+def test_a_model_of_audio_reads_no_texts(speech, path, field):
+    answer = httpx.post(f"{speech[0].url}/v1/{path}", json={"model": "tiny", field: "a", "max_tokens": 2})
+    assert answer.status_code == 404
+    assert answer.json()["error"]["message"].endswith("got tiny, whose tasks are transcribe")
+
+
 @pytest.fixture(scope="module")
 def timed(tmp_path_factory):
     path = tmp_path_factory.mktemp("timed")
