@@ -5,9 +5,9 @@ python benchmarks/parity.py --again         # all of them
 python benchmarks/parity.py --again llama   # one of them
 python benchmarks/parity.py --task seq2seq  # another mapping than that of causal models
 python benchmarks/parity.py --task configurations   # what checkpoints of one type vary beside it
-python benchmarks/parity.py --third         # every third of them; exits with 1 if one ends otherwise than in the table
-python benchmarks/parity.py --third --since main  # and those that the changes since then name
-python benchmarks/parity.py --third --diff FILE   # the same, of changes as git diff prints them
+python benchmarks/parity.py --part 2/6      # every sixth, from the second on; 1 if one ends otherwise than in the table
+python benchmarks/parity.py --part 2/6 --since main  # and those that the changes since then name
+python benchmarks/parity.py --part 2/6 --diff FILE   # the same, of changes as git diff prints them
 """
 
 import argparse
@@ -33,27 +33,21 @@ def main():
     )
     parser.add_argument("--again", action="store_true", help="also those that have a result")
     parser.add_argument("--failed", action="store_true", help="also those that did not pass")
-    parser.add_argument(
-        "--third",
-        type=int,
-        choices=(1, 2, 3),
-        nargs="?",
-        const=1,
-        help="check a third against the table, the first if none is named; write nothing",
-    )
-    parser.add_argument("--since", metavar="COMMIT", help="with --third, also the types that changes since COMMIT name")
-    parser.add_argument("--diff", type=Path, metavar="FILE", help="with --third, also the types that this diff names")
+    parser.add_argument("--part", type=part, metavar="N/M", help="check a part against the table; write nothing")
+    parser.add_argument("--since", metavar="COMMIT", help="with --part, also the types that changes since COMMIT name")
+    parser.add_argument("--diff", type=Path, metavar="FILE", help="with --part, also the types that this diff names")
     parser.add_argument("--workers", type=int, default=2, help="processes")
     arguments = parser.parse_args()
     types = arguments.types or TASKS[arguments.task].types()
     for option in ("since", "diff"):
-        if getattr(arguments, option) is not None and arguments.third is None:
-            parser.error(f"--{option}: expected together with --third, got it alone; add --third")
-    if arguments.third is not None:
-        chosen = types[arguments.third - 1 :: 3]
+        if getattr(arguments, option) is not None and arguments.part is None:
+            parser.error(f"--{option}: expected together with --part, got it alone; add --part")
+    if arguments.part is not None:
+        first, step = arguments.part
+        chosen = types[first - 1 :: step]
         changes = changes_since(arguments.since) + (arguments.diff.read_text() if arguments.diff else "")
         chosen += [name for name in changed_types.types_named_in(changes, types) if name not in chosen]
-        sys.exit(check_third(chosen, arguments.task, arguments.workers))
+        sys.exit(check_part(chosen, arguments.task, arguments.workers))
     folder = ROOT / "torchax_serve" / "parity" / "results" / ("" if arguments.task == CAUSAL else arguments.task)
     folder.mkdir(exist_ok=True)
     path = folder / f"transformers-{VERSIONS['transformers']}.json"
@@ -76,6 +70,14 @@ def main():
     (ROOT / "docs" / "models.md").write_text(models_page.document())
 
 
+def part(text):
+    """The numbers of ``N/M``: which of how many parts."""
+    number, _, count = text.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+        raise argparse.ArgumentTypeError(f"expected N/M with N from 1 to M, such as 2/6, got {text!r}")
+    return int(number), int(count)
+
+
 def changes_since(since):
     """The changes since a commit."""
     if since is None:
@@ -94,7 +96,7 @@ def say(result, began):
     )
 
 
-def check_third(types, task, num_workers):
+def check_part(types, task, num_workers):
     """0 if every type ends as in the table."""
     _, known = models_page.shipped(task, VERSIONS["transformers"])
     for name in sorted(set(types) & set(known)):

@@ -4,10 +4,15 @@ import gc
 import os
 import signal
 
+# PyTorch's threads wait for each other by spinning, which took a third of the processor's time beside other processes.
+# Before its import; processes that tests start inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import jax
 import pytest
 from crashed_workers import pytest_sessionfinish, pytest_testnodedown  # noqa: F401
 from hypothesis import HealthCheck, settings
+from thorough import is_in_part, part
 
 from torchax_serve.parity.sweep import QUICK_COMPILATION
 
@@ -49,15 +54,21 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.fast)
     if any("::" in each for each in config.args):  # tests that are named run
         return
-    is_thorough = config.getoption("--thorough")
-    left_out = [item for item in items if (item.get_closest_marker("thorough") is not None) != is_thorough]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if (item.get_closest_marker("thorough") is not None) == is_thorough]
+    is_thorough, chosen = config.getoption("--thorough"), config.getoption("--part")
+
+    def is_left_out(item):
+        is_other_kind = (item.get_closest_marker("thorough") is not None) != is_thorough
+        return is_other_kind or not is_in_part(item.nodeid, *chosen)
+
+    kept = [item for item in items if not is_left_out(item)]
+    if len(kept) < len(items):
+        config.hook.pytest_deselected(items=[item for item in items if is_left_out(item)])
+        items[:] = kept
 
 
 def pytest_addoption(parser):
     parser.addoption("--thorough", action="store_true", help="run the tests marked as thorough, and only those")
+    parser.addoption("--part", type=part, default=(1, 1), metavar="N/M", help="run one of M parts of the tests")
     parser.addoption("--as-served", action="store_true", help="compile for the CPU as models are that are served")
 
 
@@ -81,6 +92,7 @@ def programs_are_let_go():
     if gc.get_freeze_count() == 0:  # half a million objects of the libraries, which each collection would visit
         gc.collect()
         gc.freeze()
+        gc.set_threshold(20_000, 50, 100)  # tracing makes millions of objects, few of which are garbage in cycles
     yield
     gc.collect()
     if num_maps() > MAX_MAPS:

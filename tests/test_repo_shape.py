@@ -218,6 +218,13 @@ def test_first_lines_of_docstrings_are_short():
     assert len(lines) > 1000 and [each for each in lines if len(each[1]) > MAX_SUMMARY_CHARS] == []
 
 
+def test_extras_are_quoted_in_commands():
+    """Zsh takes brackets for a pattern."""
+    files = [*(path for path, _ in modules().values()), *ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+    bare = [path.name for path in files if re.search(r"(?<!')torchax-serve\[", path.read_text())]
+    assert bare == []
+
+
 def test_no_two_classes_share_a_name():
     homes = collections.defaultdict(list)
     for name, _, node in definitions(ast.ClassDef):

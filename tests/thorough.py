@@ -1,9 +1,28 @@
 """Parameters of tests, most of which are left to `pytest --thorough`."""
 
+import argparse
+import zlib
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
+
+
+def part(text: str) -> tuple[int, int]:
+    """Returns the numbers of ``N/M``: which of how many parts.
+
+    Raises:
+        argparse.ArgumentTypeError: it is something else.
+    """
+    number, _, count = text.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+        raise argparse.ArgumentTypeError(f"expected N/M with N from 1 to M, such as 2/6, got {text!r}")
+    return int(number), int(count)
+
+
+def is_in_part(name: str, number: int, count: int) -> bool:
+    """Returns whether the test `name` is in part `number`, in every run and whatever else is collected."""
+    return zlib.crc32(name.encode()) % count == number - 1
 
 
 def thorough(*values: Any, name: str | None = None) -> Any:

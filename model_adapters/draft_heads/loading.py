@@ -15,6 +15,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from model_adapters.draft_heads.eagle3 import NUM_HIDDEN, Eagle3Head
 from model_adapters.draft_heads.loaded_head import LoadedHead
 from model_adapters.draft_heads.mtp import mtp_class
+from model_adapters.draft_heads.mtp_prefixed import PREFIX, one_attention_layer, prefixed_mtp_class
 from model_adapters.errors import CheckpointError, InvalidArgumentError, TorchaxServeError, UnsupportedArgumentError
 from model_adapters.loading.checkpoint import Checkpoint, weight_files
 from model_adapters.loading.file_names import CONFIG
@@ -34,9 +35,6 @@ LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 _REFUSED = ("norm_before_fc", "norm_output", "parallel_drafting")
 """Settings of other heads by the name EAGLE-3, which compute something else."""
-
-_MTP = "mtp."
-"""Begin of the names of Qwen3-Next's prediction layers."""
 
 
 def load_eagle3(source: ModelSource, target: LoadedModel, *, allow_pickle: bool) -> LoadedHead:
@@ -106,36 +104,47 @@ def load_mtp(target: LoadedModel) -> LoadedHead:
     config = copy.deepcopy(module.config.get_text_config())
     files = ModelFiles.of(source, trust_remote_code=target.trust_remote_code)
     checkpoint = files.checkpoint(type(module), files.config, allow_pickle=target.allow_pickle)
-    tensors = _mtp_names(name, config.num_hidden_layers, list(checkpoint.sizes_in(None)))
-    head_class = mtp_class(module)
+    names = list(checkpoint.sizes_in(None))
     config.architectures = None
+    head_class: type[PreTrainedModel]
+    if any(each.startswith(PREFIX) for each in names):
+        tensors, head_class = _prefixed_names(name, names), prefixed_mtp_class(module)
+        config, embedding, head = one_attention_layer(config), "embed_tokens.weight", "lm_head.weight"
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        kv_shape = int(config.num_key_value_heads), 2 * int(head_dim)
+    else:
+        tensors, head_class = _mtp_names(name, config.num_hidden_layers, names), mtp_class(module)
+        layer, kv_shape = f"model.layers.{config.num_hidden_layers}", None
+        embedding, head = f"{layer}.embed_tokens.weight", f"{layer}.shared_head.head.weight"
     loaded = _Read(head_class, config, name, checkpoint, target)
-    head, weights = loaded.tensors(tensors)
-    layer = f"model.layers.{config.num_hidden_layers}"
-    shared = {
-        f"{layer}.embed_tokens.weight": _tensor_name(module, "embedding"),
-        f"{layer}.shared_head.head.weight": _tensor_name(module, "head"),
-    }
+    made, weights = loaded.tensors(tensors)
+    shared = {embedding: _tensor_name(module, "embedding"), head: _tensor_name(module, "head")}
     shared = {own: theirs for own, theirs in shared.items() if own not in weights}
     loaded.require(shared)
-    return LoadedHead(f"mtp of {name}", ModelProgram(head), weights, shared, (-1,))
+    return LoadedHead(f"mtp of {name}", ModelProgram(made), weights, shared, (-1,), kv_shape=kv_shape)
+
+
+def _prefixed_names(name: str, names: list[str]) -> dict[str, str]:
+    """Returns the tensors of a prediction layer ``mtp.*``, each under its own name."""
+    found = [each for each in names if each.startswith(PREFIX)]
+    numbers = {int(match[1]) for each in found if (match := re.match(r"mtp\.layers\.(\d+)\.", each)) is not None}
+    if f"{PREFIX}fc.weight" not in found or numbers != {0}:
+        raise UnsupportedArgumentError(
+            f"speculative_config: method 'mtp': expected mtp.fc.weight and one layer mtp.layers.0, as Qwen3-Next has "
+            f"them, got layers {sorted(numbers)} and {some(tuple(found))} in {name}; leave speculative_config out"
+        )
+    return {each: each for each in found}
 
 
 def _mtp_names(name: str, num_layers: int, names: list[str]) -> dict[str, str]:
-    """Returns the tensors of the prediction layer, each under its own name."""
-    if found := [each for each in names if each.startswith(_MTP)]:
-        raise UnsupportedArgumentError(
-            f"speculative_config: method 'mtp': expected a prediction layer model.layers.{num_layers}, as DeepSeek-V3 "
-            f"has it, got {found[0]} in {name}; the models with layers of that form keep recurrent states, which "
-            "cannot be taken back; leave speculative_config out"
-        )
+    """Returns the tensors of a prediction layer behind the model's, each under its own name."""
     pattern = re.compile(r"model\.layers\.(\d+)\.")
     numbers = {int(match[1]) for each in names if (match := pattern.match(each)) is not None}
     behind = sorted(number for number in numbers if number >= num_layers)
     if not behind or f"model.layers.{num_layers}.eh_proj.weight" not in names:
         raise InvalidArgumentError(
             f"speculative_config: method 'mtp': expected a checkpoint with a prediction layer, model.layers."
-            f"{num_layers}.eh_proj.weight, got none in {name}; use 'ngram', 'draft_model' or 'eagle3'"
+            f"{num_layers}.eh_proj.weight or mtp.fc.weight, got none in {name}; use 'ngram', 'draft_model' or 'eagle3'"
         )
     if behind != [num_layers]:
         raise UnsupportedArgumentError(

@@ -154,8 +154,8 @@ class LoadedModel:
         except Exception as error:  # processors raise whatever they like, and miss libraries for images
             lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
             raise CheckpointError(
-                f"the processor files in {folder} do not make a processor ({lines[0]}): get them again, or install "
-                "torchax-serve[images]"
+                f"the processor files in {folder} do not make a processor ({lines[0]}): get them again, or pip "
+                "install 'torchax-serve[images]'"
             ) from error
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase | None:

@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils import logging as hf_logging
 
 from model_adapters.bridge.views import to_torch_tensor
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.loading.loader import load_model
+from model_adapters.loading.progress import Advance, Progress, SilentProgress
+from model_adapters.loading.weight_sink import replaced
 from model_adapters.ops.quantized_weight import QuantizedWeight
 from model_adapters.quantization.compressed_tensors import quantization_config, tensors_of
 from model_adapters.quantization.rules import rules_for_files
 
 
-def save_quantized(model: Any, folder: str | os.PathLike[str], quantization: Any, **load_options: Any) -> str:
+def save_quantized(
+    model: Any,
+    folder: str | os.PathLike[str],
+    quantization: Any,
+    *,
+    progress: Progress | None = None,
+    **load_options: Any,
+) -> str:
     """Writes `model` with quantized linear layers into `folder`, as compressed-tensors.
 
     Experts in one tensor, embedding tables and tied heads stay dense. Presets leave the head dense too.
@@ -25,6 +36,7 @@ def save_quantized(model: Any, folder: str | os.PathLike[str], quantization: Any
         model: What `load_model` accepts.
         folder: A new or empty folder.
         quantization: What `parse_rules` accepts.
+        progress: Shown for download, load and writing.
         load_options: Further arguments of `load_model`.
 
     Returns:
@@ -40,7 +52,8 @@ def save_quantized(model: Any, folder: str | os.PathLike[str], quantization: Any
     rules = rules_for_files(quantization)
     if rules is None:
         raise InvalidArgumentError("quantization: expected a preset, a file or rules, got none; choose int8 or int4")
-    loaded = load_model(model, quantization=rules, **load_options)
+    shown = progress or SilentProgress()
+    loaded = load_model(model, quantization=rules, progress=shown, **load_options)
     module = loaded.module
     quantized = {
         name.removesuffix(".weight"): weight
@@ -59,9 +72,21 @@ def save_quantized(model: Any, folder: str | os.PathLike[str], quantization: Any
             state[name] = to_torch_tensor(weight)  # type: ignore[arg-type]  # packed weights are made by serve alone
     ignore = [path for path in linear if path not in quantized]
     module.config.quantization_config = quantization_config(quantized, ignore)
-    module.save_pretrained(out, state_dict=state)
+    with shown.stage("writing", None, "items") as advance, replaced(hf_logging, "tqdm", _counting(advance)):
+        module.save_pretrained(out, state_dict=state)
     if (tokenizer := loaded.tokenizer()) is not None:
         tokenizer.save_pretrained(out)
     if (processor := loaded.processor()) is not None:
         processor.save_pretrained(out)
     return loaded.report.quantization
+
+
+def _counting(advance: Advance) -> Callable[..., Iterator[Any]]:
+    """Returns what takes the place of transformers' bar over the files that it writes."""
+
+    def count(items: Iterable[Any], **ignored: Any) -> Iterator[Any]:
+        for item in items:
+            yield item
+            advance(1)
+
+    return count

@@ -23,7 +23,7 @@ _PLATFORMS = {"cuda": "gpu", "rocm": "gpu"}
 
 def _unsupported_reason(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, layout: Layout) -> str | None:
     if importlib.util.find_spec("tokamax") is None:
-        return "tokamax is not installed; install torchax-serve[tokamax]"
+        return "tokamax is not installed; pip install 'torchax-serve[tokamax]'"
     here, backend = registry.platform(), jax.default_backend()
     if here != _PLATFORMS.get(backend, backend):
         return f"Tokamax chooses a kernel by the devices in use, which are those of {backend}; this is for {here}"

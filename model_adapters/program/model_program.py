@@ -142,9 +142,9 @@ class ModelProgram:
             states: Cache layers (`DeviceCache.states`), or None for a forward without a cache.
             offset: int32[], number of tokens already stored in the cache.
             inputs: Arrays by the forward's argument names. ``starts`` int32[batch] is the number of tokens of left
-                padding, from which the attention mask is made. With ``last`` int32[], only the logits of that position
-                are returned. ``rope_lens``, int32[] or int32[len], are the sequence lengths for which rotary
-                frequencies are computed; without it, the positions say the length.
+                padding, from which the attention mask is made. With ``last``, int32[] or int32[n], only the logits of
+                these positions are returned. ``rope_lens``, int32[] or int32[len], are the sequence lengths that rotary
+                frequencies are computed for; without it, the positions say the length.
             spec: The static arguments.
 
         Returns:
@@ -228,7 +228,11 @@ class ModelProgram:
         if in_range:
             fields[INDICES] = jnp.stack(in_range)
         if last is not None and not self.accepts("logits_to_keep"):
-            fields["logits"] = jax.lax.dynamic_slice_in_dim(fields["logits"], last, 1, axis=1)
+            fields["logits"] = (
+                fields["logits"][:, last]
+                if last.ndim
+                else jax.lax.dynamic_slice_in_dim(fields["logits"], last, 1, axis=1)
+            )
         if "logits" in fields:
             fields["logits"] = self.unpadded_logits(fields["logits"])
         return fields, None if cache is None else jax_view(cache.states())
@@ -261,7 +265,7 @@ class ModelProgram:
         if self.accepts("use_cache"):
             kwargs["use_cache"] = cache is not None
         if call.last is not None and self.accepts("logits_to_keep"):
-            kwargs["logits_to_keep"] = torch_view(call.last[None])
+            kwargs["logits_to_keep"] = torch_view(jnp.atleast_1d(call.last))
         kwargs.update({flag: True for flag in ("output_hidden_states", "output_attentions") if getattr(spec, flag)})
         return kwargs, cache
 

@@ -60,4 +60,4 @@ def test_wrong_options_are_one_line(options, message):
 def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     found = RUNNER.invoke(app, ["profile", "--out", str(tmp_path / "file")])
-    assert found.exit_code == 2 and "expected one that can be written to" in found.stderr
+    assert found.exit_code == 2 and "expected a folder for new files" in found.stderr

@@ -137,6 +137,12 @@ def load(served):
         print("running", flush=True)
 
 
+def tokens_and_load(served):
+    """One after the other, by one start."""
+    tokens(served)
+    load(served)
+
+
 def main():
     action, host_id, coordinator = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     hosts = Hosts(coordinator=coordinator, num_hosts=2, host_id=host_id, join_timeout_s=120, secret="a secret of these")

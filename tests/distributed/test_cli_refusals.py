@@ -56,8 +56,8 @@ def test_invalid_meshes(refused, arguments, said):
         ("--topology cpu:1 --mesh model=2", r"multiply out to the 1 devices, got .*model 2.* = 2, more than there are"),
         ("--topology cpu:1 --mesh stage=1", r"mesh: expected axes out of data, model, expert, got 'stage'"),
         ("--topology v9:2x2", r"topology: expected one of v4:2x2x1, .*v5e:.*v5p:.*v6e:.*tpu7x:.*h100:.*got 'v9:2x2'"),
-        ("--topology v6e:2x4", r"expected libtpu.*not installed; install torchax-serve\[plan\]"),
-        ("--topology h200:8", r"expected JAX's plug-in for CUDA.*not installed; install torchax-serve\[cuda\]"),
+        ("--topology v6e:2x4", r"expected libtpu.*not installed; pip install 'torchax-serve\[plan\]'"),
+        ("--topology h200:8", r"expected JAX's plug-in for CUDA.*not installed; pip install 'torchax-serve\[cuda\]'"),
     ],
 )
 def test_invalid_plans(refused, arguments, said, monkeypatch):

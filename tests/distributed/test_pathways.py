@@ -38,7 +38,7 @@ def test_pathways_is_initialised_where_jax_says_proxy(proxied, monkeypatch):
 
 def test_a_missing_package_is_named(proxied, monkeypatch):
     monkeypatch.setitem(sys.modules, "pathwaysutils", None)
-    with pytest.raises(TorchaxServeError, match=r"expected pathwaysutils .* install torchax-serve\[pathways\]"):
+    with pytest.raises(TorchaxServeError, match=r"expected pathwaysutils .* pip install 'torchax-serve\[pathways\]'"):
         pathways.connect()
 
 

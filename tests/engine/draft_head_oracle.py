@@ -160,6 +160,76 @@ class Mtp(nn.Module):
         return folder
 
 
+class PrefixedMtp(nn.Module):
+    """Qwen3-Next's prediction layer, by the names of its checkpoint; its layer has a dense product."""
+
+    def __init__(self, target):
+        super().__init__()
+        config, draw = target.config.get_text_config(), torch.Generator().manual_seed(5)
+        self.config, self.target, size, inner = config, [target], config.hidden_size, config.intermediate_size
+        self.heads, self.kv_heads, self.dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        self.ids = torch.arange(config.vocab_size)
+        shapes = {
+            "fc": (size, 2 * size),
+            "layers.0.self_attn.q_proj": (2 * self.heads * self.dim, size),  # queries and gates, head by head
+            "layers.0.self_attn.k_proj": (self.kv_heads * self.dim, size),
+            "layers.0.self_attn.v_proj": (self.kv_heads * self.dim, size),
+            "layers.0.self_attn.o_proj": (size, self.heads * self.dim),
+            "layers.0.mlp.gate_proj": (inner, size),
+            "layers.0.mlp.up_proj": (inner, size),
+            "layers.0.mlp.down_proj": (size, inner),
+        }
+        self.tensors = {f"{name}.weight": matrix(*shape, draw) for name, shape in shapes.items()}
+        norms = {"pre_fc_norm_embedding": size, "pre_fc_norm_hidden": size, "norm": size}
+        norms |= {"layers.0.input_layernorm": size, "layers.0.post_attention_layernorm": size}
+        norms |= {"layers.0.self_attn.q_norm": self.dim, "layers.0.self_attn.k_norm": self.dim}
+        for name, columns in norms.items():  # which are centred at zero
+            self.tensors[f"{name}.weight"] = nn.Parameter(0.1 * torch.randn(columns, generator=draw))
+        for index, each in enumerate(self.tensors.values()):
+            self.register_parameter(f"p{index}", each)
+
+    def captured(self, ids):
+        target = self.target[0]
+        return target(torch.tensor([ids]), output_hidden_states=True).hidden_states[-1][0]
+
+    def normed(self, name, x):
+        return rms(1 + self.tensors[f"{name}.weight"], x, self.config.rms_norm_eps)
+
+    def product(self, name, x):
+        return x @ self.tensors[f"{name}.weight"].T
+
+    def layer(self, hidden, tokens):
+        n, embeds = len(tokens), self.target[0].get_input_embeddings().weight.detach()[torch.tensor(tokens)]
+        both = self.normed("pre_fc_norm_embedding", embeds), self.normed("pre_fc_norm_hidden", hidden)
+        out = self.product("fc", torch.cat(both, dim=-1))
+        x = self.normed("layers.0.input_layernorm", out)
+        attn = "layers.0.self_attn"
+        q, gate = self.product(f"{attn}.q_proj", x).view(n, self.heads, 2 * self.dim).chunk(2, dim=-1)
+        k, v = (self.product(f"{attn}.{name}_proj", x).view(n, -1, self.dim) for name in "kv")
+        part = int(self.dim * self.config.rope_parameters["partial_rotary_factor"])
+        theta, places = self.config.rope_parameters["rope_theta"], torch.arange(n)
+        q, k = (self.normed(f"{attn}.{name}_norm", each).transpose(0, 1) for name, each in (("q", q), ("k", k)))
+        q, k = (torch.cat((rotated(x[..., :part], places, theta), x[..., part:]), dim=-1) for x in (q, k))
+        k, v = (x.repeat_interleave(self.heads // self.kv_heads, dim=0) for x in (k, v.transpose(0, 1)))
+        scores = (q @ k.transpose(1, 2) * self.dim**-0.5).masked_fill(torch.ones(n, n).triu(1).bool(), -torch.inf)
+        attended = (scores.softmax(-1) @ v).transpose(0, 1) * gate.sigmoid()
+        out = out + self.product(f"{attn}.o_proj", attended.reshape(n, -1))
+        x = self.normed("layers.0.post_attention_layernorm", out)
+        inner = nn.functional.silu(self.product("layers.0.mlp.gate_proj", x)) * self.product("layers.0.mlp.up_proj", x)
+        return self.normed("norm", out + self.product("layers.0.mlp.down_proj", inner))
+
+    def logits(self, hidden):
+        return hidden @ self.target[0].get_output_embeddings().weight.detach().T
+
+    def save(self, folder):
+        """Writes model and layer as Qwen3-Next's checkpoint has them."""
+        self.target[0].save_pretrained(folder)
+        tensors = load_file(folder / "model.safetensors")
+        tensors |= {f"mtp.{name}": each.detach().clone() for name, each in self.tensors.items()}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return folder
+
+
 @torch.no_grad()
 def proposals(head, ids, num_drafts):
     """The tokens that a head proposes behind `ids`."""

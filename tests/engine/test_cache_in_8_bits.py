@@ -11,6 +11,7 @@ import torch
 import transformers
 from cache_name import CACHE
 from engine_models import VOCAB_SIZE, tiny_model
+from thorough import thorough
 from transformers.cache_utils import DynamicCache
 
 from model_adapters.device_arrays import to_device
@@ -182,7 +183,7 @@ def test_kernels_store_float8_as_the_reference_does_and_attend_alike(llama_in_fl
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("name", "dtype"), [("int8", "int8"), ("fp8", "float8_e4m3fn")])
+@pytest.mark.parametrize(("name", "dtype"), [thorough("int8", "int8"), ("fp8", "float8_e4m3fn")])
 def test_a_model_that_runs_per_sequence_reads_rounded_keys_and_values(name, dtype):
     """Each forward attends to its own tokens as they are, and to those stored before as numpy rounds them."""
     ids, cuts = prompt_of(20, 3), [0, 16, 17, 18, 19, 20]

@@ -1,5 +1,6 @@
 """Draft heads on the engine: their proposals are those of eager PyTorch, and no token changes."""
 
+import dataclasses
 import json
 import random
 import re
@@ -9,7 +10,7 @@ import jax
 import pytest
 import torch
 import transformers
-from draft_head_oracle import Eagle3, Mtp, proposals, trained
+from draft_head_oracle import Eagle3, Mtp, PrefixedMtp, proposals, trained
 from engine_models import VOCAB_SIZE
 from safetensors.torch import load_file, save_file
 from speculation_requests import request, tokens_of
@@ -155,7 +156,7 @@ def deeper(model_type):
     return model
 
 
-@pytest.mark.parametrize("model_type", ["glm4_moe", "deepseek_v3"])  # the latter has latent attention
+@pytest.mark.parametrize("model_type", [thorough("glm4_moe"), "deepseek_v3"])  # the latter has latent attention
 def test_mtp_proposes_what_eager_pytorch_does(model_type, tmp_path, recorded):
     whole = deeper(model_type)
     untrained = Mtp(whole).save(tmp_path / "untrained")
@@ -173,6 +174,62 @@ def test_mtp_proposes_what_eager_pytorch_does(model_type, tmp_path, recorded):
     assert 0.3 * stats.num_draft_tokens < stats.num_accepted_tokens <= stats.num_draft_tokens
     with serve(folder, engine=SIZES) as plain:
         assert tokens_of(plain, sampled) == drawn
+
+
+def hybrid(model_type="qwen3_next"):
+    """A model of which three layers of four have recurrent states."""
+    sizes = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "num_experts": 0,
+        "max_position_embeddings": 128,
+    }
+    config = transformers.AutoConfig.for_model(model_type, **sizes)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    draw_matrices(model.eval(), std=0.2)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", thorough("qwen3_5_text")])
+def test_the_head_of_a_model_with_recurrent_states_proposes_what_eager_pytorch_does(model_type, tmp_path, recorded):
+    model = hybrid(model_type)
+    texts = [text_of(model, prompt) for prompt in prompts()]
+    head = trained(PrefixedMtp(model), texts)
+    folder = head.save(tmp_path / "trained")
+    config = {"method": "mtp", "num_speculative_tokens": NUM_DRAFTS, "adaptive": False}
+    sizes = dataclasses.replace(SIZES, batch_invariant=False)
+    with serve(folder, speculative_config=config, engine=sizes) as served:
+        served.engine.check_integrity = True
+        check_proposals(served, head, recorded, texts)
+        stats = served.stats().scheduler
+        sampled = [request(text[:9], 20, seed=i, temperature=0.7, do_sample=True) for i, text in enumerate(texts)]
+        drawn = tokens_of(served, sampled)
+    assert 0.3 * stats.num_draft_tokens < stats.num_accepted_tokens <= stats.num_draft_tokens
+    with serve(folder, engine=sizes) as plain:
+        assert tokens_of(plain, sampled) == drawn
+
+
+@pytest.mark.thorough
+def test_eagle3_drafts_for_a_model_with_recurrent_states(tmp_path, recorded):
+    model = hybrid()
+    texts = [text_of(model, prompt) for prompt in prompts()]
+    head = Eagle3(model, torch.arange(0, VOCAB_SIZE, 2))
+    folder = head.save(tmp_path / "eagle3")
+    config = {"method": "eagle3", "model": str(folder), "num_speculative_tokens": NUM_DRAFTS, "adaptive": False}
+    sizes = dataclasses.replace(SIZES, batch_invariant=False)
+    with serve(hybrid(), speculative_config=config, engine=sizes) as served:
+        check_proposals(served, head, recorded, texts)
 
 
 def refusal(config, model):
@@ -243,7 +300,13 @@ def test_checkpoints_without_prediction_layers_are_refused(tmp_path):
     assert "expected a model with a folder of safetensors files" in refusal({"method": "mtp"}, model)
     model.save_pretrained(tmp_path / "llama")
     message = refusal({"method": "mtp"}, tmp_path / "llama")
-    assert "expected a checkpoint with a prediction layer, model.layers.3.eh_proj.weight, got none" in message
+    assert (
+        "expected a checkpoint with a prediction layer, model.layers.3.eh_proj.weight or mtp.fc.weight, got none"
+        in message
+    )
     file = tmp_path / "llama" / "model.safetensors"
-    save_file({**load_file(file), "mtp.fc.weight": torch.zeros(2)}, file, metadata={"format": "pt"})
-    assert "got mtp.fc.weight" in refusal({"method": "mtp"}, tmp_path / "llama")
+    two = {f"mtp.layers.{number}.mlp.up_proj.weight": torch.zeros(2) for number in range(2)}
+    save_file({**load_file(file), "mtp.fc.weight": torch.zeros(2), **two}, file, metadata={"format": "pt"})
+    assert "one layer mtp.layers.0, as Qwen3-Next has them, got layers [0, 1]" in refusal(
+        {"method": "mtp"}, tmp_path / "llama"
+    )

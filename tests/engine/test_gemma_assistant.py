@@ -1,5 +1,6 @@
 """Gemma 4's assistant on the engine: it drafts what transformers' own generator does, and no token changes."""
 
+import copy
 import random
 
 import jax
@@ -125,7 +126,8 @@ def test_the_assistant_drafts_what_transformers_does(recorded, kind, method):
     target, assistant = target_model(kind), assistant_model(kind)
     texts = [generated(target, each) for each in PROMPTS]
     wanted = [num_accepted(target, assistant, text, len(each)) for text, each in zip(texts, PROMPTS, strict=True)]
-    with serve(target, engine=SIZES, speculative_config=speculation(assistant, method=method)) as model:
+    served = copy.deepcopy(target)  # calls of a served model run on JAX; `target` stays eager
+    with serve(served, engine=SIZES, speculative_config=speculation(assistant, method=method)) as model:
         model.engine.check_integrity = True
         accepted = []
         for prompt, text in zip(PROMPTS, texts, strict=True):

@@ -83,7 +83,7 @@ def tiny(model_type):
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
-    config = transformers.AutoConfig.for_model(model_type, **{**common, **MODELS[model_type]})
+    config = transformers.AutoConfig.for_model(model_type, **{**common, **MODELS.get(model_type, {})})
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     draw_matrices(model, std=0.2)

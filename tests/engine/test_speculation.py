@@ -202,10 +202,11 @@ def test_a_draft_model_has_the_vocabulary_of_the_model():
 
 
 def test_models_that_cannot_verify_drafts_refuse():
-    with serve(tiny_model("mamba"), engine=EngineOptions(max_model_len=64, speculative=NGRAM)) as model:
-        with pytest.raises(UnsupportedArgumentError, match="expected None for a model that runs per-sequence") as error:
-            model.engine  # noqa: B018
-        assert "\n" not in str(error.value)
+    config = transformers.T5Config(vocab_size=61, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
+    model = serve(transformers.T5ForConditionalGeneration(config), speculative_config=NGRAM)
+    with model, pytest.raises(UnsupportedArgumentError, match="expected None for a model with an encoder") as error:
+        model.engine  # noqa: B018
+    assert "\n" not in str(error.value)
 
 
 def test_options_are_given_once_and_checked():

@@ -77,3 +77,19 @@ main()
 def test_run_takes_a_bundle(bundle, served):
     shown = output_of(RUN, "run", bundle, "-p", "What is 3 plus 4?", "--max-new-tokens", "8")
     assert shown.strip() == served.chat("What is 3 plus 4?", SamplingParams(max_new_tokens=8)).strip()
+
+
+BATCH = """
+from torchax_serve.cli.main import main
+sys.argv = ["torchax-serve", "batch", *sys.argv[1:]]
+main()
+"""
+
+
+def test_batch_takes_a_bundle_without_pytorch(bundle, served, tmp_path):
+    body = {"model": bundle.name, "prompt": [5, 6, 7], "max_tokens": 6, "temperature": 0, "return_token_ids": True}
+    request = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
+    (tmp_path / "in.jsonl").write_text(json.dumps(request))
+    (line,) = output_of(BATCH, tmp_path / "in.jsonl", "-", "--model", bundle).splitlines()
+    (expected,) = served.generate_batch([[5, 6, 7]], SamplingParams(max_new_tokens=6))
+    assert json.loads(line)["response"]["body"]["choices"][0]["token_ids"] == list(expected.token_ids)

@@ -1,7 +1,11 @@
 """Versions of a bundle: written anew without the model, verified, watched; other weights and formats of them."""
 
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -158,3 +162,33 @@ def test_the_weights_lie_as_they_are_mapped(bundle):
         size = int.from_bytes(file.read(8), "little")
         entries = json.loads(file.read(size))
     assert all((8 + size + entry["data_offsets"][0]) % 64 == 0 for name, entry in entries.items() if ":" not in name)
+
+
+EXPORTING = """
+import sys, time
+from pathlib import Path
+from torchax_serve.export.versions import new_version
+with new_version(Path(sys.argv[1]), 0) as made:
+    print(made.folder.name, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_what_a_killed_export_leaves_goes_with_the_next_one(folder, command, caplog):
+    (folder / ".partial-copy" / "programs").mkdir(parents=True)  # of somebody who copies a version
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(
+        [sys.executable, "-c", EXPORTING, folder], stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        name = process.stdout.readline().strip()
+        assert versions.unfinished(folder) == []  # it is being written
+        assert "unfinished" not in json.loads(command("info", folder, "--json"))
+        process.send_signal(signal.SIGKILL)
+    assert (folder / name / "programs").is_dir()
+    found = json.loads(command("info", folder, "--json"))
+    assert found["unfinished"] == f"{name}, of exports that were killed; the next one removes it"
+    with caplog.at_level("WARNING", "torchax_serve"), new_version(folder, 0):
+        pass
+    assert f"{name} is removed: its export was killed" in caplog.text
+    assert not (folder / name).exists() and (folder / ".partial-copy" / "programs").is_dir()
+    assert "unfinished" not in json.loads(command("info", folder, "--json"))

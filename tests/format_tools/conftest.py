@@ -1,7 +1,7 @@
-"""Checkpoints that bitsandbytes, torchao and HQQ write; collected only where the folder is named.
+"""Checkpoints of bitsandbytes, torchao, HQQ, AutoAWQ and AutoGPTQ; collected only where the folder is named.
 
 These libraries are large, and transformers takes other paths where it finds them installed: ``pip install --no-deps
---target .venv/format-tools bitsandbytes torchao hqq einops termcolor``, then
+--target .venv/format-tools bitsandbytes torchao hqq einops termcolor autoawq auto-gptq``, then
 ``PYTHONPATH=.venv/format-tools pytest -n 0 tests/format_tools``.
 """
 

@@ -186,7 +186,7 @@ def test_products_of_rows_and_int8_keep_20_bits():
     np.testing.assert_allclose(sums, weights.astype(np.float64) @ matrix, rtol=0, atol=2**-20 * np.abs(sums).max())
 
 
-@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("window", [thorough(None), 300])
 def test_ragged_of_several_blocks_and_blocks_of_queries(window, capfd):
     # Blocks are 1024 keys and 128 queries; the last sequence begins inside of one.
     case = paged_case(
@@ -195,7 +195,7 @@ def test_ragged_of_several_blocks_and_blocks_of_queries(window, capfd):
     check(run_paged(case), case, capfd)
 
 
-@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("window", [thorough(None), 6])
 def test_a_beginning_that_all_queries_see(window, capfd):
     # The first sequence fills more than one block of queries, and its beginning ends in the second.
     case = paged_case(
@@ -204,7 +204,7 @@ def test_a_beginning_that_all_queries_see(window, capfd):
     check(run_paged(case), case, capfd)
 
 
-@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("window", [thorough(None), 20])
 def test_tokens_of_an_image_see_each_other(window, capfd):
     # One image ends in the second block of queries, one has a part of a narrow item, and padding follows.
     images = ((3, 133), (136, 141))

@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from jax.experimental import serialize_executable
+from thorough import thorough
 from typer.testing import CliRunner
 
 import torchax_serve
@@ -277,7 +278,7 @@ def test_unknown_topologies(name, said):
 @pytest.mark.parametrize(("name", "extra"), [("v6e:2x4", r"\[plan\]"), ("h200:8", r"\[cuda\]")])
 def test_missing_compiler_error_names_the_extra(monkeypatch, name, extra):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(TorchaxServeError, match=f"not installed; install torchax-serve{extra}"):
+    with pytest.raises(TorchaxServeError, match=f"not installed; pip install 'torchax-serve{extra}'"):
         topology.describe(name)
 
 
@@ -341,7 +342,7 @@ def test_invalid_plan_requests(changes, kind, said):
         (["--for", "64by8"], "--for: expected SLOTSxLEN such as 64x8192, got '64by8'"),
         (["--for", "2x64", "--mesh", "model=2"], "--mesh: expected without --for"),
         (["--topology", "cpu:1", "--prefill", "a"], "--prefill: expected numbers such as 256,1024, got 'a'"),
-        (["--topology", "cpu:1", "--max-model-len", "100000000"], ""),
+        thorough(["--topology", "cpu:1", "--max-model-len", "100000000"], ""),
         (["no/such/folder/at/all", "--topology", "cpu:1"], "no/such/folder/at/all"),
     ],
 )

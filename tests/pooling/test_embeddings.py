@@ -142,6 +142,9 @@ def test_bad_input(bert):
         served.embed(3, pooling="mean")
     with pytest.raises(InvalidArgumentError, match=r"texts\[1\]: expected Unicode text, got '\\ud83d', half of a char"):
         served.embed(["cat", "a \ud83d dog"], pooling="mean")
+    for wrong in (-(2**40), 2**31, 2**63):
+        with pytest.raises(InvalidArgumentError, match=f"expected token ids from 0 to 24, got {wrong}; "):
+            served.embed([[5, wrong]], pooling="mean")
     with pytest.raises(InvalidArgumentError, match="expected token ids from 0 to"):
         served.embed([[10_000]], pooling="mean")
     with pytest.raises(UnsupportedModelError, match="classify: expected a model that classifies texts"):

@@ -186,7 +186,7 @@ def test_one_profile_at_a_time(model, tmp_path):
 
 def test_a_folder_that_cannot_be_written(model, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(InvalidArgumentError, match="folder: expected one that can be written to"):
+    with pytest.raises(InvalidArgumentError, match="folder: expected a folder for new files"):
         model.profile(tmp_path / "file").start()
     with model.profile(tmp_path / "folder" / "inner"):  # and nothing is left behind
         pass

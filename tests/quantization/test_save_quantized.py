@@ -1,16 +1,18 @@
 """Folders that `quantize` writes: read by compressed-tensors with transformers, and by its own rule for the bits."""
 
+import io
 import json
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 from typer.testing import CliRunner
 
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
-from model_adapters.loading import load_model
+from model_adapters.loading import RichProgress, load_model
 from model_adapters.loading.save_quantized import save_quantized
 from model_adapters.ops.quantized_weight import QuantizedWeight, dequantize
 from model_adapters.quantization.rules import rules_for_files
@@ -103,6 +105,15 @@ def test_the_command_writes_and_refuses_in_one_line(folder, tmp_path):
     ):
         done = run(*arguments)
         assert done.exit_code == 2 and said in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_writing_shows_its_own_bar_and_none_of_transformers(folder, tmp_path, capfd):
+    shown = io.StringIO()
+    capfd.readouterr()
+    save_quantized(folder, tmp_path / "out", "int8")
+    save_quantized(folder, tmp_path / "again", "int8", progress=RichProgress(Console(file=shown, force_terminal=True)))
+    assert capfd.readouterr() == ("", "")
+    assert "loading" in shown.getvalue() and "writing" in shown.getvalue()
 
 
 def test_what_the_format_cannot_hold_is_refused_by_name(folder, tmp_path):

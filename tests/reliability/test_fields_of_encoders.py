@@ -67,9 +67,20 @@ def test_errors_show_no_path(servers):
     """That of a model without a rule for its tokens names the model, and so do its routes."""
     server = servers("BertModel")
     answer = httpx.post(f"{server.url}/v1/embeddings", json={"model": "tiny", "input": "a cat"})
-    assert answer.status_code == 400 and "tiny has no modules.json" in answer.json()["error"]["message"]
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "pooling")
+    assert "tiny has no modules.json" in answer.json()["error"]["message"]
     (listed,) = httpx.get(f"{server.url}/v1/models").json()["data"]
     assert listed["root"] == Path(server.model.name).name
+
+
+@pytest.mark.parametrize("path", [path for path, (_, fields, _) in ROUTES.items() if "input" in fields.model_fields])
+def test_token_ids_that_the_vocabulary_has_not(servers, path):
+    kind, _, base = ROUTES[path]
+    for wrong in (-1, 25, 2**31, 2**40, 2**63):
+        answer = httpx.post(f"{servers(kind).url}{path}", json={"model": "tiny", **base, "input": [[5], [5, wrong]]})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "input")
+        assert error["message"].startswith(f"input: expected token ids from 0 to 24, got {wrong}; ")
 
 
 @pytest.mark.parametrize("path", ROUTES)

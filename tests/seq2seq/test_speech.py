@@ -10,7 +10,7 @@ from tiny_whisper import tiny_whisper
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from torchax_serve import CheckpointError, InvalidArgumentError, serve
+from torchax_serve import CheckpointError, InvalidArgumentError, UnsupportedModelError, serve
 from torchax_serve.engine.request_handle import RequestError
 from torchax_serve.entrypoints.speech_model import SpeechModel
 
@@ -109,6 +109,8 @@ def test_bad_input(whisper):
             served.transcribe("speech.wav", sampling_rate=RATE)
         with pytest.raises(InvalidArgumentError, match=r"input_features: expected an input .* \[1, 80, 0\]"):
             served.torch_model.get_encoder()(torch.zeros(1, 80, 0))
+        with pytest.raises(UnsupportedModelError, match="embed: expected a model that reads texts, got "):
+            served.embed("a cat", pooling="mean")
 
 
 def test_long_audio_needs_a_checkpoint_with_timestamps(whisper):

@@ -1,7 +1,9 @@
 """Transcripts of audio files by OpenAI's own client, against the model's own call on the samples."""
 
 import asyncio
+import base64
 import io
+import json
 import re
 import sys
 import time
@@ -13,6 +15,10 @@ import openai
 import pytest
 import soundfile
 from running_server import RunningServer, serving
+
+from torchax_serve.server.batch import run_batch
+from torchax_serve.server.batch.results import BatchResults
+from torchax_serve.server.options import ServerOptions
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "seq2seq"))
 
@@ -104,6 +110,13 @@ def test_forms_that_are_none(speech, server):
     unknown = httpx.post(url, data={"model": "tiny", "wat": "x"}, files={"file": file_of(sound(1))})
     assert unknown.json()["error"]["param"] == "wat"
     assert httpx.post(f"{server.url}/v1/audio/transcriptions", files={"file": b"x"}).status_code == 404
+
+
+@pytest.mark.parametrize(("path", "field"), [("completions", "prompt"), ("embeddings", "input")])
+def test_a_model_of_audio_reads_no_texts(speech, path, field):
+    answer = httpx.post(f"{speech[0].url}/v1/{path}", json={"model": "tiny", field: "a", "max_tokens": 2})
+    assert answer.status_code == 404
+    assert answer.json()["error"]["message"].endswith("got tiny, whose tasks are transcribe")
 
 
 @pytest.fixture(scope="module")
@@ -239,3 +252,19 @@ def test_a_transcription_has_the_time_limit_of_requests(timed):
         assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
     finally:
         impatient.stop()
+
+
+def test_a_file_of_requests_has_audio_as_data_urls(speech):
+    samples = sound(1.2)
+    url = f"data:audio/wav;base64,{base64.b64encode(file_of(samples, subtype='FLOAT')).decode()}"
+    bodies = [{"model": "tiny", "file_url": url, "temperature": 0.0}, {"model": "tiny", "file_url": "https://a/b"}]
+    lines = [
+        {"custom_id": f"{index}", "method": "POST", "url": "/v1/audio/transcriptions", "body": body}
+        for index, body in enumerate(bodies)
+    ]
+    output = io.BytesIO()
+    source = io.BytesIO("\n".join(map(json.dumps, lines)).encode())
+    run_batch(speech[1], source, BatchResults(output), ServerOptions(served_model_names=("tiny",)))
+    found = {line["custom_id"]: line["response"] for line in map(json.loads, output.getvalue().splitlines())}
+    assert found["0"]["body"]["text"] == speech[1].transcribe(samples, sampling_rate=RATE)
+    assert found["1"]["status_code"] == 400 and found["1"]["body"]["error"]["param"] == "file_url"

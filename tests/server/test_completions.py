@@ -130,12 +130,15 @@ def test_of_answers_that_do_not_fit_into_the_queue_none_is_taken(client, server,
     [
         ({"temperature": 1e308}, "temperature: expected a number > 0 and <= 3.4e+38, got 1e+308; "),
         ({"temperature": 1e-40}, "temperature: expected a number > 0, at least 1.2e-38, got 1e-40; "),
+        ({"temperature": -1}, "temperature: expected a number >= 0, got -1.0; 0 is greedy"),
+        ({"top_k": -2}, "top_k: expected a whole number >= -1, got -2; 0 and -1 switch it off"),
+        ({"logprobs": 21}, "logprobs: expected a whole number >= 0 and <= 20, got 21; 0 gives that of the sampled"),
         ({"bad_words": [""]}, "bad_words: expected at most 256 texts of 1 to 1024 characters, got one of 0 characters"),
         ({"bad_words": ["a"] * 257}, "bad_words: expected at most 256 texts of 1 to 1024 characters, got 257 texts"),
         ({"stream": True, "stream_options": {"x": 1}}, "unknown field 'stream_options.x'; leave it out"),
         (
             {"structured_outputs": {"regex": "a", "choice": ["a"]}},
-            "structured_outputs: expected one grammar of the answer, got choice next to structured_outputs.regex; ",
+            "structured_outputs: expected one grammar of the answer, got structured_outputs.choice next to ",
         ),
     ],
 )

@@ -103,5 +103,6 @@ def test_what_is_no_still_picture_is_refused(client, url):
 
 def test_a_model_of_texts_refuses_images(server):
     plain = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-    with plain, pytest.raises(openai.BadRequestError):
+    with plain, pytest.raises(openai.BadRequestError, match="which tiny does not take; leave them out") as caught:
         ask(plain, url_of(picture()))
+    assert caught.value.param == "messages"

@@ -34,7 +34,7 @@ def name_of_server(address):
     """The name in the certificate that a server shows."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    with socket.create_connection(address) as plain, context.wrap_socket(plain) as secure:
+    with socket.create_connection(address, timeout=10) as plain, context.wrap_socket(plain) as secure:
         data = secure.getpeercert(binary_form=True)
     return ssl.DER_cert_to_PEM_cert(data)
 

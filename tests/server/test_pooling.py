@@ -160,15 +160,18 @@ def test_tokens_are_labelled(labeller):
 
 
 def test_endpoints_of_other_models_are_404(classifier, server):
-    for path, body in (
-        ("/v1/chat/completions", {"messages": []}),
-        ("/v1/embeddings", {"input": "a"}),
-        ("/rerank", {"query": "a", "documents": ["b"]}),
-        ("/pooling", {"input": "a"}),
+    for path, body, kind in (
+        ("/v1/chat/completions", {"messages": []}, "a model with a chat template"),
+        ("/v1/embeddings", {"input": "a"}, "a model with embeddings"),
+        ("/rerank", {"query": "a", "documents": ["b"]}, "a cross-encoder"),
+        ("/pooling", {"input": "a"}, "a classifier of tokens"),
     ):
         answer = post(classifier[0], path, **body)
         assert answer.status_code == 404, path
-        assert "classify" in answer.json()["error"]["message"]
+        assert answer.json()["error"]["message"].startswith(f"{path}: expected {kind}")
+        assert answer.json()["error"]["message"].endswith("got tiny, whose tasks are classify")
+    answer = post(classifier[0], "/tokenize", messages=[{"role": "user", "content": "a"}])
+    assert answer.status_code == 400 and "since tiny has no chat template" in answer.json()["error"]["message"]
     assert post(server, "/classify", input="a").status_code == 404
 
 

@@ -9,6 +9,7 @@ import openai
 import psutil
 import pydantic
 import pytest
+from thorough import thorough
 
 from torchax_serve.sampling.grammar import closed
 
@@ -26,7 +27,7 @@ def ask(client, **fields):
     return answer.choices[0]
 
 
-@pytest.mark.parametrize("temperature", [0, 1.5])
+@pytest.mark.parametrize("temperature", [thorough(0), 1.5])
 def test_a_json_schema_is_followed(client, temperature):
     schema = {"name": "person", "schema": SCHEMA, "strict": True}
     choice = ask(

@@ -7,6 +7,7 @@ from pathlib import Path
 import openai
 import pytest
 from running_server import serving
+from thorough import thorough
 
 import torchax_serve
 
@@ -70,7 +71,7 @@ def ask(client, **fields):
     )
 
 
-@pytest.mark.parametrize("temperature", [0, 1.5])
+@pytest.mark.parametrize("temperature", [thorough(0), 1.5])
 def test_a_named_tool_is_called_with_arguments_that_parse(client, temperature):
     choice = {"type": "function", "function": {"name": "weather"}}
     answer = ask(client, tool_choice=choice, temperature=temperature, seed=2).choices[0]

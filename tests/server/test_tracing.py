@@ -186,5 +186,5 @@ def test_a_protocol_or_package_that_is_missing_is_named(monkeypatch):
         ServerContext(options)
     monkeypatch.delenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL")
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http", None)
-    with pytest.raises(UnsupportedArgumentError, match=r"pip install torchax-serve\[otel\]"):
+    with pytest.raises(UnsupportedArgumentError, match=r"pip install 'torchax-serve\[otel\]'"):
         ServerContext(options)

@@ -85,6 +85,12 @@ def test_drafts_are_verified_on_meshes_and_replicas(on_eight, method, meshes):
     assert all(int(line.split()[5]) > 0 for line in lines)
 
 
+@pytest.mark.thorough
+def test_drafts_are_verified_behind_states_on_a_mesh(on_eight):
+    (line,) = on_eight("speculative", "mamba", "1x2", "ngram")
+    assert int(line.split()[5]) > 0
+
+
 def test_pages_in_int8_have_their_scales_where_their_heads_are(on_eight):
     """Heads that the mesh divides, and heads that every device has whole."""
     lines = on_eight("tokens", "llama", "1x2,1x8", "int8")

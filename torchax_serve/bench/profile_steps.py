@@ -15,7 +15,7 @@ from model_adapters.errors import InvalidArgumentError
 from torchax_serve import EngineOptions, SamplingParams
 from torchax_serve.entrypoints.serve import serve_without_pipelines
 from torchax_serve.profiling import Profile, ProfileSession
-from torchax_serve.profiling.session import writable
+from torchax_serve.validation.folders import writable_folder
 
 SEED = 0
 NUM_WARM_UPS = 2
@@ -46,7 +46,7 @@ def profile_steps(
         TorchaxServeError: the model cannot be loaded.
     """
     if folder is not None:
-        writable(folder)  # before the model is loaded
+        writable_folder("folder", folder)  # before the model is loaded
     engine = EngineOptions(max_num_seqs=max(rows), enable_prefix_caching=False)
     with contextlib.closing(serve_without_pipelines(model, engine=engine, **options)) as served:
         if served.transcribes:

@@ -73,7 +73,7 @@ def bundle(
 
     manifest = read_manifest(version_folder(folder, version))
     if action is BundleAction.INFO:
-        found = _facts(manifest)
+        found = _facts(manifest) | _unfinished(folder)
         print(json.dumps(found, indent=1) if as_json else "\n".join(f"{name}: {text}" for name, text in found.items()))
         return 0
     check_files(manifest, remembers=False)
@@ -126,6 +126,14 @@ def _facts(manifest: Manifest) -> dict[str, Any]:
         "readable until": f"{manifest.readable_until} by every release of JAX; bundle refresh writes it again",
         "digest": manifest.digest,
     }
+
+
+def _unfinished(folder: Path) -> dict[str, Any]:
+    """Returns what exports that were killed have left, if there is any."""
+    from torchax_serve.export.versions import unfinished
+
+    names = ", ".join(each.name for each in unfinished(folder))
+    return {"unfinished": f"{names}, of exports that were killed; the next one removes it"} if names else {}
 
 
 def _num_programs(manifest: Manifest) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +13,7 @@ from torchax_serve.cli.shared.command import Command
 from torchax_serve.cli.shared.load_model import end_if_explained
 from torchax_serve.cli.shared.load_options import LoadOptions, option_groups
 from torchax_serve.cli.shared.model_name import check_model, complete_model
-from torchax_serve.cli.shared.terminal import passing_note
+from torchax_serve.cli.shared.terminal import may_style, passing_note
 
 
 @option_groups
@@ -36,12 +37,14 @@ def quantize(
     with prompt_interrupts(leave_at=1):
         end_if_explained(model, load)
         with passing_note("starting torch and jax ..."):
+            from model_adapters.loading.progress import RichProgress, SilentProgress
             from model_adapters.loading.save_quantized import save_quantized
 
         load.show_details()
         options = load.serve_kwargs()
         rules = options.pop("quantization")
-        print(f"{out}: {save_quantized(model, out, rules, **options)}")
+        progress = RichProgress() if may_style(sys.stderr) else SilentProgress()
+        print(f"{out}: {save_quantized(model, out, rules, progress=progress, **options)}")
 
 
 COMMAND = Command(

@@ -33,7 +33,7 @@ def connect() -> None:
         import pathwaysutils
     except ImportError as error:
         raise TorchaxServeError(
-            "JAX_PLATFORMS: expected pathwaysutils for 'proxy', which is not installed; install "
-            "torchax-serve[pathways], or name another platform"
+            "JAX_PLATFORMS: expected pathwaysutils for 'proxy', which is not installed; pip install "
+            "'torchax-serve[pathways]', or name another platform"
         ) from error
     pathwaysutils.initialize()

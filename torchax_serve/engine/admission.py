@@ -35,6 +35,7 @@ class Admission:
         num_entering: Requests that were taken and that the engine's thread has not seen yet.
         num_entering_tokens: Tokens of their prompts.
         refusal: Error of every request, while none are taken; None: they are.
+        max_num_seqs, max_num_waiting, max_num_waiting_tokens: As given.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class Admission:
         self.num_entering = self.num_entering_tokens = 0
         self.refusal: str | None = None
         self.max_num_waiting, self.max_num_waiting_tokens = max_num_waiting, max_num_waiting_tokens
-        self._max_num_seqs = max_num_seqs
+        self.max_num_seqs = max_num_seqs
         self._most = max_num_seqs + max_num_waiting
 
     def admit(
@@ -78,7 +79,7 @@ class Admission:
                 f"expected at most {self._most} requests at a time, {self.max_num_waiting} of them waiting, got "
                 f"{num_new} next to {num_open}; ask again later, or raise EngineOptions(max_num_waiting=...)"
             )
-        num_new_tokens = sum(prompt_lens[max(0, self._max_num_seqs - num_open) :])  # the first ones find a free slot
+        num_new_tokens = sum(prompt_lens[max(0, self.max_num_seqs - num_open) :])  # the first ones find a free slot
         # Prompts that have just come count until the engine's thread has given them their slots.
         num_waiting_tokens = scheduler.num_waiting_tokens + self.num_entering_tokens
         exceeds = num_new_tokens and num_waiting_tokens + num_new_tokens > self.max_num_waiting_tokens

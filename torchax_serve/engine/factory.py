@@ -16,13 +16,14 @@ from torchax_serve.engine.engine import Engine
 from torchax_serve.engine.model_runner import NO_ADAPTERS, ModelRunner
 from torchax_serve.engine.options import MAX_DECODER_LEN, MAX_DISPATCH_S, MAX_ENCODER_LEN, MAX_MODEL_LEN, EngineOptions
 from torchax_serve.executors.base import ExecutorChoice
-from torchax_serve.executors.choice import choose_executor, refuse_drafts
+from torchax_serve.executors.choice import choose_executor
 from torchax_serve.executors.single_request import SingleRequestExecutor
 from torchax_serve.kv_cache.host_pools import HostPools
 from torchax_serve.kv_cache.memory import MemoryBudget
 from torchax_serve.kv_cache.pools import CacheAllocation
 from torchax_serve.sampling.sampler import tables_bytes
 from torchax_serve.scheduler import RequestId, Scheduler, SchedulerConfig, SpeculativeConfig
+from torchax_serve.scheduler.speculative_config import refuse_drafts
 from torchax_serve.validation.argument_checks import MAX_INT
 
 if TYPE_CHECKING:

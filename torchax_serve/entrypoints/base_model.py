@@ -130,6 +130,8 @@ class BaseModel(EmbedsTexts, ExportableModel):
     def _embedder(self, *, chooses: bool) -> Embedder:
         from torchax_serve.pooling.module_texts import any_embedder, own_embedder
 
+        if not self.embeds:
+            raise UnsupportedModelError(f"embed: expected a model that reads texts, got {self.name}, which reads audio")
         return (any_embedder if chooses else own_embedder)(self._followed(), self._runtimes[0])
 
     def _head(self) -> TextHead:

@@ -15,6 +15,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SPEECH_SEQ_2_SEQ_MA
 
 from model_adapters.caches.native_cache import allows_fixed_shapes
 from model_adapters.errors import CheckpointError, InvalidArgumentError, UnsupportedModelError
+from model_adapters.loading import LoadedModel
+from torchax_serve.distributed.hosts.leader import Leader
 from torchax_serve.engine.options import EngineOptions
 from torchax_serve.entrypoints.served_model import ServedModel
 from torchax_serve.generation.call_limits import CallLimits, call_limits
@@ -51,6 +53,12 @@ class SpeechModel(ServedModel):
     """A model that transcribes audio; made by `serve`."""
 
     transcribes = True
+
+    def __init__(
+        self, loaded: LoadedModel, engine_options: EngineOptions | None = None, leader: Leader | None = None
+    ) -> None:
+        super().__init__(loaded, engine_options, leader)
+        self.embeds = not self.config.is_encoder_decoder  # whose encoder reads audio alone
 
     @functools.cached_property
     def feature_extractor(self) -> FeatureExtractionMixin:

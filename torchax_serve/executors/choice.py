@@ -6,12 +6,13 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from model_adapters.caches.packed_batch import NotPackableError
-from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
+from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops.linear import not_invariant_reason
 from model_adapters.ops.quantized_weight import QuantizedWeight
 from torchax_serve.executors.base import ExecutorChoice
 from torchax_serve.executors.packed_factory import packed_executor
 from torchax_serve.kv_cache.memory import MemoryBudget
+from torchax_serve.scheduler.speculative_config import refuse_drafts
 
 if TYPE_CHECKING:
     from torchax_serve.runtime.model_runtime import ModelRuntime
@@ -30,7 +31,6 @@ def choose_executor(runtime: ModelRuntime, sizes: MemoryBudget) -> ExecutorChoic
     try:
         choice = packed_executor(runtime, sizes)
     except NotPackableError as reason:
-        refuse_drafts(sizes.speculative, f"a model that runs per-sequence, not packed ({reason})")
         _check_invariance(sizes, str(reason))
         from torchax_serve.executors.per_sequence_factory import per_sequence_executor  # needs torch
 
@@ -52,12 +52,4 @@ def _check_invariance(sizes: MemoryBudget, reason: str | None) -> None:
         raise InvalidArgumentError(
             f"batch_invariant: expected a model that runs packed, with the C++ CPU kernels; got: {reason}. Leave it "
             "out, or serve float32"
-        )
-
-
-def refuse_drafts(speculative: object, where: str) -> None:
-    """Raises UnsupportedArgumentError if `speculative` is a config, for `where`."""
-    if speculative is not None:
-        raise UnsupportedArgumentError(
-            f"speculative_config: expected None for {where}, got {speculative}; leave it out"
         )

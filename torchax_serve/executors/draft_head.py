@@ -72,12 +72,27 @@ class DraftHead:
         arguments = program, weights.model, tuple(of_model), batch, of_layers
         logits, of_model_after, hidden = forward_with_hidden(*arguments, self.loaded.layers)
         assert hidden is not None
+        return logits, (*of_model_after, *self.follow(weights, (pool, state), batch, hidden, layout)), hidden
+
+    def follow(
+        self, weights: HeadedWeights, own: Pools, batch: PackedBatch, hidden: jax.Array, layout: PagedLayout
+    ) -> Pools:
+        """Computes positions whose next token is known now; returns the head's pool and state.
+
+        Args:
+            weights: Weights of model and head.
+            own: The head's pool and state.
+            batch: The tokens of the step.
+            hidden: float[T, width], the model's hidden states of these tokens.
+            layout: Of the step.
+        """
+        pool, state = own
+        hidden = hidden.astype(self.dtype)
         table, pair = batch.page_tables[layout.groups[-1]], _decode_pairs if layout.is_decode else _pairs
         pairs = pair(batch, state, hidden, table)
         pool = self._run(weights, pool, *pairs, _of_head(layout), is_captured=True)[2]
         assert batch.slots is not None
-        state = state.kept(batch.slots, batch.kv_lens > 0, hidden[batch.last], batch.kv_lens)
-        return logits, (*of_model_after, pool, state), hidden
+        return pool, state.kept(batch.slots, batch.kv_lens > 0, hidden[batch.last], batch.kv_lens)
 
     def _run(
         self,

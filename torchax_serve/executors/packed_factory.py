@@ -56,8 +56,8 @@ def packed_executor(runtime: ModelRuntime, sizes: MemoryBudget) -> ExecutorChoic
         dtype = dtype_of(sizes.kv_cache_dtype)
         shapes, scales = _in_8_bits(runtime, shapes, sizes, dtype), calibrate_scales(runtime, dtype)
 
-    draft = _draft(runtime, sizes)
-    shapes, head = (*shapes, *_head_shapes(runtime, shapes, draft)), draft if isinstance(draft, DraftHead) else None
+    draft = draft_of(runtime, sizes)
+    shapes, head = (*shapes, *head_shapes(shapes, draft)), draft if isinstance(draft, DraftHead) else None
 
     def temporary() -> int:
         probe = _cache(runtime, sizes.probe_plan(shapes), scales, sizes, head)
@@ -135,7 +135,7 @@ def _model(
     )
 
 
-def _draft(runtime: ModelRuntime, sizes: MemoryBudget) -> DraftModel | DraftHead | None:
+def draft_of(runtime: ModelRuntime, sizes: MemoryBudget) -> DraftModel | DraftHead | None:
     """Returns the model or head that drafts; None if the options have none.
 
     Raises:
@@ -175,10 +175,13 @@ def _draft(runtime: ModelRuntime, sizes: MemoryBudget) -> DraftModel | DraftHead
     )
 
 
-def _head_shapes(
-    runtime: ModelRuntime, shapes: Sequence[PagedLayerSpec], draft: DraftModel | DraftHead | None
-) -> tuple[PagedLayerSpec, ...]:
-    """Returns the paged cache of the layer of a draft head; nothing without one."""
+def head_shapes(shapes: Sequence[PagedLayerSpec], draft: DraftModel | DraftHead | None) -> tuple[PagedLayerSpec, ...]:
+    """Returns the paged cache of the layer of a draft head; nothing without one.
+
+    Args:
+        shapes: Those of the model's layers.
+        draft: Model or head that drafts.
+    """
     if not isinstance(draft, DraftHead) or isinstance(draft, DraftAssistant):
         return ()
     own = draft.loaded.kv_shape

@@ -108,7 +108,17 @@ class PackedSpecs:
             self._known[key] = spec
         return spec
 
-    def of_drafts(self, num_rows: int, num_tokens: int) -> PackedStepSpec:
+    @property
+    def max_len(self) -> int:
+        """Most tokens of a row."""
+        return self.layout.max_len
+
+    @property
+    def draft_ends(self) -> tuple[int, ...]:
+        """Implements `DraftSpecs.draft_ends`: attention reads the pages that there are."""
+        return (self.max_len,)
+
+    def of_drafts(self, num_rows: int, num_tokens: int, end: int) -> PackedStepSpec:
         """Returns the spec of a step of `num_rows` rows with drafts and logits of all tokens."""
         layout = dataclasses.replace(self.layout, all_logits=True)
         sizes = num_tokens, num_rows, self.pages_per_seq

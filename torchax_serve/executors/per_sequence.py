@@ -16,11 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from model_adapters.caches.packed_batch import MediaTokens, Pool, laid_out
+from model_adapters.caches.packed_batch import MediaTokens
 from model_adapters.device_arrays import to_device
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops.compressed_weight import Weights
-from model_adapters.ops.lora_weight import adapters_told
 from torchax_serve.compilation.background import CompileTask, abstract
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
 from torchax_serve.executors.base import (
@@ -30,19 +29,24 @@ from torchax_serve.executors.base import (
     abstract_ints,
     refuse_encoder_input,
 )
+from torchax_serve.executors.draft_head import DraftHead
+from torchax_serve.executors.draft_model import DraftModel
 from torchax_serve.executors.encoder_inputs import EncoderInputs
 from torchax_serve.executors.media_slots import MediaSlots
-from torchax_serve.executors.per_sequence_batching import ProgramCall, StepInputs, StepSplitter
+from torchax_serve.executors.per_sequence_batching import ProgramCall, StepSplitter
 from torchax_serve.executors.per_sequence_buckets import PerSequenceBuckets, PerSequenceSpec
+from torchax_serve.executors.per_sequence_drafts import SequenceDrafts
 from torchax_serve.executors.per_sequence_forward import SequenceForward
+from torchax_serve.executors.per_sequence_step import SequenceStep
 from torchax_serve.executors.request_input import MediaInput, RequestInput
 from torchax_serve.executors.slot_adapters import SlotAdapters
-from torchax_serve.executors.step_inputs import SAMPLED_ON_DEVICE
-from torchax_serve.kv_cache.cache_layout import UNBOUNDED, CacheLayout, Leaves, SlotStates
-from torchax_serve.kv_cache.slot_states import PagedCacheWithStates, gather, scatter
+from torchax_serve.executors.verified_tokens import VerifiedTokens
+from torchax_serve.kv_cache.cache_layout import UNBOUNDED, CacheLayout
+from torchax_serve.kv_cache.head_state import HeadedCacheWithStates
+from torchax_serve.kv_cache.slot_states import PagedCacheWithStates
 from torchax_serve.sampling.sampler import Sampler
 from torchax_serve.sampling.types import Logprobs
-from torchax_serve.scheduler import PlanRow, StepPlan
+from torchax_serve.scheduler import PlanRow, SpeculativeConfig, StepPlan
 
 
 class PerSequenceExecutor:
@@ -65,6 +69,8 @@ class PerSequenceExecutor:
         block_len: Maximum number of tokens of one forward; a longer chunk, which is exact, takes several.
         sources: Encoder inputs by slot; None for a model without an encoder.
         lora: Form of the adapters' matrices among the weights; empty: there are none.
+        speculative: Options of speculation; None: no step verifies drafts.
+        draft: Model or head that drafts; None: drafts are looked up.
     """
 
     FUNCTION = "per_sequence"  # name of the steps, by which other hosts find them
@@ -85,8 +91,10 @@ class PerSequenceExecutor:
         block_len: int = UNBOUNDED,
         sources: EncoderInputs | None = None,
         lora: str = "",
+        speculative: SpeculativeConfig | None = None,
+        draft: DraftModel | DraftHead | None = None,
     ) -> None:
-        self._forward, self._weights, self.cache, self._layout = forward, weights, cache, layout
+        self._forward, self.cache = forward, cache
         self._num_slots, self.sources = num_slots, sources
         self.limits = ExecutorLimits(
             max_num_seqs=num_slots,
@@ -111,95 +119,27 @@ class PerSequenceExecutor:
         self._jobs = StepSplitter(self.shapes, num_slots, sources, self._media)
         self._compiles_ahead = programs.background is not None
         facts = forward.program
-        self._step = CachedFunction(
-            programs,
-            self.FUNCTION,
-            self._run,
-            donate=["pools", "states"],
-            facts=facts.trace_facts,
-            recall=facts.restore_facts,
-        )
+        compiled = partial(CachedFunction, programs, facts=facts.trace_facts, recall=facts.restore_facts)
+        head = draft if isinstance(draft, DraftHead) else None
+        self._weights: Any = weights if head is None else head.loaded.with_model(weights)
+        self._run = SequenceStep(forward, layout, self._adapters, head, cache.plan.max_len)
+        self._step = compiled(self.FUNCTION, self._run.run, donate=["pools", "states"])
+        self._drafts: SequenceDrafts | None = None
+        if speculative is not None:
+            self._drafts = SequenceDrafts(
+                speculative,
+                *(forward, layout, block_len, self._weights, cache, programs, compiled, self.shapes),
+                constrained=self._run.with_sharding,
+                num_slots=num_slots,
+                adapters=self._adapters,
+                draft=draft,
+            )
 
     @property
     def num_programs(self) -> int:
         """Compiled steps."""
-        return self._step.num_programs + (0 if self.sources is None else self.sources.num_programs)
-
-    def _run(
-        self,
-        weights: Weights,
-        pools: tuple[Pool, ...],
-        states: SlotStates,
-        last_tokens: jax.Array,
-        numbers: jax.Array,
-        hidden: jax.Array | None,
-        media: MediaTokens | None = None,
-        *,
-        spec: PerSequenceSpec,
-    ) -> tuple[jax.Array, tuple[Pool, ...], SlotStates]:
-        """Computes logits float32[S, vocab] (or [T, vocab]) of a step, pools and states.
-
-        `hidden` is the encoder output ``[1, padded_len, width]``; given for the first chunk of a request only. `media`
-        are the images of a chunk.
-        """
-        given = StepInputs.of(numbers[: sum(spec.sizes)], spec)
-        adapters = self._adapters.of_rows(numbers, given.slots)
-        known = last_tokens[jnp.minimum(given.slots, len(last_tokens) - 1)]  # padding's slot is behind the last
-        ids = given.ids.reshape(spec.num_rows, spec.num_tokens)
-        ids = jnp.where(ids == SAMPLED_ON_DEVICE, known[:, None], ids)
-        table = given.tables.reshape(spec.num_rows, spec.num_pages)
-        if spec.kind == "begin":
-            source = () if hidden is None else (hidden, given.source_lens[0])
-            how = _how(spec, given) | {"media": media}
-            with adapters_told(None if adapters is None else adapters[0]):
-                logits, news = self._forward.prefill(weights, ids[0], given.lens[0], self._layout, *source, **how)
-            news = jax.tree.map(lambda new: new[None], news)
-        else:
-            leaves = zip(pools, self._layout.pages, strict=True)
-            dense = tuple(gather(pool, table, given.starts, leaf) for pool, leaf in leaves)
-            kept = self._layout.merge(dense, self._layout.gather_slots(states, given.slots, spec.source_len))
-            logits, news = self._extend(weights, kept, ids, given, media, spec, adapters)
-        new_pages, new_states = self._layout.partition(news)
-        written = zip(pools, new_pages, self._layout.pages, strict=True)
-        pools = tuple(scatter(pool, table, given.starts, given.lens, new, leaf) for pool, new, leaf in written)
-        states = self._layout.scatter_slots(
-            states, given.slots, new_states, is_first=spec.kind == "begin", source_lens=given.source_lens
-        )
-        return logits, *self._with_sharding(pools, states)
-
-    def _with_sharding(self, pools: tuple[Pool, ...], states: SlotStates) -> tuple[tuple[Pool, ...], SlotStates]:
-        """Constrains `pools` and `states` to the cache's sharding if the model is on a mesh."""
-        sharding, constrained = self._forward.program.sharding, jax.lax.with_sharding_constraint
-        if sharding is None:
-            return pools, states
-        return (
-            tuple(laid_out(pool, sharding.pool_sharding, constrained) for pool in pools),
-            jax.tree.map(lambda state: constrained(state, sharding.state_sharding(state.shape)), states),
-        )
-
-    def _extend(
-        self,
-        weights: Weights,
-        kept: Leaves,
-        ids: jax.Array,
-        given: StepInputs,
-        media: MediaTokens | None,
-        spec: PerSequenceSpec,
-        adapters: jax.Array | None,
-    ) -> tuple[jax.Array, Leaves]:
-        """Computes logits, and new keys, values and states by leaf, ``[S, ...]``."""
-        source_lens = given.source_lens if spec.source_len else None
-        if spec.kind == "decode":
-            deltas = given.deltas if spec.has_deltas else None
-            rows = (kept, given.starts, ids[:, 0])
-            return self._forward.decode_batch(weights, *rows, self._layout, source_lens, adapters, deltas)
-        kept = jax.tree.map(lambda leaf: leaf[0], kept)
-        offset, length = given.starts[0], given.lens[0]
-        source_len = None if source_lens is None else source_lens[0]
-        how = _how(spec, given) | {"media": media}
-        with adapters_told(None if adapters is None else adapters[0]):
-            logits, news = self._forward.extend(weights, kept, offset, ids[0], length, self._layout, source_len, **how)
-        return logits, jax.tree.map(lambda new: new[None], news)
+        others = (part.num_programs for part in (self.sources, self._drafts) if part is not None)
+        return self._step.num_programs + sum(others)
 
     def run(
         self,
@@ -240,6 +180,8 @@ class PerSequenceExecutor:
         all_logits: bool = False,
     ) -> jax.Array:
         """Runs one step; returns logits [num_slots, vocab], or [T, vocab] of every token."""
+        if self._drafts is not None:
+            self._drafts.catch_up(tables)
         jobs = self._jobs.of(self._media.with_token_ids(rows), ahead, all_logits)
         parts = []
         for job in jobs:
@@ -292,7 +234,8 @@ class PerSequenceExecutor:
 
     def temporary_bytes(self) -> int:
         """Implements `Executor.temporary_bytes`."""
-        return max(self._temporary_bytes(spec) for spec in self.shapes.largest())
+        of_drafts = 0 if self._drafts is None else self._drafts.temporary_bytes()
+        return max(of_drafts, *map(self._temporary_bytes, self.shapes.largest()))
 
     def _temporary_bytes(self, spec: PerSequenceSpec) -> int:
         return self._step.temporary_bytes(
@@ -321,7 +264,7 @@ class PerSequenceExecutor:
                 num_rows=spec.num_rows,
                 context_len=self.cache.plan.max_len,
                 num_prompts=0 if is_decode else 1,
-                function=partial(self._run, hidden=None, spec=spec),
+                function=partial(self._run.run, hidden=None, spec=spec),
                 args=(self.cache.pools, self.cache.states, *ints),
                 donated=(0, 1),
             )
@@ -342,9 +285,14 @@ class PerSequenceExecutor:
         self._media.assign(slot, source)
         if self.sources is not None:
             self.sources.assign(slot, source)
+        if isinstance(self.cache, HeadedCacheWithStates):
+            self.cache.forget(slot)
 
-    def run_decode(self, plan: StepPlan, sampler: Sampler, words: MaskWords | None = None) -> None:
-        """Implements `Executor.run_decode`: there is no such program for forwards per request."""
+    def run_decode(
+        self, plan: StepPlan, sampler: Sampler, words: MaskWords | None = None
+    ) -> jax.Array | VerifiedTokens | None:
+        """Implements `Executor.run_decode`: of plans without drafts there is no such program."""
+        return None if self._drafts is None or plan.drafts is None else self._drafts.run(plan, sampler, words)
 
     def prepare(self, plan: StepPlan) -> None:
         """Does nothing: steps differ by the lengths of requests, so few are known before."""
@@ -360,6 +308,8 @@ class PerSequenceExecutor:
 
         for spec in self.shapes.all() if self._compiles_ahead else ():
             yield CompileTask(spec, partial(compile, spec))
+        if self._drafts is not None and self._compiles_ahead:
+            yield from self._drafts.compile_tasks()
 
     def warm_up(self, sampler: Sampler) -> None:
         """Implements `Executor.warm_up`; every step runs without rows."""
@@ -374,11 +324,6 @@ class PerSequenceExecutor:
         for task in sampler.compile_tasks(out):
             task.compile()
         self.cache.warm_up()
-
-
-def _how(spec: PerSequenceSpec, given: StepInputs) -> dict[str, Any]:
-    """Returns how a chunk is computed, and the minimum length of its rotary frequencies."""
-    return spec.how | ({"rope_len": given.rope_lens[0]} if spec.has_rope_lens else {})
 
 
 @partial(jax.jit, donate_argnums=0)

@@ -11,6 +11,9 @@ from model_adapters.ops.kv_pool import LARGEST
 from torchax_serve.buckets import bucket_sizes
 from torchax_serve.executors.base import ExecutorChoice
 from torchax_serve.executors.chunked_prefill_probe import find_chunk_len
+from torchax_serve.executors.draft_assistant import DraftAssistant
+from torchax_serve.executors.draft_head import DraftHead
+from torchax_serve.executors.draft_model import DraftModel
 from torchax_serve.executors.encoder_inputs import (
     SMALLEST_SOURCE_LEN,
     EncoderInputs,
@@ -18,17 +21,20 @@ from torchax_serve.executors.encoder_inputs import (
     TokenEncoderInputs,
     encoder_buckets,
 )
+from torchax_serve.executors.packed_factory import draft_of, head_shapes
 from torchax_serve.executors.per_sequence import PerSequenceExecutor
 from torchax_serve.executors.per_sequence_forward import PROBE_LEN, SequenceForward, as_unsupported
 from torchax_serve.executors.per_sequence_scales import calibrate_by_sequence, check_layout
 from torchax_serve.executors.slot_adapters import lora_form, step_weights
 from torchax_serve.kv_cache.cache_layout import UNBOUNDED, CacheLayout
+from torchax_serve.kv_cache.head_state import HeadedCacheWithStates
 from torchax_serve.kv_cache.memory import MemoryBudget, free_bytes
 from torchax_serve.kv_cache.multihost_pools import MultiHostPoolAllocator
-from torchax_serve.kv_cache.pools import HeadScales, PagedLayerSpec, PoolAllocator
+from torchax_serve.kv_cache.pools import CacheAllocation, HeadScales, PagedLayerSpec, PoolAllocator
 from torchax_serve.kv_cache.scales import dtype_of
 from torchax_serve.kv_cache.slot_states import PagedCacheWithStates
 from torchax_serve.runtime.model_runtime import ModelRuntime
+from torchax_serve.scheduler.speculative_config import refuse_drafts
 
 EXACT_CHUNK_SIZES = (256, 64, 16, 4, 1)
 """Lengths of chunks where a chunk may not be padded; the last one must be 1."""
@@ -65,7 +71,12 @@ def per_sequence_executor(runtime: ModelRuntime, sizes: MemoryBudget, why_not_pa
                 else TokenEncoderInputs(runtime.encoder.runtime, max_len)
             )
             layout = layout.with_encoder_len(max_len)
-        parts = PerSequenceFactory(runtime, forward, layout, sizes, sources)
+        check_drafts(sizes, forward, sources)
+        draft = draft_of(runtime, sizes)
+        if isinstance(draft, DraftHead):
+            check_head(sizes, runtime, draft, layout)
+            forward.layers = draft.loaded.layers
+        parts = PerSequenceFactory(runtime, forward, layout, sizes, sources, draft=draft)
         exact = parts  # probes compare logits, which rounded keys and values change
         if sizes.kv_cache_dtype is not None:
             check_layout(sizes.kv_cache_dtype, layout)
@@ -83,6 +94,26 @@ def per_sequence_executor(runtime: ModelRuntime, sizes: MemoryBudget, why_not_pa
         ) from reason
     cache.reset()
     return ExecutorChoice(make(block_len), why_not_packed)
+
+
+def check_drafts(sizes: MemoryBudget, forward: SequenceForward, sources: EncoderInputs | None) -> None:
+    """Raises UnsupportedArgumentError if drafts are asked of a model that cannot verify any."""
+    if sources is not None:
+        refuse_drafts(sizes.speculative, "a model with an encoder beside its decoder")
+    if forward.infers_positions:
+        refuse_drafts(sizes.speculative, "a model that counts positions itself, by a table that padding would leave")
+
+
+def check_head(sizes: MemoryBudget, runtime: ModelRuntime, head: DraftHead, layout: CacheLayout) -> None:
+    """Raises UnsupportedArgumentError for a model whose steps a draft head cannot follow."""
+    if isinstance(head, DraftAssistant):
+        refuse_drafts(sizes.speculative, "a model that runs per-sequence, whose pages an assistant cannot read")
+    if runtime.program.sharding is not None:
+        refuse_drafts(sizes.speculative, "a model on several devices")
+    if layout.block_len != UNBOUNDED:
+        refuse_drafts(sizes.speculative, "a model whose code loops over tokens, so that prompts take several forwards")
+    if not layout.pages or sizes.kv_cache_dtype is not None:
+        refuse_drafts(sizes.speculative, "a model without keys and values, or with these in 8 bits")
 
 
 def _check_several_hosts(runtime: ModelRuntime, sizes: MemoryBudget, why_not_packed: str) -> None:
@@ -146,14 +177,20 @@ class PerSequenceFactory:
     sizes: MemoryBudget
     sources: EncoderInputs | None
     scales: tuple[HeadScales, ...] | None = None
+    draft: DraftModel | DraftHead | None = None
 
     @property
     def stored(self) -> tuple[PagedLayerSpec, ...]:
         """Leaves in pages as they are stored: in 8 bits with `scales`."""
         if self.sizes.kv_cache_dtype is None or self.scales is None:
-            return self.layout.pages
+            return (*self.layout.pages, *self.of_head)
         dtype = dtype_of(self.sizes.kv_cache_dtype)
         return tuple(dataclasses.replace(leaf, dtype=dtype) for leaf in self.layout.pages)
+
+    @property
+    def of_head(self) -> tuple[PagedLayerSpec, ...]:
+        """The layer of pages that a draft head has; nothing without one."""
+        return head_shapes(self.layout.pages, self.draft)
 
     @property
     def pages(self) -> PoolAllocator:
@@ -188,6 +225,8 @@ class PerSequenceFactory:
             block_len=block_len,
             sources=self.sources,
             lora=lora_form(self.runtime),
+            speculative=self.sizes.speculative,
+            draft=self.draft,
         )
 
     def cache(self) -> PagedCacheWithStates:
@@ -201,13 +240,17 @@ class PerSequenceFactory:
                 "kv_cache_memory_bytes, or lower max_num_seqs"
                 + (" or max_encoder_len" if self.sources is not None else "")
             )
-        plan = sizes.plan(self.stored, budget - state_bytes)
+        return self._cache_of(sizes.plan(self.stored, budget - state_bytes))
+
+    def _cache_of(self, plan: CacheAllocation) -> PagedCacheWithStates:
+        slots = self.sizes.max_num_seqs
+        if isinstance(self.draft, DraftHead):
+            return HeadedCacheWithStates(plan, self.layout, slots, self.draft.width, self.draft.dtype)
         return PagedCacheWithStates(plan, self.layout, slots, self.pages, self.scales)
 
     def _small_cache(self) -> PagedCacheWithStates:
         num_pages = 2 + PROBE_LEN // self.sizes.page_size
-        plan = self.sizes.probe_plan(self.stored, num_pages)
-        return PagedCacheWithStates(plan, self.layout, self.sizes.max_num_seqs, self.pages, self.scales)
+        return self._cache_of(self.sizes.probe_plan(self.stored, num_pages))
 
     def _temporary_bytes(self) -> int:
         def ask() -> int:

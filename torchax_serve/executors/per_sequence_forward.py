@@ -23,13 +23,12 @@ from model_adapters.caches.device_cache import AttentionLayer, LayerStates
 from model_adapters.caches.encoder_mask import SourceMask
 from model_adapters.caches.packed_batch import MediaTokens
 from model_adapters.errors import TorchaxServeError, UnsupportedModelError
-from model_adapters.ops import list_ops, registry
 from model_adapters.ops.compressed_weight import Weights
-from model_adapters.ops.lora_weight import adapters_told
 from model_adapters.program.media import features_in_place
 from model_adapters.program.model_program import CallSpec
 from torchax_serve.executors.encoder_inputs import HIDDEN, context
 from torchax_serve.executors.per_sequence_blocks import begin_in_blocks, extend_in_blocks
+from torchax_serve.executors.per_sequence_rows import extend_rows
 from torchax_serve.kv_cache.cache_layout import UNBOUNDED, CacheLayout, Leaves, SlotStateSpec
 from torchax_serve.kv_cache.pools import PagedLayerSpec
 from torchax_serve.runtime.model_runtime import ModelRuntime
@@ -38,8 +37,6 @@ PROBE_LEN = 16
 MAX_GROWTH = 2.5
 """How many times as large as that of one token a program may be: models that loop over tokens in Python make programs
 that grow with every token, and take minutes to compile."""
-VMAP_SAFE_IMPLEMENTATIONS = {"grouped_matmul": "tiled"}
-"""Implementations that `jax.vmap` can follow, where that is not the reference; JAX cannot follow `ragged_dot`."""
 
 
 class SequenceForward:
@@ -47,6 +44,10 @@ class SequenceForward:
 
     Keys and values are dense leaves ``[1, heads, capacity, width]``; what is behind the stored tokens is not read.
     New ones are returned by themselves, ``[T, heads, width]``.
+
+    Attributes:
+        layers: Hidden states that a draft head reads, as ``output_hidden_states`` counts them. With any, logits are a
+            pair: logits, and hidden states of all tokens, [T, len(layers) * hidden].
     """
 
     def __init__(self, runtime: ModelRuntime) -> None:
@@ -62,6 +63,7 @@ class SequenceForward:
         self._source_mask = mask or SourceMask()
         self.num_learned_positions = runtime.limits.learned_positions
         self.needs_token_by_token = quirks.of(runtime.program.target).token_by_token
+        self.layers: tuple[int, ...] = ()
 
     @property
     def infers_positions(self) -> bool:
@@ -148,7 +150,7 @@ class SequenceForward:
         rows = dataclasses.replace(layout, is_vectorised=True)
 
         def step(weights: Any, leaves: Any, offsets: Any, ids: Any) -> Any:
-            return self.decode_batch(weights, leaves, offsets, ids, rows, offsets)
+            return extend_rows(self, weights, leaves, offsets, ids[:, None], rows, source_lens=offsets)
 
         try:
             jax.eval_shape(step, self._weights, kept, number, number)
@@ -212,19 +214,24 @@ class SequenceForward:
         rope_len: Any = 0,
         media: MediaTokens | None = None,
         delta: Any = 0,
+        wanted: jax.Array | None = None,
     ) -> Any:
         """Computes tokens as `prefill`, behind the `offset` int32[] tokens that `leaves` hold.
 
-        `delta` int32[] is added to positions for rotary embeddings.
+        `delta` int32[] is added to positions for rotary embeddings; `wanted` int32[n] are the tokens whose logits are
+        returned in place of the last one's.
         """
         if ids.shape[0] > block_len:
-            how = {"all_logits": all_logits, "rope_len": rope_len, "media": media}
-            return extend_in_blocks(self, weights, leaves, offset, ids, layout, source_len, block_len, how)
+            how = {"all_logits": all_logits or wanted is not None, "rope_len": rope_len, "media": media}
+            found = extend_in_blocks(self, weights, leaves, offset, ids, layout, source_len, block_len, how)
+            return found if wanted is None else (found[0][wanted], found[1])
         states = jax.tree.unflatten(self._first[1], leaves)
         for layer in states:
             if isinstance(layer, AttentionLayer) and layer.pool is not None:
                 layer.capacity = layer.pool.shape[2]
         inputs = self._inputs(ids, offset, length, all_logits, rope_len, delta) | self._positions(media)
+        if wanted is not None:
+            inputs["last"] = wanted
         inputs["starts"] = jnp.zeros(1, jnp.int32)  # in case the model cannot do without a mask
         _, kept = layout.partition(leaves)
         padded_lens = {state.shape[2] for state, row in zip(kept, layout.rows, strict=True) if row.is_of_source}
@@ -233,41 +240,6 @@ class SequenceForward:
             inputs |= self._source(jnp.zeros((1, padded_len, known.shape[2]), known.dtype), source_len)
         with features_in_place(self.program.module, media):
             return self._forward(weights, states, jnp.asarray(offset), inputs, layout)
-
-    def decode_batch(
-        self,
-        weights: Weights,
-        leaves: Leaves,
-        offsets: jax.Array,
-        ids: jax.Array,
-        layout: CacheLayout,
-        source_lens: jax.Array | None = None,
-        adapters: jax.Array | None = None,
-        deltas: jax.Array | None = None,
-    ) -> Any:
-        """Computes logits [S, vocab] of the tokens `ids` int32[S], and what is new in `leaves`.
-
-        `adapters` int32[S] are those of the rows, 0 for none. `deltas` int32[S] are added to positions for rotary
-        embeddings.
-        """
-
-        def one(leaves: Leaves, offset: jax.Array, token: jax.Array, source_len: Any, adapter: Any, delta: Any) -> Any:
-            how: dict[str, Any] = {} if delta is None else {"delta": delta}
-            with adapters_told(adapter):
-                return self.extend(weights, leaves, offset, token[None], 1, layout, source_len, **how)
-
-        rows = (leaves, offsets, ids, source_lens, adapters, deltas)
-        if ids.shape[0] == 1:
-            logits, news = jax.tree.map(lambda x: x[None], one(*jax.tree.map(lambda x: x[0], rows)))
-        elif layout.is_vectorised:
-            with contextlib.ExitStack() as stack:
-                for op in list_ops():  # kernels would run row by row, each reading all weights
-                    name = VMAP_SAFE_IMPLEMENTATIONS.get(op.name, registry.REFERENCE)
-                    stack.enter_context(registry.use(op.name, name))
-                logits, news = jax.vmap(one)(*rows)
-        else:
-            logits, news = jax.lax.map(lambda row: one(*row), rows)
-        return logits[:, 0], news
 
     def _source(self, hidden: jax.Array | None, source_len: Any) -> dict[str, Any]:
         """Returns the encoder arguments of a forward, with `source_len` valid positions."""
@@ -303,11 +275,18 @@ class SequenceForward:
         offset: jax.Array,
         inputs: dict[str, Any],
         layout: CacheLayout,
-    ) -> tuple[jax.Array, Leaves]:
-        fields, after = self.program.forward(weights, states, offset, inputs, CallSpec())
+    ) -> tuple[Any, Leaves]:
+        spec = CallSpec(output_hidden_states=bool(self.layers))
+        fields, after = self.program.forward(weights, states, offset, inputs, spec)
         assert after is not None
         num_tokens = inputs[self.program.names.ids].shape[1]
-        return fields["logits"][0].astype(jnp.float32), self._cache_updates(after, layout, offset, num_tokens)
+        news, logits = self._cache_updates(after, layout, offset, num_tokens), fields["logits"][0].astype(jnp.float32)
+        if not self.layers:
+            return logits, news
+        if fields.get("hidden_states") is None:
+            raise UnsupportedModelError("the model does not return its hidden states, which a draft head reads")
+        hidden = jnp.concatenate([fields["hidden_states"][layer][0] for layer in self.layers], axis=-1)
+        return (logits, hidden), news
 
     def _cache_updates(self, states: LayerStates, layout: CacheLayout, offset: jax.Array, num_tokens: int) -> Leaves:
         """Returns the new keys and values ``[T, heads, width]`` and the states after the forward."""

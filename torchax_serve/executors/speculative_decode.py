@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,12 +20,11 @@ from torchax_serve.executors.compiled_steps import CompiledSteps, StepCall
 from torchax_serve.executors.draft_head import DraftHead
 from torchax_serve.executors.draft_head import kept as with_hidden
 from torchax_serve.executors.draft_model import DraftCache, DraftModel, Pick, kept
-from torchax_serve.executors.packed_specs import PackedSpecs
 from torchax_serve.executors.prompt_lookup import TokenHistory, accept, last_tokens
 from torchax_serve.executors.slot_adapters import SlotAdapters
 from torchax_serve.executors.traced_function import TracedFunction
 from torchax_serve.executors.verified_tokens import VerifiedTokens, VerifyScores, replace_tokens
-from torchax_serve.executors.verify_steps import VerifyBatch, VerifySpec, VerifySteps
+from torchax_serve.executors.verify_steps import DraftSpecs, VerifyBatch, VerifySpec, VerifySteps
 from torchax_serve.sampling.sample import choose, with_rows
 from torchax_serve.sampling.sampler import Sampler, default_sharding
 from torchax_serve.sampling.slot_params import SlotParams
@@ -53,6 +53,9 @@ class SpeculativeDecoder:
         pools: Returns the pages as they are now.
         adapters: The adapter of each slot.
         draft: Model or head that drafts; None: drafts are looked up.
+
+    Attributes:
+        history: Tokens of the slots since steps with drafts began; None: none was run.
     """
 
     def __init__(
@@ -62,20 +65,20 @@ class SpeculativeDecoder:
         weights: Weights,
         programs: ExecutableCache,
         compiled: Callable[..., CachedFunction],
-        specs: PackedSpecs,
+        specs: DraftSpecs,
         *,
-        pools: Callable[[], tuple[Pool, ...]],
+        pools: Callable[[], tuple[Any, ...]],
         adapters: SlotAdapters,
         draft: DraftModel | DraftHead | None = None,
     ) -> None:
         self._config, self._forward, self._weights = config, forward, weights
         self._adapters = adapters
         self._specs, self._decode_buckets, self._pools = specs, specs.decode_buckets, pools
-        self._num_slots, self._max_num_steps, self._max_len = specs.num_slots, specs.max_num_steps, specs.layout.max_len
+        self._num_slots, self._max_num_steps, self._max_len = specs.num_slots, specs.max_num_steps, specs.max_len
         self._function = compiled("verify_steps", self._verify, donate=["pools", "state", "history", "draft_cache"])
         self._replace = compiled("replace_tokens", _replace, donate=["history", "results"], is_pure=True)
         self._steps: CompiledSteps[VerifySpec] = CompiledSteps(weights, programs, self._call_of)
-        self._history: TokenHistory | None = None
+        self.history: TokenHistory | None = None
         self._head = draft if isinstance(draft, DraftHead) else None
         self._draft = draft if isinstance(draft, DraftModel) else None
         self._draft_name = None if draft is None else draft.identity
@@ -87,11 +90,11 @@ class SpeculativeDecoder:
         """Compiled steps."""
         return self._function.num_programs + self._replace.num_programs
 
-    def spec(self, num_rows: int, is_scored: bool = False) -> VerifySpec:
-        """Returns the spec of steps of at least `num_rows` rows."""
+    def spec(self, num_rows: int, end: int, is_scored: bool = False) -> VerifySpec:
+        """Returns the spec of steps of `num_rows` rows or more, of at most `end` tokens each."""
         config = self._config
         size = next(bucket for bucket in self._decode_buckets if bucket >= num_rows)
-        packed = self._specs.of_drafts(size, size * (config.num_speculative_tokens + 1))
+        packed = self._specs.of_drafts(size, size * (config.num_speculative_tokens + 1), end)
         return VerifySpec(
             packed,
             self._max_num_steps,
@@ -111,21 +114,21 @@ class SpeculativeDecoder:
         """
         drafts = plan.drafts
         assert drafts is not None
-        rows = _sampled_rows(plan, needs_sampler=False)
-        num_rows = self.spec(len(rows)).packed.num_rows
+        rows, end = _sampled_rows(plan, needs_sampler=False), max(drafts.ends)
+        num_rows = self.spec(len(rows), end).packed.num_rows
         found = sampler.fused_options(rows, num_rows, has_logprobs=True)
         assert found is not None, "the scheduler says which rows have more than greedy and sampled tokens"
         (options, draws), num_top = found, sampler.slots.level_of(rows, num_rows)[0].num_top
-        spec = self.spec(len(rows), num_top is not None or any(drafts.needs_sampler))
+        spec = self.spec(len(rows), end, num_top is not None or any(drafts.needs_sampler))
         packed = spec.pack(plan.rows, drafts, plan.page_tables, plan.num_steps, draws, num_top)
         numbers = self._adapters.behind(packed)
         if drafts.histories is not None:
-            self._history = self._on_device(plan.rows, drafts.histories, sampler)
-        assert self._history is not None
+            self.history = self._on_device(plan.rows, drafts.histories, sampler)
+        assert self.history is not None
         weights = None if self._draft is None else self._draft.weights
-        args = (self._pools(), sampler.take_state("sampled"), self._history, options, numbers, weights, self._cache)
+        args = (self._pools(), sampler.take_state("sampled"), self.history, options, numbers, weights, self._cache)
         program = self._steps.get(spec, StepCall(self._function, args))
-        results, pools, state, self._history, self._cache = program(self._weights, *args)
+        results, pools, state, self.history, self._cache = program(self._weights, *args)
         sampler.set_state(state)
         return results, pools
 
@@ -155,7 +158,7 @@ class SpeculativeDecoder:
         slots = np.full(tokens.shape[1], self._num_slots, np.int32)
         of_rows = zip(plan.rows, drafts.needs_sampler, strict=True)
         slots[: len(plan.rows)] = [row.slot if is_sampled else self._num_slots for row, is_sampled in of_rows]
-        self._history, tokens = self._replace({}, self._history, tokens, slots, sampled.tokens, spec=None)
+        self.history, tokens = self._replace({}, self.history, tokens, slots, sampled.tokens, spec=None)
         return VerifiedTokens(tokens, logprobs, sampled, drafts.needs_sampler)
 
     def _on_device(self, rows: Sequence[PlanRow], histories: Sequence[Sequence[int]], sampler: Sampler) -> TokenHistory:
@@ -277,17 +280,17 @@ class SpeculativeDecoder:
 
     def temporary_bytes(self) -> int:
         """Returns the temporary bytes of the largest step, which has the logits of all its tokens."""
-        spec = self.spec(self._decode_buckets[-1])
+        spec = self.spec(self._decode_buckets[-1], self._max_len)
         function, args = self._call_of(spec)
         return function.temporary_bytes(self._weights, *args, spec=spec)
 
     def compile_tasks(self) -> Iterator[CompileTask]:
         """Yields every program that traffic can meet."""
         for is_scored in (False, True):
-            for size in self._decode_buckets:
-                yield self._steps.task(self.spec(size, is_scored))
+            for size, end in itertools.product(self._decode_buckets, self._specs.draft_ends):
+                yield self._steps.task(self.spec(size, end, is_scored))
         for size in self._decode_buckets:
-            _, history, *_ = self._call_of(self.spec(size)).args[1:]
+            _, history, *_ = self._call_of(self.spec(size, self._max_len)).args[1:]
             compile = functools.partial(self._replace.compiled, {}, history, *self._replaced(size), spec=None)
             yield CompileTask((self._replace.name, size), compile)
 

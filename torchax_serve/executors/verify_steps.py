@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple, Self
+from typing import NamedTuple, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,33 @@ from torchax_serve.executors.prompt_lookup import TokenHistory, VerifyRows, last
 from torchax_serve.executors.slot_adapters import SlotAdapters
 from torchax_serve.executors.step_inputs import PackedStepSpec
 from torchax_serve.scheduler import DraftRows, PlanRow
+
+
+class DraftSpecs(Protocol):
+    """Sizes of an executor's verify steps."""
+
+    @property
+    def num_slots(self) -> int:
+        """Maximum number of rows of a step."""
+
+    @property
+    def max_len(self) -> int:
+        """Most tokens of a row."""
+
+    @property
+    def max_num_steps(self) -> int:
+        """Most steps of a dispatch."""
+
+    @property
+    def decode_buckets(self) -> tuple[int, ...]:
+        """Numbers of rows of a step, ascending."""
+
+    @property
+    def draft_ends(self) -> tuple[int, ...]:
+        """Lengths of rows up to which steps have the same size, ascending."""
+
+    def of_drafts(self, num_rows: int, num_tokens: int, end: int) -> PackedStepSpec:
+        """Returns the spec of a step of rows with drafts, which end at `end` tokens or before."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,10 +86,12 @@ class VerifySpec:
         """
         numbers = np.zeros(self.size, np.int32)
         by_row, num_rows = numbers[:-3].reshape(-1, self.packed.num_rows), len(rows)
-        slots = np.array([row.slot for row in rows], np.int32)
+        slots, num_pages = np.array([row.slot for row in rows], np.int32), self.packed.pages_per_seq
         by_row[0, :num_rows], by_row[1, :num_rows], by_row[2, :num_rows] = slots, drafts.ends, drafts.most
-        for table, pages in zip(tables, np.split(by_row[3:], self.packed.num_tables), strict=True):
-            pages.reshape(self.packed.num_rows, -1)[:num_rows] = table[slots]
+        parts = np.split(by_row[3:], self.packed.num_tables)
+        for table, pages in zip(tables, parts, strict=bool(tables)):  # states alone have no tables
+            of_rows = table[slots, :num_pages]
+            pages.reshape(self.packed.num_rows, num_pages)[:num_rows, : of_rows.shape[1]] = of_rows
         numbers[-3:] = num_steps, draws, bool(num_top)
         return numbers
 
@@ -132,6 +161,6 @@ class VerifySteps:
             page_tables=self.tables,
             rope_lens=positions + 1 if spec.packed.has_rope_lens else None,
             adapters=None if self.adapters is None else self.adapters[tokens.rows],
-            slots=self.slots if spec.packed.head else None,
+            slots=self.slots,
         )
         return VerifyBatch(packed, tokens, drafts, num_drafts, active)

@@ -205,5 +205,5 @@ def require_flatbuffers() -> None:
     if importlib.util.find_spec("flatbuffers") is None:
         raise TorchaxServeError(
             "expected the package flatbuffers, which jax.export reads and writes programs with, and it is not "
-            "installed; install torchax-serve[export]"
+            "installed; pip install 'torchax-serve[export]'"
         )

@@ -31,8 +31,8 @@ def check_format(name: str) -> None:
         raise InvalidArgumentError(f"weights: expected safetensors or orbax, got {name!r}; choose one of them")
     if name == "orbax" and importlib.util.find_spec("orbax") is None:
         raise TorchaxServeError(
-            "weights in the format orbax: expected the package orbax-checkpoint, which is not installed; install "
-            "torchax-serve[orbax]"
+            "weights in the format orbax: expected the package orbax-checkpoint, which is not installed; pip "
+            "install 'torchax-serve[orbax]'"
         )
 
 

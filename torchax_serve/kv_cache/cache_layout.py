@@ -51,6 +51,11 @@ class CacheLayout:
         """Leaves that are stored by slot."""
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, SlotStateSpec))
 
+    @property
+    def has_states(self) -> bool:
+        """Whether tokens change a state, which cannot be taken back."""
+        return any(not leaf.is_of_source for leaf in self.rows)
+
     def merge(self, pages: Leaves, rows: Leaves) -> Leaves:
         """Merges leaves in pages and leaves by slot into all leaves, in their order."""
         by_kind = {True: iter(pages), False: iter(rows)}

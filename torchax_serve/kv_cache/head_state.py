@@ -9,7 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from torchax_serve.kv_cache.cache_layout import CacheLayout
 from torchax_serve.kv_cache.pools import CacheAllocation, HeadScales, PagedCache
+from torchax_serve.kv_cache.slot_states import PagedCacheWithStates
 
 
 @jax.tree_util.register_dataclass
@@ -45,6 +47,13 @@ def _forget(lens: jax.Array, slot: jax.Array) -> jax.Array:
     return lens.at[slot].set(0)
 
 
+def without_slot(pools: tuple[Any, ...], slot: int) -> tuple[Any, ...]:
+    """Returns pools with a `HeadState` last, after `slot` was given to another request."""
+    *others, state = pools
+    assert isinstance(state, HeadState)
+    return (*others, state.without(slot))
+
+
 class HeadedCache(PagedCache):
     """Pools of a `CacheAllocation`, that of a head last, and behind them a `HeadState`.
 
@@ -78,6 +87,35 @@ class HeadedCache(PagedCache):
 
     def forget(self, slot: int) -> None:
         """Drops the hidden state of a slot, which was given to another request."""
-        *pools, state = self.pools
-        assert isinstance(state, HeadState)
-        self.pools = (*pools, state.without(slot))  # type: ignore[arg-type]
+        self.pools = without_slot(self.pools, slot)
+
+
+class HeadedCacheWithStates(PagedCacheWithStates):
+    """Pools, that of a head last, behind them a `HeadState`, and states by slot.
+
+    Args:
+        plan: Number of pages of each group.
+        layout: What a request stores besides.
+        num_slots: Number of slots.
+        width, dtype: Columns of the hidden states, and their dtype.
+    """
+
+    def __init__(self, plan: CacheAllocation, layout: CacheLayout, num_slots: int, width: int, dtype: Any) -> None:
+        self._width, self._dtype = width, np.dtype(dtype)
+        super().__init__(plan, layout, num_slots)
+
+    def reset(self) -> None:
+        """Allocates pools and states again, all zeros."""
+        super().reset()
+        hidden = self._pages.slot_states((self._num_slots, self._width), self._dtype)
+        lens = self._pages.slot_states((self._num_slots,), np.dtype(np.int32))
+        self.pools = (*self.pools, HeadState(hidden, lens))  # type: ignore[arg-type]
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of all slots."""
+        return super().state_bytes + self._num_slots * (self._width * self._dtype.itemsize + 4)
+
+    def forget(self, slot: int) -> None:
+        """Drops the hidden state of a slot, which was given to another request."""
+        self.pools = without_slot(self.pools, slot)

@@ -58,7 +58,7 @@ def _tpu(topology: str, chip: Chip) -> list[Any]:
     if importlib.util.find_spec("libtpu") is None:
         raise TorchaxServeError(
             f"topology {topology!r}: expected libtpu, the TPU's compiler, which is not installed; "
-            "install torchax-serve[plan]"
+            "pip install 'torchax-serve[plan]'"
         )
     for name, value in _TPU_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -76,7 +76,7 @@ def _gpu(chip: Chip, number: int) -> list[Any]:
     if not _has_cuda_plugin():
         raise TorchaxServeError(
             f"topology '{chip.name}:{number}': expected JAX's plug-in for CUDA, which is not installed; "
-            "install torchax-serve[cuda]"
+            "pip install 'torchax-serve[cuda]'"
         )
     _tune_nothing()
     described = target_config(chip.name)

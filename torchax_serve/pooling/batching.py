@@ -15,6 +15,7 @@ from model_adapters.errors import InvalidArgumentError
 from torchax_serve.pooling.queue import check_wanted
 from torchax_serve.pooling.text_program import TextProgram
 from torchax_serve.pooling.text_tokenizer import IDS, MASK, Row, TextEncoder
+from torchax_serve.validation.argument_checks import short_repr
 
 TOKENS_PER_BATCH = 4096  # padding included; larger batches are not faster and take more memory
 SMALLEST_STEP = 8  # tokens between two sizes of rows; smaller ones are not faster
@@ -199,19 +200,20 @@ def _forward(
     given = {name: np.zeros((num_rows, width), np.int32) for name in arguments} | {IDS: ids}
     for number, row in enumerate(rows):
         mask[number, : len(row[IDS])] = 1
+        _check_ids(row[IDS], program.vocab_size)  # before int32, which holds not every number
         for name in given.keys() & row.keys():
             given[name][number, : len(row[name])] = row[name]
-    _check_ids(ids[: len(rows)], program.vocab_size)
     if MASK in given:
         given[MASK] = mask
     return Batch(indices, to_device(mask, np.int32), program.forward(given))
 
 
-def _check_ids(ids: np.ndarray, vocab_size: int) -> None:
-    """Raises InvalidArgumentError for token ids [rows, len] outside the vocabulary."""
-    smallest, largest = int(ids.min()), int(ids.max())
+def _check_ids(ids: Sequence[int], vocab_size: int) -> None:
+    """Raises InvalidArgumentError for token ids outside the vocabulary."""
+    smallest, largest = min(ids), max(ids)
     if smallest < 0 or largest >= vocab_size:
+        wrong = smallest if smallest < 0 else largest
         raise InvalidArgumentError(
-            f"expected token ids from 0 to {vocab_size - 1}, got {smallest if smallest < 0 else largest}; encode with "
-            "this model's own tokenizer"
+            f"expected token ids from 0 to {vocab_size - 1}, got {short_repr(wrong)}; encode with this model's own "
+            "tokenizer"
         )

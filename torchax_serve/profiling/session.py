@@ -15,12 +15,13 @@ from typing import Any
 import jax
 import torch
 
-from model_adapters.errors import InvalidArgumentError, TorchaxServeError
+from model_adapters.errors import TorchaxServeError
 from model_adapters.ops.compressed_weight import Weights
 from torchax_serve.compilation.executable_cache import ExecutableCache
 from torchax_serve.profiling.instructions import instructions_of
 from torchax_serve.profiling.profile import Profile
 from torchax_serve.profiling.trace import read_trace
+from torchax_serve.validation.folders import writable_folder
 
 _RUNNING = threading.Lock()
 """Held while a profile runs: JAX's profiler is one for the process."""
@@ -69,7 +70,7 @@ class ProfileSession:
         if not _RUNNING.acquire(blocking=False):
             raise _running()
         try:
-            self._path = writable(self._folder)
+            self._path = self._folder_of_trace()
             if self._folder is None:
                 weakref.finalize(self.profile, shutil.rmtree, self._path, ignore_errors=True)
             for cache in self.caches:
@@ -99,6 +100,11 @@ class ProfileSession:
             self._end()
         self.profile.finish(read_trace(self._path, dict(instructions_of(text) for text in texts)))
         return self.profile
+
+    def _folder_of_trace(self) -> Path:
+        if self._folder is None:
+            return Path(tempfile.mkdtemp(prefix="torchax-serve-profile-"))
+        return writable_folder("folder", self._folder)
 
     def _end(self) -> None:
         for cache in self.caches:
@@ -132,26 +138,6 @@ def _start_trace(path: Path) -> None:
         jax.profiler.start_trace(path, profiler_options=options)
     except RuntimeError as error:  # a script has started one by JAX's own call
         raise _running() from error
-
-
-def writable(folder: str | Path | None) -> Path:
-    """Returns the folder, made if it is not there.
-
-    Raises:
-        InvalidArgumentError: It cannot be made, or written to.
-    """
-    if folder is None:
-        return Path(tempfile.mkdtemp(prefix="torchax-serve-profile-"))
-    path = Path(folder)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            pass
-    except OSError as error:
-        raise InvalidArgumentError(
-            f"folder: expected one that can be written to, got {str(folder)!r} ({error.strerror}); name another"
-        ) from error
-    return path
 
 
 def weight_bytes_of(module: torch.nn.Module, weights: Weights) -> Mapping[str, int | None]:

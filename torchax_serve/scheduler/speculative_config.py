@@ -18,7 +18,7 @@ REFUSED_METHODS = {
     "medusa": "Medusa heads are not supported",
     "mlp_speculator": "MLP speculators are not supported",
     "deepseek_mtp": "its name is 'mtp'",
-    "qwen3_next_mtp": "Qwen3-Next has recurrent states, which cannot be taken back",
+    "qwen3_next_mtp": "its name is 'mtp'",
     "suffix": "suffix trees are not supported",
 }
 """vLLM's other methods, and why they are refused."""
@@ -107,3 +107,11 @@ class SpeculativeConfig:
                 f"speculative_config: expected keys of {', '.join(fields)}, got {unknown[0]!r}; leave it out"
             )
         return cls(**value)
+
+
+def refuse_drafts(speculative: object, where: str) -> None:
+    """Raises UnsupportedArgumentError if `speculative` is a config, for `where`."""
+    if speculative is not None:
+        raise UnsupportedArgumentError(
+            f"speculative_config: expected None for {where}, got {speculative}; leave it out"
+        )

@@ -27,5 +27,5 @@ def require_packages(*names: str) -> None:
         if importlib.util.find_spec(name) is None:
             raise UnsupportedArgumentError(
                 f"expected the package {name.replace('_', '-')} for the server, found none; "
-                "pip install torchax-serve[server]"
+                "pip install 'torchax-serve[server]'"
             )

@@ -128,5 +128,5 @@ def _tracing(endpoint: str | None) -> Tracing | None:
     except ImportError as error:
         raise UnsupportedArgumentError(
             f"otlp_traces_endpoint: expected the packages of OpenTelemetry, found no {error.name}; "
-            "pip install torchax-serve[otel]"
+            "pip install 'torchax-serve[otel]'"
         ) from error

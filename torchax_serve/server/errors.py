@@ -96,6 +96,23 @@ class ApiError(Exception):
         return json.dumps(self.content()).encode()
 
 
+_PHRASES: Mapping[str, str] = {
+    "None leaves it unset": "leave it out",
+    "for greedy decoding set do_sample=False (in SamplingParams: temperature=0)": "0 is greedy",
+    "0 gives that of the sampled token only, None none": "0 gives that of the sampled token only",
+    "0 gives those of the prompt's tokens only, None none": "0 gives those of the prompt's tokens only",
+    "pass truncate=True": "set truncate_prompt_tokens to -1",
+}
+"""Advice that only makes sense in Python, as requests have it."""
+
+
+def in_words_of_requests(message: str) -> str:
+    """Returns a message about a Python argument with advice about fields in its place."""
+    for phrase, ours in _PHRASES.items():
+        message = message.replace(phrase, ours)
+    return message
+
+
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """Returns an error with status 400."""
     return ApiError(400, message, param=param, code=code)
@@ -106,7 +123,7 @@ def api_error_of(error: BaseException) -> ApiError:
 
     Nothing of an unexpected error is shown.
 
-    An error about a Python argument keeps its text; its `param` is the text before the first colon.
+    The `param` of an error about a Python argument is its text before the first colon.
     """
     if isinstance(error, ApiError):
         return error
@@ -123,7 +140,7 @@ def api_error_of(error: BaseException) -> ApiError:
         return bad_request(str(error), "messages", "invalid_value")
     if isinstance(error, _BLAMES_REQUEST):
         named = _FIELD.match(str(error))
-        return bad_request(str(error), named and named[0].removesuffix(":"), "invalid_value")
+        return bad_request(in_words_of_requests(str(error)), named and named[0].removesuffix(":"), "invalid_value")
     if isinstance(error, QueueDeadlineError):
         return ApiError(
             503,

@@ -46,6 +46,17 @@ PIECE_CHARS, PIECE_SLACK = 1 << 18, 16
 NUM_THREADS = 4
 """Threads that render, tokenize and submit; most of their work is outside of Python's lock."""
 
+_MODELS: Mapping[str, str] = {
+    "chat": "a model with a chat template",
+    "generate": "a model that generates text",
+    "embed": "a model with embeddings of texts",
+    "rank": "a cross-encoder (ForSequenceClassification with one label)",
+    "classify": "a classifier of texts (ForSequenceClassification)",
+    "label tokens": "a classifier of tokens (ForTokenClassification)",
+    "transcribe": "a model that transcribes audio, such as Whisper",
+}
+"""Kinds of models that can do each task."""
+
 
 class ChatPrompt(NamedTuple):
     """A rendered chat: its token ids, and arguments of ``generate`` if it has media."""
@@ -105,6 +116,8 @@ class ModelService:
         """Tasks of the model: ``generate``, ``chat``, ``transcribe``, ``embed``, ``rank`` ..."""
         if not self.model.writes_text:
             return _encoder_tasks(self.model.class_name, self.model.config.num_labels)
+        if self.model.transcribes and not self.model.embeds:  # which reads no texts
+            return ("transcribe",)
         found = ["generate", "embed"] if self.model.embeds else ["generate"]
         if self.model.tokenizer is not None and self.template:
             found.append("chat")
@@ -115,7 +128,8 @@ class ModelService:
     def require(self, task: str, route: str) -> None:
         """Raises ApiError, 404, unless the model can do `task`."""
         if task not in self.tasks:
-            raise ApiError(404, f"{route}: {self.name} does not {task}; it can {', '.join(self.tasks)}")
+            own = ", ".join(self.tasks)
+            raise ApiError(404, f"{route}: expected {_MODELS[task]}, got {self.name}, whose tasks are {own}")
 
     def check_name(self, name: str, key: ApiKey | None = None, *, may_be_adapter: bool = False) -> None:
         """Raises ApiError, 404, unless `model` is one of this service's that the key may use.
@@ -170,6 +184,9 @@ class ModelService:
         if len(messages) > self._options.request.max_messages:
             most = self._options.request.max_messages
             raise bad_request(f"messages: expected at most {most}, got {len(messages)}", "messages", "invalid_value")
+        if not messages:
+            message = 'messages: expected at least one, such as {"role": "user", "content": "Hi"}, got none'
+            raise bad_request(message, "messages", "invalid_value")
         _check_len(self, [text for message in messages for text in _texts_of(message)], "messages")
         extractor = getattr(self._processor, "feature_extractor", None)
         plain = plain_messages(messages, self.template, getattr(extractor, "sampling_rate", None))
@@ -177,7 +194,13 @@ class ModelService:
             return ChatPrompt(chat_prompt_ids(self.model, plain, options=options))
         conversation = checked_conversation(plain, None)
         check_last_message(conversation, options)
-        inputs = media_inputs(self.model, conversation, options)
+        if self._processor is None:
+            message = f"messages: expected texts, got images or audio, which {self.name} does not take; leave them out"
+            raise bad_request(message, "messages", "invalid_value")
+        try:
+            inputs = media_inputs(self.model, conversation, options)
+        except UnsupportedModelError as error:
+            raise bad_request(f"messages: {error}", "messages", "invalid_value") from error
         return ChatPrompt(inputs["input_ids"][0].tolist(), inputs)
 
     @functools.cached_property

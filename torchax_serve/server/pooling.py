@@ -6,16 +6,17 @@ import base64
 import functools
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
+from model_adapters.errors import UnsupportedModelError
 from torchax_serve.server.body import read_request
 from torchax_serve.server.context import context_of
-from torchax_serve.server.errors import bad_request
+from torchax_serve.server.errors import bad_request, in_words_of_requests
 from torchax_serve.server.json_lists import list_response
 from torchax_serve.server.model_service import ModelService
 from torchax_serve.server.pooling_schemas import (
@@ -34,6 +35,14 @@ if TYPE_CHECKING:  # it imports torch, which a recorded start needs not
     from torchax_serve.entrypoints.encoder_model import EncoderModel
 
 Body = TypeVar("Body", bound=PoolingRequest)
+
+_FIELDS: Mapping[str, str] = {
+    "truncate_dim": "dimensions",
+    "pooling": "pooling",
+    "embed": "pooling",  # of a model without a rule of its own
+    "normalize": "normalize",
+}
+"""Names at the beginning of errors that are not about texts, and their fields."""
 
 
 async def _read(request: Request, kind: type[Body], task: str) -> tuple[ModelService, Body]:
@@ -60,7 +69,7 @@ async def _results(
     work = call(items, timeout_s=options.request_timeout_s, queue_timeout_s=options.queue_timeout_s)
     try:
         return list(await until_disconnect(request.receive, work))
-    except ValueError as error:
+    except (ValueError, UnsupportedModelError) as error:
         raise _renamed(error, field) from error
 
 
@@ -70,15 +79,14 @@ def _encoder(service: ModelService) -> EncoderModel:
     return cast("EncoderModel", service.model)
 
 
-def _renamed(error: ValueError, field: str) -> Exception:
+def _renamed(error: Exception, field: str) -> Exception:
     """Returns an error about the texts of a batch as one about the field of the request."""
-    name, _, rest = str(error).partition(":")
-    renamed = {"truncate_dim": "dimensions"}.get(name, name)
-    if renamed in ("dimensions", "pooling", "normalize"):
-        return bad_request(f"{renamed}:{rest}", renamed, "invalid_value")
-    rest = rest.replace("pass truncate=True", "set truncate_prompt_tokens to -1")
-    # The number of the text is one within the batch.
-    return bad_request(f"{field}:{rest}" if rest else str(error), field, "invalid_value")
+    message = in_words_of_requests(str(error))
+    name, colon, rest = message.partition(":")
+    if (own := _FIELDS.get(name)) is not None:
+        return bad_request(f"{own}:{rest}", own, "invalid_value")
+    # The number of the text, which is a part of the name, is one within the batch.
+    return bad_request(f"{field}:{rest if colon else ' ' + message}", field, "invalid_value")
 
 
 async def _usage(request: Request, service: ModelService, texts: Sequence[Any]) -> dict[str, int]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from model_adapters.errors import InvalidArgumentError
 from torchax_serve.server.errors import ApiError
+from torchax_serve.validation.folders import writable_folder
 
 if TYPE_CHECKING:
     from torchax_serve.profiling import Profile, ProfileSession
@@ -32,15 +32,7 @@ class Profiler:
     """
 
     def __init__(self, folder: Path) -> None:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):
-                pass
-        except OSError as error:
-            raise InvalidArgumentError(
-                f"profile_dir: expected a folder for new files, got {folder} ({error.strerror}); choose another"
-            ) from error
-        self._folder = folder
+        self._folder = writable_folder("profile_dir", folder)
         self._lock = asyncio.Lock()  # held while one starts or is written
         self._running: ProfileSession | None = None
         self._timer: asyncio.TimerHandle | None = None  # of the profile that runs

@@ -8,9 +8,10 @@ from typing import Any
 
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
 from torchax_serve.sampling_params import MAX_SEED, SamplingParams
-from torchax_serve.server.errors import bad_request
+from torchax_serve.server.errors import bad_request, in_words_of_requests
 from torchax_serve.server.options import ServerOptions
 from torchax_serve.server.schemas import ChatRequest, TextRequest
+from torchax_serve.validation.argument_checks import short_repr
 
 MAX_BAD_WORDS = 256
 """Most texts of `bad_words`."""
@@ -36,6 +37,11 @@ _RENAMED: Mapping[str, str] = {
     "min_new_tokens": "min_tokens",
     "bad_words_ids": "bad_words",
 }
+_LOWEST: Mapping[str, tuple[str, int, str]] = {
+    "temperature": ("a number", 0, "0 is greedy"),
+    "top_k": ("a whole number", -1, "0 and -1 switch it off"),
+}
+"""Kind, smallest value and remedy of fields that take more than the parameters of their names."""
 
 
 def sampling_params(
@@ -66,6 +72,7 @@ def sampling_params(
     if request.cache_salt is not None and len(request.cache_salt) > MAX_SALT_CHARS:
         message = f"cache_salt: expected at most {MAX_SALT_CHARS} characters, got {len(request.cache_salt)}"
         raise bad_request(message, "cache_salt", "invalid_value")
+    _check_lowest(request)
     options: dict[str, Any] = {name: getattr(request, name) for name in _SAME_NAME}
     options |= {
         "max_new_tokens": max_new_tokens,
@@ -88,6 +95,15 @@ def sampling_params(
         raise renamed_error(error, request) from error
 
 
+def _check_lowest(request: TextRequest) -> None:
+    """Raises ApiError, 400, for a value below those that the field takes."""
+    for name, (kind, lowest, remedy) in _LOWEST.items():
+        value = getattr(request, name)
+        if value is not None and value < lowest:
+            message = f"{name}: expected {kind} >= {lowest}, got {short_repr(value)}; {remedy}"
+            raise bad_request(message, name, "invalid_value")
+
+
 def _check_some_are_left(request: TextRequest, bad_words: list[list[int]] | None) -> None:
     """Raises ApiError, 400, where other fields forbid all tokens that are allowed."""
     if request.allowed_token_ids is None:
@@ -102,7 +118,7 @@ def _check_some_are_left(request: TextRequest, bad_words: list[list[int]] | None
 
 def renamed_error(error: Exception, request: TextRequest) -> Exception:
     """Returns an error about an option of `SamplingParams` as one about its field."""
-    message = str(error)
+    message = in_words_of_requests(str(error))
     name = message.partition(":")[0]
     field = _RENAMED.get(name, name)
     if isinstance(request, ChatRequest):
@@ -116,7 +132,7 @@ def renamed_error(error: Exception, request: TextRequest) -> Exception:
     for old, new in _RENAMED.items():
         message = re.sub(rf"\b{old}\b", new, message)
     message = field + message[len(_RENAMED.get(name, name)) :]
-    return bad_request(message.replace("; None leaves it unset", "; leave it out"), field, "invalid_value")
+    return bad_request(message, field, "invalid_value")
 
 
 def _num_top(request: TextRequest) -> int | None:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from model_adapters.errors import InvalidArgumentError
+from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
 from torchax_serve.sampling.grammar import (
     GrammarCompiler,
     GrammarMasks,
@@ -27,6 +27,19 @@ _GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 _FLAGS = ("json_object", "disable_fallback", "disable_any_whitespace", "disable_additional_properties")
 """Options that ask for nothing where they are false; of these `json_object` alone can be had."""
 _KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+
+
+class _Asked(NamedTuple):
+    """What the answer is to be held to, and where the request says so."""
+
+    field: str
+    kind: str
+    value: Any
+
+    @property
+    def path(self) -> str:
+        """The field, and the key in it; names of the older fields have both."""
+        return self.field if self.field in _GUIDED else f"{self.field}.{self.kind}"
 
 
 class Grammar(NamedTuple):
@@ -55,7 +68,7 @@ def masks_of(
         return None
     try:
         return compiler().masks(grammar.text, after)
-    except InvalidArgumentError as error:
+    except (InvalidArgumentError, UnsupportedModelError) as error:
         raise bad_request(f"{grammar.field}: {error}", grammar.field, "invalid_value") from error
 
 
@@ -69,12 +82,9 @@ def grammar_of(request: TextRequest, limits: RequestLimits) -> Grammar | None:
     if not found:
         return None
     if len(found) > 1:
-        raise bad_request(
-            f"{found[1][0]}: expected one grammar of the answer, got {found[1][1]} next to "
-            f"{found[0][0]}{'' if found[0][0].endswith(found[0][1]) else '.' + found[0][1]}; leave one out",
-            found[1][0],
-            "invalid_value",
-        )
+        first, second, *_ = found
+        message = f"expected one grammar of the answer, got {second.path} next to {first.path}; leave one out"
+        raise bad_request(f"{second.field}: {message}", second.field, "invalid_value")
     require_packages("llguidance")
     if request.ignore_eos:
         raise bad_request(
@@ -94,12 +104,12 @@ def grammar_of(request: TextRequest, limits: RequestLimits) -> Grammar | None:
         raise bad_request(f"{field}: expected a valid {kind}, got another ({error})", field, "invalid_value") from error
 
 
-def _asked(request: TextRequest) -> list[tuple[str, str, Any] | None]:
-    """Returns (field, kind, value) of everything that the answer is to be held to."""
-    found: list[tuple[str, str, Any] | None] = [_of_response_format(request.response_format)]
+def _asked(request: TextRequest) -> list[_Asked | None]:
+    """Returns everything that the answer is to be held to."""
+    found = [_of_response_format(request.response_format)]
     for name in _GUIDED:
         value = getattr(request, name)
-        found.append(None if value is None else (name, name.removeprefix("guided_"), value))
+        found.append(None if value is None else _Asked(name, name.removeprefix("guided_"), value))
     for name, value in (request.structured_outputs or {}).items():
         if value is None or (name in _FLAGS and value is False):
             continue
@@ -109,16 +119,16 @@ def _asked(request: TextRequest) -> list[tuple[str, str, Any] | None]:
                 "structured_outputs",
                 "invalid_value",
             )
-        found.append(("structured_outputs", name, value))
+        found.append(_Asked("structured_outputs", name, value))
     return found
 
 
-def _of_response_format(given: Mapping[str, Any] | None) -> tuple[str, str, Any] | None:
+def _of_response_format(given: Mapping[str, Any] | None) -> _Asked | None:
     if given is None or given.get("type") == "text":
         return None
     kind = given.get("type")
     if kind == "json_object":
-        return "response_format", "json_object", True
+        return _Asked("response_format", "json_object", True)
     if kind == "json_schema":
         inner = given.get("json_schema")
         schema = inner.get("schema") if isinstance(inner, dict) else None
@@ -128,9 +138,9 @@ def _of_response_format(given: Mapping[str, Any] | None) -> tuple[str, str, Any]
                 "response_format",
                 "invalid_value",
             )
-        return "response_format", "json", schema
+        return _Asked("response_format", "json_schema", schema)
     if kind == "structural_tag":
-        return "response_format", "structural_tag", given
+        return _Asked("response_format", "structural_tag", given)
     raise bad_request(
         "response_format.type: expected text, json_object, json_schema or structural_tag, got another",
         "response_format",
@@ -141,7 +151,7 @@ def _of_response_format(given: Mapping[str, Any] | None) -> tuple[str, str, Any]
 def _grammar(kind: str, value: Any) -> str:
     if kind == "json_object":
         return json_grammar(ANY_OBJECT)
-    if kind == "json":
+    if kind in ("json", "json_schema"):
         schema = json.loads(value) if isinstance(value, str) else value
         if not isinstance(schema, dict):
             raise ValueError("a schema is an object")

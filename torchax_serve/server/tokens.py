@@ -30,6 +30,9 @@ async def tokenize(request: Request) -> Response:
     service, body = await _read(request, TokenizeRequest)
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("prompt: expected one of prompt and messages, got both or neither", "prompt", "invalid_value")
+    if body.messages is not None and "chat" not in service.tasks:
+        message = f"messages: expected prompt in their place, since {service.name} has no chat template"
+        raise bad_request(message, "messages", "invalid_value")
     if body.prompt is not None:
         check_text_size(body.prompt, context_of(request).options.request, "prompt")
     ids = await until_disconnect(request.receive, service.run(_token_ids, service, body))

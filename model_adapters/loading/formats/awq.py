@@ -12,7 +12,15 @@ from typing import Any
 import torch
 
 from model_adapters.errors import CheckpointError
-from model_adapters.loading.formats.parts import QuantizedParts, centred, require_shapes, unpack_words
+from model_adapters.loading.formats.parts import (
+    FLOATS,
+    WORDS,
+    QuantizedParts,
+    centred,
+    require_kinds,
+    require_shapes,
+    unpack_words,
+)
 from model_adapters.loading.formats.settings import QuantizationSettings
 from model_adapters.loading.formats.weight_groups import WeightGroup, groups_by_suffix
 
@@ -35,6 +43,7 @@ def find(entries: Mapping[str, Any], settings: QuantizationSettings) -> list[Wei
 
 def read(group: WeightGroup, tensors: Mapping[str, torch.Tensor], settings: QuantizationSettings) -> QuantizedParts:
     """Returns the parts of one weight, exactly."""
+    require_kinds(group.weight, {"qweight": (2, WORDS), "qzeros": (2, WORDS), "scales": (2, FLOATS)}, tensors)
     qweight = tensors["qweight"]
     num_columns, num_rows = qweight.shape[0], qweight.shape[1] * 8
     group_size = settings.values.get("group_size", settings.values.get("q_group_size", 128))

@@ -22,20 +22,29 @@ from model_adapters.errors import CheckpointError
 from model_adapters.loading.formats import fp8
 from model_adapters.loading.formats.gptq import column_order
 from model_adapters.loading.formats.parts import (
+    FLOATS,
+    WORDS,
     QuantizedParts,
     by_rows,
     centred,
+    require_kinds,
     require_shapes,
     unpack_bytes,
     unpack_words,
 )
-from model_adapters.loading.formats.settings import QuantizationSettings, matches
+from model_adapters.loading.formats.settings import QuantizationSettings, compiled, matches
 from model_adapters.loading.formats.weight_groups import WeightGroup, groups_by_suffix
 from model_adapters.ops.quantized_weight import FP4_DOUBLED, ActDtype
 
 _PLAIN = ("int-quantized", "float-quantized", "naive-quantized", "mxfp8-quantized")
 _FP4 = ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
 _READ = (*_PLAIN, "pack-quantized", *_FP4, "mixed-precision")
+_KINDS = {
+    "shape": (1, (torch.int32, torch.int64)),
+    "g_idx": (1, (torch.int32, torch.int64)),
+}
+_STRATEGIES = ("tensor", "channel", "group", "tensor_group", "block")
+"""How the scales of weights are laid out."""
 _OPTIONAL = {
     "zero_point": ".weight_zero_point",
     "g_idx": ".weight_g_idx",
@@ -55,7 +64,7 @@ def find(entries: Mapping[str, Any], settings: QuantizationSettings) -> list[Wei
         raise settings.refuse(f"format {unsupported!r} (expected one of {', '.join(_READ)})")
     if values.get("transform_config"):
         raise settings.refuse("transform_config (rotated weights)")
-    sparsity = (values.get("sparsity_config") or {}).get("format", "dense")
+    sparsity = settings.mapping("sparsity_config").get("format", "dense")
     if sparsity != "dense":
         raise settings.refuse(f"sparsity_config.format {sparsity!r}")
     packed = {"packed": ".weight_packed", "scale": ".weight_scale"}
@@ -67,24 +76,65 @@ def find(entries: Mapping[str, Any], settings: QuantizationSettings) -> list[Wei
 
 
 def _groups(settings: QuantizationSettings) -> Mapping[str, Any]:
-    groups = settings.values.get("config_groups")
-    if not isinstance(groups, Mapping) or not groups:
-        raise CheckpointError(f"{settings.file}: expected config_groups in quantization_config, got {groups!r}")
+    groups = settings.mapping("config_groups")
+    if not groups:
+        raise CheckpointError(f"{settings.file}: expected config_groups in quantization_config, got none")
+    for name, group in groups.items():
+        if (fault := _fault_of(group, settings)) is not None:
+            raise CheckpointError(f"{settings.file}: {name} of config_groups: expected {fault}; get config.json again")
     return groups
 
 
+def _fault_of(group: Any, settings: QuantizationSettings) -> str | None:
+    """Returns what a group of settings should have been, and is; None if nothing is wrong."""
+    if not isinstance(group, Mapping):
+        return f"an object, got {group!r}"
+    targets, weights = group.get("targets") or [], group.get("weights") or {}
+    if not isinstance(targets, list) or not all(isinstance(each, str) for each in targets):
+        return f"targets as a list of modules, got {targets!r}"
+    for pattern in (each[3:] for each in targets if each.startswith("re:")):
+        compiled(pattern, settings.file)
+    for key in ("weights", "input_activations"):
+        if not isinstance(group.get(key) or {}, Mapping):
+            return f"{key} as an object, got {group[key]!r}"
+    kind, strategy, size = weights.get("type", "int"), weights.get("strategy"), weights.get("group_size")
+    if kind not in ("int", "float"):
+        return f"weights of type int or float, got {kind!r}"
+    if strategy not in (None, *_STRATEGIES):
+        return f"a strategy among {', '.join(_STRATEGIES)}, got {strategy!r}"
+    if size not in (None, -1) and not (isinstance(size, int) and size >= 1):
+        return f"group_size to be -1 or at least 1, got {size!r}"
+    block = weights.get("block_structure")
+    if strategy == "block" and not fp8.is_block(block):
+        return f"block_structure as rows and columns, got {block!r}"
+    return None
+
+
 def scheme_of_module(module: str, settings: QuantizationSettings) -> Mapping[str, Any]:
-    """Returns the group of settings for a module: one that names it, else one for its class."""
+    """Returns the settings of a module: those that name it, its class, or the only ones.
+
+    Raises:
+        CheckpointError: several groups, none of which is for the module.
+    """
     groups = list(_groups(settings).values())
     for group in groups:
         if any(matches(target, module) for target in group.get("targets") or ()):
             return group
-    return next((group for group in groups if "Linear" in (group.get("targets") or ())), groups[0])
+    for group in groups:
+        if len(groups) == 1 or "Linear" in (group.get("targets") or ()):
+            return group
+    raise CheckpointError(
+        f"{settings.file}: expected a group of config_groups for {module}, got none among {len(groups)}: "
+        "get config.json again"
+    )
 
 
 def read(group: WeightGroup, tensors: Mapping[str, torch.Tensor], settings: QuantizationSettings) -> QuantizedParts:
     """Returns the parts of one weight, exactly; activations are rounded as the checkpoint says."""
     scheme, name = scheme_of_module(group.module, settings), group.weight
+    if "scale" not in tensors:
+        raise CheckpointError(f"{name}: expected weight_scale with the weight in the files, got none")
+    require_kinds(name, _KINDS, tensors)
     weights = scheme.get("weights") or {}
     if "packed" in tensors:
         if weights.get("type") == "float":
@@ -159,6 +209,7 @@ def _read_float8(name: str, tensors: Mapping[str, torch.Tensor], weights: Mappin
 
 def _read_int8(name: str, tensors: Mapping[str, torch.Tensor], weights: Mapping[str, Any]) -> QuantizedParts:
     weight, zero = tensors["weight"], tensors.get("zero_point")
+    require_kinds(name, {"scale": (tensors["scale"].ndim, FLOATS)}, tensors)
     if weight.dtype != torch.int8 or weights.get("num_bits", 8) > 8:
         raise CheckpointError(f"{name}: expected int8, got {weight.dtype}: get config.json again")
     num_rows, num_columns = weight.shape
@@ -178,6 +229,7 @@ def _read_packed(
     bits = weights.get("num_bits")
     if bits not in (4, 8):
         raise settings.refuse(f"num_bits {bits!r} (expected 4 or 8)")
+    require_kinds(name, {"packed": (2, WORDS), "scale": (tensors["scale"].ndim, FLOATS)}, tensors)
     packed, shape = tensors["packed"], tensors.get("shape")
     num_rows = packed.shape[0]
     num_columns = packed.shape[1] * 32 // bits if shape is None else int(shape[1])
@@ -204,11 +256,18 @@ def _read_fp4(name: str, tensors: Mapping[str, torch.Tensor]) -> QuantizedParts:
 
     4-bit floats are 0, 0.5, 1, 1.5, 2, 3, 4, 6.
     """
+    kinds = {"packed": (2, (torch.uint8,)), "scale": (2, (*FLOATS, torch.float8_e4m3fn, *fp8.EXPONENTS))}
+    require_kinds(name, kinds, tensors)
     codes = unpack_bytes(tensors["packed"], 4)
     numbers = torch.tensor(FP4_DOUBLED, dtype=torch.int8)[codes.long()]
     scale, divisor = fp8.exponents_to_float(tensors["scale"]), tensors.get("global_scale")
+    needs_divisor = tensors["scale"].dtype not in fp8.EXPONENTS
+    if needs_divisor != (divisor is not None) or (divisor is not None and divisor.numel() != 1):
+        found = "none" if divisor is None else f"{list(divisor.shape)}"
+        wanted = "one weight_global_scale" if needs_divisor else "no weight_global_scale"
+        raise CheckpointError(f"{name}: expected {wanted}, got {found}: get the weights again")
     if divisor is not None:
         scale = scale / divisor.float()
-    group = codes.shape[-1] // scale.shape[-1]
+    group = codes.shape[-1] // max(1, scale.shape[-1])
     require_shapes(name, {"scale": (codes.shape[0], codes.shape[-1] // group)}, dict(tensors))
     return QuantizedParts(numbers, scale / 2, bits=4, group=group, source=_NAME)

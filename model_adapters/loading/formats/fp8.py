@@ -13,15 +13,27 @@ from typing import Any
 import torch
 
 from model_adapters.errors import CheckpointError
-from model_adapters.loading.formats.parts import QuantizedParts, by_rows
+from model_adapters.loading.formats.parts import FLOATS, QuantizedParts, by_rows, require_kinds
 from model_adapters.loading.formats.settings import QuantizationSettings
 from model_adapters.loading.formats.weight_groups import WeightGroup, groups_by_suffix
 
 _INPUT = {"input_scale": "{module}.input_scale", "activation_scale": "{module}.activation_scale"}
 
 
+EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
+"""Dtypes of scales that are exponents."""
+
+
+def is_block(block: Any) -> bool:
+    """Returns whether `block` is the number of rows and of columns that share a scale."""
+    return isinstance(block, (list, tuple)) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)
+
+
 def find(entries: Mapping[str, Any], settings: QuantizationSettings) -> list[WeightGroup]:
     """Returns the weights with a scale."""
+    block = settings.values.get("weight_block_size")
+    if block is not None and not is_block(block):
+        raise CheckpointError(f"{settings.file}: expected weight_block_size as rows and columns, got {block!r}")
     found = groups_by_suffix(
         entries, "_scale_inv", "", {"weight": "", "scale": "_scale_inv"}, {**_INPUT, "fused_input": "_activation_scale"}
     )
@@ -48,6 +60,9 @@ def of_float8(name: str, weight: torch.Tensor, scale: torch.Tensor, block: Any, 
     """Returns the parts of a weight float8[..., out, in] with scales by block, row or matrix."""
     if weight.dtype != torch.float8_e4m3fn:
         raise CheckpointError(f"{name}: expected float8_e4m3fn, got {weight.dtype}: get config.json again")
+    if weight.ndim < 2:
+        raise CheckpointError(f"{name}: expected a matrix, got {list(weight.shape)}: get the weights again")
+    require_kinds(name, {"scale": (scale.ndim, (*FLOATS, *EXPONENTS))}, {"scale": scale})
     rows, columns = weight.shape[-2:]
     scale = exponents_to_float(scale)
     if scale.numel() == 1 and weight.ndim == 2:
@@ -69,7 +84,7 @@ def of_float8(name: str, weight: torch.Tensor, scale: torch.Tensor, block: Any, 
 
 def exponents_to_float(scale: torch.Tensor) -> torch.Tensor:
     """Returns float32 scales; uint8 and float8_e8m0fnu ones are exponents plus 127."""
-    if scale.dtype in (torch.uint8, torch.float8_e8m0fnu):
+    if scale.dtype in EXPONENTS:
         exponents = scale.view(torch.uint8)
         powers = torch.exp2(exponents.float() - 127)
         return torch.where(exponents == 255, torch.nan, powers)

@@ -22,6 +22,7 @@ _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 """Format of `struct` for each type of a value of fixed size."""
 
 _MAX_AXES = 8  # of a tensor; ggml has 4
+_MAX_DEPTH = 4  # of arrays in arrays
 
 
 @dataclass(frozen=True)
@@ -93,13 +94,19 @@ class _Parser:
         metadata: dict[str, Any] = {}
         for _ in range(num_values):
             key = self._string()
-            metadata[key] = self._value(self._number("I"))
+            metadata[key] = self._value(self._number("I"), depth=0)
         self._check_is_complete(metadata)
         table = [self._tensor() for _ in range(num_tensors)]
-        alignment = int(metadata.get("general.alignment", 32))
+        alignment = metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise CheckpointError(f"{self._path}: expected general.alignment of 1 or more bytes, got {alignment!r}")
         start = -(-self._at // alignment) * alignment
         tensors = {each.name: self._placed(each, start) for each in table}
-        if "general.architecture" not in metadata or not tensors:
+        if len(tensors) < len(table):
+            names = [each.name for each in table]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise CheckpointError(f"{self._path} is corrupt: it has tensor {twice} twice; get the file again")
+        if not isinstance(metadata.get("general.architecture"), str) or not tensors:
             raise CheckpointError(f"{self._path} holds no model: expected general.architecture and tensors")
         return GgufFile(self._path, metadata, tensors)
 
@@ -145,7 +152,7 @@ class _Parser:
             )
         return GgufTensor(tensor.name, tensor.type_name, tensor.shape, start + tensor.offset, tensor.num_bytes)
 
-    def _value(self, kind: int) -> Any:
+    def _value(self, kind: int, depth: int) -> Any:
         if kind == _STRING:
             return self._string()
         if kind == _ARRAY:
@@ -153,7 +160,9 @@ class _Parser:
             if element in _NUMBERS:
                 return list(struct.unpack(f"<{count}{_NUMBERS[element]}", self._take(count, _NUMBERS[element])))
             self._need(count)  # each element has at least one byte
-            return [self._value(element) for _ in range(count)]
+            if depth == _MAX_DEPTH:
+                raise CheckpointError(f"{self._path} is corrupt: arrays in arrays in its header; get the file again")
+            return [self._value(element, depth + 1) for _ in range(count)]
         if kind not in _NUMBERS:
             raise CheckpointError(f"{self._path} is corrupt: a value of type {kind} in its header; get the file again")
         return self._number(_NUMBERS[kind])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +70,7 @@ def config_of(file: GgufFile) -> PreTrainedConfig:
             f"{file.path} is a GGUF file of architecture {architecture!r}, which is not read "
             f"(expected one of {known}): use the model's safetensors folder"
         )
+    _check_keys(file)
     try:
         with _header_for_transformers(file):
             config = AutoConfig.from_pretrained(file.path.parent, gguf_file=file.path.name, local_files_only=True)
@@ -86,6 +88,44 @@ def config_of(file: GgufFile) -> PreTrainedConfig:
     known_ends = list(dict.fromkeys(end for end in ends if end is not None))
     config.eos_token_id = known_ends if len(known_ends) > 1 else config.eos_token_id
     return config
+
+
+_SIZES = ("block_count", "embedding_length", "attention.head_count")
+_EPSILONS = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")
+"""Keys that a file must have, as in llama.cpp: configurations have numbers of other models in their place."""
+
+
+def _check_keys(file: GgufFile) -> None:
+    """Raises CheckpointError for numbers of the architecture that are missing or no sizes."""
+    read, given = _config_keys(file.architecture), file.metadata.get
+
+    def require(key: str, value: Any, *, is_integer: bool) -> None:
+        values = value if isinstance(value, list) and value else [value]
+        kinds = (int,) if is_integer else (int, float)
+        if not all(isinstance(each, kinds) and math.isfinite(each) and each > 0 for each in values):
+            got = "none" if value is None else repr(value)
+            raise CheckpointError(
+                f"{file.path}: expected {file.architecture}.{key} as a positive number in the header, got {got}: "
+                "get the file again"
+            )
+
+    for key in _SIZES:
+        if key in read:
+            require(key, given(f"{file.architecture}.{key}"), is_integer=True)
+    epsilons = [key for key in _EPSILONS if given(f"{file.architecture}.{key}") is not None]
+    needed = [key for key in _EPSILONS if key in read]
+    for key in epsilons or needed:
+        require(key, given(f"{file.architecture}.{key}"), is_integer=False)
+    for key, is_integer in (("context_length", True), ("rope.freq_base", False)):  # these have defaults
+        if (value := given(f"{file.architecture}.{key}")) is not None:
+            require(key, value, is_integer=is_integer)
+
+
+def _config_keys(architecture: str) -> set[str]:
+    """Returns the keys of an architecture's configuration that transformers reads."""
+    renamed = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}.get(architecture, architecture)
+    table: Any = hf_gguf.GGUF_TO_TRANSFORMERS_MAPPING["config"]
+    return set(table.get(renamed, {}))
 
 
 # Keys that transformers' table lacks, and attributes of configurations.
@@ -116,12 +156,21 @@ def tokenizer_of(file: GgufFile) -> Any:
     """Returns transformers' tokenizer of the vocabulary in `file`, with its chat template.
 
     None without vocabulary.
+
+    Raises:
+        CheckpointError: the vocabulary makes no tokenizer.
     """
     if not file.metadata.get("tokenizer.ggml.tokens"):
         return None
     reads_file_itself = hasattr(hf_readers, "convert_gguf_tokenizer")  # as recent releases do
-    with _header_for_transformers(file, with_vocabulary=not reads_file_itself):
-        return AutoTokenizer.from_pretrained(file.path.parent, gguf_file=file.path.name, local_files_only=True)
+    try:
+        with _header_for_transformers(file, with_vocabulary=not reads_file_itself):
+            return AutoTokenizer.from_pretrained(file.path.parent, gguf_file=file.path.name, local_files_only=True)
+    except Exception as error:  # of the library of tokenizers, which has no class for it
+        lines = str(error).strip().splitlines() or [""]
+        raise CheckpointError(
+            f"the vocabulary of {file.path} makes no tokenizer ({type(error).__name__}: {lines[0]}): get the file again"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -225,9 +274,7 @@ def _add_name(names: dict[str, str], table: Any, processor: Any, parameter: str)
 def unused_keys(file: GgufFile) -> list[str]:
     """Returns the keys of the header about the architecture that nothing reads."""
     architecture = file.architecture
-    renamed = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}.get(architecture, architecture)
-    table: Any = hf_gguf.GGUF_TO_TRANSFORMERS_MAPPING["config"]
-    known = set(table.get(renamed, {})) | _IMPLIED_KEYS
+    known = _config_keys(architecture) | _IMPLIED_KEYS
     keys = [key.removeprefix(f"{architecture}.") for key in file.metadata if key.startswith(f"{architecture}.")]
     return sorted(key for key in keys if key not in known and not key.startswith("rope."))
 

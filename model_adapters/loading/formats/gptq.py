@@ -8,28 +8,46 @@ group are not adjacent.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from model_adapters.errors import CheckpointError
-from model_adapters.loading.formats.parts import QuantizedParts, centred, require_shapes, unpack_words
-from model_adapters.loading.formats.settings import QuantizationSettings
+from model_adapters.loading.formats.parts import (
+    FLOATS,
+    WORDS,
+    QuantizedParts,
+    centred,
+    require_kinds,
+    require_shapes,
+    unpack_words,
+)
+from model_adapters.loading.formats.settings import QuantizationSettings, compiled
 from model_adapters.loading.formats.weight_groups import WeightGroup, groups_by_suffix
 
 _ROLES = {"qweight": ".qweight", "qzeros": ".qzeros", "scales": ".scales"}
+_KINDS = {
+    "qweight": (2, WORDS),
+    "qzeros": (2, WORDS),
+    "scales": (2, FLOATS),
+    "g_idx": (1, (torch.int32, torch.int64)),
+}
+_LAYOUTS = ("gptq", "gptq_v2")
 
 
 def find(entries: Mapping[str, Any], settings: QuantizationSettings) -> list[WeightGroup]:
-    """Returns the weights that are packed."""
+    """Returns the weights that are packed; refuses layouts of other kernels."""
+    layout = settings.values.get("checkpoint_format") or _LAYOUTS[0]
+    if layout not in _LAYOUTS:
+        raise settings.refuse(f"checkpoint_format {layout!r} (expected gptq or gptq_v2)")
     return groups_by_suffix(entries, ".qweight", ".weight", _ROLES, {"g_idx": ".g_idx"})
 
 
 def read(group: WeightGroup, tensors: Mapping[str, torch.Tensor], settings: QuantizationSettings) -> QuantizedParts:
     """Returns the parts of one weight, exactly."""
     bits, group_size = settings_of_module(group.module, settings)
+    require_kinds(group.weight, _KINDS, tensors)
     qweight = tensors["qweight"]
     num_columns, num_rows = qweight.shape[0] * 32 // bits, qweight.shape[1]
     group_size = num_columns if group_size == -1 else group_size
@@ -39,7 +57,7 @@ def read(group: WeightGroup, tensors: Mapping[str, torch.Tensor], settings: Quan
     )
     values = unpack_words(qweight.T.contiguous(), bits, 1)
     zeros = unpack_words(tensors["qzeros"], bits, 1).T
-    if settings.values.get("checkpoint_format", "gptq") != "gptq_v2":
+    if (settings.values.get("checkpoint_format") or "gptq") != "gptq_v2":
         zeros = (zeros.to(torch.int16) + 1) & (2**bits - 1)  # the sum wraps, as in the kernels of GPTQ
     scale = tensors["scales"].T.float().contiguous()
     columns = column_order(group.weight, tensors.get("g_idx"), num_columns, group_size)
@@ -55,8 +73,10 @@ def settings_of_module(module: str, settings: QuantizationSettings) -> tuple[int
     ``dynamic`` of GPTQModel has others for some of them.
     """
     values = dict(settings.values)
-    for pattern, changes in (settings.values.get("dynamic") or {}).items():
-        if not pattern.startswith("-:") and re.match(pattern.removeprefix("+:"), module):
+    for pattern, changes in settings.mapping("dynamic").items():
+        if not isinstance(changes, Mapping):
+            raise CheckpointError(f"{settings.file}: expected dynamic to map patterns to settings, got {changes!r}")
+        if not pattern.startswith("-:") and compiled(pattern.removeprefix("+:"), settings.file).match(module):
             values |= changes
             break
     bits = values.get("bits")

@@ -14,7 +14,7 @@ import torch
 
 from model_adapters.errors import CheckpointError
 from model_adapters.loading.formats import fp8
-from model_adapters.loading.formats.parts import QuantizedParts, require_shapes, unpack_bytes
+from model_adapters.loading.formats.parts import QuantizedParts, require_kinds, require_shapes, unpack_bytes
 from model_adapters.loading.formats.settings import QuantizationSettings
 from model_adapters.loading.formats.weight_groups import WeightGroup, groups_by_suffix
 from model_adapters.ops.quantized_weight import FP4_DOUBLED
@@ -32,6 +32,7 @@ def read(group: WeightGroup, tensors: Mapping[str, torch.Tensor], settings: Quan
     blocks = tensors["blocks"]
     if blocks.dtype != torch.uint8 or blocks.ndim < 3 or blocks.shape[-1] != _GROUP // 2:
         raise CheckpointError(f"{group.weight}: expected blocks uint8[..., out, in / 32, 16], got {list(blocks.shape)}")
+    require_kinds(group.weight, {"scales": (blocks.ndim - 1, (torch.uint8,))}, tensors)
     require_shapes(group.weight, {"scales": tuple(blocks.shape[:-1])}, dict(tensors))
     codes = unpack_bytes(blocks, 4).flatten(-2)
     numbers = torch.tensor(FP4_DOUBLED, dtype=torch.int8)[codes.long()]

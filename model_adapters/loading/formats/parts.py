@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -85,6 +86,32 @@ class QuantizedParts:
         if self.columns is not None:
             dense = dense[..., torch.argsort(self.columns)]
         return (dense.mT if self.transposed else dense).to(dtype)
+
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of scales."""
+WORDS = (torch.int32,)
+"""Dtype of words that hold several numbers."""
+
+
+def require_kinds(
+    name: str, expected: Mapping[str, tuple[int, tuple[torch.dtype, ...]]], tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """Raises CheckpointError for a tensor of another dtype or number of axes than expected.
+
+    Args:
+        name: Name of the weight.
+        expected: Number of axes and dtypes by role; roles that `tensors` lacks are left out.
+        tensors: Tensors by role.
+    """
+    for role, (num_axes, dtypes) in expected.items():
+        tensor = tensors.get(role)
+        if tensor is not None and (tensor.ndim != num_axes or tensor.dtype not in dtypes):
+            kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            raise CheckpointError(
+                f"{name}: expected {role} in {kinds} with {num_axes} axes, got "
+                f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}: get the weights again"
+            )
 
 
 def require_shapes(name: str, expected: dict[str, tuple[int, ...]], tensors: dict[str, torch.Tensor]) -> None:

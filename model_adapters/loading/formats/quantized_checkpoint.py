@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from model_adapters.errors import CheckpointError
+from model_adapters.errors import CheckpointError, TorchaxServeError
 from model_adapters.loading.checkpoint import Checkpoint, TensorEntry, TensorReader
 from model_adapters.loading.formats import awq, bitsandbytes, compressed_tensors, fp8, gptq, hqq, mxfp4, torchao
 from model_adapters.loading.formats.parts import QuantizedParts, check_numbers
@@ -124,7 +124,20 @@ class QuantizedReader:
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         tensors = {role: reader[...] for role, reader in self.readers.items()}
-        parts = check_numbers(self.group.weight, self.read(self.group, tensors, self.settings))
+        try:
+            parts = check_numbers(self.group.weight, self.read(self.group, tensors, self.settings))
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            if isinstance(error, TorchaxServeError):
+                raise
+            found = ", ".join(
+                f"{role} {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+                for role, tensor in tensors.items()
+            )
+            reason = str(error).strip().partition("\n")[0]
+            raise CheckpointError(
+                f"{self.group.weight}: its tensors ({found}) do not make a weight in {self.settings.method} as "
+                f"quantization_config describes it ({reason}): get config.json and the weights again"
+            ) from error
         return QuantizedTensor(parts, torch.float32, self.group.weight, self.made_dense)
 
 

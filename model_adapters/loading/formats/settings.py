@@ -75,14 +75,30 @@ class QuantizationSettings:
             raise self.refuse(f"{key} {value!r} (expected {', '.join(map(str, choices))})")
         return int(value)
 
+    def mapping(self, key: str) -> Mapping[str, Any]:
+        """Returns an object of the configuration; empty without one.
+
+        Raises:
+            CheckpointError: it is something else.
+        """
+        value = self.values.get(key) or {}
+        if not isinstance(value, Mapping):
+            raise CheckpointError(f"{self.file}: expected {key} of quantization_config to be an object, got {value!r}")
+        return value
+
     @property
     def left_out(self) -> tuple[str, ...]:
         """Modules that the configuration leaves unquantized: names, or "re:" and a pattern."""
         named: list[str] = []
         for key in ("modules_to_not_convert", "ignore", "ignored_layers", "llm_int8_skip_modules", "skip_modules"):
-            value = self.values.get(key)
-            named += value if isinstance(value, list) else []
-        return tuple(str(each) for each in named)
+            value = self.values.get(key) or []
+            if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+                raise CheckpointError(f"{self.file}: expected {key} to be a list of modules, got {value!r}")
+            named += value
+        for pattern in named:
+            if pattern.startswith("re:"):
+                compiled(pattern[3:], self.file)
+        return tuple(named)
 
 
 def settings_in(content: Mapping[str, Any], file: Path) -> QuantizationSettings | None:
@@ -116,6 +132,20 @@ def settings_in(content: Mapping[str, Any], file: Path) -> QuantizationSettings 
             f"read (expected one of {', '.join(READ)}): {remedy}"
         )
     return QuantizationSettings(method, stated, file)
+
+
+def compiled(pattern: str, file: Path) -> re.Pattern[str]:
+    """Returns a regular expression of a configuration.
+
+    Raises:
+        CheckpointError: it is none.
+    """
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise CheckpointError(
+            f"{file}: expected a regular expression in quantization_config, got {pattern!r} ({error})"
+        ) from error
 
 
 def matches(pattern: str, module: str) -> bool:

@@ -243,6 +243,57 @@ def test_what_is_not_read_is_refused_by_name(architecture, metadata, said, tmp_p
         load_model(file)
 
 
+def rewritten(good_file, folder, changes):
+    """The file with other values of some keys; None leaves a key out. Values are of its type or of their own."""
+    reader = gguf.GGUFReader(good_file)
+    writer = gguf.GGUFWriter(folder / "m.gguf", "llama")
+    values = {key: (each.contents(), each.types) for key, each in reader.fields.items() if not key.startswith("GGUF.")}
+    for key, value in changes.items():
+        kind = gguf.GGUFValueType.get_type(value) if value is not None else None
+        values[key] = (value, [kind] if kind != gguf.GGUFValueType.ARRAY else [kind, None])
+    for key, (value, types) in values.items():
+        if value is not None and key != "general.architecture":
+            writer.add_key_value(key, value, types[0], types[-1] if len(types) > 1 else None)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return folder / "m.gguf"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"general.alignment": 0}, "expected general.alignment of 1 or more bytes, got 0"),
+        ({"llama.block_count": None}, "expected llama.block_count as a positive number in the header, got none"),
+        ({"llama.block_count": 0}, "expected llama.block_count as a positive number in the header, got 0"),
+        ({"llama.attention.layer_norm_rms_epsilon": None}, "layer_norm_rms_epsilon as a positive .*, got none"),
+        ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, "layer_norm_rms_epsilon as a positive .*, got nan"),
+        ({"llama.rope.freq_base": -1.0}, "llama.rope.freq_base as a positive number in the header, got -1.0"),
+        ({"llama.embedding_length": "x"}, "llama.embedding_length as a positive number in the header, got 'x'"),
+        ({"tokenizer.ggml.tokens": ["a", "b"]}, r"vocabulary of .* makes no tokenizer \(.*out of vocabulary"),
+        ({"tokenizer.ggml.model": "other"}, r"vocabulary of .* makes no tokenizer \(.*stating tokenizer 'other'"),
+        ({"tokenizer.ggml.eos_token_id": 99999}, r"vocabulary of .* makes no tokenizer \(IndexError"),
+    ],
+)
+def test_odd_metadata_is_one_line(changes, said, good_file, tmp_path):
+    with pytest.raises(CheckpointError, match=said) as caught:
+        load_model(rewritten(good_file, tmp_path, changes)).tokenizer()
+    assert "\n" not in str(caught.value) and str(tmp_path / "m.gguf") in str(caught.value)
+
+
+def test_a_tensor_twice_and_arrays_in_arrays_are_one_line(good_file, tmp_path):
+    names = b"blk.0.attn_q.weight", b"blk.0.attn_k.weight"
+    with pytest.raises(CheckpointError, match=r"is corrupt: it has tensor blk.0.attn_\w.weight twice"):
+        load_model(changed(good_file, tmp_path, lambda data: data.replace(*names)))
+    nested = struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 100
+    header = b"GGUF" + struct.pack("<IQQ", 3, 1, 1) + struct.pack("<Q", 1) + b"k" + nested
+    with pytest.raises(CheckpointError, match="is corrupt: arrays in arrays in its header"):
+        load_model(changed(good_file, tmp_path, lambda data: header + bytes(100)))
+
+
 NOT_READ = sorted({kind.name for kind in gguf.GGMLQuantizationType} - BLOCK_BYTES.keys())
 
 

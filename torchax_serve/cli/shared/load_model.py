@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -16,6 +16,9 @@ from torchax_serve.cli.chat.interrupts import prompt_interrupts
 from torchax_serve.cli.shared.load_options import DeviceOptions, LoadOptions
 from torchax_serve.cli.shared.model_name import may_have_template
 from torchax_serve.cli.shared.terminal import hidden_keys, may_style, passing_note, print_note
+
+if TYPE_CHECKING:
+    from torchax_serve import EngineOptions
 
 
 def run_as_follower(name: str | None, options: DeviceOptions) -> bool:
@@ -67,6 +70,7 @@ def loaded_model(
     options: LoadOptions,
     *,
     max_num_seqs: int | None = None,
+    engine: EngineOptions | None = None,
     starts_chat: bool = False,
     packs_weights: bool = True,
 ) -> Iterator[Any]:
@@ -76,6 +80,7 @@ def loaded_model(
         name: Name as `torchax_serve.serve` takes it.
         options: Options of the command.
         max_num_seqs: requests that run at once, for which the cache is laid out; None for those of a server.
+        engine: options of the engine, in the place of `max_num_seqs`; an error where a bundle has other sizes.
         starts_chat: whether a chat template will be rendered, which needs a process of its own.
         packs_weights: whether bfloat16 weights are compressed for this processor.
 
@@ -99,8 +104,8 @@ def loaded_model(
         options.show_details()
         progress = RichProgress() if may_style(sys.stderr) else SilentProgress()
         # A bundle has the sizes that it was exported with.
-        num_seqs = None if bundle_folder(name) is not None else max_num_seqs
-        engine = None if num_seqs is None else EngineOptions(max_num_seqs=num_seqs)
+        if max_num_seqs is not None and bundle_folder(name) is None:
+            engine = EngineOptions(max_num_seqs=max_num_seqs)
         given = {"progress": progress, "engine": engine, "pack_weights": packs_weights, **options.serve_kwargs()}
         model = serve_without_pipelines(name, **given)
         if model.load_report.quantization:

@@ -1,0 +1,153 @@
+"""A step of the per-sequence executor, as it is traced."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from model_adapters.caches.packed_batch import MediaTokens, PackedBatch, PagedLayout, Pool, laid_out
+from model_adapters.ops.compressed_weight import Weights
+from model_adapters.ops.lora_weight import adapters_told
+from torchax_serve.executors.draft_head import DraftHead
+from torchax_serve.executors.per_sequence_batching import StepInputs
+from torchax_serve.executors.per_sequence_buckets import PerSequenceSpec
+from torchax_serve.executors.per_sequence_forward import SequenceForward
+from torchax_serve.executors.per_sequence_rows import extend_rows
+from torchax_serve.executors.slot_adapters import SlotAdapters
+from torchax_serve.executors.step_inputs import SAMPLED_ON_DEVICE
+from torchax_serve.kv_cache.cache_layout import CacheLayout, Leaves, SlotStates
+from torchax_serve.kv_cache.slot_states import gather, scatter
+
+
+class SequenceStep:
+    """Steps of rows, each a forward of its own.
+
+    Args:
+        forward: Forward of one request; with a head it returns hidden states, too.
+        layout: What a request stores in pages and in states.
+        adapters: The adapter of each slot.
+        head: Draft head that follows each step; None: there is none.
+        max_len: Most tokens of a request.
+    """
+
+    def __init__(
+        self,
+        forward: SequenceForward,
+        layout: CacheLayout,
+        adapters: SlotAdapters,
+        head: DraftHead | None,
+        max_len: int,
+    ) -> None:
+        self._forward, self._layout, self._adapters, self._head = forward, layout, adapters, head
+        self._of_head = PagedLayout(groups=(0,), windows=(None,), max_len=max_len)
+
+    def run(
+        self,
+        weights: Any,
+        pools: tuple[Any, ...],
+        states: SlotStates,
+        last_tokens: jax.Array,
+        numbers: jax.Array,
+        hidden: jax.Array | None,
+        media: MediaTokens | None = None,
+        *,
+        spec: PerSequenceSpec,
+    ) -> tuple[jax.Array, tuple[Any, ...], SlotStates]:
+        """Computes logits float32[S, vocab] (or [T, vocab]) of a step, pools and states.
+
+        `hidden` is the encoder output ``[1, padded_len, width]``; given for the first chunk of a request only. `media`
+        are the images of a chunk.
+        """
+        headed, of_head = weights, pools[len(self._layout.pages) :]
+        weights, pools = (weights if self._head is None else weights.model), pools[: len(self._layout.pages)]
+        given = StepInputs.of(numbers[: sum(spec.sizes)], spec)
+        adapters = self._adapters.of_rows(numbers, given.slots)
+        known = last_tokens[jnp.minimum(given.slots, len(last_tokens) - 1)]  # padding's slot is behind the last
+        ids = given.ids.reshape(spec.num_rows, spec.num_tokens)
+        ids = jnp.where(ids == SAMPLED_ON_DEVICE, known[:, None], ids)
+        table = given.tables.reshape(spec.num_rows, spec.num_pages)
+        if spec.kind == "begin":
+            source = () if hidden is None else (hidden, given.source_lens[0])
+            how = _how(spec, given) | {"media": media}
+            with adapters_told(None if adapters is None else adapters[0]):
+                found, news = self._forward.prefill(weights, ids[0], given.lens[0], self._layout, *source, **how)
+            news = jax.tree.map(lambda new: new[None], news)
+        else:
+            leaves = zip(pools, self._layout.pages, strict=True)
+            dense = tuple(gather(pool, table, given.starts, leaf) for pool, leaf in leaves)
+            kept = self._layout.merge(dense, self._layout.gather_slots(states, given.slots, spec.source_len))
+            found, news = self._extend(weights, kept, ids, given, media, spec, adapters)
+        new_pages, new_states = self._layout.partition(news)
+        written = zip(pools, new_pages, self._layout.pages, strict=True)
+        pools = tuple(scatter(pool, table, given.starts, given.lens, new, leaf) for pool, new, leaf in written)
+        states = self._layout.scatter_slots(
+            states, given.slots, new_states, is_first=spec.kind == "begin", source_lens=given.source_lens
+        )
+        pools, states = self.with_sharding(pools, states)
+        if self._head is None:
+            return found, pools, states
+        logits, hidden_states = found
+        batch = _packed(spec, given, ids, table)
+        layout = dataclasses.replace(self._of_head, is_decode=spec.kind == "decode")
+        of_head = self._head.follow(headed, of_head, batch, hidden_states, layout)
+        return logits, (*pools, *of_head), states
+
+    def with_sharding(self, pools: tuple[Pool, ...], states: SlotStates) -> tuple[tuple[Pool, ...], SlotStates]:
+        """Constrains `pools` and `states` to the cache's sharding if the model is on a mesh."""
+        sharding, constrained = self._forward.program.sharding, jax.lax.with_sharding_constraint
+        if sharding is None:
+            return pools, states
+        return (
+            tuple(laid_out(pool, sharding.pool_sharding, constrained) for pool in pools),
+            jax.tree.map(lambda state: constrained(state, sharding.state_sharding(state.shape)), states),
+        )
+
+    def _extend(
+        self,
+        weights: Weights,
+        kept: Leaves,
+        ids: jax.Array,
+        given: StepInputs,
+        media: MediaTokens | None,
+        spec: PerSequenceSpec,
+        adapters: jax.Array | None,
+    ) -> tuple[Any, Leaves]:
+        """Computes logits (and hidden states), and what is new by leaf, ``[S, ...]``."""
+        source_lens = given.source_lens if spec.source_len else None
+        if spec.kind == "decode":
+            deltas = given.deltas if spec.has_deltas else None
+            rows: Any = {"source_lens": source_lens, "adapters": adapters, "deltas": deltas}
+            found, news = extend_rows(self._forward, weights, kept, given.starts, ids, self._layout, **rows)
+            return jax.tree.map(lambda x: x[:, 0], found), news
+        kept = jax.tree.map(lambda leaf: leaf[0], kept)
+        offset, length = given.starts[0], given.lens[0]
+        source_len = None if source_lens is None else source_lens[0]
+        how = _how(spec, given) | {"media": media}
+        with adapters_told(None if adapters is None else adapters[0]):
+            found, news = self._forward.extend(weights, kept, offset, ids[0], length, self._layout, source_len, **how)
+        return found, jax.tree.map(lambda new: new[None], news)
+
+
+def _how(spec: PerSequenceSpec, given: StepInputs) -> dict[str, Any]:
+    """Returns how a chunk is computed, and the minimum length of its rotary frequencies."""
+    return spec.how | ({"rope_len": given.rope_lens[0]} if spec.has_rope_lens else {})
+
+
+def _packed(spec: PerSequenceSpec, given: StepInputs, ids: jax.Array, table: jax.Array) -> PackedBatch:
+    """Returns the tokens of a step as a draft head takes them."""
+    num_rows, is_decode = spec.num_rows, spec.kind == "decode"
+    is_used = given.lens > 0
+    ends = jnp.arange(1, num_rows + 1, dtype=jnp.int32) if is_decode else given.lens
+    positions = given.starts[:, None] + jnp.arange(spec.num_tokens, dtype=jnp.int32)
+    return PackedBatch(
+        token_ids=ids.reshape(-1),
+        positions=positions.reshape(-1),
+        cu_q_lens=jnp.concatenate([jnp.zeros(1, jnp.int32), ends]),
+        kv_lens=jnp.where(is_used, given.starts + given.lens, 0),
+        last=jnp.maximum(ends - 1, 0),
+        page_tables=(table,),
+        slots=given.slots,
+    )
