@@ -98,8 +98,8 @@ def test_of_requests_submitted_together_all_are_taken_or_none(llama):
 def test_many_requests_a_third_of_them_aborted_with_few_pages(num_requests):
     """Every finished request is token-exact, and all pages are back at the end."""
     rng = random.Random(1)
-    prompts = [random_prompt(rng, 30) for _ in range(24)]
-    prompts += [prompts[0][:16] + prompt[:8] for prompt in prompts[:8]]  # with a common beginning
+    prompts = [random_prompt(rng, 30) for _ in range(60)]
+    prompts += [prompts[0][:16] + prompt[:8] for prompt in prompts[:20]]  # with a common beginning
     options = EngineOptions(
         max_model_len=48, max_num_seqs=6, page_size=4, max_num_batched_tokens=24, kv_cache_memory_bytes=24 * 1024
     )
