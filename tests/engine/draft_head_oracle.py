@@ -161,12 +161,13 @@ class Mtp(nn.Module):
 
 
 class PrefixedMtp(nn.Module):
-    """Qwen3-Next's prediction layer, by the names of its checkpoint; its layer has a dense product."""
+    """Qwen3-Next's prediction layer, by the names of its checkpoint, with a dense product or experts."""
 
     def __init__(self, target):
         super().__init__()
         config, draw = target.config.get_text_config(), torch.Generator().manual_seed(5)
-        self.config, self.target, size, inner = config, [target], config.hidden_size, config.intermediate_size
+        self.config, self.target, size = config, [target], config.hidden_size
+        self.num_experts = getattr(config, "num_experts", 0)
         self.heads, self.kv_heads, self.dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         self.ids = torch.arange(config.vocab_size)
         shapes = {
@@ -175,10 +176,16 @@ class PrefixedMtp(nn.Module):
             "layers.0.self_attn.k_proj": (self.kv_heads * self.dim, size),
             "layers.0.self_attn.v_proj": (self.kv_heads * self.dim, size),
             "layers.0.self_attn.o_proj": (size, self.heads * self.dim),
-            "layers.0.mlp.gate_proj": (inner, size),
-            "layers.0.mlp.up_proj": (inner, size),
-            "layers.0.mlp.down_proj": (size, inner),
         }
+        if self.num_experts:
+            shapes |= {"layers.0.mlp.gate": (self.num_experts, size), "layers.0.mlp.shared_expert_gate": (1, size)}
+            inner = {f"experts.{index}.": config.moe_intermediate_size for index in range(self.num_experts)}
+            inner["shared_expert."] = config.shared_expert_intermediate_size
+        else:
+            inner = {"": config.intermediate_size}
+        for name, columns in inner.items():
+            shapes |= {f"layers.0.mlp.{name}{each}_proj": (columns, size) for each in ("gate", "up")}
+            shapes[f"layers.0.mlp.{name}down_proj"] = size, columns
         self.tensors = {f"{name}.weight": matrix(*shape, draw) for name, shape in shapes.items()}
         norms = {"pre_fc_norm_embedding": size, "pre_fc_norm_hidden": size, "norm": size}
         norms |= {"layers.0.input_layernorm": size, "layers.0.post_attention_layernorm": size}
@@ -215,8 +222,19 @@ class PrefixedMtp(nn.Module):
         attended = (scores.softmax(-1) @ v).transpose(0, 1) * gate.sigmoid()
         out = out + self.product(f"{attn}.o_proj", attended.reshape(n, -1))
         x = self.normed("layers.0.post_attention_layernorm", out)
-        inner = nn.functional.silu(self.product("layers.0.mlp.gate_proj", x)) * self.product("layers.0.mlp.up_proj", x)
-        return self.normed("norm", out + self.product("layers.0.mlp.down_proj", inner))
+        return self.normed("norm", out + (self.experts(x) if self.num_experts else self.gated("layers.0.mlp.", x)))
+
+    def gated(self, name, x):
+        inner = nn.functional.silu(self.product(f"{name}gate_proj", x)) * self.product(f"{name}up_proj", x)
+        return self.product(f"{name}down_proj", inner)
+
+    def experts(self, x):
+        chances, chosen = self.product("layers.0.mlp.gate", x).softmax(-1).topk(self.config.num_experts_per_tok)
+        share = torch.zeros(len(x), self.num_experts).scatter(1, chosen, chances / chances.sum(-1, keepdim=True))
+        parts = [self.gated(f"layers.0.mlp.experts.{index}.", x) for index in range(self.num_experts)]
+        shared = self.gated("layers.0.mlp.shared_expert.", x)
+        routed = sum(part * share[:, index, None] for index, part in enumerate(parts))
+        return routed + self.product("layers.0.mlp.shared_expert_gate", x).sigmoid() * shared
 
     def logits(self, hidden):
         return hidden @ self.target[0].get_output_embeddings().weight.detach().T

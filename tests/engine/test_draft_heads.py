@@ -190,10 +190,16 @@ def hybrid(model_type="qwen3_next"):
         "linear_num_value_heads": 4,
         "linear_key_head_dim": 8,
         "linear_value_head_dim": 8,
-        "num_experts": 0,
         "max_position_embeddings": 128,
     }
-    config = transformers.AutoConfig.for_model(model_type, **sizes)
+    experts = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+        "norm_topk_prob": True,
+    }
+    config = transformers.AutoConfig.for_model(model_type, **sizes, **(experts if model_type == "qwen3_next" else {}))
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     draw_matrices(model.eval(), std=0.2)
