@@ -94,8 +94,7 @@ def test_labels_are_bounded_whatever_clients_send(http):
 @pytest.mark.parametrize("log_format", ["text", "json"])
 def test_log_lines_have_the_id_and_no_text_of_a_request(http, log_format):
     written = io.StringIO()
-    lines = handler(log_format)
-    lines.setStream(written)
+    lines = handler(log_format, written)
     access = logging.getLogger("torchax_serve.access")
     access.setLevel(logging.INFO)
     access.addHandler(lines)

@@ -195,8 +195,8 @@ def serve(
         shared_renderer().close()
         end_children()
     # A thread that still compiles must not keep the process, and an orderly end of torch and jax takes seconds.
+    logging.shutdown()
     sys.stdout.flush()
-    sys.stderr.flush()
     os._exit(status)
 
 

@@ -87,6 +87,7 @@ class Server:
         if self._num_signals > 1:
             logger.warning("a second signal: the server ends at once")
             end_children()
+            logging.shutdown()
             os._exit(EXIT_CUT)
         assert self._ended is not None
         self._ended.set()

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
+import queue
 import sys
-from typing import Any
+import threading
+import time
+from typing import Any, TextIO
 
 from torchax_serve.server.errors import where_of
+
+MAX_LINES = 10_000
+"""Lines that wait for a stderr that takes none; further ones are dropped, and counted."""
+FLUSH_S = 1.0
+"""Seconds that the end of the process waits for the last lines."""
 
 
 class TextFormatter(logging.Formatter):
@@ -40,8 +48,58 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, ensure_ascii=False)
 
 
-def handler(log_format: str) -> logging.Handler:
-    """Returns a handler that writes to stderr, as ``text`` or ``json``."""
-    found = logging.StreamHandler(sys.stderr)
+class StderrHandler(logging.Handler):
+    """Writes lines to stderr in a thread, so that a pipe that nobody reads holds up no request.
+
+    Args:
+        stream: Written to instead.
+        max_lines: Lines that wait to be written. Further ones are dropped; the next line that is written says how many.
+    """
+
+    def __init__(self, stream: TextIO | None = None, max_lines: int = MAX_LINES) -> None:
+        super().__init__()
+        self._stream = stream or sys.stderr
+        self._lines: queue.Queue[str] = queue.Queue(max_lines)
+        self._num_dropped = 0
+        threading.Thread(target=self._write, name="log", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Hands the line of a record over; the lock of the handler is held."""
+        try:
+            if self._num_dropped:
+                dropped = f"{self._num_dropped} log lines were dropped: stderr took none"
+                self._lines.put_nowait(self.format(logging.makeLogRecord(_warning(dropped))))
+                self._num_dropped = 0
+            self._lines.put_nowait(self.format(record))
+        except queue.Full:
+            self._num_dropped += 1
+        except Exception:
+            self.handleError(record)
+
+    def flush(self) -> None:
+        """Waits until all lines are written, for FLUSH_S at most."""
+        until = time.monotonic() + FLUSH_S
+        while self._lines.unfinished_tasks and time.monotonic() < until:
+            time.sleep(0.001)
+
+    def _write(self) -> None:
+        while True:
+            line = self._lines.get()
+            try:
+                self._stream.write(line + "\n")
+                self._stream.flush()
+            except (OSError, ValueError):  # its reader has gone, or it is closed
+                pass
+            finally:
+                self._lines.task_done()
+
+
+def _warning(message: str) -> dict[str, object]:
+    return {"name": "torchax_serve.server", "msg": message, "levelno": logging.WARNING, "levelname": "WARNING"}
+
+
+def handler(log_format: str, stream: TextIO | None = None) -> logging.Handler:
+    """Returns a handler that writes to stderr or to `stream`, as ``text`` or ``json``."""
+    found = StderrHandler(stream)
     found.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     return found
