@@ -3,8 +3,9 @@
 Each is registered when it comes into being. Importing every modeling file of transformers takes many seconds, so
 nothing is imported for its classes. The base classes are watched instead: ``__init_subclass__``, by which transformers
 itself registers its outputs with torch's own pytrees, registers each later subclass here too. Some models bring cache
-classes without any base, and diffusers' autoencoders distributions of latents; those are found by name in the modeling
-files that are loaded when :func:`register_all` is called, so call it again once a model is built.
+classes without any base, as transformers of diffusers do, and its autoencoders distributions of latents; those are
+found by name in the modeling files that are loaded when :func:`register_all` is called, so call it again once a model
+is built.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ _VIEWS_OF_ONE_BUFFER = {"UnlimitedOcrStaticReferenceSlidingWindowLayer": "all_ke
 _BASELESS = (
     (re.compile(r"transformers(_modules)?\..*\b(modeling|generation)_\w+"), re.compile(r"\w+Cache(Layer)?")),
     (re.compile(r"diffusers\.models\.autoencoders\.\w+"), re.compile(r"\w+Distribution")),
+    (re.compile(r"diffusers\.models\.transformers\.\w+"), re.compile(r"\w+KV(Layer)?Cache")),
 )
 """Names of modules and of the classes without a base that are taken from them."""
 

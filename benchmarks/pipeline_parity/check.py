@@ -109,6 +109,7 @@ def case_of(path, class_name):
                 part.eval()  # some tests leave dropout on
         eager = test.pipeline_class(**copied(components, makes))
         pipeline = test.pipeline_class(**components)
+        share_weights(eager, pipeline)
         for each in (eager, pipeline):
             each.set_progress_bar_config(disable=True)
         with torch.no_grad():
@@ -185,6 +186,18 @@ def copied(components, makes):
                 made[name].load_state_dict(part.state_dict())
                 made[name].eval()
         return made
+
+
+def share_weights(eager, pipeline):
+    """Gives `pipeline` the weights of `eager`.
+
+    Some classes draw weights when a pipeline is made: `UNetMotionModel.from_unet2d` those of its ``add_embedding``.
+    """
+    import torch
+
+    for name, part in eager.components.items():
+        if isinstance(part, torch.nn.Module):
+            pipeline.components[name].load_state_dict(part.state_dict())
 
 
 def rounding_of(makes, eager, wanted):

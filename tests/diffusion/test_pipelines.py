@@ -12,6 +12,7 @@ from diffusers.hooks import HookRegistry
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from diffusers.models.attention_processor import AttnProcessor
 from diffusers.models.autoencoders.vae import DecoderOutput
+from diffusers.models.transformers.transformer_flux2 import Flux2KVCache
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionOutput
 from diffusers.pipelines.kandinsky.text_encoder import MCLIPConfig, MultilingualCLIP
 from peft import LoraConfig
@@ -116,6 +117,18 @@ def test_output_classes_are_pytrees():
     assert type(doubled) is UNet2DConditionOutput
     assert doubled["sample"] is doubled.sample
     assert doubled[0].tolist() == [2, 2, 2]
+
+
+def test_the_cache_of_reference_tokens_is_a_pytree():
+    cache = Flux2KVCache(num_double_layers=1, num_single_layers=1)
+    cache.num_ref_tokens = 5
+    cache.get_single(0).store(jax.numpy.ones(3), jax.numpy.zeros(3))
+    pytree_registry.register_all()
+    doubled = jax.jit(lambda x: jax.tree.map(lambda leaf: 2 * leaf, x))(cache)
+    assert type(doubled) is Flux2KVCache and doubled.num_ref_tokens == 5
+    assert [each.tolist() for each in doubled.get_single(0).get()] == [[2, 2, 2], [0, 0, 0]]
+    with pytest.raises(RuntimeError, match="not been populated"):
+        doubled.get_double(0).get()
 
 
 def test_a_callback_gets_the_latents_of_each_step(pairs):
