@@ -200,9 +200,8 @@ def test_roofline_bounds_match_hand_computation(module):
     chip = Chip("toy", "cpu", 10**12, 1e9, 1e12)
     model = abstract_model(module, mesh_of(jax.devices()[:1], {}))
     report = make_plan(module, "toy", REQUEST)
-    shapes = [
-        dataclasses.make_dataclass("S", ["num_heads", "width", "dtype", "window"])(2, 16, np.dtype("f4"), None)
-    ] * 2
+    layer = dataclasses.make_dataclass("S", ["num_heads", "width", "dtype", "window", "shared_dim"])
+    shapes = [layer(2, 16, np.dtype("f4"), None, 0)] * 2
     bound = decode_bound(model, chip, shapes, 4, 64)
     words = 64 * 32 * 4  # looked up by row
     assert bound.bytes_read == WEIGHTS_BYTES - words + 2 * 4 * 64 * 2 * 16 * 4
@@ -216,8 +215,7 @@ def test_roofline_bounds_match_hand_computation(module):
     assert prefill.flops == 2 * (10 * layers + 64 * 32) + 2 * (2 * pairs * 4 * 16)
     assert prefill.bound_by == "compute"
     assert report.bounds[0].bytes_read == bound.bytes_read
-    windowed = dataclasses.make_dataclass("S", ["num_heads", "width", "dtype", "window"])(2, 16, np.dtype("f4"), 6)
-    last = prefill_bound(model, chip, [windowed], 5, context_len=8, num_prompts=1)
+    last = prefill_bound(model, chip, [layer(2, 16, np.dtype("f4"), 6, 0)], 5, context_len=8, num_prompts=1)
     pairs = sum(min(seen, 6) for seen in range(4, 9))  # the last five tokens of eight
     assert last.flops == 2 * (5 * layers + 64 * 32) + 2 * pairs * 4 * 16
 
