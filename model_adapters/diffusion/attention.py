@@ -89,6 +89,8 @@ def _names() -> Any:
 def install() -> None:
     """Adds `attention` to diffusers' registry."""
     _backends().register(NAME)(attention)
+    # AceStep looks the active name up among those of backends, to ask whether it is one of flash attention's.
+    _names()._missing_ = classmethod(lambda names, value: names.NATIVE if value == NAME else None)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import pytest
 import torch
 from diffusers import UNet2DModel
 from diffusers.hooks import HookRegistry
-from diffusers.models.attention_dispatch import _AttentionBackendRegistry
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from diffusers.models.attention_processor import AttnProcessor
 from diffusers.models.autoencoders.vae import DecoderOutput
 from diffusers.models.transformers.transformer_flux2 import Flux2KVCache
@@ -297,6 +297,14 @@ def test_attention_is_that_of_pytorch(mask):
     found = jax_view(attention.attention(*views))
     np.testing.assert_allclose(np.asarray(found), wanted.transpose(1, 2).numpy(), atol=1e-5)
     torch.testing.assert_close(attention.attention(q, k, v, given), wanted.transpose(1, 2))
+
+
+def test_the_registered_backend_has_a_name_of_diffusers(pairs):
+    """AceStep asks by name whether the active backend is one of flash attention's."""
+    pairs("stable diffusion")
+    assert AttentionBackendName("torchax_serve") is AttentionBackendName.NATIVE
+    with pytest.raises(ValueError, match="'other' is not a valid"):
+        AttentionBackendName("other")
 
 
 def test_transformers_attend_through_the_registered_backend(pairs, monkeypatch):
