@@ -16,6 +16,9 @@ REASONS = {
     "takes a mask of PyTorch's flex attention, which diffusers makes inside of forward and hands to no other backend.",
     "HiDreamImagePipeline": "Its experts are called one by one, each on as many tokens as were routed to it, which a "
     "compiled program with fixed shapes does not know.",
+    "HunyuanVideo15Pipeline": "Its transformer asks whether all numbers of the image's embedding are zero, and goes "
+    "another way then.",
+    "HunyuanVideoFramepackPipeline": "Its transformer fills the mask of each text up to a length that it computes.",
 }
 """Why pipelines do not pass where the error alone does not say it."""
 RESULTS = importlib.resources.files(__package__) / "results" / "pipelines"
