@@ -44,6 +44,13 @@ CAUSES: dict[str, str] = {
     "gemma4_unified_assistant": "In transformers: as `gemma4_assistant`.",
 }
 
+_TIME_STEPS = (
+    "In transformers: `mamba_chunk_scan_combined`, which computes a prompt, raises time steps to `time_step_min`; "
+    "`selective_state_update`, which computes a token behind it, does not."
+)
+FALLBACK_CAUSES: dict[str, str] = {"nemotron_h": _TIME_STEPS, "zamba2": _TIME_STEPS}
+"""Code that makes a type run one request at a time, where the refusal names what was measured."""
+
 _ENCODERS_MASKS = "In transformers 5.17: a decoder with the masks of an encoder, whose own cache is kept."
 _QWEN4_EXP = (
     "In transformers 5.17: it keeps positions on the cache itself, in no layer of it, where a step here would not find "

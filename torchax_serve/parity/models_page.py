@@ -12,7 +12,7 @@ from typing import Any
 from packaging.version import Version
 
 from torchax_serve.parity import checkpoints_table, pipelines_table, real_models
-from torchax_serve.parity.known_failures import CAUSES, OLDER
+from torchax_serve.parity.known_failures import CAUSES, FALLBACK_CAUSES, OLDER
 from torchax_serve.parity.result import EXECUTORS, PASSED, STATIC, Result
 from torchax_serve.parity.tasks import CAUSAL, CHECKPOINTS, TASKS, ParityTask
 
@@ -171,7 +171,9 @@ def markdown(
         lines += [f"* `{result.model_type}`: {', '.join(result.packages)}" for result in built]
     if static := [result for result in passed if result.executor == STATIC]:
         lines += ["", "## Why not on the engine", ""]
-        lines += [f"* `{result.model_type}`: {_inline(result.fallback_reason or '')}" for result in static]
+        for result in static:
+            said = [_inline(result.fallback_reason or ""), FALLBACK_CAUSES.get(result.model_type, "")]
+            lines.append(f"* `{result.model_type}`: {'. '.join(filter(None, said))}")
     return "\n".join(lines) + "\n"
 
 
