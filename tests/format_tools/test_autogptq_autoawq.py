@@ -1,5 +1,7 @@
 """GPTQ and AWQ: layers that AutoGPTQ and AutoAWQ pack on a CPU, against what these compute of them."""
 
+import tools  # noqa: F401  # isort: skip
+
 import importlib.util
 import sys
 import types
