@@ -172,8 +172,8 @@ def markdown(
     if static := [result for result in passed if result.executor == STATIC]:
         lines += ["", "## Why not on the engine", ""]
         for result in static:
-            said = [_inline(result.fallback_reason or ""), FALLBACK_CAUSES.get(result.model_type, "")]
-            lines.append(f"* `{result.model_type}`: {'. '.join(filter(None, said))}")
+            reasons = [_inline(result.fallback_reason or ""), FALLBACK_CAUSES.get(result.model_type, "")]
+            lines.append(f"* `{result.model_type}`: {'. '.join(filter(None, reasons))}")
     return "\n".join(lines) + "\n"
 
 
