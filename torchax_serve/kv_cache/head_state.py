@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from torchax_serve.kv_cache.cache_layout import CacheLayout
-from torchax_serve.kv_cache.pools import CacheAllocation, HeadScales, PagedCache
+from torchax_serve.kv_cache.pools import CacheAllocation, HeadScales, PagedCache, PoolAllocator
 from torchax_serve.kv_cache.slot_states import PagedCacheWithStates
 
 
@@ -54,6 +54,12 @@ def without_slot(pools: tuple[Any, ...], slot: int) -> tuple[Any, ...]:
     return (*others, state.without(slot))
 
 
+def _empty_state(pages: PoolAllocator, num_slots: int, width: int, dtype: Any) -> HeadState:
+    """Allocates the hidden states of all slots, of which nothing is known."""
+    hidden = pages.slot_states((num_slots, width), dtype)
+    return HeadState(hidden, pages.slot_states((num_slots,), np.dtype(np.int32)))
+
+
 class HeadedCache(PagedCache):
     """Pools of a `CacheAllocation`, that of a head last, and behind them a `HeadState`.
 
@@ -76,9 +82,8 @@ class HeadedCache(PagedCache):
     def reset(self) -> None:
         """Allocates pools and states again, all zeros."""
         super().reset()
-        hidden = self._pages.slot_states((self._num_slots, self._width), self._dtype)
-        lens = self._pages.slot_states((self._num_slots,), np.dtype(np.int32))
-        self.pools = (*self.pools, HeadState(hidden, lens))  # type: ignore[arg-type]
+        state = _empty_state(self._pages, self._num_slots, self._width, self._dtype)
+        self.pools = (*self.pools, state)  # type: ignore[arg-type]
 
     @property
     def state_bytes(self) -> int:
@@ -107,9 +112,8 @@ class HeadedCacheWithStates(PagedCacheWithStates):
     def reset(self) -> None:
         """Allocates pools and states again, all zeros."""
         super().reset()
-        hidden = self._pages.slot_states((self._num_slots, self._width), self._dtype)
-        lens = self._pages.slot_states((self._num_slots,), np.dtype(np.int32))
-        self.pools = (*self.pools, HeadState(hidden, lens))  # type: ignore[arg-type]
+        state = _empty_state(self._pages, self._num_slots, self._width, self._dtype)
+        self.pools = (*self.pools, state)  # type: ignore[arg-type]
 
     @property
     def state_bytes(self) -> int:
