@@ -13,8 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from model_adapters.draft_heads.head_module import HeadOutput, cache_argument, causal_mask
-from model_adapters.errors import UnsupportedModelError
+from model_adapters.draft_heads.head_module import HeadOutput, cache_argument, causal_mask, own_base_class
 
 
 class _SharedHead(nn.Module):
@@ -96,13 +95,7 @@ def mtp_class(module: PreTrainedModel) -> type[MtpHead]:
         UnsupportedModelError: the model is not built as DeepSeek-V3 is.
     """
     base: Any = module.base_model
-    lacking = [name for name in ("layers", "norm", "rotary_emb") if not hasattr(base, name)]
-    if lacking:
-        raise UnsupportedModelError(
-            f"method 'mtp': expected a model with layers, norm and rotary_emb as DeepSeek-V3 has them, got "
-            f"{type(module).__name__} without {lacking[0]}; leave speculative_config out"
-        )
-    own = next(cls for cls in type(base).__mro__ if cls.__name__.endswith("PreTrainedModel"))
+    own = own_base_class(module, base, "DeepSeek-V3")
     kinds = {
         "layer": type(base.layers[-1]),
         "norm": type(base.norm),

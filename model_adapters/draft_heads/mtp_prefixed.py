@@ -13,8 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from model_adapters.draft_heads.head_module import HeadOutput, cache_argument, causal_mask
-from model_adapters.errors import UnsupportedModelError
+from model_adapters.draft_heads.head_module import HeadOutput, cache_argument, causal_mask, own_base_class
 
 PREFIX = "mtp."
 """Begin of the names of its tensors."""
@@ -87,13 +86,7 @@ def prefixed_mtp_class(module: PreTrainedModel) -> type[PrefixedMtpHead]:
     """
     base: Any = module.base_model
     base = getattr(base, "language_model", base)
-    lacking = [name for name in ("layers", "norm", "rotary_emb") if not hasattr(base, name)]
-    if lacking:
-        raise UnsupportedModelError(
-            f"method 'mtp': expected a model with layers, norm and rotary_emb as Qwen3-Next has them, got "
-            f"{type(module).__name__} without {lacking[0]}; leave speculative_config out"
-        )
-    own = next(cls for cls in type(base).__mro__ if cls.__name__.endswith("PreTrainedModel"))
+    own = own_base_class(module, base, "Qwen3-Next")
     kinds = {"layer": type(base.layers[-1]), "norm": type(base.norm), "rotary": type(base.rotary_emb)}
     # transformers reads in the file of a class what its layers support.
     return type("PrefixedMtpHead", (PrefixedMtpHead, own), {"kinds": kinds, "__module__": own.__module__})
