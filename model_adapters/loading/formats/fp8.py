@@ -74,12 +74,25 @@ def of_float8(name: str, weight: torch.Tensor, scale: torch.Tensor, block: Any, 
     block_rows, block_columns = block or (128, 128)
     expected = (*weight.shape[:-2], -(-rows // block_rows), -(-columns // block_columns))
     if tuple(scale.shape) != expected:
+        if block is None:
+            raise CheckpointError(
+                f"{name}: expected a scale for each of {rows} rows, one for the matrix, or {list(expected)} in blocks "
+                f"of {block_rows} x {block_columns}, got {list(scale.shape)}: get config.json and the weights again"
+            )
         raise CheckpointError(
             f"{name}: expected scales {list(expected)} for {list(weight.shape)} in blocks of {block_rows} x "
             f"{block_columns}, got {list(scale.shape)}: get config.json and the weights again"
         )
     by_row = scale.repeat_interleave(block_rows, -2)[..., :rows, :]
     return QuantizedParts(weight, by_row, group=min(block_columns, columns), source=source)
+
+
+def count_nan(values: torch.Tensor) -> int:
+    """Returns how many numbers of a float8_e4m3fn tensor are NaN, whose bytes are 0x7f and 0xff."""
+    signed, unsigned = values.view(torch.int8), values.view(torch.uint8)
+    if not values.numel() or (int(signed.max()) < 127 and int(unsigned.max()) < 255):
+        return 0  # by two passes without a copy, which most weights end with
+    return int((signed & 127).eq(127).sum())
 
 
 def exponents_to_float(scale: torch.Tensor) -> torch.Tensor:
