@@ -1,8 +1,9 @@
-"""Checkpoints of bitsandbytes, torchao, HQQ, AutoAWQ and AutoGPTQ; collected only where the folder is named.
+"""Checkpoints of and for the formats' own tools; collected only where the folder is named.
 
 These libraries are large, and transformers takes other paths where it finds them installed: ``pip install --no-deps
 --target .venv/format-tools bitsandbytes torchao hqq einops termcolor autoawq auto-gptq``, then
-``PYTHONPATH=.venv/format-tools pytest -n 0 tests/format_tools``.
+``PYTHONPATH=.venv/format-tools pytest -n 0 tests/format_tools``. The files of FBGEMM, GPTQModel and vLLM say what they
+need, each in a folder of its own.
 """
 
 import sys
