@@ -13,15 +13,22 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedConfig
 from transformers import modeling_gguf_pytorch_utils as hf_gguf
 
+from model_adapters.errors import UnsupportedModelError
 from model_adapters.loading.formats.gguf_file import GgufFile
 from model_adapters.loading.formats.quantized_tensor import QuantizedTensor
 
-_EXPERTS = re.compile(r"model\.layers\.(\d+)\.(?:mlp\.experts\.gate_up_proj|block_sparse_moe\.input_linear\.weight)")
-_EXPERTS_BIAS = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj_bias")
-_ROUTER = re.compile(r"model\.layers\.(\d+)\.block_sparse_moe\.router\.layer\.weight")
-_EXPERTS_DOWN = re.compile(r"model\.layers\.(\d+)\.block_sparse_moe\.output_linear\.weight")
+# Parameters of experts in transformers' classes, by releases, and the tensors of a file that each is made of.
+_EXPERT_PARAMETERS = (
+    (r"(?:mlp|block_sparse_moe)\.experts\.gate_up_proj", ("ffn_gate_exps.weight", "ffn_up_exps.weight")),
+    (r"mlp\.experts\.gate_up_proj_bias", ("ffn_gate_exps.bias", "ffn_up_exps.bias")),
+    (r"mlp\.experts\.down_proj_bias", ("ffn_down_exps.bias",)),
+    (r"block_sparse_moe\.input_linear\.weight", ("ffn_gate_exps.weight", "ffn_up_exps.weight")),
+    (r"block_sparse_moe\.(?:experts\.down_proj|output_linear\.weight)", ("ffn_down_exps.weight",)),
+    (r"block_sparse_moe\.router\.(?:layer\.)?weight", ("ffn_gate_inp.weight",)),
+)
 
 
 class Experts(hf_gguf.TensorProcessor):
@@ -29,16 +36,9 @@ class Experts(hf_gguf.TensorProcessor):
 
     def perform_fallback_tensor_mapping(self, names: dict[str, str], suffix: str, prefix: str, name: str) -> None:
         """Adds the tensors of a parameter that the package's table of names lacks."""
-        if found := _EXPERTS.fullmatch(name):
-            for part in ("gate", "up"):
-                names[f"blk.{found[1]}.ffn_{part}_exps.weight"] = prefix + name
-        elif found := _EXPERTS_BIAS.fullmatch(name):
-            for part in ("gate", "up") if found[2] == "gate_up" else ("down",):
-                names[f"blk.{found[1]}.ffn_{part}_exps.bias"] = prefix + name
-        elif found := _ROUTER.fullmatch(name):
-            names[f"blk.{found[1]}.ffn_gate_inp.weight"] = prefix + name
-        elif found := _EXPERTS_DOWN.fullmatch(name):
-            names[f"blk.{found[1]}.ffn_down_exps.weight"] = prefix + name
+        for pattern, tensors in _EXPERT_PARAMETERS:
+            if found := re.fullmatch(rf"model\.layers\.(\d+)\.{pattern}", name):
+                names.update({f"blk.{found[1]}.{tensor}": prefix + name for tensor in tensors})
 
 
 class LlamaExperts(Experts, hf_gguf.LlamaTensorProcessor):
@@ -46,22 +46,19 @@ class LlamaExperts(Experts, hf_gguf.LlamaTensorProcessor):
 
 
 class GptOss(Experts):
-    """Experts that transformers has as [experts, in, out], gate and up projection in turns."""
+    """Experts that transformers has as [experts, in, out], rows of gate and up projection in turns."""
 
     @staticmethod
     def fuse(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Returns one parameter of tensors ``[experts, out, in]``, or of biases ``[experts, out]``."""
-        if all(isinstance(tensor, QuantizedTensor) for tensor in tensors):
-            parts = [tensor.parts for tensor in tensors]  # type: ignore[attr-defined]
-            if all(each.kind == parts[0].kind for each in parts):
-                joined = parts[0].by_row(lambda part: part)
-                for name in ("values", "scale", "offset"):
-                    if (first := getattr(parts[0], name)) is not None:
-                        turns = torch.stack([getattr(each, name) for each in parts], 2)
-                        object.__setattr__(joined, name, turns.flatten(1, 2) if len(parts) > 1 else first)
-                return tensors[0].with_parts(joined).mT  # type: ignore[attr-defined, no-any-return]
-        stacked = torch.stack([torch.as_tensor(tensor) for tensor in tensors], 2).flatten(1, 2)
-        return stacked.mT.contiguous() if stacked.ndim > 2 else stacked
+        joined = torch.cat(list(tensors), 1)
+        num_rows = tensors[0].shape[1]
+        turns = torch.arange(num_rows * len(tensors)).reshape(len(tensors), num_rows).T.flatten()
+        if isinstance(joined, QuantizedTensor):
+            joined = joined.with_parts(joined.parts.by_row(lambda part: part.index_select(1, turns)))
+        else:
+            joined = joined.index_select(1, turns)
+        return joined.mT if joined.ndim > 2 else joined
 
 
 class Falcon(hf_gguf.TensorProcessor):
@@ -85,13 +82,13 @@ class Architecture:
     Attributes:
         model_type: transformers' name of the model type.
         keys: Attributes of the configuration by keys of the header, beside `_SHARED_KEYS`.
-        settings: Attributes that all models of the architecture share and no file says.
+        rope: Numbers of rotary embeddings that all models of the architecture share and no file says.
         processor: Class that undoes what the converter did to tensors.
     """
 
     model_type: str
     keys: Mapping[str, str] = field(default_factory=dict)
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    rope: Mapping[str, Any] = field(default_factory=dict)
     processor: type[hf_gguf.TensorProcessor] = hf_gguf.TensorProcessor
 
 
@@ -110,7 +107,7 @@ ARCHITECTURES = {
     "exaone4": Architecture("exaone4"),
     "gemma": Architecture("gemma", processor=hf_gguf.Gemma2TensorProcessor),
     "glm4": Architecture("glm4"),
-    "gpt-oss": Architecture("gpt_oss", _LOCAL_EXPERTS, processor=GptOss),
+    "gpt-oss": Architecture("gpt_oss", _LOCAL_EXPERTS, {"truncate": False}, GptOss),
     "granite": Architecture("granite", _GRANITE, processor=hf_gguf.LlamaTensorProcessor),
     "granitemoe": Architecture("granitemoe", _GRANITE | _LOCAL_EXPERTS, processor=LlamaExperts),
     "hunyuan-dense": Architecture("hunyuan_v1_dense"),
@@ -161,4 +158,59 @@ def config_values(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
         values[name] = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
     values["tie_word_embeddings"] = "output.weight" not in file.tensors
     theta = file.metadata.get(f"{file.architecture}.rope.freq_base", 10000.0)  # llama.cpp's default
-    return {**values, "rope_parameters": {"rope_type": "default", "rope_theta": theta}, **architecture.settings}
+    return {**values, "rope_parameters": {"rope_type": "default", "rope_theta": theta, **architecture.rope}}
+
+
+# Model types with rotary embeddings of a part of the head.
+_PARTIAL_ROTARY = ("glm4", "gpt_neox", "nemotron", "phi", "phi3", "stablelm")
+# Layers of the Gemmas whose queries are scaled by the size that each head would have, not by the one it has.
+_SCALED_BY_WIDTH = {("gemma2", 46), ("gemma3_text", 62)}
+
+
+def complete(file: GgufFile, config: PreTrainedConfig) -> None:
+    """Sets what transformers' tables leave at a default of another model.
+
+    Raises:
+        UnsupportedModelError: rotary embeddings of a part of the head in a class that has none.
+    """
+    name, kind = file.architecture, config.model_type
+    _set_frequencies(file, config)
+    if (kind, config.num_hidden_layers) in _SCALED_BY_WIDTH:
+        config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads
+    elif kind in ("gemma2", "gemma3_text"):
+        config.query_pre_attn_scalar = config.head_dim
+    if kind == "falcon":
+        config.num_kv_heads = file.metadata.get("falcon.attention.head_count_kv", config.num_attention_heads)
+        config.new_decoder_architecture = "blk.0.attn_norm_2.weight" in file.tensors
+        config.multi_query = config.num_kv_heads == 1
+    for bias, tensor in (("attention_bias", "attn_q.bias"), ("mlp_bias", "ffn_up.bias"), ("use_bias", "attn_q.bias")):
+        if hasattr(config, bias):
+            setattr(config, bias, f"blk.0.{tensor}" in file.tensors)
+    window = file.metadata.get(f"{name}.attention.sliding_window")
+    if window and hasattr(config, "sliding_window"):
+        config.sliding_window = window
+    pattern = file.metadata.get(f"{name}.attention.sliding_window_pattern")
+    if isinstance(pattern, list) and getattr(config, "layer_types", None):
+        config.layer_types = ["sliding_attention" if each else "full_attention" for each in pattern]
+
+
+def _set_frequencies(file: GgufFile, config: PreTrainedConfig) -> None:
+    """Sets the base of rotary frequencies and the part of a head that is rotated."""
+    rope = getattr(config, "rope_parameters", None)
+    if not rope:
+        return
+    given, prefix = file.metadata.get, f"{file.architecture}.rope"
+    bases = {"full_attention": given(f"{prefix}.freq_base"), "sliding_attention": given(f"{prefix}.freq_base_swa")}
+    for kind, base in bases.items():
+        part = rope.get(kind) or (rope if kind == "full_attention" else None)
+        if part and base:
+            part["rope_theta"] = base
+    dimensions = given(f"{prefix}.dimension_count")
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if dimensions and dimensions != size:
+        if config.model_type not in _PARTIAL_ROTARY:
+            raise UnsupportedModelError(
+                f"{file.path} rotates {dimensions} of {size} numbers of a head, which {config.model_type} does not: "
+                "use the model's safetensors folder"
+            )
+        rope["partial_rotary_factor"] = dimensions / size
