@@ -30,6 +30,7 @@ from model_adapters.loading.formats.gguf_architectures import (
 )
 from model_adapters.loading.formats.gguf_file import GgufFile
 from model_adapters.loading.formats.gguf_rope import set_rope
+from model_adapters.loading.formats.gguf_words import split_words
 from model_adapters.loading.weight_sink import exclusive_load, replaced
 
 _INEXACT = ("deci", "minimax-m2", "gemma4", "qwen35", "qwen35moe", "t5", "t5encoder", "umt5")
@@ -181,14 +182,24 @@ def tokenizer_of(file: GgufFile) -> Any:
     if not file.metadata.get("tokenizer.ggml.tokens"):
         return None
     reads_file_itself = hasattr(hf_readers, "convert_gguf_tokenizer")  # as recent releases do
+    header = file if architecture_of(file) is None else _like_a_known_one(file)
     try:
-        with _header_for_transformers(file, with_vocabulary=not reads_file_itself):
-            return AutoTokenizer.from_pretrained(file.path.parent, gguf_file=file.path.name, local_files_only=True)
+        with _header_for_transformers(header, with_vocabulary=not reads_file_itself):
+            found = AutoTokenizer.from_pretrained(file.path.parent, gguf_file=file.path.name, local_files_only=True)
+        split_words(found, file.metadata)
+        return found
     except Exception as error:  # of the library of tokenizers, which has no class for it
         lines = str(error).strip().splitlines() or [""]
         raise CheckpointError(
             f"the vocabulary of {file.path} makes no tokenizer ({type(error).__name__}: {lines[0]}): get the file again"
         ) from error
+
+
+def _like_a_known_one(file: GgufFile) -> GgufFile:
+    """Returns the header as one of an architecture that transformers reads, for its tokenizer alone."""
+    name = "gemma2" if file.architecture == "gemma" else "llama"
+    metadata = {key: value for key, value in file.metadata.items() if not key.startswith(f"{file.architecture}.")}
+    return GgufFile(file.path, {**metadata, "general.architecture": name}, file.tensors)
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,10 @@ def set_rope(file: GgufFile, config: PreTrainedConfig) -> None:
         original = file.metadata.get(f"{prefix}original_context_length")
         betas = {name: file.metadata.get(f"{prefix}yarn_{name}") for name in ("beta_fast", "beta_slow")}
         given = {name: value for name, value in betas.items() if value is not None}
-        _update(config, {"rope_type": "yarn", "factor": float(factor), "original_max_position_embeddings": original, **given})
+        _update(
+            config,
+            {"rope_type": "yarn", "factor": float(factor), "original_max_position_embeddings": original, **given},
+        )
     elif kind == "longrope":
         _update(config, _longrope(file, config))
     elif kind != "none" and factor not in (None, 0, 1, 1.0):

@@ -54,12 +54,12 @@ def tiny_model(architecture, **changes):
 def write_gguf(file, model, architecture, kind, *, tokenizer=True, tensors=None, **metadata):
     """Writes `model` with its matrices in the type `kind`; what the converter of llama.cpp changes is changed.
 
-    `tensors` are further ones by their names in the file.
+    `tensors` are further ones by their names in the file; `tokenizer` may be a function that writes one.
     """
     writer = gguf.GGUFWriter(file, architecture)
     _write_metadata(writer, model.config, architecture, metadata)
     if tokenizer:
-        write_tokenizer(writer, model.config.vocab_size)
+        (tokenizer if callable(tokenizer) else write_tokenizer)(writer, model.config.vocab_size)
     table = gguf.get_tensor_name_map(
         next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture), model.config.num_hidden_layers
     )
