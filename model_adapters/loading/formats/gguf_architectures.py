@@ -82,13 +82,11 @@ class Architecture:
     Attributes:
         model_type: transformers' name of the model type.
         keys: Attributes of the configuration by keys of the header, beside `_SHARED_KEYS`.
-        rope: Numbers of rotary embeddings that all models of the architecture share and no file says.
         processor: Class that undoes what the converter did to tensors.
     """
 
     model_type: str
     keys: Mapping[str, str] = field(default_factory=dict)
-    rope: Mapping[str, Any] = field(default_factory=dict)
     processor: type[hf_gguf.TensorProcessor] = hf_gguf.TensorProcessor
 
 
@@ -107,7 +105,7 @@ ARCHITECTURES = {
     "exaone4": Architecture("exaone4"),
     "gemma": Architecture("gemma", processor=hf_gguf.Gemma2TensorProcessor),
     "glm4": Architecture("glm4"),
-    "gpt-oss": Architecture("gpt_oss", _LOCAL_EXPERTS, {"truncate": False}, GptOss),
+    "gpt-oss": Architecture("gpt_oss", _LOCAL_EXPERTS, GptOss),
     "granite": Architecture("granite", _GRANITE, processor=hf_gguf.LlamaTensorProcessor),
     "granitemoe": Architecture("granitemoe", _GRANITE | _LOCAL_EXPERTS, processor=LlamaExperts),
     "hunyuan-dense": Architecture("hunyuan_v1_dense"),
@@ -158,7 +156,7 @@ def config_values(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
         values[name] = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
     values["tie_word_embeddings"] = "output.weight" not in file.tensors
     theta = file.metadata.get(f"{file.architecture}.rope.freq_base", 10000.0)  # llama.cpp's default
-    return {**values, "rope_parameters": {"rope_type": "default", "rope_theta": theta, **architecture.rope}}
+    return {**values, "rope_parameters": {"rope_type": "default", "rope_theta": theta}}
 
 
 # Model types with rotary embeddings of a part of the head.
