@@ -24,6 +24,7 @@ _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _MOE = {"moe_intermediate_size": 256, "num_experts": 4, "num_experts_per_tok": 2}
 _GRANITE = {"embedding_multiplier": 12.0, "attention_multiplier": 0.0156, "residual_multiplier": 0.22}
 _GRANITE |= {"logits_scaling": 8.0}
+_FULL = ["full_attention"] * _SIZES["num_hidden_layers"]
 _WINDOW = {"num_hidden_layers": 4, "sliding_window": 16}
 
 
@@ -42,7 +43,8 @@ CONFIGS = {
     ),
     "command-r": (tf.CohereConfig, {**_SIZES, **rope(), "logit_scale": 0.0625}),
     "ernie4_5": (tf.Ernie4_5Config, {**_SIZES, **rope(), "head_dim": 64}),
-    "exaone4": (tf.Exaone4Config, {**_SIZES, **_WINDOW, **rope()}),
+    "exaone4": (tf.Exaone4Config, {**_SIZES, **rope(), "sliding_window": None, "layer_types": _FULL}),
+    "exaone4-with-windows": (tf.Exaone4Config, {**_SIZES, **_WINDOW, **rope()}),
     "falcon": (tf.FalconConfig, {**_FALCON, "num_kv_heads": 1, "new_decoder_architecture": False}),
     "falcon-40b": (tf.FalconConfig, {**_FALCON, "num_kv_heads": 2, "new_decoder_architecture": True}),
     "gemma": (tf.GemmaConfig, {**_SIZES, "head_dim": 128}),
@@ -78,6 +80,8 @@ CONFIGS = {
     "stablelm": (tf.StableLmConfig, {**_SIZES, "use_qkv_bias": True}),
     "starcoder2": (tf.Starcoder2Config, {**_SIZES, **rope()}),
 }
+# A vocabulary of SentencePiece is wanted for the one, 64 layers for the windows of the other.
+NOT_IN_LLAMA_CPP = ("phi3", "exaone4-with-windows")
 PROMPT = torch.randint(3, 256, (1, 48), generator=torch.Generator().manual_seed(3))
 
 
@@ -111,7 +115,8 @@ def converted(llama_cpp, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_what_the_converter_writes_is_the_model_again(name, converted):
+def test_what_the_converter_writes_is_the_model_again(name, llama_cpp, converted):
+    """llama.cpp computes the same of it, too, but for its cache in float16."""
     models, root = converted
     model, loaded = models[name], load_model(root / f"{name}.gguf", dtype="float32")
     weights = {key: torch.from_numpy(np.array(unpacked(weight))) for key, weight in loaded.weights.items()}
@@ -121,7 +126,11 @@ def test_what_the_converter_writes_is_the_model_again(name, converted):
     twin = tf.AutoModelForCausalLM.from_config(loaded.config).float().eval()
     twin.load_state_dict(model.state_dict())
     with torch.no_grad():
-        torch.testing.assert_close(twin(PROMPT).logits, model(PROMPT).logits, rtol=0, atol=1e-5)
+        wanted, ours = model(PROMPT).logits[0], twin(PROMPT).logits[0]
+    torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-5)
+    if name not in NOT_IN_LLAMA_CPP:
+        theirs = llama_cpp.open(root / f"{name}.gguf").logits(PROMPT[0].tolist(), model.config.vocab_size)
+        assert np.abs(theirs - wanted.numpy()).mean() < 0.003 * wanted.std()
 
 
 def check_blocks(llama_cpp, file):
@@ -155,11 +164,6 @@ def check_greedy(llama_cpp, file, *, within, new_tokens=12):
     assert len(tokens) == new_tokens and gaps.max() < within, gaps
 
 
-def test_greedy_tokens_of_the_converted_model(llama_cpp, converted):
-    for name in ("gpt-oss", "llama", "cohere2"):
-        check_greedy(llama_cpp, converted[1] / f"{name}.gguf", within=0.02)
-
-
 MIXES = {
     "Q4_0": {"Q4_0", "Q6_K"},
     "Q5_0": {"Q5_0", "Q6_K"},
@@ -184,7 +188,7 @@ def test_its_quantizers_blocks(mix, llama_cpp, converted, tmp_path):
 
 def test_rows_that_no_block_of_256_fits(llama_cpp, tmp_path):
     """The quantizer takes types with blocks of 32 for them."""
-    model = made("llama", hidden_size=288, intermediate_size=544, num_attention_heads=4, head_dim=64)
+    model = made("llama", hidden_size=288, intermediate_size=544, num_attention_heads=4, head_dim=72)
     llama_cpp.convert([saved(tmp_path / "m", model)])
     for mix, kinds in (("Q4_K_M", {"Q5_0", "Q8_0"}), ("Q5_K_M", {"Q5_1", "Q8_0"}), ("Q6_K", {"Q8_0"})):
         llama_cpp.quantize(tmp_path / "m.gguf", tmp_path / "q.gguf", mix)
