@@ -32,7 +32,7 @@ _EXPERT_PARAMETERS = (
 
 
 class Experts(hf_gguf.TensorProcessor):
-    """Tensors of experts: the file has gate and up projection apart, transformers in one parameter."""
+    """Joins gate and up projections of experts, which the file has apart, in one parameter."""
 
     def perform_fallback_tensor_mapping(self, names: dict[str, str], suffix: str, prefix: str, name: str) -> None:
         """Adds the tensors of a parameter that the package's table of names lacks."""
@@ -42,11 +42,11 @@ class Experts(hf_gguf.TensorProcessor):
 
 
 class LlamaExperts(Experts, hf_gguf.LlamaTensorProcessor):
-    """Experts, and the rows of queries and keys in llama.cpp's order."""
+    """Joins experts, and undoes llama.cpp's order of the rows of queries and keys."""
 
 
 class GptOss(Experts):
-    """Experts that transformers has as [experts, in, out], rows of gate and up projection in turns."""
+    """Makes experts [experts, in, out] with rows of gate and up projection in turns."""
 
     @staticmethod
     def fuse(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -62,7 +62,7 @@ class GptOss(Experts):
 
 
 class Falcon(hf_gguf.TensorProcessor):
-    """Falcon's fused projection, of which the file has all queries first, then keys, then values."""
+    """Orders Falcon's fused projection: the file has all queries, then keys, then values."""
 
     def process(self, weights: np.ndarray[Any, Any], name: str, **kwargs: Any) -> Any:
         """Returns the rows in transformers' order: the queries of each key-value head with it."""

@@ -196,7 +196,7 @@ def tokenizer_of(file: GgufFile) -> Any:
 
 
 def _like_a_known_one(file: GgufFile) -> GgufFile:
-    """Returns the header as one of an architecture that transformers reads, for its tokenizer alone."""
+    """Returns the header under an architecture that transformers reads, for the tokenizer."""
     name = "gemma2" if file.architecture == "gemma" else "llama"
     metadata = {key: value for key, value in file.metadata.items() if not key.startswith(f"{file.architecture}.")}
     return GgufFile(file.path, {**metadata, "general.architecture": name}, file.tensors)

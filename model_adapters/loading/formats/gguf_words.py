@@ -1,4 +1,4 @@
-"""How the vocabulary of a GGUF file splits a text into words, before it merges the bytes of each.
+"""How the vocabulary of a GGUF file splits a text into words, whose bytes it then merges.
 
 The file has the name of a split alone (``tokenizer.ggml.pre``). The expressions are those of the tokenizers that these
 names stand for, as llama.cpp has them (``src/llama-vocab.cpp`` of github.com/ggml-org/llama.cpp).
