@@ -24,6 +24,8 @@ _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _MOE = {"moe_intermediate_size": 256, "num_experts": 4, "num_experts_per_tok": 2}
 _GRANITE = {"embedding_multiplier": 12.0, "attention_multiplier": 0.0156, "residual_multiplier": 0.22}
 _GRANITE |= {"logits_scaling": 8.0}
+_GPT_OSS = {**_SIZES, "head_dim": 64, "intermediate_size": 256, "sliding_window": 16}
+_GPT_OSS |= {"num_local_experts": 4, "num_experts_per_tok": 4}  # all: a near tie of experts falls either way
 _FULL = ["full_attention"] * _SIZES["num_hidden_layers"]
 _WINDOW = {"num_hidden_layers": 4, "sliding_window": 16}
 
@@ -54,11 +56,8 @@ CONFIGS = {
         {**_SIZES, "num_hidden_layers": 7, "head_dim": 128, "sliding_window": 16, "query_pre_attn_scalar": 128},
     ),
     "glm4": (tf.Glm4Config, {**_SIZES, **rope(partial_rotary_factor=0.5), "head_dim": 64}),
-    "gpt-oss": (
-        tf.GptOssConfig,
-        {**_SIZES, **_EXPERTS, "head_dim": 64, "intermediate_size": 256, "sliding_window": 16}
-        | rope(**_YARN, original_max_position_embeddings=4096),
-    ),
+    "gpt-oss": (tf.GptOssConfig, {**_GPT_OSS, **rope()}),
+    "gpt-oss-with-yarn": (tf.GptOssConfig, {**_GPT_OSS, **rope(**_YARN, original_max_position_embeddings=4096)}),
     "granite": (tf.GraniteConfig, {**_SIZES, **rope(), **_GRANITE}),
     "granitemoe": (tf.GraniteMoeConfig, {**_SIZES, **rope(), **_GRANITE, **_EXPERTS}),
     "hunyuan-dense": (tf.HunYuanDenseV1Config, {**_SIZES, **rope(), "head_dim": 64}),
@@ -80,8 +79,9 @@ CONFIGS = {
     "stablelm": (tf.StableLmConfig, {**_SIZES, "use_qkv_bias": True}),
     "starcoder2": (tf.Starcoder2Config, {**_SIZES, **rope()}),
 }
-# A vocabulary of SentencePiece is wanted for the one, 64 layers for the windows of the other.
-NOT_IN_LLAMA_CPP = ("phi3", "exaone4-with-windows")
+# It wants a vocabulary of SentencePiece, has windows in EXAONE 4 of 64 layers alone, and rounds the bounds of YaRN's
+# ramp, which gpt-oss does not.
+NOT_IN_LLAMA_CPP = ("phi3", "exaone4-with-windows", "gpt-oss-with-yarn")
 PROMPT = torch.randint(3, 256, (1, 48), generator=torch.Generator().manual_seed(3))
 
 
