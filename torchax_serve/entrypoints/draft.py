@@ -8,7 +8,7 @@ from typing import Any
 
 from model_adapters.draft_heads.gemma_assistant import ASSISTANTS, assistant_of, has_assistant
 from model_adapters.draft_heads.loaded_head import LoadedHead
-from model_adapters.errors import CheckpointError, InvalidArgumentError, UnsupportedArgumentError
+from model_adapters.errors import CheckpointError, InvalidArgumentError
 from model_adapters.loading import LoadedModel, load_model
 from model_adapters.loading.compress_weights import prepare_weights
 from model_adapters.loading.model_source import resolve
@@ -42,8 +42,6 @@ def with_draft_model(
     config = None if engine is None else SpeculativeConfig.parse(engine.speculative)
     if engine is None or config is None or config.looks_up:
         return engine
-    if config.method in ("eagle3", "mtp") and target.sharding is not None:
-        return engine  # refused where the engine is made
     if config.method == "eagle3" or config.model is None:
         return dataclasses.replace(
             engine, speculative=dataclasses.replace(config, model=_head(config, target, loading))
@@ -74,12 +72,13 @@ def _head(config: SpeculativeConfig, target: LoadedModel, loading: dict[str, Any
     """Returns the draft head that `config` names."""
     from model_adapters.draft_heads.loading import load_eagle3, load_mtp
 
+    uneven = {"refuse_uneven": bool(loading.get("refuse_uneven"))}
     if config.method == "mtp":
-        return load_mtp(target)
+        return load_mtp(target, **uneven)
     allow_pickle = bool(loading.get("allow_pickle"))
     named = {name: loading[name] for name in ("token", "local_files_only", "cache_dir", "progress") if name in loading}
     source = resolve(config.model, allow_pickle=allow_pickle, **named)
-    return load_eagle3(source, target, allow_pickle=allow_pickle)
+    return load_eagle3(source, target, allow_pickle=allow_pickle, **uneven)
 
 
 def _assistant(name: str, loaded: LoadedModel, target: LoadedModel) -> LoadedHead:
@@ -93,11 +92,6 @@ def _assistant(name: str, loaded: LoadedModel, target: LoadedModel) -> LoadedHea
         raise InvalidArgumentError(
             f"speculative_config: model: expected None or an assistant of Gemma 4 with method 'mtp', got {name}; use "
             "method 'draft_model'"
-        )
-    if loaded.sharding is not None:
-        raise UnsupportedArgumentError(
-            f"speculative_config: model: expected None or another draft model for a model on several devices, got "
-            f"{name}, which reads the pages of one; leave it out"
         )
     return assistant_of(loaded, target)
 
