@@ -17,6 +17,7 @@ import jax
 import numpy as np
 import torch
 import transformers
+from head_checks import check_heads
 from safetensors.numpy import save_file
 from transformers.pytorch_utils import Conv1D
 from weights import draw_matrices
@@ -158,6 +159,12 @@ def speculative(family, meshes, method):
             got = [answer.token_ids for answer in served.generate_batch(prompts, params)]
             assert got == wanted, f"{family} {mesh}: {got} is not {wanted}"
             print("same tokens", family, mesh, "accepted", served.stats().scheduler.num_accepted_tokens)
+
+
+def headed(kind, meshes):
+    """Tokens and accepted drafts of draft heads on meshes, those of one device."""
+    for mesh, drafted, accepted in check_heads(kind, [(mesh, shape_of(mesh)) for mesh in meshes.split(",")]):
+        print("same tokens", kind, mesh, "drafted", drafted, "accepted", accepted)
 
 
 def offloaded(family, meshes):

@@ -19,6 +19,7 @@ from torchax_serve.entrypoints.base_model import programs_of
 from torchax_serve.executors.loaded_draft import LoadedDraft
 from torchax_serve.runtime.model_runtime import ModelRuntime
 from torchax_serve.scheduler import SpeculativeConfig
+from torchax_serve.scheduler.speculative_config import refuse_drafts
 
 _SHARED = ("token", "local_files_only", "trust_remote_code", "allow_pickle", "cache_dir", "progress", "random_weights")
 """Arguments of `load_model` that a draft model has from the model it drafts for."""
@@ -37,9 +38,12 @@ def with_draft_model(
 
     Raises:
         InvalidArgumentError: the vocabularies differ, or a head is of another model.
+        UnsupportedArgumentError: the model does not generate.
         CheckpointError: a head lacks tensors.
     """
     config = None if engine is None else SpeculativeConfig.parse(engine.speculative)
+    if config is not None and not target.module.can_generate():
+        refuse_drafts(config, f"{type(target.module).__name__}, which does not generate")
     if engine is None or config is None or config.looks_up:
         return engine
     if config.method == "eagle3" or config.model is None:

@@ -50,6 +50,7 @@ def per_sequence_executor(runtime: ModelRuntime, sizes: MemoryBudget, why_not_pa
     """
     programs = runtime.steps.executables
     if programs.launcher is not None:
+        refuse_drafts(sizes.speculative, "a model that runs per-sequence on several hosts")
         _check_several_hosts(runtime, sizes, why_not_packed)
     try:
         forward = SequenceForward(runtime)

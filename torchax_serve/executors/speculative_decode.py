@@ -229,7 +229,8 @@ class SpeculativeDecoder:
         carry = (jnp.int32(0), results, pools, rows, cache, scores)
         _, results, pools, rows, cache, scores = jax.lax.while_loop(goes_on, step, carry)
         # A row that is not used is written nowhere.
-        slots = jnp.where(steps.ends > 0, steps.slots, self._num_slots)
+        num_slots = len(state.last_tokens)  # other hosts' executors have slots of their own
+        slots = jnp.where(steps.ends > 0, steps.slots, num_slots)
         last = state.last_tokens.at[slots].set(last_tokens(rows), mode="drop")
         history = TokenHistory(
             history.ids.at[slots].set(rows.ids, mode="drop"), history.lens.at[slots].set(rows.lens, mode="drop")
@@ -237,7 +238,7 @@ class SpeculativeDecoder:
         if cache is not None and draft_cache is not None:
             cache = DraftCache(cache.pools, draft_cache.lens.at[slots].set(cache.lens, mode="drop"))
         if scores is not None:
-            scores = dataclasses.replace(scores, logits=with_rows(scores.logits, self._num_slots))
+            scores = dataclasses.replace(scores, logits=with_rows(scores.logits, num_slots))
         return (results, scores), pools, dataclasses.replace(state, last_tokens=last), history, cache
 
     def _proposer(
@@ -282,6 +283,8 @@ class SpeculativeDecoder:
         """Returns the temporary bytes of the largest step, which has the logits of all its tokens."""
         spec = self.spec(self._decode_buckets[-1], self._max_len)
         function, args = self._call_of(spec)
+        if not self._steps.compiles_ahead:  # several hosts, which are sent arrays
+            args = jax.tree.map(_as_array, args)
         return function.temporary_bytes(self._weights, *args, spec=spec)
 
     def compile_tasks(self) -> Iterator[CompileTask]:
@@ -299,6 +302,13 @@ class SpeculativeDecoder:
         placed = functools.partial(jax.ShapeDtypeStruct, dtype=np.int32, sharding=default_sharding())
         results = placed((self._max_num_steps, num_rows, self._config.num_speculative_tokens + 3))
         return results, np.zeros(num_rows, np.int32), placed((self._num_slots,))
+
+
+def _as_array(shape: Any) -> Any:
+    """Returns zeros of an abstract array; arrays as they are."""
+    if not isinstance(shape, jax.ShapeDtypeStruct):
+        return shape
+    return jax.device_put(np.zeros(shape.shape, shape.dtype), default_sharding())
 
 
 def _sampled_rows(plan: StepPlan, *, needs_sampler: bool) -> Sequence[PlanRow]:
