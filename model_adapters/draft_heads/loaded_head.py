@@ -63,6 +63,20 @@ class LoadedHead:
         described = repr((type(module).__name__, sorted(said.items(), key=str), self.layers, sorted(self.shared)))
         return hashlib.sha256(described.encode()).hexdigest()[:16]
 
+    @property
+    def mesh_description(self) -> str | None:
+        """One line for people: how many of its own tensors the mesh divides; None on one device."""
+        sharding = self.program.sharding
+        if sharding is None:
+            return None
+        own = [sharding.placed[name] for name in self.weights]
+        num_divided = sum(any(dim.mesh_axis for dim in each.dims) for each in own)
+        axes = " x ".join(f"{axis} {size}" for axis, size in sharding.mesh.shape.items())
+        return (
+            f"draft head {self.name}: {num_divided} of its {len(own)} tensors divided by rules of the model's layers "
+            f"or by shape on {axes}; the others whole on every device"
+        )
+
     def on(self, mesh: Mesh | None) -> Self:
         """Returns the head on the devices of one replica of its model; None: on one device."""
         sharding = self.program.sharding

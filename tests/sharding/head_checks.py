@@ -38,6 +38,20 @@ def headed_model(kind, folder):
     return trained(head, texts, NUM_STEPS).save(folder), {"method": "mtp"}, prompts()
 
 
+def check_layout(kind, served):
+    """The head's queries and their output lie by heads, and its pages as those of the model."""
+    executor = (getattr(served.engine, "engines", None) or [served.engine])[0]._runner._executor
+    head = executor._head.loaded if hasattr(executor, "_head") else executor._drafts._head.loaded
+    assert "tensors divided by rules" in head.mesh_description
+    ends = ("q_proj.weight", "q_b_proj.weight", "o_proj.weight")
+    by_heads = [weight for name, weight in head.weights.items() if name.endswith(ends)]
+    assert by_heads and not any(weight.is_fully_replicated for weight in by_heads)
+    *pools, state = executor.cache.pools
+    assert state.hidden.is_fully_replicated
+    if kind != "deepseek_v3":  # whose latents have no heads
+        assert not any(pool.is_fully_replicated for pool in pools)
+
+
 def check_heads(kind, meshes):
     """Yields (mesh, drafted, accepted), each as on one device; tokens are those of steps without drafts.
 
@@ -70,7 +84,6 @@ def check_heads(kind, meshes):
         for name, mesh in meshes:
             with served(config, mesh) as divided:
                 found = answers(divided)
-                layout = divided._runtimes[0].program.sharding.mesh
-            assert layout.size > 1
+                check_layout(kind, divided)
             assert found == (wanted, counts), f"{kind} {name}: {found} is not {(wanted, counts)}"
             yield name, *counts

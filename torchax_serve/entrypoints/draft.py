@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from typing import Any
 
@@ -20,6 +21,8 @@ from torchax_serve.executors.loaded_draft import LoadedDraft
 from torchax_serve.runtime.model_runtime import ModelRuntime
 from torchax_serve.scheduler import SpeculativeConfig
 from torchax_serve.scheduler.speculative_config import refuse_drafts
+
+logger = logging.getLogger("torchax_serve")
 
 _SHARED = ("token", "local_files_only", "trust_remote_code", "allow_pickle", "cache_dir", "progress", "random_weights")
 """Arguments of `load_model` that a draft model has from the model it drafts for."""
@@ -47,9 +50,7 @@ def with_draft_model(
     if engine is None or config is None or config.looks_up:
         return engine
     if config.method == "eagle3" or config.model is None:
-        return dataclasses.replace(
-            engine, speculative=dataclasses.replace(config, model=_head(config, target, loading))
-        )
+        return _with_head(engine, config, _head(config, target, loading))
     if config.method == "mtp" and not has_assistant(target):
         raise InvalidArgumentError(
             f"speculative_config: model: expected None with method 'mtp' for {type(target.module).__name__}, got "
@@ -60,8 +61,7 @@ def with_draft_model(
     loaded = load_model(config.model, mesh=mesh, **{name: loading[name] for name in _SHARED if name in loading})
     name = "the model object" if loaded.source.kind == "object" else str(config.model)
     if config.method == "mtp" or loaded.config.model_type in ASSISTANTS:
-        assistant = _assistant(name, loaded, target)
-        return dataclasses.replace(engine, speculative=dataclasses.replace(config, model=assistant))
+        return _with_head(engine, config, _assistant(name, loaded, target))
     _check_vocabulary(name, loaded, target)
     if pack_weights:
         prepare_weights(loaded)
@@ -70,6 +70,13 @@ def with_draft_model(
     else:
         runtimes = split_runtimes(loaded.module, loaded.weights, loaded.sharding)
     return dataclasses.replace(engine, speculative=dataclasses.replace(config, model=LoadedDraft(name, runtimes)))
+
+
+def _with_head(engine: EngineOptions, config: SpeculativeConfig, head: LoadedHead) -> EngineOptions:
+    """Returns the options with a loaded head; logs how it lies on a mesh."""
+    if line := head.mesh_description:
+        logger.info("%s", line)
+    return dataclasses.replace(engine, speculative=dataclasses.replace(config, model=head))
 
 
 def _head(config: SpeculativeConfig, target: LoadedModel, loading: dict[str, Any]) -> LoadedHead:
