@@ -105,6 +105,14 @@ def test_draft_heads_lie_on_the_mesh_of_their_model(on_eight, kind, meshes):
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("family", ["llama", "hybrid"])
+def test_drafts_are_verified_with_the_adapter_of_their_row(on_eight, family):
+    """The latter has states, in front of which pending tokens are computed with their adapter, too."""
+    config = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
+    assert len(on_eight("adapters", family, "1x2", config)) == 1
+
+
+@pytest.mark.thorough
 def test_drafts_are_verified_behind_states_on_a_mesh(on_eight):
     (line,) = on_eight("speculative", "mamba", "1x2", "ngram")
     assert int(line.split()[5]) > 0
