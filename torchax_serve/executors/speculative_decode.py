@@ -18,7 +18,6 @@ from torchax_serve.compilation.background import CompileTask
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
 from torchax_serve.executors.compiled_steps import CompiledSteps, StepCall
 from torchax_serve.executors.draft_head import DraftHead
-from torchax_serve.executors.draft_head import kept as with_hidden
 from torchax_serve.executors.draft_model import DraftCache, DraftModel, Pick, kept
 from torchax_serve.executors.prompt_lookup import TokenHistory, accept, last_tokens
 from torchax_serve.executors.slot_adapters import SlotAdapters
@@ -219,7 +218,7 @@ class SpeculativeDecoder:
             rows, counts = accept(rows, batch.drafts, batch.num_drafts, sampled, batch.is_active)
             if self._head is not None:
                 last = batch.tokens.cu_q_lens[:-1] + jnp.maximum(counts - 1, 0)
-                pools = with_hidden(pools, steps, batch.is_active, hidden[last], rows.lens - 1)
+                pools = self._head.kept(pools, steps, batch.is_active, hidden[last], rows.lens - 1)
             result = jnp.concatenate([sampled, counts[:, None], batch.num_drafts[:, None]], axis=1)
             scores = scores and scores.with_step(index, batch, logits, chosen, steps.has_top)
             return index + 1, results.at[index].set(result), pools, rows, cache and kept(cache, rows), scores
