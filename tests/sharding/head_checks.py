@@ -8,7 +8,7 @@ import gemma_models
 import torch
 import transformers
 from draft_head_oracle import Eagle3, Mtp, PrefixedMtp, trained
-from headed_models import deeper, hybrid, llama, prompts, text_of
+from headed_models import NUM_NEW, deeper, hybrid, llama, prompts, text_of
 from speculation_requests import request, tokens_of
 
 from torchax_serve import EngineOptions, serve
@@ -19,23 +19,27 @@ NUM_STEPS = 30
 
 
 def headed_model(kind, folder):
-    """Returns what `serve` takes: a model, the configuration of its trained head; and greedy texts of the model."""
+    """Returns what `serve` takes: a model, the configuration of its trained head; and greedy texts of eager PyTorch."""
     if kind == "gemma4":
-        model = gemma_models.target_model()
-        return model, {"method": "mtp", "model": gemma_models.assistant_model()}, gemma_models.PROMPTS
+        model, asked = gemma_models.target_model(), gemma_models.PROMPTS
+        texts = [gemma_models.generated(model, prompt) for prompt in asked]
+        return model, {"method": "mtp", "model": gemma_models.assistant_model()}, texts
     if kind == "eagle3":
         model = llama()
-        texts = [text_of(model, prompt) for prompt in prompts()]
-        head = trained(Eagle3(model, torch.arange(0, model.config.vocab_size, 2)), texts, NUM_STEPS)
-        return model, {"method": "eagle3", "model": str(head.save(folder))}, prompts()
-    if kind.startswith("qwen3"):
-        model, make = hybrid(kind), PrefixedMtp
-        head = make(model)
+        head = Eagle3(model, torch.arange(0, model.config.vocab_size, 2))
+    elif kind.startswith("qwen3"):
+        model = hybrid(kind)
+        head = PrefixedMtp(model)
     else:
         head = Mtp(deeper(kind))
         model = transformers.AutoModelForCausalLM.from_pretrained(head.save(folder), attn_implementation="eager")
     texts = [text_of(model, prompt) for prompt in prompts()]
-    return trained(head, texts, NUM_STEPS).save(folder), {"method": "mtp"}, prompts()
+    saved = trained(head, texts, NUM_STEPS).save(folder)
+    return (
+        (model, {"method": "eagle3", "model": str(saved)}, texts)
+        if kind == "eagle3"
+        else (saved, {"method": "mtp"}, texts)
+    )
 
 
 def check_layout(kind, served):
@@ -53,7 +57,7 @@ def check_layout(kind, served):
 
 
 def check_heads(kind, meshes):
-    """Yields (mesh, drafted, accepted), each as on one device; tokens are those of steps without drafts.
+    """Yields (mesh, drafted, accepted), each as on one device; greedy tokens are those of eager PyTorch.
 
     Args:
         kind: A kind of `headed_model`.
@@ -63,27 +67,25 @@ def check_heads(kind, meshes):
         model, config, texts = headed_model(kind, Path(folder) / "head")
         config |= {"num_speculative_tokens": 3, "adaptive": False}
         sizes = {"vocab_size": gemma_models.VOCAB} if kind == "gemma4" else {}
+        num_new = gemma_models.NUM_NEW if kind == "gemma4" else NUM_NEW
 
-        def served(speculative, mesh=None):
-            found = copy.deepcopy(speculative)
-            return serve(copy.deepcopy(model), engine=SIZES, mesh=mesh, speculative_config=found)
+        def answers(mesh):
+            own = copy.deepcopy(model), copy.deepcopy(config)
+            with serve(own[0], engine=SIZES, mesh=mesh, speculative_config=own[1]) as served:
+                served.engine.check_integrity = True
+                greedy = [request(text[:-num_new], num_new, **sizes) for text in texts]
+                options = {"temperature": 0.7, "do_sample": True, **sizes}
+                drawn = [request(text[:9], 16, seed=i, **options) for i, text in enumerate(texts)]
+                found = [tokens_of(served, [each])[0] for each in greedy]  # of one request, whose drafts no other stops
+                stats = served.stats().scheduler
+                assert found == [text[-num_new:] for text in texts]
+                if mesh is not None:
+                    check_layout(kind, served)
+                return tokens_of(served, drawn), (stats.num_draft_tokens, stats.num_accepted_tokens)
 
-        def answers(one):
-            greedy = [tokens_of(one, [request(text, 16, **sizes)])[0] for text in texts]
-            options = {"temperature": 0.7, "do_sample": True, **sizes}
-            drawn = tokens_of(one, [request(text[:9], 16, seed=i, **options) for i, text in enumerate(texts)])
-            stats = one.stats().scheduler
-            return [*greedy, *drawn], (stats.num_draft_tokens, stats.num_accepted_tokens)
-
-        with served(None) as plain:
-            wanted, _ = answers(plain)
-        with served(config) as single:
-            tokens, counts = answers(single)
-        assert tokens == wanted
-        assert 0 < counts[1] < counts[0], counts
+        wanted = answers(None)
+        assert 0 < wanted[1][1] < wanted[1][0], wanted[1]
         for name, mesh in meshes:
-            with served(config, mesh) as divided:
-                found = answers(divided)
-                check_layout(kind, divided)
-            assert found == (wanted, counts), f"{kind} {name}: {found} is not {(wanted, counts)}"
-            yield name, *counts
+            found = answers(mesh)
+            assert found == wanted, f"{kind} {name}: {found} is not {wanted}"
+            yield name, *wanted[1]
