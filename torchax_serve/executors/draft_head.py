@@ -96,7 +96,7 @@ class DraftHead:
     def _with_last(self, state: HeadState, batch: PackedBatch, hidden: jax.Array) -> HeadState:
         """Returns the state with the hidden state of each row's last token in a step."""
         assert batch.slots is not None
-        return self._on_mesh(state.kept(batch.slots, batch.kv_lens > 0, hidden[batch.last], batch.kv_lens))
+        return state.kept(batch.slots, batch.kv_lens > 0, hidden[batch.last], batch.kv_lens)
 
     def kept(self, pools: Pools, steps: VerifySteps, is_active: jax.Array, hidden: jax.Array, lens: jax.Array) -> Pools:
         """Returns the pools with the hidden state of each row's last accepted token.
@@ -109,12 +109,15 @@ class DraftHead:
             lens: int32[S], number of computed tokens of each row.
         """
         *others, state = pools
-        return (*others, self._on_mesh(state.kept(steps.slots, is_active, hidden, lens)))
+        return (*others, state.kept(steps.slots, is_active, hidden, lens))
 
-    def _on_mesh(self, state: HeadState) -> HeadState:
-        """Returns a state that is whole on every device, as the next step takes it."""
+    def as_taken(self, pools: Pools) -> Pools:
+        """Returns the pools of a program's end with the state whole on every device, as the next program takes it."""
         sharding = self.loaded.program.sharding
-        return state if sharding is None else jax.lax.with_sharding_constraint(state, sharding.replicated())
+        if sharding is None:
+            return pools
+        *others, state = pools
+        return (*others, jax.lax.with_sharding_constraint(state, sharding.replicated()))
 
     def _run(
         self,

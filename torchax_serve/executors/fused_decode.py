@@ -22,6 +22,7 @@ from torchax_serve.sampling.types import RowOptions, SamplerSpec, SamplerState
 def decode_steps(
     forward_of: Callable[..., Any],
     adapters: SlotAdapters,
+    as_taken: Callable[[tuple[Pool, ...]], tuple[Pool, ...]],
     weights: Weights,
     pools: tuple[Pool, ...],
     state: SamplerState,
@@ -34,6 +35,7 @@ def decode_steps(
     Args:
         forward_of: Forward of a packed step.
         adapters: Adapters by slot.
+        as_taken: Places the pools as programs take them.
         weights: Weights by name.
         pools: Pages of each layer.
         state: State of the sampler.
@@ -61,7 +63,7 @@ def decode_steps(
         # Behind the condition XLA would look for the maxima on one thread.
         greedy = sample(SamplerSpec("greedy"), *args)
         sampled, state = jax.lax.cond(draws, lambda: sample(SamplerSpec("sampled"), *args), lambda: greedy)
-        return logits, tokens.at[index].set(sampled.tokens), pools, state
+        return logits, tokens.at[index].set(sampled.tokens), as_taken(pools), state
 
     shape = forward.result_shape[0]
     logits = jnp.zeros(shape.shape, shape.dtype)

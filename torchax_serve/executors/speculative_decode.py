@@ -227,6 +227,8 @@ class SpeculativeDecoder:
         scores = VerifyScores.empty(spec, forward.result_shape[0]) if spec.is_scored else None
         carry = (jnp.int32(0), results, pools, rows, cache, scores)
         _, results, pools, rows, cache, scores = jax.lax.while_loop(goes_on, step, carry)
+        if self._head is not None:
+            pools = self._head.as_taken(pools)
         # A row that is not used is written nowhere.
         num_slots = len(state.last_tokens)  # other hosts' executors have slots of their own
         slots = jnp.where(steps.ends > 0, steps.slots, num_slots)
