@@ -63,10 +63,10 @@ def decode_steps(
         # Behind the condition XLA would look for the maxima on one thread.
         greedy = sample(SamplerSpec("greedy"), *args)
         sampled, state = jax.lax.cond(draws, lambda: sample(SamplerSpec("sampled"), *args), lambda: greedy)
-        return logits, tokens.at[index].set(sampled.tokens), as_taken(pools), state
+        return logits, tokens.at[index].set(sampled.tokens), pools, state
 
     shape = forward.result_shape[0]
     logits = jnp.zeros(shape.shape, shape.dtype)
     tokens = jnp.zeros((spec.max_num_steps, spec.packed.num_rows), jnp.int32)
     logits, tokens, pools, state = jax.lax.fori_loop(0, num_steps, step, (logits, tokens, pools, state))
-    return (with_rows(logits, len(state.last_tokens)), tokens), pools, state
+    return (with_rows(logits, len(state.last_tokens)), tokens), as_taken(pools), state
