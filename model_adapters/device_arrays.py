@@ -21,9 +21,9 @@ def to_device(values: Any, dtype: Any) -> jax.Array:
 
 
 def part_on(array: jax.Array, mesh: Mesh) -> jax.Array:
-    """Returns the part of `array` on the devices of `mesh`, which are some of its own; nothing is copied.
+    """Returns the part of `array` on the devices of `mesh`, which are some of its own.
 
-    This host holds its own shards.
+    Nothing is copied; this host holds its own shards.
     """
     assert isinstance(array.sharding, NamedSharding)
     sharding = NamedSharding(mesh, array.sharding.spec)

@@ -1,4 +1,7 @@
-"""Layout of a draft head on the mesh of its model: by the model's rules where names agree, else by shapes."""
+"""Layout of a draft head on the mesh of its model.
+
+It has the rules of the model's layers where names agree, and else those that follow from shapes.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +78,7 @@ def assistant_sharding(loaded: LoadedModel, target: LoadedModel, shared: Mapping
 
 
 def _layer_rules(placed: Mapping[str, TensorPlacement]) -> list[Rule]:
-    """Returns the rules of a model's layers, each with the name of its tensor in the layer as its pattern."""
+    """Returns the rules of a model's layers, by the names that tensors have in a layer."""
     found: dict[tuple[str, int], Rule] = {}
     for name, each in placed.items():
         if match := _LAYER.fullmatch(name):
@@ -84,7 +87,7 @@ def _layer_rules(placed: Mapping[str, TensorPlacement]) -> list[Rule]:
 
 
 def _rule_of(name: str, rules: Sequence[Rule]) -> Rule | None:
-    """Returns the rule of a tensor of the head by its name in a layer, or its own; None if there is none."""
+    """Returns the rule of a tensor by its name in a layer, or its own; None if there is none."""
     match = _LAYER.fullmatch(name)
     wanted = name if match is None else f"layers.0.{match[1]}"
     rule = next((rule for rule in (*rules, VOCABULARY) if re.fullmatch(rule.pattern, wanted)), None)

@@ -112,7 +112,10 @@ class DraftHead:
         return (*others, state.kept(steps.slots, is_active, hidden, lens))
 
     def as_taken(self, pools: Pools) -> Pools:
-        """Returns the pools of a program's end with the state whole on every device, as the next program takes it."""
+        """Returns pools whose state is whole on every device, as the next program takes it.
+
+        Inside of a program XLA may divide it.
+        """
         sharding = self.loaded.program.sharding
         if sharding is None:
             return pools

@@ -143,7 +143,7 @@ class PackedExecutor:
             return *forward_packed(self._program, weights, pools, batch, spec.layout), None
 
     def _as_taken(self, pools: tuple[Pool, ...]) -> tuple[Pool, ...]:
-        """Returns the pools of a program's end as the next program takes them; forwards place pages, not states."""
+        """Returns the pools of a program's end as the next program takes them."""
         return pools if self._head is None else self._head.as_taken(pools)
 
     def _run(
