@@ -107,8 +107,8 @@ def _forward(
     rope_lens = batch.positions + 1 if layout.is_decode else batch.rope_lens
     assert program.rope is None or rope_lens is not None
     features = features_in_place(program.module, batch.media)
-    told = lengths_told(rope_lens), adapters_told(batch.adapters)
-    with divided, program.folding(CallSpec()), told[0], told[1], features:
+    lengths, adapters = lengths_told(rope_lens), adapters_told(batch.adapters)
+    with divided, program.folding(CallSpec()), lengths, adapters, features:
         output = program.run(weights, kwargs, attention_name(program.module))
     check_layers_keep_all(cache, program.cache_name, program.target)
     logits = jax_view(output["logits"])[0]

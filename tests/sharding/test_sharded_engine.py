@@ -195,7 +195,7 @@ def test_generate_runs_on_a_mesh(on_eight):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("tensor_parallel=9", r"mesh: expected at most the 8 devices there are, got model 9 = 9; lower an axis"),
+        ("tensor_parallel=9", r"tensor_parallel: expected at most the 8 devices there are, got 9; lower it"),
         ("mesh={'pipe': 2}", r"mesh: expected axes out of data, model, expert, got 'pipe'"),
         ("mesh={'model': 0}", r"mesh: expected a whole number >= 1 on axis 'model', got 0"),
         ("tensor_parallel=0", r"tensor_parallel: expected a whole number >= 1, got 0"),

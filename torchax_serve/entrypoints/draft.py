@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
+from collections.abc import Iterator
 from typing import Any
 
 from model_adapters.draft_heads.gemma_assistant import ASSISTANTS, assistant_of, has_assistant
 from model_adapters.draft_heads.loaded_head import LoadedHead
-from model_adapters.errors import CheckpointError, InvalidArgumentError
+from model_adapters.errors import CheckpointError, InvalidArgumentError, ModelNotFoundError
 from model_adapters.loading import LoadedModel, load_model
 from model_adapters.loading.compress_weights import prepare_weights
 from model_adapters.loading.model_source import resolve
@@ -58,7 +60,8 @@ def with_draft_model(
             "only those of Gemma 4 have an assistant"
         )
     mesh = None if target.sharding is None else target.sharding.mesh
-    loaded = load_model(config.model, mesh=mesh, **{name: loading[name] for name in _SHARED if name in loading})
+    with _named():
+        loaded = load_model(config.model, mesh=mesh, **{name: loading[name] for name in _SHARED if name in loading})
     name = "the model object" if loaded.source.kind == "object" else str(config.model)
     if config.method == "mtp" or loaded.config.model_type in ASSISTANTS:
         return _with_head(engine, config, _assistant(name, loaded, target))
@@ -79,6 +82,15 @@ def _with_head(engine: EngineOptions, config: SpeculativeConfig, head: LoadedHea
     return dataclasses.replace(engine, speculative=dataclasses.replace(config, model=head))
 
 
+@contextlib.contextmanager
+def _named() -> Iterator[None]:
+    """Has the error of a wrong name or object say that it is the draft model's, not the served model's."""
+    try:
+        yield
+    except (InvalidArgumentError, ModelNotFoundError) as error:
+        raise type(error)(f"speculative_config: model: {error}") from error
+
+
 def _head(config: SpeculativeConfig, target: LoadedModel, loading: dict[str, Any]) -> LoadedHead:
     """Returns the draft head that `config` names."""
     from model_adapters.draft_heads.loading import load_eagle3, load_mtp
@@ -88,7 +100,8 @@ def _head(config: SpeculativeConfig, target: LoadedModel, loading: dict[str, Any
         return load_mtp(target, **uneven)
     allow_pickle = bool(loading.get("allow_pickle"))
     named = {name: loading[name] for name in ("token", "local_files_only", "cache_dir", "progress") if name in loading}
-    source = resolve(config.model, allow_pickle=allow_pickle, **named)
+    with _named():
+        source = resolve(config.model, allow_pickle=allow_pickle, **named)
     return load_eagle3(source, target, allow_pickle=allow_pickle, **uneven)
 
 

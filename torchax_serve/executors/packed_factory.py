@@ -163,7 +163,7 @@ def draft_of(runtime: ModelRuntime, sizes: MemoryBudget) -> DraftModel | DraftHe
         shapes = packed_shapes(draft, sizes)
     except NotPackableError as reason:
         raise UnsupportedArgumentError(
-            f"speculative_config: model: expected a model that runs packed, got {loaded}: {reason}"
+            f"speculative_config: model: expected a model that runs packed, got {loaded.name}: {reason}"
         ) from None
     return DraftModel(
         draft.program,
