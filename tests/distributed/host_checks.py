@@ -70,6 +70,7 @@ def tokens(served):
     got = tokens_of(served)
     assert got == wanted, f"{got} is not {wanted}"
     in_8_bits(served)
+    with_drafts(served)
     refused(served)
     print("same tokens on", served.device_description)
 
@@ -117,6 +118,31 @@ def in_8_bits(served, action="tokens"):
     # each device has a head, so that two heads are there four times
     np.testing.assert_allclose(scales[1], np.repeat(scales[0], 8 // scales[0].shape[2], axis=2), rtol=1e-5)
     assert rows[1] == rows[0], f"{rows[1]} is not {rows[0]}"
+
+
+def with_drafts(served):
+    """Verify steps on all hosts have the tokens of one device without drafts, and accept what one device does."""
+    options = dataclasses.replace(OPTIONS, speculative={"num_speculative_tokens": 3, "adaptive": False})
+    rows, counts = [], []
+    with serve(model_of()) as alone:
+        for model, own in ((alone, OPTIONS), (alone, options), (served, options)):
+            engine = build_engine(model._generator()._jax_runtime, own)
+            asked = [[17, 4, 9, 33] * 5, [8, 8, 2] * 6, PROMPTS[0]]
+            requests = [
+                EngineRequest.of(ids, config, None, vocab_size=61, seed=3)
+                for ids, config in zip(asked, (DECODING[0], DECODING[1], DECODING[0]), strict=True)
+            ]
+            rows.append([handle.result() for handle in engine.submit_all(requests)])
+            stats = engine.stats().scheduler
+            counts.append((stats.num_draft_tokens, stats.num_accepted_tokens))
+            engine.close()
+    assert rows[1] == rows[0] and rows[2] == rows[0], rows
+    assert counts[2] == counts[1] and counts[1][1] > 0, counts
+    try:
+        head = {"method": "draft_model", "model": "any"}
+        build_engine(served._generator()._jax_runtime, dataclasses.replace(OPTIONS, speculative=head))
+    except TorchaxServeError as error:
+        print("refused:", error)
 
 
 def refused(served):

@@ -50,6 +50,7 @@ def per_sequence_executor(runtime: ModelRuntime, sizes: MemoryBudget, why_not_pa
     """
     programs = runtime.steps.executables
     if programs.launcher is not None:
+        refuse_drafts(sizes.speculative, "a model that runs per-sequence on several hosts")
         _check_several_hosts(runtime, sizes, why_not_packed)
     try:
         forward = SequenceForward(runtime)
@@ -108,8 +109,6 @@ def check_head(sizes: MemoryBudget, runtime: ModelRuntime, head: DraftHead, layo
     """Raises UnsupportedArgumentError for a model whose steps a draft head cannot follow."""
     if isinstance(head, DraftAssistant):
         refuse_drafts(sizes.speculative, "a model that runs per-sequence, whose pages an assistant cannot read")
-    if runtime.program.sharding is not None:
-        refuse_drafts(sizes.speculative, "a model on several devices")
     if layout.block_len != UNBOUNDED:
         refuse_drafts(sizes.speculative, "a model whose code loops over tokens, so that prompts take several forwards")
     if not layout.pages or sizes.kv_cache_dtype is not None:
@@ -246,7 +245,7 @@ class PerSequenceFactory:
     def _cache_of(self, plan: CacheAllocation) -> PagedCacheWithStates:
         slots = self.sizes.max_num_seqs
         if isinstance(self.draft, DraftHead):
-            return HeadedCacheWithStates(plan, self.layout, slots, self.draft.width, self.draft.dtype)
+            return HeadedCacheWithStates(plan, self.layout, slots, self.draft.width, self.draft.dtype, self.pages)
         return PagedCacheWithStates(plan, self.layout, slots, self.pages, self.scales)
 
     def _small_cache(self) -> PagedCacheWithStates:

@@ -131,6 +131,12 @@ SETTINGS = [
     ),
     ("w4a16", of_group(weights=[4]), r"group_0 of config_groups: expected weights as an object, got \[4\]"),
     ("w4a16", group_with(type="complex"), "expected weights of type int or float, got 'complex'"),
+    (
+        "w4a16",
+        group_with(symmetric=False),
+        "symmetric is false, so expected weight_zero_point with .*proj.weight",
+    ),
+    ("w8a8", group_with(num_bits="8"), "expected num_bits as a whole number, got '8'"),
     ("w4a16", group_with(strategy="diagonal"), "expected a strategy among tensor, channel, .*got 'diagonal'"),
     ("w4a16", group_with(group_size=0), "expected group_size to be -1 or at least 1, got 0"),
     (
@@ -150,6 +156,16 @@ def test_settings_that_make_no_sense_are_one_line_that_names_the_file(kind, chan
         load_model(write(tmp_path, tensors, config))
     assert isinstance(caught.value, TorchaxServeError) and "\n" not in str(caught.value)
     assert str(tmp_path / "config.json") in str(caught.value)
+
+
+@pytest.mark.parametrize("scale", [0.0, float("nan")])
+def test_a_scale_of_activations_that_divides_nothing(scale, written, tmp_path):
+    tensors, config, _ = written("w8a8")
+    tensors[f"{NAME}.input_scale"] = torch.tensor([scale])
+    inputs = {"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": False}
+    of_group(input_activations=inputs)(config["quantization_config"])
+    with pytest.raises(CheckpointError, match=f"^{NAME}.weight: expected a positive input_scale, got {scale}"):
+        load_model(write(tmp_path, tensors, config))
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from torchax_serve.kv_cache.pools import CacheAllocation, PagedCache
 from torchax_serve.kv_cache.scales import packed_trial
 from torchax_serve.kv_cache.slot_states import PagedCacheWithStates
 from torchax_serve.runtime.model_runtime import ModelRuntime
+from torchax_serve.scheduler import SpeculativeConfig
 
 
 class Follower:
@@ -111,7 +112,15 @@ def functions_of(runtime: ModelRuntime, sharding: ModelSharding) -> list[Any]:
     """
     programs = runtime.steps.executables
     cache = PagedCache(CacheAllocation((), (), page_size=1, max_len=1))
-    packed = PackedExecutor(runtime.program, runtime.weights, cache, programs, num_slots=1, token_budget=16)
+    packed = PackedExecutor(
+        runtime.program,
+        runtime.weights,
+        cache,
+        programs,
+        num_slots=1,
+        token_budget=16,
+        speculative=SpeculativeConfig(),  # whose functions take numbers and lengths of drafts from the leader
+    )
     return [packed, MultiHostPoolAllocator(programs, sharding), packed_trial(runtime)]
 
 
