@@ -84,7 +84,7 @@ def _trial_len(runtime: ModelRuntime) -> int:
 def _largest_by_sequence(
     forward: SequenceForward, layout: CacheLayout, block_len: int, length: int
 ) -> Callable[..., Any]:
-    """Returns the function of weights and ids that computes `largest_by_head` of each leaf in pages."""
+    """Returns a function of weights and ids: `largest_by_head` of each leaf in pages."""
 
     def largest(weights: Weights, ids: jax.Array, *source: Any, spec: None) -> Any:
         def of_row(row: jax.Array) -> Any:
