@@ -84,7 +84,7 @@ def _with_head(engine: EngineOptions, config: SpeculativeConfig, head: LoadedHea
 
 @contextlib.contextmanager
 def _named() -> Iterator[None]:
-    """Has the error of a wrong name or object say that it is the draft model's, not the served model's."""
+    """Prefixes an error of a wrong name or object with the argument of the draft model."""
     try:
         yield
     except (InvalidArgumentError, ModelNotFoundError) as error:
