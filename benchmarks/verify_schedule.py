@@ -64,7 +64,7 @@ def steps_of(config, num_rows):
         executor = PackedExecutor(runtime.program, runtime.weights, pages, runtime.steps.executables, **sizes)
     (decode,) = executor.abstract_steps(())
     num_tokens = num_rows * (NUM_DRAFTS + 1)
-    spec = executor._specs.of_drafts(num_rows, num_tokens)
+    spec = executor._specs.of_drafts(num_rows, num_tokens, executor._specs.max_len)
 
     def verify(weights, pools, last_tokens, numbers):
         logits, pools, _ = executor._forward(weights, pools, spec.unpack(numbers, last_tokens), spec)

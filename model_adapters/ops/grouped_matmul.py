@@ -13,6 +13,7 @@ from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops import registry, spmd
 from model_adapters.ops.cpu import ffi
 from model_adapters.ops.linear import accumulator, precision
+from model_adapters.ops.searchsorted import num_at_most
 
 OP = "grouped_matmul"
 Layout = Literal["ekn", "enk"]
@@ -114,7 +115,7 @@ def over_tiles(
     padded = jnp.pad(x, ((0, tile), (0, 0)))
 
     def step(i: jax.Array, out: jax.Array) -> jax.Array:
-        group = jnp.searchsorted(tile_ends, i, side="right").astype(jnp.int32)
+        group = num_at_most(tile_ends, i)
         tile_of_group = i - (tile_ends[group] - tiles_of[group])
         begin = ends[group] - group_sizes[group].astype(jnp.int32) + tile_of_group * tile
         rows = jax.lax.dynamic_slice_in_dim(padded, begin, tile)

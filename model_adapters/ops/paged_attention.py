@@ -19,6 +19,7 @@ from model_adapters.ops.kv_pool import (
     split,
     write_tokens_at,
 )
+from model_adapters.ops.searchsorted import num_at_most
 
 OP = "paged_attention"
 MAX_BLOCK_LEN = 64  # queries of the reference at a time
@@ -90,9 +91,7 @@ def write_tokens(
     Shapes and positions are those of :func:`paged_attention`.
     """
     tokens = jnp.arange(k.shape[0], dtype=jnp.int32)
-    # Every end is compared: a search step by step would be a loop that the host steers on a GPU.
-    seqs = jnp.searchsorted(cu_q_lens[1:], tokens, side="right", method="compare_all")
-    seqs = seqs.astype(jnp.int32)  # S for padding
+    seqs = num_at_most(cu_q_lens[1:], tokens)  # S for padding
     known = jnp.minimum(seqs, kv_lens.shape[0] - 1)
     positions = jnp.where(seqs == known, kv_lens[known] - cu_q_lens[known + 1] + tokens, -1)
     return write_tokens_at(pool, page_table, seqs, positions, k, v, kv_scales)
@@ -140,7 +139,7 @@ def reference(
     until = None if args.sees_until is None else jnp.pad(args.sees_until, (0, length))
 
     def one_block(block: jax.Array, out: jax.Array) -> jax.Array:
-        seq = jnp.searchsorted(ends, block, side="right", method="compare_all").astype(jnp.int32)
+        seq = num_at_most(ends, block)
         begin = cu_q_lens[seq] + (block - ends[seq] + num_blocks[seq]) * length
         positions = kv_lens[seq] - cu_q_lens[seq + 1] + begin + jnp.arange(length, dtype=jnp.int32)
         prefix_len = jnp.int32(0) if args.prefix_lens is None else args.prefix_lens[seq]

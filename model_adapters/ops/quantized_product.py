@@ -20,7 +20,7 @@ from model_adapters.ops.cpu.quantized_numbers import QuantizedNumbers
 from model_adapters.ops.grouped_matmul import OP as GROUPED_OP
 from model_adapters.ops.grouped_matmul import Layout, over_tiles
 from model_adapters.ops.linear import OP as LINEAR_OP
-from model_adapters.ops.linear import accumulator, finish, precision, product_sums
+from model_adapters.ops.linear import accumulator, finish, pad_one_row, precision, product_sums
 from model_adapters.ops.quantized_weight import QuantizedWeight, Scheme, dequantized
 
 LARGEST_INT8 = 127.0
@@ -165,7 +165,7 @@ def quantized(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) ->
     """Computes with a quantized weight, on any platform and mesh."""
     found = quantized_of(weight)
     assert found is not None
-    return finish(quantized_sums(x, found), bias, x.dtype)
+    return finish(quantized_sums(pad_one_row(x), found)[: len(x)], bias, x.dtype)
 
 
 def _kernel_unsupported_reason(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> str | None:

@@ -3,8 +3,15 @@
 Needs ``pip install libtpu`` in the version that fits the installed JAX.
 """
 
+import re
+
+import jax
 import pytest
-from tpu_shapes import CHIPS, IN_8_BITS, Shape, compile_call
+from jax.sharding import NamedSharding, PartitionSpec
+from tpu_shapes import CHIPS, IN_8_BITS, Shape, compile_call, mesh_of
+
+from model_adapters.ops import linear, on_platform
+from model_adapters.ops.linear import product_sums
 
 LATENTS = {"heads": 1, "dim": 576, "value_dim": 512, "options": {"value_begin": 0}}  # of DeepSeek-V3
 DECODE = (
@@ -47,7 +54,9 @@ def test_decode_compiles_without_a_copy(shape, chip):
 @pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize("shape", RAGGED, ids=str)
 def test_ragged_attention_compiles_and_copies_its_queries_at_most(shape, chip):
-    memory = compile_call("paged_attention", shape, chip).memory_analysis()
+    compiled = compile_call("paged_attention", shape, chip)
+    assert " while(" not in compiled.as_text()  # a loop, and what depends on it, would be computed again in each layer
+    memory = compiled.memory_analysis()
     pool_bytes = shape.pool.size * shape.pool.dtype.itemsize
     assert memory.alias_size_in_bytes == pool_bytes
     # Queries and outputs by head, whose rows are whole registers; new rows in 8 bits by tile.
@@ -57,3 +66,18 @@ def test_ragged_attention_compiles_and_copies_its_queries_at_most(shape, chip):
     tiles = shape.num_tokens // 32 + 2 * shape.rows + 2 if shape.pool_dtype in IN_8_BITS else 0
     images = 3 * tiles * shape.heads * 32 * shape.width
     assert memory.temp_size_in_bytes <= copied + images + (1 << 20)
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_product_of_one_row_takes_the_matrix_unit(dtype, chip):
+    """By the compiler's estimates, beside XLA's product of two rows, which it gives the matrix unit by itself."""
+
+    def cycles(function, num_rows):
+        placed = NamedSharding(mesh_of(chip), PartitionSpec())
+        args = [jax.ShapeDtypeStruct(shape, dtype, sharding=placed) for shape in ((num_rows, 4096), (14336, 4096))]
+        with on_platform("tpu"):
+            text = jax.jit(function).trace(*args).lower(lowering_platforms=("tpu",)).compile().as_text()
+        return sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', text)))
+
+    assert cycles(linear, 1) <= 1.5 * cycles(product_sums, 2)

@@ -1,4 +1,4 @@
-"""Products against float64, in every dtype and number of rows; what is lowered never has one row of a 16-bit type."""
+"""Products against float64, in every dtype and number of rows; what is lowered never has one slow row."""
 
 import jax
 import jax.numpy as jnp
@@ -86,6 +86,18 @@ def test_no_lowered_bfloat16_product_has_one_row_or_a_bfloat16_result(rows):
     assert len(dots) == 2
     for dot in dots:
         assert f"tensor<{max(rows, 4)}x48xf32>" in dot
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_row_is_four_for_a_tpu(dtype):
+    x, weight = normal(1, 1, 32, dtype=dtype), normal(2, 48, 32, dtype=dtype)
+    for product in (lambda x, w: ops.linear(x, w), lambda x, w: ops.matmul(x, w.T), lambda x, w: ops.matmul(x[0], w.T)):
+        with registry.on_platform("tpu"):
+            text = jax.jit(product).lower(x, weight).as_text()
+            result = jax.jit(product)(x, weight)
+        (dot,) = [line.split("->")[-1] for line in text.splitlines() if "dot_general" in line]
+        assert "tensor<4x48xf32>" in dot
+        assert_close(result.reshape(1, 48), exact(x) @ exact(weight).T)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from model_adapters.ops.attention_args import AttentionArgs, last_seen
+from model_adapters.ops.searchsorted import num_at_most
 
 FIELDS = ("seq", "begin", "end", "shift", "low", "high", "prefix")
 
@@ -30,14 +31,6 @@ class SplitKVItem:
     low: Any
     high: Any
     prefix: Any
-
-
-def num_at_most(ascending: jax.Array, values: jax.Array) -> jax.Array:
-    """Returns the number of ``ascending[m]`` that are at most each of int32 ``values[n]``.
-
-    XLA runs the loop of a binary search step by step from the host; comparing all with all is one small kernel.
-    """
-    return jnp.searchsorted(ascending, values, side="right", method="compare_all").astype(jnp.int32)
 
 
 def token_places(num_tokens: int, kv_lens: jax.Array, cu_q_lens: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from model_adapters.ops.attention_args import AttentionArgs, last_seen
+from model_adapters.ops.searchsorted import num_at_most
 from model_adapters.ops.tpu.page_buffers import Blocks, following_of
 
 FIELDS = ("begin", "end", "shift", "source", "low", "high", "prefix", "num_pieces", "following")
@@ -55,7 +56,7 @@ def items_of(
     cuts = jnp.concatenate([jnp.arange(0, num_tokens, block_len, dtype=jnp.int32), jnp.clip(cu_q_lens, 0, num_tokens)])
     begin = jnp.sort(cuts)
     end = jnp.append(begin[1:], jnp.int32(num_tokens))
-    seq = jnp.searchsorted(cu_q_lens, begin, side="right").astype(jnp.int32) - 1
+    seq = num_at_most(cu_q_lens, begin) - 1
     known = jnp.clip(seq, 0, num_seqs - 1)
     shift = kv_lens[known] - cu_q_lens[known + 1]
     prefix = jnp.zeros_like(begin) if prefix_lens is None else prefix_lens[known]
@@ -80,6 +81,6 @@ def positions_of(num_tokens: int, kv_lens: jax.Array, cu_q_lens: jax.Array) -> t
     `kv_lens` is ``int32[S]``, `cu_q_lens` ``int32[S + 1]``.
     """
     tokens = jnp.arange(num_tokens, dtype=jnp.int32)
-    seqs = jnp.searchsorted(cu_q_lens, tokens, side="right").astype(jnp.int32) - 1
+    seqs = num_at_most(cu_q_lens, tokens) - 1
     known = jnp.clip(seqs, 0, kv_lens.shape[0] - 1)
     return known, jnp.where(seqs == known, kv_lens[known] - cu_q_lens[known + 1] + tokens, -1)
