@@ -177,12 +177,16 @@ def markdown(
 
 
 def _not_on_engine(task: str, results: Sequence[Result]) -> list[str]:
-    """Lists types that pass and do not run on the engine, with the reasons."""
+    """Lists types that pass and do not run on the engine, with the reasons.
+
+    Types whose check asked no engine have none, and are left out.
+    """
     found = []
     for result in results:
         if result.status == PASSED and result.executor in (STATIC, TRANSFORMERS_LOOP):
-            reasons = [_inline(result.fallback_reason or ""), FALLBACK_CAUSES[task].get(result.model_type, "")]
-            found.append(f"* `{result.model_type}`: {'. '.join(filter(None, reasons))}")
+            causes = (_inline(result.fallback_reason or ""), FALLBACK_CAUSES[task].get(result.model_type, ""))
+            if reasons := [each for each in causes if each]:
+                found.append(f"* `{result.model_type}`: {'. '.join(reasons)}")
     return found
 
 
