@@ -75,7 +75,7 @@ def with_draft_model(
 
 @contextlib.contextmanager
 def _named() -> Iterator[None]:
-    """Has the error of a wrong name or object say that it is the draft model's, not the served model's."""
+    """Has errors of a wrong name or object say that it is the draft model's."""
     try:
         yield
     except (InvalidArgumentError, ModelNotFoundError) as error:
