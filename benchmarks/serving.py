@@ -5,6 +5,7 @@
     python benchmarks/serving.py mix prefix fairness --environments environments --peers vllm hf-continuous
     python benchmarks/serving.py decode mix --peers hf hf-continuous    # needs no environments
     python benchmarks/serving.py decode start mix prefix fairness --peers hf hf-continuous --smoke
+    python benchmarks/serving.py decode --gguf SmolLM2-135M-Instruct.Q4_1.gguf --environments environments
     python benchmarks/serving.py decode --config benchmarks/shapes/llama-8b.json --peers hf \\
         --batch 1 8 64 256 --prompt-len 1024 --kv-cache-gib 45 --warm-up 1 --repeats 3 \\
         --options 'ours:{"max_num_seqs": 256}' 'hf:{"cache_implementation": "static"}'    # on a GPU
@@ -49,7 +50,7 @@ from serving_peers.bench import OURS, QUICK, UNQUANTIZED, Bench, median_cached, 
 from serving_peers.environments import RECIPES, record_of
 from serving_peers.starts import StartTimes, measure_start, median_start
 from serving_peers.targets import print_rows
-from serving_peers.variants import EIGHT_BITS, FOUR_BITS, KINDS, SYSTEMS, Variant
+from serving_peers.variants import A_FILE, KINDS, SYSTEMS, Variant
 
 PEERS = {
     "decode": ("vllm", "hf", "llama.cpp", "openvino", "onnxruntime"),
@@ -58,7 +59,6 @@ PEERS = {
     "prefix": ("vllm",),
     "fairness": ("vllm",),
 }
-BITS = {UNQUANTIZED: 16, EIGHT_BITS: 8, FOUR_BITS: 4}
 BUSY_CORES = 0.25
 START_NUMBERS = (  # as rows call them, as `StartTimes` does, and the unit
     ("ready s", "ready_s", 1),
@@ -94,7 +94,7 @@ def run_decode(bench: Bench) -> None:
             bench.add_numbers(case, rates, turns[case], kind)
     roofline = bench.measure_roofline()
     for (number, kind), rates in found.items():
-        most = roofline.decode_rate(number, bench.workload.prompt_len, bench.workload.new_tokens, BITS[kind])
+        most = roofline.decode_rate(number, bench.workload.prompt_len, bench.workload.new_tokens, bench.bits_of(kind))
         for name, variant in bench.best(list(rates), kind).items():
             label = "decode tokens/s" if name == OURS else f"decode tokens/s, {name}"
             rate = rates[name]["decode tokens/s"]
@@ -220,6 +220,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("commands", nargs="+", choices=list(RUN), metavar="COMMAND", help=", ".join(RUN))
     parser.add_argument("--config", type=Path, default=TARGET_SHAPE)
+    parser.add_argument("--gguf", type=Path, help="file that ours and llama.cpp read as it is, in decode and start")
     parser.add_argument("--peers", nargs="*", choices=list(SYSTEMS)[1:], help="default: all that there are")
     parser.add_argument("--environments", type=Path, help="folder that peers.py installed the peers in")
     parser.add_argument(
@@ -248,6 +249,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     options.peers = possible if options.peers is None else set(options.peers)
     if idle := options.peers - possible:
         parser.error(f"{', '.join(sorted(idle))}: expected peers of {', '.join(options.commands)}, leave them out")
+    if options.gguf is not None:
+        if not options.gguf.is_file() or set(options.commands) - {"decode", "start"}:
+            parser.error(f"--gguf: expected a file, with decode or start alone, got {options.gguf}")
+        options.gguf, options.kinds, options.peers = options.gguf.resolve(), [A_FILE], {"llama.cpp"}
     options.environments = None if options.environments is None else options.environments.resolve()
     options.system_options = dict(options.options)
     options.quick = {}  # of systems while they serve
@@ -269,10 +274,12 @@ def write_results(bench: Bench, command: str) -> None:
 
     folder: Path = bench.options.output
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"serving-{command}-{bench.options.config.stem}.json"
+    stem = bench.options.config.stem if bench.file is None else bench.file.path.stem
+    path = folder / f"serving-{command}-{stem}.json"
     machine = Machine.here()
     found = {
         "command": shlex.join(["python", *sys.argv]),
+        **({} if bench.file is None else {"model": bench.file.title}),
         "machine": dataclasses.asdict(machine) | {"is_busy": machine.is_busy},
         "workload": dataclasses.asdict(bench.workload),
         "roofline": None if bench.roofline is None else dataclasses.asdict(bench.roofline),

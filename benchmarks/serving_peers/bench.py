@@ -20,12 +20,16 @@ from generate import TARGET_SHAPE, keep_kernels, write_checkpoint
 from serving_peers import measures
 from serving_peers.conversion import converted, write_tokenizer
 from serving_peers.environments import base_python, record_of
+from serving_peers.gguf import GgufModel
 from serving_peers.jobs import Job, JobResult
 from serving_peers.processes import System, Worker
 from serving_peers.roofline import Roofline, kv_token_bytes
 from serving_peers.settings import SystemSettings
 from serving_peers.targets import TARGETS, Row, judged
 from serving_peers.variants import (
+    A_FILE,
+    EIGHT_BITS,
+    FOUR_BITS,
     SYSTEMS,
     UNQUANTIZED,
     Choice,
@@ -61,15 +65,12 @@ class Bench:
         self.rows: list[Row] = []
         self.facts: dict[str, Any] = {}
         self.turns: list[dict[str, Any]] = []
-        self.choices = read_choices(scratch / "choices.json")
+        self.file = None if options.gguf is None else GgufModel.read(options.gguf)
+        self._choices_path = scratch / ("choices.json" if self.file is None else f"choices-{self.file.path.stem}.json")
+        self.choices = read_choices(self._choices_path)
         self.roofline: Roofline | None = None
         self._deadline_s = time.monotonic() + 60 * options.minutes
-        shape = json.loads(options.config.read_text()) | (SMOKE_SHAPE if options.smoke else {})
-        self.checkpoint = scratch / "model"
-        if not (self.checkpoint / "tokenizer.json").exists():
-            (scratch / "shape.json").write_text(json.dumps(shape))
-            write_checkpoint(scratch / "shape.json", DTYPE, self.checkpoint)
-            write_tokenizer(self.checkpoint, shape["vocab_size"])
+        self.checkpoint, shape = self._checkpoint() if self.file is None else (self.file.path, self.file.shape)
         self.kv_cache_bytes = SMOKE_KV_CACHE_BYTES if options.smoke else options.kv_cache_gib * 2**30
         self.token_bytes = kv_token_bytes(shape)
         asked = {name: getattr(options, name) for name in ("prompt_len", "new_tokens")}
@@ -77,6 +78,26 @@ class Bench:
         sizes = sizes | {name: value for name, value in asked.items() if value is not None}
         self.workload = Workload(shape["vocab_size"], options.seed, **sizes)
         self._shape = shape
+
+    def _checkpoint(self) -> tuple[Path, dict[str, Any]]:
+        """The folder of random weights, written when it is not there, and its configuration."""
+        shape = json.loads(self.options.config.read_text()) | (SMOKE_SHAPE if self.options.smoke else {})
+        folder = self.scratch / "model"
+        if not (folder / "tokenizer.json").exists():
+            (self.scratch / "shape.json").write_text(json.dumps(shape))
+            write_checkpoint(self.scratch / "shape.json", DTYPE, folder)
+            write_tokenizer(folder, shape["vocab_size"])
+        return folder, shape
+
+    def bits_of(self, kind: str) -> float:
+        """Bits of a weight."""
+        return self.file.bits if self.file is not None else {EIGHT_BITS: 8, FOUR_BITS: 4}.get(kind, 16)
+
+    def variants(self, name: str, kind: str) -> list[Variant]:
+        """The ways to run a system with weights of a kind."""
+        if kind == A_FILE and self.file is not None:
+            return [Variant(name, self.file.dtype, A_FILE)]
+        return variants_of(name, kind)
 
     @property
     def has_time(self) -> bool:
@@ -138,14 +159,14 @@ class Bench:
         """The best variant of a system with weights of a kind, by measurement, once for a folder of work."""
         found = self.choices.setdefault(kind, {})
         if name not in found:
-            candidates = variants_of(name, kind)
+            candidates = self.variants(name, kind)
             counts = thread_counts(1 if self.options.smoke else len(os.sched_getaffinity(0)))
-            if kind != UNQUANTIZED and (like := self.choice(name, UNQUANTIZED).best):
+            if kind in (EIGHT_BITS, FOUR_BITS) and (like := self.choice(name, UNQUANTIZED).best):
                 candidates, counts = similar(candidates, like), [like.num_threads or counts[0]]
             found[name] = choose(candidates, counts, self._trial)
             best = found[name].best
             note(f"{name}, {kind}: {best.name if best else 'nothing runs'}")
-            write_choices(self.scratch / "choices.json", self.choices)
+            write_choices(self._choices_path, self.choices)
         return found[name]
 
     def _trial(self, variant: Variant) -> list[float]:
@@ -166,7 +187,7 @@ class Bench:
 
     def best(self, names: Sequence[str], kind: str) -> dict[str, Variant]:
         """Of each system that runs; the result file says of the others why they do not."""
-        chosen = {name: self.choice(name, kind).best for name in names if variants_of(name, kind)}
+        chosen = {name: self.choice(name, kind).best for name in names if self.variants(name, kind)}
         return {name: variant for name, variant in chosen.items() if variant is not None}
 
     @contextlib.contextmanager
@@ -249,7 +270,8 @@ def summary(result: JobResult) -> dict[str, Any]:
         [round(trace.arrived_s, 4), round(trace.ttft_s, 4), round(trace.token_times_s[-1], 4), len(trace.token_ids)]
         for trace in result.traces
     ]
-    kept = {"num_cached_tokens": result.num_cached_tokens, "num_compiled": result.num_compiled}
+    kept: dict[str, float | None] = {"num_cached_tokens": result.num_cached_tokens, "num_compiled": result.num_compiled}
+    kept["cpu_s"] = None if result.cpu_s is None else round(result.cpu_s, 2)
     return {"total_s": result.total_s, "requests": requests} | kept
 
 

@@ -13,18 +13,22 @@ import dataclasses
 import json
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 RECORD = "environment.json"
 SHIM = "libllama_shim.so"
 SOURCE = Path(__file__).resolve().parent / "llama_shim.cc"
+SCRATCH = "llama-cpp"
+REPOSITORY = Path(__file__).resolve().parents[2]
 LOG_TAIL = 1500  # characters
 INSTALL_S = 1800.0  # vLLM's downloads are 3 GB; llama.cpp compiles for some minutes
 
@@ -87,7 +91,7 @@ def install(name: str, folder: Path) -> dict[str, Any]:
     target.mkdir(parents=True)
 
     def call(*command: str, cwd: Path | None = None) -> None:
-        commands.append(shlex.join(command))
+        commands.append(as_typed(command, {sys.executable: "python", str(target): f"FOLDER/{name}"}))
         done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=INSTALL_S)
         if done.returncode:
             raise RuntimeError((done.stderr or done.stdout)[-LOG_TAIL:])
@@ -110,6 +114,14 @@ def install(name: str, folder: Path) -> dict[str, Any]:
     return record
 
 
+def as_typed(command: Sequence[str], places: Mapping[str, str]) -> str:
+    """A command for a record: with the names of its `places`, which are other ones on each machine."""
+    text = shlex.join(command)
+    for path, name in {**places, str(REPOSITORY): "."}.items():
+        text = text.replace(path, name)
+    return re.sub(rf"{re.escape(tempfile.gettempdir())}/{SCRATCH}\w+", "SOURCE", text)
+
+
 def link_torch(target: Path) -> None:
     import torch
 
@@ -121,7 +133,7 @@ def link_torch(target: Path) -> None:
 
 def build_llama(source: str, target: Path, call: Any) -> None:
     """llama.cpp's libraries for this very processor, and the shim over them."""
-    with tempfile.TemporaryDirectory(prefix="llama-cpp") as scratch:
+    with tempfile.TemporaryDirectory(prefix=SCRATCH) as scratch:
         build = Path(scratch)
         call(sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", scratch, source)
         archive = next(build.glob("*.tar.gz"), None)

@@ -84,11 +84,13 @@ class JobResult:
     Attributes:
         num_cached_tokens: prompt tokens found in a prefix cache; None where that is not known.
         num_compiled: programs compiled or loaded during the job; None where that is not known.
+        cpu_s: processor seconds of the system's processes, waiting in loops included; None where it was not asked.
     """
 
     traces: list[Trace]
     num_cached_tokens: int | None = None
     num_compiled: int | None = None
+    cpu_s: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

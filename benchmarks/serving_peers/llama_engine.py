@@ -33,7 +33,8 @@ class LlamaEngine:
         self._library.engine_system_info.restype = ctypes.c_char_p
         self._num_slots = int(options.get("max_num_seqs", 32))
         slot_len = -(-settings.max_len // FLASH_PADDING) * FLASH_PADDING
-        path = str(next(Path(settings.folder).glob("*.gguf")))
+        model = Path(settings.folder)
+        path = str(model if model.is_file() else next(model.glob("*.gguf")))
         threads = int(options.get("num_threads") or len(os.sched_getaffinity(0)))
         pointer = self._library.engine_open(
             path.encode(), threads, slot_len * self._num_slots, self._num_slots, BATCH_LEN

@@ -21,10 +21,12 @@ def rates_of_batches(turns: Sequence[Sequence[JobResult]], prompt_len: int) -> d
     prefill_s, total_s = (statistics.median(turn[which].total_s for turn in turns) for which in (0, 1))
     full = turns[0][1].traces
     num_new = sum(len(trace.token_ids) for trace in full)
-    added_s = total_s - prefill_s
+    added_s, num_added = total_s - prefill_s, num_new - len(full)
+    cpu_s = [statistics.median(turn[which].cpu_s or 0.0 for turn in turns) for which in (0, 1)]
     return {
         "prefill tokens/s": len(full) * prompt_len / prefill_s,
-        "decode tokens/s": (num_new - len(full)) / added_s if added_s > 0 else None,
+        "decode tokens/s": num_added / added_s if added_s > 0 else None,
+        "decode tokens/s of a processor": num_added / (cpu_s[1] - cpu_s[0]) if cpu_s[1] > cpu_s[0] else None,
         "new tokens/s overall": num_new / total_s,
         "TTFT s, median": statistics.median(trace.ttft_s for turn in turns for trace in turn[1].traces),
     }

@@ -7,11 +7,10 @@ import dataclasses
 from typing import Any
 
 import jax
-from transformers import GenerationConfig
 
 from serving_peers.jobs import Job, JobResult, RequestGate, answer_jobs, own_output
 from serving_peers.settings import settings_of_process
-from torchax_serve import serve
+from torchax_serve import SamplingParams, serve
 from torchax_serve.bench.machine import Machine
 from torchax_serve.bench.timed_model import count_programs
 from torchax_serve.engine.options import EngineOptions
@@ -28,8 +27,8 @@ async def run_requests(model: ServedModel, job: Job) -> RequestGate:
 
     async def read(index: int) -> None:
         arrival, trace = job.arrivals[index], gate.traces[index]
-        config = GenerationConfig(max_new_tokens=arrival.max_new_tokens, do_sample=False)
-        stream: Any = model.iter_tokens(arrival.prompt_ids, config)
+        params = SamplingParams(max_new_tokens=arrival.max_new_tokens, temperature=0, ignore_eos=True)
+        stream: Any = model.iter_tokens(arrival.prompt_ids, params=params)
         async for token in stream:
             trace.add([token], gate.now_s())
             progress.set()

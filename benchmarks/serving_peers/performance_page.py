@@ -111,7 +111,8 @@ def describe(result: Mapping[str, Any]) -> str:
     ours = ", ".join(f"{name} {machine['versions'][name]}" for name in ("jax", "torch", "transformers"))
     busy = " Other programs used the machine." if machine.get("is_busy") else ""
     where = f"{machine['num_cores']} cores of {machine['cpu']}, {machine['date'][:10]}"
-    return f"`{result['command']}` on {where}; {ours}.{busy}"
+    model = f" Model: {result['model']}." if "model" in result else ""
+    return f"`{result['command']}` on {where}; {ours}.{model}{busy}"
 
 
 def choices_of(result: Mapping[str, Any], of: str) -> dict[str, Any]:

@@ -109,16 +109,24 @@ class Worker:
         return time.perf_counter() - self._started_s
 
     def run(self, job: Job) -> JobResult:
-        return JobResult.from_json(self._ask(job.to_json()))
+        before = self._cpu_s()
+        result = JobResult.from_json(self._ask(job.to_json()))
+        return dataclasses.replace(result, cpu_s=self._cpu_s() - before)
+
+    def _cpu_s(self) -> float:
+        times = [each.cpu_times() for each in self._processes()]
+        return sum(each.user + each.system for each in times)
+
+    def _processes(self) -> list[Any]:
+        """The process, and those it has started that still run."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(self._process.pid)
+            return [process, *process.children(recursive=True)]
+        return []
 
     def peak_bytes(self) -> int:
         """The highest resident memory so far: of the process, and of those it has started that still run."""
-        total = 0
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process = psutil.Process(self._process.pid)
-            for each in [process, *process.children(recursive=True)]:
-                total += peak_of(each.pid)
-        return total
+        return sum(peak_of(each.pid) for each in self._processes())
 
     def facts(self) -> dict[str, Any]:
         return self._ask({"facts": True})

@@ -16,6 +16,7 @@ from serving_peers.environments import SHIM, cpu_flags
 
 UNQUANTIZED, EIGHT_BITS, FOUR_BITS = "16 or 32 bits", "8 bits", "4 bits"
 KINDS = (UNQUANTIZED, EIGHT_BITS, FOUR_BITS)
+A_FILE = "GGUF file"  # read by both as it is
 NAMES = {  # of systems, as their projects write them
     "ours": "torchax-serve",
     "hf": "transformers, eager",

@@ -151,7 +151,7 @@ def _factors(path: Path) -> dict[str, dict[str, np.ndarray]]:
 
 
 def _check_ranks(adapter: AdapterFiles) -> None:
-    """Raises CheckpointError for a rank that is not stated: its scale would be a guess."""
+    """Raises CheckpointError for a rank that the configuration lacks: its scale is unknown."""
     pattern = adapter.config.get("rank_pattern") or {}
     known = [adapter.config.get("r"), *(pattern.values() if isinstance(pattern, dict) else ())]
     for module, parts in adapter.factors.items():

@@ -117,7 +117,10 @@ def _forward(
     pools = cache.pools()
     if sharding is not None:
         pools = tuple(laid_out(pool, sharding.pool_sharding, jax.lax.with_sharding_constraint) for pool in pools)
-    return program.unpadded_logits(logits), pools, _side_by_side(output, layers)
+    hidden = _side_by_side(output, layers)
+    if sharding is not None and hidden is not None:  # whole on every device, as the draft head's weights take it
+        hidden = jax.lax.with_sharding_constraint(hidden, sharding.replicated())
+    return program.unpadded_logits(logits), pools, hidden
 
 
 def _side_by_side(output: Any, layers: tuple[int, ...]) -> jax.Array | None:

@@ -223,6 +223,10 @@ def test_models_that_cannot_verify_drafts_refuse():
     with model, pytest.raises(UnsupportedArgumentError, match="expected None for a model with an encoder") as error:
         model.engine  # noqa: B018
     assert "\n" not in str(error.value)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    encoder = transformers.BertModel(transformers.BertConfig(vocab_size=61, **sizes))
+    with pytest.raises(UnsupportedArgumentError, match="expected None for BertModel, which does not generate"):
+        serve(encoder, speculative_config=NGRAM)
 
 
 def test_options_are_given_once_and_checked():

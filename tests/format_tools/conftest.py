@@ -1,12 +1,18 @@
-"""Checkpoints of bitsandbytes, torchao, HQQ, AutoAWQ and AutoGPTQ; collected only where the folder is named.
+"""Checkpoints of and for the formats' own tools; collected only where the folder is named.
 
 These libraries are large, and transformers takes other paths where it finds them installed: ``pip install --no-deps
 --target .venv/format-tools bitsandbytes torchao hqq einops termcolor autoawq auto-gptq``, then
-``PYTHONPATH=.venv/format-tools pytest -n 0 tests/format_tools``.
+``PYTHONPATH=.venv/format-tools pytest -n 0 tests/format_tools``. The files of FBGEMM, GPTQModel and vLLM say what they
+need, each in a folder of its own.
+
+llama.cpp is compiled by ``python benchmarks/peers.py install environments llama-cpp`` (15 minutes on two cores), and
+``pytest -n 0 tests/format_tools/test_llama_cpp.py --llama-cpp environments/llama-cpp`` runs its tests.
 """
 
 import sys
 from pathlib import Path
+
+import pytest
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "loading" / "formats"))
@@ -15,3 +21,18 @@ sys.path.insert(0, str(HERE.parent / "loading" / "formats"))
 def pytest_ignore_collect(config):
     named = (Path(config.invocation_params.dir, argument.split("::")[0]).resolve() for argument in config.args)
     return None if any(path == HERE or HERE in path.parents for path in named) else True
+
+
+def pytest_addoption(parser):
+    parser.addoption("--llama-cpp", metavar="FOLDER", help="environment of llama.cpp that peers.py has installed")
+
+
+@pytest.fixture(scope="session")
+def llama_cpp(pytestconfig):
+    """llama.cpp; without it its tests are skipped."""
+    folder = pytestconfig.getoption("--llama-cpp")
+    if folder is None:
+        pytest.skip("python benchmarks/peers.py install environments llama-cpp; --llama-cpp environments/llama-cpp")
+    from llama_cpp import Tool
+
+    return Tool(folder)

@@ -110,6 +110,15 @@ class SpeculativeConfig:
         return cls(**value)
 
 
+def refuse_heads(speculative: SpeculativeConfig | None, where: str) -> None:
+    """Raises UnsupportedArgumentError for drafts that a model or a head writes, for `where`."""
+    if speculative is not None and not speculative.looks_up:
+        raise UnsupportedArgumentError(
+            f"speculative_config: method: expected 'ngram' for {where}, got {speculative.method!r}; choose that, or "
+            "run on one host"
+        )
+
+
 def refuse_drafts(speculative: SpeculativeConfig | Mapping[str, Any] | None, where: str) -> None:
     """Raises UnsupportedArgumentError if `speculative` is a config, for `where`."""
     config = SpeculativeConfig.parse(speculative)

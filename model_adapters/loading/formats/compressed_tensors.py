@@ -213,6 +213,8 @@ def _read_float8(name: str, tensors: Mapping[str, torch.Tensor], weights: Mappin
         scale = fp8.exponents_to_float(scale)
         size = _group_size(name, weights, weight.shape[-1], scale.shape[-1])
         return QuantizedParts(weight, by_rows(name, scale, weight.shape[0]), group=size)
+    if weights.get("strategy") in ("channel", "tensor") and scale.numel() not in (1, weight.shape[0]):
+        raise CheckpointError(f"{name}: expected a scale for each of {weight.shape[0]} rows, got {list(scale.shape)}")
     block = weights.get("block_structure") if weights.get("strategy") == "block" else None
     return fp8.of_float8(name, weight, scale, block, _NAME)
 

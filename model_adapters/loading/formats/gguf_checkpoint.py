@@ -118,6 +118,8 @@ class GgufReader:
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         tensors = [self._one(tensor, reader[...]) for tensor, reader in self.sources]
+        if "_exps." in self.sources[0][0].name and hasattr(self.processor, "fuse"):
+            return self.processor.fuse(tensors)
         return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=1)
 
     def _one(self, tensor: GgufTensor, data: torch.Tensor) -> torch.Tensor:

@@ -19,11 +19,21 @@ from transformers import modeling_gguf_pytorch_utils as hf_gguf
 from transformers.integrations import gguf as hf_readers
 
 from model_adapters.errors import CheckpointError, UnsupportedModelError
+from model_adapters.loading.formats.gguf_architectures import (
+    ARCHITECTURES,
+    Architecture,
+    Falcon,
+    architecture_of,
+    complete,
+    config_keys,
+    config_values,
+)
 from model_adapters.loading.formats.gguf_file import GgufFile
 from model_adapters.loading.formats.gguf_rope import set_rope
+from model_adapters.loading.formats.gguf_words import split_words
 from model_adapters.loading.weight_sink import exclusive_load, replaced
 
-_INEXACT = ("gpt-oss", "gpt_oss", "deci", "minimax-m2", "gemma4", "qwen35", "qwen35moe", "t5", "t5encoder", "umt5")
+_INEXACT = ("deci", "minimax-m2", "gemma4", "qwen35", "qwen35moe", "t5", "t5encoder", "umt5")
 """Architectures whose configuration or tensors transformers' tables do not give completely."""
 
 # Keys of an architecture that say the same for all its models or are read from tensors.
@@ -38,6 +48,9 @@ _IMPLIED_KEYS = {
     "attention.layer_norm_epsilon",
     "attention.causal",
     "use_parallel_residual",
+    "attention.sliding_window",
+    "attention.sliding_window_pattern",
+    "tensor_data_layout",
     "vocab_size",
 }
 
@@ -64,16 +77,20 @@ def config_of(file: GgufFile) -> PreTrainedConfig:
     """
     require_gguf()
     architecture = file.architecture
-    if architecture in _INEXACT or architecture not in _known_architectures():
-        known = ", ".join(sorted(_known_architectures() - set(_INEXACT)))
+    if architecture not in (known_names := _known_architectures()):
+        known = ", ".join(sorted(known_names))
         raise UnsupportedModelError(
             f"{file.path} is a GGUF file of architecture {architecture!r}, which is not read "
             f"(expected one of {known}): use the model's safetensors folder"
         )
-    _check_keys(file)
+    own = architecture_of(file)
+    _check_keys(file, own)
     try:
-        with _header_for_transformers(file):
-            config = AutoConfig.from_pretrained(file.path.parent, gguf_file=file.path.name, local_files_only=True)
+        if own is not None:
+            config = AutoConfig.for_model(own.model_type, **config_values(file, own))
+        else:
+            with _header_for_transformers(file):
+                config = AutoConfig.from_pretrained(file.path.parent, gguf_file=file.path.name, local_files_only=True)
     except Exception as error:  # configuration classes check their values with whatever exception they like
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise CheckpointError(f"the header of {file.path} makes no configuration ({lines[0]})") from error
@@ -83,6 +100,7 @@ def config_of(file: GgufFile) -> PreTrainedConfig:
         value = file.metadata.get(f"{architecture}.{key}")
         if value is not None and hasattr(config, name):
             setattr(config, name, value)
+    complete(file, config)
     set_rope(file, config)
     ends = [config.eos_token_id, file.metadata.get("tokenizer.ggml.eot_token_id")]
     known_ends = list(dict.fromkeys(end for end in ends if end is not None))
@@ -95,9 +113,9 @@ _EPSILONS = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")
 """Keys that a file must have, as in llama.cpp: configurations have numbers of other models in their place."""
 
 
-def _check_keys(file: GgufFile) -> None:
+def _check_keys(file: GgufFile, own: Architecture | None) -> None:
     """Raises CheckpointError for numbers of the architecture that are missing or no sizes."""
-    read, given = _config_keys(file.architecture), file.metadata.get
+    read, given = config_keys(own) if own else _config_keys(file.architecture), file.metadata.get
 
     def require(key: str, value: Any, *, is_integer: bool) -> None:
         values = value if isinstance(value, list) and value else [value]
@@ -141,7 +159,8 @@ _EXTRA_KEYS = {
 def _known_architectures() -> set[str]:
     names = set(require_gguf().MODEL_ARCH_NAMES.values())
     same = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
-    return {name for name in names if same.get(name, name) in hf_gguf.GGUF_SUPPORTED_ARCHITECTURES}
+    by_transformers = {name for name in names if same.get(name, name) in hf_gguf.GGUF_SUPPORTED_ARCHITECTURES}
+    return by_transformers - set(_INEXACT) | ARCHITECTURES.keys()
 
 
 def generation_config_of(config: PreTrainedConfig) -> GenerationConfig:
@@ -163,14 +182,24 @@ def tokenizer_of(file: GgufFile) -> Any:
     if not file.metadata.get("tokenizer.ggml.tokens"):
         return None
     reads_file_itself = hasattr(hf_readers, "convert_gguf_tokenizer")  # as recent releases do
+    header = file if architecture_of(file) is None else _like_a_known_one(file)
     try:
-        with _header_for_transformers(file, with_vocabulary=not reads_file_itself):
-            return AutoTokenizer.from_pretrained(file.path.parent, gguf_file=file.path.name, local_files_only=True)
+        with _header_for_transformers(header, with_vocabulary=not reads_file_itself):
+            found = AutoTokenizer.from_pretrained(file.path.parent, gguf_file=file.path.name, local_files_only=True)
+        split_words(found, file.metadata)
+        return found
     except Exception as error:  # of the library of tokenizers, which has no class for it
         lines = str(error).strip().splitlines() or [""]
         raise CheckpointError(
             f"the vocabulary of {file.path} makes no tokenizer ({type(error).__name__}: {lines[0]}): get the file again"
         ) from error
+
+
+def _like_a_known_one(file: GgufFile) -> GgufFile:
+    """Returns the header under an architecture that transformers reads, for the tokenizer."""
+    name = "gemma2" if file.architecture == "gemma" else "llama"
+    metadata = {key: value for key, value in file.metadata.items() if not key.startswith(f"{file.architecture}.")}
+    return GgufFile(file.path, {**metadata, "general.architecture": name}, file.tensors)
 
 
 @dataclass(frozen=True)
@@ -223,7 +252,9 @@ def processor_of(file: GgufFile, config: PreTrainedConfig) -> Any:
     It is that of an architecture's tensors.
     """
     settings = {**config.to_dict(), "n_head": getattr(config, "num_attention_heads", None)}
-    return hf_gguf.TENSOR_PROCESSORS.get(file.architecture, hf_gguf.TensorProcessor)(config=settings)
+    own = architecture_of(file)
+    by_name = {**hf_gguf.TENSOR_PROCESSORS, "falcon": Falcon}
+    return (own.processor if own else by_name.get(file.architecture, hf_gguf.TensorProcessor))(config=settings)
 
 
 def tensor_names(file: GgufFile, module: PreTrainedModel, processor: Any) -> dict[str, str]:
@@ -274,7 +305,8 @@ def _add_name(names: dict[str, str], table: Any, processor: Any, parameter: str)
 def unused_keys(file: GgufFile) -> list[str]:
     """Returns the keys of the header about the architecture that nothing reads."""
     architecture = file.architecture
-    known = _config_keys(architecture) | _IMPLIED_KEYS
+    own = architecture_of(file)
+    known = (config_keys(own) if own else _config_keys(architecture)) | _IMPLIED_KEYS
     keys = [key.removeprefix(f"{architecture}.") for key in file.metadata if key.startswith(f"{architecture}.")]
     return sorted(key for key in keys if key not in known and not key.startswith("rope."))
 

@@ -33,8 +33,7 @@ def set_rope(file: GgufFile, config: PreTrainedConfig) -> None:
     elif kind == "linear" and factor:
         _update(config, {"rope_type": "linear", "factor": float(factor)})
     elif kind == "yarn" and factor:
-        original = file.metadata.get(f"{prefix}original_context_length")
-        _update(config, {"rope_type": "yarn", "factor": float(factor), "original_max_position_embeddings": original})
+        _update(config, _yarn(file, config, float(factor)))
     elif kind == "longrope":
         _update(config, _longrope(file, config))
     elif kind != "none" and factor not in (None, 0, 1, 1.0):
@@ -81,6 +80,18 @@ def _llama3(file: GgufFile, config: PreTrainedConfig) -> dict[str, object]:
         f"{file.path} has factors of rotary frequencies (rope_freqs) that are not Llama 3's, which are not read: "
         "use the model's safetensors folder"
     )
+
+
+def _yarn(file: GgufFile, config: PreTrainedConfig, factor: float) -> dict[str, object]:
+    prefix = f"{file.architecture}.rope.scaling."
+    betas = {name: file.metadata.get(f"{prefix}yarn_{name}") for name in ("beta_fast", "beta_slow")}
+    return {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": file.metadata.get(f"{prefix}original_context_length"),
+        **{name: value for name, value in betas.items() if value is not None},
+        **({"truncate": False} if config.model_type == "gpt_oss" else {}),  # which no file says
+    }
 
 
 def _longrope(file: GgufFile, config: PreTrainedConfig) -> dict[str, object]:

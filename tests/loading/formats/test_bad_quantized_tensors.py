@@ -22,7 +22,7 @@ WRITERS = {
     "fp8": lambda folder: test_fp8.block_folder(folder, tiny_llama(**MODEL)),
     **{
         case: lambda folder, case=case: test_compressed_tensors.make_folder(folder, tiny_llama(**MODEL), case)
-        for case in ("w4a16", "w8a8", "nvfp4")
+        for case in ("w4a16", "w8a8", "fp8-channel", "nvfp4")
     },
 }
 
@@ -71,6 +71,7 @@ TENSORS = [
         r"expected scale in float32 or bfloat16 or float16 .* got int32\[128, 1",
     ),
     ("w8a8", "weight_scale", lambda t: t[:5], r"expected a scale for each of 128 rows, got \[5, 1\]"),
+    ("fp8-channel", "weight_scale", lambda t: t[:5], r"expected a scale for each of 128 rows, got \[5, 1\]$"),
     ("nvfp4", "weight_global_scale", lambda t: None, "expected one weight_global_scale, got none"),
     ("nvfp4", "weight_packed", lambda t: t.int(), r"expected packed in uint8 with 2 axes, got int32\[128, 64\]"),
     ("fp8", "weight", lambda t: t.flatten(), r"expected a matrix, got \[16384\]"),
