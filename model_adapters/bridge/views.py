@@ -24,22 +24,13 @@ from pytree_registry.torchax_import import import_torchax
 torchax = import_torchax()
 from torchax.interop import jax_view, torch_view  # noqa: E402
 
-TorchView = torchax.view.View
-
-
-NarrowInfo = torchax.view.NarrowInfo
-
-
 TorchTensor = torchax.tensor.Tensor
-
-
+TorchView = torchax.view.View  # of a part of a TorchTensor, such as a slice
+NarrowInfo = torchax.view.NarrowInfo  # which part
 JaxFunction = Callable[..., Any]
-
-
-_THREAD = threading.local()
-
-
 default_env = torchax.default_env
+
+_THREAD = threading.local()  # depth: number of contexts of `torch_mode` and `computing` that this thread is in
 
 
 def is_view(value: Any) -> bool:

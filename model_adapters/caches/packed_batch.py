@@ -75,7 +75,7 @@ class ScaledPool:
     The values are ``x / scale``, rounded to int8 or float8_e4m3fn.
     """
 
-    pages: jax.Array  # int8 or float8_e4m3fn[pages, kv_heads, page_len, width]
+    pages: jax.Array  # int8 or float8_e4m3fn[pages, kv_heads, page_size, width]
     k_scale: jax.Array  # float32[kv_heads]
     v_scale: jax.Array  # float32[kv_heads]
 

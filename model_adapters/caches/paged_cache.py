@@ -63,7 +63,7 @@ class LatentWrite:
 class PagedLayer(CacheLayerMixin):
     """One attention layer: a pool of pages, and the table of its sequences' pages.
 
-    The pool is ``[pages, kv_heads, page_len, width]``.
+    The pool is ``[pages, kv_heads, page_size, width]``.
     """
 
     supports_early_init = False

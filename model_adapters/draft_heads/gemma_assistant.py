@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from model_adapters.attention import CausalMask
 from model_adapters.bridge.views import torch_view
 from model_adapters.draft_heads.head_module import HeadOutput
+from model_adapters.draft_heads.head_sharding import assistant_sharding
 from model_adapters.draft_heads.loaded_head import LoadedAssistant
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.loading.loaded_model import LoadedModel
@@ -126,7 +127,8 @@ def assistant_of(loaded: LoadedModel, target: LoadedModel) -> LoadedAssistant:
         if f"{path}.{tensor}" in target.weights
     }
     weights = {f"assistant.{tensor}": array for tensor, array in loaded.weights.items()}
-    return LoadedAssistant(name, ModelProgram(head), weights, shared, (-1,), reads=reads)
+    program = ModelProgram(head, assistant_sharding(loaded, target, shared))
+    return LoadedAssistant(name, program, weights, shared, (-1,), reads=reads)
 
 
 def _read_layer(name: str, kind: str, ours: Any, theirs: Any) -> tuple[str, int, int]:

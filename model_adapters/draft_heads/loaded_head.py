@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
+from jax.sharding import Mesh
 
+from model_adapters.device_arrays import part_on
 from model_adapters.ops.compressed_weight import Weight, Weights
 
 if TYPE_CHECKING:
@@ -59,6 +62,36 @@ class LoadedHead:
         said.pop("_name_or_path", None)
         described = repr((type(module).__name__, sorted(said.items(), key=str), self.layers, sorted(self.shared)))
         return hashlib.sha256(described.encode()).hexdigest()[:16]
+
+    @property
+    def mesh_description(self) -> str | None:
+        """One line for people: how many of its own tensors the mesh divides; None on one device."""
+        sharding = self.program.sharding
+        if sharding is None:
+            return None
+        own = [sharding.placed[name] for name in self.weights]
+        num_divided = sum(any(dim.mesh_axis for dim in each.dims) for each in own)
+        axes = " x ".join(f"{axis} {size}" for axis, size in sharding.mesh.shape.items())
+        return (
+            f"draft head {self.name}: {num_divided} of its {len(own)} tensors divided by rules of the model's layers "
+            f"or by shape on {axes}; the others whole on every device"
+        )
+
+    def on(self, mesh: Mesh | None) -> Self:
+        """Returns the head on the devices of one replica of its model; None: on one device."""
+        sharding = self.program.sharding
+        if mesh is None or sharding is None:
+            return self
+        from model_adapters.program.model_program import ModelProgram  # needs torch
+
+        there = functools.partial(part_on, mesh=mesh)
+        replica = next(each for each in sharding.replicas() if each.mesh == mesh)
+        return dataclasses.replace(
+            self,
+            program=ModelProgram(self.program.module, replica),
+            weights={name: jax.tree.map(there, weight) for name, weight in self.weights.items()},
+            token_ids=None if self.token_ids is None else there(self.token_ids),
+        )
 
     def with_model(self, model: Weights) -> Any:
         """Returns its weights beside those of the model, as `HeadedWeights`."""

@@ -7,12 +7,13 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import torch
 from transformers import LlamaConfig, PreTrainedModel
 
 from model_adapters.draft_heads.eagle3 import NUM_HIDDEN, Eagle3Head
+from model_adapters.draft_heads.head_sharding import head_sharding
 from model_adapters.draft_heads.loaded_head import LoadedHead
 from model_adapters.draft_heads.mtp import mtp_class
 from model_adapters.draft_heads.mtp_prefixed import PREFIX, one_attention_layer, prefixed_mtp_class
@@ -23,13 +24,14 @@ from model_adapters.loading.formats.placement import StoredWeights
 from model_adapters.loading.loaded_model import LoadedModel
 from model_adapters.loading.loader import harvest
 from model_adapters.loading.memory import PeakMemory
-from model_adapters.loading.model_class import read_config_json
+from model_adapters.loading.model_class import module_of, read_config_json
 from model_adapters.loading.model_files import AnyCheckpoint, ModelFiles
 from model_adapters.loading.model_source import ModelSource
 from model_adapters.loading.tensor_match import TensorMatch, some
 from model_adapters.loading.weight_sink import DevicePlacement, WeightSink
 from model_adapters.ops.compressed_weight import Weight
 from model_adapters.program.model_program import ModelProgram
+from model_adapters.sharding.model_sharding import ModelSharding
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
@@ -37,7 +39,9 @@ _REFUSED = ("norm_before_fc", "norm_output", "parallel_drafting")
 """Settings of other heads by the name EAGLE-3, which compute something else."""
 
 
-def load_eagle3(source: ModelSource, target: LoadedModel, *, allow_pickle: bool) -> LoadedHead:
+def load_eagle3(
+    source: ModelSource, target: LoadedModel, *, allow_pickle: bool, refuse_uneven: bool = False
+) -> LoadedHead:
     """Returns the EAGLE-3 head in the folder of `source`, for the model `target`.
 
     Raises:
@@ -66,26 +70,16 @@ def load_eagle3(source: ModelSource, target: LoadedModel, *, allow_pickle: bool)
             f"{source.name}: expected d2t, the tokens of {config.draft_vocab_size} columns of lm_head, as the "
             f"vocabulary has {config.vocab_size} tokens, found none; get the head's files again"
         )
-    loaded = _Read(Eagle3Head, config, source.name, checkpoint, target)
-    module, weights = loaded.tensors({name: own for name, own in names.items() if own not in ("d2t", "t2d")})
-    shared = {"embed_tokens.weight": _tensor_name(target.module, "embedding")}
-    if "embed_tokens.weight" in weights:
-        shared = {}
-    loaded.require(shared)
+    shared = {}
+    if "embed_tokens.weight" not in names.values():
+        shared["embed_tokens.weight"] = _tensor_name(target.module, "embedding")
+    loaded = _Read(Eagle3Head, config, source.name, checkpoint, target, shared, refuse_uneven)
+    program, weights = loaded.tensors({name: own for name, own in names.items() if own not in ("d2t", "t2d")})
     ids = loaded.token_ids(names) if has_map else None
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return LoadedHead(
-        source.name,
-        ModelProgram(module),
-        weights,
-        shared,
-        layers,
-        None if ids is None else jnp.asarray(ids),
-        (int(config.num_key_value_heads or config.num_attention_heads), 2 * head_dim),
-    )
+    return LoadedHead(source.name, program, weights, shared, layers, ids, _kv_shape(config, program.sharding))
 
 
-def load_mtp(target: LoadedModel) -> LoadedHead:
+def load_mtp(target: LoadedModel, *, refuse_uneven: bool = False) -> LoadedHead:
     """Returns the multi-token-prediction layer in the checkpoint of `target`.
 
     Raises:
@@ -110,18 +104,15 @@ def load_mtp(target: LoadedModel) -> LoadedHead:
     if any(each.startswith(PREFIX) for each in names):
         tensors, head_class = _prefixed_names(name, names), prefixed_mtp_class(module)
         config, embedding, head = one_attention_layer(config), "embed_tokens.weight", "lm_head.weight"
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        kv_shape = int(config.num_key_value_heads), 2 * int(head_dim)
     else:
         tensors, head_class = _mtp_names(name, config.num_hidden_layers, names), mtp_class(module)
-        layer, kv_shape = f"model.layers.{config.num_hidden_layers}", None
+        layer = f"model.layers.{config.num_hidden_layers}"
         embedding, head = f"{layer}.embed_tokens.weight", f"{layer}.shared_head.head.weight"
-    loaded = _Read(head_class, config, name, checkpoint, target)
-    made, weights = loaded.tensors(tensors)
-    shared = {embedding: _tensor_name(module, "embedding"), head: _tensor_name(module, "head")}
-    shared = {own: theirs for own, theirs in shared.items() if own not in weights}
-    loaded.require(shared)
-    return LoadedHead(f"mtp of {name}", ModelProgram(made), weights, shared, (-1,), kv_shape=kv_shape)
+    parts = {embedding: "embedding", head: "head"}
+    shared = {own: _tensor_name(module, part) for own, part in parts.items() if own not in tensors.values()}
+    program, weights = _Read(head_class, config, name, checkpoint, target, shared, refuse_uneven).tensors(tensors)
+    kv_shape = _kv_shape(config, program.sharding) if embedding == "embed_tokens.weight" else None
+    return LoadedHead(f"mtp of {name}", program, weights, shared, (-1,), kv_shape=kv_shape)
 
 
 def _prefixed_names(name: str, names: list[str]) -> dict[str, str]:
@@ -244,6 +235,15 @@ def _tensor_name(module: PreTrainedModel, which: str) -> str:
     )
 
 
+def _kv_shape(config: Any, sharding: ModelSharding | None) -> tuple[int, int]:
+    """Returns heads and width of keys and values; a mesh may repeat heads."""
+    num_heads = int(config.num_key_value_heads or config.num_attention_heads)
+    if sharding is not None:
+        num_heads = sharding.config_values.get("num_key_value_heads", num_heads)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return num_heads, 2 * int(head_dim)
+
+
 class _Read:
     """Reads the tensors of one head by transformers' loader, in the model's dtype."""
 
@@ -254,28 +254,44 @@ class _Read:
         name: str,
         checkpoint: AnyCheckpoint,
         target: LoadedModel,
+        shared: Mapping[str, str],
+        refuse_uneven: bool,
     ) -> None:
         self._class, self._config, self._name, self._checkpoint = head_class, config, name, checkpoint
         self._dtype: torch.dtype = getattr(torch, str(target.dtype))
-        self._match: TensorMatch | None = None
+        self._shared, self._sharding = shared, None
+        if target.sharding is not None:
+            empty = module_of(head_class, config, self._dtype)
+            self._sharding = head_sharding(empty, target, shared, refuse_uneven=refuse_uneven)
 
-    def tensors(self, names: Mapping[str, str]) -> tuple[PreTrainedModel, dict[str, Weight]]:
-        """Returns the module, empty, and the weights of the head that are in the files.
+    def tensors(self, names: Mapping[str, str]) -> tuple[ModelProgram, dict[str, Weight]]:
+        """Returns the forward of the head, and its own weights, all of which are in the files.
 
         Args:
             names: Names in the files, and those of the head.
+
+        Raises:
+            CheckpointError: tensors are missing, have no place, or are of other shapes.
         """
-        sink = WeightSink(DevicePlacement(None, stored=StoredWeights(None, False)), PeakMemory(), names.values())
+        put = None if self._sharding is None else self._sharding.put
+        place = DevicePlacement(put, stored=StoredWeights(self._sharding, False))
+        sink = WeightSink(place, PeakMemory(), names.values())
         with self._checkpoint.readers(lambda num_bytes: None) as readers, sink.hooked():
             state = {own: readers[name] for name, own in names.items() if name in readers}
             module = self._from_pretrained(state)
-        self._match = TensorMatch.of(module, sink.taken())
-        if self._match.faults or self._match.unused:
-            raise self._match.error(self._name)
-        weights = harvest(module, DevicePlacement(None), sink)
-        for missing in self._match.missing:  # transformers has drawn values for it
-            weights.pop(missing, None)
-        return module, weights
+        match = TensorMatch.of(module, sink.taken())
+        if match.faults or match.unused:
+            raise match.error(self._name)
+        missing = tuple(name for name in match.missing if name not in self._shared)
+        if missing:
+            raise CheckpointError(
+                f"{self._name}: expected all tensors of the draft head, {len(missing)} missing: {some(missing)}; get "
+                "its files again"
+            )
+        weights = harvest(module, place, sink)
+        for name in self._shared:  # transformers has drawn values for it
+            weights.pop(name, None)
+        return ModelProgram(module, self._sharding), weights
 
     def _from_pretrained(self, state: dict[str, Any]) -> PreTrainedModel:
         try:
@@ -289,17 +305,7 @@ class _Read:
                 f"{self._name}: the draft head cannot be built ({type(error).__name__}: {lines[0]}): check config.json"
             ) from error
 
-    def require(self, shared: Mapping[str, str]) -> None:
-        """Raises CheckpointError if tensors are missing that are not in `shared`."""
-        assert self._match is not None
-        missing = tuple(name for name in self._match.missing if name not in shared)
-        if missing:
-            raise CheckpointError(
-                f"{self._name}: expected all tensors of the draft head, {len(missing)} missing: {some(missing)}; get "
-                "its files again"
-            )
-
-    def token_ids(self, names: Mapping[str, str]) -> np.ndarray:
+    def token_ids(self, names: Mapping[str, str]) -> jax.Array:
         """Returns the token of each column of the head's logits, int32[columns].
 
         Raises:
@@ -321,4 +327,4 @@ class _Read:
             raise CheckpointError(
                 f"{self._name}: expected t2d to mark the tokens of d2t, got others; get the head's files again"
             )
-        return ids.astype(np.int32)
+        return jax.device_put(ids.astype(np.int32), None if self._sharding is None else self._sharding.replicated())

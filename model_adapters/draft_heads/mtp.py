@@ -53,6 +53,18 @@ class MtpHead(PreTrainedModel):
         self.model = _Layers(self.number, layer, kinds["rotary"](config))
         self.post_init()
 
+    def get_input_embeddings(self) -> Any:
+        """Implements transformers' method, which looks elsewhere."""
+        return self._layer.embed_tokens
+
+    def get_output_embeddings(self) -> Any:
+        """Implements transformers' method, which looks elsewhere."""
+        return self._layer.shared_head.head
+
+    @property
+    def _layer(self) -> Any:
+        return self.model.layers[str(self.number)]
+
     def forward(
         self,
         input_ids: torch.Tensor,
@@ -74,7 +86,7 @@ class MtpHead(PreTrainedModel):
             past_key_values: Cache with one layer.
             return_dict: Not used.
         """
-        layer: Any = self.model.layers[str(self.number)]
+        layer = self._layer
         embeds = layer.embed_tokens(input_ids)
         before = captured if hidden is None else hidden
         out = layer.eh_proj(torch.cat((layer.enorm(embeds), layer.hnorm(before)), dim=-1))

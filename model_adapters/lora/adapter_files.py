@@ -18,7 +18,7 @@ from model_adapters.errors import CheckpointError, InvalidArgumentError, Unsuppo
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 READ = frozenset(
-    {"peft_type", "r", "lora_alpha", "use_rslora", "fan_in_fan_out", "target_modules", "base_model_name_or_path"}
+    ["peft_type", "r", "rank_pattern", "lora_alpha", "use_rslora", "init_lora_weights", "base_model_name_or_path"]
 )
 """Fields of the configuration that are honoured."""
 WITHOUT_EFFECT = frozenset(
@@ -29,7 +29,8 @@ WITHOUT_EFFECT = frozenset(
         "revision",
         "peft_version",
         "lora_dropout",
-        "init_lora_weights",
+        "fan_in_fan_out",
+        "target_modules",
         "exclude_modules",
         "layers_to_transform",
         "layers_pattern",
@@ -38,13 +39,15 @@ WITHOUT_EFFECT = frozenset(
         "corda_config",
         "runtime_config",
         "ensure_weight_tying",
-        "rank_pattern",
         "megatron_core",
         "qalora_group_size",
         "lora_ga_config",
     ]
 )
-"""Fields that say how an adapter was made or trained; ranks and modules are those of its tensors."""
+"""Fields that say how an adapter was made or trained; its modules are those of its tensors, and a module's class says
+whether its weight is transposed, as in peft."""
+INITS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
+"""Values of ``init_lora_weights`` that leave the weights of the base as they are."""
 NEUTRAL: tuple[Any, ...] = (None, False, "none", [], {}, 0)
 PREFIX = "base_model.model."
 DTYPES = ("float32", "bfloat16", "float16")
@@ -89,7 +92,9 @@ def read_adapter(path: str | os.PathLike[str], remedy: str) -> AdapterFiles:
         UnsupportedModelError: an adapter of a kind that is not supported.
     """
     folder = Path(path)
-    return AdapterFiles(folder, _config(folder, remedy), _factors(folder))
+    adapter = AdapterFiles(folder, _config(folder, remedy), _factors(folder))
+    _check_ranks(adapter)
+    return adapter
 
 
 def _config(path: Path, remedy: str) -> dict[str, Any]:
@@ -105,6 +110,11 @@ def _config(path: Path, remedy: str) -> dict[str, Any]:
     for name, value in config.items():
         if name not in READ | WITHOUT_EFFECT and value not in NEUTRAL:
             raise UnsupportedModelError(f"adapter: {name}={value!r} is not supported here; {remedy}")
+    init = config.get("init_lora_weights")
+    if init not in INITS:  # PiSSA and others: the adapter belongs to a base from which they have taken a part
+        raise UnsupportedModelError(
+            f"adapter: init_lora_weights={init!r} changes the weights of its base, which is not done here; {remedy}"
+        )
     alpha = config.get("lora_alpha")
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
         raise InvalidArgumentError(f"adapter: expected a number lora_alpha in {path / CONFIG}, got {alpha!r}")
@@ -127,6 +137,8 @@ def _factors(path: Path) -> dict[str, dict[str, np.ndarray]]:
                 f"adapter: {name}: expected a matrix in {', '.join(DTYPES)}, got {tensor.dtype}{list(tensor.shape)}"
             )
         found.setdefault(module.removeprefix(PREFIX), {})[part] = tensor
+        if not np.isfinite(tensor.astype(np.float32)).all():
+            raise CheckpointError(f"adapter: {name}: expected finite numbers, got NaN or infinity; get the file again")
     if not found:
         raise CheckpointError(f"adapter: expected matrices in {path / WEIGHTS}, got none")
     for module, parts in found.items():
@@ -136,3 +148,17 @@ def _factors(path: Path) -> dict[str, dict[str, np.ndarray]]:
             shapes = f"A {parts['A'].shape} and B {parts['B'].shape}"
             raise CheckpointError(f"adapter: {module}: expected matrices of one rank, got {shapes}")
     return found
+
+
+def _check_ranks(adapter: AdapterFiles) -> None:
+    """Raises CheckpointError for a rank that the configuration lacks: its scale is unknown."""
+    pattern = adapter.config.get("rank_pattern") or {}
+    known = [adapter.config.get("r"), *(pattern.values() if isinstance(pattern, dict) else ())]
+    for module, parts in adapter.factors.items():
+        rank = parts["A"].shape[0]
+        if rank not in known:
+            stated = ", ".join(str(each) for each in known)
+            raise CheckpointError(
+                f"adapter: {module}: expected a rank of {CONFIG} (r, rank_pattern: {stated}), got matrices of rank "
+                f"{rank}; get both files again"
+            )

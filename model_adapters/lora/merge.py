@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from transformers.pytorch_utils import Conv1D
 
 from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
 from model_adapters.loading.loaded_model import LoadedModel
@@ -57,7 +58,7 @@ def _merged(loaded: LoadedModel, name: str, weight: jax.Array, module: str, adap
     placed = None if loaded.sharding is None else loaded.sharding.placed[name]
     shape = tuple(weight.shape) if placed is None else placed.shape
     delta = b @ a
-    if adapter.config.get("fan_in_fan_out"):
+    if isinstance(loaded.module.get_submodule(module), Conv1D):  # as peft, which corrects fan_in_fan_out
         delta = delta.T
     if delta.shape != shape:
         raise InvalidArgumentError(

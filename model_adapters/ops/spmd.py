@@ -86,7 +86,7 @@ def _by_row(spec: PartitionSpec) -> PartitionSpec:
 
 
 def pool_spec(kv_heads: int, mesh: Mesh) -> PartitionSpec:
-    """Returns how a pool ``[pages, kv_heads, page_len, width]`` is divided on the mesh."""
+    """Returns how a pool ``[pages, kv_heads, page_size, width]`` is divided on the mesh."""
     return BY_AXIS_1 if divides_heads(kv_heads, kv_heads, mesh) else REPLICATED
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from model_adapters.attention import attention_name
 from model_adapters.bridge.views import jax_view, torch_view
-from model_adapters.caches.packed_batch import PackedBatch, PagedLayout, Pool, ScaledPool, pages_of
+from model_adapters.caches.packed_batch import PackedBatch, PagedLayout, Pool, ScaledPool, laid_out, pages_of
 from model_adapters.caches.paged_cache import PagedLayer, PagedWrite
 from model_adapters.ops.compressed_weight import Weights
 from model_adapters.program.model_program import ModelProgram
@@ -56,7 +56,12 @@ def forward_assistant(
     }
     with lengths_told(batch.positions + 1 if program.rope is not None else None):
         output = program.run(weights, kwargs, attention_name(program.module))
-    return jax_view(output["logits"])[0], jax_view(output["hidden"])[0], tuple(layer.pool for layer in layers)
+    logits, own = program.unpadded_logits(jax_view(output["logits"])[0]), jax_view(output["hidden"])[0]
+    after, on_mesh = tuple(layer.pool for layer in layers), program.sharding
+    if on_mesh is not None:
+        own = jax.lax.with_sharding_constraint(own, on_mesh.replicated())
+        after = tuple(laid_out(pool, on_mesh.pool_sharding, jax.lax.with_sharding_constraint) for pool in after)
+    return logits, own, after
 
 
 def _last_entry(pool: Pool, table: jax.Array, lens: jax.Array, dim: int, dtype: Any) -> tuple[jax.Array, jax.Array]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 
 from model_adapters.attention import attention_name
 from model_adapters.bridge.views import jax_view, torch_view
-from model_adapters.caches.packed_batch import PackedBatch, PagedLayout, Pool
+from model_adapters.caches.packed_batch import PackedBatch, PagedLayout, Pool, laid_out
 from model_adapters.caches.paged_cache import PagedTraceCache
 from model_adapters.ops.compressed_weight import Weights
 from model_adapters.program.model_program import ModelProgram
@@ -37,12 +39,28 @@ def forward_head(
     Returns:
         Logits [S, columns], hidden states [S, hidden], and the pool.
     """
+    name = "captured" if is_captured else "hidden"
+    run = program.with_split_concats(functools.partial(_forward, program, layout=layout, name=name))
+    result: tuple[jax.Array, jax.Array, Pool] = run(weights, pool, batch, hidden)
+    return result
+
+
+def _forward(
+    program: ModelProgram,
+    weights: Weights,
+    pool: Pool,
+    batch: PackedBatch,
+    hidden: jax.Array,
+    *,
+    layout: PagedLayout,
+    name: str,
+) -> tuple[jax.Array, jax.Array, Pool]:
     cache = PagedTraceCache((pool,), batch, layout)
     assert program.cache_name is not None
     kwargs = {
         "input_ids": torch_view(batch.token_ids[None]),
         "position_ids": torch_view(batch.positions[None]),
-        "captured" if is_captured else "hidden": torch_view(hidden[None]),
+        name: torch_view(hidden[None]),
         "logits_to_keep": torch_view(batch.last),
         program.cache_name: cache,
     }
@@ -50,4 +68,8 @@ def forward_head(
     with lengths_told(rope_lens):
         output = program.run(weights, kwargs, attention_name(program.module))
     (pool,) = cache.pools()
-    return jax_view(output["logits"])[0], jax_view(output["hidden"])[0], pool
+    logits, own = program.unpadded_logits(jax_view(output["logits"])[0]), jax_view(output["hidden"])[0]
+    if program.sharding is not None:
+        pool = laid_out(pool, program.sharding.pool_sharding, jax.lax.with_sharding_constraint)
+        own = jax.lax.with_sharding_constraint(own, program.sharding.replicated())
+    return logits, own, pool

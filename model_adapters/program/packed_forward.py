@@ -107,8 +107,8 @@ def _forward(
     rope_lens = batch.positions + 1 if layout.is_decode else batch.rope_lens
     assert program.rope is None or rope_lens is not None
     features = features_in_place(program.module, batch.media)
-    told = lengths_told(rope_lens), adapters_told(batch.adapters)
-    with divided, program.folding(CallSpec()), told[0], told[1], features:
+    lengths, adapters = lengths_told(rope_lens), adapters_told(batch.adapters)
+    with divided, program.folding(CallSpec()), lengths, adapters, features:
         output = program.run(weights, kwargs, attention_name(program.module))
     check_layers_keep_all(cache, program.cache_name, program.target)
     logits = jax_view(output["logits"])[0]
@@ -117,7 +117,10 @@ def _forward(
     pools = cache.pools()
     if sharding is not None:
         pools = tuple(laid_out(pool, sharding.pool_sharding, jax.lax.with_sharding_constraint) for pool in pools)
-    return program.unpadded_logits(logits), pools, _side_by_side(output, layers)
+    hidden = _side_by_side(output, layers)
+    if sharding is not None and hidden is not None:  # whole on every device, as the draft head's weights take it
+        hidden = jax.lax.with_sharding_constraint(hidden, sharding.replicated())
+    return program.unpadded_logits(logits), pools, hidden
 
 
 def _side_by_side(output: Any, layers: tuple[int, ...]) -> jax.Array | None:

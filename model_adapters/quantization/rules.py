@@ -120,6 +120,17 @@ def _presets(platform: str) -> dict[str, QuantizationRule]:
 
 
 PRESETS = tuple(_presets("cpu"))
+_CHECKPOINT_METHODS = (
+    "awq",
+    "bitsandbytes",
+    "compressed-tensors",
+    "fbgemm_fp8",
+    "gguf",
+    "gptq",
+    "hqq",
+    "mxfp4",
+    "torchao",
+)
 
 
 def parse_rules(given: Any) -> QuantizationRules | None:
@@ -168,7 +179,10 @@ def _read_file(name: str) -> list[Any]:
     readers |= {".yaml": _yaml, ".yml": _yaml}
     if path.suffix not in readers:
         near = difflib.get_close_matches(name.lower(), PRESETS, n=1)
-        remedy = f"did you mean {near[0]}?" if near else "choose one of them"
+        if name.lower() in _CHECKPOINT_METHODS:
+            remedy = "a quantized checkpoint is recognized by its files, so leave it out"
+        else:
+            remedy = f"did you mean {near[0]}?" if near else "choose one of them"
         raise InvalidArgumentError(
             f"quantization: expected {', '.join(PRESETS)}, none or a .toml, .yaml or .json file of rules, got "
             f"{name!r}; {remedy}"

@@ -30,7 +30,7 @@ from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops.compressed_weight import Weight, Weights
 from model_adapters.ops.spmd import on_mesh, pool_spec, state_spec
 from model_adapters.sharding.rule_selection import rules_for
-from sharding_rules import HeadCounts, ShardingRuleError, TensorPlacement, place
+from sharding_rules import HeadCounts, RuleTable, ShardingRuleError, TensorPlacement, place
 from sharding_rules.layout import DimLayout, take
 
 SHORT_RESULT = "modulation"
@@ -71,15 +71,17 @@ class ModelSharding:
     attributes: tuple[tuple[str, str, int], ...]
 
     @classmethod
-    def of(cls, module: PreTrainedModel, mesh: Mesh, *, refuse_uneven: bool = False) -> ModelSharding:
-        """Returns the layout of `module` on `mesh`.
+    def of(
+        cls, module: PreTrainedModel, mesh: Mesh, *, refuse_uneven: bool = False, table: RuleTable | None = None
+    ) -> ModelSharding:
+        """Returns the layout of `module` on `mesh`, by the rules of its type or those of `table`.
 
         Raises:
             InvalidArgumentError: rules that do not fit the model, or zeros that were refused.
         """
         shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(module).items()}
         config = module.config.get_text_config(decoder=True)
-        table = rules_for(module, shapes)
+        table = table or rules_for(module, shapes)
         mesh_shape = {str(axis): size for axis, size in mesh.shape.items()}
         units = _units(module, config, mesh_shape.get("model", 1))
         try:

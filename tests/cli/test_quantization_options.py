@@ -95,6 +95,7 @@ def test_a_line_says_what_was_quantized():
         (("run", "--explain"), "--explain: expected --quantization with it, got none"),
         (("run", "-p", "a", "--quantization", "int5"), "--quantization: expected int8, int4, fp8"),
         (("serve", "--quantization", "int5"), "--quantization: expected int8, int4, fp8"),
+        (("serve", "--quantization", "awq"), "got 'awq'; a quantized checkpoint is recognized by its files"),
         (("run", "-p", "a", "--quantization", "bf16,int8"), "--quantization: expected int8, int4, fp8"),
     ],
 )

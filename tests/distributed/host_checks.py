@@ -70,6 +70,7 @@ def tokens(served):
     got = tokens_of(served)
     assert got == wanted, f"{got} is not {wanted}"
     in_8_bits(served)
+    with_drafts(served)
     refused(served)
     print("same tokens on", served.device_description)
 
@@ -95,18 +96,15 @@ def per_sequence(served):
     assert cache.pools and cache.states
     for array in (*cache.pools, *cache.states):
         assert array.sharding.num_devices == 8, array.sharding
-    try:
-        build_engine(served._generator()._jax_runtime, dataclasses.replace(OPTIONS, kv_cache_dtype="int8"))
-    except TorchaxServeError as error:
-        print("refused:", error)
+    in_8_bits(served, "per_sequence")
     print("same tokens", served.engine.description)
 
 
-def in_8_bits(served):
+def in_8_bits(served, action="tokens"):
     """A cache in int8, whose scales all hosts have computed, has the tokens of one device."""
     options = dataclasses.replace(OPTIONS, kv_cache_dtype="int8")
     rows, scales = [], []
-    with serve(model_of()) as alone:
+    with serve(model_of(action)) as alone:
         for model in (alone, served):
             engine = build_engine(model._generator()._jax_runtime, options)
             requests = [
@@ -117,9 +115,34 @@ def in_8_bits(served):
             assert {str(pool.pages.dtype) for pool in cache.pools} == {"int8"}
             scales.append(np.array(cache._scales))
             engine.close()
-    # each device has a head, so that the two heads are there four times
-    np.testing.assert_allclose(scales[1], np.repeat(scales[0], 4, axis=2), rtol=1e-5)
+    # each device has a head, so that two heads are there four times
+    np.testing.assert_allclose(scales[1], np.repeat(scales[0], 8 // scales[0].shape[2], axis=2), rtol=1e-5)
     assert rows[1] == rows[0], f"{rows[1]} is not {rows[0]}"
+
+
+def with_drafts(served):
+    """Verify steps on all hosts have the tokens of one device without drafts, and accept what one device does."""
+    options = dataclasses.replace(OPTIONS, speculative={"num_speculative_tokens": 3, "adaptive": False})
+    rows, counts = [], []
+    with serve(model_of()) as alone:
+        for model, own in ((alone, OPTIONS), (alone, options), (served, options)):
+            engine = build_engine(model._generator()._jax_runtime, own)
+            asked = [[17, 4, 9, 33] * 5, [8, 8, 2] * 6, PROMPTS[0]]
+            requests = [
+                EngineRequest.of(ids, config, None, vocab_size=61, seed=3)
+                for ids, config in zip(asked, (DECODING[0], DECODING[1], DECODING[0]), strict=True)
+            ]
+            rows.append([handle.result() for handle in engine.submit_all(requests)])
+            stats = engine.stats().scheduler
+            counts.append((stats.num_draft_tokens, stats.num_accepted_tokens))
+            engine.close()
+    assert rows[1] == rows[0] and rows[2] == rows[0], rows
+    assert counts[2] == counts[1] and counts[1][1] > 0, counts
+    try:
+        head = {"method": "draft_model", "model": "any"}
+        build_engine(served._generator()._jax_runtime, dataclasses.replace(OPTIONS, speculative=head))
+    except TorchaxServeError as error:
+        print("refused:", error)
 
 
 def refused(served):

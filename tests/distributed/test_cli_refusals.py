@@ -37,7 +37,7 @@ def refused(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("--tensor-parallel 999", r"mesh: expected at most the \d+ devices there are, got model 999 = 999; lower"),
+        ("--tensor-parallel 999", r"--tensor-parallel: expected at most the \d+ devices there are, got 999; lower"),
         ("--mesh data=3,model=333", r"mesh: expected at most the \d+ devices .* data 3 x model 333 x expert 1 = 999"),
         ("--mesh pipe=2", r"mesh: expected axes out of data, model, expert, got 'pipe'"),
         ("--mesh model=two", r"mesh: expected model=<a positive number>, got 'model=two'"),

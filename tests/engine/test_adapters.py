@@ -169,11 +169,24 @@ def changed(peft, tmp_path, name="a2", **fields):
         ({"bias": "lora_only"}, "bias='lora_only' is not supported"),
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save=\['lm_head'\] is not supported"),
         ({"peft_type": "IA3"}, "expected peft_type LORA, got IA3"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' changes the weights of its base"),
     ],
 )
 def test_other_kinds_of_adapters_are_refused_by_name(without, peft, tmp_path, fields, message):
     with pytest.raises(UnsupportedModelError, match=message):
         without.load_adapter("x", changed(peft, tmp_path, **fields))
+
+
+def test_numbers_that_are_not_finite_and_ranks_that_are_not_stated(without, peft, tmp_path):
+    folder = changed(peft, tmp_path, r=7)
+    with pytest.raises(CheckpointError, match=r"expected a rank of .* \(r, rank_pattern: 7\), got matrices of rank 3"):
+        without.load_adapter("x", folder)
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    next(iter(tensors.values()))[0, 0] = np.nan
+    save_file(tensors, file)
+    with pytest.raises(CheckpointError, match="expected finite numbers, got NaN"):
+        without.load_adapter("x", folder)
 
 
 def test_adapters_that_do_not_fit_are_refused_and_nothing_in_flight_is_lost(without, peft, tmp_path):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import random
 import re
 import shutil
 
@@ -12,10 +11,10 @@ import torch
 import transformers
 from draft_head_oracle import Eagle3, Mtp, PrefixedMtp, proposals, trained
 from engine_models import VOCAB_SIZE
+from headed_models import NUM_NEW, deeper, hybrid, llama, prompts, text_of
 from safetensors.torch import load_file, save_file
 from speculation_requests import request, tokens_of
 from thorough import thorough
-from weights import draw_matrices
 
 from model_adapters.draft_heads.loading import load_eagle3
 from model_adapters.errors import TorchaxServeError
@@ -28,35 +27,6 @@ SIZES = EngineOptions(
     max_model_len=96, max_num_seqs=4, page_size=8, max_num_batched_tokens=32, max_num_steps=4, batch_invariant=True
 )
 NUM_DRAFTS = 3
-NUM_NEW = 24
-
-
-def llama(dtype=torch.float32, hidden_size=32, vocab_size=VOCAB_SIZE):
-    config = transformers.LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-    )
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
-    draw_matrices(model.eval(), std=0.2)
-    model.generation_config.eos_token_id = None
-    return model.to(dtype)
-
-
-def prompts(sizes=(2, 9, 40)):
-    rng = random.Random(8)
-    return [[rng.randrange(3, VOCAB_SIZE) for _ in range(size)] for size in sizes]
-
-
-def text_of(model, prompt):
-    ids = torch.tensor([prompt])
-    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_NEW, do_sample=False)
-    return output[0].tolist()
 
 
 @pytest.fixture(scope="module")
@@ -129,33 +99,6 @@ def test_eagle3_changes_no_token(eagle3, dtype):
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
 
 
-def deeper(model_type):
-    """A model with one layer more than is served, which becomes the prediction layer."""
-    sizes = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "moe_intermediate_size": 16,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "n_group": 2,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        "max_position_embeddings": 128,
-    }
-    latent = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
-    more = {"deepseek_v3": latent, "glm4_moe": {"head_dim": 8, "num_key_value_heads": 2}}[model_type]
-    config = transformers.AutoConfig.for_model(model_type, **{**sizes, **more})
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
-    draw_matrices(model.eval(), std=0.2)
-    model.generation_config.eos_token_id = None
-    return model
-
-
 @pytest.mark.parametrize("model_type", [thorough("glm4_moe"), "deepseek_v3"])  # the latter has latent attention
 def test_mtp_proposes_what_eager_pytorch_does(model_type, tmp_path, recorded):
     whole = deeper(model_type)
@@ -174,37 +117,6 @@ def test_mtp_proposes_what_eager_pytorch_does(model_type, tmp_path, recorded):
     assert 0.3 * stats.num_draft_tokens < stats.num_accepted_tokens <= stats.num_draft_tokens
     with serve(folder, engine=SIZES) as plain:
         assert tokens_of(plain, sampled) == drawn
-
-
-def hybrid(model_type="qwen3_next"):
-    """A model of which three layers of four have recurrent states."""
-    sizes = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-        "max_position_embeddings": 128,
-    }
-    experts = {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "shared_expert_intermediate_size": 16,
-        "norm_topk_prob": True,
-    }
-    config = transformers.AutoConfig.for_model(model_type, **sizes, **(experts if model_type == "qwen3_next" else {}))
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
-    draw_matrices(model.eval(), std=0.2)
-    model.generation_config.eos_token_id = None
-    return model
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", thorough("qwen3_5_text")])

@@ -5,11 +5,12 @@ import random
 
 import pytest
 import torch
+from adapter_models import PeftModels, ranks
 from speculation_requests import answers_of, request, tokens_of
 from test_per_sequence import VOCAB_SIZE, tiny
 from thorough import thorough
 
-from torchax_serve import EngineOptions, serve
+from torchax_serve import EngineOptions, SamplingParams, serve
 
 SIZES = EngineOptions(max_model_len=96, max_num_seqs=4, page_size=8, max_num_batched_tokens=32)
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False}
@@ -121,6 +122,23 @@ def test_preempted_and_late_requests_keep_their_tokens(name):
             assert tokens == (whole[: len(tokens)] if handle.finish_reason == "deadline" else whole)
         stats = model.engine.stats().scheduler
         assert stats.num_preemptions > 0 and stats.num_accepted_tokens > 0
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_drafts_are_verified_with_the_adapter_of_their_row(tmp_path):
+    """Pending tokens, too: their states are those that the adapter makes."""
+    targets = {"target_modules": ["q_proj", "o_proj", "in_proj", "down_proj"]}
+    configs = {name: {**config, **targets} for name, config in ranks(2).items()}
+    peft = PeftModels(tiny("falcon_h1"), tmp_path, configs)
+    prompts = [list(each.prompt_ids) for each in asked_of(3, 24, 10)]
+    params = [SamplingParams(max_new_tokens=24, temperature=0.0, adapter=name) for name in (*peft.names, None)]
+    engine = dataclasses.replace(SIZES, speculative=NGRAM)
+    with serve(tiny("falcon_h1"), engine=engine, adapters=peft.folders(), max_lora_rank=4) as model:
+        model.engine.check_integrity = True
+        answers = [answer.token_ids for answer in model.generate_batch(prompts, params)]
+        assert model.stats().scheduler.num_accepted_tokens > 0
+    wanted = [peft.tokens(each.adapter, prompt, 24) for each, prompt in zip(params, prompts, strict=True)]
+    assert answers == wanted and len(set(map(tuple, wanted))) == 3
 
 
 @pytest.mark.thorough

@@ -12,6 +12,7 @@ from engine_models import VOCAB_SIZE, expected_tokens, tiny_model
 from speculation_requests import answers_of, repeating_prompts, request, tokens_of
 from thorough import thorough
 
+from model_adapters.errors import ModelNotFoundError
 from torchax_serve import EngineOptions, InvalidArgumentError, SamplingParams, UnsupportedArgumentError, serve
 
 SIZES = EngineOptions(
@@ -197,8 +198,23 @@ def test_a_draft_model_has_the_vocabulary_of_the_model():
         serve(tiny_model("llama"), speculative_config={"method": "draft_model", "model": other})
     config = {"method": "draft_model", "model": tiny_model("mamba")}
     model = serve(tiny_model("llama"), speculative_config=config, engine=EngineOptions(max_model_len=64))
-    with model, pytest.raises(UnsupportedArgumentError, match="model: expected a model that runs packed"):
+    with model, pytest.raises(UnsupportedArgumentError, match="that runs packed, got the model object:"):
         model.engine  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"method": "ngram"}, "model: expected None with method 'ngram', got LlamaForCausalLM"),
+        ({"method": "eagle3"}, "speculative_config: model: the model is a LlamaForCausalLM, expected"),
+        ({"method": "draft_model", "model": "/nowhere"}, "^speculative_config: model: there is no folder /nowhere"),
+    ],
+)
+def test_a_draft_model_that_is_none_is_said_in_one_line(config, said):
+    draft = tiny_model("llama")
+    with pytest.raises((InvalidArgumentError, ModelNotFoundError), match=said) as caught:
+        serve(tiny_model("llama"), speculative_config={"model": draft, **config})
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
 
 
 def test_models_that_cannot_verify_drafts_refuse():
@@ -207,6 +223,10 @@ def test_models_that_cannot_verify_drafts_refuse():
     with model, pytest.raises(UnsupportedArgumentError, match="expected None for a model with an encoder") as error:
         model.engine  # noqa: B018
     assert "\n" not in str(error.value)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    encoder = transformers.BertModel(transformers.BertConfig(vocab_size=61, **sizes))
+    with pytest.raises(UnsupportedArgumentError, match="expected None for BertModel, which does not generate"):
+        serve(encoder, speculative_config=NGRAM)
 
 
 def test_options_are_given_once_and_checked():

@@ -1,8 +1,9 @@
-"""Checkpoints of bitsandbytes, torchao, HQQ, AutoAWQ, AutoGPTQ, llama.cpp; collected only where the folder is named.
+"""Checkpoints of and for the formats' own tools; collected only where the folder is named.
 
 These libraries are large, and transformers takes other paths where it finds them installed: ``pip install --no-deps
 --target .venv/format-tools bitsandbytes torchao hqq einops termcolor autoawq auto-gptq``, then
-``PYTHONPATH=.venv/format-tools pytest -n 0 tests/format_tools``.
+``PYTHONPATH=.venv/format-tools pytest -n 0 tests/format_tools``. The files of FBGEMM, GPTQModel and vLLM say what they
+need, each in a folder of its own.
 
 llama.cpp is compiled by ``python benchmarks/peers.py install environments llama-cpp`` (15 minutes on two cores), and
 ``pytest -n 0 tests/format_tools/test_llama_cpp.py --llama-cpp environments/llama-cpp`` runs its tests.

@@ -2,48 +2,18 @@
 
 import tools  # noqa: F401  # isort: skip
 
-import importlib.util
-import sys
-import types
-
 import pytest
 import torch
+from gptq_layers import GROUP, layer_of, parts_of
+from partial_imports import without_imports
 from quantized_folders import check_generates, check_weights, dense_twin, replaced, tiny_llama, write
 
-GROUP = 32
-
-
-def without_imports(*packages):
-    """Makes packages importable that import models of older releases of transformers first of all."""
-    for name in packages:
-        (place,) = importlib.util.find_spec(name).submodule_search_locations
-        sys.modules[name] = types.ModuleType(name)
-        sys.modules[name].__path__ = [place]
-
-
+# They import models of older releases of transformers first of all.
 without_imports("awq", "auto_gptq", "auto_gptq.nn_modules", "auto_gptq.nn_modules.qlinear")
 
 from auto_gptq.nn_modules.qlinear.qlinear_cuda import QuantLinear  # noqa: E402
 from awq.modules.linear.gemm import WQLinear_GEMM  # noqa: E402
 from awq.utils.packing_utils import dequantize_gemm  # noqa: E402
-
-
-def layer_of(weight, bits, group_of):
-    """A linear layer on the grid of its scales and zero points [out, groups], which the packers need."""
-    groups = int(group_of.max()) + 1
-    scale, zero = torch.empty(weight.shape[0], groups), torch.empty(weight.shape[0], groups)
-    for group in range(groups):
-        least, most = (find(weight[:, group_of == group], 1) for find in (torch.amin, torch.amax))
-        scale[:, group] = ((most - least) / (2**bits - 1)).half().float()
-        zero[:, group] = torch.round(-least / scale[:, group]).clamp(1, 2**bits - 1)
-    numbers = torch.round(weight / scale[:, group_of] + zero[:, group_of]).clamp(0, 2**bits - 1)
-    layer = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False)
-    layer.weight.data = (numbers - zero[:, group_of]) * scale[:, group_of]
-    return layer, scale, zero
-
-
-def parts_of(module, packed, names):
-    return {f"{module}.{name}": getattr(packed, name) for name in names}
 
 
 @pytest.mark.parametrize("act_order", [False, True])

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 import torch
 import transformers
+from head_checks import check_heads
 from safetensors.numpy import save_file
 from transformers.pytorch_utils import Conv1D
 from weights import draw_matrices
@@ -94,6 +95,8 @@ CONFIGS = {
     "olmo2": lambda: transformers.Olmo2Config(**SIZES, num_attention_heads=4, num_key_value_heads=2),  # its own plan
     "bloom": lambda: transformers.BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=61),  # shapes alone
 }
+SIZES_OF_STATES = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 4}
+CONFIGS["hybrid"] = lambda: transformers.FalconH1Config(**SIZES, **HEADS, **SIZES_OF_STATES, mamba_chunk_size=8)
 PROMPTS = [np.random.default_rng(0).integers(3, 60, length).tolist() for length in (5, 9, 17)]
 ALWAYS = {"max_new_tokens": 8, "min_new_tokens": 8}
 DECODING = [
@@ -160,6 +163,12 @@ def speculative(family, meshes, method):
             print("same tokens", family, mesh, "accepted", served.stats().scheduler.num_accepted_tokens)
 
 
+def headed(kind, meshes):
+    """Tokens and accepted drafts of draft heads on meshes, those of one device."""
+    for mesh, drafted, accepted in check_heads(kind, [(mesh, shape_of(mesh)) for mesh in meshes.split(",")]):
+        print("same tokens", kind, mesh, "drafted", drafted, "accepted", accepted)
+
+
 def offloaded(family, meshes):
     """Prompts of five pages on a device with nine, twice: prefixes of the first time come from host memory."""
     rng = np.random.default_rng(0)
@@ -219,21 +228,26 @@ def adapter_of(family, folder, seed):
     return folder
 
 
-def adapters(family, meshes):
-    """Tokens of requests with two adapters and with none, beside each other, on one device and on meshes."""
+def adapters(family, meshes, drafts=None):
+    """Tokens of requests with two adapters and with none, beside each other, on one device and on meshes.
+
+    With a configuration of `drafts`, steps on meshes verify some.
+    """
     options = EngineOptions(max_model_len=64, max_num_seqs=4)
     with tempfile.TemporaryDirectory() as root:
         folders = {name: adapter_of(family, Path(root, name), seed) for seed, name in enumerate(("x", "y"))}
 
         def rows(served):
             asked = [SamplingParams(adapter=name, max_new_tokens=8, temperature=0.0) for name in ("x", "y", None)]
-            return [answer.token_ids for answer in served.generate_batch([PROMPTS[1]] * 3, asked)]
+            prompts = [PROMPTS[1] * 2] * 3 if drafts else [PROMPTS[1]] * 3
+            return [answer.token_ids for answer in served.generate_batch(prompts, asked)]
 
         with serve(model_of(family), engine=options, adapters=folders) as single:
             wanted = rows(single)
         assert len(set(map(tuple, wanted))) == 3, wanted
         for mesh in meshes.split(","):
-            with serve(model_of(family), engine=options, mesh=shape_of(mesh), adapters=folders) as served:
+            on_mesh = {"mesh": shape_of(mesh), "adapters": folders, "speculative_config": drafts}
+            with serve(model_of(family), engine=options, **on_mesh) as served:
                 assert rows(served) == wanted, f"{family} {mesh}: {rows(served)} is not {wanted}"
                 for engine in engines_in(served.engine):
                     engine._runner._background.wait()  # for programs that are compiled ahead
@@ -241,7 +255,9 @@ def adapters(family, meshes):
                 served.unload_adapter("x")
                 served.load_adapter("x", folders["x"])
                 assert rows(served) == wanted
-                assert served.stats().num_programs == programs
+                assert drafts or served.stats().num_programs == programs
+                accepted = served.stats().scheduler.num_accepted_tokens
+                assert drafts is None or accepted > 0
                 print("same tokens", family, mesh)
 
 

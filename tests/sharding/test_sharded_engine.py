@@ -85,6 +85,33 @@ def test_drafts_are_verified_on_meshes_and_replicas(on_eight, method, meshes):
     assert all(int(line.split()[5]) > 0 for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("kind", "meshes"),
+    [
+        ("eagle3", "1x8"),
+        thorough("eagle3", "1x2,1x4,2x2"),
+        ("gemma4", "1x2"),
+        thorough("gemma4", "1x4,1x8"),
+        thorough("deepseek_v3", "1x2,1x2x2"),
+        thorough("glm4_moe", "1x4,1x2x2"),
+        thorough("qwen3_next", "1x2,1x4,1x2x2"),
+        thorough("qwen3_5_text", "1x8"),
+    ],
+)
+def test_draft_heads_lie_on_the_mesh_of_their_model(on_eight, kind, meshes):
+    """The same drafts are accepted as on one device."""
+    lines = on_eight("headed", kind, meshes)
+    assert [line.split()[3] for line in lines] == meshes.split(",")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", ["llama", "hybrid"])
+def test_drafts_are_verified_with_the_adapter_of_their_row(on_eight, family):
+    """The latter has states, in front of which pending tokens are computed with their adapter, too."""
+    config = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
+    assert len(on_eight("adapters", family, "1x2", config)) == 1
+
+
 @pytest.mark.thorough
 def test_drafts_are_verified_behind_states_on_a_mesh(on_eight):
     (line,) = on_eight("speculative", "mamba", "1x2", "ngram")
@@ -168,7 +195,7 @@ def test_generate_runs_on_a_mesh(on_eight):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("tensor_parallel=9", r"mesh: expected at most the 8 devices there are, got model 9 = 9; lower an axis"),
+        ("tensor_parallel=9", r"tensor_parallel: expected at most the 8 devices there are, got 9; lower it"),
         ("mesh={'pipe': 2}", r"mesh: expected axes out of data, model, expert, got 'pipe'"),
         ("mesh={'model': 0}", r"mesh: expected a whole number >= 1 on axis 'model', got 0"),
         ("tensor_parallel=0", r"tensor_parallel: expected a whole number >= 1, got 0"),

@@ -58,6 +58,14 @@ def test_transposed_weights_of_gpt2(tmp_path):
         check_same(served, merged)
 
 
+def test_a_square_weight_is_not_transposed_by_a_wrong_setting(folder, made):
+    """peft corrects fan_in_fan_out by the class of the layer."""
+    file = made[0] / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "fan_in_fan_out": True}))
+    with serve(folder, adapter=made[0]) as served:
+        check_same(served, made[1])
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [

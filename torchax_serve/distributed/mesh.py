@@ -67,10 +67,10 @@ def mesh_for(mesh: Mesh | Mapping[str, int] | None, tensor_parallel: int | None)
         return mesh_of(devices.reshape(-1), shape)
     number = math.prod(shape.values())
     if number > len(jax.devices()):
+        axes = " x ".join(f"{axis} {size}" for axis, size in shape.items())
+        name, given = ("mesh", f"{axes} = {number}") if tensor_parallel is None else ("tensor_parallel", str(number))
         raise InvalidArgumentError(
-            f"mesh: expected at most the {len(jax.devices())} devices there are, got "
-            + " x ".join(f"{axis} {size}" for axis, size in shape.items())
-            + f" = {number}; lower an axis"
+            f"{name}: expected at most the {len(jax.devices())} devices there are, got {given}; lower it"
         )
     return None if number == 1 else mesh_across_slices(jax.devices()[:number], shape)
 

@@ -283,8 +283,8 @@ class Engine:
             self.progress.moved()
         self._output_processor.deliver(self._scheduler.pop_finished())
         # A step whose program was new is read at once: loading the next one's would hold up its tokens.
-        most = MAX_IN_FLIGHT if self._runner.runs_ahead and self._dispatched.is_timed else 1
-        if len(self._dispatched) >= most or (plan is None and self._dispatched):
+        max_in_flight = MAX_IN_FLIGHT if self._runner.runs_ahead and self._dispatched.is_timed else 1
+        if len(self._dispatched) >= max_in_flight or (plan is None and self._dispatched):
             self._output_processor.notify_async_readers()  # of what has ended: the device may compute for a while
             self._retire_oldest()
         for request_id in self._output_processor.take_failed():

@@ -80,7 +80,7 @@ def no_engine(reason: str, options: EngineOptions | None) -> UnsupportedModelErr
     Raises:
         UnsupportedArgumentError: `options` ask for what only a batch has.
     """
-    refuse_drafts(options and options.speculative, f"this model ({reason})")
+    refuse_drafts(None if options is None else options.speculative, f"this model ({reason})")
     return UnsupportedModelError(reason)
 
 

@@ -6,9 +6,9 @@ import functools
 from typing import TYPE_CHECKING
 
 import jax
-from jax.sharding import Mesh, NamedSharding
 from transformers import PreTrainedModel
 
+from model_adapters.device_arrays import part_on
 from model_adapters.ops.compressed_weight import Weight
 from model_adapters.sharding.model_sharding import ModelSharding
 from torchax_serve.compilation.executable_cache import ExecutableCache
@@ -36,17 +36,8 @@ def split_runtimes(
         shared: dict[int, Weight] = {}
         for array in weights.values():
             if id(array) not in shared:
-                shared[id(array)] = jax.tree.map(functools.partial(_part, mesh=replica.mesh), array)
+                shared[id(array)] = jax.tree.map(functools.partial(part_on, mesh=replica.mesh), array)
         here = {name: shared[id(array)] for name, array in weights.items()}
         programs = ExecutableCache(mesh=replica.mesh, launcher=launcher)
         runtimes.append(ModelRuntime(module, here, programs, replica))
     return runtimes
-
-
-def _part(array: jax.Array, mesh: Mesh) -> jax.Array:
-    """Returns the part of `array` on the devices of `mesh`; this host holds its own shards."""
-    assert isinstance(array.sharding, NamedSharding)
-    sharding = NamedSharding(mesh, array.sharding.spec)
-    shards = {shard.device: shard.data for shard in array.addressable_shards}
-    there = [shards[device] for device in sharding.mesh.devices.flat if device in shards]
-    return jax.make_array_from_single_device_arrays(array.shape, sharding, there)

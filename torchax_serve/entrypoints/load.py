@@ -32,6 +32,7 @@ from torchax_serve.entrypoints.encoder_model import EncoderModel
 from torchax_serve.entrypoints.live_adapters import LiveAdapters, enable_adapters
 from torchax_serve.entrypoints.served_model import ServedModel, record_start
 from torchax_serve.entrypoints.speech_model import SpeechModel, is_speech_model
+from torchax_serve.scheduler.speculative_config import SpeculativeConfig, refuse_heads
 from torchax_serve.start.record import StartFolder
 
 
@@ -97,11 +98,14 @@ def serve_on_hosts(
 
     Raises:
         InvalidArgumentError: `hosts` names another process as the leader.
+        UnsupportedArgumentError: a model or a head is to draft.
     """
     if not hosts.is_leader:
         raise InvalidArgumentError(
             f"hosts: expected host_id 0, the leader's, got {hosts.host_id}; call follow() on the other hosts"
         )
+    if engine is not None:
+        refuse_heads(SpeculativeConfig.parse(engine.speculative), "a model on several hosts")
     with joined(hosts, model, shared_arguments(loading, mesh, tensor_parallel)) as followers:
         loaded = load_model(model, mesh=mesh_of_hosts(hosts, mesh, tensor_parallel), **loading)
         check_same_model(followers, load_digest(loaded))

@@ -12,7 +12,7 @@ from model_adapters.ops.quantized_weight import QuantizedWeight
 from torchax_serve.executors.base import ExecutorChoice
 from torchax_serve.executors.packed_factory import packed_executor
 from torchax_serve.kv_cache.memory import MemoryBudget
-from torchax_serve.scheduler.speculative_config import refuse_drafts
+from torchax_serve.scheduler.speculative_config import refuse_heads
 
 if TYPE_CHECKING:
     from torchax_serve.runtime.model_runtime import ModelRuntime
@@ -27,7 +27,7 @@ def choose_executor(runtime: ModelRuntime, sizes: MemoryBudget) -> ExecutorChoic
         OutOfMemoryError: the cache does not fit.
     """
     if runtime.steps.executables.launcher is not None:
-        refuse_drafts(sizes.speculative, "a model on several hosts")
+        refuse_heads(sizes.speculative, "a model on several hosts")
     try:
         choice = packed_executor(runtime, sizes)
     except NotPackableError as reason:

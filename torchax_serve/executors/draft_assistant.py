@@ -34,9 +34,8 @@ class DraftAssistant(DraftHead):
         *of_model, state = pools
         arguments = program, weights.model, tuple(of_model), batch, layout
         logits, of_model_after, hidden = forward_with_hidden(*arguments, self.loaded.layers)
-        assert hidden is not None and batch.slots is not None
-        state = state.kept(batch.slots, batch.kv_lens > 0, hidden[batch.last], batch.kv_lens)
-        return logits, (*of_model_after, state), hidden
+        assert hidden is not None
+        return logits, (*of_model_after, self._with_last(state, batch, hidden)), hidden
 
     def steps(self, weights: HeadedWeights, pools: Pools, steps: VerifySteps) -> HeadSteps:
         """Returns the step that drafts, traced: in front of the loop that runs it."""

@@ -91,8 +91,36 @@ class DraftHead:
         table, pair = batch.page_tables[layout.groups[-1]], _decode_pairs if layout.is_decode else _pairs
         pairs = pair(batch, state, hidden, table)
         pool = self._run(weights, pool, *pairs, _of_head(layout), is_captured=True)[2]
+        return pool, self._with_last(state, batch, hidden)
+
+    def _with_last(self, state: HeadState, batch: PackedBatch, hidden: jax.Array) -> HeadState:
+        """Returns the state with the hidden state of each row's last token in a step."""
         assert batch.slots is not None
-        return pool, state.kept(batch.slots, batch.kv_lens > 0, hidden[batch.last], batch.kv_lens)
+        return state.kept(batch.slots, batch.kv_lens > 0, hidden[batch.last], batch.kv_lens)
+
+    def kept(self, pools: Pools, steps: VerifySteps, is_active: jax.Array, hidden: jax.Array, lens: jax.Array) -> Pools:
+        """Returns the pools with the hidden state of each row's last accepted token.
+
+        Args:
+            pools: Pools and state.
+            steps: The inputs of the call.
+            is_active: Rows that were computed, bool[S].
+            hidden: The hidden states.
+            lens: int32[S], number of computed tokens of each row.
+        """
+        *others, state = pools
+        return (*others, state.kept(steps.slots, is_active, hidden, lens))
+
+    def as_taken(self, pools: Pools) -> Pools:
+        """Returns pools whose state is whole on every device, as the next program takes it.
+
+        Inside of a program XLA may divide it.
+        """
+        sharding = self.loaded.program.sharding
+        if sharding is None:
+            return pools
+        *others, state = pools
+        return (*others, jax.lax.with_sharding_constraint(state, sharding.replicated()))
 
     def _run(
         self,
@@ -169,20 +197,6 @@ class DraftHead:
         drafts = jnp.zeros((len(token), num_drafts), jnp.int32).at[:, 0].set(token)
         drafts, _, _, pool = jax.lax.fori_loop(1, num_drafts, later, (drafts, token, own, pool))
         return drafts, is_found, (*others, pool, state)
-
-
-def kept(pools: Pools, steps: VerifySteps, is_active: jax.Array, hidden: jax.Array, lens: jax.Array) -> Pools:
-    """Returns the pools with the hidden state of each row's last accepted token.
-
-    Args:
-        pools: Pools and state.
-        steps: The inputs of the call.
-        is_active: Rows that were computed, bool[S].
-        hidden: The hidden states.
-        lens: int32[S], number of computed tokens of each row.
-    """
-    *others, state = pools
-    return (*others, state.kept(steps.slots, is_active, hidden, lens))
 
 
 def _of_head(layout: PagedLayout, *, is_decode: bool | None = None) -> PagedLayout:

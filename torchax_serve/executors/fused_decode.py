@@ -22,6 +22,7 @@ from torchax_serve.sampling.types import RowOptions, SamplerSpec, SamplerState
 def decode_steps(
     forward_of: Callable[..., Any],
     adapters: SlotAdapters,
+    as_taken: Callable[[tuple[Pool, ...]], tuple[Pool, ...]],
     weights: Weights,
     pools: tuple[Pool, ...],
     state: SamplerState,
@@ -34,6 +35,7 @@ def decode_steps(
     Args:
         forward_of: Forward of a packed step.
         adapters: Adapters by slot.
+        as_taken: Places the pools as programs take them.
         weights: Weights by name.
         pools: Pages of each layer.
         state: State of the sampler.
@@ -67,4 +69,4 @@ def decode_steps(
     logits = jnp.zeros(shape.shape, shape.dtype)
     tokens = jnp.zeros((spec.max_num_steps, spec.packed.num_rows), jnp.int32)
     logits, tokens, pools, state = jax.lax.fori_loop(0, num_steps, step, (logits, tokens, pools, state))
-    return (with_rows(logits, len(state.last_tokens)), tokens), pools, state
+    return (with_rows(logits, len(state.last_tokens)), tokens), as_taken(pools), state

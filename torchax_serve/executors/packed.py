@@ -111,7 +111,7 @@ class PackedExecutor:
         self._steps: CompiledSteps[Spec] = CompiledSteps(self._weights, programs, self._call_of)
         self.compiles_ahead = self._steps.compiles_ahead
         self._step = compiled("packed", self._run, donate=["pools"])
-        decode = functools.partial(decode_steps, self._forward, self._adapters)
+        decode = functools.partial(decode_steps, self._forward, self._adapters, self._as_taken)
         self._decode_steps = compiled("decode_steps", decode, donate=["pools"])
         self._speculative: SpeculativeDecoder | None = None
         if speculative is not None:
@@ -142,6 +142,10 @@ class PackedExecutor:
                 return self._head.forward(self._program, weights, pools, batch, spec.layout)
             return *forward_packed(self._program, weights, pools, batch, spec.layout), None
 
+    def _as_taken(self, pools: tuple[Pool, ...]) -> tuple[Pool, ...]:
+        """Returns the pools of a program's end as the next program takes them."""
+        return pools if self._head is None else self._head.as_taken(pools)
+
     def _run(
         self,
         weights: Weights,
@@ -160,6 +164,7 @@ class PackedExecutor:
         batch = spec.unpack(numbers, last_tokens, media)
         batch = self._adapters.of_tokens(batch, numbers, numbers[spec.bounds[1]])
         logits, pools, _ = self._forward(weights, pools, batch, spec)
+        pools = self._as_taken(pools)
         if scored is None:
             return with_rows(logits, len(last_tokens)), pools
         ids, has_top = scored

@@ -78,15 +78,17 @@ def _cache(
     head: DraftHead | None,
 ) -> PagedCache:
     sharding, programs = runtime.program.sharding, runtime.steps.executables
-    if head is not None:
-        return HeadedCache(plan, sizes.max_num_seqs, head.width, head.dtype, scales)
     if sharding is None:
-        return PagedCache(plan, PoolAllocator(begins_small=sizes.max_num_seqs == 1), scales)
-    if programs.launcher is None:
-        return PagedCache(plan, PoolAllocator(sharding.pool_sharding), scales)
-    from torchax_serve.kv_cache.multihost_pools import MultiHostPoolAllocator  # imports transformers
+        pages = PoolAllocator(begins_small=sizes.max_num_seqs == 1 and head is None)
+    elif programs.launcher is None:
+        pages = PoolAllocator(sharding.pool_sharding)
+    else:
+        from torchax_serve.kv_cache.multihost_pools import MultiHostPoolAllocator  # imports transformers
 
-    return PagedCache(plan, MultiHostPoolAllocator(programs, sharding), scales)
+        pages = MultiHostPoolAllocator(programs, sharding)
+    if head is not None:
+        return HeadedCache(plan, sizes.max_num_seqs, head.width, head.dtype, pages, scales)
+    return PagedCache(plan, pages, scales)
 
 
 def _in_8_bits(
@@ -145,6 +147,7 @@ def draft_of(runtime: ModelRuntime, sizes: MemoryBudget) -> DraftModel | DraftHe
         return None
     loaded = sizes.speculative.model
     if isinstance(loaded, LoadedHead):
+        loaded = loaded.on(runtime.steps.executables.mesh)
         hidden_size = runtime.text_config.hidden_size
         dtype = runtime.program.module.dtype
         width = hidden_size * len(loaded.layers)
@@ -153,14 +156,14 @@ def draft_of(runtime: ModelRuntime, sizes: MemoryBudget) -> DraftModel | DraftHe
     if not isinstance(loaded, LoadedDraft):
         raise UnsupportedArgumentError(
             f"speculative_config: method {sizes.speculative.method!r}: expected a model that serve loads on one "
-            f"device, got {loaded!r}; leave speculative_config out"
+            f"host, got {loaded!r}; leave speculative_config out"
         )
     draft = loaded.on(runtime.steps.executables.mesh)
     try:
         shapes = packed_shapes(draft, sizes)
     except NotPackableError as reason:
         raise UnsupportedArgumentError(
-            f"speculative_config: model: expected a model that runs packed, got {loaded}: {reason}"
+            f"speculative_config: model: expected a model that runs packed, got {loaded.name}: {reason}"
         ) from None
     return DraftModel(
         draft.program,

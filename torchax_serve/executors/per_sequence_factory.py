@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
-from model_adapters.errors import InvalidArgumentError, OutOfMemoryError, UnsupportedModelError
+from model_adapters.errors import OutOfMemoryError, UnsupportedModelError
 from model_adapters.ops.kv_pool import LARGEST
 from torchax_serve.buckets import bucket_sizes
 from torchax_serve.executors.base import ExecutorChoice
@@ -50,6 +50,7 @@ def per_sequence_executor(runtime: ModelRuntime, sizes: MemoryBudget, why_not_pa
     """
     programs = runtime.steps.executables
     if programs.launcher is not None:
+        refuse_drafts(sizes.speculative, "a model that runs per-sequence on several hosts")
         _check_several_hosts(runtime, sizes, why_not_packed)
     try:
         forward = SequenceForward(runtime)
@@ -108,8 +109,6 @@ def check_head(sizes: MemoryBudget, runtime: ModelRuntime, head: DraftHead, layo
     """Raises UnsupportedArgumentError for a model whose steps a draft head cannot follow."""
     if isinstance(head, DraftAssistant):
         refuse_drafts(sizes.speculative, "a model that runs per-sequence, whose pages an assistant cannot read")
-    if runtime.program.sharding is not None:
-        refuse_drafts(sizes.speculative, "a model on several devices")
     if layout.block_len != UNBOUNDED:
         refuse_drafts(sizes.speculative, "a model whose code loops over tokens, so that prompts take several forwards")
     if not layout.pages or sizes.kv_cache_dtype is not None:
@@ -121,16 +120,10 @@ def _check_several_hosts(runtime: ModelRuntime, sizes: MemoryBudget, why_not_pac
 
     Raises:
         UnsupportedModelError: the model has an encoder.
-        InvalidArgumentError: pages are to be in 8 bits.
     """
     if runtime.encoder is not None or sizes.source_len is not None:
         raise UnsupportedModelError(
             f"requests of a model with an encoder are batched on one host only, got several: {why_not_packed}"
-        )
-    if sizes.kv_cache_dtype is not None:
-        raise InvalidArgumentError(
-            "kv_cache_dtype: expected None for a model that runs per-sequence on several hosts, got "
-            f"{sizes.kv_cache_dtype!r}; leave it out"
         )
 
 
@@ -165,6 +158,13 @@ def _with_fitting_slots(sizes: MemoryBudget, layout: CacheLayout) -> MemoryBudge
     return dataclasses.replace(
         sizes, max_num_seqs=1 << most.bit_length() - 1
     )  # what is free differs from start to start
+
+
+def wanted_block_len(layout: CacheLayout) -> int:
+    """Returns the maximum number of tokens of one forward; `UNBOUNDED` for any."""
+    if layout.block_len >= EXACT_CHUNK_SIZES[0]:
+        return UNBOUNDED
+    return next(size for size in EXACT_CHUNK_SIZES if size <= layout.block_len)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,7 +245,7 @@ class PerSequenceFactory:
     def _cache_of(self, plan: CacheAllocation) -> PagedCacheWithStates:
         slots = self.sizes.max_num_seqs
         if isinstance(self.draft, DraftHead):
-            return HeadedCacheWithStates(plan, self.layout, slots, self.draft.width, self.draft.dtype)
+            return HeadedCacheWithStates(plan, self.layout, slots, self.draft.width, self.draft.dtype, self.pages)
         return PagedCacheWithStates(plan, self.layout, slots, self.pages, self.scales)
 
     def _small_cache(self) -> PagedCacheWithStates:
@@ -263,9 +263,7 @@ class PerSequenceFactory:
     @property
     def wanted_block_len(self) -> int:
         """Maximum number of tokens of one forward; `UNBOUNDED` for any."""
-        if self.layout.block_len >= EXACT_CHUNK_SIZES[0]:
-            return UNBOUNDED
-        return next(size for size in EXACT_CHUNK_SIZES if size <= self.layout.block_len)
+        return wanted_block_len(self.layout)
 
     def block_len(self, cache: PagedCacheWithStates, make: Callable[[int], PerSequenceExecutor]) -> int:
         """Finds the number of tokens of one forward, on `cache` or on a larger one."""

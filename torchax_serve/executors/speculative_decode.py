@@ -18,7 +18,6 @@ from torchax_serve.compilation.background import CompileTask
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
 from torchax_serve.executors.compiled_steps import CompiledSteps, StepCall
 from torchax_serve.executors.draft_head import DraftHead
-from torchax_serve.executors.draft_head import kept as with_hidden
 from torchax_serve.executors.draft_model import DraftCache, DraftModel, Pick, kept
 from torchax_serve.executors.prompt_lookup import TokenHistory, accept, last_tokens
 from torchax_serve.executors.slot_adapters import SlotAdapters
@@ -219,7 +218,7 @@ class SpeculativeDecoder:
             rows, counts = accept(rows, batch.drafts, batch.num_drafts, sampled, batch.is_active)
             if self._head is not None:
                 last = batch.tokens.cu_q_lens[:-1] + jnp.maximum(counts - 1, 0)
-                pools = with_hidden(pools, steps, batch.is_active, hidden[last], rows.lens - 1)
+                pools = self._head.kept(pools, steps, batch.is_active, hidden[last], rows.lens - 1)
             result = jnp.concatenate([sampled, counts[:, None], batch.num_drafts[:, None]], axis=1)
             scores = scores and scores.with_step(index, batch, logits, chosen, steps.has_top)
             return index + 1, results.at[index].set(result), pools, rows, cache and kept(cache, rows), scores
@@ -228,8 +227,11 @@ class SpeculativeDecoder:
         scores = VerifyScores.empty(spec, forward.result_shape[0]) if spec.is_scored else None
         carry = (jnp.int32(0), results, pools, rows, cache, scores)
         _, results, pools, rows, cache, scores = jax.lax.while_loop(goes_on, step, carry)
+        if self._head is not None:
+            pools = self._head.as_taken(pools)
         # A row that is not used is written nowhere.
-        slots = jnp.where(steps.ends > 0, steps.slots, self._num_slots)
+        num_slots = len(state.last_tokens)  # other hosts' executors have slots of their own
+        slots = jnp.where(steps.ends > 0, steps.slots, num_slots)
         last = state.last_tokens.at[slots].set(last_tokens(rows), mode="drop")
         history = TokenHistory(
             history.ids.at[slots].set(rows.ids, mode="drop"), history.lens.at[slots].set(rows.lens, mode="drop")
@@ -237,7 +239,7 @@ class SpeculativeDecoder:
         if cache is not None and draft_cache is not None:
             cache = DraftCache(cache.pools, draft_cache.lens.at[slots].set(cache.lens, mode="drop"))
         if scores is not None:
-            scores = dataclasses.replace(scores, logits=with_rows(scores.logits, self._num_slots))
+            scores = dataclasses.replace(scores, logits=with_rows(scores.logits, num_slots))
         return (results, scores), pools, dataclasses.replace(state, last_tokens=last), history, cache
 
     def _proposer(
@@ -282,6 +284,8 @@ class SpeculativeDecoder:
         """Returns the temporary bytes of the largest step, which has the logits of all its tokens."""
         spec = self.spec(self._decode_buckets[-1], self._max_len)
         function, args = self._call_of(spec)
+        if not self._steps.compiles_ahead:  # several hosts, which are sent arrays
+            args = jax.tree.map(_as_array, args)
         return function.temporary_bytes(self._weights, *args, spec=spec)
 
     def compile_tasks(self) -> Iterator[CompileTask]:
@@ -299,6 +303,13 @@ class SpeculativeDecoder:
         placed = functools.partial(jax.ShapeDtypeStruct, dtype=np.int32, sharding=default_sharding())
         results = placed((self._max_num_steps, num_rows, self._config.num_speculative_tokens + 3))
         return results, np.zeros(num_rows, np.int32), placed((self._num_slots,))
+
+
+def _as_array(shape: Any) -> Any:
+    """Returns zeros of an abstract array; arrays as they are."""
+    if not isinstance(shape, jax.ShapeDtypeStruct):
+        return shape
+    return jax.device_put(np.zeros(shape.shape, shape.dtype), default_sharding())
 
 
 def _sampled_rows(plan: StepPlan, *, needs_sampler: bool) -> Sequence[PlanRow]:

@@ -67,17 +67,24 @@ class HeadedCache(PagedCache):
         plan: Number of pages of each group.
         num_slots: Number of slots.
         width, dtype: Columns of the hidden states, and their dtype.
+        pages: Allocator of the pools; None: the default device.
         scales: Scales of each layer but the head's if the pools are in 8 bits.
     """
 
     def __init__(
-        self, plan: CacheAllocation, num_slots: int, width: int, dtype: Any, scales: Sequence[HeadScales] | None = None
+        self,
+        plan: CacheAllocation,
+        num_slots: int,
+        width: int,
+        dtype: Any,
+        pages: PoolAllocator | None = None,
+        scales: Sequence[HeadScales] | None = None,
     ) -> None:
         self._num_slots, self._width, self._dtype = num_slots, width, np.dtype(dtype)
         if scales is not None:
             own = len(plan.layout.groups) - len(scales)  # an assistant has no layer of its own
             scales = [*scales, *([None] * own)]  # type: ignore[list-item]
-        super().__init__(plan, None, scales)
+        super().__init__(plan, pages, scales)
 
     def reset(self) -> None:
         """Allocates pools and states again, all zeros."""
@@ -103,11 +110,20 @@ class HeadedCacheWithStates(PagedCacheWithStates):
         layout: What a request stores besides.
         num_slots: Number of slots.
         width, dtype: Columns of the hidden states, and their dtype.
+        pages: Allocator of pools and states; None: the default device.
     """
 
-    def __init__(self, plan: CacheAllocation, layout: CacheLayout, num_slots: int, width: int, dtype: Any) -> None:
+    def __init__(
+        self,
+        plan: CacheAllocation,
+        layout: CacheLayout,
+        num_slots: int,
+        width: int,
+        dtype: Any,
+        pages: PoolAllocator | None = None,
+    ) -> None:
         self._width, self._dtype = width, np.dtype(dtype)
-        super().__init__(plan, layout, num_slots)
+        super().__init__(plan, layout, num_slots, pages)
 
     def reset(self) -> None:
         """Allocates pools and states again, all zeros."""

@@ -91,11 +91,13 @@ class CacheAllocation:
     def num_tokens(self) -> int:
         """Number of tokens that fit at once, by the group that limits it."""
         return min(
-            (group.num_pages - 1) * self.page_size for group in self.groups if group.window is None or self._only
+            (group.num_pages - 1) * self.page_size
+            for group in self.groups
+            if group.window is None or self._all_windowed
         )
 
     @property
-    def _only(self) -> bool:
+    def _all_windowed(self) -> bool:
         return all(group.window is not None for group in self.groups)
 
     def num_full_length_requests(self, length: int) -> int:

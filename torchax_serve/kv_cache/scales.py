@@ -73,13 +73,12 @@ def calibrate_scales(runtime: ModelRuntime, dtype: np.dtype) -> tuple[HeadScales
     Raises:
         InvalidArgumentError: the calibration prompt has keys or values that are not finite.
     """
-    length = _trial_len(runtime)
-    return scales_of_trial(runtime, _largest_of_packed(runtime, length), length, dtype)
+    return scales_of_trial(runtime, packed_trial(runtime), _trial_len(runtime), dtype)
 
 
 def packed_trial(runtime: ModelRuntime) -> CachedFunction:
     """Returns the function that `calibrate_scales` runs, for the other hosts of a model."""
-    return _trial(runtime, _largest_of_packed(runtime, _trial_len(runtime)))
+    return trial_of(runtime, "int8_trial", _largest_of_packed(runtime, _trial_len(runtime)))
 
 
 def _trial_len(runtime: ModelRuntime) -> int:
@@ -108,34 +107,38 @@ def _largest_of_layer(layer: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def scales_of_trial(
-    runtime: ModelRuntime, largest: Callable[..., Any], length: int, dtype: np.dtype, source: tuple[Any, ...] = ()
+    runtime: ModelRuntime, trial: CachedFunction, length: int, dtype: np.dtype, source: tuple[Any, ...] = ()
 ) -> tuple[HeadScales, ...]:
     """Computes scales from the largest magnitudes in prompts of random tokens.
 
     Args:
         runtime: The model.
-        largest: Function of weights, ids int32[TRIAL_ROWS, length] and `source`; returns `largest_by_head` of each
-            layer.
+        trial: Result of `trial_of`.
         length: Number of tokens of a prompt.
         dtype: Dtype of the pages.
-        source: Further arguments of `largest`: an encoder's output and its length.
+        source: Further arguments of `trial`: an encoder's output and its length.
     """
     ids = np.random.default_rng(0).integers(0, runtime.limits.vocab_size, (TRIAL_ROWS, length))
-    (found,) = _trial(runtime, largest)(runtime.weights, to_device(ids, np.int32), *source, spec=None)
+    (found,) = trial(runtime.weights, to_device(ids, np.int32), *source, spec=None)
     return tuple((scale_of(keys, dtype), scale_of(values, dtype)) for keys, values in found)
 
 
-def _trial(runtime: ModelRuntime, largest: Callable[..., Any]) -> CachedFunction:
-    """Returns `largest` as a program whose one result all hosts have."""
+def trial_of(runtime: ModelRuntime, name: str, largest: Callable[..., Any]) -> CachedFunction:
+    """Returns `largest` as a program whose one result all hosts have.
+
+    Args:
+        runtime: The model.
+        name: Name of the program, by which other hosts find it.
+        largest: Function of weights, ids int32[TRIAL_ROWS, length] and an encoder's output and its length, if there is
+            one; returns `largest_by_head` of each layer.
+    """
 
     @functools.wraps(largest)
     def only(*args: Any, spec: None) -> tuple[Any]:
         return (largest(*args, spec=spec),)
 
     facts = runtime.program
-    return CachedFunction(
-        runtime.steps.executables, "int8_trial", only, facts=facts.trace_facts, recall=facts.restore_facts
-    )
+    return CachedFunction(runtime.steps.executables, name, only, facts=facts.trace_facts, recall=facts.restore_facts)
 
 
 def largest_by_head(pool: jax.Array, k_dim: int) -> tuple[jax.Array, jax.Array]:

@@ -13,7 +13,7 @@ from packaging.version import Version
 
 from torchax_serve.parity import checkpoints_table, pipelines_table, real_models
 from torchax_serve.parity.known_failures import CAUSES, FALLBACK_CAUSES, OLDER
-from torchax_serve.parity.result import EXECUTORS, PASSED, STATIC, Result
+from torchax_serve.parity.result import EXECUTORS, PACKED, PASSED, STATIC, TRANSFORMERS_LOOP, Result
 from torchax_serve.parity.tasks import CAUSAL, CHECKPOINTS, TASKS, ParityTask
 
 RESULTS = importlib.resources.files(__package__) / "results"
@@ -89,6 +89,8 @@ def section(name: str, task: ParityTask, sweeps: Sequence[Sweep]) -> str:
         lines += ["", "What does not pass:", "", *(_failure(result) for result in rest)]
     for other_versions, other in others:
         lines += ["", *(line.replace("## ", "### ") for line in _differences(versions, results, other_versions, other))]
+    if PACKED in task.executors and (reasons := _not_on_engine(name, list(results.values()))):
+        lines += ["", "Not on the engine:", "", *reasons]
     headings = ("type", "class", *(("executor", "difference", "tokens") if task.executors else ("difference",)), "s")
     lines += ["", f"| {' | '.join(headings)} |", f"|{'---|' * len(headings)}"]
     lines += [f"| {' | '.join(_cells(results[each], task))} |" for each in sorted(results)]
@@ -169,12 +171,23 @@ def markdown(
     if built := [result for result in passed if result.packages]:
         lines += ["", "## Built from further packages", ""]
         lines += [f"* `{result.model_type}`: {', '.join(result.packages)}" for result in built]
-    if static := [result for result in passed if result.executor == STATIC]:
-        lines += ["", "## Why not on the engine", ""]
-        for result in static:
-            reasons = [_inline(result.fallback_reason or ""), FALLBACK_CAUSES.get(result.model_type, "")]
-            lines.append(f"* `{result.model_type}`: {'. '.join(filter(None, reasons))}")
+    if reasons := _not_on_engine(CAUSAL, passed):
+        lines += ["", "## Why not on the engine", "", *reasons]
     return "\n".join(lines) + "\n"
+
+
+def _not_on_engine(task: str, results: Sequence[Result]) -> list[str]:
+    """Lists types that pass and do not run on the engine, with the reasons.
+
+    Types whose check asked no engine have none, and are left out.
+    """
+    found = []
+    for result in results:
+        if result.status == PASSED and result.executor in (STATIC, TRANSFORMERS_LOOP):
+            causes = (_inline(result.fallback_reason or ""), FALLBACK_CAUSES[task].get(result.model_type, ""))
+            if reasons := [each for each in causes if each]:
+                found.append(f"* `{result.model_type}`: {'. '.join(reasons)}")
+    return found
 
 
 def _sweep_time(versions: Mapping[str, str]) -> str:

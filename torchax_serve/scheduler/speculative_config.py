@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
+from torchax_serve.validation.argument_checks import short_repr
 
 METHODS = ("ngram", "draft_model", "eagle3", "mtp")
 """Methods that are implemented."""
@@ -64,7 +65,7 @@ class SpeculativeConfig:
             raise InvalidArgumentError(f"speculative_config: method: expected {LISTED}, got {self.method!r}")
         if self.method != "mtp" and (self.method in NEEDS_MODEL) != (self.model is not None):
             expected = NEEDS_MODEL.get(self.method, f"None with method {self.method!r}")
-            raise InvalidArgumentError(f"speculative_config: model: expected {expected}, got {self.model!r}")
+            raise InvalidArgumentError(f"speculative_config: model: expected {expected}, got {short_repr(self.model)}")
         self._check("num_speculative_tokens", 1, MAX_SPECULATIVE_TOKENS, "4 is usual; None does not speculate")
         self._check("prompt_lookup_max", 1, MAX_LOOKUP, "4 is usual")
         self._check("prompt_lookup_min", 1, self.prompt_lookup_max, "it is at most prompt_lookup_max")
@@ -109,9 +110,19 @@ class SpeculativeConfig:
         return cls(**value)
 
 
-def refuse_drafts(speculative: object, where: str) -> None:
-    """Raises UnsupportedArgumentError if `speculative` is a config, for `where`."""
-    if speculative is not None:
+def refuse_heads(speculative: SpeculativeConfig | None, where: str) -> None:
+    """Raises UnsupportedArgumentError for drafts that a model or a head writes, for `where`."""
+    if speculative is not None and not speculative.looks_up:
         raise UnsupportedArgumentError(
-            f"speculative_config: expected None for {where}, got {speculative}; leave it out"
+            f"speculative_config: method: expected 'ngram' for {where}, got {speculative.method!r}; choose that, or "
+            "run on one host"
+        )
+
+
+def refuse_drafts(speculative: SpeculativeConfig | Mapping[str, Any] | None, where: str) -> None:
+    """Raises UnsupportedArgumentError if `speculative` is a config, for `where`."""
+    config = SpeculativeConfig.parse(speculative)
+    if config is not None:
+        raise UnsupportedArgumentError(
+            f"speculative_config: expected None for {where}, got method {config.method!r}; leave it out"
         )

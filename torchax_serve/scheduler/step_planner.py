@@ -88,9 +88,8 @@ class StepPlanner:
             num_steps = self._steps_within(num_decode, *limits)
         if not steady.reserve(num_steps, self._allocator):
             return None
-        self._prefill_budget.limit(
-            num_decode, self._config.max_num_batched_tokens - num_decode
-        )  # call it once per step
+        # The result is not needed: no prompt waits. The budget counts its calls as steps.
+        self._prefill_budget.limit(num_decode, self._config.max_num_batched_tokens - num_decode)
         return self._build(steady.advance(num_steps), num_decode, num_steps), steady.states
 
     def check_integrity(self) -> None:
@@ -121,18 +120,18 @@ class StepPlanner:
         if limit and first is not None and first.request.spans:
             limit = min(max(limit, first.least_chunk), budget)
         num_steps = self._num_steps(num_decode)
-        draft = self._fill(limit, holds_decode, num_steps)
-        states = draft.decoding + draft.prefilling
+        builder = self._fill(limit, holds_decode, num_steps)
+        states = builder.decoding + builder.prefilling
         if not states and (holds_decode or limit < budget):
-            draft = self._fill(budget)  # no prompt fits, or no row decodes: there is no decode latency to keep
-            states = draft.decoding + draft.prefilling
+            builder = self._fill(budget)  # no prompt fits, or no row decodes: there is no decode latency to keep
+            states = builder.decoding + builder.prefilling
         self._steady_batch = None
         if not states:
             return None
-        running, rows = self._queues.running, (*draft.decode_rows, *draft.prefill_rows)
-        if len(draft.decoding) == len(running) and not self._queues.waiting:
+        running, rows = self._queues.running, (*builder.decode_rows, *builder.prefill_rows)
+        if len(builder.decoding) == len(running) and not self._queues.waiting:
             self._steady_batch = SteadyDecodeBatch(states, running, self._config.page_size)
-        plan = self._build(rows, len(draft.decode_rows), num_steps, draft.fresh_slots, draft.copies)
+        plan = self._build(rows, len(builder.decode_rows), num_steps, builder.fresh_slots, builder.copies)
         if not is_burst:
             self._prefill_budget.charge(plan.step, plan.num_decode, plan.num_prefill_tokens)
         return plan, states
@@ -191,7 +190,7 @@ class StepPlanner:
         return age if age <= self._config.max_running and first.arrived_step <= min(started) else None
 
     def _fill(self, prefill_limit: int, holds_decode: bool = False, num_steps: int = 1) -> _PlanBuilder:
-        draft = _PlanBuilder(prefill_limit, [0] * len(self._config.groups))
+        builder = _PlanBuilder(prefill_limit, [0] * len(self._config.groups))
         page_size = self._config.page_size
         growing: list[tuple[SequencePages, int]] = []  # for several steps; there are pages for all
         for state in tuple(self._queues.running):
@@ -199,7 +198,7 @@ class StepPlanner:
             if state.status is not Status.RUNNING:
                 continue  # it had to make room
             if start < state.num_prefill_tokens:
-                self._continue_prefill(draft, state)
+                self._continue_prefill(builder, state)
             elif state.wants_decode and not holds_decode:
                 assert pages is not None
                 if state.steps_to_recompute <= 0:
@@ -211,14 +210,14 @@ class StepPlanner:
                         growing.append((pages, end))
                     elif not self._grow(state, end):
                         continue
-                draft.decode_rows.append(PlanRow(state.request.request_id, pages.slot, start, 1, None, True))
-                draft.decoding.append(state)
+                builder.decode_rows.append(PlanRow(state.request.request_id, pages.slot, start, 1, None, True))
+                builder.decoding.append(state)
                 state.num_planned = end
                 state.num_output_placeholders += num_steps
                 state.num_in_flight += 1
         self._allocator.grow_all(growing)
-        self._admit(draft)
-        return draft
+        self._admit(builder)
+        return builder
 
     def _grow(self, state: RequestState, length: int) -> int:
         """Grows `state` to `length` tokens or as near as possible, at least by one.
@@ -250,34 +249,34 @@ class StepPlanner:
             return False
         return True
 
-    def _continue_prefill(self, draft: _PlanBuilder, state: RequestState) -> None:
+    def _continue_prefill(self, builder: _PlanBuilder, state: RequestState) -> None:
         chunk_len = 0
-        if draft.prefill_left and (self._config.batches_prefill or not draft.prefill_rows):
-            wanted = min(draft.prefill_left, state.num_prefill_tokens - state.num_planned)
+        if builder.prefill_left and (self._config.batches_prefill or not builder.prefill_rows):
+            wanted = min(builder.prefill_left, state.num_prefill_tokens - state.num_planned)
             grown = self._grow(state, state.num_planned + self._config.chunk_len(wanted))
             chunk_len = state.uncut_len(state.num_planned, self._config.chunk_len(grown - state.num_planned))
             if chunk_len:
-                self._add_prefill_row(draft, state, chunk_len)
+                self._add_prefill_row(builder, state, chunk_len)
         if state.wants_prefill and state.pages is not None:
             missing = state.pages.pages_missing(self._config, state.num_prefill_tokens)
-            draft.outstanding = [a + b for a, b in zip(draft.outstanding, missing, strict=True)]
+            builder.outstanding = [a + b for a, b in zip(builder.outstanding, missing, strict=True)]
 
-    def _add_prefill_row(self, draft: _PlanBuilder, state: RequestState, num_tokens: int) -> None:
+    def _add_prefill_row(self, builder: _PlanBuilder, state: RequestState, num_tokens: int) -> None:
         assert state.pages is not None
         start, end = state.num_planned, state.num_planned + num_tokens
         samples = end == state.num_prefill_tokens
         ids = tuple(state.tokens[start:end])
         row = PlanRow(state.request.request_id, state.pages.slot, start, num_tokens, ids, samples, state.rope_len)
-        draft.prefill_rows.append(row)
-        draft.prefilling.append(state)
-        draft.prefill_left -= num_tokens
+        builder.prefill_rows.append(row)
+        builder.prefilling.append(state)
+        builder.prefill_left -= num_tokens
         state.num_planned = end
         state.num_output_placeholders += samples
         state.num_in_flight += 1
 
-    def _admit(self, draft: _PlanBuilder) -> None:
-        for state in () if self._is_full(draft) else tuple(self._queues.waiting):
-            if self._is_full(draft):
+    def _admit(self, builder: _PlanBuilder) -> None:
+        for state in () if self._is_full(builder) else tuple(self._queues.waiting):
+            if self._is_full(builder):
                 return
             if self.holds_waiting and state.status is not Status.PREEMPTED:
                 continue
@@ -292,20 +291,20 @@ class StepPlanner:
             # that is to be copied only once a step of its own is committed.
             if parent is not None and parent.num_computed < state.prompt_len:
                 continue  # it takes no page from those behind it
-            pages = self._open(draft, state, parent)
+            pages = self._open(builder, state, parent)
             if pages is None:
                 return
-            wanted = min(draft.prefill_left, state.num_prefill_tokens - state.num_planned)
+            wanted = min(builder.prefill_left, state.num_prefill_tokens - state.num_planned)
             length = self._allocator.max_growth(pages, state.num_planned + self._config.chunk_len(wanted))
             self._allocator.grow_all([(pages, length)])
             chunk_len = self._config.chunk_len(length - state.num_planned)
-            self._add_prefill_row(draft, state, state.uncut_len(state.num_planned, chunk_len))
+            self._add_prefill_row(builder, state, state.uncut_len(state.num_planned, chunk_len))
             missing = pages.pages_missing(self._config, state.num_prefill_tokens)
-            draft.outstanding = [a + b for a, b in zip(draft.outstanding, missing, strict=True)]
+            builder.outstanding = [a + b for a, b in zip(builder.outstanding, missing, strict=True)]
 
-    def _is_full(self, draft: _PlanBuilder) -> bool:
+    def _is_full(self, builder: _PlanBuilder) -> bool:
         has_slot = self._allocator.num_free_slots and len(self._queues.running) < self._config.max_running
-        return not (has_slot and draft.prefill_left and (self._config.batches_prefill or not draft.prefill_rows))
+        return not (has_slot and builder.prefill_left and (self._config.batches_prefill or not builder.prefill_rows))
 
     def _parent(self, state: RequestState) -> RequestState | None:
         """Returns the request whose computed prompt `state` can share, now or later.
@@ -322,13 +321,13 @@ class StepPlanner:
         can_share = parent is not None and parent.request.cache_prompt and parent.rope_len == state.rope_len
         return parent if can_share else None
 
-    def _open(self, draft: _PlanBuilder, state: RequestState, parent: RequestState | None) -> SequencePages | None:
+    def _open(self, builder: _PlanBuilder, state: RequestState, parent: RequestState | None) -> SequencePages | None:
         """Allocates a slot and pages for `state`, or None.
 
         Enough pages must remain for the prompts of running requests.
         """
         num_running = len(self._queues.running)
-        spare = [num + num_running for num in draft.outstanding]  # a page for each, or the next step would preempt
+        spare = [num + num_running for num in builder.outstanding]  # a page for each, or the next step would preempt
         if not self._allocator.has_pages(spare):
             return None  # the common case while pages are short, known before any look-up
         forked = None
@@ -336,7 +335,7 @@ class StepPlanner:
             forked = self._allocator.fork(parent.pages, state.prompt_len - 1)
         if forked is not None:
             pages, copies = forked
-            draft.copies += copies
+            builder.copies += copies
             num_computed = state.prompt_len - 1
         else:
             salt = self._config.prefix_salt(state.request.salt, state.rope_len)
@@ -345,13 +344,13 @@ class StepPlanner:
             if not self._allocator.can_allocate(match, len(state.tokens), spare):
                 return None
             num_computed = len(match.nodes) * self._config.page_size
-            if not state.uncut_len(num_computed, min(draft.prefill_left, len(state.tokens) - num_computed)):
+            if not state.uncut_len(num_computed, min(builder.prefill_left, len(state.tokens) - num_computed)):
                 return None  # the next image waits for a step that has room for all of it
             pages = self._allocator.allocate_slot(match, salt, shares)
         self._queues.start(state, pages, num_computed)
         if state.num_cached is None:
             state.num_cached, state.started_s = num_computed, self._now_s
-        draft.fresh_slots.append(pages.slot)
+        builder.fresh_slots.append(pages.slot)
         self.num_prompt_tokens += len(state.tokens)
         self.num_hit_tokens += num_computed
         return pages
@@ -367,9 +366,7 @@ class StepPlanner:
         if any(state.request.waits_for_tokens for state in running):
             return 1
         longest = max(state.num_planned for state in running)
-        to_come = (
-            max(state.max_total_len - state.num_planned for state in running) - 1
-        )  # behind the token it begins with
+        to_come = max(state.max_total_len - state.num_planned for state in running) - 1  # the last token is no input
         num_steps = self._steps_within(num_decode, longest, to_come, min(state.steps_to_recompute for state in running))
         return num_steps if num_steps > 1 and self._has_pages(num_steps) else 1
 

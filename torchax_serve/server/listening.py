@@ -149,9 +149,9 @@ def open_sockets(options: ServerOptions) -> list[socket.socket]:
         made = [socket.create_server(address, family=family, backlog=BACKLOG) for family, address in sorted(found)]
         return [_without_delay(each) for each in made]
     except OSError as error:
-        where = options.uds or f"{options.host}:{options.port}"
+        name, where = ("uds", options.uds) if options.uds else ("host and port", f"{options.host}:{options.port}")
         raise InvalidArgumentError(
-            f"host and port: expected an address to listen on, got {where} ({error.strerror}); choose another"
+            f"{name}: expected an address to listen on, got {where} ({error.strerror}); choose another"
         ) from error
 
 

@@ -41,7 +41,9 @@ class TextRequest(ApiRequest):
     ] = None
     n: Annotated[int | None, honoured("answers to each prompt; answer i has the seed `seed + i`")] = None
     best_of: Annotated[int | None, honoured("as many as `n`; more are refused")] = None
-    stop: Annotated[str | Strings | None, honoured("strings that end the answer, at most 64")] = None
+    stop: Annotated[
+        str | Strings | None, honoured("strings that end the answer, at most 64; empty ones are left out")
+    ] = None
     include_stop_str_in_output: Annotated[bool | None, honoured("the answer's text has the stop string")] = None
     stop_token_ids: Annotated[Ids | None, honoured("token ids that end the answer")] = None
     ignore_eos: Annotated[bool | None, honoured("an end-of-sequence token does not end the answer")] = None

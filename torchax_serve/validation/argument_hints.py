@@ -26,7 +26,6 @@ _ATTENTION = "attention is this project's own on every device; leave it out"
 _TOKENIZER = "the tokenizer is the one in the model's folder; leave it out, or give token ids as prompts"
 _TEMPLATE_CALL = "give it to chat, or render the template with model.tokenizer.apply_chat_template"
 _COMPILED = "programs are always compiled; leave it out"
-_N = "give the prompt to generate_batch several times, with a seed each"
 _SERVER = "it belongs to an HTTP server; leave it out"
 
 
@@ -92,7 +91,7 @@ HINTS: Mapping[str, str] = {
     "compilation_config": _COMPILED,
     "load_format": "the files say what they are; for weights made up use serve(random_weights=True)",
     "download_dir": 'use serve(cache_dir="...")',
-    "enable_lora": "put the adapter in with peft, then pass the model to to_jax or serve",
+    "enable_lora": "use serve(adapters={'sql': './sql'}), and name one in SamplingParams(adapter=...)",
     "num_speculative_tokens": 'use serve(speculative_config={"method": "ngram", "num_speculative_tokens": 4})',
     "served_model_name": _SERVER,
     "host": _SERVER,

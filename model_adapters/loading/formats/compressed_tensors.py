@@ -13,6 +13,7 @@ Tensors of a weight by ``format`` (github.com/vllm-project/compressed-tensors ``
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -100,6 +101,8 @@ def _fault_of(group: Any, settings: QuantizationSettings) -> str | None:
     kind, strategy, size = weights.get("type", "int"), weights.get("strategy"), weights.get("group_size")
     if kind not in ("int", "float"):
         return f"weights of type int or float, got {kind!r}"
+    if type(bits := weights.get("num_bits", 8)) is not int:
+        return f"num_bits as a whole number, got {bits!r}"
     if strategy not in (None, *_STRATEGIES):
         return f"a strategy among {', '.join(_STRATEGIES)}, got {strategy!r}"
     if size not in (None, -1) and not (isinstance(size, int) and size >= 1):
@@ -136,6 +139,11 @@ def read(group: WeightGroup, tensors: Mapping[str, torch.Tensor], settings: Quan
         raise CheckpointError(f"{name}: expected weight_scale with the weight in the files, got none")
     require_kinds(name, _KINDS, tensors)
     weights = scheme.get("weights") or {}
+    if weights.get("symmetric") is False and weights.get("type") != "float" and "zero_point" not in tensors:
+        raise CheckpointError(
+            f"{settings.file}: symmetric is false, so expected weight_zero_point with {name} in the files, got none: "
+            "get config.json and the weights again"
+        )
     if "packed" in tensors:
         if weights.get("type") == "float":
             return _read_fp4(name, tensors)
@@ -178,6 +186,8 @@ def _activations(
         return kind, None
     if fixed.numel() != 1:
         raise CheckpointError(f"{name}: expected one input_scale, got {list(fixed.shape)}")
+    if not 0 < float(fixed) < math.inf:
+        raise CheckpointError(f"{name}: expected a positive input_scale, got {float(fixed)}: get the weights again")
     return kind, float(fixed)
 
 
@@ -203,6 +213,8 @@ def _read_float8(name: str, tensors: Mapping[str, torch.Tensor], weights: Mappin
         scale = fp8.exponents_to_float(scale)
         size = _group_size(name, weights, weight.shape[-1], scale.shape[-1])
         return QuantizedParts(weight, by_rows(name, scale, weight.shape[0]), group=size)
+    if weights.get("strategy") in ("channel", "tensor") and scale.numel() not in (1, weight.shape[0]):
+        raise CheckpointError(f"{name}: expected a scale for each of {weight.shape[0]} rows, got {list(scale.shape)}")
     block = weights.get("block_structure") if weights.get("strategy") == "block" else None
     return fp8.of_float8(name, weight, scale, block, _NAME)
 

@@ -7,6 +7,7 @@ those that `transformers.integrations.finegrained_fp8` and `fbgemm_fp8` read.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,10 +41,15 @@ def find(entries: Mapping[str, Any], settings: QuantizationSettings) -> list[Wei
     if found:
         return found
     bound = {"input_scale_ub": "{module}.input_scale_ub"}
-    return groups_by_suffix(entries, ".weight_scale", ".weight", _CHANNEL, {**_INPUT, **bound})
+    found = groups_by_suffix(entries, ".weight_scale", ".weight", _CHANNEL, {**_INPUT, **bound})
+    for name in _EXPERTS if settings.method == "fbgemm_fp8" else ():
+        found += groups_by_suffix(entries, f"{name}_scale", name, {"weight": name, "scale": f"{name}_scale"}, {})
+    return found
 
 
 _CHANNEL = {"weight": ".weight", "scale": ".weight_scale"}
+_EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
+"""Tensors [E, in, out] of Llama 4, whose scales in FBGEMM's form are [E, 1, out] and [E, out, 1]."""
 
 
 def read(group: WeightGroup, tensors: Mapping[str, torch.Tensor], settings: QuantizationSettings) -> QuantizedParts:
@@ -53,7 +59,17 @@ def read(group: WeightGroup, tensors: Mapping[str, torch.Tensor], settings: Quan
     """
     if "weight" not in tensors:
         raise CheckpointError(f"{group.weight}: expected the weight of a scale in the files, got none")
-    return of_float8(group.weight, tensors["weight"], tensors["scale"], settings.values.get("weight_block_size"), "fp8")
+    weight, scale, block = tensors["weight"], tensors["scale"], settings.values.get("weight_block_size")
+    if not group.weight.endswith(_EXPERTS) or settings.method != "fbgemm_fp8":
+        return of_float8(group.weight, weight, scale, block, "fp8")
+    if weight.ndim != 3 or scale.numel() != weight.shape[0] * weight.shape[2]:
+        raise CheckpointError(
+            f"{group.weight}: expected experts [E, in, out] and a scale for each of their columns, got "
+            f"{list(weight.shape)} and {list(scale.shape)}: get the weights again"
+        )
+    by_row = scale.reshape(weight.shape[0], weight.shape[2], 1)
+    parts = of_float8(group.weight, weight.mT.contiguous(), by_row, None, "fp8")
+    return dataclasses.replace(parts, transposed=True)
 
 
 def of_float8(name: str, weight: torch.Tensor, scale: torch.Tensor, block: Any, source: str) -> QuantizedParts:
@@ -74,12 +90,25 @@ def of_float8(name: str, weight: torch.Tensor, scale: torch.Tensor, block: Any, 
     block_rows, block_columns = block or (128, 128)
     expected = (*weight.shape[:-2], -(-rows // block_rows), -(-columns // block_columns))
     if tuple(scale.shape) != expected:
+        if block is None:
+            raise CheckpointError(
+                f"{name}: expected a scale for each of {rows} rows, one for the matrix, or {list(expected)} in blocks "
+                f"of {block_rows} x {block_columns}, got {list(scale.shape)}: get config.json and the weights again"
+            )
         raise CheckpointError(
             f"{name}: expected scales {list(expected)} for {list(weight.shape)} in blocks of {block_rows} x "
             f"{block_columns}, got {list(scale.shape)}: get config.json and the weights again"
         )
     by_row = scale.repeat_interleave(block_rows, -2)[..., :rows, :]
     return QuantizedParts(weight, by_row, group=min(block_columns, columns), source=source)
+
+
+def count_nan(values: torch.Tensor) -> int:
+    """Returns how many numbers of a float8_e4m3fn tensor are NaN, whose bytes are 0x7f and 0xff."""
+    signed, unsigned = values.view(torch.int8), values.view(torch.uint8)
+    if not values.numel() or (int(signed.max()) < 127 and int(unsigned.max()) < 255):
+        return 0  # by two passes without a copy, which most weights end with
+    return int((signed & 127).eq(127).sum())
 
 
 def exponents_to_float(scale: torch.Tensor) -> torch.Tensor:

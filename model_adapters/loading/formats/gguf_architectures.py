@@ -151,7 +151,9 @@ def config_values(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
     """Returns the arguments of the configuration's class."""
     keys = {**_SHARED_KEYS, **architecture.keys}
     given = {name: file.metadata.get(f"{file.architecture}.{key}") for key, name in keys.items()}
-    values = {name: value for name, value in given.items() if value is not None or name == "sliding_window"}
+    values: dict[str, Any] = {
+        name: value for name, value in given.items() if value is not None or name == "sliding_window"
+    }
     for key, name in _TOKENS.items():
         values[name] = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
     if architecture.model_type == "exaone4" and values["sliding_window"] is None:  # its class divides by the pattern

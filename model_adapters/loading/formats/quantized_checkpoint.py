@@ -138,6 +138,13 @@ class QuantizedReader:
                 f"{self.group.weight}: its tensors ({found}) do not make a weight in {self.settings.method} as "
                 f"quantization_config describes it ({reason}): get config.json and the weights again"
             ) from error
+        if parts.values.dtype == torch.float8_e4m3fn and (num_nan := fp8.count_nan(parts.values)):
+            logger.warning(
+                "%s: %d of %d numbers are NaN, and stay so: get the weights again if its maker did not mean it",
+                self.group.weight,
+                num_nan,
+                parts.values.numel(),
+            )
         return QuantizedTensor(parts, torch.float32, self.group.weight, self.made_dense)
 
 

@@ -22,7 +22,7 @@ WRITERS = {
     "fp8": lambda folder: test_fp8.block_folder(folder, tiny_llama(**MODEL)),
     **{
         case: lambda folder, case=case: test_compressed_tensors.make_folder(folder, tiny_llama(**MODEL), case)
-        for case in ("w4a16", "w8a8", "nvfp4")
+        for case in ("w4a16", "w8a8", "fp8-channel", "nvfp4")
     },
 }
 
@@ -71,6 +71,7 @@ TENSORS = [
         r"expected scale in float32 or bfloat16 or float16 .* got int32\[128, 1",
     ),
     ("w8a8", "weight_scale", lambda t: t[:5], r"expected a scale for each of 128 rows, got \[5, 1\]"),
+    ("fp8-channel", "weight_scale", lambda t: t[:5], r"expected a scale for each of 128 rows, got \[5, 1\]$"),
     ("nvfp4", "weight_global_scale", lambda t: None, "expected one weight_global_scale, got none"),
     ("nvfp4", "weight_packed", lambda t: t.int(), r"expected packed in uint8 with 2 axes, got int32\[128, 64\]"),
     ("fp8", "weight", lambda t: t.flatten(), r"expected a matrix, got \[16384\]"),
@@ -130,6 +131,12 @@ SETTINGS = [
     ),
     ("w4a16", of_group(weights=[4]), r"group_0 of config_groups: expected weights as an object, got \[4\]"),
     ("w4a16", group_with(type="complex"), "expected weights of type int or float, got 'complex'"),
+    (
+        "w4a16",
+        group_with(symmetric=False),
+        "symmetric is false, so expected weight_zero_point with .*proj.weight",
+    ),
+    ("w8a8", group_with(num_bits="8"), "expected num_bits as a whole number, got '8'"),
     ("w4a16", group_with(strategy="diagonal"), "expected a strategy among tensor, channel, .*got 'diagonal'"),
     ("w4a16", group_with(group_size=0), "expected group_size to be -1 or at least 1, got 0"),
     (
@@ -149,6 +156,16 @@ def test_settings_that_make_no_sense_are_one_line_that_names_the_file(kind, chan
         load_model(write(tmp_path, tensors, config))
     assert isinstance(caught.value, TorchaxServeError) and "\n" not in str(caught.value)
     assert str(tmp_path / "config.json") in str(caught.value)
+
+
+@pytest.mark.parametrize("scale", [0.0, float("nan")])
+def test_a_scale_of_activations_that_divides_nothing(scale, written, tmp_path):
+    tensors, config, _ = written("w8a8")
+    tensors[f"{NAME}.input_scale"] = torch.tensor([scale])
+    inputs = {"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": False}
+    of_group(input_activations=inputs)(config["quantization_config"])
+    with pytest.raises(CheckpointError, match=f"^{NAME}.weight: expected a positive input_scale, got {scale}"):
+        load_model(write(tmp_path, tensors, config))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """8-bit floats: every number against transformers' own dequantization, or by hand where it needs a GPU."""
 
+import json
+
 import pytest
 import torch
 import transformers as tf
@@ -172,12 +174,39 @@ def test_tensors_that_do_not_fit_are_one_line_that_names_the_weight(change, said
         load_model(folder)
 
 
+@pytest.mark.parametrize("block", [None, [BLOCK, BLOCK]])
+def test_scales_of_another_number_are_told_in_words_of_what_the_configuration_has(block, tmp_path):
+    def make(module, weight):
+        return {f"{module}.weight": weight.to(torch.float8_e4m3fn), f"{module}.weight_scale": torch.ones(5, 1)}
+
+    model = tiny_llama(num_hidden_layers=1)
+    settings = {"quant_method": "fp8", "weight_block_size": block}
+    folder = write(tmp_path / "model", model, replaced(model, make), settings)
+    said = "a scale for each of 128 rows, one for the matrix, or" if block is None else r"scales \[1, 2\] for .* blocks"
+    with pytest.raises(CheckpointError, match=rf"down_proj.weight: expected {said}.*got \[5, 1\]"):
+        load_model(folder)
+
+
+def test_nan_among_the_numbers_stays_where_it_is_and_one_line_says_so(tmp_path, caplog):
+    from safetensors.torch import load_file
+
+    model, name = tiny_llama(num_hidden_layers=1), "model.layers.0.self_attn.q_proj.weight"
+    folder, expected = block_folder(tmp_path / "model", model)
+    tensors = load_file(folder / "model.safetensors")
+    codes = tensors[name].view(torch.uint8)
+    codes[0, 0], codes[3, 5] = 0x7F, 0xFF
+    expected[name] = expected[name].clone()
+    expected[name][0, 0] = expected[name][3, 5] = torch.nan
+    write(folder, model, tensors, json.loads((folder / "config.json").read_text())["quantization_config"])
+    check_weights(folder, expected)
+    said = [record.getMessage() for record in caplog.records if "NaN" in record.getMessage()]
+    assert len(said) == 1 and said[0].startswith(f"{name}: 2 of 16384 numbers are NaN, and stay so: ")
+
+
 def test_8_bit_tensors_without_a_quantization_in_the_configuration(tmp_path):
     model = tiny_llama(num_hidden_layers=1)
     folder, _ = block_folder(tmp_path / "model", model)
     config = folder / "config.json"
-    import json
-
     content = json.loads(config.read_text())
     settings = content.pop("quantization_config")
     config.write_text(json.dumps(content))
