@@ -94,7 +94,7 @@ def media_inputs(model: Any, conversation: list[dict[str, Any]], options: ChatOp
         )
     typed = [_typed(message) for message in conversation]
     written = _written(processor, typed, model.name, options)
-    videos = [part for part in _parts(typed) if part["type"] == "video"]
+    videos: list[Any] = [part for part in _parts(typed) if part["type"] == "video"]
     if videos:
         metadata = [metadata_of(part["video"], part.pop("fps", None)) for part in videos]
         written["processor_kwargs"] = {"video_metadata": metadata}
