@@ -72,7 +72,7 @@ def _of_calls(served: ServedModel, inputs: list[Inputs]) -> list[list[int]]:
     """Returns the new tokens of calls of a class's own ``generate``, in a thread each."""
 
     def call(one: Inputs) -> list[int]:
-        options = {"max_new_tokens": NUM_NEW, "min_new_tokens": NUM_NEW, "do_sample": False}
+        options: dict[str, Any] = {"max_new_tokens": NUM_NEW, "min_new_tokens": NUM_NEW, "do_sample": False}
         tokens: list[int] = served.generate(**copy.deepcopy(one), **options)[0, -NUM_NEW:].tolist()
         return tokens
 
