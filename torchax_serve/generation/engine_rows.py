@@ -345,6 +345,8 @@ def encoded_request(
         seed: of sampling; None: one from torch's global generator.
     """
     runtime = model._jax_runtime
+    if runtime.encoder.is_masked:
+        return "its encoder reads tokens beside images or audio"
     if runtime.why_stepwise is not None:
         return str(runtime.why_stepwise)
     call = prepared_call(model, inputs, config)

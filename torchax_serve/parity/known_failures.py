@@ -59,6 +59,7 @@ _IMAGES: dict[str, str] = {
     ),
     "blip-2": _BLIP_2.format("Blip2ForConditionalGeneration"),
     "chameleon": "In transformers: `ChameleonModel.forward` puts features in place and runs the layers itself.",
+    "florence2": "In transformers: its encoder reads the tokens of the prompt behind the image's features.",
     "git": "In transformers: `GitModel.forward` concatenates patches and text, and the cache holds both.",
     "granite4_vision": (
         "In transformers: `Granite4VisionTextModel.forward` adds features of the image in front of later layers, too "
@@ -79,6 +80,7 @@ _IMAGES: dict[str, str] = {
         "In transformers: `MllamaTextCrossAttention.forward` keeps keys of the image's patches in the cache of its "
         "layers, which pages do not have."
     ),
+    "t5gemma2": "In transformers: `T5Gemma2Encoder.forward` reads the tokens of the prompt and the image.",
     "pp_formulanet": (
         "In transformers: `PPFormulaNetModel.forward` gives the decoder the `pooler_output` of its encoder, and not "
         "the last hidden state, which the engine keeps for each request."

@@ -8,7 +8,6 @@ from typing import Any, Generic, Protocol, TypeVar
 import jax
 
 from model_adapters.caches.encoder_mask import SourceMask, mask_over_audio
-from model_adapters.program.media import takes_media
 from model_adapters.program.model_program import CallSpec, ModelProgram
 from model_adapters.program.padding_safety import masked_tokens_are_ignored
 from torchax_serve.runtime.model_generate import overrides_generate
@@ -69,10 +68,8 @@ class EncoderRuntime(Generic[Runtime]):
         Its class has a ``generate`` that prepares the rest, or the encoder reads audio or images, or inputs of several
         lengths cannot be padded for it.
         """
-        module = self._program.module
-        reads_text = self.is_masked and not takes_media(module)
-        can_pad = reads_text and masked_tokens_are_ignored(self.runtime.program.target)
-        return not can_pad or overrides_generate(module)
+        can_pad = self.is_masked and masked_tokens_are_ignored(self.runtime.program.target)
+        return not can_pad or overrides_generate(self._program.module)
 
     @functools.cached_property
     def fixed_output_len(self) -> int | None:
