@@ -2,6 +2,7 @@
 
     python benchmarks/quantized_quality.py                        # fetches the models (tests/real/fetch.py)
     python benchmarks/quantized_quality.py --llama-cpp FOLDER     # as well as llama.cpp, which peers.py has installed
+    python benchmarks/quantized_quality.py --llama-cpp FOLDER --tokens FILE.gguf ...    # greedy tokens of both, no more
 
 Results go to benchmarks/results/quantized-quality.json, the tables to standard output.
 """
@@ -119,6 +120,32 @@ def perplexity_of_llama_cpp(environment, file):
     return math.exp(sum(losses) / len(losses)), len(losses)
 
 
+def greedy_tokens(environment, file, num_prompts=12, num_tokens=16):
+    """Of the engine's greedy tokens, how many are llama.cpp's own, and by what log-probability others are behind."""
+    import numpy as np
+    import texts
+
+    from torchax_serve import EngineOptions, SamplingParams, serve
+
+    params = SamplingParams(temperature=0, max_new_tokens=num_tokens, ignore_eos=True)
+    with serve(file, engine=EngineOptions(max_num_seqs=4)) as model:
+        prompts = texts.prompts(model.tokenizer)[:num_prompts]
+        answers = [list(each.token_ids) for each in model.generate_batch(prompts, params)]
+        vocab_size = model.config.vocab_size
+    engine, gaps = LlamaCpp(environment, file, max(map(len, prompts)) + num_tokens), []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        logits = engine.logits([*prompt, *answer], vocab_size)[len(prompt) - 1 : -1]
+        gaps.append(logits.max(-1) - logits[np.arange(len(answer)), answer])
+    behind = sorted(float(gap) for each in gaps for gap in each if gap > 0)
+    total = sum(map(len, gaps))
+    same = sum(not each.any() for each in gaps)
+    print(
+        f"{Path(file).name}: {total - len(behind)} of {total} tokens, {same} of {len(gaps)} answers are llama.cpp's",
+        end="",
+    )
+    print(f"; others are behind by {behind[0]:.3f} to {behind[-1]:.3f}" if behind else "", flush=True)
+
+
 def gguf_files(environment):
     from fetch import gguf_of
 
@@ -136,7 +163,14 @@ def gguf_files(environment):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--llama-cpp", type=Path, help="environment of llama.cpp")
+    parser.add_argument("--tokens", nargs="+", metavar="FILE", help="compare greedy tokens of GGUF files, and end")
     arguments = parser.parse_args()
+    if arguments.tokens:
+        if arguments.llama_cpp is None:
+            parser.error("--tokens: expected --llama-cpp FOLDER with it, got none")
+        for file in arguments.tokens:
+            greedy_tokens(arguments.llama_cpp, Path(file))
+        return
     from fetch import folder_of
 
     content = {}

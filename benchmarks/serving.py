@@ -277,6 +277,7 @@ def write_results(bench: Bench, command: str) -> None:
     stem = bench.options.config.stem if bench.file is None else bench.file.path.stem
     path = folder / f"serving-{command}-{stem}.json"
     machine = Machine.here()
+    environments = RECIPES if bench.file is None else ("llama-cpp",)
     found = {
         "command": shlex.join(["python", *sys.argv]),
         **({} if bench.file is None else {"model": bench.file.title}),
@@ -288,7 +289,7 @@ def write_results(bench: Bench, command: str) -> None:
             kind: {name: dataclasses.asdict(choice) for name, choice in found.items()}
             for kind, found in bench.choices.items()
         },
-        "environments": {name: record_of(name, bench.options.environments) for name in RECIPES},
+        "environments": {name: record_of(name, bench.options.environments) for name in environments},
         "systems": bench.facts.get(command, {}),
         "turns": bench.turns,
     }

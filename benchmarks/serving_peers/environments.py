@@ -116,10 +116,11 @@ def install(name: str, folder: Path) -> dict[str, Any]:
 
 def as_typed(command: Sequence[str], places: Mapping[str, str]) -> str:
     """A command for a record: with the names of its `places`, which are other ones on each machine."""
-    text = shlex.join(command)
-    for path, name in {**places, str(REPOSITORY): "."}.items():
-        text = text.replace(path, name)
-    return re.sub(rf"{re.escape(tempfile.gettempdir())}/{SCRATCH}\w+", "SOURCE", text)
+    names = {**places, str(REPOSITORY): ".", f"{tempfile.gettempdir()}/{SCRATCH}": "SOURCE"}
+    found = list(command)
+    for path, name in names.items():
+        found = [word.replace(path, name) for word in found]
+    return shlex.join(re.sub(r"SOURCE\w+", "SOURCE", word) for word in found)
 
 
 def link_torch(target: Path) -> None:

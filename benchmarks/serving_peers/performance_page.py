@@ -100,7 +100,9 @@ def versions_of(result: Mapping[str, Any]) -> str:
     }
     parts = []
     for environment, package in names.items():
-        record = result["environments"].get(environment, {})
+        record = result["environments"].get(environment)
+        if record is None:  # of a run without that peer
+            continue
         version = record.get("versions", {}).get(package)
         parts.append(f"{environment}: {record['error']}" if record.get("error") else f"{package} {version}")
     return ", ".join(parts)

@@ -30,6 +30,7 @@ SAME_AS = {
     **dict.fromkeys(("musicgen", "musicgen_melody"), "codebook_rows"),
     **dict.fromkeys(("idefics2", "idefics3", "smolvlm"), "idefics"),
     **dict.fromkeys(("gpt_neo", "mpt"), "key_count"),
+    **dict.fromkeys(("canary", "cohere_asr", "moonshine_streaming"), "moonshine"),
     **dict.fromkeys(("falcon_mamba", "jamba", "zamba"), "mamba"),
 }
 """The file of each architecture whose code is a copy of another's, or that has the same needs as others."""

@@ -33,8 +33,10 @@ class Quirk:
         shifted_mask: The code shifts the mask of later tokens, so that these see what padding has computed.
         mixes_neighbours: Tokens are mixed by other means than masked attention, so padding is never safe.
         reads_mask_on_host: The encoder reads the values of its mask on the host, so a program is for one mask.
-        encoder_mask: Names of the configuration's stride and kernel size of the encoder's last convolution, by which
-            the decoder computes how many encoder outputs are real.
+        encoder_mask: Function of the configuration: stride, kernel size and padding of the encoder's convolutions, as
+            if they were one, by which the decoder computes how many encoder outputs are real. The function returns None
+            where that is not known.
+        encoder_returns_mask: The decoder reads a mask that the encoder returns with its output.
         keeps_value_heads: Values are also read by a product other than the output's: on a mesh their heads cannot be
             repeated.
         submodules: Replaces methods of parts of the given model that ``generate`` itself calls, to run on JAX.
@@ -53,7 +55,8 @@ class Quirk:
     shifted_mask: bool = False
     mixes_neighbours: bool = False
     reads_mask_on_host: bool = False
-    encoder_mask: tuple[str, str] | None = None
+    encoder_mask: Callable[[Any], tuple[int, int, int] | None] | None = None
+    encoder_returns_mask: bool = False
     keeps_value_heads: bool = False
     submodules: Callable[[Any, Run], None] | None = None
 
@@ -69,7 +72,7 @@ class Quirk:
             value = getattr(self, field.name)
             if not value or field.name == "native_cache_if":
                 continue
-            if isinstance(value, (Mapping, frozenset, tuple)):
+            if isinstance(value, (Mapping, frozenset)):
                 found[field.name] = ", ".join(value)
             else:
                 found[field.name] = value if isinstance(value, str) else "yes"

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
+sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS.parent / "tests" / "loading" / "formats")]
 import serving  # noqa: E402  # a script
+from gguf_files import tiny_model, write_gguf  # noqa: E402
 from serving_peers import environments, llama_engine, variants  # noqa: E402
 from serving_peers.bench import OURS, UNQUANTIZED, Bench  # noqa: E402
 from serving_peers.conversion import with_end_of_text, write_tokenizer  # noqa: E402
@@ -166,6 +167,28 @@ def test_options_are_checked(capsys):
             serving.parse(wrong)
         assert named in capsys.readouterr().err
     assert serving.parse(["decode"]).kinds == list(KINDS)
+
+
+def test_a_gguf_file_is_what_both_sides_read(tmp_path, capsys):
+    file = write_gguf(tmp_path / "tiny.gguf", tiny_model("llama"), "llama", "Q4_1", general__name="Tiny")
+    options = serving.parse(["decode", "--gguf", str(file)])
+    assert (options.kinds, options.peers) == ([variants.A_FILE], {"llama.cpp"})
+    found = Bench(options, tmp_path)
+    assert (found.checkpoint, found.file.title, found.workload.vocab_size) == (file, "Tiny", 280)
+    assert found.bits_of(variants.A_FILE) == pytest.approx(5, abs=0.1), "norms are float32"
+    for system in (OURS, "llama.cpp"):
+        assert [(each.dtype, each.form) for each in found.variants(system, variants.A_FILE)] == [("Q4_1", "")]
+    for wrong in (["mix", "--gguf", str(file)], ["decode", "--gguf", str(tmp_path / "none.gguf")]):
+        with pytest.raises(SystemExit):
+            serving.parse(wrong)
+        assert "expected a file, with decode or start alone" in capsys.readouterr().err
+
+
+def test_commands_of_a_record_have_no_paths_of_the_machine():
+    typed = environments.as_typed(
+        ["/opt/bin/python", "--target", "/x/y z"], {"/opt/bin/python": "python", "/x/y z": "F"}
+    )
+    assert typed == "python --target F"
 
 
 def test_a_native_build_is_refused_on_another_processor(tmp_path, monkeypatch):

@@ -73,6 +73,27 @@ def test_forward_with_any_mask(eager, model):
     torch.testing.assert_close(got[mask.bool()], expected[mask.bool()], atol=1e-5, rtol=1e-5)
 
 
+def test_a_mask_of_each_query_keeps_two_texts_of_a_row_apart(eager, model):
+    ids = prompts()[0][1:, :9]
+    sees = torch.ones(9, 9, dtype=torch.bool).tril()[None, None]
+    sees[..., 4:, :4] = False
+    places = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+    added = torch.where(sees, 0.0, torch.finfo(torch.float32).min)
+    with torch.no_grad():
+        expected = eager(ids, attention_mask=added, position_ids=places).logits
+    for mask in (sees, added):
+        got = model(ids, attention_mask=mask, position_ids=places).logits
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_64_bit_types_of_jax_change_no_token(eager):
+    ids = prompts()[0][1:]
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "do_sample": False}
+    with jax.enable_x64(True):
+        got = to_jax(tiny_model("llama")).generate(ids, **options)
+    assert got.tolist() == eager.generate(ids, **options).tolist()
+
+
 def test_forward_options(eager, model):
     ids = prompts()[0][1:]
     with torch.no_grad():

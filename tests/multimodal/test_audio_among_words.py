@@ -71,11 +71,13 @@ def test_transcripts(model, eager):
     tokens = eager.generate(**inputs, **GREEDY)[:, inputs["input_ids"].shape[1] :]
     expected = [text.strip() for text in model.tokenizer.batch_decode(tokens, skip_special_tokens=True)]
     assert expected[0] != expected[1]
-    before = model.single_engine.stats().scheduler.num_prompt_tokens
+    before = model.engine.stats().scheduler.num_new_tokens
     assert model.transcribe(sounds, sampling_rate=RATE, **GREEDY) == expected
     asked = model.transcribe(sounds[0], sampling_rate=RATE, prompt="What is this ?", **GREEDY)
     assert asked != expected[0]
-    assert model.single_engine.stats().scheduler.num_prompt_tokens == before + 2  # one request for each call
+    assert model.engine.stats().scheduler.num_new_tokens > before and model._single_engine is None
+    assert len(model.transcribe(sounds[0], sampling_rate=RATE, num_beams=2, **GREEDY)) > 0
+    assert model._single_engine is not None  # beams do not share steps
     with pytest.raises(RequestError, match="expected its end within timeout_s"):
         model.transcribe(sounds, sampling_rate=RATE, timeout_s=1e-4, **GREEDY)
     with pytest.raises(ValueError, match="no_such_option"):

@@ -1,6 +1,7 @@
 """A checkpoint of images and text through the public functions, beside eager PyTorch, and what is refused."""
 
 import dataclasses
+import io
 import json
 
 import llava_folder
@@ -13,8 +14,8 @@ from PIL import Image
 from model_adapters.errors import CheckpointError, InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError
 from torchax_serve import SamplingParams, serve
 from torchax_serve.multimodal import processor_of
+from torchax_serve.multimodal.images import checked_image
 from torchax_serve.multimodal.placeholders import check_has_media
-from torchax_serve.multimodal.processor import check_size
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 TEXT = "USER: <image> What is this ? ASSISTANT:"
@@ -180,10 +181,10 @@ def test_a_processor_without_images(folder, eager, tmp_path):
 
 
 def test_sizes():
-    check_size(Image.new("1", (1, 1)))
-    check_size("a/path.png")
+    checked_image(Image.new("1", (1, 1)))
+    checked_image("a/path.png")
     with pytest.raises(InvalidArgumentError, match="got 0x3"):
-        check_size(Image.new("1", (0, 3)))
+        checked_image(Image.new("1", (0, 3)))
 
 
 def test_one_placeholder_of_images_and_videos_is_met_by_either():
@@ -193,3 +194,40 @@ def test_one_placeholder_of_images_and_videos_is_met_by_either():
         check_has_media(config, [7], ["input_ids", name])
     with pytest.raises(InvalidArgumentError, match="expected images for the placeholder tokens 7"):
         check_has_media(config, [7], ["input_ids"])
+
+
+def test_a_model_of_videos_alone_may_call_their_frames_pixels():
+    config = transformers.InstructBlipVideoConfig(video_token_index=7)
+    check_has_media(config, [7], ["input_ids", "pixel_values"])
+    for names in (["input_ids"], ["input_ids", "input_features"]):
+        with pytest.raises(InvalidArgumentError, match="expected videos for the placeholder tokens 7"):
+            check_has_media(config, [7], names)
+
+
+def test_images_of_16_bits_are_scaled_and_not_cut_off():
+    pixels = np.array([[0, 256, 300], [40_000, 65_535, 128]], np.uint16)
+    for dtype in ("<u2", ">u2"):
+        found = checked_image(Image.fromarray(pixels.astype(dtype)))
+        assert np.asarray(found.convert("RGB"))[..., 0].tolist() == (pixels // 256).tolist()
+    for mode in ("RGBA", "P", "CMYK", "LA", "1"):
+        assert checked_image(image := Image.new(mode, (2, 2))) is image
+
+
+def test_images_that_no_processor_reads_right():
+    frames = [Image.new("RGB", (2, 2), color) for color in ("red", "blue")]
+    file = io.BytesIO()
+    frames[0].save(file, "GIF", save_all=True, append_images=frames[1:])
+    for image, said in (
+        (Image.open(file), "expected a still image, got an animation of 2 frames"),
+        (Image.new("F", (2, 2)), "expected 8 or 16 bits for each channel, got an image of mode 'F'"),
+        (Image.new("I", (2, 2)), "of mode 'I'"),
+        (np.full((2, 2, 3), np.nan), "expected finite numbers"),
+        (np.zeros((2, 0, 3), np.uint8), "got 0x2"),
+        (np.zeros((2, 2, 2, 2)), r"got float64\[2, 2, 2, 2\]"),
+        (np.zeros((2, 2), bool), r"got bool\[2, 2\]"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=said) as caught:
+            checked_image(image)
+        assert "\n" not in str(caught.value)
+    for shape in ((2, 3), (2, 3, 3), (3, 2, 3)):
+        assert checked_image(array := np.zeros(shape, np.uint8)) is array

@@ -2,7 +2,7 @@
 
 import pytest
 
-from torchax_serve.parity import tasks
+from torchax_serve.parity import models_page, tasks
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 
@@ -10,4 +10,14 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWa
 @pytest.mark.thorough
 def test_audio_of_different_lengths_in_one_batch():
     result = tasks.TASKS["speech"].check("granite_speech")
-    assert (result.status, result.padded_equal) == ("passed", True), result
+    assert (result.status, result.executor) == ("passed", "packed"), result
+    assert result.padded_equal and result.engine_equal, result
+
+
+def test_types_run_on_the_engine_or_say_why_not():
+    _, results = models_page.shipped("speech")
+    passed = [result for result in results.values() if result.status == "passed"]
+    assert len(passed) >= 18
+    for result in passed:
+        on_engine = result.executor in ("packed", "per-sequence")
+        assert result.engine_equal if on_engine else result.fallback_reason, result

@@ -222,7 +222,7 @@ def test_audio_masks_match_the_lengths_that_the_model_computes(stride, kernel):
     model.config = copy.copy(model.config)
     model.config.adaptor_stride, model.config.adaptor_kernel_size = stride, kernel
     mask = mask_over_audio(model)
-    assert mask == SourceMask(stride, kernel)
+    assert mask == SourceMask(stride, kernel, kernel // 2)
     counted = model._compute_sub_sample_lengths_from_attention_mask
     for length in range(1, 20):
         argument = torch.from_numpy(np.array(mask.argument(20, length)))

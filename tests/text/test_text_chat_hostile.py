@@ -218,7 +218,7 @@ def test_keys_that_the_template_does_not_read_are_refused():
     assert "Ada" in prompt_of(whole, [{**USER, "name": "Ada"}])
 
 
-@pytest.mark.parametrize("kind", ["video", "image_url", "input_audio", "file", "refusal", "cat"])
+@pytest.mark.parametrize("kind", ["video_url", "image_url", "input_audio", "file", "refusal", "cat"])
 def test_unsupported_content_parts_are_refused(kind):
     part = {"type": kind, kind: "x"}
     with pytest.raises(

@@ -26,7 +26,16 @@ from torchax_serve.scheduler.speculative_config import refuse_drafts
 
 logger = logging.getLogger("torchax_serve")
 
-_SHARED = ("token", "local_files_only", "trust_remote_code", "allow_pickle", "cache_dir", "progress", "random_weights")
+_SHARED = (
+    "token",
+    "local_files_only",
+    "trust_remote_code",
+    "allow_pickle",
+    "cache_dir",
+    "progress",
+    "random_weights",
+    "refuse_uneven",
+)
 """Arguments of `load_model` that a draft model has from the model it drafts for."""
 
 

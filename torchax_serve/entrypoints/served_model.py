@@ -79,7 +79,7 @@ class ServedModel(LiveAdapters):
         self._engine_changes = 0
         self._start_folder: StartFolder | None = None  # where the record of this start is to be written
         super().__init__(loaded, leader)
-        if overrides_generate(self.torch_model):
+        if overrides_generate(self.torch_model) or (self.transcribes and self.config.is_encoder_decoder):
             vars(self.torch_model)["_engine_rows"] = EngineRows(
                 self.torch_model, lambda: self.engine, lambda: self.single_engine
             )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,12 +21,13 @@ from torchax_serve.entrypoints.served_model import ServedModel
 from torchax_serve.generation.call_limits import CallLimits, call_limits
 from torchax_serve.generation.call_pool import CallPool
 from torchax_serve.generation.concurrent_calls import checking, options_of_each, run_concurrently
+from torchax_serve.generation.media_requests import media_answers
 from torchax_serve.generation.queued_call import run_on_queue
 from torchax_serve.generation.sequence_steps import GenerateWatch
 from torchax_serve.generation.transcript_pieces import TranscriptPieces, TranscriptStream
 from torchax_serve.generation.transcript_times import TimedTranscription, check_times
 from torchax_serve.multimodal.audio import check_rate, checked_samples
-from torchax_serve.multimodal.processor import processor_of
+from torchax_serve.multimodal.transcription import transcription_inputs
 from torchax_serve.outputs import Transcript
 
 
@@ -251,15 +251,28 @@ class SpeechModel(ServedModel):
             draws = bool(options.get("do_sample") or options.get("temperature"))
             one = functools.partial(self._transcribe_one, sampling_rate, limits)
             return run_concurrently(one, calls, limits, self._max_num_seqs, draws=draws)
+        tokens: Any = None
         if self.config.is_encoder_decoder:
             inputs, prompt_len = self._features(arrays, sampling_rate), 0
-        else:
-            inputs = self._request(arrays, sampling_rate, further)
+        elif (tokens := self._answers_on_engine(arrays, sampling_rate, options, limits)) is None:
+            inputs = transcription_inputs(self, arrays, sampling_rate, further)
             prompt_len = inputs["input_ids"].shape[1] if "input_ids" in inputs else 1  # the token that all begin with
-        tokens = self._generate_on_queue({**inputs, **further}, limits)
-        tokens = getattr(tokens, "sequences", tokens)[:, prompt_len:]
+        if tokens is None:
+            tokens = self._generate_on_queue({**inputs, **further}, limits)
+            tokens = getattr(tokens, "sequences", tokens)[:, prompt_len:]
         texts = [text.strip() for text in tokenizer.batch_decode(tokens, skip_special_tokens=True)]
         return texts[0] if isinstance(audio, np.ndarray) else texts
+
+    def _answers_on_engine(
+        self, arrays: list[np.ndarray], sampling_rate: int, options: Mapping[str, Any], limits: CallLimits
+    ) -> list[list[int]] | None:
+        """Returns the tokens of each array; None if the engine does not take such prompts."""
+        if allows_fixed_shapes(self.torch_model):  # audio comes with every token
+            return None
+        each = [dict(one) for one in options_of_each(options, len(arrays))]
+        pairs = zip(arrays, each, strict=True)
+        prompts = [transcription_inputs(self, [array], sampling_rate, further) for array, further in pairs]
+        return media_answers(self.torch_model, lambda: self.engine, prompts, each[0], limits)
 
     def _transcribe_one(
         self, sampling_rate: int, limits: CallLimits, call: tuple[np.ndarray, Mapping[str, Any]]
@@ -339,31 +352,6 @@ class SpeechModel(ServedModel):
 
         return run_on_queue(self.single_engine, call, limits, self.torch_model._jax_runtime.limits.vocab_size)
 
-    def _request(self, arrays: list[np.ndarray], sampling_rate: int, options: dict[str, Any]) -> dict[str, Any]:
-        """Returns inputs of ``generate`` with a prompt for transcription.
-
-        The options of that prompt are removed from `options`.
-        """
-        processor = processor_of(self)
-        check_rate(getattr(self.feature_extractor, "sampling_rate", None), sampling_rate)
-        write = getattr(processor, "apply_transcription_request", None)
-        if write is None and allows_fixed_shapes(self.torch_model):
-            write = functools.partial(_audio_per_token, processor, sampling_rate)
-        if write is None:
-            raise UnsupportedModelError(
-                f"expected a processor with a prompt for transcription, {type(processor).__name__} of {self.name} has "
-                'none; ask by chat() with a part {"type": "audio", "audio": samples, "sampling_rate": …}'
-            )
-        prompt_options = {name: options.pop(name) for name in inspect.signature(write).parameters if name in options}
-        try:
-            inputs = write(audio=arrays, **prompt_options)
-        except Exception as error:  # processors raise whatever they like
-            raise InvalidArgumentError(
-                f"expected audio that the processor of {self.name} takes, it raised {type(error).__name__}: "
-                f"{' '.join(str(error).split())[:200]}; check the audio and the options"
-            ) from error
-        return dict(inputs)
-
     def _features(self, arrays: list[np.ndarray], sampling_rate: int, *, with_mask: bool = False) -> dict[str, Any]:
         """Returns inputs of ``generate`` for an encoder-decoder: features and their masks."""
         extractor: Any = self.feature_extractor
@@ -387,8 +375,3 @@ class SpeechModel(ServedModel):
         features = extractor(arrays, **options)
         given = {name: value for name, value in features.items() if isinstance(value, torch.Tensor)}
         return {**given, **further}
-
-
-def _audio_per_token(processor: Any, sampling_rate: int, *, audio: list[np.ndarray]) -> dict[str, Any]:
-    """Returns inputs of a model that gets audio with every token and no prompt."""
-    return dict(processor(audio=audio, sampling_rate=sampling_rate, return_tensors="pt"))

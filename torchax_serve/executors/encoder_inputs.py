@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import jax
 import numpy as np
 import torch
-from transformers.modeling_outputs import MoEModelOutput
 
+from model_adapters.caches.encoder_mask import SourceMask
 from model_adapters.device_arrays import to_device
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError
 from model_adapters.program.model_program import CallSpec
 from torchax_serve.buckets import bucket_sizes
 from torchax_serve.executors.request_input import RequestInput
+from torchax_serve.runtime.encoder_output import output_of
 from torchax_serve.runtime.model_runtime import ModelRuntime
 from torchax_serve.sampling_params import SamplingParams
 
@@ -218,9 +219,11 @@ def decoder_start_ids(config: GenerationConfig, params: SamplingParams | None) -
     return [start]
 
 
-def context(hidden: Any, mask: Any) -> dict[str, Any]:
-    """Returns the encoder arguments of a decoder.
+def context(hidden: Any, source_len: Any, mask: SourceMask) -> dict[str, Any]:
+    """Returns the encoder arguments of a decoder, of which `source_len` outputs are seen.
 
-    They are the output ``[1, len, width]`` and the mask int32[1, len].
+    They are the output ``[1, len, width]`` and the mask int32[1, num_inputs].
     """
-    return {HIDDEN: MoEModelOutput(last_hidden_state=hidden), MASK: mask}
+    padded_len = hidden.shape[1]
+    seen = SourceMask().argument(padded_len, source_len)
+    return {HIDDEN: output_of(hidden, seen, mask), MASK: mask.argument(padded_len, source_len)}

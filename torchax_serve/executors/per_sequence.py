@@ -116,7 +116,7 @@ class PerSequenceExecutor:
         )
         self._adapters = SlotAdapters(num_slots, lora)
         self._media = MediaSlots(num_slots)
-        self._jobs = StepSplitter(self.shapes, num_slots, sources, self._media)
+        self._splitter = StepSplitter(self.shapes, num_slots, sources, self._media)
         self._compiles_ahead = programs.background is not None
         facts = forward.program
         compiled = partial(CachedFunction, programs, facts=facts.trace_facts, recall=facts.restore_facts)
@@ -182,16 +182,16 @@ class PerSequenceExecutor:
         """Runs one step; returns logits [num_slots, vocab], or [T, vocab] of every token."""
         if self._drafts is not None:
             self._drafts.catch_up(tables)
-        jobs = self._jobs.of(self._media.with_token_ids(rows), ahead, all_logits)
+        jobs = self._splitter.of(self._media.with_token_ids(rows), ahead, all_logits)
         parts = []
         for job in jobs:
-            numbers = self._jobs.numbers(job, tables, ahead)
+            numbers = self._splitter.numbers(job, tables, ahead)
             hidden = None
             if self.sources is not None and job.spec.kind == "begin":
                 hidden = self.sources.encoder_output(job.rows[0].slot, job.spec.source_len)
             media = self._media.tokens(job.rows, job.spec.num_tokens, job.spec.media)
             parts.append(self._dispatch(job.spec, last_tokens, numbers, hidden, media))
-        size = self._jobs.num_tokens_out(jobs) if all_logits else self._num_slots
+        size = self._splitter.num_tokens_out(jobs) if all_logits else self._num_slots
         if len(jobs) == 1 and len(parts[0]) == size:
             return parts[0]
         out = jnp.zeros((size, parts[0].shape[1]), jnp.float32)
@@ -315,7 +315,7 @@ class PerSequenceExecutor:
         """Implements `Executor.warm_up`; every step runs without rows."""
         out = None
         for spec in self.shapes.all():
-            numbers = self._jobs.numbers(ProgramCall(spec, [], []), (), 0)
+            numbers = self._splitter.numbers(ProgramCall(spec, [], []), (), 0)
             logits = self._dispatch(spec, sampler.last_tokens, numbers, self._empty_encoder_input(spec))
             if out is None:
                 out = jnp.zeros((self._num_slots, logits.shape[1]), jnp.float32)

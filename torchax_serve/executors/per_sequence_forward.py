@@ -245,7 +245,7 @@ class SequenceForward:
         """Returns the encoder arguments of a forward, with `source_len` valid positions."""
         if hidden is None:
             return {}
-        return context(hidden, self._source_mask.argument(hidden.shape[1], source_len))
+        return context(hidden, source_len, self._source_mask)
 
     def _inputs(
         self, ids: jax.Array, offset: Any, length: Any, all_logits: bool, rope_len: Any = 0, delta: Any = 0

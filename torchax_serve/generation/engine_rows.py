@@ -1,6 +1,6 @@
 """Rows of ``generate`` as engine requests, which share a batch with those of other threads.
 
-A class's own ``generate`` (Whisper, SeamlessM4T) prepares prompts, languages and windows of long audio and continues
+``generate`` (Whisper's and SeamlessM4T's own) prepares prompts, languages and windows of long audio and continues
 with the tokens that come back. Only its loop over tokens is replaced by the engine.
 """
 
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from transformers import GenerationConfig
 from transformers.generation import GenerateEncoderDecoderOutput
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
+from model_adapters.caches.encoder_mask import SourceMask
 from model_adapters.errors import OutOfMemoryError, UnsupportedModelError
 from torchax_serve.engine.request import EngineRequest
 from torchax_serve.engine.request_handle import RequestHandle
@@ -118,30 +119,12 @@ class EngineRows:
         runtime = self._torch_model._jax_runtime
         if runtime.encoder is None or self._unsupported_reason is not None:
             return None
-        outputs = _RowOutputs(runtime.encoder, start.encoder)
-        mask = request.model_kwargs.get(runtime.program.names.mask)
-        call = RowsCall(
-            num_rows=len(request.input_ids),
-            max_len=request.stopping_criteria.max_length,
-            wants_tokens_only=_wants_tokens_only(request),
-            has_encoder_output=start.encoder is not None,
-            is_padded=Padding.of(mask, request.input_ids.shape[1]) != Padding(),
-            has_uncounted_padding=bool((request.input_ids == self._padding_id_without_position).any()),
-            encoder_lens=outputs.lens,
-            engine=self._engine_facts,
-        )
-        if route(ModelCapabilities.of(runtime), call).path is not Path.ENGINE:
+        found = _engine_outputs(self._torch_model, request, start, self._engine_facts)
+        if isinstance(found, str):
             return None
-        assert outputs.rows is not None and call.max_len is not None
-        return _run(self._get_engine(), request, outputs.rows, call.max_len, runtime.limits.vocab_size)
-
-    @cached_property
-    def _padding_id_without_position(self) -> int:
-        """Padding id that the decoder skips when it counts positions (M2M100); -1 if it skips none."""
-        parts = self._torch_model.get_decoder().modules()
-        counters = [part for part in parts if any(hasattr(part, name) for name in _COUNTERS)]
-        found = (getattr(part, "padding_idx", None) for part in counters)
-        return next((padding_idx for padding_idx in found if padding_idx is not None), -1)
+        assert request.stopping_criteria.max_length is not None
+        max_len, vocab_size = request.stopping_criteria.max_length, runtime.limits.vocab_size
+        return _run(self._get_engine(), request, found, max_len, vocab_size)
 
     def _engine_facts(self) -> EngineFacts:
         try:
@@ -150,6 +133,41 @@ class EngineRows:
             logger.warning("rows of generate run by themselves, one call at a time: %s", error)
             self._unsupported_reason = str(error)
             return EngineFacts(self._unsupported_reason)
+
+
+def _engine_outputs(
+    model: Any, request: SampleCall, start: StaticBatchStart, engine: Callable[[], EngineFacts]
+) -> list[np.ndarray] | str:
+    """Returns the encoder output of each row, or why the engine does not take the rows."""
+    runtime = model._jax_runtime
+    outputs = _RowOutputs(runtime.encoder, start.encoder)
+    mask = request.model_kwargs.get(runtime.program.names.mask)
+    call = RowsCall(
+        num_rows=len(request.input_ids),
+        max_len=request.stopping_criteria.max_length,
+        wants_tokens_only=_wants_tokens_only(request),
+        has_encoder_output=start.encoder is not None,
+        is_padded=Padding.of(mask, request.input_ids.shape[1]) != Padding(),
+        has_uncounted_padding=bool((request.input_ids == _padding_id_without_position(model)).any()),
+        encoder_lens=outputs.lens,
+        engine=engine,
+    )
+    chosen = route(ModelCapabilities.of(runtime), call)
+    if chosen.path is not Path.ENGINE:
+        return str(chosen.reason)
+    assert outputs.rows is not None
+    return outputs.rows
+
+
+@lru_cache(maxsize=64)
+def _padding_id_without_position(model: Any) -> int:
+    """Returns the padding id that the decoder skips when it counts positions.
+
+    M2M100 does; -1 if it skips none.
+    """
+    counters = [part for part in model.get_decoder().modules() if any(hasattr(part, name) for name in _COUNTERS)]
+    found = (getattr(part, "padding_idx", None) for part in counters)
+    return next((padding_idx for padding_idx in found if padding_idx is not None), -1)
 
 
 class _RowOutputs:
@@ -183,13 +201,15 @@ def encoder_outputs_by_row(encoder: EncoderRuntime[Any], output: EncoderOutput) 
         return list(encoded[:, None]) if encoded.shape[1] == encoder.fixed_output_len else None
     if encoder.output_mask is None:
         return None
-    lens = np.full(len(encoded), output.length)
-    if (mask := output.arguments.get(ENCODER_ARGUMENTS[1])) is not None:
+    lens, ones = np.full(len(encoded), output.length), output.own_mask()
+    rule = SourceMask() if ones is not None else encoder.output_mask
+    if ones is None and (mask := output.arguments.get(ENCODER_ARGUMENTS[1])) is not None:
         ones = np.asarray(mask) != 0
+    if ones is not None:
         num_ones = ones.sum(1)
         if (ones != (np.arange(ones.shape[1]) < num_ones[:, None])).any():
             return None
-        lens = np.minimum(lens, encoder.output_mask.seen(num_ones))
+        lens = np.minimum(lens, rule.seen(num_ones))
     return [row[None, :length] for row, length in zip(encoded, lens, strict=True)] if lens.all() else None
 
 
@@ -223,7 +243,7 @@ def _run(
         requests.append(dataclasses.replace(made, is_continuation=limits.has_begun))
     handles = engine.submit_all(requests)
     with limits.cancelling(handles):
-        rows = [_read(handle, limits) for handle in handles]
+        rows = [read_tokens(handle, limits) for handle in handles]
     pad = 0 if request.config._pad_token_tensor is None else int(request.config._pad_token_tensor)
     sequences = torch.cat([request.input_ids, _padded([ids for ids, _ in rows], pad)], 1)
     if not request.config.return_dict_in_generate:
@@ -234,7 +254,7 @@ def _run(
     return GenerateEncoderDecoderOutput(**fields)
 
 
-def _read(handle: RequestHandle, limits: CallLimits) -> tuple[list[int], list[float]]:
+def read_tokens(handle: RequestHandle, limits: CallLimits) -> tuple[list[int], list[float]]:
     """Returns a request's tokens and log-probabilities; passes tokens on as they come."""
     logprobs: list[float] = []
     for output in handle:
@@ -302,3 +322,56 @@ def engine_request_for(
     start_ids = request.input_ids[0].tolist()
     config = loop_options(request.config, request.stopping_criteria.max_length, len(start_ids))
     return EngineRequest.of(start_ids, config, params, encoded=outputs[0], **known)
+
+
+def encoded_request(
+    model: Any,
+    get_engine: Callable[[], Engine | DataParallelEngines],
+    inputs: Mapping[str, Any],
+    config: GenerationConfig,
+    params: SamplingParams | None,
+    seed: int | None,
+) -> EngineRequest | str:
+    """Returns the request of a decoder behind an encoder of images or audio, which has run here.
+
+    If the engine does not take it, the reason is returned instead.
+
+    Args:
+        model: what `torchax_serve.generation.jax_model.run_on_jax` returned; it has an encoder.
+        get_engine: returns the engine, which is made for the first request that it can take.
+        inputs: all tensors of one row by argument of ``generate``.
+        config: limits and options of decoding.
+        params: options that only the engine honours.
+        seed: of sampling; None: one from torch's global generator.
+    """
+    runtime = model._jax_runtime
+    if runtime.encoder.is_masked:
+        return "its encoder reads tokens beside images or audio"
+    if runtime.why_stepwise is not None:
+        return str(runtime.why_stepwise)
+    call = prepared_call(model, inputs, config)
+    if call is None or len(call.input_ids) != 1:
+        return "its generate does more than it prepares for the loop over tokens"
+    if unsupported := unsupported_options(call.config, ENGINE_OPTIONS):
+        return f"{', '.join(unsupported)} is set"
+    start = static_batch_start(runtime, call)
+    if not isinstance(start, StaticBatchStart):
+        return start
+
+    def facts() -> EngineFacts:
+        try:
+            return EngineFacts.of(get_engine())
+        except UnsupportedModelError as error:
+            return EngineFacts(str(error))
+
+    found = _engine_outputs(model, call, start, facts)
+    if isinstance(found, str):
+        return found
+    if seed is None:  # torch.manual_seed makes it repeatable, as in transformers
+        seed = int(torch.randint(2**63 - 1, ())) if call.config.do_sample else 0
+    max_len = call.stopping_criteria.max_length
+    assert max_len is not None
+    start_ids = call.input_ids[0].tolist()
+    options = loop_options(call.config, max_len, len(start_ids))
+    vocab_size = runtime.limits.vocab_size
+    return EngineRequest.of(start_ids, options, params, vocab_size=vocab_size, seed=seed, encoded=found[0])

@@ -5,8 +5,9 @@ transformers prepares and checks them, as for ``generate``. The encoders run her
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from transformers import GenerationConfig
 from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
 from torchax_serve.engine.request import EngineRequest
 from torchax_serve.executors.request_input import MediaInput
+from torchax_serve.generation.call_limits import CallLimits, draw_seed
+from torchax_serve.generation.engine_rows import encoded_request, read_tokens
 from torchax_serve.generation.sample_call import StaticBatchStart, static_batch_start
 from torchax_serve.generation.single_request import loop_options, prepared_call
 from torchax_serve.multimodal.decode_inputs import PreparedSteps
@@ -56,6 +59,10 @@ def media_request(
         InvalidArgumentError: placeholders and features do not fit each other, or an image is longer than what fits.
     """
     runtime: ModelRuntime = model._jax_runtime
+    config = copy.deepcopy(config)
+    config.use_cache = True  # the engine has one; without it tokens are the same, of every sequence anew
+    if runtime.encoder is not None:
+        return encoded_request(model, get_engine, inputs, config, params, seed)
     encoder = encoder_of(runtime)
     if (reason := _unsupported_reason(runtime, encoder, inputs)) is not None:
         return reason
@@ -78,22 +85,65 @@ def media_request(
         media = _encoded(encoder, prepared, call.input_ids, inputs)
     except UnsupportedModelError as error:
         return str(error)
-    if media.sees_until is not None:
-        limits = engine.span_limits
-        if not limits.sees_ahead:
-            return "tokens of an image see each other, which forwards per request do not know"
-        longest = max(end - begin for begin, end in media.spans)
-        if longest > (limits.shortest_window or longest):
-            return "an image is longer than a layer's window, which its tokens see beyond"
-        if longest > limits.max_len and _text_sees_ahead(media):
-            return "tokens of its text see later ones, and they are more than one step has room for"
-        _check_span(longest, limits.max_len)
+    if media.sees_until is not None and (reason := _span_reason(media, engine)) is not None:
+        return reason
     if seed is None:  # torch.manual_seed makes it repeatable, as in transformers
         seed = int(torch.randint(2**63 - 1, ())) if call.config.do_sample else 0
     options = loop_options(call.config, max_length, len(media.prompt_ids))
     return EngineRequest.of(
         media.prompt_ids, options, params, vocab_size=runtime.limits.vocab_size, seed=seed, media=media
     )
+
+
+def _span_reason(media: MediaInput, engine: Engine | DataParallelEngines) -> str | None:
+    """Returns why the engine does not take tokens that see later ones; None if it does.
+
+    Raises:
+        InvalidArgumentError: an image is longer than what fits.
+    """
+    limits = engine.span_limits
+    if not limits.sees_ahead:
+        return "tokens of an image see each other, which forwards per request do not know"
+    longest = max(end - begin for begin, end in media.spans)
+    if longest > (limits.shortest_window or longest):
+        return "an image is longer than a layer's window, which its tokens see beyond"
+    if longest > limits.max_len and _text_sees_ahead(media):
+        return "tokens of its text see later ones, and they are more than one step has room for"
+    _check_span(longest, limits.max_len)
+    return None
+
+
+def media_answers(
+    model: Any,
+    get_engine: Callable[[], Engine | DataParallelEngines],
+    prompts: Sequence[Mapping[str, Any]],
+    options: Mapping[str, Any],
+    limits: CallLimits,
+) -> list[list[int]] | None:
+    """Returns new tokens of prompts with media, which share the engine's steps.
+
+    None if the engine does not take them all.
+
+    Args:
+        model: What `torchax_serve.generation.jax_model.run_on_jax` returned.
+        get_engine: Returns the engine.
+        prompts: All tensors of each prompt by argument of ``generate``.
+        options: Options of ``generate``.
+        limits: Limits of the call.
+    """
+    config = copy.deepcopy(model.generation_config)
+    if config.update(**options):
+        return None  # what only ``generate`` knows, or refuses
+    requests = []
+    for inputs in prompts:
+        seed = draw_seed() if config.do_sample else 0
+        found = media_request(model, get_engine, inputs, config, limits.params(), seed)
+        if not isinstance(found, EngineRequest):
+            return None
+        requests.append(found)
+    handles = get_engine().submit_all(requests)
+    with limits.cancelling(handles):
+        return [read_tokens(handle, limits)[0] for handle in handles]
 
 
 def encoder_of(runtime: ModelRuntime) -> MediaEncoder:

@@ -20,9 +20,13 @@ from model_adapters.program.static_tensors import StaticTensor, can_be_static
 
 MEDIA_ARGUMENTS = re.compile(
     r"(image|video|pixel|spatial|aspect|target|patch|num)_.*|.*_grid_(thw|hw)|(mm|moe_mm)_token_type_ids|second_per_grid_ts"
-    r"|input_features_mask|feature_attention_mask|padding_mask"
+    r"|input_features_mask|feature_attention_mask|padding_mask|sample"
 )
-"""Arguments that describe pixels, audio samples or positions of images; a step without media does not read them."""
+"""Arguments that describe pixels, audio samples or positions of images; a step without media does not read them.
+
+``sample`` is VibeVoice's: whether its audio encoder draws noise."""
+TIMES = frozenset({"second_per_grid_ts"})
+"""Floats among these: seconds between frames, of which the positions of a prompt are made."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +75,7 @@ class PreparedSteps:
         constants: dict[str, Any] = {}
         for name, value in rest.items():
             is_tensor = isinstance(value, torch.Tensor)
-            if is_tensor and value.is_floating_point():
+            if is_tensor and value.is_floating_point() and name not in TIMES:
                 return f"every step gets {name}"
             if MEDIA_ARGUMENTS.fullmatch(name):
                 continue

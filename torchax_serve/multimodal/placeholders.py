@@ -68,8 +68,10 @@ def check_has_media(config: PreTrainedConfig, ids: Any, names: Collection[str]) 
         if token is None:
             continue
         is_there = bool((ids == token).any()) if isinstance(ids, torch.Tensor) else token in ids
-        sharing = (each for each in MODALITIES if _first(config, each.token_fields) == token)
-        arguments = [part for each in sharing for part in each.arguments]
+        # A model of videos alone may name its argument for pixels as those of images do (InstructBlipVideo).
+        shared = (token, None) if modality.name == "videos" else (token,)
+        sharing = [each for each in MODALITIES[:2] if _first(config, each.token_fields) in shared]
+        arguments = [part for each in (modality, *sharing) for part in each.arguments]
         if is_there and not any(part in name for name in names for part in arguments):
             raise InvalidArgumentError(
                 f"expected {modality.name} for the placeholder tokens {token} of the prompt, got no argument with "

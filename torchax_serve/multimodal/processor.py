@@ -1,23 +1,22 @@
-"""Processors of models with image or audio inputs.
+"""Processors of models with inputs of images, videos or audio.
 
 They turn conversations into arguments of ``generate``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError
 from torchax_serve.multimodal.audio import check_rate, checked_samples
+from torchax_serve.multimodal.images import checked_image
+from torchax_serve.multimodal.video import checked_frames, metadata_of
 
 if TYPE_CHECKING:
     from torchax_serve.text.chat_template import ChatOptions
-
-MOST_PIXELS = 100_000_000
-"""Most pixels of one image; it is converted to floats before it is resized, 12 bytes per pixel."""
 
 
 def processor_of(model: Any) -> Any:
@@ -51,27 +50,32 @@ def _audio_part_of(processor: Any) -> Any:
     return getattr(processor, "feature_extractor", None) or getattr(processor, "audio_processor", None)
 
 
+def _video_part_of(processor: Any) -> Any:
+    return getattr(processor, "video_processor", None)
+
+
 def has_media(messages: Any) -> bool:
-    """Returns whether a message of a conversation has an image or audio."""
+    """Returns whether a message of a conversation has an image, a video or audio."""
     return not isinstance(messages, str) and next(_parts(messages), None) is not None
 
 
 def _parts(messages: Any) -> Iterator[Mapping[str, Any]]:
-    """Yields the image and audio parts of a conversation."""
+    """Yields the image, video and audio parts of a conversation."""
     for message in messages if isinstance(messages, Sequence) else ():
         content = message.get("content") if isinstance(message, Mapping) else None
         parts = content if isinstance(content, (list, tuple)) else ()
-        yield from (part for part in parts if isinstance(part, Mapping) and part.get("type") in ("image", "audio"))
+        yield from (part for part in parts if isinstance(part, Mapping) and part.get("type") in _PARTS)
 
 
 def media_inputs(model: Any, conversation: list[dict[str, Any]], options: ChatOptions | None = None) -> dict[str, Any]:
-    """Returns the arguments of ``generate`` for a conversation with images or audio.
+    """Returns the arguments of ``generate`` for a conversation with images, videos or audio.
 
     Args:
         model: what `torchax_serve.serve` returned.
         conversation: checked messages; a part ``{"type": "image", "image": …}`` of a content has a PIL image, a path
-            or a URL, and a part ``{"type": "audio", "audio": …}`` samples float[num_samples] with their
-            ``"sampling_rate"``, a path or a URL.
+            or a URL, a part ``{"type": "audio", "audio": …}`` samples float[num_samples] with their
+            ``"sampling_rate"``, a path or a URL, and a part ``{"type": "video", "video": …}`` frames with their
+            ``"fps"``, as `torchax_serve.multimodal.video.checked_frames` takes them.
         options: further arguments of the template.
 
     Raises:
@@ -90,6 +94,10 @@ def media_inputs(model: Any, conversation: list[dict[str, Any]], options: ChatOp
         )
     typed = [_typed(message) for message in conversation]
     written = _written(processor, typed, model.name, options)
+    videos: list[Any] = [part for part in _parts(typed) if part["type"] == "video"]
+    if videos:
+        metadata = [metadata_of(part["video"], part.pop("fps", None)) for part in videos]
+        written["processor_kwargs"] = {"video_metadata": metadata}
     try:
         inputs = processor.apply_chat_template(
             typed, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt", **written
@@ -133,16 +141,20 @@ def _written(
 def _typed(message: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a message in the form of processor templates.
 
-    Text is a part, too, and audio is float32.
+    Text is a part, too, images have 8 bits, audio is float32, and videos are arrays.
     """
     content = message.get("content")
     if isinstance(content, str):
         return {**message, "content": [{"type": "text", "text": content}]}
     parts = content if isinstance(content, (list, tuple)) else ()
-    return {**message, "content": [_as_float32(part) for part in parts]}
+    return {**message, "content": [_as_arrays(part) for part in parts]}
 
 
-def _as_float32(part: Any) -> Any:
+def _as_arrays(part: Any) -> Any:
+    if isinstance(part, Mapping) and part.get("type") == "video":
+        return {**part, "video": checked_frames(part.get("video"))}
+    if isinstance(part, Mapping) and part.get("type") == "image" and part.get("image") is not None:
+        return {**part, "image": checked_image(part["image"])}
     if not (isinstance(part, Mapping) and isinstance(part.get("audio"), np.ndarray)):
         return part
     others = {name: value for name, value in part.items() if name != "sampling_rate"}
@@ -151,19 +163,20 @@ def _as_float32(part: Any) -> Any:
 
 def _check_part(processor: Any, part: Mapping[str, Any], name: str) -> None:
     kind = part["type"]
-    owner = _image_part_of(processor) if kind == "image" else _audio_part_of(processor)
+    find, plural = _PARTS[kind]
+    owner = find(processor)
     if owner is None:
         raise UnsupportedModelError(
-            f"expected a processor with a part for {'images' if kind == 'image' else 'audio'}, got "
-            f"{type(processor).__name__} for {name}; leave them out, or take a checkpoint of a model with "
-            f"{'image' if kind == 'image' else 'audio'} inputs"
+            f"expected a processor with a part for {plural}, got {type(processor).__name__} for {name}; leave them "
+            f"out, or take a checkpoint of a model with {kind} inputs"
         )
+    if kind == "video":
+        return
     if kind == "image":
         if not any(part.get(source) is not None for source in ("image", "url", "path", "base64")):
             raise InvalidArgumentError(
                 'image: expected a part like {"type": "image", "image": picture}, got one without an image'
             )
-        check_size(part.get("image"))
         return
     audio = part.get("audio")
     if audio is None and not any(part.get(other) for other in ("url", "path")):
@@ -176,17 +189,9 @@ def _check_part(processor: Any, part: Mapping[str, Any], name: str) -> None:
         check_rate(getattr(owner, "sampling_rate", None), part.get("sampling_rate"))
 
 
-def check_size(image: Any) -> None:
-    """Raises InvalidArgumentError for an image with no pixels or too many.
-
-    Paths and URLs are not opened.
-    """
-    size = getattr(image, "size", None)
-    if not isinstance(size, tuple) or len(size) != 2:
-        return
-    width, height = size
-    if width < 1 or height < 1 or width * height > MOST_PIXELS:
-        raise InvalidArgumentError(
-            f"expected an image of 1 to {MOST_PIXELS:,} pixels, got {width}x{height}; make it smaller, models see "
-            "a few thousand pixels a side at most"
-        )
+_PARTS: Mapping[str, tuple[Callable[[Any], Any], str]] = {
+    "image": (_image_part_of, "images"),
+    "audio": (_audio_part_of, "audio"),
+    "video": (_video_part_of, "videos"),
+}
+"""Kinds of parts: the function that finds what reads them in a processor, and their name for errors."""

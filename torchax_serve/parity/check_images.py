@@ -16,11 +16,10 @@ from transformers import PreTrainedModel
 
 from model_adapters.errors import UnsupportedModelError
 from torchax_serve.engine.options import EngineOptions
-from torchax_serve.engine.request import EngineRequest
 from torchax_serve.entrypoints.serve import serve
 from torchax_serve.entrypoints.served_model import ServedModel
-from torchax_serve.generation.media_requests import media_request
-from torchax_serve.parity.check_causal import TOLERANCE, cache_kinds, compile_seconds, described, executor_of
+from torchax_serve.parity.check_causal import TOLERANCE, cache_kinds, compile_seconds, described
+from torchax_serve.parity.check_engine import engine_options, on_engine
 from torchax_serve.parity.result import PASSED, STATIC, TRANSFORMERS_LOOP, ProbeResults, Result, error_line
 from torchax_serve.parity.tiny.images import image_model, image_text_class, inputs_of
 from torchax_serve.parity.tiny.media_prompts import Inputs, batched
@@ -85,7 +84,7 @@ def _compared(result: Result, model: PreTrainedModel, expected: Expected, model_
     tried = ProbeResults()
     inputs = [inputs_of(model, model_type, index) for index in range(2)]
 
-    with serve(model, engine=engine_options(inputs)) as served:
+    with serve(model, engine=options_of(inputs)) as served:
         kinds = cache_kinds(served.torch_model._jax_runtime)
         logits = tried("forward", _forward, served.torch_model, inputs[0])
         difference = None if logits is None else float((logits - expected.logits).abs().max())
@@ -99,7 +98,7 @@ def _compared(result: Result, model: PreTrainedModel, expected: Expected, model_
             padded = tried("padded", _generated, served, batched(inputs))
             padded_same = padded is not None and torch.equal(padded, expected.padded)
         executor = STATIC if served.torch_model._jax_runtime.steps.num_traces["decode"] else TRANSFORMERS_LOOP
-        executor, reason, engine_answers = _on_engine(served, inputs, executor, tried)
+        executor, reason, engine_answers = on_engine(served, inputs, executor, tried)
         engine_same = (
             None if engine_answers is None else engine_answers == [row[0].tolist() for row in expected.unbatched]
         )
@@ -121,41 +120,13 @@ def _compared(result: Result, model: PreTrainedModel, expected: Expected, model_
     )
 
 
-def engine_options(inputs: list[Inputs]) -> EngineOptions:
+def options_of(inputs: list[Inputs]) -> EngineOptions:
     """Returns an engine whose steps have no room for both prompts, so that one is cut.
 
     A prompt whose tokens see each other has room.
     """
-    budget = 32 if "token_type_ids" in inputs[0] else 19
     prompt_lens = [one["input_ids"].shape[1] for one in inputs if "input_ids" in one]
-    max_len = NUM_NEW + max(prompt_lens, default=NUM_NEW)
-    sizes: dict[str, Any] = {
-        "max_model_len": max_len,
-        "max_num_seqs": 4,
-        "page_size": 4,
-        "kv_cache_memory_bytes": 1 << 20,
-    }
-    return EngineOptions(**sizes, max_num_batched_tokens=budget)
-
-
-def _on_engine(
-    served: ServedModel, inputs: list[Inputs], other: str, tried: ProbeResults
-) -> tuple[str, str | None, list[list[int]] | None]:
-    """Returns the engine's executor, why it is no faster one, and new tokens of both prompts.
-
-    They run in one batch, each with its image. If the engine does not take them, the executor is `other`, and there are
-    no tokens.
-    """
-    config = copy.deepcopy(served.generation_config)
-    config.update(max_new_tokens=NUM_NEW, min_new_tokens=NUM_NEW, do_sample=False)
-    model = served.torch_model if served.torch_model.can_generate() else served._generator()
-    found = tried("engine", media_request, model, lambda: served.engine, inputs[0], config, None, 0)
-    if not isinstance(found, EngineRequest):
-        return other, found, None
-    executor, reason = executor_of(served)
-    streams = [served.iter_tokens((), config, inputs=one) for one in inputs]
-    answers = tried("engine", lambda: [list(stream) for stream in streams])
-    return executor, reason, answers or []
+    return engine_options(prompt_lens, 32 if "token_type_ids" in inputs[0] else 19)
 
 
 def _generated(served: ServedModel, inputs: Inputs) -> torch.Tensor:

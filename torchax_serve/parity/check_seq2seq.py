@@ -20,6 +20,7 @@ from transformers.models.auto import modeling_auto
 from model_adapters.errors import UnsupportedModelError
 from torchax_serve.entrypoints.serve import serve
 from torchax_serve.parity.check_causal import TOLERANCE, cache_kinds, described
+from torchax_serve.parity.check_engine import engine_options, on_engine
 from torchax_serve.parity.result import PASSED, STATIC, TRANSFORMERS_LOOP, ProbeResults, Result, error_line
 from torchax_serve.parity.tiny.audio import audio_inputs, audio_model, is_audio_type
 from torchax_serve.parity.tiny.media_prompts import Inputs
@@ -120,7 +121,10 @@ def compared(result: Result, model: PreTrainedModel, inputs: ParityInputs, expec
     """Serves `model` and returns `result` with the comparison."""
     tried = ProbeResults()
     wanted = {"first": expected.unbatched[0], "second": expected.unbatched[1], "padded": expected.padded}
-    with serve(model) as served:
+    singles = [inputs["first"], inputs["second"]]
+    is_decoder = not model.config.is_encoder_decoder
+    prompt_lens = [one["input_ids"].shape[1] for one in singles if is_decoder and "input_ids" in one]
+    with serve(model, engine=engine_options(prompt_lens)) as served:
         ours: Any = served.torch_model
         runtime: ModelRuntime = ours._jax_runtime
 
@@ -131,13 +135,13 @@ def compared(result: Result, model: PreTrainedModel, inputs: ParityInputs, expec
             tokens = tried(name, _generate, ours, inputs[name])
             same[name] = tokens is not None and want is not None and torch.equal(tokens, want)
         executor = STATIC if runtime.steps.num_traces["decode"] else TRANSFORMERS_LOOP
-        reason = runtime.cache_support.unsupported_reason or (
-            None if executor == STATIC else "options that its configuration sets"
-        )
         kinds = cache_kinds(runtime)
+        executor, reason, answers = on_engine(served, singles, executor, tried)
+        engine_same = None if answers is None else answers == [row[0].tolist() for row in expected.unbatched]
     if not expected.prompts_differ:
         tried.errors.append("harness: the inputs have one answer")
     passed = difference is not None and difference <= TOLERANCE and all(same.values()) and not tried.errors
+    passed = passed and engine_same is not False
     return dataclasses.replace(
         result,
         status=PASSED if passed else "failed",
@@ -146,6 +150,7 @@ def compared(result: Result, model: PreTrainedModel, inputs: ParityInputs, expec
         forward_difference=difference,
         padded_equal=same["padded"],
         unbatched_equal=same["first"] and same["second"],
+        engine_equal=engine_same,
         cache_kinds=kinds,
         error="; ".join(tried.errors) or None,
     )

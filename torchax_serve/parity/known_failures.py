@@ -48,8 +48,69 @@ _TIME_STEPS = (
     "In transformers: `mamba_chunk_scan_combined`, which computes a prompt, raises time steps to `time_step_min`; "
     "`selective_state_update`, which computes a token behind it, does not."
 )
-FALLBACK_CAUSES: dict[str, str] = {"nemotron_h": _TIME_STEPS, "zamba2": _TIME_STEPS}
-"""Code that makes a type run one request at a time, where the refusal names what was measured."""
+_BLIP_2 = (
+    "In transformers: `{0}.generate` embeds the prompt and ends in `language_model.generate`; its own `forward` "
+    "computes `get_image_features(pixel_values)` in every call, so there is none for a token behind the prompt."
+)
+_IMAGES: dict[str, str] = {
+    "blip": (
+        "In transformers: `BlipForConditionalGeneration.generate` ends in `text_decoder.generate`, whose layers attend "
+        "to the patches of the image (`encoder_hidden_states`) in every step."
+    ),
+    "blip-2": _BLIP_2.format("Blip2ForConditionalGeneration"),
+    "chameleon": "In transformers: `ChameleonModel.forward` puts features in place and runs the layers itself.",
+    "florence2": "In transformers: its encoder reads the tokens of the prompt behind the image's features.",
+    "git": "In transformers: `GitModel.forward` concatenates patches and text, and the cache holds both.",
+    "granite4_vision": (
+        "In transformers: `Granite4VisionTextModel.forward` adds features of the image in front of later layers, too "
+        "(`deepstack_features`)."
+    ),
+    "idefics": (
+        "In transformers: the cross attention of `IdeficsModel.forward` gets `image_hidden_states` in every step, with "
+        "a mask that grows."
+    ),
+    "instructblip": _BLIP_2.format("InstructBlipForConditionalGeneration"),
+    "instructblipvideo": _BLIP_2.format("InstructBlipVideoForConditionalGeneration"),
+    "kosmos-2": (
+        "In transformers: `Kosmos2ForConditionalGeneration.generate` ends in `text_model.generate`, and that model "
+        "puts features in place itself (`Kosmos2TextTransformer.forward_embedding`)."
+    ),
+    "kosmos-2.5": "In transformers: `Kosmos2_5TextTransformer` puts features in place itself and runs the layers.",
+    "mllama": (
+        "In transformers: `MllamaTextCrossAttention.forward` keeps keys of the image's patches in the cache of its "
+        "layers, which pages do not have."
+    ),
+    "t5gemma2": "In transformers: `T5Gemma2Encoder.forward` reads the tokens of the prompt and the image.",
+    "pp_formulanet": (
+        "In transformers: `PPFormulaNetModel.forward` gives the decoder the `pooler_output` of its encoder, and not "
+        "the last hidden state, which the engine keeps for each request."
+    ),
+}
+_VOXTRAL = (
+    "In transformers: `VoxtralRealtimeForConditionalGeneration.forward` adds the features of a frame of audio to the "
+    "token of every step."
+)
+FALLBACK_CAUSES: dict[str, dict[str, str]] = {
+    "causal": {
+        "moshi": (
+            "In transformers: `MoshiModel.forward` masks by `create_causal_mask`, which shows a prompt all of its "
+            "tokens, and `DynamicCache` keeps those of `sliding_window`, which is what a step sees."
+        ),
+        "nemotron_h": _TIME_STEPS,
+        "zamba2": _TIME_STEPS,
+    },
+    "seq2seq": {"voxtral_realtime": _VOXTRAL},
+    "speech": {
+        "kyutai_speech_to_text": (
+            "In transformers: `KyutaiSpeechToTextForConditionalGeneration.prepare_inputs_for_generation` adds the "
+            "codes of a frame of audio to the token of every step."
+        ),
+        "voxtral_realtime": _VOXTRAL,
+    },
+    "images": _IMAGES,
+    "configurations": {},
+}
+"""Code that makes a type run one request at a time, by task, where the refusal names what was seen."""
 
 _ENCODERS_MASKS = "In transformers 5.17: a decoder with the masks of an encoder, whose own cache is kept."
 _QWEN4_EXP = (

@@ -80,8 +80,9 @@ TASKS: dict[str, ParityTask] = {
         "Sequence to sequence",
         "Every type that transformers maps to a sequence-to-sequence model. **{passed} of {total} pass**: logits "
         "within 1e-4 of eager PyTorch's, and 16 greedy tokens of `generate` the same, for one input and for a batch "
-        "of two lengths.",
-        (STATIC, TRANSFORMERS_LOOP),
+        "of two lengths. Where the engine takes the type, so are the tokens of both inputs in one batch; a prompt of a "
+        "decoder is cut into chunks there.",
+        (PACKED, PER_SEQUENCE, STATIC, TRANSFORMERS_LOOP),
     ),
     "speech": ParityTask(
         "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
@@ -89,8 +90,9 @@ TASKS: dict[str, ParityTask] = {
         "Speech to text",
         "Every type that transformers maps to speech recognition. **{passed} of {total} pass**: logits within 1e-4 of "
         "eager PyTorch's, and the same 16 greedy tokens of `generate`, for each of two audio inputs and for both in a "
-        "batch.",
-        (STATIC, TRANSFORMERS_LOOP),
+        "batch. Where the engine takes the type, so are the tokens of both inputs in one batch; a prompt of a decoder "
+        "is cut into chunks there.",
+        (PACKED, PER_SEQUENCE, STATIC, TRANSFORMERS_LOOP),
     ),
     "encoder": ParityTask(
         "MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES|MODEL_FOR_MASKED_LM_MAPPING_NAMES",

@@ -9,16 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, LinearAttentionCacheLayerMixin
-from transformers.modeling_outputs import MoEModelOutput
 from transformers.utils import ModelOutput
 
 from model_adapters.caches import native_cache
 from model_adapters.caches.compressed_layer import CompressedLayer
 from model_adapters.caches.device_cache import DeviceCache
+from model_adapters.caches.encoder_mask import mask_over_audio
 from model_adapters.errors import UnsupportedArgumentError, UnsupportedModelError
 from model_adapters.ops.compressed_weight import Weights
 from model_adapters.program.call_signature import cache_field_of
 from model_adapters.program.model_program import CallSpec
+from torchax_serve.runtime.encoder_output import output_of
 from torchax_serve.runtime.step_functions import BatchPosition, DecodeSpec, StepFunctions
 
 
@@ -85,9 +86,10 @@ class CacheSupport:
         width = getattr(width, "hidden_size", None) or self._text_config.hidden_size
         dtype = str(self._program.module.dtype).removeprefix("torch.")
         hidden: Any = jax.ShapeDtypeStruct((1, 8, width), dtype)
-        context: dict[str, Any] = {"encoder_outputs": MoEModelOutput(last_hidden_state=hidden)}
+        mask = jax.ShapeDtypeStruct((1, 8), np.int32)
+        context: dict[str, Any] = {"encoder_outputs": output_of(hidden, mask, mask_over_audio(self._program.module))}
         if self._program.accepts("attention_mask"):
-            context["attention_mask"] = jax.ShapeDtypeStruct((1, 8), np.int32)
+            context["attention_mask"] = mask
         return context
 
     @property

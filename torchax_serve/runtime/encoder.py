@@ -13,7 +13,7 @@ from model_adapters.program.padding_safety import masked_tokens_are_ignored
 from torchax_serve.runtime.model_generate import overrides_generate
 from torchax_serve.runtime.step_functions import StepFunctions
 
-FEATURES = "input_features"
+FEATURES, PIXELS = "input_features", "pixel_values"
 
 
 class SubmoduleRuntime(Protocol):
@@ -65,16 +65,16 @@ class EncoderRuntime(Generic[Runtime]):
     def runs_before_engine(self) -> bool:
         """Whether the encoder has run before a request goes to the engine.
 
-        Its class has a ``generate`` that prepares the rest, or the encoder reads audio, or inputs of several lengths
-        cannot be padded for it.
+        Its class has a ``generate`` that prepares the rest, or the encoder reads audio or images, or inputs of several
+        lengths cannot be padded for it.
         """
         can_pad = self.is_masked and masked_tokens_are_ignored(self.runtime.program.target)
         return not can_pad or overrides_generate(self._program.module)
 
     @functools.cached_property
     def fixed_output_len(self) -> int | None:
-        """The length of every output, of an audio encoder with a fixed input length."""
-        return find_fixed_output_len(self.runtime)
+        """The length of every output, of an encoder of audio or images of a fixed size."""
+        return find_fixed_output_len(self.runtime) or find_image_output_len(self.runtime)
 
 
 def find_fixed_output_len(encoder: SubmoduleRuntime) -> int | None:
@@ -103,3 +103,28 @@ def find_fixed_output_len(encoder: SubmoduleRuntime) -> int | None:
         return length if output_len(frames) == length and output_len(frames - 2) is None else None
 
     return encoder.steps.executables.memoize("fixed input length", "", probe)
+
+
+def find_image_output_len(encoder: SubmoduleRuntime) -> int | None:
+    """Returns the output length of an image encoder for an image of its configuration's size.
+
+    Found by tracing; None of an encoder that reads more than pixels, or whose configuration has no size.
+    """
+    size, channels = getattr(encoder.config, "image_size", None), getattr(encoder.config, "num_channels", 3)
+    if size is None or getattr(encoder.program.target, "main_input_name", None) != PIXELS:
+        return None
+    height, width = (size, size) if isinstance(size, int) else size
+    dtype = str(encoder.program.module.dtype).removeprefix("torch.")
+
+    def run(weights: Any, pixels: Any) -> Any:
+        return encoder.program.forward(weights, None, None, {PIXELS: pixels}, CallSpec())[0]
+
+    def probe() -> int | None:
+        pixels = jax.ShapeDtypeStruct((1, channels, height, width), dtype)
+        try:
+            hidden = jax.eval_shape(run, encoder.weights, pixels).get("last_hidden_state")
+        except Exception:  # whatever model code raises for an image of that size
+            return None
+        return int(hidden.shape[1]) if hidden is not None and hidden.ndim == 3 else None
+
+    return encoder.steps.executables.memoize("image output length", "", probe)

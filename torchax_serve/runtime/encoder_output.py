@@ -9,14 +9,37 @@ from typing import Any
 import jax
 import numpy as np
 import torch
+from transformers.modeling_outputs import MoEModelOutput
 from transformers.utils import ModelOutput
 
 from model_adapters.bridge.views import to_jax_array
+from model_adapters.caches.encoder_mask import SourceMask
 from model_adapters.device_arrays import to_device
 from torchax_serve.buckets import next_bucket
 
 ENCODER_ARGUMENTS = ("encoder_outputs", "attention_mask")
 """Arguments of a decoder's step that are the same from step to step."""
+
+
+@dataclasses.dataclass
+class MaskedOutput(MoEModelOutput):
+    """An encoder's output with the mask of it that some decoders of audio read there.
+
+    Attributes:
+        attention_mask: int[batch, len], as the decoder's argument of that name.
+    """
+
+    attention_mask: Any = None
+
+
+def output_of(hidden: Any, mask: Any, rule: SourceMask | None) -> MoEModelOutput:
+    """Returns the output ``[1, len, width]`` of an encoder.
+
+    It has the mask int32[1, len] if `rule` says that the decoder reads it there.
+    """
+    if rule is not None and rule.is_in_output:
+        return MaskedOutput(last_hidden_state=hidden, attention_mask=mask)
+    return MoEModelOutput(last_hidden_state=hidden)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +53,11 @@ class EncoderOutput:
 
     arguments: Mapping[str, Any]
     length: int
+
+    def own_mask(self) -> np.ndarray | None:
+        """Returns the mask bool[batch, len] that the encoder has made of its output, or None."""
+        mask = getattr(self.arguments[ENCODER_ARGUMENTS[0]], "attention_mask", None)
+        return None if mask is None else np.asarray(mask) != 0
 
     @classmethod
     def of(cls, given: Mapping[str, Any], *, is_masked: bool) -> EncoderOutput | None:

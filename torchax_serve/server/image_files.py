@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from typing import Any
 
+from torchax_serve.multimodal.images import eight_bits
 from torchax_serve.server import require_packages
 from torchax_serve.server.errors import bad_request
 
@@ -36,7 +37,7 @@ def decode_image(data: bytes, where: str) -> Any:
                 )
             if getattr(image, "n_frames", 1) > 1:
                 raise bad_request(f"{where}: expected a still image, got an animation", where, "invalid_value")
-            return image.convert("RGB")
+            return eight_bits(image).convert("RGB")
     except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
         raise bad_request(
             f"{where}: expected an image as {', '.join(FORMATS)}, got something else", where, "invalid_value"

@@ -11,11 +11,14 @@ from typing import Any
 from torchax_serve.server.audio_files import decode_audio, resampled
 from torchax_serve.server.errors import bad_request
 from torchax_serve.server.image_files import decode_image
+from torchax_serve.server.video_files import MAX_FRAMES, check_pixels, decode_animation
 from torchax_serve.validation.argument_checks import short_repr
 
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _REPLAYED = frozenset({"refusal", "annotations", "audio", "function_call", "reasoning", "reasoning_content", "id"})
 """Keys of answers that clients send back and that say nothing to a model."""
+_FRAMES = "data:video/jpeg;base64,"
+"""Begin of a URL with frames of a video, each a file in base64, separated by commas (vLLM)."""
 _READ_BY_TEMPLATES = ("reasoning_content", "reasoning")
 
 
@@ -25,7 +28,7 @@ def plain_messages(
     """Returns the messages of a chat request for `torchax_serve.text.chat`.
 
     The role ``developer`` becomes ``system`` unless the template names it; parts of all spellings become ``text``,
-    ``image`` and ``audio``; arguments of replayed tool calls that are not JSON stay text.
+    ``image``, ``video`` and ``audio``; arguments of replayed tool calls that are not JSON stay text.
 
     Args:
         messages: Of the request.
@@ -76,9 +79,31 @@ def _part(where: str, part: Any, audio_rate: int | None) -> dict[str, Any]:
         samples, rate = decode_audio(_audio_bytes(where, part))
         wanted = audio_rate or rate
         return {"type": "audio", "audio": resampled(samples, rate, wanted), "sampling_rate": wanted}
+    if kind == "video_url":
+        frames, fps = _video(where, _url_of(part.get("video_url")))
+        return {"type": "video", "video": frames, "fps": fps}
     raise bad_request(
-        f"{where}.type: expected text, image_url or input_audio, got {short_repr(kind)}", where, "invalid_value"
+        f"{where}.type: expected text, image_url, input_audio or video_url, got {short_repr(kind)}",
+        where,
+        "invalid_value",
     )
+
+
+def _video(where: str, url: Any) -> tuple[list[Any], float | None]:
+    """Returns frames of a video as PIL images, and how many there are for each second.
+
+    None where the URL does not say it.
+    """
+    if not isinstance(url, str) or not url.startswith(_FRAMES):
+        return decode_animation(_data_of(where, url), where)
+    files = url.removeprefix(_FRAMES).split(",")
+    if len(files) > MAX_FRAMES:
+        raise bad_request(f"{where}: expected at most {MAX_FRAMES} frames, got {len(files)}", where, "invalid_value")
+    frames = []
+    for file in files:
+        frames.append(decode_image(_decoded(where, file), where))
+        check_pixels(frames[-1].size, len(files), where)
+    return frames, None
 
 
 def _audio_bytes(where: str, part: Mapping[str, Any]) -> bytes:

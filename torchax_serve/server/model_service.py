@@ -195,7 +195,8 @@ class ModelService:
         conversation = checked_conversation(plain, None)
         check_last_message(conversation, options)
         if self._processor is None:
-            message = f"messages: expected texts, got images or audio, which {self.name} does not take; leave them out"
+            message = f"messages: expected texts, got images, videos or audio, which {self.name} does not take; leave "
+            message += "them out"
             raise bad_request(message, "messages", "invalid_value")
         try:
             inputs = media_inputs(self.model, conversation, options)
@@ -205,7 +206,7 @@ class ModelService:
 
     @functools.cached_property
     def _processor(self) -> Any:
-        """Processor of images and audio; None for a model of texts."""
+        """Processor of images, videos and audio; None for a model of texts."""
         try:
             return processor_of(self.model)
         except TorchaxServeError:

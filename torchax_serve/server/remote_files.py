@@ -1,4 +1,4 @@
-"""Images and audio of a chat by address, fetched from hosts on a list only.
+"""Images, videos and audio of a chat by address, fetched from hosts on a list only.
 
 A name must lead to public addresses only, and the connection is made to one that was checked; so is each redirect. A
 host that is listed by its address is the operator's word for that address.
@@ -29,7 +29,12 @@ TIMEOUT_S = 10.0
 """Most seconds for a file, redirects included."""
 MAX_REDIRECTS, MAX_FILES = 3, 8
 """Most redirects of a file, and most files of a request."""
-_FIELDS = {"image_url": "image_url", "input_image": "image_url", "audio_url": "audio_url"}
+_FIELDS = {
+    "image_url": "image_url",
+    "input_image": "image_url",
+    "audio_url": "audio_url",
+    "video_url": "video_url",
+}
 
 
 @dataclasses.dataclass(frozen=True)

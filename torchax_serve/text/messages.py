@@ -19,6 +19,7 @@ _MAX_DEPTH = 64  # of lists and dicts in each other
 _MEDIA_KEYS: Mapping[str, frozenset[str]] = {
     "image": frozenset({"image", "url", "path", "base64"}),
     "audio": frozenset({"audio", "url", "path", "base64", "sampling_rate"}),
+    "video": frozenset({"video", "fps"}),
 }
 _INSTEAD: Mapping[str, str] = {
     "image_url": 'write {"type": "image", "url": ...}',
@@ -27,8 +28,7 @@ _INSTEAD: Mapping[str, str] = {
     "audio_url": 'write {"type": "audio", "url": ...}',
     "input_text": 'write {"type": "text", "text": ...}',
     "output_text": 'write {"type": "text", "text": ...}',
-    "video": "give frames of it as images",
-    "video_url": "give frames of it as images",
+    "video_url": 'write {"type": "video", "video": frames, "fps": ...}',
     "tool_result": 'write a message {"role": "tool", "content": ...}',
     "tool_use": 'write {"role": "assistant", "tool_calls": [...]}',
 }
@@ -108,8 +108,8 @@ def _checked_part(name: str, part: Any) -> dict[str, Any]:
         )
     if kind != "text" and kind not in _MEDIA_KEYS:
         raise UnsupportedArgumentError(
-            f"{name}: expected a part of type text, image or audio, got {short_repr(kind)}, which no model is shown; "
-            f"{_INSTEAD.get(kind, 'leave it out')}"
+            f"{name}: expected a part of type text, image, audio or video, got {short_repr(kind)}, which no model is "
+            f"shown; {_INSTEAD.get(kind, 'leave it out')}"
         )
     known = {"type", *_MEDIA_KEYS.get(kind, ("text",))}
     if unknown := [key for key in part if key not in known and part[key] is not None]:

@@ -157,7 +157,7 @@ def config_values(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
     for key, name in _TOKENS.items():
         values[name] = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
     if architecture.model_type == "exaone4" and values["sliding_window"] is None:  # its class divides by the pattern
-        values["layer_types"] = ["full_attention"] * values.get("num_hidden_layers", 1)
+        values["layer_types"] = ["full_attention"] * (values.get("num_hidden_layers") or 1)
     values["tie_word_embeddings"] = "output.weight" not in file.tensors
     theta = file.metadata.get(f"{file.architecture}.rope.freq_base", 10000.0)  # llama.cpp's default
     return {**values, "rope_parameters": {"rope_type": "default", "rope_theta": theta}}
