@@ -320,6 +320,15 @@ def states(family, degree):
         print(*{str(state.sharding.spec) for state in cache.states}, len(compiled))
 
 
+def pools(family, degree):
+    """Number of devices that pools lie on after requests."""
+    options = EngineOptions(max_model_len=64, max_num_seqs=4)
+    with serve(model_of(family), engine=options, mesh={"model": int(degree)}) as served:
+        tokens_of(served)
+        leaves = jax.tree.leaves(served.engine._runner._cache.pools)
+        print(*{len(leaf.sharding.device_set) for leaf in leaves})
+
+
 def encoder_cache(meshes, kv_cache_dtype):
     """Tokens of requests side by side with an encoder; and how its keys, values and their scales are divided."""
     sizes = {"d_model": 32, "d_kv": 8, "num_layers": 2, "num_heads": 4, "d_ff": 48, "vocab_size": 61}

@@ -131,6 +131,11 @@ def test_an_encoders_keys_and_values_in_int8_lie_by_heads_with_their_scales(on_e
     assert on_eight("encoder_cache", mesh, "int8") == [f"{mesh}; float32 {where}; int8 {where}"]
 
 
+def test_latents_stay_on_every_device(on_eight):
+    """A pool without heads, which every device has whole: steps neither take it to one device nor copy it back."""
+    assert on_eight("pools", "deepseek_v3", "2") == ["2"]
+
+
 def test_states_of_recurrent_layers_lie_by_channels_and_stay_there(on_eight):
     assert on_eight("states", "mamba", "4") == ["P(None, None, 'model') 0"]
 

@@ -315,7 +315,7 @@ class CachedFunction:
         with jax_cache.counting_hits() as hits, jax_cache.bypassed(is_bypassed), named:
             program: Any = self.compile(weights, args, signature.spec, name=name, when_traced=when_traced)
         if mesh is not None:
-            program = MeshExecutable(program, mesh)
+            program = MeshExecutable(program, mesh, self.donated)
         # XLA's CPU client cannot serialize a program that it has itself deserialized: functions are lost.
         if path is not None and not hits:
             self._cache.write(path, program, {} if self._cache.exported is not None else self.facts())

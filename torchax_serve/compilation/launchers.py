@@ -53,35 +53,55 @@ def on_mesh(tree: Any, mesh: jax.sharding.Mesh) -> Any:
         if isinstance(leaf, jax.ShapeDtypeStruct):
             is_there = leaf.sharding is not None and leaf.sharding.device_set == devices
             return leaf if is_there else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere)
-        is_there = isinstance(leaf, jax.Array) and leaf.sharding.device_set == devices
-        return leaf if is_there else jax.device_put(leaf, everywhere)
+        return leaf if _is_on(leaf, devices) else jax.device_put(leaf, everywhere)
 
     return jax.tree.map(place, tree)
+
+
+def _is_on(leaf: Any, devices: set[jax.Device]) -> bool:
+    """Returns whether `leaf` is an array on exactly these devices."""
+    return isinstance(leaf, jax.Array) and leaf.sharding.device_set == devices
+
+
+def _is_replicated(leaf: Any) -> bool:
+    """Returns whether `leaf` is an array that each of its devices has whole."""
+    return isinstance(leaf, jax.Array) and leaf.sharding.is_fully_replicated
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshExecutable:
     """A program on many devices for a caller who knows of one.
 
-    Arguments that lie elsewhere go to all devices. What all devices have alike comes out on the default device; what is
-    divided, as the pools are, stays where it is.
+    Arguments that lie elsewhere go to all devices. What all devices have alike comes out on the default device. What is
+    divided, as most pools are, stays where it is, and so does what was donated on all devices, as pools of latents are:
+    the next call would copy it to all of them again.
+
+    Attributes:
+        program: The compiled program.
+        mesh: Its devices.
+        donated: Positions of the donated arguments, of which the weights are number 0.
     """
 
     program: Any
     mesh: jax.sharding.Mesh
+    donated: tuple[int, ...] = ()
 
     def __call__(self, weights: Any, *args: Any) -> Any:
         """Runs the program; on CPU devices one after the other, whoever calls."""
+        donated = jax.tree.leaves([args[position - 1] for position in self.donated])
+        devices = set(self.mesh.devices.flat)
+        kept = {(leaf.shape, leaf.dtype) for leaf in donated if _is_replicated(leaf) and _is_on(leaf, devices)}
+
+        def placed(array: jax.Array) -> jax.Array:
+            if not _is_replicated(array) or (array.shape, array.dtype) in kept:
+                return array
+            return jax.device_put(array.addressable_data(0), jax.local_devices()[0])  # where callers have the rest
+
         if self.mesh.devices.flat[0].platform != "cpu":
-            return jax.tree.map(self._first, self.program(weights, *on_mesh(args, self.mesh)))
+            return jax.tree.map(placed, self.program(weights, *on_mesh(args, self.mesh)))
         with CPU_COLLECTIVE_LOCK:
             out = self.program(weights, *jax.block_until_ready(on_mesh(args, self.mesh)))
-            return jax.block_until_ready(jax.tree.map(self._first, out))
-
-    def _first(self, array: jax.Array) -> jax.Array:
-        if not array.sharding.is_fully_replicated:
-            return array
-        return jax.device_put(array.addressable_data(0), jax.local_devices()[0])  # where callers have everything else
+            return jax.block_until_ready(jax.tree.map(placed, out))
 
     @property
     def out_info(self) -> Any:
