@@ -224,7 +224,7 @@ def test_many_rows_are_split_by_length(monkeypatch):
             model.run([PlanRow(slot, slot, start, len(chunk), chunk, True)], (table,), last)
     rows = [PlanRow(slot, slot, lengths[slot], 1, None, True) for slot in range(5)]
     rows.append(PlanRow(5, 5, 0, 13, ids[5], True))
-    assert len(model._jobs.of(rows[:5], 0, False)) > 1
+    assert len(model._splitter.of(rows[:5], 0, False)) > 1
     logits = np.asarray(model.run(rows, (table,), last))
     everything = np.asarray(
         model._run_rows(rows, (table,), last, 0, all_logits=True)
