@@ -2,6 +2,7 @@
 
 import math
 import shutil
+import unicodedata
 
 import numpy as np
 import pytest
@@ -231,6 +232,11 @@ def byte_level(writer, vocab_size, name):
     writer.add_bos_token_id(0)
 
 
+# llama.cpp's expressions for these take marks, as vowel signs in Hindi, for no part of a word. The tokenizers of the
+# models do, and this project follows them.
+WITHOUT_MARKS = ("tekken", "gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2")
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_texts_are_split_as_llama_cpp_splits_them(name, llama_cpp, tmp_path):
     model = tiny_model("llama", num_hidden_layers=1, vocab_size=600)
@@ -238,4 +244,6 @@ def test_texts_are_split_as_llama_cpp_splits_them(name, llama_cpp, tmp_path):
     file = write_gguf(tmp_path / "m.gguf", model, "llama", "Q8_0", tokenizer=write)
     theirs, ours = llama_cpp.open(file), tokenizer_of(GgufFile.read(file))
     for text in TEXTS:
+        if name in WITHOUT_MARKS:
+            text = "".join(each for each in text if not unicodedata.category(each).startswith("M"))
         assert ours(text)["input_ids"] == theirs.tokenize(text), text

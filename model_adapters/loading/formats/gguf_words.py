@@ -1,7 +1,8 @@
 """How the vocabulary of a GGUF file splits a text into words, whose bytes it then merges.
 
 The file has the name of a split alone (``tokenizer.ggml.pre``). The expressions are those of the tokenizers that these
-names stand for, as llama.cpp has them (``src/llama-vocab.cpp`` of github.com/ggml-org/llama.cpp).
+names stand for, as llama.cpp has them (``src/llama-vocab.cpp`` of github.com/ggml-org/llama.cpp). Those of
+``tekken`` and ``gpt-4o`` keep marks, as vowel signs in Hindi, in their words, as the tokenizers do; llama.cpp's do not.
 """
 
 from __future__ import annotations
