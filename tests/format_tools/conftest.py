@@ -2,8 +2,8 @@
 
 These libraries are large, and transformers takes other paths where it finds them installed: ``pip install --no-deps
 --target .venv/format-tools bitsandbytes torchao hqq einops termcolor autoawq auto-gptq``, then
-``PYTHONPATH=.venv/format-tools pytest -n 0 tests/format_tools``. The files of FBGEMM, GPTQModel and vLLM say what they
-need, each in a folder of its own.
+``PYTHONPATH=.venv/format-tools pytest -n 0 tests/format_tools``. What else is not installed is skipped: the files of
+FBGEMM, GPTQModel and vLLM say what they need, each in a folder of its own.
 
 llama.cpp is compiled by ``python benchmarks/peers.py install environments llama-cpp`` (15 minutes on two cores), and
 ``pytest -n 0 tests/format_tools/test_llama_cpp.py --llama-cpp environments/llama-cpp`` runs its tests.
@@ -24,15 +24,26 @@ def pytest_ignore_collect(config):
 
 
 def pytest_addoption(parser):
-    parser.addoption("--llama-cpp", metavar="FOLDER", help="environment of llama.cpp that peers.py has installed")
+    for tool in ("llama-cpp", "vllm"):
+        parser.addoption(f"--{tool}", metavar="FOLDER", type=Path, help=f"{tool} as peers.py has installed it")
+
+
+def _installed(pytestconfig, tool):
+    """Returns the folder that the command line names for a tool; skips the tests of one that it does not name."""
+    if (folder := pytestconfig.getoption(f"--{tool}")) is None:
+        pytest.skip(f"python benchmarks/peers.py install environments {tool}; --{tool} environments/{tool}")
+    return folder.resolve()
 
 
 @pytest.fixture(scope="session")
 def llama_cpp(pytestconfig):
     """llama.cpp; without it its tests are skipped."""
-    folder = pytestconfig.getoption("--llama-cpp")
-    if folder is None:
-        pytest.skip("python benchmarks/peers.py install environments llama-cpp; --llama-cpp environments/llama-cpp")
     from llama_cpp import Tool
 
-    return Tool(folder)
+    return Tool(_installed(pytestconfig, "llama-cpp"))
+
+
+@pytest.fixture(scope="session")
+def vllm(pytestconfig):
+    """The folder of vLLM's packages; without it its tests are skipped."""
+    return _installed(pytestconfig, "vllm")

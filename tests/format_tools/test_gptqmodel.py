@@ -10,9 +10,12 @@ import types
 import pytest
 import torch
 from gptq_layers import GROUP, layer_of, parts_of
+from quantized_folders import check_weights, replaced, tiny_llama, write
+
+pytest.importorskip("gptqmodel", reason="gptqmodel is not installed; the first lines of this file say how")
+
 from gptqmodel.nn_modules.qlinear.torch import TorchLinear
 from gptqmodel.utils.model import convert_gptq_v2_to_v1_format_module
-from quantized_folders import check_weights, replaced, tiny_llama, write
 
 PARTS = ("qweight", "qzeros", "scales", "g_idx")
 

@@ -1,7 +1,7 @@
 """Folders that `quantize` writes, read by vLLM on a CPU: its own parser, weight loader and kernels.
 
-vLLM has its own release of torch, so that it runs in a process of its own: ``python benchmarks/peers.py install FOLDER
-vllm``, then ``VLLM_PACKAGES=FOLDER/vllm pytest -n 0 tests/format_tools/test_vllm.py``.
+vLLM has its own release of torch, so that it runs in a process of its own: ``python benchmarks/peers.py install
+environments vllm``, then ``pytest -n 0 tests/format_tools/test_vllm.py --vllm environments/vllm``.
 """
 
 import json
@@ -46,10 +46,8 @@ def folders(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def found(folders):
+def found(vllm, folders):
     """What vLLM makes of each folder."""
-    packages = os.environ.get("VLLM_PACKAGES")
-    assert packages, "VLLM_PACKAGES: expected the folder of vLLM's packages, see the top of this file"
     base = getattr(sys, "_base_executable", sys.executable)
     presets = (*CLASSES, *REFUSED)
     done = subprocess.run(
@@ -59,7 +57,7 @@ def found(folders):
         text=True,
         env={
             **os.environ,
-            "PYTHONPATH": packages,
+            "PYTHONPATH": str(vllm),
             "HF_HUB_OFFLINE": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",  # GB
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
