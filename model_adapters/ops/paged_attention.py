@@ -17,6 +17,7 @@ from model_adapters.ops.kv_pool import (
     checked_args,
     softmax_times_values,
     split,
+    token_positions,
     write_tokens_at,
 )
 from model_adapters.ops.searchsorted import num_at_most
@@ -90,10 +91,7 @@ def write_tokens(
 
     Shapes and positions are those of :func:`paged_attention`.
     """
-    tokens = jnp.arange(k.shape[0], dtype=jnp.int32)
-    seqs = num_at_most(cu_q_lens[1:], tokens)  # S for padding
-    known = jnp.minimum(seqs, kv_lens.shape[0] - 1)
-    positions = jnp.where(seqs == known, kv_lens[known] - cu_q_lens[known + 1] + tokens, -1)
+    seqs, positions = token_positions(k.shape[0], kv_lens, cu_q_lens)
     return write_tokens_at(pool, page_table, seqs, positions, k, v, kv_scales)
 
 
