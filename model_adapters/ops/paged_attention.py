@@ -221,9 +221,4 @@ def _kernel_unsupported_reason(
 registry.register(OP, "cpu-ffi", ("cpu",), unsupported_reason=_kernel_unsupported_reason)(ffi.paged_attention)
 registry.register_module(OP, "gpu", "model_adapters.ops.gpu")
 registry.register_module(OP, "tpu", "model_adapters.ops.tpu")
-spmd.shard_by_heads(
-    OP,
-    ("q", "k", "v", "pool", "page_table", "kv_lens", "cu_q_lens"),
-    (spmd.BY_AXIS_1, spmd.BY_AXIS_1),
-    divides_tokens=True,
-)
+spmd.shard_by_heads(OP, ("q", "k", "v", "pool", "page_table", "kv_lens", "cu_q_lens"), divides_tokens=True)
