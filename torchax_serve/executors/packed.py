@@ -335,7 +335,7 @@ class PackedExecutor:
         self._adapters.assign(slot, adapter_id)
         self._media.assign(slot, source)
         if isinstance(self.cache, HeadedCache):
-            self.cache.forget(slot)
+            self.cache.free_slot(slot)
 
     def prepare(self, plan: StepPlan) -> None:
         """Implements `Executor.prepare`: the decode steps of the plan's requests."""

@@ -286,7 +286,7 @@ class PerSequenceExecutor:
         if self.sources is not None:
             self.sources.assign(slot, source)
         if isinstance(self.cache, HeadedCacheWithStates):
-            self.cache.forget(slot)
+            self.cache.free_slot(slot)
 
     def run_decode(
         self, plan: StepPlan, sampler: Sampler, words: MaskWords | None = None
