@@ -18,6 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from model_adapters.ops import registry
 from model_adapters.ops.attention_args import AttentionArgs, unsupported_field
+from model_adapters.ops.kv_pool import token_positions
 from model_adapters.ops.paged_attention import OP
 from model_adapters.ops.tpu.kv_write import write_tokens
 from model_adapters.ops.tpu.launch import (
@@ -31,7 +32,7 @@ from model_adapters.ops.tpu.launch import (
 )
 from model_adapters.ops.tpu.page_buffers import LANES, MASKED, BlockBuffer, Blocks, Lanes, across, round_up
 from model_adapters.ops.tpu.query_blocks import NARROW, heads_of_product, heads_of_registers, num_queries_of
-from model_adapters.ops.tpu.work_items import FIELDS, Item, items_of, positions_of
+from model_adapters.ops.tpu.work_items import FIELDS, Item, items_of
 
 MAX_KEYS = 1024  # positions of a block
 MAX_KEYS_BYTES = 4 << 20  # of a block
@@ -318,7 +319,7 @@ def paged_attention(
     args: AttentionArgs,
 ) -> tuple[jax.Array, jax.Array]:
     """Runs the Pallas kernel after the new tokens are written, in place."""
-    seqs, positions = positions_of(q.shape[0], kv_lens, cu_q_lens)
+    seqs, positions = token_positions(q.shape[0], kv_lens, cu_q_lens)
     pool = write_tokens(pool, page_table, seqs, positions, k, args.written_values(v), args.kv_scales, in_runs=True)
     num_tokens, query_heads, dim = q.shape
     lanes = Lanes.of(dim, args.value_columns(dim, v.shape[2]))
