@@ -194,7 +194,7 @@ def _factors(path: Path) -> dict[str, dict[str, np.ndarray]]:
 
 
 def _check_ranks(adapter: AdapterFiles) -> None:
-    """Raises CheckpointError for a rank other than the configuration's, by which its scale is meant."""
+    """Raises CheckpointError for a rank other than the configuration's, which scales mean."""
     for module, parts in adapter.factors.items():
         rank, stated = parts["A"].shape[0], adapter.stated("rank_pattern", "r", module)
         if rank != stated:
