@@ -1,6 +1,7 @@
 """bitsandbytes: 4-bit codes in blocks of 64 numbers, and int8 with a scale a row.
 
-4 bits (`bitsandbytes.functional.QuantState`): ``weight`` uint8[numbers / 2, 1], the first number in the high bits;
+4 bits (`bitsandbytes.functional.QuantState`): ``weight`` uint8[numbers / 2, 1], the first number in the high bits, or
+the same bytes in the dtype of ``bnb_4bit_quant_storage``;
 ``weight.absmax``, float32 or, if nested, uint8 codes of ``weight.nested_quant_map`` with ``weight.nested_absmax`` for
 256 of them and an offset; ``weight.quant_map`` the table of 16; ``weight.quant_state.bitsandbytes__nf4`` JSON in bytes.
 8 bits: ``weight`` int8[out, in] and ``SCB`` float32[out], the largest number of a row.
@@ -49,8 +50,8 @@ def read(group: WeightGroup, tensors: Mapping[str, torch.Tensor], settings: Quan
         block, kind = int(said["blocksize"]), str(said["quant_type"])
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{group.weight}: its quant_state is no JSON of bitsandbytes ({error})") from error
-    packed = tensors["weight"].reshape(-1)
-    if packed.numel() * 2 != num_rows * num_columns or packed.dtype != torch.uint8:
+    packed = tensors["weight"].reshape(-1).view(torch.uint8)  # floats hold the bytes with bnb_4bit_quant_storage
+    if packed.numel() * 2 != num_rows * num_columns:
         raise CheckpointError(
             f"{group.weight}: expected {num_rows * num_columns // 2} bytes for {[num_rows, num_columns]}, "
             f"got {packed.numel()}"
