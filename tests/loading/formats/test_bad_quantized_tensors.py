@@ -158,6 +158,12 @@ def test_settings_that_make_no_sense_are_one_line_that_names_the_file(kind, chan
     assert str(tmp_path / "config.json") in str(caught.value)
 
 
+def test_settings_that_are_no_object_are_one_line_of_this_project(written, tmp_path):
+    tensors, config, _ = written("gptq")
+    with pytest.raises(CheckpointError, match="expected quantization_config to be an object, got 'gptq'$"):
+        load_model(write(tmp_path, tensors, config | {"quantization_config": "gptq"}))
+
+
 @pytest.mark.parametrize("scale", [0.0, float("nan")])
 def test_a_scale_of_activations_that_divides_nothing(scale, written, tmp_path):
     tensors, config, _ = written("w8a8")
