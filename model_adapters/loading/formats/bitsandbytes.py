@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from model_adapters.errors import CheckpointError
-from model_adapters.loading.formats.parts import QuantizedParts
+from model_adapters.loading.formats.parts import FLOATS, QuantizedParts, require_kinds, require_shapes
 from model_adapters.loading.formats.settings import QuantizationSettings
 from model_adapters.loading.formats.weight_groups import WeightGroup, groups_by_suffix
 
@@ -57,11 +57,21 @@ def read(group: WeightGroup, tensors: Mapping[str, torch.Tensor], settings: Quan
             f"got {packed.numel()}"
         )
     codes = torch.stack([packed >> 4, packed & 15], 1).reshape(num_rows, num_columns)
+    _check_scales(group.weight, tensors, -(-num_rows * num_columns // block))
     size = math.gcd(num_columns, block)  # blocks go on over the end of a row
     scale = _absmax(tensors, said).repeat_interleave(block // size)[: num_rows * num_columns // size]
     table = tuple(tensors["table"].float().tolist())
     scale = scale.reshape(num_rows, num_columns // size)
     return QuantizedParts(codes, scale, bits=4, group=size, source=f"bitsandbytes {kind}", table=table)
+
+
+def _check_scales(name: str, tensors: Mapping[str, torch.Tensor], num_blocks: int) -> None:
+    """Raises CheckpointError for tables or scales of another kind, or of another number than the blocks."""
+    is_nested = any(role in tensors for role in _NESTED)
+    kinds = {"absmax": (1, (torch.uint8,) if is_nested else FLOATS), "table": (1, FLOATS)}
+    require_kinds(name, kinds | dict.fromkeys(_NESTED, (1, FLOATS)), tensors)
+    shapes = {"absmax": (num_blocks,), "table": (16,)} | ({"nested_table": (256,)} if is_nested else {})
+    require_shapes(name, shapes, dict(tensors))
 
 
 def _absmax(tensors: Mapping[str, torch.Tensor], said: Mapping[str, Any]) -> torch.Tensor:
@@ -74,6 +84,7 @@ def _absmax(tensors: Mapping[str, torch.Tensor], said: Mapping[str, Any]) -> tor
 
 
 def _read_int8(name: str, tensors: Mapping[str, torch.Tensor]) -> QuantizedParts:
+    require_kinds(name, {"SCB": (1, FLOATS)}, tensors)
     weight, largest = tensors["weight"], tensors["SCB"].float()
     if weight.dtype != torch.int8 or largest.shape != weight.shape[:1]:
         raise CheckpointError(

@@ -222,6 +222,8 @@ def test_8_bit_tensors_without_a_quantization_in_the_configuration(tmp_path):
 
 def test_one_scale_where_the_configuration_states_blocks():
     values, scale, _ = in_blocks(torch.randn(256, 128))
-    with pytest.raises(CheckpointError, match=r"expected scales \[2, 1\] for \[256, 128\] in blocks of 128 x 128, got "):
+    with pytest.raises(
+        CheckpointError, match=r"expected scales \[2, 1\] for \[256, 128\] in blocks of 128 x 128, got "
+    ):
         of_float8("w", values, scale[0, 0], [BLOCK, BLOCK], "fp8")
     assert of_float8("w", values[:BLOCK], scale[0, 0], [BLOCK, BLOCK], "fp8").scale.shape == (BLOCK, 1)
