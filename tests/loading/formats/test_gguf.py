@@ -273,7 +273,7 @@ def rewritten(good_file, folder, changes):
         ({"general.alignment": 0}, "expected general.alignment of 1 or more bytes, got 0"),
         ({"llama.block_count": None}, "expected llama.block_count as a positive number in the header, got none"),
         ({"llama.block_count": 0}, "expected llama.block_count as a positive number in the header, got 0"),
-        ({"llama.block_count": 10**9}, "expected llama.block_count of at most 2 in the header, for as many layers"),
+        ({"llama.block_count": 10**9}, "expected llama.block_count of at most 1 in the header, for as many layers"),
         ({"llama.attention.layer_norm_rms_epsilon": None}, "layer_norm_rms_epsilon as a positive .*, got none"),
         ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, "layer_norm_rms_epsilon as a positive .*, got nan"),
         ({"llama.rope.freq_base": -1.0}, "llama.rope.freq_base as a positive number in the header, got -1.0"),
