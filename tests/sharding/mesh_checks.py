@@ -277,6 +277,7 @@ def quantized(family, meshes, rules):
             for weight in stored:
                 rows = weight.values.sharding.spec[-2]
                 assert weight.scale.sharding.spec[-2] == rows, (weight.values.sharding, weight.scale.sharding)
+                assert 8 * weight.values.nbytes == weight.scheme.bits * weight.size, weight.scheme  # 4 bits take 4
             divided = [weight for weight in stored if not weight.values.is_fully_replicated]
             print("same tokens", family, mesh, len(stored), len(divided))
 
