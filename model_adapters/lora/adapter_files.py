@@ -112,10 +112,12 @@ def read_adapter(path: str | os.PathLike[str], remedy: str) -> AdapterFiles:
         remedy: What to do with an adapter of another kind, for errors.
 
     Raises:
-        InvalidArgumentError: no adapter.
+        InvalidArgumentError: no path, or no adapter there.
         CheckpointError: its files are not readable.
         UnsupportedModelError: an adapter of a kind that is not supported.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise InvalidArgumentError(f"adapter: expected the path of a folder, got {path!r}")
     folder = Path(path)
     adapter = AdapterFiles(folder, _config(folder, remedy), _factors(folder))
     _check_ranks(adapter)
@@ -148,6 +150,8 @@ def _config(path: Path, remedy: str) -> dict[str, Any]:
             raise InvalidArgumentError(
                 f"adapter: expected numbers lora_alpha and alpha_pattern in {path / CONFIG}, got {alpha!r}"
             )
+    if not isinstance(scaled := config.get("use_rslora"), bool | None):
+        raise InvalidArgumentError(f"adapter: expected true or false for use_rslora in {path / CONFIG}, got {scaled!r}")
     return config
 
 
@@ -168,6 +172,10 @@ def _factors(path: Path) -> dict[str, dict[str, np.ndarray]]:
     """Returns the matrices A and B by module."""
     try:
         tensors = load_file(path / WEIGHTS)
+    except AttributeError as error:  # safetensors has the type, NumPy lacks it, such as float8_e4m3fn
+        raise UnsupportedModelError(
+            f"adapter: expected matrices in {', '.join(DTYPES)} in {path / WEIGHTS}, got another type ({error})"
+        ) from error
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"adapter: expected {WEIGHTS} in {path}, got none that is readable ({error})") from error
     found: dict[str, dict[str, np.ndarray]] = {}

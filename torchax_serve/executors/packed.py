@@ -110,9 +110,9 @@ class PackedExecutor:
         self._media = MediaSlots(num_slots)
         self._steps: CompiledSteps[Spec] = CompiledSteps(self._weights, programs, self._call_of)
         self.compiles_ahead = self._steps.compiles_ahead
-        self._step = compiled("packed", self._run, donate=["pools"])
+        self._step = compiled("packed", self._run, donate={"pools": 1})
         decode = functools.partial(decode_steps, self._forward, self._adapters, self._as_taken)
-        self._decode_steps = compiled("decode_steps", decode, donate=["pools"])
+        self._decode_steps = compiled("decode_steps", decode, donate={"pools": 1})
         self._speculative: SpeculativeDecoder | None = None
         if speculative is not None:
             self._speculative = SpeculativeDecoder(
@@ -338,7 +338,7 @@ class PackedExecutor:
         self._adapters.assign(slot, adapter_id)
         self._media.assign(slot, source)
         if isinstance(self.cache, HeadedCache):
-            self.cache.forget(slot)
+            self.cache.free_slot(slot)
 
     def prepare(self, plan: StepPlan) -> None:
         """Implements `Executor.prepare`: the decode steps of the plan's requests."""

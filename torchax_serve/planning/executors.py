@@ -17,7 +17,7 @@ from model_adapters.sharding.model_sharding import ModelSharding
 from torchax_serve.executors.base import AbstractStep
 from torchax_serve.executors.packed import PackedExecutor
 from torchax_serve.executors.packed_factory import packed_shapes
-from torchax_serve.executors.per_sequence_factory import PerSequenceFactory
+from torchax_serve.executors.per_sequence_factory import PerSequenceFactory, wanted_block_len
 from torchax_serve.executors.per_sequence_forward import SequenceForward
 from torchax_serve.executors.static_batch_steps import StaticBatchSteps
 from torchax_serve.kv_cache.cache_layout import SlotStateSpec
@@ -147,7 +147,7 @@ def _per_sequence(runtime: ModelRuntime, sharding: ModelSharding, fallback_reaso
         sizes = MemoryBudget(plan.max_len, num_slots, plan.page_size, max(lens, default=1), None)
         parts = PerSequenceFactory(runtime, forward, layout, sizes, None)
         cache = PagedCacheWithStates(plan, layout, num_slots, AbstractPages(sharding))
-        return parts.model(cache, parts.wanted_block_len).abstract_steps(lens)
+        return parts.model(cache, wanted_block_len(layout)).abstract_steps(lens)
 
     return PlannedExecutor("per-sequence", sharding, layout.pages, layout.rows, fallback_reason, steps)
 
