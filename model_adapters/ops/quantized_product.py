@@ -57,7 +57,7 @@ def quantized_sums(x: jax.Array, weight: QuantizedWeight) -> jax.Array:
 
     The sums are in float32 or more.
     """
-    scheme, weight = weight.scheme, weight.plain() if weight.scheme.layout == "cpu" else weight
+    scheme, weight = weight.scheme, weight if weight.is_input_major else weight.plain()
     if scheme.act_dtype == "none":
         return _float_sums(x, weight)
     if weight.columns is not None:
