@@ -1,7 +1,8 @@
 """Conversion of quantized numbers from and to the order of `cpu/quantized_rows.h`.
 
 Sixteen rows of a matrix form a block; four columns of a row are a word of 32 bits. Of int8 one step of 64 bytes holds a
-word of each of the sixteen rows; of 4 bits it holds two steps, in the low and the high halves of its bytes.
+word of each of the sixteen rows; of 4 bits it holds two steps, in the low and the high halves of its bytes. On a mesh
+of CPU devices numbers of 4 bits are pairs: a byte holds two neighbouring columns of a row, so that XLA can divide them.
 """
 
 from __future__ import annotations
@@ -40,6 +41,24 @@ def to_steps(values: np.ndarray, bits: int, zero: int) -> np.ndarray:
     # A number plus 8 has the four lowest bits of the number with the highest of them turned over.
     np.bitwise_or(_low_halves(words[..., ::2], zero), _low_halves(words[..., 1::2], zero) << np.uint32(4), out=turned)
     return steps[..., None].view(np.uint8)
+
+
+def to_pairs(values: np.ndarray, zero: int) -> np.ndarray:
+    """Returns numbers of 4 bits on the host, two columns in a byte: uint8[..., out, in / 2].
+
+    Args:
+        values: int8 or uint8 ``[..., out, in]`` from ``-zero`` to ``15 - zero``, `in` even.
+        zero: Added to the numbers: 8 or 0.
+    """
+    both = np.ascontiguousarray(values).view(np.uint16)  # the second column is the high byte
+    both = (both & np.uint16(0x0F0F)) ^ np.uint16(0x0808 if zero else 0)
+    return (both | both >> np.uint16(4)).astype(np.uint8)
+
+
+def from_pairs(pairs: jax.Array, zero: int) -> jax.Array:
+    """Returns the numbers int8[..., out, in] of :func:`to_pairs`."""
+    halves = jnp.stack([pairs & 15, pairs >> 4], -1)
+    return (halves.astype(jnp.int8) - zero).reshape(*pairs.shape[:-1], -1)
 
 
 def _low_halves(words: np.ndarray, zero: int) -> np.ndarray:

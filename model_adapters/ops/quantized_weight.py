@@ -21,7 +21,7 @@ from model_adapters.ops import quantized_layout
 from model_adapters.ops.quantized_layout import BLOCK_ROWS
 
 ActDtype = Literal["none", "int8", "float8_e4m3fn"]
-Layout = Literal["plain", "cpu", "input-major"]
+Layout = Literal["plain", "cpu", "pairs", "input-major"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,12 +36,13 @@ class Scheme:
         dtype: Name of the dtype that the weight has for model code, such as "bfloat16".
         transposed: Model code has the matrix as [in, out] (`Conv1D`, some experts); it is stored as [out, in].
         layout: "plain" is ``values[..., out, in]``, one element a number; "cpu" is the order of the C++ kernels
-            (`model_adapters.ops.quantized_layout`); "input-major" is ``values[..., in, out]``, on accelerators: a
+            (`model_adapters.ops.quantized_layout`); "pairs" is ``values[..., out, in / 2]``, two numbers of 4 bits in a
+            byte, on meshes of CPU devices; "input-major" is ``values[..., in, out]``, on accelerators: a
             group's scales lie along the lanes there, so that XLA converts numbers on their way to a product.
         source: Format or preset that the weight comes from, for reports: "gptq", "int8".
         act_group: Columns that share a scale of activations; None is `group`.
         matrix: Sizes ``(out, in)``, where the layout pads them ("cpu"); None in the others.
-        zero: What the "cpu" layout has added to numbers of 4 bits.
+        zero: What the layouts "cpu" and "pairs" have added to numbers of 4 bits.
         act_scale: Scale of the activations if a checkpoint fixes it; None computes one for each row.
         table: The 16 numbers that values of 4 bits are indices of (nf4, fp4); None: values are numbers.
         numbers: Dtype of the numbers where the stored ones are their bits ("cpu": "float8_e4m3fn"); "" for integers.
@@ -71,7 +72,8 @@ class QuantizedWeight:
 
     Attributes:
         values: In the plain layout numbers ``[..., out, in]``: int8, uint8, int4, uint4, float8_e4m3fn, float4_e2m1fn.
-            On CPUs 4-bit integers are int8: arrays of jnp.int4 fail there in programs compiled ahead of time.
+            On CPUs 4-bit integers are int8: arrays of jnp.int4 fail there in programs compiled ahead of time, and have
+            a byte for each number. In the layouts "cpu" and "pairs" uint8 holds two of them.
         scale: ``[..., out, ceil(in / group)]``, float32, bfloat16 or float16; input-major ``[..., groups, out]``.
         offset: Like `scale`; None is zero.
         columns: int32[in], the order in which columns of the matrix are stored: ``x[:, columns]`` meets `values`.
@@ -91,6 +93,8 @@ class QuantizedWeight:
         if self.scheme.matrix is not None:
             return (*self.values.shape[:-4], *self.scheme.matrix)
         *lead, first, second = self.values.shape
+        if self.scheme.layout == "pairs":
+            second *= 2
         return (*lead, second, first) if self.is_input_major else (*lead, first, second)
 
     @property
@@ -146,6 +150,9 @@ class QuantizedWeight:
             return self
         if self.is_input_major:
             return self.with_layout("plain")
+        if scheme.layout == "pairs":
+            numbers = quantized_layout.from_pairs(self.values, scheme.zero)
+            return dataclasses.replace(self, values=numbers, scheme=_plain_scheme(scheme))
         assert scheme.matrix is not None
         values = _as_numbers(quantized_layout.from_steps(self.values, scheme.bits, scheme.zero, *scheme.matrix), scheme)
         scale, offset = (
@@ -222,11 +229,11 @@ def _as_numbers(values: jax.Array, scheme: Scheme) -> jax.Array:
 def num_bytes(array: Any) -> int:
     """Returns the bytes of an array or of a shape; two numbers of 4 bits take one."""
     kind = jnp.dtype(array.dtype)
-    bits = 4 if kind.name in _OF_4_BITS else 8 * kind.itemsize
+    bits = 4 if kind.name in OF_4_BITS else 8 * kind.itemsize
     return math.prod(array.shape) * bits // 8
 
 
-_OF_4_BITS = ("int4", "uint4", "float4_e2m1fn")
+OF_4_BITS = ("int4", "uint4", "float4_e2m1fn")
 """Dtypes whose numbers take half a byte in an accelerator's memory; `itemsize` is 1."""
 
 
@@ -308,7 +315,7 @@ def dequantized(weight: QuantizedWeight, dtype: Any) -> jax.Array:
 
     Input-major it is ``[..., in, out]``.
     """
-    if weight.scheme.layout == "cpu":
+    if not weight.is_input_major:
         weight = weight.plain()
     axis = -2 if weight.is_input_major else -1
     dense = _numbers(weight.values, weight.scale, weight.offset, weight.scheme, axis)
@@ -340,6 +347,8 @@ def _parts_of_rows(weight: QuantizedWeight, indices: jax.Array) -> tuple[jax.Arr
         assert values is not None
     elif scheme.matrix is None:
         values = weight.values[indices]
+        if scheme.layout == "pairs":
+            values = quantized_layout.from_pairs(values, scheme.zero)
         scale, offset = (None if part is None else part[indices] for part in parts)
     else:
         values = quantized_layout.rows_of_steps(weight.values, scheme.bits, scheme.zero, indices, scheme.matrix[1])

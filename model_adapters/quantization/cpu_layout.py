@@ -79,6 +79,20 @@ def lay_out(weight: QuantizedWeight) -> QuantizedWeight:
     return QuantizedWeight(steps, blocks[0], blocks[1] if offset is not None else None, weight.columns, scheme)
 
 
+def in_4_bits(weight: QuantizedWeight) -> QuantizedWeight:
+    """Returns a weight in the plain layout whose numbers fit into its bits.
+
+    Those that do not fit into 4 have 8.
+    """
+    scheme = weight.scheme
+    if scheme.bits != 4:
+        return weight
+    if scheme.table is not None:
+        return dataclasses.replace(weight, scheme=dataclasses.replace(scheme, zero=0))
+    values, scheme = _in_4_bits(np.asarray(weight.values), scheme)
+    return dataclasses.replace(weight, values=jnp.asarray(values), scheme=scheme)
+
+
 def _in_4_bits(values: np.ndarray, scheme: Scheme) -> tuple[np.ndarray, Scheme]:
     """Returns numbers of 4 bits that fit into 4 bits, with what is added to them.
 

@@ -1,8 +1,10 @@
 """Brings quantized weights into the layout of the platform that multiplies with them.
 
-On a CPU that is the order of the C++ kernels. On accelerators it is input-major, with two numbers of 4 bits in a byte:
-there XLA turns numbers into bfloat16 on their way to a product, where the scales of a group lie along the lanes. With
-scales along the columns of ``[out, in]`` it would write them to memory for every number first.
+On a CPU that is the order of the C++ kernels, and on a mesh of CPU devices the plain one, where numbers of 4 bits are
+ready to lie two in a byte (`model_adapters.sharding.quantized_sharding`). On accelerators it is input-major, with two
+numbers of 4 bits in a byte: there XLA turns numbers into bfloat16 on their way to a product, where the scales of a
+group lie along the lanes. With scales along the columns of ``[out, in]`` it would write them to memory for every number
+first.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ def lay_out(weight: QuantizedWeight, *, on_mesh: bool = False) -> QuantizedWeigh
     """Returns a weight in the plain layout in that of the platform, on one device or for a mesh."""
     if registry.platform() != "cpu":
         return _for_accelerator(weight)
-    return weight if on_mesh else cpu_layout.lay_out(weight)
+    return cpu_layout.in_4_bits(weight) if on_mesh else cpu_layout.lay_out(weight)
 
 
 def accelerator_scheme(scheme: Scheme, num_columns: int, *, multiplies_fp8: bool, is_fp8: bool) -> Scheme:

@@ -45,19 +45,23 @@ class StoredForm:
 
     def on_platform(self, platform: str, num_columns: int, *, multiplies_fp8: bool) -> StoredForm:
         """Returns the form on a device of `platform`: "cpu", "gpu" or "tpu"; see `device_layout`."""
-        if platform == "cpu":  # on a mesh, where numbers of 4 bits take a byte
-            return dataclasses.replace(self, values="int8" if self.values.endswith("int4") else self.values)
+        if platform == "cpu":  # on a mesh, where numbers of 4 bits lie in pairs
+            return dataclasses.replace(self, values="int8") if self._has_pairs and num_columns % 2 else self
         is_fp8 = self.values.startswith("float8")
         scheme = accelerator_scheme(self.scheme, num_columns, multiplies_fp8=multiplies_fp8, is_fp8=is_fp8)
         is_int8 = scheme.source != self.scheme.source
         return dataclasses.replace(self, scheme=scheme, values="int8" if is_int8 else self.values)
+
+    @property
+    def _has_pairs(self) -> bool:
+        return self.values.endswith("int4")
 
     def num_bytes(self, shape: Sequence[int]) -> int:
         """Returns the bytes of a weight of `shape`, as model code has it."""
         scheme = self.scheme
         columns, rows = shape[-2 if scheme.transposed else -1], shape[-1 if scheme.transposed else -2]
         parts = -(-columns // scheme.group) * jnp.dtype(self.scale).itemsize * (2 if self.has_offset else 1)
-        bits = 4 if self.values.endswith("int4") else 8
+        bits = 4 if self._has_pairs else 8
         return math.prod(shape[:-2]) * rows * (columns * bits // 8 + parts)
 
     def abstract(self, sharding: ModelSharding, name: str) -> QuantizedWeight:

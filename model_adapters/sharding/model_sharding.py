@@ -192,7 +192,7 @@ class ModelSharding:
         """Gives each device its part of ``array[...]``, as `dims` say."""
 
         def part(index: Any) -> np.ndarray:
-            return _part_of(array, dims, index)
+            return part_of(array, dims, index)
 
         sharding = NamedSharding(self.mesh, PartitionSpec(*(dim.mesh_axis for dim in dims)))
         return jax.make_array_from_callback(tuple(dim.size for dim in dims), sharding, part)
@@ -223,7 +223,7 @@ class ModelSharding:
             _IN_USE.reset(token)
 
 
-def _part_of(array: Any, dims: Sequence[DimLayout], index: Sequence[slice]) -> np.ndarray:
+def part_of(array: Any, dims: Sequence[DimLayout], index: Sequence[slice]) -> np.ndarray:
     """Returns the part `index` of `array` laid out as `dims` say.
 
     Plain slices come first: they copy nothing.

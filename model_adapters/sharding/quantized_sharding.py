@@ -1,4 +1,8 @@
-"""Quantized weights on a mesh: scales are divided like their rows and groups."""
+"""Quantized weights on a mesh: scales are divided like their rows and groups.
+
+XLA's CPU backend has a byte for each number of 4 bits. On a mesh of CPU devices two of them lie in a byte of their own
+making, and are taken apart inside of a product, where each device has an even number of columns.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from model_adapters.errors import InvalidArgumentError
-from model_adapters.ops.quantized_weight import QuantizedWeight, Scheme
-from model_adapters.sharding.model_sharding import ModelSharding
+from model_adapters.ops.quantized_layout import to_pairs
+from model_adapters.ops.quantized_weight import OF_4_BITS, QuantizedWeight, Scheme
+from model_adapters.sharding.model_sharding import ModelSharding, part_of
 from sharding_rules import TensorPlacement
 from sharding_rules.layout import DimLayout
 
@@ -22,7 +28,7 @@ class QuantizedDims:
     """Layout of a quantized weight on a mesh.
 
     Attributes:
-        values: Of each dimension of the stored numbers, in the order of the weight's layout.
+        values: Of each dimension of the numbers, in the order of the weight's layout; of pairs, of both numbers.
         by_group: The same of scales and offsets.
         scheme: Static part of the weight on the mesh.
     """
@@ -33,8 +39,9 @@ class QuantizedDims:
 
     @classmethod
     def of(cls, placed: TensorPlacement, mesh: Mesh, scheme: Scheme, num_groups: int) -> QuantizedDims:
-        """Returns the layout of a weight in the plain or input-major layout.
+        """Returns the layout of a weight in the plain or input-major layout, or of its pairs.
 
+        Numbers of 4 bits in the plain layout, which is that of CPUs, become pairs where no device would share one.
         Along the columns scales are divided where each device has full groups; else every device has all of them.
 
         Args:
@@ -62,6 +69,8 @@ class QuantizedDims:
         by_group = [*dims[:-1], DimLayout(num_groups, num_groups, inner.mesh_axis if is_aligned else None, None)]
         if len(dims) == 2:
             scheme = dataclasses.replace(scheme, axes=(inner.mesh_axis, dims[0].mesh_axis))
+        if scheme.layout == "plain" and scheme.bits == 4 and inner.size // shards % 2 == 0:
+            scheme = dataclasses.replace(scheme, layout="pairs")
         if scheme.layout == "input-major":
             dims[-2:], by_group[-2:] = dims[:-3:-1], by_group[:-3:-1]
         return cls(tuple(dims), tuple(by_group), scheme)
@@ -75,10 +84,31 @@ def put_quantized(sharding: ModelSharding, name: str, weight: QuantizedWeight) -
     """
     groups = weight.scale.shape[-2 if weight.is_input_major else -1]
     dims = QuantizedDims.of(sharding.placed[name], sharding.mesh, weight.scheme, groups)
-    values = sharding.divided(np.asarray(weight.values), dims.values)
+    values = np.asarray(weight.values)
+    if dims.scheme.layout == "pairs":
+        stored = _divided_pairs(sharding, values, dims)
+    else:
+        stored = sharding.divided(values, dims.values)
     scale = sharding.divided(np.asarray(weight.scale), dims.by_group)
     offset = None if weight.offset is None else sharding.divided(np.asarray(weight.offset), dims.by_group)
-    return QuantizedWeight(values, scale, offset, None, dims.scheme)
+    return QuantizedWeight(stored, scale, offset, None, dims.scheme)
+
+
+def _divided_pairs(sharding: ModelSharding, values: np.ndarray, dims: QuantizedDims) -> jax.Array:
+    """Gives each device its numbers of 4 bits, two in a byte."""
+    shape = _stored_shape(dims)
+
+    def part(index: Any) -> np.ndarray:
+        start, stop, _ = index[-1].indices(shape[-1])
+        return to_pairs(part_of(values, dims.values, (*index[:-1], slice(2 * start, 2 * stop))), dims.scheme.zero)
+
+    return jax.make_array_from_callback(shape, NamedSharding(sharding.mesh, _spec(dims.values)), part)
+
+
+def _stored_shape(dims: QuantizedDims) -> tuple[int, ...]:
+    """Returns the shape of the array that holds the numbers."""
+    *lead, inner = (dim.size for dim in dims.values)
+    return (*lead, inner // 2 if dims.scheme.layout == "pairs" else inner)
 
 
 def abstract_quantized(
@@ -100,14 +130,16 @@ def abstract_quantized(
     placed = sharding.placed[name]
     num_columns = placed.shape[-2 if scheme.transposed else -1]
     dims = QuantizedDims.of(placed, sharding.mesh, scheme, -(-num_columns // scheme.group))
-    by_group = _abstract(sharding.mesh, dims.by_group, scale)
+    if dims.scheme.layout != "input-major" and jnp.dtype(values).name in OF_4_BITS:
+        values = jnp.uint8 if dims.scheme.layout == "pairs" else jnp.int8
+    by_group = _abstract(sharding.mesh, dims.by_group, tuple(dim.size for dim in dims.by_group), scale)
     offset: Any = by_group if has_offset else None
-    stored: Any = _abstract(sharding.mesh, dims.values, values)
+    stored: Any = _abstract(sharding.mesh, dims.values, _stored_shape(dims), values)
     return QuantizedWeight(stored, by_group, offset, None, dims.scheme)  # type: ignore[arg-type]
 
 
-def _abstract(mesh: Mesh, dims: Sequence[DimLayout], dtype: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(tuple(dim.size for dim in dims), dtype, sharding=NamedSharding(mesh, _spec(dims)))
+def _abstract(mesh: Mesh, dims: Sequence[DimLayout], shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, _spec(dims)))
 
 
 def _spec(dims: Sequence[DimLayout]) -> PartitionSpec:

@@ -1,12 +1,15 @@
 """Quantized weights: their numbers against numpy."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from model_adapters.errors import InvalidArgumentError
-from model_adapters.ops.quantized_weight import Scheme, dequantize, make_quantized, take_rows
+from model_adapters.ops.quantized_layout import to_pairs
+from model_adapters.ops.quantized_weight import NF4, Scheme, dequantize, make_quantized, take_rows
 
 
 def parts(seed, rows, columns, group, *, lead=(), offset=False):
@@ -57,6 +60,25 @@ def test_a_transposed_weight_has_the_shape_that_model_code_expects():
     weight = make_quantized("w", *given, scheme=Scheme(4, 8, dtype="float32", transposed=True))
     assert weight.shape == (16, 6)
     np.testing.assert_allclose(weight.unpacked(), dense(*given, 8).T, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("least", "table"), [(-8, None), (0, None), (0, NF4)])
+def test_pairs_of_4_bits_are_the_same_numbers_in_half_the_bytes(least, table):
+    """Two neighbouring columns in a byte, the first in its low half, for experts and for rows of a table."""
+    values, scale, shift = parts(7, 6, 32, 8, lead=(3,), offset=True)
+    values = (values + 8 + least).astype(np.int8)
+    plain = make_quantized("w", values, scale, shift, scheme=Scheme(4, 8, dtype="float32", zero=-least, table=table))
+    pairs = dataclasses.replace(
+        plain,
+        values=jnp.asarray(to_pairs(values, -least)),
+        scheme=dataclasses.replace(plain.scheme, layout="pairs"),
+    )
+    first, second = (values[..., at::2].astype(int) - least for at in (0, 1))
+    np.testing.assert_array_equal(pairs.values, first + 16 * second)
+    assert pairs.shape == plain.shape and 2 * pairs.values.nbytes == plain.values.nbytes
+    np.testing.assert_array_equal(dequantize(pairs), dequantize(plain))
+    one, other = (jax.tree.map(lambda part: part[1], each) for each in (pairs, plain))
+    np.testing.assert_array_equal(take_rows(one, jnp.asarray([5, 0])), dequantize(other)[jnp.asarray([5, 0])])
 
 
 def test_its_parts_pass_through_jax_with_the_scheme_as_a_static_part():
