@@ -249,14 +249,17 @@ def digest_of(inputs: Mapping[str, Any]) -> str:
     return found.hexdigest()
 
 
-def page_ids(prompt_ids: np.ndarray, is_media: np.ndarray, digest: str) -> tuple[int, ...]:
+def page_ids(
+    prompt_ids: np.ndarray, is_media: np.ndarray, digest: str, positions: np.ndarray | None = None
+) -> tuple[int, ...]:
     """Returns the ids by which cached pages of a prompt are found, as many as tokens.
 
-    Those of placeholders are no token's. They are made of the digest, the number of the feature and the token, by which
-    an image is told from a video.
+    Those of placeholders are no token's. They are made of the digest, the number of the feature, its `positions`
+    int32[axes, prompt_len], and the token, by which an image is told from a video.
     """
     ids = prompt_ids.tolist()
     for number, position in enumerate(np.flatnonzero(is_media).tolist()):
-        made = hashlib.sha256(f"{digest} {number} {ids[position]}".encode()).digest()[:8]
+        places = None if positions is None else positions[:, position].tolist()
+        made = hashlib.sha256(f"{digest} {number} {ids[position]} {places}".encode()).digest()[:8]
         ids[position] = int.from_bytes(made, "big") % (2**63 - 2**31) + 2**31
     return tuple(ids)
