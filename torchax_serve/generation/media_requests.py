@@ -200,7 +200,7 @@ def _encoded(
 
 
 def _text_counts_on(positions: np.ndarray, is_media: np.ndarray) -> bool:
-    """Returns whether each token of text stands one behind the furthest in front of it, on all axes.
+    """Returns whether each token of text stands one behind the furthest in front, on all axes.
 
     Then its position follows from the tokens in front, and a page with it needs no other name.
 
