@@ -104,7 +104,7 @@ def measure(
         requests = requests_of(model, sizes_of(batch, context, options.new_tokens, mixed=mixed))
         for _ in range(2):
             gc_pause.freeze_for_serving()
-            recorder.forget()
+            recorder.clear()
             asyncio.run(read_all(model.engine.submit_all(requests)))
     if options.trace is not None:
         options.trace.write_text(json.dumps({"traceEvents": recorder.events()}))

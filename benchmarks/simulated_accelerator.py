@@ -101,7 +101,7 @@ class RoundRecorder:
             stack.enter_context(mock.patch.object(factory, "ModelRunner", self._paced(factory.ModelRunner)))
             yield
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Begins anew."""
         self.rounds.clear()
         self.spans.clear()
@@ -130,14 +130,14 @@ class RoundRecorder:
 
             def execute(self, plan: Any, *args: Any) -> Any:
                 num_programs = self.num_programs
-                flight = execute(self, plan, *args)
-                flight.ready_s = send(plan, self.num_programs > num_programs)
-                flight.is_complete = lambda: time.perf_counter() >= flight.ready_s
-                return flight
+                step = execute(self, plan, *args)
+                step.ready_s = send(plan, self.num_programs > num_programs)
+                step.is_complete = lambda: time.perf_counter() >= step.ready_s
+                return step
 
-            def read(self, flight: Any) -> Any:
-                wait(flight.ready_s)
-                return read(self, flight)
+            def read(self, step: Any) -> Any:
+                wait(step.ready_s)
+                return read(self, step)
 
         return PacedRunner
 

@@ -186,11 +186,12 @@ def torchax_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     attention_mask = getattr(attention_mask, "visible", attention_mask)
     causal_mask: CausalMask | None = getattr(attention_mask, "causal_mask", None)
-    if hasattr(key, "latent_write") or hasattr(key, "paged_write"):
+    pages: LatentWrite | PagedWrite | None = getattr(key, "latent_write", None) or getattr(key, "paged_write", None)
+    if pages is not None:
         if causal_mask is None or causal_mask.starts is not None or position_bias is not None:
             raise NotPackableError("attention with a mask that is more than causal")
         features: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": s_aux, "alibi": alibi_slopes}
-        return _on_pages(query, key, value, causal_mask.window, features), None
+        return _on_pages(query, key, value, pages, causal_mask.window, features), None
     alibi = None if alibi_slopes is None else jax_view(alibi_slopes).astype(jnp.float32)
     sinks = None if s_aux is None else jax_view(s_aux)
     write: KVWrite | None = getattr(key, "cache_write", None)
@@ -216,11 +217,14 @@ def torchax_attention(
 
 
 def _on_pages(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None, features: dict[str, Any]
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    write: LatentWrite | PagedWrite,
+    window: int | None,
+    features: dict[str, Any],
 ) -> torch.Tensor:
     """Runs attention of a packed step on the pages of `key`, or of its latents."""
-    latent: LatentWrite | None = getattr(key, "latent_write", None)
-    write: LatentWrite | PagedWrite = key.paged_write if latent is None else latent  # type: ignore[attr-defined]
     if value is not write.values:
         raise NotPackableError("attention over changed values")
     if isinstance(write, LatentWrite):

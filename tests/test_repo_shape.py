@@ -53,6 +53,7 @@ BANNED_WORDS = {
     "roster": "request queues",
     "beside": "with, next to",
     "whole": "full, integer",
+    "forget": "free, evict, discard",
 }
 PLURALS = {f"{word}s" for word in BANNED_WORDS}
 LONG_FILES: dict[str, int] = {}

@@ -30,7 +30,7 @@ SOURCE = Path(__file__).resolve().parent / "llama_shim.cc"
 SCRATCH = "llama-cpp"
 REPOSITORY = Path(__file__).resolve().parents[2]
 LOG_TAIL = 1500  # characters
-INSTALL_S = 1800.0  # vLLM's downloads are 3 GB; llama.cpp compiles for some minutes
+INSTALL_S = 7200.0  # one command: vLLM's downloads are 3 GB, and llama.cpp is compiled, perhaps beside other processes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,15 +84,15 @@ def cpu_flags() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("flags")), platform.machine())
 
 
-def install(name: str, folder: Path) -> dict[str, Any]:
-    """Makes one environment anew and returns its record."""
+def install(name: str, folder: Path, timeout_s: float = INSTALL_S) -> dict[str, Any]:
+    """Makes one environment anew, each command within `timeout_s`, and returns its record."""
     recipe, target, commands = RECIPES[name], folder / name, list[str]()
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
 
     def call(*command: str, cwd: Path | None = None) -> None:
         commands.append(as_typed(command, {sys.executable: "python", str(target): f"FOLDER/{name}"}))
-        done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=INSTALL_S)
+        done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=timeout_s)
         if done.returncode:
             raise RuntimeError((done.stderr or done.stdout)[-LOG_TAIL:])
 

@@ -26,22 +26,20 @@ _LAYER = re.compile(r"(?:.*\.)?(?:layers\.\d+|midlayer)\.(.+)")
 
 
 def head_sharding(
-    head: PreTrainedModel, target: LoadedModel, shared: Mapping[str, str], *, refuse_uneven: bool
-) -> ModelSharding | None:
-    """Returns how a head lies on the mesh of `target`; None for a model on one device.
+    head: PreTrainedModel, on_mesh: ModelSharding, model_type: str, shared: Mapping[str, str], *, refuse_uneven: bool
+) -> ModelSharding:
+    """Returns how a head lies on the mesh of its model.
 
     Args:
         head: The head, on the meta device.
-        target: The served model.
+        on_mesh: How the model lies there.
+        model_type: Type of the model's decoder.
         shared: Names of its tensors that are the model's, with the model's names; they stay where the model has them.
         refuse_uneven: As of `load_model`.
 
     Raises:
         InvalidArgumentError: zeros would be added, which was refused.
     """
-    on_mesh = target.sharding
-    if on_mesh is None:
-        return None
     is_llama = isinstance(head, Eagle3Head)  # whatever the model is
     rules = TABLES["llama"].rules if is_llama else _layer_rules(on_mesh.placed)
     shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(head).items()}
@@ -49,9 +47,9 @@ def head_sharding(
     of_model = [_named(name, on_mesh.placed[theirs].rule) for name, theirs in shared.items()]
     first = [rule for rule in (*known, *of_model) if rule is not None]
     table = infer_rules(shapes, head.config.hidden_size, f"the draft head {type(head).__name__}", first)
-    model_type = "llama" if is_llama else target.config.get_text_config(decoder=True).model_type
-    if model_type in TABLES:
-        table = dataclasses.replace(table, pads=TABLES[model_type].pads)
+    named = TABLES.get("llama" if is_llama else model_type)
+    if named is not None:
+        table = dataclasses.replace(table, pads=named.pads)
     sharding = ModelSharding.of(head, on_mesh.mesh, refuse_uneven=refuse_uneven, table=table)
     placed = dict(sharding.placed)
     for name, theirs in shared.items():

@@ -74,7 +74,7 @@ class LoadedHead:
         axes = " x ".join(f"{axis} {size}" for axis, size in sharding.mesh.shape.items())
         return (
             f"draft head {self.name}: {num_divided} of its {len(own)} tensors divided by rules of the model's layers "
-            f"or by shape on {axes}; the others whole on every device"
+            f"or by shape on {axes}; the others replicated"
         )
 
     def on(self, mesh: Mesh | None) -> Self:

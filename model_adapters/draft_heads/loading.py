@@ -262,7 +262,8 @@ class _Read:
         self._shared, self._sharding = shared, None
         if target.sharding is not None:
             empty = module_of(head_class, config, self._dtype)
-            self._sharding = head_sharding(empty, target, shared, refuse_uneven=refuse_uneven)
+            model_type = target.config.get_text_config(decoder=True).model_type
+            self._sharding = head_sharding(empty, target.sharding, model_type, shared, refuse_uneven=refuse_uneven)
 
     def tensors(self, names: Mapping[str, str]) -> tuple[ModelProgram, dict[str, Weight]]:
         """Returns the forward of the head, and its own weights, all of which are in the files.

@@ -62,8 +62,9 @@ class ModelFiles:
             header = GgufFile.read(source.gguf)
             return cls(source, config_of(header), None, header)
         file = source.path if source.kind == "config" else source.path / CONFIG
+        settings = settings_in(read_config_json(file), file)
         config = load_config(file, trust_remote_code=trust_remote_code, allow_quantized=True)
-        return cls(source, config, settings_in(read_config_json(file), file))
+        return cls(source, config, settings)
 
     @property
     def dtype(self) -> torch.dtype | None:

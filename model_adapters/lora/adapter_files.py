@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,16 @@ from model_adapters.errors import CheckpointError, InvalidArgumentError, Unsuppo
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 READ = frozenset(
-    ["peft_type", "r", "rank_pattern", "lora_alpha", "use_rslora", "init_lora_weights", "base_model_name_or_path"]
+    [
+        "peft_type",
+        "r",
+        "rank_pattern",
+        "lora_alpha",
+        "alpha_pattern",
+        "use_rslora",
+        "init_lora_weights",
+        "base_model_name_or_path",
+    ]
 )
 """Fields of the configuration that are honoured."""
 WITHOUT_EFFECT = frozenset(
@@ -75,8 +85,23 @@ class AdapterFiles:
     def matrices(self, module: str) -> tuple[np.ndarray, np.ndarray]:
         """Returns A float32[rank, in] and the scale times B, float32[out, rank], of a module."""
         a, b = (self.factors[module][part].astype(np.float32) for part in ("A", "B"))
-        rank, config = a.shape[0], self.config
-        return a, b * np.float32(config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank))
+        rank, alpha = a.shape[0], self.stated("alpha_pattern", "lora_alpha", module)
+        return a, b * np.float32(alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank))
+
+    def stated(self, patterns: str, default: str, module: str) -> Any:
+        """Returns what the configuration says of a module, by peft's rule.
+
+        That is the value of the first pattern that matches the module's name or ends it behind a dot, else the default.
+
+        Args:
+            patterns: Field with values by pattern, "rank_pattern" or "alpha_pattern".
+            default: Field with the value of all other modules.
+            module: Name of the module.
+        """
+        for pattern, value in (self.config.get(patterns) or {}).items():
+            if re.match(rf"(.*\.)?({pattern})$", module):
+                return value
+        return self.config.get(default)
 
 
 def read_adapter(path: str | os.PathLike[str], remedy: str) -> AdapterFiles:
@@ -87,10 +112,12 @@ def read_adapter(path: str | os.PathLike[str], remedy: str) -> AdapterFiles:
         remedy: What to do with an adapter of another kind, for errors.
 
     Raises:
-        InvalidArgumentError: no adapter.
+        InvalidArgumentError: no path, or no adapter there.
         CheckpointError: its files are not readable.
         UnsupportedModelError: an adapter of a kind that is not supported.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise InvalidArgumentError(f"adapter: expected the path of a folder, got {path!r}")
     folder = Path(path)
     adapter = AdapterFiles(folder, _config(folder, remedy), _factors(folder))
     _check_ranks(adapter)
@@ -115,16 +142,40 @@ def _config(path: Path, remedy: str) -> dict[str, Any]:
         raise UnsupportedModelError(
             f"adapter: init_lora_weights={init!r} changes the weights of its base, which is not done here; {remedy}"
         )
-    alpha = config.get("lora_alpha")
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise InvalidArgumentError(f"adapter: expected a number lora_alpha in {path / CONFIG}, got {alpha!r}")
+    for patterns in ("rank_pattern", "alpha_pattern"):
+        _check_patterns(path / CONFIG, patterns, config.get(patterns))
+    alphas = [config.get("lora_alpha"), *(config.get("alpha_pattern") or {}).values()]
+    for alpha in alphas:
+        if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
+            raise InvalidArgumentError(
+                f"adapter: expected numbers lora_alpha and alpha_pattern in {path / CONFIG}, got {alpha!r}"
+            )
+    if not isinstance(scaled := config.get("use_rslora"), bool | None):
+        raise InvalidArgumentError(f"adapter: expected true or false for use_rslora in {path / CONFIG}, got {scaled!r}")
     return config
+
+
+def _check_patterns(file: Path, field: str, patterns: Any) -> None:
+    """Raises InvalidArgumentError unless `patterns` are values by regular expression, or none."""
+    if patterns is not None and not isinstance(patterns, dict):
+        raise InvalidArgumentError(f"adapter: expected {field} by names of modules in {file}, got {patterns!r}")
+    for pattern in patterns or {}:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise InvalidArgumentError(
+                f"adapter: expected regular expressions in {field} of {file}, got {pattern!r} ({error})"
+            ) from error
 
 
 def _factors(path: Path) -> dict[str, dict[str, np.ndarray]]:
     """Returns the matrices A and B by module."""
     try:
         tensors = load_file(path / WEIGHTS)
+    except AttributeError as error:  # safetensors has the type, NumPy lacks it, such as float8_e4m3fn
+        raise UnsupportedModelError(
+            f"adapter: expected matrices in {', '.join(DTYPES)} in {path / WEIGHTS}, got another type ({error})"
+        ) from error
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"adapter: expected {WEIGHTS} in {path}, got none that is readable ({error})") from error
     found: dict[str, dict[str, np.ndarray]] = {}
@@ -151,14 +202,11 @@ def _factors(path: Path) -> dict[str, dict[str, np.ndarray]]:
 
 
 def _check_ranks(adapter: AdapterFiles) -> None:
-    """Raises CheckpointError for a rank that the configuration lacks: its scale is unknown."""
-    pattern = adapter.config.get("rank_pattern") or {}
-    known = [adapter.config.get("r"), *(pattern.values() if isinstance(pattern, dict) else ())]
+    """Raises CheckpointError for a rank other than the configuration's, which scales mean."""
     for module, parts in adapter.factors.items():
-        rank = parts["A"].shape[0]
-        if rank not in known:
-            stated = ", ".join(str(each) for each in known)
+        rank, stated = parts["A"].shape[0], adapter.stated("rank_pattern", "r", module)
+        if rank != stated:
             raise CheckpointError(
-                f"adapter: {module}: expected a rank of {CONFIG} (r, rank_pattern: {stated}), got matrices of rank "
-                f"{rank}; get both files again"
+                f"adapter: {module}: expected a rank of {stated} as {CONFIG} has it (r, rank_pattern), got matrices of "
+                f"rank {rank}; get both files again"
             )

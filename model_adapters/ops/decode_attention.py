@@ -142,4 +142,4 @@ def _kernel_unsupported_reason(
 registry.register(OP, "cpu-ffi", ("cpu",), unsupported_reason=_kernel_unsupported_reason)(ffi.decode_attention)
 registry.register_module(OP, "gpu", "model_adapters.ops.gpu")
 registry.register_module(OP, "tpu", "model_adapters.ops.tpu")
-spmd.shard_by_heads(OP, ("q", "k", "v", "pool", "page_table", "lens", "starts"), (spmd.BY_AXIS_1, spmd.BY_AXIS_1))
+spmd.shard_by_heads(OP, ("q", "k", "v", "pool", "page_table", "lens", "starts"))

@@ -244,4 +244,4 @@ def blocked(
     return jnp.concatenate(parts, axis=2)[:, :, :num_queries]
 
 
-spmd.shard_by_heads(OP, ("q", "k", "v", "mask"), spmd.BY_AXIS_1, divides_rows=True)
+spmd.shard_by_heads(OP, ("q", "k", "v", "mask"), divides_rows=True)

@@ -19,6 +19,7 @@ from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops import registry
 from model_adapters.ops.attention_args import AttentionArgs, KVScales
 from model_adapters.ops.cpu import ffi
+from model_adapters.ops.searchsorted import num_at_most
 
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
 """Largest magnitude of a stored number, by the dtype of a pool in 8 bits; a pool of these has scales, no other has."""
@@ -177,6 +178,17 @@ def _as_bits(x: jax.Array) -> jax.Array:
     if registry.platform() != "cpu" or not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize >= 4:
         return x
     return jax.lax.bitcast_convert_type(x, jnp.uint16 if dtype.itemsize == 2 else jnp.uint8)
+
+
+def token_positions(num_tokens: int, kv_lens: jax.Array, cu_q_lens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns each token's sequence and position, ``int32[num_tokens]`` each.
+
+    Padding has position -1. `kv_lens` is ``int32[S]``, `cu_q_lens` ``int32[S + 1]``, as in `paged_attention`.
+    """
+    tokens = jnp.arange(num_tokens, dtype=jnp.int32)
+    seqs = num_at_most(cu_q_lens[1:], tokens)  # S for padding
+    known = jnp.minimum(seqs, kv_lens.shape[0] - 1)
+    return known, jnp.where(seqs == known, kv_lens[known] - cu_q_lens[known + 1] + tokens, -1)
 
 
 def write_tokens_at(

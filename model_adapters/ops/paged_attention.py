@@ -17,6 +17,7 @@ from model_adapters.ops.kv_pool import (
     checked_args,
     softmax_times_values,
     split,
+    token_positions,
     write_tokens_at,
 )
 from model_adapters.ops.searchsorted import num_at_most
@@ -90,10 +91,7 @@ def write_tokens(
 
     Shapes and positions are those of :func:`paged_attention`.
     """
-    tokens = jnp.arange(k.shape[0], dtype=jnp.int32)
-    seqs = num_at_most(cu_q_lens[1:], tokens)  # S for padding
-    known = jnp.minimum(seqs, kv_lens.shape[0] - 1)
-    positions = jnp.where(seqs == known, kv_lens[known] - cu_q_lens[known + 1] + tokens, -1)
+    seqs, positions = token_positions(k.shape[0], kv_lens, cu_q_lens)
     return write_tokens_at(pool, page_table, seqs, positions, k, v, kv_scales)
 
 
@@ -223,9 +221,4 @@ def _kernel_unsupported_reason(
 registry.register(OP, "cpu-ffi", ("cpu",), unsupported_reason=_kernel_unsupported_reason)(ffi.paged_attention)
 registry.register_module(OP, "gpu", "model_adapters.ops.gpu")
 registry.register_module(OP, "tpu", "model_adapters.ops.tpu")
-spmd.shard_by_heads(
-    OP,
-    ("q", "k", "v", "pool", "page_table", "kv_lens", "cu_q_lens"),
-    (spmd.BY_AXIS_1, spmd.BY_AXIS_1),
-    divides_tokens=True,
-)
+spmd.shard_by_heads(OP, ("q", "k", "v", "pool", "page_table", "kv_lens", "cu_q_lens"), divides_tokens=True)

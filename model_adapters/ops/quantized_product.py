@@ -104,8 +104,9 @@ def _rounded_by(x: jax.Array, scale: float, act_dtype: str) -> tuple[jax.Array, 
     The scale is one that a checkpoint fixes.
     """
     quotients = x.astype(jnp.float32)[:, None] / scale
-    top = LARGEST_INT8 if act_dtype == "int8" else float(jnp.finfo(act_dtype).max)
-    rounded = jnp.clip(jnp.round(quotients) if act_dtype == "int8" else quotients, -top, top)
+    bounds = jnp.iinfo(act_dtype) if act_dtype == "int8" else jnp.finfo(act_dtype)
+    rounded = jnp.round(quotients) if act_dtype == "int8" else quotients
+    rounded = jnp.clip(rounded, float(bounds.min), float(bounds.max))  # to -128, as compressed-tensors does
     return rounded.astype(act_dtype), jnp.full((len(x), 1), scale, jnp.float32)
 
 

@@ -9,7 +9,7 @@ left to XLA's partitioner, which cannot divide a kernel. An op registers itself 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -163,18 +163,17 @@ def _layer(call: _ShardedCall, *arrays: jax.Array) -> Any:
 
 
 def shard_by_heads(
-    op: str, names: tuple[str, ...], out_specs: Any, *, divides_tokens: bool = False, divides_rows: bool = False
+    op: str, names: tuple[str, ...], *, divides_tokens: bool = False, divides_rows: bool = False
 ) -> None:
     """Registers an implementation of attention `op` that runs it on each device's heads.
 
     The partitioner cannot look into a kernel, and for some platforms it does not even copy one to all devices. One
     head of keys and values is on every device, for its query heads. Where heads do not divide else, every device
-    computes all of them.
+    computes all of them. The first result is divided as q, and the second one, where there is a pool, as that.
 
     Args:
         op: Name of the op.
         names: Names of its positional arrays, the first three of them q, k and v; `AttentionArgs` follow.
-        out_specs: How the results are divided.
         divides_tokens: Inside of :func:`tokens_divided` the first three arrays and the output are divided by token.
         divides_rows: Axis 0 of q, k, v, the mask and the result is the batch, which the axis ``data`` divides.
     """
@@ -186,23 +185,17 @@ def shard_by_heads(
             args = (*(by_token(array, token_mesh) for array in args[:3]), *args[3:])
         with_paths, structure = jax.tree_util.tree_flatten_with_path(args)
         heads, kv_heads, num_rows = args[0].shape[1], args[1].shape[1], args[0].shape[0]
-        shares_keys = kv_heads == 1 and divides_heads(heads, heads, mesh)  # of one head, which every device has
-        in_specs, results_specs = (
-            tuple(_spec_of(names, path, array, shares_keys) for path, array in with_paths),
-            out_specs,
-        )
-        if shares_keys and "pool" in names:
-            results_specs = (BY_AXIS_1, REPLICATED)
-        elif not shares_keys and not divides_heads(heads, kv_heads, mesh):
-            in_specs, results_specs = (REPLICATED,) * len(in_specs), REPLICATED
+        specs = _specs_of(heads, kv_heads, mesh)
+        in_specs = tuple(_spec_of(names, path, array, specs) for path, array in with_paths)
+        out_specs: Any = (specs["q"], specs["pool"]) if "pool" in names else specs["q"]
         if divides_rows and row_axis(num_rows, mesh) is not None:
             in_specs = tuple(
                 _by_row(spec) if array.ndim == 4 and array.shape[0] == num_rows else spec
                 for spec, (_, array) in zip(in_specs, with_paths, strict=True)
             )
-            results_specs = _by_row(results_specs)
+            out_specs = _by_row(out_specs)
         keywords = tuple(sorted(options.items()))
-        call = _ShardedCall(op, structure, in_specs, results_specs, keywords, mesh, registry.selection_key())
+        call = _ShardedCall(op, structure, in_specs, out_specs, keywords, mesh, registry.selection_key())
         results = _layer(call, *(array for _, array in with_paths))
         return results if token_mesh is None else (by_token(results[0], token_mesh), *results[1:])
 
@@ -225,15 +218,24 @@ def _product_unsupported_reason(*args: Any, **kwargs: Any) -> str | None:
     return "no mesh" if mesh_in_use() is None else None
 
 
-def _spec_of(names: tuple[str, ...], path: tuple[Any, ...], array: jax.Array, shares_keys: bool) -> PartitionSpec:
-    """Returns how the array at `path` of the arguments is divided, by name or field."""
+def _specs_of(heads: int, kv_heads: int, mesh: Mesh | None) -> Mapping[str, PartitionSpec]:
+    """Returns how the arrays are divided, by name or field."""
+    if divides_heads(heads, kv_heads, mesh):
+        return _SPECS
+    if kv_heads == 1 and divides_heads(heads, heads, mesh):
+        return {**_SPECS, **dict.fromkeys(("k", "v", "pool", "kv_scales"), REPLICATED)}
+    return dict.fromkeys(_SPECS, REPLICATED)
+
+
+def _spec_of(
+    names: tuple[str, ...], path: tuple[Any, ...], array: jax.Array, specs: Mapping[str, PartitionSpec]
+) -> PartitionSpec:
+    """Returns how the array at `path` of the arguments is divided."""
     index = path[0].idx
     name = names[index] if index < len(names) else path[1].name
     if name == "mask" and array.shape[1] == 1:  # one mask for all heads
         return REPLICATED
-    if shares_keys and name in ("k", "v", "pool", "kv_scales"):
-        return REPLICATED
-    return _SPECS[name]
+    return specs[name]
 
 
 _SPECS = {

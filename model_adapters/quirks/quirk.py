@@ -40,6 +40,7 @@ class Quirk:
         keeps_value_heads: Values are also read by a product other than the output's: on a mesh their heads cannot be
             repeated.
         submodules: Replaces methods of parts of the given model that ``generate`` itself calls, to run on JAX.
+        media_options: Arguments of ``generate`` that are added to what a processor makes of a conversation or of audio.
     """
 
     methods: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
@@ -59,6 +60,7 @@ class Quirk:
     encoder_returns_mask: bool = False
     keeps_value_heads: bool = False
     submodules: Callable[[Any, Run], None] | None = None
+    media_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def native_cache_reason_of(self, module: Any) -> str | None:
         """Returns why `module` keeps transformers' own cache; None where it does not."""

@@ -210,6 +210,11 @@ def test_an_environment_that_cannot_be_installed_says_why(tmp_path, monkeypatch)
     assert environments.record_of("none", tmp_path)["error"] == record["error"]
 
 
+def test_an_installation_that_takes_too_long_is_ended(tmp_path, monkeypatch):
+    monkeypatch.setitem(environments.RECIPES, "none", environments.Recipe(("./no-such-folder",)))
+    assert "timed out after 0.01 seconds" in environments.install("none", tmp_path, timeout_s=0.01)["error"]
+
+
 class FakeLlama:
     """The shim's functions; the next token is the sum of a sequence's tokens so far, by its own record of them."""
 

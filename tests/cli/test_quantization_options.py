@@ -41,6 +41,16 @@ def test_explain_follows_rules_of_a_file(tmp_path):
     assert does["model.layers.*.self_attn.q_proj.weight"] == "stays float32"
 
 
+def test_explain_of_a_checkpoint_that_is_quantized_says_what_loading_says(tmp_path):
+    config = json.loads((EMBEDDED / "config.json").read_text())
+    stated = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32}}
+    (tmp_path / "config.json").write_text(json.dumps(config | stated))
+    refused = call("run", tmp_path, "--quantization", "int8", "--explain")
+    assert refused.exit_code == 2 and "is quantized already (gptq)" in refused.stderr
+    lines = call("run", tmp_path, "--quantization", "int8", "--explain", "--requantize").stdout.splitlines()
+    assert "int8, groups of 32" in lines[0] and lines[-1].startswith("weights: 9.2 MB dense, ")
+
+
 @pytest.mark.parametrize("name", ["run", "serve", "embed", "verify", "bench", "plan", "deploy", "quantize"])
 def test_each_command_about_weights_has_it(name):
     options = {flag for parameter in COMMANDS[name].params for flag in parameter.opts}

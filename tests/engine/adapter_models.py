@@ -61,5 +61,9 @@ class PeftModels:
 
 
 def ranks(number):
-    """Configurations of adapters of several ranks, every third with the scale of rsLoRA."""
-    return {f"a{i}": {"r": 1 + i, "use_rslora": i % 3 == 0, "lora_alpha": 4 + i} for i in range(number)}
+    """Configurations of adapters of several ranks; some with the scale of rsLoRA, some with one of the first layer."""
+    first = {r".*\.0\..*": 9.5}
+    return {
+        f"a{i}": {"r": 1 + i, "use_rslora": i % 3 == 0, "lora_alpha": 4 + i, "alpha_pattern": first if i % 2 else {}}
+        for i in range(number)
+    }

@@ -5,6 +5,7 @@ import threading
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from adapter_models import ATTENTION, PeftModels, ranks
 from engine_models import VOCAB_SIZE, tiny_model
@@ -170,16 +171,17 @@ def changed(peft, tmp_path, name="a2", **fields):
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save=\['lm_head'\] is not supported"),
         ({"peft_type": "IA3"}, "expected peft_type LORA, got IA3"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' changes the weights of its base"),
+        ({"use_rslora": "no"}, "expected true or false for use_rslora in .*, got 'no'"),
     ],
 )
 def test_other_kinds_of_adapters_are_refused_by_name(without, peft, tmp_path, fields, message):
-    with pytest.raises(UnsupportedModelError, match=message):
+    with pytest.raises((UnsupportedModelError, InvalidArgumentError), match=message):
         without.load_adapter("x", changed(peft, tmp_path, **fields))
 
 
 def test_numbers_that_are_not_finite_and_ranks_that_are_not_stated(without, peft, tmp_path):
     folder = changed(peft, tmp_path, r=7)
-    with pytest.raises(CheckpointError, match=r"expected a rank of .* \(r, rank_pattern: 7\), got matrices of rank 3"):
+    with pytest.raises(CheckpointError, match=r"expected a rank of 7 .* \(r, rank_pattern\), got matrices of rank 3"):
         without.load_adapter("x", folder)
     file = folder / "adapter_model.safetensors"
     tensors = load_file(file)
@@ -208,12 +210,18 @@ def test_adapters_that_do_not_fit_are_refused_and_nothing_in_flight_is_lost(with
     refused(InvalidArgumentError, "out_proj, which is no linear layer", {"target_modules": ["out_proj"]}, "opt")
     with pytest.raises(InvalidArgumentError, match=r"expected a folder with adapter_config\.json"):
         without.load_adapter("x", tmp_path / "nowhere")
+    with pytest.raises(InvalidArgumentError, match="expected the path of a folder, got None"):
+        without.load_adapter("x", None)
     other = changed(peft, tmp_path, "a3")
     tensors = load_file(other / "adapter_model.safetensors")
     save_file({name: tensor.astype(np.int8) for name, tensor in tensors.items()}, other / "adapter_model.safetensors")
     with pytest.raises(
         UnsupportedModelError, match=r"expected a matrix in float32, bfloat16, float16, got int8\[4, 32\]"
     ):
+        without.load_adapter("x", other)
+    eight_bits = {name: torch.from_numpy(tensor).to(torch.float8_e4m3fn) for name, tensor in tensors.items()}
+    safetensors.torch.save_file(eight_bits, other / "adapter_model.safetensors")
+    with pytest.raises(UnsupportedModelError, match=r"float32, bfloat16, float16 in .*, got another type \(.*float8"):
         without.load_adapter("x", other)
     broken = changed(peft, tmp_path)
     (broken / "adapter_model.safetensors").write_bytes(b"x" * 64)
@@ -224,6 +232,10 @@ def test_adapters_that_do_not_fit_are_refused_and_nothing_in_flight_is_lost(with
         without.load_adapter("one-more", peft.folder("a8"))
     with pytest.raises(InvalidArgumentError, match="expected one that is loaded"):
         without.unload_adapter("nobody")
+    with pytest.raises(InvalidArgumentError, match=r"expected one that is loaded .*, got \['a1'\]"):
+        without.unload_adapter(["a1"])
+    with pytest.raises(InvalidArgumentError, match="timeout_s: expected seconds >= 0 or None, got '3'"):
+        without.unload_adapter("a1", timeout_s="3")
     assert [*tokens, *stream] == peft.tokens("a1", SHORT, 60)
 
 

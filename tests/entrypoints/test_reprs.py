@@ -5,9 +5,19 @@ import pydoc
 import re
 
 import pytest
+import torch
 
 import torchax_serve
-from torchax_serve import EncoderModel, SamplingParams, ServedModel, SpeechModel, TextStream, UnsupportedArgumentError
+from torchax_serve import (
+    EncoderModel,
+    EngineOptions,
+    SamplingParams,
+    ServedModel,
+    SpeechModel,
+    TextStream,
+    UnsupportedArgumentError,
+)
+from torchax_serve.scheduler import SpeculativeConfig
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=3)
 
@@ -47,6 +57,16 @@ def test_engine_tells_its_cache_and_its_requests(served):
         r"<Engine: cache of .* pages .*; 0 running, 0 waiting, .* programs, .* tokens/s>", repr(served.engine)
     )
     assert repr(served.single_engine).startswith("<Engine: single requests: one at a time")
+
+
+def test_options_show_a_draft_model_by_its_class():
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    options = EngineOptions(max_num_seqs=4, speculative={"method": "draft_model", "model": module})
+    shown = repr(options)
+    assert "\n" not in shown
+    assert "speculative=SpeculativeConfig(method='draft_model', model=<Sequential>, num_speculative_tokens=4" in shown
+    named = EngineOptions(speculative={"method": "draft_model", "model": "qwen3-0.6b"})
+    assert eval(repr(named), {"EngineOptions": EngineOptions, "SpeculativeConfig": SpeculativeConfig}) == named
 
 
 def test_model_that_was_never_loaded_has_a_repr():

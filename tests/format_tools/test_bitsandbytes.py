@@ -13,12 +13,12 @@ from model_adapters.errors import CheckpointError
 from model_adapters.loading import load_model
 
 
-def folder_in_4_bits(folder, model, kind, *, nested=False, block=64):
+def folder_in_4_bits(folder, model, kind, *, nested=False, block=64, storage=torch.uint8):
     expected = {}
 
     def make(module, weight):
         codes, state = functional.quantize_4bit(
-            weight.float(), blocksize=block, compress_statistics=nested, quant_type=kind
+            weight.float(), blocksize=block, compress_statistics=nested, quant_type=kind, quant_storage=storage
         )
         expected[f"{module}.weight"] = functional.dequantize_4bit(codes, state).float()
         parts = {f"{module}.weight.{name}": tensor for name, tensor in state.as_dict(packed=True).items()}
@@ -29,6 +29,7 @@ def folder_in_4_bits(folder, model, kind, *, nested=False, block=64):
         "load_in_4bit": True,
         "bnb_4bit_quant_type": kind,
         "bnb_4bit_use_double_quant": nested,
+        "bnb_4bit_quant_storage": str(storage).removeprefix("torch."),
     }
     return write(folder, model, replaced(model, make), settings), expected
 
@@ -40,6 +41,13 @@ def test_4_bits_have_every_number_of_the_tools_dequantization(kind, nested, tmp_
     folder, expected = folder_in_4_bits(tmp_path / "model", model, kind, nested=nested)
     loaded = check_weights(folder, expected)
     assert not loaded.report.unused_tensors
+
+
+def test_bytes_that_are_stored_as_floats(tmp_path):
+    """As FSDP needs them (bnb_4bit_quant_storage); many of these floats are NaN, and copies must keep their bits."""
+    model = tiny_llama()
+    folder, expected = folder_in_4_bits(tmp_path / "model", model, "nf4", storage=torch.bfloat16)
+    check_weights(folder, expected)
 
 
 def test_blocks_that_go_on_over_the_end_of_a_row(tmp_path):

@@ -18,6 +18,7 @@ from model_adapters.bridge.extract import functional_call
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.lowerings import custom_ops
 from model_adapters.ops import paged_attention, registry, use
+from model_adapters.ops.kv_pool import token_positions
 
 IMPLEMENTATIONS = ("reference", "cpu-ffi")
 IMAGES = ((1, 4), (8, 15), (15, 23))  # of the tokens of a case: in the first sequence, and two in the third
@@ -169,6 +170,18 @@ def test_tokens_without_a_place_write_nothing(implementation):
     assert_close(out[:10], expected[:10])
     np.testing.assert_array_equal(after, expected_pool)
     np.testing.assert_array_equal(after[2], pool[2])
+
+
+def test_positions_of_tokens_are_those_of_a_loop():
+    kv_lens, q_lens, num_padding = [7, 0, 1, 5, 2], [3, 0, 1, 5, 3], 4  # the last one's first token has no position
+    expected = []
+    for seq, (kv_len, q_len) in enumerate(zip(kv_lens, q_lens, strict=True)):
+        expected += [(seq, position) for position in range(kv_len - q_len, kv_len)]
+    cu_q_lens = jnp.asarray(np.cumsum([0, *q_lens]), jnp.int32)
+    seqs, positions = token_positions(len(expected) + num_padding, jnp.asarray(kv_lens, jnp.int32), cu_q_lens)
+    assert list(zip(seqs.tolist(), positions.tolist(), strict=True))[: len(expected)] == expected
+    assert positions.tolist()[len(expected) :] == [-1] * num_padding
+    assert (seqs.dtype, positions.dtype) == (jnp.int32, jnp.int32)
 
 
 def test_int8_pools_hold_what_numpy_quantizes():

@@ -295,8 +295,9 @@ def test_halves_of_fp4_become_places_in_a_table():
 
 def test_a_fixed_scale_of_activations_is_used():
     weight = make(0, 8, 64, Scheme(8, 64, "int8", "float32", act_scale=0.05))
-    x = np.random.default_rng(1).standard_normal((3, 64)).astype(np.float32)
-    numbers = np.clip(np.rint(x / np.float32(0.05)), -127, 127).astype(np.float64) * 0.05
+    x = 3 * np.random.default_rng(1).standard_normal((3, 64)).astype(np.float32)
+    numbers = np.clip(np.rint(x / np.float32(0.05)), -128, 127).astype(np.float64) * 0.05
+    assert numbers.min() == -128 * 0.05
     got, name = run(jnp.asarray(x), lay_out(weight))
     assert name == "quantized"
     np.testing.assert_allclose(got, numbers @ np.asarray(dequantize(weight), np.float64).T, rtol=1e-5, atol=1e-5)

@@ -135,6 +135,15 @@ def test_unknown_paths_and_methods_are_errors_of_the_dialect(http):
     assert http.get("/v1/completions").headers["allow"] == "POST"
 
 
+def test_interfaces_that_are_not_supported_are_refused_by_name(http):
+    for path, message in (
+        ("/v1/realtime", "the realtime interface is not supported; send audio to /v1/audio/transcriptions"),
+        ("/v1/responses", "the Responses interface is not supported; send messages to /v1/chat/completions"),
+    ):
+        error = http.post(path, json={"model": "tiny"}).json()["error"]
+        assert (error["message"], error["code"]) == (f"{path}: {message}", "unknown_url")
+
+
 def test_bodies_that_are_no_json_objects(http):
     for content in (b"", b"[]", b"{", b'{"a": 1, "a": 2}', b"\xef\xbb\xbf{}", b"\xff\xfe", b"[" * 100_000, b"{} x",
                     b'{"model": NaN}', b'{"model": "a\x00"}', b'{"seed": 1' + b"0" * 400 + b"}"):  # fmt: skip

@@ -11,6 +11,10 @@ import openai
 import pytest
 from PIL import Image
 from running_server import serving
+from transformers.image_utils import load_image
+
+from torchax_serve.server.errors import ApiError
+from torchax_serve.server.image_files import decode_image
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "multimodal"))
 
@@ -99,6 +103,31 @@ def test_what_is_no_still_picture_is_refused(client, url):
     with pytest.raises(openai.BadRequestError) as caught:
         ask(client, url)
     assert caught.value.param == "messages[0].content[0]"
+
+
+def file_of(image, form, **options):
+    data = io.BytesIO()
+    image.save(data, form, **options)
+    return data.getvalue()
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP"])
+def test_images_are_turned_by_their_orientation_as_transformers_does(form):
+    exif = Image.Exif()
+    for orientation in range(10):  # 0 and 9 say nothing
+        exif[0x0112] = orientation
+        data = file_of(picture(), form, exif=exif)
+        assert decode_image(data, "x").tobytes() == load_image(Image.open(io.BytesIO(data))).tobytes()
+    damaged = file_of(picture(), form, exif=exif.tobytes()[:-9])
+    assert decode_image(damaged, "x").tobytes() == Image.open(io.BytesIO(damaged)).convert("RGB").tobytes()
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "GIF", "BMP"])
+def test_a_damaged_file_is_told_from_one_of_another_kind(form):
+    with pytest.raises(ApiError, match=f"got a file that begins as {form} and is damaged or cut off"):
+        decode_image(file_of(picture(), form)[:40], "x")
+    with pytest.raises(ApiError, match="got something else"):
+        decode_image(b"<svg/>", "x")
 
 
 def test_a_model_of_texts_refuses_images(server):

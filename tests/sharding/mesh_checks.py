@@ -28,6 +28,7 @@ from model_adapters.loading.model_class import module_of
 from model_adapters.ops.quantized_weight import QuantizedWeight
 from model_adapters.program.packed_forward import forward_packed
 from torchax_serve import EngineOptions, SamplingParams, serve
+from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
 from torchax_serve.distributed.mesh import mesh_for
 from torchax_serve.engine.request import EngineRequest
 from torchax_serve.engine.weight_update import engines_in
@@ -330,6 +331,23 @@ def pools(family, degree):
         print(*{len(leaf.sharding.device_set) for leaf in leaves})
 
 
+def donated(degree):
+    """Number of devices of two results of one shape and dtype, of which the latter is a pool's new value."""
+    mesh = jax.make_mesh((int(degree),), ("model",))
+    function = CachedFunction(
+        ExecutableCache(mesh=mesh),
+        "a step",
+        lambda weights, pool, other, *, spec: (other + 1, pool + other),
+        donate={"pool": 1},
+        is_pure=True,
+    )
+    pool = jax.device_put(np.arange(4, dtype=np.float32), jax.NamedSharding(mesh, jax.P()))
+    logits, new_pool = function({}, pool, np.full(4, 2, np.float32), spec=None)
+    assert pool.is_deleted()
+    assert (logits.tolist(), new_pool.tolist()) == ([3] * 4, [2, 3, 4, 5])
+    print(len(logits.sharding.device_set), len(new_pool.sharding.device_set))
+
+
 def encoder_cache(meshes, kv_cache_dtype):
     """Tokens of requests side by side with an encoder; and how its keys, values and their scales are divided."""
     sizes = {"d_model": 32, "d_kv": 8, "num_layers": 2, "num_heads": 4, "d_ff": 48, "vocab_size": 61}
@@ -352,7 +370,7 @@ def encoder_cache(meshes, kv_cache_dtype):
         got, cache = answers(shape_of(mesh))
         assert got == wanted, f"{mesh}: {got} is not {wanted}"
         arrays = jax.tree.leaves(cache.states)
-        where = {f"{array.dtype} {getattr(array.sharding, 'spec', 'whole')}" for array in arrays}
+        where = {f"{array.dtype} {getattr(array.sharding, 'spec', 'replicated')}" for array in arrays}
         print(mesh, *sorted(where), sep="; ")
 
 

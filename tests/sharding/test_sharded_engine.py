@@ -45,7 +45,7 @@ def test_new_weights_are_laid_out_as_those_of_before(on_eight):
 
 
 def test_pages_go_to_the_host_and_back_wherever_heads_are(on_eight):
-    """Heads that the mesh divides, and heads that every device has whole."""
+    """Heads that the mesh divides, and heads that are replicated."""
     loaded = [int(line.split()[1]) for line in on_eight("offloaded", "llama", "1x2,1x8")]
     assert len(loaded) == 2 and min(loaded) >= 5
 
@@ -79,7 +79,7 @@ def test_quantized_weights_lie_with_their_scales_and_give_the_same_tokens(on_eig
     [("ngram", "2x2"), thorough("ngram", "1x2,1x8"), thorough("draft_model", "1x2,1x8,2x2")],
 )
 def test_drafts_are_verified_on_meshes_and_replicas(on_eight, method, meshes):
-    """Heads that the mesh divides, and heads that every device has whole."""
+    """Heads that the mesh divides, and heads that are replicated."""
     lines = on_eight("speculative", "qwen3", meshes, method)
     assert [line.split()[3] for line in lines] == meshes.split(",")
     assert all(int(line.split()[5]) > 0 for line in lines)
@@ -119,21 +119,25 @@ def test_drafts_are_verified_behind_states_on_a_mesh(on_eight):
 
 
 def test_pages_in_int8_have_their_scales_where_their_heads_are(on_eight):
-    """Heads that the mesh divides, and heads that every device has whole."""
+    """Heads that the mesh divides, and heads that are replicated."""
     lines = on_eight("tokens", "llama", "1x2,1x8", "int8")
     assert all("in int8" in line for line in lines)
     assert len(lines) == 2
 
 
-@pytest.mark.parametrize(("mesh", "where"), [("1x4", "P(None, None, 'model')"), thorough("1x8", "whole")])
+@pytest.mark.parametrize(("mesh", "where"), [("1x4", "P(None, None, 'model')"), thorough("1x8", "replicated")])
 def test_an_encoders_keys_and_values_in_int8_lie_by_heads_with_their_scales(on_eight, mesh, where):
-    """Heads that the mesh divides, and heads that every device has whole."""
+    """Heads that the mesh divides, and heads that are replicated."""
     assert on_eight("encoder_cache", mesh, "int8") == [f"{mesh}; float32 {where}; int8 {where}"]
 
 
 def test_latents_stay_on_every_device(on_eight):
-    """A pool without heads, which every device has whole: steps neither take it to one device nor copy it back."""
+    """A pool without heads, which is replicated: steps neither take it to one device nor copy it back."""
     assert on_eight("pools", "deepseek_v3", "2") == ["2"]
+
+
+def test_of_two_results_alike_the_donated_one_stays_on_the_mesh(on_eight):
+    assert on_eight("donated", "2") == ["1 2"]
 
 
 def test_states_of_recurrent_layers_lie_by_channels_and_stay_there(on_eight):

@@ -32,7 +32,8 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def made(folder, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(folder)
-    merged = adapter(model, tmp_path, target_modules=["q_proj", "v_proj"], use_rslora=True, rank_pattern={"v_proj": 2})
+    patterns = {"rank_pattern": {"v_proj": 2}, "alpha_pattern": {r"layers\.0\.self_attn\.q_proj": 3, "q_proj": 24}}
+    merged = adapter(model, tmp_path, target_modules=["q_proj", "v_proj"], use_rslora=True, **patterns)
     return tmp_path, merged
 
 
@@ -72,7 +73,9 @@ def test_a_square_weight_is_not_transposed_by_a_wrong_setting(folder, made):
         ({"use_dora": True}, UnsupportedModelError, "adapter: use_dora=True is not supported here; merge it with peft"),
         ({"modules_to_save": ["lm_head"]}, UnsupportedModelError, r"adapter: modules_to_save=\['lm_head'\]"),
         ({"bias": "all"}, UnsupportedModelError, "adapter: bias='all'"),
-        ({"alpha_pattern": {"q_proj": 3}}, UnsupportedModelError, "adapter: alpha_pattern="),
+        ({"alpha_pattern": {"q_proj": "3"}}, InvalidArgumentError, "numbers lora_alpha and alpha_pattern .*'3'"),
+        ({"alpha_pattern": ["q_proj"]}, InvalidArgumentError, r"alpha_pattern by names of modules .*\['q_proj'\]"),
+        ({"rank_pattern": {"q_(": 2}}, InvalidArgumentError, r"regular expressions in rank_pattern .*, got 'q_\('"),
         ({"peft_type": "PREFIX_TUNING"}, UnsupportedModelError, "expected peft_type LORA, got PREFIX_TUNING"),
     ],
 )

@@ -23,7 +23,9 @@ from torchax_serve.cli.shared.load_options import (
     option_groups,
 )
 from torchax_serve.cli.shared.model_name import check_model, complete_model
+from torchax_serve.cli.shared.speculative import SpeculativeJson, parse_speculative
 from torchax_serve.cli.shared.terminal import activity, passing_note
+from torchax_serve.scheduler.speculative_config import SpeculativeConfig
 from torchax_serve.validation.argument_checks import KV_CACHE_DTYPES
 from torchax_serve.validation.library_objects import transformer_config
 
@@ -81,6 +83,7 @@ def plan(
     prefill: PrefillLens = "1024",
     kv_cache_dtype: KVCacheDtype = "auto",
     quantization: Quantization = None,
+    speculative_config: SpeculativeJson = None,
     search: Search = None,
     sharding: PrintSharding = False,
     refuse_uneven: RefuseUneven = False,
@@ -97,18 +100,18 @@ def plan(
         given = {"--max-model-len": max_model_len, "--quantization": quantization, "--for": search, "--save": save}
         given |= {"--sharding": sharding, "--refuse-uneven": refuse_uneven, "--max-num-seqs": max_num_seqs != 64}
         given |= {"--page-size": page_size != 64, "--prefill": prefill != "1024"}
-        given |= {"--kv-cache-dtype": kv_cache_dtype != "auto"}
+        given |= {"--kv-cache-dtype": kv_cache_dtype != "auto", "--speculative-config": speculative_config}
         _plan_transformer(model, denoiser, topology, mesh, load.dtype, image_size, given, as_json=as_json)
         return
     if image_size is not None:
         raise InvalidArgumentError("--image-size: expected with a diffusion transformer alone; leave it out")
-    prefill_lens = _lengths(prefill)
     check_choice("--kv-cache-dtype", kv_cache_dtype, (*DTYPES, *KV_CACHE_DTYPES))
-    _check_together(topology, mesh, save, search, sharding=sharding)
+    speculative = SpeculativeConfig.parse(parse_speculative(speculative_config))
+    _check_together(topology, mesh, save, search, speculative, sharding=sharding)
     options: dict[str, Any] = {
         "mesh": mesh,
         "page_size": page_size,
-        "prefill_lens": prefill_lens,
+        "prefill_lens": _lengths(prefill),
         "kv_cache_dtype": kv_cache_dtype,
         "refuse_uneven": refuse_uneven,
     }
@@ -119,6 +122,7 @@ def plan(
 
         module, stated = empty_module(model, **load.kwargs())
         options["quantization"] = _quantization(quantization, stated)
+        options["speculation"] = _speculation(speculative, load)
         name = model or "the embedded model"
         with activity() as note:
             if sharding:
@@ -165,13 +169,36 @@ def _quantization(given: str | None, stated: Any) -> Any:
     return None if given == DENSE else given if given in PRESETS else parse_rules(given)
 
 
+def _speculation(config: SpeculativeConfig | None, load: ConfigOptions) -> Any:
+    """Returns the options with the draft model that they name, in its own dtype as in `serve`."""
+    if config is None:
+        return None
+    from torchax_serve.planning.abstract_model import empty_module
+    from torchax_serve.planning.speculation import PlannedSpeculation
+
+    if config.method != "draft_model":
+        return PlannedSpeculation(config)
+    draft, stated = empty_module(config.model, **{**load.kwargs(), "dtype": "auto", "revision": None})
+    return PlannedSpeculation(config, draft, stated)
+
+
 def _check_together(
-    topology: str | None, mesh: str | None, save: Path | None, search: str | None, *, sharding: bool
+    topology: str | None,
+    mesh: str | None,
+    save: Path | None,
+    search: str | None,
+    speculative: SpeculativeConfig | None,
+    *,
+    sharding: bool,
 ) -> None:
     """Raises `InvalidArgumentError` for options that do not go together."""
     from torchax_serve.distributed.mesh_shape import parse_mesh
     from torchax_serve.planning.chips import num_devices
 
+    if sharding and speculative is not None:
+        raise InvalidArgumentError(
+            "--speculative-config: expected without --sharding, which tells of the model alone; leave it out"
+        )
     number = None if topology is None else num_devices(topology)
     if mesh is not None:
         parse_mesh(mesh, number)

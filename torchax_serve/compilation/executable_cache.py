@@ -20,8 +20,9 @@ import logging
 import pickle
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 import jax
@@ -202,7 +203,8 @@ class CachedFunction:
         cache: where programs are kept.
         name: of the function in files, counters and profiles.
         function: traced with `spec` as a static keyword argument.
-        donate: names of the arguments whose buffers are donated.
+        donate: names of the arguments whose buffers are donated, each with the position of its new value in the
+            result; None where that is all of the result.
         facts: called after a trace; its result is stored with the program.
         restore_facts: gets those facts when a program is read from the folder.
         is_uncompiled: whether calls run operator by operator now, for hooks that a script has set.
@@ -218,7 +220,7 @@ class CachedFunction:
         name: str,
         function: Callable[..., Any],
         *,
-        donate: Sequence[str] = (),
+        donate: Mapping[str, int | None] = MappingProxyType({}),
         facts: Callable[[], dict[str, Any]] = dict,
         recall: Callable[[dict[str, Any]], None] = lambda facts: None,
         is_uncompiled: Callable[[], bool] = lambda: False,
@@ -226,7 +228,7 @@ class CachedFunction:
     ) -> None:
         self._cache, self.name, self.function = cache, name, function
         self._is_pure = is_pure
-        self._donate, self.facts, self.restore_facts = tuple(donate), facts, recall
+        self._donate, self.facts, self.restore_facts = dict(donate), facts, recall
         self._programs: dict[ProgramSignature, Any] = {}
         self._weights: Weights = {}  # of the last call
         self._is_uncompiled = is_uncompiled
@@ -319,7 +321,7 @@ class CachedFunction:
                 weights, args, signature.spec, name=name, when_traced=when_traced, is_stored=path is not None
             )
         if mesh is not None:
-            program = MeshExecutable(program, mesh, self.donated)
+            program = MeshExecutable(program, mesh, tuple(zip(self.donated, self._donate.values(), strict=True)))
         # XLA's CPU client cannot serialize a program that it has itself deserialized: functions are lost.
         if path is not None and not hits:
             self._cache.write(path, program, {} if self._cache.exported is not None else self.facts())

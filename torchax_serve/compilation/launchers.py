@@ -64,7 +64,7 @@ def _is_on(leaf: Any, devices: set[jax.Device]) -> bool:
 
 
 def _is_replicated(leaf: Any) -> bool:
-    """Returns whether `leaf` is an array that each of its devices has whole."""
+    """Returns whether `leaf` is replicated on all of its devices."""
     return isinstance(leaf, jax.Array) and leaf.sharding.is_fully_replicated
 
 
@@ -73,35 +73,45 @@ class MeshExecutable:
     """A program on many devices for a caller who knows of one.
 
     Arguments that lie elsewhere go to all devices. What all devices have alike comes out on the default device. What is
-    divided, as most pools are, stays where it is, and so does what was donated on all devices, as pools of latents are:
-    the next call would copy it to all of them again.
+    divided, as most pools are, stays where it is, and so does the new value of what was donated on all devices, as
+    pools of latents are: the next call would copy it to all of them again. XLA's aliases do not tell that value: JAX
+    pairs a donated argument with the first result of its shape and dtype.
 
     Attributes:
         program: The compiled program.
         mesh: Its devices.
-        donated: Positions of the donated arguments, of which the weights are number 0.
+        donated: Positions of the donated arguments, of which the weights are number 0, each with the position of its
+            new value in the result; None where that is all of the result.
     """
 
     program: Any
     mesh: jax.sharding.Mesh
-    donated: tuple[int, ...] = ()
+    donated: tuple[tuple[int, int | None], ...] = ()
 
     def __call__(self, weights: Any, *args: Any) -> Any:
         """Runs the program; on CPU devices one after the other, whoever calls."""
-        donated = jax.tree.leaves([args[position - 1] for position in self.donated])
+        if self.mesh.devices.flat[0].platform != "cpu":
+            return self._placed(self.program(weights, *on_mesh(args, self.mesh)), args)
+        with CPU_COLLECTIVE_LOCK:
+            out = self.program(weights, *jax.block_until_ready(on_mesh(args, self.mesh)))
+            return jax.block_until_ready(self._placed(out, args))
+
+    def _placed(self, out: Any, args: tuple[Any, ...]) -> Any:
+        """Returns results where the caller of `args` expects them."""
         devices = set(self.mesh.devices.flat)
-        kept = {(leaf.shape, leaf.dtype) for leaf in donated if _is_replicated(leaf) and _is_on(leaf, devices)}
+        kept: set[int] = set()  # by id
+        for position, result in self.donated:
+            before, after = jax.tree.leaves(args[position - 1]), jax.tree.leaves(out if result is None else out[result])
+            if len(before) == len(after):  # else a first value was made, of nothing
+                pairs = zip(before, after, strict=True)
+                kept |= {id(new) for old, new in pairs if _is_replicated(old) and _is_on(old, devices)}
 
         def placed(array: jax.Array) -> jax.Array:
-            if not _is_replicated(array) or (array.shape, array.dtype) in kept:
+            if not _is_replicated(array) or id(array) in kept:
                 return array
             return jax.device_put(array.addressable_data(0), jax.local_devices()[0])  # where callers have the rest
 
-        if self.mesh.devices.flat[0].platform != "cpu":
-            return jax.tree.map(placed, self.program(weights, *on_mesh(args, self.mesh)))
-        with CPU_COLLECTIVE_LOCK:
-            out = self.program(weights, *jax.block_until_ready(on_mesh(args, self.mesh)))
-            return jax.block_until_ready(jax.tree.map(placed, out))
+        return jax.tree.map(placed, out)
 
     @property
     def out_info(self) -> Any:

@@ -143,10 +143,11 @@ class Adapters:
             InvalidArgumentError: there is none of that name, or no number of seconds.
             TorchaxServeError: it is in use for longer; it stays then.
         """
-        if timeout_s is not None and not 0 <= timeout_s <= threading.TIMEOUT_MAX:
+        is_number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
+        if timeout_s is not None and not (is_number and 0 <= timeout_s <= threading.TIMEOUT_MAX):
             raise InvalidArgumentError(f"timeout_s: expected seconds >= 0 or None, got {timeout_s!r}")
         with self._changed:
-            adapter = self._by_name.get(name)
+            adapter = self._by_name.get(name) if isinstance(name, str) else None
             if adapter is None or adapter.is_closing:
                 names = ", ".join(sorted(each.name for each in self.all())) or "none is"
                 raise InvalidArgumentError(f"adapter: expected one that is loaded ({names}), got {name!r}")

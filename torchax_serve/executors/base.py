@@ -61,11 +61,11 @@ class AbstractStep:
     """A step of an executor with abstract arguments, to be traced and compiled.
 
     Attributes:
-        name: ``decode`` or ``prefill``.
+        name: ``decode``, ``verify`` or ``prefill``.
         num_tokens: Number of tokens computed in the step.
         num_rows: Number of requests in the step.
         context_len: Number of tokens of each request, those of the step included.
-        num_prompts: Number of prompts whose tokens the step computes; 0 for a decode step.
+        num_prompts: Number of prompts whose tokens the step computes; 0 for a decode or verify step.
         function: Function ``f(weights, *args)`` to trace; its first result is logits.
         args: Abstract arguments.
         donated: Indices of donated `args`.
@@ -240,6 +240,7 @@ class PagedExecutor(Executor, Protocol):
     def abstract_steps(self, prefill_lens: Sequence[int]) -> Iterator[AbstractStep]:
         """Yields the largest decode step, then a prefill step for each of `prefill_lens`, in tokens.
 
+        A packed executor that speculates yields its largest verify step between them, without who drafts.
         Weights and cache may be shapes without values; nothing is computed.
         """
 

@@ -112,7 +112,7 @@ class DraftHead:
         return (*others, state.kept(steps.slots, is_active, hidden, lens))
 
     def as_taken(self, pools: Pools) -> Pools:
-        """Returns pools whose state is whole on every device, as the next program takes it.
+        """Returns pools whose state is replicated on the mesh, as the next program takes it.
 
         Inside of a program XLA may divide it.
         """

@@ -26,7 +26,7 @@ from torchax_serve.executors.draft_head import DraftHead
 from torchax_serve.executors.draft_model import DraftModel
 from torchax_serve.executors.fused_decode import decode_steps
 from torchax_serve.executors.media_slots import MediaSlots
-from torchax_serve.executors.packed_calls import abstract_step, further
+from torchax_serve.executors.packed_calls import abstract_step, all_logits, further
 from torchax_serve.executors.packed_specs import PackedSpecs, StepBuckets
 from torchax_serve.executors.request_input import MediaInput, RequestInput
 from torchax_serve.executors.slot_adapters import SlotAdapters
@@ -110,9 +110,9 @@ class PackedExecutor:
         self._media = MediaSlots(num_slots)
         self._steps: CompiledSteps[Spec] = CompiledSteps(self._weights, programs, self._call_of)
         self.compiles_ahead = self._steps.compiles_ahead
-        self._step = compiled("packed", self._run, donate=["pools"])
+        self._step = compiled("packed", self._run, donate={"pools": 1})
         decode = functools.partial(decode_steps, self._forward, self._adapters, self._as_taken)
-        self._decode_steps = compiled("decode_steps", decode, donate=["pools"])
+        self._decode_steps = compiled("decode_steps", decode, donate={"pools": 1})
         self._speculative: SpeculativeDecoder | None = None
         if speculative is not None:
             self._speculative = SpeculativeDecoder(
@@ -317,13 +317,16 @@ class PackedExecutor:
     def abstract_steps(self, prefill_lens: Sequence[int]) -> Iterator[AbstractStep]:
         """Yields the steps of `Executor.abstract_steps`; a prefill step has no padding."""
         num_slots = self._num_slots
-        specs = [self._specs.of_tokens(num_slots, is_decode=True)]
+        verify = [] if self._speculative is None else [self._speculative.spec(num_slots, self._specs.max_len).packed]
+        specs = [self._specs.of_tokens(num_slots, is_decode=True), *verify]
         specs += [self._specs.of_tokens(num_tokens) for num_tokens in prefill_lens]
         for spec in specs:
             sizes = num_slots, len(self._adapters.empty(spec.size))
             ints = [abstract_ints(self._program.sharding, size) for size in sizes]
-            function = functools.partial(self._run, spec=spec)
-            yield abstract_step(spec, self.cache.plan.max_len, function, (self.cache.pools, *ints))
+            run = functools.partial(all_logits, self._forward) if spec in verify else self._run
+            function = functools.partial(run, spec=spec)
+            args = self.cache.pools, *ints
+            yield abstract_step(spec, self.cache.plan.max_len, function, args, verifies=spec in verify)
 
     def check(self, name: str, source: RequestInput) -> None:
         """Implements `Executor.check`: a packed model has no encoder-decoder's encoder."""
@@ -335,7 +338,7 @@ class PackedExecutor:
         self._adapters.assign(slot, adapter_id)
         self._media.assign(slot, source)
         if isinstance(self.cache, HeadedCache):
-            self.cache.forget(slot)
+            self.cache.free_slot(slot)
 
     def prepare(self, plan: StepPlan) -> None:
         """Implements `Executor.prepare`: the decode steps of the plan's requests."""

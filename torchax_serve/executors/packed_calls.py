@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from model_adapters.caches.packed_batch import MediaTokens
+from model_adapters.ops.compressed_weight import Weights
 from torchax_serve.executors.base import AbstractStep
 from torchax_serve.executors.step_inputs import PackedStepSpec
 
@@ -15,16 +16,24 @@ def further(scored: tuple[Any, Any] | None, media: MediaTokens | None) -> tuple[
     return (scored, media) if media is not None else () if scored is None else (scored,)
 
 
+def all_logits(
+    forward: Callable[..., Any], weights: Weights, pools: Any, last_tokens: Any, numbers: Any, *, spec: PackedStepSpec
+) -> tuple[Any, Any]:
+    """Computes the logits of all tokens of a step, [T, vocab], and the pools."""
+    logits, pools, _ = forward(weights, pools, spec.unpack(numbers, last_tokens), spec)
+    return logits, pools
+
+
 def abstract_step(
-    spec: PackedStepSpec, max_len: int, function: Callable[..., Any], args: tuple[Any, ...]
+    spec: PackedStepSpec, max_len: int, function: Callable[..., Any], args: tuple[Any, ...], *, verifies: bool = False
 ) -> AbstractStep:
     """Returns a step of `spec` with abstract arguments, the first of which is donated.
 
-    `max_len` is the number of tokens of the longest request.
+    `max_len` is the number of tokens of the longest request; `verifies` tells a verify step.
     """
-    is_decode = spec.layout.is_decode
+    is_decode = spec.layout.is_decode or verifies
     return AbstractStep(
-        name="decode" if is_decode else "prefill",
+        name="verify" if verifies else "decode" if is_decode else "prefill",
         num_tokens=spec.num_tokens,
         num_rows=spec.num_rows,
         context_len=max_len if is_decode else spec.num_tokens,

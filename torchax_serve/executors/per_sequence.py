@@ -123,7 +123,7 @@ class PerSequenceExecutor:
         head = draft if isinstance(draft, DraftHead) else None
         self._weights: Any = weights if head is None else head.loaded.with_model(weights)
         self._run = SequenceStep(forward, layout, self._adapters, head, cache.plan.max_len)
-        self._step = compiled(self.FUNCTION, self._run.run, donate=["pools", "states"])
+        self._step = compiled(self.FUNCTION, self._run.run, donate={"pools": 1, "states": 2})
         self._drafts: SequenceDrafts | None = None
         if speculative is not None:
             self._drafts = SequenceDrafts(
@@ -286,7 +286,7 @@ class PerSequenceExecutor:
         if self.sources is not None:
             self.sources.assign(slot, source)
         if isinstance(self.cache, HeadedCacheWithStates):
-            self.cache.forget(slot)
+            self.cache.free_slot(slot)
 
     def run_decode(
         self, plan: StepPlan, sampler: Sampler, words: MaskWords | None = None

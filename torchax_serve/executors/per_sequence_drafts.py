@@ -152,7 +152,7 @@ class SequenceDrafts:
             adapters=adapters,
             draft=draft,
         )
-        self._catch_up = compiled("catch_up", self._caught_up, donate=["memory"])
+        self._catch_up = compiled("catch_up", self._caught_up, donate={"memory": None})
 
     @property
     def num_programs(self) -> int:

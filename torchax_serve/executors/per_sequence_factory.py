@@ -82,7 +82,7 @@ def per_sequence_executor(runtime: ModelRuntime, sizes: MemoryBudget, why_not_pa
         if sizes.kv_cache_dtype is not None:
             check_layout(sizes.kv_cache_dtype, layout)
             dtype = dtype_of(sizes.kv_cache_dtype)
-            scales = calibrate_by_sequence(runtime, forward, layout, parts.wanted_block_len, dtype, sources)
+            scales = calibrate_by_sequence(runtime, forward, layout, wanted_block_len(layout), dtype, sources)
             parts = dataclasses.replace(parts, layout=layout.with_encoder_in(dtype), scales=scales)
             if sources is not None:  # whose exact states lie beside the cache during probes: of one request they do
                 exact = dataclasses.replace(exact, sizes=dataclasses.replace(sizes, max_num_seqs=1))
@@ -254,16 +254,11 @@ class PerSequenceFactory:
 
     def _temporary_bytes(self) -> int:
         def ask() -> int:
-            return self.model(self._small_cache(), self.wanted_block_len).temporary_bytes()
+            return self.model(self._small_cache(), wanted_block_len(self.layout)).temporary_bytes()
 
         return self.runtime.steps.executables.memoize(
             "per-sequence temporary", f"{self.sizes}{lora_form(self.runtime)}", ask
         )
-
-    @property
-    def wanted_block_len(self) -> int:
-        """Maximum number of tokens of one forward; `UNBOUNDED` for any."""
-        return wanted_block_len(self.layout)
 
     def block_len(self, cache: PagedCacheWithStates, make: Callable[[int], PerSequenceExecutor]) -> int:
         """Finds the number of tokens of one forward, on `cache` or on a larger one."""
@@ -274,7 +269,7 @@ class PerSequenceFactory:
         with as_unsupported():
             return find_chunk_len(
                 make,
-                self.wanted_block_len,
+                wanted_block_len(self.layout),
                 num_slots=self.sizes.max_num_seqs,
                 vocab_size=self.runtime.limits.vocab_size,
                 is_float32=self.runtime.program.is_float32,

@@ -74,8 +74,10 @@ class SpeculativeDecoder:
         self._adapters = adapters
         self._specs, self._decode_buckets, self._pools = specs, specs.decode_buckets, pools
         self._num_slots, self._max_num_steps, self._max_len = specs.num_slots, specs.max_num_steps, specs.max_len
-        self._function = compiled("verify_steps", self._verify, donate=["pools", "state", "history", "draft_cache"])
-        self._replace = compiled("replace_tokens", _replace, donate=["history", "results"], is_pure=True)
+        self._function = compiled(
+            "verify_steps", self._verify, donate={"pools": 1, "state": 2, "history": 3, "draft_cache": 4}
+        )
+        self._replace = compiled("replace_tokens", _replace, donate={"history": 0, "results": 1}, is_pure=True)
         self._steps: CompiledSteps[VerifySpec] = CompiledSteps(weights, programs, self._call_of)
         self.history: TokenHistory | None = None
         self._head = draft if isinstance(draft, DraftHead) else None

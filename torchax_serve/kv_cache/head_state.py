@@ -24,7 +24,7 @@ class HeadState:
 
     def without(self, slot: int) -> HeadState:
         """Returns the state after `slot` was given to another request."""
-        return HeadState(self.hidden, _forget(self.lens, np.int32(slot)))
+        return HeadState(self.hidden, _without(self.lens, np.int32(slot)))
 
     def kept(self, slots: jax.Array, is_active: jax.Array, hidden: jax.Array, lens: jax.Array) -> HeadState:
         """Returns the state with what is known of the rows in `slots` int32[S]; to be traced.
@@ -43,7 +43,7 @@ class HeadState:
 
 
 @jax.jit
-def _forget(lens: jax.Array, slot: jax.Array) -> jax.Array:
+def _without(lens: jax.Array, slot: jax.Array) -> jax.Array:
     return lens.at[slot].set(0)
 
 
@@ -97,7 +97,7 @@ class HeadedCache(PagedCache):
         """Bytes of the states of all slots."""
         return self._num_slots * (self._width * self._dtype.itemsize + 4)
 
-    def forget(self, slot: int) -> None:
+    def free_slot(self, slot: int) -> None:
         """Drops the hidden state of a slot, which was given to another request."""
         self.pools = without_slot(self.pools, slot)
 
@@ -136,6 +136,6 @@ class HeadedCacheWithStates(PagedCacheWithStates):
         """Bytes of the states of all slots."""
         return super().state_bytes + self._num_slots * (self._width * self._dtype.itemsize + 4)
 
-    def forget(self, slot: int) -> None:
+    def free_slot(self, slot: int) -> None:
         """Drops the hidden state of a slot, which was given to another request."""
         self.pools = without_slot(self.pools, slot)

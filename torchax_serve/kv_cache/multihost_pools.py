@@ -33,7 +33,7 @@ class MultiHostPoolAllocator(PoolAllocator):
         self._zeros = CachedFunction(programs, "zero_pool", self._make)
         self._scaled = CachedFunction(programs, "zero_scaled_pool", self._make_scaled)
         self._zero_states = CachedFunction(programs, "zero_states", self._make_states)
-        self._copied = CachedFunction(programs, "copy_pages", self._copy, donate=["pools"])
+        self._copied = CachedFunction(programs, "copy_pages", self._copy, donate={"pools": 1})
 
     def _make(self, weights: Weights, spec: ArrayOf) -> tuple[None, jax.Array]:
         shape, dtype = spec

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from model_adapters import quirks
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError
 from torchax_serve.multimodal.audio import check_rate, checked_samples
 from torchax_serve.multimodal.images import checked_image
@@ -108,7 +109,7 @@ def media_inputs(model: Any, conversation: list[dict[str, Any]], options: ChatOp
             f"expected messages, images and audio that the processor of {model.name} takes, it raised "
             f"{type(error).__name__}: {message}; check paths and contents"
         ) from error
-    return dict(inputs)
+    return {**quirks.of(model.torch_model).media_options, **inputs}
 
 
 def _written(

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from model_adapters import quirks
 from model_adapters.caches.native_cache import allows_fixed_shapes
 from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
 from torchax_serve.multimodal.audio import check_rate
@@ -49,7 +50,7 @@ def transcription_inputs(
             f"expected audio that the processor of {model.name} takes, it raised {type(error).__name__}: "
             f"{' '.join(str(error).split())[:200]}; check the audio and the options"
         ) from error
-    return dict(inputs)
+    return {**quirks.of(model.torch_model).media_options, **inputs}
 
 
 def _audio_per_token(processor: Any, sampling_rate: int, *, audio: list[np.ndarray]) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from model_adapters.quantization.rules import QuantizationRules, parse_rules
 from model_adapters.quantization.selection import Selection
 from model_adapters.quantization.stored_form import StoredForm
 from model_adapters.sharding.model_sharding import ModelSharding
+from torchax_serve.kv_cache.pools import PagedLayerSpec
 from torchax_serve.planning.chips import Chip
 
 Quantization = str | QuantizationRules | QuantizationSettings | None
@@ -71,6 +72,11 @@ class AbstractModel:
             num_bytes(jax.ShapeDtypeStruct(part.sharding.shard_shape(part.shape), part.dtype))
             for part in jax.tree.leaves(weight)
         )
+
+    def page_bytes(self, shape: PagedLayerSpec, page_size: int) -> int:
+        """Returns the bytes of a page of one layer on one device."""
+        spec = self.sharding.pool_sharding(shape.num_heads).spec
+        return shape.page_bytes(page_size) // (self.sharding.mesh.shape["model"] if "model" in spec else 1)
 
     def elements_per_device(self, name: str) -> int:
         """Returns the number of elements of the tensor `name` on one device."""

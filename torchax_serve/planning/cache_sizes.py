@@ -26,6 +26,8 @@ class CacheSizes:
         page_size: Number of tokens in a page.
         max_len: Number of tokens of a request.
         num_slots: Number of requests at once.
+        draft_slot_bytes: Bytes of a draft model's pages of one request.
+        draft_weights_bytes: Bytes of the weights of a draft model or head.
     """
 
     model: AbstractModel
@@ -34,13 +36,17 @@ class CacheSizes:
     page_size: int
     max_len: int
     num_slots: int
+    draft_slot_bytes: int = 0
+    draft_weights_bytes: int = 0
 
     def page_bytes(self, shape: PagedLayerSpec) -> int:
         """Returns the bytes of a page of one layer on one device."""
-        sharding = self.model.sharding
-        spec = sharding.pool_sharding(shape.num_heads).spec
-        parts = sharding.mesh.shape["model"] if "model" in spec else 1
-        return shape.page_bytes(self.page_size) // parts
+        return self.model.page_bytes(shape, self.page_size)
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of all weights on one device, those of a draft model or head included."""
+        return self.model.weights_bytes_per_device + self.draft_weights_bytes
 
     @property
     def state_bytes(self) -> int:
@@ -72,8 +78,8 @@ class CacheSizes:
         return (math.ceil(slots) + self.executor.num_spare) * self.state_bytes
 
     def bytes_of(self, slots: float) -> int:
-        """Returns the bytes of pages and states of `slots` full-length requests."""
-        return self.pages_of(slots) + self.states_of(slots)
+        """Returns the bytes of pages and states of `slots` full-length requests, drafts included."""
+        return self.pages_of(slots) + self.states_of(slots) + math.ceil(slots) * self.draft_slot_bytes
 
     @property
     def wanted_bytes(self) -> int:
@@ -97,7 +103,7 @@ class CacheSizes:
         Returns:
             The allocation and the number of slots.
         """
-        room = int(self.chip.memory_bytes * (1 - RESERVE)) - self.model.weights_bytes_per_device
+        room = int(self.chip.memory_bytes * (1 - RESERVE)) - self.weights_bytes
         slots: float = self.num_slots
         if self.wanted_bytes > room:
             slots = self.slots_in(room)

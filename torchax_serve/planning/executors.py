@@ -17,7 +17,7 @@ from model_adapters.sharding.model_sharding import ModelSharding
 from torchax_serve.executors.base import AbstractStep
 from torchax_serve.executors.packed import PackedExecutor
 from torchax_serve.executors.packed_factory import packed_shapes
-from torchax_serve.executors.per_sequence_factory import PerSequenceFactory
+from torchax_serve.executors.per_sequence_factory import PerSequenceFactory, wanted_block_len
 from torchax_serve.executors.per_sequence_forward import SequenceForward
 from torchax_serve.executors.static_batch_steps import StaticBatchSteps
 from torchax_serve.kv_cache.cache_layout import SlotStateSpec
@@ -25,6 +25,7 @@ from torchax_serve.kv_cache.memory import MemoryBudget
 from torchax_serve.kv_cache.pools import CacheAllocation, HeadScales, PagedCache, PagedLayerSpec, PoolAllocator
 from torchax_serve.kv_cache.slot_states import PagedCacheWithStates
 from torchax_serve.runtime.model_runtime import ModelRuntime
+from torchax_serve.scheduler import SpeculativeConfig
 
 Steps = Callable[[CacheAllocation, int, Sequence[int]], Iterator[AbstractStep]]
 
@@ -39,8 +40,8 @@ class PlannedExecutor:
         pages: Paged cache of each layer.
         slot_states: States of fixed size that a request has.
         fallback_reason: Why the model does not run on a faster executor; None for the first one.
-        steps: Returns the decode step, then a prefill step for each of the lengths in tokens, for an allocation of the
-            pages and a number of slots.
+        steps: Returns the decode step, a verify step if the engine speculates, then a prefill step for each of the
+            lengths in tokens, for an allocation of the pages and a number of slots.
         row_capacity: Number of tokens that a row of a static batch has room for; None for pages of any size.
     """
 
@@ -93,14 +94,21 @@ def _with_sharding(shape: Any, sharding: jax.sharding.NamedSharding) -> Any:
 
 
 def planned_executor(
-    runtime: ModelRuntime, sharding: ModelSharding, page_size: int, max_len: int, num_slots: int
+    runtime: ModelRuntime,
+    sharding: ModelSharding,
+    page_size: int,
+    max_len: int,
+    num_slots: int,
+    speculative: SpeculativeConfig | None = None,
 ) -> PlannedExecutor:
     """Returns the first of packed, per-sequence and static that supports the model, by tracing.
+
+    With options of speculation its steps have a verify step, if it is packed.
 
     Raises:
         UnsupportedModelError: No executor supports the model; with the reasons.
     """
-    sizes = MemoryBudget(max_len, num_slots, page_size, num_slots, None)
+    sizes = MemoryBudget(max_len, num_slots, page_size, num_slots, None, speculative=speculative)
     try:
         return _packed(runtime, sharding, sizes)
     except NotPackableError as reason:
@@ -113,18 +121,22 @@ def planned_executor(
 
 
 def _packed(runtime: ModelRuntime, sharding: ModelSharding, sizes: MemoryBudget) -> PlannedExecutor:
+    shapes = packed_shapes(runtime, sizes)
+
     def steps(plan: CacheAllocation, num_slots: int, lens: Sequence[int]) -> Iterator[AbstractStep]:
+        of_model = dataclasses.replace(plan, shapes=plan.shapes[: len(shapes)])  # a draft head has a layer behind them
         executor = PackedExecutor(
             runtime.program,
             runtime.weights,
-            PagedCache(plan, AbstractPages(sharding)),
+            PagedCache(of_model, AbstractPages(sharding)),
             runtime.steps.executables,
             num_slots=num_slots,
             token_budget=max(lens, default=num_slots),
+            speculative=sizes.speculative,
         )
         return executor.abstract_steps(lens)
 
-    return PlannedExecutor("packed", sharding, packed_shapes(runtime, sizes), (), None, steps)
+    return PlannedExecutor("packed", sharding, shapes, (), None, steps)
 
 
 def _per_sequence(runtime: ModelRuntime, sharding: ModelSharding, fallback_reason: str) -> PlannedExecutor:
@@ -135,7 +147,7 @@ def _per_sequence(runtime: ModelRuntime, sharding: ModelSharding, fallback_reaso
         sizes = MemoryBudget(plan.max_len, num_slots, plan.page_size, max(lens, default=1), None)
         parts = PerSequenceFactory(runtime, forward, layout, sizes, None)
         cache = PagedCacheWithStates(plan, layout, num_slots, AbstractPages(sharding))
-        return parts.model(cache, parts.wanted_block_len).abstract_steps(lens)
+        return parts.model(cache, wanted_block_len(layout)).abstract_steps(lens)
 
     return PlannedExecutor("per-sequence", sharding, layout.pages, layout.rows, fallback_reason, steps)
 

@@ -24,16 +24,19 @@ from model_adapters.loading.memory import give_back_freed
 from model_adapters.quantization.loading import describe_weights
 from torchax_serve.distributed.mesh import mesh_of
 from torchax_serve.distributed.mesh_shape import parse_mesh
+from torchax_serve.kv_cache.memory import MemoryBudget
 from torchax_serve.kv_cache.pools import CacheAllocation
 from torchax_serve.kv_cache.scales import PAGES_IN_8_BITS
-from torchax_serve.planning.abstract_model import Quantization, abstract_model
+from torchax_serve.planning.abstract_model import AbstractModel, Quantization, abstract_model
 from torchax_serve.planning.cache_sizes import CacheSizes
-from torchax_serve.planning.chips import chip_of
+from torchax_serve.planning.chips import Chip, chip_of
 from torchax_serve.planning.compiled_steps import ProgramReport, compile_step
 from torchax_serve.planning.executors import PlannedExecutor, planned_executor
 from torchax_serve.planning.roofline import StepBound, bound_of
+from torchax_serve.planning.speculation import DraftSizes, PlannedSpeculation, draft_sizes
 from torchax_serve.planning.topology import compiling_for, describe
 from torchax_serve.runtime.model_runtime import ModelRuntime
+from torchax_serve.scheduler import SpeculativeConfig
 from torchax_serve.scheduler.config import check_int
 from torchax_serve.validation.argument_checks import KV_CACHE_DTYPES
 
@@ -69,6 +72,7 @@ class PlanRequest:
         kv_cache_dtype: Dtype of pages; "auto" is that of the weights.
         refuse_uneven: Whether sizes that would be padded with zeros are an error.
         quantization: Preset, rules, or what the model's configuration states; None: weights are dense.
+        speculation: Options of speculation, with their draft model; None: no step verifies drafts.
     """
 
     topology: str
@@ -80,6 +84,7 @@ class PlanRequest:
     kv_cache_dtype: str = "auto"
     refuse_uneven: bool = False
     quantization: Quantization = None
+    speculation: PlannedSpeculation | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "page_size"):
@@ -135,11 +140,16 @@ class PlanReport:
     remedies: tuple[str, ...]
     programs: tuple[ProgramReport, ...]
     bounds: tuple[StepBound, ...]
+    speculation: str = ""  # who drafts, and how many; empty: nobody
+    draft_weights_bytes: int = 0  # of a draft model or head
+    draft_pages_bytes: int = 0  # of a draft model, for all slots; those of a head are among the model's
+    draft_bound: StepBound | None = None  # of drafting for one verify step, by a draft model
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of weights, pages of all slots, states and temporaries."""
-        return self.weights_bytes + self.pages_bytes_wanted + self.states_bytes + self.temporary_bytes
+        """Bytes of weights, pages of all slots, states and temporaries, those of drafts included."""
+        of_model = self.weights_bytes + self.pages_bytes_wanted + self.states_bytes + self.temporary_bytes
+        return of_model + self.draft_weights_bytes + self.draft_pages_bytes
 
     def to_json(self) -> dict[str, Any]:
         """Returns the report as JSON types."""
@@ -156,6 +166,8 @@ class PlanReport:
         )
         bounds = tuple(StepBound(**each) for each in fields.pop("bounds"))
         fields["remedies"] = tuple(fields["remedies"])
+        if fields["draft_bound"] is not None:
+            fields["draft_bound"] = StepBound(**fields["draft_bound"])
         return cls(**fields, programs=programs, bounds=bounds)
 
 
@@ -187,9 +199,10 @@ def make_plan(
     num_slots = -(-request.max_num_seqs // num_replicas)
     note(f"tracing {name} for {request.topology}")
     with compiling_for(chip):
-        executor = planned_executor(runtime, model.sharding, request.page_size, max_len, num_slots)
-        executor = _with_dtype(executor, request)
-    sizes = CacheSizes(model, chip, executor, executor.row_capacity or request.page_size, max_len, num_slots)
+        executor, drafts = _executor(runtime, model, chip, request, max_len, num_slots)
+    page_size = executor.row_capacity or request.page_size
+    of_drafts = drafts.slot_bytes, drafts.weights_bytes
+    sizes = CacheSizes(model, chip, executor, page_size, max_len, num_slots, *of_drafts)
     programs: list[ProgramReport] = []
     bounds: list[StepBound] = []
     cache, out_of_memory = sizes.plan(), None
@@ -213,7 +226,34 @@ def make_plan(
         except OutOfMemoryError as error:
             out_of_memory = str(error)
     plan = None if cache is None else cache[0]
-    return _report(name, request, sizes, plan, num_replicas, tuple(programs), tuple(bounds), out_of_memory)
+    report = _report(name, request, sizes, plan, num_replicas, tuple(programs), tuple(bounds), out_of_memory)
+    return report if request.speculation is None else _with_drafts(report, request.speculation.config, sizes, drafts)
+
+
+def _executor(
+    runtime: ModelRuntime, model: AbstractModel, chip: Chip, request: PlanRequest, max_len: int, num_slots: int
+) -> tuple[PlannedExecutor, DraftSizes]:
+    """Returns the executor, with the layer of a draft head if there is one, and its sizes."""
+    speculation, page_size = request.speculation, request.page_size
+    config = None if speculation is None else speculation.config
+    executor = planned_executor(runtime, model.sharding, page_size, max_len, num_slots, config)
+    if speculation is None:
+        return _with_dtype(executor, request), DraftSizes()
+    budget = MemoryBudget(max_len, num_slots, page_size, num_slots, None)
+    drafts = draft_sizes(speculation, model, executor, chip, budget, refuse_uneven=request.refuse_uneven)
+    return drafts.with_head(_with_dtype(executor, request)), drafts
+
+
+def _with_drafts(report: PlanReport, config: SpeculativeConfig, sizes: CacheSizes, drafts: DraftSizes) -> PlanReport:
+    """Returns the report with what speculation takes."""
+    model = "" if config.model is None else f" {config.model}"
+    return dataclasses.replace(
+        report,
+        speculation=f"{config.method}{model}, {config.num_speculative_tokens} drafts",
+        draft_weights_bytes=sizes.draft_weights_bytes,
+        draft_pages_bytes=sizes.num_slots * sizes.draft_slot_bytes,
+        draft_bound=drafts.bound(sizes.chip, sizes.num_slots, sizes.max_len, config.num_speculative_tokens),
+    )
 
 
 def _max_len(runtime: ModelRuntime, request: PlanRequest) -> int:
@@ -271,11 +311,12 @@ def _report(
     pages = 0
     if cache is not None:
         pages = sum(group.num_pages * sizes.group_bytes(group.window) for group in cache.groups)
-    left = chip.memory_bytes - weights - temporary
+    left = chip.memory_bytes - sizes.weights_bytes - temporary
     wanted = sizes.pages_of(sizes.num_slots)
     fits = out_of_memory is None and cache is not None and sizes.wanted_bytes <= left and pages >= wanted
     mesh = model.mesh_shape | {"data": num_replicas}
-    most = max(0, left - sizes.states_of(sizes.num_slots)) // max(1, sizes.token_bytes) if executor.pages else 0
+    for_tokens = left - sizes.states_of(sizes.num_slots) - sizes.num_slots * sizes.draft_slot_bytes
+    most = max(0, for_tokens) // max(1, sizes.token_bytes) if executor.pages else 0
     return PlanReport(
         model=name,
         model_type=model.module.config.model_type,
@@ -313,7 +354,7 @@ def _report(
 
 def _remedies(sizes: CacheSizes, temporary: int, out_of_memory: str | None) -> tuple[str, ...]:
     """Describes how many bytes are missing, and which requests, weights or devices would fit."""
-    weights, memory = sizes.model.weights_bytes_per_device, sizes.chip.memory_bytes
+    weights, memory = sizes.weights_bytes, sizes.chip.memory_bytes
     need = weights + sizes.wanted_bytes + temporary
     remedies = [f"{need / 1e9:.2f} GB are needed on each device, {(need - memory) / 1e9:.2f} GB more than it has"]
     if out_of_memory is not None:
@@ -328,12 +369,13 @@ def _remedies(sizes: CacheSizes, temporary: int, out_of_memory: str | None) -> t
             remedies.append(f"{sizes.num_slots} slots of about {length} tokens")
     if not sizes.model.forms:
         for preset, part in _PARTS_OF_BFLOAT16.items():
-            fewer = int(weights * part * 2 / sizes.model.itemsize)
+            of_model = sizes.model.weights_bytes_per_device
+            fewer = weights - of_model + int(of_model * part * 2 / sizes.model.itemsize)
             if need - weights + fewer <= memory:
                 remedies.append(f"--quantization {preset}: about {fewer / 1e9:.2f} GB of weights on each device")
                 break
     devices = sizes.model.sharding.mesh.size
-    total_bytes = sizes.model.weights_bytes + sizes.wanted_bytes * devices
+    total_bytes = sizes.model.weights_bytes + (sizes.draft_weights_bytes + sizes.wanted_bytes) * devices
     remedies.append(
         f"about {max(devices + 1, math.ceil(total_bytes / (memory * 0.95)))} devices of this kind, in one mesh"
     )

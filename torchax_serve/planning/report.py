@@ -37,13 +37,14 @@ def lines_of(report: PlanReport, *, from_cache: bool) -> list[str]:
         f"  pages             {_gb(report.pages_bytes_wanted)}  {report.kv_cache_dtype}, {report.page_size} tokens each"
         + ("" if report.fits else f"; compiled with {_gb(report.pages_bytes).strip()}"),
         *_states(report),
+        *_drafts(report),
         f"  temporary         {_gb(report.temporary_bytes)}  temporaries and code of the largest step",
         *_room(report),
     ]
     if report.remedies:
         lines += ["", "what is missing, and what would fit", *(f"  {each}" for each in report.remedies)]
     for program, bound in zip(report.programs, report.bounds, strict=True):
-        lines += ["", *_step(program, bound)]
+        lines += ["", *_step(program, bound, report)]
     if from_cache:
         lines += ["", "planned before; --no-cache compiles again"]
     return lines
@@ -55,6 +56,15 @@ def _states(report: PlanReport) -> list[str]:
     return [f"  states            {_gb(report.states_bytes)}  of fixed size, for all requests"]
 
 
+def _drafts(report: PlanReport) -> list[str]:
+    if not report.draft_weights_bytes:
+        return []
+    lines = [f"  drafts            {_gb(report.draft_weights_bytes)}  weights of {report.speculation}"]
+    if report.draft_pages_bytes:
+        lines.append(f"{'':20}{_gb(report.draft_pages_bytes)}  pages of the draft model, for all requests")
+    return lines
+
+
 def _room(report: PlanReport) -> list[str]:
     if not report.token_bytes and not report.states_bytes:
         return ["  room for          any number of requests: they have no cache"]
@@ -64,8 +74,8 @@ def _room(report: PlanReport) -> list[str]:
     return lines
 
 
-def _step(program: ProgramReport, bound: StepBound) -> list[str]:
-    is_decode = program.name == "decode"
+def _step(program: ProgramReport, bound: StepBound, report: PlanReport) -> list[str]:
+    is_decode, verifies = program.name == "decode", program.name == "verify"
     lines = [f"{program.name}, {program.num_tokens} {'requests' if is_decode else 'tokens'}"]
     if bound.seconds is not None:
         lines.append(
@@ -73,11 +83,24 @@ def _step(program: ProgramReport, bound: StepBound) -> list[str]:
         )
         if is_decode:
             lines.append(f"{'':20}{program.num_tokens / bound.seconds:>9,.0f} tokens/s at most")
+        if verifies:
+            lines += _accepted(program, bound, report)
     if program.compiler_s is not None:
         kernels = f" and {program.num_opaque} calls of kernels" if program.num_opaque else ""
         lines.append(f"  compiler says     {_ms(program.compiler_s)}  at least, without exchange{kernels}")
     took = f"  compiled in       {program.trace_s:>9.1f} s traced, {program.compile_s:.1f} s compiled"
     return [*lines, *_counts(program), took]
+
+
+def _accepted(program: ProgramReport, bound: StepBound, report: PlanReport) -> list[str]:
+    """Returns lines of what drafting takes, and of tokens/s with no and all drafts accepted."""
+    assert bound.seconds is not None
+    seconds, lines = bound.seconds, []
+    if report.draft_bound is not None and report.draft_bound.seconds is not None:
+        seconds += report.draft_bound.seconds
+        lines.append(f"{'':20}{_ms(report.draft_bound.seconds)}  for the drafts, before it")
+    few, most = program.num_rows / seconds, program.num_tokens / seconds
+    return [*lines, f"{'':20}{few:>9,.0f} tokens/s at most if no draft is accepted, {most:,.0f} if all are"]
 
 
 def _counts(program: ProgramReport) -> list[str]:

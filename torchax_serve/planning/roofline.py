@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchax_serve.executors.base import AbstractStep
 from torchax_serve.kv_cache.pools import PagedLayerSpec
@@ -23,7 +23,7 @@ class StepBound:
     """Lower bound on the time of one step on one device.
 
     Attributes:
-        step: ``decode`` or ``prefill``.
+        step: ``decode``, ``verify``, ``prefill``, or ``draft``, all steps of a draft model for one verify step.
         num_tokens: Number of tokens computed in the step.
         context_len: Largest number of tokens that each of them attends to.
         bytes_read: Bytes of weights, pages and states, each read once.
@@ -53,27 +53,31 @@ def bound_of(model: AbstractModel, chip: Chip, executor: PlannedExecutor, step: 
             step.num_prompts,
             _state_bytes(executor, step),
         )
-    return decode_bound(model, chip, executor.pages, step.num_tokens, step.context_len, _state_bytes(executor, step))
+    num_rows = step.num_rows if step.name == "verify" else step.num_tokens
+    each = step.num_tokens // num_rows
+    states = _state_bytes(executor, step)
+    bound = decode_bound(model, chip, executor.pages, num_rows, step.context_len, states, tokens_per_row=each)
+    return replace(bound, step=step.name)
 
 
 def decode_bound(
     model: AbstractModel,
     chip: Chip,
     shapes: Sequence[PagedLayerSpec],
-    num_tokens: int,
+    num_rows: int,
     context_len: int,
     state_bytes: int = 0,
+    *,
+    tokens_per_row: int = 1,
 ) -> StepBound:
-    """Returns the bound of a decode step of `num_tokens` requests.
+    """Returns the bound of a decode step of `num_rows` requests, or with more tokens of each.
 
-    Each request has `context_len` tokens.
+    Each request has `context_len` tokens, whose pages are read once.
     """
-    pages = sum(
-        num_tokens * min(context_len, shape.window or context_len) * _token_bytes(model, shape) for shape in shapes
-    )
-    attention = sum(
-        2.0 * num_tokens * min(context_len, shape.window or context_len) * _row_size(model, shape) for shape in shapes
-    )
+    num_tokens = num_rows * tokens_per_row
+    lens = [min(context_len, shape.window or context_len) for shape in shapes]
+    pages = sum(num_rows * each * _token_bytes(model, shape) for each, shape in zip(lens, shapes, strict=True))
+    attention = sum(2.0 * num_tokens * each * _row_size(model, shape) for each, shape in zip(lens, shapes, strict=True))
     return _bound(model, chip, "decode", num_tokens, context_len, pages + state_bytes, attention, num_tokens)
 
 

@@ -54,7 +54,7 @@ class StepFunctions:
         kept = partial(
             CachedFunction,
             cache,
-            donate=["states"],
+            donate={"states": 1},
             facts=program.trace_facts,
             recall=program.restore_facts,
             is_uncompiled=has_hooks,

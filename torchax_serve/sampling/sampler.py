@@ -82,10 +82,10 @@ class Sampler:
         is_on_mesh = len(self._sharding.device_set) > 1
         programs = ExecutableCache(None if is_on_mesh else programs_dir(), "sampling")  # the same for every model
         cached = functools.partial(CachedFunction, programs, is_pure=True)
-        self._sample = cached("sample", _sample, donate=["state"])
+        self._sample = cached("sample", _sample, donate={"state": 1})
         self._logprobs = cached("logprobs", _logprobs)
         self._prompt_logprobs = cached("prompt_logprobs", _prompt_logprobs)
-        self._write_rows = cached("write_rows", _write_rows, donate=["arrays"])
+        self._write_rows = cached("write_rows", _write_rows, donate={"arrays": None})
         self._num_slots, self._vocab_size, self._max_len = num_slots, vocab_size, max_len
         self.reset()
 

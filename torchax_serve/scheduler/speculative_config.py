@@ -72,6 +72,13 @@ class SpeculativeConfig:
         if not isinstance(self.adaptive, bool):
             raise InvalidArgumentError(f"speculative_config: adaptive: expected True or False, got {self.adaptive!r}")
 
+    def __repr__(self) -> str:
+        """Shows a PyTorch module by its class: its own `repr` has a line for each layer."""
+        shown = {field.name: repr(getattr(self, field.name)) for field in dataclasses.fields(self)}
+        if "\n" in shown["model"]:
+            shown["model"] = f"<{type(self.model).__name__}>"
+        return f"SpeculativeConfig({', '.join(f'{name}={value}' for name, value in shown.items())})"
+
     @property
     def looks_up(self) -> bool:
         """Whether drafts are looked up in the text: no model and no head writes them."""

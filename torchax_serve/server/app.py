@@ -65,6 +65,15 @@ ROUTES: tuple[tuple[str, str, Callable[..., Awaitable[Any]]], ...] = (
     ("POST", "/profile", profile_routes.profile),
 )
 """Method, path and function of each endpoint."""
+_SEND_CHATS = "send messages to /v1/chat/completions"
+UNSUPPORTED = {
+    "/v1/realtime": ("the realtime interface", "send audio to /v1/audio/transcriptions"),
+    "/v1/audio/speech": ("speech output", "ask /v1/chat/completions for a text"),
+    "/v1/images/generations": ("image output", "run the diffusion pipeline in Python"),
+    "/v1/responses": ("the Responses interface", _SEND_CHATS),
+    "/v1/messages": ("the Messages interface", _SEND_CHATS),
+}
+"""Paths that clients of other servers may use: what is not supported, and what to do."""
 
 
 class Application:
@@ -177,7 +186,7 @@ class _Exchange:
                 raise
             await self._fail(ApiError(503, "the server ends; send the request to another one"))
         except HTTPException as error:
-            await self._fail(_of_router(error))
+            await self._fail(_of_router(error, self._scope["path"]))
         except Exception as error:
             await self._fail(error)
         finally:
@@ -244,8 +253,11 @@ def _request_id(scope: Scope) -> str:
     return f"req-{uuid.uuid4().hex}"
 
 
-def _of_router(error: HTTPException) -> ApiError:
+def _of_router(error: HTTPException, path: str) -> ApiError:
     headers = dict(error.headers or {})
+    if error.status_code == 404 and path in UNSUPPORTED:
+        what, remedy = UNSUPPORTED[path]
+        return ApiError(404, f"{path}: {what} is not supported; {remedy}", code="unknown_url")
     if error.status_code == 404:
         return ApiError(
             404, "expected a URL of this server, got another; docs/server.md lists them", code="unknown_url"

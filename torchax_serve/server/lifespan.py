@@ -99,7 +99,8 @@ class Server:
                 self._loop.add_signal_handler(number, self._on_signal)
         await self._listener.start()
         logger.info("listening on %s", ", ".join(self.addresses))
-        logger.info("options: %s", json.dumps(self._options.public()))
+        changed = [f"{name}={json.dumps(value)}" for name, value in self._options.changed().items()]
+        logger.info("options that are not the defaults: %s", ", ".join(changed) or "none")
         threading.Thread(target=self._load_model, args=(self._loop,), name="load", daemon=True).start()
         ticker, watcher = asyncio.create_task(self._tick()), asyncio.create_task(self.context.loop_lag.watch())
         try:

@@ -76,7 +76,7 @@ def _part(where: str, part: Any, audio_rate: int | None) -> dict[str, Any]:
         url = part.get("image_url")
         return {"type": "image", "image": decode_image(_data_of(where, _url_of(url)), where)}
     if kind in ("input_audio", "audio_url"):
-        samples, rate = decode_audio(_audio_bytes(where, part))
+        samples, rate = decode_audio(_audio_bytes(where, part), where=where)
         wanted = audio_rate or rate
         return {"type": "audio", "audio": resampled(samples, rate, wanted), "sampling_rate": wanted}
     if kind == "video_url":

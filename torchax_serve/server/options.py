@@ -202,6 +202,18 @@ class ServerOptions:
         shown["api_keys"] = len(self.api_keys)
         return {name: value.name if isinstance(value, Path) else value for name, value in shown.items()}
 
+    def changed(self) -> dict[str, Any]:
+        """Returns the `public` options that are not the defaults, as ``group.name`` in a group."""
+        ours, defaults = _by_path(self.public()), _by_path(ServerOptions().public())
+        return {path: value for path, value in ours.items() if value != defaults[path]}
+
+
+def _by_path(options: dict[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in options.items():
+        flat |= {f"{name}.{part}": each for part, each in value.items()} if isinstance(value, dict) else {name: value}
+    return flat
+
 
 def _check_positive(limits: Any) -> None:
     for field in dataclasses.fields(limits):

@@ -1,6 +1,7 @@
 """bitsandbytes: 4-bit codes in blocks of 64 numbers, and int8 with a scale a row.
 
-4 bits (`bitsandbytes.functional.QuantState`): ``weight`` uint8[numbers / 2, 1], the first number in the high bits;
+4 bits (`bitsandbytes.functional.QuantState`): ``weight`` uint8[numbers / 2, 1], the first number in the high bits, or
+the same bytes in the dtype of ``bnb_4bit_quant_storage``;
 ``weight.absmax``, float32 or, if nested, uint8 codes of ``weight.nested_quant_map`` with ``weight.nested_absmax`` for
 256 of them and an offset; ``weight.quant_map`` the table of 16; ``weight.quant_state.bitsandbytes__nf4`` JSON in bytes.
 8 bits: ``weight`` int8[out, in] and ``SCB`` float32[out], the largest number of a row.
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from model_adapters.errors import CheckpointError
-from model_adapters.loading.formats.parts import QuantizedParts
+from model_adapters.loading.formats.parts import FLOATS, QuantizedParts, require_kinds, require_shapes
 from model_adapters.loading.formats.settings import QuantizationSettings
 from model_adapters.loading.formats.weight_groups import WeightGroup, groups_by_suffix
 
@@ -49,18 +50,28 @@ def read(group: WeightGroup, tensors: Mapping[str, torch.Tensor], settings: Quan
         block, kind = int(said["blocksize"]), str(said["quant_type"])
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{group.weight}: its quant_state is no JSON of bitsandbytes ({error})") from error
-    packed = tensors["weight"].reshape(-1)
-    if packed.numel() * 2 != num_rows * num_columns or packed.dtype != torch.uint8:
+    packed = tensors["weight"].reshape(-1).view(torch.uint8)  # floats hold the bytes with bnb_4bit_quant_storage
+    if packed.numel() * 2 != num_rows * num_columns:
         raise CheckpointError(
             f"{group.weight}: expected {num_rows * num_columns // 2} bytes for {[num_rows, num_columns]}, "
             f"got {packed.numel()}"
         )
     codes = torch.stack([packed >> 4, packed & 15], 1).reshape(num_rows, num_columns)
+    _check_scales(group.weight, tensors, -(-num_rows * num_columns // block))
     size = math.gcd(num_columns, block)  # blocks go on over the end of a row
     scale = _absmax(tensors, said).repeat_interleave(block // size)[: num_rows * num_columns // size]
     table = tuple(tensors["table"].float().tolist())
     scale = scale.reshape(num_rows, num_columns // size)
     return QuantizedParts(codes, scale, bits=4, group=size, source=f"bitsandbytes {kind}", table=table)
+
+
+def _check_scales(name: str, tensors: Mapping[str, torch.Tensor], num_blocks: int) -> None:
+    """Raises CheckpointError for tables or scales of another kind, or of another number than the blocks."""
+    is_nested = any(role in tensors for role in _NESTED)
+    kinds = {"absmax": (1, (torch.uint8,) if is_nested else FLOATS), "table": (1, FLOATS)}
+    require_kinds(name, kinds | dict.fromkeys(_NESTED, (1, FLOATS)), tensors)
+    shapes = {"absmax": (num_blocks,), "table": (16,)} | ({"nested_table": (256,)} if is_nested else {})
+    require_shapes(name, shapes, dict(tensors))
 
 
 def _absmax(tensors: Mapping[str, torch.Tensor], said: Mapping[str, Any]) -> torch.Tensor:
@@ -73,6 +84,7 @@ def _absmax(tensors: Mapping[str, torch.Tensor], said: Mapping[str, Any]) -> tor
 
 
 def _read_int8(name: str, tensors: Mapping[str, torch.Tensor]) -> QuantizedParts:
+    require_kinds(name, {"SCB": (1, FLOATS)}, tensors)
     weight, largest = tensors["weight"], tensors["SCB"].float()
     if weight.dtype != torch.int8 or largest.shape != weight.shape[:1]:
         raise CheckpointError(

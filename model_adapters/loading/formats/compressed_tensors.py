@@ -191,9 +191,26 @@ def _activations(
     return kind, float(fixed)
 
 
+def _require_rows(name: str, scale: torch.Tensor, num_rows: int, weights: Mapping[str, Any]) -> None:
+    """Raises CheckpointError for another number of scales than the strategies for rows and matrices have."""
+    expected = {"channel": (num_rows,), "tensor": (1, num_rows)}.get(str(weights.get("strategy")))
+    if expected is not None and scale.numel() not in expected:
+        raise CheckpointError(f"{name}: expected a scale for each of {num_rows} rows, got {list(scale.shape)}")
+
+
 def _scale_of(name: str, scale: torch.Tensor, num_rows: int) -> torch.Tensor:
     scale = scale.float()
     return by_rows(name, scale.reshape(-1, 1) if scale.ndim < 2 else scale, num_rows)
+
+
+def _zero_of(name: str, zero: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Returns zero points that are not packed, once they are integers, one for each scale."""
+    if zero.is_floating_point() or zero.dtype in (torch.bool, torch.uint8) or zero.numel() != scale.numel():
+        raise CheckpointError(
+            f"{name}: expected weight_zero_point in int8{list(scale.shape)}, got "
+            f"{str(zero.dtype).removeprefix('torch.')}{list(zero.shape)}: get the weights again"
+        )
+    return zero
 
 
 def _group_size(name: str, weights: Mapping[str, Any], num_columns: int, num_groups: int) -> int:
@@ -213,8 +230,7 @@ def _read_float8(name: str, tensors: Mapping[str, torch.Tensor], weights: Mappin
         scale = fp8.exponents_to_float(scale)
         size = _group_size(name, weights, weight.shape[-1], scale.shape[-1])
         return QuantizedParts(weight, by_rows(name, scale, weight.shape[0]), group=size)
-    if weights.get("strategy") in ("channel", "tensor") and scale.numel() not in (1, weight.shape[0]):
-        raise CheckpointError(f"{name}: expected a scale for each of {weight.shape[0]} rows, got {list(scale.shape)}")
+    _require_rows(name, scale, weight.shape[0], weights)
     block = weights.get("block_structure") if weights.get("strategy") == "block" else None
     return fp8.of_float8(name, weight, scale, block, _NAME)
 
@@ -225,10 +241,11 @@ def _read_int8(name: str, tensors: Mapping[str, torch.Tensor], weights: Mapping[
     if weight.dtype != torch.int8 or weights.get("num_bits", 8) > 8:
         raise CheckpointError(f"{name}: expected int8, got {weight.dtype}: get config.json again")
     num_rows, num_columns = weight.shape
+    _require_rows(name, tensors["scale"], num_rows, weights)
     scale = _scale_of(name, tensors["scale"], num_rows)
     group = _group_size(name, weights, num_columns, scale.shape[-1])
     offset = None
-    if zero is not None and bool(zero.any()):
+    if zero is not None and bool(_zero_of(name, zero, tensors["scale"]).any()):
         offset = -(_scale_of(name, zero, num_rows) * scale)
     columns = column_order(name, tensors.get("g_idx"), num_columns, group)
     values = weight if columns is None else weight[:, columns.long()]
@@ -248,14 +265,16 @@ def _read_packed(
     require_shapes(name, {"packed": (num_rows, -(-num_columns * bits // 32))}, dict(tensors))
     if shape is not None and int(shape[0]) != num_rows:
         raise CheckpointError(f"{name}: expected weight_shape {[num_rows, num_columns]}, got {shape.tolist()}")
+    _require_rows(name, tensors["scale"], num_rows, weights)
     values = unpack_words(packed, bits, 1)[:, :num_columns]
     scale = _scale_of(name, tensors["scale"], num_rows)
     group = _group_size(name, weights, num_columns, scale.shape[-1])
     zero = tensors.get("zero_point")
     if zero is not None and zero.dtype == torch.int32:
+        require_shapes(name, {"zero_point": (-(-num_rows * bits // 32), scale.shape[-1])}, dict(tensors))
         zero = unpack_words(zero, bits, 0)[:num_rows]
     elif zero is not None:  # not packed, signed
-        zero = (_scale_of(name, zero, num_rows) + 2 ** (bits - 1)).to(torch.uint8)
+        zero = (_scale_of(name, _zero_of(name, zero, tensors["scale"]), num_rows) + 2 ** (bits - 1)).to(torch.uint8)
     columns = column_order(name, tensors.get("g_idx"), num_columns, group)
     if columns is not None:
         values = values[:, columns.long()]
@@ -270,9 +289,12 @@ def _read_fp4(name: str, tensors: Mapping[str, torch.Tensor]) -> QuantizedParts:
     """
     kinds = {"packed": (2, (torch.uint8,)), "scale": (2, (*FLOATS, torch.float8_e4m3fn, *fp8.EXPONENTS))}
     require_kinds(name, kinds, tensors)
+    divisor = tensors.get("global_scale")
+    if divisor is not None:
+        require_kinds(name, {"global_scale": (divisor.ndim, FLOATS)}, tensors)
     codes = unpack_bytes(tensors["packed"], 4)
     numbers = torch.tensor(FP4_DOUBLED, dtype=torch.int8)[codes.long()]
-    scale, divisor = fp8.exponents_to_float(tensors["scale"]), tensors.get("global_scale")
+    scale = fp8.exponents_to_float(tensors["scale"])
     needs_divisor = tensors["scale"].dtype not in fp8.EXPONENTS
     if needs_divisor != (divisor is not None) or (divisor is not None and divisor.numel() != 1):
         found = "none" if divisor is None else f"{list(divisor.shape)}"

@@ -8,6 +8,7 @@ those that `transformers.integrations.finegrained_fp8` and `fbgemm_fp8` read.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -81,7 +82,7 @@ def of_float8(name: str, weight: torch.Tensor, scale: torch.Tensor, block: Any, 
     require_kinds(name, {"scale": (scale.ndim, (*FLOATS, *EXPONENTS))}, {"scale": scale})
     rows, columns = weight.shape[-2:]
     scale = exponents_to_float(scale)
-    if scale.numel() == 1 and weight.ndim == 2:
+    if scale.numel() == 1 and weight.ndim == 2 and not block:
         return QuantizedParts(weight, by_rows(name, scale.reshape(1, 1), rows), group=columns, source=source)
     if scale.shape == weight.shape[:-2] or scale.shape == (*weight.shape[:-2], rows):
         scale = scale[..., None] if scale.ndim == weight.ndim - 1 else scale[..., None, None]
@@ -89,6 +90,8 @@ def of_float8(name: str, weight: torch.Tensor, scale: torch.Tensor, block: Any, 
         return QuantizedParts(weight, by_rows(name, scale, rows), group=columns, source=source)
     block_rows, block_columns = block or (128, 128)
     expected = (*weight.shape[:-2], -(-rows // block_rows), -(-columns // block_columns))
+    if scale.numel() == math.prod(expected) == 1:
+        scale = scale.reshape(expected)
     if tuple(scale.shape) != expected:
         if block is None:
             raise CheckpointError(

@@ -21,6 +21,7 @@ _STRING, _ARRAY = 8, 9
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """Format of `struct` for each type of a value of fixed size."""
 
+_MAX_NAME = 256  # characters of a tensor's name; ggml has 64
 _MAX_AXES = 8  # of a tensor; ggml has 4
 _MAX_DEPTH = 4  # of arrays in arrays
 
@@ -56,6 +57,11 @@ class GgufFile:
     def architecture(self) -> str:
         """Architecture of the model, in the words of llama.cpp."""
         return str(self.metadata["general.architecture"])
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that have tensors, named ``blk.N.``; 0 where tensors have other names."""
+        return len({name.split(".")[1] for name in self.tensors if name.startswith("blk.")})
 
     @classmethod
     def read(cls, path: Path) -> GgufFile:
@@ -124,6 +130,11 @@ class _Parser:
 
     def _tensor(self) -> GgufTensor:
         name = self._string()
+        if len(name) > _MAX_NAME:
+            raise CheckpointError(
+                f"{self._path} is corrupt: a tensor's name has {len(name)} characters, expected {_MAX_NAME} at most; "
+                "get the file again"
+            )
         num_axes = self._number("I")
         if num_axes > _MAX_AXES:
             raise CheckpointError(f"{self._path} is corrupt: tensor {name!r} has {num_axes} axes; get the file again")

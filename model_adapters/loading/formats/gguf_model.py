@@ -130,6 +130,14 @@ def _check_keys(file: GgufFile, own: Architecture | None) -> None:
     for key in _SIZES:
         if key in read:
             require(key, given(f"{file.architecture}.{key}"), is_integer=True)
+    num_layers, stated = file.num_layers, given(f"{file.architecture}.block_count")
+    if (
+        "block_count" in read and num_layers and isinstance(stated, int) and stated > num_layers
+    ):  # a class would be built with all of them
+        raise CheckpointError(
+            f"{file.path}: expected {file.architecture}.block_count of at most {num_layers} in the header, for as many "
+            f"layers are in the file, got {stated}: get the file again"
+        )
     epsilons = [key for key in _EPSILONS if given(f"{file.architecture}.{key}") is not None]
     needed = [key for key in _EPSILONS if key in read]
     for key in epsilons or needed:

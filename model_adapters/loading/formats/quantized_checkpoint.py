@@ -88,7 +88,7 @@ class QuantizedCheckpoint:
             if group.weight in entries and group.weight not in taken:
                 raise CheckpointError(f"{group.weight} is in the files both quantized and dense: get the weights again")
         for name, entry in entries.items():
-            if name not in taken and entry.dtype == torch.float8_e4m3fn:
+            if name not in taken and _is_of_8_bits(name, entry):
                 raise CheckpointError(f"{name} is in {entry.dtype} without a scale: get the weights again")
         modules = {name.rpartition(".")[0] for name in entries}
         for pattern in settings.left_out:
@@ -148,10 +148,16 @@ class QuantizedReader:
         return QuantizedTensor(parts, torch.float32, self.group.weight, self.made_dense)
 
 
+def _is_of_8_bits(name: str, entry: TensorEntry | torch.Tensor) -> bool:
+    """Returns whether a tensor holds numbers of 8 bits that mean nothing without a scale; masks are no weights."""
+    is_weight = name.endswith(("weight", "_proj"))
+    return entry.dtype == torch.float8_e4m3fn or (is_weight and entry.dtype in (torch.int8, torch.uint8))
+
+
 def require_plain(entries: Mapping[str, TensorEntry | torch.Tensor], file: Any) -> None:
     """Raises CheckpointError for quantized tensors without a stated quantization."""
     for name, entry in entries.items():
-        if (name.endswith(_SIGNS) and entry.dtype != torch.bool) or entry.dtype == torch.float8_e4m3fn:
+        if (name.endswith(_SIGNS) and entry.dtype != torch.bool) or _is_of_8_bits(name, entry):
             raise CheckpointError(
                 f"{name} is part of a quantized weight, and {file} has no quantization_config: get config.json again"
             )

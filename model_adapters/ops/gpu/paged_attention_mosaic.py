@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from model_adapters.ops import registry
 from model_adapters.ops.attention_args import AttentionArgs
 from model_adapters.ops.gpu.hopper import NAME, PLATFORMS, unsupported_reason
-from model_adapters.ops.gpu.work_items import ragged_items, token_places
-from model_adapters.ops.kv_pool import write_tokens_at
+from model_adapters.ops.gpu.work_items import ragged_items
+from model_adapters.ops.kv_pool import token_positions, write_tokens_at
 from model_adapters.ops.paged_attention import OP
 
 MAX_HEADS = 8  # query heads of a tile: each has at least 8 of its 64 rows, a tile of shared memory
@@ -51,7 +51,7 @@ def paged_attention(
     # Imported on use: the lowering takes longer to import than all other ops together.
     from model_adapters.ops.gpu.mosaic_prefill import NUM_GROUPS, TILE_ROWS, PrefillSizes, attend_runs
 
-    seqs, positions = token_places(q.shape[0], kv_lens, cu_q_lens)
+    seqs, positions = token_positions(q.shape[0], kv_lens, cu_q_lens)
     pool = write_tokens_at(pool, page_table, seqs, positions, k, v, args.kv_scales)
     num_tokens, query_heads, dim = q.shape
     num_pages, heads, page, _ = pool.shape

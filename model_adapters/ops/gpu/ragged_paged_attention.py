@@ -16,8 +16,8 @@ from model_adapters.ops.gpu.launch import (
     tile_for,
     unsupported_reason,
 )
-from model_adapters.ops.gpu.work_items import ragged_items, token_places
-from model_adapters.ops.kv_pool import write_tokens_at
+from model_adapters.ops.gpu.work_items import ragged_items
+from model_adapters.ops.kv_pool import token_positions, write_tokens_at
 from model_adapters.ops.paged_attention import OP
 
 MAX_ROWS = 128  # rows of a tile, over a pool in 16 or 8 bits
@@ -74,7 +74,7 @@ def paged_attention(
     args: AttentionArgs,
 ) -> tuple[jax.Array, jax.Array]:
     """Writes the new tokens, by a scatter in place, and runs the Pallas kernel."""
-    seqs, positions = token_places(q.shape[0], kv_lens, cu_q_lens)
+    seqs, positions = token_positions(q.shape[0], kv_lens, cu_q_lens)
     pool = write_tokens_at(pool, page_table, seqs, positions, k, args.written_values(v), args.kv_scales)
     capacity, num_rows = page_table.shape[1] * pool.shape[2], _num_rows(q, v, pool)
     num_queries = num_rows // (q.shape[1] // pool.shape[1])

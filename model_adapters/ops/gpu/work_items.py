@@ -33,17 +33,6 @@ class SplitKVItem:
     prefix: Any
 
 
-def token_places(num_tokens: int, kv_lens: jax.Array, cu_q_lens: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns each token's sequence and position, ``int32[T]`` each.
-
-    Padding has a negative position. `kv_lens` is ``int32[S]``, `cu_q_lens` ``int32[S + 1]``.
-    """
-    token = jnp.arange(num_tokens, dtype=jnp.int32)
-    seq = num_at_most(cu_q_lens[1:], token)
-    known = jnp.minimum(seq, kv_lens.shape[0] - 1)
-    return known, jnp.where(seq == known, kv_lens[known] - cu_q_lens[known + 1] + token, -1)
-
-
 def decode_items(lens: jax.Array, starts: jax.Array, capacity: int, window: int | None) -> jax.Array:
     """Returns items ``int32[B, fields]``: one query per row, at position ``lens - 1``.
 

@@ -18,6 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from model_adapters.ops import registry
 from model_adapters.ops.attention_args import AttentionArgs, unsupported_field
+from model_adapters.ops.kv_pool import token_positions
 from model_adapters.ops.paged_attention import OP
 from model_adapters.ops.tpu.kv_write import write_tokens
 from model_adapters.ops.tpu.launch import (
@@ -30,14 +31,11 @@ from model_adapters.ops.tpu.launch import (
     unsupported_reason,
 )
 from model_adapters.ops.tpu.page_buffers import LANES, MASKED, BlockBuffer, Blocks, Lanes, across, round_up
-from model_adapters.ops.tpu.work_items import FIELDS, Item, items_of, positions_of
+from model_adapters.ops.tpu.query_blocks import NARROW, heads_of_product, heads_of_registers, num_queries_of
+from model_adapters.ops.tpu.work_items import FIELDS, Item, items_of
 
-NARROW = 16  # queries of an item that has at most as many: decode rows, ends of chunks
-MAX_QUERIES = 128  # of a block of queries
-MAX_SUMS_BYTES = 4 << 20  # of the sums of all heads
 MAX_KEYS = 1024  # positions of a block
 MAX_KEYS_BYTES = 4 << 20  # of a block
-ROWS = 64  # rows of one product
 
 
 @dataclass(frozen=True)
@@ -46,8 +44,8 @@ class _Ragged:
 
     items: Any  # int32[num_items * fields]
     constants: Any  # float32[rows * 4]
-    q: Any  # [Hq, queries, key lanes]
-    out: Any  # [Hq, queries, Dv]
+    q: Any  # [Hq, queries, D]
+    out: Any  # [queries, Hq * Dv]
     mask: Any  # float32[queries, keys]
     top: Any  # float32[H, group * queries, 128]
     total: Any  # the same
@@ -134,16 +132,21 @@ class _Ragged:
             sees_all &= begin > item.end - 1 + item.shift - self.features.window
         return ~sees_all
 
+    def in_key_lanes(self, q: jax.Array) -> jax.Array:
+        """Returns queries ``[R, D]`` as ``[R, key lanes]``, zero in additional lanes."""
+        num_more = self.lanes.key_end - self.lanes.dim
+        return jnp.concatenate([q, jnp.zeros((q.shape[0], num_more), q.dtype)], axis=1) if num_more else q
+
     def attend(self, head: Any, slot: Any, row: Any, num_queries: int, distance: Any, mask: Any | None) -> None:
         """Adds the block in `slot` to the softmax of a kv head's queries from `row` on."""
         dtype, length = self.features.dtype, self.blocks.length
         keys = self.buffer.keys(slot, head, 0, self.blocks.num_pieces, self.lanes, dtype)
         values = self.buffer.values(slot, head, 0, self.blocks.num_pieces, self.lanes, dtype)
-        at_once = _heads_at_once(self.group, num_queries)
+        at_once = heads_of_product(self.group, num_queries)
 
         def products(begin: int) -> jax.Array:
             q = self.q[pl.ds(head * self.group + begin, at_once), pl.ds(row, num_queries)]
-            return product(q.reshape(at_once * num_queries, -1), keys, 1)
+            return product(self.in_key_lanes(q.reshape(at_once * num_queries, -1)), keys, 1)
 
         following = products(0)
         for begin in range(
@@ -172,19 +175,30 @@ class _Ragged:
     def finish(self, item: Item, first: Any, row: Any, num_queries: int) -> None:
         """Writes the item's rows of the output and leaves those of other items."""
         rows = self.group * num_queries
-        token = first + lax.broadcasted_iota(jnp.int32, (1, num_queries, 1), 1)
+        token = first + lax.broadcasted_iota(jnp.int32, (num_queries, 1), 0)
         own = (token >= item.begin) & (token < item.end) & (token + item.shift >= 0)
+        num_aligned = heads_of_registers(self.group, self.lanes.value_dim)
+        at_once = max(num_aligned, 1)
 
         def one(head: Any, _: None) -> None:
             total = self.total[head, :rows, :1]
             seen = (self.top[head, :rows, :1] > MASKED / 2) & (total > 0)
             factor = jnp.where(seen, self.column(head, 3, num_queries) / jnp.where(seen, total, 1.0), 0.0)
             made = (self.sums[head, :rows] * factor)[:, self.lanes.values_kept]
-            place = (pl.ds(head * self.group, self.group), pl.ds(row, num_queries))
-            old = self.out[place].astype(jnp.float32)
-            self.out[place] = jnp.where(own, made.reshape(old.shape), old).astype(self.out.dtype)
+            parts = [made[g * num_queries : (g + 1) * num_queries] for g in range(self.group)]
+            for begin in range(0, self.group, at_once):
+                part = jnp.concatenate(parts[begin : begin + at_once], axis=1)
+                column = (head * self.group + begin) * self.lanes.value_dim
+                column = pl.multiple_of(column, LANES) if num_aligned else column
+                place = (pl.ds(row, num_queries), pl.ds(column, part.shape[1]))
+                old = self.out[place].astype(jnp.float32)
+                self.out[place] = jnp.where(own, part, old).astype(self.out.dtype)
 
-        lax.fori_loop(0, self.heads, one, None)
+        if num_aligned:
+            lax.fori_loop(0, self.heads, one, None)
+        else:  # columns that begin within a register have to be known when the kernel is compiled
+            for head in range(self.heads):
+                one(head, None)
 
     def run(self, item: Item, slot_ref: Any, first: Any, row: Any, num_queries: int) -> None:
         """Computes all blocks of an item as `num_queries` rows; token `first` is row `row`."""
@@ -274,19 +288,6 @@ def _kernel(
             ragged.run(item, slot_ref, item.begin - row, 0, num_queries)
 
 
-def _heads_at_once(group: int, num_queries: int) -> int:
-    """Returns how many query heads of a group make one product: a divisor of the group."""
-    return max(n for n in range(1, group + 1) if group % n == 0 and (n == 1 or n * num_queries <= ROWS))
-
-
-def _num_queries(num_tokens: int, query_heads: int, width: int) -> int:
-    """Returns queries in a block: a power of two, sums of all heads within ``MAX_SUMS_BYTES``."""
-    most = MAX_QUERIES
-    while most > NARROW and (most >= 2 * num_tokens or most * query_heads * width * 4 > MAX_SUMS_BYTES):
-        most //= 2
-    return most
-
-
 SUPPORTED_ARGS = frozenset(
     {"window", "softcap", "sinks", "alibi_slopes", "prefix_lens", "kv_scales", "sees_until", "value_begin"}
 )
@@ -318,19 +319,17 @@ def paged_attention(
     args: AttentionArgs,
 ) -> tuple[jax.Array, jax.Array]:
     """Runs the Pallas kernel after the new tokens are written, in place."""
-    seqs, positions = positions_of(q.shape[0], kv_lens, cu_q_lens)
+    seqs, positions = token_positions(q.shape[0], kv_lens, cu_q_lens)
     pool = write_tokens(pool, page_table, seqs, positions, k, args.written_values(v), args.kv_scales, in_runs=True)
     num_tokens, query_heads, dim = q.shape
     lanes = Lanes.of(dim, args.value_columns(dim, v.shape[2]))
     blocks = Blocks.of(pool, page_table.shape[1], MAX_KEYS, MAX_KEYS_BYTES)
     features = Features(q.dtype, args.window, args.softcap, args.alibi_slopes is not None, pool.dtype == jnp.int8)
     constants = row_constants(query_heads, args)
-    num_queries = _num_queries(num_tokens, query_heads, lanes.value_end - lanes.value_begin)
+    num_queries = num_queries_of(num_tokens, query_heads, lanes.value_end - lanes.value_begin)
     padded = round_up(num_tokens, num_queries)
     pages_per_seq = page_table.shape[1]
     items = items_of(padded, num_queries, blocks, pages_per_seq, kv_lens, cu_q_lens, args)
-    # Heads first: a block of queries of one head is then a matrix that begins a tile.
-    q = jnp.pad(jnp.swapaxes(q, 0, 1), ((0, 0), (0, padded - num_tokens), (0, lanes.key_end - dim)))
     kernel = functools.partial(
         _kernel,
         lanes=lanes,
@@ -340,16 +339,19 @@ def paged_attention(
         has_prefix=args.prefix_lens is not None,
         has_until=args.sees_until is not None,
     )
-    until = [] if args.sees_until is None else [jnp.pad(args.sees_until, (0, padded - num_tokens))[:, None]]
+    until = [] if args.sees_until is None else [args.sees_until[:, None]]
+    # Heads first: a block of queries of one head is then a matrix that begins a tile. The last block may end behind the
+    # tokens: what it reads there is undefined and stays in rows of no sequence, what it writes there is dropped.
+    q = jnp.swapaxes(q, 0, 1)
     call = pl.pallas_call(
         kernel,
-        out_shape=jax.ShapeDtypeStruct((query_heads, padded, v.shape[2]), q.dtype),
+        out_shape=jax.ShapeDtypeStruct((num_tokens, query_heads * v.shape[2]), q.dtype),
         grid_spec=_grid(items.shape[0], q, pool, lanes, blocks, num_queries, has_until=bool(until)),
         compiler_params=compiler_params(blocks, pool),
         name="paged_attention",
     )
     out = call(items.reshape(-1), flat_table(page_table, pool), constants.reshape(-1), q, pool, *until)
-    return jnp.swapaxes(out[:, :num_tokens], 0, 1), pool
+    return out.reshape(num_tokens, query_heads, v.shape[2]), pool
 
 
 def _grid(
@@ -367,18 +369,18 @@ def _grid(
     heads, width = pool.shape[1], pool.shape[3]
     rows = query_heads // heads * num_queries
 
-    def block_at(i: Any, items: Any, *_: Any) -> tuple[Any, ...]:
-        return 0, jnp.minimum(items[i * len(FIELDS)] // num_queries, num_tokens // num_queries - 1), 0
+    def block_at(i: Any, items: Any, *_: Any) -> tuple[Any, Any]:
+        return jnp.minimum(items[i * len(FIELDS)], num_tokens - 1) // num_queries, 0
 
     return pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=3,
         grid=(num_items,),
         in_specs=[
-            pl.BlockSpec((query_heads, num_queries, lanes.key_end), block_at),
+            pl.BlockSpec((query_heads, num_queries, lanes.dim), lambda *at: (0, *block_at(*at))),
             pl.BlockSpec(memory_space=pl.ANY),
-            *([pl.BlockSpec((num_queries, 1), lambda *at: block_at(*at)[1:])] if has_until else []),
+            *([pl.BlockSpec((num_queries, 1), block_at)] if has_until else []),
         ],
-        out_specs=pl.BlockSpec((query_heads, num_queries, lanes.value_dim), block_at),
+        out_specs=pl.BlockSpec((num_queries, query_heads * lanes.value_dim), block_at),
         scratch_shapes=[
             pltpu.SMEM((1,), jnp.int32),
             pltpu.VMEM((num_queries, blocks.length), jnp.float32),

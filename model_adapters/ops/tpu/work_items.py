@@ -73,14 +73,3 @@ def items_of(
     num_pieces = jnp.where(sees, -(-high // blocks.piece) - first, 0)
     source = known * (pages_per_seq * (blocks.page // blocks.piece)) + first
     return jnp.stack([begin, end, shift, source, low, high, prefix, num_pieces, following_of(num_pieces)], axis=1)
-
-
-def positions_of(num_tokens: int, kv_lens: jax.Array, cu_q_lens: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns sequence and position of each token, ``int32[num_tokens]`` each; -1 for padding.
-
-    `kv_lens` is ``int32[S]``, `cu_q_lens` ``int32[S + 1]``.
-    """
-    tokens = jnp.arange(num_tokens, dtype=jnp.int32)
-    seqs = num_at_most(cu_q_lens, tokens) - 1
-    known = jnp.clip(seqs, 0, kv_lens.shape[0] - 1)
-    return known, jnp.where(seqs == known, kv_lens[known] - cu_q_lens[known + 1] + tokens, -1)

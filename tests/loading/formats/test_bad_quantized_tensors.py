@@ -1,6 +1,7 @@
 """Quantized folders whose tensors or settings are not what the format says: one line each, and never other numbers."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from model_adapters.errors import CheckpointError, TorchaxServeError, UnsupportedModelError
 from model_adapters.loading import load_model
+from model_adapters.loading.formats import bitsandbytes
+from model_adapters.loading.formats.settings import QuantizationSettings
+from model_adapters.loading.formats.weight_groups import WeightGroup
+from model_adapters.ops.quantized_weight import NF4
 
 NAME = "model.layers.0.self_attn.q_proj"
 MODEL = {"num_hidden_layers": 1}
@@ -22,7 +27,7 @@ WRITERS = {
     "fp8": lambda folder: test_fp8.block_folder(folder, tiny_llama(**MODEL)),
     **{
         case: lambda folder, case=case: test_compressed_tensors.make_folder(folder, tiny_llama(**MODEL), case)
-        for case in ("w4a16", "w8a8", "fp8-channel", "nvfp4")
+        for case in ("w4a16", "w4a16-asymmetric", "w8a8", "w8a8-asymmetric", "fp8-channel", "nvfp4")
     },
 }
 
@@ -71,8 +76,23 @@ TENSORS = [
         r"expected scale in float32 or bfloat16 or float16 .* got int32\[128, 1",
     ),
     ("w8a8", "weight_scale", lambda t: t[:5], r"expected a scale for each of 128 rows, got \[5, 1\]"),
+    ("w8a8", "weight_scale", lambda t: t[0, 0], r"expected a scale for each of 128 rows, got \[\]"),
+    ("w4a16-asymmetric", "weight_zero_point", lambda t: t[:0], r"expected zero_point \[16, 4\], got \[0, 4\]"),
+    (
+        "w8a8-asymmetric",
+        "weight_zero_point",
+        lambda t: t[:0],
+        r"expected weight_zero_point in int8\[128, 1\], got int8",
+    ),
+    (
+        "w4a16-asymmetric",
+        "weight_zero_point",
+        lambda t: t.bool(),
+        r"expected weight_zero_point in int8.*, got bool\[16, 4\]",
+    ),
     ("fp8-channel", "weight_scale", lambda t: t[:5], r"expected a scale for each of 128 rows, got \[5, 1\]$"),
     ("nvfp4", "weight_global_scale", lambda t: None, "expected one weight_global_scale, got none"),
+    ("nvfp4", "weight_global_scale", lambda t: t.int(), "expected global_scale in float32 or .*, got int32"),
     ("nvfp4", "weight_packed", lambda t: t.int(), r"expected packed in uint8 with 2 axes, got int32\[128, 64\]"),
     ("fp8", "weight", lambda t: t.flatten(), r"expected a matrix, got \[16384\]"),
     ("fp8", "weight_scale_inv", lambda t: t.int(), r"expected scale in float32 or .* got int32\[1, 1\]"),
@@ -156,6 +176,48 @@ def test_settings_that_make_no_sense_are_one_line_that_names_the_file(kind, chan
         load_model(write(tmp_path, tensors, config))
     assert isinstance(caught.value, TorchaxServeError) and "\n" not in str(caught.value)
     assert str(tmp_path / "config.json") in str(caught.value)
+
+
+STATE = {"quant_type": "nf4", "blocksize": 64, "shape": [8, 64], "nested_blocksize": 256, "nested_offset": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("part", "tensor", "said"),
+    [
+        ("table", torch.tensor(NF4[:8]), r"expected table \[16\], got \[8\]"),
+        ("table", torch.tensor(NF4)[None], r"expected table in float32 or .* with 1 axes, got float32\[1, 16\]"),
+        ("absmax", torch.ones(7), r"expected absmax \[8\], got \[7\]"),
+        ("absmax", torch.ones(8, dtype=torch.int32), r"expected absmax in float32 or .*, got int32\[8\]"),
+        ("nested_absmax", torch.ones(1), r"expected absmax in uint8 with 1 axes, got float32\[8\]"),
+    ],
+)
+def test_a_part_of_bitsandbytes_4_bits_of_another_dtype_or_shape(part, tensor, said):
+    state = torch.tensor(list(json.dumps(STATE).encode()), dtype=torch.uint8)
+    weight = torch.zeros(256, 1, dtype=torch.uint8)
+    tensors = {"weight": weight, "absmax": torch.ones(8), "table": torch.tensor(NF4), "nf4": state}
+    settings = QuantizationSettings("bitsandbytes", {}, Path("config.json"))
+    assert bitsandbytes.read(WeightGroup("w", {}), tensors, settings).scale.shape == (8, 1)
+    with pytest.raises(CheckpointError, match=f"^w: {said}"):
+        bitsandbytes.read(WeightGroup("w", {}), tensors | {part: tensor}, settings)
+
+
+def test_integers_without_a_scale_are_no_dense_weight(written, tmp_path):
+    tensors, config, _ = written("w8a8")
+    del tensors[f"{NAME}.weight_scale"]
+    with pytest.raises(
+        CheckpointError, match=rf"^{NAME}.weight is in torch.int8 without a scale: get the weights again"
+    ):
+        load_model(write(tmp_path, tensors, config))
+    others = {name: tensor for name, tensor in tensors.items() if not name.endswith("_scale")}
+    del config["quantization_config"]
+    with pytest.raises(CheckpointError, match=r"is part of a quantized weight, and .* has no quantization_config"):
+        load_model(write(tmp_path, others, config))
+
+
+def test_settings_that_are_no_object_are_one_line_of_this_project(written, tmp_path):
+    tensors, config, _ = written("gptq")
+    with pytest.raises(CheckpointError, match=r"expected quantization_config to be an object, got 'gptq'$"):
+        load_model(write(tmp_path, tensors, config | {"quantization_config": "gptq"}))
 
 
 @pytest.mark.parametrize("scale", [0.0, float("nan")])

@@ -9,6 +9,7 @@ from quantized_folders import check_generates, check_weights, dense_twin, projec
 
 from model_adapters.errors import CheckpointError
 from model_adapters.loading import load_model
+from model_adapters.loading.formats.fp8 import of_float8
 
 BLOCK = 128
 
@@ -217,3 +218,12 @@ def test_8_bit_tensors_without_a_quantization_in_the_configuration(tmp_path):
     write(folder, model, dict(model.state_dict()), settings)
     with pytest.raises(CheckpointError, match=r"states a quantization .fp8., and the files hold no tensor of it"):
         load_model(folder)
+
+
+def test_one_scale_where_the_configuration_states_blocks():
+    values, scale, _ = in_blocks(torch.randn(256, 128))
+    with pytest.raises(
+        CheckpointError, match=r"expected scales \[2, 1\] for \[256, 128\] in blocks of 128 x 128, got "
+    ):
+        of_float8("w", values, scale[0, 0], [BLOCK, BLOCK], "fp8")
+    assert of_float8("w", values[:BLOCK], scale[0, 0], [BLOCK, BLOCK], "fp8").scale.shape == (BLOCK, 1)

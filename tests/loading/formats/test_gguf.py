@@ -273,6 +273,7 @@ def rewritten(good_file, folder, changes):
         ({"general.alignment": 0}, "expected general.alignment of 1 or more bytes, got 0"),
         ({"llama.block_count": None}, "expected llama.block_count as a positive number in the header, got none"),
         ({"llama.block_count": 0}, "expected llama.block_count as a positive number in the header, got 0"),
+        ({"llama.block_count": 10**9}, "expected llama.block_count of at most 1 in the header, for as many layers"),
         ({"llama.attention.layer_norm_rms_epsilon": None}, "layer_norm_rms_epsilon as a positive .*, got none"),
         ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, "layer_norm_rms_epsilon as a positive .*, got nan"),
         ({"llama.rope.freq_base": -1.0}, "llama.rope.freq_base as a positive number in the header, got -1.0"),
@@ -296,6 +297,9 @@ def test_a_tensor_twice_and_arrays_in_arrays_are_one_line(good_file, tmp_path):
     header = b"GGUF" + struct.pack("<IQQ", 3, 1, 1) + struct.pack("<Q", 1) + b"k" + nested
     with pytest.raises(CheckpointError, match="is corrupt: arrays in arrays in its header"):
         load_model(changed(good_file, tmp_path, lambda data: header + bytes(100)))
+    header = b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + struct.pack("<Q", 5000)
+    with pytest.raises(CheckpointError, match="is corrupt: a tensor's name has 5000 characters, expected 256 at most"):
+        load_model(changed(good_file, tmp_path, lambda data: header + bytes(6000)))
 
 
 NOT_READ = sorted({kind.name for kind in gguf.GGMLQuantizationType} - BLOCK_BYTES.keys())

@@ -86,7 +86,7 @@ class Conversation:
         self.images = []
 
     def reset(self) -> None:
-        """Forgets the messages and the images for the next; the system prompt stays."""
+        """Discards the messages and the images for the next; the system prompt stays."""
         self.messages.clear()
         self.images.clear()
 

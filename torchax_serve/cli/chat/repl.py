@@ -17,7 +17,7 @@ from torchax_serve.cli.shared.terminal import print_note
 
 COMMANDS = {
     "help": ("", "this text"),
-    "reset": ("", "forget the conversation; the system prompt stays"),
+    "reset": ("", "discard the conversation; the system prompt stays"),
     "system": ("TEXT", "set the system prompt; /system alone shows it, /system off takes it away"),
     "image": ("FILE", "a picture that goes with your next message"),
     "save": ("FILE", "write the conversation to FILE as JSON"),
@@ -82,9 +82,9 @@ class InteractiveChat:
                 print_error(one_line(error))
 
     def _answer(self, text: str) -> None:
-        num_forgotten = self._conversation.make_room(text)
-        if num_forgotten:
-            print_note(f"the conversation outgrew the model's memory: its oldest {num_forgotten} messages are left out")
+        num_discarded = self._conversation.make_room(text)
+        if num_discarded:
+            print_note(f"the conversation outgrew the model's memory: its oldest {num_discarded} messages are left out")
         answer = None
         try:
             with prompt_interrupts(leave_at=2):

@@ -60,7 +60,7 @@ def end_if_explained(name: str | None, options: LoadOptions) -> None:
         raise InvalidArgumentError("--explain: expected --quantization with it, got none; add a preset or a file")
     with passing_note("starting torch and jax ..."):
         from model_adapters.loading.quantization_plan import explain
-    print("\n".join(explain(name, options.quantization, **options.kwargs())))
+    print("\n".join(explain(name, options.quantization, requantize=options.requantize, **options.kwargs())))
     raise typer.Exit
 
 
