@@ -65,13 +65,14 @@ def deeper(model_type):
     return model
 
 
-def hybrid(model_type="qwen3_next"):
-    """A model of which three layers of four have recurrent states."""
+def hybrid(model_type="qwen3_next", num_layers=4):
+    """A model whose layers have recurrent states, but for the last one."""
     sizes = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 32,
         "intermediate_size": 48,
-        "num_hidden_layers": 4,
+        "num_hidden_layers": num_layers,
+        "layer_types": [*["linear_attention"] * (num_layers - 1), "full_attention"],
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 16,

@@ -1,6 +1,7 @@
 """Checks of draft heads on meshes, which `mesh_checks.py` runs."""
 
 import copy
+import dataclasses
 import tempfile
 from pathlib import Path
 
@@ -14,7 +15,11 @@ from speculation_requests import request, tokens_of
 from torchax_serve import EngineOptions, serve
 
 SIZES = EngineOptions(max_model_len=96, max_num_seqs=4, page_size=8, max_num_batched_tokens=32, max_num_steps=4)
-NUM_STEPS = 30
+HYBRID_SIZES = dataclasses.replace(SIZES, max_model_len=48, max_num_seqs=1)
+"""Of models with recurrent states, whose programs are many and large: a verify step has two forwards of the model, and
+each number of rows has one."""
+
+NUM_STEPS, NUM_HYBRID_STEPS = 30, 6
 """Steps of training, after which drafts of the texts are accepted now and then."""
 
 
@@ -28,13 +33,14 @@ def headed_model(kind, folder):
         model = llama()
         head = Eagle3(model, torch.arange(0, model.config.vocab_size, 2))
     elif kind.startswith("qwen3"):
-        model = hybrid(kind)
+        model = hybrid(kind, num_layers=2)
         head = PrefixedMtp(model)
     else:
         head = Mtp(deeper(kind))
         model = transformers.AutoModelForCausalLM.from_pretrained(head.save(folder), attn_implementation="eager")
-    texts = [text_of(model, prompt) for prompt in prompts()]
-    saved = trained(head, texts, NUM_STEPS).save(folder)
+    asked = prompts((2, 8)) if kind.startswith("qwen3") else prompts()
+    texts = [text_of(model, prompt) for prompt in asked]
+    saved = trained(head, texts, NUM_HYBRID_STEPS if kind.startswith("qwen3") else NUM_STEPS).save(folder)
     return (
         (model, {"method": "eagle3", "model": str(saved)}, texts)
         if kind == "eagle3"
@@ -71,7 +77,8 @@ def check_heads(kind, meshes):
 
         def answers(mesh):
             own = copy.deepcopy(model), copy.deepcopy(config)
-            with serve(own[0], engine=SIZES, mesh=mesh, speculative_config=own[1]) as served:
+            engine = HYBRID_SIZES if kind.startswith("qwen3") else SIZES
+            with serve(own[0], engine=engine, mesh=mesh, speculative_config=own[1]) as served:
                 served.engine.check_integrity = True
                 greedy = [request(text[:-num_new], num_new, **sizes) for text in texts]
                 options = {"temperature": 0.7, "do_sample": True, **sizes}
