@@ -79,7 +79,7 @@ def save_quantized(
 
 
 def _write(out: Path, module: Any, state: dict[str, torch.Tensor], parts: list[Any], shown: Progress) -> None:
-    """Writes tensors and configuration of `module`, and the `parts` that read text; raises InvalidArgumentError."""
+    """Writes tensors, configuration and `parts`; raises InvalidArgumentError if it cannot."""
     try:
         with shown.stage("writing", None, "items") as advance, replaced(hf_logging, "tqdm", _counting(advance)):
             module.save_pretrained(out, state_dict=state)
