@@ -1,7 +1,8 @@
-"""VibeVoice's audio encoder adds noise unless it is told not to, new at every call (`sample`, true by default).
+"""VibeVoice's audio encoder draws noise at each call unless it is told not to.
 
-A compiled program has one noise for all calls, whatever the seed, so that noise is refused. `chat`, `transcribe` and
-the server leave it out: the features are those that the encoder returns without it.
+The argument is `sample`, true by default. A compiled program has one noise for all calls, whatever the seed, so that
+noise is refused. `chat`, `transcribe` and the server leave it out: the features are those that the encoder returns
+without it.
 """
 
 from __future__ import annotations

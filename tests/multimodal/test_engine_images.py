@@ -138,18 +138,22 @@ def test_pages_and_features_are_found_by_the_pixels(tiny):
     other = {**tiny.inputs[0], "pixel_values": tiny.inputs[1]["pixel_values"]}
     assert tiny.tokens(other) == tiny.expected(**other)
     assert tiny.num_hit_tokens - hits == 4  # the text in front of the image
-    longer = {name: _behind(name, value) for name, value in tiny.inputs[1].items()}
+    longer = {name: _beside(name, value, [8, 9], 0) for name, value in tiny.inputs[1].items()}
     encoded = tiny.counts
     assert tiny.tokens(longer) == tiny.expected(**longer)
     assert tiny.counts == encoded
+    hits, later_turn = tiny.num_hit_tokens, [*tiny.expected(**tiny.inputs[0]), 8, 9]
+    longer = {name: _beside(name, value, later_turn, 1) for name, value in tiny.inputs[0].items()}
+    assert tiny.tokens(longer) == tiny.expected(**longer)
+    assert tiny.num_hit_tokens - hits >= 4 * full_pages[0]  # the image's pages, and those of the answer
 
 
-def _behind(name, value):
-    """The inputs with two tokens of text in front."""
+def _beside(name, value, ids, place):
+    """The inputs with tokens of text in front (place 0) or behind (place 1)."""
     if name not in ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"):
         return value
-    first = {"input_ids": [[8, 9]], "attention_mask": [[1, 1]]}.get(name, [[0, 0]])
-    return torch.cat([torch.tensor(first), value], 1)
+    text = torch.tensor([{"input_ids": ids, "attention_mask": [1] * len(ids)}.get(name, [0] * len(ids))])
+    return torch.cat([value, text] if place else [text, value], 1)
 
 
 def test_two_images_in_a_prompt(tiny):

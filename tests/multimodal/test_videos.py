@@ -56,6 +56,33 @@ def test_videos_share_steps_with_images():
         assert served._single_engine is None
 
 
+def test_an_image_and_a_video_in_both_orders():
+    """The same pixels in both prompts, of which other tokens come first: neither features nor pages are the other's."""
+    eager = image_model("qwen2_5_vl").eval()
+    config = eager.config
+    image, video = inputs_of(eager, "qwen2_5_vl", 0), video_inputs(config, 0)
+    pixels = {name: value for name, value in {**video, **image}.items() if "ids" not in name and "mask" not in name}
+    begin, end = config.vision_start_token_id, config.vision_end_token_id
+    parts = [
+        [begin, *each["input_ids"][torch.isin(each["input_ids"], torch.tensor([token]))].tolist(), end]
+        for each, token in ((image, config.image_token_id), (video, config.video_token_id))
+    ]
+    asked = []
+    for first, second in (parts, parts[::-1]):
+        ids = torch.tensor([[4, 5, 6, *first, *second, 7, 8]])
+        types = (ids == config.image_token_id).long() + 2 * (ids == config.video_token_id).long()
+        texts = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": types}
+        asked.append({**pixels, **texts})
+    expected = [eager.generate(**copy.deepcopy(one), **GREEDY)[0, -6:].tolist() for one in asked]
+    assert expected[0] != expected[1]
+    options = EngineOptions(max_model_len=64, max_num_seqs=2, page_size=4, kv_cache_memory_bytes=1 << 20)
+    with serve(copy.deepcopy(eager), engine=options) as served:
+        config = copy.deepcopy(served.generation_config)
+        config.update(**GREEDY)
+        assert [list(served.iter_tokens((), config, inputs=one)) for one in asked] == expected
+        assert served._single_engine is None
+
+
 @dataclasses.dataclass
 class Processor:
     """Keeps what it is called with, in place of a processor of transformers, whose videos need torchvision."""
@@ -71,6 +98,7 @@ class Processor:
 
 class Model:
     name = "tiny"
+    torch_model = torch.nn.Identity()
 
     def __init__(self, processor):
         self._processor = lambda: processor

@@ -191,10 +191,30 @@ def _encoded(
         sees_until=_with_own(found, len(ids)),
         page_ids=(),
     )
-    digest, is_named = f"{digest} {positions.tobytes().hex() if positions is not None else ''}", found.is_media
+    is_named = found.is_media
+    if positions is not None and not _text_counts_on(positions, is_named):
+        digest = f"{digest} {positions.tobytes().hex()}"
     if _text_sees_ahead(media):  # what a page holds depends on the text behind it, which its tokens see
         digest, is_named = f"{digest} {ids.tobytes().hex()}", np.ones_like(is_named)
-    return dataclasses.replace(media, page_ids=page_ids(ids, is_named, digest))
+    return dataclasses.replace(media, page_ids=page_ids(ids, is_named, digest, positions))
+
+
+def _text_counts_on(positions: np.ndarray, is_media: np.ndarray) -> bool:
+    """Returns whether each token of text stands one behind the furthest in front, on all axes.
+
+    Then its position follows from the tokens in front, and a page with it needs no other name.
+
+    Args:
+        positions: int32[axes, len].
+        is_media: bool[len], tokens with a feature.
+    """
+    own = np.arange(positions.shape[1])
+    axes = positions[(positions != own).any(1)]  # another axis may count all tokens
+    if not len(axes):
+        return True
+    furthest = np.maximum.accumulate(axes.max(0))
+    expected = np.concatenate([[0], furthest[:-1] + 1])
+    return bool((axes == expected)[:, ~is_media].all())
 
 
 def _text_sees_ahead(media: MediaInput) -> bool:

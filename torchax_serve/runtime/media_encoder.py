@@ -87,13 +87,13 @@ class MediaFeatures:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CachedFeatures:
-    """Cached features, and the ids of their placeholders.
+    """Cached features, and the ids int[n] of their placeholders, in the order of the features.
 
     `reach` int32[n] says by how many features a token sees ahead.
     """
 
     features: np.ndarray
-    token_ids: frozenset[int]
+    token_ids: np.ndarray
     reach: np.ndarray | None
 
 
@@ -195,8 +195,8 @@ class MediaEncoder:
             if (ahead[~made.is_media] > 0).any():
                 return  # text sees ahead, too: what the tokens of an image see depends on the text
             reach = ahead[made.is_media]
-        tokens = frozenset(prompt_ids[made.is_media].tolist())
-        if not tokens or tokens & set(prompt_ids[~made.is_media].tolist()):
+        tokens = prompt_ids[made.is_media]
+        if not len(tokens) or np.isin(prompt_ids[~made.is_media], tokens).any():
             return  # where features stand is not known by the tokens
         self._features.put(digest, CachedFeatures(made.features, tokens, reach), made.features.nbytes)
 
@@ -204,10 +204,10 @@ class MediaEncoder:
 def _placed(prompt_ids: np.ndarray, known: CachedFeatures) -> MediaFeatures | None:
     """Returns known features at the placeholders of another prompt.
 
-    None if it has another number of them.
+    None if it has others, or those of an image and a video, or of sounds, in another order.
     """
-    is_media = np.isin(prompt_ids, list(known.token_ids))
-    if is_media.sum() != len(known.features):
+    is_media = np.isin(prompt_ids, known.token_ids)
+    if not np.array_equal(prompt_ids[is_media], known.token_ids):
         return None
     until = None
     if known.reach is not None:
@@ -249,13 +249,17 @@ def digest_of(inputs: Mapping[str, Any]) -> str:
     return found.hexdigest()
 
 
-def page_ids(prompt_ids: np.ndarray, is_media: np.ndarray, digest: str) -> tuple[int, ...]:
+def page_ids(
+    prompt_ids: np.ndarray, is_media: np.ndarray, digest: str, positions: np.ndarray | None = None
+) -> tuple[int, ...]:
     """Returns the ids by which cached pages of a prompt are found, as many as tokens.
 
-    Those of placeholders are made of the digest and the number of the feature, and are no token's.
+    Those of placeholders are no token's. They are made of the digest, the number of the feature, its `positions`
+    int32[axes, prompt_len], and the token, by which an image is told from a video.
     """
     ids = prompt_ids.tolist()
     for number, position in enumerate(np.flatnonzero(is_media).tolist()):
-        made = hashlib.sha256(f"{digest} {number}".encode()).digest()[:8]
+        places = None if positions is None else positions[:, position].tolist()
+        made = hashlib.sha256(f"{digest} {number} {ids[position]} {places}".encode()).digest()[:8]
         ids[position] = int.from_bytes(made, "big") % (2**63 - 2**31) + 2**31
     return tuple(ids)

@@ -24,6 +24,6 @@ def heads_of_product(group: int, num_queries: int) -> int:
 
 
 def heads_of_registers(group: int, width: int) -> int:
-    """Returns how many heads of `width` columns fill registers without a rest: a divisor of the group, or 0."""
+    """Returns how many heads of a group fill registers of 128 columns; 0 if they do not."""
     num_heads = LANES // math.gcd(width, LANES)
     return num_heads if group % num_heads == 0 else 0
