@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers.utils import logging as hf_logging
 
 from model_adapters.bridge.views import to_torch_tensor
@@ -43,7 +44,7 @@ def save_quantized(
         What was quantized, in one line.
 
     Raises:
-        InvalidArgumentError: a folder with files in it; rules that do not fit.
+        InvalidArgumentError: a folder with files in it, or that cannot be written; rules that do not fit.
         TorchaxServeError: the model cannot be loaded.
     """
     out = Path(folder)
@@ -72,13 +73,22 @@ def save_quantized(
             state[name] = to_torch_tensor(weight)  # type: ignore[arg-type]  # packed weights are made by serve alone
     ignore = [path for path in linear if path not in quantized]
     module.config.quantization_config = quantization_config(quantized, ignore)
-    with shown.stage("writing", None, "items") as advance, replaced(hf_logging, "tqdm", _counting(advance)):
-        module.save_pretrained(out, state_dict=state)
-    if (tokenizer := loaded.tokenizer()) is not None:
-        tokenizer.save_pretrained(out)
-    if (processor := loaded.processor()) is not None:
-        processor.save_pretrained(out)
+    parts = [part for part in (loaded.tokenizer(), loaded.processor()) if part is not None]
+    _write(out, module, state, parts, shown)
     return loaded.report.quantization
+
+
+def _write(out: Path, module: Any, state: dict[str, torch.Tensor], parts: list[Any], shown: Progress) -> None:
+    """Writes tensors, configuration and `parts`; raises InvalidArgumentError if it cannot."""
+    try:
+        with shown.stage("writing", None, "items") as advance, replaced(hf_logging, "tqdm", _counting(advance)):
+            module.save_pretrained(out, state_dict=state)
+        for part in parts:
+            part.save_pretrained(out)
+    except (OSError, SafetensorError) as error:
+        raise InvalidArgumentError(
+            f"OUT: expected a folder that can be written, got {out} ({error}); choose another"
+        ) from error
 
 
 def _counting(advance: Advance) -> Callable[..., Iterator[Any]]:

@@ -109,7 +109,7 @@ def _in_4_bits(values: np.ndarray, scheme: Scheme) -> tuple[np.ndarray, Scheme]:
         return values, dataclasses.replace(scheme, zero=zero)
     codes = _PLACES_IN_FP4[values.view(np.uint8)]
     if scheme.act_dtype == "none" and codes.max() < 16:
-        return codes, dataclasses.replace(scheme, table=tuple(map(float, FP4_DOUBLED)))
+        return codes, dataclasses.replace(scheme, table=tuple(map(float, FP4_DOUBLED)), zero=0)
     return values, dataclasses.replace(scheme, bits=8)
 
 

@@ -17,8 +17,17 @@ from model_adapters.ops import grouped_matmul, linear, registry
 from model_adapters.ops.compressed_weight import note_turned, quantized_of, substituted
 from model_adapters.ops.cpu import build, ffi  # noqa: F401  a condition in quotes names ffi
 from model_adapters.ops.linear import addmm, matmul
-from model_adapters.ops.quantized_weight import FP4_DOUBLED, NF4, Scheme, dequantize, make_quantized, take_rows
-from model_adapters.quantization.cpu_layout import lay_out
+from model_adapters.ops.quantized_layout import from_pairs, to_pairs
+from model_adapters.ops.quantized_weight import (
+    FP4_DOUBLED,
+    NF4,
+    Scheme,
+    dequantize,
+    looked_up,
+    make_quantized,
+    take_rows,
+)
+from model_adapters.quantization.cpu_layout import in_4_bits, lay_out
 
 # In quotes: the kernels are built when the first test runs, not when tests are collected.
 needs_kernel = pytest.mark.skipif("ffi.missing() is not None", reason="no C++ kernels")
@@ -291,6 +300,14 @@ def test_halves_of_fp4_become_places_in_a_table():
     held = lay_out(weight)
     assert held.values.nbytes == 3 * 16 * 32 and held.scheme.table is not None
     np.testing.assert_array_equal(dequantize(held), dequantize(weight))
+
+
+def test_halves_of_fp4_keep_their_signs_as_pairs_on_a_mesh():
+    values = np.asarray(FP4_DOUBLED, np.int8)[np.random.default_rng(0).integers(0, 16, (16, 64))]
+    weight = make_quantized("w", values, np.ones((16, 2), np.float32), scheme=Scheme(4, 32, "none", "float32"))
+    held = in_4_bits(weight)
+    places = from_pairs(jnp.asarray(to_pairs(np.asarray(held.values), held.scheme.zero)), held.scheme.zero)
+    np.testing.assert_array_equal(looked_up(places, held.scheme), values)
 
 
 def test_a_fixed_scale_of_activations_is_used():

@@ -100,6 +100,10 @@ def test_the_command_writes_and_refuses_in_one_line(folder, tmp_path):
     assert (tmp_path / "out" / "model.safetensors").exists()
     for arguments, said in (
         ((tmp_path / "out", "--quantization", "int8"), "OUT: expected a new or empty folder"),
+        (
+            (tmp_path / "out" / "model.safetensors" / "x", "--quantization", "int8"),
+            "OUT: expected a folder that can be written, got",
+        ),
         ((tmp_path / "b",), "expected --quantization with a preset"),
         ((tmp_path / "b", "--quantization", "none"), "expected a preset, a file or rules, got none"),
     ):

@@ -70,7 +70,8 @@ def _check_scales(name: str, tensors: Mapping[str, torch.Tensor], num_blocks: in
     is_nested = any(role in tensors for role in _NESTED)
     kinds = {"absmax": (1, (torch.uint8,) if is_nested else FLOATS), "table": (1, FLOATS)}
     require_kinds(name, kinds | dict.fromkeys(_NESTED, (1, FLOATS)), tensors)
-    shapes = {"absmax": (num_blocks,), "table": (16,)} | ({"nested_table": (256,)} if is_nested else {})
+    shapes: dict[str, tuple[int, ...]] = {"absmax": (num_blocks,), "table": (16,)}
+    shapes |= {"nested_table": (256,)} if is_nested else {}
     require_shapes(name, shapes, dict(tensors))
 
 
