@@ -242,11 +242,14 @@ def test_options_are_given_once_and_checked():
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_drafts_are_verified_with_the_adapter_of_their_row(tmp_path):
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_drafts_are_verified_with_the_adapter_of_their_row(tmp_path, method):
+    """A draft model has no adapter: here it is the served model without one."""
+    config = NGRAM if method == "ngram" else {**NGRAM, "method": method, "model": tiny_model("llama")}
     peft = PeftModels(tiny_model("llama"), tmp_path, ranks(3))
     prompts = repeating_prompts(4, seed=5)
     params = [SamplingParams(max_new_tokens=20, temperature=0.0, adapter=name) for name in (*peft.names, None)]
-    engine = dataclasses.replace(SIZES, speculative=NGRAM)
+    engine = dataclasses.replace(SIZES, speculative=config)
     with serve(tiny_model("llama"), engine=engine, adapters=peft.folders(), max_lora_rank=4) as model:
         answers = [answer.token_ids for answer in model.generate_batch(prompts, params)]
         assert model.stats().scheduler.num_accepted_tokens > 0

@@ -226,8 +226,8 @@ def make_plan(
         except OutOfMemoryError as error:
             out_of_memory = str(error)
     plan = None if cache is None else cache[0]
-    report = _report(name, request, sizes, plan, num_replicas, tuple(programs), tuple(bounds), out_of_memory)
-    return report if request.speculation is None else _with_drafts(report, request.speculation.config, sizes, drafts)
+    made = _report(name, request, sizes, plan, num_replicas, tuple(programs), tuple(bounds), out_of_memory)
+    return made if request.speculation is None else _with_drafts(made, request.speculation.config, sizes, drafts)
 
 
 def _executor(

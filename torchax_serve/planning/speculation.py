@@ -88,8 +88,8 @@ class DraftSizes:
             return None
         step = decode_bound(self.model, chip, self.pages, num_rows, context_len)
         seconds = None if step.seconds is None else step.seconds * num_drafts
-        added = {"bytes_read": step.bytes_read * num_drafts, "flops": step.flops * num_drafts, "seconds": seconds}
-        return dataclasses.replace(step, step="draft", **added)
+        num_bytes, flops = step.bytes_read * num_drafts, step.flops * num_drafts
+        return dataclasses.replace(step, step="draft", bytes_read=num_bytes, flops=flops, seconds=seconds)
 
 
 def draft_sizes(

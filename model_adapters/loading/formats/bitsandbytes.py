@@ -66,7 +66,7 @@ def read(group: WeightGroup, tensors: Mapping[str, torch.Tensor], settings: Quan
 
 
 def _check_scales(name: str, tensors: Mapping[str, torch.Tensor], num_blocks: int) -> None:
-    """Raises CheckpointError for tables or scales of another kind, or of another number than the blocks."""
+    """Raises CheckpointError for tables or scales of another kind or number than expected."""
     is_nested = any(role in tensors for role in _NESTED)
     kinds = {"absmax": (1, (torch.uint8,) if is_nested else FLOATS), "table": (1, FLOATS)}
     require_kinds(name, kinds | dict.fromkeys(_NESTED, (1, FLOATS)), tensors)

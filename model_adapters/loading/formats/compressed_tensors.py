@@ -192,7 +192,7 @@ def _activations(
 
 
 def _require_rows(name: str, scale: torch.Tensor, num_rows: int, weights: Mapping[str, Any]) -> None:
-    """Raises CheckpointError for another number of scales than the strategies for rows and matrices have."""
+    """Raises CheckpointError for another number of scales than the strategy has."""
     expected = {"channel": (num_rows,), "tensor": (1, num_rows)}.get(str(weights.get("strategy")))
     if expected is not None and scale.numel() not in expected:
         raise CheckpointError(f"{name}: expected a scale for each of {num_rows} rows, got {list(scale.shape)}")

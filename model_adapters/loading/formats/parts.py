@@ -114,7 +114,7 @@ def require_kinds(
             )
 
 
-def require_shapes(name: str, expected: dict[str, tuple[int, ...]], tensors: dict[str, torch.Tensor]) -> None:
+def require_shapes(name: str, expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str, torch.Tensor]) -> None:
     """Raises CheckpointError for a tensor that is missing or has another shape than `expected`.
 
     It names the first of `tensors`.

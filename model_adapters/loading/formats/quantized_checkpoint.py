@@ -149,7 +149,7 @@ class QuantizedReader:
 
 
 def _is_of_8_bits(name: str, entry: TensorEntry | torch.Tensor) -> bool:
-    """Returns whether a tensor holds numbers of 8 bits that mean nothing without a scale; masks are no weights."""
+    """Returns whether a tensor holds numbers of 8 bits that need a scale; masks do not."""
     is_weight = name.endswith(("weight", "_proj"))
     return entry.dtype == torch.float8_e4m3fn or (is_weight and entry.dtype in (torch.int8, torch.uint8))
 

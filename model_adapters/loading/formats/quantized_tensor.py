@@ -20,26 +20,31 @@ class QuantizedTensor(torch.Tensor):
     """A weight of `dtype` for transformers' loader, with no memory but its parts."""
 
     parts: QuantizedParts
-    label: str
+    labels: tuple[str, ...]
     made_dense: list[str]
 
     @staticmethod
     def __new__(
-        cls: type[QuantizedTensor], parts: QuantizedParts, dtype: torch.dtype, name: str, made_dense: list[str]
+        cls: type[QuantizedTensor],
+        parts: QuantizedParts,
+        dtype: torch.dtype,
+        name: str | tuple[str, ...],
+        made_dense: list[str],
     ) -> QuantizedTensor:
         """Makes a tensor of `parts`.
 
-        `made_dense` gets `name` when an operation needs the dense weight.
+        `made_dense` gets `name`, or those of all weights that were joined, when an operation needs the dense weight.
         """
         tensor = torch.Tensor._make_wrapper_subclass(
             cls, parts.shape, dtype=dtype, device=torch.device("cpu"), requires_grad=False
         )
-        tensor.parts, tensor.label, tensor.made_dense = parts, name, made_dense
+        tensor.parts, tensor.made_dense = parts, made_dense
+        tensor.labels = (name,) if isinstance(name, str) else name
         return tensor
 
     def with_parts(self, parts: QuantizedParts, dtype: torch.dtype | None = None) -> QuantizedTensor:
         """Returns a tensor of other parts, for the same name."""
-        return QuantizedTensor(parts, self.dtype if dtype is None else dtype, self.label, self.made_dense)
+        return QuantizedTensor(parts, self.dtype if dtype is None else dtype, self.labels, self.made_dense)
 
     def to_dense(self) -> torch.Tensor:  # type: ignore[override]
         """Returns the dense weight, and notes that it was made."""
@@ -48,8 +53,7 @@ class QuantizedTensor(torch.Tensor):
 
     def note_dense(self) -> None:
         """Notes that the weight is dense in the model."""
-        if self.label not in self.made_dense:
-            self.made_dense.append(self.label)
+        self.made_dense += [label for label in self.labels if label not in self.made_dense]
 
     @classmethod
     def __torch_function__(
@@ -182,7 +186,9 @@ def _joined(tensors: Sequence[QuantizedTensor], join: Callable[[list[torch.Tenso
     if any(each.offset is not None for each in parts):
         offsets = join([torch.zeros_like(each.scale) if each.offset is None else each.offset for each in parts])
     values, scale = join([each.values for each in parts]), join([each.scale for each in parts])
-    return tensors[0].with_parts(dataclasses.replace(parts[0], values=values, scale=scale, offset=offsets))
+    labels = tuple(dict.fromkeys(label for tensor in tensors for label in tensor.labels))
+    joined = dataclasses.replace(parts[0], values=values, scale=scale, offset=offsets)
+    return QuantizedTensor(joined, tensors[0].dtype, labels, tensors[0].made_dense)
 
 
 def _concatenated(tensors: list[torch.Tensor], axis: int) -> torch.Tensor:

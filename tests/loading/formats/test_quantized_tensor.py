@@ -100,3 +100,9 @@ def test_a_cast_changes_the_dtype_that_model_code_sees():
     assert cast.dtype == torch.bfloat16 and cast.parts is tensor.parts and not tensor.made_dense
     assert torch.equal(tensor, cast) and not torch.equal(tensor, made(1))
     assert tensor.numel() == 6 * 64 and tensor.is_floating_point() and not tensor.is_meta
+
+
+def test_each_weight_of_a_joined_one_is_noted_as_dense():
+    dense = []
+    torch.cat([made(0, dense=dense), made(1, dense=dense)]).add(1)
+    assert dense == ["w0", "w1"]
