@@ -57,7 +57,7 @@ def to_pairs(values: np.ndarray, zero: int) -> np.ndarray:
 
 def from_pairs(pairs: jax.Array, zero: int) -> jax.Array:
     """Returns the numbers int8[..., out, in] of :func:`to_pairs`."""
-    halves = jnp.stack([pairs & 15, pairs >> 4], -1)
+    halves = pairs[..., None] >> jnp.asarray([0, 4], jnp.uint8) & 15
     return (halves.astype(jnp.int8) - zero).reshape(*pairs.shape[:-1], -1)
 
 

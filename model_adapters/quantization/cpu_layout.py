@@ -89,8 +89,10 @@ def in_4_bits(weight: QuantizedWeight) -> QuantizedWeight:
         return weight
     if scheme.table is not None:
         return dataclasses.replace(weight, scheme=dataclasses.replace(scheme, zero=0))
-    values, scheme = _in_4_bits(np.asarray(weight.values), scheme)
-    return dataclasses.replace(weight, values=jnp.asarray(values), scheme=scheme)
+    values = np.asarray(weight.values)
+    fitting, scheme = _in_4_bits(values, scheme)
+    numbers = weight.values if fitting is values else jnp.asarray(fitting)  # without a copy
+    return dataclasses.replace(weight, values=numbers, scheme=scheme)
 
 
 def _in_4_bits(values: np.ndarray, scheme: Scheme) -> tuple[np.ndarray, Scheme]:

@@ -1,7 +1,8 @@
-"""VibeVoice's audio encoder adds noise to its features, new at every call, by default.
+"""VibeVoice's audio encoder draws noise at each call unless it is told not to.
 
-Its argument is `sample`. A compiled program has one noise for all calls, whatever the seed, so that noise is refused.
-`chat`, `transcribe` and the server leave it out: the features are those that the encoder returns without it.
+The argument is `sample`, true by default. A compiled program has one noise for all calls, whatever the seed, so that
+noise is refused. `chat`, `transcribe` and the server leave it out: the features are those that the encoder returns
+without it.
 """
 
 from __future__ import annotations

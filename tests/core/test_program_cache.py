@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
 import torch
 from tiny_models import prompts, tiny_model
@@ -17,6 +18,7 @@ from model_adapters.ops import use
 from model_adapters.ops.cpu import build
 from torchax_serve import serve, to_jax
 from torchax_serve.compilation import environment
+from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
 
 RUN = """
 import sys, torch
@@ -75,6 +77,18 @@ def test_a_second_model_of_the_same_folder_takes_the_first_ones_programs(checkpo
     first, second = generate(checkpoint), generate(checkpoint)
     assert first[1:] == ({"forward": 1, "decode": 1}, 0)
     assert second == (first[0], {}, 2)
+
+
+@pytest.mark.parametrize("is_stored", [True, False])
+def test_stored_programs_do_not_say_where_their_operations_come_from(is_stored, tmp_path):
+    """XLA holds these names as long as a program, and three times more while it reads one."""
+    cache = ExecutableCache(tmp_path if is_stored else None, "a model")
+    sine = CachedFunction(cache, "sine", lambda weights, x, spec: jnp.sin(x), is_pure=True)
+    program = sine.compiled({}, jnp.ones(3), spec=None)
+    cache.wait_for_writes()
+    cache.close()
+    assert ("op_name" in program.as_text()) is not is_stored
+    assert len(list(tmp_path.glob("sine-*"))) == is_stored
 
 
 @pytest.mark.parametrize("change", ["dtype", "config", "source", "xla flags", "precision"])

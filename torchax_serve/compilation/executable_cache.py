@@ -39,6 +39,7 @@ from torchax_serve.compilation.cache_folders import EVICTOR
 from torchax_serve.compilation.compile_lock import CompileLock
 from torchax_serve.compilation.environment import devices, environment
 from torchax_serve.compilation.launchers import Launcher, MeshExecutable, on_mesh
+from torchax_serve.compilation.locations import remove_locations
 from torchax_serve.compilation.program_signature import ProgramSignature
 
 logger = logging.getLogger("torchax_serve")
@@ -131,6 +132,7 @@ class ExecutableCache:
             return None
         try:
             code, in_tree, out_tree, facts = pickle.loads(content)
+            del content  # a program more while XLA reads it
             program = serialize_executable.deserialize_and_load(code, in_tree, out_tree, execution_devices=devices())
         except Exception as error:  # intact, and still nothing for this machine: compile as if it were not there
             logger.info("a kept program is not used: %s (%s)", path.name, str(error).splitlines()[0:1])
@@ -315,7 +317,9 @@ class CachedFunction:
 
             name, named = f"{self.name}_{next(_NUMBERS)}", module_scopes.enabled()
         with jax_cache.counting_hits() as hits, jax_cache.bypassed(is_bypassed), named:
-            program: Any = self.compile(weights, args, signature.spec, name=name, when_traced=when_traced)
+            program: Any = self.compile(
+                weights, args, signature.spec, name=name, when_traced=when_traced, is_stored=path is not None
+            )
         if mesh is not None:
             program = MeshExecutable(program, mesh, tuple(zip(self.donated, self._donate.values(), strict=True)))
         # XLA's CPU client cannot serialize a program that it has itself deserialized: functions are lost.
@@ -332,6 +336,7 @@ class CachedFunction:
         name: str | None = None,
         adapt: Callable[[Any], Any] = lambda out: out,
         when_traced: Callable[[], object] = lambda: None,
+        is_stored: bool = False,
     ) -> Any:
         """Compiles the function anew.
 
@@ -342,6 +347,7 @@ class CachedFunction:
             name: of the program.
             adapt: a last step of the program, over its result.
             when_traced: called between tracing and XLA.
+            is_stored: whether it goes to disk, without locations.
         """
 
         exported = self._cache.exported
@@ -359,6 +365,8 @@ class CachedFunction:
             lowered = jax.jit(traced, donate_argnums=self.donated).lower(weights, *args)
         _report_slow_attention(self.name, reasons)
         when_traced()
+        if is_stored:
+            remove_locations(lowered)
         return lowered.compile()
 
     @property
