@@ -52,7 +52,6 @@ _BLIP_2 = (
     "In transformers: `{0}.generate` embeds the prompt and ends in `language_model.generate`; its own `forward` "
     "computes `get_image_features(pixel_values)` in every call, so there is none for a token behind the prompt."
 )
-_NOT_ASKED = "Here: measured before checks of images asked the engine, which takes its prompts, and not since."
 _IMAGES: dict[str, str] = {
     "blip": (
         "In transformers: `BlipForConditionalGeneration.generate` ends in `text_decoder.generate`, whose layers attend "
@@ -70,7 +69,6 @@ _IMAGES: dict[str, str] = {
         "In transformers: the cross attention of `IdeficsModel.forward` gets `image_hidden_states` in every step, with "
         "a mask that grows."
     ),
-    "inkling_mm_model": _NOT_ASKED,
     "instructblip": _BLIP_2.format("InstructBlipForConditionalGeneration"),
     "instructblipvideo": _BLIP_2.format("InstructBlipVideoForConditionalGeneration"),
     "kosmos-2": (
@@ -78,7 +76,6 @@ _IMAGES: dict[str, str] = {
         "puts features in place itself (`Kosmos2TextTransformer.forward_embedding`)."
     ),
     "kosmos-2.5": "In transformers: `Kosmos2_5TextTransformer` puts features in place itself and runs the layers.",
-    "mistral_large4": _NOT_ASKED,
     "mllama": (
         "In transformers: `MllamaTextCrossAttention.forward` keeps keys of the image's patches in the cache of its "
         "layers, which pages do not have."
