@@ -25,7 +25,6 @@ from torchax_serve.cli.shared.load_options import (
 from torchax_serve.cli.shared.model_name import check_model, complete_model
 from torchax_serve.cli.shared.speculative import SpeculativeJson, parse_speculative
 from torchax_serve.cli.shared.terminal import activity, passing_note
-from torchax_serve.scheduler.speculative_config import SpeculativeConfig
 from torchax_serve.validation.argument_checks import KV_CACHE_DTYPES
 from torchax_serve.validation.library_objects import transformer_config
 
@@ -106,8 +105,8 @@ def plan(
     if image_size is not None:
         raise InvalidArgumentError("--image-size: expected with a diffusion transformer alone; leave it out")
     check_choice("--kv-cache-dtype", kv_cache_dtype, (*DTYPES, *KV_CACHE_DTYPES))
-    speculative = SpeculativeConfig.parse(parse_speculative(speculative_config))
-    _check_together(topology, mesh, save, search, speculative, sharding=sharding)
+    speculative = parse_speculative(speculative_config)
+    _check_together(topology, mesh, save, search, speculates=speculative is not None, sharding=sharding)
     options: dict[str, Any] = {
         "mesh": mesh,
         "page_size": page_size,
@@ -120,9 +119,9 @@ def plan(
         with passing_note("starting torch and jax ..."):
             from torchax_serve.planning.abstract_model import empty_module
 
+        options["speculation"] = _speculation(speculative, load)
         module, stated = empty_module(model, **load.kwargs())
         options["quantization"] = _quantization(quantization, stated)
-        options["speculation"] = _speculation(speculative, load)
         name = model or "the embedded model"
         with activity() as note:
             if sharding:
@@ -169,13 +168,15 @@ def _quantization(given: str | None, stated: Any) -> Any:
     return None if given == DENSE else given if given in PRESETS else parse_rules(given)
 
 
-def _speculation(config: SpeculativeConfig | None, load: ConfigOptions) -> Any:
+def _speculation(given: Any, load: ConfigOptions) -> Any:
     """Returns the options with the draft model that they name, in its own dtype as in `serve`."""
-    if config is None:
-        return None
     from torchax_serve.planning.abstract_model import empty_module
     from torchax_serve.planning.speculation import PlannedSpeculation
+    from torchax_serve.scheduler.speculative_config import SpeculativeConfig
 
+    config = SpeculativeConfig.parse(given)
+    if config is None:
+        return None
     if config.method != "draft_model":
         return PlannedSpeculation(config)
     draft, stated = empty_module(config.model, **{**load.kwargs(), "dtype": "auto", "revision": None})
@@ -187,15 +188,15 @@ def _check_together(
     mesh: str | None,
     save: Path | None,
     search: str | None,
-    speculative: SpeculativeConfig | None,
     *,
+    speculates: bool,
     sharding: bool,
 ) -> None:
     """Raises `InvalidArgumentError` for options that do not go together."""
     from torchax_serve.distributed.mesh_shape import parse_mesh
     from torchax_serve.planning.chips import num_devices
 
-    if sharding and speculative is not None:
+    if sharding and speculates:
         raise InvalidArgumentError(
             "--speculative-config: expected without --sharding, which tells of the model alone; leave it out"
         )

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from model_adapters import quirks
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError
 from torchax_serve.multimodal.audio import check_rate, checked_samples
 from torchax_serve.multimodal.images import checked_image
@@ -85,6 +84,8 @@ def media_inputs(model: Any, conversation: list[dict[str, Any]], options: ChatOp
             another rate than the model's.
         UnsupportedModelError: as `processor_of`, and for images with an audio model, or the other way around.
     """
+    from model_adapters import quirks  # with PyTorch, which recorded models do without
+
     processor = processor_of(model)
     for part in _parts(conversation):
         _check_part(processor, part, model.name)
