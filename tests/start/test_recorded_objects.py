@@ -1,6 +1,8 @@
 """Objects that stand for those of transformers: the same for text requests, and replaced by them for the rest."""
 
 import copy
+import subprocess
+import sys
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -85,3 +87,19 @@ def test_the_torch_side_is_loaded_once():
     assert report.quantization == ""
     assert not loads
     assert (report.name, report.name, loads) == ("real", "real", [1])
+
+
+def test_a_process_that_ends_waits_for_the_tokenizer_it_is_making():
+    script = """
+import time
+from unittest.mock import MagicMock
+from torchax_serve.entrypoints.recorded_model import _tokenizer
+
+def make():
+    time.sleep(1)
+    print("made")
+
+_tokenizer(MagicMock(), MagicMock(tokenizer=make))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "made\n"), done.stderr

@@ -370,5 +370,6 @@ def _tokenizer(side: TorchSide, record: TokenizerRecord) -> RecordedTokenizer:
         except BaseException as error:
             backend.set_exception(error)
 
-    threading.Thread(target=make, name="make-tokenizer", daemon=True).start()
+    # Not a daemon: a process that ends while a thread is inside the tokenizers library is aborted.
+    threading.Thread(target=make, name="make-tokenizer").start()
     return RecordedTokenizer(side, lambda model: model.tokenizer, record, backend)
