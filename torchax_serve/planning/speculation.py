@@ -147,7 +147,6 @@ def _mtp_sizes(model: AbstractModel, executor: PlannedExecutor, *, refuse_uneven
     config.architectures = None
     head = module_of(mtp_class(model.module), config, model.module.dtype)
     sharding = head_sharding(head, model.sharding, config.model_type, {}, refuse_uneven=refuse_uneven)
-    assert sharding is not None
     itemsize = model.module.dtype.itemsize
     weights = sum(placed.bytes_per_device(model.mesh_shape, itemsize) for placed in sharding.placed.values())
     return DraftSizes(weights, head_pages=(dataclasses.replace(executor.pages[-1], window=None),))
