@@ -26,15 +26,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from model_adapters.loading.model_class import module_of
 from torchax_serve.distributed.mesh import mesh_of
-from torchax_serve.executors.base import AbstractStep, abstract_ints
-from torchax_serve.executors.packed import PackedExecutor
-from torchax_serve.kv_cache.pools import PagedCache
 from torchax_serve.planning.abstract_model import abstract_model
 from torchax_serve.planning.cache_sizes import CacheSizes
 from torchax_serve.planning.compiled_steps import compile_step
-from torchax_serve.planning.executors import AbstractPages, planned_executor
+from torchax_serve.planning.executors import planned_executor
 from torchax_serve.planning.topology import compiling_for, describe
 from torchax_serve.runtime.model_runtime import ModelRuntime
+from torchax_serve.scheduler import SpeculativeConfig
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "verify-schedule.json"
@@ -56,24 +54,11 @@ def steps_of(config, num_rows):
     module = module_of(AutoModelForCausalLM._model_mapping[type(config)], config, torch.bfloat16)
     model = abstract_model(module, mesh, chip=chip)
     runtime = ModelRuntime(module, model.weights, sharding=model.sharding)
+    drafts = SpeculativeConfig.parse({"method": "ngram", "num_speculative_tokens": NUM_DRAFTS})
     with compiling_for(chip):
-        planned = planned_executor(runtime, model.sharding, PAGE_SIZE, MAX_LEN, num_rows)
+        planned = planned_executor(runtime, model.sharding, PAGE_SIZE, MAX_LEN, num_rows, drafts)
         cache, num_slots = CacheSizes(model, chip, planned, PAGE_SIZE, MAX_LEN, num_rows).plan()
-        sizes = {"num_slots": num_slots, "token_budget": 256}
-        pages = PagedCache(cache, AbstractPages(model.sharding))
-        executor = PackedExecutor(runtime.program, runtime.weights, pages, runtime.steps.executables, **sizes)
-    (decode,) = executor.abstract_steps(())
-    num_tokens = num_rows * (NUM_DRAFTS + 1)
-    spec = executor._specs.of_drafts(num_rows, num_tokens, executor._specs.max_len)
-
-    def verify(weights, pools, last_tokens, numbers):
-        logits, pools, _ = executor._forward(weights, pools, spec.unpack(numbers, last_tokens), spec)
-        return logits, pools
-
-    ints = [abstract_ints(model.sharding, size) for size in (num_slots, spec.size)]
-    args = (executor.cache.pools, *ints)
-    more = AbstractStep("verify", num_tokens, num_rows, MAX_LEN, 0, verify, args, (0,))
-    return model, chip, (decode, more)
+        return model, chip, tuple(planned.steps(cache, num_slots, ()))
 
 
 def cycles_of(settings, num_rows, num_layers):
