@@ -27,6 +27,7 @@ from model_adapters.caches.paged_cache import LatentWrite, PagedWrite, attend_la
 from model_adapters.lowerings import constant_folding
 from model_adapters.ops import decode_attention, dense_attention
 from model_adapters.ops.attention_args import AttentionArgs
+from model_adapters.ops.row_pages import attend_row
 
 
 class ImplementationName(str):
@@ -280,6 +281,13 @@ def _decode(q: jax.Array, write: KVWrite, starts: jax.Array | None, args: Attent
     """
     assert write.pool_before is not None
     layer, batch = write.layer, q.shape[0]
+    if layer.table is not None:  # one sequence, on pages of many
+        length = jax_view(layer.offset).astype(jnp.int32) + 1
+        args = dataclasses.replace(args, kv_scales=layer.kv_scales())
+        k, v = write.keys[:, :, 0], write.values[:, :, 0]
+        row, pool = attend_row(q[:, :, 0], k, v, write.pool_before, jax_view(layer.table), length, args)
+        layer.pool = torch_view(pool)
+        return row[:, :, None]
     lens = jnp.broadcast_to(jax_view(layer.offset).astype(jnp.int32) + 1, (batch,))
     starts = jnp.zeros(batch, jnp.int32) if starts is None else starts.astype(jnp.int32)
     out, pool = decode_attention(

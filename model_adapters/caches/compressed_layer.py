@@ -133,11 +133,14 @@ class CompressedLayer(AttentionLayer):
             return compressed
         index = jnp.arange(new.shape[1])
         places = (jax_view(self.offset) // self.rate + index + 1) * self.rate - 1
-        places = jnp.where(index < self._num_closed(), places, self.capacity)  # out of bounds, hence dropped
-        pool = jax_view(before)
-        pool = pool.at[:, 0, places].set(new.astype(pool.dtype), mode="drop")
+        is_closed = index < self._num_closed()
+        if self.table is None:
+            places = jnp.where(is_closed, places, self.capacity)  # out of bounds, hence dropped
+            pool = dense = jax_view(before).at[:, 0, places].set(new.astype(before.dtype), mode="drop")
+        else:
+            pool, dense = self._write(pool_name, new[:, None], jnp.where(is_closed, places, -1))
         setattr(self, pool_name, torch_view(pool))
-        return torch_view(pool[:, 0, self.rate - 1 :: self.rate])
+        return torch_view(dense[:, 0, self.rate - 1 :: self.rate])
 
     def mask_of_open(self, num_entries: int, dtype: torch.dtype) -> torch.Tensor:
         """Returns a mask [num_entries]: 0 for an entry of a full block and -inf for the others."""

@@ -16,7 +16,11 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 import pytree_registry
 from model_adapters.bridge.views import jax_view, torch_view
+from model_adapters.caches.packed_batch import ScaledPool, pages_of
 from model_adapters.errors import UnsupportedModelError
+from model_adapters.ops.attention_args import KVScales
+from model_adapters.ops.kv_pool import write_at
+from model_adapters.ops.row_pages import read_row, rounded, widened, write_row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +36,8 @@ class KVWrite:
     keys: jax.Array  # [batch, kv_heads, num_new, k_dim]
     values: jax.Array  # [batch, kv_heads, num_new, v_dim]
     values_out: torch.Tensor  # the values that `update` returned with the keys
-    pool_before: jax.Array | None  # [batch, kv_heads, capacity, k_dim + v_dim]; None in a first prefill
+    # [batch, kv_heads, capacity, k_dim + v_dim], or the pages of all sequences; None in a first prefill
+    pool_before: jax.Array | None
 
 
 class AttentionLayer(CacheLayerMixin):
@@ -40,6 +45,9 @@ class AttentionLayer(CacheLayerMixin):
 
     An empty layer (``pool is None``) takes a first prefill: it returns the new keys and values unchanged and stores
     them at position 0. Later updates store at ``offset`` and return the full pool.
+
+    With `table` set, the pools are pages of all sequences, ``[pages, kv_heads, page, width]``, and the layer is one
+    sequence's: it writes its new tokens to its pages, and reads them where model code needs dense keys and values.
 
     With `right_align_len` set, returns keys and values shifted so that the newest token is last, for model code that
     counts from the end: to such code it looks like a batch padded on the left, of a length that is known.
@@ -59,10 +67,32 @@ class AttentionLayer(CacheLayerMixin):
         self.right_align_len: int | None = None  # number of new tokens, in a right-aligned forward
         self.prefill_len: int | None = None  # number of tokens stored by a first forward
         self.counted_new_tokens = False  # whether the new tokens are counted as stored
+        self.table: Any = None  # int32[pages], the sequence's pages
+        self.num_valid: Any = None  # int32[], the new tokens that are no padding; with `table` only
+        self.scales: dict[str, Any] = {}  # by name of a pool of pages in 8 bits: those of keys and of values
 
     def clear_trace_state(self) -> None:
         """Clears what holds for one forward only."""
         self.offset, self.right_align_len, self.prefill_len, self.counted_new_tokens = None, None, None, False
+        self.table, self.num_valid, self.scales = None, None, {}
+
+    def use_pages(self, table: jax.Array, num_valid: Any) -> None:
+        """Makes the pools pages of all sequences, of which `table` int32[pages] are this one's.
+
+        `num_valid` int32[] are the new tokens that are no padding.
+        """
+        for name in self.POOLS:
+            pool = getattr(self, name)
+            if isinstance(pool, ScaledPool):
+                self.scales[name] = (pool.k_scale, pool.v_scale)
+                setattr(self, name, pool.pages)
+        self.table, self.num_valid = table, jnp.asarray(num_valid, jnp.int32)
+        self.capacity = len(table) * pages_of(self.pool).shape[2]
+
+    def kv_scales(self, name: str = "pool") -> KVScales | None:
+        """Returns the scales of a pool of pages in 8 bits; None for any other."""
+        found = self.scales.get(name)
+        return None if found is None else KVScales(*map(jax_view, found))
 
     @property
     def is_sliding(self) -> bool:
@@ -77,12 +107,12 @@ class AttentionLayer(CacheLayerMixin):
     @property
     def keys(self) -> torch.Tensor:  # type: ignore[override]
         """Dense keys [batch, kv_heads, capacity, k_dim]."""
-        return torch_view(jax_view(self.pool)[..., : self.k_dim])
+        return torch_view(self._dense("pool")[..., : self.k_dim])
 
     @property
     def values(self) -> torch.Tensor:  # type: ignore[override]
         """Dense values [batch, kv_heads, capacity, v_dim]."""
-        return torch_view(jax_view(self.pool)[..., self.k_dim :])
+        return torch_view(self._dense("pool")[..., self.k_dim :])
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Does nothing: the first update makes the pool."""
@@ -103,13 +133,48 @@ class AttentionLayer(CacheLayerMixin):
             self.prefill_len = num_new
             keys_out, values_out = torch_view(keys), torch_view(values)
         else:
-            pool = jax.lax.dynamic_update_slice_in_dim(before, new.astype(before.dtype), jax_view(self.offset), axis=2)
-            visible = self._right_aligned(pool)
+            pool, dense = self._write("pool", new)
+            visible = self._right_aligned(dense)
             self.counted_new_tokens = True
             keys_out, values_out = torch_view(visible[..., : self.k_dim]), torch_view(visible[..., self.k_dim :])
         self.pool = torch_view(pool)
         keys_out.cache_write = KVWrite(self, keys, values, values_out, before)
         return keys_out, values_out
+
+    def _write(self, name: str, new: jax.Array, positions: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+        """Returns a pool with new tokens stored, and what model code sees of it.
+
+        Args:
+            name: Attribute with the pool.
+            new: ``[batch, heads, num_new, width]``.
+            positions: int32[num_new], with pages only: where they are stored, -1 for nowhere; None: behind the others.
+        """
+        before = jax_view(getattr(self, name))
+        if self.table is None:
+            pool = write_at(before, new, jax_view(self.offset))
+            return pool, pool
+        if positions is None:
+            steps = jnp.arange(new.shape[2], dtype=jnp.int32)
+            positions = jnp.where(steps < jax_view(self.num_valid), jax_view(self.offset) + steps, -1)
+        tokens, scales, dtype = jnp.swapaxes(new[0], 0, 1), self.kv_scales(name), before.dtype
+        k_dim = self.k_dim if name == "pool" else new.shape[3]
+        tokens = tokens.astype(dtype) if scales is None else rounded(tokens, k_dim, scales, dtype)
+        pool = write_row(before, jax_view(self.table), positions.astype(jnp.int32), tokens)
+        return pool, self._read(name, pool, new.dtype, jax_view(self.offset) + jax_view(self.num_valid))
+
+    def _read(self, name: str, pages: jax.Array, dtype: Any, length: jax.Array) -> jax.Array:
+        """Returns the first `length` int32[] tokens in pages, ``[1, heads, capacity, width]``."""
+        dense, scales = read_row(pages, jax_view(self.table), length.astype(jnp.int32)), self.kv_scales(name)
+        k_dim = self.k_dim if name == "pool" else dense.shape[2]
+        return (dense if scales is None else widened(dense, k_dim, scales, dtype))[None]
+
+    def _dense(self, name: str) -> jax.Array:
+        """Returns a pool as ``[batch, heads, capacity, width]``."""
+        pool = jax_view(getattr(self, name))
+        if self.table is None:
+            return pool
+        stored = jax_view(self.num_valid) if self.counted_new_tokens else 0
+        return self._read(name, pool, jnp.float32, jax_view(self.offset) + stored)
 
     def _right_aligned(self, pool: jax.Array) -> jax.Array:
         """Returns `pool` [batch, heads, capacity, width] as model code sees it."""
@@ -175,25 +240,25 @@ class IndexedLayer(AttentionLayer):
         new = jax_view(indexer_key_states)[:, None]
         is_first = self.index_pool is None
         self.num_indexed = 0 if is_first else new.shape[2]
-        self.index_pool = self._stored(self.index_pool, new)
-        return indexer_key_states if is_first else torch_view(self._right_aligned(jax_view(self.index_pool))[:, 0])
+        dense = self._store("index_pool", new)
+        return indexer_key_states if is_first else torch_view(self._right_aligned(dense)[:, 0])
 
     def get_seq_length(self) -> Any:
         """Returns the number of tokens stored, with those of this forward once their index keys are."""
         length = super().get_seq_length()
         return length + self.num_indexed if self.num_indexed and self.right_align_len is None else length
 
-    def _stored(self, before: Any, new: jax.Array) -> torch.Tensor:
-        """Returns a pool [batch, 1, capacity, width] with `new` stored at the offset.
+    def _store(self, name: str, new: jax.Array) -> jax.Array:
+        """Stores ``new[batch, 1, num_new, width]`` in a pool at the offset.
 
-        `new` is [batch, 1, num_new, width].
+        Returns what model code sees of the pool, ``[batch, 1, capacity, width]``.
         """
-        if before is None:
-            return torch_view(jnp.pad(new, ((0, 0), (0, 0), (0, self.capacity - new.shape[2]), (0, 0))))
-        pool = jax_view(before)
-        return torch_view(
-            jax.lax.dynamic_update_slice_in_dim(pool, new.astype(pool.dtype), jax_view(self.offset), axis=2)
-        )
+        if getattr(self, name) is None:
+            pool = dense = jnp.pad(new, ((0, 0), (0, 0), (0, self.capacity - new.shape[2]), (0, 0)))
+        else:
+            pool, dense = self._write(name, new)
+        setattr(self, name, torch_view(pool))
+        return dense
 
     @property
     def indexer_position_ids(self) -> torch.Tensor | None:
@@ -205,7 +270,7 @@ class IndexedLayer(AttentionLayer):
             return None
         if self.right_align_len is None:
             raise UnsupportedModelError("an indexer that stores positions needs a right-aligned cache")
-        past = self._right_aligned(jax_view(self.position_pool))[:, 0, : self.capacity - self.right_align_len]
+        past = self._right_aligned(self._dense("position_pool"))[:, 0, : self.capacity - self.right_align_len]
         return torch_view(jnp.moveaxis(past, 2, 0))
 
     @indexer_position_ids.setter
@@ -214,7 +279,7 @@ class IndexedLayer(AttentionLayer):
         if self.position_pool is not None:
             assert self.right_align_len is not None
             new = new[:, :, -self.right_align_len :]
-        self.position_pool = self._stored(self.position_pool, new)
+        self._store("position_pool", new)
 
 
 for _layer in (AttentionLayer, HybridLayer, IndexedLayer):

@@ -14,7 +14,13 @@ from typing import Any
 import jax
 from jax.extend import core as jex
 
-CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
+CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vmap_call": "call",
+}
 """Parameter with the called program, by primitives that call one."""
 
 
@@ -92,7 +98,7 @@ class Program:
 def inlined(closed: jex.ClosedJaxpr) -> Program:
     """Returns `closed` with called programs inlined, but for shared functions.
 
-    Rules for derivatives are lost.
+    Rules for derivatives and for ``vmap`` are lost.
     """
     values = {var: Value(var.aval) for var in closed.jaxpr.invars}
     program = Program([values[var] for var in closed.jaxpr.invars], [])

@@ -16,6 +16,7 @@ from model_adapters.bridge.views import (
     set_lowering,
 )
 from model_adapters.lowerings import constant_folding, custom_ops, deferred_checks, resize
+from model_adapters.lowerings.convolution import _conv2d, _convolution
 from model_adapters.lowerings.indexing import (
     _cat,
     _check_lookups,
@@ -45,6 +46,8 @@ def install() -> None:
     set_lowering(torch.ops.aten.silu, ops.silu)
     set_lowering(torch.ops.aten.silu.default, ops.silu)  # torchax has both names and looks for this one first
     set_lowering(torch.ops.aten.gelu, ops.gelu)
+    set_lowering(torch.ops.aten.convolution, _convolution)
+    set_lowering(torch.ops.aten.conv2d, _conv2d)
     _keep_tables_short()
     _check_lookups()
     _find_turned_weights()

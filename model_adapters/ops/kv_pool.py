@@ -10,15 +10,18 @@ the range is symmetric), float8_e4m3fn within -448 .. 448, its largest number.
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
 
 from model_adapters.errors import InvalidArgumentError
-from model_adapters.ops import registry
+from model_adapters.ops import registry, spmd
 from model_adapters.ops.attention_args import AttentionArgs, KVScales
 from model_adapters.ops.cpu import ffi
+from model_adapters.ops.cpu.batching import divided, merged
 from model_adapters.ops.searchsorted import num_at_most
 
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
@@ -151,6 +154,11 @@ def split(rows: jax.Array, dim: int, columns: slice, kv_scales: KVScales | None)
     return keys, values
 
 
+def has_copy_kernels(is_on_mesh: bool) -> bool:
+    """Returns whether C++ kernels copy between pools and dense arrays; pools may be divided on a mesh."""
+    return registry.platform() == "cpu" and not is_on_mesh and ffi.missing() is None
+
+
 def write_pages(pool: jax.Array, pages: jax.Array, values: jax.Array, *, is_on_mesh: bool) -> jax.Array:
     """Returns the pool with pages replaced; in place if the pool is donated and on one device.
 
@@ -160,12 +168,40 @@ def write_pages(pool: jax.Array, pages: jax.Array, values: jax.Array, *, is_on_m
         values: ``[n, H, page, W]``, in the pool's dtype.
         is_on_mesh: Whether the pool may be divided among devices.
     """
-    if registry.platform() == "cpu" and not is_on_mesh and ffi.missing() is None:
+    if has_copy_kernels(is_on_mesh):
         return ffi.write_pages(pool, pages, values)
     dtype = pool.dtype
     pool, values = (_as_bits(x) for x in (pool, values))
     pool = pool.at[pages].set(values)
     return pool if pool.dtype == dtype else jax.lax.bitcast_convert_type(pool, dtype)
+
+
+@custom_vmap
+def write_at(pool: jax.Array, new: jax.Array, offset: jax.Array) -> jax.Array:
+    """Returns ``pool[B, H, capacity, W]`` with ``new[B, H, n, W]`` from position `offset` int32[] on.
+
+    Offsets that differ by row of a ``vmap`` would make XLA's update a scatter, which on a CPU converts all of a pool of
+    narrow floats; there a C++ kernel writes in place.
+    """
+    return jax.lax.dynamic_update_slice_in_dim(pool, new.astype(pool.dtype), offset, axis=2)
+
+
+@write_at.def_vmap
+def _write_at_rows(
+    axis_size: int, is_batched: list[bool], pool: jax.Array, new: jax.Array, offset: jax.Array
+) -> tuple[jax.Array, bool]:
+    if not is_batched[2] or not has_copy_kernels(spmd.mesh_in_use() is not None):
+        axes = [0 if batched else None for batched in is_batched]
+        plain = partial(jax.lax.dynamic_update_slice_in_dim, axis=2)
+        return jax.vmap(plain, axes)(pool, new.astype(pool.dtype), offset), True
+    pools, news = merged(pool, axis_size, is_batched[0]), merged(new, axis_size, is_batched[1])
+    num_rows, heads, num_new, width = news.shape
+    rows = jnp.repeat(jnp.arange(num_rows, dtype=jnp.int32), num_new)
+    first = jnp.repeat(offset.astype(jnp.int32), num_rows // axis_size)
+    positions = (first[:, None] + jnp.arange(num_new, dtype=jnp.int32)).reshape(-1)
+    tokens = jnp.swapaxes(news, 1, 2).reshape(-1, heads, width).astype(pools.dtype)
+    table = jnp.arange(num_rows, dtype=jnp.int32)[:, None]  # a pool of one page, as long as the capacity, for each row
+    return divided(ffi.write_tokens(pools, table, rows, positions, tokens), axis_size), True
 
 
 def _as_bits(x: jax.Array) -> jax.Array:

@@ -146,7 +146,16 @@ def packed(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> ja
     return ffi.packed_linear(x, compressed.groups, compressed.index, bias)
 
 
-_differentiable = ffi.differentiable(lambda x, weight, bias: ffi.linear(x, weight, bias, x.dtype), reference)
+def _kernel(x: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
+    def folded(x: jax.Array, weight: jax.Array, bias: jax.Array) -> jax.Array:
+        """Computes rows of a ``vmap``, of which there may be too many for the kernel."""
+        out: jax.Array = registry.call(OP, x, weight, bias if bias.size else None)
+        return out
+
+    return ffi.linear(x, weight, bias, x.dtype, folded)
+
+
+_differentiable = ffi.differentiable(_kernel, reference)
 
 
 def not_invariant_reason() -> str | None:

@@ -153,9 +153,11 @@ class PendingForward:
             block_len=self._sizes.block_len,
         )
         new_pages, _ = self._layout.partition(news)
-        written = zip(memory.pools, new_pages, self._layout.pages, strict=True)
-        total = jnp.where(rows.is_active, rows.behind + counts, 0)
-        pools = tuple(scatter(pool, rows.table, rows.lens, total, new, leaf) for pool, new, leaf in written)
+        total, after = jnp.where(rows.is_active, rows.behind + counts, 0), jax.tree.leaves((found, new_pages))
+        pools = tuple(
+            scatter(pool, rows.table, rows.lens, total, new, leaf, after, is_on_mesh=self._layout.is_on_mesh)
+            for pool, new, leaf in zip(memory.pools, new_pages, self._layout.pages, strict=True)
+        )
         token = jnp.arange(num_tokens, dtype=jnp.int32)
         row = jnp.minimum(jnp.sum(token[:, None] >= batch.cu_q_lens[1:], axis=1), num_rows - 1)
         index = jnp.clip(token - batch.cu_q_lens[row], 0, self._sizes.num_drafts)
@@ -248,7 +250,9 @@ class PendingForward:
             )
             _, after = self._layout.partition(news)
             slots, sources = jnp.where(is_moved, rows.slots, self._num_slots), jnp.zeros_like(rows.lens)
-            states = self._layout.scatter_slots(states, slots, after, is_first=False, source_lens=sources)
+            states = self._layout.scatter_slots(
+                states, slots, after, is_first=False, source_lens=sources, after=jax.tree.leaves(after)
+            )
             step = jnp.where(is_moved, num_tokens, 0)
             column = step[:, None] + jnp.arange(rows.ids.shape[1], dtype=jnp.int32)
             ids = jnp.take_along_axis(rows.ids, jnp.minimum(column, rows.ids.shape[1] - 1), axis=1)
@@ -258,7 +262,8 @@ class PendingForward:
 
     def _leaves(self, pools: tuple[Pool, ...], states: SlotStates, rows: Rows) -> Leaves:
         of_pools = zip(pools, self._layout.pages, strict=True)
-        dense = tuple(gather(pool, rows.table, rows.lens, leaf) for pool, leaf in of_pools)
+        on_mesh = self._layout.is_on_mesh
+        dense = tuple(gather(pool, rows.table, rows.lens, leaf, is_on_mesh=on_mesh) for pool, leaf in of_pools)
         return self._layout.merge(dense, self._layout.gather_slots(states, rows.slots, 0))
 
     def _memory(

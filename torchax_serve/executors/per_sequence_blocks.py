@@ -68,7 +68,7 @@ def extend_in_blocks(
     how: dict[str, Any],
 ) -> Any:
     """Computes tokens as `SequenceForward.extend`, one block of `block_len` tokens at a time."""
-    media = how["media"]
+    media, in_pools = how["media"], how.get("table") is not None
 
     def step(carry: tuple[Leaves, jax.Array], block: tuple[jax.Array, ...]) -> Any:
         leaves, offset = carry
@@ -76,7 +76,7 @@ def extend_in_blocks(
         logits, news = forward.extend(weights, leaves, offset, block[0], block_len, layout, source_len, **own)
         following, added = [], []
         for leaf, new, kind in zip(leaves, news, layout.leaves, strict=True):
-            is_pages = isinstance(kind, PagedLayerSpec)
+            is_pages = isinstance(kind, PagedLayerSpec) and not in_pools
             row = jnp.swapaxes(new, 0, 1)[None].astype(leaf.dtype) if is_pages else new
             following.append(jax.lax.dynamic_update_slice_in_dim(leaf, row, offset, axis=2) if is_pages else new)
             added.append(new if is_pages else ())
@@ -86,7 +86,7 @@ def extend_in_blocks(
     (leaves, _), (logits, added) = jax.lax.scan(step, (leaves, offset), blocks)
     logits = logits.reshape(-1, logits.shape[-1]) if how["all_logits"] else logits[-1]
     news = [
-        new.reshape(-1, *new.shape[2:]) if isinstance(kind, PagedLayerSpec) else leaf
+        new.reshape(-1, *new.shape[2:]) if isinstance(kind, PagedLayerSpec) and not in_pools else leaf
         for leaf, new, kind in zip(leaves, added, layout.leaves, strict=True)
     ]
     return logits, tuple(news)

@@ -21,7 +21,7 @@ from model_adapters import quirks
 from model_adapters.caches.cross_attention_layer import CrossLayer
 from model_adapters.caches.device_cache import AttentionLayer, LayerStates
 from model_adapters.caches.encoder_mask import SourceMask
-from model_adapters.caches.packed_batch import MediaTokens
+from model_adapters.caches.packed_batch import MediaTokens, with_pages
 from model_adapters.errors import TorchaxServeError, UnsupportedModelError
 from model_adapters.ops.compressed_weight import Weights
 from model_adapters.program.media import features_in_place
@@ -133,7 +133,11 @@ class SequenceForward:
             raise UnsupportedModelError("what the model keeps of a prompt of one token has another form than of more")
         growth = (size - short_size) / (PROBE_LEN - 1)
         block_len = UNBOUNDED if growth < 1 else 1 + int((MAX_GROWTH - 1) * short_size / growth)
-        found = CacheLayout(tuple(leaves), block_len=1 if self.needs_token_by_token else block_len)
+        found = CacheLayout(
+            tuple(leaves),
+            block_len=1 if self.needs_token_by_token else block_len,
+            is_on_mesh=self.program.sharding is not None,
+        )
 
         def step(weights: Any, leaves: Any, offset: Any, ids: Any) -> Any:
             return self.extend(weights, leaves, offset, ids, 1, found, offset)
@@ -215,20 +219,25 @@ class SequenceForward:
         media: MediaTokens | None = None,
         delta: Any = 0,
         wanted: jax.Array | None = None,
+        table: jax.Array | None = None,
     ) -> Any:
         """Computes tokens as `prefill`, behind the `offset` int32[] tokens that `leaves` hold.
 
         `delta` int32[] is added to positions for rotary embeddings; `wanted` int32[n] are the tokens whose logits are
-        returned in place of the last one's.
+        returned in place of the last one's. With `table` int32[pages], the row of the page table, leaves in pages are
+        pools and returned as pools.
         """
         if ids.shape[0] > block_len:
-            how = {"all_logits": all_logits or wanted is not None, "rope_len": rope_len, "media": media}
+            how = {"all_logits": all_logits or wanted is not None, "rope_len": rope_len, "media": media, "table": table}
             found = extend_in_blocks(self, weights, leaves, offset, ids, layout, source_len, block_len, how)
             return found if wanted is None else (found[0][wanted], found[1])
         states = jax.tree.unflatten(self._first[1], leaves)
         for layer in states:
             if isinstance(layer, AttentionLayer) and layer.pool is not None:
-                layer.capacity = layer.pool.shape[2]
+                if table is None:
+                    layer.capacity = layer.pool.shape[2]
+                else:
+                    layer.use_pages(table, length)
         inputs = self._inputs(ids, offset, length, all_logits, rope_len, delta) | self._positions(media)
         if wanted is not None:
             inputs["last"] = wanted
@@ -239,7 +248,9 @@ class SequenceForward:
             known: Any = self._trial_context[HIDDEN][0]  # of the output itself only the shape is of use any more
             inputs |= self._source(jnp.zeros((1, padded_len, known.shape[2]), known.dtype), source_len)
         with features_in_place(self.program.module, media):
-            return self._forward(weights, states, jnp.asarray(offset), inputs, layout)
+            return self._forward(
+                weights, states, jnp.asarray(offset), inputs, layout, None if table is None else leaves
+            )
 
     def _source(self, hidden: jax.Array | None, source_len: Any) -> dict[str, Any]:
         """Returns the encoder arguments of a forward, with `source_len` valid positions."""
@@ -275,12 +286,14 @@ class SequenceForward:
         offset: jax.Array,
         inputs: dict[str, Any],
         layout: CacheLayout,
+        before: Leaves | None = None,
     ) -> tuple[Any, Leaves]:
         spec = CallSpec(output_hidden_states=bool(self.layers))
         fields, after = self.program.forward(weights, states, offset, inputs, spec)
         assert after is not None
         num_tokens = inputs[self.program.names.ids].shape[1]
-        news, logits = self._cache_updates(after, layout, offset, num_tokens), fields["logits"][0].astype(jnp.float32)
+        news = self._cache_updates(after, layout, offset, num_tokens, before)
+        logits = fields["logits"][0].astype(jnp.float32)
         if not self.layers:
             return logits, news
         if fields.get("hidden_states") is None:
@@ -288,13 +301,26 @@ class SequenceForward:
         hidden = jnp.concatenate([fields["hidden_states"][layer][0] for layer in self.layers], axis=-1)
         return (logits, hidden), news
 
-    def _cache_updates(self, states: LayerStates, layout: CacheLayout, offset: jax.Array, num_tokens: int) -> Leaves:
-        """Returns the new keys and values ``[T, heads, width]`` and the states after the forward."""
+    def _cache_updates(
+        self,
+        states: LayerStates,
+        layout: CacheLayout,
+        offset: jax.Array,
+        num_tokens: int,
+        before: Leaves | None,
+    ) -> Leaves:
+        """Returns the new keys and values ``[T, heads, width]`` and the states after the forward.
+
+        `before` are the leaves before it if keys and values were written to pages: then their pools are returned.
+        """
         if _structure(states) != self._first[1]:
             raise UnsupportedModelError("what the model keeps of a sequence changes its form from step to step")
-        news = []
-        for leaf, kind in zip(jax.tree.leaves(states), layout.leaves, strict=True):
-            if isinstance(kind, PagedLayerSpec):
+        news: list[Any] = []
+        pools = (None,) * len(layout.leaves) if before is None else before
+        for leaf, kind, pool in zip(jax.tree.leaves(states), layout.leaves, pools, strict=True):
+            if isinstance(kind, PagedLayerSpec) and pool is not None:
+                news.append(with_pages(pool, leaf))
+            elif isinstance(kind, PagedLayerSpec):
                 new = jax.lax.dynamic_slice_in_dim(leaf[0], offset, num_tokens, axis=1)  # [heads, T, width]
                 news.append(jnp.swapaxes(new, 0, 1).astype(kind.dtype))
             elif kind.is_of_source or (leaf.shape, leaf.dtype) == (kind.shape, kind.dtype):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -30,6 +31,7 @@ def extend_rows(
     source_lens: jax.Array | None = None,
     adapters: jax.Array | None = None,
     deltas: jax.Array | None = None,
+    table: jax.Array | None = None,
     block_len: int = UNBOUNDED,
 ) -> Any:
     """Computes tokens of S rows, as `SequenceForward.extend` does those of one.
@@ -46,27 +48,56 @@ def extend_rows(
         source_lens: int32[S], lengths of encoder outputs without padding.
         adapters: int32[S], adapter of each row, 0 for none.
         deltas: int32[S], added to positions for rotary embeddings.
+        table: int32[S, pages], pages of each row: leaves in pages are pools, and returned as pools. None: they are
+            dense, ``[S, ...]``.
         block_len: Maximum number of tokens of one forward.
 
     Returns:
         Logits float32[S, n, vocab], and new keys, values and states by leaf, ``[S, ...]``.
     """
 
-    def one(row: tuple[Any, ...]) -> Any:
-        leaves, offset, ids, length, wanted, source_len, adapter, delta = row
+    def one(pools: Leaves, row: tuple[Any, ...]) -> Any:
+        kept, offset, ids, length, wanted, source_len, adapter, delta, pages = row
         how: dict[str, Any] = {} if delta is None else {"delta": delta}
         length = len(ids) if length is None else length
-        how |= {"block_len": block_len, "wanted": wanted}
+        how |= {"block_len": block_len, "wanted": wanted, "table": pages}
+        leaves = kept if pages is None else layout.merge(pools, kept)
         with adapters_told(adapter):
-            return forward.extend(weights, leaves, offset, ids, length, layout, source_len, **how)
+            found, news = forward.extend(weights, leaves, offset, ids, length, layout, source_len, **how)
+        return (found, ((), news)) if pages is None else (found, layout.partition(news))
 
-    rows = (leaves, offsets, ids, lens, wanted, source_lens, adapters, deltas)
-    if len(offsets) == 1:
-        return jax.tree.map(lambda x: x[None], one(jax.tree.map(lambda x: x[0], rows)))
+    pools, kept = ((), leaves) if table is None else layout.partition(leaves)
+    rows = (kept, offsets, ids, lens, wanted, source_lens, adapters, deltas, table)
+    found, (pools, news) = _of_all_rows(one, pools, rows, len(offsets), layout)
+    return found, news if table is None else layout.merge(pools, news)
+
+
+def _of_all_rows(
+    one: Callable[..., Any], pools: Leaves, rows: tuple[Any, ...], num_rows: int, layout: CacheLayout
+) -> Any:
+    """Returns the results of `one` for all rows, and the pools after them.
+
+    Args:
+        one: From pools and a row to a result, and the pools and what is new.
+        pools: Pages of all rows.
+        rows: Arrays ``[S, ...]``.
+        num_rows: S.
+        layout: Layout of the cache.
+    """
+    if num_rows == 1:
+        found, (pools, news) = one(pools, jax.tree.map(lambda x: x[0], rows))
+        return jax.tree.map(lambda x: x[None], found), (pools, jax.tree.map(lambda x: x[None], news))
     if not layout.is_vectorised:
-        return jax.lax.map(one, rows)
+
+        def step(pools: Leaves, row: tuple[Any, ...]) -> Any:
+            found, (pools, news) = one(pools, row)
+            return pools, (found, news)
+
+        pools, (found, news) = jax.lax.scan(step, pools, rows)
+        return found, (pools, news)
     with contextlib.ExitStack() as stack:
-        for op in list_ops():  # kernels would run row by row, each reading all weights
-            name = VMAP_SAFE_IMPLEMENTATIONS.get(op.name, registry.REFERENCE)
-            stack.enter_context(registry.use(op.name, name))
-        return jax.vmap(one)(rows)
+        if registry.platform() != "cpu" or layout.is_on_mesh:
+            for op in list_ops():  # kernels would run row by row, each reading all weights
+                name = VMAP_SAFE_IMPLEMENTATIONS.get(op.name, registry.REFERENCE)
+                stack.enter_context(registry.use(op.name, name))
+        return jax.vmap(one, in_axes=(None, 0), out_axes=(0, (None, 0)))(pools, rows)

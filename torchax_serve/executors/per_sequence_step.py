@@ -19,7 +19,7 @@ from torchax_serve.executors.per_sequence_rows import extend_rows
 from torchax_serve.executors.slot_adapters import SlotAdapters
 from torchax_serve.executors.step_inputs import SAMPLED_ON_DEVICE
 from torchax_serve.kv_cache.cache_layout import CacheLayout, Leaves, SlotStates
-from torchax_serve.kv_cache.slot_states import gather, scatter
+from torchax_serve.kv_cache.slot_states import scatter
 
 
 class SequenceStep:
@@ -75,16 +75,24 @@ class SequenceStep:
             with adapters_told(None if adapters is None else adapters[0]):
                 found, news = self._forward.prefill(weights, ids[0], given.lens[0], self._layout, *source, **how)
             news = jax.tree.map(lambda new: new[None], news)
+            new_pages, new_states = self._layout.partition(news)
+            written = zip(pools, new_pages, self._layout.pages, strict=True)
+            on_mesh = self._layout.is_on_mesh
+            pools = tuple(
+                scatter(pool, table, given.starts, given.lens, new, leaf, is_on_mesh=on_mesh)
+                for pool, new, leaf in written
+            )
         else:
-            leaves = zip(pools, self._layout.pages, strict=True)
-            dense = tuple(gather(pool, table, given.starts, leaf) for pool, leaf in leaves)
-            kept = self._layout.merge(dense, self._layout.gather_slots(states, given.slots, spec.source_len))
-            found, news = self._extend(weights, kept, ids, given, media, spec, adapters)
-        new_pages, new_states = self._layout.partition(news)
-        written = zip(pools, new_pages, self._layout.pages, strict=True)
-        pools = tuple(scatter(pool, table, given.starts, given.lens, new, leaf) for pool, new, leaf in written)
+            kept = self._layout.merge(pools, self._layout.gather_slots(states, given.slots, spec.source_len))
+            found, news = self._extend(weights, kept, ids, given, table, media, spec, adapters)
+            pools, new_states = self._layout.partition(news)
         states = self._layout.scatter_slots(
-            states, given.slots, new_states, is_first=spec.kind == "begin", source_lens=given.source_lens
+            states,
+            given.slots,
+            new_states,
+            is_first=spec.kind == "begin",
+            source_lens=given.source_lens,
+            after=jax.tree.leaves((found, new_states)),
         )
         pools, states = self.with_sharding(pools, states)
         if self._head is None:
@@ -111,24 +119,30 @@ class SequenceStep:
         kept: Leaves,
         ids: jax.Array,
         given: StepInputs,
+        table: jax.Array,
         media: MediaTokens | None,
         spec: PerSequenceSpec,
         adapters: jax.Array | None,
     ) -> tuple[Any, Leaves]:
-        """Computes logits (and hidden states), and what is new by leaf, ``[S, ...]``."""
+        """Computes logits (and hidden states), pools, and what is new of other leaves, ``[S, ...]``.
+
+        `kept` are pools, and what the cache has of the rows.
+        """
         source_lens = given.source_lens if spec.source_len else None
         if spec.kind == "decode":
             deltas = given.deltas if spec.has_deltas else None
-            rows: Any = {"source_lens": source_lens, "adapters": adapters, "deltas": deltas}
+            rows: Any = {"source_lens": source_lens, "adapters": adapters, "deltas": deltas, "table": table}
             found, news = extend_rows(self._forward, weights, kept, given.starts, ids, self._layout, **rows)
             return jax.tree.map(lambda x: x[:, 0], found), news
-        kept = jax.tree.map(lambda leaf: leaf[0], kept)
+        pools, states = self._layout.partition(kept)
+        kept = self._layout.merge(pools, tuple(state[0] for state in states))
         offset, length = given.starts[0], given.lens[0]
         source_len = None if source_lens is None else source_lens[0]
-        how = _how(spec, given) | {"media": media}
+        how = _how(spec, given) | {"media": media, "table": table[0]}
         with adapters_told(None if adapters is None else adapters[0]):
             found, news = self._forward.extend(weights, kept, offset, ids[0], length, self._layout, source_len, **how)
-        return found, jax.tree.map(lambda new: new[None], news)
+        pools, states = self._layout.partition(news)
+        return found, self._layout.merge(pools, tuple(state[None] for state in states))
 
 
 def _how(spec: PerSequenceSpec, given: StepInputs) -> dict[str, Any]:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from model_adapters.ops.cpu import ffi
+from model_adapters.ops.kv_pool import has_copy_kernels
 from torchax_serve.kv_cache.pools import PagedLayerSpec
 from torchax_serve.kv_cache.scaled_state import ScaledState
 
@@ -40,6 +44,7 @@ class CacheLayout:
     leaves: tuple[PagedLayerSpec | SlotStateSpec, ...]
     is_vectorised: bool = False  # rows run side by side under vmap; else one after the other in one program
     block_len: int = UNBOUNDED  # tokens of one forward that make a program of sensible size
+    is_on_mesh: bool = False  # pools and states may be divided among devices
 
     @property
     def pages(self) -> tuple[PagedLayerSpec, ...]:
@@ -91,21 +96,32 @@ class CacheLayout:
         )
 
     def scatter_slots(
-        self, states: SlotStates, slots: jax.Array, news: Leaves, *, is_first: bool, source_lens: jax.Array
+        self,
+        states: SlotStates,
+        slots: jax.Array,
+        news: Leaves,
+        *,
+        is_first: bool,
+        source_lens: jax.Array,
+        after: Sequence[jax.Array] = (),
     ) -> SlotStates:
         """Writes `news` at `slots` int32[S]; states of the encoder output in the first step only.
 
-        `source_lens` int32[S] are the lengths of the encoder outputs without padding.
+        `source_lens` int32[S] are the lengths of the encoder outputs without padding; `after` are results of all reads
+        of the states, so that these need not be copied.
         """
-        after: list[jax.Array | ScaledState] = []
-        for row, state, new in zip(self.rows, states, news, strict=True):
+
+        def written(row: SlotStateSpec, state: jax.Array | ScaledState, new: jax.Array) -> jax.Array | ScaledState:
+            if row.is_of_source and not is_first:
+                return state
             if isinstance(state, ScaledState):
-                after.append(state.scatter(slots, new, source_lens) if is_first else state)
-            elif row.is_of_source and is_first:
-                after.append(state.at[slots, :, :, : new.shape[3]].set(new))
-            else:
-                after.append(state if row.is_of_source else state.at[slots].set(new))
-        return tuple(after)
+                return state.scatter(slots, new, source_lens)
+            if not has_copy_kernels(self.is_on_mesh):
+                return state.at[slots, :, :, : new.shape[3]].set(new) if row.is_of_source else state.at[slots].set(new)
+            room = [(0, full - size) for full, size in zip(state.shape[1:], new.shape[1:], strict=True)]
+            return ffi.write_pages(state, slots, jnp.pad(new, [(0, 0), *room]).astype(state.dtype), after)
+
+        return tuple(written(*each) for each in zip(self.rows, states, news, strict=True))
 
     def partition(self, leaves: Leaves) -> tuple[Leaves, Leaves]:
         """Splits leaves into those in pages and those by slot."""

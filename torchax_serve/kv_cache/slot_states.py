@@ -10,7 +10,8 @@ import numpy as np
 
 from model_adapters.caches.packed_batch import Pool, ScaledPool, pages_of, with_pages
 from model_adapters.ops.attention_args import KVScales
-from model_adapters.ops.kv_pool import split, write_tokens_at
+from model_adapters.ops.cpu import ffi
+from model_adapters.ops.kv_pool import has_copy_kernels, quantize, split, write_tokens_at
 from torchax_serve.kv_cache.cache_layout import CacheLayout, SlotStates, SlotStateSpec
 from torchax_serve.kv_cache.pools import CacheAllocation, HeadScales, PagedCache, PagedLayerSpec, PoolAllocator
 from torchax_serve.kv_cache.scaled_state import ScaledState
@@ -62,7 +63,7 @@ class PagedCacheWithStates(PagedCache):
         return super().is_lost or any(array.is_deleted() for array in jax.tree.leaves(self.states))
 
 
-def gather(pool: Pool, table: jax.Array, starts: jax.Array, spec: PagedLayerSpec) -> jax.Array:
+def gather(pool: Pool, table: jax.Array, starts: jax.Array, spec: PagedLayerSpec, *, is_on_mesh: bool) -> jax.Array:
     """Gathers dense keys and values ``[S, 1, heads, capacity, width]`` from pages.
 
     They are zero after `starts` tokens: another request's NaN there would not be removed by an attention weight of 0.
@@ -72,20 +73,35 @@ def gather(pool: Pool, table: jax.Array, starts: jax.Array, spec: PagedLayerSpec
         table: Page table int32[S, num_pages].
         starts: int32[S], number of tokens stored.
         spec: Form of a token for the model.
+        is_on_mesh: Whether the pool may be divided among devices.
     """
     num_rows, num_pages = table.shape
     pages = pages_of(pool)
     _, heads, page_size, width = pages.shape
-    dense = jnp.swapaxes(pages[table], 1, 2).reshape(num_rows, heads, num_pages * page_size, width)
+    has_kernels = has_copy_kernels(is_on_mesh)
+    if has_kernels:
+        dense = ffi.read_tokens(pages, table, starts)
+    else:
+        dense = jnp.swapaxes(pages[table], 1, 2).reshape(num_rows, heads, num_pages * page_size, width)
     if isinstance(pool, ScaledPool):
         keys, values = split(dense, spec.k_dim, slice(spec.k_dim, width), KVScales(pool.k_scale, pool.v_scale))
         dense = jnp.concatenate([keys, values], axis=-1).astype(spec.dtype)
+    if has_kernels:
+        return dense[:, None]
     is_stored = jnp.arange(num_pages * page_size) < starts[:, None]
     return jnp.where(is_stored[:, None, :, None], dense, 0)[:, None]
 
 
 def scatter(
-    pool: Pool, table: jax.Array, starts: jax.Array, lens: jax.Array, new: jax.Array, spec: PagedLayerSpec
+    pool: Pool,
+    table: jax.Array,
+    starts: jax.Array,
+    lens: jax.Array,
+    new: jax.Array,
+    spec: PagedLayerSpec,
+    after: Sequence[jax.Array] = (),
+    *,
+    is_on_mesh: bool,
 ) -> Pool:
     """Returns the pool with new keys and values written after the `starts` tokens of each row.
 
@@ -98,13 +114,22 @@ def scatter(
         lens: int32[S], number of new tokens without padding.
         new: ``[S, T, heads, width]``.
         spec: Form of a token for the model.
+        after: Results of all reads of the pool, so that it need not be copied for them.
+        is_on_mesh: Whether the pool may be divided among devices.
     """
     num_rows, num_tokens = new.shape[:2]
     steps = jnp.arange(num_tokens, dtype=jnp.int32)
     positions = jnp.where(steps < lens[:, None], starts[:, None] + steps, -1).reshape(-1)
     rows = jnp.repeat(jnp.arange(num_rows, dtype=jnp.int32), num_tokens)
     flat = new.reshape(num_rows * num_tokens, *new.shape[2:])
-    if not isinstance(pool, ScaledPool):
-        return write_tokens_at(pool, table, rows, positions, flat, flat[..., :0])
-    keys, values, scales = flat[..., : spec.k_dim], flat[..., spec.k_dim :], KVScales(pool.k_scale, pool.v_scale)
-    return with_pages(pool, write_tokens_at(pool.pages, table, rows, positions, keys, values, scales))
+    scales = KVScales(pool.k_scale, pool.v_scale) if isinstance(pool, ScaledPool) else None
+    keys, values = flat[..., : spec.k_dim], flat[..., spec.k_dim :]
+    pages = pages_of(pool)
+    if has_copy_kernels(is_on_mesh):
+        if scales is not None:
+            keys, values = quantize(keys, scales.k, pages.dtype), quantize(values, scales.v, pages.dtype)
+            flat = jnp.concatenate([keys, values], axis=-1)
+        pages = ffi.write_tokens(pages, table, rows, positions, flat.astype(pages.dtype), after)
+    else:
+        pages = write_tokens_at(pages, table, rows, positions, keys, values, scales)
+    return with_pages(pool, pages)

@@ -12,17 +12,19 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_batching import custom_vmap
 
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops.attention_args import AttentionArgs
 from model_adapters.ops.cpu import build
+from model_adapters.ops.cpu.batching import divided, merged, one_by_one, with_rows_folded
 from model_adapters.ops.cpu.quantized_numbers import QuantizedNumbers
 from model_adapters.ops.cpu.targets import ROW_OPERANDS as ROW_OPERANDS
 from model_adapters.ops.cpu.targets import TARGETS as TARGETS
@@ -188,7 +190,25 @@ def decode_attention(
     """Runs the op as one fused kernel, which updates a donated pool in place."""
     floats = [_or_empty(array) for array in (args.sinks, args.alibi_slopes, args.k_scale, args.v_scale)]
     ints = [array.astype(jnp.int32) for array in (page_table, lens, starts)]
-    return _attend("tas_decode_attention", q, k, v, pool, [*ints, *floats], args)
+
+    @custom_vmap
+    def run(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return _attend("tas_decode_attention", *arrays[:4], list(arrays[4:]), args)
+
+    @run.def_vmap
+    def rule(axis_size: int, is_batched: list[bool], *arrays: jax.Array) -> Any:
+        """Makes the pools of all rows of the ``vmap`` one, whose pages each row numbers from its own first one on."""
+        if any(is_batched[7:]):
+            return one_by_one(run, axis_size, is_batched, arrays), (True, True)
+        q, k, v, pool, table, lens, starts = map(merged, arrays[:7], [axis_size] * 7, is_batched)
+        num_pages = len(pool) // axis_size
+        first = jnp.repeat(jnp.arange(axis_size, dtype=jnp.int32) * num_pages, len(table) // axis_size)[:, None]
+        table = jnp.where((table >= 0) & (table < num_pages), first + table, -1)
+        out, pool = run(q, k, v, pool, table, lens, starts, *arrays[7:])
+        return (divided(out, axis_size), divided(pool, axis_size)), (True, True)
+
+    out: tuple[jax.Array, jax.Array] = run(q, k, v, pool, *ints, *floats)
+    return out
 
 
 def paged_attention(
@@ -251,13 +271,23 @@ def batch_invariant(wanted: bool = True) -> Iterator[None]:
         _BATCH_INVARIANT.reset(before)
 
 
-def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
+def linear(
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None,
+    dtype: jnp.dtype,
+    folded: Callable[..., jax.Array] | None = None,
+) -> jax.Array:
     """Returns ``x[rows, K] @ weight[N, K].T + bias[N]`` in `dtype`, summed in float32.
 
-    `dtype` is that of x, or float32.
+    `dtype` is that of x, or float32. `folded` computes the rows of a ``vmap``, in place of the kernel.
     """
-    result = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), dtype)
-    return _call("tas_linear", result)(x, weight, _or_empty(bias), in_order=_BATCH_INVARIANT.get())
+
+    def run(x: jax.Array, weight: jax.Array, bias: jax.Array) -> jax.Array:
+        result = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), dtype)
+        return _call("tas_linear", result)(x, weight, bias, in_order=_BATCH_INVARIANT.get())
+
+    return with_rows_folded(run, 1, folded)(x, weight, _or_empty(bias))
 
 
 def lora(x: jax.Array, sums: jax.Array, ids: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -265,10 +295,13 @@ def lora(x: jax.Array, sums: jax.Array, ids: jax.Array, a: jax.Array, b: jax.Arr
 
     `a` is ``[adapters, rank, K]`` and `b` ``[adapters, rank, N]``, all in x's dtype; summed in float32.
     """
-    result = jax.ShapeDtypeStruct(sums.shape, sums.dtype)
-    call = _call("tas_lora", result, input_output_aliases={1: 0})
-    out: jax.Array = call(x, sums, ids.astype(jnp.int32), a, b)
-    return out
+
+    def run(x: jax.Array, sums: jax.Array, ids: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+        result = jax.ShapeDtypeStruct(sums.shape, sums.dtype)
+        out: jax.Array = _call("tas_lora", result, input_output_aliases={1: 0})(x, sums, ids, a, b)
+        return out
+
+    return with_rows_folded(run, 3)(x, sums, ids.astype(jnp.int32), a, b)
 
 
 def packed_linear(x: jax.Array, groups: jax.Array, index: jax.Array, bias: jax.Array | None) -> jax.Array:
@@ -280,8 +313,12 @@ def packed_linear(x: jax.Array, groups: jax.Array, index: jax.Array, bias: jax.A
         index: Table of the weight, int32[...].
         bias: float[N] or None.
     """
-    result = jax.ShapeDtypeStruct((x.shape[0], groups.shape[0] * GROUP_ROWS), x.dtype)
-    return _call("tas_packed_linear", result)(x, groups, index, _or_empty(bias))
+
+    def run(x: jax.Array, groups: jax.Array, index: jax.Array, bias: jax.Array) -> jax.Array:
+        result = jax.ShapeDtypeStruct((x.shape[0], groups.shape[0] * GROUP_ROWS), x.dtype)
+        return _call("tas_packed_linear", result)(x, groups, index, bias)
+
+    return with_rows_folded(run, 1)(x, groups, index, _or_empty(bias))
 
 
 def quantized_linear(
@@ -307,12 +344,14 @@ def quantized_linear(
         num_rows: N.
         numbers: What the values are.
     """
-    result = jax.ShapeDtypeStruct((x.shape[0], num_rows), x.dtype)
+
+    def run(x: jax.Array, *parts: jax.Array) -> jax.Array:
+        result = jax.ShapeDtypeStruct((x.shape[0], num_rows), x.dtype)
+        out: jax.Array = _call("tas_quantized_linear", result)(x, *parts, **numbers.attributes())
+        return out
+
     shift = jnp.zeros((0,), scale.dtype) if offset is None else offset
-    out: jax.Array = _call("tas_quantized_linear", result)(
-        x, values, scale, shift, _or_empty(bias), **numbers.attributes()
-    )
-    return out
+    return with_rows_folded(run, 1)(x, values, scale, shift, _or_empty(bias))
 
 
 def quantized_grouped_linear(
@@ -352,9 +391,13 @@ def unpack_rows(ids: jax.Array, groups: jax.Array, index: jax.Array) -> jax.Arra
 
     `groups` are uint8[N / 16, K / 8, 192], `index` int32[...].
     """
-    result = jax.ShapeDtypeStruct((ids.shape[0], groups.shape[1] * GROUP_COLUMNS), jnp.bfloat16)
-    out: jax.Array = _call("tas_unpack_rows", result)(ids, groups, index)
-    return out
+
+    def run(ids: jax.Array, groups: jax.Array, index: jax.Array) -> jax.Array:
+        result = jax.ShapeDtypeStruct((ids.shape[0], groups.shape[1] * GROUP_COLUMNS), jnp.bfloat16)
+        out: jax.Array = _call("tas_unpack_rows", result)(ids, groups, index)
+        return out
+
+    return with_rows_folded(run, 1)(ids, groups, index)
 
 
 def grouped_linear(x: jax.Array, weight: jax.Array, group_sizes: jax.Array) -> jax.Array:
@@ -370,26 +413,80 @@ def grouped_linear(x: jax.Array, weight: jax.Array, group_sizes: jax.Array) -> j
 
 def activation(x: jax.Array, *, is_gelu: bool) -> jax.Array:
     """Returns SiLU or tanh GELU of ``x[...]`` in x's dtype, computed in float32."""
-    result = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    out: jax.Array = _call("tas_activation", result)(x, is_gelu=np.int64(is_gelu))
+
+    def run(x: jax.Array) -> jax.Array:
+        out: jax.Array = _call("tas_activation", jax.ShapeDtypeStruct(x.shape, x.dtype))(x, is_gelu=np.int64(is_gelu))
+        return out
+
+    return with_rows_folded(run, 1)(x) if x.ndim else run(x)
+
+
+def write_pages(pool: jax.Array, pages: jax.Array, values: jax.Array, after: Sequence[jax.Array] = ()) -> jax.Array:
+    """Returns the pool ``[P, ...]`` with `values` as its pages int32[n]; in place if donated.
+
+    Runs after what computes `after`: XLA copies a pool unless it can prove that all reads come before the write.
+    """
+    call = _call("tas_write_pages", jax.ShapeDtypeStruct(pool.shape, pool.dtype), input_output_aliases={0: 0})
+    out: jax.Array = call(pool, pages, values, *after)
     return out
 
 
-def write_pages(pool: jax.Array, pages: jax.Array, values: jax.Array) -> jax.Array:
-    """Returns the pool ``[P, ...]`` with `values` as its pages int32[n]; in place if donated."""
-    call = _call("tas_write_pages", jax.ShapeDtypeStruct(pool.shape, pool.dtype), input_output_aliases={0: 0})
-    out: jax.Array = call(pool, pages, values)
+def write_tokens(
+    pool: jax.Array,
+    table: jax.Array,
+    rows: jax.Array,
+    positions: jax.Array,
+    tokens: jax.Array,
+    after: Sequence[jax.Array] = (),
+) -> jax.Array:
+    """Returns the pool with tokens written, with zeros behind their width; in place if donated.
+
+    Args:
+        pool: ``[P, H, page, W]``.
+        table: ``int32[S, pages_per_seq]``.
+        rows: ``int32[T]``, the row of `table` that each token belongs to.
+        positions: ``int32[T]``; a token without a place in its row or in the pool is not written.
+        tokens: ``[T, H, w]`` in the pool's dtype, w at most W.
+        after: As for :func:`write_pages`.
+    """
+    call = _call("tas_write_tokens", jax.ShapeDtypeStruct(pool.shape, pool.dtype), input_output_aliases={0: 0})
+    out: jax.Array = call(pool, table, rows, positions, tokens, *after)
+    return out
+
+
+def read_tokens(pool: jax.Array, table: jax.Array, lens: jax.Array) -> jax.Array:
+    """Returns the first `lens` int32[S] positions of rows of pages, and zeros behind them.
+
+    Args:
+        pool: ``[P, H, page, W]``.
+        table: ``int32[S, pages]``.
+        lens: ``int32[S]``.
+
+    Returns:
+        ``[S, H, pages * page, W]``.
+    """
+    _, heads, page, width = pool.shape
+    result = jax.ShapeDtypeStruct((table.shape[0], heads, table.shape[1] * page, width), pool.dtype)
+    out: jax.Array = _call("tas_read_tokens", result)(pool, table, lens)
     return out
 
 
 def row_sum(x: jax.Array) -> jax.Array:
     """Returns the sums float32[rows] of the rows of ``x[rows, n]``."""
-    out: jax.Array = _call("tas_row_sum", jax.ShapeDtypeStruct(x.shape[:1], jnp.float32))(x)
-    return out
+
+    def run(x: jax.Array) -> jax.Array:
+        out: jax.Array = _call("tas_row_sum", jax.ShapeDtypeStruct(x.shape[:1], jnp.float32))(x)
+        return out
+
+    return with_rows_folded(run, 1)(x)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, *, eps: float, rounds_first: bool) -> jax.Array:
     """Returns `model_adapters.ops.rms_norm` of ``x[rows, n]`` and ``weight[n]``."""
-    call = _call("tas_rms_norm", jax.ShapeDtypeStruct(x.shape, x.dtype))
-    out: jax.Array = call(x, weight, eps=np.float32(eps), rounds_first=np.int64(rounds_first))
-    return out
+
+    def run(x: jax.Array, weight: jax.Array) -> jax.Array:
+        call = _call("tas_rms_norm", jax.ShapeDtypeStruct(x.shape, x.dtype))
+        out: jax.Array = call(x, weight, eps=np.float32(eps), rounds_first=np.int64(rounds_first))
+        return out
+
+    return with_rows_folded(run, 1)(x, weight)

@@ -12,11 +12,13 @@ TARGETS = (
     "tas_paged_attention",
     "tas_quantized_grouped_linear",
     "tas_quantized_linear",
+    "tas_read_tokens",
     "tas_rms_norm",
     "tas_row_sum",
     "tas_unpack",
     "tas_unpack_rows",
     "tas_write_pages",
+    "tas_write_tokens",
 )
 ROW_BY_ROW = (
     "tas_activation",

@@ -1,0 +1,137 @@
+"""Pages of one sequence of a batch: written, read and attended to under ``jax.vmap``.
+
+Each function takes the pool of all sequences and one sequence's row of the page table. Under a ``vmap`` over sequences
+the pool is not batched, neither as an operand nor as a result: the rows of the ``vmap`` have no page in common but the
+null page, so that all of them write to one pool, in place.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+
+from model_adapters.ops import spmd
+from model_adapters.ops.attention_args import AttentionArgs, KVScales
+from model_adapters.ops.cpu import ffi
+from model_adapters.ops.cpu.batching import merged, one_by_one, with_axis
+from model_adapters.ops.decode_attention import decode_attention
+from model_adapters.ops.kv_pool import has_copy_kernels, quantize, split, write_tokens_at
+
+
+def _write(pool: jax.Array, table: jax.Array, rows: jax.Array, positions: jax.Array, tokens: jax.Array) -> jax.Array:
+    if has_copy_kernels(spmd.mesh_in_use() is not None):
+        return ffi.write_tokens(pool, table, rows, positions, tokens)
+    return write_tokens_at(pool, table, rows, positions, tokens, tokens[..., :0])
+
+
+def _read(pool: jax.Array, table: jax.Array, lens: jax.Array) -> jax.Array:
+    """Returns ``[S, H, pages * page, W]`` of rows int32[S, pages], zeros behind `lens` int32[S]."""
+    if has_copy_kernels(spmd.mesh_in_use() is not None):
+        return ffi.read_tokens(pool, table, lens)
+    num_rows, num_pages = table.shape
+    _, heads, page, width = pool.shape
+    dense = jnp.swapaxes(pool[table], 1, 2).reshape(num_rows, heads, num_pages * page, width)
+    is_stored = jnp.arange(num_pages * page) < lens[:, None]
+    return jnp.where(is_stored[:, None, :, None], dense, 0)
+
+
+@custom_vmap
+def write_row(pool: jax.Array, table: jax.Array, positions: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Returns the pool with tokens of one sequence written.
+
+    Args:
+        pool: ``[P, H, page, W]``.
+        table: ``int32[pages]``, the sequence's pages.
+        positions: ``int32[T]``; a negative one, or one behind the pages, writes nothing.
+        tokens: ``[T, H, W]`` in the pool's dtype.
+    """
+    return _write(pool, table[None], jnp.zeros_like(positions), positions, tokens)
+
+
+@write_row.def_vmap
+def _write_rows(axis_size: int, is_batched: list[bool], pool: jax.Array, *row: jax.Array) -> tuple[jax.Array, bool]:
+    if is_batched[0]:
+        return one_by_one(write_row, axis_size, is_batched, (pool, *row)), True
+    table, positions, tokens = (with_axis(x, axis_size, own) for x, own in zip(row, is_batched[1:], strict=True))
+    rows = jnp.repeat(jnp.arange(axis_size, dtype=jnp.int32), positions.shape[1])
+    return _write(pool, table, rows, positions.reshape(-1), tokens.reshape(-1, *tokens.shape[2:])), False
+
+
+@custom_vmap
+def read_row(pool: jax.Array, table: jax.Array, length: jax.Array) -> jax.Array:
+    """Returns the first `length` int32[] tokens of one sequence, and zeros behind them.
+
+    Another sequence's NaN there would not be removed by an attention weight of 0.
+
+    Args:
+        pool: ``[P, H, page, W]``.
+        table: ``int32[pages]``, the sequence's pages.
+        length: int32[].
+
+    Returns:
+        ``[H, pages * page, W]``.
+    """
+    return _read(pool, table[None], length[None])[0]
+
+
+@read_row.def_vmap
+def _read_rows(
+    axis_size: int, is_batched: list[bool], pool: jax.Array, table: jax.Array, length: jax.Array
+) -> tuple[jax.Array, bool]:
+    if is_batched[0]:
+        return one_by_one(read_row, axis_size, is_batched, (pool, table, length)), True
+    return _read(pool, with_axis(table, axis_size, is_batched[1]), with_axis(length, axis_size, is_batched[2])), True
+
+
+@custom_vmap
+def attend_row(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    pool: jax.Array,
+    table: jax.Array,
+    length: jax.Array,
+    args: AttentionArgs,
+) -> tuple[jax.Array, jax.Array]:
+    """Runs `decode_attention` for the new token of one sequence.
+
+    Args:
+        q: ``[1, Hq, D]``.
+        k: ``[1, H, D]``.
+        v: ``[1, H, Dv]``.
+        pool: ``[P, H, page, W]``.
+        table: ``int32[pages]``, the sequence's pages.
+        length: int32[], with the new token.
+        args: Scale and features of the scores.
+
+    Returns:
+        ``[1, Hq, Dv]``, and the pool.
+    """
+    return decode_attention(q, k, v, pool, table[None], length[None], jnp.zeros(1, jnp.int32), args)
+
+
+@attend_row.def_vmap
+def _attend_rows(axis_size: int, is_batched: list[Any], *operands: Any) -> Any:
+    *given, pool, table, length, args = operands
+    *tokens_batched, pool_batched, table_batched, length_batched, args_batched = is_batched
+    if pool_batched or any(jax.tree.leaves(args_batched)):
+        return one_by_one(attend_row, axis_size, is_batched, operands), (True, True)
+    q, k, v = (merged(x, axis_size, own) for x, own in zip(given, tokens_batched, strict=True))
+    table, lens = with_axis(table, axis_size, table_batched), with_axis(length, axis_size, length_batched)
+    out, pool = decode_attention(q, k, v, pool, table, lens, jnp.zeros_like(lens), args)
+    return (out[:, None], pool), (True, False)
+
+
+def rounded(tokens: jax.Array, k_dim: int, scales: KVScales, dtype: Any) -> jax.Array:
+    """Returns ``tokens[T, H, W]`` in 8 bits, of which the first `k_dim` columns are keys."""
+    keys, values = tokens[..., :k_dim], tokens[..., k_dim:]
+    return jnp.concatenate([quantize(keys, scales.k, dtype), quantize(values, scales.v, dtype)], axis=-1)
+
+
+def widened(dense: jax.Array, k_dim: int, scales: KVScales, dtype: Any) -> jax.Array:
+    """Returns ``dense[H, n, W]`` of 8 bits in `dtype`."""
+    keys, values = split(dense, k_dim, slice(k_dim, dense.shape[-1]), scales)
+    return jnp.concatenate([keys, values], axis=-1).astype(dtype)
