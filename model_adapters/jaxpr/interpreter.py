@@ -14,7 +14,13 @@ from typing import Any
 import jax
 from jax.extend import core as jex
 
-CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
+CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vmap_call": "call",
+}
 """Parameter with the called program, by primitives that call one."""
 
 

@@ -9,12 +9,15 @@ import jax
 
 from model_adapters.ops import list_ops, registry
 from model_adapters.ops.compressed_weight import Weights
+from model_adapters.ops.cpu import ffi
 from model_adapters.ops.lora_weight import adapters_told
 from torchax_serve.executors.per_sequence_blocks import BlockForward
 from torchax_serve.kv_cache.cache_layout import UNBOUNDED, CacheLayout, Leaves
 
 VMAP_SAFE_IMPLEMENTATIONS = {"grouped_matmul": "tiled"}
 """Implementations that `jax.vmap` can follow, where that is not the reference; JAX cannot follow `ragged_dot`."""
+BATCHED = frozenset({"grouped_matmul", "routed_matmul"})
+"""Ops whose kernels have a batching rule: rows of a vmap are rows of one call."""
 
 
 def extend_rows(
@@ -66,7 +69,9 @@ def extend_rows(
     if not layout.is_vectorised:
         return jax.lax.map(one, rows)
     with contextlib.ExitStack() as stack:
-        for op in list_ops():  # kernels would run row by row, each reading all weights
+        for op in list_ops():  # other kernels would run row by row, each reading all weights
+            if op.name in BATCHED and registry.platform() == "cpu" and ffi.missing() is None:
+                continue
             name = VMAP_SAFE_IMPLEMENTATIONS.get(op.name, registry.REFERENCE)
             stack.enter_context(registry.use(op.name, name))
         return jax.vmap(one)(rows)
