@@ -362,8 +362,8 @@ def routed_linear(
 ) -> jax.Array:
     """Returns rows of x times the matrices that their ids name, ``[T, choices, N]``.
 
-    `ids` is ``int32[T, choices]``, `x` is ``[T, K]`` or ``[T, choices, K]``, `weight` is ``[E, K, N]`` if `is_input_major`, else ``[E, N, K]``, `bias`
-    is ``[E, N]``. Rows whose id is no matrix are zero.
+    `ids` is ``int32[T, choices]``, `x` is ``[T, K]`` or ``[T, choices, K]``, `weight` is ``[E, K, N]`` if
+    `is_input_major`, else ``[E, N, K]``, `bias` is ``[E, N]``. Rows whose id is no matrix are zero.
     """
     result = jax.ShapeDtypeStruct((*ids.shape, weight.shape[2 if is_input_major else 1]), x.dtype)
     options = {"in_order": _BATCH_INVARIANT.get(), "is_input_major": is_input_major}
