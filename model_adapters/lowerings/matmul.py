@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from model_adapters import ops
 from model_adapters.errors import InvalidArgumentError
+from model_adapters.ops.compressed_weight import before_turn
 from model_adapters.sharding.model_sharding import (
     SHORT_RESULT,
     divide_fused_input,
@@ -43,11 +44,13 @@ def _grouped_mm(
 ) -> jax.Array:
     """Computes ``torch._grouped_mm`` of `x` [rows, in], sorted by expert.
 
-    `weight` is [experts, in, out]; `offs` are the ends of the experts' rows.
+    `weight` is [experts, in, out], perhaps stored as [experts, out, in]; `offs` are the ends of the experts' rows.
     """
     if offs is None or bias is not None or x.ndim != 2 or weight.ndim != 3:
         raise NotImplementedError("grouped_mm: expected x [rows, in], weight [experts, in, out] and offs, without bias")
     sizes = jnp.diff(offs, prepend=jnp.zeros(1, offs.dtype)).astype(jnp.int32)
+    if (stored := before_turn(weight)) is not None:
+        return ops.grouped_matmul(x, stored, sizes, layout="enk")
     return ops.grouped_matmul(x, weight, sizes)
 
 

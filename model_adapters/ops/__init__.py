@@ -17,6 +17,7 @@ from model_adapters.ops.paged_attention import paged_attention
 from model_adapters.ops.reductions import layer_norm, row_sum, softmax
 from model_adapters.ops.registry import list_ops, on_platform, use
 from model_adapters.ops.rms_norm import rms_norm
+from model_adapters.ops.routed_matmul import routed_matmul
 
 for _module in pkgutil.iter_modules(__path__):
     if not _module.ispkg:  # kernels of a platform are imported when they are needed
@@ -40,6 +41,7 @@ __all__ = [
     "on_platform",
     "paged_attention",
     "rms_norm",
+    "routed_matmul",
     "row_sum",
     "silu",
     "softmax",

@@ -122,6 +122,11 @@ class _Known:
         return self.weight.base if isinstance(self.weight, LoraWeight) else self.weight
 
 
+_TURNED: contextvars.ContextVar[dict[int, tuple[jax.Array, jax.Array]] | None] = contextvars.ContextVar(
+    "turned", default=None
+)
+"""Arrays of the trace with exchanged last axes, by id, and what they were made of."""
+
 _IN_TRACE: contextvars.ContextVar[dict[int, _Known]] = contextvars.ContextVar("packed", default={})  # noqa: B039 set anew
 
 
@@ -136,11 +141,12 @@ def substituted(weights: Weights) -> Iterator[dict[str, jax.Array]]:
     known = {
         id(arrays[name]): _Known(arrays[name], weight) for name, weight in weights.items() if isinstance(weight, Stored)
     }
-    before = _IN_TRACE.set(known)
+    before, turned_before = _IN_TRACE.set(known), _TURNED.set({})
     try:
         yield arrays
     finally:
         _IN_TRACE.reset(before)
+        _TURNED.reset(turned_before)
 
 
 @contextlib.contextmanager
@@ -184,10 +190,21 @@ def quantized_of(weight: jax.Array) -> QuantizedWeight | None:
 
 
 def note_turned(weight: jax.Array, turned: jax.Array) -> None:
-    """Records `turned`, so that :func:`quantized_of` finds it.
+    """Records `turned`, so that :func:`quantized_of` and :func:`before_turn` find it.
 
     `turned` is `weight` with its last two axes exchanged.
     """
+    if (made := _TURNED.get()) is not None:
+        made[id(turned)] = turned, weight
     known = _IN_TRACE.get()
     if (found := known.get(id(weight))) is not None:
         known[id(turned)] = _Known(turned, found.weight, not found.is_turned)
+
+
+def before_turn(array: jax.Array) -> jax.Array | None:
+    """Returns the array that `array` is with its last two axes exchanged, or None.
+
+    It is None as well if model code has not exchanged them in the trace.
+    """
+    found = (_TURNED.get() or {}).get(id(array))
+    return None if found is None else found[1]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +11,10 @@ from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops import registry, spmd
 from model_adapters.ops.cpu import ffi
 from model_adapters.ops.linear import accumulator, precision
+from model_adapters.ops.routed_matmul import LAYOUTS, Layout, routed_kernel
 from model_adapters.ops.searchsorted import num_at_most
 
 OP = "grouped_matmul"
-Layout = Literal["ekn", "enk"]
 MAX_TILE = 64  # rows of a product of the tiled implementation
 
 
@@ -26,7 +24,7 @@ def grouped_matmul(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, l
     Args:
         x: ``[T, K]``, rows sorted by group.
         weight: ``[E, K, N]``, or ``[E, N, K]`` with ``layout="enk"``, which needs no transposed copy of weights
-            stored as ``[out, in]`` and is the layout of the CPU kernel.
+            stored as ``[out, in]``.
         group_sizes: ``int32[E]``, the number of rows of each group. Rows after the last group give zeros.
         layout: Order of the axes of `weight`.
 
@@ -36,7 +34,7 @@ def grouped_matmul(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, l
     Raises:
         InvalidArgumentError: shapes or dtypes that do not fit together.
     """
-    if layout not in ("ekn", "enk"):
+    if layout not in LAYOUTS:
         raise InvalidArgumentError(f"grouped_matmul: expected layout 'ekn' or 'enk', got {layout!r}")
     inner = weight.shape[1 if layout == "ekn" else 2] if weight.ndim == 3 else None
     fits = x.ndim == 2 and inner == x.shape[1] and group_sizes.shape == weight.shape[:1] and x.dtype == weight.dtype
@@ -143,21 +141,31 @@ def loop_over_experts(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *
     return over_tiles(x, group_sizes, weight.shape[1 if layout == "enk" else 2], product)
 
 
+def ids_of(group_sizes: jax.Array, num_rows: int) -> jax.Array:
+    """Returns the group of each row, int32[num_rows, 1].
+
+    For rows after the last group it is the number of groups.
+    """
+    return num_at_most(jnp.cumsum(group_sizes.astype(jnp.int32)), jnp.arange(num_rows, dtype=jnp.int32))[:, None]
+
+
 def _kernel_unsupported_reason(
     x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, layout: Layout
 ) -> str | None:
-    if layout != "enk":
-        return "the kernel takes weights [E, N, K]"
-    return ffi.unsupported_reason(x)
+    return ffi.unsupported_reason(x) if x.shape[0] else "no rows"
 
 
 @registry.register(OP, "cpu-ffi", ("cpu",), unsupported_reason=_kernel_unsupported_reason)
 def streamed(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, layout: Layout) -> jax.Array:
     """Computes with the C++ kernel, which reads only the weights of groups with rows."""
-    return _differentiable(x, weight, group_sizes)
 
+    def kernel(x: jax.Array, weight: jax.Array, group_sizes: jax.Array) -> jax.Array:
+        return routed_kernel(layout)(x, ids_of(group_sizes, x.shape[0]), weight, None)[:, 0]
 
-_differentiable = ffi.differentiable(ffi.grouped_linear, partial(reference, layout="enk"))
+    def same(x: jax.Array, weight: jax.Array, group_sizes: jax.Array) -> jax.Array:
+        return reference(x, weight, group_sizes, layout=layout)
+
+    return ffi.differentiable(kernel, same)(x, weight, group_sizes)
 
 
 spmd.leave_to_partitioner(OP, reference)

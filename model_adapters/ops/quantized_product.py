@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +17,16 @@ import jax.numpy as jnp
 from model_adapters.ops import registry, spmd
 from model_adapters.ops.compressed_weight import quantized_of
 from model_adapters.ops.cpu import ffi
+from model_adapters.ops.cpu.batching import with_rows_folded
 from model_adapters.ops.cpu.quantized_numbers import QuantizedNumbers
 from model_adapters.ops.grouped_matmul import OP as GROUPED_OP
-from model_adapters.ops.grouped_matmul import Layout, over_tiles
+from model_adapters.ops.grouped_matmul import ids_of, over_tiles
 from model_adapters.ops.linear import OP as LINEAR_OP
 from model_adapters.ops.linear import accumulator, finish, pad_one_row, precision, product_sums
 from model_adapters.ops.quantized_weight import QuantizedWeight, Scheme, dequantized
+from model_adapters.ops.routed_matmul import OP as ROUTED_OP
+from model_adapters.ops.routed_matmul import Layout
+from model_adapters.ops.routed_matmul import reference as by_sorted_rows
 
 LARGEST_INT8 = 127.0
 """The rounded value of a group's largest number.
@@ -257,10 +262,8 @@ def quantized_experts(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *
     return over_tiles(x, group_sizes, found.stored_shape[-2], product)
 
 
-def _grouped_kernel_unsupported_reason(
-    x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, layout: Layout
-) -> str | None:
-    found = _experts_of(weight, layout)
+def _kernel_reason_of_experts(x: jax.Array, found: QuantizedWeight | None) -> str | None:
+    """Returns why the C++ kernel cannot multiply rows `x` with quantized experts, or None."""
     if found is None:
         return "the weight is not quantized"
     if found.scheme.layout != "cpu" or found.scheme.act_dtype == "float8_e4m3fn":
@@ -268,6 +271,22 @@ def _grouped_kernel_unsupported_reason(
     if spmd.mesh_in_use() is not None:
         return "a mesh of devices"
     return ffi.unsupported_reason(x) if x.shape[0] else "no rows"
+
+
+def _routed_kernel_product(x: jax.Array, ids: jax.Array, experts: QuantizedWeight, bias: jax.Array | None) -> jax.Array:
+    """Returns ``[T, choices, out]``: rows of x times the experts that ids[T, choices] name."""
+    num_rows, num_columns = experts.stored_shape[-2:]
+    if experts.columns is not None:
+        x = x[..., experts.columns]
+    numbers = _numbers_of(experts.scheme, num_columns)
+    kernel = with_rows_folded(partial(ffi.quantized_routed_linear, num_rows=num_rows, numbers=numbers), 2)
+    return kernel(x, ids, experts.values, experts.scale, experts.offset, bias)
+
+
+def _grouped_kernel_unsupported_reason(
+    x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, layout: Layout
+) -> str | None:
+    return _kernel_reason_of_experts(x, _experts_of(weight, layout))
 
 
 @registry.register(
@@ -281,10 +300,42 @@ def streamed_experts(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *,
     """Computes with the C++ kernel, which reads the experts that have rows as they are stored."""
     found = _experts_of(weight, layout)
     assert found is not None
-    num_rows, num_columns = found.stored_shape[-2:]
-    if found.columns is not None:
-        x = x[:, found.columns]
-    numbers = _numbers_of(found.scheme, num_columns)
-    return ffi.quantized_grouped_linear(
-        x, found.values, found.scale, found.offset, group_sizes, num_rows=num_rows, numbers=numbers
-    )
+    return _routed_kernel_product(x, ids_of(group_sizes, x.shape[0]), found, None)[:, 0]
+
+
+def _routed_unsupported_reason(
+    x: jax.Array, weight: jax.Array, ids: jax.Array, bias: jax.Array | None, *, layout: Layout
+) -> str | None:
+    return "the weight is not quantized" if _experts_of(weight, layout) is None else None
+
+
+@registry.register(
+    ROUTED_OP, "quantized", registry.PLATFORMS, unsupported_reason=_routed_unsupported_reason, takes_precedence=True
+)
+def sorted_choices(
+    x: jax.Array, weight: jax.Array, ids: jax.Array, bias: jax.Array | None, *, layout: Layout
+) -> jax.Array:
+    """Computes the product of sorted rows, one for each expert that has rows."""
+    return by_sorted_rows(x, weight, ids, bias, layout=layout)
+
+
+def _routed_kernel_unsupported_reason(
+    x: jax.Array, weight: jax.Array, ids: jax.Array, bias: jax.Array | None, *, layout: Layout
+) -> str | None:
+    return _kernel_reason_of_experts(x, _experts_of(weight, layout))
+
+
+@registry.register(
+    ROUTED_OP,
+    "cpu-quantized",
+    ("cpu",),
+    unsupported_reason=_routed_kernel_unsupported_reason,
+    takes_precedence=True,
+)
+def streamed_choices(
+    x: jax.Array, weight: jax.Array, ids: jax.Array, bias: jax.Array | None, *, layout: Layout
+) -> jax.Array:
+    """Computes with the C++ kernel, which reads experts that rows name as they are stored."""
+    found = _experts_of(weight, layout)
+    assert found is not None
+    return _routed_kernel_product(x, ids, found, bias)

@@ -324,13 +324,13 @@ class ModelProgram:
         on_devices = (
             contextlib.nullcontext() if self.sharding is None else self.sharding.trace_context(self.module, arrays)
         )
-        grouped = moe.GROUPED_MM if self.sharding is None else moe.IMPLEMENTATION
+        experts = moe.implementation(self.sharding is not None)
         hooked = on_torch_tensors(self.module) if self.watch.hooked else contextlib.nullcontext()
         with (
             self.watch.running(),
             torch_promotion(),
             hooked,
-            config_overrides(self.module, attention=attention, experts=grouped),  # one trace at a time from here on
+            config_overrides(self.module, attention=attention, experts=experts),  # one trace at a time from here on
             restored_attributes(self.module) as kept,
             on_devices,
             torch_mode(self.module, state),

@@ -1,8 +1,12 @@
-"""The experts of a layer on a mesh: each device computes a share, and one sum adds them.
+"""Experts of a layer: routed rows on a CPU, a share of the experts on each device of a mesh.
 
-transformers' own function runs on each device (`grouped_mm_experts_forward`), with the module holding that device's
-part of its tensors: complete experts, or some hidden units of every expert, or both. Tokens of experts on other devices
-get the index after the last expert, which that function treats as "not here", with weight zero.
+On a CPU :func:`routed_experts` does what transformers' `grouped_mm_experts_forward` does, with each product a
+`routed_matmul`, which needs no sorted rows. On other platforms transformers' own function runs.
+
+On a mesh each device computes a share, and one sum adds them. transformers' own function runs on each device, with the
+module holding that device's part of its tensors: complete experts, or some hidden units of every expert, or both.
+Tokens of experts on other devices get the index after the last expert, which that function treats as "not here", with
+weight zero.
 """
 
 from __future__ import annotations
@@ -18,17 +22,61 @@ from jax.sharding import Mesh, PartitionSpec
 from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 
 from model_adapters.bridge.views import jax_view, torch_view
+from model_adapters.ops import registry, routed_matmul
 from model_adapters.ops.compressed_weight import Weight, stored_form, substituted
 from model_adapters.ops.quantized_weight import QuantizedWeight
+from model_adapters.ops.routed_matmul import Layout
 from model_adapters.ops.spmd import per_shard
 from model_adapters.sharding.model_sharding import mesh_in_trace, placement_in_trace
 from model_adapters.sharding.quantized_sharding import specs_of
 from sharding_rules import TensorPlacement
 
 IMPLEMENTATION = "torchax_serve_sharded"
-
-
+ROUTED = "torchax_serve_routed"
 GROUPED_MM = "grouped_mm"
+
+
+def implementation(is_divided: bool) -> str:
+    """Returns the name of the experts function to trace.
+
+    `is_divided`: the model is divided among devices.
+    """
+    if is_divided:
+        return IMPLEMENTATION
+    return ROUTED if registry.platform() == "cpu" else GROUPED_MM
+
+
+def routed_experts(
+    module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Computes transformers' experts function without sorting tokens.
+
+    ``[tokens, hidden]`` in and out.
+    """
+
+    def product(x: torch.Tensor, name: str) -> torch.Tensor:
+        weight = getattr(module, name)
+        bias = getattr(module, f"{name}_bias") if module.has_bias else None
+        return routed_product(x.to(weight.dtype), weight, top_k_index, bias, is_transposed=module.is_transposed)
+
+    inner = product(hidden_states, "gate_up_proj" if module.has_gate else "up_proj").flatten(0, 1)
+    inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+    out = product(inner.view(*top_k_index.shape, -1), "down_proj")
+    if module.has_post_expert_norm:
+        out = module.post_expert_norm(out)
+    return (out * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)
+
+
+def routed_product(
+    x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, bias: torch.Tensor | None, *, is_transposed: bool
+) -> torch.Tensor:
+    """Returns the op `routed_matmul` of tensors.
+
+    With `is_transposed` the weights are [experts, in, out], as transformers has it.
+    """
+    added = None if bias is None else jax_view(bias)
+    layout: Layout = "ekn" if is_transposed else "enk"
+    return torch_view(routed_matmul(jax_view(x), jax_view(weight), jax_view(ids), added, layout=layout))
 
 
 _REPLICATED = PartitionSpec()
@@ -92,8 +140,9 @@ def _run(
 
 @functools.cache
 def install() -> None:
-    """Registers the function with transformers."""
+    """Registers the functions with transformers."""
     ExpertsInterface.register(IMPLEMENTATION, sharded_experts)
+    ExpertsInterface.register(ROUTED, routed_experts)
 
 
 def route_and_combine(

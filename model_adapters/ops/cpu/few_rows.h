@@ -24,15 +24,16 @@ class FewRows {
   static constexpr int kMaxRows = 4;    // with more, arithmetic takes as long as memory
   static constexpr int64_t kXLanes = 0;  // that it wants x in: the rows as they lie
 
-  FewRows(const HeldRows<T>& x, int64_t rows, const T* weight, int64_t n, int64_t k, const float* bias)
-      : x_(x.data()), num_words_(x.num_words), rows_(rows), weight_(weight), n_(n), k_(k), bias_(bias) {
+  // Row r of the result is row to[r] of the output, if `to` is given.
+  FewRows(const HeldRows<T>& x, int64_t rows, const T* weight, int64_t n, int64_t k, const float* bias, const int32_t* to = nullptr)
+      : x_(x.data()), num_words_(x.num_words), rows_(rows), weight_(weight), n_(n), k_(k), bias_(bias), to_(to) {
     const int64_t fitting = kChunkBytes / std::max<int64_t>(1, k * int64_t(sizeof(T)));
     chunk_rows_ = std::max<int64_t>(kLanes, std::min(n / kMinChunks, fitting) / kLanes * kLanes);
   }
 
   int64_t num_chunks() const { return (n_ + chunk_rows_ - 1) / chunk_rows_; }
 
-  // out[r * n + i] for all rows and the weight rows i of chunk c.
+  // out[r][i] for all rows and the weight rows i of chunk c.
   template <class Out>
   void run(int64_t c, Out* out) const {
     for_count<kMaxRows>(rows_, [&](auto count) {
@@ -86,7 +87,7 @@ class FewRows {
     Vec sum = sums[0];
     for (int j = 1; j < kLanes; j++) sum += sums[j];
     for (int i = 0; i < num; i++)
-      for (int r = 0; r < R; r++) from_float(sum[i * R + r] + (bias_ ? bias_[begin + i] : 0.f), out + r * n_ + begin + i);
+      for (int r = 0; r < R; r++) from_float(sum[i * R + r] + (bias_ ? bias_[begin + i] : 0.f), out + (to_ ? to_[r] : r) * n_ + begin + i);
   }
 
   const float* x_;
@@ -94,6 +95,7 @@ class FewRows {
   const T* weight_;
   int64_t n_, k_, chunk_rows_;
   const float* bias_;
+  const int32_t* to_;
 };
 
 }  // namespace tas

@@ -354,25 +354,25 @@ def quantized_linear(
     return with_rows_folded(run, 1)(x, values, scale, shift, _or_empty(bias))
 
 
-def quantized_grouped_linear(
+def quantized_routed_linear(
     x: jax.Array,
+    ids: jax.Array,
     values: jax.Array,
     scale: jax.Array,
     offset: jax.Array | None,
-    group_sizes: jax.Array,
+    bias: jax.Array | None,
     *,
     num_rows: int,
     numbers: QuantizedNumbers,
 ) -> jax.Array:
-    """Returns groups of rows of ``x[T, K]`` times quantized matrices ``[E, N, K]``.
+    """Returns :func:`routed_linear` with quantized matrices ``[E, N, K]``.
 
-    As :func:`quantized_linear`, with a leading axis E of the parts. `group_sizes` is ``int32[E]``. Rows after the last
-    group are zero; matrices of groups without rows are not read.
+    The other arguments are those of :func:`quantized_linear`, with a leading axis E of the parts and of `bias`.
     """
-    result = jax.ShapeDtypeStruct((x.shape[0], num_rows), x.dtype)
+    result = jax.ShapeDtypeStruct((*ids.shape, num_rows), x.dtype)
     shift = jnp.zeros((0,), scale.dtype) if offset is None else offset
-    out: jax.Array = _call("tas_quantized_grouped_linear", result)(
-        x, values, scale, shift, group_sizes.astype(jnp.int32), **numbers.attributes()
+    out: jax.Array = _call("tas_quantized_routed_linear", result)(
+        x, ids, values, scale, shift, _or_empty(bias), **numbers.attributes()
     )
     return out
 
@@ -400,15 +400,17 @@ def unpack_rows(ids: jax.Array, groups: jax.Array, index: jax.Array) -> jax.Arra
     return with_rows_folded(run, 1)(ids, groups, index)
 
 
-def grouped_linear(x: jax.Array, weight: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """Returns groups of rows of ``x[T, K]``, each times its ``weight[E, N, K]`` transposed.
+def routed_linear(
+    x: jax.Array, ids: jax.Array, weight: jax.Array, bias: jax.Array | None, *, is_input_major: bool
+) -> jax.Array:
+    """Returns rows of x times the matrices that their ids name, ``[T, choices, N]``.
 
-    `group_sizes` is ``int32[E]``. Rows after the last group are zero.
+    `ids` is ``int32[T, choices]``, `x` is ``[T, K]`` or ``[T, choices, K]``, `weight` is ``[E, K, N]`` if
+    `is_input_major`, else ``[E, N, K]``, `bias` is ``[E, N]``. Rows whose id is no matrix are zero.
     """
-    result = jax.ShapeDtypeStruct((x.shape[0], weight.shape[1]), x.dtype)
-    return _call("tas_grouped_linear", result)(
-        x, weight, group_sizes.astype(jnp.int32), in_order=_BATCH_INVARIANT.get()
-    )
+    result = jax.ShapeDtypeStruct((*ids.shape, weight.shape[2 if is_input_major else 1]), x.dtype)
+    options = {"in_order": _BATCH_INVARIANT.get(), "is_input_major": is_input_major}
+    return _call("tas_routed_linear", result)(x, ids, weight, _or_empty(bias), **options)
 
 
 def activation(x: jax.Array, *, is_gelu: bool) -> jax.Array:

@@ -1,48 +1,13 @@
-// x[rows, K] times weight[N, K] transposed, and the same for runs of rows with a weight of their own.
-#include <vector>
-
+// x[rows, K] times weight[N, K] transposed.
 #include "dtypes.h"
-#include "few_rows.h"
-#include "processor.h"
-#include "product.h"
 #include "repeated_rows.h"
+#include "row_product.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
 
 namespace tas {
 namespace {
-
-// Whether so few rows may be summed in the order that is quickest for them. Float32 keeps that of many rows in any case: its
-// results do not depend on the rows beside.
-template <class T>
-bool in_lanes(int64_t rows, bool in_order) {
-  static const bool is_quickest = !is_zen4();
-  return rows <= FewRows<T>::kMaxRows && sizeof(T) < sizeof(float) && !in_order && is_quickest;
-}
-
-// x[rows, K] weight[N, K] -> [rows, N], in the way that is quickest for so many rows.
-template <class T>
-class RowProduct {
- public:
-  RowProduct(ffi::ThreadPool* threads, const T* x, const T* weight, const float* bias, int64_t rows, int64_t n, int64_t k, bool in_order)
-      : is_few_(in_lanes<T>(rows, in_order)), held_(threads, x, rows, k, is_few_ ? FewRows<T>::kXLanes : Product<T>::lanes(rows)), few_(held_, rows, weight, n, k, bias), product_(held_, rows, weight, n, k, bias) {}
-
-  int64_t num_chunks() const { return is_few_ ? few_.num_chunks() : product_.num_chunks(); }
-
-  // Chunk c of the result; the thread goes on with `next`.
-  template <class Out>
-  void run(int64_t c, int64_t next, Out* out) const {
-    if (is_few_) few_.run(c, out);
-    else product_.run(c, next, out);
-  }
-
- private:
-  bool is_few_;
-  HeldRows<T> held_;
-  FewRows<T> few_;
-  Product<T> product_;
-};
 
 template <class T, class Out>
 ffi::Error run(ffi::ThreadPool& threads, const T* x, const T* weight, const float* bias, Out* out, int64_t rows, int64_t n, int64_t k, bool in_order) {
@@ -68,42 +33,6 @@ ffi::Error linear(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer weig
   });
 }
 
-template <class T>
-ffi::Error run_grouped(ffi::ThreadPool& threads, const T* x, const T* weight, const int32_t* sizes, T* out, int64_t rows, int64_t num_groups, int64_t n, int64_t k, bool in_order) {
-  struct Group {
-    RowProduct<T> product;
-    T* out;
-    int64_t first_chunk;
-  };
-  std::vector<Group> groups;
-  int64_t begin = 0, num_chunks = 0, workers = 0;
-  for (int64_t e = 0; e < num_groups; e++) {
-    const int64_t count = std::clamp<int64_t>(sizes[e], 0, rows - begin);
-    if (count == 0) continue;
-    groups.push_back({RowProduct<T>(nullptr, x + begin * k, weight + e * n * k, nullptr, count, n, k, in_order), out + begin * n, num_chunks});
-    num_chunks += groups.back().product.num_chunks();
-    workers += num_workers(count, n, k, sizeof(T));
-    begin += count;
-  }
-  std::fill(out + begin * n, out + rows * n, T{});
-  parallel_for(threads, num_chunks, workers, [&](int64_t c, int64_t next) {
-    const Group& group = *std::prev(std::upper_bound(groups.begin(), groups.end(), c, [](int64_t chunk, const Group& g) { return chunk < g.first_chunk; }));
-    group.product.run(c - group.first_chunk, next - group.first_chunk, group.out);
-  });
-  return ffi::Error::Success();
-}
-
-// x[T, K] in runs of group_sizes[E] rows, weight[E, N, K] -> out[T, N]; rows behind the last group are zero.
-ffi::Error grouped_linear(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::AnyBuffer group_sizes, ffi::Result<ffi::AnyBuffer> out, bool in_order) {
-  const auto wd = weight.dimensions();
-  const auto* sizes = (const int32_t*)group_sizes.untyped_data();
-  if (x.element_type() != weight.element_type() || x.element_type() != out->element_type())
-    return ffi::Error::InvalidArgument("grouped_linear: x, weight and result must have one dtype");
-  return with_float_type("grouped_linear", x, [&](const auto* from) {
-    return run_grouped(threads, from, (decltype(from))same_type(from, weight), sizes, same_type(from, *out), x.dimensions()[0], wd[0], wd[1], wd[2], in_order);
-  });
-}
-
 }  // namespace
 }  // namespace tas
 
@@ -118,15 +47,11 @@ extern "C" int tas_linear_max_rows(int itemsize) {
 #endif
 }
 
-#define TAS_LINEAR(name, function)                           \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(name, function,              \
-                                ffi::Ffi::Bind()             \
-                                    .Ctx<ffi::ThreadPool>()  \
-                                    .Arg<ffi::AnyBuffer>()   \
-                                    .Arg<ffi::AnyBuffer>()   \
-                                    .Arg<ffi::AnyBuffer>()   \
-                                    .Ret<ffi::AnyBuffer>()   \
-                                    .Attr<bool>("in_order"))
-
-TAS_LINEAR(tas_linear, tas::linear);
-TAS_LINEAR(tas_grouped_linear, tas::grouped_linear);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(tas_linear, tas::linear,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<bool>("in_order"));

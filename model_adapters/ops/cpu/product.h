@@ -62,13 +62,11 @@ inline Word splat_word(const void* p) {
 
 // x[rows, k] in words, zeros behind each row. Without `lanes` the rows lie as they are, as one row does in any case; else they
 // are turned in groups of that many: group g holds its word w at data + (g * num_words + w) * lanes, with zeros for rows that
-// are not there.
-template <class T>
+// are not there. Row r is row at[r] of x, if `at` is given.
+template <class T, class P = Pair<T>>
 class HeldRows {
-  using P = Pair<T>;
-
  public:
-  HeldRows(xla::ffi::ThreadPool* threads, const T* x, int64_t rows, int64_t k, int64_t lanes) : x_(x), rows_(rows), k_(k) {
+  HeldRows(xla::ffi::ThreadPool* threads, const T* x, int64_t rows, int64_t k, int64_t lanes, const int32_t* at = nullptr) : x_(x), rows_(rows), k_(k), at_(at) {
     if (lanes == 1) lanes = 0;
     num_words = (k + P::kStep - 1) / P::kStep * kLanes;
     const int64_t num_groups = lanes ? (rows + lanes - 1) / lanes : 0;
@@ -100,7 +98,7 @@ class HeldRows {
 
   Vec step_of(int64_t r, int64_t d) const {
     const int left = std::min<int64_t>(P::kStep, k_ - d);
-    const T* row = x_ + r * k_ + d;
+    const T* row = x_ + (at_ ? at_[r] : r) * k_ + d;
     return (Vec)(left == P::kStep ? P::load(row) : P::load(row, left));
   }
 
@@ -119,6 +117,7 @@ class HeldRows {
 
   const T* x_;
   int64_t rows_, k_;
+  const int32_t* at_;
   struct Free {
     void operator()(float* words) const { ::operator delete(words, kLine); }
   };
@@ -138,14 +137,15 @@ class Product {
   static constexpr int64_t kCopyColumns = 256, kCopyStride = kCopyColumns + kWordsPerLine;
 
  public:
-  Product(const HeldRows<T>& x, int64_t rows, const T* weight, int64_t n, int64_t k, const float* bias)
-      : x_(x.data()), num_words_(x.num_words), rows_(rows), weight_(weight), n_(n), k_(k), bias_(bias) {}
+  // Row r of the result is row to[r] of the output, if `to` is given.
+  Product(const HeldRows<T>& x, int64_t rows, const T* weight, int64_t n, int64_t k, const float* bias, const int32_t* to = nullptr)
+      : x_(x.data()), num_words_(x.num_words), rows_(rows), weight_(weight), n_(n), k_(k), bias_(bias), to_(to) {}
 
   static int64_t lanes(int64_t rows) { return rows <= kFewRows ? 0 : kLanes; }  // that it wants x in
 
   int64_t num_chunks() const { return (n_ + kChunkRows - 1) / kChunkRows; }
 
-  // out[r * n + i] for all rows and the weight rows i of chunk c; `next` is the chunk that this thread takes after it.
+  // out[r][i] for all rows and the weight rows i of chunk c; `next` is the chunk that this thread takes after it.
   template <class Out>
   void run(int64_t c, int64_t next, Out* out) const {
     static thread_local std::vector<float> sums_of_thread;
@@ -215,7 +215,7 @@ class Product {
     for (int r = 0; r < R; r++) {
       if (bias_)
         for (int64_t i = 0; i < count; i++) sum[r][i] += bias_[begin + i];
-      put(sum[r], count, out + r * n_ + begin);
+      put(sum[r], count, out + (to_ ? to_[r] : r) * n_ + begin);
     }
   }
 
@@ -301,7 +301,7 @@ class Product {
     for (int64_t j = 0; j < count; j++) v[j] = load(sums.at(row + j, g)) + (bias_ ? bias_[i + j] : 0.f);
     transpose_square(v);
     const int64_t begin = g * kLanes, rows = std::min<int64_t>(kLanes, rows_ - begin);
-    for (int64_t r = 0; r < rows; r++) put(v[r], count, out + (begin + r) * n_ + i);
+    for (int64_t r = begin; r < begin + rows; r++) put(v[r - begin], count, out + (to_ ? to_[r] : r) * n_ + i);
   }
 
   template <class Out>
@@ -317,6 +317,7 @@ class Product {
   const T* weight_;
   int64_t n_, k_;
   const float* bias_;
+  const int32_t* to_;
 };
 
 }  // namespace tas

@@ -1,9 +1,10 @@
-// x[rows, k] times a quantized matrix (quantized.h) transposed, or groups of rows times one of several.
+// x[rows, k] times a quantized matrix (quantized.h) transposed, or times one of several that each row names.
 #include <memory>
 
 #include "dtypes.h"
 #include "quantized.h"
 #include "repeated_rows.h"
+#include "routed_rows.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -24,36 +25,37 @@ ffi::Error run_quantized(ffi::ThreadPool& threads, const T* x, int64_t rows, con
 
 // Rows of one group and the product of them; numbers of chunks count on over all groups.
 struct GroupProduct {
-  GroupProduct(int64_t rows, const QuantizedMatrix& matrix, Words words, void* out, QuantizedProduct::Store store, int64_t first_chunk)
-      : held(rows, matrix, words), product(held, rows, matrix, nullptr, out, store), first_chunk(first_chunk) {}
+  GroupProduct(int64_t rows, const QuantizedMatrix& matrix, Words words, const float* bias, void* out, QuantizedProduct::Store store, const int32_t* to, int64_t first_chunk)
+      : held(rows, matrix, words), product(held, rows, matrix, bias, out, store, to), first_chunk(first_chunk) {}
   QuantizedRows held;
   QuantizedProduct product;
   int64_t first_chunk;
 };
 
 template <class T>
-ffi::Error run_quantized_groups(ffi::ThreadPool& threads, const T* x, int64_t rows, const QuantizedMatrix& first, const int32_t* sizes, int64_t num_groups, int64_t act_group, T* out) {
+ffi::Error run_routed(ffi::ThreadPool& threads, const T* x, int64_t rows_per_token, const int32_t* ids, int64_t tokens, int64_t choices, const QuantizedMatrix& first, int64_t num_matrices,
+                      int64_t act_group, const float* bias, T* out) {
+  const RoutedRows rows(x, rows_per_token, first.k, ids, tokens, choices, num_matrices);
   const int64_t scale_bytes = first.num_blocks() * first.num_groups() * kBlockRows * (first.is_half ? 2 : 4);
   std::vector<std::unique_ptr<GroupProduct>> groups;
-  int64_t begin = 0, num_chunks = 0;
-  for (int64_t g = 0; g < num_groups && begin < rows; g++) {
-    const int64_t count = std::clamp<int64_t>(sizes[g], 0, rows - begin);
-    if (count == 0) continue;
+  int64_t num_chunks = 0;
+  for (const auto& [e, begin, count] : rows.groups) {
     QuantizedMatrix matrix = first;
-    matrix.values += g * first.num_blocks() * first.block_bytes();
-    matrix.scale = (const char*)first.scale + g * scale_bytes;
-    if (first.offset) matrix.offset = (const char*)first.offset + g * scale_bytes;
-    groups.push_back(std::make_unique<GroupProduct>(count, matrix, words_for<T>(matrix, act_group > 0), out + begin * first.n, QuantizedProduct::store_as<T>, num_chunks));
-    groups.back()->held.take(threads, x + begin * first.k, act_group);
+    matrix.values += e * first.num_blocks() * first.block_bytes();
+    matrix.scale = (const char*)first.scale + e * scale_bytes;
+    if (first.offset) matrix.offset = (const char*)first.offset + e * scale_bytes;
+    groups.push_back(std::make_unique<GroupProduct>(count, matrix, words_for<T>(matrix, act_group > 0), bias ? bias + e * first.n : nullptr, out, QuantizedProduct::store_as<T>,
+                                                    rows.to.data() + begin, num_chunks));
+    groups.back()->held.take(threads, x, act_group, rows.at.data() + begin);
     num_chunks += groups.back()->product.num_chunks();
-    begin += count;
   }
-  std::fill(out + begin * first.n, out + rows * first.n, T{});
-  parallel_for(threads, num_chunks, num_workers(begin, first.n, first.k, 1), [&](int64_t c, int64_t) {
+  const int64_t bytes = first.num_blocks() * first.block_bytes();
+  parallel_for(threads, num_chunks, 1 + int64_t(groups.size()) * bytes / (1 << 18) + int64_t(rows.at.size()) * first.n * first.k / (1 << 23), [&](int64_t c, int64_t) {
     const auto behind = std::upper_bound(groups.begin(), groups.end(), c, [](int64_t at, const auto& group) { return at < group->first_chunk; });
     const GroupProduct& group = **std::prev(behind);
     group.product.run(c - group.first_chunk, c - group.first_chunk + 1);
   });
+  rows.complete(threads, out, tokens, first.n);
   return ffi::Error::Success();
 }
 
@@ -83,25 +85,30 @@ ffi::Error quantized_linear(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyB
   return with_float_type("quantized_linear", x, [&](const auto* from) { return run_quantized(threads, from, rows, *matrix, act_group, added, same_type(from, *out)); });
 }
 
-// The same for groups of rows, each with its matrix: group_sizes[E], values [E, n / 16, ...], scale and offset [E, n / 16, groups, 16]. Rows after the last group are zero.
-ffi::Error quantized_grouped_linear(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer values, ffi::AnyBuffer scale, ffi::AnyBuffer offset, ffi::AnyBuffer group_sizes,
-                                    ffi::Result<ffi::AnyBuffer> out, int64_t numbers, int64_t zero, int64_t group, int64_t act_group, ffi::Span<const float> table) {
-  const int64_t rows = x.dimensions()[0], k = x.dimensions()[1], n = out->dimensions()[1], num_groups = group_sizes.dimensions()[0];
-  const auto matrix = matrix_of(values, scale, offset, num_groups, n, k, numbers, zero, group, table);
+// The same for rows that name one of several matrices: x[T, k] or [T, choices, k], ids[T, choices], values [E, n / 16, ...], scale and offset [E, n / 16, groups, 16], bias [E, n] or empty
+// -> out[T, choices, n]: zeros where an id is no matrix.
+ffi::Error quantized_routed_linear(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer ids, ffi::AnyBuffer values, ffi::AnyBuffer scale, ffi::AnyBuffer offset, ffi::AnyBuffer bias,
+                                   ffi::Result<ffi::AnyBuffer> out, int64_t numbers, int64_t zero, int64_t group, int64_t act_group, ffi::Span<const float> table) {
+  const auto xd = x.dimensions();
+  const int64_t tokens = ids.dimensions()[0], choices = ids.dimensions()[1], rows_per_token = xd.size() == 3 ? xd[1] : 1, k = xd.back(), n = out->dimensions()[2];
+  const int64_t num_matrices = values.dimensions()[0];
+  const auto matrix = matrix_of(values, scale, offset, num_matrices, n, k, numbers, zero, group, table);
   if (matrix.has_error()) return matrix.error();
-  const auto* sizes = (const int32_t*)group_sizes.untyped_data();
-  return with_float_type("quantized_grouped_linear", x, [&](const auto* from) {
-    return run_quantized_groups(threads, from, rows, *matrix, sizes, num_groups, act_group, same_type(from, *out));
+  const auto* chosen = (const int32_t*)ids.untyped_data();
+  const auto* added = bias.element_count() ? (const float*)bias.untyped_data() : nullptr;
+  return with_float_type("quantized_routed_linear", x, [&](const auto* from) {
+    return run_routed(threads, from, rows_per_token, chosen, tokens, choices, *matrix, num_matrices, act_group, added, same_type(from, *out));
   });
 }
 
 }  // namespace
 }  // namespace tas
 
-#define TAS_QUANTIZED(name, function)                                  \
+#define TAS_QUANTIZED(name, function, ...)                             \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(name, function,                        \
                                 ffi::Ffi::Bind()                       \
                                     .Ctx<ffi::ThreadPool>()            \
+                                    __VA_ARGS__                        \
                                     .Arg<ffi::AnyBuffer>()             \
                                     .Arg<ffi::AnyBuffer>()             \
                                     .Arg<ffi::AnyBuffer>()             \
@@ -115,4 +122,4 @@ ffi::Error quantized_grouped_linear(ffi::ThreadPool threads, ffi::AnyBuffer x, f
                                     .Attr<ffi::Span<const float>>("table"))
 
 TAS_QUANTIZED(tas_quantized_linear, tas::quantized_linear);
-TAS_QUANTIZED(tas_quantized_grouped_linear, tas::quantized_grouped_linear);
+TAS_QUANTIZED(tas_quantized_routed_linear, tas::quantized_routed_linear, .Arg<ffi::AnyBuffer>());

@@ -11,8 +11,9 @@ class QuantizedProduct {
   // Writes kLanes sums, or the first `count` of them, to element `index` of the result.
   using Store = void (*)(void* out, int64_t index, Vec sums, int count);
 
-  QuantizedProduct(const QuantizedRows& x, int64_t rows, const QuantizedMatrix& matrix, const float* bias, void* out, Store store)
-      : x_(x), rows_(rows), matrix_(matrix), bias_(bias), out_(out), store_(store) {}
+  // Row r of the result is row to[r] of `out`, if `to` is given.
+  QuantizedProduct(const QuantizedRows& x, int64_t rows, const QuantizedMatrix& matrix, const float* bias, void* out, Store store, const int32_t* to = nullptr)
+      : x_(x), rows_(rows), matrix_(matrix), bias_(bias), out_(out), store_(store), to_(to) {}
 
   template <class Out>
   static void store_as(void* out, int64_t index, Vec sums, int count) {
@@ -297,7 +298,7 @@ class QuantizedProduct {
     if (count <= 0) return;
     Vec bias{};
     if (bias_) bias = count == kLanes ? load(bias_ + i) : load_first(bias_ + i, count);
-    for (int r = 0; r < R && row + r < rows_; r++) store_(out_, (row + r) * matrix_.n + i, bias_ ? sums[r] + bias : sums[r], count);
+    for (int r = 0; r < R && row + r < rows_; r++) store_(out_, (to_ ? to_[row + r] : row + r) * matrix_.n + i, bias_ ? sums[r] + bias : sums[r], count);
   }
 
   const QuantizedRows& x_;
@@ -306,6 +307,7 @@ class QuantizedProduct {
   const float* bias_;
   void* out_;
   Store store_;
+  const int32_t* to_;
 };
 
 }  // namespace tas

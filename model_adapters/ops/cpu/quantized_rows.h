@@ -99,11 +99,13 @@ class QuantizedRows {
     start_.resize(count * num_units_);
   }
 
+  // Row r is row at[r] of x, if `at` is given.
   template <class T>
-  void take(xla::ffi::ThreadPool& threads, const T* x, int64_t act_group) {
+  void take(xla::ffi::ThreadPool& threads, const T* x, int64_t act_group, const int32_t* at = nullptr) {
     parallel_for(threads, rows_, 1 + rows_ * k_ / (64 << 10), [&](int64_t r, int64_t) {
-      if (kind == Words::kBytes) round_row(x + r * k_, r, act_group);
-      else copy_row(x + r * k_, r);
+      const T* row = x + (at ? at[r] : r) * k_;
+      if (kind == Words::kBytes) round_row(row, r, act_group);
+      else copy_row(row, r);
     });
   }
 

@@ -344,16 +344,20 @@ struct Pair {
   static void accumulate(Vec& acc, Vec a, Vec b) { acc = fma(a, b, acc); }
 };
 
-// Intel's cores have the instruction for Xeons with tiles: an Emerald Rapids starts one in four cycles and eight products of
-// float in them, which is four times the arithmetic.
-#if defined(__AVX512BF16__) && !defined(TAS_SLOW_DPBF16)
-template <>
-struct Pair<bf16> {
+#if defined(__AVX512BF16__)
+struct PairsOfBf16 {
   static constexpr int kStep = 2 * kLanes;
   static __m512i load(const bf16* p) { return _mm512_loadu_si512(p); }
   static __m512i load(const bf16* p, int n) { return _mm512_maskz_loadu_epi16((1u << n) - 1, p); }
   static void accumulate(Vec& acc, __m512i a, __m512i b) { acc = (Vec)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b); }
 };
+
+// Intel's cores have the instruction for Xeons with tiles: an Emerald Rapids starts one in four cycles and eight products of
+// float in them, which is four times the arithmetic.
+#if !defined(TAS_SLOW_DPBF16)
+template <>
+struct Pair<bf16> : PairsOfBf16 {};
+#endif
 #endif
 
 }  // namespace tas

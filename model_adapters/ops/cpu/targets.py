@@ -5,15 +5,15 @@ from __future__ import annotations
 TARGETS = (
     "tas_activation",
     "tas_decode_attention",
-    "tas_grouped_linear",
     "tas_linear",
     "tas_lora",
     "tas_packed_linear",
     "tas_paged_attention",
-    "tas_quantized_grouped_linear",
     "tas_quantized_linear",
+    "tas_quantized_routed_linear",
     "tas_read_tokens",
     "tas_rms_norm",
+    "tas_routed_linear",
     "tas_row_sum",
     "tas_unpack",
     "tas_unpack_rows",
@@ -29,6 +29,11 @@ ROW_BY_ROW = (
     "tas_row_sum",
 )
 """Targets that compute each row of their result from the same row of their first operand."""
-ROW_OPERANDS = {**dict.fromkeys(ROW_BY_ROW, 1), "tas_lora": 3}
+ROW_OPERANDS = {
+    **dict.fromkeys(ROW_BY_ROW, 1),
+    "tas_lora": 3,
+    "tas_quantized_routed_linear": 2,
+    "tas_routed_linear": 2,
+}
 """Targets that compute each row of their result from the same row of some operands: the number of these, which come
 first."""

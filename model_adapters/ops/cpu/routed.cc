@@ -1,0 +1,79 @@
+// Rows of x times the matrices that they name: the experts of a layer.
+#include <memory>
+
+#include "column_product.h"
+#include "dtypes.h"
+#include "routed_rows.h"
+#include "row_product.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace tas {
+namespace {
+
+constexpr int64_t kNumbersPerWorker = 64 << 10;  // of x, that are copied before another thread is awake
+
+struct Sizes {
+  int64_t tokens, choices, rows_per_token, num_matrices, n, k;
+};
+
+template <class Product, class T>
+ffi::Error run(ffi::ThreadPool& threads, const T* x, const int32_t* ids, const T* weight, const float* bias, T* out, const Sizes& s, bool in_order) {
+  const RoutedRows rows(x, s.rows_per_token, s.k, ids, s.tokens, s.choices, s.num_matrices);
+  const int64_t num_groups = rows.groups.size();
+  std::vector<std::unique_ptr<Product>> products(num_groups);
+  parallel_for(threads, num_groups, 1 + int64_t(rows.at.size()) * s.k / kNumbersPerWorker, [&](int64_t g, int64_t) {
+    const auto& group = rows.groups[g];
+    const float* added = bias ? bias + group.matrix * s.n : nullptr;
+    const T* matrix = weight + group.matrix * s.n * s.k;
+    products[g] = std::make_unique<Product>(nullptr, x, matrix, added, group.count, s.n, s.k, in_order, rows.at.data() + group.begin, rows.to.data() + group.begin);
+  });
+  std::vector<int64_t> first_chunks;
+  int64_t num_chunks = 0, workers = 0;
+  for (int64_t g = 0; g < num_groups; g++) {
+    first_chunks.push_back(num_chunks);
+    num_chunks += products[g]->num_chunks();
+    workers += num_workers(rows.groups[g].count, s.n, s.k, sizeof(T));
+  }
+  parallel_for(threads, num_chunks, workers, [&](int64_t c, int64_t next) {
+    const int64_t g = std::upper_bound(first_chunks.begin(), first_chunks.end(), c) - first_chunks.begin() - 1;
+    products[g]->run(c - first_chunks[g], next - first_chunks[g], out);
+  });
+  rows.complete(threads, out, s.tokens, s.n);
+  return ffi::Error::Success();
+}
+
+// x[T, K] or [T, choices, K], ids[T, choices], weight[E, N, K], or [E, K, N] if `is_input_major`, bias[E, N] or empty (float32)
+// -> out[T, choices, N]: zeros where an id is no matrix. Rows are summed in one order for any number of them if `in_order`.
+ffi::Error routed_linear(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer ids, ffi::AnyBuffer weight, ffi::AnyBuffer bias, ffi::Result<ffi::AnyBuffer> out, bool in_order,
+                         bool is_input_major) {
+  if (x.element_type() != weight.element_type() || x.element_type() != out->element_type())
+    return ffi::Error::InvalidArgument("routed_linear: x, weight and result must have one dtype");
+  const auto wd = weight.dimensions();
+  const int64_t rows_per_token = x.dimensions().size() == 3 ? x.dimensions()[1] : 1;
+  const Sizes s{ids.dimensions()[0], ids.dimensions()[1], rows_per_token, wd[0], wd[is_input_major ? 2 : 1], wd[is_input_major ? 1 : 2]};
+  const auto* chosen = (const int32_t*)ids.untyped_data();
+  const auto* added = bias.element_count() ? (const float*)bias.untyped_data() : nullptr;
+  return with_float_type("routed_linear", x, [&](const auto* from) {
+    using T = std::remove_const_t<std::remove_pointer_t<decltype(from)>>;
+    const T* matrices = same_type(from, weight);
+    T* to = static_cast<T*>(out->untyped_data());
+    if (is_input_major) return run<ColumnProduct<T>>(threads, from, chosen, matrices, added, to, s, in_order);
+    return run<RowProduct<T>>(threads, from, chosen, matrices, added, to, s, in_order);
+  });
+}
+
+}  // namespace
+}  // namespace tas
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(tas_routed_linear, tas::routed_linear,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<bool>("in_order")
+                                  .Attr<bool>("is_input_major"));
