@@ -138,7 +138,8 @@ class CompressedLayer(AttentionLayer):
             places = jnp.where(is_closed, places, self.capacity)  # out of bounds, hence dropped
             pool = dense = jax_view(before).at[:, 0, places].set(new.astype(before.dtype), mode="drop")
         else:
-            pool, dense = self._write(pool_name, new[:, None], jnp.where(is_closed, places, -1))
+            pool = self._write(pool_name, new[:, None], jnp.where(is_closed, places, -1))
+            dense = self._seen(pool_name, pool, new.dtype)
         setattr(self, pool_name, torch_view(pool))
         return torch_view(dense[:, 0, self.rate - 1 :: self.rate])
 

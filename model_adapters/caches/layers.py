@@ -7,6 +7,7 @@ layers store the full length too: the window is applied by the attention mask or
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -107,12 +108,12 @@ class AttentionLayer(CacheLayerMixin):
     @property
     def keys(self) -> torch.Tensor:  # type: ignore[override]
         """Dense keys [batch, kv_heads, capacity, k_dim]."""
-        return torch_view(self._dense("pool")[..., : self.k_dim])
+        return self._stored(slice(self.k_dim))
 
     @property
     def values(self) -> torch.Tensor:  # type: ignore[override]
         """Dense values [batch, kv_heads, capacity, v_dim]."""
-        return torch_view(self._dense("pool")[..., self.k_dim :])
+        return self._stored(slice(self.k_dim, None))
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Does nothing: the first update makes the pool."""
@@ -133,16 +134,18 @@ class AttentionLayer(CacheLayerMixin):
             self.prefill_len = num_new
             keys_out, values_out = torch_view(keys), torch_view(values)
         else:
-            pool, dense = self._write("pool", new)
-            visible = self._right_aligned(dense)
+            pool = self._write("pool", new)
+            keys_out, values_out = (
+                torch_view(self._right_aligned(self._seen("pool", pool, new.dtype, columns)))
+                for columns in (slice(self.k_dim), slice(self.k_dim, None))
+            )
             self.counted_new_tokens = True
-            keys_out, values_out = torch_view(visible[..., : self.k_dim]), torch_view(visible[..., self.k_dim :])
         self.pool = torch_view(pool)
         keys_out.cache_write = KVWrite(self, keys, values, values_out, before)
         return keys_out, values_out
 
-    def _write(self, name: str, new: jax.Array, positions: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-        """Returns a pool with new tokens stored, and what model code sees of it.
+    def _write(self, name: str, new: jax.Array, positions: jax.Array | None = None) -> jax.Array:
+        """Returns a pool with new tokens stored.
 
         Args:
             name: Attribute with the pool.
@@ -151,30 +154,40 @@ class AttentionLayer(CacheLayerMixin):
         """
         before = jax_view(getattr(self, name))
         if self.table is None:
-            pool = write_at(before, new, jax_view(self.offset))
-            return pool, pool
+            return write_at(before, new, jax_view(self.offset))
         if positions is None:
             steps = jnp.arange(new.shape[2], dtype=jnp.int32)
             positions = jnp.where(steps < jax_view(self.num_valid), jax_view(self.offset) + steps, -1)
         tokens, scales, dtype = jnp.swapaxes(new[0], 0, 1), self.kv_scales(name), before.dtype
         k_dim = self.k_dim if name == "pool" else new.shape[3]
         tokens = tokens.astype(dtype) if scales is None else rounded(tokens, k_dim, scales, dtype)
-        pool = write_row(before, jax_view(self.table), positions.astype(jnp.int32), tokens)
-        return pool, self._read(name, pool, new.dtype, jax_view(self.offset) + jax_view(self.num_valid))
+        return write_row(before, jax_view(self.table), positions.astype(jnp.int32), tokens)
 
-    def _read(self, name: str, pages: jax.Array, dtype: Any, length: jax.Array) -> jax.Array:
-        """Returns the first `length` int32[] tokens in pages, ``[1, heads, capacity, width]``."""
-        dense, scales = read_row(pages, jax_view(self.table), length.astype(jnp.int32)), self.kv_scales(name)
-        k_dim = self.k_dim if name == "pool" else dense.shape[2]
-        return (dense if scales is None else widened(dense, k_dim, scales, dtype))[None]
+    def _seen(
+        self, name: str, pool: jax.Array, dtype: Any, columns: slice = slice(None), *, has_new: bool = True
+    ) -> jax.Array:
+        """Returns what model code sees of a pool, ``[batch, heads, capacity, columns]``.
 
-    def _dense(self, name: str) -> jax.Array:
-        """Returns a pool as ``[batch, heads, capacity, width]``."""
-        pool = jax_view(getattr(self, name))
+        Args:
+            name: Attribute of the pool.
+            pool: The pool.
+            dtype: Of the result, if the pool is in 8 bits.
+            columns: Columns of the pool.
+            has_new: Whether the new tokens are stored.
+        """
         if self.table is None:
-            return pool
-        stored = jax_view(self.num_valid) if self.counted_new_tokens else 0
-        return self._read(name, pool, jnp.float32, jax_view(self.offset) + stored)
+            return pool[..., columns]
+        length = jax_view(self.offset) + (jax_view(self.num_valid) if has_new else 0)
+        read = functools.partial(read_row, pool, jax_view(self.table), jnp.asarray(length, jnp.int32))
+        if (scales := self.kv_scales(name)) is None:
+            return read(columns)[None]
+        k_dim = self.k_dim if name == "pool" else pool.shape[3]
+        return widened(read(), k_dim, scales, dtype)[None, ..., columns]
+
+    def _stored(self, columns: slice) -> torch.Tensor:
+        """Returns columns of what is stored, [batch, kv_heads, capacity, columns]."""
+        pool = jax_view(self.pool)
+        return torch_view(self._seen("pool", pool, jnp.float32, columns, has_new=self.counted_new_tokens))
 
     def _right_aligned(self, pool: jax.Array) -> jax.Array:
         """Returns `pool` [batch, heads, capacity, width] as model code sees it."""
@@ -256,7 +269,8 @@ class IndexedLayer(AttentionLayer):
         if getattr(self, name) is None:
             pool = dense = jnp.pad(new, ((0, 0), (0, 0), (0, self.capacity - new.shape[2]), (0, 0)))
         else:
-            pool, dense = self._write(name, new)
+            pool = self._write(name, new)
+            dense = self._seen(name, pool, new.dtype)
         setattr(self, name, torch_view(pool))
         return dense
 
@@ -270,7 +284,9 @@ class IndexedLayer(AttentionLayer):
             return None
         if self.right_align_len is None:
             raise UnsupportedModelError("an indexer that stores positions needs a right-aligned cache")
-        past = self._right_aligned(self._dense("position_pool"))[:, 0, : self.capacity - self.right_align_len]
+        pool = jax_view(self.position_pool)
+        stored = self._seen("position_pool", pool, pool.dtype, has_new=False)
+        past = self._right_aligned(stored)[:, 0, : self.capacity - self.right_align_len]
         return torch_view(jnp.moveaxis(past, 2, 0))
 
     @indexer_position_ids.setter

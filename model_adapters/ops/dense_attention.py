@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops import registry, spmd
 from model_adapters.ops.attention_args import AttentionArgs, unsupported_field
-from model_adapters.ops.linear import HALF, MIN_ROWS, pad_rows_to, precision
+from model_adapters.ops.linear import batched_sums
 
 OP = "dense_attention"
 MAX_BLOCK = 256  # queries at a time; measured best on CPU among 128, 256 and all, from 512 queries on
@@ -128,14 +128,11 @@ def _attend(
     batch, num_heads, num_queries, dim = q.shape
     heads, num_keys = k.shape[1:3]
     group = num_heads // heads
-    accumulate = jnp.promote_types(q.dtype, jnp.float32)
-    exact = precision(q.dtype)
     # The query heads of a group are more rows of one product with their kv head.
     rows = q.reshape(batch, heads, group * num_queries, dim)
-    if q.dtype in HALF and registry.platform() == "cpu":
-        rows = pad_rows_to(rows, 2, MIN_ROWS)
-    scores = jnp.einsum("bhrd,bhsd->bhrs", rows, k, precision=exact, preferred_element_type=accumulate) * args.scale
-    scores = scores[:, :, : group * num_queries].reshape(batch, heads, group, num_queries, num_keys)
+    scores = (batched_sums(rows, k, is_input_major=False) * args.scale).reshape(
+        batch, heads, group, num_queries, num_keys
+    )
     if args.softcap is not None:
         scores = args.softcap * jnp.tanh(scores / args.softcap)
     scores = _masked(scores, mask)
@@ -145,10 +142,7 @@ def _attend(
         scores = jnp.where(seen, scores, -jnp.inf)
     weights = _softmax(scores, args.sinks).astype(q.dtype)
     rows = weights.reshape(batch, heads, group * num_queries, num_keys)
-    if q.dtype in HALF and registry.platform() == "cpu":
-        rows = pad_rows_to(rows, 2, MIN_ROWS)
-    out = jnp.einsum("bhrs,bhsd->bhrd", rows, v, precision=exact, preferred_element_type=accumulate)
-    out = out[:, :, : group * num_queries].astype(q.dtype)
+    out = batched_sums(rows, v).astype(q.dtype)
     return out.reshape(batch, num_heads, num_queries, -1), weights.reshape(batch, num_heads, num_queries, num_keys)
 
 

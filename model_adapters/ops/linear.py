@@ -25,16 +25,21 @@ float16: 48 against 2 at one row, 389 against 150 at 128.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
 
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops import registry, spmd
-from model_adapters.ops.compressed_weight import compressed_of, lora_of, note_turned, quantized_of
+from model_adapters.ops.compressed_weight import before_turn, compressed_of, lora_of, note_turned, quantized_of
 from model_adapters.ops.cpu import ffi
+from model_adapters.ops.cpu.batching import divided, merged
 from model_adapters.ops.lora_weight import add_adapters
 
 OP = "linear"
+MAX_KERNEL_ROWS = 8  # of each of a batch of products for which the kernel is faster than XLA's
 MIN_ROWS = 4  # rows that a 16-bit product is padded to: XLA is slow with fewer
 HALF = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
@@ -182,6 +187,64 @@ def pad_rows_to(x: jax.Array, axis: int, size: int) -> jax.Array:
     return jnp.pad(x, [(0, missing if i == axis % x.ndim else 0) for i in range(x.ndim)])
 
 
+def batched_sums(a: jax.Array, b: jax.Array, *, is_input_major: bool = True) -> jax.Array:
+    """Returns ``a[..., n, k]`` times matrices of equal leading axes, in the accumulator's dtype.
+
+    On a CPU few rows are a C++ kernel's: XLA converts all of `b` to float32, and copies it where its axes are
+    exchanged.
+
+    Args:
+        a: ``[..., n, k]``.
+        b: ``[..., k, m]``, or ``[..., m, k]`` without `is_input_major`.
+        is_input_major: Order of b's last axes.
+
+    Returns:
+        ``[..., n, m]``.
+    """
+    wide, num_rows = accumulator(a.dtype), a.shape[-2]
+    if num_rows <= MAX_KERNEL_ROWS and has_row_kernels(a) and a.size and b.size:
+        left, right = a.reshape(-1, *a.shape[-2:]), b.reshape(-1, *b.shape[-2:])
+        out: jax.Array = _ROW_KERNELS[is_input_major](left, right)
+        return out.reshape(*a.shape[:-1], out.shape[-1])
+    if a.dtype in HALF and registry.platform() == "cpu":
+        a = pad_rows_to(a, -2, MIN_ROWS)
+    subscripts = "...nk,...km->...nm" if is_input_major else "...nk,...mk->...nm"
+    return jnp.einsum(subscripts, a, b, precision=precision(a.dtype), preferred_element_type=wide)[..., :num_rows, :]
+
+
+def has_row_kernels(a: jax.Array) -> bool:
+    """Returns whether products of few rows like ``a[..., n, k]`` have a kernel here."""
+    return registry.platform() == "cpu" and spmd.mesh_in_use() is None and ffi.unsupported_reason(a) is None
+
+
+def _row_kernel(is_input_major: bool) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """Returns the C++ kernel of ``a[B, n, k]`` times a matrix for each of B, with derivatives."""
+
+    def kernel(a: jax.Array, b: jax.Array) -> jax.Array:
+        batch, num_rows, size = a.shape
+        ids = jnp.repeat(jnp.arange(batch, dtype=jnp.int32), num_rows)[:, None]
+        wide = accumulator(a.dtype)
+        out = ffi.routed_linear(a.reshape(-1, size), ids, b, None, is_input_major=is_input_major, dtype=wide)
+        return out.reshape(batch, num_rows, -1)
+
+    def plain(a: jax.Array, b: jax.Array) -> jax.Array:
+        subscripts = "bnk,bkm->bnm" if is_input_major else "bnk,bmk->bnm"
+        wide = accumulator(a.dtype)
+        return jnp.einsum(subscripts, a, b, precision=precision(a.dtype), preferred_element_type=wide)
+
+    run = custom_vmap(kernel)
+
+    @run.def_vmap
+    def rule(axis_size: int, is_batched: list[bool], a: jax.Array, b: jax.Array) -> tuple[jax.Array, bool]:
+        if is_batched[1]:
+            return divided(run(merged(a, axis_size, is_batched[0]), merged(b, axis_size, True)), axis_size), True
+        _, batch, num_rows, size = a.shape
+        out = run(jnp.swapaxes(a, 0, 1).reshape(batch, -1, size), b)  # the same matrices for all
+        return jnp.swapaxes(out.reshape(batch, axis_size, num_rows, -1), 0, 1), True
+
+    return ffi.differentiable(run, plain)
+
+
 def _matmul_sums(a: jax.Array, b: jax.Array, name: str) -> jax.Array:
     """Returns ``a[..., n, k] @ b[..., k, m]`` in the accumulator's dtype."""
     if a.ndim == 0 or b.ndim == 0 or a.dtype != b.dtype or a.shape[-1] != b.shape[0 if b.ndim == 1 else -2]:
@@ -192,6 +255,9 @@ def _matmul_sums(a: jax.Array, b: jax.Array, name: str) -> jax.Array:
     if b.ndim == 2 and a.ndim > 2:
         rows = _matmul_sums(a.reshape(-1, a.shape[-1]), b, name)  # one product of many rows, not a batch of few
         return rows.reshape(*a.shape[:-1], b.shape[1])
+    if a.ndim == b.ndim > 2 and a.shape[:-2] == b.shape[:-2] and a.shape[-2] <= MAX_KERNEL_ROWS and has_row_kernels(a):
+        stored = before_turn(b)
+        return batched_sums(a, b if stored is None else stored, is_input_major=stored is None)
     left = a[None, :] if a.ndim == 1 else a
     right = b[:, None] if b.ndim == 1 else b
     num_rows, num_columns = left.shape[-2], right.shape[-1]
@@ -273,3 +339,4 @@ def einsum(equation: str, *operands: jax.Array) -> jax.Array:
 
 
 spmd.leave_to_partitioner(OP, reference)
+_ROW_KERNELS = {is_input_major: _row_kernel(is_input_major) for is_input_major in (False, True)}

@@ -27,13 +27,13 @@ def _write(pool: jax.Array, table: jax.Array, rows: jax.Array, positions: jax.Ar
     return write_tokens_at(pool, table, rows, positions, tokens, tokens[..., :0])
 
 
-def _read(pool: jax.Array, table: jax.Array, lens: jax.Array) -> jax.Array:
-    """Returns ``[S, H, pages * page, W]`` of rows int32[S, pages], zeros behind `lens` int32[S]."""
+def _read(pool: jax.Array, table: jax.Array, lens: jax.Array, columns: slice) -> jax.Array:
+    """Returns ``[S, H, pages * page, columns]`` of rows int32[S, pages], zeros behind `lens` int32[S]."""
     if has_copy_kernels(spmd.mesh_in_use() is not None):
-        return ffi.read_tokens(pool, table, lens)
+        return ffi.read_tokens(pool, table, lens, columns)
     num_rows, num_pages = table.shape
-    _, heads, page, width = pool.shape
-    dense = jnp.swapaxes(pool[table], 1, 2).reshape(num_rows, heads, num_pages * page, width)
+    _, heads, page, _ = pool.shape
+    dense = jnp.swapaxes(pool[table], 1, 2).reshape(num_rows, heads, num_pages * page, -1)[..., columns]
     is_stored = jnp.arange(num_pages * page) < lens[:, None]
     return jnp.where(is_stored[:, None, :, None], dense, 0)
 
@@ -60,8 +60,7 @@ def _write_rows(axis_size: int, is_batched: list[bool], pool: jax.Array, *row: j
     return _write(pool, table, rows, positions.reshape(-1), tokens.reshape(-1, *tokens.shape[2:])), False
 
 
-@custom_vmap
-def read_row(pool: jax.Array, table: jax.Array, length: jax.Array) -> jax.Array:
+def read_row(pool: jax.Array, table: jax.Array, length: jax.Array, columns: slice = slice(None)) -> jax.Array:
     """Returns the first `length` int32[] tokens of one sequence, and zeros behind them.
 
     Another sequence's NaN there would not be removed by an attention weight of 0.
@@ -70,20 +69,25 @@ def read_row(pool: jax.Array, table: jax.Array, length: jax.Array) -> jax.Array:
         pool: ``[P, H, page, W]``.
         table: ``int32[pages]``, the sequence's pages.
         length: int32[].
+        columns: Of the pool.
 
     Returns:
-        ``[H, pages * page, W]``.
+        ``[H, pages * page, columns]``.
     """
-    return _read(pool, table[None], length[None])[0]
 
+    @custom_vmap
+    def run(pool: jax.Array, table: jax.Array, length: jax.Array) -> jax.Array:
+        return _read(pool, table[None], length[None], columns)[0]
 
-@read_row.def_vmap
-def _read_rows(
-    axis_size: int, is_batched: list[bool], pool: jax.Array, table: jax.Array, length: jax.Array
-) -> tuple[jax.Array, bool]:
-    if is_batched[0]:
-        return one_by_one(read_row, axis_size, is_batched, (pool, table, length)), True
-    return _read(pool, with_axis(table, axis_size, is_batched[1]), with_axis(length, axis_size, is_batched[2])), True
+    @run.def_vmap
+    def rule(axis_size: int, is_batched: list[bool], pool: jax.Array, *row: jax.Array) -> tuple[jax.Array, bool]:
+        if is_batched[0]:
+            return one_by_one(run, axis_size, is_batched, (pool, *row)), True
+        tables, lens = (with_axis(x, axis_size, own) for x, own in zip(row, is_batched[1:], strict=True))
+        return _read(pool, tables, lens, columns), True
+
+    out: jax.Array = run(pool, table, length)
+    return out
 
 
 @custom_vmap

@@ -80,7 +80,7 @@ def gather(pool: Pool, table: jax.Array, starts: jax.Array, spec: PagedLayerSpec
     _, heads, page_size, width = pages.shape
     has_kernels = has_copy_kernels(is_on_mesh)
     if has_kernels:
-        dense = ffi.read_tokens(pages, table, starts)
+        dense = ffi.read_tokens(pages, table, starts, slice(None))
     else:
         dense = jnp.swapaxes(pages[table], 1, 2).reshape(num_rows, heads, num_pages * page_size, width)
     if isinstance(pool, ScaledPool):

@@ -401,14 +401,22 @@ def unpack_rows(ids: jax.Array, groups: jax.Array, index: jax.Array) -> jax.Arra
 
 
 def routed_linear(
-    x: jax.Array, ids: jax.Array, weight: jax.Array, bias: jax.Array | None, *, is_input_major: bool
+    x: jax.Array,
+    ids: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None,
+    *,
+    is_input_major: bool,
+    dtype: Any = None,
 ) -> jax.Array:
     """Returns rows of x times the matrices that their ids name, ``[T, choices, N]``.
+
+    The result is in `dtype`, which is that of x, as None is, or float32.
 
     `ids` is ``int32[T, choices]``, `x` is ``[T, K]`` or ``[T, choices, K]``, `weight` is ``[E, K, N]`` if
     `is_input_major`, else ``[E, N, K]``, `bias` is ``[E, N]``. Rows whose id is no matrix are zero.
     """
-    result = jax.ShapeDtypeStruct((*ids.shape, weight.shape[2 if is_input_major else 1]), x.dtype)
+    result = jax.ShapeDtypeStruct((*ids.shape, weight.shape[2 if is_input_major else 1]), dtype or x.dtype)
     options = {"in_order": _BATCH_INVARIANT.get(), "is_input_major": is_input_major}
     return _call("tas_routed_linear", result)(x, ids, weight, _or_empty(bias), **options)
 
@@ -456,20 +464,22 @@ def write_tokens(
     return out
 
 
-def read_tokens(pool: jax.Array, table: jax.Array, lens: jax.Array) -> jax.Array:
-    """Returns the first `lens` int32[S] positions of rows of pages, and zeros behind them.
+def read_tokens(pool: jax.Array, table: jax.Array, lens: jax.Array, columns: slice) -> jax.Array:
+    """Returns columns of the first `lens` int32[S] positions of rows of pages.
 
     Args:
         pool: ``[P, H, page, W]``.
         table: ``int32[S, pages]``.
         lens: ``int32[S]``.
+        columns: Of the pool, with a step of one.
 
     Returns:
-        ``[S, H, pages * page, W]``.
+        ``[S, H, pages * page, columns]``, zeros behind `lens`.
     """
     _, heads, page, width = pool.shape
-    result = jax.ShapeDtypeStruct((table.shape[0], heads, table.shape[1] * page, width), pool.dtype)
-    out: jax.Array = _call("tas_read_tokens", result)(pool, table, lens)
+    first, end, _ = columns.indices(width)
+    result = jax.ShapeDtypeStruct((table.shape[0], heads, table.shape[1] * page, end - first), pool.dtype)
+    out: jax.Array = _call("tas_read_tokens", result)(pool, table, lens, first_column=np.int64(first))
     return out
 
 

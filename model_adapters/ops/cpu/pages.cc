@@ -63,25 +63,29 @@ ffi::Error write_tokens(ffi::AnyBuffer pool, ffi::Buffer<ffi::S32> table, ffi::B
   return ffi::Error::Success();
 }
 
-// pool[P, H, page, W], table[S, n], lens[S] -> out[S, H, n * page, W]: the first lens[s] positions of each row of the table,
-// and zeros behind them.
-ffi::Error read_tokens(ffi::ThreadPool threads, ffi::AnyBuffer pool, ffi::Buffer<ffi::S32> table, ffi::Buffer<ffi::S32> lens, ffi::Result<ffi::AnyBuffer> out) {
+// pool[P, H, page, W], table[S, n], lens[S] -> out[S, H, n * page, w]: columns [first_column, first_column + w) of the first
+// lens[s] positions of each row of the table, and zeros behind them.
+ffi::Error read_tokens(ffi::ThreadPool threads, ffi::AnyBuffer pool, ffi::Buffer<ffi::S32> table, ffi::Buffer<ffi::S32> lens, ffi::Result<ffi::AnyBuffer> out, int64_t first_column) {
   const auto pd = pool.dimensions(), td = table.dimensions();
-  const int64_t num_pages = pd[0], heads = pd[1], page = pd[2], num_rows = td[0], pages_per_row = td[1];
+  const int64_t num_pages = pd[0], heads = pd[1], page = pd[2], num_rows = td[0], pages_per_row = td[1], width = out->dimensions()[3];
   if (int64_t(lens.dimensions()[0]) != num_rows) return ffi::Error::InvalidArgument("read_tokens: expected a length for each row of the table");
+  if (first_column < 0 || first_column + width > int64_t(pd[3])) return ffi::Error::InvalidArgument("read_tokens: expected columns of the pool");
   if (out->element_count() == 0) return ffi::Error::Success();
-  const int64_t row_bytes = pool.size_bytes() / (num_pages * heads * page), page_bytes = page * row_bytes;
-  const char* from = (const char*)pool.untyped_data();
+  const int64_t itemsize = pool.size_bytes() / pool.element_count(), row_bytes = pd[3] * itemsize, bytes = width * itemsize;
+  const char* from = (const char*)pool.untyped_data() + first_column * itemsize;
   char* to = (char*)out->untyped_data();
   const int64_t capacity = pages_per_row * page;
-  for_rows(threads, num_rows * heads, capacity * row_bytes, kBytesPerChunk, kBytesPerWorker, [&](int64_t i) {
+  for_rows(threads, num_rows * heads, capacity * bytes, kBytesPerChunk, kBytesPerWorker, [&](int64_t i) {
     const int64_t s = i / heads, h = i % heads, known = std::clamp<int64_t>(lens.typed_data()[s], 0, capacity);
-    char* place = to + i * capacity * row_bytes;
+    char* place = to + i * capacity * bytes;
     for (int64_t begin = 0; begin < known; begin += page) {
-      const int64_t at = std::clamp<int64_t>(table.typed_data()[s * pages_per_row + begin / page], 0, num_pages - 1);
-      std::memcpy(place + begin * row_bytes, from + (at * heads + h) * page_bytes, std::min(page, known - begin) * row_bytes);
+      const int64_t at = std::clamp<int64_t>(table.typed_data()[s * pages_per_row + begin / page], 0, num_pages - 1), count = std::min(page, known - begin);
+      const char* rows = from + (at * heads + h) * page * row_bytes;
+      if (bytes == row_bytes) std::memcpy(place + begin * bytes, rows, count * bytes);
+      else
+        for (int64_t t = 0; t < count; t++) std::memcpy(place + (begin + t) * bytes, rows + t * row_bytes, bytes);
     }
-    std::memset(place + known * row_bytes, 0, (capacity - known) * row_bytes);
+    std::memset(place + known * bytes, 0, (capacity - known) * bytes);
   });
   return ffi::Error::Success();
 }
@@ -111,4 +115,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(tas_read_tokens, tas::read_tokens,
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Ret<ffi::AnyBuffer>());
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<int64_t>("first_column"));

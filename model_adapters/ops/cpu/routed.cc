@@ -18,8 +18,8 @@ struct Sizes {
   int64_t tokens, choices, rows_per_token, num_matrices, n, k;
 };
 
-template <class Product, class T>
-ffi::Error run(ffi::ThreadPool& threads, const T* x, const int32_t* ids, const T* weight, const float* bias, T* out, const Sizes& s, bool in_order) {
+template <class Product, class T, class Out>
+ffi::Error run(ffi::ThreadPool& threads, const T* x, const int32_t* ids, const T* weight, const float* bias, Out* out, const Sizes& s, bool in_order) {
   const RoutedRows rows(x, s.rows_per_token, s.k, ids, s.tokens, s.choices, s.num_matrices);
   const int64_t num_groups = rows.groups.size();
   std::vector<std::unique_ptr<Product>> products(num_groups);
@@ -45,11 +45,11 @@ ffi::Error run(ffi::ThreadPool& threads, const T* x, const int32_t* ids, const T
 }
 
 // x[T, K] or [T, choices, K], ids[T, choices], weight[E, N, K], or [E, K, N] if `is_input_major`, bias[E, N] or empty (float32)
-// -> out[T, choices, N]: zeros where an id is no matrix. Rows are summed in one order for any number of them if `in_order`.
+// -> out[T, choices, N] of x's dtype or float32: zeros where an id is no matrix. Rows are summed in one order for any number of them if `in_order`.
 ffi::Error routed_linear(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer ids, ffi::AnyBuffer weight, ffi::AnyBuffer bias, ffi::Result<ffi::AnyBuffer> out, bool in_order,
                          bool is_input_major) {
-  if (x.element_type() != weight.element_type() || x.element_type() != out->element_type())
-    return ffi::Error::InvalidArgument("routed_linear: x, weight and result must have one dtype");
+  if (x.element_type() != weight.element_type() || (x.element_type() != out->element_type() && out->element_type() != ffi::F32))
+    return ffi::Error::InvalidArgument("routed_linear: x and weight must have one dtype, and the result that one or float32");
   const auto wd = weight.dimensions();
   const int64_t rows_per_token = x.dimensions().size() == 3 ? x.dimensions()[1] : 1;
   const Sizes s{ids.dimensions()[0], ids.dimensions()[1], rows_per_token, wd[0], wd[is_input_major ? 2 : 1], wd[is_input_major ? 1 : 2]};
@@ -58,9 +58,11 @@ ffi::Error routed_linear(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuff
   return with_float_type("routed_linear", x, [&](const auto* from) {
     using T = std::remove_const_t<std::remove_pointer_t<decltype(from)>>;
     const T* matrices = same_type(from, weight);
-    T* to = static_cast<T*>(out->untyped_data());
-    if (is_input_major) return run<ColumnProduct<T>>(threads, from, chosen, matrices, added, to, s, in_order);
-    return run<RowProduct<T>>(threads, from, chosen, matrices, added, to, s, in_order);
+    const auto call = [&](auto* to) {
+      if (is_input_major) return run<ColumnProduct<T>>(threads, from, chosen, matrices, added, to, s, in_order);
+      return run<RowProduct<T>>(threads, from, chosen, matrices, added, to, s, in_order);
+    };
+    return out->element_type() == ffi::F32 ? call((float*)out->untyped_data()) : call((T*)out->untyped_data());
   });
 }
 
