@@ -281,3 +281,34 @@ def test_a_loop_makes_no_other_table_of_an_embedding(padding_idx):
     args = jax.ShapeDtypeStruct(size, jnp.bfloat16), jax.ShapeDtypeStruct((2,), jnp.int32)
     temporary = jax.jit(last).lower(*args).compile().memory_analysis().temp_size_in_bytes
     assert temporary < size[0] * size[1], "the table once more, in whatever dtype"
+
+
+CONVOLUTIONS = {
+    "plain": (torch.nn.Conv1d, (2, 8, 13), {"kernel_size": 3}),
+    "by_channel": (torch.nn.Conv1d, (2, 8, 13), {"kernel_size": 4, "groups": 8, "padding": 3}),
+    "by_channel_strided": (torch.nn.Conv1d, (2, 8, 13), {"kernel_size": 3, "groups": 8, "stride": 2, "dilation": 2}),
+    "two_for_each_channel": (torch.nn.Conv1d, (2, 4, 13), {"kernel_size": 3, "groups": 4}),
+    "without_a_batch": (torch.nn.Conv1d, (8, 13), {"kernel_size": 3, "groups": 8}),
+    "same": (torch.nn.Conv2d, (2, 8, 9, 7), {"kernel_size": 3, "padding": "same", "groups": 2}),
+    "three_axes": (torch.nn.Conv3d, (2, 8, 5, 6, 7), {"kernel_size": (1, 2, 3), "stride": (1, 2, 1)}),
+    "transposed": (torch.nn.ConvTranspose1d, (2, 8, 6), {"kernel_size": 3, "stride": 2, "output_padding": 1}),
+    "transposed_in_groups": (torch.nn.ConvTranspose2d, (2, 8, 5, 4), {"kernel_size": 3, "groups": 2, "padding": 1}),
+    "transposed_by_channel": (torch.nn.ConvTranspose3d, (1, 8, 3, 4, 2), {"kernel_size": 2, "groups": 8}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_convolutions(name, dtype):
+    kind, shape, options = CONVOLUTIONS[name]
+    torch.manual_seed(0)
+    num_channels = shape[0 if name == "without_a_batch" else 1]
+    layer = kind(num_channels, 8, **options).to(dtype).eval()
+    x = torch.randn(shape).to(dtype)
+    weights, function = extract_jax(layer)
+    with torch.no_grad():
+        expected = layer(x).float().numpy()
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    np.testing.assert_allclose(
+        np.asarray(function(weights, (*as_arrays(x),))).astype("float32"), expected, atol=tolerance
+    )

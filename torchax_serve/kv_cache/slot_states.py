@@ -63,7 +63,9 @@ class PagedCacheWithStates(PagedCache):
         return super().is_lost or any(array.is_deleted() for array in jax.tree.leaves(self.states))
 
 
-def gather(pool: Pool, table: jax.Array, starts: jax.Array, spec: PagedLayerSpec, *, is_on_mesh: bool) -> jax.Array:
+def gather(
+    pool: Pool, table: jax.Array, starts: jax.Array, spec: PagedLayerSpec, *, is_on_mesh: bool = False
+) -> jax.Array:
     """Gathers dense keys and values ``[S, 1, heads, capacity, width]`` from pages.
 
     They are zero after `starts` tokens: another request's NaN there would not be removed by an attention weight of 0.
@@ -101,7 +103,7 @@ def scatter(
     spec: PagedLayerSpec,
     after: Sequence[jax.Array] = (),
     *,
-    is_on_mesh: bool,
+    is_on_mesh: bool = False,
 ) -> Pool:
     """Returns the pool with new keys and values written after the `starts` tokens of each row.
 
