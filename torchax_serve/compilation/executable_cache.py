@@ -40,6 +40,7 @@ from torchax_serve.compilation.compile_lock import CompileLock
 from torchax_serve.compilation.environment import devices, environment
 from torchax_serve.compilation.launchers import Launcher, MeshExecutable, on_mesh
 from torchax_serve.compilation.locations import remove_locations
+from torchax_serve.compilation.native_calls import prepare_native_calls
 from torchax_serve.compilation.program_signature import ProgramSignature
 
 logger = logging.getLogger("torchax_serve")
@@ -133,6 +134,7 @@ class ExecutableCache:
         try:
             code, in_tree, out_tree, facts = pickle.loads(content)
             del content  # a program more while XLA reads it
+            prepare_native_calls(code)
             program = serialize_executable.deserialize_and_load(code, in_tree, out_tree, execution_devices=devices())
         except Exception as error:  # intact, and still nothing for this machine: compile as if it were not there
             logger.info("a kept program is not used: %s (%s)", path.name, str(error).splitlines()[0:1])

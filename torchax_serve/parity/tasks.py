@@ -66,6 +66,8 @@ def _imported(name: str) -> Any:
 CAUSAL = "causal"
 CHECKPOINTS = "checkpoints"
 """Task of published configurations, read from a folder outside of this project."""
+STARTS = "starts"
+"""Task of a second process that serves what a first has left on disk."""
 TASKS: dict[str, ParityTask] = {
     CAUSAL: ParityTask(
         "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
@@ -129,6 +131,16 @@ TASKS: dict[str, ParityTask] = {
         "above, logits within 1e-4 of eager PyTorch's, and 16 greedy tokens the same in a padded batch, unbatched, and "
         "on the engine among other requests.",
         (PACKED, PER_SEQUENCE, STATIC),
+    ),
+    STARTS: ParityTask(
+        "torchax_serve.parity.check_start:names",
+        "torchax_serve.parity.check_start:check",
+        "Second starts",
+        "Types that the engine takes, each served from a folder by one process and then by another, which finds what "
+        "the first has left on disk. **{passed} of {total} pass**: 16 greedy tokens of two inputs are those of eager "
+        "PyTorch in the first process, the same in the second, and the second traces no program of the model. `record`: "
+        "it starts from a record, with neither weights nor code of the model loaded by PyTorch.",
+        (PACKED, PER_SEQUENCE),
     ),
     CHECKPOINTS: ParityTask("", "torchax_serve.parity.check_configuration:check_file", "Checkpoints by name", ""),
 }
