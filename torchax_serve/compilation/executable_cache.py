@@ -18,7 +18,6 @@ import inspect
 import itertools
 import logging
 import pickle
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -42,6 +41,7 @@ from torchax_serve.compilation.launchers import Launcher, MeshExecutable, on_mes
 from torchax_serve.compilation.locations import remove_locations
 from torchax_serve.compilation.native_calls import prepare_native_calls
 from torchax_serve.compilation.program_signature import ProgramSignature
+from torchax_serve.compilation.yielding import WorkQueue
 
 logger = logging.getLogger("torchax_serve")
 
@@ -109,7 +109,7 @@ class ExecutableCache:
         self.num_traces: collections.Counter[str] = collections.Counter()
         self.num_loaded = 0
         self.names_modules = False
-        self._writers: list[threading.Thread] = []
+        self._writers = WorkQueue("keep-program")
         # Programs of several hosts are compiled by all of them, in one order, which the engine's thread decides.
         self.background = BackgroundCompiler() if launcher is None else None
 
@@ -156,10 +156,7 @@ class ExecutableCache:
         if self.background is not None and self.background.is_closed:
             run()
             return
-        thread = threading.Thread(target=run, name="keep-program")
-        self._writers = [writer for writer in self._writers if writer.is_alive()]
-        self._writers.append(thread)
-        thread.start()
+        self._writers.add(run)
 
     def _write(self, name: str, value: Any) -> None:
         assert self._files is not None
@@ -194,8 +191,7 @@ class ExecutableCache:
 
     def wait_for_writes(self) -> None:
         """Waits until everything is written."""
-        for writer in self._writers:
-            writer.join()
+        self._writers.wait()
 
 
 class CachedFunction:
@@ -269,6 +265,11 @@ class CachedFunction:
         others can be traced, while XLA compiles this one.
         """
         return self._compiled(ProgramSignature.of(args, spec, self._cache.names_modules), weights, args, when_traced)
+
+    def is_kept(self, *args: Any, spec: Any) -> bool:
+        """Returns whether the folder has a program for these arguments; they may be abstract."""
+        path = self._cache.path_of(self.name, ProgramSignature.of(args, spec, self._cache.names_modules))
+        return path is not None and path.exists()
 
     def name_modules(self) -> None:
         """Compiles every program in memory once more, with the names of modules."""

@@ -19,6 +19,7 @@ from torchax_serve.parity import check_causal, check_seq2seq
 from torchax_serve.parity.check_engine import engine_options
 from torchax_serve.parity.result import PACKED, PASSED, PER_SEQUENCE, Result, error_line
 from torchax_serve.parity.starts import SecondStarts, Start, start
+from torchax_serve.parity.tasks import CAUSAL
 from torchax_serve.parity.tiny.audio import audio_inputs, audio_model, is_audio_type
 from torchax_serve.parity.tiny.media_prompts import Inputs
 from torchax_serve.parity.tiny.models import Expected, clearest, model_with_margins, prompts
@@ -37,7 +38,7 @@ def names() -> list[str]:
     for task in CASES:
         _, results = shipped(task, transformers.__version__)
         taken = [name for name, each in results.items() if each.executor in (PACKED, PER_SEQUENCE)]
-        found += [name if task == "causal" else f"{task}{SEPARATOR}{name}" for name in sorted(taken)]
+        found += [name if task == CAUSAL else f"{task}{SEPARATOR}{name}" for name in sorted(taken)]
     return found
 
 
@@ -46,7 +47,7 @@ def check(name: str) -> Result:
     began = time.monotonic()
     task, _, model_type = name.rpartition(SEPARATOR)
     try:
-        model, expected, inputs, engine = CASES[task or "causal"](model_type)
+        model, expected, inputs, engine = CASES[task or CAUSAL](model_type)
     except UnsupportedModelError as error:
         return Result(name, "", status="impossible", error=error_line(error))
     result = Result(name, type(model).__name__, smallest_gap=round(expected.smallest_gap, 6))
@@ -118,5 +119,5 @@ def _speech(model_type: str) -> Case:
     return _with_inputs(make, functools.partial(audio_inputs, model_type))
 
 
-CASES: dict[str, Callable[[str], Case]] = {"causal": _causal, "seq2seq": _seq2seq, "speech": _speech}
+CASES: dict[str, Callable[[str], Case]] = {CAUSAL: _causal, "seq2seq": _seq2seq, "speech": _speech}
 """Makes the model and the inputs of a type, by parity task."""

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from model_adapters.loading.model_source import parse_name
+from model_adapters.loading.model_source import ModelSource, parse_name
 from torchax_serve.compilation.executable_cache import ExecutableCache
 from torchax_serve.compilation.xla_cache import enable_compile_cache
 from torchax_serve.engine.options import EngineOptions
@@ -38,8 +38,8 @@ LIMIT_S = 300
 """Seconds after which a second start is ended."""
 _ARGUMENTS = {"dtype": "auto"}
 """Arguments of loading, which the name of a start record depends on."""
-_WRITERS = ("compile", "keep-program", "record-start")
-"""Names of threads that compile ahead, and write what a later start reads."""
+_WRITERS = ("keep-program", "record-start")
+"""Names of threads that write what a later start reads."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,18 +76,22 @@ def start(folder: Path, inputs: list[Inputs], engine: EngineOptions) -> Start:
     """
     enable_compile_cache()
     source = parse_name(folder)
+    assert isinstance(source, ModelSource)
     folder_of = functools.partial(start_folder, arguments=_ARGUMENTS)
 
     def load() -> ServedModel:
         return load_served_model(folder, engine, None, None, True, dict(_ARGUMENTS), folder_of)
 
-    recorded = recorded_model(source, folder_of(source), engine, load, lambda: True)
+    record = folder_of(source)
+    recorded = None if record is None else recorded_model(source, record, engine, load, lambda: True)
     with recorded or load() as served:
         tokens, executor = [], ""
         for one in inputs:
             found, executor = _answer(served, one)
             tokens.append(found)
         executables = _executables_of(served)
+        if executables.background is not None:
+            executables.background.wait()
         for thread in threading.enumerate():
             if thread.name in _WRITERS:
                 thread.join()

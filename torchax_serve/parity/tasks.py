@@ -136,10 +136,12 @@ TASKS: dict[str, ParityTask] = {
         "torchax_serve.parity.check_start:names",
         "torchax_serve.parity.check_start:check",
         "Second starts",
-        "Types that the engine takes, each served from a folder by one process and then by another, which finds what "
-        "the first has left on disk. **{passed} of {total} pass**: 16 greedy tokens of two inputs are those of eager "
-        "PyTorch in the first process, the same in the second, and the second traces no program of the model. `record`: "
-        "it starts from a record, with neither weights nor code of the model loaded by PyTorch.",
+        "Types that the engine takes (of which those of sequences to sequences and of speech have the task in front), "
+        "each served from a folder by one process, and then by a new one from what the first has left on disk. "
+        "**{passed} of {total} checked pass**: 16 greedy tokens of two inputs are those of eager PyTorch in the first "
+        "process, the second process has the same, and it traces no program of the model. *starts from*: a start "
+        "record, with no code of the model, or the model's folder. *programs*: those that were read from disk, by "
+        "XLA's and LLVM's quickest settings.",
         (PACKED, PER_SEQUENCE),
     ),
     CHECKPOINTS: ParityTask("", "torchax_serve.parity.check_configuration:check_file", "Checkpoints by name", ""),
