@@ -152,7 +152,9 @@ class BackgroundCompiler:
                 self._thread.start()
 
     def defer(self) -> None:
-        """Waits in this compiler's thread until XLA's work disturbs no request, for some seconds at most.
+        """Waits in this compiler's thread until XLA's work disturbs no request.
+
+        It waits for some seconds at most.
 
         Raises:
             TracingHeldError: the compiler was closed.

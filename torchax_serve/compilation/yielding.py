@@ -1,4 +1,7 @@
-"""Threads that yield to requests: they have a low priority, and rest between their units while engines compute."""
+"""Threads that yield to requests: of low priority, and at rest between their units.
+
+They rest while engines compute.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,10 @@ def note_computing(owner: Hashable, computes: bool) -> None:
 
 
 def wait_until_idle(limit_s: float, is_awaited: Callable[[], bool]) -> None:
-    """Waits until engines have been idle for a moment, `limit_s` have passed, or somebody waits for this thread."""
+    """Waits until engines have been idle for a moment.
+
+    It ends when `limit_s` have passed, or somebody waits for this thread.
+    """
     end, num_quiet = time.monotonic() + limit_s, 0
     while num_quiet < NUM_QUIET_POLLS and time.monotonic() < end and not is_awaited():
         time.sleep(POLL_S)
@@ -38,7 +44,7 @@ def wait_until_idle(limit_s: float, is_awaited: Callable[[], bool]) -> None:
 
 
 def yield_to_requests() -> None:
-    """Lowers the priority of this thread, and of those that it starts, such as XLA's compiling ones.
+    """Lowers the priority of this thread, and of those that it starts, such as XLA's.
 
     Linux has a priority for each thread. Elsewhere nothing happens. It stays free to run on any core: XLA divides the
     work of a program among the cores that the thread has which compiles it.
@@ -50,7 +56,7 @@ def yield_to_requests() -> None:
 
 
 def rested(units: Iterable[Unit]) -> Iterator[Unit]:
-    """Yields `units`; while an engine computes, rests after each for as long as it took."""
+    """Yields `units`; while an engine computes, rests after each as long as it took."""
     began = time.monotonic()
     for unit in units:
         yield unit
@@ -60,7 +66,9 @@ def rested(units: Iterable[Unit]) -> Iterator[Unit]:
 
 
 class WorkQueue:
-    """Runs functions one after the other in a thread of low priority, which is there while there is work.
+    """Runs functions one after the other in a thread of low priority.
+
+    The thread is there while there is work.
 
     Args:
         name: Name of the thread. It is no daemon: a process ends when the work is done.

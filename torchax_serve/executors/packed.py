@@ -181,7 +181,7 @@ class PackedExecutor:
         if self._speculative is not None and plan.drafts is not None:
             results, self.cache.pools = self._speculative.run(plan, sampler)
             return self._speculative.sample(plan, sampler, results, words)
-        spec = self._choose_decode(plan.rows)
+        spec = _choose_decode(self, plan.rows)
         if not isinstance(spec, FusedDecodeSpec):
             return None
         found = sampler.fused_options(plan.rows, spec.packed.num_rows)
@@ -192,11 +192,6 @@ class PackedExecutor:
         tokens, state = self.decode(plan.rows, plan.page_tables, state, options, plan.num_steps, draws)
         sampler.set_state(state)
         return tokens
-
-    def _choose_decode(self, rows: Sequence[PlanRow]) -> Spec:
-        """Returns the spec of a step that decodes `rows` and whose program is there, if one is."""
-        forms = len(rows), *self._media.of_decode(rows)
-        return self._steps.choose(self._specs.for_decode(*forms), self._specs.quick_decode(*forms))
 
     def decode(
         self,
@@ -253,7 +248,7 @@ class PackedExecutor:
         num_tokens, media = sum(row.num_tokens for row in rows), self._media.spec_of(rows)
         is_decode = self._specs.is_decode(rows) and not self._media.has_prompts(rows)
         if is_decode:
-            spec = self._choose_decode(rows)
+            spec = _choose_decode(self, rows)
         else:
             spec = self._steps.choose(self._specs.for_tokens(num_tokens, media=media))
         if isinstance(spec, FusedDecodeSpec):
@@ -386,6 +381,12 @@ class PackedExecutor:
                 for task in sampler.compile_tasks(results):
                     task.compile()
         self.cache.warm_up()
+
+
+def _choose_decode(executor: PackedExecutor, rows: Sequence[PlanRow]) -> Spec:
+    """Returns the spec of a step that decodes `rows` and whose program is there, if one is."""
+    forms = len(rows), *executor._media.of_decode(rows)
+    return executor._steps.choose(executor._specs.for_decode(*forms), executor._specs.quick_decode(*forms))
 
 
 def step_calls(executor: PackedExecutor) -> Iterator[tuple[Spec, StepCall]]:

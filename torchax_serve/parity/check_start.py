@@ -1,4 +1,4 @@
-"""Checks that a tiny random model has the same tokens in a second process, from what the first has left on disk."""
+"""Checks that a second process has the tokens of the first, from what that left on disk."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Case = tuple[PreTrainedModel, Expected, list[Inputs], EngineOptions]
 
 
 def names() -> list[str]:
-    """Lists the types that the engine takes, as in docs/models.md: ``llama``, ``seq2seq:bart``, ``speech:whisper``."""
+    """Lists the types that the engine takes: ``llama``, ``seq2seq:bart``, ``speech:whisper``."""
     from torchax_serve.parity.models_page import shipped
 
     found = []

@@ -1,4 +1,4 @@
-"""Starts of a model in a folder: in this process, and in processes that find what another has left on disk."""
+"""Starts of a model in a folder: here, and in processes that find what another left."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def second_starts() -> Iterator[SecondStarts]:
 
 
 def _serve_in_forks() -> None:
-    """Forks for each folder that is named on standard input; prints the exit status of each process."""
+    """Forks for each folder on standard input; prints the exit status of each process."""
     statuses = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no status
     for line in sys.stdin:
