@@ -101,7 +101,7 @@ class PackedExecutor:
             has_rope_lens=program.rope is not None,
             lora=lora,
             head="" if self._head is None else self._head.identity,
-            has_quick_steps=registry.platform() == "cpu" and programs.exported is None,
+            has_quick_steps=registry.platform() == "cpu" and programs.exported is None and not batch_invariant,
         )
         self._adapters = SlotAdapters(num_slots, lora)
         self.limits = ExecutorLimits(
