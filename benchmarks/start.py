@@ -3,6 +3,7 @@
     python benchmarks/start.py                                   # the embedded model
     python benchmarks/start.py --model FOLDER --repeats 7 --output start.json
     python benchmarks/start.py --systems jax second second-cli   # those only
+    python benchmarks/start.py --decode 25 --model FOLDER --repeats 2   # decoding after a first request, in both starts
 
 jax          importing jax, the measure of this machine
 first        `serve`, then a prompt of 6 tokens, with an empty cache of compiled programs (C++ kernels excepted)
@@ -11,7 +12,8 @@ second-cli   `torchax-serve run` with a prompt of text, to the first byte on std
 
 Systems run in turns (A B C A B C). Reported are medians: seconds from starting the process to its first token and to
 its last, processor seconds to the first, and peak memory; and the ratio of the first token's time to that of importing
-jax, round by round.
+jax, round by round. With `--decode` a process answers a prompt of 64 tokens with 4, and then prompts with 100 tokens
+for so many seconds; reported are tokens/s of each answer by its end, behind its first token.
 """
 
 from __future__ import annotations
@@ -43,6 +45,25 @@ for number, token in enumerate(model.iter_tokens([1, 2, 3, 4, 5, 6], params=para
 print("{}", flush=True)
 """
 """Prints a line at the first token, with the processor time so far, and one at the end."""
+
+_DECODE = """
+import json, sys, time
+from torchax_serve import SamplingParams, serve
+model = serve(sys.argv[1] or None)
+
+def answer(number, num_tokens):
+    params = SamplingParams(max_new_tokens=num_tokens, ignore_eos=True, temperature=0)
+    ids = [1 + (number + 7 * index) % 997 for index in range(64)]
+    return [time.perf_counter() for _ in model.iter_tokens(ids, params=params)]
+
+began, number, rates = answer(0, 4)[-1], 0, []
+while (time.perf_counter() - began) < float(sys.argv[2]):
+    number += 1
+    times = answer(number, 100)
+    rates.append((round(times[-1] - began, 1), round(99 / (times[-1] - times[0]), 1)))
+print(json.dumps({"rates": rates, "average": round(100 * number / (time.perf_counter() - began), 1)}), flush=True)
+"""
+"""Prints the rates of answers after a first one, each with its end in seconds, and all tokens over all seconds."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,6 +163,23 @@ def measured(command: Command) -> Start:
     return Start(first_token_s, cpu_s, end_s, usage.ru_maxrss * 1024)
 
 
+def decode_rates(setting: Setting, seconds: float) -> dict[str, dict[str, float | list[float]]]:
+    """Returns the rates of decoding of a first and of a second start.
+
+    Raises:
+        CalledProcessError: a start failed.
+    """
+    shutil.rmtree(setting.cache / "torchax-serve" / "compiled", ignore_errors=True)
+    found = {}
+    environment = {**os.environ, "XDG_CACHE_HOME": str(setting.cache), "PYTHONPATH": str(ROOT)}
+    for name in ("first", "second"):
+        command = [sys.executable, "-c", _DECODE, setting.model or "", str(seconds)]
+        done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+        found[name] = json.loads(done.stdout.splitlines()[-1])
+        print(name, found[name], flush=True)
+    return found
+
+
 def keep_kernels(cache: Path) -> None:
     """Copies the user's C++ kernels into `cache`, which no start is to wait for."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -175,12 +213,18 @@ def main() -> None:
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--num-tokens", type=int, default=17)
+    parser.add_argument("--decode", type=float, metavar="SECONDS", help="measure decoding after a first request")
     parser.add_argument("--output", type=Path, help="file for the figures as JSON")
     given = parser.parse_args()
     starts: dict[str, list[Start]] = {name: [] for name in given.systems}
     with tempfile.TemporaryDirectory() as cache:
         setting = Setting(given.model, given.num_tokens, Path(cache))
         keep_kernels(setting.cache)
+        if given.decode is not None:
+            rounds = [decode_rates(setting, given.decode) for _ in range(given.repeats)]
+            if given.output is not None:
+                given.output.write_text(json.dumps(rounds, indent=1) + "\n")
+            return
         for name in given.systems:  # what a second start finds, and files in the page cache
             if name.startswith("second"):
                 measured(SYSTEMS[name](setting))

@@ -18,7 +18,6 @@ import inspect
 import itertools
 import logging
 import pickle
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -40,7 +39,9 @@ from torchax_serve.compilation.compile_lock import CompileLock
 from torchax_serve.compilation.environment import devices, environment
 from torchax_serve.compilation.launchers import Launcher, MeshExecutable, on_mesh
 from torchax_serve.compilation.locations import remove_locations
+from torchax_serve.compilation.native_calls import prepare_native_calls
 from torchax_serve.compilation.program_signature import ProgramSignature
+from torchax_serve.compilation.yielding import WorkQueue
 
 logger = logging.getLogger("torchax_serve")
 
@@ -108,7 +109,7 @@ class ExecutableCache:
         self.num_traces: collections.Counter[str] = collections.Counter()
         self.num_loaded = 0
         self.names_modules = False
-        self._writers: list[threading.Thread] = []
+        self._writers = WorkQueue("keep-program")
         # Programs of several hosts are compiled by all of them, in one order, which the engine's thread decides.
         self.background = BackgroundCompiler() if launcher is None else None
 
@@ -133,6 +134,7 @@ class ExecutableCache:
         try:
             code, in_tree, out_tree, facts = pickle.loads(content)
             del content  # a program more while XLA reads it
+            prepare_native_calls(code)
             program = serialize_executable.deserialize_and_load(code, in_tree, out_tree, execution_devices=devices())
         except Exception as error:  # intact, and still nothing for this machine: compile as if it were not there
             logger.info("a kept program is not used: %s (%s)", path.name, str(error).splitlines()[0:1])
@@ -154,10 +156,7 @@ class ExecutableCache:
         if self.background is not None and self.background.is_closed:
             run()
             return
-        thread = threading.Thread(target=run, name="keep-program")
-        self._writers = [writer for writer in self._writers if writer.is_alive()]
-        self._writers.append(thread)
-        thread.start()
+        self._writers.add(run)
 
     def _write(self, name: str, value: Any) -> None:
         assert self._files is not None
@@ -192,8 +191,7 @@ class ExecutableCache:
 
     def wait_for_writes(self) -> None:
         """Waits until everything is written."""
-        for writer in self._writers:
-            writer.join()
+        self._writers.wait()
 
 
 class CachedFunction:
@@ -267,6 +265,11 @@ class CachedFunction:
         others can be traced, while XLA compiles this one.
         """
         return self._compiled(ProgramSignature.of(args, spec, self._cache.names_modules), weights, args, when_traced)
+
+    def is_kept(self, *args: Any, spec: Any) -> bool:
+        """Returns whether the folder has a program for these arguments; they may be abstract."""
+        path = self._cache.path_of(self.name, ProgramSignature.of(args, spec, self._cache.names_modules))
+        return path is not None and path.exists()
 
     def name_modules(self) -> None:
         """Compiles every program in memory once more, with the names of modules."""

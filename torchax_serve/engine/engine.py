@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from model_adapters.errors import InvalidArgumentError, RequestError
 from model_adapters.jax_settings import programs_run
+from torchax_serve.compilation.yielding import note_computing
 from torchax_serve.engine.admission import DRAINED, MAX_NUM_WAITING, MAX_NUM_WAITING_TOKENS, Admission
 from torchax_serve.engine.dispatch_queue import DispatchQueue
 from torchax_serve.engine.entries import Entries
@@ -258,8 +259,10 @@ class Engine:
         with self._wake:
             while not (self.close_reason or self._has_work()):
                 self._idle.notify_all()
+                note_computing(id(self), False)
                 self._wake.wait()
                 began = time.monotonic()
+            note_computing(id(self), True)
             self.progress.moved()
             if self._dispatched.wait_until_due(self._wake, lambda: bool(self.close_reason or self._commands)):
                 self._counts.wait_s += time.monotonic() - began
@@ -364,6 +367,7 @@ class Engine:
 
     def _end_all(self) -> None:
         """Ends all requests with an error and notifies their readers, as the thread ends."""
+        note_computing(id(self), False)
         with self._wake:
             commands = [self._commands.popleft() for _ in range(len(self._commands))]
         for command in commands:

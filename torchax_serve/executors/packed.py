@@ -16,6 +16,7 @@ import numpy as np
 
 from model_adapters.caches.packed_batch import MediaTokens, PackedBatch, Pool
 from model_adapters.device_arrays import to_device
+from model_adapters.ops import registry
 from model_adapters.ops.compressed_weight import Weights
 from model_adapters.ops.cpu.ffi import batch_invariant
 from torchax_serve.compilation.background import CompileTask
@@ -100,6 +101,7 @@ class PackedExecutor:
             has_rope_lens=program.rope is not None,
             lora=lora,
             head="" if self._head is None else self._head.identity,
+            has_quick_steps=registry.platform() == "cpu" and programs.exported is None and not batch_invariant,
         )
         self._adapters = SlotAdapters(num_slots, lora)
         self.limits = ExecutorLimits(
@@ -179,7 +181,7 @@ class PackedExecutor:
         if self._speculative is not None and plan.drafts is not None:
             results, self.cache.pools = self._speculative.run(plan, sampler)
             return self._speculative.sample(plan, sampler, results, words)
-        spec = self._steps.choose(self._specs.for_decode(len(plan.rows), *self._media.of_decode(plan.rows)))
+        spec = _choose_decode(self, plan.rows)
         if not isinstance(spec, FusedDecodeSpec):
             return None
         found = sampler.fused_options(plan.rows, spec.packed.num_rows)
@@ -245,12 +247,10 @@ class PackedExecutor:
         rows = self._media.with_token_ids(rows)
         num_tokens, media = sum(row.num_tokens for row in rows), self._media.spec_of(rows)
         is_decode = self._specs.is_decode(rows) and not self._media.has_prompts(rows)
-        specs = (
-            self._specs.for_decode(len(rows), *self._media.of_decode(rows))
-            if is_decode
-            else self._specs.for_tokens(num_tokens, media=media)
-        )
-        spec = self._steps.choose(specs)
+        if is_decode:
+            spec = _choose_decode(self, rows)
+        else:
+            spec = self._steps.choose(self._specs.for_tokens(num_tokens, media=media))
         if isinstance(spec, FusedDecodeSpec):
             numbers = spec.pack(rows, tables, ahead=ahead, deltas=self._media.deltas)
             return self._decode_logits(spec, last_tokens, numbers)
@@ -342,7 +342,8 @@ class PackedExecutor:
 
     def prepare(self, plan: StepPlan) -> None:
         """Implements `Executor.prepare`: the decode steps of the plan's requests."""
-        self._steps.expect(self._specs.for_decode(len(plan.rows), *self._media.of_decode(plan.rows))[:1])
+        forms = len(plan.rows), *self._media.of_decode(plan.rows)
+        self._steps.expect(self._specs.for_decode(*forms)[0], self._specs.quick_decode(*forms))
 
     def _call_of(self, spec: Spec) -> StepCall:
         """Returns a step with its arguments as shapes."""
@@ -380,6 +381,12 @@ class PackedExecutor:
                 for task in sampler.compile_tasks(results):
                     task.compile()
         self.cache.warm_up()
+
+
+def _choose_decode(executor: PackedExecutor, rows: Sequence[PlanRow]) -> Spec:
+    """Returns the spec of a step that decodes `rows` and whose program is there, if one is."""
+    forms = len(rows), *executor._media.of_decode(rows)
+    return executor._steps.choose(executor._specs.for_decode(*forms), executor._specs.quick_decode(*forms))
 
 
 def step_calls(executor: PackedExecutor) -> Iterator[tuple[Spec, StepCall]]:

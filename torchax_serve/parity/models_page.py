@@ -11,10 +11,10 @@ from typing import Any
 
 from packaging.version import Version
 
-from torchax_serve.parity import checkpoints_table, pipelines_table, real_models
+from torchax_serve.parity import checkpoints_table, pipelines_table, real_models, starts_table
 from torchax_serve.parity.known_failures import CAUSES, FALLBACK_CAUSES, OLDER
 from torchax_serve.parity.result import EXECUTORS, PASSED, STATIC, TRANSFORMERS_LOOP, Result
-from torchax_serve.parity.tasks import CAUSAL, CHECKPOINTS, TASKS, ParityTask
+from torchax_serve.parity.tasks import CAUSAL, CHECKPOINTS, STARTS, TASKS, ParityTask
 
 RESULTS = importlib.resources.files(__package__) / "results"
 HEADINGS = ("type", "class", "executor", "logits", "tokens", "cache", "TP plan", "kernels", "compile, s")
@@ -66,12 +66,12 @@ def document() -> str:
     parts = [markdown(versions, newest, others)]
     for name, task in TASKS.items():
         if name != CAUSAL and (sweeps := all_shipped(name)):
-            by_name = name == CHECKPOINTS
-            parts.append(
-                checkpoints_table.section(task.title, sweeps[0][1], describe_tokens)
-                if by_name
-                else section(name, task, sweeps)
-            )
+            if name == CHECKPOINTS:
+                parts.append(checkpoints_table.section(task.title, sweeps[0][1], describe_tokens))
+            elif name == STARTS:
+                parts.append(starts_table.section(sweeps[0][1]))
+            else:
+                parts.append(section(name, task, sweeps))
     parts += [part for part in (pipelines_table.section(), real_models.section()) if part is not None]
     return "\n".join(parts)
 

@@ -80,6 +80,9 @@ class Result:
         error: Error of the check.
         notes: Calls that fail in transformers and were therefore not compared.
         packages: Packages other than transformers that modules of the model come from, with their versions.
+        second_equal: Whether a second process has the tokens of the first; None: not compared.
+        by_record: Whether the second process started from a record, without PyTorch.
+        num_read: Programs of the model that the second process has read from disk.
     """
 
     model_type: str
@@ -101,3 +104,6 @@ class Result:
     error: str | None = None
     notes: list[str] = dataclasses.field(default_factory=list)
     packages: list[str] = dataclasses.field(default_factory=list)
+    second_equal: bool | None = None
+    by_record: bool | None = None
+    num_read: int | None = None

@@ -157,6 +157,7 @@ def _work(connection: Connection, task: str, programs: str) -> None:
 
     torch.set_num_threads(1)
     jax.config.update("jax_compilation_cache_dir", programs)  # of this sweep only
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = programs  # for processes that a check starts
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     transformers.logging.set_verbosity_error()
     connection.send("ready")

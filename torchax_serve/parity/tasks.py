@@ -66,6 +66,8 @@ def _imported(name: str) -> Any:
 CAUSAL = "causal"
 CHECKPOINTS = "checkpoints"
 """Task of published configurations, read from a folder outside of this project."""
+STARTS = "starts"
+"""Task of a second process that serves what a first has left on disk."""
 TASKS: dict[str, ParityTask] = {
     CAUSAL: ParityTask(
         "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
@@ -129,6 +131,18 @@ TASKS: dict[str, ParityTask] = {
         "above, logits within 1e-4 of eager PyTorch's, and 16 greedy tokens the same in a padded batch, unbatched, and "
         "on the engine among other requests.",
         (PACKED, PER_SEQUENCE, STATIC),
+    ),
+    STARTS: ParityTask(
+        "torchax_serve.parity.check_start:names",
+        "torchax_serve.parity.check_start:check",
+        "Second starts",
+        "Types that the engine takes (of which those of sequences to sequences and of speech have the task in front), "
+        "each served from a folder by one process, and then by a new one from what the first has left on disk. "
+        "**{passed} of {total} checked pass**: 16 greedy tokens of two inputs are those of eager PyTorch in the first "
+        "process, the second process has the same, and it traces no program of the model. *starts from*: a start "
+        "record, with no code of the model, or the model's folder. *programs*: those that were read from disk, by "
+        "XLA's and LLVM's quickest settings.",
+        (PACKED, PER_SEQUENCE),
     ),
     CHECKPOINTS: ParityTask("", "torchax_serve.parity.check_configuration:check_file", "Checkpoints by name", ""),
 }

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from model_adapters.loading import LoadedModel
 from model_adapters.loading.modules_json import modules_root
 from model_adapters.ops.compressed_weight import Weight
+from torchax_serve.compilation.yielding import rested, yield_to_requests
 from torchax_serve.generation.routing import ModelCapabilities
 from torchax_serve.multimodal.placeholders import MODALITIES
 from torchax_serve.runtime.model_runtime import ModelRuntime
@@ -75,6 +76,7 @@ def record_in_background(folder: StartFolder, loaded: LoadedModel, runtime: Mode
     is_changed = runtime.num_changes > 0 or runtime.watch.change() is not None
 
     def run() -> None:
+        yield_to_requests()
         try:
             if is_changed:
                 raise NotRecordableError("the model has been changed")
@@ -120,7 +122,7 @@ def _record(
         num_bytes, pieces = file_of(tensors)
     except NotStorableError as error:
         raise NotRecordableError(str(error)) from error
-    seal = folder.write_weights(num_bytes, pieces)
+    seal = folder.write_weights(num_bytes, rested(pieces))
     if seal is None:
         raise NotRecordableError("its weights take too much of the cache")
     return StartRecord(files, identity, seal, model)
