@@ -12,8 +12,7 @@ namespace {
 template <class T, class Out>
 ffi::Error run(ffi::ThreadPool& threads, const T* x, const T* weight, const float* bias, Out* out, int64_t rows, int64_t n, int64_t k, bool in_order) {
   const int64_t count = num_distinct_rows(x, rows, k);
-  // The order of the sums is that of all rows.
-  const RowProduct<T> product(&threads, x, weight, bias, count, n, k, in_order || rows > FewRows<T>::kMaxRows);
+  const RowProduct<T> product(&threads, x, weight, bias, count, n, k, in_order, nullptr, nullptr, rows);
   parallel_for(threads, product.num_chunks(), num_workers(count, n, k, sizeof(T)), [&](int64_t c, int64_t next) { product.run(c, next, out); });
   repeat_last_row(threads, out, count, rows, n);
   return ffi::Error::Success();
@@ -39,7 +38,7 @@ ffi::Error linear(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer weig
 // Up to this many rows the product is faster than XLA's; 0: any number.
 extern "C" int tas_linear_max_rows(int itemsize) {
 #if defined(__AMX_TILE__)
-  return itemsize == 2 ? 16 : 0;
+  return itemsize != 2 ? 0 : tas::tiles_allowed() ? 128 : 16;
 #elif defined(__AVX__)
   return 0;
 #else

@@ -1,5 +1,6 @@
 // Some rows of x times one matrix, in the way that is quickest for so many of them on this processor.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 
@@ -18,13 +19,14 @@ bool in_lanes(int64_t rows, bool in_order) {
   return rows <= FewRows<T>::kMaxRows && sizeof(T) < sizeof(float) && !in_order && is_quickest;
 }
 
-// x[rows, K] weight[N, K] -> [rows, N]. Rows are at[...] of x and to[...] of the result, if these are given.
+// x[rows, K] weight[N, K] -> [rows, N]. Rows are at[...] of x and to[...] of the result, if these are given. `all_rows` decides
+// about the order of the sums, if equal rows of a call were left out.
 template <class T>
 class RowProduct {
  public:
   RowProduct(xla::ffi::ThreadPool* threads, const T* x, const T* weight, const float* bias, int64_t rows, int64_t n, int64_t k, bool in_order, const int32_t* at = nullptr,
-             const int32_t* to = nullptr) {
-    if (in_lanes<T>(rows, in_order)) {
+             const int32_t* to = nullptr, int64_t all_rows = 0) {
+    if (in_lanes<T>(std::max(rows, all_rows), in_order)) {
       held_.emplace(threads, x, rows, k, FewRows<T>::kXLanes, at);
       few_.emplace(*held_, rows, weight, n, k, bias, to);
       return;
