@@ -150,7 +150,7 @@ def install() -> None:
     ExpertsInterface.register(ROUTED, routed_experts)
 
 
-class Product(Protocol):
+class RowsTimesExperts(Protocol):
     """Multiplies rows with the matrices of their experts."""
 
     def __call__(self, rows: torch.Tensor, weight: torch.Tensor, *, is_transposed: bool = False) -> torch.Tensor:
@@ -166,7 +166,7 @@ def route_and_combine(
     expert_ids: torch.Tensor,
     weights: torch.Tensor,
     num_experts: int,
-    experts: Callable[[torch.Tensor, Product, torch.Tensor], torch.Tensor],
+    experts: Callable[[torch.Tensor, RowsTimesExperts, torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
     """Returns the weighted sum of the outputs of each token's experts: [tokens, hidden].
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from model_adapters.program.moe import Product, route_and_combine
+from model_adapters.program.moe import RowsTimesExperts, route_and_combine
 from model_adapters.quirks.quirk import Quirk
 
 
@@ -18,7 +18,7 @@ def _forward(
 ) -> torch.Tensor:
     w1, v1, w2 = (w.view(self.num_experts, self.ffn_hidden_size, self.hidden_size) for w in _weights(self.mlp))
 
-    def experts(x: torch.Tensor, product: Product, _: torch.Tensor) -> torch.Tensor:
+    def experts(x: torch.Tensor, product: RowsTimesExperts, _: torch.Tensor) -> torch.Tensor:
         gate = self.mlp.activation_fn(product(x, w1))
         return product(gate * product(x, v1), w2, is_transposed=True)
 

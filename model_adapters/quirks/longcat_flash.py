@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from model_adapters.program.moe import Product, route_and_combine
+from model_adapters.program.moe import RowsTimesExperts, route_and_combine
 from model_adapters.quirks.quirk import Quirk
 
 
@@ -18,7 +18,7 @@ def _forward(
 ) -> torch.Tensor:
     num_routed = self.num_routed_experts
 
-    def experts(x: torch.Tensor, product: Product, ids: torch.Tensor) -> torch.Tensor:
+    def experts(x: torch.Tensor, product: RowsTimesExperts, ids: torch.Tensor) -> torch.Tensor:
         if self.gate_up_proj is None:
             return x
         gate, up = product(x, self.gate_up_proj).chunk(2, dim=-1)

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from model_adapters.program.moe import Product, route_and_combine
+from model_adapters.program.moe import RowsTimesExperts, route_and_combine
 from model_adapters.quirks.quirk import Quirk
 
 
 def _forward(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    def experts(x: torch.Tensor, product: Product, _: torch.Tensor) -> torch.Tensor:
+    def experts(x: torch.Tensor, product: RowsTimesExperts, _: torch.Tensor) -> torch.Tensor:
         return product(self._apply_gate(product(x, self.gate_up_proj)), self.down_proj)
 
     return route_and_combine(hidden_states, top_k_index, top_k_weights, self.num_experts, experts).to(
