@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +43,12 @@ def implementation(is_divided: bool) -> str:
     """
     if is_divided:
         return IMPLEMENTATION
-    return ROUTED if registry.platform() == "cpu" else GROUPED_MM
+    return ROUTED if routes() else GROUPED_MM
+
+
+def routes() -> bool:
+    """Returns whether rows are multiplied with their matrices unsorted: on one CPU device."""
+    return registry.platform() == "cpu" and mesh_in_trace() is None
 
 
 def routed_experts(
@@ -145,27 +150,52 @@ def install() -> None:
     ExpertsInterface.register(ROUTED, routed_experts)
 
 
+class RowsTimesExperts(Protocol):
+    """Multiplies rows with the matrices of their experts."""
+
+    def __call__(self, rows: torch.Tensor, weight: torch.Tensor, *, is_transposed: bool = False) -> torch.Tensor:
+        """Returns a row for each of `rows`.
+
+        `weight` is [experts, out, in], or [experts, in, out] if `is_transposed`. Rows of experts without a matrix have
+        any result.
+        """
+
+
 def route_and_combine(
     hidden: torch.Tensor,
     expert_ids: torch.Tensor,
     weights: torch.Tensor,
     num_experts: int,
-    experts: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+    experts: Callable[[torch.Tensor, RowsTimesExperts, torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
     """Returns the weighted sum of the outputs of each token's experts: [tokens, hidden].
 
     Args:
         hidden: [tokens, hidden].
-        expert_ids: int[tokens, k]; `num_experts` and above are groups of their own at the end.
+        expert_ids: int[tokens, k]; `num_experts` and above have no matrices.
         weights: [tokens, k].
-        num_experts: groups that have weights.
-        experts: called with rows [tokens * k, hidden] sorted by expert, the ends int32[num_experts] of the groups
-            among them, and the rows' experts int[tokens * k]; returns as many rows.
+        num_experts: Experts that have matrices, the first ones of a stack.
+        experts: Called with rows [tokens * k, hidden], the product of such rows and a stack of matrices, and the rows'
+            experts int[tokens * k]; returns as many rows.
     """
     num_tokens, num_chosen = expert_ids.shape
     flat = expert_ids.reshape(-1)
-    order = torch.argsort(flat, stable=True)
-    out = experts(hidden[order // num_chosen], group_ends(flat, num_experts), flat[order])
+    if routes():
+        there = torch.where(expert_ids < num_experts, expert_ids, -1)
+
+        def routed(rows: torch.Tensor, weight: torch.Tensor, *, is_transposed: bool = False) -> torch.Tensor:
+            by_choice = rows.reshape(num_tokens, num_chosen, -1)
+            return routed_product(by_choice, weight, there, None, is_transposed=is_transposed).flatten(0, 1)
+
+        out = experts(hidden.repeat_interleave(num_chosen, dim=0), routed, flat)
+        return (out * weights.reshape(-1)[:, None]).reshape(num_tokens, num_chosen, -1).sum(1)
+    order, ends = torch.argsort(flat, stable=True), group_ends(flat, num_experts)
+
+    def of_groups(rows: torch.Tensor, weight: torch.Tensor, *, is_transposed: bool = False) -> torch.Tensor:
+        matrices = weight if weight.shape[0] == num_experts else weight[:num_experts]
+        return torch._grouped_mm(rows, matrices if is_transposed else matrices.transpose(1, 2), offs=ends)
+
+    out = experts(hidden[order // num_chosen], of_groups, flat[order])
     out = out * weights.reshape(-1)[order][:, None]
     back = torch.argsort(order)
     return out[back].reshape(num_tokens, num_chosen, -1).sum(1)

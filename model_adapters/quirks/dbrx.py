@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from model_adapters.program.moe import route_and_combine
+from model_adapters.program.moe import RowsTimesExperts, route_and_combine
 from model_adapters.quirks.quirk import Quirk
 
 
@@ -18,9 +18,9 @@ def _forward(
 ) -> torch.Tensor:
     w1, v1, w2 = (w.view(self.num_experts, self.ffn_hidden_size, self.hidden_size) for w in _weights(self.mlp))
 
-    def experts(x: torch.Tensor, ends: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-        gate = self.mlp.activation_fn(torch._grouped_mm(x, w1.transpose(1, 2), offs=ends))
-        return torch._grouped_mm(gate * torch._grouped_mm(x, v1.transpose(1, 2), offs=ends), w2, offs=ends)
+    def experts(x: torch.Tensor, product: RowsTimesExperts, _: torch.Tensor) -> torch.Tensor:
+        gate = self.mlp.activation_fn(product(x, w1))
+        return product(gate * product(x, v1), w2, is_transposed=True)
 
     flat = hidden_states.reshape(-1, self.hidden_size)
     out = route_and_combine(flat, top_k_index, top_k_weights, self.num_experts, experts)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from model_adapters.program.moe import route_and_combine
+from model_adapters.program.moe import RowsTimesExperts, route_and_combine
 from model_adapters.quirks.quirk import Quirk
 
 
@@ -18,12 +18,11 @@ def _forward(
 ) -> torch.Tensor:
     num_routed = self.num_routed_experts
 
-    def experts(x: torch.Tensor, ends: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def experts(x: torch.Tensor, product: RowsTimesExperts, ids: torch.Tensor) -> torch.Tensor:
         if self.gate_up_proj is None:
             return x
-        up = torch._grouped_mm(x, self.gate_up_proj[:num_routed].transpose(1, 2), offs=ends)
-        gate, up = up.chunk(2, dim=-1)
-        down = torch._grouped_mm(self.act_fn(gate) * up, self.down_proj.transpose(1, 2), offs=ends)
+        gate, up = product(x, self.gate_up_proj).chunk(2, dim=-1)
+        down = product(self.act_fn(gate) * up, self.down_proj)
         return torch.where((ids >= num_routed)[:, None], x, down)
 
     return route_and_combine(hidden_states, top_k_index, top_k_weights, num_routed, experts).to(hidden_states.dtype)

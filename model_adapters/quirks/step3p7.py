@@ -9,16 +9,15 @@ from typing import Any
 
 import torch
 
-from model_adapters.program.moe import route_and_combine
+from model_adapters.program.moe import RowsTimesExperts, route_and_combine
 from model_adapters.quirks.quirk import Quirk
 
 
 def _forward(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    def experts(x: torch.Tensor, ends: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-        hidden = self._apply_gate(torch._grouped_mm(x, self.gate_up_proj.transpose(1, 2), offs=ends))
-        return torch._grouped_mm(hidden, self.down_proj.transpose(1, 2), offs=ends)
+    def experts(x: torch.Tensor, product: RowsTimesExperts, _: torch.Tensor) -> torch.Tensor:
+        return product(self._apply_gate(product(x, self.gate_up_proj)), self.down_proj)
 
     return route_and_combine(hidden_states, top_k_index, top_k_weights, self.num_experts, experts).to(
         hidden_states.dtype

@@ -11,6 +11,7 @@ from model_adapters.bridge.traced_length import TracedLength
 from model_adapters.bridge.views import jax_view, to_jax_array, to_torch_tensor, torch_mode, torch_view
 from model_adapters.errors import UnsupportedModelError
 from model_adapters.lowerings import install
+from model_adapters.program import moe
 from model_adapters.program.moe import group_ends, route_and_combine
 
 pytestmark = pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64:UserWarning")
@@ -200,8 +201,11 @@ def test_flatten_counts_axes_from_the_end():
     assert torch.equal(found, x.flatten(0, -2))
 
 
+@pytest.mark.parametrize("sorts", [False, True])
 @pytest.mark.parametrize("num_tokens", [1, 7])
-def test_routed_experts(num_tokens):
+def test_routed_experts(num_tokens, sorts, monkeypatch):
+    if sorts:  # as on other platforms, and on a mesh
+        monkeypatch.setattr(moe, "routes", lambda: False)
     generator = torch.Generator().manual_seed(0)
     x, ids = torch.randn(num_tokens, 8, generator=generator), torch.randint(0, 4, (num_tokens, 2), generator=generator)
     weights, matrices = torch.rand(num_tokens, 2, generator=generator), torch.randn(3, 8, 8, generator=generator)
@@ -213,8 +217,8 @@ def test_routed_experts(num_tokens):
             expected[token] += weights[token, choice] * made
 
     def run(x, ids, weights, matrices):
-        def experts(rows, ends, of):
-            return torch.where((of >= 3)[:, None], rows, torch._grouped_mm(rows, matrices, offs=ends))
+        def experts(rows, product, of):
+            return torch.where((of >= 3)[:, None], rows, product(rows, matrices, is_transposed=True))
 
         return route_and_combine(x, ids, weights, 3, experts)
 

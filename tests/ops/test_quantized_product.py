@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from thorough import thorough
 
-from model_adapters.ops import grouped_matmul, linear, registry
+from model_adapters.ops import grouped_matmul, linear, registry, routed_matmul, use
 from model_adapters.ops.compressed_weight import note_turned, quantized_of, substituted
 from model_adapters.ops.cpu import build, ffi  # noqa: F401  a condition in quotes names ffi
 from model_adapters.ops.linear import addmm, matmul
@@ -367,6 +367,39 @@ def test_experts_are_multiplied_as_they_are_stored(layout, act_dtype, held_as):
         np.testing.assert_allclose(got[rows], expected(x[rows], one), rtol=1e-5, atol=1e-5)
         begin += size
     assert not np.asarray(got[begin:]).any()
+
+
+@pytest.mark.parametrize("held_as", ["plain", pytest.param("cpu", marks=needs_kernel)])
+@pytest.mark.parametrize("act_dtype", ["none", "int8"])
+@pytest.mark.parametrize("in_vmap", [False, True])
+def test_rows_name_quantized_experts(in_vmap, act_dtype, held_as):
+    weight = make(0, 24, 64, Scheme(4, 32, act_dtype, "float32"), lead=(3,), offset=True)
+    held = lay_out(weight) if held_as == "cpu" else weight
+    ids = np.array([[0, 2], [2, 3], [0, 0], [-1, 1]])
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((4, 64)), jnp.float32)
+    bias = jnp.asarray(np.random.default_rng(2).standard_normal((3, 24)), jnp.float32)
+
+    def call(x, weight):
+        with substituted({"w": weight}) as arrays, use("grouped_matmul", "quantized"):  # vmap has no rule for XLA's own
+
+            def product(x, ids):
+                return routed_matmul(x, arrays["w"], ids, bias)
+
+            if not in_vmap:
+                return product(x, jnp.asarray(ids))
+            return jax.vmap(product)(x[:, None], jnp.asarray(ids)[:, None])[:, 0]
+
+    with registry.record_calls() as calls:
+        got = jax.jit(call)(x, held)
+    assert ("routed_matmul", "cpu-quantized" if held_as == "cpu" else "quantized") in calls
+    for token, choice in np.ndindex(*ids.shape):
+        if not 0 <= (expert := ids[token, choice]) < 3:
+            assert not np.asarray(got[token, choice]).any()
+            continue
+        parts = (weight.values[expert], weight.scale[expert], weight.offset[expert])
+        one = make_quantized("w", *parts, scheme=Scheme(4, 32, act_dtype, "float32"))
+        wanted = expected(x[token][None], one, bias[expert])[0]
+        np.testing.assert_allclose(got[token, choice], wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_the_stored_form_is_found_by_the_array_and_by_its_transpose():

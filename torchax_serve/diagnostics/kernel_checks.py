@@ -87,6 +87,13 @@ def _grouped_matmul(dtype: Any, size: int) -> KernelCase:
     return KernelCase(partial(ops.grouped_matmul, layout="enk"), (_normal(dtype, sum(sizes), wide), weight, groups))
 
 
+def _routed_matmul(dtype: Any, size: int) -> KernelCase:
+    wide, num_matrices = 128 * size, 4
+    weight = _normal(dtype, num_matrices, wide, wide, seed=1, scale=wide**-0.5)
+    ids = jnp.asarray(np.random.default_rng(4).integers(0, num_matrices, (9, 2)), jnp.int32)
+    return KernelCase(ops.routed_matmul, (_normal(dtype, 9, wide), weight, ids))
+
+
 def _dense_attention(dtype: Any, size: int) -> KernelCase:
     shape = (1, 2, 256 * size, 64)  # long enough for a second block of queries where `size` is 4
     call = partial(ops.dense_attention, mask=None, args=ops.AttentionArgs(0.125), causal=True)
@@ -136,6 +143,7 @@ CASES: dict[str, Callable[[Any, int], KernelCase]] = {
     "lora": _lora,
     "paged_attention": _paged_attention,
     "rms_norm": _rms_norm,
+    "routed_matmul": _routed_matmul,
     "row_sum": _row_sum,
 }
 """Makes a call of each op in a dtype; the second argument scales the arrays (1 is small)."""

@@ -53,42 +53,78 @@ class ColumnProduct {
         return;
       }
 #endif
-    for (int64_t r = 0; r < rows_; r += kMaxTile)
-      for_count<kMaxTile>(std::min<int64_t>(kMaxTile, rows_ - r), [&](auto count) { strip<count>(r, begin, end, r == 0, out); });
+    if (rows_ > kMinPanelRows) {
+      for (int64_t i = begin; i < end; i += kPanelColumns) {
+        const int64_t count = std::min<int64_t>(kPanelColumns, end - i);
+        const float* weights = floats_panel(i, count);
+        for_tiles([&](auto rows, int64_t r) { strip<rows>(r, weights, kPanelColumns, i, count, false, out); });
+      }
+      return;
+    }
+    for_tiles([&](auto rows, int64_t r) { strip<rows>(r, weight_ + begin, n_, begin, end - begin, r == 0, out); });
   }
 
  private:
-  template <int R, class Out>
-  void strip(int64_t r, int64_t begin, int64_t end, bool fetches, Out* out) const {
+  static constexpr int kPanelColumns = columns(kMaxTile) * kLanes;
+  static constexpr int64_t kMinPanelRows = 2 * kMaxTile;  // of x, for which a copy of the weights side by side pays
+
+  // Calls run(count, r) for rows of x that meet weights together, from r on.
+  template <class Run>
+  void for_tiles(const Run& run) const {
+    for (int64_t r = 0; r < rows_; r += kMaxTile) for_count<kMaxTile>(std::min<int64_t>(kMaxTile, rows_ - r), [&](auto count) { run(count, r); });
+  }
+
+  // `count` columns from i on as floats, [K][kPanelColumns] with zeros behind: rows far apart would share sets of the cache.
+  const float* floats_panel(int64_t i, int64_t count) const {
+    static thread_local std::vector<float> panel_of_thread;
+    panel_of_thread.resize(k_ * kPanelColumns);
+    float* to = panel_of_thread.data();
+    const T* w = weight_ + i;
+    for (int64_t d = 0; d < k_; d++, w += n_, to += kPanelColumns) {
+      if (d + kAhead < k_)
+        for (int b = 0; b < kPanelColumns * int(sizeof(T)); b += 64) __builtin_prefetch((const char*)(w + kAhead * n_) + b, 0, 2);
+      for (int64_t j = 0; j < kPanelColumns; j += kLanes)
+        store(to + j, j + kLanes <= count ? load(w + j) : j < count ? load_first(w + j, int(count - j)) : Vec{});
+    }
+    return panel_of_thread.data();
+  }
+
+  // The outputs of R rows of x and the columns [i, i + num), whose weights lie at w, rows `stride` apart.
+  template <int R, class W, class Out>
+  void strip(int64_t r, const W* w, int64_t stride, int64_t i, int64_t num, bool fetches, Out* out) const {
     constexpr int C = columns(R);
-    int64_t i = begin;
-    for (; i + C * kLanes <= end; i += C * kLanes) tile<R, C>(r, i, C * kLanes, fetches, out);
-    for (; i < end; i += kLanes) tile<R, 1>(r, i, std::min<int64_t>(kLanes, end - i), fetches, out);
+    int64_t j = 0;
+    for (; j + C * kLanes <= num; j += C * kLanes) tile<R, C>(r, w + j, stride, i + j, C * kLanes, fetches, out);
+    for (; j < num; j += kLanes) tile<R, 1>(r, w + j, stride, i + j, std::min<int64_t>(kLanes, num - j), fetches, out);
   }
 
   // The outputs of R rows of x and `count` columns, of C vectors at most, from i on.
-  template <int R, int C, class Out>
-  void tile(int64_t r, int64_t i, int64_t count, bool fetches, Out* out) const {
-    constexpr int kBytes = C * kLanes * int(sizeof(T));
+  template <int R, int C, class W, class Out>
+  void tile(int64_t r, const W* w, int64_t stride, int64_t i, int64_t count, bool fetches, Out* out) const {
+    constexpr int kBytes = C * kLanes * int(sizeof(W));
     Vec sum[R][C] = {};
-    const T* w = weight_ + i;
     const float* x = floats_.data() + r * k_;
     const bool is_whole = count == C * kLanes;
-    for (int64_t d = 0; d < k_; d++, w += n_) {
+    for (int64_t d = 0; d < k_; d++, w += stride) {
       if (fetches && d + kAhead < k_)
-        for (int b = 0; b < kBytes; b += 64) __builtin_prefetch((const char*)(w + kAhead * n_) + b, 0, 2);
+        for (int b = 0; b < kBytes; b += 64) __builtin_prefetch((const char*)(w + kAhead * stride) + b, 0, 2);
       Vec v[C];
 #pragma GCC unroll 8
       for (int j = 0; j < C; j++) v[j] = is_whole ? load(w + j * kLanes) : load_first(w, int(count));
 #pragma GCC unroll 8
       for (int q = 0; q < R; q++) {
-        const Vec one = splat(x[q * k_ + d]);
+        const Vec one = splat_word<Vec>(x + q * k_ + d);
 #pragma GCC unroll 8
         for (int j = 0; j < C; j++) sum[q][j] = fma(v[j], one, sum[q][j]);
       }
     }
+    float kept[R * C * kLanes];  // what a loop below would index would not stay in registers above
+#pragma GCC unroll 8
     for (int q = 0; q < R; q++)
-      for (int j = 0; j < C; j++) put(sum[q][j], i + j * kLanes, std::min<int64_t>(kLanes, count - j * kLanes), r + q, out);
+#pragma GCC unroll 8
+      for (int j = 0; j < C; j++) store(kept + (q * C + j) * kLanes, sum[q][j]);
+    for (int q = 0; q < R; q++)
+      for (int j = 0; j < C; j++) put(load(kept + (q * C + j) * kLanes), i + j * kLanes, std::min<int64_t>(kLanes, count - j * kLanes), r + q, out);
   }
 
   template <class Out>
@@ -129,28 +165,46 @@ class ColumnProduct {
   void run_tiles(int64_t begin, int64_t end, Out* out) const {
     const TileRegisters registers;
     const bf16* weights = panel(begin, end);
-    alignas(64) float sums[4][kTileRows * kLanes];
-    for (int64_t r = 0; r < rows_; r += kTileRows) {
-      zero_tiles();
-      const bf16 *x = halves_.data() + r * stride_, *w = weights;
-      for (int64_t d = 0; d < stride_; d += kTileNumbers, w += 4 * 512) {
-        load_tile<4>(x + d, stride_ * sizeof(bf16));
-        load_tile<5>(w, 64);
-        multiply_tiles<0, 4, 5>();
-        load_tile<6>(w + 512, 64);
-        multiply_tiles<1, 4, 6>();
-        load_tile<7>(w + 2 * 512, 64);
-        multiply_tiles<2, 4, 7>();
-        load_tile<5>(w + 3 * 512, 64);
-        multiply_tiles<3, 4, 5>();
+    for (int64_t i = begin; i < end; i += 2 * kTileRows, weights += 2 * 512)
+      for (int64_t r = 0; r < rows_; r += 2 * kTileRows) {
+        if (r + kTileRows < rows_) pair_of_tiles<2>(r, i, end, weights, out);
+        else pair_of_tiles<1>(r, i, end, weights, out);
       }
-      store_tile<0>(sums[0]);
-      store_tile<1>(sums[1]);
-      store_tile<2>(sums[2]);
-      store_tile<3>(sums[3]);
-      for (int64_t q = r; q < std::min(rows_, r + kTileRows); q++)
-        for (int64_t i = begin, t = 0; i < end; i += kLanes, t++) put(load(sums[t] + (q - r) * kLanes), i, std::min<int64_t>(kLanes, end - i), q, out);
+  }
+
+  // The outputs of G tiles of x from row r on and two tiles of columns from i on.
+  template <int G, class Out>
+  void pair_of_tiles(int64_t r, int64_t i, int64_t end, const bf16* w, Out* out) const {
+    zero_tiles();
+    const bf16 *x = halves_.data() + r * stride_, *x1 = x + kTileRows * stride_;
+    const int64_t bytes = stride_ * sizeof(bf16);
+    for (int64_t d = 0; d < stride_; d += kTileNumbers, w += 4 * 512) {
+      load_tile<6>(w, 64);
+      load_tile<7>(w + 512, 64);
+      load_tile<4>(x + d, bytes);
+      multiply_tiles<0, 4, 6>();
+      multiply_tiles<1, 4, 7>();
+      if constexpr (G == 2) {
+        load_tile<5>(x1 + d, bytes);
+        multiply_tiles<2, 5, 6>();
+        multiply_tiles<3, 5, 7>();
+      }
     }
+    finish<0>(r, i, end, out);
+    finish<1>(r, i + kTileRows, end, out);
+    if constexpr (G == 2) {
+      finish<2>(r + kTileRows, i, end, out);
+      finish<3>(r + kTileRows, i + kTileRows, end, out);
+    }
+  }
+
+  // Writes tile `kTile` of sums, [rows of x][columns].
+  template <int kTile, class Out>
+  void finish(int64_t r, int64_t i, int64_t end, Out* out) const {
+    if (i >= end) return;
+    alignas(64) float sums[kTileRows * kLanes];
+    store_tile<kTile>(sums);
+    for (int64_t q = r; q < std::min(rows_, r + kTileRows); q++) put(load(sums + (q - r) * kLanes), i, std::min<int64_t>(kLanes, end - i), q, out);
   }
 #endif
 
