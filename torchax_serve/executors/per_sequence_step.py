@@ -83,7 +83,9 @@ class SequenceStep:
                 for pool, new, leaf in written
             )
         else:
-            kept = self._layout.merge(pools, self._layout.gather_slots(states, given.slots, spec.source_len))
+            source_lens = given.source_lens if spec.source_len else None
+            of_slots = self._layout.gather_slots(states, given.slots, spec.source_len, source_lens)
+            kept = self._layout.merge(pools, of_slots)
             found, news = self._extend(weights, kept, ids, given, table, media, spec, adapters)
             pools, new_states = self._layout.partition(news)
         states = self._layout.scatter_slots(

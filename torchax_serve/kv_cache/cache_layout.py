@@ -86,14 +86,25 @@ class CacheLayout:
 
         return dataclasses.replace(self, leaves=tuple(map(stored, self.leaves)))
 
-    def gather_slots(self, states: SlotStates, slots: jax.Array, source_len: int) -> Leaves:
-        """Gathers the states ``[S, ...]`` at `slots` int32[S], cut to the encoder length."""
-        return tuple(
-            state.gather(slots, source_len, row.dtype)
-            if isinstance(state, ScaledState)
-            else (state[:, :, :, :source_len] if row.is_of_source else state)[slots]
-            for row, state in zip(self.rows, states, strict=True)
-        )
+    def gather_slots(
+        self, states: SlotStates, slots: jax.Array, source_len: int, source_lens: jax.Array | None = None
+    ) -> Leaves:
+        """Gathers the states ``[S, ...]`` at `slots` int32[S], cut to the encoder length.
+
+        `source_lens` int32[S] are the lengths of the encoder outputs without padding; None without an encoder.
+        """
+        has_kernels = has_copy_kernels(self.is_on_mesh)
+
+        def gathered(row: SlotStateSpec, state: jax.Array | ScaledState) -> jax.Array:
+            if isinstance(state, ScaledState):
+                return state.gather(slots, source_len, row.dtype)
+            if not row.is_of_source:
+                return state[slots]
+            if has_kernels and source_lens is not None:
+                return ffi.read_tokens(state[:, 0], slots[:, None], source_lens, slice(None), source_len)[:, None]
+            return state[:, :, :, :source_len][slots]
+
+        return tuple(gathered(row, state) for row, state in zip(self.rows, states, strict=True))
 
     def scatter_slots(
         self,
@@ -128,3 +139,4 @@ class CacheLayout:
         kinds = [isinstance(leaf, PagedLayerSpec) for leaf in self.leaves]
         pages = tuple(leaf for leaf, is_pages in zip(leaves, kinds, strict=True) if is_pages)
         return pages, tuple(leaf for leaf, is_pages in zip(leaves, kinds, strict=True) if not is_pages)
+

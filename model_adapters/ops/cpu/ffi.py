@@ -464,7 +464,9 @@ def write_tokens(
     return out
 
 
-def read_tokens(pool: jax.Array, table: jax.Array, lens: jax.Array, columns: slice) -> jax.Array:
+def read_tokens(
+    pool: jax.Array, table: jax.Array, lens: jax.Array, columns: slice, capacity: int | None = None
+) -> jax.Array:
     """Returns columns of the first `lens` int32[S] positions of rows of pages.
 
     Args:
@@ -472,13 +474,15 @@ def read_tokens(pool: jax.Array, table: jax.Array, lens: jax.Array, columns: sli
         table: ``int32[S, pages]``.
         lens: ``int32[S]``.
         columns: Of the pool, with a step of one.
+        capacity: Number of positions of the result; None: all that the pages have.
 
     Returns:
-        ``[S, H, pages * page, columns]``, zeros behind `lens`.
+        ``[S, H, capacity, columns]``, zeros behind `lens`.
     """
     _, heads, page, width = pool.shape
     first, end, _ = columns.indices(width)
-    result = jax.ShapeDtypeStruct((table.shape[0], heads, table.shape[1] * page, end - first), pool.dtype)
+    capacity = table.shape[1] * page if capacity is None else capacity
+    result = jax.ShapeDtypeStruct((table.shape[0], heads, capacity, end - first), pool.dtype)
     out: jax.Array = _call("tas_read_tokens", result)(pool, table, lens, first_column=np.int64(first))
     return out
 

@@ -63,8 +63,8 @@ ffi::Error write_tokens(ffi::AnyBuffer pool, ffi::Buffer<ffi::S32> table, ffi::B
   return ffi::Error::Success();
 }
 
-// pool[P, H, page, W], table[S, n], lens[S] -> out[S, H, n * page, w]: columns [first_column, first_column + w) of the first
-// lens[s] positions of each row of the table, and zeros behind them.
+// pool[P, H, page, W], table[S, n], lens[S] -> out[S, H, c, w] with c <= n * page: columns [first_column, first_column + w) of
+// the first lens[s] positions of each row of the table, and zeros behind them.
 ffi::Error read_tokens(ffi::ThreadPool threads, ffi::AnyBuffer pool, ffi::Buffer<ffi::S32> table, ffi::Buffer<ffi::S32> lens, ffi::Result<ffi::AnyBuffer> out, int64_t first_column) {
   const auto pd = pool.dimensions(), td = table.dimensions();
   const int64_t num_pages = pd[0], heads = pd[1], page = pd[2], num_rows = td[0], pages_per_row = td[1], width = out->dimensions()[3];
@@ -74,7 +74,8 @@ ffi::Error read_tokens(ffi::ThreadPool threads, ffi::AnyBuffer pool, ffi::Buffer
   const int64_t itemsize = pool.size_bytes() / pool.element_count(), row_bytes = pd[3] * itemsize, bytes = width * itemsize;
   const char* from = (const char*)pool.untyped_data() + first_column * itemsize;
   char* to = (char*)out->untyped_data();
-  const int64_t capacity = pages_per_row * page;
+  const int64_t capacity = out->dimensions()[2];
+  if (capacity > pages_per_row * page) return ffi::Error::InvalidArgument("read_tokens: expected no more positions than the rows of the table have");
   for_rows(threads, num_rows * heads, capacity * bytes, kBytesPerChunk, kBytesPerWorker, [&](int64_t i) {
     const int64_t s = i / heads, h = i % heads, known = std::clamp<int64_t>(lens.typed_data()[s], 0, capacity);
     char* place = to + i * capacity * bytes;
