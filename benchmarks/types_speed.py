@@ -5,7 +5,9 @@
     python benchmarks/types_speed.py --kinds experts latent --dtype bfloat16 --requests 8
     python benchmarks/types_speed.py --part 3/12 --again   # every twelfth from the third on, also what has a row
     python benchmarks/types_speed.py show [--types ...]    # the table, the slowest first
-    python benchmarks/types_speed.py --part 3/12 --guard   # 1 if a ratio is below 0.8 of the committed one
+    python benchmarks/types_speed.py page                  # writes docs/models.md, docs/performance.md, a picture
+    python benchmarks/types_speed.py --small --again       # small models, some seconds for a type
+    python benchmarks/types_speed.py --part 3/12 --guard   # those; 1 if a ratio is below 0.8 of the committed one
 
 A model has about 100 million random weights, six layers, and a layer of every kind that the type has. Asked are 64
 tokens and 32 new ones, greedy, without an end: in eager PyTorch as one batch of ``generate``; on the engine of
@@ -20,102 +22,53 @@ wait for each other compute nothing and take it, too. Rows are appended to bench
 from __future__ import annotations
 
 import argparse
-import contextlib
+import collections
+import concurrent.futures
 import datetime
-import json
+import importlib.metadata
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
-from speed_of_types import rows
+from speed_of_types import pages, rows
+from speed_of_types.kinds import KINDS
+from speed_of_types.processes import Asked, measured
 from speed_of_types.rows import Row
 
 FOLDER = Path(__file__).resolve().parent
 RESULTS = FOLDER / "results" / "types-speed.jsonl"
-GUARD_RESULTS = FOLDER / "results" / "types-speed-guard.jsonl"
+SMALL_RESULTS = FOLDER / "results" / "types-speed-small.jsonl"
 DTYPES, REQUESTS = ("bfloat16", "float32"), (1, 8)
 LEAST = 0.8
 """Part of the committed ratio below which the guard fails."""
-GUARD: dict[str, Any] = {"dtype": ["bfloat16"], "requests": [8], "threads": 1, "turns": 2, "seconds": 4.0}
-POLL_S = 0.5
+SIDES = ("eager", "engine", "drop-in")
+SMALL: dict[str, Any] = {
+    "dtype": ["bfloat16"],
+    "requests": [8],
+    "sides": SIDES[:2],
+    "threads": 1,
+    "workers": 2,
+    "turns": 5,
+    "least_turns": 3,
+    "seconds": 2.0,
+    "results": SMALL_RESULTS,
+}
+"""Options of measurements that take a few seconds for a type."""
 
 
-def measured(case: Any, options: argparse.Namespace, dtypes: Sequence[str], requests: Sequence[int]) -> Iterator[Row]:
-    """Yields the rows of a type; for what its process did not answer, why."""
-    command = [sys.executable, "-m", "speed_of_types.measure", case.task, case.model_type, "--dtypes", *dtypes]
-    command += ["--requests", *map(str, requests), "--turns", str(options.turns), "--seconds", str(options.seconds)]
-    command += ["--threads", str(options.threads)] if options.threads else []
-    paths = [str(FOLDER.parent), str(FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"}
-    began = time.monotonic()
-    with open(os.devnull if options.log is None else options.log, "a") as log:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
-    limit = Limit(process, options.time_limit * len(dtypes), options.memory_limit * 1e9)
-    missing = [(dtype, number) for dtype in dtypes for number in requests]
-    about = {"task": case.task, "type": case.model_type, "threads": options.threads, "date": today()}
-    assert process.stdout is not None
-    try:
-        for line in process.stdout:
-            row = json.loads(line)
-            missing.remove((row["dtype"], row["requests"]))
-            yield {**about, **row, "cores_in_use": limit.cores_in_use()}
-        process.wait()
-    finally:
-        limit.is_over.set()
-        process.kill()
-    for dtype, number in missing:
-        error = limit.reason or f"the process ended with status {process.returncode}"
-        others = {"kind": case.kind(), "executor": case.executor, "seconds": round(time.monotonic() - began, 1)}
-        status = "timed out" if limit.reason else "crashed"
-        yield {**about, "dtype": dtype, "requests": number, **others, "status": status, "error": error}
-
-
-class Limit:
-    """Ends a process that takes too long or too much memory; counts what other processes use."""
-
-    def __init__(self, process: subprocess.Popen[str], seconds: float, num_bytes: float) -> None:
-        self.reason: str | None = None
-        self.is_over = threading.Event()
-        self._process, self._deadline, self._bytes = process, time.monotonic() + seconds, num_bytes
-        self._seconds = seconds
-        self._since = self._used()
-        threading.Thread(target=self._watch, daemon=True).start()
-
-    def _watch(self) -> None:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            watched = psutil.Process(self._process.pid)
-            while not self.is_over.wait(POLL_S):
-                if time.monotonic() > self._deadline:
-                    self.reason = f"no end within {self._seconds:.0f} s"
-                elif watched.memory_info().rss > self._bytes:
-                    self.reason = f"more than {self._bytes / 1e9:g} GB of memory"
-                if self.reason:
-                    self._process.kill()
-                    return
-
-    def _used(self) -> tuple[float, float]:
-        """Time, and the seconds of processors that others have used."""
-        times = psutil.cpu_times()
-        own = 0.0
-        with contextlib.suppress(psutil.NoSuchProcess):
-            own = sum(psutil.Process(self._process.pid).cpu_times()[:2])
-        return time.monotonic(), times.user + times.system + times.nice - own
-
-    def cores_in_use(self) -> float:
-        """Cores that other programs have used since the last call."""
-        (before, used), self._since = self._since, self._used()
-        return round(max(0.0, self._since[1] - used) / max(1e-3, self._since[0] - before), 2)
-
-
-def today() -> str:
-    return datetime.datetime.now(datetime.UTC).date().isoformat()
+def here() -> dict[str, Any]:
+    """The day, the machine, and the versions of libraries."""
+    names = ("torch", "jax", "transformers")
+    return {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "cpu": next(line.partition(":")[2].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")),
+        "cores": len(os.sched_getaffinity(0)),
+        "versions": {name: importlib.metadata.version(name) for name in names},
+    }
 
 
 def chosen(options: argparse.Namespace) -> list[Any]:
@@ -142,19 +95,50 @@ def sweep(options: argparse.Namespace) -> list[Row]:
     """Measures what is missing, or all with ``--again``; returns its rows."""
     known, found = rows.read(options.results), []
     cases, began = chosen(options), time.monotonic()
-    for index, case in enumerate(cases):
-        keys = {
-            (d, n): (case.task, case.model_type, d, n, options.threads) for d in options.dtype for n in options.requests
-        }
-        wanted = [each for each, key in keys.items() if options.again or key not in known]
-        dtypes = [dtype for dtype in options.dtype if any(each[0] == dtype for each in wanted)]
-        requests = [number for number in options.requests if any(each[1] == number for each in wanted)]
-        for row in measured(case, options, dtypes, requests) if wanted else ():
-            if not options.guard:
-                rows.append(options.results, row)
-            found.append(row)
-            print(f"{index + 1}/{len(cases)} {time.monotonic() - began:6.0f} s  {line(row)}", flush=True)
+    waiting = []
+    for case in cases:
+        keys = [(case.task, case.model_type, d, n, options.threads) for d in options.dtype for n in options.requests]
+        if options.again or any(key not in known for key in keys):
+            waiting.append(case)
+    size = -(-len(waiting) // options.workers) if options.small else 1
+    groups = collections.deque(waiting[at : at + size] for at in range(0, len(waiting), size))
+    lock, about = threading.Lock(), {"threads": options.threads, **here()}
+
+    def work(number: int) -> None:
+        while groups:
+            for row in measured(groups.popleft(), asked(options, number)):
+                with lock:
+                    found.append({**about, **row})
+                    if not options.guard:
+                        rows.append(options.results, found[-1])
+                    print(f"{len(found)} rows, {time.monotonic() - began:5.0f} s  {line(row)}", flush=True)
+
+    with concurrent.futures.ThreadPoolExecutor(options.workers) as pool:
+        for future in [pool.submit(work, number) for number in range(options.workers)]:
+            future.result()
+    cpu = sum(row.get("cpu_s", 0.0) for row in found)
+    print(f"{len(waiting)} of {len(cases)} types, {cpu:.0f} s of processors, {time.monotonic() - began:.0f} s")
     return found
+
+
+def asked(options: argparse.Namespace, worker: int) -> Asked:
+    """What a worker measures, on cores of its own where there are enough."""
+    cores = sorted(os.sched_getaffinity(0))
+    number = options.threads or len(cores)
+    first = worker * number % len(cores)
+    return Asked(
+        dtypes=options.dtype,
+        requests=options.requests,
+        turns=options.turns,
+        least_turns=options.least_turns,
+        seconds=options.seconds,
+        sides=options.sides,
+        is_small=options.small,
+        cores=(cores[first:] + cores[:first])[:number],
+        time_limit_s=options.time_limit,
+        memory_limit=options.memory_limit * 1e9,
+        log=options.log,
+    )
 
 
 def line(row: Row) -> str:
@@ -181,6 +165,21 @@ def show(options: argparse.Namespace) -> None:
         print(f"median of engine/eager by kind, {name}: {rows.median_by_kind(found, name)}")
 
 
+def write_pages(options: argparse.Namespace) -> None:
+    """Writes the documents that show rows, and the file in the package that one of them reads."""
+    from serving_peers.performance_page import page
+
+    from torchax_serve.parity import models_page, speed_table
+
+    rows.tidy(options.results)
+    found = pages.Results.of(rows.read(options.results).values())
+    speed_table.write(pages.about(found), pages.columns(found))
+    docs = FOLDER.parent / "docs"
+    (docs / "models.md").write_text(models_page.document())
+    pages.draw(options.results.parent, docs / "pictures")
+    (docs / "performance.md").write_text(page(options.results.parent))
+
+
 def part(text: str) -> tuple[int, int]:
     number, _, count = text.partition("/")
     if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
@@ -190,10 +189,10 @@ def part(text: str) -> tuple[int, int]:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", nargs="?", choices=["measure", "show"], default="measure")
+    parser.add_argument("command", nargs="?", choices=["measure", "show", "page"], default="measure")
     parser.add_argument("--types", nargs="+", metavar="TYPE")
     parser.add_argument("--tasks", nargs="+", choices=["causal", "seq2seq", "speech", "images"])
-    parser.add_argument("--kinds", nargs="+")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS)
     parser.add_argument("--part", type=part, metavar="N/M", help="a part of the types")
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--requests", nargs="+", type=int, default=list(REQUESTS))
@@ -203,15 +202,18 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--time-limit", type=float, default=300.0, help="seconds of a type in a dtype")
     parser.add_argument("--memory-limit", type=float, default=8.0, help="GB of its process")
     parser.add_argument("--again", action="store_true", help="measure also what has a row")
-    parser.add_argument("--guard", action="store_true", help="compare with the committed ratios; write nothing")
+    parser.add_argument("--small", action="store_true", help="models of some million weights, eight requests, bfloat16")
+    parser.add_argument("--guard", action="store_true", help="--small, compared with the committed ratios")
     parser.add_argument("--show", action="store_const", dest="command", const="show", help="the same as show")
-    parser.add_argument("--results", type=Path, help="file of rows; default: benchmarks/results/types-speed.jsonl")
+    parser.add_argument("--results", type=Path, help="file of rows; default: in benchmarks/results")
     parser.add_argument("--log", type=Path, help="file for what the processes print")
     options = parser.parse_args()
-    if options.guard:
-        vars(options).update(GUARD, again=True)
-    if options.results is None:
-        options.results = GUARD_RESULTS if options.guard else RESULTS
+    options.small |= options.guard
+    options.again |= options.guard
+    options.sides, options.workers, options.least_turns = SIDES, 1, 1
+    for name, value in (SMALL if options.small else {"results": RESULTS}).items():
+        if name != "results" or options.results is None:
+            setattr(options, name, value)
     return options
 
 
@@ -222,6 +224,9 @@ def main() -> None:
     )  # so that the process of a type ends, too
     if options.command == "show":
         show(options)
+        return
+    if options.command == "page":
+        write_pages(options)
         return
     found = sweep(options)
     if options.guard:

@@ -26,12 +26,11 @@ from torchax_serve.parity.tiny.media_prompts import batched
 from torchax_serve.parity.tiny.models import _config_for, causal_class, num_codebooks
 
 PROMPT_LEN, NEW_TOKENS = 64, 32
-FIRST_ID, LAST_ID = 200, 16000
-"""Ids of prompts; below and above are special tokens and markers of images and sound."""
+FIRST_ID, LAST_ID = 200, 4000
+"""Ids of prompts, all of them in the vocabulary and none of them special, also in a small model."""
 TASK_NAMES = ("causal", "seq2seq", "speech", "images")
 PREFERRED = ("seq2seq", "speech", "causal", "images")
 """Tasks by what is meant where a type is named without one: an encoder-decoder rather than its decoder alone."""
-KINDS = ("dense", "experts", "latent", "hybrid", "recurrent", "encoder-decoder", "per-sequence", "speech", "media")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
 
 Inputs = dict[str, Any]
@@ -66,7 +65,7 @@ class TypeCase:
         return result.error or "" if result is not None and result.status == "impossible" else None
 
     def kind(self) -> str:
-        """One of `KINDS`."""
+        """One of `speed_of_types.kinds.KINDS`."""
         if self.task in ("speech", "images"):
             return {"speech": "speech", "images": "media"}[self.task]
         result = _results(self.task).get(self.model_type)
@@ -112,11 +111,11 @@ class TypeCase:
             return config_of_two(self.model_type, tiny_config(encoder, as_decoder=False))
         return tiny_config(self.model_type, as_decoder=False, overrides=AUDIO_CONFIGS.get(self.model_type, {}))
 
-    def model(self, dtype: str) -> PreTrainedModel:
+    def model(self, dtype: str, *, is_small: bool = False) -> PreTrainedModel:
         """A random model in evaluation mode that never ends a sequence by itself."""
         torch.manual_seed(0)
         model_class = self.model_class()
-        config = _config_for(model_class, enlarged(self.tiny()))
+        config = _config_for(model_class, enlarged(self.tiny(), is_small=is_small))
         model = model_class._from_config(config, dtype=getattr(torch, dtype)).eval()
         if model.can_generate():
             options = model.generation_config

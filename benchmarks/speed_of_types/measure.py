@@ -141,7 +141,7 @@ def measure(
         first = turn % len(live)
         for side in (*live[first:], *live[:first]):
             side.turn(inputs[side.name])
-        if time.perf_counter() > deadline:
+        if time.perf_counter() > deadline and turn + 1 >= options.least_turns:
             break
     found = {side.name: side.summary(num_requests) for side in used}
     eager = sides[EAGER]
@@ -156,25 +156,27 @@ def measure(
 
 
 def rows_of(case: TypeCase, dtype: str, options: Any) -> Iterator[dict[str, Any]]:
-    began = time.perf_counter()
-    base = {"dtype": dtype, "kind": case.kind(), "executor": case.executor}
+    """Yields the rows of a type in a dtype, one for each number of requests."""
+    began, cpu = time.perf_counter(), time.process_time()
+    base = {"task": case.task, "type": case.model_type, "dtype": dtype, "kind": case.kind(), "executor": case.executor}
     try:
-        model = case.model(dtype)
+        model = case.model(dtype, is_small=options.small)
         next(case.inputs(model, 1))
     except Exception as error:
         for number in options.requests:
             yield {**base, "requests": number, "status": "impossible", "error": error_line(error)}
         return
     base["parameters"] = sum(parameter.numel() for parameter in model.parameters())
-    sides = {name: MeasuredSide(name, model) for name in SIDES}
+    sides = {name: MeasuredSide(name, model) for name in options.sides}
     try:
         for number in options.requests:
             row = measure(case, sides, number, options, model)
             engine = sides[ENGINE].side
             if isinstance(engine, EngineSide) and sides[ENGINE].error is None:
                 row["executor"] = engine.executor()
-            seconds, began = time.perf_counter() - began, time.perf_counter()
-            yield {**base, "requests": number, **row, "seconds": round(seconds, 1)}
+            row |= {"seconds": round(time.perf_counter() - began, 1), "cpu_s": round(time.process_time() - cpu, 1)}
+            began, cpu = time.perf_counter(), time.process_time()
+            yield {**base, "requests": number, **row}
     finally:
         for each in sides.values():
             if each.side is not None:
@@ -183,26 +185,27 @@ def rows_of(case: TypeCase, dtype: str, options: Any) -> Iterator[dict[str, Any]
 
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("task")
-    parser.add_argument("type")
+    parser.add_argument("cases", nargs="+", help="TASK:TYPE")
     parser.add_argument("--dtypes", nargs="+", required=True)
     parser.add_argument("--requests", nargs="+", type=int, required=True)
     parser.add_argument("--turns", type=int, required=True)
+    parser.add_argument("--least-turns", type=int, required=True)
     parser.add_argument("--seconds", type=float, required=True)
-    parser.add_argument("--threads", type=int)
+    parser.add_argument("--sides", nargs="+", required=True)
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--cores", nargs="+", type=int, required=True)
     options = parser.parse_args(arguments)
-    if options.threads is not None:  # before JAX makes its own
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-options.threads :])
+    os.sched_setaffinity(0, options.cores)  # before JAX makes its threads
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is not a row
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(num_cores())
-    for dtype in options.dtypes:
-        for row in rows_of(TypeCase(options.task, options.type), dtype, options):
-            print(json.dumps(row), file=output, flush=True)
-        gc.collect()
-    sys.stdout.flush()
+    for name in options.cases:
+        for dtype in options.dtypes:
+            for row in rows_of(TypeCase(*name.split(":")), dtype, options):
+                print(json.dumps(row), file=output, flush=True)
+            gc.collect()
 
 
 if __name__ == "__main__":
