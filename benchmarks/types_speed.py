@@ -27,6 +27,7 @@ import concurrent.futures
 import datetime
 import importlib.metadata
 import os
+import platform
 import signal
 import sys
 import threading
@@ -63,9 +64,12 @@ SMALL: dict[str, Any] = {
 def here() -> dict[str, Any]:
     """The day, the machine, and the versions of libraries."""
     names = ("torch", "jax", "transformers")
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "cpu": next(line.partition(":")[2].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")),
+        "cpu": next(
+            (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine()
+        ),
         "cores": len(os.sched_getaffinity(0)),
         "versions": {name: importlib.metadata.version(name) for name in names},
     }

@@ -103,7 +103,7 @@ def _process(cases: Sequence[TypeCase], asked: Asked) -> Iterator[tuple[Any, Lim
     finally:
         limit.is_over.set()
         process.kill()
-        process.wait()
+        process.communicate()
         _RUNNING.discard(process)
 
 
