@@ -78,7 +78,7 @@ class MeasuredSide:
         if self.error is not None:
             return {"error": self.error}
         differences = [(a[0] - b[0], a[1] - b[1]) for a, b in zip(self.all, self.first, strict=True)]
-        prefill, decode = medians(self.first), medians(differences)
+        prefill, decode, whole = medians(self.first), medians(differences), medians(self.all)
         steps = num_requests * (NEW_TOKENS - 1)
         return {
             "decode_tokens_per_s": rate(steps, decode[0]),
@@ -87,6 +87,8 @@ class MeasuredSide:
             "decode_cpu_s": round(decode[1], 4),
             "prefill_s": round(prefill[0], 4),
             "prefill_cpu_s": round(prefill[1], 4),
+            "all_s": round(whole[0], 4),
+            "all_cpu_s": round(whole[1], 4),
             "peak_bytes": self.peak_bytes,
             "warm_up_s": round(self.warm_up_s, 1),
             "turns": len(self.all),
@@ -115,8 +117,8 @@ def ratios(eager: dict[str, Any], ours: dict[str, Any]) -> dict[str, float | Non
     def ratio(name: str) -> float | None:
         return round(eager[name] / ours[name], 3) if eager[name] > 0 and ours[name] > 0 else None
 
-    names = {"decode": "decode_s", "prefill": "prefill_s", "decode_cpu": "decode_cpu_s", "prefill_cpu": "prefill_cpu_s"}
-    return {short: ratio(name) for short, name in names.items()}
+    names = [f"{part}{kind}" for part in ("decode", "prefill", "all") for kind in ("", "_cpu")]
+    return {name: ratio(f"{name}_s") for name in names}
 
 
 def agreement(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> float:
