@@ -33,6 +33,12 @@ PREFERRED = ("seq2seq", "speech", "causal", "images")
 """Tasks by what is meant where a type is named without one: an encoder-decoder rather than its decoder alone."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
 
+_WITH_IMAGES = frozenset(
+    ("blip", "blip-2", "idefics", "instructblip", "instructblipvideo", "llama4", "pix2struct", "pp_formulanet", "udop")
+)
+"""Image types whose ``generate`` needs an image."""
+_MEDIA = ("pixel_values", "input_features", "input_values")
+
 Inputs = dict[str, Any]
 
 
@@ -71,10 +77,10 @@ class TypeCase:
         result = _results(self.task).get(self.model_type)
         caches = set(result.cache_kinds) if result is not None else set()
         try:
-            config = self.tiny()
+            config = _config_for(self.model_class(), self.tiny())
         except Exception:  # a configuration that cannot be built has a row that says so
             return "dense"
-        text = config.get_text_config()
+        text = config.get_text_config(decoder=True)
         if is_audio_type(self.model_type) or (self.task == "seq2seq" and "input_features" in _arguments(self)):
             return "speech"
         if config.is_encoder_decoder and self.task == "seq2seq":
@@ -128,6 +134,8 @@ class TypeCase:
         """Whether its prompt is text; else its input has sound, or an image where there is no text."""
         if self.task == "speech" or is_audio_type(self.model_type):
             return False
+        if self.task == "images" and self.model_type in _WITH_IMAGES:
+            return False
         return "input_ids" in _arguments(self)
 
     def inputs(self, model: PreTrainedModel, num_requests: int) -> Iterator[Inputs]:
@@ -161,13 +169,14 @@ def _arguments(case: TypeCase) -> set[str]:
 
 
 def _other(inputs: Inputs, random: torch.Generator, dtype: torch.dtype) -> Inputs:
-    """The same with other random numbers where it has numbers."""
-    return {
-        name: torch.randn(value.shape, generator=random).to(dtype)
-        if isinstance(value, torch.Tensor) and value.is_floating_point()
-        else value
-        for name, value in inputs.items()
-    }
+    """The same with another image or sound, in the model's dtype."""
+    found = dict(inputs)
+    for name, value in inputs.items():
+        if name in _MEDIA:
+            found[name] = torch.randn(value.shape, generator=random).to(dtype)
+        elif isinstance(value, torch.Tensor) and value.is_floating_point():
+            found[name] = value.to(dtype)
+    return found
 
 
 def named(cases: Sequence[TypeCase], names: Sequence[str]) -> list[TypeCase]:
