@@ -38,7 +38,7 @@ from typing import Any
 
 from speed_of_types import pages, rows
 from speed_of_types.kinds import KINDS
-from speed_of_types.processes import Asked, measured
+from speed_of_types.processes import Asked, end_all, measured
 from speed_of_types.rows import Row
 
 FOLDER = Path(__file__).resolve().parent
@@ -229,9 +229,13 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
-    signal.signal(
-        signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
-    )  # so that the process of a type ends, too
+
+    def end(number: int, frame: Any) -> None:
+        end_all()
+        os._exit(128 + number)  # the threads of workers have nothing to wait for
+
+    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGINT, end)
     if options.command == "show":
         show(options)
         return
