@@ -1,4 +1,4 @@
-"""docs/performance.md, made from the result files of `serving.py` and `curves.py`."""
+"""docs/performance.md, made from the result files of `serving.py`, `curves.py` and `types_speed.py`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from speed_of_types.pages import section as types_section
 
 from serving_peers.curve_pictures import PANELS
 from serving_peers.variants import NAMES, UNQUANTIZED
@@ -193,4 +195,6 @@ def page(results: Path) -> str:
         result = json.loads((results / f"curves-{name}.json").read_text())
         caption = filled(f"{CAPTIONS[name]} {describe(result)}")
         parts.append(f"## Over {name}\n\n{caption}\n\n![{name}](pictures/{name}.svg)\n")
+    if (types := types_section(results)) is not None:
+        parts.append(types)
     return "\n".join(parts)

@@ -11,7 +11,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from torchax_serve.parity import checkpoints_table, pipelines_table, real_models, starts_table
+from torchax_serve.parity import checkpoints_table, pipelines_table, real_models, speed_table, starts_table
 from torchax_serve.parity.known_failures import CAUSES, FALLBACK_CAUSES, OLDER
 from torchax_serve.parity.result import EXECUTORS, PASSED, STATIC, TRANSFORMERS_LOOP, Result
 from torchax_serve.parity.tasks import CAUSAL, CHECKPOINTS, STARTS, TASKS, ParityTask
@@ -92,9 +92,12 @@ def section(name: str, task: ParityTask, sweeps: Sequence[Sweep]) -> str:
     asks_engine = any(result.engine_equal is not None for result in results.values())
     if asks_engine and (reasons := _not_on_engine(name, list(results.values()))):
         lines += ["", "Not on the engine:", "", *reasons]
-    headings = ("type", "class", *(("executor", "difference", "tokens") if task.executors else ("difference",)), "s")
+    speeds = speed_table.read()
+    headings = ["type", "class", *(("executor", "difference", "tokens") if task.executors else ("difference",)), "s"]
+    headings += speed_table.headings(speeds, name)
     lines += ["", f"| {' | '.join(headings)} |", f"|{'---|' * len(headings)}"]
-    lines += [f"| {' | '.join(_cells(results[each], task))} |" for each in sorted(results)]
+    cells = {each: (*_cells(results[each], task), *speed_table.cells(speeds, name, each)) for each in results}
+    lines += [f"| {' | '.join(cells[each])} |" for each in sorted(results)]
     return "\n".join(lines) + "\n"
 
 
@@ -163,8 +166,7 @@ def markdown(
     lines += [_failure(result) for result in rest]
     for other_versions, other in others:
         lines += ["", *_differences(versions, results, other_versions, other)]
-    lines += ["", "## The table", "", _LEGEND, "", f"| {' | '.join(HEADINGS)} |", f"|{'---|' * len(HEADINGS)}"]
-    lines += [f"| {' | '.join(row(results[name]))} |" for name in sorted(results)]
+    lines += ["", "## The table", "", *_table(results)]
     noted = [result for result in results.values() if result.notes and result.status == PASSED]
     if noted:
         lines += ["", "## What transformers cannot do here", ""]
@@ -175,6 +177,16 @@ def markdown(
     if reasons := _not_on_engine(CAUSAL, passed):
         lines += ["", "## Why not on the engine", "", *reasons]
     return "\n".join(lines) + "\n"
+
+
+def _table(results: Mapping[str, Result]) -> list[str]:
+    """Formats the table of causal types, with what explains it."""
+    speeds = speed_table.read()
+    headings = (*HEADINGS, *speed_table.headings(speeds, CAUSAL))
+    legend = [_LEGEND, *filter(None, [speed_table.legend(speeds)])]
+    cells = {name: (*row(results[name]), *speed_table.cells(speeds, CAUSAL, name)) for name in results}
+    lines = ["\n".join(legend), "", f"| {' | '.join(headings)} |", f"|{'---|' * len(headings)}"]
+    return lines + [f"| {' | '.join(cells[name])} |" for name in sorted(results)]
 
 
 def _not_on_engine(task: str, results: Sequence[Result]) -> list[str]:

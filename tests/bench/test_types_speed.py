@@ -1,0 +1,201 @@
+"""`benchmarks/types_speed.py`: sizes of models, what rows say, the guard, and what documents show."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from thorough import except_for
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+import types_speed  # noqa: E402  # a script
+from speed_of_types import pages, processes, rows  # noqa: E402
+from speed_of_types.cases import TypeCase, all_cases, named  # noqa: E402
+from speed_of_types.measure import MeasuredSide, agreement  # noqa: E402
+from speed_of_types.sizes import enlarged  # noqa: E402
+
+from torchax_serve.parity import models_page, speed_table  # noqa: E402
+from torchax_serve.parity.tiny.models import _config_for  # noqa: E402
+
+ONE_OF_A_KIND = (
+    "causal:qwen3",
+    "causal:gemma3_text",
+    "causal:qwen3_moe",
+    "causal:deepseek_v3",
+    "causal:falcon_h1",
+    "causal:mamba2",
+    "causal:bloom",
+    "seq2seq:t5",
+    "speech:whisper",
+    "images:gemma3",
+)
+KINDS = {
+    "causal:qwen3": "dense",
+    "causal:gpt_oss": "experts",
+    "causal:deepseek_v3": "latent",
+    "causal:falcon_h1": "hybrid",
+    "causal:mamba2": "recurrent",
+    "causal:bloom": "per-sequence",
+    "seq2seq:t5": "encoder-decoder",
+    "speech:whisper": "speech",
+    "images:gemma3": "media",
+}
+NEEDS_PACKAGE = ("gemma3n", "fast_vlm", "perception_lm")
+"""Types with an encoder from timm, which is not installed."""
+CASES = {case.name: case for case in all_cases() if case.impossible() is None and case.model_type not in NEEDS_PACKAGE}
+
+
+def weights_of(config, model_class):
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in model_class(config).parameters())
+
+
+@pytest.mark.parametrize("name", except_for(ONE_OF_A_KIND, CASES))
+def test_sizes_fit_each_other_and_every_kind_of_layer_stays(name):
+    case = CASES[name]
+    tiny = case.tiny()
+    large, small = (enlarged(tiny, is_small=is_small) for is_small in (False, True))
+    model_class = case.model_class()
+    assert weights_of(_config_for(model_class, large), model_class) > 50e6
+    assert weights_of(_config_for(model_class, small), model_class) > 2e6
+    kinds = [getattr(config.get_text_config(), "layer_types", None) for config in (tiny, large, small)]
+    if kinds[0] is not None:
+        assert [set(each) for each in kinds] == [set(kinds[0])] * 3
+        assert large.get_text_config().num_hidden_layers == len(kinds[1])
+
+
+def test_kinds_and_names():
+    assert {name: CASES[name].kind() for name in KINDS} == KINDS
+    assert [case.name for case in named(list(CASES.values()), ["bart", "causal:bart", "llama"])] == [
+        "seq2seq:bart",
+        "causal:bart",
+        "causal:llama",
+    ]
+    with pytest.raises(ValueError, match="got 'lama'"):
+        named(list(CASES.values()), ["lama"])
+
+
+def test_decoding_is_what_a_call_for_all_tokens_takes_longer_than_one_for_a_token():
+    side = MeasuredSide("engine", None)
+    side.first = [(1.0, 1.5), (2.0, 2.5), (9.0, 9.5)]
+    side.all = [(5.0, 8.5), (6.0, 9.5), (99.0, 99.0)]
+    found = side.summary(8)
+    assert (found["prefill_s"], found["prefill_cpu_s"]) == (2.0, 2.5)
+    assert (found["decode_s"], found["decode_cpu_s"]) == (4.0, 7.0)
+    assert found["decode_tokens_per_s"] == pytest.approx(8 * 31 / 4.0)
+    assert found["prefill_tokens_per_s"] == pytest.approx(8 * 64 / 2.0)
+
+
+def test_agreement_is_the_part_before_the_first_other_token():
+    assert agreement([[1, 2, 3, 4], [5, 6, 7, 8]], [[1, 2, 9, 4], [5, 6, 7, 8]]) == 0.75
+
+
+def row_of(name, decode, *, requests=8, dtype="bfloat16", task="causal", kind="dense", cores_in_use=0.0, threads=0):
+    ratios = dict.fromkeys(("decode", "prefill"), decode) | {f"{each}_cpu": 2.0 for each in ("decode", "prefill")}
+    about = {"task": task, "type": name, "dtype": dtype, "requests": requests, "threads": threads, "kind": kind}
+    about |= {"date": "2026-01-01", "cpu": "a processor", "cores": 2, "versions": {"jax": "1"}}
+    about |= {"cores_in_use": cores_in_use, "status": "measured", "error": None, "executor": "packed"}
+    return about | {"ratios": {"engine": ratios, "drop-in": ratios}}
+
+
+def ran(name, all_cpu, error=None):
+    ratios = None if all_cpu is None else {"decode": 0.1, "all_cpu": all_cpu}
+    return row_of(name, 1.0) | {"ratios": {"engine": ratios}, "error": error}
+
+
+def test_the_guard_finds_what_is_slower_by_processor_time():
+    known = {rows.key_of(row): row for row in (ran("a", 2.0), ran("b", 2.0))}
+    assert rows.slower([ran("a", 1.61), ran("b", 3.0)], known, 0.8) == {}
+    assert list(rows.slower([ran("a", 1.59)], known, 0.8).values()) == [
+        "causal:a: expected at least 0.8 of 2.0 times, got 1.59 times as fast as eager PyTorch"
+    ]
+    assert "got engine: it fails" in str(rows.slower([ran("b", None, "engine: it fails")], known, 0.8))
+    assert rows.slower([ran("new", 0.1)], known, 0.8) == {}, "nothing to compare with"
+
+
+def test_the_guard_measures_again_what_is_slower(tmp_path, monkeypatch, capsys):
+    options = argparse.Namespace(results=tmp_path / "rows.jsonl", types=None, part=(1, 2))
+    for row in (ran("a", 2.0), ran("b", 2.0)):
+        rows.append(options.results, row)
+    answers = []
+
+    def sweep(options):
+        assert (options.types, options.part) == (["causal:a"], None)
+        return [answers.pop()]
+
+    monkeypatch.setattr(types_speed, "sweep", sweep)
+    assert types_speed.guard(options, [ran("a", 2.0), ran("b", 2.0)]) == 0
+    answers += [ran("a", 1.0), ran("a", 1.9)]
+    assert types_speed.guard(options, [ran("a", 1.0), ran("b", 2.0)]) == 0, "the machine was busy"
+    assert types_speed.guard(options, [ran("a", 1.0), ran("b", 2.0)]) == 1
+    assert "got 1.0 times" in capsys.readouterr().out
+    assert types_speed.guard(options, [ran("new", 2.0)]) == 1, "nothing was compared"
+
+
+def test_the_last_row_of_a_key_counts_and_files_are_written_in_order(tmp_path):
+    path = tmp_path / "results" / "rows.jsonl"
+    for row in (row_of("b", 1.0), row_of("a", 1.0), row_of("b", 3.0)):
+        rows.append(path, row)
+    rows.tidy(path)
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(row["type"], rows.ratio(row, "decode")) for row in found] == [("a", 1.0), ("b", 3.0)]
+
+
+def asked(**changed):
+    values = {"dtypes": ["bfloat16"], "requests": [1], "turns": 1, "least_turns": 1, "seconds": 1.0, "log": None}
+    values |= {"sides": types_speed.SIDES[:2], "is_small": True, "cores": [0], "time_limit_s": 100, "memory_limit": 4e9}
+    return processes.Asked(**values | changed)
+
+
+def test_a_type_that_cannot_be_built_and_one_that_takes_too_long_are_rows_with_the_reason():
+    impossible, slow = TypeCase("causal", "gemma4_assistant"), TypeCase("causal", "gpt2")
+    (row,) = processes.measured([impossible], asked())
+    assert (row["type"], row["status"]) == ("gemma4_assistant", "impossible")
+    assert "hidden_size_per_layer_input" in row["error"] or "configuration" in row["error"], row
+    found = list(processes.measured([slow, slow], asked(time_limit_s=0.1)))
+    assert [(row["status"], row["error"]) for row in found] == [("timed out", "no row within 0.1 s of a processor")] * 2
+
+
+def test_documents_show_the_rows_of_most_threads(tmp_path):
+    path = tmp_path / pages.FILE
+    for row in (
+        row_of("llama", 1.5, requests=1),
+        row_of("llama", 1.2),
+        row_of("slow", 0.5),
+        row_of("t5", 2.5, task="seq2seq", kind="encoder-decoder"),
+        row_of("other", 9.0, threads=1),
+    ):
+        rows.append(path, row)
+    found = pages.Results.of(rows.read(path).values())
+    assert pages.columns(found) == {
+        "causal": {"llama": {"1": 1.5, "8": 1.2}, "slow": {"8": 0.5}},
+        "seq2seq": {"t5": {"8": 2.5}},
+    }
+    text = pages.section(tmp_path)
+    assert "2 cores of a processor, 2026-01-01, by the clock; jax 1." in text.replace("\n", " ")
+    assert "| dense | 2 | 1.50 | 1.50 | 0.85 | 0.85 |  |  |  |  |" in text
+    assert "`slow` 0.50." in text
+    picture = pages.draw(tmp_path, tmp_path / "pictures").read_text()
+    assert "decode, engine over eager, 8 requests" in picture
+    assert pages.section(tmp_path / "empty") is None
+
+
+def test_on_a_busy_machine_ratios_are_those_of_processor_time(tmp_path):
+    found = pages.Results.of([row_of("llama", 0.1, cores_in_use=1.5)])
+    assert pages.columns(found)["causal"]["llama"] == {"8": 2.0}
+    assert "by processor time" in found.machine()
+
+
+def test_columns_of_the_page_of_models(tmp_path, monkeypatch):
+    path = tmp_path / "ratios.json"
+    speed_table.write({"command": "python x", "machine": "here"}, {"causal": {"llama": {"1": 1.54, "8": 0.2}}}, path)
+    stored = speed_table.read(path)
+    monkeypatch.setattr(speed_table, "read", lambda: stored)
+    text = models_page.document()
+    assert next(line for line in text.splitlines() if line.startswith("| llama |")).endswith("| 1.5 | 0.2 |")
+    assert next(line for line in text.splitlines() if line.startswith("| gpt2 |")).endswith("|  |  |")
+    assert "`python x` on here" in text
+    assert speed_table.cells(stored, "seq2seq", "t5") == ()
