@@ -136,7 +136,7 @@ class AttentionLayer(CacheLayerMixin):
         else:
             pool = self._write("pool", new)
             keys_out, values_out = (
-                torch_view(self._right_aligned(self._seen("pool", pool, new.dtype, columns)))
+                torch_view(self._right_aligned(self._with_new("pool", pool, new, columns)))
                 for columns in (slice(self.k_dim), slice(self.k_dim, None))
             )
             self.counted_new_tokens = True
@@ -183,6 +183,11 @@ class AttentionLayer(CacheLayerMixin):
             return read(columns)[None]
         k_dim = self.k_dim if name == "pool" else pool.shape[3]
         return widened(read(), k_dim, scales, dtype)[None, ..., columns]
+
+    def _with_new(self, name: str, pool: jax.Array, new: jax.Array, columns: slice) -> jax.Array:
+        """Returns `_seen` with the new tokens as they are, though a pool in 8 bits has rounded them."""
+        dense = self._seen(name, pool, new.dtype, columns)
+        return dense if name not in self.scales else write_at(dense, new[..., columns], jax_view(self.offset))
 
     def _stored(self, columns: slice) -> torch.Tensor:
         """Returns columns of what is stored, [batch, kv_heads, capacity, columns]."""

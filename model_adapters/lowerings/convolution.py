@@ -69,14 +69,14 @@ def _convolution(
 
 
 def _turned(weight: jax.Array, groups: int) -> jax.Array:
-    """Returns the weight ``[in, out / groups, ...]`` of a transposed convolution as that of a plain one."""
+    """Returns the weight ``[in, out / groups, ...]`` as that of a convolution forwards."""
     num_in, num_out, *sizes = weight.shape
     parts = jnp.swapaxes(weight.reshape(groups, num_in // groups, num_out, *sizes), 1, 2)
     return jnp.flip(parts.reshape(groups * num_out, num_in // groups, *sizes), range(2, weight.ndim))
 
 
 def _by_channel(x: jax.Array, weight: jax.Array, stride: int, room: tuple[int, int], dilation: int) -> jax.Array:
-    """Returns the convolution of each channel of ``x[B, C, L]`` with its own ``weight[C, 1, taps]``.
+    """Returns ``x[B, C, L]``, each channel convolved with its own ``weight[C, 1, taps]``.
 
     A sum of products over the taps: XLA's grouped convolution takes 20 to 30 times as long on a CPU.
     """

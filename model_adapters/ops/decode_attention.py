@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops import registry, spmd
 from model_adapters.ops.attention_args import AttentionArgs, KVScales, unsupported_field
-from model_adapters.ops.cpu import ffi
+from model_adapters.ops.cpu import attention as kernels
 from model_adapters.ops.kv_pool import (
     check_arrays,
     check_int_array,
@@ -136,10 +136,10 @@ def _kernel_unsupported_reason(
     starts: jax.Array,
     args: AttentionArgs,
 ) -> str | None:
-    return unsupported_field(args, ffi.DECODE_ARGS) or ffi.attention_unsupported_reason(q, k, v, pool)
+    return unsupported_field(args, kernels.DECODE_ARGS) or kernels.attention_unsupported_reason(q, k, v, pool)
 
 
-registry.register(OP, "cpu-ffi", ("cpu",), unsupported_reason=_kernel_unsupported_reason)(ffi.decode_attention)
+registry.register(OP, "cpu-ffi", ("cpu",), unsupported_reason=_kernel_unsupported_reason)(kernels.decode_attention)
 registry.register_module(OP, "gpu", "model_adapters.ops.gpu")
 registry.register_module(OP, "tpu", "model_adapters.ops.tpu")
 spmd.shard_by_heads(OP, ("q", "k", "v", "pool", "page_table", "lens", "starts"))

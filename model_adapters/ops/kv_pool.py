@@ -21,6 +21,7 @@ from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops import registry, spmd
 from model_adapters.ops.attention_args import AttentionArgs, KVScales
 from model_adapters.ops.cpu import ffi
+from model_adapters.ops.cpu import pages as page_kernels
 from model_adapters.ops.cpu.batching import divided, merged
 from model_adapters.ops.searchsorted import num_at_most
 
@@ -155,7 +156,10 @@ def split(rows: jax.Array, dim: int, columns: slice, kv_scales: KVScales | None)
 
 
 def has_copy_kernels(is_on_mesh: bool) -> bool:
-    """Returns whether C++ kernels copy between pools and dense arrays; pools may be divided on a mesh."""
+    """Returns whether C++ kernels copy between pools and dense arrays.
+
+    `is_on_mesh`: pools may be divided among devices.
+    """
     return registry.platform() == "cpu" and not is_on_mesh and ffi.missing() is None
 
 
@@ -169,7 +173,7 @@ def write_pages(pool: jax.Array, pages: jax.Array, values: jax.Array, *, is_on_m
         is_on_mesh: Whether the pool may be divided among devices.
     """
     if has_copy_kernels(is_on_mesh):
-        return ffi.write_pages(pool, pages, values)
+        return page_kernels.write_pages(pool, pages, values)
     dtype = pool.dtype
     pool, values = (_as_bits(x) for x in (pool, values))
     pool = pool.at[pages].set(values)
@@ -178,7 +182,9 @@ def write_pages(pool: jax.Array, pages: jax.Array, values: jax.Array, *, is_on_m
 
 @custom_vmap
 def write_at(pool: jax.Array, new: jax.Array, offset: jax.Array) -> jax.Array:
-    """Returns ``pool[B, H, capacity, W]`` with ``new[B, H, n, W]`` from position `offset` int32[] on.
+    """Returns a pool with new tokens from position `offset` int32[] on.
+
+    The pool is ``[B, H, capacity, W]``, the tokens are ``[B, H, n, W]``.
 
     Offsets that differ by row of a ``vmap`` would make XLA's update a scatter, which on a CPU converts all of a pool of
     narrow floats; there a C++ kernel writes in place.
@@ -201,7 +207,7 @@ def _write_at_rows(
     positions = (first[:, None] + jnp.arange(num_new, dtype=jnp.int32)).reshape(-1)
     tokens = jnp.swapaxes(news, 1, 2).reshape(-1, heads, width).astype(pools.dtype)
     table = jnp.arange(num_rows, dtype=jnp.int32)[:, None]  # a pool of one page, as long as the capacity, for each row
-    return divided(ffi.write_tokens(pools, table, rows, positions, tokens), axis_size), True
+    return divided(page_kernels.write_tokens(pools, table, rows, positions, tokens), axis_size), True
 
 
 def _as_bits(x: jax.Array) -> jax.Array:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from model_adapters.ops import registry, spmd
 from model_adapters.ops.attention_args import AttentionArgs, KVScales, unsupported_field
-from model_adapters.ops.cpu import ffi
+from model_adapters.ops.cpu import attention as kernels
 from model_adapters.ops.kv_pool import (
     check_arrays,
     check_int_array,
@@ -215,10 +215,10 @@ def _kernel_unsupported_reason(
     cu_q_lens: jax.Array,
     args: AttentionArgs,
 ) -> str | None:
-    return unsupported_field(args, ffi.PAGED_ARGS) or ffi.attention_unsupported_reason(q, k, v, pool)
+    return unsupported_field(args, kernels.PAGED_ARGS) or kernels.attention_unsupported_reason(q, k, v, pool)
 
 
-registry.register(OP, "cpu-ffi", ("cpu",), unsupported_reason=_kernel_unsupported_reason)(ffi.paged_attention)
+registry.register(OP, "cpu-ffi", ("cpu",), unsupported_reason=_kernel_unsupported_reason)(kernels.paged_attention)
 registry.register_module(OP, "gpu", "model_adapters.ops.gpu")
 registry.register_module(OP, "tpu", "model_adapters.ops.tpu")
 spmd.shard_by_heads(OP, ("q", "k", "v", "pool", "page_table", "kv_lens", "cu_q_lens"), divides_tokens=True)

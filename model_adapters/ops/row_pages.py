@@ -15,7 +15,7 @@ from jax.custom_batching import custom_vmap
 
 from model_adapters.ops import spmd
 from model_adapters.ops.attention_args import AttentionArgs, KVScales
-from model_adapters.ops.cpu import ffi
+from model_adapters.ops.cpu import pages
 from model_adapters.ops.cpu.batching import merged, one_by_one, with_axis
 from model_adapters.ops.decode_attention import decode_attention
 from model_adapters.ops.kv_pool import has_copy_kernels, quantize, split, write_tokens_at
@@ -23,14 +23,17 @@ from model_adapters.ops.kv_pool import has_copy_kernels, quantize, split, write_
 
 def _write(pool: jax.Array, table: jax.Array, rows: jax.Array, positions: jax.Array, tokens: jax.Array) -> jax.Array:
     if has_copy_kernels(spmd.mesh_in_use() is not None):
-        return ffi.write_tokens(pool, table, rows, positions, tokens)
+        return pages.write_tokens(pool, table, rows, positions, tokens)
     return write_tokens_at(pool, table, rows, positions, tokens, tokens[..., :0])
 
 
 def _read(pool: jax.Array, table: jax.Array, lens: jax.Array, columns: slice) -> jax.Array:
-    """Returns ``[S, H, pages * page, columns]`` of rows int32[S, pages], zeros behind `lens` int32[S]."""
+    """Returns tokens ``[S, H, pages * page, columns]``, zeros behind `lens` int32[S].
+
+    `table` is int32[S, pages].
+    """
     if has_copy_kernels(spmd.mesh_in_use() is not None):
-        return ffi.read_tokens(pool, table, lens, columns)
+        return pages.read_tokens(pool, table, lens, columns)
     num_rows, num_pages = table.shape
     _, heads, page, _ = pool.shape
     dense = jnp.swapaxes(pool[table], 1, 2).reshape(num_rows, heads, num_pages * page, -1)[..., columns]

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from model_adapters.ops.cpu import build, ffi
+from model_adapters.ops.cpu import attention, build, ffi, pages
 from model_adapters.ops.cpu.targets import TARGETS
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", ("qemu-aarch64-static", "qemu-aarch64")
@@ -132,7 +132,8 @@ def pytest_configure(config):
 
         return call
 
-    ffi._call = ffi_call
+    for module in (ffi, attention, pages):
+        module.ffi_call = ffi_call
 
 
 def pytest_unconfigure(config):

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from model_adapters.ops.cpu import ffi
+from model_adapters.ops.cpu import pages
 from model_adapters.ops.kv_pool import has_copy_kernels
 from torchax_serve.kv_cache.pools import PagedLayerSpec
 from torchax_serve.kv_cache.scaled_state import ScaledState
@@ -101,7 +101,7 @@ class CacheLayout:
             if not row.is_of_source:
                 return state[slots]
             if has_kernels and source_lens is not None:
-                return ffi.read_tokens(state[:, 0], slots[:, None], source_lens, slice(None), source_len)[:, None]
+                return pages.read_tokens(state[:, 0], slots[:, None], source_lens, slice(None), source_len)[:, None]
             return state[:, :, :, :source_len][slots]
 
         return tuple(gathered(row, state) for row, state in zip(self.rows, states, strict=True))
@@ -130,7 +130,7 @@ class CacheLayout:
             if not has_copy_kernels(self.is_on_mesh):
                 return state.at[slots, :, :, : new.shape[3]].set(new) if row.is_of_source else state.at[slots].set(new)
             room = [(0, full - size) for full, size in zip(state.shape[1:], new.shape[1:], strict=True)]
-            return ffi.write_pages(state, slots, jnp.pad(new, [(0, 0), *room]).astype(state.dtype), after)
+            return pages.write_pages(state, slots, jnp.pad(new, [(0, 0), *room]).astype(state.dtype), after)
 
         return tuple(written(*each) for each in zip(self.rows, states, news, strict=True))
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from model_adapters.caches.packed_batch import Pool, ScaledPool, pages_of, with_pages
 from model_adapters.ops.attention_args import KVScales
-from model_adapters.ops.cpu import ffi
+from model_adapters.ops.cpu import pages as page_kernels
 from model_adapters.ops.kv_pool import has_copy_kernels, quantize, split, write_tokens_at
 from torchax_serve.kv_cache.cache_layout import CacheLayout, SlotStates, SlotStateSpec
 from torchax_serve.kv_cache.pools import CacheAllocation, HeadScales, PagedCache, PagedLayerSpec, PoolAllocator
@@ -82,7 +82,7 @@ def gather(
     _, heads, page_size, width = pages.shape
     has_kernels = has_copy_kernels(is_on_mesh)
     if has_kernels:
-        dense = ffi.read_tokens(pages, table, starts, slice(None))
+        dense = page_kernels.read_tokens(pages, table, starts, slice(None))
     else:
         dense = jnp.swapaxes(pages[table], 1, 2).reshape(num_rows, heads, num_pages * page_size, width)
     if isinstance(pool, ScaledPool):
@@ -131,7 +131,7 @@ def scatter(
         if scales is not None:
             keys, values = quantize(keys, scales.k, pages.dtype), quantize(values, scales.v, pages.dtype)
             flat = jnp.concatenate([keys, values], axis=-1)
-        pages = ffi.write_tokens(pages, table, rows, positions, flat.astype(pages.dtype), after)
+        pages = page_kernels.write_tokens(pages, table, rows, positions, flat.astype(pages.dtype), after)
     else:
         pages = write_tokens_at(pages, table, rows, positions, keys, values, scales)
     return with_pages(pool, pages)

@@ -59,8 +59,8 @@ def divided(x: jax.Array, axis_size: int) -> jax.Array:
 
 def one_by_one(kernel: Kernel, axis_size: int, is_batched: Sequence[Any], operands: Sequence[Any]) -> Any:
     """Runs `kernel` once for each row of the ``vmap``."""
-    flags, tree = jax.tree.flatten(list(is_batched))
-    leaves = tree.flatten_up_to(list(operands))
+    flags = jax.tree.leaves(list(is_batched))
+    leaves, tree = jax.tree.flatten(list(operands))
     mapped = [leaf for leaf, batched in zip(leaves, flags, strict=True) if batched]
 
     def one(rows: list[jax.Array]) -> Any:

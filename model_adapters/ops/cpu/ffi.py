@@ -12,19 +12,17 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.custom_batching import custom_vmap
 
 from model_adapters.errors import InvalidArgumentError
-from model_adapters.ops.attention_args import AttentionArgs
 from model_adapters.ops.cpu import build
-from model_adapters.ops.cpu.batching import divided, merged, one_by_one, with_rows_folded
+from model_adapters.ops.cpu.batching import with_rows_folded
 from model_adapters.ops.cpu.quantized_numbers import QuantizedNumbers
 from model_adapters.ops.cpu.targets import ROW_OPERANDS as ROW_OPERANDS
 from model_adapters.ops.cpu.targets import TARGETS as TARGETS
@@ -32,7 +30,6 @@ from model_adapters.ops.cpu.targets import TARGETS as TARGETS
 logger = logging.getLogger("torchax_serve")
 
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32))
-POOL_DTYPES = (*DTYPES, jnp.dtype(jnp.int8), jnp.dtype(jnp.float8_e4m3fn))
 GROUP_ROWS, GROUP_COLUMNS = 16, 8
 """Rows and columns of a weight that are compressed together."""
 _lock = threading.Lock()
@@ -134,12 +131,14 @@ def packing_unsupported_reason() -> str | None:
     return None if library().tas_packs() else "they are for processors with AVX2 or AVX-512BW and without AMX"
 
 
-def _call(target: str, results: Any, **options: Any) -> Callable[..., Any]:
+def ffi_call(target: str, results: Any, **options: Any) -> Callable[..., Any]:
+    """Returns a target of the library as a function of arrays; `results` are shapes and dtypes."""
     library()
     return jax.ffi.ffi_call(target, results, vmap_method="sequential", **options)
 
 
-def _or_empty(array: jax.Array | None) -> jax.Array:
+def or_empty(array: jax.Array | None) -> jax.Array:
+    """Returns an operand that may be missing, in float32; without elements if it is."""
     return jnp.zeros((0,), jnp.float32) if array is None else array.astype(jnp.float32)
 
 
@@ -162,99 +161,6 @@ def differentiable(kernel: Callable[..., jax.Array], reference: Callable[..., ja
         return run(*primals), jax.jvp(reference, primals, tangents)[1]
 
     return run
-
-
-def attention_unsupported_reason(q: jax.Array, k: jax.Array, v: jax.Array, pool: jax.Array) -> str | None:
-    """Returns why the attention kernels cannot take the dtypes of the arrays, or None."""
-    for name, array, dtypes in (("q", q, DTYPES), ("k", k, DTYPES), ("v", v, DTYPES), ("pool", pool, POOL_DTYPES)):
-        if array.dtype not in dtypes:
-            return f"{name} is {array.dtype}; the kernel has {', '.join(str(dtype) for dtype in dtypes)}"
-    return missing()
-
-
-DECODE_ARGS = frozenset({"window", "softcap", "sinks", "alibi_slopes", "kv_scales", "value_begin"})
-PAGED_ARGS = DECODE_ARGS | {"prefix_lens", "sees_until"}
-"""Fields of `AttentionArgs` that the kernels take."""
-
-
-def decode_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    pool: jax.Array,
-    page_table: jax.Array,
-    lens: jax.Array,
-    starts: jax.Array,
-    args: AttentionArgs,
-) -> tuple[jax.Array, jax.Array]:
-    """Runs the op as one fused kernel, which updates a donated pool in place."""
-    floats = [_or_empty(array) for array in (args.sinks, args.alibi_slopes, args.k_scale, args.v_scale)]
-    ints = [array.astype(jnp.int32) for array in (page_table, lens, starts)]
-
-    @custom_vmap
-    def run(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return _attend("tas_decode_attention", *arrays[:4], list(arrays[4:]), args)
-
-    @run.def_vmap
-    def rule(axis_size: int, is_batched: list[bool], *arrays: jax.Array) -> Any:
-        """Makes the pools of all rows of the ``vmap`` one, whose pages each row numbers from its own first one on."""
-        if any(is_batched[7:]):
-            return one_by_one(run, axis_size, is_batched, arrays), (True, True)
-        q, k, v, pool, table, lens, starts = map(merged, arrays[:7], [axis_size] * 7, is_batched)
-        num_pages = len(pool) // axis_size
-        first = jnp.repeat(jnp.arange(axis_size, dtype=jnp.int32) * num_pages, len(table) // axis_size)[:, None]
-        table = jnp.where((table >= 0) & (table < num_pages), first + table, -1)
-        out, pool = run(q, k, v, pool, table, lens, starts, *arrays[7:])
-        return (divided(out, axis_size), divided(pool, axis_size)), (True, True)
-
-    out: tuple[jax.Array, jax.Array] = run(q, k, v, pool, *ints, *floats)
-    return out
-
-
-def paged_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    pool: jax.Array,
-    page_table: jax.Array,
-    kv_lens: jax.Array,
-    cu_q_lens: jax.Array,
-    args: AttentionArgs,
-) -> tuple[jax.Array, jax.Array]:
-    """Runs the op as one fused kernel, which updates a donated pool in place.
-
-    A token's result is bit-equal for any batch, any chunks of its prompt and any number of threads, and bit-equal to
-    that of :func:`decode_attention`.
-    """
-    spans = [jnp.zeros((0,), jnp.int32) if each is None else each for each in (args.prefix_lens, args.sees_until)]
-    floats = [_or_empty(array) for array in (args.sinks, args.alibi_slopes, args.k_scale, args.v_scale)]
-    ints = [array.astype(jnp.int32) for array in (page_table, kv_lens, cu_q_lens, *spans)]
-    return _attend("tas_paged_attention", q, k, v, pool, [*ints, *floats], args)
-
-
-def _attend(
-    target: str,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    pool: jax.Array,
-    arrays: list[jax.Array],
-    args: AttentionArgs,
-) -> tuple[jax.Array, jax.Array]:
-    """Calls an attention target; absent arrays are passed as arrays without elements."""
-    results = (
-        jax.ShapeDtypeStruct((*q.shape[:2], v.shape[2]), q.dtype),
-        jax.ShapeDtypeStruct(pool.shape, pool.dtype),
-    )
-    call = _call(target, results, input_output_aliases={3: 1})
-    options = {
-        "scale": np.float32(args.scale),
-        "softcap": np.float32(args.softcap or 0.0),
-        "window": np.int64(args.window or 0),
-        "value_begin": np.int64(-1 if args.value_begin is None else args.value_begin),
-    }
-    out, pool = call(q, k, v, pool, *arrays, **options)
-    return out, pool
 
 
 @contextlib.contextmanager
@@ -285,9 +191,9 @@ def linear(
 
     def run(x: jax.Array, weight: jax.Array, bias: jax.Array) -> jax.Array:
         result = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), dtype)
-        return _call("tas_linear", result)(x, weight, bias, in_order=_BATCH_INVARIANT.get())
+        return ffi_call("tas_linear", result)(x, weight, bias, in_order=_BATCH_INVARIANT.get())
 
-    return with_rows_folded(run, 1, folded)(x, weight, _or_empty(bias))
+    return with_rows_folded(run, 1, folded)(x, weight, or_empty(bias))
 
 
 def lora(x: jax.Array, sums: jax.Array, ids: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -298,7 +204,7 @@ def lora(x: jax.Array, sums: jax.Array, ids: jax.Array, a: jax.Array, b: jax.Arr
 
     def run(x: jax.Array, sums: jax.Array, ids: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
         result = jax.ShapeDtypeStruct(sums.shape, sums.dtype)
-        out: jax.Array = _call("tas_lora", result, input_output_aliases={1: 0})(x, sums, ids, a, b)
+        out: jax.Array = ffi_call("tas_lora", result, input_output_aliases={1: 0})(x, sums, ids, a, b)
         return out
 
     return with_rows_folded(run, 3)(x, sums, ids.astype(jnp.int32), a, b)
@@ -316,9 +222,9 @@ def packed_linear(x: jax.Array, groups: jax.Array, index: jax.Array, bias: jax.A
 
     def run(x: jax.Array, groups: jax.Array, index: jax.Array, bias: jax.Array) -> jax.Array:
         result = jax.ShapeDtypeStruct((x.shape[0], groups.shape[0] * GROUP_ROWS), x.dtype)
-        return _call("tas_packed_linear", result)(x, groups, index, bias)
+        return ffi_call("tas_packed_linear", result)(x, groups, index, bias)
 
-    return with_rows_folded(run, 1)(x, groups, index, _or_empty(bias))
+    return with_rows_folded(run, 1)(x, groups, index, or_empty(bias))
 
 
 def quantized_linear(
@@ -347,11 +253,11 @@ def quantized_linear(
 
     def run(x: jax.Array, *parts: jax.Array) -> jax.Array:
         result = jax.ShapeDtypeStruct((x.shape[0], num_rows), x.dtype)
-        out: jax.Array = _call("tas_quantized_linear", result)(x, *parts, **numbers.attributes())
+        out: jax.Array = ffi_call("tas_quantized_linear", result)(x, *parts, **numbers.attributes())
         return out
 
     shift = jnp.zeros((0,), scale.dtype) if offset is None else offset
-    return with_rows_folded(run, 1)(x, values, scale, shift, _or_empty(bias))
+    return with_rows_folded(run, 1)(x, values, scale, shift, or_empty(bias))
 
 
 def quantized_routed_linear(
@@ -371,8 +277,8 @@ def quantized_routed_linear(
     """
     result = jax.ShapeDtypeStruct((*ids.shape, num_rows), x.dtype)
     shift = jnp.zeros((0,), scale.dtype) if offset is None else offset
-    out: jax.Array = _call("tas_quantized_routed_linear", result)(
-        x, ids, values, scale, shift, _or_empty(bias), **numbers.attributes()
+    out: jax.Array = ffi_call("tas_quantized_routed_linear", result)(
+        x, ids, values, scale, shift, or_empty(bias), **numbers.attributes()
     )
     return out
 
@@ -383,7 +289,7 @@ def unpack(groups: jax.Array, index: jax.Array) -> jax.Array:
     `groups` are uint8[N / 16, K / 8, 192], `index` int32[...].
     """
     result = jax.ShapeDtypeStruct((groups.shape[0] * GROUP_ROWS, groups.shape[1] * GROUP_COLUMNS), jnp.bfloat16)
-    return _call("tas_unpack", result)(groups, index)
+    return ffi_call("tas_unpack", result)(groups, index)
 
 
 def unpack_rows(ids: jax.Array, groups: jax.Array, index: jax.Array) -> jax.Array:
@@ -394,7 +300,7 @@ def unpack_rows(ids: jax.Array, groups: jax.Array, index: jax.Array) -> jax.Arra
 
     def run(ids: jax.Array, groups: jax.Array, index: jax.Array) -> jax.Array:
         result = jax.ShapeDtypeStruct((ids.shape[0], groups.shape[1] * GROUP_COLUMNS), jnp.bfloat16)
-        out: jax.Array = _call("tas_unpack_rows", result)(ids, groups, index)
+        out: jax.Array = ffi_call("tas_unpack_rows", result)(ids, groups, index)
         return out
 
     return with_rows_folded(run, 1)(ids, groups, index)
@@ -418,80 +324,26 @@ def routed_linear(
     """
     result = jax.ShapeDtypeStruct((*ids.shape, weight.shape[2 if is_input_major else 1]), dtype or x.dtype)
     options = {"in_order": _BATCH_INVARIANT.get(), "is_input_major": is_input_major}
-    return _call("tas_routed_linear", result)(x, ids, weight, _or_empty(bias), **options)
+    return ffi_call("tas_routed_linear", result)(x, ids, weight, or_empty(bias), **options)
 
 
 def activation(x: jax.Array, *, is_gelu: bool) -> jax.Array:
     """Returns SiLU or tanh GELU of ``x[...]`` in x's dtype, computed in float32."""
 
     def run(x: jax.Array) -> jax.Array:
-        out: jax.Array = _call("tas_activation", jax.ShapeDtypeStruct(x.shape, x.dtype))(x, is_gelu=np.int64(is_gelu))
+        out: jax.Array = ffi_call("tas_activation", jax.ShapeDtypeStruct(x.shape, x.dtype))(
+            x, is_gelu=np.int64(is_gelu)
+        )
         return out
 
     return with_rows_folded(run, 1)(x) if x.ndim else run(x)
-
-
-def write_pages(pool: jax.Array, pages: jax.Array, values: jax.Array, after: Sequence[jax.Array] = ()) -> jax.Array:
-    """Returns the pool ``[P, ...]`` with `values` as its pages int32[n]; in place if donated.
-
-    Runs after what computes `after`: XLA copies a pool unless it can prove that all reads come before the write.
-    """
-    call = _call("tas_write_pages", jax.ShapeDtypeStruct(pool.shape, pool.dtype), input_output_aliases={0: 0})
-    out: jax.Array = call(pool, pages, values, *after)
-    return out
-
-
-def write_tokens(
-    pool: jax.Array,
-    table: jax.Array,
-    rows: jax.Array,
-    positions: jax.Array,
-    tokens: jax.Array,
-    after: Sequence[jax.Array] = (),
-) -> jax.Array:
-    """Returns the pool with tokens written, with zeros behind their width; in place if donated.
-
-    Args:
-        pool: ``[P, H, page, W]``.
-        table: ``int32[S, pages_per_seq]``.
-        rows: ``int32[T]``, the row of `table` that each token belongs to.
-        positions: ``int32[T]``; a token without a place in its row or in the pool is not written.
-        tokens: ``[T, H, w]`` in the pool's dtype, w at most W.
-        after: As for :func:`write_pages`.
-    """
-    call = _call("tas_write_tokens", jax.ShapeDtypeStruct(pool.shape, pool.dtype), input_output_aliases={0: 0})
-    out: jax.Array = call(pool, table, rows, positions, tokens, *after)
-    return out
-
-
-def read_tokens(
-    pool: jax.Array, table: jax.Array, lens: jax.Array, columns: slice, capacity: int | None = None
-) -> jax.Array:
-    """Returns columns of the first `lens` int32[S] positions of rows of pages.
-
-    Args:
-        pool: ``[P, H, page, W]``.
-        table: ``int32[S, pages]``.
-        lens: ``int32[S]``.
-        columns: Of the pool, with a step of one.
-        capacity: Number of positions of the result; None: all that the pages have.
-
-    Returns:
-        ``[S, H, capacity, columns]``, zeros behind `lens`.
-    """
-    _, heads, page, width = pool.shape
-    first, end, _ = columns.indices(width)
-    capacity = table.shape[1] * page if capacity is None else capacity
-    result = jax.ShapeDtypeStruct((table.shape[0], heads, capacity, end - first), pool.dtype)
-    out: jax.Array = _call("tas_read_tokens", result)(pool, table, lens, first_column=np.int64(first))
-    return out
 
 
 def row_sum(x: jax.Array) -> jax.Array:
     """Returns the sums float32[rows] of the rows of ``x[rows, n]``."""
 
     def run(x: jax.Array) -> jax.Array:
-        out: jax.Array = _call("tas_row_sum", jax.ShapeDtypeStruct(x.shape[:1], jnp.float32))(x)
+        out: jax.Array = ffi_call("tas_row_sum", jax.ShapeDtypeStruct(x.shape[:1], jnp.float32))(x)
         return out
 
     return with_rows_folded(run, 1)(x)
@@ -501,7 +353,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, *, eps: float, rounds_first: bool)
     """Returns `model_adapters.ops.rms_norm` of ``x[rows, n]`` and ``weight[n]``."""
 
     def run(x: jax.Array, weight: jax.Array) -> jax.Array:
-        call = _call("tas_rms_norm", jax.ShapeDtypeStruct(x.shape, x.dtype))
+        call = ffi_call("tas_rms_norm", jax.ShapeDtypeStruct(x.shape, x.dtype))
         out: jax.Array = call(x, weight, eps=np.float32(eps), rounds_first=np.int64(rounds_first))
         return out
 

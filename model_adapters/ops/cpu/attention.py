@@ -1,0 +1,116 @@
+"""The C++ kernels of attention as JAX functions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_batching import custom_vmap
+
+from model_adapters.ops.attention_args import AttentionArgs
+from model_adapters.ops.cpu import ffi
+from model_adapters.ops.cpu.batching import divided, merged, one_by_one
+from model_adapters.ops.cpu.ffi import ffi_call, or_empty
+
+POOL_DTYPES = (*ffi.DTYPES, jnp.dtype(jnp.int8), jnp.dtype(jnp.float8_e4m3fn))
+
+
+def attention_unsupported_reason(q: jax.Array, k: jax.Array, v: jax.Array, pool: jax.Array) -> str | None:
+    """Returns why the attention kernels cannot take the dtypes of the arrays, or None."""
+    for name, array, dtypes in (
+        ("q", q, ffi.DTYPES),
+        ("k", k, ffi.DTYPES),
+        ("v", v, ffi.DTYPES),
+        ("pool", pool, POOL_DTYPES),
+    ):
+        if array.dtype not in dtypes:
+            return f"{name} is {array.dtype}; the kernel has {', '.join(str(dtype) for dtype in dtypes)}"
+    return ffi.missing()
+
+
+DECODE_ARGS = frozenset({"window", "softcap", "sinks", "alibi_slopes", "kv_scales", "value_begin"})
+PAGED_ARGS = DECODE_ARGS | {"prefix_lens", "sees_until"}
+"""Fields of `AttentionArgs` that the kernels take."""
+
+
+def decode_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    pool: jax.Array,
+    page_table: jax.Array,
+    lens: jax.Array,
+    starts: jax.Array,
+    args: AttentionArgs,
+) -> tuple[jax.Array, jax.Array]:
+    """Runs the op as one fused kernel, which updates a donated pool in place."""
+    floats = [or_empty(array) for array in (args.sinks, args.alibi_slopes, args.k_scale, args.v_scale)]
+    ints = [array.astype(jnp.int32) for array in (page_table, lens, starts)]
+
+    @custom_vmap
+    def run(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+        q, k, v, pool, *others = arrays
+        return _attend("tas_decode_attention", q, k, v, pool, others, args)
+
+    @run.def_vmap
+    def rule(axis_size: int, is_batched: list[bool], *arrays: jax.Array) -> Any:
+        """Makes one pool of those of all rows of the ``vmap``, and numbers its pages on."""
+        if any(is_batched[7:]):
+            return one_by_one(run, axis_size, is_batched, arrays), (True, True)
+        q, k, v, pool, table, lens, starts = map(merged, arrays[:7], [axis_size] * 7, is_batched)
+        num_pages = len(pool) // axis_size
+        first = jnp.repeat(jnp.arange(axis_size, dtype=jnp.int32) * num_pages, len(table) // axis_size)[:, None]
+        table = jnp.where((table >= 0) & (table < num_pages), first + table, -1)
+        out, pool = run(q, k, v, pool, table, lens, starts, *arrays[7:])
+        return (divided(out, axis_size), divided(pool, axis_size)), (True, True)
+
+    out: tuple[jax.Array, jax.Array] = run(q, k, v, pool, *ints, *floats)
+    return out
+
+
+def paged_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    pool: jax.Array,
+    page_table: jax.Array,
+    kv_lens: jax.Array,
+    cu_q_lens: jax.Array,
+    args: AttentionArgs,
+) -> tuple[jax.Array, jax.Array]:
+    """Runs the op as one fused kernel, which updates a donated pool in place.
+
+    A token's result is bit-equal for any batch, any chunks of its prompt and any number of threads, and bit-equal to
+    that of :func:`decode_attention`.
+    """
+    spans = [jnp.zeros((0,), jnp.int32) if each is None else each for each in (args.prefix_lens, args.sees_until)]
+    floats = [or_empty(array) for array in (args.sinks, args.alibi_slopes, args.k_scale, args.v_scale)]
+    ints = [array.astype(jnp.int32) for array in (page_table, kv_lens, cu_q_lens, *spans)]
+    return _attend("tas_paged_attention", q, k, v, pool, [*ints, *floats], args)
+
+
+def _attend(
+    target: str,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    pool: jax.Array,
+    arrays: list[jax.Array],
+    args: AttentionArgs,
+) -> tuple[jax.Array, jax.Array]:
+    """Calls an attention target; absent arrays are passed as arrays without elements."""
+    results = (
+        jax.ShapeDtypeStruct((*q.shape[:2], v.shape[2]), q.dtype),
+        jax.ShapeDtypeStruct(pool.shape, pool.dtype),
+    )
+    call = ffi_call(target, results, input_output_aliases={3: 1})
+    options = {
+        "scale": np.float32(args.scale),
+        "softcap": np.float32(args.softcap or 0.0),
+        "window": np.int64(args.window or 0),
+        "value_begin": np.int64(-1 if args.value_begin is None else args.value_begin),
+    }
+    out, pool = call(q, k, v, pool, *arrays, **options)
+    return out, pool
