@@ -136,7 +136,8 @@ class CompressedLayer(AttentionLayer):
         is_closed = index < self._num_closed()
         if self.table is None:
             places = jnp.where(is_closed, places, self.capacity)  # out of bounds, hence dropped
-            pool = dense = jax_view(before).at[:, 0, places].set(new.astype(before.dtype), mode="drop")
+            stored = jax_view(before)
+            pool = dense = stored.at[:, 0, places].set(new.astype(stored.dtype), mode="drop")
         else:
             pool = self._write(pool_name, new[:, None], jnp.where(is_closed, places, -1))
             dense = self._seen(pool_name, pool, new.dtype)

@@ -126,7 +126,7 @@ def _kernel_unsupported_reason(x: jax.Array, weight: jax.Array, bias: jax.Array 
     if (reason := ffi.unsupported_reason(x)) is not None:
         return reason
     limit = ffi.max_linear_rows(x.dtype)
-    if limit is not None and x.shape[0] > limit:
+    if limit is not None and x.shape[0] > limit and not ffi.is_batch_invariant():
         return f"{x.shape[0]} rows of {x.dtype}; the kernel is for up to {limit} on this processor"
     return None if x.shape[0] else "no rows"
 
@@ -169,14 +169,13 @@ def not_invariant_reason() -> str | None:
         return f"products on a {registry.platform()} are its compiler's"
     if (reason := ffi.missing()) is not None:
         return f"no C++ kernels: {reason}"
-    if ffi.max_linear_rows(jnp.dtype(jnp.bfloat16)) is not None:
-        return "products of many rows are XLA's on this processor"
     return None
 
 
 def skips_equal_rows() -> bool:
     """Returns whether products compute equal rows at the end once (`cpu/repeated_rows.h`)."""
-    return not_invariant_reason() is None  # the C++ kernels, for any number of rows
+    has_limit = ffi.max_linear_rows(jnp.dtype(jnp.bfloat16)) is not None  # the C++ kernels, for any number of rows
+    return not_invariant_reason() is None and not has_limit
 
 
 def pad_rows_to(x: jax.Array, axis: int, size: int) -> jax.Array:

@@ -177,6 +177,11 @@ def batch_invariant(wanted: bool = True) -> Iterator[None]:
         _BATCH_INVARIANT.reset(before)
 
 
+def is_batch_invariant() -> bool:
+    """Returns whether what is traced is inside of :func:`batch_invariant`."""
+    return _BATCH_INVARIANT.get()
+
+
 def linear(
     x: jax.Array,
     weight: jax.Array,
