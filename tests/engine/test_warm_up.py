@@ -10,6 +10,7 @@ import pytest
 from engine_models import VOCAB_SIZE, tiny_model
 from transformers import GenerationConfig
 
+from model_adapters.ops.linear import skips_equal_rows
 from torchax_serve import EngineOptions, SamplingParams, serve
 from torchax_serve.compilation import background
 from torchax_serve.engine.request import EngineRequest
@@ -97,8 +98,11 @@ def test_the_programs_of_the_documents_example():
         steps = list(runner.compile_tasks())
         sampling = list(runner._sampler.compile_tasks(jax.ShapeDtypeStruct((32, VOCAB_SIZE), np.float32)))
         num_small = 2  # rows of tables, which are among those of the sampler, and pages copied
-        assert len(steps) == 9
-        assert len(steps) + len(sampling) + 1 == 9 + 4 + num_small == 15
+        # Where products of many rows are XLA's (AMX), padding costs more, and there is one more size of steps.
+        num_steps = 9 if skips_equal_rows() else 10
+        assert len(steps) == num_steps
+        assert len(steps) + len(sampling) + 1 == num_steps + 4 + num_small
+        assert 9 + 4 + num_small == 15
     assert "warm-up makes 15 programs on a CPU" in (ROOT / "docs/compilation.md").read_text()
     assert "(15 for 32 requests of 640 tokens)" in (ROOT / "README.md").read_text()
 

@@ -16,7 +16,6 @@ import numpy as np
 
 from model_adapters.caches.packed_batch import MediaTokens, PackedBatch, Pool
 from model_adapters.device_arrays import to_device
-from model_adapters.ops import registry
 from model_adapters.ops.compressed_weight import Weights
 from model_adapters.ops.cpu.ffi import batch_invariant
 from torchax_serve.compilation.background import CompileTask
@@ -101,7 +100,6 @@ class PackedExecutor:
             has_rope_lens=program.rope is not None,
             lora=lora,
             head="" if self._head is None else self._head.identity,
-            has_quick_steps=registry.platform() == "cpu" and programs.exported is None and not batch_invariant,
         )
         self._adapters = SlotAdapters(num_slots, lora)
         self.limits = ExecutorLimits(
