@@ -31,6 +31,7 @@ FOLLOWED: contextvars.ContextVar[frozenset[int]] = contextvars.ContextVar("follo
 @contextlib.contextmanager
 def following(runtime: ModelRuntime) -> Iterator[None]:
     """Applies changes of the model at the start of a call; nested calls of it skip that."""
+    runtime.process.check()  # before any lock, which a thread of the parent may have held at the fork
     before = FOLLOWED.get()
     if id(runtime) in before:
         yield
