@@ -22,15 +22,13 @@ import jax
 
 from model_adapters.errors import TorchaxServeError
 from model_adapters.jax_settings import programs_run
-from torchax_serve.compilation.yielding import wait_until_idle, yield_to_requests
+from torchax_serve.compilation.yielding import yield_to_requests
 
 logger = logging.getLogger("torchax_serve")
 
 MAX_THREADS = 8
 """Maximum number of threads that compile: tracing, one at a time, does not feed more, and each takes memory."""
 
-MAX_DEFERRED_S = 8.0
-"""Seconds by which a program is put off at most that others stand in for as well."""
 POLL_S = 0.2
 """Seconds between two looks at what another thread does: whether it cancels, whether it holds tracing."""
 
@@ -83,8 +81,6 @@ class TracingHeldError(Exception):
 
 
 _this_thread = threading.local()
-_warming_up: list[object] = []
-"""One entry for each `compile_all` that runs, which is not kept waiting."""
 
 
 def check_may_trace() -> None:
@@ -132,7 +128,7 @@ class BackgroundCompiler:
         self._known: set[Hashable] = set()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self.is_closed, self.waited_s, self._is_awaited = False, 0.0, False
+        self.is_closed, self.waited_s = False, 0.0
         self._may_trace = threading.Event()
         self._may_trace.set()
         atexit.register(_close, weakref.ref(self))
@@ -150,18 +146,6 @@ class BackgroundCompiler:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="compile", daemon=True)
                 self._thread.start()
-
-    def defer(self) -> None:
-        """Waits in this compiler's thread until XLA's work disturbs no request.
-
-        It waits for some seconds at most.
-
-        Raises:
-            TracingHeldError: the compiler was closed.
-        """
-        wait_until_idle(MAX_DEFERRED_S, lambda: self.is_closed or self._is_awaited or bool(_warming_up))
-        if self.is_closed:
-            raise TracingHeldError
 
     @property
     def may_trace(self) -> bool:
@@ -206,11 +190,9 @@ class BackgroundCompiler:
 
     def wait(self) -> None:
         """Waits until nothing is left to compile."""
-        self._is_awaited = True
         while (thread := self._thread) is not None:
             self.allow_tracing()  # again: the model may have become idle meanwhile
             thread.join(POLL_S)
-        self._is_awaited = False
 
     def close(self) -> None:
         """Drops what is waiting, and waits for the program that is being compiled."""
@@ -250,7 +232,6 @@ def compile_all(
         with programs_run():
             task.compile()
 
-    _warming_up.append(None)
     pool = concurrent.futures.ThreadPoolExecutor(num_compile_threads(), thread_name_prefix="warm-up")
     try:
         pending = {pool.submit(run, task) for task in tasks}
@@ -264,5 +245,4 @@ def compile_all(
                 future.result()
             advance(len(done))
     finally:
-        _warming_up.pop()
         pool.shutdown(wait=False, cancel_futures=True)

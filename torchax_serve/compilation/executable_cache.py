@@ -266,11 +266,6 @@ class CachedFunction:
         """
         return self._compiled(ProgramSignature.of(args, spec, self._cache.names_modules), weights, args, when_traced)
 
-    def is_kept(self, *args: Any, spec: Any) -> bool:
-        """Returns whether the folder has a program for these arguments; they may be abstract."""
-        path = self._cache.path_of(self.name, ProgramSignature.of(args, spec, self._cache.names_modules))
-        return path is not None and path.exists()
-
     def name_modules(self) -> None:
         """Compiles every program in memory once more, with the names of modules."""
         for signature in list(self._programs):

@@ -21,26 +21,12 @@ NICENESS = 10
 MAX_REST_S = 0.5
 """Seconds that a thread rests at most after a unit."""
 
-POLL_S, NUM_QUIET_POLLS = 0.1, 3
-"""Seconds between two looks at whether engines compute, and looks without one after which they are idle."""
-
 _computing: set[Hashable] = set()
 
 
 def note_computing(owner: Hashable, computes: bool) -> None:
     """Notes whether an engine computes now; `owner` tells it from others."""
     (_computing.add if computes else _computing.discard)(owner)
-
-
-def wait_until_idle(limit_s: float, is_awaited: Callable[[], bool]) -> None:
-    """Waits until engines have been idle for a moment.
-
-    It ends when `limit_s` have passed, or somebody waits for this thread.
-    """
-    end, num_quiet = time.monotonic() + limit_s, 0
-    while num_quiet < NUM_QUIET_POLLS and time.monotonic() < end and not is_awaited():
-        time.sleep(POLL_S)
-        num_quiet = 0 if _computing else num_quiet + 1
 
 
 def yield_to_requests() -> None:

@@ -40,8 +40,7 @@ class CompiledSteps(Generic[Spec]):
         self._background = cache.background
         self._unnamed: dict[Spec, Any] = {}
         self._named: dict[Spec, Any] = {}  # with the names of modules
-        self._next: tuple[Spec, Spec | None] | None = None
-        self._asked: set[Spec] = set()
+        self._next: list[Spec] = []
         self.num_substitutes = 0
 
     @property
@@ -53,16 +52,12 @@ class CompiledSteps(Generic[Spec]):
         """Whether other threads compile programs."""
         return self._background is not None
 
-    def choose(self, specs: Sequence[Spec], quick: Spec | None = None) -> Spec:
+    def choose(self, specs: Sequence[Spec]) -> Spec:
         """Returns the first of `specs` whose program is there.
 
         Another thread compiles the first of all meanwhile.
 
         The first of all, if none is there or no other thread compiles.
-
-        Args:
-            specs: Specs that can do a step, in the order in which they are to be taken.
-            quick: One of them, which is compiled before the first where only later ones are there.
         """
         if self._background is None or self._is_there(specs[0]):
             return specs[0]
@@ -70,7 +65,7 @@ class CompiledSteps(Generic[Spec]):
         if found is None:
             return specs[0]
         self.num_substitutes += 1
-        self._compile_ahead(specs[0], None if quick is None or specs.index(found) < specs.index(quick) else quick)
+        self._compile_ahead([specs[0]])
         return found
 
     def _is_there(self, spec: Spec) -> bool:
@@ -84,43 +79,28 @@ class CompiledSteps(Generic[Spec]):
         """
         program = self._programs.get(spec)
         if program is None:
-            expected = () if self._next is None else self._next
-            begin_next = partial(self._compile_ahead, *expected) if expected else lambda: None
-            program = call.function.compiled(self._weights, *call.args, spec=spec, when_traced=begin_next)
+            expected = partial(self._compile_ahead, self._next)
+            program = call.function.compiled(self._weights, *call.args, spec=spec, when_traced=expected)
             self._programs[spec] = program
         return program
 
-    def expect(self, spec: Spec, quick: Spec | None = None) -> None:
-        """Names the program that is needed after the next one, and the `quick` one of `choose`."""
-        self._next = spec, quick
+    def expect(self, specs: list[Spec]) -> None:
+        """Names the programs that are needed after the next one."""
+        self._next = specs
 
-    def task(self, spec: Spec, when_traced: Callable[[], object] = lambda: None) -> CompileTask:
+    def task(self, spec: Spec) -> CompileTask:
         """Returns the task to compile a program; it returns the program, and any thread may run it."""
 
         def compile() -> Any:
             program = self._programs.get(spec)
             if program is None:
                 function, args = self._call_of(spec)
-                given = abstract(args)
-                program = function.compiled(self._weights, *given, spec=spec, when_traced=when_traced)
-                self._programs[spec] = program
+                program = self._programs[spec] = function.compiled(self._weights, *abstract(args), spec=spec)
             return program
 
         return CompileTask(spec, compile)
 
-    def _compile_ahead(self, spec: Spec, quick: Spec | None = None) -> None:
-        """Compiles a program in another thread.
-
-        If it is not on disk, the `quick` one comes before it, and XLA's work on it waits until it disturbs no request.
-        """
-        wanted = {spec} if quick is None else {spec, quick}
-        if self._background is None or wanted <= self._asked:
-            return
-        self._asked |= wanted
-        if quick is not None:
-            function, args = self._call_of(spec)
-            if not function.is_kept(*abstract(args), spec=spec):
-                self._background.submit(self.task(quick))
-                self._background.submit(self.task(spec, self._background.defer))
-                return
-        self._background.submit(self.task(spec))
+    def _compile_ahead(self, specs: list[Spec]) -> None:
+        if self._background is not None:
+            for spec in specs:
+                self._background.submit(self.task(spec))

@@ -179,7 +179,7 @@ class PackedExecutor:
         if self._speculative is not None and plan.drafts is not None:
             results, self.cache.pools = self._speculative.run(plan, sampler)
             return self._speculative.sample(plan, sampler, results, words)
-        spec = _choose_decode(self, plan.rows)
+        spec = self._steps.choose(self._specs.for_decode(len(plan.rows), *self._media.of_decode(plan.rows)))
         if not isinstance(spec, FusedDecodeSpec):
             return None
         found = sampler.fused_options(plan.rows, spec.packed.num_rows)
@@ -245,10 +245,12 @@ class PackedExecutor:
         rows = self._media.with_token_ids(rows)
         num_tokens, media = sum(row.num_tokens for row in rows), self._media.spec_of(rows)
         is_decode = self._specs.is_decode(rows) and not self._media.has_prompts(rows)
-        if is_decode:
-            spec = _choose_decode(self, rows)
-        else:
-            spec = self._steps.choose(self._specs.for_tokens(num_tokens, media=media))
+        specs = (
+            self._specs.for_decode(len(rows), *self._media.of_decode(rows))
+            if is_decode
+            else self._specs.for_tokens(num_tokens, media=media)
+        )
+        spec = self._steps.choose(specs)
         if isinstance(spec, FusedDecodeSpec):
             numbers = spec.pack(rows, tables, ahead=ahead, deltas=self._media.deltas)
             return self._decode_logits(spec, last_tokens, numbers)
@@ -340,8 +342,7 @@ class PackedExecutor:
 
     def prepare(self, plan: StepPlan) -> None:
         """Implements `Executor.prepare`: the decode steps of the plan's requests."""
-        forms = len(plan.rows), *self._media.of_decode(plan.rows)
-        self._steps.expect(self._specs.for_decode(*forms)[0], self._specs.quick_decode(*forms))
+        self._steps.expect(self._specs.for_decode(len(plan.rows), *self._media.of_decode(plan.rows))[:1])
 
     def _call_of(self, spec: Spec) -> StepCall:
         """Returns a step with its arguments as shapes."""
@@ -379,12 +380,6 @@ class PackedExecutor:
                 for task in sampler.compile_tasks(results):
                     task.compile()
         self.cache.warm_up()
-
-
-def _choose_decode(executor: PackedExecutor, rows: Sequence[PlanRow]) -> Spec:
-    """Returns the spec of a step that decodes `rows` and whose program is there, if one is."""
-    forms = len(rows), *executor._media.of_decode(rows)
-    return executor._steps.choose(executor._specs.for_decode(*forms), executor._specs.quick_decode(*forms))
 
 
 def step_calls(executor: PackedExecutor) -> Iterator[tuple[Spec, StepCall]]:

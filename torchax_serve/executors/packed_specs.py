@@ -67,8 +67,6 @@ class PackedSpecs:
         has_rope_lens: Whether rotary frequencies depend on lengths.
         lora: Form of the adapters' matrices; empty: there are none.
         head: Names the draft head that follows each step; empty: there is none.
-        has_quick_steps: Whether a decode step without sampling stands in for decode steps: on CPUs, where a step of
-            more tokens takes longer, and compiling takes long.
     """
 
     layout: PagedLayout
@@ -81,7 +79,6 @@ class PackedSpecs:
     has_rope_lens: bool
     lora: str = ""
     head: str = ""
-    has_quick_steps: bool = False
     _known: dict[tuple[int, bool, bool, MediaSpec | None], PackedStepSpec] = dataclasses.field(default_factory=dict)
 
     def is_decode(self, rows: Sequence[PlanRow]) -> bool:
@@ -147,20 +144,7 @@ class PackedSpecs:
         buckets = (size for size in self.decode_buckets if size >= num_rows)
         decode = (self.decode(size) for size in buckets)
         decode = (dataclasses.replace(spec, has_deltas=True) if has_deltas else spec for spec in decode)
-        quick = self.quick_decode(num_rows, media, has_deltas)
-        return [*decode, *([] if quick is None else [quick]), *self.for_tokens(num_rows, media=media)]
-
-    def quick_decode(
-        self, num_rows: int, media: MediaSpec | None = None, has_deltas: bool = False
-    ) -> PackedStepSpec | None:
-        """Returns the spec of a single decode step of `num_rows` rows; None where there is none.
-
-        It compiles in a third of the time of decode steps with sampling, and runs in a third of the time of the
-        smallest step for prompts.
-        """
-        if not self.has_quick_steps or media is not None or has_deltas or self.head:
-            return None
-        return self.of_tokens(bucket_for(self.decode_buckets, num_rows), is_decode=True)
+        return [*decode, *self.for_tokens(num_rows, media=media)]
 
     @property
     def num_scored_tokens(self) -> int:
