@@ -39,6 +39,21 @@ def round_layers(layers, scales_of, dtype):
             setattr(layer, which, rounded(numbers, scales_of(number, part, numbers), dtype))
 
 
+class StoredCache(DynamicCache):
+    """transformers' own cache, in which a decode step finds its own token as it is stored, once `round_new` is set.
+
+    Attention on pages reads all tokens there. With a bias of positions (T5), and in the first step, keys and values of
+    new tokens come from the model's code, not yet rounded.
+    """
+
+    round_new = None  # numbers of a layer, its index and 0 for keys, 1 for values -> rounded numbers
+
+    def update(self, keys, values, layer_idx, *args, **kwargs):
+        if self.round_new:
+            keys, values = (self.round_new(x, layer_idx, part) for part, x in enumerate((keys, values)))
+        return super().update(keys, values, layer_idx, *args, **kwargs)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize(("model_type", "name", "dtype"), [("t5", "int8", "int8"), ("bart", "fp8", "float8_e4m3fn")])
 def test_a_decoder_reads_rounded_keys_and_values_of_its_own_and_of_the_encoder(model_type, name, dtype):
@@ -51,7 +66,11 @@ def test_a_decoder_reads_rounded_keys_and_values_of_its_own_and_of_the_encoder(m
     executor.assign(0, tuple(source))
     hidden = eager.get_encoder()(input_ids=torch.tensor([source])).last_hidden_state
     given = {"encoder_outputs": BaseModelOutput(last_hidden_state=hidden), "attention_mask": torch.ones(1, len(source))}
-    cache, whole = (EncoderDecoderCache(DynamicCache(), DynamicCache()) for _ in range(2))
+    cache, whole = (EncoderDecoderCache(StoredCache(), DynamicCache()) for _ in range(2))
+
+    def as_stored(numbers, layer, part):
+        return rounded(numbers, scales[layer][part][:, None, None], dtype)
+
     for start, token in enumerate([START, 9, 17, 33, 5]):
         row = PlanRow(0, 0, start, 1, (token,), True)
         found = np.asarray(executor.run([row], (table,), to_device(np.zeros(4), np.int32)))[0]
@@ -67,6 +86,7 @@ def test_a_decoder_reads_rounded_keys_and_values_of_its_own_and_of_the_encoder(m
                 return numbers.abs().amax((2, 3), True).numpy() / LARGEST[dtype]
 
             round_layers(cache.cross_attention_cache.layers, exact_scale, dtype)
+            cache.self_attention_cache.round_new = as_stored if model_type == "bart" else None
     assert np.abs(expected - exact).max() > 5 * BOUND  # it is rounded
     states = executor.cache.states
     assert states and all(isinstance(state, ScaledState) for state in states)
