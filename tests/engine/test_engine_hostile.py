@@ -46,12 +46,12 @@ def llama():
 
 
 def is_idle(model, within_s=20):
-    """Whether no request is left, and no page in use, soon."""
+    """Whether no request is left, waiting, running or between the two, and no page in use, soon."""
     until = time.monotonic() + within_s
     while time.monotonic() < until:
         stats, num_entering = model.engine.stats().scheduler, model.engine.admission.num_entering
         left = num_entering or stats.num_running or stats.num_waiting or any(group.num_used for group in stats.pages)
-        if not left:
+        if not left and not model.engine._output_processor.open_ids():
             return True
         time.sleep(0.01)
     return False

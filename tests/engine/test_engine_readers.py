@@ -103,7 +103,6 @@ def test_a_reader_that_is_gone_frees_its_request(roomy, stops_reading):
     num_before = roomy.stats().scheduler.num_new_tokens
     assert is_idle(roomy)
     assert roomy.stats().scheduler.num_new_tokens - num_before < 200  # of 10,000
-    assert len(roomy.engine._output_processor.open_ids()) == 0
 
 
 def test_deadlines_far_away_hold_no_ended_requests(llama):

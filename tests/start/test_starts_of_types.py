@@ -25,7 +25,7 @@ def test_a_start_that_crashes_is_told_and_the_next_one_runs(tmp_path):
     inputs = [{"input_ids": prompts()[0]}]
     model = tiny_model("llama")
     model.save_pretrained(tmp_path / "model")
-    with starts.second_starts() as second:
+    with starts.start_processes() as second:
         with pytest.raises(RuntimeError, match=f"status -{int(signal.SIGSEGV)}"):
             second.start(tmp_path / "model", [{"input_ids": _Crash()}], check_start.check_causal.ENGINE)
         answered = second.start(tmp_path / "model", inputs, check_start.check_causal.ENGINE)

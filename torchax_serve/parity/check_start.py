@@ -18,7 +18,7 @@ from torchax_serve.engine.options import EngineOptions
 from torchax_serve.parity import check_causal, check_seq2seq
 from torchax_serve.parity.check_engine import engine_options
 from torchax_serve.parity.result import PACKED, PASSED, PER_SEQUENCE, Result, error_line
-from torchax_serve.parity.starts import SecondStarts, Start, start
+from torchax_serve.parity.starts import Start, StartProcesses
 from torchax_serve.parity.tasks import CAUSAL
 from torchax_serve.parity.tiny.audio import audio_inputs, audio_model, is_audio_type
 from torchax_serve.parity.tiny.media_prompts import Inputs
@@ -55,10 +55,10 @@ def check(name: str) -> Result:
         folder = Path(above) / "model"
         try:
             model.save_pretrained(folder)
-            first = start(folder, inputs, engine)
+            first = _processes().start(folder, inputs, engine)
             wanted = [row[0].tolist() for row in expected.unbatched]
             result = dataclasses.replace(result, executor=first.executor, engine_equal=first.tokens == wanted)
-            second = _process().start(folder, inputs, engine)
+            second = _processes().start(folder, inputs, engine)
             result = _compared(result, first, second)
         except Exception as error:
             status = "crashed" if "ended with status" in str(error) else "failed"
@@ -85,9 +85,9 @@ def _compared(result: Result, first: Start, second: Start) -> Result:
 
 
 @functools.cache
-def _process() -> SecondStarts:
-    """Returns the processes of second starts, which end with this one."""
-    return SecondStarts()
+def _processes() -> StartProcesses:
+    """Returns the processes of both starts, which end with this one; what is set in this one is not set in them."""
+    return StartProcesses()
 
 
 def _causal(model_type: str) -> Case:

@@ -1,4 +1,4 @@
-"""Starts of a model in a folder: here, and in processes that find what another left."""
+"""Starts of a model in a folder, each in a process that finds what another left."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from torchax_serve.sampling_params import SamplingParams
 from torchax_serve.start.record import start_folder
 
 INPUTS, ANSWER = "start-inputs.pickle", "start-answer.json"
-"""Files beside the model's folder: what is asked of it, and what a second start has answered."""
+"""Files beside the model's folder: what is asked of it, and what a start has answered."""
 LIMIT_S = 300
-"""Seconds after which a second start is ended."""
+"""Seconds after which a start is ended."""
 _ARGUMENTS = {"dtype": "auto"}
 """Arguments of loading, which the name of a start record depends on."""
 _WRITERS = ("keep-program", "record-start")
@@ -126,7 +126,7 @@ def _executables_of(served: Any) -> ExecutableCache:
     return executables
 
 
-class SecondStarts:
+class StartProcesses:
     """Starts models in processes of their own, each of which has nothing of another.
 
     Their parent imports the libraries once and forks.
@@ -154,9 +154,9 @@ class SecondStarts:
         print(folder, file=self._parent.stdin, flush=True)
         line = self._parent.stdout.readline()
         if not line:
-            raise RuntimeError(f"the processes of second starts ended with status {self._parent.wait()}")
+            raise RuntimeError(f"the processes of starts ended with status {self._parent.wait()}")
         if status := int(line):
-            raise RuntimeError(f"the second start ended with status {status}")
+            raise RuntimeError(f"the start ended with status {status}")
         said = json.loads(answer.read_text())
         if "error" in said:
             raise RuntimeError(said["error"])
@@ -169,9 +169,9 @@ class SecondStarts:
 
 
 @contextlib.contextmanager
-def second_starts() -> Iterator[SecondStarts]:
-    """Yields `SecondStarts`, which are closed at the end."""
-    starts = SecondStarts()
+def start_processes() -> Iterator[StartProcesses]:
+    """Yields `StartProcesses`, which are closed at the end."""
+    starts = StartProcesses()
     try:
         yield starts
     finally:
