@@ -9,8 +9,10 @@ import pkgutil
 
 from model_adapters.ops.activation import gelu, silu
 from model_adapters.ops.attention_args import AttentionArgs, KVScales
+from model_adapters.ops.causal_convolution import causal_convolution
 from model_adapters.ops.decode_attention import decode_attention
 from model_adapters.ops.dense_attention import dense_attention
+from model_adapters.ops.gated_delta_rule import gated_delta_rule
 from model_adapters.ops.grouped_matmul import grouped_matmul
 from model_adapters.ops.linear import addmm, baddbmm, bmm, einsum, linear, matmul
 from model_adapters.ops.paged_attention import paged_attention
@@ -18,6 +20,9 @@ from model_adapters.ops.reductions import layer_norm, row_sum, softmax
 from model_adapters.ops.registry import list_ops, on_platform, use
 from model_adapters.ops.rms_norm import rms_norm
 from model_adapters.ops.routed_matmul import routed_matmul
+from model_adapters.ops.segments import Segments
+from model_adapters.ops.selective_scan import selective_scan
+from model_adapters.ops.state_space import state_space
 
 for _module in pkgutil.iter_modules(__path__):
     if not _module.ispkg:  # kernels of a platform are imported when they are needed
@@ -26,12 +31,15 @@ for _module in pkgutil.iter_modules(__path__):
 __all__ = [
     "AttentionArgs",
     "KVScales",
+    "Segments",
     "addmm",
     "baddbmm",
     "bmm",
+    "causal_convolution",
     "decode_attention",
     "dense_attention",
     "einsum",
+    "gated_delta_rule",
     "gelu",
     "grouped_matmul",
     "layer_norm",
@@ -43,7 +51,9 @@ __all__ = [
     "rms_norm",
     "routed_matmul",
     "row_sum",
+    "selective_scan",
     "silu",
     "softmax",
+    "state_space",
     "use",
 ]

@@ -134,10 +134,65 @@ def _paged_attention(dtype: Any, size: int) -> KernelCase:
     return KernelCase(call, (*_tokens(dtype, sum(new)), pool, table, lens, ends))
 
 
+_LENS = (1, 20, 1, 10)
+"""Tokens of the sequences that recurrent layers get: prompts and single tokens."""
+
+
+def _recurrent(op: Callable[..., Any], pool: jax.Array, *operands: jax.Array | None, **options: Any) -> KernelCase:
+    """Returns a call of `op` on states of which all but the first sequence's hold something."""
+    ends = jnp.asarray([0, *np.cumsum(_LENS)], jnp.int32)
+    slots = jnp.arange(len(_LENS), dtype=jnp.int32)
+    segments = ops.Segments.of(ends, slots, slots > 0)
+    missing = [number for number, each in enumerate(operands) if each is None]
+
+    def call(pool: jax.Array, *given: jax.Array) -> Any:
+        arguments: list[Any] = list(given)
+        for number in missing:
+            arguments.insert(number, None)
+        out, pool = op(*arguments, pool, segments, **options)
+        return out, pool[:-1]  # what is dropped lies in the last row, or nowhere
+
+    return KernelCase(call, (pool, *(each for each in operands if each is not None)))
+
+
+def _causal_convolution(dtype: Any, size: int) -> KernelCase:
+    width, taps = 128 * size, 4
+    pool = _normal(dtype, len(_LENS) + 1, taps - 1, width, seed=2)
+    x, weight = _normal(dtype, sum(_LENS), width), _normal(dtype, width, taps, seed=1)
+    return _recurrent(ops.causal_convolution, pool, x, weight, None)
+
+
+def _gated_delta_rule(dtype: Any, size: int) -> KernelCase:
+    heads, dim, tokens = 2 * size, 32, sum(_LENS)
+    pool = _normal(jnp.float32, len(_LENS) + 1, heads, dim, dim, seed=5)
+    q, k, v = (_normal(dtype, tokens, heads, dim, seed=seed) for seed in range(3))
+    decays = -jnp.abs(_normal(jnp.float32, tokens, heads, seed=3))
+    beta = jax.nn.sigmoid(_normal(dtype, tokens, heads, seed=4))
+    return _recurrent(ops.gated_delta_rule, pool, q, k, v, decays, beta, is_normed=True)
+
+
+def _state_space(dtype: Any, size: int) -> KernelCase:
+    heads, dim, tokens = 4 * size, 16, sum(_LENS)
+    pool = _normal(jnp.float32, len(_LENS) + 1, heads, dim, 32, seed=5)
+    x, dt = _normal(dtype, tokens, heads, dim), _normal(dtype, tokens, heads, seed=1)
+    b, c = (_normal(dtype, tokens, 2, 32, seed=seed) for seed in (2, 3))
+    return _recurrent(ops.state_space, pool, x, dt, -jnp.ones(heads), b, c, jnp.ones(heads), None)
+
+
+def _selective_scan(dtype: Any, size: int) -> KernelCase:
+    width, tokens = 64 * size, sum(_LENS)
+    pool = _normal(jnp.float32, len(_LENS) + 1, width, 16, seed=5)
+    x, dt = _normal(dtype, tokens, width), jnp.abs(_normal(dtype, tokens, width, seed=1))
+    b, c = (_normal(dtype, tokens, 16, seed=seed) for seed in (2, 3))
+    return _recurrent(ops.selective_scan, pool, x, dt, -jnp.ones((width, 16)), b, c, None)
+
+
 CASES: dict[str, Callable[[Any, int], KernelCase]] = {
     "activation": _activation,
+    "causal_convolution": _causal_convolution,
     "decode_attention": _decode_attention,
     "dense_attention": _dense_attention,
+    "gated_delta_rule": _gated_delta_rule,
     "grouped_matmul": _grouped_matmul,
     "linear": _linear,
     "lora": _lora,
@@ -145,6 +200,8 @@ CASES: dict[str, Callable[[Any, int], KernelCase]] = {
     "rms_norm": _rms_norm,
     "routed_matmul": _routed_matmul,
     "row_sum": _row_sum,
+    "selective_scan": _selective_scan,
+    "state_space": _state_space,
 }
 """Makes a call of each op in a dtype; the second argument scales the arrays (1 is small)."""
 

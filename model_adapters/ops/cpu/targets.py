@@ -4,7 +4,9 @@ from __future__ import annotations
 
 TARGETS = (
     "tas_activation",
+    "tas_causal_convolution",
     "tas_decode_attention",
+    "tas_gated_delta_rule",
     "tas_linear",
     "tas_lora",
     "tas_packed_linear",
@@ -15,6 +17,8 @@ TARGETS = (
     "tas_rms_norm",
     "tas_routed_linear",
     "tas_row_sum",
+    "tas_selective_scan",
+    "tas_state_space",
     "tas_unpack",
     "tas_unpack_rows",
     "tas_write_pages",

@@ -1,0 +1,65 @@
+"""Segments of a packed step: the rows of state pools that its tokens begin with and leave.
+
+A recurrent layer has a pool of states, a row for each running sequence, rows for snapshots, and a last row that nobody
+reads. A sequence of a step is one segment, or several in a chain: one that ends where a snapshot is kept, or one whose
+state is dropped, as that behind drafts is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from model_adapters.ops.searchsorted import num_at_most
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Segments:
+    """Segments of the new tokens of a packed step, in their order.
+
+    Segments of one sequence follow each other, and each but the first reads what the one before it has written. No row
+    is written by one sequence and read or written by another one in the same step; a row that nobody writes may be
+    read by several. A segment without tokens, as unused ones at the end are, neither reads nor writes its rows.
+    Tokens behind the last segment are padding: they give zeros, and change no state.
+
+    Attributes:
+        cu: int32[R + 1], where each begins, and the number of tokens in use.
+        read: int32[R], row of the state pools that it begins with.
+        write: int32[R], row that takes the state behind it; the last row of a pool drops it.
+        held: bool[R], whether `read` holds anything; else the state is zero, as a sequence begins.
+        first: int32[R], first segment of the same sequence.
+    """
+
+    cu: jax.Array
+    read: jax.Array
+    write: jax.Array
+    held: jax.Array
+    first: jax.Array
+
+    @classmethod
+    def of(cls, cu: jax.Array, slots: jax.Array, held: jax.Array) -> Segments:
+        """Returns one segment for each sequence, each on its own row."""
+        return cls(cu, slots, slots, held, jnp.arange(len(slots), dtype=jnp.int32))
+
+    @property
+    def lens(self) -> jax.Array:
+        """int32[R], number of tokens of each."""
+        return jnp.diff(self.cu)
+
+    @property
+    def is_single(self) -> jax.Array:
+        """bool[R], whether it is one token, with nothing of the same sequence in front of it."""
+        return (self.lens == 1) & (self.first == jnp.arange(len(self.read)))
+
+    @property
+    def is_same_sequence(self) -> jax.Array:
+        """bool[R, R], whether two segments with tokens belong to the same sequence."""
+        has_tokens = self.lens > 0
+        return (self.first[:, None] == self.first) & has_tokens[:, None] & has_tokens
+
+    def of_token(self, num_tokens: int) -> jax.Array:
+        """Returns the segment of each of `num_tokens`, int32; R for padding."""
+        return num_at_most(self.cu[1:], jnp.arange(num_tokens, dtype=jnp.int32))

@@ -1,0 +1,175 @@
+"""Mamba-2's state space layer (Dao and Gu, 2024) over a packed row: Falcon-H1, Granite 4.
+
+A state is ``[P, N]`` for each head::
+
+    dt = clip(softplus(dt + dt_bias))
+    state = exp(dt * a) * state + dt * x b
+    out = state c + d * x
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from model_adapters.ops import registry, spmd
+from model_adapters.ops.cpu import recurrent
+from model_adapters.ops.kv_pool import expect
+from model_adapters.ops.segments import Segments
+from model_adapters.ops.state_pool import (
+    HIGHEST,
+    Compute,
+    check_pool,
+    cut_masked,
+    first_tokens,
+    padded,
+    read_states,
+    single_rows,
+    walk,
+    write_states,
+)
+
+OP = "state_space"
+CHUNK_LEN = 64
+
+
+def state_space(
+    x: jax.Array,
+    dt: jax.Array,
+    a: jax.Array,
+    b: jax.Array,
+    c: jax.Array,
+    d: jax.Array | None,
+    dt_bias: jax.Array | None,
+    pool: jax.Array,
+    segments: Segments,
+    *,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+) -> tuple[jax.Array, jax.Array]:
+    """Returns what the states give, ``[T, H, P]`` in x's dtype, and the pool.
+
+    Args:
+        x: ``[T, H, P]``.
+        dt: ``[T, H]``, steps before softplus.
+        a: ``[H]``, negative.
+        b: ``[T, G, N]``; head h of x has group ``h // (H // G)``.
+        c: ``[T, G, N]``.
+        d: ``[H]`` or None.
+        dt_bias: ``[H]`` or None.
+        pool: ``float32[rows, H, P, N]``; updated in place if donated.
+        segments: Of the T tokens.
+        dt_limit: Smallest and largest step.
+
+    Raises:
+        InvalidArgumentError: shapes that do not fit together.
+    """
+    num_tokens, heads, dim = x.shape
+    expect(OP, "dt of shape", (num_tokens, heads), dt.shape)
+    expect(OP, "b and c of one shape", b.shape, c.shape)
+    expect(OP, "b of as many tokens as x,", num_tokens, b.shape[0])
+    expect(OP, f"heads of x a multiple of the groups of b, {b.shape[1]}, remainder", 0, heads % b.shape[1])
+    for name, array in (("a", a), ("d", d), ("dt_bias", dt_bias)):
+        if array is not None:
+            expect(OP, f"{name} of shape", (heads,), array.shape)
+    check_pool(OP, pool, (heads, dim, b.shape[2]), segments)
+    out: tuple[jax.Array, jax.Array] = registry.call(
+        OP, x, dt, a, b, c, d, dt_bias, pool, segments, dt_limit=tuple(dt_limit)
+    )
+    return out
+
+
+def _by_head(x: jax.Array, heads: int) -> jax.Array:
+    """Returns ``[..., G, N]`` of groups as ``float32[..., H, N]``."""
+    return jnp.repeat(x.astype(jnp.float32), heads // x.shape[-2], axis=-2)
+
+
+@registry.define(OP, "state space layer (Mamba-2) over packed sequences, states by row of a pool")
+def reference(
+    x: jax.Array,
+    dt: jax.Array,
+    a: jax.Array,
+    b: jax.Array,
+    c: jax.Array,
+    d: jax.Array | None,
+    dt_bias: jax.Array | None,
+    pool: jax.Array,
+    segments: Segments,
+    *,
+    dt_limit: tuple[float, float],
+) -> tuple[jax.Array, jax.Array]:
+    """Computes single tokens in one batch, the others in chunks (Dao and Gu, section 6)."""
+    num_tokens, heads, dtype = x.shape[0], x.shape[1], x.dtype
+    a, skip = a.astype(jnp.float32), jnp.zeros(heads) if d is None else d.astype(jnp.float32)
+    dt = dt.astype(jnp.float32) + (0 if dt_bias is None else dt_bias.astype(jnp.float32))
+    dt, x = jnp.clip(jax.nn.softplus(dt), *dt_limit), x.astype(jnp.float32)
+    first = first_tokens(segments, num_tokens)
+    read, write = single_rows(segments, pool)
+    states = read_states(pool, read, segments.held) * jnp.exp(dt[first] * a)[..., None, None]
+    states = states + (dt[first][..., None] * x[first])[..., None] * _by_head(b[first], heads)[:, :, None]
+    singles = jnp.einsum("shpn,shn->shp", states, _by_head(c[first], heads), precision=HIGHEST)
+    singles = singles + x[first] * skip[:, None]
+    pool = write_states(pool, write, states)
+    size = min(CHUNK_LEN, num_tokens)
+    compute = _chunk(a, skip, *(padded(each, size) for each in (x, dt, b, c)))
+    out, pool = walk(pool, segments, singles, num_tokens, size, compute)
+    return out.astype(dtype), pool
+
+
+def _chunk(a: jax.Array, skip: jax.Array, xs: jax.Array, dts: jax.Array, bs: jax.Array, cs: jax.Array) -> Compute:
+    """Returns the computation of one chunk."""
+    groups = bs.shape[1]
+
+    def compute(state: jax.Array, begin: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+        x, dt, b, c = (cut_masked(each, begin, mask) for each in (xs, dts, bs, cs))
+        size, heads, dim = x.shape
+        total = jnp.cumsum(dt.T * a[:, None], axis=1)  # [H, C]
+        lower = jnp.tril(jnp.ones((size, size), bool))
+        between = jnp.exp(jnp.where(lower, total[:, :, None] - total[:, None], -jnp.inf))
+        scores = jnp.repeat(jnp.einsum("ign,jgn->gij", c, b, precision=HIGHEST), heads // groups, axis=0)
+        steps = x * dt[..., None]
+        out = jnp.einsum("hij,jhp->ihp", scores * between, steps, precision=HIGHEST)
+        by_group = state.reshape(groups, -1, *state.shape[1:])  # [G, H / G, P, N]
+        read = jnp.einsum("ign,gmpn->igmp", c, by_group, precision=HIGHEST).reshape(size, heads, dim)
+        out = out + read * jnp.exp(total).T[..., None] + x * skip[:, None]
+        left = (steps * jnp.exp(total[:, -1:] - total).T[..., None]).reshape(size, groups, -1, dim)
+        added = jnp.einsum("igmp,ign->gmpn", left, b, precision=HIGHEST).reshape(state.shape)
+        return out, state * jnp.exp(total[:, -1])[:, None, None] + added
+
+    return compute
+
+
+def _kernel_unsupported_reason(
+    x: jax.Array,
+    dt: jax.Array,
+    a: jax.Array,
+    b: jax.Array,
+    c: jax.Array,
+    d: jax.Array | None,
+    dt_bias: jax.Array | None,
+    pool: jax.Array,
+    segments: Segments,
+    *,
+    dt_limit: tuple[float, float],
+) -> str | None:
+    return recurrent.unsupported_reason(x, dt, a, b, c)
+
+
+@registry.register(OP, "cpu-ffi", ("cpu",), unsupported_reason=_kernel_unsupported_reason)
+def streamed(
+    x: jax.Array,
+    dt: jax.Array,
+    a: jax.Array,
+    b: jax.Array,
+    c: jax.Array,
+    d: jax.Array | None,
+    dt_bias: jax.Array | None,
+    pool: jax.Array,
+    segments: Segments,
+    *,
+    dt_limit: tuple[float, float],
+) -> tuple[jax.Array, jax.Array]:
+    """Computes with the C++ kernel, token by token."""
+    return recurrent.state_space(x, dt, a, b, c, d, dt_bias, pool, segments, dt_limit=dt_limit)
+
+
+spmd.leave_to_partitioner(OP, reference)
