@@ -20,7 +20,8 @@ rows   bfloat16:  XLA  float32:   XLA
 512    915        647  457        445
 =====  =========  ===  =========  ===
 
-float16: 48 against 2 at one row, 389 against 150 at 128.
+float16: 48 against 2 at one row, 389 against 150 at 128. With tile registers (`cpu/tile_product.h`) 2 cores have 1.1
+to 1.6 times XLA's rate in bfloat16 for 64 to 2048 rows.
 """
 
 from __future__ import annotations

@@ -36,6 +36,7 @@ def exact(x):
         (16, 33, 64),
         (17, 1, 1),
         (40, 70, 1030),
+        (277, 300, 65),  # more rows than one block, and weights of more than one chunk
     ],
 )
 def test_kernel(rows, n, k, dtype):

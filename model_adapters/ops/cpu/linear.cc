@@ -38,7 +38,7 @@ ffi::Error linear(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer weig
 // Up to this many rows the product is faster than XLA's; 0: any number.
 extern "C" int tas_linear_max_rows(int itemsize) {
 #if defined(__AMX_TILE__)
-  return itemsize != 2 ? 0 : tas::tiles_allowed() ? 128 : 16;
+  return itemsize != 2 || tas::tiles_allowed() ? 0 : 16;
 #elif defined(__AVX__)
   return 0;
 #else

@@ -87,25 +87,32 @@ class TileProduct<bf16> {
   TileProduct(xla::ffi::ThreadPool* threads, const bf16* x, int64_t rows, const bf16* weight, int64_t n, int64_t k, const float* bias, const int32_t* at, const int32_t* to)
       : x_(threads, x, rows, k, kTileRows, at), rows_(rows), weight_(weight), n_(n), k_(k), bias_(bias), to_(to) {}
 
-  int64_t num_chunks() const { return (n_ + kChunkRows - 1) / kChunkRows; }
+  int64_t num_chunks() const { return (n_ + chunk_rows() - 1) / chunk_rows(); }
 
   // out[r][i] for all rows and the weight rows i of chunk c; `next` is the chunk that this thread takes after it.
+  //
+  // Many rows of x are taken in blocks that stay in the second-level cache over all weight rows of the chunk, which are more then.
   template <class Out>
   void run(int64_t c, int64_t next, Out* out) const {
     const TileRegisters registers;
-    const int64_t end = std::min(n_, (c + 1) * kChunkRows), num_groups = (rows_ + kTileRows - 1) / kTileRows;
-    for (int64_t i = c * kChunkRows; i < end; i += 2 * kTileRows) {
-      const int64_t after = i + 2 * kTileRows < end ? i + 2 * kTileRows : next * kChunkRows;
-      const bf16* then = after + 2 * kTileRows <= n_ ? weight_ + after * k_ : nullptr;
-      for (int64_t g = 0; g < num_groups; g += 2, then = nullptr) {
-        if (g + 1 < num_groups) tiles<2>(i, g, then, out);
-        else tiles<1>(i, g, then, out);
+    const int64_t begin = c * chunk_rows(), end = std::min(n_, begin + chunk_rows()), num_groups = (rows_ + kTileRows - 1) / kTileRows;
+    for (int64_t block = 0; block < num_groups; block += kBlockGroups) {
+      const int64_t block_end = std::min(num_groups, block + kBlockGroups);
+      for (int64_t i = begin; i < end; i += 2 * kTileRows) {
+        const int64_t after = i + 2 * kTileRows < end ? i + 2 * kTileRows : next * chunk_rows();
+        const bf16* then = block == 0 && after + 2 * kTileRows <= n_ ? weight_ + after * k_ : nullptr;
+        for (int64_t g = block; g < block_end; g += 2, then = nullptr) {
+          if (g + 1 < block_end) tiles<2>(i, g, then, out);
+          else tiles<1>(i, g, then, out);
+        }
       }
     }
   }
 
  private:
-  static constexpr int64_t kChunkRows = 64;
+  static constexpr int64_t kBlockGroups = 16;  // of x: 256 rows
+
+  int64_t chunk_rows() const { return rows_ > kBlockGroups * kTileRows ? 256 : 64; }
 
   // The outputs of two tiles of weight rows from i on and G of x from g on; weights at `then` are read after these.
   template <int G, class Out>
