@@ -159,6 +159,19 @@ def test_chunks_of_exact_sizes_and_one_prefill_row_a_plan():
     assert sizes == [8, 8, 4, 1, 1, 1]
 
 
+def test_a_prompt_is_not_cut_for_what_others_leave_of_a_step():
+    # 20 tokens: two chunks of 8, and not a third one of 4 and of a prompt that has 8.
+    loop = make_loop(
+        allowed_chunk_sizes=(8, 4, 1), enable_prefix_caching=False, max_num_batched_tokens=20, min_prefill_chunk=4
+    )
+    asked = [request(i, prompt_len=8, max_new=2) for i in range(3)]
+    for each in asked:
+        loop.scheduler.add(each)
+    loop.drain()
+    assert loop.tokens == {each.request_id: truth(loop, each) for each in asked}
+    assert [[row.num_tokens for row in plan.prefill_rows] for plan in loop.plans][:2] == [[8, 8], [8]]
+
+
 @pytest.mark.parametrize("prompt_len", [1, 3, 4, 5, 8, 31, 32, 33, 63])
 @pytest.mark.parametrize("depth", [0, 1])
 def test_prompts_at_the_edges_of_pages_budget_and_length(prompt_len, depth):

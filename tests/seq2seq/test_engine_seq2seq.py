@@ -1,6 +1,7 @@
 """Encoder-decoder models on the engine: each request has the tokens that transformers gives it alone."""
 
 import copy
+import dataclasses
 import functools
 import threading
 
@@ -16,6 +17,7 @@ from weights import draw_matrices
 from torchax_serve import (
     EngineOptions,
     InvalidArgumentError,
+    OutOfMemoryError,
     RequestError,
     SamplingParams,
     UnsupportedArgumentError,
@@ -24,6 +26,9 @@ from torchax_serve import (
 )
 from torchax_serve.engine.factory import build_engine
 from torchax_serve.engine.request import EngineRequest
+from torchax_serve.executors import per_sequence_factory
+from torchax_serve.executors.per_sequence import PerSequenceExecutor
+from torchax_serve.kv_cache import memory
 
 VOCAB_SIZE = 97
 START = 1
@@ -244,6 +249,46 @@ def test_encoder_inputs_take_half_of_the_memory_by_default():
         assert engine.max_encoder_len == 32
     finally:
         engine.close()
+
+
+def test_the_default_encoder_length_fits_what_is_left_beside_a_step(monkeypatch):
+    # What is free when the length is chosen is not what the cache gets: a step takes memory, and so do others.
+    monkeypatch.setattr(per_sequence_factory, "free_bytes", lambda: 1 << 30)
+    states = 5 * 4 * 32 * 4  # bytes of an encoder position in five slots
+    monkeypatch.setattr(memory, "free_bytes", lambda: states * 80)
+    monkeypatch.setattr(PerSequenceExecutor, "temporary_bytes", lambda executor: 0)
+    options = EngineOptions(max_model_len=40, max_num_seqs=4, page_size=4)
+    engine = build_engine(to_jax(tiny("bart"))._jax_runtime, options)
+    try:
+        assert engine.max_encoder_len == 32  # of 64
+        ids = [source for source in sources() if len(source) <= 32]
+        assert [engine.submit(request(source)).result() for source in ids] == alone("bart", ids)
+    finally:
+        engine.close()
+    asked = dataclasses.replace(options, max_encoder_len=64)
+    monkeypatch.setattr(memory, "free_bytes", lambda: states * 60)
+    with pytest.raises(OutOfMemoryError, match="lower max_num_seqs or max_encoder_len"):
+        build_engine(to_jax(tiny("bart"))._jax_runtime, asked)
+
+
+def test_prompts_that_arrive_together_share_programs(served):
+    """Encoders of equal padded length are one batch, and first decoder steps one program."""
+    executor, calls = served.engine._runner._executor, []
+    dispatch = executor._dispatch
+
+    def noted(spec, *args):
+        calls.append((spec.kind, spec.num_rows, spec.source_len))
+        return dispatch(spec, *args)
+
+    ids = [[5 + i, 6, 7 + i, 8] for i in range(4)]
+    executor._dispatch = noted
+    try:
+        with served.engine.submitted_together():
+            handles = [served.engine.submit(request(source)) for source in ids]
+        assert [handle.result() for handle in handles] == alone("bart", ids)
+    finally:
+        executor._dispatch = dispatch
+    assert [call for call in calls if call[0] == "begin"] == [("begin", 4, 32)]
 
 
 @pytest.mark.thorough

@@ -8,6 +8,7 @@ request is submitted, and the request carries the encoder's output.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
@@ -37,7 +38,8 @@ class EncoderInputs(Protocol):
     """The encoder inputs of the requests in all slots."""
 
     max_len: int  # maximum length of an encoder output
-    buckets: tuple[int, ...]  # lengths that outputs are padded to, ascending
+    buckets: tuple[int, ...]  # lengths that outputs are padded to for later steps, ascending
+    first_buckets: tuple[int, ...]  # the same for the encoder and the first step, which pay for padding
 
     @property
     def probe_input(self) -> RequestInput:
@@ -56,11 +58,11 @@ class EncoderInputs(Protocol):
     def length(self, slot: int) -> int:
         """Returns the length of the encoder output of `slot`; 0 for an empty slot."""
 
-    def encoder_output(self, slot: int, padded_len: int) -> jax.Array:
-        """Returns the encoder output of `slot`, ``[1, padded_len, width]`` on the device."""
+    def encoder_output(self, slots: Sequence[int], padded_len: int) -> jax.Array:
+        """Returns the encoder outputs of `slots`, ``[S, padded_len, width]`` on the device."""
 
-    def dummy(self, padded_len: int) -> jax.Array:
-        """Returns an output [1, padded_len, width] for compilation."""
+    def dummy(self, padded_len: int, num_rows: int = 1) -> jax.Array:
+        """Returns outputs [num_rows, padded_len, width] for compilation."""
 
 
 class TokenEncoderInputs:
@@ -74,7 +76,7 @@ class TokenEncoderInputs:
     def __init__(self, runtime: ModelRuntime, max_len: int) -> None:
         self._runtime = runtime
         self.max_len = max_len
-        self.buckets = encoder_buckets(max_len)
+        self.buckets, self.first_buckets = encoder_buckets(max_len), encoder_buckets(max_len, 2)
         self._ids: dict[int, tuple[int, ...]] = {}
 
     @property
@@ -109,16 +111,17 @@ class TokenEncoderInputs:
         """Implements `EncoderInputs.length`."""
         return len(self._ids.get(slot, ()))
 
-    def encoder_output(self, slot: int, padded_len: int) -> jax.Array:
-        """Returns the encoder output of `slot`, ``[1, padded_len, width]`` on the device."""
-        ids = self._ids[slot]
-        arrays = np.zeros((2, 1, padded_len), np.int32)
-        arrays[0, 0, : len(ids)], arrays[1, 0, : len(ids)] = ids, 1
+    def encoder_output(self, slots: Sequence[int], padded_len: int) -> jax.Array:
+        """Implements `EncoderInputs.encoder_output`: one batch, whose masks hide the padding."""
+        arrays = np.zeros((2, len(slots), padded_len), np.int32)
+        for row, slot in enumerate(slots):
+            ids = self._ids[slot]
+            arrays[0, row, : len(ids)], arrays[1, row, : len(ids)] = ids, 1
         return self._output(to_device(arrays[0], np.int32), to_device(arrays[1], np.int32))
 
-    def dummy(self, padded_len: int) -> jax.Array:
+    def dummy(self, padded_len: int, num_rows: int = 1) -> jax.Array:
         """Implements `EncoderInputs.dummy`."""
-        return self._output(*(to_device(np.full((1, padded_len), n), np.int32) for n in (0, 1)))
+        return self._output(*(to_device(np.full((num_rows, padded_len), n), np.int32) for n in (0, 1)))
 
     def _output(self, ids: jax.Array, mask: jax.Array) -> jax.Array:
         given = {"input_ids": ids, MASK: mask}
@@ -153,7 +156,7 @@ class PrecomputedEncoderOutputs:
                 "one batch at a time"
             )
         hidden: Any = runtime.cache_support.abstract_encoder_output()[HIDDEN][0]  # a shape
-        self.max_len, self.buckets = buckets[-1], buckets
+        self.max_len, self.buckets, self.first_buckets = buckets[-1], buckets, buckets
         self._shortest = buckets[-1] if encoder.fixed_output_len is not None else 1
         self._width, self._dtype = hidden.shape[2], hidden.dtype
         self._outputs: dict[int, np.ndarray] = {}
@@ -184,19 +187,22 @@ class PrecomputedEncoderOutputs:
         """Returns the length of the output in `slot`; 0 for an unused slot."""
         return self._outputs[slot].shape[1] if slot in self._outputs else 0
 
-    def encoder_output(self, slot: int, padded_len: int) -> jax.Array:
-        """Returns the output in `slot`, ``[1, padded_len, width]`` on the device."""
-        output = self._outputs[slot]
-        return to_device(np.pad(output, ((0, 0), (0, padded_len - output.shape[1]), (0, 0))), self._dtype)
+    def encoder_output(self, slots: Sequence[int], padded_len: int) -> jax.Array:
+        """Implements `EncoderInputs.encoder_output`."""
+        outputs = np.zeros((len(slots), padded_len, self._width), self._dtype)
+        for row, slot in enumerate(slots):
+            output = self._outputs[slot][0]
+            outputs[row, : len(output)] = output
+        return to_device(outputs, self._dtype)
 
-    def dummy(self, padded_len: int) -> jax.Array:
-        """Returns an output [1, padded_len, width] for compilation."""
-        return to_device(np.zeros((1, padded_len, self._width)), self._dtype)
+    def dummy(self, padded_len: int, num_rows: int = 1) -> jax.Array:
+        """Implements `EncoderInputs.dummy`."""
+        return to_device(np.zeros((num_rows, padded_len, self._width)), self._dtype)
 
 
-def encoder_buckets(max_len: int) -> tuple[int, ...]:
+def encoder_buckets(max_len: int, growth: int = 4) -> tuple[int, ...]:
     """Lengths that outputs of at most `max_len` are padded to, ascending."""
-    return tuple(bucket_sizes(max_len, 4, SMALLEST_SOURCE_LEN))
+    return tuple(bucket_sizes(max_len, growth, SMALLEST_SOURCE_LEN))
 
 
 def decoder_start_ids(config: GenerationConfig, params: SamplingParams | None) -> list[int]:

@@ -2,8 +2,8 @@
 
 Those models count positions themselves, attend outside of transformers' interface, or have a recurrent state. The pages
 of a request are gathered into dense keys and values before its forward (`SequenceForward`), and new ones are scattered
-back; a recurrent state is read from its slot and written back. Decode rows of similar length share one program; a
-prefill chunk has a program of its own.
+back; a recurrent state is read from its slot and written back. Decode rows of similar length share one program, and
+prefill chunks of equal length do, up to the tokens of a long one.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from torchax_serve.scheduler import PlanRow, SpeculativeConfig, StepPlan
 class PerSequenceExecutor:
     """The `Executor` of models that cannot run packed, on a `PagedCacheWithStates`.
 
-    A step has decode rows and at most one prefill row.
+    A step has decode rows and prefill rows; of these at most one where prompts cannot share a program.
 
     Attributes:
         runs_ahead: As `Executor.runs_ahead`.
@@ -71,6 +71,7 @@ class PerSequenceExecutor:
         lora: Form of the adapters' matrices among the weights; empty: there are none.
         speculative: Options of speculation; None: no step verifies drafts.
         draft: Model or head that drafts; None: drafts are looked up.
+        batches_prompts: Whether chunks of several prompts may share a program.
     """
 
     FUNCTION = "per_sequence"  # name of the steps, by which other hosts find them
@@ -93,6 +94,7 @@ class PerSequenceExecutor:
         lora: str = "",
         speculative: SpeculativeConfig | None = None,
         draft: DraftModel | DraftHead | None = None,
+        batches_prompts: bool = False,
     ) -> None:
         self._forward, self.cache = forward, cache
         self._num_slots, self.sources = num_slots, sources
@@ -100,7 +102,7 @@ class PerSequenceExecutor:
             max_num_seqs=num_slots,
             max_encoder_len=None if sources is None else sources.max_len,
             chunk_sizes=tuple(chunk_sizes) if is_exact else None,
-            batches_prefill=False,
+            batches_prefill=batches_prompts,
             shares_prefixes=not layout.rows,
         )
         self.shapes = PerSequenceBuckets(
@@ -111,8 +113,10 @@ class PerSequenceExecutor:
             page_size=cache.plan.page_size,
             pages_per_seq=cache.pages_per_seq if layout.pages else 0,
             source_buckets=() if sources is None else sources.buckets,
+            first_source_buckets=() if sources is None else sources.first_buckets,
             has_rope_lens=forward.program.rope is not None,
             lora=lora,
+            batches_prompts=batches_prompts,
         )
         self._adapters = SlotAdapters(num_slots, lora)
         self._media = MediaSlots(num_slots)
@@ -151,7 +155,7 @@ class PerSequenceExecutor:
     ) -> jax.Array:
         """Runs one step as `Executor.run`, with float32 logits.
 
-        The prefill row is the last one, and there is at most one group.
+        Prefill rows are the last ones, and there is at most one group.
         """
         return self._run_rows(rows, tables, last_tokens, ahead)
 
@@ -188,7 +192,7 @@ class PerSequenceExecutor:
             numbers = self._splitter.numbers(job, tables, ahead)
             hidden = None
             if self.sources is not None and job.spec.kind == "begin":
-                hidden = self.sources.encoder_output(job.rows[0].slot, job.spec.source_len)
+                hidden = self.sources.encoder_output([row.slot for row in job.rows], job.spec.source_len)
             media = self._media.tokens(job.rows, job.spec.num_tokens, job.spec.media)
             parts.append(self._dispatch(job.spec, last_tokens, numbers, hidden, media))
         size = self._splitter.num_tokens_out(jobs) if all_logits else self._num_slots
@@ -249,7 +253,9 @@ class PerSequenceExecutor:
         )
 
     def _empty_encoder_input(self, spec: PerSequenceSpec) -> jax.Array | None:
-        return self.sources.dummy(spec.source_len) if self.sources is not None and spec.kind == "begin" else None
+        if self.sources is None or spec.kind != "begin":
+            return None
+        return self.sources.dummy(spec.source_len, spec.num_rows)
 
     def abstract_steps(self, prefill_lens: Sequence[int]) -> Iterator[AbstractStep]:
         """Implements `Executor.abstract_steps`; a prefill step is the last chunk of its prompt."""

@@ -62,12 +62,27 @@ class StepSplitter:
         """Returns the program calls of a step, and the indices of their logits in it."""
         decode = [(place, row) for place, row in enumerate(rows) if row.is_decode]
         jobs = self._decode(decode, ahead)
-        for place, row in enumerate(rows):
-            if not row.is_decode:
-                spec = self._shapes.chunk(row.num_tokens, row.context_len, self._source_len(row), all_logits)
-                spec = dataclasses.replace(spec, media=self._media.spec_of([row]))
-                places = range(place, place + (row.num_tokens if all_logits else 1))
-                jobs.append(ProgramCall(spec, [row], list(places)))
+        return jobs + self._prefill([row for row in rows if not row.is_decode], len(decode), all_logits)
+
+    def _prefill(self, rows: Sequence[PlanRow], place: int, all_logits: bool) -> list[ProgramCall]:
+        """Returns the calls of prompts, whose logits begin at `place`.
+
+        Prompts of equal shapes share programs.
+        """
+        alike: dict[PerSequenceSpec, list[tuple[PlanRow, range]]] = {}
+        for row in rows:
+            spec = self._shapes.chunk(row.num_tokens, row.context_len, self._source_len(row), all_logits)
+            spec = dataclasses.replace(spec, media=self._media.spec_of([row]))
+            places = range(place, place + (row.num_tokens if all_logits else 1))
+            alike.setdefault(spec, []).append((row, places))
+            place = places.stop
+        jobs = []
+        for one, prompts in alike.items():
+            while prompts:
+                spec = self._shapes.with_rows(one, len(prompts))
+                taken, prompts = prompts[: spec.num_rows], prompts[spec.num_rows :]
+                places_of_all = [place for _, places in taken for place in places]
+                jobs.append(ProgramCall(spec, [row for row, _ in taken], places_of_all))
         return jobs
 
     def _decode(self, decode: list[tuple[int, PlanRow]], ahead: int) -> list[ProgramCall]:

@@ -14,6 +14,10 @@ SMALLEST_GATHER_LEN = 256
 MAX_GATHERED_LEN = 1 << 16
 """Maximum number of tokens that a decode program of several rows gathers from pages, all rows together: it bounds the
 temporary bytes of a step."""
+PROMPT_ROWS = (1, 4, 8)
+"""Numbers of prompts in one program: of few, since each is compiled; of no more, since eight have enough tokens."""
+MAX_ENCODED_LEN = 512
+"""Maximum number of encoder positions of a program of several prompts, where no single one has more."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +26,7 @@ class PerSequenceSpec:
 
     kind: Kind
     num_tokens: int  # T, of each row
-    num_rows: int  # S, more than 1 in a decode step only
+    num_rows: int  # S
     num_pages: int  # of each row; 0 if nothing is stored in pages
     block_len: int  # tokens of one forward
     source_len: int = 0  # padded length of the encoder output; 0 without an encoder
@@ -57,8 +61,10 @@ class PerSequenceBuckets:
         page_size: Number of tokens in a page.
         pages_per_seq: Maximum number of pages of a sequence; 0 if nothing is stored in pages.
         source_buckets: Padded lengths of the encoder output, ascending; empty without an encoder.
+        first_source_buckets: The same for the first chunk of a prompt.
         has_rope_lens: Whether rotary frequencies depend on lengths.
         lora: Form of the adapters' matrices; empty: there are none.
+        batches_prompts: Whether chunks of several prompts may share a program.
     """
 
     def __init__(
@@ -71,8 +77,10 @@ class PerSequenceBuckets:
         page_size: int,
         pages_per_seq: int,
         source_buckets: Sequence[int] = (),
+        first_source_buckets: Sequence[int] = (),
         has_rope_lens: bool = False,
         lora: str = "",
+        batches_prompts: bool = False,
     ) -> None:
         self.needs_exact_chunks, self._block_len, self._page_size = is_exact, block_len, page_size
         self._has_rope_lens, self._lora = has_rope_lens, lora
@@ -82,6 +90,8 @@ class PerSequenceBuckets:
         most = pages_per_seq + (0 if is_exact else -(-self._chunk_buckets[-1] // page_size))
         self.page_buckets = bucket_sizes(most, 2, max(1, SMALLEST_GATHER_LEN // page_size)) if pages_per_seq else (0,)
         self._source_buckets = tuple(source_buckets) or (0,)
+        self._first_source_buckets = tuple(first_source_buckets) or (0,)
+        self._prompt_rows = tuple(rows for rows in PROMPT_ROWS if rows == 1 or (batches_prompts and rows <= num_slots))
 
     def rows(self, number: int) -> int:
         """Returns the bucket of `number` rows of logits."""
@@ -124,20 +134,47 @@ class PerSequenceBuckets:
         if start == 0 and num_pages:
             num_pages = -(-padded_len // self._page_size)  # nothing to gather
         kind: Kind = "extend" if start else "begin"
-        source_len = bucket_for(self._source_buckets, source_len)
+        source_len = bucket_for(self._source_buckets if start else self._first_source_buckets, source_len)
         return PerSequenceSpec(
             kind, padded_len, 1, num_pages, self._block_len, source_len, all_logits, self._has_rope_lens, self._lora
         )
 
+    def with_rows(self, spec: PerSequenceSpec, num_rows: int) -> PerSequenceSpec:
+        """Returns `spec`, of one prompt, for as many of `num_rows` prompts as a program takes.
+
+        A program of several has no more tokens and encoder positions than one of a long prompt.
+        """
+        return dataclasses.replace(spec, num_rows=max(rows for rows in self._rows_of(spec) if rows <= num_rows))
+
+    def _rows_of(self, spec: PerSequenceSpec) -> list[int]:
+        if spec.all_logits or spec.media is not None:
+            return [1]
+        of_pages = spec.num_pages * self._page_size if spec.kind == "extend" else 0
+        limits = (
+            (spec.num_tokens, self._chunk_buckets[-1]),
+            (spec.source_len, max(MAX_ENCODED_LEN, self._source_buckets[-1])),
+            (of_pages + spec.source_len, MAX_GATHERED_LEN),
+        )
+        return [rows for rows in self._prompt_rows if rows == 1 or all(rows * each <= most for each, most in limits)]
+
     def all(self) -> Iterator[PerSequenceSpec]:
         """Yields every step that mixed traffic can meet."""
+        for spec in self._all():
+            if spec.kind == "decode":
+                yield spec
+            else:
+                yield from (dataclasses.replace(spec, num_rows=rows) for rows in self._rows_of(spec))
+
+    def _all(self) -> Iterator[PerSequenceSpec]:
+        """Yields every decode step, and every chunk of one prompt."""
+        for source_len in self._first_source_buckets:
+            for num_tokens in self._chunks_behind(0):
+                yield self.chunk(num_tokens, 0, source_len)
         for source_len in self._source_buckets:
             for num_pages in self.page_buckets:
                 for num_rows in self._row_buckets:
                     if num_rows <= self._most_rows(num_pages, source_len):
                         yield self._decode(num_rows, num_pages, source_len)
-            for num_tokens in self._chunks_behind(0):
-                yield self.chunk(num_tokens, 0, source_len)
             for num_tokens in self._chunks_behind(1):
                 behind = self.chunk(num_tokens, 1, source_len)
                 for num_pages in self.page_buckets:

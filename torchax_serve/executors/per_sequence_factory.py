@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable
 
 from model_adapters.errors import OutOfMemoryError, UnsupportedModelError
+from model_adapters.ops import registry
 from model_adapters.ops.kv_pool import LARGEST
 from torchax_serve.buckets import bucket_sizes
 from torchax_serve.executors.base import ExecutorChoice
@@ -47,6 +48,27 @@ def per_sequence_executor(runtime: ModelRuntime, sizes: MemoryBudget, why_not_pa
     Raises:
         UnsupportedModelError: requests of the model cannot be batched; the message has both reasons.
         OutOfMemoryError: the cache does not fit.
+    """
+    while True:
+        try:
+            return _executor_of(runtime, sizes, why_not_packed)
+        except OutOfMemoryError:  # a step needs memory, too, and others may have taken some since it was counted
+            if not _may_lower_encoder_len(sizes):
+                raise
+            halved = 1 << (sizes.max_encoder_len - 1).bit_length() - 1
+            sizes = dataclasses.replace(sizes, max_encoder_len=max(halved, SMALLEST_SOURCE_LEN))
+
+
+def _may_lower_encoder_len(sizes: MemoryBudget) -> bool:
+    """Tells whether the encoder length is nobody's choice, and not the least one."""
+    is_any = sizes.encoder_len_is_default and sizes.source_len is None
+    return is_any and sizes.max_encoder_len > SMALLEST_SOURCE_LEN
+
+
+def _executor_of(runtime: ModelRuntime, sizes: MemoryBudget, why_not_packed: str) -> ExecutorChoice:
+    """Returns the executor at an encoder length of at most that of `sizes`.
+
+    Raises as `per_sequence_executor`.
     """
     programs = runtime.steps.executables
     if programs.launcher is not None:
@@ -227,14 +249,29 @@ class PerSequenceFactory:
             lora=lora_form(self.runtime),
             speculative=self.sizes.speculative,
             draft=self.draft,
+            batches_prompts=self._batches_prompts,
         )
+
+    @property
+    def _batches_prompts(self) -> bool:
+        """Whether chunks of several prompts share programs.
+
+        On a CPU only: elsewhere a prompt fills the device, and kernels would not follow the rows. Drafts have programs
+        for one prompt.
+        """
+        has_drafts = self.sizes.speculative is not None or self.draft is not None
+        is_cpu = registry.platform() == "cpu" and not self.layout.is_on_mesh
+        return self.layout.batches_prompts and is_cpu and not has_drafts
 
     def cache(self) -> PagedCacheWithStates:
         """Returns the cache of the engine: states for all slots, pages in the rest of the budget."""
         sizes, slots = self.sizes, self.sizes.max_num_seqs
         state_bytes = sum(row.num_bytes for row in self.layout.rows) * (slots + 1)
-        budget = sizes.choose_cache_bytes(sizes.max_usable_bytes(self.stored) + state_bytes, self._temporary_bytes)
-        if state_bytes > budget:
+        useful = sizes.max_usable_bytes(self.stored) + state_bytes
+        budget = sizes.choose_cache_bytes(useful, self._temporary_bytes)
+        # Where memory is short, encoder outputs of a length that nobody asked for leave half of it to pages.
+        most = budget // 2 if budget < useful and _may_lower_encoder_len(sizes) else budget
+        if state_bytes > most:
             raise OutOfMemoryError(
                 f"expected memory for the states of {slots} requests, {state_bytes} bytes, got {budget} bytes; raise "
                 "kv_cache_memory_bytes, or lower max_num_seqs"

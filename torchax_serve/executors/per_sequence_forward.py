@@ -28,7 +28,7 @@ from model_adapters.program.media import features_in_place
 from model_adapters.program.model_program import CallSpec
 from torchax_serve.executors.encoder_inputs import HIDDEN, context
 from torchax_serve.executors.per_sequence_blocks import begin_in_blocks, extend_in_blocks
-from torchax_serve.executors.per_sequence_rows import extend_rows
+from torchax_serve.executors.per_sequence_rows import begin_rows, extend_rows
 from torchax_serve.kv_cache.cache_layout import UNBOUNDED, CacheLayout, Leaves, SlotStateSpec
 from torchax_serve.kv_cache.pools import PagedLayerSpec
 from torchax_serve.runtime.model_runtime import ModelRuntime
@@ -146,7 +146,9 @@ class SequenceForward:
         number, one = jax.ShapeDtypeStruct((), np.int32), jax.ShapeDtypeStruct((1,), np.int32)
         with as_unsupported():
             jax.eval_shape(step, self._weights, kept, number, one)
-        return dataclasses.replace(found, is_vectorised=self._can_vectorise(found))
+        is_vectorised = self._can_vectorise(found)
+        found = dataclasses.replace(found, is_vectorised=is_vectorised)
+        return dataclasses.replace(found, batches_prompts=is_vectorised and self._can_batch_prompts(found))
 
     def _can_vectorise(self, layout: CacheLayout) -> bool:
         kept = tuple(jax.ShapeDtypeStruct((2, *leaf.shape), leaf.dtype) for leaf in jax.tree.leaves(self._first[0]))
@@ -159,6 +161,26 @@ class SequenceForward:
         try:
             jax.eval_shape(step, self._weights, kept, number, number)
         except Exception:  # code that vmap cannot follow, whatever it is: rows then run one after the other
+            return False
+        return True
+
+    def _can_batch_prompts(self, layout: CacheLayout) -> bool:
+        """Tells whether chunks of prompts can be computed side by side, first and later ones."""
+        kept = tuple(jax.ShapeDtypeStruct((2, *leaf.shape), leaf.dtype) for leaf in jax.tree.leaves(self._first[0]))
+        numbers, ids = jax.ShapeDtypeStruct((2,), np.int32), jax.ShapeDtypeStruct((2, 2), np.int32)
+        context = self._trial_context.get(HIDDEN)
+        hidden = None if context is None else jax.ShapeDtypeStruct((2, *context[0].shape[1:]), context[0].dtype)
+
+        def begin(weights: Any, ids: Any, lens: Any, hidden: Any) -> Any:
+            return begin_rows(self, weights, ids, lens, layout, hidden=hidden, source_lens=lens)
+
+        def behind(weights: Any, leaves: Any, lens: Any, ids: Any) -> Any:
+            return extend_rows(self, weights, leaves, lens, ids, layout, lens=lens, source_lens=lens)
+
+        try:
+            jax.eval_shape(begin, self._weights, ids, numbers, hidden)
+            jax.eval_shape(behind, self._weights, kept, numbers, ids)
+        except Exception:  # as in `_can_vectorise`: prompts then run in programs of their own
             return False
         return True
 

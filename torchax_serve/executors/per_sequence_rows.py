@@ -32,6 +32,7 @@ def extend_rows(
     adapters: jax.Array | None = None,
     deltas: jax.Array | None = None,
     table: jax.Array | None = None,
+    rope_lens: jax.Array | None = None,
     block_len: int = UNBOUNDED,
 ) -> Any:
     """Computes tokens of S rows, as `SequenceForward.extend` does those of one.
@@ -50,6 +51,7 @@ def extend_rows(
         deltas: int32[S], added to positions for rotary embeddings.
         table: int32[S, pages], pages of each row: leaves in pages are pools, and returned as pools. None: they are
             dense, ``[S, ...]``.
+        rope_lens: int32[S], minimum lengths of the rotary frequencies; None: each token's own.
         block_len: Maximum number of tokens of one forward.
 
     Returns:
@@ -57,8 +59,9 @@ def extend_rows(
     """
 
     def one(pools: Leaves, row: tuple[Any, ...]) -> Any:
-        kept, offset, ids, length, wanted, source_len, adapter, delta, pages = row
+        kept, offset, ids, length, wanted, source_len, adapter, delta, pages, rope_len = row
         how: dict[str, Any] = {} if delta is None else {"delta": delta}
+        how |= {} if rope_len is None else {"rope_len": rope_len}
         length = len(ids) if length is None else length
         how |= {"block_len": block_len, "wanted": wanted, "table": pages}
         leaves = kept if pages is None else layout.merge(pools, kept)
@@ -67,9 +70,53 @@ def extend_rows(
         return (found, ((), news)) if pages is None else (found, layout.partition(news))
 
     pools, kept = ((), leaves) if table is None else layout.partition(leaves)
-    rows = (kept, offsets, ids, lens, wanted, source_lens, adapters, deltas, table)
+    rows = (kept, offsets, ids, lens, wanted, source_lens, adapters, deltas, table, rope_lens)
     found, (pools, news) = _of_all_rows(one, pools, rows, len(offsets), layout)
     return found, news if table is None else layout.merge(pools, news)
+
+
+def begin_rows(
+    forward: BlockForward,
+    weights: Weights,
+    ids: jax.Array,
+    lens: jax.Array,
+    layout: CacheLayout,
+    *,
+    hidden: jax.Array | None = None,
+    source_lens: jax.Array | None = None,
+    adapters: jax.Array | None = None,
+    rope_lens: jax.Array | None = None,
+    block_len: int = UNBOUNDED,
+) -> Any:
+    """Computes the first tokens of S prompts, as `SequenceForward.prefill` does those of one.
+
+    Args:
+        forward: The model's.
+        weights: Weights by name.
+        ids: int32[S, T].
+        lens: int32[S], tokens that are no padding.
+        layout: Layout of the cache.
+        hidden: Encoder outputs ``[S, padded_len, width]``; None without an encoder.
+        source_lens: int32[S], lengths of encoder outputs without padding.
+        adapters: int32[S], adapter of each row, 0 for none.
+        rope_lens: int32[S], minimum lengths of the rotary frequencies; None: each token's own.
+        block_len: Maximum number of tokens of one forward.
+
+    Returns:
+        Logits float32[S, vocab] of last tokens, and new keys, values and states by leaf, ``[S, ...]``.
+    """
+
+    def one(pools: Leaves, row: tuple[Any, ...]) -> Any:
+        ids, length, hidden, source_len, adapter, rope_len = row
+        source = () if hidden is None else (hidden[None], source_len)
+        how = {"block_len": block_len} | ({} if rope_len is None else {"rope_len": rope_len})
+        with adapters_told(adapter):
+            found, news = forward.prefill(weights, ids, length, layout, *source, **how)
+        return found[0], (pools, news)
+
+    rows = (ids, lens, hidden, source_lens, adapters, rope_lens)
+    found, (_, news) = _of_all_rows(one, (), rows, len(ids), layout)
+    return found, news
 
 
 def _of_all_rows(

@@ -64,7 +64,7 @@ def calibrate_by_sequence(
     if sources is not None:
         sources.assign(0, sources.probe_input)
         source_len = sources.length(0)
-        source = (sources.encoder_output(0, bucket_for(sources.buckets, source_len)), jnp.int32(source_len))
+        source = (sources.encoder_output([0], bucket_for(sources.buckets, source_len)), jnp.int32(source_len))
     trial = sequence_trial(runtime, forward, layout, block_len)
     return scales_of_trial(runtime, trial, _trial_len(runtime), dtype, source)
 

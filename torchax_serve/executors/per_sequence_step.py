@@ -15,7 +15,7 @@ from torchax_serve.executors.draft_head import DraftHead
 from torchax_serve.executors.per_sequence_batching import StepInputs
 from torchax_serve.executors.per_sequence_buckets import PerSequenceSpec
 from torchax_serve.executors.per_sequence_forward import SequenceForward
-from torchax_serve.executors.per_sequence_rows import extend_rows
+from torchax_serve.executors.per_sequence_rows import begin_rows, extend_rows
 from torchax_serve.executors.slot_adapters import SlotAdapters
 from torchax_serve.executors.step_inputs import SAMPLED_ON_DEVICE
 from torchax_serve.kv_cache.cache_layout import CacheLayout, Leaves, SlotStates
@@ -58,7 +58,7 @@ class SequenceStep:
     ) -> tuple[jax.Array, tuple[Any, ...], SlotStates]:
         """Computes logits float32[S, vocab] (or [T, vocab]) of a step, pools and states.
 
-        `hidden` is the encoder output ``[1, padded_len, width]``; given for the first chunk of a request only. `media`
+        `hidden` are encoder outputs ``[S, padded_len, width]``; given for the first chunks of requests only. `media`
         are the images of a chunk.
         """
         headed, of_head = weights, pools[len(self._layout.pages) :]
@@ -70,11 +70,7 @@ class SequenceStep:
         ids = jnp.where(ids == SAMPLED_ON_DEVICE, known[:, None], ids)
         table = given.tables.reshape(spec.num_rows, spec.num_pages)
         if spec.kind == "begin":
-            source = () if hidden is None else (hidden, given.source_lens[0])
-            how = _how(spec, given) | {"media": media}
-            with adapters_told(None if adapters is None else adapters[0]):
-                found, news = self._forward.prefill(weights, ids[0], given.lens[0], self._layout, *source, **how)
-            news = jax.tree.map(lambda new: new[None], news)
+            found, news = self._begin(weights, ids, given, hidden, media, spec, adapters)
             new_pages, new_states = self._layout.partition(news)
             written = zip(pools, new_pages, self._layout.pages, strict=True)
             on_mesh = self._layout.is_on_mesh
@@ -115,6 +111,30 @@ class SequenceStep:
             jax.tree.map(lambda state: constrained(state, sharding.state_sharding(state.shape)), states),
         )
 
+    def _begin(
+        self,
+        weights: Weights,
+        ids: jax.Array,
+        given: StepInputs,
+        hidden: jax.Array | None,
+        media: MediaTokens | None,
+        spec: PerSequenceSpec,
+        adapters: jax.Array | None,
+    ) -> tuple[Any, Leaves]:
+        """Computes the first chunks of prompts.
+
+        Returns logits (and hidden states), and what is new of all leaves, ``[S, ...]``.
+        """
+        if spec.num_rows > 1:
+            rows: Any = {"adapters": adapters, "rope_lens": given.rope_lens if spec.has_rope_lens else None}
+            rows |= {} if hidden is None else {"hidden": hidden, "source_lens": given.source_lens}
+            return begin_rows(self._forward, weights, ids, given.lens, self._layout, block_len=spec.block_len, **rows)
+        source = () if hidden is None else (hidden, given.source_lens[0])
+        how = _how(spec, given) | {"media": media}
+        with adapters_told(None if adapters is None else adapters[0]):
+            found, news = self._forward.prefill(weights, ids[0], given.lens[0], self._layout, *source, **how)
+        return found, jax.tree.map(lambda new: new[None], news)
+
     def _extend(
         self,
         weights: Weights,
@@ -131,9 +151,12 @@ class SequenceStep:
         `kept` are pools, and what the cache has of the rows.
         """
         source_lens = given.source_lens if spec.source_len else None
-        if spec.kind == "decode":
+        if spec.kind == "decode" or spec.num_rows > 1:
             deltas = given.deltas if spec.has_deltas else None
             rows: Any = {"source_lens": source_lens, "adapters": adapters, "deltas": deltas, "table": table}
+            if spec.kind == "extend":
+                rope_lens = given.rope_lens if spec.has_rope_lens else None
+                rows |= {"lens": given.lens, "rope_lens": rope_lens, "block_len": spec.block_len}
             found, news = extend_rows(self._forward, weights, kept, given.starts, ids, self._layout, **rows)
             return jax.tree.map(lambda x: x[:, 0], found), news
         pools, states = self._layout.partition(kept)

@@ -27,6 +27,7 @@ class SlotStateSpec:
     dtype: np.dtype
     is_of_source: bool = False  # [1, heads, source_len, dim], made once of an encoder's output
     stored_dtype: np.dtype | None = None  # of 8 bits, with a scale by head; None: as the model has it
+    is_of_heads: bool = False  # [heads or channels, ...], of a recurrence in a packed step
 
     @property
     def num_bytes(self) -> int:
@@ -44,6 +45,7 @@ class CacheLayout:
     leaves: tuple[PagedLayerSpec | SlotStateSpec, ...]
     is_vectorised: bool = False  # rows run side by side under vmap; else one after the other in one program
     block_len: int = UNBOUNDED  # tokens of one forward that make a program of sensible size
+    batches_prompts: bool = False  # chunks of several prompts, too, may run so
     is_on_mesh: bool = False  # pools and states may be divided among devices
 
     @property
@@ -60,6 +62,15 @@ class CacheLayout:
     def has_states(self) -> bool:
         """Whether tokens change a state, which cannot be taken back."""
         return any(not leaf.is_of_source for leaf in self.rows)
+
+    def stored_shape(self, row: SlotStateSpec) -> tuple[int, ...]:
+        """Returns the shape of a slot's state.
+
+        Keys and values of encoder outputs on one device are as pages, ``[heads, len, dim]``: of these a part is written
+        in place. A view of another form XLA would copy whole.
+        """
+        is_page = row.is_of_source and row.stored_dtype is None and not self.is_on_mesh
+        return row.shape[1:] if is_page else row.shape
 
     def merge(self, pages: Leaves, rows: Leaves) -> Leaves:
         """Merges leaves in pages and leaves by slot into all leaves, in their order."""
@@ -101,8 +112,9 @@ class CacheLayout:
             if not row.is_of_source:
                 return state[slots]
             if has_kernels and source_lens is not None:
-                return pages.read_tokens(state[:, 0], slots[:, None], source_lens, slice(None), source_len)[:, None]
-            return state[:, :, :, :source_len][slots]
+                return pages.read_tokens(state, slots[:, None], source_lens, slice(None), source_len)[:, None]
+            kept = state[..., :source_len, :][slots]
+            return kept if self.is_on_mesh else kept[:, None]
 
         return tuple(gathered(row, state) for row, state in zip(self.rows, states, strict=True))
 
@@ -128,7 +140,11 @@ class CacheLayout:
             if isinstance(state, ScaledState):
                 return state.scatter(slots, new, source_lens)
             if not has_copy_kernels(self.is_on_mesh):
-                return state.at[slots, :, :, : new.shape[3]].set(new) if row.is_of_source else state.at[slots].set(new)
+                new = new if self.is_on_mesh or not row.is_of_source else new[:, 0]
+                place = (slots, ..., slice(new.shape[-2]), slice(None)) if row.is_of_source else (slots,)
+                return state.at[place].set(new)
+            if row.is_of_source:
+                return _with_source(state, slots, new[:, 0], source_lens, after)
             room = [(0, full - size) for full, size in zip(state.shape[1:], new.shape[1:], strict=True)]
             return pages.write_pages(state, slots, jnp.pad(new, [(0, 0), *room]).astype(state.dtype), after)
 
@@ -139,3 +155,25 @@ class CacheLayout:
         kinds = [isinstance(leaf, PagedLayerSpec) for leaf in self.leaves]
         pages = tuple(leaf for leaf, is_pages in zip(leaves, kinds, strict=True) if is_pages)
         return pages, tuple(leaf for leaf, is_pages in zip(leaves, kinds, strict=True) if not is_pages)
+
+
+def _with_source(
+    pool: jax.Array, slots: jax.Array, new: jax.Array, lens: jax.Array, after: Sequence[jax.Array]
+) -> jax.Array:
+    """Returns states of encoder outputs with those of `slots` replaced.
+
+    Only the first `lens` positions are written: a slot has room for the longest input.
+
+    Args:
+        pool: ``[num_slots + 1, heads, room, dim]``.
+        slots: int32[S].
+        new: ``[S, heads, len, dim]``.
+        lens: int32[S].
+        after: As for `scatter_slots`.
+    """
+    num_rows, heads, length, dim = new.shape
+    tokens = jnp.swapaxes(new, 1, 2).reshape(num_rows * length, heads, dim).astype(pool.dtype)
+    places = jnp.arange(length, dtype=jnp.int32)
+    positions = jnp.where(places < lens[:, None], places, -1).reshape(-1)
+    rows = jnp.repeat(jnp.arange(num_rows, dtype=jnp.int32), length)
+    return pages.write_tokens(pool, slots[:, None], rows, positions, tokens, after)

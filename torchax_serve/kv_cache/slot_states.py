@@ -29,7 +29,7 @@ class PagedCacheWithStates(PagedCache):
         scales: Sequence[HeadScales] | None = None,
     ) -> None:
         self.states: SlotStates = ()
-        self._rows, self._num_slots = layout.rows, num_slots
+        self._layout, self._rows, self._num_slots = layout, layout.rows, num_slots
         super().__init__(plan, pages, scales)
 
     def reset(self) -> None:
@@ -39,7 +39,7 @@ class PagedCacheWithStates(PagedCache):
         self.states = tuple(map(self._zeros, self._rows))
 
     def _zeros(self, row: SlotStateSpec) -> jax.Array | ScaledState:
-        shape = (self._num_slots + 1, *row.shape)
+        shape = (self._num_slots + 1, *self._layout.stored_shape(row))
         if row.stored_dtype is None:
             return self._pages.slot_states(shape, row.dtype)
         by_head = (*shape[:3], 1, 1)

@@ -27,6 +27,7 @@ class PlanRow(NamedTuple):
     token_ids: tuple[int, ...] | None  # None: a decode row, its token is the slot's last sampled one, on the device
     samples_token: bool  # whether a token is sampled after the row's last one
     rope_len: int = 0  # a length that rotary frequencies of its tokens are at least for; 0: each token's own
+    prompt_len: int = 0  # positions before it hold tokens that were given, those from it on what was generated
 
     @property
     def is_decode(self) -> bool:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 from torchax_serve.scheduler.config import SchedulerConfig
 from torchax_serve.scheduler.page_allocator import PageAllocator, SequencePages
 from torchax_serve.scheduler.page_pool import PageCopy
+from torchax_serve.scheduler.plan_builder import PlanBuilder
 from torchax_serve.scheduler.prefill_budget import PrefillBudget
 from torchax_serve.scheduler.request import RequestState, Status
 from torchax_serve.scheduler.request_queues import RequestQueues
@@ -17,20 +17,6 @@ from torchax_serve.scheduler.step_plan import DraftRows, PlanRow, StepPlan
 
 BURST_DECODE_DELAY = 8
 """Steps for which new requests of a burst delay decoding, so that their prompts are prefilled together."""
-
-
-@dataclasses.dataclass(slots=True)
-class _PlanBuilder:
-    """A plan under construction."""
-
-    prefill_left: int  # prompt tokens that this step may still take
-    outstanding: list[int]  # by group, pages that running requests still need for their prompts
-    decode_rows: list[PlanRow] = dataclasses.field(default_factory=list)
-    decoding: list[RequestState] = dataclasses.field(default_factory=list)
-    prefill_rows: list[PlanRow] = dataclasses.field(default_factory=list)
-    prefilling: list[RequestState] = dataclasses.field(default_factory=list)
-    copies: list[PageCopy] = dataclasses.field(default_factory=list)
-    fresh_slots: list[int] = dataclasses.field(default_factory=list)
 
 
 class StepPlanner:
@@ -189,8 +175,8 @@ class StepPlanner:
         age = self.num_planned - min(started)
         return age if age <= self._config.max_running and first.arrived_step <= min(started) else None
 
-    def _fill(self, prefill_limit: int, holds_decode: bool = False, num_steps: int = 1) -> _PlanBuilder:
-        builder = _PlanBuilder(prefill_limit, [0] * len(self._config.groups))
+    def _fill(self, prefill_limit: int, holds_decode: bool = False, num_steps: int = 1) -> PlanBuilder:
+        builder = PlanBuilder(prefill_limit, [0] * len(self._config.groups))
         page_size = self._config.page_size
         growing: list[tuple[SequencePages, int]] = []  # for several steps; there are pages for all
         for state in tuple(self._queues.running):
@@ -249,11 +235,11 @@ class StepPlanner:
             return False
         return True
 
-    def _continue_prefill(self, builder: _PlanBuilder, state: RequestState) -> None:
+    def _continue_prefill(self, builder: PlanBuilder, state: RequestState) -> None:
         chunk_len = 0
-        if builder.prefill_left and (self._config.batches_prefill or not builder.prefill_rows):
-            wanted = min(builder.prefill_left, state.num_prefill_tokens - state.num_planned)
-            grown = self._grow(state, state.num_planned + self._config.chunk_len(wanted))
+        wanted = builder.wanted_chunk(self._config, state.num_prefill_tokens - state.num_planned)
+        if wanted:
+            grown = self._grow(state, state.num_planned + wanted)
             chunk_len = state.uncut_len(state.num_planned, self._config.chunk_len(grown - state.num_planned))
             if chunk_len:
                 self._add_prefill_row(builder, state, chunk_len)
@@ -261,12 +247,13 @@ class StepPlanner:
             missing = state.pages.pages_missing(self._config, state.num_prefill_tokens)
             builder.outstanding = [a + b for a, b in zip(builder.outstanding, missing, strict=True)]
 
-    def _add_prefill_row(self, builder: _PlanBuilder, state: RequestState, num_tokens: int) -> None:
+    def _add_prefill_row(self, builder: PlanBuilder, state: RequestState, num_tokens: int) -> None:
         assert state.pages is not None
         start, end = state.num_planned, state.num_planned + num_tokens
         samples = end == state.num_prefill_tokens
         ids = tuple(state.tokens[start:end])
-        row = PlanRow(state.request.request_id, state.pages.slot, start, num_tokens, ids, samples, state.rope_len)
+        lens = state.rope_len, state.prompt_len
+        row = PlanRow(state.request.request_id, state.pages.slot, start, num_tokens, ids, samples, *lens)
         builder.prefill_rows.append(row)
         builder.prefilling.append(state)
         builder.prefill_left -= num_tokens
@@ -274,7 +261,7 @@ class StepPlanner:
         state.num_output_placeholders += samples
         state.num_in_flight += 1
 
-    def _admit(self, builder: _PlanBuilder) -> None:
+    def _admit(self, builder: PlanBuilder) -> None:
         for state in () if self._is_full(builder) else tuple(self._queues.waiting):
             if self._is_full(builder):
                 return
@@ -291,18 +278,20 @@ class StepPlanner:
             # that is to be copied only once a step of its own is committed.
             if parent is not None and parent.num_computed < state.prompt_len:
                 continue  # it takes no page from those behind it
+            if not builder.wanted_chunk(self._config, len(state.tokens)):
+                return
             pages = self._open(builder, state, parent)
             if pages is None:
                 return
-            wanted = min(builder.prefill_left, state.num_prefill_tokens - state.num_planned)
-            length = self._allocator.max_growth(pages, state.num_planned + self._config.chunk_len(wanted))
+            wanted = self._config.chunk_len(min(builder.prefill_left, state.num_prefill_tokens - state.num_planned))
+            length = self._allocator.max_growth(pages, state.num_planned + wanted)
             self._allocator.grow_all([(pages, length)])
             chunk_len = self._config.chunk_len(length - state.num_planned)
             self._add_prefill_row(builder, state, state.uncut_len(state.num_planned, chunk_len))
             missing = pages.pages_missing(self._config, state.num_prefill_tokens)
             builder.outstanding = [a + b for a, b in zip(builder.outstanding, missing, strict=True)]
 
-    def _is_full(self, builder: _PlanBuilder) -> bool:
+    def _is_full(self, builder: PlanBuilder) -> bool:
         has_slot = self._allocator.num_free_slots and len(self._queues.running) < self._config.max_running
         return not (has_slot and builder.prefill_left and (self._config.batches_prefill or not builder.prefill_rows))
 
@@ -321,7 +310,7 @@ class StepPlanner:
         can_share = parent is not None and parent.request.cache_prompt and parent.rope_len == state.rope_len
         return parent if can_share else None
 
-    def _open(self, builder: _PlanBuilder, state: RequestState, parent: RequestState | None) -> SequencePages | None:
+    def _open(self, builder: PlanBuilder, state: RequestState, parent: RequestState | None) -> SequencePages | None:
         """Allocates a slot and pages for `state`, or None.
 
         Enough pages must remain for the prompts of running requests.

@@ -57,19 +57,15 @@ def generate_batch(
             for index, (prompt, own_params) in enumerate(zip(prompts, each, strict=True))
         )
     ]
-    waiting = [
-        collections.deque((answer, detokenizer_of(model, answer.stop_strings)) for answer in one) for one in answers
-    ]
+    waiting = collections.deque(
+        _Answers(collections.deque((answer, detokenizer_of(model, answer.stop_strings)) for answer in one))
+        for one in answers
+    )
     pending: collections.deque[TextStream] = collections.deque()
     completions: list[Completion] = []
     try:
-        for one in waiting:
-            first: Iterator[int] | None = None
-            while one:
-                first = _submit(model, one, pending, first)
-                if one:  # the queue is full
-                    completions.append(_completed(pending.popleft()))
-        while pending:
+        while waiting or pending:
+            _submit(model, waiting, pending)
             completions.append(_completed(pending.popleft()))
         return completions
     finally:
@@ -77,39 +73,42 @@ def generate_batch(
             stream.close()  # left over if an earlier one failed
 
 
-def _submit(
-    model: TextModel,
-    waiting: collections.deque[tuple[PreparedPrompt, Detokenizer | NoText]],
-    pending: collections.deque[TextStream],
-    first: Iterator[int] | None,
-) -> Iterator[int] | None:
-    """Moves answers to a prompt from `waiting` to `pending`, as many as the queue has room for.
+@dataclasses.dataclass
+class _Answers:
+    """Answers to a prompt that have not been submitted."""
+
+    left: collections.deque[tuple[PreparedPrompt, Detokenizer | NoText]]
+    first: Iterator[int] | None = None  # tokens of the first answer; None: it is among them
+
+
+def _submit(model: TextModel, waiting: collections.deque[_Answers], pending: collections.deque[TextStream]) -> None:
+    """Moves answers from `waiting` to `pending`, as many as the queue has room for.
+
+    They enter together, so that prompts can share steps from the first one on.
 
     Args:
         model: The model.
-        waiting: Those that have not been submitted.
-        pending: Those that have, of all prompts.
-        first: Tokens of the first answer to the prompt; None: it is in `waiting`.
-
-    Returns:
-        The tokens of the first answer.
+        waiting: Those that have not been submitted, by prompt.
+        pending: Those that have.
 
     Raises:
         QueueFullError: the queue has no room, and nothing is pending.
     """
-    with submitted_together(model, len(waiting)):
+    with submitted_together(model, sum(len(one.left) for one in waiting)):
         while waiting:
-            request, detokenizer = waiting[0]
-            try:
-                tokens = new_tokens(model, request, first)
-            except QueueFullError:
-                if not pending:
-                    raise
-                break
+            one = waiting[0]
+            while one.left:
+                request, detokenizer = one.left[0]
+                try:
+                    tokens = new_tokens(model, request, one.first)
+                except QueueFullError:
+                    if not pending:
+                        raise
+                    return
+                one.left.popleft()
+                pending.append(TextStream(request, detokenizer, tokens))
+                one.first = tokens if one.first is None else one.first
             waiting.popleft()
-            pending.append(TextStream(request, detokenizer, tokens))
-            first = tokens if first is None else first
-    return first
 
 
 def _numbered_request(
