@@ -137,6 +137,33 @@ def test_each_commit_checks_another_sixth(project, tmp_path):
     assert sixths == [[f"{number}/6"] * 3 for number in (2, 3, 4, 5, 6, 1)]
 
 
+def test_suites_with_packages_of_their_own_take_turns(project, tmp_path):
+    folder = tmp_path / "project"
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run(["git", "init", "-q"], cwd=folder, check=True)
+    always, runs = [*SUITE, *PARITY, THOROUGH], []
+    for _ in range(3):
+        subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "one more"], cwd=folder, check=True)
+        runs.append([re.sub(r"--part ./6", "--part 1/6", call) for call in project()[1]])
+    assert all(set(always) <= set(each) for each in runs)
+    owned = [each for each in CHECKS if each not in always]
+    turns = [[each for each in run if each in owned] for run in runs]
+    assert sorted(call for turn in turns for call in turn) == sorted(owned) and all(turns)
+    assert [re.sub(r"--part ./6", "--part 1/6", call) for call in project("", "all")[1]] == CHECKS
+
+
+def test_what_the_last_commit_changes_runs_whatever_its_turn(project, tmp_path):
+    folder = tmp_path / "project"
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run(["git", "init", "-q"], cwd=folder, check=True)
+    (folder / "tests" / "tunix").mkdir(parents=True)
+    for number in range(3):
+        (folder / "tests" / "tunix" / "test_it.py").write_text(f"# {number}\n")
+        subprocess.run(["git", "add", "."], cwd=folder, check=True)
+        subprocess.run([*git, "commit", "-q", "-m", "one more"], cwd=folder, check=True)
+        assert number == 0 or set(TUNIX) <= set(project()[1])
+
+
 def test_each_test_is_in_one_sixth_and_named_by_itself():
     names = [f"tests/a/test_{n}.py::test_it[{n}]" for n in range(60)]
     parts = [[name for name in names if is_in_part(name, number, 6)] for number in range(1, 7)]
