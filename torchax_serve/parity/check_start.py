@@ -86,7 +86,7 @@ def _compared(result: Result, first: Start, second: Start) -> Result:
 
 @functools.cache
 def _processes() -> StartProcesses:
-    """Returns the processes of both starts, which end with this one; what is set in this one is not set in them."""
+    """Returns the processes of both starts; what is set in this process is not set there."""
     return StartProcesses()
 
 

@@ -118,10 +118,15 @@ _QWEN4_EXP = (
     "them: refused by name."
 )
 _LATENT = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "youtu")
+_RECURRENT = (
+    *("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2_moe", "mamba", "mamba2"),
+    *("olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+)
 
 OLDER: dict[str, dict[str, str]] = {
     "5.17.0": dict.fromkeys(("big_bird", "megatron-bert", "rembert", "roformer"), _ENCODERS_MASKS)
     | dict.fromkeys(_LATENT, "That sweep was made before latent attention ran packed.")
+    | dict.fromkeys(_RECURRENT, "That sweep was made before recurrent layers ran packed.")
     | {
         "gemma3n": "In the environment: `timm` was not installed for this sweep.",
         "mllama": "In transformers 5.23: its cross attention reads the keys of its cache, which pages do not have.",

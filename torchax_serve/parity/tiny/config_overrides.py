@@ -12,6 +12,7 @@ _SHARED_4 = {
     "num_hidden_layers": 4,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
 }
+_TWO_KINDS = {"layer_types": ["sliding_attention", "full_attention"]}
 _SOUNDS_FROM_TEXT = {
     "start": {"text_encoder": {"model_type": "t5"}, "audio_encoder": {"model_type": "encodec"}, "decoder": {}}
 }
@@ -61,12 +62,19 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
         "attention_hidden_size": 64,
     },
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, "num_dense_layers": 1},
     "reformer": {"is_decoder": True, "hash_seed": 0, "axial_pos_shape": (8, 16), "axial_pos_embds_dim": (8, 24)},
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0}, "ffn_config": {"moe_top_k": 2}},
     "deepseek_v2": {"num_experts_per_tok": 2, "layer_types": UNSET},
     "flint": {"mlp_only_layers": [0]},
-    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "dots1": _TWO_KINDS | {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "cohere2_moe": {"mlp_layer_types": ["dense", "sparse"]},
+    "laguna": _TWO_KINDS,
+    "mellum": _TWO_KINDS,
+    "ministral": _TWO_KINDS,
+    "qwen2_moe": _TWO_KINDS | {"use_sliding_window": True},
+    "smollm3": _TWO_KINDS | {"use_sliding_window": True, "sliding_window": 6},
     "dots3_note_vision_encoder": {"adapter_in_dim": 32, "adapter_out_dim": 32},
     "dots3_note_audio_encoder": {"downsample_hidden_size": 16, "adapter_input_size": 32, "adapter_out_dim": 32},
     "blt": {
