@@ -7,7 +7,7 @@
     python benchmarks/types_speed.py show [--types ...]    # the table, the slowest first
     python benchmarks/types_speed.py page                  # writes docs/models.md, docs/performance.md, a picture
     python benchmarks/types_speed.py --small --again       # small models, some seconds for a type
-    python benchmarks/types_speed.py --part 3/12 --guard   # those; 1 if a ratio is below 0.8 of the committed one
+    python benchmarks/types_speed.py --guard               # those with a row; 1 if a ratio is below 0.8 of it
 
 A model has about 100 million random weights, six layers, and a layer of every kind that the type has. Asked are 64
 tokens and 32 new ones, greedy, without an end: in eager PyTorch as one batch of ``generate``; on the engine of
@@ -90,6 +90,9 @@ def chosen(options: argparse.Namespace) -> list[Any]:
         cases = [case for case in cases if case.task in options.tasks]
     if options.kinds:
         cases = [case for case in cases if case.kind() in options.kinds]
+    if options.guard:
+        known = {(row["task"], row["type"]) for row in rows.read(options.results).values()}
+        cases = [case for case in cases if (case.task, case.model_type) in known]
     if options.part:
         first, step = options.part
         cases = cases[first - 1 :: step]
