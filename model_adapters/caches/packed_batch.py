@@ -46,6 +46,29 @@ class PackedBatch:
     media: MediaTokens | None = None
     adapters: jax.Array | None = None  # int32[T], adapter of each token, 0 for none; None if there are none
     slots: jax.Array | None = None  # int32[S], slot of each sequence; None: nothing is kept by slot
+    prompt_lens: jax.Array | None = None  # int32[S], tokens of each sequence that were given; None: all were generated
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerPools:
+    """What one layer of a model keeps, as places in the pools of a step.
+
+    Attributes:
+        pages: place of its pages; None: it does not attend.
+        convs: by state index, places of the last inputs of its convolutions.
+        recurrent: place of its recurrent state; None: it has none.
+        is_open: its states are not known yet: the step makes them, of zeros.
+    """
+
+    pages: int | None = None
+    convs: tuple[tuple[int, int], ...] = ()
+    recurrent: int | None = None
+    is_open: bool = False
+
+    @property
+    def has_states(self) -> bool:
+        """Whether tokens change a state of this layer."""
+        return bool(self.convs) or self.recurrent is not None or self.is_open
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,11 +76,12 @@ class PagedLayout:
     """The static part of a packed step.
 
     Attributes:
-        groups: by layer, the index of its page table.
-        windows: by layer, its sliding window, None for full attention; pages before it may be freed.
+        groups: by pool of pages, the index of its page table.
+        windows: by pool of pages, its sliding window, None for full attention; pages before it may be freed.
         max_len: tokens that a page table covers.
         is_decode: every sequence has one new token: T = S, in the order of the rows.
         all_logits: logits of every token instead of each sequence's last.
+        layers: by layer of the model, what it keeps; empty: layer i keeps the pages of pool i.
     """
 
     groups: tuple[int, ...]
@@ -65,6 +89,12 @@ class PagedLayout:
     max_len: int
     is_decode: bool = False
     all_logits: bool = False
+    layers: tuple[LayerPools, ...] = ()
+
+    @property
+    def has_states(self) -> bool:
+        """Whether a layer keeps a state by slot besides pages."""
+        return any(layer.has_states for layer in self.layers)
 
 
 @jax.tree_util.register_dataclass

@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from model_adapters.bridge.views import jax_view, torch_view
 from model_adapters.caches.packed_batch import (
+    LayerPools,
     NotPackableError,
     PackedBatch,
     PagedLayout,
@@ -25,7 +26,10 @@ from model_adapters.caches.packed_batch import (
     pages_of,
     with_pages,
 )
+from model_adapters.caches.state_layer import StateLayer
 from model_adapters.ops.grouped_matmul import by_head
+from model_adapters.ops.searchsorted import num_at_most
+from model_adapters.ops.segments import Segments
 
 
 @dataclasses.dataclass
@@ -119,36 +123,105 @@ class PagedLayer(CacheLayerMixin):
         return int(self.layout.max_len)
 
 
+class PagedStateLayer(StateLayer, PagedLayer):  # type: ignore[override]  # as transformers' own
+    """A layer with pages and states (Falcon-H1)."""
+
+    def __init__(self, states: StateLayer, pages: PagedLayer) -> None:
+        vars(self).update(vars(states) | vars(pages))
+
+    lazy_initialization = StateLayer.lazy_initialization
+
+
 class PagedTraceCache(Cache):
     """The cache as model code sees it in a packed trace."""
 
     def __init__(self, pools: tuple[Pool, ...], batch: PackedBatch, layout: PagedLayout) -> None:
+        self._layout = layout
         self.paged_layers = [
             PagedLayer(pool, batch, batch.page_tables[group], window, layout)
-            for pool, group, window in zip(pools, layout.groups, layout.windows, strict=True)
+            for pool, group, window in zip(pools, layout.groups, layout.windows, strict=False)
         ]
-        super().__init__(layers=list(self.paged_layers))
+        layers: list[Any] = list(self.paged_layers)
+        if layout.layers:
+            shared = segments_of(batch), _generated(batch)
+            layers = [self._layer(kept, pools, *shared) for kept in layout.layers]
+            self.paged_layers = [layer for layer in layers if isinstance(layer, PagedLayer)]
+        self.num_layers = len(layers)
+        super().__init__(layers=layers)
 
-    def pools(self) -> tuple[Pool, ...]:
-        """Returns the pools after the forward.
+    def _layer(self, kept: LayerPools, pools: tuple[Any, ...], segments: Segments, generated: jax.Array | None) -> Any:
+        pages = None if kept.pages is None else self.paged_layers[kept.pages]
+        if pages is not None and not kept.has_states:
+            return pages
+        convs = {index: pools[place] for index, place in kept.convs}
+        recurrent = None if kept.recurrent is None else pools[kept.recurrent]
+        states = StateLayer(convs, recurrent, segments, generated, is_open=kept.is_open)
+        return states if pages is None else PagedStateLayer(states, pages)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """Returns None, so that steps of one token take the function that others take."""
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor:
+        """Returns a handle of the recurrent state.
+
+        Raises:
+            NotPackableError: the layer has none.
+        """
+        layer = self.layers[layer_idx]
+        if not isinstance(layer, StateLayer):
+            raise NotPackableError(f"the code asks for a recurrent state of layer {layer_idx}, which has pages alone")
+        return layer.recurrent_handle()
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Returns False: whether a sequence has a state is data."""
+        return False
+
+    def pools(self) -> tuple[Any, ...]:
+        """Returns the pools after the forward; with open layers pages, and states by layer.
 
         Raises:
             NotPackableError: a layer was written and not attended to by the op, so its tokens are lost.
         """
-        if len(self.layers) != len(self.paged_layers):
-            raise NotPackableError(f"the code adds {len(self.layers) - len(self.paged_layers)} layers to its cache")
-        for index, layer in enumerate(self.paged_layers):
-            if not layer.num_updates == layer.num_attended == 1:
+        if len(self.layers) != self.num_layers:
+            raise NotPackableError(f"the code adds {len(self.layers) - self.num_layers} layers to its cache")
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, PagedLayer) and not layer.num_updates == layer.num_attended == 1:
                 raise NotPackableError(
                     f"layer {index} attends {layer.num_attended} times through transformers' attention interface "
                     f"and updates its cache {layer.num_updates} times"
                 )
-        return tuple(layer.pool for layer in self.paged_layers)
+        pages = tuple(layer.pool for layer in self.paged_layers)
+        if not self._layout.layers:
+            return pages
+        states = [layer.results() if isinstance(layer, StateLayer) else ({}, None) for layer in self.layers]
+        if any(kept.is_open for kept in self._layout.layers):
+            return (*pages, *states)
+        by_place: dict[int, Any] = dict(enumerate(pages))
+        for kept, (convs, recurrent) in zip(self._layout.layers, states, strict=True):
+            by_place |= {place: convs[index] for index, place in kept.convs}
+            by_place |= {} if kept.recurrent is None else {kept.recurrent: recurrent}
+        return tuple(by_place[place] for place in range(len(by_place)))
 
     @property
     def is_compileable(self) -> bool:
         """False: transformers would build 4D masks on the host for a cache that says yes."""
         return False
+
+
+def _generated(batch: PackedBatch) -> jax.Array | None:
+    """Returns which tokens were generated, bool[T]; None if all were."""
+    if batch.prompt_lens is None:
+        return None
+    index = jnp.arange(len(batch.token_ids), dtype=jnp.int32)
+    rows = jnp.minimum(num_at_most(batch.cu_q_lens[1:], index), len(batch.prompt_lens) - 1)
+    return batch.positions >= batch.prompt_lens[rows]
+
+
+def segments_of(batch: PackedBatch) -> Segments:
+    """Returns the segments of a step: one for each sequence, on the state of its slot."""
+    assert batch.slots is not None
+    num_tokens = jnp.diff(batch.cu_q_lens)
+    return Segments.of(batch.cu_q_lens, batch.slots, batch.kv_lens > num_tokens)
 
 
 def attend_paged(

@@ -25,7 +25,7 @@ from model_adapters.errors import UnsupportedModelError
 from model_adapters.jaxpr.split_concats import split_concats
 from model_adapters.lowerings import constant_folding, deferred_checks, index_checks, install
 from model_adapters.ops.compressed_weight import Weights, substituted
-from model_adapters.program import latent_attention, module_scopes, moe, rms_norm, shared_layers
+from model_adapters.program import latent_attention, module_scopes, moe, recurrent_functions, rms_norm, shared_layers
 from model_adapters.program.call_signature import CACHE_NAMES, cache_name_of, forward_of, signature_of
 from model_adapters.program.call_spec import CallSpec as CallSpec
 from model_adapters.program.call_spec import MethodSpec as MethodSpec
@@ -336,6 +336,7 @@ class ModelProgram:
             torch_mode(self.module, state),
             index_checks.named(arrays),
             quirks.apply_methods(self.module),
+            recurrent_functions.installed(self.module),
             rms_norm.intercepted(self.module),
             latent_attention.intercepted(self.module),
             contextlib.nullcontext() if self.rope is None else self.rope.intercepted(),

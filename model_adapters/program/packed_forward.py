@@ -16,6 +16,7 @@ from model_adapters.bridge.views import jax_view, torch_view
 from model_adapters.caches.device_cache import check_layers_keep_all
 from model_adapters.caches.packed_batch import NotPackableError, PackedBatch, PagedLayout, Pool, laid_out
 from model_adapters.caches.paged_cache import PagedTraceCache
+from model_adapters.caches.state_layer import asking
 from model_adapters.jaxpr.row_pruning import prune_rows
 from model_adapters.ops.compressed_weight import Weights
 from model_adapters.ops.lora_weight import adapters_told
@@ -24,6 +25,7 @@ from model_adapters.program.call_spec import CallSpec
 from model_adapters.program.media import features_in_place
 from model_adapters.program.model_program import ModelProgram
 from model_adapters.program.rope import lengths_told
+from model_adapters.sharding.model_sharding import ModelSharding
 
 
 def forward_packed(
@@ -69,7 +71,8 @@ def forward_with_hidden(
     """
     if program.names.has_encoder:
         raise NotPackableError("there is an encoder beside the decoder")
-    if not (program.cache_name and program.accepts("position_ids") and uses_attention_interface(program.module)):
+    attends = program.accepts("position_ids") and uses_attention_interface(program.module)
+    if not program.cache_name or (layout.groups and not attends):
         raise NotPackableError("the forward takes no positions, or attends past transformers' attention interface")
     run = program.with_split_concats(functools.partial(_forward, program, layout=layout, layers=tuple(layers)))
     # In a decode step every row is read.
@@ -95,10 +98,11 @@ def _forward(
     assert program.cache_name is not None
     kwargs = {
         "input_ids": torch_view(batch.token_ids[None]),
-        "position_ids": torch_view(_rotary_positions(batch)),
         program.cache_name: cache,
         "use_cache": True,
     }
+    if program.accepts("position_ids"):
+        kwargs["position_ids"] = torch_view(_rotary_positions(batch))
     if layers:
         kwargs["output_hidden_states"] = True
     keep_last = program.accepts("logits_to_keep") and not layout.all_logits
@@ -108,19 +112,30 @@ def _forward(
     assert program.rope is None or rope_lens is not None
     features = features_in_place(program.module, batch.media)
     lengths, adapters = lengths_told(rope_lens), adapters_told(batch.adapters)
-    with divided, program.folding(CallSpec()), lengths, adapters, features:
+    with divided, program.folding(CallSpec()), lengths, adapters, features, asking():
         output = program.run(weights, kwargs, attention_name(program.module))
     check_layers_keep_all(cache, program.cache_name, program.target)
     logits = jax_view(output["logits"])[0]
     if not keep_last and not layout.all_logits:
         logits = logits[batch.last]
     pools = cache.pools()
-    if sharding is not None:
-        pools = tuple(laid_out(pool, sharding.pool_sharding, jax.lax.with_sharding_constraint) for pool in pools)
+    if sharding is not None and not any(kept.is_open for kept in layout.layers):
+        pools = _divided(pools, layout, sharding)
     hidden = _side_by_side(output, layers)
     if sharding is not None and hidden is not None:  # replicated, as the draft head's weights take it
         hidden = jax.lax.with_sharding_constraint(hidden, sharding.replicated())
     return program.unpadded_logits(logits), pools, hidden
+
+
+def _divided(pools: tuple[Any, ...], layout: PagedLayout, sharding: ModelSharding) -> tuple[Any, ...]:
+    """Returns the pools with the shardings that the next step takes them with."""
+    pages, states = pools[: len(layout.groups)], pools[len(layout.groups) :]
+    recurrent = {kept.recurrent for kept in layout.layers}
+    placed = [laid_out(pool, sharding.pool_sharding, jax.lax.with_sharding_constraint) for pool in pages]
+    for place, state in enumerate(states, len(pages)):
+        of_shape = sharding.recurrent_sharding if place in recurrent else sharding.state_sharding
+        placed.append(jax.lax.with_sharding_constraint(state, of_shape(state.shape)))
+    return tuple(placed)
 
 
 def _side_by_side(output: Any, layers: tuple[int, ...]) -> jax.Array | None:

@@ -174,6 +174,12 @@ class ModelSharding:
         """Returns the sharding of states ``[slots, 1, channels or heads, ...]``."""
         return NamedSharding(self.mesh, state_spec(shape, self.mesh))
 
+    def recurrent_sharding(self, shape: tuple[int, ...]) -> NamedSharding:
+        """Returns the sharding of recurrent states ``[rows, channels or heads, ...]``."""
+        rows, *others = shape
+        _, *divided = (*state_spec((rows, 1, *others), self.mesh), None)
+        return NamedSharding(self.mesh, PartitionSpec(*divided[:-1]))
+
     def abstract(self, name: str, dtype: Any) -> jax.ShapeDtypeStruct:
         """Returns shape, dtype and sharding of the tensor `name`."""
         return jax.ShapeDtypeStruct(self.placed[name].laid_out_shape, dtype, sharding=self.sharding_of(name))

@@ -41,7 +41,7 @@ TARGETS = {
     "qwen3": ([*ATTENTION, "gate_proj", "up_proj", "down_proj"], "packed"),
     "mixtral": (ATTENTION, "packed"),
     "bloom": (["query_key_value", "dense"], "per-sequence"),
-    "mamba": (["in_proj"], "per-sequence"),
+    "mamba": (["in_proj"], "packed"),
     "youtu": (["q_b_proj", "kv_a_proj_with_mqa", "o_proj"], "packed"),
     # What makes keys of latents differs by request.
     "youtu-keys": (["kv_b_proj", "o_proj"], "per-sequence"),

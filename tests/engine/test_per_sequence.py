@@ -1,6 +1,7 @@
 """The per-sequence executor: models that cannot be packed give each request the tokens that transformers gives it."""
 
 import dataclasses
+import inspect
 from functools import partial
 
 import jax
@@ -13,13 +14,14 @@ from thorough import except_for
 from transformers.models.mamba import modeling_mamba
 from weights import draw_matrices
 
+from model_adapters.caches.packed_batch import NotPackableError
 from model_adapters.errors import InvalidArgumentError, OutOfMemoryError, UnsupportedModelError
 from model_adapters.quirks import mamba
 from torchax_serve import serve, to_jax
 from torchax_serve.engine.factory import build_engine
 from torchax_serve.engine.options import EngineOptions
 from torchax_serve.engine.request import EngineRequest
-from torchax_serve.executors import chunked_prefill_probe, per_sequence_buckets
+from torchax_serve.executors import choice, chunked_prefill_probe, per_sequence_buckets
 from torchax_serve.executors.per_sequence_factory import per_sequence_executor
 from torchax_serve.executors.per_sequence_forward import SequenceForward
 from torchax_serve.kv_cache import cache_layout, memory
@@ -137,11 +139,21 @@ def prompt_logprobs(engine, prompt, runtime):
     return [entry.logprob for entry in found[1:]]
 
 
+def refuse_packed(monkeypatch):
+    """Lets no model run packed, as with drafts or on a mesh."""
+
+    def refuse(runtime, sizes):
+        raise NotPackableError("tested")
+
+    monkeypatch.setattr(choice, "packed_executor", refuse)
+
+
 # gpt_neo counts from the end of the keys, so that its cache must lean.
 @pytest.mark.parametrize(
     "model_type", except_for(["mamba", "gpt_neo"], ["bloom", "gptj", "mamba", "falcon_h1", "lfm2_moe", "gpt_neo"])
 )
-def test_each_request_has_the_tokens_it_has_alone(model_type):
+def test_each_request_has_the_tokens_it_has_alone(model_type, monkeypatch):
+    refuse_packed(monkeypatch)
     runtime = runtime_of(model_type)
     engine = build_engine(runtime, scarce(runtime))
     engine.check_integrity = True
@@ -185,6 +197,7 @@ def test_rows_one_after_the_other_give_the_same(monkeypatch):
 
 
 def test_token_by_token_gives_the_same(monkeypatch):
+    refuse_packed(monkeypatch)
     found = SequenceForward.layout
     monkeypatch.setattr(SequenceForward, "layout", lambda self: dataclasses.replace(found(self), block_len=1))
     runtime = runtime_of("lfm2_moe")
@@ -200,7 +213,7 @@ def test_loops_over_tokens_are_cut_into_blocks(monkeypatch):
     for model_type in ("mamba", "lfm2_moe"):  # a recurrence that is one loop on the device; none
         assert SequenceForward(runtime_of(model_type)).layout().block_len == cache_layout.UNBOUNDED
     for name in mamba.QUIRK.functions:  # Python's own loop, as in code without a quirk
-        monkeypatch.setattr(modeling_mamba, name, getattr(modeling_mamba, name).__wrapped__)
+        monkeypatch.setattr(modeling_mamba, name, inspect.unwrap(getattr(modeling_mamba, name)))
     assert SequenceForward(runtime_of("mamba")).layout().block_len < 16
 
 
@@ -273,7 +286,10 @@ def test_a_model_that_keeps_its_state_in_itself_is_refused():
         assert left == [], name
 
 
-def test_states_that_do_not_fit_are_refused():
+@pytest.mark.parametrize("is_packed", [True, False], ids=["packed", "per-sequence"])
+def test_states_that_do_not_fit_are_refused(is_packed, monkeypatch):
+    if not is_packed:
+        refuse_packed(monkeypatch)
     with pytest.raises(
         OutOfMemoryError, match=r"states of 4 requests, \d+ bytes, got 1 bytes; raise kv_cache_memory_bytes"
     ):

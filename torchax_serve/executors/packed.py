@@ -102,9 +102,7 @@ class PackedExecutor:
             head="" if self._head is None else self._head.identity,
         )
         self._adapters = SlotAdapters(num_slots, lora)
-        self.limits = ExecutorLimits(
-            max_num_seqs=num_slots, fused_decode_steps=max_num_steps, token_buckets=self.buckets.costs, sees_ahead=True
-        )
+        self.limits = _limits(cache, num_slots, max_num_steps, self.buckets)
         compiled = functools.partial(CachedFunction, programs, facts=program.trace_facts, recall=program.restore_facts)
         self._idle_options: dict[int, RowOptions] = {}
         self._media = MediaSlots(num_slots)
@@ -380,6 +378,17 @@ class PackedExecutor:
                 for task in sampler.compile_tasks(results):
                     task.compile()
         self.cache.warm_up()
+
+
+def _limits(cache: PagedCache, num_slots: int, max_num_steps: int, buckets: StepBuckets) -> ExecutorLimits:
+    """Returns what the executor can run; prefixes are shared where no layer keeps a state."""
+    return ExecutorLimits(
+        max_num_seqs=num_slots,
+        shares_prefixes=not cache.layout.has_states,
+        fused_decode_steps=max_num_steps,
+        token_buckets=buckets.costs,
+        sees_ahead=True,
+    )
 
 
 def step_calls(executor: PackedExecutor) -> Iterator[tuple[Spec, StepCall]]:

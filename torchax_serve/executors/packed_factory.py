@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from model_adapters.caches.packed_batch import NotPackableError, PackedBatch, ScaledPool
+from model_adapters.caches.packed_batch import LayerPools, NotPackableError, PackedBatch, ScaledPool
 from model_adapters.draft_heads.loaded_head import LoadedAssistant, LoadedHead
 from model_adapters.errors import TorchaxServeError, UnsupportedArgumentError
 from model_adapters.ops import registry
@@ -27,7 +27,9 @@ from torchax_serve.executors.draft_model import DraftModel
 from torchax_serve.executors.loaded_draft import LoadedDraft
 from torchax_serve.executors.packed import PackedExecutor
 from torchax_serve.executors.slot_adapters import lora_form, step_weights
+from torchax_serve.kv_cache.cache_layout import SlotStateSpec
 from torchax_serve.kv_cache.head_state import HeadedCache
+from torchax_serve.kv_cache.hybrid_cache import HybridCache, RecurrentLayers
 from torchax_serve.kv_cache.memory import MemoryBudget
 from torchax_serve.kv_cache.pools import CacheAllocation, HeadScales, PagedCache, PagedLayerSpec, PoolAllocator
 
@@ -35,6 +37,9 @@ if TYPE_CHECKING:
     from torchax_serve.runtime.model_runtime import ModelRuntime
 
 TPU_LANES = 128
+
+RECURRENT = "a layer keeps a recurrent state"
+"""Why a model is not packed on pages alone."""
 
 
 def packed_executor(runtime: ModelRuntime, sizes: MemoryBudget) -> ExecutorChoice:
@@ -47,6 +52,8 @@ def packed_executor(runtime: ModelRuntime, sizes: MemoryBudget) -> ExecutorChoic
     programs = runtime.steps.executables
     described = f"{sizes.page_size} {sizes.max_model_len} {lora_form(runtime)}"
     shapes = programs.memoize("packed shapes", described, lambda: _shapes_or_reason(runtime, sizes))
+    if shapes == RECURRENT:
+        return _hybrid_executor(runtime, sizes)
     if isinstance(shapes, str):
         raise NotPackableError(shapes)
     scales = None
@@ -70,6 +77,37 @@ def packed_executor(runtime: ModelRuntime, sizes: MemoryBudget) -> ExecutorChoic
     return ExecutorChoice(_model(runtime, cache, sizes, draft))
 
 
+def _hybrid_executor(runtime: ModelRuntime, sizes: MemoryBudget) -> ExecutorChoice:
+    """Returns the packed executor of a model with recurrent layers.
+
+    Raises:
+        NotPackableError: the model's code does not support packed sequences, or the options do not.
+        OutOfMemoryError: the cache does not fit.
+    """
+    programs = runtime.steps.executables
+    if programs.launcher is not None or sizes.speculative is not None or sizes.kv_cache_dtype is not None:
+        raise NotPackableError(f"{RECURRENT}; it runs packed on one host, without drafts, on pages in its dtype")
+    described = f"{sizes.page_size} {sizes.max_model_len} {lora_form(runtime)}"
+    found = programs.memoize("recurrent layers", described, lambda: _recurrent_or_reason(runtime, sizes))
+    if isinstance(found, str):
+        raise NotPackableError(found)
+    shapes, recurrent = found
+    slots, pages = sizes.max_num_seqs, _allocator(runtime, begins_small=sizes.max_num_seqs == 1)
+
+    def temporary() -> int:
+        probe = HybridCache(sizes.probe_plan(shapes), recurrent, slots, pages)
+        return _model(runtime, probe, sizes, None).temporary_bytes()
+
+    state_bytes = recurrent.num_bytes(slots)
+    budget = sizes.choose_cache_bytes(
+        sizes.max_usable_bytes(shapes) + state_bytes,
+        lambda: programs.memoize("temporary", f"{sizes}{lora_form(runtime)}", temporary),
+    )
+    sizes.check_states(state_bytes, budget)
+    cache = HybridCache(sizes.plan(shapes, budget - state_bytes), recurrent, slots, pages)
+    return ExecutorChoice(_model(runtime, cache, sizes, None))
+
+
 def _cache(
     runtime: ModelRuntime,
     plan: CacheAllocation,
@@ -77,18 +115,21 @@ def _cache(
     sizes: MemoryBudget,
     head: DraftHead | None,
 ) -> PagedCache:
-    sharding, programs = runtime.program.sharding, runtime.steps.executables
-    if sharding is None:
-        pages = PoolAllocator(begins_small=sizes.max_num_seqs == 1 and head is None)
-    elif programs.launcher is None:
-        pages = PoolAllocator(sharding.pool_sharding)
-    else:
-        from torchax_serve.kv_cache.multihost_pools import MultiHostPoolAllocator  # imports transformers
-
-        pages = MultiHostPoolAllocator(programs, sharding)
+    pages = _allocator(runtime, begins_small=sizes.max_num_seqs == 1 and head is None)
     if head is not None:
         return HeadedCache(plan, sizes.max_num_seqs, head.width, head.dtype, pages, scales)
     return PagedCache(plan, pages, scales)
+
+
+def _allocator(runtime: ModelRuntime, *, begins_small: bool) -> PoolAllocator:
+    sharding, programs = runtime.program.sharding, runtime.steps.executables
+    if sharding is None:
+        return PoolAllocator(begins_small=begins_small)
+    if programs.launcher is None:
+        return PoolAllocator(sharding.pool_sharding, sharding.state_sharding, sharding.recurrent_sharding)
+    from torchax_serve.kv_cache.multihost_pools import MultiHostPoolAllocator  # imports transformers
+
+    return MultiHostPoolAllocator(programs, sharding)
 
 
 def _in_8_bits(
@@ -223,8 +264,15 @@ def page_shapes(runtime: ModelRuntime) -> tuple[PagedLayerSpec, ...]:
     """
     if runtime.program.names.has_encoder:
         raise NotPackableError("there is an encoder beside the decoder")
-    if not runtime.cache_support.is_supported or runtime.cache_support.is_recurrent:
-        raise NotPackableError("a layer keeps a recurrent state, or the model has no cache that could be paged")
+    if not runtime.cache_support.is_supported:
+        raise NotPackableError("the model has no cache that could be paged")
+    if runtime.cache_support.is_recurrent:
+        raise NotPackableError(RECURRENT)
+    return tuple(_page_shape(layer) for layer in _layers_of_prompt(runtime))
+
+
+def _layers_of_prompt(runtime: ModelRuntime) -> list[Any]:
+    """Returns the layers of the cache after a prompt, with arrays as shapes."""
     from model_adapters.program.call_spec import CallSpec
 
     cache = runtime.cache_support.new(16)
@@ -233,7 +281,52 @@ def page_shapes(runtime: ModelRuntime) -> tuple[PagedLayerSpec, ...]:
     def prompt(weights: Weights, inputs: dict[str, jax.Array]) -> object:
         return runtime.program.forward(weights, cache.states, None, inputs, CallSpec())[1]
 
-    return tuple(_page_shape(layer) for layer in _shapes_of(prompt, runtime.weights, inputs))
+    return list(_shapes_of(prompt, runtime.weights, inputs))
+
+
+def _recurrent_or_reason(
+    runtime: ModelRuntime, sizes: MemoryBudget
+) -> tuple[tuple[PagedLayerSpec, ...], RecurrentLayers] | str:
+    """Returns pages and states of a model, or the reason why it cannot be packed."""
+    try:
+        return recurrent_layers(runtime, sizes)
+    except NotPackableError as reason:
+        return str(reason)
+
+
+def recurrent_layers(runtime: ModelRuntime, sizes: MemoryBudget) -> tuple[tuple[PagedLayerSpec, ...], RecurrentLayers]:
+    """Returns pages and states of each layer of a model that can be packed, found by tracing.
+
+    Raises:
+        NotPackableError: the model cannot be packed.
+    """
+    from model_adapters.caches.layers import AttentionLayer
+
+    shapes: list[PagedLayerSpec] = []
+    layers: list[LayerPools] = []
+    for layer in _layers_of_prompt(runtime):
+        if isinstance(layer, AttentionLayer) and layer.pool is not None:
+            has_states = hasattr(layer, "conv_states")
+            layers.append(LayerPools(pages=len(shapes), is_open=has_states))
+            shapes.append(_page_shape(layer))
+        else:
+            layers.append(LayerPools(is_open=True))
+    states = _trace_packed(runtime, shapes, sizes, RecurrentLayers(tuple(layers), ()))
+    place, known, specs = len(shapes), [], []
+    for kept, (convs, recurrent) in zip(layers, states, strict=True):
+        arrays = [(array, False) for array in convs.values()]
+        arrays += [] if recurrent is None else [(recurrent, True)]
+        at = {index: place + number for number, index in enumerate(convs)}
+        last = None if recurrent is None else place + len(convs)
+        known.append(LayerPools(kept.pages, tuple(at.items()), last))
+        specs += [
+            SlotStateSpec(tuple(array.shape[1:]), np.dtype(array.dtype), is_of_heads=of_heads)
+            for array, of_heads in arrays
+        ]
+        place += len(arrays)
+    found = RecurrentLayers(tuple(known), tuple(specs))
+    _trace_packed(runtime, shapes, sizes, found)
+    return tuple(shapes), found
 
 
 def _page_shape(layer: Any) -> PagedLayerSpec:
@@ -252,8 +345,13 @@ def _page_shape(layer: Any) -> PagedLayerSpec:
     return PagedLayerSpec(num_heads, width, np.dtype(layer.pool.dtype), layer.window, shared_dim=shared_dim)
 
 
-def _trace_packed(runtime: ModelRuntime, shapes: Sequence[PagedLayerSpec], sizes: MemoryBudget) -> None:
-    """Traces the two kinds of packed steps.
+def _trace_packed(
+    runtime: ModelRuntime,
+    shapes: Sequence[PagedLayerSpec],
+    sizes: MemoryBudget,
+    recurrent: RecurrentLayers | None = None,
+) -> tuple[Any, ...]:
+    """Traces the two kinds of packed steps; returns what the last one leaves behind the pages.
 
     Raises:
         NotPackableError: the model's code does not let it.
@@ -268,7 +366,10 @@ def _trace_packed(runtime: ModelRuntime, shapes: Sequence[PagedLayerSpec], sizes
         scale: Any = jax.ShapeDtypeStruct((shape.num_heads,), np.float32)
         return made if str(shape.dtype) not in LARGEST else ScaledPool(made, scale, scale)  # type: ignore[arg-type]
 
-    pools, weights = tuple(pool(shape) for shape in shapes), step_weights(runtime)
+    states = () if recurrent is None else recurrent.states
+    pools = tuple(pool(shape) for shape in shapes)
+    pools += tuple(jax.ShapeDtypeStruct((5, *state.shape), state.dtype) for state in states)
+    weights = step_weights(runtime)
 
     def int_spec(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, np.int32)
@@ -276,10 +377,16 @@ def _trace_packed(runtime: ModelRuntime, shapes: Sequence[PagedLayerSpec], sizes
     table = int_spec(4, -(-plan.max_len // plan.page_size))
     tables = (table,) * len(plan.groups)
     rope_lens = None if runtime.program.rope is None else int_spec(4)
-    batch = PackedBatch(int_spec(4), int_spec(4), int_spec(5), int_spec(4), int_spec(4), tables, rope_lens)  # type: ignore[arg-type]
+    slots = None if recurrent is None else int_spec(4)
+    ids, cu_q_lens = int_spec(4), int_spec(5)
+    found: tuple[Any, ...] = ()
     for is_decode in (True, False):
+        of_slots = {"slots": slots, "prompt_lens": None if is_decode else slots}
+        batch = PackedBatch(ids, ids, cu_q_lens, ids, ids, tables, rope_lens, **of_slots)  # type: ignore[arg-type]
         layout = dataclasses.replace(plan.layout, is_decode=is_decode)
-        _shapes_of(functools.partial(forward_packed, runtime.program, layout=layout), weights, pools, batch)
+        layout = layout if recurrent is None else dataclasses.replace(layout, layers=recurrent.layers)
+        found = _shapes_of(functools.partial(forward_packed, runtime.program, layout=layout), weights, pools, batch)[1]
+    return found[len(shapes) :]
 
 
 def _shapes_of(function: Callable[..., Any], *args: Any) -> Any:

@@ -36,7 +36,7 @@ class PackedStepSpec:
     @property
     def num_tables(self) -> int:
         """Number of page tables: one for each group of layers."""
-        return max(self.layout.groups) + 1
+        return max(self.layout.groups, default=-1) + 1
 
     @functools.cached_property
     def bounds(self) -> tuple[slice, ...]:
@@ -44,7 +44,8 @@ class PackedStepSpec:
         tokens, rows = self.num_tokens, self.num_rows
         tables = [rows * self.pages_per_seq] * self.num_tables
         rope_lens = tokens if self.has_rope_lens else 0
-        ends = itertools.accumulate([0, tokens, tokens, tokens, rope_lens, rows + 1, rows, rows, *tables])
+        prompt_lens = rows if self.layout.has_states else 0
+        ends = itertools.accumulate([0, tokens, tokens, tokens, rope_lens, rows + 1, rows, rows, prompt_lens, *tables])
         return tuple(slice(begin, end) for begin, end in itertools.pairwise(ends))
 
     @property
@@ -61,7 +62,7 @@ class PackedStepSpec:
             ahead: Number of decode steps since the first step of the plan.
         """
         numbers = np.zeros(self.size, np.int32)
-        ids, token_slots, positions, rope_lens, cu_q_lens, kv_lens, last, *parts = [
+        ids, token_slots, positions, rope_lens, cu_q_lens, kv_lens, last, prompt_lens, *parts = [
             numbers[part] for part in self.bounds
         ]
         num_rows = len(rows)
@@ -87,6 +88,8 @@ class PackedStepSpec:
         kv_lens[:num_rows] = starts + num_tokens
         last[:num_rows] = ends - 1
         last[num_rows:] = total - 1
+        if self.layout.has_states:
+            prompt_lens[:num_rows] = [row.prompt_len for row in rows]
         for part, table in zip(parts, tables, strict=True):
             part.reshape(self.num_rows, -1)[:num_rows] = table[slots]
         return numbers
@@ -96,7 +99,9 @@ class PackedStepSpec:
 
         Ids that are `SAMPLED_ON_DEVICE` are taken from `last_tokens` int32[num_slots].
         """
-        ids, slots, positions, rope_lens, cu_q_lens, kv_lens, last, *tables = [numbers[part] for part in self.bounds]
+        ids, slots, positions, rope_lens, cu_q_lens, kv_lens, last, prompt_lens, *tables = [
+            numbers[part] for part in self.bounds
+        ]
         return PackedBatch(
             token_ids=jnp.where(ids == SAMPLED_ON_DEVICE, last_tokens[slots], ids),
             positions=positions,
@@ -106,7 +111,8 @@ class PackedStepSpec:
             page_tables=tuple(table.reshape(self.num_rows, self.pages_per_seq) for table in tables),
             rope_lens=rope_lens if self.has_rope_lens else None,
             media=media,
-            slots=slots[last] if self.head else None,
+            slots=slots[last] if self.head or self.layout.has_states else None,
+            prompt_lens=prompt_lens if self.layout.has_states else None,
         )
 
 
@@ -164,7 +170,7 @@ class FusedDecodeSpec:
             assert deltas is not None
             by_row[3, :num_rows] = deltas[slots]
         pages_by_row = by_row[3 + self.has_deltas :]
-        for table, pages in zip(tables, np.split(pages_by_row, self.packed.num_tables), strict=True):
+        for table, pages in zip(tables, np.split(pages_by_row, max(self.packed.num_tables, 1)), strict=False):
             table.take(slots, axis=0, out=pages.reshape(self.packed.num_rows, -1)[:num_rows], mode="clip")
         numbers[-2:] = num_steps, draws
         return numbers
@@ -177,7 +183,8 @@ class FusedDecodeSpec:
         """
         by_row = numbers[:-2].reshape(-1, self.packed.num_rows)
         slots, lengths, ids = by_row[0], by_row[1], by_row[2]
-        tables = jnp.split(by_row[3 + self.has_deltas :], self.packed.num_tables)
+        num_tables = self.packed.num_tables
+        tables = jnp.split(by_row[3 + self.has_deltas :], num_tables) if num_tables else []
         index, num_in_use = jnp.arange(self.packed.num_rows + 1), jnp.sum(lengths > 0)
         repeated = jnp.minimum(index[:-1], jnp.maximum(num_in_use - 1, 0))  # padding repeats the last row
         slots = slots[repeated]
@@ -189,6 +196,6 @@ class FusedDecodeSpec:
             last=repeated,
             page_tables=tuple(table.reshape(self.packed.num_rows, self.packed.pages_per_seq) for table in tables),
             deltas=by_row[3][repeated] if self.has_deltas else None,
-            slots=slots if self.packed.head else None,
+            slots=slots if self.packed.head or self.packed.layout.has_states else None,
         )
         return batch, slots, numbers[-2], numbers[-1] > 0

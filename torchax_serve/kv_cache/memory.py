@@ -56,6 +56,15 @@ class MemoryBudget:
         """Returns an allocation of a few pages, for tracing, compiling and probes."""
         return self.plan(shapes, sum(num_pages * shape.page_bytes(self.page_size) for shape in shapes))
 
+    def check_states(self, state_bytes: int, budget_bytes: int) -> None:
+        """Raises OutOfMemoryError if the states of all requests do not fit into the cache's memory."""
+        if state_bytes > budget_bytes:
+            raise OutOfMemoryError(
+                f"expected memory for the states of {self.max_num_seqs} requests, {state_bytes} bytes, got "
+                f"{budget_bytes} bytes; raise kv_cache_memory_bytes, or lower max_num_seqs"
+                + (" or max_encoder_len" if self.max_encoder_len else "")
+            )
+
     def choose_cache_bytes(self, useful: int, temporary: Callable[[], int]) -> int:
         """Returns the bytes of the cache: as requested, or as many as can be used, or as are free.
 

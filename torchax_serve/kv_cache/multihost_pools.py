@@ -71,8 +71,9 @@ class MultiHostPoolAllocator(PoolAllocator):
         """Implements `PoolAllocator.zeros`."""
         return self._zeros({}, spec=(shape, np.dtype(dtype).name))[1]
 
-    def slot_states(self, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
+    def slot_states(self, shape: tuple[int, ...], dtype: np.dtype, *, is_of_heads: bool = False) -> jax.Array:
         """Implements `PoolAllocator.slot_states`."""
+        assert not is_of_heads  # recurrent layers are packed on one host
         return self._zero_states({}, spec=(shape, np.dtype(dtype).name))[1]
 
     def copy(self, pools: tuple[jax.Array, ...], sources: Sequence[int], targets: Sequence[int]) -> Any:

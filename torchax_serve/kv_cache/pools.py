@@ -132,6 +132,7 @@ class PoolAllocator:
     Args:
         sharding: Returns the sharding of a pool by its number of heads; None: the default device.
         states: Returns the sharding of the states of all slots by their shape; None: the default device.
+        recurrent: The same for states of heads or channels, with these behind the slots.
         begins_small: As `without_memory` has it, for pools that hold one conversation: with many layers a short one
             would take 2 MiB in each.
     """
@@ -140,10 +141,12 @@ class PoolAllocator:
         self,
         sharding: Callable[[int], jax.sharding.NamedSharding] | None = None,
         states: Callable[[tuple[int, ...]], jax.sharding.NamedSharding] | None = None,
+        recurrent: Callable[[tuple[int, ...]], jax.sharding.NamedSharding] | None = None,
         *,
         begins_small: bool = False,
     ) -> None:
-        self._sharding, self._states, self._begins_small = sharding, states, begins_small
+        self._sharding, self._begins_small = sharding, begins_small
+        self._states, self._recurrent = states, recurrent
 
     def pool(self, shape: tuple[int, int, int, int], dtype: np.dtype, scales: HeadScales | None) -> Pool:
         """Returns the pool of a layer, all zeros; with `scales` for 8 bits."""
@@ -161,10 +164,11 @@ class PoolAllocator:
             return jnp.zeros(shape, dtype, device=self._sharding(shape[1]))
         return _zeros(shape, dtype, begins_small=self._begins_small)
 
-    def slot_states(self, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
+    def slot_states(self, shape: tuple[int, ...], dtype: np.dtype, *, is_of_heads: bool = False) -> jax.Array:
         """Returns zeros for a state of each slot ``[num_slots + 1, ...]``."""
-        if self._states is not None:
-            return jnp.zeros(shape, dtype, device=self._states(shape))
+        of_shape = self._recurrent if is_of_heads else self._states
+        if of_shape is not None:
+            return jnp.zeros(shape, dtype, device=of_shape(shape))
         return _zeros(shape, dtype)
 
     def copy(self, pools: tuple[jax.Array, ...], sources: Sequence[int], targets: Sequence[int]) -> Any:

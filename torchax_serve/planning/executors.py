@@ -16,11 +16,12 @@ from model_adapters.ops.kv_pool import LARGEST
 from model_adapters.sharding.model_sharding import ModelSharding
 from torchax_serve.executors.base import AbstractStep
 from torchax_serve.executors.packed import PackedExecutor
-from torchax_serve.executors.packed_factory import packed_shapes
+from torchax_serve.executors.packed_factory import packed_shapes, recurrent_layers
 from torchax_serve.executors.per_sequence_factory import PerSequenceFactory, wanted_block_len
 from torchax_serve.executors.per_sequence_forward import SequenceForward
 from torchax_serve.executors.static_batch_steps import StaticBatchSteps
 from torchax_serve.kv_cache.cache_layout import SlotStateSpec
+from torchax_serve.kv_cache.hybrid_cache import HybridCache, RecurrentLayers
 from torchax_serve.kv_cache.memory import MemoryBudget
 from torchax_serve.kv_cache.pools import CacheAllocation, HeadScales, PagedCache, PagedLayerSpec, PoolAllocator
 from torchax_serve.kv_cache.slot_states import PagedCacheWithStates
@@ -62,7 +63,8 @@ class PlannedExecutor:
         """Returns the bytes of one state of a request on one device."""
         if self.name == "static":  # each device has all of it
             return row.num_bytes
-        sharding = self.sharding.state_sharding((1, *row.shape))  # channels or heads are sharded if they divide
+        of_shape = self.sharding.recurrent_sharding if row.is_of_heads else self.sharding.state_sharding
+        sharding = of_shape((1, *row.shape))  # channels or heads are sharded if they divide
         return math.prod(sharding.shard_shape((1, *row.shape))) * row.dtype.itemsize
 
 
@@ -84,9 +86,10 @@ class AbstractPages(PoolAllocator):
             return pages
         return laid_out(ScaledPool(pages, by_head, by_head), self._model_sharding.pool_sharding, _with_sharding)  # type: ignore[arg-type]
 
-    def slot_states(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+    def slot_states(self, shape: tuple[int, ...], dtype: np.dtype, *, is_of_heads: bool = False) -> Any:
         """Returns the shape of a state for each slot ``[num_slots + 1, ...]``."""
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=self._model_sharding.state_sharding(shape))
+        of_shape = self._model_sharding.recurrent_sharding if is_of_heads else self._model_sharding.state_sharding
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=of_shape(shape))
 
 
 def _with_sharding(shape: Any, sharding: jax.sharding.NamedSharding) -> Any:
@@ -121,14 +124,22 @@ def planned_executor(
 
 
 def _packed(runtime: ModelRuntime, sharding: ModelSharding, sizes: MemoryBudget) -> PlannedExecutor:
-    shapes = packed_shapes(runtime, sizes)
+    recurrent: RecurrentLayers | None = None
+    if runtime.cache_support.is_recurrent and sizes.speculative is None:
+        shapes, recurrent = recurrent_layers(runtime, sizes)
+    else:
+        shapes = packed_shapes(runtime, sizes)
+
+    def cache(plan: CacheAllocation, num_slots: int) -> PagedCache:
+        pages = AbstractPages(sharding)
+        return PagedCache(plan, pages) if recurrent is None else HybridCache(plan, recurrent, num_slots, pages)
 
     def steps(plan: CacheAllocation, num_slots: int, lens: Sequence[int]) -> Iterator[AbstractStep]:
         of_model = dataclasses.replace(plan, shapes=plan.shapes[: len(shapes)])  # a draft head has a layer behind them
         executor = PackedExecutor(
             runtime.program,
             runtime.weights,
-            PagedCache(of_model, AbstractPages(sharding)),
+            cache(of_model, num_slots),
             runtime.steps.executables,
             num_slots=num_slots,
             token_budget=max(lens, default=num_slots),
@@ -136,7 +147,8 @@ def _packed(runtime: ModelRuntime, sharding: ModelSharding, sizes: MemoryBudget)
         )
         return executor.abstract_steps(lens)
 
-    return PlannedExecutor("packed", sharding, shapes, (), None, steps)
+    states = () if recurrent is None else recurrent.states
+    return PlannedExecutor("packed", sharding, shapes, states, None, steps)
 
 
 def _per_sequence(runtime: ModelRuntime, sharding: ModelSharding, fallback_reason: str) -> PlannedExecutor:

@@ -1,0 +1,150 @@
+"""Recurrent layers of a packed step: model code gets handles in place of states.
+
+A layer asks its cache for the inputs that its convolution saw last, and for its recurrent state, and passes them to
+functions of its modeling file. In a packed step it gets annotated tensors, from which nothing can be computed, and the
+functions that `program/recurrent_functions.py` puts in place of those run ops on the states of all sequences.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+from model_adapters.bridge.views import jax_view, torch_view
+from model_adapters.caches.packed_batch import NotPackableError
+from model_adapters.ops.segments import Segments
+
+_asked: contextvars.ContextVar[StateLayer | None] = contextvars.ContextVar("asked", default=None)
+"""The layer whose recurrent state was asked for last. Mamba's scan of a prompt is not given its state."""
+
+
+class StateLayer(LinearAttentionCacheLayerMixin):
+    """A layer with states by slot, of all sequences.
+
+    Args:
+        convs: By state index, the last inputs ``[rows, K - 1, D]``; None: they are made when they are asked for.
+        recurrent: The recurrent states, float32[rows, ...]; None: there are none, or they are made, too.
+        segments: The tokens of the step.
+        generated: Which tokens were generated, bool[T]; None: all.
+        is_open: Whether states are made, of zeros.
+    """
+
+    def __init__(
+        self,
+        convs: Mapping[int, jax.Array],
+        recurrent: jax.Array | None,
+        segments: Segments,
+        generated: jax.Array | None,
+        *,
+        is_open: bool,
+    ) -> None:
+        super().__init__()
+        self.convs: dict[int, Any] = {index: torch_view(pool) for index, pool in convs.items()}
+        self.recurrent: Any = None if recurrent is None else torch_view(recurrent)
+        self.segments, self.generated, self.is_open = segments, generated, is_open
+        self.num_conv_updates, self.num_recurrent_updates = 0, 0
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Does nothing: the states are given."""
+
+    def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
+        """Returns the new inputs, annotated: the convolution reads and keeps what it needs."""
+        conv_states.conv_of = self, state_idx  # type: ignore[attr-defined]
+        return conv_states
+
+    def recurrent_handle(self) -> torch.Tensor:
+        """Returns a tensor in place of the recurrent state."""
+        handle: torch.Tensor = torch_view(jnp.zeros((), jnp.float32))
+        handle.recurrent_of = self  # type: ignore[attr-defined]
+        _asked.set(self)
+        return handle
+
+    def update_recurrent_state(self, recurrent_states: Any, state_idx: int = 0, **kwargs: Any) -> Any:
+        """Checks that the new state is the handle that the layer's op has returned.
+
+        Raises:
+            NotPackableError: other code has made it.
+        """
+        # Kimi's code converts the handle to float32, which it is: the same tensor, or one without annotations.
+        if state_idx or getattr(recurrent_states, "recurrent_of", self) is not self or not self.num_recurrent_updates:
+            raise NotPackableError("a layer's recurrent state is not made by its op alone")
+        return recurrent_states
+
+    def run_conv(self, state_idx: int, op: Callable[..., tuple[jax.Array, jax.Array]], *operands: Any) -> jax.Array:
+        """Runs ``op(x[T, D], weight[D, K], bias, pool, segments)``; returns its first result."""
+        x, weight, _ = operands
+        pool = self.convs.get(state_idx)
+        if pool is None and not self.is_open:
+            raise NotPackableError(f"a layer has a convolution {state_idx} that its first trace did not have")
+        own = jnp.zeros((self._num_rows, weight.shape[1] - 1, x.shape[1]), x.dtype) if pool is None else jax_view(pool)
+        out, own = op(*operands, own, self.segments)
+        self.convs = {**self.convs, state_idx: torch_view(own)}
+        self.num_conv_updates += 1
+        return out
+
+    def run_recurrence(
+        self, shape: tuple[int, ...], op: Callable[[jax.Array, Segments], tuple[jax.Array, jax.Array]]
+    ) -> jax.Array:
+        """Runs ``op(pool, segments)`` on float32[rows, *shape]; returns its first result."""
+        if self.recurrent is None and not self.is_open:
+            raise NotPackableError("a layer has a recurrent state that its first trace did not have")
+        own = jnp.zeros((self._num_rows, *shape)) if self.recurrent is None else jax_view(self.recurrent)
+        if own.shape[1:] != shape:
+            raise NotPackableError(f"a layer's recurrent state has the shape {shape}, and had {own.shape[1:]}")
+        out, own = op(own, self.segments)
+        self.recurrent = torch_view(own)
+        self.num_recurrent_updates += 1
+        return out
+
+    @property
+    def _num_rows(self) -> int:
+        return len(self.segments.read) + 1
+
+    def results(self) -> tuple[dict[int, jax.Array], jax.Array | None]:
+        """Returns the new states: of convolutions by state index, and the recurrent one.
+
+        Raises:
+            NotPackableError: an op has not run, or more than once.
+        """
+        wanted = len(self.convs), int(self.recurrent is not None)
+        if (self.num_conv_updates, self.num_recurrent_updates) != wanted:
+            raise NotPackableError(
+                f"a layer with {wanted[0]} convolutions and {wanted[1]} recurrent states runs {self.num_conv_updates} "
+                f"and {self.num_recurrent_updates} of their ops"
+            )
+        recurrent = None if self.recurrent is None else jax_view(self.recurrent)
+        return {index: jax_view(pool) for index, pool in self.convs.items()}, recurrent
+
+
+def conv_of(tensor: torch.Tensor) -> tuple[StateLayer, int] | None:
+    """Returns layer and state index of a convolution's inputs; None for other tensors."""
+    found: tuple[StateLayer, int] | None = getattr(tensor, "conv_of", None)
+    return found
+
+
+def recurrent_of(tensor: Any) -> StateLayer | None:
+    """Returns the layer of a handle; None for anything else."""
+    found: StateLayer | None = getattr(tensor, "recurrent_of", None)
+    return found
+
+
+def layer_asked_last() -> StateLayer | None:
+    """Returns the layer whose recurrent state this trace asked for last; None outside of one."""
+    return _asked.get()
+
+
+@contextlib.contextmanager
+def asking() -> Iterator[None]:
+    """Ends what `layer_asked_last` knows, with the trace inside of it, also one that fails."""
+    token = _asked.set(None)
+    try:
+        yield
+    finally:
+        _asked.reset(token)
