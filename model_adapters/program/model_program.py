@@ -72,6 +72,7 @@ class ModelProgram:
     ) -> None:
         install.install()
         moe.install()
+        recurrent_functions.install(module)
         self.sharding = sharding
         pytree_registry.register_all()  # the modeling file is loaded, with the outputs and caches it defines
         self.module = module
@@ -336,7 +337,6 @@ class ModelProgram:
             torch_mode(self.module, state),
             index_checks.named(arrays),
             quirks.apply_methods(self.module),
-            recurrent_functions.installed(self.module),
             rms_norm.intercepted(self.module),
             latent_attention.intercepted(self.module),
             contextlib.nullcontext() if self.rope is None else self.rope.intercepted(),

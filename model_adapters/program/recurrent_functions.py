@@ -8,7 +8,6 @@ and all other calls the original. A function is replaced only where its argument
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import logging
@@ -22,6 +21,7 @@ import jax.numpy as jnp
 import torch
 from transformers.activations import ACT2FN
 
+from model_adapters import quirks
 from model_adapters.bridge.views import in_torch_mode, jax_view, torch_view
 from model_adapters.caches.packed_batch import NotPackableError
 from model_adapters.caches.state_layer import StateLayer, conv_of, layer_asked_last, recurrent_of
@@ -187,18 +187,18 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], str]] = {
 """What stands for a function of a modeling file, by its name, and the names of the arguments that it reads."""
 
 
-def installed(module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Gives the modeling files of `module` the functions of `FUNCTIONS`, for packed traces.
+def install(module: torch.nn.Module) -> None:
+    """Gives the modeling files of `module` the functions of quirks and `FUNCTIONS`.
 
-    They stay, behind those of quirks, as calls without a handle are the original's.
+    A call without a handle is a quirk's. What watches the module for changes has to begin after it.
     """
+    quirks.install_functions(module)
     for file in {type(child).__module__ for child in module.modules()}:
         _install_in(file)
-    return contextlib.nullcontext()
 
 
 def _is_of_torch(record: logging.LogRecord) -> bool:
-    """Returns whether a message is about functions that PyTorch runs: kernels for those are none for JAX."""
+    """Returns whether a message is about functions that PyTorch runs, not JAX."""
     return not in_torch_mode()
 
 

@@ -99,13 +99,17 @@ def _folder_of(kind: type[torch.nn.Module]) -> str:
     return path.removeprefix(_MODELS).partition(".")[0]
 
 
+def install_functions(module: torch.nn.Module) -> None:
+    """Gives the modeling files of `module` and its parts the functions of quirks, for traces."""
+    for kind in {type(child) for child in module.modules()}:
+        _install_functions(kind.__module__, _folder_of(kind))
+
+
 def apply_methods(module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Replaces methods and functions of `module` by those of quirks, inside the context.
+    """Replaces methods of `module` by those of quirks, inside the context.
 
     Submodules are included.
     """
-    for kind in {type(child) for child in module.modules()}:
-        _install_functions(kind.__module__, _folder_of(kind))
     return replaced_methods(
         (child, method, function)
         for child in module.modules()

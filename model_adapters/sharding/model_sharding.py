@@ -176,9 +176,7 @@ class ModelSharding:
 
     def recurrent_sharding(self, shape: tuple[int, ...]) -> NamedSharding:
         """Returns the sharding of recurrent states ``[rows, channels or heads, ...]``."""
-        rows, *others = shape
-        _, *divided = (*state_spec((rows, 1, *others), self.mesh), None)
-        return NamedSharding(self.mesh, PartitionSpec(*divided[:-1]))
+        return NamedSharding(self.mesh, PartitionSpec(*state_spec((shape[0], 1, *shape[1:]), self.mesh)[1:]))
 
     def abstract(self, name: str, dtype: Any) -> jax.ShapeDtypeStruct:
         """Returns shape, dtype and sharding of the tensor `name`."""

@@ -217,7 +217,7 @@ def test_what_is_not_packed_yet_is_said(options):
 def test_a_trace_that_fails_leaves_no_layer_to_others():
     """Mamba's scan takes the layer that was asked last, which must not be one of another trace."""
     with pytest.raises(ValueError), state_layer.asking():
-        layer = state_layer.StateLayer({}, None, None, is_open=True)
+        layer = state_layer.StateLayer({}, None, None, None, is_open=True)
         layer.recurrent_handle()
         assert state_layer.layer_asked_last() is layer
         raise ValueError

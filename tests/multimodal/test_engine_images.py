@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from model_adapters.bridge.views import torch_view
+from model_adapters.caches.packed_batch import NotPackableError
 from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
 from model_adapters.program import media
 from torchax_serve import EngineOptions, serve
+from torchax_serve.executors import choice
 from torchax_serve.parity.tiny.images import image_model, inputs_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -70,7 +72,18 @@ def test_images_of_several_requests_in_one_batch(tiny):
     check_batch(tiny)
 
 
-def test_images_in_forwards_per_request():
+def test_images_beside_recurrent_layers():
+    tiny = Tiny("lfm3_vl").start()
+    with tiny.served:
+        assert "per-sequence" not in tiny.served.engine.description
+        check_batch(tiny)
+
+
+def test_images_in_forwards_per_request(monkeypatch):
+    def refuse(runtime, sizes):
+        raise NotPackableError("tested")
+
+    monkeypatch.setattr(choice, "packed_executor", refuse)
     tiny = Tiny("lfm3_vl").start()
     with tiny.served:
         assert "per-sequence" in tiny.served.engine.description

@@ -141,7 +141,8 @@ def test_of_two_results_alike_the_donated_one_stays_on_the_mesh(on_eight):
 
 
 def test_states_of_recurrent_layers_lie_by_channels_and_stay_there(on_eight):
-    assert on_eight("states", "mamba", "4") == ["P(None, None, 'model') 0"]
+    convolution, recurrence = "P(None, None, 'model')", "P(None, 'model')"
+    assert on_eight("states", "mamba", "4") == [f"{recurrence} {convolution} 0"]
 
 
 @pytest.mark.parametrize(

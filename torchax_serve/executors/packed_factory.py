@@ -84,7 +84,7 @@ def _hybrid_executor(runtime: ModelRuntime, sizes: MemoryBudget) -> ExecutorChoi
         NotPackableError: the model's code does not support packed sequences, or the options do not.
         OutOfMemoryError: the cache does not fit.
     """
-    programs = runtime.steps.executables
+    programs, slots = runtime.steps.executables, sizes.max_num_seqs
     if programs.launcher is not None or sizes.speculative is not None or sizes.kv_cache_dtype is not None:
         raise NotPackableError(f"{RECURRENT}; it runs packed on one host, without drafts, on pages in its dtype")
     described = f"{sizes.page_size} {sizes.max_model_len} {lora_form(runtime)}"
@@ -92,7 +92,7 @@ def _hybrid_executor(runtime: ModelRuntime, sizes: MemoryBudget) -> ExecutorChoi
     if isinstance(found, str):
         raise NotPackableError(found)
     shapes, recurrent = found
-    slots, pages = sizes.max_num_seqs, _allocator(runtime, begins_small=sizes.max_num_seqs == 1)
+    pages = _allocator(runtime, begins_small=slots == 1, has_states=True)
 
     def temporary() -> int:
         probe = HybridCache(sizes.probe_plan(shapes), recurrent, slots, pages)
@@ -121,12 +121,13 @@ def _cache(
     return PagedCache(plan, pages, scales)
 
 
-def _allocator(runtime: ModelRuntime, *, begins_small: bool) -> PoolAllocator:
+def _allocator(runtime: ModelRuntime, *, begins_small: bool, has_states: bool = False) -> PoolAllocator:
     sharding, programs = runtime.program.sharding, runtime.steps.executables
     if sharding is None:
         return PoolAllocator(begins_small=begins_small)
     if programs.launcher is None:
-        return PoolAllocator(sharding.pool_sharding, sharding.state_sharding, sharding.recurrent_sharding)
+        of_states = (sharding.state_sharding, sharding.recurrent_sharding) if has_states else ()
+        return PoolAllocator(sharding.pool_sharding, *of_states)
     from torchax_serve.kv_cache.multihost_pools import MultiHostPoolAllocator  # imports transformers
 
     return MultiHostPoolAllocator(programs, sharding)
@@ -284,10 +285,8 @@ def _layers_of_prompt(runtime: ModelRuntime) -> list[Any]:
     return list(_shapes_of(prompt, runtime.weights, inputs))
 
 
-def _recurrent_or_reason(
-    runtime: ModelRuntime, sizes: MemoryBudget
-) -> tuple[tuple[PagedLayerSpec, ...], RecurrentLayers] | str:
-    """Returns pages and states of a model, or the reason why it cannot be packed."""
+def _recurrent_or_reason(runtime: ModelRuntime, sizes: MemoryBudget) -> Any:
+    """Returns what `recurrent_layers` does, or the reason why the model cannot be packed."""
     try:
         return recurrent_layers(runtime, sizes)
     except NotPackableError as reason:

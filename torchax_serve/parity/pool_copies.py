@@ -32,7 +32,7 @@ def check_pools(served: ServedModel) -> None:
 
 
 def passes_of(programs: Iterable[Any], shapes: set[tuple[int, ...]]) -> Iterator[str]:
-    """Yields instructions of compiled `programs` that write all of an array with one of the `shapes`."""
+    """Yields instructions of compiled `programs` that write all of an array of `shapes`."""
     for program in programs:
         for line in program.as_text().splitlines():
             match = _RESULT.match(line)

@@ -21,6 +21,7 @@ from model_adapters.device_arrays import to_device
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.lora.stacks import LoraStacks
 from model_adapters.ops.compressed_weight import Stored, Weights
+from model_adapters.program import recurrent_functions
 from model_adapters.program.embeddings import submodule_name
 from model_adapters.program.model_program import CHECKS, INDICES, CallSpec, MethodSpec, ModelProgram
 from model_adapters.program.module_watch import PREPARES, Change, ModuleWatch, Structure
@@ -68,6 +69,7 @@ class ModelRuntime:
         watch: ModuleWatch | None = None,
     ) -> None:
         self.weights = weights if part and isinstance(weights, dict) else dict(weights)
+        recurrent_functions.install(module)
         self.watch = watch or ModuleWatch(module)
         self.weights_version = self.num_changes = 0
         self.last_change = ""

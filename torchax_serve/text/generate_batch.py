@@ -94,7 +94,9 @@ def _submit(model: TextModel, waiting: collections.deque[_Answers], pending: col
     Raises:
         QueueFullError: the queue has no room, and nothing is pending.
     """
-    with submitted_together(model, sum(len(one.left) for one in waiting)):
+    is_shared = any(len(one.left) > 1 for one in waiting) or vars(model).get("_engine") is not None
+    together = sum(len(one.left) for one in waiting) if is_shared else 1  # beam search needs no engine
+    with submitted_together(model, together):
         while waiting:
             one = waiting[0]
             while one.left:
