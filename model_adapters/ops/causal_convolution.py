@@ -5,6 +5,8 @@ XLA's own grouped convolution takes twenty times as long on a CPU as a sum over 
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -91,18 +93,9 @@ def _written(pool: jax.Array, rows: jax.Array, last: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(write_states(pool, rows, last), dtype)
 
 
-def _kernel_unsupported_reason(
-    x: jax.Array, weight: jax.Array, bias: jax.Array | None, pool: jax.Array, segments: Segments
-) -> str | None:
-    return recurrent.unsupported_reason(x, weight)
+def _kernel_unsupported_reason(*operands: Any, **options: Any) -> str | None:
+    return recurrent.unsupported_reason(*operands[:2])
 
 
-@registry.register(OP, "cpu-ffi", ("cpu",), unsupported_reason=_kernel_unsupported_reason)
-def streamed(
-    x: jax.Array, weight: jax.Array, bias: jax.Array | None, pool: jax.Array, segments: Segments
-) -> tuple[jax.Array, jax.Array]:
-    """Computes with the C++ kernel."""
-    return recurrent.causal_convolution(x, weight, bias, pool, segments)
-
-
+registry.register(OP, "cpu-ffi", ("cpu",), unsupported_reason=_kernel_unsupported_reason)(recurrent.causal_convolution)
 spmd.leave_to_partitioner(OP, reference)

@@ -10,6 +10,7 @@ With a decay for each column of keys it is Kimi Delta Attention (Kimi Team, 2025
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -164,34 +165,9 @@ def _chunk(arrays: Sequence[jax.Array], size: int) -> Compute:
     return compute
 
 
-def _kernel_unsupported_reason(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    g: jax.Array,
-    beta: jax.Array,
-    pool: jax.Array,
-    segments: Segments,
-    *,
-    is_normed: bool,
-) -> str | None:
-    return recurrent.unsupported_reason(q, k, v, g, beta)
+def _kernel_unsupported_reason(*operands: Any, **options: Any) -> str | None:
+    return recurrent.unsupported_reason(*operands[:5])
 
 
-@registry.register(OP, "cpu-ffi", ("cpu",), unsupported_reason=_kernel_unsupported_reason)
-def streamed(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    g: jax.Array,
-    beta: jax.Array,
-    pool: jax.Array,
-    segments: Segments,
-    *,
-    is_normed: bool,
-) -> tuple[jax.Array, jax.Array]:
-    """Computes with the C++ kernel, token by token."""
-    return recurrent.gated_delta_rule(q, k, v, g, beta, pool, segments, is_normed=is_normed)
-
-
+registry.register(OP, "cpu-ffi", ("cpu",), unsupported_reason=_kernel_unsupported_reason)(recurrent.gated_delta_rule)
 spmd.leave_to_partitioner(OP, reference)

@@ -8,6 +8,8 @@ A state is ``[D, N]``, each number of which decays by itself::
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -106,32 +108,9 @@ def reference(
     return out.astype(dtype), pool
 
 
-def _kernel_unsupported_reason(
-    x: jax.Array,
-    dt: jax.Array,
-    a: jax.Array,
-    b: jax.Array,
-    c: jax.Array,
-    d: jax.Array | None,
-    pool: jax.Array,
-    segments: Segments,
-) -> str | None:
-    return recurrent.unsupported_reason(x, dt, a, b, c)
+def _kernel_unsupported_reason(*operands: Any, **options: Any) -> str | None:
+    return recurrent.unsupported_reason(*operands[:5])
 
 
-@registry.register(OP, "cpu-ffi", ("cpu",), unsupported_reason=_kernel_unsupported_reason)
-def streamed(
-    x: jax.Array,
-    dt: jax.Array,
-    a: jax.Array,
-    b: jax.Array,
-    c: jax.Array,
-    d: jax.Array | None,
-    pool: jax.Array,
-    segments: Segments,
-) -> tuple[jax.Array, jax.Array]:
-    """Computes with the C++ kernel, token by token."""
-    return recurrent.selective_scan(x, dt, a, b, c, d, pool, segments)
-
-
+registry.register(OP, "cpu-ffi", ("cpu",), unsupported_reason=_kernel_unsupported_reason)(recurrent.selective_scan)
 spmd.leave_to_partitioner(OP, reference)

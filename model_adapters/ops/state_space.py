@@ -9,6 +9,8 @@ A state is ``[P, N]`` for each head::
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -138,38 +140,9 @@ def _chunk(a: jax.Array, skip: jax.Array, xs: jax.Array, dts: jax.Array, bs: jax
     return compute
 
 
-def _kernel_unsupported_reason(
-    x: jax.Array,
-    dt: jax.Array,
-    a: jax.Array,
-    b: jax.Array,
-    c: jax.Array,
-    d: jax.Array | None,
-    dt_bias: jax.Array | None,
-    pool: jax.Array,
-    segments: Segments,
-    *,
-    dt_limit: tuple[float, float],
-) -> str | None:
-    return recurrent.unsupported_reason(x, dt, a, b, c)
+def _kernel_unsupported_reason(*operands: Any, **options: Any) -> str | None:
+    return recurrent.unsupported_reason(*operands[:5])
 
 
-@registry.register(OP, "cpu-ffi", ("cpu",), unsupported_reason=_kernel_unsupported_reason)
-def streamed(
-    x: jax.Array,
-    dt: jax.Array,
-    a: jax.Array,
-    b: jax.Array,
-    c: jax.Array,
-    d: jax.Array | None,
-    dt_bias: jax.Array | None,
-    pool: jax.Array,
-    segments: Segments,
-    *,
-    dt_limit: tuple[float, float],
-) -> tuple[jax.Array, jax.Array]:
-    """Computes with the C++ kernel, token by token."""
-    return recurrent.state_space(x, dt, a, b, c, d, dt_bias, pool, segments, dt_limit=dt_limit)
-
-
+registry.register(OP, "cpu-ffi", ("cpu",), unsupported_reason=_kernel_unsupported_reason)(recurrent.state_space)
 spmd.leave_to_partitioner(OP, reference)
