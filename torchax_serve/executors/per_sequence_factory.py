@@ -270,13 +270,8 @@ class PerSequenceFactory:
         useful = sizes.max_usable_bytes(self.stored) + state_bytes
         budget = sizes.choose_cache_bytes(useful, self._temporary_bytes)
         # Where memory is short, encoder outputs of a length that nobody asked for leave half of it to pages.
-        most = budget // 2 if budget < useful and _may_lower_encoder_len(sizes) else budget
-        if state_bytes > most:
-            raise OutOfMemoryError(
-                f"expected memory for the states of {slots} requests, {state_bytes} bytes, got {budget} bytes; raise "
-                "kv_cache_memory_bytes, or lower max_num_seqs"
-                + (" or max_encoder_len" if self.sources is not None else "")
-            )
+        share = 2 if budget < useful and _may_lower_encoder_len(sizes) else 1
+        sizes.check_states(state_bytes, budget, share)
         return self._cache_of(sizes.plan(self.stored, budget - state_bytes))
 
     def _cache_of(self, plan: CacheAllocation) -> PagedCacheWithStates:

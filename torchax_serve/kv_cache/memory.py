@@ -56,9 +56,9 @@ class MemoryBudget:
         """Returns an allocation of a few pages, for tracing, compiling and probes."""
         return self.plan(shapes, sum(num_pages * shape.page_bytes(self.page_size) for shape in shapes))
 
-    def check_states(self, state_bytes: int, budget_bytes: int) -> None:
-        """Raises OutOfMemoryError if the states of all requests do not fit into the cache's memory."""
-        if state_bytes > budget_bytes:
+    def check_states(self, state_bytes: int, budget_bytes: int, share: int = 1) -> None:
+        """Raises OutOfMemoryError if all requests' states exceed the cache's memory over `share`."""
+        if state_bytes > budget_bytes // share:
             raise OutOfMemoryError(
                 f"expected memory for the states of {self.max_num_seqs} requests, {state_bytes} bytes, got "
                 f"{budget_bytes} bytes; raise kv_cache_memory_bytes, or lower max_num_seqs"
