@@ -378,8 +378,8 @@ def _trace_packed(
     rope_lens = None if runtime.program.rope is None else int_spec(4)
     slots = None if recurrent is None else int_spec(4)
     ids, cu_q_lens = int_spec(4), int_spec(5)
-    found: tuple[Any, ...] = ()
-    for is_decode in (True, False):
+    found, is_open = (), recurrent is not None and any(kept.is_open for kept in recurrent.layers)
+    for is_decode in (False,) if is_open else (True, False):  # one kind shows which states there are
         of_slots = {"slots": slots, "prompt_lens": None if is_decode else slots}
         batch = PackedBatch(ids, ids, cu_q_lens, ids, ids, tables, rope_lens, **of_slots)  # type: ignore[arg-type]
         layout = dataclasses.replace(plan.layout, is_decode=is_decode)
