@@ -143,7 +143,7 @@ class PagedTraceCache(Cache):
         ]
         layers: list[Any] = list(self.paged_layers)
         if layout.layers:
-            shared = segments_of(batch), _generated(batch)
+            shared = segments_of(batch, _num_state_rows(pools, layout)), _generated(batch)
             layers = [self._layer(kept, pools, *shared) for kept in layout.layers]
             self.paged_layers = [layer for layer in layers if isinstance(layer, PagedLayer)]
         self.num_layers = len(layers)
@@ -217,11 +217,17 @@ def _generated(batch: PackedBatch) -> jax.Array | None:
     return batch.positions >= batch.prompt_lens[rows]
 
 
-def segments_of(batch: PackedBatch) -> Segments:
-    """Returns the segments of a step: one for each sequence, on the state of its slot."""
+def segments_of(batch: PackedBatch, num_rows: int) -> Segments:
+    """Returns the segments of a step, on pools of `num_rows` states."""
     assert batch.slots is not None
-    num_tokens = jnp.diff(batch.cu_q_lens)
-    return Segments.of(batch.cu_q_lens, batch.slots, batch.kv_lens > num_tokens)
+    own = batch.cu_q_lens, batch.slots, batch.kv_lens > jnp.diff(batch.cu_q_lens)
+    return Segments.of(*own) if batch.snapshots is None else Segments.cut(*own, batch.snapshots, num_rows)
+
+
+def _num_state_rows(pools: tuple[Any, ...], layout: PagedLayout) -> int:
+    """Returns the number of rows of the state pools, which follow those of pages; 0: none yet."""
+    states = pools[len(layout.groups) :]
+    return int(states[0].shape[0]) if states else 0
 
 
 def attend_paged(

@@ -167,13 +167,14 @@ def write_pages(pool: jax.Array, pages: jax.Array, values: jax.Array, *, is_on_m
     """Returns the pool with pages replaced; in place if the pool is donated and on one device.
 
     Args:
-        pool: ``[P, H, page, W]``.
+        pool: ``[P, H, page, W]``, or rows of another shape.
         pages: ``int32[n]``; a page may occur twice with the same values.
         values: ``[n, H, page, W]``, in the pool's dtype.
         is_on_mesh: Whether the pool may be divided among devices.
     """
     if has_copy_kernels(is_on_mesh):
-        return page_kernels.write_pages(pool, pages, values)
+        as_pages = (x if x.ndim == 4 else x.reshape(x.shape[0], 1, 1, -1) for x in (pool, values))
+        return page_kernels.write_pages(next(as_pages), pages, next(as_pages)).reshape(pool.shape)
     dtype = pool.dtype
     pool, values = (_as_bits(x) for x in (pool, values))
     pool = pool.at[pages].set(values)

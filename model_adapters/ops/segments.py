@@ -44,6 +44,36 @@ class Segments:
         """Returns one segment for each sequence, each on its own row."""
         return cls(cu, slots, slots, held, jnp.arange(len(slots), dtype=jnp.int32))
 
+    @classmethod
+    def cut(
+        cls, cu: jax.Array, slots: jax.Array, held: jax.Array, snapshots: jax.Array, num_rows: int | jax.Array
+    ) -> Segments:
+        """Returns two segments for each sequence, between which its state may be kept.
+
+        Args:
+            cu: int32[S + 1], where each sequence begins, and the number of tokens in use.
+            slots: int32[S], the row of each.
+            held: bool[S], whether a sequence begins with a state.
+            snapshots: int32[3, S]: the snapshot that it begins with, 0 for its own row; the tokens in front of the cut,
+                0 for none; the snapshot that takes the state there. Snapshot i is row ``num_rows - 1 - i``.
+            num_rows: Rows of a state pool.
+        """
+        source, num_tokens, target = snapshots
+        is_cut, last = num_tokens > 0, num_rows - 1
+        index = 2 * jnp.arange(len(slots), dtype=jnp.int32)
+
+        def pairs(before: jax.Array, behind: jax.Array) -> jax.Array:
+            return jnp.stack([before, behind], axis=1).reshape(-1)
+
+        own = jnp.where(source > 0, last - source, slots)
+        return cls(
+            jnp.concatenate([pairs(cu[:-1], cu[:-1] + num_tokens), cu[-1:]]),
+            pairs(own, jnp.where(is_cut, last - target, own)),
+            pairs(last - target, slots),
+            pairs(held, held | is_cut),
+            pairs(index, jnp.where(is_cut, index, index + 1)),
+        )
+
     @property
     def lens(self) -> jax.Array:
         """int32[R], number of tokens of each."""

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import transformers
 
+from model_adapters.caches.packed_batch import ScaledPool
 from model_adapters.errors import TorchaxServeError
 from torchax_serve import EngineOptions, Hosts, follow, serve
 from torchax_serve.engine.factory import build_engine
@@ -39,9 +40,11 @@ SIZES = {
 
 
 def config_of(action):
-    """A model that runs packed; or one that does not, with keys and values of one layer and a state of the other."""
-    if action == "per_sequence":
+    """A model that runs packed, without recurrent states or with one; or one that does not, and has states."""
+    if action == "recurrent":
         return transformers.Lfm2Config(**SIZES | {"num_key_value_heads": 8}, layer_types=["conv", "full_attention"])
+    if action == "per_sequence":
+        return transformers.ZayaConfig(**SIZES | {"num_key_value_heads": 8})
     return transformers.LlamaConfig(**SIZES, head_dim=8)
 
 
@@ -73,6 +76,27 @@ def tokens(served):
     with_drafts(served)
     refused(served)
     print("same tokens on", served.device_description)
+
+
+def recurrent(served):
+    """The same of a packed model with recurrent states, and of prefixes that are found in snapshots of these."""
+
+    def answers(model):
+        ids = [*range(3, 40)]
+        rows = [ids[:30], [*ids[:28], 7], ids[:30], PROMPTS[0]]
+        return [list(model.iter_tokens(each, DECODING[0])) for each in rows]
+
+    with serve(model_of("recurrent"), engine=OPTIONS) as alone:
+        wanted = answers(alone)
+    assert len({token for row in wanted for token in row}) > 6, wanted
+    got = answers(served)
+    assert got == wanted, f"{got} is not {wanted}"
+    assert served.stats().scheduler.num_hit_tokens > 0
+    assert "per-sequence" not in served.engine.description
+    for pool in served.engine._runner._cache.pools:
+        assert pool.sharding.num_devices == 8, pool.sharding
+    in_8_bits(served, "recurrent")
+    print("same tokens", served.engine.description)
 
 
 def per_sequence(served):
@@ -112,7 +136,7 @@ def in_8_bits(served, action="tokens"):
             ]
             rows.append([handle.result() for handle in [engine.submit(each) for each in requests]])
             cache = engine._runner._cache
-            assert {str(pool.pages.dtype) for pool in cache.pools} == {"int8"}
+            assert {str(pool.pages.dtype) for pool in cache.pools if isinstance(pool, ScaledPool)} == {"int8"}
             scales.append(np.array(cache._scales))
             engine.close()
     # each device has a head, so that two heads are there four times

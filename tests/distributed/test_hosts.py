@@ -81,11 +81,12 @@ def test_hosts_have_the_tokens_of_one_device_until_one_dies_which_ends_the_run(s
     assert re.match(r"error: host 1 is gone \(.*\); the run has ended; start all hosts again$", error)
 
 
-def test_requests_of_a_model_that_is_not_packed_are_batched(start):
-    leader, follower = start("per_sequence", free_port())
+@pytest.mark.parametrize("action", ["recurrent", "per_sequence"])
+def test_requests_of_a_model_with_states_are_batched(start, action):
+    leader, follower = start(action, free_port())
     status, out, error = leader.end()
     assert status == 0, error
-    assert "per-sequence, not packed" in out
+    assert ("per-sequence, not packed" in out) == (action == "per_sequence")
     status, out, error = follower.end()
     assert (status, "the leader has closed" in out) == (0, True), error
 

@@ -70,10 +70,14 @@ def test_new_weights_find_no_prefix_of_before():
         assert served.stats().scheduler.num_hit_tokens == hits
 
 
+DRAFTS = {"speculative": {"num_speculative_tokens": 2}}
+"""With which a recurrent model runs per-sequence."""
+
+
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("mamba", {"kv_offloading_bytes": 4096}, "expected 0 for a model whose requests share no prefixes"),
+        ("mamba", {"kv_offloading_bytes": 4096} | DRAFTS, "expected 0 for a model whose requests share no prefixes"),
         ("llama", {"kv_offloading_bytes": 10}, "expected 0 or at least [0-9]+, two pages of each layer, got 10"),
     ],
 )

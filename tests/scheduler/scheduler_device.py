@@ -3,7 +3,8 @@
 Every group of pages is a layer, as in a transformer: it stores its input at the token's place in the pool, and its
 output is a hash of what its window shows. The device reads all that back from the pages that the plan names, so a
 wrong page table, a page reused too early, a wrong prefix hit or a forgotten copy gives other tokens than `Oracle`,
-which computes the same function on a plain list.
+which computes the same function on a plain list. A recurrent layer stands behind them where there are snapshots: its
+state is a hash of all it has seen, in a row for each slot and each snapshot.
 """
 
 from __future__ import annotations
@@ -36,22 +37,30 @@ def _mix(values: np.ndarray, first: int) -> int:
     return int((values * (positions * 7919 + 13) % PRIME).sum() % PRIME)
 
 
+def _advance(state: int, value: int) -> int:
+    """State of a recurrent layer behind one more input."""
+    return (state * 31 + value + 7) % PRIME
+
+
 class Oracle:
     """The tokens of a request that is alone in the world."""
 
-    def __init__(self, windows: tuple[int | None, ...]) -> None:
-        self.windows = windows
+    def __init__(self, windows: tuple[int | None, ...], has_states: bool = False) -> None:
+        self.windows, self.has_states = windows, has_states
 
     def answer(self, prompt: list[int], num: int, stops: frozenset[int] = frozenset(), min_new: int = 0) -> list[int]:
         """At most `num` tokens, up to the first of `stops` behind the first `min_new`."""
         tokens = list(prompt)
         inputs: list[list[int]] = [[] for _ in self.windows]
+        state = 0
         for position in range(len(prompt) + num):
             value = tokens[position]
             for window, layer in zip(self.windows, inputs, strict=True):
                 layer.append(value)
                 first = 0 if window is None else max(0, position + 1 - window)
                 value = _mix(np.array(layer[first:]), first)
+            if self.has_states:
+                value = state = _advance(state, value)
             if position >= len(prompt) - 1:
                 tokens.append(value % VOCAB)
                 output = tokens[len(prompt) :]
@@ -69,6 +78,11 @@ class FakeDevice:
         self.pools = [np.full((group.num_pages, config.page_size), -7) for group in config.groups]
         self.host = [np.full((group.num_host_pages, config.page_size), -8) for group in config.groups]
         self.last = [-7] * config.max_num_seqs
+        self.has_states = config.snapshots is not None
+        num_rows = (1, 1) if config.snapshots is None else dataclasses.astuple(config.snapshots)
+        self.states, self.snapshots, self.host_snapshots = (
+            [-9 - i] * n for i, n in enumerate((config.max_num_seqs, *num_rows))
+        )
         self.writers: deque[dict] = deque()  # of each plan in flight, request by (group, page)
         self.num_copies = self.num_loads = 0
         self.texts: dict[int, list[int]] = {}  # by slot, tokens of rows with drafts
@@ -77,7 +91,10 @@ class FakeDevice:
     def run(self, plan: StepPlan) -> np.ndarray | DraftResult:
         """Tokens int[num_rows, num_steps], or those of verify steps."""
         for transfer in plan.page_transfers:
-            pool, host = self.pools[transfer.group], self.host[transfer.group]
+            pool, host = (
+                [*self.pools, self.snapshots][transfer.group],
+                [*self.host, self.host_snapshots][transfer.group],
+            )
             if transfer.is_load:
                 pool[transfer.device_page] = host[transfer.host_page]
             else:
@@ -93,16 +110,35 @@ class FakeDevice:
             self.pools[copy.group][copy.target] = source
             self.num_copies += 1
         self._note_writers(plan, tables)
+        self._check_snapshots(plan)
         sampled = np.full((len(plan.rows), plan.num_steps), GARBAGE)
         for step in range(plan.num_steps):
             for index, row in enumerate(plan.rows):
                 ids = (self.last[row.slot],) if row.token_ids is None else row.token_ids
                 assert len(ids) == row.num_tokens
+                source, num_before, target = row.states or (0, 0, 0)
+                state = self.snapshots[source] if source else self.states[row.slot]
+                state = state if row.context_len + step else 0
                 for i, token in enumerate(ids):
                     value = self._compute(row, row.context_len + step + i, token, tables)
+                    if self.has_states:
+                        value = state = _advance(state, value)
+                    if i + 1 == num_before:
+                        self.snapshots[target] = state
+                if num_before < row.num_tokens:
+                    self.states[row.slot] = state
                 if row.samples_token:
                     sampled[index, step] = self.last[row.slot] = value % VOCAB
         return sampled
+
+    def _check_snapshots(self, plan: StepPlan) -> None:
+        """Nothing that a row of a plan reads or writes is written by another one, and borders are those of pages."""
+        kept = [(row, *row.states) for row in plan.rows if row.states is not None]
+        targets = [target for _, _, _, target in kept if target]
+        assert len(set(targets)) == len(targets) and not set(targets) & {source for _, source, _, _ in kept}
+        for row, _, num_before, target in kept:
+            assert 0 <= num_before <= row.num_tokens and bool(num_before) == bool(target)
+            assert not target or (row.context_len + num_before) % self.page_size == 0
 
     def _verify(self, plan: StepPlan, drafts: DraftRows) -> DraftResult:
         """Drafts that are right or wrong by chance; wrong ones leave their traces in the pages."""
@@ -246,6 +282,6 @@ def request(request_id, prompt_len=6, max_new=5, **options):
 
 
 def truth(loop, asked):
-    return Oracle(loop.device.windows).answer(
+    return Oracle(loop.device.windows, loop.device.has_states).answer(
         asked.prompt_ids, asked.max_new_tokens, asked.stop_token_ids, asked.min_new_tokens
     )

@@ -13,6 +13,7 @@ from torchax_serve.scheduler import (
     Scheduler,
     SchedulerConfig,
     SchedulerRequest,
+    SnapshotGroup,
     SpeculativeConfig,
 )
 
@@ -29,6 +30,9 @@ VARIANTS = [
     {"max_num_steps": 3},
     {"max_num_steps": 3, "speculative": SpeculativeConfig(num_speculative_tokens=3, adaptive=False)},
     {"max_num_steps": 2, "speculative": SpeculativeConfig(num_speculative_tokens=5)},
+    {"snapshots": SnapshotGroup(3)},
+    {"snapshots": SnapshotGroup(4, num_host_snapshots=3), "max_num_steps": 3},
+    {"snapshots": SnapshotGroup(1), "enable_prefix_caching": False},
     {"allowed_chunk_sizes": (4, 1), "batches_prefill": False, "enable_prefix_caching": False},
 ]
 
@@ -51,7 +55,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         self.scheduler = Scheduler(config)
         self.loop = Loop(self.scheduler)
-        self.truth = Oracle(self.loop.device.windows).answer
+        self.truth = Oracle(self.loop.device.windows, self.loop.device.has_states).answer
         self.live: dict[int, SchedulerRequest] = {}  # the model
         self.all: dict[int, SchedulerRequest] = {}
         self.dead: set[int] = set()  # ended by the test

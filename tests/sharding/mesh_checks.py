@@ -32,7 +32,7 @@ from torchax_serve.compilation.executable_cache import CachedFunction, Executabl
 from torchax_serve.distributed.mesh import mesh_for
 from torchax_serve.engine.request import EngineRequest
 from torchax_serve.engine.weight_update import engines_in
-from torchax_serve.executors.packed_factory import page_shapes
+from torchax_serve.executors.packed_probes import page_shapes
 from torchax_serve.executors.step_inputs import PackedStepSpec
 from torchax_serve.kv_cache.pools import CacheAllocation, PagedCache, PoolAllocator
 from torchax_serve.parity.tiny.images import image_model, inputs_of

@@ -18,11 +18,10 @@ from torchax_serve.engine.options import MAX_DECODER_LEN, MAX_DISPATCH_S, MAX_EN
 from torchax_serve.executors.base import ExecutorChoice
 from torchax_serve.executors.choice import choose_executor
 from torchax_serve.executors.single_request import SingleRequestExecutor
-from torchax_serve.kv_cache.host_pools import HostPools
+from torchax_serve.kv_cache.host_pools import HostPools, least_host_bytes
 from torchax_serve.kv_cache.memory import MemoryBudget
-from torchax_serve.kv_cache.pools import CacheAllocation
 from torchax_serve.sampling.sampler import tables_bytes
-from torchax_serve.scheduler import RequestId, Scheduler, SchedulerConfig, SpeculativeConfig
+from torchax_serve.scheduler import RequestId, Scheduler, SchedulerConfig, SnapshotGroup, SpeculativeConfig
 from torchax_serve.scheduler.speculative_config import refuse_drafts
 from torchax_serve.validation.argument_checks import MAX_INT
 
@@ -106,6 +105,7 @@ def memory_budget(runtime: ModelRuntime, options: EngineOptions) -> MemoryBudget
         max_encoder_len=_max_encoder_len(runtime, options),
         encoder_len_is_default=options.max_encoder_len is None,
         source_len=None if runtime.encoder is None else runtime.encoder.fixed_output_len,
+        enable_prefix_caching=options.enable_prefix_caching,
     )
 
 
@@ -159,11 +159,10 @@ def _host_pools(runtime: ModelRuntime, options: EngineOptions, choice: ExecutorC
         reason = "for a model whose requests share no prefixes, because pages do not hold all of their state"
     elif runtime.steps.executables.launcher is not None:
         reason = "for a model on several hosts"
-    elif num_bytes < (least := 2 * sum(shape.page_bytes(cache.plan.page_size) for shape in cache.plan.shapes)):
-        reason = f"or at least {least}, two pages of each layer"
+    elif num_bytes < (least := least_host_bytes(cache)):
+        reason = f"or at least {least}, two pages of each layer" + " and a recurrent state" * cache.layout.has_states
     else:
-        plan = cache.plan
-        return HostPools(cache, CacheAllocation.from_budget(plan.shapes, num_bytes, plan.page_size, plan.max_len))
+        return HostPools.of_budget(cache, num_bytes)
     raise InvalidArgumentError(f"kv_offloading_bytes: expected 0 {reason}, got {num_bytes}; leave it out")
 
 
@@ -182,6 +181,9 @@ def _scheduler_config(
     if host is not None:
         pairs = zip(groups, host.plan.groups, strict=True)
         groups = tuple(dataclasses.replace(group, num_host_pages=there.num_pages) for group, there in pairs)
+    snapshots = None
+    if limits.num_snapshots:
+        snapshots = SnapshotGroup(limits.num_snapshots, 1 if host is None else host.num_snapshots)
     return SchedulerConfig(
         groups=groups,
         page_size=sizes.page_size,
@@ -189,6 +191,7 @@ def _scheduler_config(
         max_model_len=sizes.max_model_len,
         max_num_batched_tokens=sizes.max_num_batched_tokens,
         enable_prefix_caching=options.enable_prefix_caching and limits.shares_prefixes,
+        snapshots=snapshots,
         max_num_steps=max(1, limits.fused_decode_steps),
         max_fused_decode_s=MAX_DISPATCH_S,
         allowed_chunk_sizes=limits.chunk_sizes,

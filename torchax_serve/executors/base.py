@@ -40,7 +40,8 @@ class ExecutorLimits:
         max_encoder_len: Maximum number of encoder positions of a request; None for a model without an encoder.
         chunk_sizes: Only sizes of prefill chunks, in tokens, descending to 1; None: any size.
         batches_prefill: Whether a step may have several prefill rows.
-        shares_prefixes: Whether pages hold the complete state of a prefix, so that requests can share it.
+        shares_prefixes: Whether pages and snapshots hold the complete state of a prefix, so that requests can share it.
+        num_snapshots: Snapshots of recurrent states, with snapshot 0, which is not used; 0: no layer has a state.
         fused_decode_steps: Maximum number of decode steps with sampling in one dispatch; 0: no `run_decode`.
         token_buckets: Numbers of tokens up to which a step with prefill rows costs the same, ascending; empty: none.
         sees_ahead: Whether tokens of an image may see later ones of it.
@@ -51,6 +52,7 @@ class ExecutorLimits:
     chunk_sizes: tuple[int, ...] | None = None
     batches_prefill: bool = True
     shares_prefixes: bool = True
+    num_snapshots: int = 0
     fused_decode_steps: int = 0
     token_buckets: tuple[int, ...] = ()
     sees_ahead: bool = False

@@ -34,6 +34,7 @@ from torchax_serve.executors.speculative_decode import SpeculativeDecoder
 from torchax_serve.executors.step_inputs import FusedDecodeSpec, PackedStepSpec
 from torchax_serve.executors.verified_tokens import VerifiedTokens
 from torchax_serve.kv_cache.head_state import HeadedCache
+from torchax_serve.kv_cache.hybrid_cache import HybridCache
 from torchax_serve.kv_cache.pools import PagedCache
 from torchax_serve.sampling.sample import logprobs_of, with_rows
 from torchax_serve.sampling.sampler import Sampler, default_sharding
@@ -381,10 +382,12 @@ class PackedExecutor:
 
 
 def _limits(cache: PagedCache, num_slots: int, max_num_steps: int, buckets: StepBuckets) -> ExecutorLimits:
-    """Returns what the executor can run; prefixes are shared where no layer keeps a state."""
+    """Returns what the executor can run; prefixes with states need snapshots to be shared."""
+    num_snapshots = cache.num_snapshots if isinstance(cache, HybridCache) else 0
     return ExecutorLimits(
         max_num_seqs=num_slots,
-        shares_prefixes=not cache.layout.has_states,
+        shares_prefixes=num_snapshots != 1,
+        num_snapshots=num_snapshots,
         fused_decode_steps=max_num_steps,
         token_buckets=buckets.costs,
         sees_ahead=True,

@@ -84,11 +84,11 @@ class PackedSpecs:
     def is_decode(self, rows: Sequence[PlanRow]) -> bool:
         """Returns whether each row has one token with rotary frequencies of its own length.
 
-        Recurrent layers may compute tokens of a prompt in another way than generated ones.
+        Recurrent layers may compute tokens of a prompt in another way than generated ones, or from a snapshot.
         """
         if self.has_rope_lens and any(row.rope_len > row.context_len + 1 for row in rows):
             return False
-        if self.layout.has_states and any(row.context_len < row.prompt_len for row in rows):
+        if self.layout.has_states and any(row.states or row.context_len < row.prompt_len for row in rows):
             return False
         return all(row.num_tokens == 1 for row in rows)
 

@@ -13,10 +13,14 @@ import numpy as np
 
 from model_adapters.caches.packed_batch import MediaTokens, PackedBatch, PagedLayout
 from torchax_serve.executors.media_slots import MediaSpec
-from torchax_serve.scheduler import DecodeBatch, PlanRow
+from torchax_serve.scheduler import DecodeBatch, PlanRow, StateRows
 
 SAMPLED_ON_DEVICE = -1
 """Placeholder for the token sampled last in the row's slot, which the host may not know yet."""
+
+
+NO_SNAPSHOTS = StateRows()
+"""Of rows that begin with the state in their slot, if any, and keep none elsewhere."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +48,8 @@ class PackedStepSpec:
         tokens, rows = self.num_tokens, self.num_rows
         tables = [rows * self.pages_per_seq] * self.num_tables
         rope_lens = tokens if self.has_rope_lens else 0
-        prompt_lens = rows if self.layout.has_states else 0
-        ends = itertools.accumulate([0, tokens, tokens, tokens, rope_lens, rows + 1, rows, rows, prompt_lens, *tables])
+        of_states = [rows, 3 * rows] if self.layout.has_states else [0, 0]
+        ends = itertools.accumulate([0, tokens, tokens, tokens, rope_lens, rows + 1, rows, rows, *of_states, *tables])
         return tuple(slice(begin, end) for begin, end in itertools.pairwise(ends))
 
     @property
@@ -62,7 +66,7 @@ class PackedStepSpec:
             ahead: Number of decode steps since the first step of the plan.
         """
         numbers = np.zeros(self.size, np.int32)
-        ids, token_slots, positions, rope_lens, cu_q_lens, kv_lens, last, prompt_lens, *parts = [
+        ids, token_slots, positions, rope_lens, cu_q_lens, kv_lens, last, prompt_lens, snapshots, *parts = [
             numbers[part] for part in self.bounds
         ]
         num_rows = len(rows)
@@ -90,6 +94,7 @@ class PackedStepSpec:
         last[num_rows:] = total - 1
         if self.layout.has_states:
             prompt_lens[:num_rows] = [row.prompt_len for row in rows]
+            snapshots.reshape(3, -1)[:, :num_rows] = np.array([row.states or NO_SNAPSHOTS for row in rows]).T
         for part, table in zip(parts, tables, strict=True):
             part.reshape(self.num_rows, -1)[:num_rows] = table[slots]
         return numbers
@@ -99,7 +104,7 @@ class PackedStepSpec:
 
         Ids that are `SAMPLED_ON_DEVICE` are taken from `last_tokens` int32[num_slots].
         """
-        ids, slots, positions, rope_lens, cu_q_lens, kv_lens, last, prompt_lens, *tables = [
+        ids, slots, positions, rope_lens, cu_q_lens, kv_lens, last, prompt_lens, snapshots, *tables = [
             numbers[part] for part in self.bounds
         ]
         return PackedBatch(
@@ -113,6 +118,7 @@ class PackedStepSpec:
             media=media,
             slots=slots[last] if self.head or self.layout.has_states else None,
             prompt_lens=prompt_lens if self.layout.has_states else None,
+            snapshots=snapshots.reshape(3, -1) if self.layout.has_states else None,
         )
 
 

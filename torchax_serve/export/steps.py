@@ -18,7 +18,7 @@ from model_adapters.errors import UnsupportedModelError
 from torchax_serve.compilation.executable_cache import ExecutableCache
 from torchax_serve.executors.compiled_steps import StepCall
 from torchax_serve.executors.packed import PackedExecutor, step_calls
-from torchax_serve.executors.packed_factory import packed_shapes
+from torchax_serve.executors.packed_probes import packed_shapes
 from torchax_serve.export.program_writer import ProgramWriter
 from torchax_serve.export.programs import described_layer, program_key
 from torchax_serve.export.targets import ExportTarget

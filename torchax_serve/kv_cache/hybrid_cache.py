@@ -1,12 +1,13 @@
-"""Cache of a packed model with recurrent layers: pages, and behind them states by slot."""
+"""Cache of a packed model with recurrent layers: pages, and states of slots and prefixes."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from model_adapters.caches.packed_batch import LayerPools
 from torchax_serve.kv_cache.cache_layout import SlotStateSpec
-from torchax_serve.kv_cache.pools import CacheAllocation, PagedCache, PoolAllocator
+from torchax_serve.kv_cache.pools import CacheAllocation, HeadScales, PagedCache, PoolAllocator
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,39 +22,49 @@ class RecurrentLayers:
     layers: tuple[LayerPools, ...]
     states: tuple[SlotStateSpec, ...]
 
-    def num_bytes(self, num_slots: int) -> int:
-        """Returns the bytes of the states of all slots; a row more takes what nobody reads."""
-        return sum(state.num_bytes for state in self.states) * (num_slots + 1)
+    def num_bytes(self, num_rows: int) -> int:
+        """Returns the bytes of the states of `num_rows` requests or snapshots."""
+        return sum(state.num_bytes for state in self.states) * num_rows
 
 
 class HybridCache(PagedCache):
-    """Pools of a `CacheAllocation`, behind them states ``[num_slots + 1, ...]`` of layers.
+    """Pools of pages, behind them states ``[num_slots + num_snapshots, ...]`` of layers.
+
+    Snapshots stand behind the slots, the first one last: snapshot i is row -1 - i, and row -1 takes what nobody reads.
 
     Args:
         plan: Number of pages of each group.
         recurrent: What the layers keep.
         num_slots: Number of slots.
+        num_snapshots: Number of snapshots, with snapshot 0, which is not used.
         pages: Allocator of pools and states; None: the default device.
+        scales: Scales of each layer's pages if these are in 8 bits.
     """
 
     def __init__(
-        self, plan: CacheAllocation, recurrent: RecurrentLayers, num_slots: int, pages: PoolAllocator | None = None
+        self,
+        plan: CacheAllocation,
+        recurrent: RecurrentLayers,
+        num_slots: int,
+        num_snapshots: int = 1,
+        pages: PoolAllocator | None = None,
+        scales: Sequence[HeadScales] | None = None,
     ) -> None:
-        self._recurrent, self._num_slots = recurrent, num_slots
-        super().__init__(plan, pages)
+        self.recurrent, self.num_snapshots = recurrent, num_snapshots
+        self._num_rows = num_slots + num_snapshots
+        super().__init__(plan, pages, scales)
         self.layout = dataclasses.replace(plan.layout, layers=recurrent.layers)
 
     def reset(self) -> None:
         """Allocates pools and states again, all zeros."""
         super().reset()
-        rows = self._num_slots + 1
         states = (
-            self._pages.slot_states((rows, *state.shape), state.dtype, is_of_heads=state.is_of_heads)
-            for state in self._recurrent.states
+            self._pages.slot_states((self._num_rows, *state.shape), state.dtype, is_of_heads=state.is_of_heads)
+            for state in self.recurrent.states
         )
         self.pools = (*self.pools, *states)
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the states of all slots."""
-        return self._recurrent.num_bytes(self._num_slots)
+        """Bytes of the states of all slots and snapshots."""
+        return self.recurrent.num_bytes(self._num_rows)

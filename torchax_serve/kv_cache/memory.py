@@ -20,6 +20,14 @@ DEVICE_MEMORY_FRACTION = 0.9
 """Fraction of an accelerator's memory for weights and cache; the rest is for fragmentation and XLA's own buffers."""
 
 
+SNAPSHOT_FRACTION = 0.25
+"""Fraction of the cache, without the states of running requests, that snapshots of recurrent states may take."""
+
+
+SNAPSHOTS_PER_SLOT = 4
+"""Most snapshots of recurrent states for each request at once: each request leaves one or two."""
+
+
 @dataclasses.dataclass(frozen=True)
 class MemoryBudget:
     """The engine's options resolved for a model. Lengths and sizes are in tokens."""
@@ -37,6 +45,7 @@ class MemoryBudget:
     max_encoder_len: int = 0  # encoder input of one request; 0: no encoder
     encoder_len_is_default: bool = False  # whether the caller left max_encoder_len open
     source_len: int | None = None  # fixed output length of an audio encoder; None: any length
+    enable_prefix_caching: bool = True
 
     def max_usable_bytes(self, shapes: Sequence[PagedLayerSpec]) -> int:
         """Returns the bytes of pages needed if every slot holds a request of `max_model_len` tokens."""
@@ -64,6 +73,20 @@ class MemoryBudget:
                 f"{budget_bytes} bytes; raise kv_cache_memory_bytes, or lower max_num_seqs"
                 + (" or max_encoder_len" if self.max_encoder_len else "")
             )
+
+    def num_snapshots(self, snapshot_bytes: int, budget_bytes: int, *, has_pages: bool) -> int:
+        """Returns how many snapshots of recurrent states fit, with the unused snapshot 0.
+
+        Args:
+            snapshot_bytes: Bytes of the states of one request.
+            budget_bytes: Bytes of the cache that the states of running requests leave.
+            has_pages: Whether pages need the rest.
+        """
+        if not self.enable_prefix_caching:
+            return 1
+        most = SNAPSHOTS_PER_SLOT * self.max_num_seqs
+        room = int(budget_bytes * SNAPSHOT_FRACTION) if has_pages else budget_bytes
+        return 1 + min(most, room // snapshot_bytes)
 
     def choose_cache_bytes(self, useful: int, temporary: Callable[[], int]) -> int:
         """Returns the bytes of the cache: as requested, or as many as can be used, or as are free.

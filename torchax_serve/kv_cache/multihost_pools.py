@@ -30,9 +30,11 @@ class MultiHostPoolAllocator(PoolAllocator):
     def __init__(self, programs: ExecutableCache, sharding: ModelSharding) -> None:
         super().__init__(sharding.pool_sharding)
         self._pool_sharding, self._state_sharding = sharding.pool_sharding, sharding.state_sharding
+        self._recurrent_sharding = sharding.recurrent_sharding
         self._zeros = CachedFunction(programs, "zero_pool", self._make)
         self._scaled = CachedFunction(programs, "zero_scaled_pool", self._make_scaled)
         self._zero_states = CachedFunction(programs, "zero_states", self._make_states)
+        self._zero_recurrent = CachedFunction(programs, "zero_recurrent_states", self._make_recurrent)
         self._copied = CachedFunction(programs, "copy_pages", self._copy, donate={"pools": 1})
 
     def _make(self, weights: Weights, spec: ArrayOf) -> tuple[None, jax.Array]:
@@ -42,6 +44,10 @@ class MultiHostPoolAllocator(PoolAllocator):
     def _make_states(self, weights: Weights, spec: ArrayOf) -> tuple[None, jax.Array]:
         shape, dtype = spec
         return None, jax.lax.with_sharding_constraint(jnp.zeros(shape, dtype), self._state_sharding(shape))
+
+    def _make_recurrent(self, weights: Weights, spec: ArrayOf) -> tuple[None, jax.Array]:
+        shape, dtype = spec
+        return None, jax.lax.with_sharding_constraint(jnp.zeros(shape, dtype), self._recurrent_sharding(shape))
 
     def _make_scaled(
         self, weights: Weights, k_scale: jax.Array, v_scale: jax.Array, spec: ArrayOf
@@ -73,8 +79,8 @@ class MultiHostPoolAllocator(PoolAllocator):
 
     def slot_states(self, shape: tuple[int, ...], dtype: np.dtype, *, is_of_heads: bool = False) -> jax.Array:
         """Implements `PoolAllocator.slot_states`."""
-        assert not is_of_heads  # recurrent layers are packed on one host
-        return self._zero_states({}, spec=(shape, np.dtype(dtype).name))[1]
+        zeros = self._zero_recurrent if is_of_heads else self._zero_states
+        return zeros({}, spec=(shape, np.dtype(dtype).name))[1]
 
     def copy(self, pools: tuple[jax.Array, ...], sources: Sequence[int], targets: Sequence[int]) -> Any:
         """Implements `PoolAllocator.copy`."""

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from model_adapters.caches.layers import AttentionLayer
 from model_adapters.device_arrays import to_device
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops import registry
@@ -62,12 +63,12 @@ def _has_fp8() -> bool:
 
 
 def calibrate_scales(runtime: ModelRuntime, dtype: np.dtype) -> tuple[HeadScales, ...]:
-    """Computes the scales of keys and of values, float32[num_heads] each, for every layer.
+    """Computes scales of keys and values, float32[num_heads] each, of each layer that attends.
 
     They depend on the model only, not on options.
 
     Args:
-        runtime: Model of which every layer stores keys and values.
+        runtime: Model of which layers store keys and values.
         dtype: Dtype of the pages.
 
     Raises:
@@ -93,7 +94,8 @@ def _largest_of_packed(runtime: ModelRuntime, length: int) -> Callable[..., Any]
         states = runtime.cache_support.new(length).states
         _, after = runtime.program.forward(weights, states, jnp.int32(0), inputs, CallSpec())
         assert after is not None
-        return [_largest_of_layer(layer) for layer in after]
+        attending = (layer for layer in after if isinstance(layer, AttentionLayer) and layer.pool is not None)
+        return [_largest_of_layer(layer) for layer in attending]
 
     return largest
 

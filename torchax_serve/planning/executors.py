@@ -16,7 +16,7 @@ from model_adapters.ops.kv_pool import LARGEST
 from model_adapters.sharding.model_sharding import ModelSharding
 from torchax_serve.executors.base import AbstractStep
 from torchax_serve.executors.packed import PackedExecutor
-from torchax_serve.executors.packed_factory import packed_shapes, recurrent_layers
+from torchax_serve.executors.packed_probes import packed_shapes, recurrent_layers
 from torchax_serve.executors.per_sequence_factory import PerSequenceFactory, wanted_block_len
 from torchax_serve.executors.per_sequence_forward import SequenceForward
 from torchax_serve.executors.static_batch_steps import StaticBatchSteps
@@ -132,7 +132,7 @@ def _packed(runtime: ModelRuntime, sharding: ModelSharding, sizes: MemoryBudget)
 
     def cache(plan: CacheAllocation, num_slots: int) -> PagedCache:
         pages = AbstractPages(sharding)
-        return PagedCache(plan, pages) if recurrent is None else HybridCache(plan, recurrent, num_slots, pages)
+        return PagedCache(plan, pages) if recurrent is None else HybridCache(plan, recurrent, num_slots, pages=pages)
 
     def steps(plan: CacheAllocation, num_slots: int, lens: Sequence[int]) -> Iterator[AbstractStep]:
         of_model = dataclasses.replace(plan, shapes=plan.shapes[: len(shapes)])  # a draft head has a layer behind them

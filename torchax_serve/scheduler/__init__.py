@@ -3,7 +3,7 @@
 The package imports neither jax nor torch.
 """
 
-from torchax_serve.scheduler.config import CacheGroup, SchedulerConfig
+from torchax_serve.scheduler.config import CacheGroup, SchedulerConfig, SnapshotGroup
 from torchax_serve.scheduler.host_pages import PageTransfer
 from torchax_serve.scheduler.page_allocator import PageAllocator, SequencePages
 from torchax_serve.scheduler.page_pool import NULL_PAGE, PageCopy, PagePool
@@ -11,6 +11,7 @@ from torchax_serve.scheduler.prefill_budget import PrefillBudget
 from torchax_serve.scheduler.request import RequestState, SchedulerRequest, Status
 from torchax_serve.scheduler.scheduler import INVALID_TOKEN, Scheduler
 from torchax_serve.scheduler.speculative_config import SpeculativeConfig
+from torchax_serve.scheduler.state_snapshots import StateRows
 from torchax_serve.scheduler.step_plan import DecodeBatch, DraftResult, DraftRows, PlanRow, RowResult, StepPlan
 from torchax_serve.scheduler.types import RequestId
 
@@ -34,7 +35,9 @@ __all__ = [
     "SchedulerConfig",
     "SchedulerRequest",
     "SequencePages",
+    "SnapshotGroup",
     "SpeculativeConfig",
+    "StateRows",
     "Status",
     "StepPlan",
 ]

@@ -62,6 +62,18 @@ class CacheGroup:
         )  # the window may begin on a page's last row
 
 
+@dataclasses.dataclass(frozen=True)
+class SnapshotGroup:
+    """Rows of the pools of recurrent states that hold states of prefixes."""
+
+    num_snapshots: int  # snapshot 0 included, which is not used; 1: none is kept
+    num_host_snapshots: int = 1  # the same in host memory, for evicted prefixes
+
+    def __post_init__(self) -> None:
+        for name in ("num_snapshots", "num_host_snapshots"):
+            check_int(name, getattr(self, name), 1, "1 is none: snapshot 0 is not used")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
     """Sizes and policy of a `Scheduler`.
@@ -78,7 +90,8 @@ class SchedulerConfig:
     max_rows_per_step: int | None = None  # requests that run at once, where that is less than max_num_seqs
     min_prefill_chunk: int = 16  # a step with decode rows prefills at least as many tokens of a longer prompt
     max_decode_slowdown: float = 2.0  # time per token of running requests with new prompts, over that without
-    enable_prefix_caching: bool = True  # off for models with recurrent states: pages alone do not hold their prefix
+    enable_prefix_caching: bool = True  # off for models whose pages and snapshots do not hold their prefixes
+    snapshots: SnapshotGroup | None = None  # None: no layer has a recurrent state
     max_num_steps: int = 1  # decode steps in one dispatch when nothing waits
     max_fused_decode_s: float = math.inf  # seconds that several of them may take
     allowed_chunk_sizes: tuple[int, ...] | None = (

@@ -22,6 +22,7 @@ from torchax_serve.scheduler.config import SchedulerConfig
 from torchax_serve.scheduler.host_pages import HostPages, PageTransfer
 from torchax_serve.scheduler.page_pool import NULL_PAGE, PageCopy, PagePool, check_equal
 from torchax_serve.scheduler.prefix_cache import PageHash, PrefixCache, PrefixNode, page_hash
+from torchax_serve.scheduler.state_snapshots import SequenceStates, StateSnapshots
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -34,6 +35,7 @@ class SequencePages:
     num_pages: int = 0  # entries of the page table, the same in all groups
     num_published: int = 0  # full pages that have been entered into the prefix index, or were found there
     node: PrefixNode | None = None  # the last of those; None: the sequence shares nothing
+    states: SequenceStates | None = None  # None: it keeps and reads no snapshots of recurrent states
 
     def pages_missing(self, config: SchedulerConfig, length: int) -> list[int]:
         """Returns, by group, the pages still needed to reach `length` tokens one by one."""
@@ -49,6 +51,7 @@ class PrefixMatch(NamedTuple):
 
     nodes: list[PrefixNode]
     first_live: list[int]  # by group, the first node whose page is needed
+    branch_len: int = 0  # tokens behind which others go on otherwise, and no recurrent state is kept; 0: none
 
 
 class PageAllocator:
@@ -59,7 +62,8 @@ class PageAllocator:
         self._page_size = config.page_size
         self._num_slots = config.max_num_seqs
         self._prefix_caching = config.enable_prefix_caching
-        self._index = PrefixCache(len(config.groups), hash_function)
+        num_groups = len(config.groups)
+        self._index = PrefixCache(num_groups + (config.snapshots is not None), hash_function)
         self._pools = [
             PagePool(group.num_pages, functools.partial(self._evict, i), functools.partial(self._index.drop, i))
             for i, group in enumerate(config.groups)
@@ -68,6 +72,10 @@ class PageAllocator:
         self._host = [
             HostPages(i, group.num_host_pages, self._index, self.transfers) for i, group in enumerate(config.groups)
         ]
+        self.snapshots: StateSnapshots | None = None
+        if config.snapshots is not None:
+            shared = self._page_size, self._index, self.transfers
+            self.snapshots = StateSnapshots(config.snapshots, num_groups, *shared)
         self._windowed = [i for i, group in enumerate(config.groups) if group.window is not None]
         self._free_slots = list(range(config.max_num_seqs))  # a heap: low slots first keep the batch dense
         self._tables = [np.zeros((config.max_num_seqs, config.pages_per_seq), np.int32) for _ in config.groups]
@@ -89,7 +97,7 @@ class PageAllocator:
         """Returns the longest prefix of full pages that every group still has.
 
         The last token is never part of it. Groups with a window need the pages of the last ``window - 1`` positions
-        only.
+        only, recurrent layers the state behind the last one.
         """
         nodes: list[PrefixNode] = []
         if shares and self._prefix_caching:
@@ -98,7 +106,11 @@ class PageAllocator:
             if group.window is None:
                 lacking = (k for k, node in enumerate(nodes) if not node.is_stored(i))
                 del nodes[next(lacking, len(nodes)) :]
+        branch = nodes[-1] if nodes and len(nodes) < (len(tokens) - 1) // self._page_size else None
+        branch_len = len(nodes) * self._page_size
         while nodes:
+            if self.snapshots is not None:
+                del nodes[self.snapshots.longest(nodes) :]
             first_live = [
                 group.first_live_page(len(nodes) * self._page_size, self._page_size) for group in self._groups
             ]
@@ -107,9 +119,14 @@ class PageAllocator:
                 lacking = (k for k in range(len(nodes) - 1, first_live[i] - 1, -1) if not nodes[k].is_stored(i))
                 gap = max(gap, next(lacking, -1))
             if gap < 0:
-                return PrefixMatch(nodes, first_live)
+                break
             del nodes[gap:]
-        return PrefixMatch([], [0] * len(self._groups))
+        if not nodes:
+            first_live = [0] * len(self._groups)
+        gain = branch_len - len(nodes) * self._page_size
+        if self.snapshots is None or not self.snapshots.keeps_branch(branch, gain):
+            branch_len = 0
+        return PrefixMatch(nodes, first_live, branch_len)
 
     def has_pages(self, spare: list[int]) -> bool:
         """Returns whether each group has a free page in addition to `spare`."""
@@ -121,6 +138,8 @@ class PageAllocator:
         The sequence has `length` tokens and begins with `match`.
         """
         total = -(-length // self._page_size)
+        if self.snapshots is not None and match.nodes and not self.snapshots.can_begin(match.nodes[-1]):
+            return False
         for i, group in enumerate(self._groups):
             found = [node.pages[i] for node in match.nodes[match.first_live[i] :]]
             most = group.most_pages(length, self._page_size)
@@ -140,6 +159,9 @@ class PageAllocator:
         pages = SequencePages(slot, salt, list(match.first_live), num_found, num_found)
         if shares and self._prefix_caching:
             pages.node = self._index.pin(match.nodes[-1] if match.nodes else self._index.root(salt))
+            if self.snapshots is not None:
+                node = match.nodes[-1] if match.nodes else None
+                pages.states = self.snapshots.begin(node, num_found * self._page_size, match.branch_len)
         for i, pool in enumerate(self._pools):
             first = match.first_live[i]
             nodes = match.nodes[first:]
@@ -173,13 +195,13 @@ class PageAllocator:
         each group for the copy.
 
         Returns:
-            The new sequence's pages and the copies; None if `source` shares nothing, or has given up a page that is
-            needed (it is behind its window).
+            The new sequence's pages and the copies; None if `source` shares nothing, has given up a page that is
+            needed (it is behind its window), or has a recurrent state, which is of all its tokens.
         """
         num_full, has_part = length // self._page_size, length % self._page_size > 0
         first_live = [group.first_live_page(length, self._page_size) for group in self._groups]
         is_gone = any(held > needed for held, needed in zip(source.first_needed_page, first_live, strict=True))
-        if source.node is None or is_gone or source.num_published < num_full:
+        if self.snapshots is not None or source.node is None or is_gone or source.num_published < num_full:
             return None
         node = source.node
         for _ in range(source.num_published - num_full):
@@ -255,6 +277,10 @@ class PageAllocator:
                         pool.set_prefix(page, node)
                         self._index.hold(i, page, node)
                 pages.num_published += 1
+                if self.snapshots is not None and pages.states is not None:
+                    self.snapshots.publish(pages.states, node, pages.num_published * self._page_size)
+        if self.snapshots is not None and pages.states is not None:
+            self.snapshots.release(pages.states, num_computed)
         due: float = (num_full + 1) * self._page_size
         for i in self._windowed:
             live = self._groups[i].first_live_page(num_computed, self._page_size)
@@ -274,6 +300,8 @@ class PageAllocator:
             for page in reversed(row[pages.first_needed_page[i] :].tolist()):
                 pool.free(page)
             row[:] = NULL_PAGE
+        if self.snapshots is not None and pages.states is not None:
+            self.snapshots.release(pages.states, math.inf)
         if pages.node is not None:
             self._index.unpin(pages.node)
         heapq.heappush(self._free_slots, pages.slot)
@@ -286,14 +314,16 @@ class PageAllocator:
         for pool, host in zip(self._pools, self._host, strict=True):
             pool.clear_prefixes()
             host.clear()
+        if self.snapshots is not None:
+            self.snapshots.clear()
         for pages in sequences:
             if pages.node is not None:
                 self._index.unpin(pages.node)
                 pages.node = None
 
     def usage(self) -> tuple[GroupUsage, ...]:
-        """Pages in use and cached, by group."""
-        return tuple(
+        """Pages in use and cached, by group; behind them snapshots of recurrent states."""
+        pages = tuple(
             GroupUsage(
                 group.name,
                 pool.num_usable,
@@ -306,6 +336,7 @@ class PageAllocator:
             )
             for group, pool, host in zip(self._groups, self._pools, self._host, strict=True)
         )
+        return pages if self.snapshots is None else (*pages, self.snapshots.usage())
 
     def check_integrity(self, sequences: Iterable[SequencePages]) -> None:
         """Checks pools, tables, slots and index against the live `sequences`.
@@ -328,6 +359,10 @@ class PageAllocator:
             check_equal(f"page table of group {i} outside of sequences", expected.tolist(), table.tolist())
             pool.check_integrity(references)
         pins = [pages.node for pages in sequences if pages.node is not None]
-        self._index.check_integrity(pins, [pool.prefixes() for pool in self._pools])
+        pools = list(self._pools)
+        if self.snapshots is not None:
+            pools.append(self.snapshots.pool)
+            self.snapshots.check_integrity(pages.states for pages in sequences if pages.states is not None)
+        self._index.check_integrity(pins, [pool.prefixes() for pool in pools])
         for host in self._host:
             host.check_integrity(self._index.nodes())

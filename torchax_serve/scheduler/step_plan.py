@@ -11,6 +11,7 @@ import numpy as np
 from torchax_serve.outputs import FinishReason
 from torchax_serve.scheduler.host_pages import PageTransfer
 from torchax_serve.scheduler.page_pool import PageCopy
+from torchax_serve.scheduler.state_snapshots import StateRows
 from torchax_serve.scheduler.types import RequestId
 
 
@@ -28,6 +29,7 @@ class PlanRow(NamedTuple):
     samples_token: bool  # whether a token is sampled after the row's last one
     rope_len: int = 0  # a length that rotary frequencies of its tokens are at least for; 0: each token's own
     prompt_len: int = 0  # positions before it hold tokens that were given, those from it on what was generated
+    states: StateRows | None = None  # snapshots of recurrent states that it reads and writes
 
     @property
     def is_decode(self) -> bool:

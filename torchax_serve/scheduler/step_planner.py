@@ -253,7 +253,11 @@ class StepPlanner:
         samples = end == state.num_prefill_tokens
         ids = tuple(state.tokens[start:end])
         lens = state.rope_len, state.prompt_len
-        row = PlanRow(state.request.request_id, state.pages.slot, start, num_tokens, ids, samples, *lens)
+        states, snapshots = state.pages.states, self._allocator.snapshots
+        rows = None
+        if states is not None and snapshots is not None:
+            rows = snapshots.rows_of(states, start, end, state.num_prefill_tokens)
+        row = PlanRow(state.request.request_id, state.pages.slot, start, num_tokens, ids, samples, *lens, rows)
         builder.prefill_rows.append(row)
         builder.prefilling.append(state)
         builder.prefill_left -= num_tokens
