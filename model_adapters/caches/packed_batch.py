@@ -47,6 +47,7 @@ class PackedBatch:
     adapters: jax.Array | None = None  # int32[T], adapter of each token, 0 for none; None if there are none
     slots: jax.Array | None = None  # int32[S], slot of each sequence; None: nothing is kept by slot
     prompt_lens: jax.Array | None = None  # int32[S], tokens of each sequence that were given; None: all were generated
+    kept_lens: jax.Array | None = None  # int32[S], tokens behind which states are kept; None: behind all
     snapshots: jax.Array | None = None  # int32[3, S], as `Segments.cut` takes them; None: there are none
 
 

@@ -221,6 +221,8 @@ def segments_of(batch: PackedBatch, num_rows: int) -> Segments:
     """Returns the segments of a step, on pools of `num_rows` states."""
     assert batch.slots is not None
     own = batch.cu_q_lens, batch.slots, batch.kv_lens > jnp.diff(batch.cu_q_lens)
+    if batch.kept_lens is not None:
+        return Segments.kept(*own, batch.kept_lens, num_rows)
     return Segments.of(*own) if batch.snapshots is None else Segments.cut(*own, batch.snapshots, num_rows)
 
 

@@ -45,6 +45,29 @@ class Segments:
         return cls(cu, slots, slots, held, jnp.arange(len(slots), dtype=jnp.int32))
 
     @classmethod
+    def kept(
+        cls, cu: jax.Array, slots: jax.Array, held: jax.Array, kept_lens: jax.Array, num_rows: int | jax.Array
+    ) -> Segments:
+        """Returns two segments for each sequence, of which only the first leaves a state, on its own row.
+
+        Args:
+            cu: int32[S + 1], where each sequence begins, and the number of tokens in use.
+            slots: int32[S], the row of each.
+            held: bool[S], whether a sequence begins with a state.
+            kept_lens: int32[S], tokens of the first segment.
+            num_rows: Rows of a state pool.
+        """
+        first = 2 * jnp.arange(len(slots), dtype=jnp.int32)
+        nowhere = jnp.full_like(slots, num_rows - 1)
+        return cls(
+            jnp.concatenate([_pairs(cu[:-1], jnp.minimum(cu[:-1] + kept_lens, cu[1:])), cu[-1:]]),
+            _pairs(slots, slots),
+            _pairs(slots, nowhere),
+            _pairs(held, held | (kept_lens > 0)),
+            _pairs(first, jnp.where(kept_lens > 0, first, first + 1)),
+        )
+
+    @classmethod
     def cut(
         cls, cu: jax.Array, slots: jax.Array, held: jax.Array, snapshots: jax.Array, num_rows: int | jax.Array
     ) -> Segments:
@@ -61,17 +84,13 @@ class Segments:
         source, num_tokens, target = snapshots
         is_cut, last = num_tokens > 0, num_rows - 1
         index = 2 * jnp.arange(len(slots), dtype=jnp.int32)
-
-        def pairs(before: jax.Array, behind: jax.Array) -> jax.Array:
-            return jnp.stack([before, behind], axis=1).reshape(-1)
-
         own = jnp.where(source > 0, last - source, slots)
         return cls(
-            jnp.concatenate([pairs(cu[:-1], cu[:-1] + num_tokens), cu[-1:]]),
-            pairs(own, jnp.where(is_cut, last - target, own)),
-            pairs(last - target, slots),
-            pairs(held, held | is_cut),
-            pairs(index, jnp.where(is_cut, index, index + 1)),
+            jnp.concatenate([_pairs(cu[:-1], cu[:-1] + num_tokens), cu[-1:]]),
+            _pairs(own, jnp.where(is_cut, last - target, own)),
+            _pairs(last - target, slots),
+            _pairs(held, held | is_cut),
+            _pairs(index, jnp.where(is_cut, index, index + 1)),
         )
 
     @property
@@ -93,3 +112,8 @@ class Segments:
     def of_token(self, num_tokens: int) -> jax.Array:
         """Returns the segment of each of `num_tokens`, int32; R for padding."""
         return num_at_most(self.cu[1:], jnp.arange(num_tokens, dtype=jnp.int32))
+
+
+def _pairs(before: jax.Array, behind: jax.Array) -> jax.Array:
+    """Returns the entries of both in turns."""
+    return jnp.stack([before, behind], axis=1).reshape(-1)

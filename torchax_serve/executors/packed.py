@@ -27,10 +27,10 @@ from torchax_serve.executors.draft_model import DraftModel
 from torchax_serve.executors.fused_decode import decode_steps
 from torchax_serve.executors.media_slots import MediaSlots
 from torchax_serve.executors.packed_calls import abstract_step, all_logits, further
+from torchax_serve.executors.packed_drafts import PackedDrafts
 from torchax_serve.executors.packed_specs import PackedSpecs, StepBuckets
 from torchax_serve.executors.request_input import MediaInput, RequestInput
 from torchax_serve.executors.slot_adapters import SlotAdapters
-from torchax_serve.executors.speculative_decode import SpeculativeDecoder
 from torchax_serve.executors.step_inputs import FusedDecodeSpec, PackedStepSpec
 from torchax_serve.executors.verified_tokens import VerifiedTokens
 from torchax_serve.kv_cache.head_state import HeadedCache
@@ -112,19 +112,10 @@ class PackedExecutor:
         self._step = compiled("packed", self._run, donate={"pools": 1})
         decode = functools.partial(decode_steps, self._forward, self._adapters, self._as_taken)
         self._decode_steps = compiled("decode_steps", decode, donate={"pools": 1})
-        self._speculative: SpeculativeDecoder | None = None
+        self._drafts: PackedDrafts | None = None
         if speculative is not None:
-            self._speculative = SpeculativeDecoder(
-                speculative,
-                self._forward,
-                self._weights,
-                programs,
-                compiled,
-                self._specs,
-                pools=lambda: self.cache.pools,
-                adapters=self._adapters,
-                draft=draft,
-            )
+            of_steps = self._forward, self._weights, cache, programs, compiled, self._specs
+            self._drafts = PackedDrafts(speculative, *of_steps, adapters=self._adapters, draft=draft)
 
     @property
     def num_substitutes(self) -> int:
@@ -175,9 +166,10 @@ class PackedExecutor:
         self, plan: StepPlan, sampler: Sampler, words: MaskWords | None = None
     ) -> jax.Array | VerifiedTokens | None:
         """Implements `Executor.run_decode`."""
-        if self._speculative is not None and plan.drafts is not None:
-            results, self.cache.pools = self._speculative.run(plan, sampler)
-            return self._speculative.sample(plan, sampler, results, words)
+        if self._drafts is not None:
+            if plan.drafts is not None:
+                return self._drafts.run(plan, sampler, words)
+            self._drafts.catch_up(plan.page_tables)
         spec = self._steps.choose(self._specs.for_decode(len(plan.rows), *self._media.of_decode(plan.rows)))
         if not isinstance(spec, FusedDecodeSpec):
             return None
@@ -230,7 +222,7 @@ class PackedExecutor:
     def num_programs(self) -> int:
         """Compiled steps."""
         own = self._step.num_programs + self._decode_steps.num_programs
-        return own + (0 if self._speculative is None else self._speculative.num_programs)
+        return own + (0 if self._drafts is None else self._drafts.num_programs)
 
     def run(
         self,
@@ -241,6 +233,8 @@ class PackedExecutor:
         ahead: int = 0,
     ) -> jax.Array:
         """Implements `Executor.run`; logits are in the model's dtype."""
+        if self._drafts is not None:
+            self._drafts.catch_up(tables)
         rows = self._media.with_token_ids(rows)
         num_tokens, media = sum(row.num_tokens for row in rows), self._media.spec_of(rows)
         is_decode = self._specs.is_decode(rows) and not self._media.has_prompts(rows)
@@ -273,6 +267,8 @@ class PackedExecutor:
         num_top: int,
     ) -> tuple[Logprobs, jax.Array]:
         """Implements `Executor.run_scored`."""
+        if self._drafts is not None:
+            self._drafts.catch_up(tables)
         rows = self._media.with_token_ids(rows)
         media = self._media.spec_of(rows)
         spec = self._steps.choose(self._specs.for_tokens(len(following), all_logits=True, media=media))
@@ -303,7 +299,7 @@ class PackedExecutor:
     def temporary_bytes(self) -> int:
         """Implements `Executor.temporary_bytes`."""
         spec = self._specs.of_tokens(self._specs.token_buckets[-1])
-        of_drafts = 0 if self._speculative is None else self._speculative.temporary_bytes()
+        of_drafts = 0 if self._drafts is None else self._drafts.temporary_bytes()
         of_tokens = self._step.temporary_bytes(
             self._weights,
             self.cache.pools,
@@ -316,16 +312,18 @@ class PackedExecutor:
     def abstract_steps(self, prefill_lens: Sequence[int]) -> Iterator[AbstractStep]:
         """Yields the steps of `Executor.abstract_steps`; a prefill step has no padding."""
         num_slots = self._num_slots
-        verify = [] if self._speculative is None else [self._speculative.spec(num_slots, self._specs.max_len).packed]
-        specs = [self._specs.of_tokens(num_slots, is_decode=True), *verify]
-        specs += [self._specs.of_tokens(num_tokens) for num_tokens in prefill_lens]
-        for spec in specs:
+        steps: list[Any] = [(self._specs.of_tokens(num_slots, is_decode=True), self._run, self.cache.pools)]
+        if self._drafts is not None:
+            spec, forward, pools = self._drafts.largest()
+            steps.append((spec, functools.partial(all_logits, forward), pools))
+        num_decode = len(steps)
+        steps += [(self._specs.of_tokens(num_tokens), self._run, self.cache.pools) for num_tokens in prefill_lens]
+        for index, (spec, run, pools) in enumerate(steps):
             sizes = num_slots, len(self._adapters.empty(spec.size))
             ints = [abstract_ints(self._program.sharding, size) for size in sizes]
-            run = functools.partial(all_logits, self._forward) if spec in verify else self._run
             function = functools.partial(run, spec=spec)
-            args = self.cache.pools, *ints
-            yield abstract_step(spec, self.cache.plan.max_len, function, args, verifies=spec in verify)
+            is_verify = 0 < index < num_decode
+            yield abstract_step(spec, self.cache.plan.max_len, function, (pools, *ints), verifies=is_verify)
 
     def check(self, name: str, source: RequestInput) -> None:
         """Implements `Executor.check`: a packed model has no encoder-decoder's encoder."""
@@ -336,6 +334,8 @@ class PackedExecutor:
         """Implements `Executor.assign`."""
         self._adapters.assign(slot, adapter_id)
         self._media.assign(slot, source)
+        if self._drafts is not None:
+            self._drafts.assign(slot)
         if isinstance(self.cache, HeadedCache):
             self.cache.free_slot(slot)
 
@@ -366,8 +366,8 @@ class PackedExecutor:
             if not has_sampling and isinstance(spec, PackedStepSpec) and not spec.layout.all_logits:
                 has_sampling, task = True, task.then(lambda program: sampler.compile_tasks(program.out_info[0]))
             yield task
-        if self._speculative is not None:
-            yield from self._speculative.compile_tasks()
+        if self._drafts is not None:
+            yield from self._drafts.compile_tasks()
 
     def warm_up(self, sampler: Sampler) -> None:
         """Implements `Executor.warm_up`: copies of pages; on several hosts also empty steps."""

@@ -89,8 +89,8 @@ def _layers(runtime: ModelRuntime, sizes: MemoryBudget) -> tuple[tuple[PagedLaye
     if found != RECURRENT and not isinstance(found, str):
         return found, None
     if found == RECURRENT:
-        if sizes.speculative is not None:
-            raise NotPackableError(f"{RECURRENT}; it runs packed without drafts")
+        if sizes.speculative is not None and isinstance(sizes.speculative.model, LoadedHead):
+            raise NotPackableError(f"{RECURRENT}; it runs packed without a draft head")
         found = programs.memoize("recurrent layers", described, lambda: recurrent_or_reason(runtime, sizes))
         if not isinstance(found, str) and not found[0] and sizes.kv_cache_dtype is not None:
             raise NotPackableError(f"{RECURRENT}, and none has pages, which kv_cache_dtype is for")

@@ -88,7 +88,7 @@ class VerifySpec:
         by_row, num_rows = numbers[:-3].reshape(-1, self.packed.num_rows), len(rows)
         slots, num_pages = np.array([row.slot for row in rows], np.int32), self.packed.pages_per_seq
         by_row[0, :num_rows], by_row[1, :num_rows], by_row[2, :num_rows] = slots, drafts.ends, drafts.most
-        parts = np.split(by_row[3:], self.packed.num_tables)
+        parts = np.split(by_row[3:], max(self.packed.num_tables, 1))
         for table, pages in zip(tables, parts, strict=bool(tables)):  # states alone have no tables
             of_rows = table[slots, :num_pages]
             pages.reshape(self.packed.num_rows, num_pages)[:num_rows, : of_rows.shape[1]] = of_rows
@@ -126,7 +126,7 @@ class VerifySteps:
         behind, numbers = numbers, numbers[: spec.size]
         packed = spec.packed
         by_row = numbers[:-3].reshape(-1, packed.num_rows)
-        tables = jnp.split(by_row[3:], packed.num_tables)
+        tables = jnp.split(by_row[3:], packed.num_tables) if packed.num_tables else []
         of_groups = tuple(table.reshape(packed.num_rows, packed.pages_per_seq) for table in tables)
         adapters = slot_adapters.of_rows(behind, by_row[0])
         of_call = numbers[-3], numbers[-2] > 0, numbers[-1] > 0
