@@ -48,7 +48,7 @@ class Segments:
     def kept(
         cls, cu: jax.Array, slots: jax.Array, held: jax.Array, kept_lens: jax.Array, num_rows: int | jax.Array
     ) -> Segments:
-        """Returns two segments for each sequence, of which only the first leaves a state, on its own row.
+        """Returns two segments for each sequence, of which the first alone leaves a state.
 
         Args:
             cu: int32[S + 1], where each sequence begins, and the number of tokens in use.

@@ -26,14 +26,13 @@ from torchax_serve.executors.draft_head import DraftHead
 from torchax_serve.executors.draft_model import DraftModel
 from torchax_serve.executors.fused_decode import decode_steps
 from torchax_serve.executors.media_slots import MediaSlots
-from torchax_serve.executors.packed_calls import abstract_step, all_logits, further
+from torchax_serve.executors.packed_calls import abstract_step, all_logits, forward_model, further
 from torchax_serve.executors.packed_drafts import PackedDrafts
 from torchax_serve.executors.packed_specs import PackedSpecs, StepBuckets
 from torchax_serve.executors.request_input import MediaInput, RequestInput
 from torchax_serve.executors.slot_adapters import SlotAdapters
 from torchax_serve.executors.step_inputs import FusedDecodeSpec, PackedStepSpec
 from torchax_serve.executors.verified_tokens import VerifiedTokens
-from torchax_serve.kv_cache.head_state import HeadedCache
 from torchax_serve.kv_cache.hybrid_cache import HybridCache
 from torchax_serve.kv_cache.pools import PagedCache
 from torchax_serve.sampling.sample import logprobs_of, with_rows
@@ -115,7 +114,8 @@ class PackedExecutor:
         self._drafts: PackedDrafts | None = None
         if speculative is not None:
             of_steps = self._forward, self._weights, cache, programs, compiled, self._specs
-            self._drafts = PackedDrafts(speculative, *of_steps, adapters=self._adapters, draft=draft)
+            of_model = functools.partial(forward_model, program)
+            self._drafts = PackedDrafts(speculative, *of_steps, of_model, adapters=self._adapters, draft=draft)
 
     @property
     def num_substitutes(self) -> int:
@@ -125,12 +125,10 @@ class PackedExecutor:
     def _forward(
         self, weights: Any, pools: tuple[Pool, ...], batch: PackedBatch, spec: PackedStepSpec
     ) -> tuple[jax.Array, tuple[Pool, ...], jax.Array | None]:
-        from model_adapters.program.packed_forward import forward_packed  # tracing needs torch, running does not
-
+        if self._head is None:
+            return forward_model(self._program, weights, pools, batch, spec, ())
         with batch_invariant(spec.batch_invariant):
-            if self._head is not None:
-                return self._head.forward(self._program, weights, pools, batch, spec.layout)
-            return *forward_packed(self._program, weights, pools, batch, spec.layout), None
+            return self._head.forward(self._program, weights, pools, batch, spec.layout)
 
     def _as_taken(self, pools: tuple[Pool, ...]) -> tuple[Pool, ...]:
         """Returns the pools of a program's end as the next program takes them."""
@@ -336,8 +334,7 @@ class PackedExecutor:
         self._media.assign(slot, source)
         if self._drafts is not None:
             self._drafts.assign(slot)
-        if isinstance(self.cache, HeadedCache):
-            self.cache.free_slot(slot)
+        self.cache.free_slot(slot)
 
     def prepare(self, plan: StepPlan) -> None:
         """Implements `Executor.prepare`: the decode steps of the plan's requests."""

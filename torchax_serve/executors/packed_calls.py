@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
-from model_adapters.caches.packed_batch import MediaTokens
+import jax
+
+from model_adapters.caches.packed_batch import MediaTokens, PackedBatch, Pool
 from model_adapters.ops.compressed_weight import Weights
+from model_adapters.ops.cpu.ffi import batch_invariant
 from torchax_serve.executors.base import AbstractStep
 from torchax_serve.executors.step_inputs import PackedStepSpec
+
+if TYPE_CHECKING:
+    from model_adapters.program.model_program import ModelProgram
 
 
 def further(scored: tuple[Any, Any] | None, media: MediaTokens | None) -> tuple[Any, ...]:
@@ -42,3 +48,18 @@ def abstract_step(
         args=args,
         donated=(0,),
     )
+
+
+def forward_model(
+    program: ModelProgram,
+    weights: Weights,
+    pools: tuple[Pool, ...],
+    batch: PackedBatch,
+    spec: PackedStepSpec,
+    layers: Sequence[int],
+) -> tuple[jax.Array, tuple[Pool, ...], jax.Array | None]:
+    """Returns logits and pools of a step, and the hidden states of `layers`; None for no layers."""
+    from model_adapters.program.packed_forward import forward_with_hidden  # tracing needs torch, running does not
+
+    with batch_invariant(spec.batch_invariant):
+        return forward_with_hidden(program, weights, pools, batch, spec.layout, layers)

@@ -43,12 +43,13 @@ class PackedDrafts:
 
     Args:
         config: Options of speculation.
-        forward: Forward of a packed step.
+        forward: Forward of a packed step, and of the draft head behind it.
         weights: Weights by name, or those of model and head.
         cache: Pools, replaced by each step.
         programs: Cache of compiled steps.
         compiled: Makes a cached function of the model.
         specs: Sizes of the executor's steps.
+        forward_model: The same of the model alone, which returns the hidden states of some layers, too.
         adapters: The adapter of each slot.
         draft: Model or head that drafts; None: drafts are looked up.
     """
@@ -62,11 +63,13 @@ class PackedDrafts:
         programs: ExecutableCache,
         compiled: Callable[..., CachedFunction],
         specs: PackedSpecs,
+        forward_model: Callable[..., Any],
         *,
         adapters: SlotAdapters,
         draft: DraftModel | DraftHead | None,
     ) -> None:
         self._forward, self._weights, self._cache, self._specs = forward, weights, cache, specs
+        self._forward_model, self._head = forward_model, draft if isinstance(draft, DraftHead) else None
         self._adapters, self._num_drafts = adapters, config.num_speculative_tokens
         self._pending: PendingTokens | None = None
         if cache.layout.has_states:
@@ -83,12 +86,12 @@ class PackedDrafts:
         return self._decoder.num_programs + self._catch_up.num_programs
 
     def _pools(self) -> tuple[Any, ...]:
-        """Returns the pools, and behind them pending tokens of a model with recurrent states."""
-        return self._cache.pools if self._pending is None else (*self._cache.pools, self._pending)
+        """Returns the pools, and in front of them pending tokens of a model with recurrent states."""
+        return self._cache.pools if self._pending is None else (self._pending, *self._cache.pools)
 
     def _keep(self, pools: tuple[Any, ...]) -> None:
         if self._pending is not None:
-            *pools, self._pending = pools  # type: ignore[assignment]
+            self._pending, *pools = pools  # type: ignore[assignment]
         self._cache.pools = tuple(pools)
 
     def _nothing(self, sharding: Any, lens: np.ndarray | None = None) -> PendingTokens:
@@ -142,8 +145,8 @@ class PackedDrafts:
     def _caught_up(
         self, weights: Any, pools: tuple[Any, ...], lens: jax.Array, numbers: jax.Array, spec: PackedStepSpec
     ) -> tuple[None, tuple[Any, ...]]:
-        """Computes pending tokens; `numbers` has the slot, whether it is used, and the pages of each row."""
-        *pages, pending = pools
+        """Computes pending tokens; `numbers` has slot, use and pages of each row."""
+        pending, *pools = pools  # type: ignore[assignment]
         size = (2 + spec.num_tables * spec.pages_per_seq) * spec.num_rows
         by_row = numbers[:size].reshape(-1, spec.num_rows)
         slots, first = by_row[0], jnp.where(by_row[1] > 0, lens[by_row[0]] - 1, 0)
@@ -156,16 +159,28 @@ class PackedDrafts:
             text.behind,
             has_rope_lens=spec.has_rope_lens,
         )
-        _, pages, *_ = self._forward(weights, tuple(pages), batch, spec)  # type: ignore[assignment]
-        return None, (*pages, text.kept(first, pending.ids[slots]))
+        _, pools, _ = self._of_model(weights, tuple(pools), batch, spec)
+        return None, (text.kept(first, pending.ids[slots]), *pools)
+
+    def _of_model(
+        self, weights: Any, pools: tuple[Any, ...], batch: PackedBatch, spec: PackedStepSpec
+    ) -> tuple[jax.Array, tuple[Any, ...], jax.Array | None]:
+        """Runs the model and not its head, whose pool and state stand behind those of the model."""
+        if self._head is None:
+            result: Any = self._forward_model(weights, pools, batch, spec, ())
+            return result
+        layout = dataclasses.replace(spec.layout, groups=spec.layout.groups[:-1], windows=spec.layout.windows[:-1])
+        spec = dataclasses.replace(spec, layout=layout)
+        logits, after, hidden = self._forward_model(weights.model, pools[:-2], batch, spec, self._head.loaded.layers)
+        return logits, (*after, *pools[-2:]), hidden
 
     def _verify(
         self, weights: Any, pools: tuple[Any, ...], batch: PackedBatch, spec: PackedStepSpec
     ) -> tuple[jax.Array, tuple[Pool, ...], jax.Array | None]:
-        """Computes the logits of a verify step, float[T, vocab], behind the pending tokens of its rows."""
-        if not isinstance(pools[-1], PendingTokens):
+        """Computes logits float[T, vocab] of a verify step, behind the pending tokens of its rows."""
+        if not isinstance(pools[0], PendingTokens):
             return self._forward(weights, pools, batch, spec)
-        *pages, pending = pools
+        pending, *pools = pools  # type: ignore[assignment]
         assert batch.slots is not None
         num_drafts, counts = pending.ids.shape[1], jnp.diff(batch.cu_q_lens)
         num_tokens = spec.num_tokens + spec.num_rows * num_drafts
@@ -184,14 +199,19 @@ class PackedDrafts:
         token = jnp.arange(spec.num_tokens, dtype=jnp.int32)
         row = jnp.minimum(num_at_most(batch.cu_q_lens[1:], token), spec.num_rows - 1)
         place = text.cu[row] + text.behind[row] + token - batch.cu_q_lens[row]
-        wide = dataclasses.replace(wide, last=jnp.clip(place, 0, num_tokens - 1))
+        place = jnp.clip(place, 0, num_tokens - 1)
+        wide = dataclasses.replace(wide, last=place)
         layout = dataclasses.replace(spec.layout, all_logits=False)
         wide_spec = dataclasses.replace(spec, num_tokens=num_tokens, layout=layout)
-        logits, after, _ = self._forward(weights, tuple(pages), wide, wide_spec)
+        logits, after, hidden = self._of_model(weights, tuple(pools), wide, wide_spec)
+        if self._head is not None:
+            assert hidden is not None
+            hidden = hidden[place]
+            after = (*after[:-2], *self._head.follow(weights, after[-2:], batch, hidden, spec.layout))
         drafts = starts[:, None] + 1 + jnp.arange(num_drafts, dtype=jnp.int32)
         ids = batch.token_ids[jnp.minimum(drafts, spec.num_tokens - 1)]
         kept: Any = text.kept(text.first + 1, ids)
-        return logits, (*after, kept), None
+        return logits, (kept, *after), hidden
 
     def temporary_bytes(self) -> int:
         """Returns the temporary bytes of the largest step."""
@@ -216,7 +236,7 @@ class PackedDrafts:
 
 @dataclasses.dataclass(frozen=True)
 class PendingRows:
-    """Tokens of a step with the pending ones of S rows in front of their new ones, padded to N, while it is traced."""
+    """Tokens of a step: of S rows pending ones and new ones, padded to N; while it is traced."""
 
     pending: PendingTokens
     slots: jax.Array  # int32[S]; the last row of `pending` for rows that are not used
@@ -253,7 +273,7 @@ class PendingRows:
         *,
         has_rope_lens: bool,
     ) -> PackedBatch:
-        """Returns the step of tokens `ids` int32[N], which keeps states behind `kept_lens` int32[S] of each row.
+        """Returns the step of tokens `ids` int32[N], which keeps states behind `kept_lens` int32[S].
 
         Adapters are int32[S].
         """
@@ -273,6 +293,6 @@ class PendingRows:
         )
 
     def kept(self, lens: jax.Array, ids: jax.Array) -> PendingTokens:
-        """Returns the pending tokens of rows whose states hold `lens` int32[S] tokens; `ids` follow these."""
+        """Returns what is pending of rows whose states hold `lens` int32[S] tokens; `ids` follow."""
         of_slots = self.pending.lens.at[self.slots].set(lens), self.pending.ids.at[self.slots].set(ids)
         return PendingTokens(*of_slots)

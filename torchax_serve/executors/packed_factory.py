@@ -89,8 +89,6 @@ def _layers(runtime: ModelRuntime, sizes: MemoryBudget) -> tuple[tuple[PagedLaye
     if found != RECURRENT and not isinstance(found, str):
         return found, None
     if found == RECURRENT:
-        if sizes.speculative is not None and isinstance(sizes.speculative.model, LoadedHead):
-            raise NotPackableError(f"{RECURRENT}; it runs packed without a draft head")
         found = programs.memoize("recurrent layers", described, lambda: recurrent_or_reason(runtime, sizes))
         if not isinstance(found, str) and not found[0] and sizes.kv_cache_dtype is not None:
             raise NotPackableError(f"{RECURRENT}, and none has pages, which kv_cache_dtype is for")
@@ -111,10 +109,11 @@ def _cache(
 ) -> PagedCache:
     slots = sizes.max_num_seqs
     pages = _allocator(runtime, begins_small=slots == 1 and head is None, has_states=recurrent is not None)
+    of_head = None if head is None else (head.width, head.dtype)
     if recurrent is not None:
-        return HybridCache(plan, recurrent, slots, num_snapshots, pages, scales)
-    if head is not None:
-        return HeadedCache(plan, slots, head.width, head.dtype, pages, scales)
+        return HybridCache(plan, recurrent, slots, num_snapshots, pages, scales, of_head)
+    if of_head is not None:
+        return HeadedCache(plan, slots, *of_head, pages, scales)
     return PagedCache(plan, pages, scales)
 
 

@@ -106,6 +106,11 @@ class SequenceForward:
         return found
 
     def _find_layout(self) -> CacheLayout:
+        if self.program.sliding_cache_unmasked:
+            raise UnsupportedModelError(
+                "a prompt sees tokens that steps have dropped from its sliding cache, so a request would be answered "
+                "differently after it had to make room for others"
+            )
         states, size = self._after_first(PROBE_LEN)
         # Columns of the key by pool; all of what is not a key and a value.
         k_dims = {

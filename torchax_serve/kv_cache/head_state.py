@@ -54,10 +54,15 @@ def without_slot(pools: tuple[Any, ...], slot: int) -> tuple[Any, ...]:
     return (*others, state.without(slot))
 
 
-def _empty_state(pages: PoolAllocator, num_slots: int, width: int, dtype: Any) -> HeadState:
+def empty_state(pages: PoolAllocator, num_slots: int, width: int, dtype: Any) -> HeadState:
     """Allocates the hidden states of all slots, of which nothing is known."""
-    hidden = pages.slot_states((num_slots, width), dtype)
+    hidden = pages.slot_states((num_slots, width), np.dtype(dtype))
     return HeadState(hidden, pages.slot_states((num_slots,), np.dtype(np.int32)))
+
+
+def hidden_bytes(num_slots: int, width: int, dtype: Any) -> int:
+    """Returns the bytes of the hidden states of all slots, and of their lengths."""
+    return num_slots * (width * np.dtype(dtype).itemsize + 4)
 
 
 class HeadedCache(PagedCache):
@@ -89,13 +94,13 @@ class HeadedCache(PagedCache):
     def reset(self) -> None:
         """Allocates pools and states again, all zeros."""
         super().reset()
-        state = _empty_state(self._pages, self._num_slots, self._width, self._dtype)
+        state = empty_state(self._pages, self._num_slots, self._width, self._dtype)
         self.pools = (*self.pools, state)  # type: ignore[arg-type]
 
     @property
     def state_bytes(self) -> int:
         """Bytes of the states of all slots."""
-        return self._num_slots * (self._width * self._dtype.itemsize + 4)
+        return hidden_bytes(self._num_slots, self._width, self._dtype)
 
     def free_slot(self, slot: int) -> None:
         """Drops the hidden state of a slot, which was given to another request."""
@@ -128,13 +133,13 @@ class HeadedCacheWithStates(PagedCacheWithStates):
     def reset(self) -> None:
         """Allocates pools and states again, all zeros."""
         super().reset()
-        state = _empty_state(self._pages, self._num_slots, self._width, self._dtype)
+        state = empty_state(self._pages, self._num_slots, self._width, self._dtype)
         self.pools = (*self.pools, state)  # type: ignore[arg-type]
 
     @property
     def state_bytes(self) -> int:
         """Bytes of the states of all slots."""
-        return super().state_bytes + self._num_slots * (self._width * self._dtype.itemsize + 4)
+        return super().state_bytes + hidden_bytes(self._num_slots, self._width, self._dtype)
 
     def free_slot(self, slot: int) -> None:
         """Drops the hidden state of a slot, which was given to another request."""

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from model_adapters.caches.packed_batch import pages_of
 from torchax_serve.kv_cache.hybrid_cache import HybridCache
 from torchax_serve.kv_cache.memory import SNAPSHOT_FRACTION
 from torchax_serve.kv_cache.pools import CacheAllocation, PagedCache, is_on_mesh, set_pages
@@ -55,7 +54,7 @@ class HostPools:
         self._per_call = [PAGES_PER_CALL] * len(self._layers)
         if isinstance(cache, HybridCache):
             states = cache.recurrent.states
-            self._layers.append(list(range(len(groups), len(groups) + len(states))))
+            self._layers.append(list(range(len(self._pools), len(self._pools) + len(states))))
             self._pools += [np.zeros((num_snapshots, *state.shape), state.dtype) for state in states]
             self._per_call.append(1)  # each is as large as hundreds of pages
         self._pending: collections.deque[tuple[int, list[int], tuple[jax.Array, ...]]] = collections.deque()
@@ -93,7 +92,7 @@ class HostPools:
 
     def _offload(self, group: int, pairs: list[tuple[int, int]]) -> None:
         pages, host_pages = zip(*pairs, strict=True)
-        gathered = _gather(self._cache.pages_of_layers(self._layers[group]), self._rows(group, pages))
+        gathered = _gather(self._on_device(group), self._rows(group, pages))
         for array in gathered:
             array.copy_to_host_async()
         self._pending.append((group, list(host_pages), gathered))
@@ -111,18 +110,28 @@ class HostPools:
             self._write_oldest()
         last = dict(pairs)  # a page that is a target twice has what came last
         sources = self._padded(group, tuple(last.values()))
-        layers = self._layers[group]
-        values = tuple(self._pools[layer][sources] for layer in layers)
-        pools = self._cache.pages_of_layers(layers)
+        values = tuple(self._pools[layer][sources] for layer in self._layers[group])
+        pools = self._on_device(group)
         written = _set_pages(pools, self._rows(group, tuple(last)), values, is_on_mesh=is_on_mesh(pools))
-        self._cache.set_pages_of_layers(layers, written)
+        if self._is_of_pages(group):
+            self._cache.set_pages_of_layers(self._layers[group], written)
+        else:
+            assert isinstance(self._cache, HybridCache)
+            self._cache.set_states_of_prefixes(written)
+
+    def _is_of_pages(self, group: int) -> bool:
+        return group < len(self.plan.groups)
+
+    def _on_device(self, group: int) -> tuple[jax.Array, ...]:
+        if self._is_of_pages(group):
+            return self._cache.pages_of_layers(self._layers[group])
+        assert isinstance(self._cache, HybridCache)
+        return self._cache.states_of_prefixes()
 
     def _rows(self, group: int, pages: Sequence[int]) -> np.ndarray:
         """Returns the rows of pools in which `pages` of a group are; snapshot i is row -1 - i."""
         padded = self._padded(group, pages)
-        if group < len(self.plan.groups):
-            return padded
-        return pages_of(self._cache.pools[self._layers[group][0]]).shape[0] - 1 - padded
+        return padded if self._is_of_pages(group) else self._on_device(group)[0].shape[0] - 1 - padded
 
     def _padded(self, group: int, pages: Sequence[int]) -> np.ndarray:
         """Returns int32 of the length of a call: `pages`, the last one repeated."""

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
+
+import jax
 
 from model_adapters.caches.packed_batch import LayerPools
 from torchax_serve.kv_cache.cache_layout import SlotStateSpec
+from torchax_serve.kv_cache.head_state import empty_state, hidden_bytes, without_slot
 from torchax_serve.kv_cache.pools import CacheAllocation, HeadScales, PagedCache, PoolAllocator
 
 
@@ -30,6 +34,7 @@ class RecurrentLayers:
 class HybridCache(PagedCache):
     """Pools of pages, behind them states ``[num_slots + num_snapshots, ...]`` of layers.
 
+    The pool of a draft head and its `HeadState` are last.
     Snapshots stand behind the slots, the first one last: snapshot i is row -1 - i, and row -1 takes what nobody reads.
 
     Args:
@@ -39,6 +44,7 @@ class HybridCache(PagedCache):
         num_snapshots: Number of snapshots, with snapshot 0, which is not used.
         pages: Allocator of pools and states; None: the default device.
         scales: Scales of each layer's pages if these are in 8 bits.
+        head: Columns and dtype of the hidden states that a draft head reads; None: there is none.
     """
 
     def __init__(
@@ -49,22 +55,59 @@ class HybridCache(PagedCache):
         num_snapshots: int = 1,
         pages: PoolAllocator | None = None,
         scales: Sequence[HeadScales] | None = None,
+        head: tuple[int, Any] | None = None,
     ) -> None:
         self.recurrent, self.num_snapshots = recurrent, num_snapshots
-        self._num_rows = num_slots + num_snapshots
+        self._num_slots, self._head = num_slots, head
+        self.num_model_pools = 1 + max((kept.pages for kept in recurrent.layers if kept.pages is not None), default=-1)
+        if scales is not None:
+            scales = [*scales, *([None] * (len(plan.shapes) - len(scales)))]  # type: ignore[list-item]
         super().__init__(plan, pages, scales)
         self.layout = dataclasses.replace(plan.layout, layers=recurrent.layers)
 
     def reset(self) -> None:
         """Allocates pools and states again, all zeros."""
         super().reset()
-        states = (
-            self._pages.slot_states((self._num_rows, *state.shape), state.dtype, is_of_heads=state.is_of_heads)
+        rows, of_model = self._num_slots + self.num_snapshots, self.num_model_pools
+        states = tuple(
+            self._pages.slot_states((rows, *state.shape), state.dtype, is_of_heads=state.is_of_heads)
             for state in self.recurrent.states
         )
-        self.pools = (*self.pools, *states)
+        of_head: tuple[Any, ...] = self.pools[of_model:]
+        if self._head is not None:
+            of_head += (empty_state(self._pages, self._num_slots, *self._head),)
+        self.pools = (*self.pools[:of_model], *states, *of_head)
+
+    def free_slot(self, slot: int) -> None:
+        """Drops the hidden state of a slot, which was given to another request."""
+        if self._head is not None:
+            self.pools = without_slot(self.pools, slot)
+
+    def pages_of_layers(self, layers: Sequence[int]) -> tuple[jax.Array, ...]:
+        """Returns the pages of some layers; a head's stand behind the states."""
+        return super().pages_of_layers(self._places(layers))
+
+    def set_pages_of_layers(self, layers: Sequence[int], pages: Sequence[jax.Array]) -> None:
+        """Replaces the pages of some layers, such as donated ones."""
+        super().set_pages_of_layers(self._places(layers), pages)
+
+    def _places(self, layers: Sequence[int]) -> list[int]:
+        behind = len(self.recurrent.states)
+        return [layer if layer < self.num_model_pools else layer + behind for layer in layers]
+
+    def states_of_prefixes(self) -> tuple[jax.Array, ...]:
+        """Returns the states of slots and snapshots, ``[num_slots + num_snapshots, ...]`` each."""
+        of_model = self.num_model_pools
+        states: Any = self.pools[of_model : of_model + len(self.recurrent.states)]
+        return states
+
+    def set_states_of_prefixes(self, states: Sequence[jax.Array]) -> None:
+        """Replaces the states, such as donated ones."""
+        of_model = self.num_model_pools
+        self.pools = (*self.pools[:of_model], *states, *self.pools[of_model + len(states) :])
 
     @property
     def state_bytes(self) -> int:
         """Bytes of the states of all slots and snapshots."""
-        return self.recurrent.num_bytes(self._num_rows)
+        num_bytes = self.recurrent.num_bytes(self._num_slots + self.num_snapshots)
+        return num_bytes if self._head is None else num_bytes + hidden_bytes(self._num_slots, *self._head)

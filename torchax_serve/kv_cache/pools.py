@@ -220,6 +220,9 @@ class PagedCache:
         )
         give_back_freed()  # zeros that pools were made of
 
+    def free_slot(self, slot: int) -> None:
+        """Drops what is kept besides pages of the request that had `slot`, which another one gets."""
+
     def release(self) -> None:
         """Frees the pools until `reset`."""
         self.pools = ()
