@@ -17,6 +17,7 @@ from model_adapters.errors import TorchaxServeError
 from torchax_serve import EngineOptions, Hosts, follow, serve
 from torchax_serve.engine.factory import build_engine
 from torchax_serve.engine.request import EngineRequest
+from torchax_serve.parity.tiny.config import tiny_config
 
 PROMPTS = [[5, 9, 17, 3], list(range(3, 40)), [8, 8, 2]]
 ALWAYS = {"max_new_tokens": 12, "min_new_tokens": 12, "pad_token_id": 0}
@@ -44,7 +45,9 @@ def config_of(action):
     if action == "recurrent":
         return transformers.Lfm2Config(**SIZES | {"num_key_value_heads": 8}, layer_types=["conv", "full_attention"])
     if action == "per_sequence":
-        return transformers.ZayaConfig(**SIZES | {"num_key_value_heads": 8})
+        config = tiny_config("inkling_text")
+        config.vocab_size = config.unpadded_vocab_size = 61
+        return config
     return transformers.LlamaConfig(**SIZES, head_dim=8)
 
 
@@ -96,6 +99,7 @@ def recurrent(served):
     for pool in served.engine._runner._cache.pools:
         assert pool.sharding.num_devices == 8, pool.sharding
     in_8_bits(served, "recurrent")
+    with_drafts(served, "recurrent")
     print("same tokens", served.engine.description)
 
 
@@ -144,11 +148,11 @@ def in_8_bits(served, action="tokens"):
     assert rows[1] == rows[0], f"{rows[1]} is not {rows[0]}"
 
 
-def with_drafts(served):
+def with_drafts(served, action="tokens"):
     """Verify steps on all hosts have the tokens of one device without drafts, and accept what one device does."""
     options = dataclasses.replace(OPTIONS, speculative={"num_speculative_tokens": 3, "adaptive": False})
     rows, counts = [], []
-    with serve(model_of()) as alone:
+    with serve(model_of(action)) as alone:
         for model, own in ((alone, OPTIONS), (alone, options), (served, options)):
             engine = build_engine(model._generator()._jax_runtime, own)
             asked = [[17, 4, 9, 33] * 5, [8, 8, 2] * 6, PROMPTS[0]]
@@ -161,7 +165,7 @@ def with_drafts(served):
             counts.append((stats.num_draft_tokens, stats.num_accepted_tokens))
             engine.close()
     assert rows[1] == rows[0] and rows[2] == rows[0], rows
-    assert counts[2] == counts[1] and counts[1][1] > 0, counts
+    assert counts[2] == counts[1] and counts[1][action == "tokens"] > 0, counts  # some accepted, or some drafted
     try:
         head = {"method": "draft_model", "model": "any"}
         build_engine(served._generator()._jax_runtime, dataclasses.replace(OPTIONS, speculative=head))

@@ -32,12 +32,13 @@ def eager_tokens(model, asked, num_new):
     return [output[0, ids.shape[1] :].tolist() for output, ids in zip(outputs, prompts, strict=True)]
 
 
-@pytest.fixture(scope="module", params=["falcon_h1", *map(thorough, ("mamba", "lfm2_moe", "bloom"))])
+@pytest.fixture(scope="module", params=["falcon_h1", "bloom", *map(thorough, ("mamba", "lfm2_moe"))])
 def pair(request):
     """A model without and one with speculation."""
     options = SIZES, dataclasses.replace(SIZES, speculative=NGRAM)
     models = [serve(tiny(request.param), engine=each) for each in options]
     models[1].engine.check_integrity = True
+    assert ("per-sequence" in models[1].engine.description) == (request.param == "bloom")
     yield models
     for model in models:
         model.close()
