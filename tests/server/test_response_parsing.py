@@ -525,3 +525,28 @@ def test_models_of_no_known_family_are_read_in_the_common_forms(answer, known):
     for answer in PROSE:
         parser = AnswerParser(family, "", TOOLS)
         assert "".join(step.content for step in [*map(parser.push, answer), parser.flush()]) == answer
+
+
+@pytest.mark.parametrize("family", sorted(BY_NAME))
+def test_special_tokens_are_shown_where_they_are_texts_of_the_family(family):
+    special = [
+        "<|tool_call_begin|>",
+        "<｜tool▁call▁begin｜>",
+        "[TOOL_CALLS]",
+        "[/THINK]",
+        "<|python_tag|>",
+        '<|"|>',
+        "<think>",
+    ]
+    own = {
+        "kimi": {"<|tool_call_begin|>", "<think>"},
+        "deepseek": {"<｜tool▁call▁begin｜>", "<think>"},
+        "deepseek-v3.1": {"<｜tool▁call▁begin｜>", "<think>"},
+        "mistral": {"[TOOL_CALLS]", "[/THINK]"},
+        "mistral-list": {"[TOOL_CALLS]", "[/THINK]"},
+        "llama": {"<|python_tag|>"},
+        "llama4": set(),
+        "gemma4": {'<|"|>'},
+        "gpt-oss": set(special),
+    }
+    assert {text for text in special if BY_NAME[family].has_text(text)} == own.get(family, {"<think>"})

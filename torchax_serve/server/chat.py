@@ -142,6 +142,7 @@ def _start_answers(context: ServerContext, service: ModelService, body: ChatRequ
         skip_special_tokens=body.skip_special_tokens is not False,
         include_stop=bool(body.include_stop_str_in_output),
         is_parsed=is_parsed,
+        silent_ids=service.silent_ids(family) if is_parsed and family is not None else (),
         default_max_new_tokens=service.max_model_len or DEFAULT_CHAT_MAX_NEW_TOKENS,
         first_token_timeout_s=context.options.first_token_timeout_s,
     )

@@ -97,6 +97,7 @@ class ModelService:
         self.created = int(time.time())
         self.harmony: Any | None = None
         self._options = options
+        self._silent_ids: dict[tuple[str, int], frozenset[int]] = {}  # by the name of a family, number of fields
         self._pool = concurrent.futures.ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="request")
 
     async def run(self, function: Callable[..., Result], *args: Any) -> Result:
@@ -181,6 +182,14 @@ class ModelService:
         """Ids of the tokenizer's special tokens by their text."""
         tokenizer: Any = self.model.tokenizer
         return {token.content: index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+
+    def silent_ids(self, family: ResponseFamily) -> frozenset[int]:
+        """Returns the special tokens that are no text of a family, and so none of its answers'."""
+        key = (family.name, len(family.template["fields"]))
+        if key not in self._silent_ids:
+            found = {index for text, index in self.special_ids.items() if not family.has_text(text)}
+            self._silent_ids[key] = frozenset(found)
+        return self._silent_ids[key]
 
     @functools.cached_property
     def family(self) -> ResponseFamily | None:

@@ -65,7 +65,7 @@ MISTRAL_CALLS: Sequence[Mapping[str, Any]] = [_MISTRAL_NAMED, _MISTRAL_LIST]
 _KIMI_OPENINGS = ("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>")
 
 
-def _llama(token: str) -> list[dict[str, Any]]:
+def _llama(token: str) -> list[Mapping[str, Any]]:
     """Returns the fields of Llama's calls, which are complete answers.
 
     Args:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -44,6 +46,14 @@ class ResponseFamily:
     is_harmony: bool = False
     id_form: IdForm = "any"
     thoughts: tuple[str, str] | None = None
+
+    def has_text(self, text: str) -> bool:
+        """Returns whether a text is one of the format's."""
+        return self.is_harmony or text in self._texts
+
+    @functools.cached_property
+    def _texts(self) -> str:
+        return json.dumps(self.template, ensure_ascii=False).replace("\\", "")  # without escapes of patterns
 
     @property
     def reads_calls(self) -> bool:
