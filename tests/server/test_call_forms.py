@@ -246,7 +246,7 @@ def test_gemma_takes_any_arguments_without_a_schema(compiler, tokenizer):
     ("schema", "said"),
     [
         ({"type": "string", "format": "date"}, "the keyword 'format'"),
-        ({"allOf": [{"type": "string"}]}, "the keyword 'allOf'"),
+        ({"contains": {"type": "string"}, "type": "array"}, "the keyword 'contains'"),
         ({"type": "array", "uniqueItems": True}, "the keyword 'uniqueItems'"),
         ({"type": "set"}, "the type 'set'"),
         ({"enum": [[1]]}, "enum or const with objects"),
@@ -269,3 +269,70 @@ def test_names_of_arguments_that_a_form_cannot_have():
     ]
     with pytest.raises(ApiError, match="without <, > and line breaks"):
         call_grammar(FORMS["qwen-xml"].call, tools, {}, is_forced=True, max_calls=1)
+
+
+BASE = {"type": "object", "properties": {"id": {"type": "integer", "maximum": 9, "minimum": 0}}, "required": ["id"]}
+MAIL, PHONE = ({"properties": {key: {"enum": ["x", "y"]}}, "required": [key]} for key in ("mail", "phone"))
+COMBINED = {
+    "anyOf": ({**BASE, "anyOf": [MAIL, PHONE]}, {"id": 1, "mail": "x"}, {"id": 1}),
+    "oneOf": ({**BASE, "oneOf": [MAIL, PHONE]}, {"id": 1, "phone": "y"}, {"id": 1, "mail": "x", "phone": "y"}),
+    "allOf": ({"allOf": [{"$ref": "#/$defs/base"}, MAIL], "$defs": {"base": BASE}}, {"id": 1, "mail": "y"}, {"id": 1}),
+    "$ref": ({"$ref": "#/$defs/base", "$defs": {"base": BASE}}, {"id": 1}, {}),
+    "required alone": ({**BASE, "required": ["id", "further"]}, {"further": "1", "id": 1}, {"id": 1}),
+    "text or null": (
+        {**BASE, "properties": {"mail": {"anyOf": [{"enum": ["x"]}, {"type": "null"}]}}, "required": ["mail"]},
+        {"mail": None},
+        {"mail": "z"},
+    ),
+    "neutral": (
+        {
+            **BASE,
+            "properties": {"a": {"type": "array", "items": {"enum": [1]}, "uniqueItems": False}},
+            "required": ["a"],
+        },
+        {"a": [1, 1]},
+        {"a": [2]},
+    ),
+}
+
+
+def call_text(family, arguments):
+    """A call as templates write it."""
+    if family == "gemma4":
+
+        def value(each):
+            if isinstance(each, dict):
+                return "{" + ",".join(f"{key}:{value(inner)}" for key, inner in sorted(each.items())) + "}"
+            return f'<|"|>{each}<|"|>' if isinstance(each, str) else json.dumps(each, separators=(",", ":"))
+
+        return f"<|tool_call>call:f{value(arguments)}<tool_call|>"
+    if family == "qwen-xml":
+        texts = {key: each if isinstance(each, str) else json.dumps(each) for key, each in arguments.items()}
+        body = "".join(f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in texts.items())
+        return f"<tool_call>\n<function=f>\n{body}</function>\n</tool_call>"
+    return f'<tool_call>\n{{"name": "f", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("family", ["gemma4", "qwen-xml", "hermes"])
+@pytest.mark.parametrize("name", COMBINED)
+def test_calls_are_held_to_combined_schemas(compiler, tokenizer, family, name):
+    schema, taken, refused = COMBINED[name]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    orders = [dict(reversed(taken.items())), taken]
+    assert any(
+        takes(masks_of(compiler, tokenizer, family, tools), tokenizer, call_text(family, order)) for order in orders
+    )
+    assert not takes(masks_of(compiler, tokenizer, family, tools), tokenizer, call_text(family, refused))
+    ((_, arguments),) = calls_of(family, call_text(family, taken), tools)
+    assert arguments == taken
+
+
+def test_texts_of_arguments_are_held_to_patterns(compiler, tokenizer):
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "string", "pattern": "^[a-z]{2}$"}, "b": {"type": "string", "maxLength": 2}},
+    }
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    for arguments, is_valid in (({"a": "xy", "b": "é1"}, True), ({"a": "x"}, False), ({"b": "xyz"}, False)):
+        text = call_text("qwen-xml", arguments)
+        assert takes(masks_of(compiler, tokenizer, "qwen-xml", tools), tokenizer, text) == is_valid

@@ -11,7 +11,7 @@ import pydantic
 import pytest
 from thorough import thorough
 
-from torchax_serve.sampling.grammar import closed
+from torchax_serve.sampling.json_schema import closed
 
 QUESTION = [{"role": "user", "content": "What is 3 plus 4?"}]
 SCHEMA = {
@@ -70,7 +70,8 @@ def test_objects_have_no_properties_that_the_schema_does_not_name():
     said = {"properties": {"a": {}}, "additionalProperties": True}
     assert closed(said) == said
     joined = {"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]}
-    assert closed(joined) == joined
+    names = [{"properties": {key: {}, other: {}}, "additionalProperties": False} for key, other in ("ab", "ba")]
+    assert closed(joined) == {"allOf": names}
 
 
 def test_any_json_object(client):

@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 from running_server import serving
@@ -181,7 +182,24 @@ def test_bad_tools_are_named(client, fields, param):
     assert caught.value.param == param
 
 
-def test_tools_of_a_model_without_them_are_refused(server):
+def test_tools_of_a_model_without_them_are_called_in_a_common_form(server):
+    """Its template has no place for tools: the prompt has them in its text, and answers are read in common forms."""
     plain = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-    with plain, pytest.raises(openai.BadRequestError, match="response-template"):
-        ask(plain)
+    written = 'I look.\n{"name": "clock", "arguments": {}}'.partition("\n")[2]
+    with plain:
+        for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
+            answer = ask(plain, tool_choice=choice, parallel_tool_calls=False, max_tokens=140).choices[0]
+            (call,) = answer.message.tool_calls
+            assert answer.finish_reason == "tool_calls" and call.function.name in ("weather", "clock")
+            assert set(json.loads(call.function.arguments)) in ({"city", "days"}, set())
+        answer = ask(plain, extra_body={"structured_outputs": {"choice": [written]}}, max_tokens=80).choices[0]
+        assert [call.function.name for call in answer.message.tool_calls] == ["clock"]
+        messages = [
+            *QUESTION,
+            {"role": "assistant", "content": None, "tool_calls": [answer.message.tool_calls[0].model_dump()]},
+            {"role": "tool", "tool_call_id": answer.message.tool_calls[0].id, "content": "12:00"},
+        ]
+        assert ask(plain, messages=messages, max_tokens=5).choices[0].finish_reason in ("stop", "length")
+    body = {"model": "tiny", "messages": messages, "tools": TOOLS}
+    prompt = httpx.post(f"{server.url}/v1/chat/completions/render", json=body).json()["prompt"]
+    assert '"name": "weather"' in prompt and "12:00" in prompt and '"arguments": {}' in prompt

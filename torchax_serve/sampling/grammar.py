@@ -16,6 +16,7 @@ import numpy as np
 
 from model_adapters.errors import InvalidArgumentError, NoTokenLeftError, UnsupportedModelError
 from torchax_serve.sampling.grammar_check import grammar_error
+from torchax_serve.sampling.json_schema import closed
 
 MAX_CACHED = 128
 """Most compiled grammars that are kept."""
@@ -25,47 +26,14 @@ JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separ
 
 
 def json_grammar(schema: Mapping[str, Any]) -> str:
-    """Returns the grammar of JSON texts that follow a JSON schema, as `closed` makes it."""
+    """Returns the grammar of JSON texts that follow the closed form of a JSON schema.
+
+    It is that of `torchax_serve.sampling.json_schema.closed`.
+    """
     from llguidance import LLMatcher
 
     options: Any = JSON_OPTIONS
     return str(LLMatcher.grammar_from_json_schema(json.dumps(closed(schema)), overrides=options))
-
-
-def closed(schema: Any) -> Any:
-    """Returns a schema whose objects have no further properties where it does not say.
-
-    What follows it is valid.
-
-    Models would else write properties without end. A schema that joins several by ``allOf`` is returned unchanged:
-    each of them would forbid the properties of the others.
-    """
-    return schema if _joins(schema) else _closed(schema)
-
-
-def _joins(schema: Any) -> bool:
-    if isinstance(schema, list):
-        return any(map(_joins, schema))
-    if not isinstance(schema, dict):
-        return False
-    joined = schema.get("allOf")
-    is_joined = isinstance(joined, list) and (len(joined) > 1 or "properties" in schema)
-    return is_joined or any(map(_joins, schema.values()))
-
-
-_OPEN = ("additionalProperties", "unevaluatedProperties", "patternProperties", "anyOf", "oneOf", "allOf", "$ref")
-_DATA = ("enum", "const", "default", "examples")  # whose values are no schemas
-
-
-def _closed(schema: Any) -> Any:
-    if isinstance(schema, list):
-        return [_closed(each) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    found = {name: value if name in _DATA else _closed(value) for name, value in schema.items()}
-    if isinstance(schema.get("properties"), dict) and not any(name in schema for name in _OPEN):
-        found["additionalProperties"] = False
-    return found
 
 
 def regex_grammar(pattern: str) -> str:

@@ -8,23 +8,31 @@ from __future__ import annotations
 
 import json
 import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 DEADLINE_S = 5.0
-"""Most seconds that a check may take."""
+"""Most seconds of a processor that a check may take."""
+STUCK_S = 300.0
+"""Seconds of the clock after which a check is given up that does not use a processor."""
 MAX_BYTES = 2 << 30
 """Most bytes of address space that a check may take."""
 
 
 def grammar_error(grammar: str, deadline_s: float = DEADLINE_S) -> str | None:
-    """Returns why a grammar of llguidance is not valid; None if it is."""
+    """Returns why a grammar of llguidance is not valid; None if it is.
+
+    The deadline counts processor time of the check, which other processes may hold up for longer.
+    """
     job = json.dumps({"path": sys.path, "grammar": grammar, "seconds": deadline_s, "bytes": MAX_BYTES})
     command = [sys.executable, "-I", str(Path(__file__))]
     try:
-        done = subprocess.run(command, input=job.encode(), capture_output=True, timeout=deadline_s + 2.0, check=False)
+        done = subprocess.run(command, input=job.encode(), capture_output=True, timeout=STUCK_S, check=False)
     except subprocess.TimeoutExpired:
+        return f"it has not been compiled within {STUCK_S:g} s"
+    if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
         return f"it takes more than {deadline_s:g} s to compile"
     if done.returncode != 0:
         return f"it takes too much time or memory to compile (exit status {done.returncode})"

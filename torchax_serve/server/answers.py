@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torchax_serve.engine.request_handle import RequestHandle, RequestOutput, TokenStream, cancel_on_error
@@ -126,6 +126,7 @@ class AnswerOptions:
         skip_special_tokens: Whether texts leave special tokens out.
         include_stop: Whether texts have the stop string.
         is_parsed: Whether texts are parsed: special tokens are part of them, those that end an answer are not.
+        silent_ids: Further special tokens that are no part of parsed texts.
         default_max_new_tokens: Most tokens where neither the request nor the model says.
         first_token_timeout_s: Seconds until the first token of each answer; None for any time.
     """
@@ -134,6 +135,7 @@ class AnswerOptions:
     skip_special_tokens: bool = True
     include_stop: bool = False
     is_parsed: bool = False
+    silent_ids: Collection[int] = ()
     default_max_new_tokens: int = 16
     first_token_timeout_s: float | None = None
 
@@ -192,5 +194,5 @@ def _decoder(model: TextModel, request: PreparedPrompt, options: AnswerOptions) 
         request.eos_token_ids,
         request.params.stop_token_ids or (),
         include_stop=options.include_stop,
-        silent_ids=request.eos_token_ids if options.is_parsed else (),
+        silent_ids={*request.eos_token_ids, *options.silent_ids} if options.is_parsed else (),
     )

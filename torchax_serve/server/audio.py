@@ -18,7 +18,7 @@ from torchax_serve.server.audio_files import decode_audio, resampled
 from torchax_serve.server.body import check_scalars
 from torchax_serve.server.context import ServerContext, context_of
 from torchax_serve.server.errors import ApiError, bad_request
-from torchax_serve.server.request_fields import ApiRequest, honoured, no_effect, refused
+from torchax_serve.server.request_fields import ApiRequest, ModelName, honoured, no_effect, refused
 from torchax_serve.server.sse import EventStream, until_disconnect
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class TranscriptionRequest(ApiRequest):
 
     routes: ClassVar[tuple[str, ...]] = ("/v1/audio/transcriptions", "/v1/audio/translations")
     file: Annotated[Any, honoured("wav, flac, ogg or mp3, bounded in bytes and seconds")] = None
-    model: Annotated[str, honoured("a name in `/v1/models`; another one is 404")]
+    model: Annotated[ModelName, honoured("a name in `/v1/models`, another one is 404; without it, the served one")] = ""
     language: Annotated[str | None, honoured("of the audio, as the model names it")] = None
     response_format: Annotated[
         Literal["json", "text", "verbose_json", "srt", "vtt"] | None,
@@ -97,7 +97,7 @@ async def _answer(request: Request, task: str) -> Any:
     service.require("transcribe", request.scope["path"])
     fields, data = await _read_form(request, context)
     body = TranscriptionRequest.parse(fields)
-    service.check_name(body.model, request.state.key)
+    service.settle_name(body, request.state.key)
     assert service.model.transcribes
     model = cast("SpeechModel", service.model)
     options = _options(model, body, task) | _limits(context)

@@ -8,9 +8,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from torchax_serve.sampling.grammar import JSON_OPTIONS, closed
+from model_adapters.errors import InvalidArgumentError
+from torchax_serve.sampling.flat_schema import alternatives_of
+from torchax_serve.sampling.grammar import JSON_OPTIONS
+from torchax_serve.sampling.json_schema import closed
 from torchax_serve.server.dialect_grammar import DialectRules
 from torchax_serve.server.errors import bad_request
+from torchax_serve.server.schema_types import types_of, values_of
 
 _TEXT = r"TEXT: /(.|\n)*/"
 
@@ -26,6 +30,7 @@ class CallForm:
         quotes_name: Whether the name is a JSON string.
         argument: Text in front of an argument's name, between it and its value, and behind that; None where all
             arguments are one JSON object.
+        has_index: Whether a colon and a number stand behind the name.
         delimiter: Text around strings, where the object has bare keys (`torchax_serve.server.dialect_grammar`).
     """
 
@@ -38,6 +43,7 @@ class CallForm:
     quotes_name: bool = False
     argument: tuple[str, str, str] | None = None
     delimiter: str | None = None
+    has_index: bool = False
 
 
 def call_grammar(
@@ -60,7 +66,10 @@ def call_grammar(
     Raises:
         ApiError: 400 for names of arguments that the form cannot have.
     """
-    return "\n".join(_Rules(form, tools, special_ids, is_forced=is_forced, max_calls=max_calls).lines())
+    try:
+        return "\n".join(_Rules(form, tools, special_ids, is_forced=is_forced, max_calls=max_calls).lines())
+    except InvalidArgumentError as error:
+        raise bad_request(f"tools: {error}", "tools", "invalid_value") from error
 
 
 class _Rules:
@@ -112,11 +121,12 @@ class _Rules:
         form, name = self._form, str(function["name"])
         shown = _quoted(json.dumps(name) if form.quotes_name else name)
         schema = function.get("parameters") or {"type": "object"}
+        shown += r' ":" /[0-9]{1,4}/' if form.has_index else ""
         head, tail = f"call_{index}: {shown} {self._literal(form.middle)}", self._literal(form.end)
         if form.delimiter is not None:
             rules = self._dialect(index, schema)
             is_free = not (self._is_forced or function.get("strict"))
-            yield f"{head} {rules.value({'type': 'object'} if is_free else {'type': 'object', **schema})} {tail}"
+            yield f"{head} {rules.value({'type': 'object'} if is_free else {'type': 'object', **rules.root})} {tail}"
             yield from rules.lines()
             if index == 0 and form.delimiter not in self._special_ids:
                 yield f"string[lazy]: TEXT {_quoted(form.delimiter)}"
@@ -126,14 +136,17 @@ class _Rules:
             held = {"type": "object"} if is_free else closed(schema)
             yield f"{head} {_json(held)} {tail}"
             return
-        properties = schema.get("properties") or {}
-        required = schema.get("required") or ()
-        parts = []
-        for number, (key, value) in enumerate(properties.items()):
-            rule = f"argument_{index}_{number}"
-            parts.append(rule if key in required else f"{rule}?")
-            yield f"{rule}: {self._argument(name, key, value, schema)}"
-        yield f"{head} {' '.join(parts)} {tail}"
+        root = closed(schema)
+        bodies, number = [], 0
+        for each in _objects(root, name):
+            required, parts = each.get("required") or (), []
+            for key, value in (each.get("properties") or {}).items():
+                rule, number = f"argument_{index}_{number}", number + 1
+                parts.append(rule if key in required else f"{rule}?")
+                yield f"{rule}: {self._argument(name, key, value, root)}"
+            bodies.append(" ".join(parts))
+        is_one = len(bodies) == 1
+        yield f"{head} {bodies[0] if is_one else '(' + ' | '.join(f'({body})' for body in bodies) + ')'} {tail}"
         if index == 0:
             yield f"string[lazy]: TEXT {_quoted(form.argument[2])}"
 
@@ -150,15 +163,16 @@ class _Rules:
             message = f"tools: expected names of arguments without <, > and line breaks, got {key[:40]!r} of {name}"
             raise bad_request(message, "tools", "invalid_value")
         head = self._literal(begin + key + middle)
-        values = (
-            schema.get("enum", [schema["const"]] if "const" in schema else None) if isinstance(schema, dict) else []
+        if (values := values_of(schema, root)) is not None:
+            texts = [each if isinstance(each, str) else json.dumps(each, ensure_ascii=False) for each in values]
+            return f"{head} ({' | '.join(map(_quoted, texts))}) {self._literal(end)}"
+        kinds = types_of(schema, root)
+        if not kinds or "string" in kinds:
+            pattern = _pattern(schema)
+            return f"{head} string" if pattern is None else f"{head} /{pattern}/ {self._literal(end)}"
+        held = (
+            {**({"$defs": root["$defs"]} if "$defs" in root else {}), **schema} if isinstance(schema, dict) else schema
         )
-        if isinstance(values, list) and values and all(isinstance(each, str) for each in values):
-            return f"{head} ({' | '.join(map(_quoted, values))}) {self._literal(end)}"
-        if isinstance(schema, dict) and schema.get("type") == "string":
-            return f"{head} string"
-        shared = {field: root[field] for field in ("$defs", "definitions") if field in root}
-        held = {**shared, **closed(schema)} if isinstance(schema, dict) else schema
         return f"{head} {_json(held)} {self._literal(end)}"
 
     def _literal(self, text: str) -> str:
@@ -170,6 +184,33 @@ class _Rules:
             begin = found.end()
         parts += [_quoted(text[begin:])] if begin < len(text) else []
         return " ".join(parts)
+
+
+def _objects(root: Any, name: str) -> list[dict[str, Any]]:
+    """Returns the alternatives of a function's arguments."""
+    try:
+        found = alternatives_of(root, root)
+    except InvalidArgumentError as error:
+        raise bad_request(f"tools: the schema of {name}: {error}", "tools", "invalid_value") from error
+    if not found or "oneOf" in root:
+        got = "oneOf with parts that a value may follow together" if found else "one that no value follows"
+        message = f"tools: expected a schema of {name} that calls can be held to, got {got}"
+        raise bad_request(message, "tools", "invalid_value")
+    return found
+
+
+def _pattern(schema: Any) -> str | None:
+    """Returns the regular expression of a text's schema; None for any text."""
+    if not isinstance(schema, dict) or schema.get("type") != "string":
+        return None
+    if (given := schema.get("pattern")) is not None:
+        begin = "" if given.startswith("^") else r"(.|\n)*"
+        is_end = re.search(r"(?<!\\)(\\\\)*\$\Z", given) is not None
+        body = given.removeprefix("^")
+        body = body[:-1] if is_end else body
+        return f"{begin}({body}){'' if is_end else r'(.|' + chr(92) + 'n)*'}".replace("/", r"\/")
+    least, most = schema.get("minLength", 0), schema.get("maxLength")
+    return None if not least and most is None else rf"(.|\n){{{least},{'' if most is None else most}}}"
 
 
 def _quoted(text: str) -> str:

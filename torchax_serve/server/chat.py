@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import re
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
+from model_adapters.errors import ChatTemplateError
 from torchax_serve.server.answers import Answer, AnswerOptions
 from torchax_serve.server.body import read_request
 from torchax_serve.server.chat_answer import ChatCompletion
+from torchax_serve.server.common_calls import reads_tools, with_tools_as_text
 from torchax_serve.server.context import ServerContext, context_of, follow
 from torchax_serve.server.errors import ApiError, bad_request
 from torchax_serve.server.harmony import HarmonyParser
 from torchax_serve.server.model_service import ChatPrompt, ModelService, adapter_of, scoped_salt
+from torchax_serve.server.notes import note_once
 from torchax_serve.server.options import ServerOptions
 from torchax_serve.server.remote_files import with_remote_files
-from torchax_serve.server.request_checks import check_counts
+from torchax_serve.server.request_checks import check_counts, truncated
 from torchax_serve.server.response_parsing import AnswerParser
 from torchax_serve.server.sampling import renamed_error, sampling_params
 from torchax_serve.server.schemas import ChatRequest
 from torchax_serve.server.sse import EventStream, until_disconnect
 from torchax_serve.server.structured import Grammar, grammar_of, masks_of
 from torchax_serve.server.tools import ToolPlan, plan_tools, reasoning_end
-from torchax_serve.text.chat_template import ChatOptions
+from torchax_serve.text.chat_template import RESERVED, ChatOptions
 from torchax_serve.text.prompt import DEFAULT_CHAT_MAX_NEW_TOKENS
+from torchax_serve.validation.argument_checks import short_repr
 
 PROMPT_END_TOKENS = 256
 """Tokens at the end of a prompt whose text shows how the answer begins."""
@@ -41,7 +49,7 @@ async def chat_completions(request: Request) -> Any:
     service = context.service()
     service.require("chat", "/v1/chat/completions")
     body = await read_request(request, context.options, ChatRequest)
-    service.check_name(body.model, request.state.key, may_be_adapter=True)
+    service.settle_name(body, request.state.key, may_be_adapter=True)
     check_counts(body, context.options.request)
     body = await with_files(body, context.options)
     try:
@@ -65,13 +73,28 @@ async def with_files(body: ChatRequest, options: ServerOptions) -> ChatRequest:
 
 def chat_options(service: ModelService, body: ChatRequest, plan: ToolPlan) -> ChatOptions:
     """Returns the options of the chat template in a request."""
-    variables = dict(body.chat_template_kwargs or {})
+    variables = read_variables(service, body.chat_template_kwargs)
     if body.reasoning_effort is not None:
         if "reasoning_effort" in service.template:
             variables.setdefault("reasoning_effort", body.reasoning_effort)
         if "enable_thinking" in service.template:
             variables.setdefault("enable_thinking", body.reasoning_effort != "none")
-    return ChatOptions.of(list(plan.tools) or None, body.documents, variables, bool(body.continue_final_message))
+    tools = list(plan.tools) if reads_tools(service.template) else None
+    options = ChatOptions.of(tools or None, body.documents, variables, bool(body.continue_final_message))
+    return dataclasses.replace(options, may_follow_assistant=True)
+
+
+def read_variables(service: ModelService, given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Returns the variables that the chat template reads; others cannot change the prompt."""
+    found = {}
+    for name, value in (given or {}).items():
+        if name in RESERVED or re.search(rf"\b{re.escape(name)}\b", service.template):
+            found[name] = value
+        else:
+            note_once(
+                f"chat_template_kwargs: the chat template does not read {short_repr(name)}, which changes no answer"
+            )
+    return found
 
 
 def render_chat(service: ModelService, body: ChatRequest, plan: ToolPlan) -> ChatPrompt:
@@ -82,7 +105,14 @@ def render_chat(service: ModelService, body: ChatRequest, plan: ToolPlan) -> Cha
             "add_generation_prompt",
             "invalid_value",
         )
-    return service.chat_prompt(body.messages, chat_options(service, body, plan))
+    options = chat_options(service, body, plan)
+    if not plan.tools or reads_tools(service.template):
+        return service.chat_prompt(body.messages, options)
+    *others, last = with_tools_as_text(body.messages, plan.tools, service.template)
+    for messages in others:
+        with contextlib.suppress(ChatTemplateError):
+            return service.chat_prompt(messages, options)
+    return service.chat_prompt(last, options)
 
 
 def _start_answers(context: ServerContext, service: ModelService, body: ChatRequest, key_name: str | None) -> _Started:
@@ -97,20 +127,29 @@ def _start_answers(context: ServerContext, service: ModelService, body: ChatRequ
     )
     plan = plan_tools(body, service.family, service.special_ids)
     prompt = render_chat(service, body, plan)
-    is_parsed = service.family is not None and body.skip_special_tokens is not False
-    prompt_end = _text_of(service, prompt.token_ids[-PROMPT_END_TOKENS:]) if is_parsed else ""
+    if prompt.inputs is None:
+        ids = truncated(prompt.token_ids, body, service.max_model_len, params.max_new_tokens)
+        prompt = prompt._replace(token_ids=ids)
+    elif body.truncate_prompt_tokens is not None:
+        message = "truncate_prompt_tokens: expected null with images, videos or audio, whose tokens cannot be cut"
+        raise bad_request(message, "truncate_prompt_tokens", "invalid_value")
+    family = plan.family
+    is_parsed = family is not None and body.skip_special_tokens is not False
+    num_shown = len(prompt.token_ids) if body.continue_final_message else PROMPT_END_TOKENS
+    prompt_end = _text_of(service, prompt.token_ids[-num_shown:]) if is_parsed else ""
     options = AnswerOptions(
         num_answers=body.n or 1,
         skip_special_tokens=body.skip_special_tokens is not False,
         include_stop=bool(body.include_stop_str_in_output),
         is_parsed=is_parsed,
+        silent_ids=service.silent_ids(family) if is_parsed and family is not None else (),
         default_max_new_tokens=service.max_model_len or DEFAULT_CHAT_MAX_NEW_TOKENS,
         first_token_timeout_s=context.options.first_token_timeout_s,
     )
     grammar = _grammar(context, body, plan)
     after = None
-    if grammar is not None and service.family is not None:
-        after = reasoning_end(service.family, prompt_end, lambda ids: _text_of(service, ids))
+    if grammar is not None and family is not None:
+        after = reasoning_end(family, prompt_end, lambda ids: _text_of(service, ids))
     masks = masks_of(lambda: service.grammars, grammar, after)
     answers = service.start([prompt.token_ids], params, options, masks, prompt.inputs, field="messages")
     parsers = [_parser(service, prompt_end, plan) if is_parsed else None for _ in answers]
@@ -127,11 +166,11 @@ def _grammar(context: ServerContext, body: ChatRequest, plan: ToolPlan) -> Gramm
 
 
 def _parser(service: ModelService, prompt_end: str, plan: ToolPlan) -> AnswerParser | HarmonyParser:
-    assert service.family is not None
+    assert plan.family is not None
     if service.harmony is not None:
         reads_tools = bool(plan.tools)
         return HarmonyParser(service.harmony, prompt_end, reads_tools=reads_tools, max_tool_calls=plan.max_calls)
-    return AnswerParser(service.family, prompt_end, plan.tools, plan.max_calls)
+    return AnswerParser(plan.family, prompt_end, plan.tools, plan.max_calls)
 
 
 def _text_of(service: ModelService, token_ids: Any) -> str:

@@ -155,7 +155,7 @@ class ChatCompletion:
                         further = {} if opened else self._prompt_fields()
                         opened.add(answer.index)
                         delta = {"role": "assistant", "content": ""}
-                        pieces.append(self._chunk(answer, delta, has_begun=False, further=further))
+                        pieces.append(self._chunk(answer, delta, further=further))
                     pieces += self._step_chunks(answer, step)
                 if pieces:
                     yield b"".join(pieces)
@@ -192,7 +192,6 @@ class ChatCompletion:
         answer: Answer,
         delta: dict[str, Any],
         *,
-        has_begun: bool = True,
         further: dict[str, Any] | None = None,
         **fields: Any,
     ) -> bytes:
@@ -201,5 +200,5 @@ class ChatCompletion:
         chunk["system_fingerprint"] = self._context.fingerprint
         options = self._request.stream_options
         if options and (options.include_usage or options.continuous_usage_stats):
-            chunk["usage"] = self._usage() if options.continuous_usage_stats and has_begun else None
+            chunk["usage"] = self._usage() if options.continuous_usage_stats else None
         return event(chunk)

@@ -19,7 +19,7 @@ from torchax_serve.server.errors import ApiError, bad_request
 from torchax_serve.server.formats import LogprobFormat, finish_reason_of, usage_of
 from torchax_serve.server.merged_answers import merged_steps
 from torchax_serve.server.model_service import ModelService, adapter_of, scoped_salt
-from torchax_serve.server.request_checks import check_counts
+from torchax_serve.server.request_checks import check_counts, truncated
 from torchax_serve.server.sampling import renamed_error, sampling_params
 from torchax_serve.server.schemas import CompletionRequest
 from torchax_serve.server.sse import DONE, EventStream, event, until_disconnect
@@ -36,7 +36,7 @@ async def completions(request: Request) -> Any:
     service = context.service()
     service.require("generate", "/v1/completions")
     body = await read_request(request, context.options, CompletionRequest)
-    service.check_name(body.model, request.state.key, may_be_adapter=True)
+    service.settle_name(body, request.state.key, may_be_adapter=True)
     check_counts(body, context.options.request)
     num_prompts = len(body.prompts())
     if not 1 <= num_prompts <= context.options.request.max_answers:
@@ -71,7 +71,10 @@ def _start(
         cache_salt=scoped_salt(key_name, body.cache_salt),
         adapter=adapter_of(service, body.model),
     )
-    prompts = [_prompt_ids(service, index, prompt) for index, prompt in enumerate(body.prompts())]
+    prompts = [
+        truncated(_prompt_ids(service, index, prompt), body, service.max_model_len, params.max_new_tokens)
+        for index, prompt in enumerate(body.prompts())
+    ]
     masks = masks_of(lambda: service.grammars, grammar_of(body, context.options.request))
     options = AnswerOptions(
         num_answers=body.n or 1,
@@ -116,7 +119,9 @@ class TextCompletion:
         self._request, self._prompts, self._answers = request, prompts, answers
         self._id, self._created = f"cmpl-{uuid.uuid4().hex}", int(time.time())
         self._format = LogprobFormat(service.token_bytes, as_ids=bool(request.return_tokens_as_token_ids))
-        self._offsets = [0] * len(answers)  # characters sent so far, by answer
+        self._offsets = [0] * len(answers)  # of the next token in the text, by answer
+        hidden = service.special_ids.values() if request.skip_special_tokens is not False else ()
+        self._hidden = frozenset(hidden) | frozenset(request.stop_token_ids or ())
 
     def _envelope(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -151,7 +156,7 @@ class TextCompletion:
         """Returns the text of an answer's prompt, as it was given if it was text."""
         index = answer.index // (self._request.n or 1)
         prompt = self._request.prompts()[index]
-        if isinstance(prompt, str):
+        if isinstance(prompt, str) and self._request.truncate_prompt_tokens is None:
             return prompt
         return "".join(self._format.text(token_id) for token_id in answer.prompt_ids)
 
@@ -167,7 +172,6 @@ class TextCompletion:
             "finish_reason": finish_reason_of(steps[-1].finish_reason),
             "stop_reason": steps[-1].stop,
         }
-        self._offsets[answer.index] += len(shown)
         if self._request.return_token_ids:
             choice["token_ids"] = [token_id for step in steps for token_id in step.token_ids]
         if with_prompt or steps[-1].finish_reason is not None or not self._request.stream:
@@ -189,9 +193,12 @@ class TextCompletion:
             return None
         found: list[TokenLogprobs | None] = list(answer.prompt_logprobs or ()) if with_prompt else []
         ids = list(answer.prompt_ids) if with_prompt else []
+        offsets = self._format.offsets_in(self._prompt_text(answer), ids) if with_prompt else []
+        begin = len(self._prompt_text(answer)) if with_prompt else self._offsets[answer.index]
         found += [each for step in steps for each in step.logprobs or ()]
-        ids += [token_id for step in steps for token_id in step.token_ids]
-        return self._format.completion(found, ids, num_top, self._offsets[answer.index])
+        new = [token_id for step in steps for token_id in step.token_ids]
+        behind, self._offsets[answer.index] = self._format.offsets(new, begin, self._hidden)
+        return self._format.completion(found, ids + new, num_top, [*offsets, *behind])
 
     async def events(self) -> AsyncGenerator[bytes]:
         """Yields the events of a streamed answer; those of one step are one piece."""

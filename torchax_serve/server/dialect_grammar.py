@@ -7,6 +7,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from model_adapters.errors import InvalidArgumentError
+from torchax_serve.sampling.flat_schema import alternatives_of
+from torchax_serve.sampling.json_schema import closed
+from torchax_serve.sampling.schema_facts import PARTS
 from torchax_serve.server.errors import bad_request
 
 _ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"}
@@ -35,7 +39,7 @@ class DialectRules:
     Args:
         prefix: Beginning of the names of rules.
         delimiter: Terms of the grammar for the text around a string.
-        root: Schema that ``$ref`` refers to.
+        root: The schema; its closed form is `root`, to which its references refer.
         json_rule: Returns the term of a JSON text that follows a schema.
         is_special: Whether the delimiter is a special token, which no text of a grammar matches; else strings end with
             the rule ``string``.
@@ -44,10 +48,16 @@ class DialectRules:
     def __init__(
         self, prefix: str, delimiter: str, root: Mapping[str, Any], json_rule: Callable[[Any], str], *, is_special: bool
     ) -> None:
-        self._prefix, self._delimiter, self._root, self._json = prefix, delimiter, root, json_rule
+        self._prefix, self._delimiter, self._json = prefix, delimiter, json_rule
+        self._root = closed(root)
         self._is_special = is_special
         self._rules: dict[str, str] = {}
         self._by_ref: dict[str, str] = {}
+
+    @property
+    def root(self) -> Any:
+        """The schema without keywords that hold no value back, and with closed objects."""
+        return self._root
 
     def lines(self) -> Iterator[str]:
         """Yields the rules that were made."""
@@ -64,12 +74,12 @@ class DialectRules:
             return self._any()
         if not isinstance(schema, Mapping):
             raise _refused("a schema that is false" if schema is False else "a schema that is no object")
-        if "$ref" in schema:
+        if set(schema) == {"$ref"}:
             return self._referred(schema)
-        for key in ("anyOf", "oneOf"):
-            if key in schema:
-                _check_keys(schema, {key, "type"})
-                return self._one_of([self.value(each) for each in schema[key]])
+        if "oneOf" in schema:
+            raise _refused("oneOf with parts that a value may follow together")
+        if any(key in schema for key in (*PARTS, "$ref")):
+            return self._combined(schema)
         if "const" in schema or "enum" in schema:
             values = [schema["const"]] if "const" in schema else schema["enum"]
             return self._one_of([self._literal(each) for each in values])
@@ -81,6 +91,18 @@ class DialectRules:
         _check_keys(schema, {"type"}.union(*(_KEYS.get(kind, set()) for kind in kinds)))
         terms = [self._of_kind(kind, schema) for kind in kinds]
         return self._one_of([*terms, '"null"'] if schema.get("nullable") is True else terms)
+
+    def _combined(self, schema: Mapping[str, Any]) -> str:
+        """Returns a term for the values that follow a combined schema."""
+        if set(schema) - _ANNOTATIONS == {"anyOf"}:
+            return self._one_of([self.value(each) for each in schema["anyOf"]])
+        try:
+            found = alternatives_of(schema, self._root)
+        except InvalidArgumentError as error:
+            raise _refused(str(error).partition(", got ")[2]) from error
+        if not found:
+            raise _refused("a schema that no value follows")
+        return self._one_of([self.value(each) for each in found])
 
     def _of_kind(self, kind: str, schema: Mapping[str, Any]) -> str:
         if kind == "string":
@@ -161,7 +183,6 @@ class DialectRules:
         return json.dumps(json.dumps(value))
 
     def _referred(self, schema: Mapping[str, Any]) -> str:
-        _check_keys(schema, {"$ref"})
         reference = schema["$ref"]
         if reference not in self._by_ref:
             self._by_ref[reference] = name = f"{self._prefix}_ref{len(self._by_ref)}"

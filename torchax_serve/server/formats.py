@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from model_adapters.errors import QueueDeadlineError
@@ -26,6 +26,11 @@ def usage_of(answers: Iterable[Answer], num_prompt_tokens: int, num_reasoning_to
         "prompt_tokens_details": {"cached_tokens": sum(cached.values())},
         "completion_tokens_details": {"reasoning_tokens": num_reasoning_tokens},
     }
+
+
+def _num_chars(text: bytes) -> int:
+    """Returns the number of characters that begin in a piece of UTF-8."""
+    return sum(byte & 0xC0 != 0x80 for byte in text)
 
 
 def finish_reason_of(reason: FinishReason | None) -> str | None:
@@ -70,8 +75,38 @@ class LogprobFormat:
         token_bytes = list(self._token_bytes(token_id))
         return {"token": self.text(token_id), "logprob": max(logprob, -9999.0), "bytes": token_bytes}
 
+    def offsets_in(self, text: str, token_ids: Sequence[int]) -> list[int]:
+        """Returns where each token stands in a text; those without text stand where the next does."""
+        data, place, offset, found = text.encode(), 0, 0, []
+        for token_id in token_ids:
+            found.append(offset)
+            token = self._token_bytes(token_id)
+            if not data.startswith(token, place) and not place:
+                token = token.lstrip(b" ")  # which tokenizers write in front of a text
+            if token and data.startswith(token, place):
+                offset, place = offset + _num_chars(token), place + len(token)
+        return found
+
+    def offsets(self, token_ids: Sequence[int], offset: int, hidden: Collection[int]) -> tuple[list[int], int]:
+        """Returns where each token of an answer stands in its text, and where the next one will.
+
+        Args:
+            token_ids: The tokens.
+            offset: Place of the first of them.
+            hidden: Tokens without text.
+        """
+        found = []
+        for token_id in token_ids:
+            found.append(offset)
+            offset += 0 if token_id in hidden else _num_chars(self._token_bytes(token_id))
+        return found, offset
+
     def completion(
-        self, logprobs: Sequence[TokenLogprobs | None], token_ids: Sequence[int], num_top: int, offset: int
+        self,
+        logprobs: Sequence[TokenLogprobs | None],
+        token_ids: Sequence[int],
+        num_top: int,
+        offsets: Sequence[int],
     ) -> dict[str, Any]:
         """Returns ``logprobs`` of a plain completion; those of a prompt's first token are null.
 
@@ -79,18 +114,14 @@ class LogprobFormat:
             logprobs: Of the tokens; None for a first one.
             token_ids: The tokens.
             num_top: Number of likeliest tokens.
-            offset: Characters of the text in front of the first token.
+            offsets: Where each token stands in the text.
         """
         tokens = [self.text(token_id) for token_id in token_ids]
-        offsets = []
-        for token_id in token_ids:
-            offsets.append(offset)
-            offset += len(self._token_bytes.text(token_id))
         return {
             "tokens": tokens,
             "token_logprobs": [None if each is None else max(each.logprob, -9999.0) for each in logprobs],
-            "top_logprobs": [self._top(each, num_top) for each in logprobs] if num_top else None,
-            "text_offset": offsets,
+            "top_logprobs": [self._top(each, num_top) for each in logprobs],
+            "text_offset": list(offsets),
         }
 
     def _top(self, found: TokenLogprobs | None, num_top: int) -> dict[str, float] | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torchax_serve.server.call_stream import CallPiece, JsonCalls
 from torchax_serve.server.parsed_message import MessageWriter, ParsedStep
-from torchax_serve.server.response_families import ResponseFamily
+from torchax_serve.server.response_family import ResponseFamily
 
 logger = logging.getLogger("torchax_serve.server")
 
@@ -109,6 +109,7 @@ class HarmonyParser:
         if self._pending:
             self._take(self._pending, step)
         self._end_message(step)
+        self._message.flush(step)
         return step
 
     def _take(self, part: str, step: ParsedStep) -> None:

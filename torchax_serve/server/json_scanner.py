@@ -42,10 +42,12 @@ class JsonScanner:
     Attributes:
         stack: Brackets that are open.
         rest: Text from the first character on that is no JSON, or that is behind the end; None before it.
+        num_read: Characters of the text that are JSON.
     """
 
     def __init__(self) -> None:
         self.stack: list[str] = []
+        self.num_read = 0
         self.rest: str | None = None
         self._expected = "value"
         self._buffer = ""  # of what may become a number, an escape ...
@@ -68,8 +70,19 @@ class JsonScanner:
             if end == begin:
                 self.rest = buffer[begin:]
                 return
+            self.num_read += end - begin
             begin = end
             yield piece
+
+    @property
+    def in_string(self) -> bool:
+        """Whether a string is open."""
+        return self._string is not None and self.rest is None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the object or array has ended."""
+        return self._expected == "end"
 
     def _next(self, buffer: str, begin: int) -> tuple[int, JsonPiece] | None:
         """Returns the piece at `begin` and its end, `begin` itself if it is no JSON.

@@ -5,12 +5,14 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchax_serve.server.audio_files import decode_audio, resampled
 from torchax_serve.server.errors import bad_request
 from torchax_serve.server.image_files import decode_image
+from torchax_serve.server.notes import note_once
 from torchax_serve.server.video_files import MAX_FRAMES, check_pixels, decode_animation
 from torchax_serve.validation.argument_checks import short_repr
 
@@ -19,6 +21,7 @@ _REPLAYED = frozenset({"refusal", "annotations", "audio", "function_call", "reas
 """Keys of answers that clients send back and that say nothing to a model."""
 _FRAMES = "data:video/jpeg;base64,"
 """Begin of a URL with frames of a video, each a file in base64, separated by commas (vLLM)."""
+_OWN_KEYS = frozenset({"role", "content", "tool_calls", "tool_call_id"})
 _READ_BY_TEMPLATES = ("reasoning_content", "reasoning")
 
 
@@ -28,7 +31,8 @@ def plain_messages(
     """Returns the messages of a chat request for `torchax_serve.text.chat`.
 
     The role ``developer`` becomes ``system`` unless the template names it; parts of all spellings become ``text``,
-    ``image``, ``video`` and ``audio``; arguments of replayed tool calls that are not JSON stay text.
+    ``image``, ``video`` and ``audio``; keys that the template does not read are left out; arguments of replayed tool
+    calls that are not JSON stay text.
 
     Args:
         messages: Of the request.
@@ -45,11 +49,9 @@ def _message(where: str, message: Mapping[str, Any], template: str, audio_rate: 
     role = message.get("role")
     if not isinstance(role, str):
         raise bad_request(f"{where}.role: expected a string, got {short_repr(role)}", f"{where}.role", "invalid_value")
-    found = {
-        key: value
-        for key, value in message.items()
-        if key not in _REPLAYED or (key in _READ_BY_TEMPLATES and key in template)
-    }
+    found = {key: value for key, value in message.items() if _is_shown(key, value, role, template)}
+    if found.get("content", "") is None and not message.get("tool_calls"):
+        found["content"] = ""
     if role == "developer" and "developer" not in template:
         found["role"] = "system"
     if role == "function":
@@ -61,6 +63,17 @@ def _message(where: str, message: Mapping[str, Any], template: str, audio_rate: 
     if isinstance(message.get("tool_calls"), list):
         found["tool_calls"] = [_call(call) for call in message["tool_calls"]]
     return found
+
+
+def _is_shown(key: str, value: Any, role: str, template: str) -> bool:
+    """Returns whether the template gets a key of a message; others cannot change the prompt."""
+    if key in _REPLAYED:
+        return key in _READ_BY_TEMPLATES and key in template
+    is_own = key in _OWN_KEYS or (key == "name" and role in ("tool", "function"))
+    if is_own or value is None or re.search(rf"\b{re.escape(key)}\b", template):
+        return True
+    note_once(f"messages: the key {short_repr(key)} is not read by the chat template, and changes no answer")
+    return False
 
 
 def _part(where: str, part: Any, audio_rate: int | None) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import importlib.util
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 
 from model_adapters.errors import TorchaxServeError, UnsupportedModelError
 from torchax_serve.engine.progress import EngineProgress
@@ -21,16 +21,19 @@ from torchax_serve.multimodal.processor import has_media, media_inputs, processo
 from torchax_serve.sampling.grammar import GrammarCompiler, GrammarMasks
 from torchax_serve.sampling_params import SamplingParams
 from torchax_serve.server.answers import Answer, AnswerOptions, prepare, prepare_media, submit
+from torchax_serve.server.call_ids import form_demanded, replayed
 from torchax_serve.server.errors import ApiError, bad_request
 from torchax_serve.server.harmony import encoding_for
 from torchax_serve.server.key_limits import ApiKey
 from torchax_serve.server.messages import plain_messages
+from torchax_serve.server.notes import note_once
 from torchax_serve.server.options import ServerOptions
-from torchax_serve.server.response_families import ResponseFamily, response_template_for
+from torchax_serve.server.response_families import response_template_for
+from torchax_serve.server.response_family import ResponseFamily
 from torchax_serve.text.chat import chat_prompt_ids
 from torchax_serve.text.chat_template import ChatOptions, check_last_message
 from torchax_serve.text.messages import checked_conversation
-from torchax_serve.text.prompt import encode_prompt, position_limit
+from torchax_serve.text.prompt import encode_prompt, end_ids, position_limit
 from torchax_serve.text.template_renderer import shared_renderer
 from torchax_serve.text.token_text import TokenBytes
 
@@ -56,6 +59,12 @@ _MODELS: Mapping[str, str] = {
     "transcribe": "a model that transcribes audio, such as Whisper",
 }
 """Kinds of models that can do each task."""
+
+
+class NamedRequest(Protocol):
+    """A request with the name of a model."""
+
+    model: str
 
 
 class ChatPrompt(NamedTuple):
@@ -88,6 +97,7 @@ class ModelService:
         self.created = int(time.time())
         self.harmony: Any | None = None
         self._options = options
+        self._silent_ids: dict[tuple[str, int], frozenset[int]] = {}  # by the name of a family, number of fields
         self._pool = concurrent.futures.ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="request")
 
     async def run(self, function: Callable[..., Result], *args: Any) -> Result:
@@ -131,6 +141,13 @@ class ModelService:
             own = ", ".join(self.tasks)
             raise ApiError(404, f"{route}: expected {_MODELS[task]}, got {self.name}, whose tasks are {own}")
 
+    def settle_name(self, body: NamedRequest, key: ApiKey | None = None, *, may_be_adapter: bool = False) -> None:
+        """Gives a request without a name the served model's; raises as `check_name`."""
+        if not body.model:
+            body.model = next((name for name in self.names if key is None or key.allows(name)), self.name)
+            note_once(f"model: requests without a name are answered by {body.model}")
+        self.check_name(body.model, key, may_be_adapter=may_be_adapter)
+
     def check_name(self, name: str, key: ApiKey | None = None, *, may_be_adapter: bool = False) -> None:
         """Raises ApiError, 404, unless `model` is one of this service's that the key may use.
 
@@ -166,6 +183,14 @@ class ModelService:
         tokenizer: Any = self.model.tokenizer
         return {token.content: index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
 
+    def silent_ids(self, family: ResponseFamily) -> frozenset[int]:
+        """Returns the special tokens that are no text of a family, and so none of its answers'."""
+        key = (family.name, len(family.template["fields"]))
+        if key not in self._silent_ids:
+            found = {index for text, index in self.special_ids.items() if not family.has_text(text)}
+            self._silent_ids[key] = frozenset(found)
+        return self._silent_ids[key]
+
     @functools.cached_property
     def family(self) -> ResponseFamily | None:
         """How answers spell reasoning and tool calls; None for plain text."""
@@ -189,7 +214,8 @@ class ModelService:
             raise bad_request(message, "messages", "invalid_value")
         _check_len(self, [text for message in messages for text in _texts_of(message)], "messages")
         extractor = getattr(self._processor, "feature_extractor", None)
-        plain = plain_messages(messages, self.template, getattr(extractor, "sampling_rate", None))
+        id_form = form_demanded(self.template, "any" if self.family is None else self.family.id_form)
+        plain = plain_messages(replayed(messages, id_form), self.template, getattr(extractor, "sampling_rate", None))
         if not has_media(plain):
             return ChatPrompt(chat_prompt_ids(self.model, plain, options=options))
         conversation = checked_conversation(plain, None)
@@ -221,9 +247,7 @@ class ModelService:
     @functools.cached_property
     def grammars(self) -> GrammarCompiler:
         """Compiler of grammars for the model's tokenizer."""
-        eos = self.model.generation_config.eos_token_id
-        eos_ids = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
-        return GrammarCompiler(self.model.tokenizer, self.model.engine.vocab_size, eos_ids)
+        return GrammarCompiler(self.model.tokenizer, self.model.engine.vocab_size, end_ids(self.model))
 
     def start(
         self,

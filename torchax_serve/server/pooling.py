@@ -50,7 +50,7 @@ async def _read(request: Request, kind: type[Body], task: str) -> tuple[ModelSer
     service = context.service()
     service.require(task, request.scope["path"])
     body = await read_request(request, context.options, kind)
-    service.check_name(body.model, request.state.key)
+    service.settle_name(body, request.state.key)
     return service, body
 
 

@@ -8,6 +8,7 @@ from torchax_serve.server.request_fields import (
     FAIL_FAST,
     ApiRequest,
     Ids,
+    ModelName,
     Objects,
     Strings,
     honoured,
@@ -16,7 +17,7 @@ from torchax_serve.server.request_fields import (
 )
 
 _USER = no_effect("who asks is told by the API key")
-_MODEL = honoured("a name in `/v1/models`; another one is 404")
+_MODEL = honoured("a name in `/v1/models`, another one is 404; without it, the served one")
 _SPECIAL = refused("expected true; give token ids for other texts", True)
 _ACTIVATED = refused("expected true; scores are probabilities as the checkpoint's files say", True)
 _CUT = "`null` cuts texts as the checkpoint's files say; -1 cuts them to the model's length"
@@ -33,7 +34,7 @@ def texts_of(given: Texts) -> list[Any]:
 class PoolingRequest(ApiRequest):
     """Fields that all requests of this module share."""
 
-    model: Annotated[str, _MODEL]
+    model: Annotated[ModelName, _MODEL] = ""
     user: Annotated[str | None, _USER] = None
     request_id: Annotated[str | None, no_effect("the header X-Request-Id is taken")] = None
     priority: Annotated[int | None, no_effect("texts are computed in their order")] = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torchax_serve.sampling_params import MAX_STOPS
 from torchax_serve.server.errors import bad_request
 from torchax_serve.server.options import RequestLimits
@@ -23,6 +25,33 @@ def check_counts(request: TextRequest, limits: RequestLimits) -> None:
         )
     if request.stream_options is not None and not request.stream:
         raise bad_request("stream_options: expected stream true with it", "stream_options", "invalid_value")
+
+
+def truncated(
+    prompt_ids: Sequence[int], request: TextRequest, max_model_len: int | None, max_new_tokens: int | None
+) -> list[int]:
+    """Returns the tokens of a prompt that a request with ``truncate_prompt_tokens`` has read.
+
+    Args:
+        prompt_ids: Tokens of the whole prompt.
+        request: The request.
+        max_model_len: Largest number of tokens of prompt and answer; None without a limit.
+        max_new_tokens: Most tokens of the answer.
+
+    Raises:
+        ApiError: 400 for a number that is none of tokens, or a side without it.
+    """
+    most, field = request.truncate_prompt_tokens, "truncate_prompt_tokens"
+    if most is None:
+        return list(prompt_ids)
+    room = None if max_model_len is None else max_model_len - max(1, max_new_tokens or 1)
+    if most < -1 or most == 0 or (room is not None and most > room):
+        limit = "-1 or more" if room is None else f"-1, or 1 to {room} next to those of the answer"
+        raise bad_request(f"{field}: expected {limit}, got {most}", field, "invalid_value")
+    if most == -1 and room is None:
+        return list(prompt_ids)
+    num_kept = room if most == -1 else most
+    return list(prompt_ids[:num_kept] if request.truncation_side == "right" else prompt_ids[-(num_kept or 1) :])
 
 
 def check_text_size(text: str, limits: RequestLimits, field: str) -> None:

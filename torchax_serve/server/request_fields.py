@@ -29,8 +29,12 @@ FAIL_FAST = _FailFast()
 Ids = Annotated[list[int], FAIL_FAST]
 Strings = Annotated[list[str], FAIL_FAST]
 Objects = Annotated[list[dict[str, Any]], FAIL_FAST]
+ModelName = Annotated[str, pydantic.BeforeValidator(lambda given: "" if given is None else given)]
+"""Name of a model; empty where a request has none."""
 MAX_ENTRIES = 1 << 16
 """Most entries of a field that is an object."""
+MAX_NAMED = 16
+"""Most unknown fields that an error names."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +50,10 @@ class FieldNote:
     effect: Effect
     text: str
     harmless: tuple[Any, ...] = ()
+
+    def refuses(self, given: Any) -> bool:
+        """Returns whether a value of the field is refused."""
+        return self.effect == "refused" and given is not None and given not in self.harmless
 
 
 def honoured(text: str) -> FieldNote:
@@ -82,11 +90,12 @@ class ApiRequest(pydantic.BaseModel):
         if not isinstance(value, dict):
             raise bad_request(f"expected a JSON object, got {json_kind(value)}")
         if unknown := [name for name in value if name not in cls.model_fields]:
-            raise _unknown_field(unknown[0], list(cls.model_fields))
-        for name, note in notes_of(cls).items():
-            given = value.get(name)
-            if note.effect == "refused" and given is not None and given not in note.harmless:
-                raise bad_request(f"{name}: {note.text}", name, "unsupported_parameter")
+            raise _unknown_fields(unknown, list(cls.model_fields))
+        notes = notes_of(cls)
+        if wrong := [name for name, note in notes.items() if note.refuses(value.get(name))]:
+            message = "; ".join(f"{name}: {notes[name].text}" for name in wrong)
+            raise bad_request(message, wrong[0], "unsupported_parameter")
+        for name, given in value.items():
             if isinstance(given, dict) and len(given) > MAX_ENTRIES:
                 message = f"{name}: expected at most {MAX_ENTRIES} entries, got {len(given)}"
                 raise bad_request(message, name, "invalid_value")
@@ -124,20 +133,26 @@ def json_kind(value: Any) -> str:
     return names.get(type(value), "a number")
 
 
-def _unknown_field(name: str, known: list[str]) -> ApiError:
-    near = difflib.get_close_matches(name[:100], known, 1)
+def _unknown_fields(names: list[str], known: list[str]) -> ApiError:
+    """Returns the answer to fields that are not known, all of them by name."""
+    shown = ", ".join(short_repr(name) for name in names[:MAX_NAMED])
+    if len(names) > 1:
+        more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+        return bad_request(f"unknown fields {shown}{more}; leave them out", names[0][:100], "unknown_parameter")
+    near = difflib.get_close_matches(names[0][:100], known, 1)
     remedy = f"did you mean {near[0]}?" if near else "leave it out"
-    return bad_request(f"unknown field {short_repr(name)}; {remedy}", name[:100], "unknown_parameter")
+    return bad_request(f"unknown field {shown}; {remedy}", names[0][:100], "unknown_parameter")
 
 
 def _invalid_field(error: pydantic.ValidationError) -> ApiError:
     """Returns the answer to the first error of pydantic: the path of the field, expected, got."""
-    first = error.errors(include_url=False, include_context=False)[0]
+    errors = error.errors(include_url=False, include_context=False)
+    first = errors[0]
     name = _path(first["loc"])
     if first["type"] == "missing":
         return bad_request(f"{name}: expected a value, got none", name, "missing_required_parameter")
     if first["type"] == "extra_forbidden":
-        return bad_request(f"unknown field {short_repr(name)}; leave it out", name, "unknown_parameter")
+        return _unknown_fields([_path(each["loc"]) for each in errors if each["type"] == "extra_forbidden"], [])
     expected = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     return bad_request(f"{name}: expected {expected}, got {short_repr(first['input'])}", name or None, "invalid_value")
 

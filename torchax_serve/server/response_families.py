@@ -9,72 +9,104 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from model_adapters.errors import InvalidArgumentError
 from torchax_serve.server.call_forms import CallForm
+from torchax_serve.server.call_ids import form_demanded
+from torchax_serve.server.response_family import CALL, OBJECT, ResponseFamily, at_start, fields, reasoning
 
-_CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 _LLAMA_CALL = {"type": "function", "function": {"name": "{content.name}", "arguments": "{content.parameters}"}}
 _LLAMA_FORM = CallForm('{"name": ', ', "parameters": ', "}", between=None, quotes_name=True)
-_THINK = {"open": "<think>", "close": "</think>"}
+_TAGS = ("<think>", "</think>")
+_THINK = reasoning(*_TAGS)
+_MISTRAL_TAGS = ("[THINK]", "[/THINK]")
 _CHATML = "<|im_start|>assistant\n"
-
-
-MARKER = "marker"
-"""Beginning of the names of fields that are texts of the format, and no part of a message."""
-REASONING = ("reasoning", "reasoning_content", "thinking")
-"""Names of the field of reasoning."""
-
-
-def _fields(
-    tool_calls: Mapping[str, Any] | None, reasoning: Mapping[str, Any] | None = _THINK, markers: Sequence[str] = ()
-) -> dict[str, Any]:
-    fields: dict[str, Any] = {"content": {}}
-    for index, marker in enumerate(markers):
-        fields[f"{MARKER}_{index}"] = {"open": marker, "close_pattern": r"(?=[\s\S])", "repeats": True}
-    if reasoning is not None:
-        fields["reasoning"] = dict(reasoning)
-    if tool_calls is not None:
-        fields["tool_calls"] = {"repeats": True, **tool_calls}
-    return fields
-
-
-@dataclasses.dataclass(frozen=True)
-class ResponseFamily:
-    """Answers of a family of models.
-
-    Attributes:
-        name: Name of the family.
-        signs: Texts that its chat template has, all of them.
-        template: Response template of transformers.
-        call: How calls are spelled, for answers held to them; None if they cannot be.
-        is_harmony: Whether openai-harmony parses the answers, where it is installed.
-    """
-
-    name: str
-    signs: tuple[str, ...]
-    template: Mapping[str, Any]
-    call: CallForm | None = None
-    is_harmony: bool = False
-
-
-_DEEPSEEK = {
-    "start_anchor": "<｜Assistant｜>",
-    "fields": _fields(
-        {
-            "open_pattern": r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>(?P<name>[\w.-]+)\n```json\n"
-            r"|(?!function<)(?P<name>[\w.-]+)<｜tool▁sep｜>)",
-            "close_pattern": r"(?:\n```)?<｜tool▁call▁end｜>",
-            "content": "json",
-            "transform": _CALL,
-        },
-        markers=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
-    ),
+_XML_ARGUMENT = ("<parameter=", ">\n", "\n</parameter>\n")
+XML_CALL: Mapping[str, Any] = {
+    # Qwen3-Coder often leaves <tool_call> out, and Llama 3.1 writes JSON behind the name.
+    "open_pattern": r"(?:<tool_call>\s*)?<function=(?P<name>[^>\n]+)>(?!\s*\{)",
+    "close": "</function>",
+    "content": "xml-inline",
+    "content_args": {
+        "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"
+        r"(?=\s*(?:<parameter=[^>\n]+>|</function>|\Z))"
+    },
+    "transform": CALL,
 }
-"""DeepSeek's calls, of R1 and V3 and of V3.1."""
+XML_END = re.compile(r"(?<=</function>)\s*</tool_call>")
+NAMED_JSON: Mapping[str, Any] = {
+    "open_pattern": r"(?:<tool_call>\s*)?<function=(?P<name>[^>\n]+)>\s*(?=\{)",
+    "close": "</function>",
+    "content": "json",
+    "transform": CALL,
+}
+HERMES_CALL: Mapping[str, Any] = {
+    "open": "<tool_call>",
+    "close": "</tool_call>",
+    "content": "json",
+    "transform": OBJECT,
+}
+_MISTRAL_NAMED: Mapping[str, Any] = {
+    "open_pattern": r"\[TOOL_CALLS\]\s*(?P<name>[\w.-]+)(?:\[CALL_ID\](?P<id>[\w-]+))?(?:\[ARGS\])?\s*(?=\{)",
+    "content": "json",
+    "transform": CALL,
+}
+_MISTRAL_LIST: Mapping[str, Any] = {
+    "open_pattern": r"\[TOOL_CALLS\]\s*(?=[\[{])",
+    "content": "json",
+    "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}},
+    "transform_each": True,
+}
+MISTRAL_CALLS: Sequence[Mapping[str, Any]] = [_MISTRAL_NAMED, _MISTRAL_LIST]
+_KIMI_OPENINGS = ("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>")
+
+
+def _llama(token: str) -> list[Mapping[str, Any]]:
+    """Returns the fields of Llama's calls, which are complete answers.
+
+    Args:
+        token: Pattern of the token in front of a call, which is often left out.
+    """
+    begin = rf"(?:{at_start(token)}|(?<=}})\s*[;,]?\s*)"
+    return [
+        {
+            "open_pattern": begin + r'(?=\{\s*"(?:name|type|function|parameters)")',
+            "content": "json",
+            "transform": _LLAMA_CALL,
+        },
+        NAMED_JSON,
+        {
+            "open_pattern": at_start(token) + r"(?=\[\s*[A-Za-z_][\w.-]*\(\s*(?:\)|\w+\s*=))",
+            "close_pattern": r"(?<=\])(?=\s*(?:<\||\Z))",
+            "content": "python-call-list",
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}},
+            "transform_each": True,
+        },
+    ]
+
+
+def _deepseek(name: str, signs: tuple[str, ...], form: tuple[str, str, str], between: str) -> ResponseFamily:
+    """Returns a family with DeepSeek's calls, of R1 and V3 or of V3.1."""
+    markers = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+    call = {
+        "open_pattern": r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>(?P<name>[\w.-]+)\n```json\n"
+        r"|(?!function<)(?P<name>[\w.-]+)<｜tool▁sep｜>)",
+        "close_pattern": r"(?:\n```)?<｜tool▁call▁end｜>",
+        "content": "json",
+        "transform": CALL,
+    }
+    return ResponseFamily(
+        name,
+        signs,
+        {"start_anchor": "<｜Assistant｜>", "fields": fields([call], _THINK, markers)},
+        CallForm(*form, between=between, opening=markers[0], closing=markers[1]),
+        thoughts=_TAGS,
+    )
+
 
 FAMILIES: tuple[ResponseFamily, ...] = (
     ResponseFamily(
@@ -83,18 +115,26 @@ FAMILIES: tuple[ResponseFamily, ...] = (
         {
             "start_anchor": "<|start|>assistant",
             "fields": {
-                "content": {"open": "<|channel|>final<|message|>", "close_pattern": r"<\|return\|>|<\|end\|>"},
-                "reasoning": {
-                    "open": "<|channel|>analysis<|message|>",
-                    "close_pattern": r"<\|end\|>(?:<\|start\|>assistant)?",
-                },
-                "tool_calls": {
-                    "open_pattern": r"(?:<\|channel\|>(?:commentary|analysis))? to=functions\.(?P<name>[\w.-]+)"
-                    r"(?:<\|channel\|>commentary)?[^<]*(?:<\|constrain\|>)?[^<]*<\|message\|>",
-                    "close_pattern": r"<\|call\|>|<\|end\|>(?:<\|start\|>assistant)?",
-                    "content": "json",
+                **fields(
+                    [
+                        {
+                            "open_pattern": r"(?:<\|channel\|>(?:commentary|analysis))? to=functions\.(?P<name>[\w.-]+)"
+                            r"(?:<\|channel\|>commentary)?[^<]*(?:<\|constrain\|>)?[^<]*<\|message\|>",
+                            "close_pattern": r"<\|call\|>|<\|end\|>(?:<\|start\|>assistant)?",
+                            "content": "json",
+                            "transform": CALL,
+                        }
+                    ],
+                    {
+                        "open": "<|channel|>analysis<|message|>",
+                        "close_pattern": r"<\|end\|>(?:<\|start\|>assistant)?",
+                    },
+                    ("<|start|>assistant", "<|return|>", "<|end|>"),
+                ),
+                "content_shown": {
+                    "open_pattern": r"<\|channel\|>(?:final|commentary)(?: ?<\|constrain\|>\w+)?<\|message\|>",
+                    "close_pattern": r"<\|return\|>|<\|end\|>(?:<\|start\|>assistant)?",
                     "repeats": True,
-                    "transform": _CALL,
                 },
             },
         },
@@ -106,64 +146,59 @@ FAMILIES: tuple[ResponseFamily, ...] = (
         ("<|tool_call_begin|>", "<|tool_call_argument_begin|>"),
         {
             "start_anchor": "<|im_assistant|>assistant<|im_middle|>",
-            "fields": _fields(
-                {
-                    "open_pattern": r"<\|tool_call_begin\|>\s*(?:functions\.)?"
-                    r"(?P<name>[\w.-]+):\d+\s*<\|tool_call_argument_begin\|>",
-                    "close": "<|tool_call_end|>",
-                    "content": "json",
-                    "transform": _CALL,
-                },
-                markers=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+            "fields": fields(
+                [
+                    {
+                        "open_pattern": r"<\|tool_call_begin\|>\s*(?P<id>(?:functions\.)?"
+                        r"(?P<name>[\w.-]+):\d+)\s*<\|tool_call_argument_begin\|>",
+                        "close": "<|tool_call_end|>",
+                        "content": "json",
+                        "transform": CALL,
+                    }
+                ],
+                reasoning(*_TAGS, ends=_KIMI_OPENINGS),
+                (*_KIMI_OPENINGS, *(each.replace("begin", "end") for each in _KIMI_OPENINGS)),
             ),
         },
         CallForm(
             "<|tool_call_begin|>functions.",
-            ":0<|tool_call_argument_begin|>",
+            "<|tool_call_argument_begin|>",
             "<|tool_call_end|>",
-            between=None,
+            between="",
             opening="<|tool_calls_section_begin|>",
             closing="<|tool_calls_section_end|>",
+            has_index=True,
         ),
+        id_form="indexed",
+        thoughts=_TAGS,
     ),
-    ResponseFamily(
+    _deepseek(
         "deepseek",
         ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "```json"),
-        _DEEPSEEK,
-        CallForm(
-            "<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
-            "\n```json\n",
-            "\n```<｜tool▁call▁end｜>",
-            opening="<｜tool▁calls▁begin｜>",
-            closing="<｜tool▁calls▁end｜>",
-        ),
+        ("<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "\n```json\n", "\n```<｜tool▁call▁end｜>"),
+        "\n",
     ),
-    ResponseFamily(
+    _deepseek(
         "deepseek-v3.1",
         ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"),
-        _DEEPSEEK,
-        CallForm(
-            "<｜tool▁call▁begin｜>",
-            "<｜tool▁sep｜>",
-            "<｜tool▁call▁end｜>",
-            between="",
-            opening="<｜tool▁calls▁begin｜>",
-            closing="<｜tool▁calls▁end｜>",
-        ),
+        ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
+        "",
     ),
     ResponseFamily(
         "gemma4",
         ("<|tool_call>call:", "<tool_call|>"),
         {
             "start_anchor": "<|turn>model\n",
-            "fields": _fields(
-                {
-                    "open_pattern": r"<\|tool_call>call:(?P<name>[\w.-]+)(?=\{)",
-                    "close": "<tool_call|>",
-                    "content": "json",
-                    "content_args": {"string_delims": [['<|"|>', '<|"|>']], "unquoted_keys": True},
-                    "transform": _CALL,
-                },
+            "fields": fields(
+                [
+                    {
+                        "open_pattern": r"<\|tool_call>call:(?P<name>[\w.-]+)(?=\{)",
+                        "close": "<tool_call|>",
+                        "content": "json",
+                        "content_args": {"string_delims": [['<|"|>', '<|"|>']], "unquoted_keys": True},
+                        "transform": CALL,
+                    }
+                ],
                 {"open_pattern": r"<\|channel>thought\n?", "close": "<channel|>"},
             ),
         },
@@ -174,115 +209,65 @@ FAMILIES: tuple[ResponseFamily, ...] = (
         ("<arg_key>", "<arg_value>"),
         {
             "start_anchor": "<|assistant|>",
-            "fields": _fields(
-                {
-                    "open_pattern": r"<tool_call>(?P<name>[\w.-]+)\s*(?=<)",
-                    "close": "</tool_call>",
-                    "content": "xml-inline",
-                    "content_args": {
-                        "tag_pattern": r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"
-                    },
-                    "transform": _CALL,
-                }
+            "fields": fields(
+                [
+                    {
+                        "open_pattern": r"<tool_call>\s*(?P<name>[\w.-]+)\s*(?=<)",
+                        "close": "</tool_call>",
+                        "content": "xml-inline",
+                        "content_args": {
+                            "tag_pattern": r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"
+                            r"(?=\s*(?:<arg_key>|</tool_call>|\Z))"
+                        },
+                        "transform": CALL,
+                    }
+                ],
+                _THINK,
             ),
         },
         CallForm(
-            "<tool_call>",
-            "\n",
-            "</tool_call>",
-            argument=("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
+            "<tool_call>", "\n", "</tool_call>", argument=("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n")
         ),
+        thoughts=_TAGS,
     ),
     ResponseFamily(
         "qwen-xml",
         ("<tool_call>", "<function=", "<parameter="),
-        {
-            "start_anchor": _CHATML,
-            "fields": _fields(
-                {
-                    "open_pattern": r"<tool_call>\s*<function=(?P<name>[^>\n]+)>",
-                    "close_pattern": r"</function>\s*</tool_call>",
-                    "content": "xml-inline",
-                    "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"},
-                    "transform": _CALL,
-                }
-            ),
-        },
-        CallForm(
-            "<tool_call>\n<function=",
-            ">\n",
-            "</function>\n</tool_call>",
-            argument=("<parameter=", ">\n", "\n</parameter>\n"),
-        ),
+        {"start_anchor": _CHATML, "fields": fields([XML_CALL, HERMES_CALL, NAMED_JSON], _THINK, (XML_END,))},
+        CallForm("<tool_call>\n<function=", ">\n", "</function>\n</tool_call>", argument=_XML_ARGUMENT),
+        thoughts=_TAGS,
     ),
     ResponseFamily(
         "hermes",
         ("<tool_call>",),
-        {
-            "start_anchor": _CHATML,
-            "fields": _fields(
-                {
-                    "open": "<tool_call>",
-                    "close": "</tool_call>",
-                    "content": "json",
-                    "transform": {"type": "function", "function": "{content}"},
-                }
-            ),
-        },
+        {"start_anchor": _CHATML, "fields": fields([HERMES_CALL, XML_CALL, NAMED_JSON], _THINK, (XML_END,))},
         CallForm('<tool_call>\n{"name": ', ', "arguments": ', "}\n</tool_call>", quotes_name=True),
+        thoughts=_TAGS,
     ),
     ResponseFamily(
         "mistral",
         ("[TOOL_CALLS]", "[ARGS]"),
-        {
-            "start_anchor": "[/INST]",
-            "fields": _fields(
-                {
-                    "open_pattern": r"\[TOOL_CALLS\](?P<name>[\w.-]+)(?:\[CALL_ID\][\w-]+)?(?:\[ARGS\])?(?=\{)",
-                    "close_pattern": r"(?=\[TOOL_CALLS\])",
-                    "content": "json",
-                    "transform": _CALL,
-                },
-                {"open": "[THINK]", "close": "[/THINK]"},
-            ),
-        },
+        {"start_anchor": "[/INST]", "fields": fields(MISTRAL_CALLS, reasoning(*_MISTRAL_TAGS))},
         CallForm("[TOOL_CALLS]", "[ARGS]", "", between=""),
+        id_form="nine",
+        thoughts=_MISTRAL_TAGS,
     ),
     ResponseFamily(
         "mistral-list",
         ("[TOOL_CALLS]",),
-        {
-            "start_anchor": "[/INST]",
-            "fields": _fields(
-                {
-                    "open": "[TOOL_CALLS]",
-                    "content": "json",
-                    "repeats": False,
-                    "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}},
-                    "transform_each": True,
-                },
-                {"open": "[THINK]", "close": "[/THINK]"},
-            ),
-        },
+        {"start_anchor": "[/INST]", "fields": fields(MISTRAL_CALLS, reasoning(*_MISTRAL_TAGS))},
         CallForm(
             '{"name": ', ', "arguments": ', "}", between=", ", opening="[TOOL_CALLS] [", closing="]", quotes_name=True
         ),
+        id_form="nine",
+        thoughts=_MISTRAL_TAGS,
     ),
     ResponseFamily(
         "llama",
         ("<|start_header_id|>", '"parameters"'),
         {
             "start_anchor": "<|start_header_id|>assistant<|end_header_id|>\n\n",
-            "fields": _fields(
-                {
-                    # A call is the complete answer: nothing stands in front of it.
-                    "open_pattern": r'(?<![\s\S])\s*(?:<\|python_tag\|>)?(?=\{\s*"name")',
-                    "content": "json",
-                    "repeats": False,
-                    "transform": _LLAMA_CALL,
-                },
-                None,
-            ),
+            "fields": fields(_llama(r"(?:<\|python_tag\|>)?")),
         },
         _LLAMA_FORM,
     ),
@@ -291,20 +276,13 @@ FAMILIES: tuple[ResponseFamily, ...] = (
         ("<|header_start|>", '"parameters"'),
         {
             "start_anchor": "<|header_start|>assistant<|header_end|>\n\n",
-            "fields": _fields(
-                {
-                    "open_pattern": r'(?<![\s\S])\s*(?:<\|python_start\|>)?(?=\{\s*"name")',
-                    "close": "<|python_end|>",
-                    "content": "json",
-                    "repeats": False,
-                    "transform": _LLAMA_CALL,
-                },
-                None,
-            ),
+            "fields": fields(_llama(r"(?:<\|python_start\|>)?"), markers=("<|python_end|>",)),
         },
         _LLAMA_FORM,
     ),
-    ResponseFamily("think", ("</think>",), {"start_anchor_pattern": r"(?!)", "fields": _fields(None)}),
+    ResponseFamily(
+        "think", ("</think>",), {"start_anchor_pattern": r"(?!)", "fields": fields([], _THINK)}, thoughts=_TAGS
+    ),
 )
 """The families, more special ones first."""
 
@@ -321,16 +299,21 @@ def response_template_for(tokenizer: Any, chosen: str | None = None) -> Response
     Raises:
         InvalidArgumentError: No family and no file has that name, or the file has no valid template.
     """
-    if chosen is not None:
-        return chosen_template(chosen)
-    own = getattr(tokenizer, "response_template", None)
     template = getattr(tokenizer, "chat_template", None)
     source = template if isinstance(template, str) else json.dumps(template or "", ensure_ascii=False)
+    if chosen is not None:
+        found = chosen_template(chosen)
+        return None if found is None else _with_ids(found, source)
+    own = getattr(tokenizer, "response_template", None)
     family = next((family for family in FAMILIES if all(sign in source for sign in family.signs)), None)
     if isinstance(own, Mapping):
-        call, is_harmony = (None, False) if family is None else (family.call, family.is_harmony)
-        return ResponseFamily("checkpoint", (), own, call, is_harmony)
-    return family
+        known = ResponseFamily("checkpoint", (), own) if family is None else family
+        family = dataclasses.replace(known, name="checkpoint", signs=(), template=own)
+    return None if family is None else _with_ids(family, source)
+
+
+def _with_ids(family: ResponseFamily, source: str) -> ResponseFamily:
+    return dataclasses.replace(family, id_form=form_demanded(source, family.id_form))
 
 
 def chosen_template(chosen: str) -> ResponseFamily | None:

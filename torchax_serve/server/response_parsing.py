@@ -6,9 +6,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torchax_serve.server.call_stream import CallPiece, CallStream
+from torchax_serve.server.call_ids import CallIds
+from torchax_serve.server.call_stream import CallPiece
 from torchax_serve.server.parsed_message import MessageWriter, ParsedStep
-from torchax_serve.server.response_families import MARKER, REASONING, ResponseFamily
+from torchax_serve.server.response_family import CALLS, MARKER, REASONING, ResponseFamily
+from torchax_serve.server.schema_types import typed_tools
 
 
 class AnswerParser:
@@ -34,12 +36,11 @@ class AnswerParser:
     ) -> None:
         from torchax_serve.server.tolerant_parser import TolerantParser  # imports transformers
 
-        self._parser = TolerantParser(dict(family.template), prefix="", tools=[dict(tool) for tool in tools])
-        self._reads_tools, self._tool_tags = bool(tools), None if family.call is None else family.call.argument
-        self._message = MessageWriter(max_tool_calls)
-        self._calls: CallStream | None = None  # of the region that is open
-        self._has_calls = False  # whether that region has a call so far
-        start = self._parser.answer_start(prompt)
+        template = family.template if tools else family.without_calls()
+        self._parser = TolerantParser(template, family.thoughts, reads_calls=bool(tools), tools=typed_tools(tools))
+        self._names = {tool["function"]["name"] for tool in tools}
+        self._message = MessageWriter(max_tool_calls, CallIds(family.id_form))
+        start = self._parser.answer_start(prompt).rstrip()  # spaces may begin a text, which the answer does not have
         self._take(self._parser.feed(start) if start else [], ParsedStep())
         self._message.drop_held()
 
@@ -64,45 +65,45 @@ class AnswerParser:
         """Returns the rest, after the last piece."""
         step = ParsedStep()
         self._take(self._parser.end(), step)
+        self._message.flush(step)
         return step
 
     def _take(self, events: Sequence[Mapping[str, Any]], step: ParsedStep) -> None:
         for event in events:
             field, kind = event["field"], event["type"]
             if field.startswith(MARKER):
-                continue
-            if field == "tool_calls":
+                self._message.end_region(step)
+            elif field.startswith(CALLS):
                 self._take_calls(event, step)
-            elif kind in ("region_chunk", "region_error"):
-                self._message.add_text("reasoning" if field in REASONING else "content", event.get("text", ""), step)
+            else:
+                name = "reasoning" if field in REASONING else "content"
+                if kind in ("region_chunk", "region_error"):
+                    self._message.add_text(name, event.get("text", ""), step)
+                if name == "reasoning" and kind != "region_chunk":
+                    self._message.end_region(step)
 
     def _take_calls(self, event: Mapping[str, Any], step: ParsedStep) -> None:
         """Takes an event of a region with tool calls."""
-        kind = event["type"]
-        if kind == "region_open":
-            stream = self._parser.call_stream(event, self._tool_tags) if self._reads_tools else None
-            self._calls, self._has_calls = stream, False
-        elif kind == "region_chunk":
-            self._add(self._calls.push(event["text"]) if self._calls is not None else [], step)
+        self._message.add_pieces(event.get("pieces", ()), step)
+        if event["type"] not in ("region_close", "region_error"):
+            return
+        if event.get("has_calls"):
+            self._message.add_text("content", event["rest"], step)
+        elif event["type"] == "region_close":
+            self._add_complete(event["value"], event["raw"], step, is_marked=event["is_marked"])
         else:
-            self._add(self._calls.close() if self._calls is not None else [], step)
-            if self._has_calls:
-                assert self._calls is not None
-                self._message.add_text("content", self._calls.rest, step)
-            elif kind == "region_close":
-                self._add_complete(event["value"], event["raw"], step)
-            else:
-                self._message.add_text("content", event["raw"], step)
-            self._calls = None
+            self._message.add_text("content", event["raw"], step)
 
-    def _add(self, pieces: Sequence[CallPiece], step: ParsedStep) -> None:
-        self._has_calls = self._has_calls or bool(pieces)
-        self._message.add_pieces(pieces, step)
+    def _add_complete(self, value: Any, raw: str, step: ParsedStep, *, is_marked: bool) -> None:
+        """Adds the calls of a region of which nothing was certain before its end.
 
-    def _add_complete(self, value: Any, raw: str, step: ParsedStep) -> None:
-        """Adds the calls of a region of which nothing was certain before its end."""
+        Without arguments, and without a text of the format in front, only a tool's name tells a call from other text.
+        """
+        if isinstance(value, Mapping) and isinstance(value.get("function"), list):
+            value = value["function"]  # an object that is a call may be a list of them as well
         calls = [_call(each) for each in (value if isinstance(value, list) else [value])]
-        if not self._reads_tools or not calls or None in calls:
+        is_other = not is_marked and any(call is None or call.name not in self._names for call in calls)
+        if not self._names or not calls or None in calls or is_other:
             self._message.add_text("content", raw, step)
             return
         self._message.add_pieces([call for call in calls if call is not None], step)
@@ -113,11 +114,22 @@ def _call(value: Any) -> CallPiece | None:
     function = value.get("function", value) if isinstance(value, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
         return None
-    arguments = function.get("arguments", function.get("parameters", {}))
-    if not isinstance(arguments, Mapping):
+    arguments = _arguments(function.get("arguments", function.get("parameters", {})))
+    if arguments is None:
         return None
     try:
         text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError):
         return None
-    return CallPiece(function["name"], text, is_last=True)
+    written = function.get("id", value.get("id"))
+    return CallPiece(function["name"], text, is_last=True, id=written if isinstance(written, str) else None)
+
+
+def _arguments(value: Any) -> Mapping[str, Any] | None:
+    """Returns arguments, which some models write as the JSON text of an object; None for others."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return None
+    return value if isinstance(value, Mapping) else None

@@ -136,7 +136,7 @@ def renamed_error(error: Exception, request: TextRequest) -> Exception:
 
 
 def _num_top(request: TextRequest) -> int | None:
-    if isinstance(request, ChatRequest) and request.top_logprobs is not None and not request.logprobs:
+    if isinstance(request, ChatRequest) and request.top_logprobs and not request.logprobs:
         raise bad_request("top_logprobs: expected logprobs true with it", "top_logprobs", "invalid_value")
     found: int | None = request.num_top  # type: ignore[attr-defined]
     return found

@@ -10,6 +10,7 @@ from torchax_serve.server.request_fields import (
     FAIL_FAST,
     ApiRequest,
     Ids,
+    ModelName,
     Objects,
     Strings,
     honoured,
@@ -33,7 +34,7 @@ class StreamOptions(pydantic.BaseModel):
 class TextRequest(ApiRequest):
     """Fields that chats and plain completions share."""
 
-    model: Annotated[str, honoured("a name in `/v1/models`; another one is 404")]
+    model: Annotated[ModelName, honoured("a name in `/v1/models`, another one is 404; without it, the served one")] = ""
     stream: Annotated[bool | None, honoured("the answer as server-sent events, a piece per step of the engine")] = None
     stream_options: Annotated[
         StreamOptions | None,
@@ -92,8 +93,12 @@ class TextRequest(ApiRequest):
     use_beam_search: Annotated[Any, refused("expected false; beam search is not served", False)] = None
     length_penalty: Annotated[Any, refused("expected 1; beam search is not served", 1)] = None
     logits_processors: Annotated[Any, refused("expected none; code in a request is not run", [])] = None
-    truncate_prompt_tokens: Annotated[Any, refused("expected null; shorten the prompt")] = None
-    truncation_side: Annotated[Any, refused("expected null; shorten the prompt")] = None
+    truncate_prompt_tokens: Annotated[
+        int | None, honoured("so many tokens of the prompt are read; -1: as many as the model's length allows")
+    ] = None
+    truncation_side: Annotated[
+        Literal["left", "right"] | None, honoured("where the prompt is cut; left by default")
+    ] = None
     thinking_token_budget: Annotated[Any, refused("expected null; reasoning counts as max_tokens does", -1)] = None
     logprob_token_ids: Annotated[Any, refused("expected null; write top_logprobs or logprobs")] = None
     repetition_detection: Annotated[Any, refused("expected null; write repetition_penalty")] = None

@@ -20,6 +20,7 @@ from torchax_serve.server.errors import ApiError, bad_request
 from torchax_serve.server.options import RequestLimits
 from torchax_serve.server.schemas import TextRequest
 from torchax_serve.server.structural_tag import structural_tag_grammar
+from torchax_serve.validation.argument_checks import short_repr
 
 MAX_CHOICES = 1024
 ANY_OBJECT = {"type": "object"}
@@ -123,14 +124,44 @@ def _asked(request: TextRequest) -> list[_Asked | None]:
     return found
 
 
+_FORMAT_KEYS: Mapping[str, tuple[str, ...]] = {
+    "text": (),
+    "json_object": ("schema",),
+    "json_schema": ("json_schema",),
+}
+"""Keys of `response_format` next to ``type``."""
+_SCHEMA_KEYS = ("name", "description", "schema", "strict")
+
+
+def _check_keys(where: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Raises ApiError, 400, for keys that are none of `known`; null asks for nothing."""
+    if unknown := [key for key, value in given.items() if key not in known and value is not None]:
+        shown = ", ".join(short_repr(key) for key in unknown[:16])
+        expected = ", ".join(known)
+        message = f"{where}: expected keys out of {expected}, got {shown}; leave it out"
+        raise bad_request(message, "response_format", "unknown_parameter")
+
+
 def _of_response_format(given: Mapping[str, Any] | None) -> _Asked | None:
-    if given is None or given.get("type") == "text":
+    if given is None:
         return None
-    kind = given.get("type")
+    kind: Any = given.get("type")
+    if isinstance(kind, str) and kind in _FORMAT_KEYS:
+        _check_keys("response_format", given, ("type", *_FORMAT_KEYS[kind]))
+    if kind == "text":
+        return None
     if kind == "json_object":
+        schema = given.get("schema")
+        if schema is not None and not isinstance(schema, dict):
+            message = "response_format.schema: expected a JSON schema, got another value"
+            raise bad_request(message, "response_format", "invalid_value")
+        if schema is not None:
+            return _Asked("response_format", "json_schema", schema)
         return _Asked("response_format", "json_object", True)
     if kind == "json_schema":
         inner = given.get("json_schema")
+        if isinstance(inner, dict):
+            _check_keys("response_format.json_schema", inner, _SCHEMA_KEYS)
         schema = inner.get("schema") if isinstance(inner, dict) else None
         if not isinstance(schema, dict):
             raise bad_request(

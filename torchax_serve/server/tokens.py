@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from torchax_serve.server.body import read_request
-from torchax_serve.server.chat import render_chat, with_files
+from torchax_serve.server.chat import read_variables, render_chat, with_files
 from torchax_serve.server.context import context_of
 from torchax_serve.server.errors import ApiError, bad_request
 from torchax_serve.server.json_lists import list_response
@@ -47,7 +48,9 @@ def _token_ids(service: ModelService, body: TokenizeRequest) -> list[int]:
     tokenizer: Any = service.model.tokenizer
     if body.prompt is not None:
         return list(tokenizer(body.prompt, add_special_tokens=body.add_special_tokens is not False)["input_ids"])
-    options = ChatOptions.of(body.tools, None, dict(body.chat_template_kwargs or {}), bool(body.continue_final_message))
+    variables = read_variables(service, body.chat_template_kwargs)
+    options = ChatOptions.of(body.tools, None, variables, bool(body.continue_final_message))
+    options = dataclasses.replace(options, may_follow_assistant=True)
     return service.chat_prompt(body.messages or [], options).token_ids
 
 
@@ -75,7 +78,7 @@ async def render(request: Request) -> Response:
     service = context.service()
     service.require("chat", "/v1/chat/completions/render")
     body = await read_request(request, context.options, ChatRequest)
-    service.check_name(body.model, request.state.key, may_be_adapter=True)
+    service.settle_name(body, request.state.key, may_be_adapter=True)
     body = await with_files(body, context.options)
     plan = plan_tools(body, service.family)
     prompt = await until_disconnect(request.receive, service.run(render_chat, service, body, plan))

@@ -2,23 +2,58 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from transformers.utils.chat_parsing import ResponseParser
 
-from torchax_serve.server.call_stream import CallStream, DialectCalls, JsonCalls, TaggedCalls
-from torchax_serve.server.response_families import REASONING
+from torchax_serve.server.call_stream import CallPiece, CallStream, DialectCalls, JsonCalls, TaggedCalls
+from torchax_serve.server.response_family import CALLS, REASONING
 
 MAX_HELD_CHARS = 1 << 12
 """Characters of parsed text after which the parser's buffer is cut, so that time stays linear in the length."""
+LOOK_BACK = 1 << 10
+"""Characters that stay in it, for patterns that look back, and for text that is read once more."""
+_TAGS = (("<parameter=", "</parameter>"), ("<arg_key>", "</arg_value>"))
+"""Texts that begin and end an argument, where each stands by itself."""
+_UNMARKED = re.compile(r"[\s;,]*(?:```\w*\s*)?")
+"""Beginning of a region that other text could begin with as well."""
 
 
 class TolerantParser(ResponseParser):
-    """transformers' parser, with text of regions that do not parse, and a bounded buffer."""
+    """transformers' parser, with text of regions that do not parse, and a bounded buffer.
 
-    _raw = ""
-    _parts: list[str]
+    Regions with tool calls are read while they come: a closing text inside of an argument ends none, and text that can
+    be no call is content from then on.
+
+    Args:
+        template: Of the family.
+        thoughts: Of the family.
+        reads_calls: Whether there are tools, so that calls are read.
+        **options: Of transformers' parser.
+    """
+
+    def __init__(
+        self,
+        template: Mapping[str, Any],
+        thoughts: tuple[str, str] | None = None,
+        *,
+        reads_calls: bool,
+        **options: Any,
+    ) -> None:
+        fields: Mapping[str, Mapping[str, Any]] = template["fields"]
+        self._openings = {name: field.get("open") for name, field in fields.items() if name in REASONING}
+        if thoughts is not None:
+            self._openings |= dict.fromkeys(self._openings, thoughts[0])
+        self._raw = self._closing = ""
+        self._parts: list[str] = []
+        self._reads_calls = reads_calls
+        self._stream: CallStream | None = None  # of the open region
+        self._num_pushed, self._pieces, self._has_calls = 0, list[CallPiece](), False
+        self._is_none = False  # whether the open region is no call
+        self._is_marked = True  # whether a text of the format begins it
+        super().__init__(dict(template), prefix="", **options)
 
     @property  # a text that grows by copying takes time by the square of its length
     def _body(self) -> str:
@@ -27,12 +62,6 @@ class TolerantParser(ResponseParser):
     @_body.setter
     def _body(self, text: str) -> None:
         self._parts = [text] if text else []
-
-    def _accumulate(self, events: list[dict[str, Any]], text: str) -> None:
-        before, self._parts = self._parts, []
-        super()._accumulate(events, text)
-        before += self._parts
-        self._parts = before
 
     @property
     def field(self) -> str | None:
@@ -45,36 +74,135 @@ class TolerantParser(ResponseParser):
         if found != prompt:
             return found
         # Without an anchor: an opened reasoning at the end of the prompt is all that matters.
-        for name in REASONING:
-            field = self._spec.fields.get(name)
-            if field is None or field.open_re is None:
-                continue
-            opened = [match.end() for match in field.open_re.finditer(prompt)]
-            closed = [match.end() for match in field.close_re.finditer(prompt)] if field.close_re else []
-            if opened and not prompt[opened[-1] :].strip() and (not closed or closed[-1] < opened[-1]):
-                match = list(field.open_re.finditer(prompt))[-1]
-                return prompt[match.start() :]
+        for begin in self._openings.values():
+            _, found, behind = prompt.rpartition(begin) if isinstance(begin, str) else ("", "", "")
+            if found and not behind.strip():
+                return found + behind
         return ""
 
-    def call_stream(self, opening: Mapping[str, Any], tags: tuple[str, str, str] | None) -> CallStream | None:
-        """Returns a reader of a region of tool calls; None if its text has an unknown form.
+    def cut(self) -> None:
+        """Drops text that has been parsed; some stays, for patterns that look back."""
+        if self._pos > MAX_HELD_CHARS:
+            self._buffer, self._pos = self._buffer[self._pos - LOOK_BACK :], LOOK_BACK
+            if self._current is None or self._spec.fields[self._current].content == "text":
+                self._body = ""
 
-        Args:
-            opening: Event of the region's beginning.
-            tags: Texts of `CallForm.argument`.
-        """
-        field, name = self._spec.fields[opening["field"]], opening.get("name")
+    def end(self) -> list[dict[str, Any]]:
+        """Closes all regions; returns the last events."""
+        events: list[dict[str, Any]] = []
+        self._process(events, eos=True)
+        return events
+
+    def _scan(self, watch: Any, eos: bool) -> tuple[Any, int]:
+        """Returns the next match of a pattern, and where text begins that has to wait."""
+        if self._stream is None:
+            best, hold = super()._scan(watch, eos)
+            self._closing = best[2].group(0) if best is not None and best[0] == "close" else ""
+            return best, hold
+        assert self._current is not None
+        field, begin, fed = self._spec.fields[self._current], self._pos, self._pos
+        self._closing = ""
+        while True:
+            match = None if field.close_re is None else field.close_re.search(self._buffer, begin, partial=not eos)
+            until = len(self._buffer) if match is None else match.start()
+            self._push(self._buffer[fed:until])
+            if (end := self._end_of_region(field)) is not None:
+                end = until - self._num_pushed + end
+                self._go_back(end)
+                return ("close", field, _RegionEnd(end)), end
+            if match is None:
+                return None, until
+            fed, is_inside = until, self._stream.is_inside
+            if not is_inside and not eos and (match.partial or self._can_grow("close", field, match)):
+                return None, until
+            if not is_inside:
+                self._closing = match.group(0)
+                return ("close", field, match), until
+            if (begin := until + 1) > len(self._buffer):
+                return None, len(self._buffer)
+
+    def _push(self, text: str) -> None:
+        assert self._stream is not None
+        self._num_pushed += len(text)
+        pieces = self._stream.push(text) if text else []
+        self._pieces += pieces
+        self._has_calls = self._has_calls or bool(pieces)
+
+    def _end_of_region(self, field: Any) -> int | None:
+        """Returns the region's length where it ends without a closing text; None where it does not."""
+        assert self._stream is not None
+        if self._stream.end is None:
+            return None
+        is_read = self._has_calls or (isinstance(self._stream, JsonCalls) and self._stream.is_complete)
+        self._is_none = not is_read
+        return self._stream.end if field.close_re is None or not is_read else None
+
+    def _go_back(self, place: int) -> None:
+        """Takes text of the region behind a place of the buffer back, to be read once more."""
+        if place < self._pos:
+            body = self._body
+            self._body = body[: len(body) - (self._pos - place)]
+            self._pos = place
+
+    def _accumulate(self, events: list[dict[str, Any]], text: str) -> None:
+        before, self._parts = self._parts, []
+        super()._accumulate(events, text)
+        before += self._parts
+        self._parts = before
+        if self._pieces and events:
+            events[-1]["pieces"], self._pieces = self._pieces, []
+
+    def _open_explicit(self, events: list[dict[str, Any]], field: Any, m: Any) -> None:
+        super()._open_explicit(events, field, m)
+        self._raw, self._is_none = m.group(0), False
+        self._is_marked = _UNMARKED.fullmatch(self._raw) is None
+        self._num_pushed, self._pieces, self._has_calls = 0, [], False
+        is_call = self._reads_calls and field.name.startswith(CALLS)
+        self._stream = self._call_stream(field, self._captures) if is_call else None
+
+    def _close_current(self, events: list[dict[str, Any]]) -> None:
+        field, stream = self._current, self._stream
+        is_explicit = field is not None and field != self._implicit_name
+        raw = self._raw + self._body + self._closing if is_explicit else ""
+        found: dict[str, Any] = {"raw": raw, "is_marked": self._is_marked}
+        if stream is not None:
+            found["pieces"] = [*self._pieces, *([] if self._is_none else stream.close())]
+            self._has_calls = self._has_calls or bool(found["pieces"])
+            found |= {"has_calls": self._has_calls, "rest": "" if self._is_over_at_rest(field) else stream.rest}
+        self._stream, self._pieces = None, []
+        num_before = len(events)
+        try:
+            if self._is_none:
+                raise ValueError("no call")
+            super()._close_current(events)
+        except Exception:  # content parsers raise whatever they like for an answer that is not as they expect
+            del events[num_before:]
+            events.append({"type": "region_error", "field": field})
+            self._reset_to_implicit()
+        self._is_none, self._closing = False, ""
+        for event in events[num_before:]:
+            event.update(found)
+        self._output.clear()  # events have all of it
+
+    def _is_over_at_rest(self, field: str | None) -> bool:
+        """Returns whether the region has ended in front of text that is no call."""
+        return field is not None and self._spec.fields[field].close_re is None
+
+    def _call_stream(self, field: Any, captures: Mapping[str, str]) -> CallStream | None:
+        """Returns a reader of a region of tool calls; None if its text has an unknown form."""
+        name = captures.get("name")
         function = field.transform.get("function") if isinstance(field.transform, dict) else None
         is_behind = function == {"name": "{name}", "arguments": "{content}"} and name
         if field.content == "json" and not field.content_args:
             is_inside = function == "{content}" or field.transform_each
             is_inside = is_inside or (isinstance(function, dict) and function.get("name") == "{content.name}")
-            return JsonCalls(name) if is_behind or is_inside else None
+            return JsonCalls(name, captures.get("id"), is_marked=self._is_marked) if is_behind or is_inside else None
         if field.content == "json" and is_behind and (delimiter := _delimiter(field.content_args)):
             return DialectCalls(str(name), delimiter)
-        is_plain = set(field.content_args) == {"tag_pattern"}
-        if field.content == "xml-inline" and is_behind and is_plain and tags is not None:
-            return TaggedCalls(str(name), field.content_args["tag_pattern"], tags[2].strip(), self._typed(str(name)))
+        if field.content == "xml-inline" and is_behind and set(field.content_args) == {"tag_pattern"}:
+            pattern = field.content_args["tag_pattern"]
+            tags = next((tags for tags in _TAGS if pattern.startswith(tags[0])), None)
+            return None if tags is None else TaggedCalls(str(name), pattern, *tags, self._typed(str(name)))
         return None
 
     def _typed(self, name: str) -> Callable[[Mapping[str, str]], Mapping[str, Any]]:
@@ -87,38 +215,24 @@ class TolerantParser(ResponseParser):
 
         return typed
 
-    def cut(self) -> None:
-        """Drops text that has been parsed; one character stays, for patterns that look back."""
-        if self._pos > MAX_HELD_CHARS:
-            self._buffer, self._pos = self._buffer[self._pos - 1 :], 1
-            if self._current is None or self._spec.fields[self._current].content == "text":
-                self._body = ""
 
-    def end(self) -> list[dict[str, Any]]:
-        """Closes all regions; returns the last events."""
-        events: list[dict[str, Any]] = []
-        self._process(events, eos=True)
-        return events
+class _RegionEnd:
+    """Stands for an empty match at a place of the buffer."""
 
-    def _open_explicit(self, events: list[dict[str, Any]], field: Any, m: Any) -> None:
-        super()._open_explicit(events, field, m)
-        self._raw = m.group(0)
-        events[-1]["name"] = self._captures.get("name")
+    def __init__(self, place: int) -> None:
+        self._place = place
 
-    def _close_current(self, events: list[dict[str, Any]]) -> None:
-        field, raw = self._current, self._raw + self._body
-        is_explicit = field is not None and field != self._implicit_name
-        num_before = len(events)
-        try:
-            super()._close_current(events)
-        except Exception:  # content parsers raise whatever they like for an answer that is not as they expect
-            del events[num_before:]
-            events.append({"type": "region_error", "field": field, "raw": raw})
-            self._reset_to_implicit()
-            return
-        for event in events[num_before:]:
-            event["raw"] = raw if is_explicit else ""
-        self._output.clear()  # events have all of it
+    def start(self) -> int:
+        """Returns the place."""
+        return self._place
+
+    def end(self) -> int:
+        """Returns the place."""
+        return self._place
+
+    def groupdict(self) -> dict[str, str]:
+        """Returns no groups."""
+        return {}
 
 
 def _delimiter(args: Mapping[str, Any]) -> str | None:

@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torchax_serve.server.call_forms import call_grammar
+from torchax_serve.server.common_calls import with_common_calls
 from torchax_serve.server.errors import bad_request
-from torchax_serve.server.response_families import ResponseFamily
+from torchax_serve.server.response_family import ResponseFamily
 from torchax_serve.server.schemas import ChatRequest
 from torchax_serve.server.structured import Grammar
 
@@ -25,11 +26,13 @@ class ToolPlan:
         tools: JSON schemas for the template and for the parser of the answer.
         grammar: What the answer is held to; None for any text.
         max_calls: Most tool calls of the answer; None for any number.
+        family: How the answer is spelled; None for plain text.
     """
 
     tools: Sequence[Mapping[str, Any]] = ()
     grammar: Grammar | None = None
     max_calls: int | None = None
+    family: ResponseFamily | None = None
 
 
 def plan_tools(
@@ -43,37 +46,25 @@ def plan_tools(
         special_ids: Special tokens of its tokenizer.
 
     Raises:
-        ApiError: 400 for tools that are none, a choice that is none of them, or a model whose calls cannot be read.
+        ApiError: 400 for tools that are none, or a choice that is none of them.
     """
     tools = [_checked(index, tool) for index, tool in enumerate(request.tools or ())]
     if len(tools) > MAX_TOOLS:
         raise bad_request(f"tools: expected at most {MAX_TOOLS}, got {len(tools)}", "tools", "invalid_value")
     mode, names = _choice(request.tool_choice, [tool["function"]["name"] for tool in tools])
     if mode == "none" or not tools:
-        return ToolPlan()
-    if family is None:
-        raise bad_request(
-            "tools: expected a model whose tool calls can be read, got one whose format is unknown; start the server "
-            "with --response-template",
-            "tools",
-            "unsupported_parameter",
-        )
+        return ToolPlan(family=family)
     chosen = [tool for tool in tools if tool["function"]["name"] in names]
     max_calls = 1 if request.parallel_tool_calls is False or mode == "named" else None
-    is_strict = any(tool["function"].get("strict") for tool in chosen)
+    is_forced, is_strict = mode != "auto", any(tool["function"].get("strict") for tool in chosen)
+    if family is None or not family.reads_calls or (family.call is None and (is_forced or is_strict)):
+        family = with_common_calls(family, is_strict=is_strict and not is_forced)
     grammar = None
-    if mode != "auto" or is_strict:
-        if family.call is None:
-            field = "tool_choice" if mode != "auto" else "tools"
-            raise bad_request(
-                f"{field}: expected auto without strict, as calls of the format {family.name} cannot be forced",
-                field,
-                "unsupported_parameter",
-            )
-        is_forced = mode != "auto"
+    if is_forced or is_strict:
+        assert family.call is not None
         grammar = call_grammar(family.call, chosen, special_ids or {}, is_forced=is_forced, max_calls=max_calls)
     shown = [_without_strict(tool) for tool in chosen]
-    return ToolPlan(shown, None if grammar is None else Grammar("tools", grammar), max_calls)
+    return ToolPlan(shown, None if grammar is None else Grammar("tools", grammar), max_calls, family)
 
 
 def _checked(index: int, tool: Any) -> dict[str, Any]:
@@ -146,7 +137,7 @@ def reasoning_end(
         decode: Returns the text of tokens, special ones included.
     """
     field = family.template["fields"].get("reasoning", {})
-    opening, closing = field.get("open"), field.get("close")
+    opening, closing = family.thoughts or (field.get("open"), field.get("close"))
     if not opening or not closing or not prompt.rstrip().endswith(opening):
         return None
     window = 8  # tokens that the closing text may be spread over

@@ -16,7 +16,8 @@ from torchax_serve.text.template_renderer import RenderedJob, TemplateJob, share
 from torchax_serve.validation.argument_checks import is_list, short_repr
 
 MAX_ROLES = 16
-_RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
+RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
+"""Variables of a template that are arguments of `chat`, or made by it."""
 # What clients of OpenAI's and transformers' interfaces always send, and most templates do not write.
 _MAY_BE_IGNORED = frozenset({"tool_call_id"})
 _MAY_BE_IGNORED_OF_TOOLS = frozenset({"name", "tool_call_id"})
@@ -31,12 +32,14 @@ class ChatOptions:
         documents: Documents for retrieval, in the template's format.
         variables: Variables of the template by name (``chat_template_kwargs``).
         continues: Whether the answer continues the last message, which is the assistant's.
+        may_follow_assistant: Whether a new message of the assistant may follow one of its own.
     """
 
     tools: Sequence[Any] | None = None
     documents: Sequence[Mapping[str, Any]] | None = None
     variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     continues: bool = False
+    may_follow_assistant: bool = False
 
     @classmethod
     def of(cls, tools: Any, documents: Any, chat_template_kwargs: Any, continue_final_message: Any) -> ChatOptions:
@@ -92,7 +95,7 @@ def check_last_message(conversation: Sequence[Mapping[str, Any]], options: ChatO
             f"continue_final_message: expected a last message of role assistant, got one of role {short_repr(role)}; "
             "leave it out"
         )
-    if role == "assistant" and not options.continues:
+    if role == "assistant" and not options.continues and not options.may_follow_assistant:
         raise InvalidArgumentError(
             "messages: expected the user's, or a tool's, as the last one, got the assistant's; "
             "continue_final_message=True continues it"
@@ -153,13 +156,13 @@ class ChatTemplate:
                     "them; leave them out, or write them into a message"
                 )
         for name in options.variables:
-            if name in _RESERVED:
+            if name in RESERVED:
                 raise UnsupportedArgumentError(
                     f"chat_template_kwargs: expected variables of the template, got {name!r}, which is an argument of "
                     "chat() or made by it; leave it out"
                 )
             if name not in facts.variables:
-                known = ", ".join(sorted(facts.variables - _RESERVED)) or "none"
+                known = ", ".join(sorted(facts.variables - RESERVED)) or "none"
                 raise UnsupportedArgumentError(
                     f"chat_template_kwargs: expected variables that the chat template of {self._name} reads ({known}), "
                     f"got {short_repr(name)}; leave it out"

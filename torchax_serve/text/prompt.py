@@ -5,6 +5,7 @@ The ids come from a prompt, the config from parameters.
 
 from __future__ import annotations
 
+import copy
 import numbers
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,8 +13,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.program.position_limits import has_end, max_positions
-from torchax_serve.sampling_params import SamplingParams
+from torchax_serve.sampling_params import NEVER_A_TOKEN, SamplingParams
 from torchax_serve.text.detokenizer import Detokenizer, NoText
+from torchax_serve.text.turn_ends import turn_ends
 from torchax_serve.validation.argument_checks import MAX_PROMPT_CHARS, check_text, is_list, short_repr
 
 if TYPE_CHECKING:
@@ -153,10 +155,33 @@ def merged(model: TextModel, params: SamplingParams) -> tuple[GenerationConfig, 
 
     The stop strings are no part of the merged config.
     """
-    config = params.merged_into(model.generation_config)
+    config = params.merged_into(_with_turn_ends(model))
     stops = config.stop_strings or ()
     config.stop_strings = None
     return config, (stops,) if isinstance(stops, str) else tuple(stops)
+
+
+def _with_turn_ends(model: TextModel) -> GenerationConfig:
+    """Returns the model's generation config, in which the tokenizer's ends of a turn count."""
+    config: Any = model.generation_config
+    known = _as_list(config.eos_token_id)
+    vocab_size = getattr(_text_config(model, of_encoder=False), "vocab_size", None)
+    ends = [end for end in turn_ends(model.tokenizer) if end not in known and (vocab_size is None or end < vocab_size)]
+    if not ends or NEVER_A_TOKEN in known:
+        return config
+    config = copy.deepcopy(config)
+    config.eos_token_id = [*known, *ends]
+    return config
+
+
+def _as_list(ids: Any) -> list[int]:
+    ids = ids.tolist() if hasattr(ids, "tolist") else ids
+    return [] if ids is None else [ids] if isinstance(ids, int) else [int(each) for each in ids]
+
+
+def end_ids(model: TextModel) -> list[int]:
+    """Returns the ids of the tokens that end an answer of a model."""
+    return [end for end in _as_list(_with_turn_ends(model).eos_token_id) if end != NEVER_A_TOKEN]
 
 
 def encode_prompt(model: TextModel, prompt: str | Sequence[int]) -> list[int]:

@@ -32,6 +32,7 @@ from model_adapters.loading.formats.gguf_file import GgufFile
 from model_adapters.loading.formats.gguf_rope import set_rope
 from model_adapters.loading.formats.gguf_words import split_words
 from model_adapters.loading.weight_sink import exclusive_load, replaced
+from model_adapters.program.turn_ends import ends_among
 
 _INEXACT = ("deci", "minimax-m2", "gemma4", "qwen35", "qwen35moe", "t5", "t5encoder", "umt5")
 """Architectures whose configuration or tensors transformers' tables do not give completely."""
@@ -102,10 +103,22 @@ def config_of(file: GgufFile) -> PreTrainedConfig:
             setattr(config, name, value)
     complete(file, config)
     set_rope(file, config)
-    ends = [config.eos_token_id, file.metadata.get("tokenizer.ggml.eot_token_id")]
-    known_ends = list(dict.fromkeys(end for end in ends if end is not None))
+    known_ends = _ends_of(file, config.eos_token_id)
     config.eos_token_id = known_ends if len(known_ends) > 1 else config.eos_token_id
     return config
+
+
+_CONTROL = 3
+"""Type of control tokens in `tokenizer.ggml.token_type`."""
+
+
+def _ends_of(file: GgufFile, eos: Any) -> list[int]:
+    """Returns the ids of tokens that end an answer, by the header and among control tokens."""
+    found = [eos, *(file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eot", "eom"))]
+    tokens, kinds = (file.metadata.get(f"tokenizer.ggml.{name}") or () for name in ("tokens", "token_type"))
+    control = {token: index for index, (token, kind) in enumerate(zip(tokens, kinds, strict=False)) if kind == _CONTROL}
+    found += [control[text] for text in ends_among(control)]
+    return list(dict.fromkeys(end for end in found if end is not None))
 
 
 _SIZES = ("block_count", "embedding_length", "attention.head_count")

@@ -1,5 +1,6 @@
 """GGUF files that the package `gguf` writes, against transformers' and its own dequantization."""
 
+import dataclasses
 import json
 import struct
 
@@ -386,3 +387,24 @@ def test_a_configuration_next_to_it_does_not_count(good_file, tmp_path):
     (tmp_path / "m.gguf").symlink_to(good_file)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
     assert type(load_model(tmp_path).module).__name__ == "LlamaForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("metadata", "control", "expected"),
+    [
+        ({}, {}, 1),
+        ({}, {3: "<|im_end|>"}, [1, 3]),
+        ({}, {3: "<|im_start|>"}, 1),
+        ({"tokenizer.ggml.eot_token_id": 4}, {3: "<end_of_turn>"}, [1, 4, 3]),
+        ({"tokenizer.ggml.eom_token_id": 5}, {}, [1, 5]),
+    ],
+)
+def test_answers_end_at_control_tokens_that_end_a_turn(good_file, metadata, control, expected):
+    """As in llama.cpp: a header often names the end of a document only."""
+    own = GgufFile.read(good_file)
+    tokens, kinds = (list(own.metadata[f"tokenizer.ggml.{name}"]) for name in ("tokens", "token_type"))
+    for index, text in control.items():
+        tokens[index], kinds[index] = text, 3
+    vocabulary = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds}
+    file = dataclasses.replace(own, metadata={**own.metadata, **vocabulary, **metadata})
+    assert gguf_model.config_of(file).eos_token_id == expected
