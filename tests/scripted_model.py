@@ -1,8 +1,8 @@
 """A model that says the lines of a script: a Llama of one layer whose weights are a table of its last tokens.
 
 Head h of its attention reads the token h places back, since rotary positions turn a constant query by h. The rows of
-its MLP are the table: each knows some tokens and adds the one that follows them. A line is chosen by the end of the last
-message; a line for the empty end is said where no other fits.
+its MLP are the table: each knows some tokens and adds the one that follows them. A line is chosen by the end of the
+last message; a line for the empty end is said where no other fits.
 """
 
 import json
@@ -21,8 +21,9 @@ TEMPLATE = """{{ bos_token }}{%- if tools %}<start_of_turn>system
 Tools: {% for tool in tools %}{{ tool | tojson }}{% endfor %}
 Write <tool_call>{"name": ..., "arguments": ...}</tool_call><end_of_turn>
 {% endif %}{%- for message in messages %}
-{%- if message.role == 'system' and not loop.first and SYSTEM_FIRST %}{{ raise_exception('a system message is the first') }}{% endif -%}
-<start_of_turn>{{ message.role }}
+{%- if message.role == 'system' and not loop.first and SYSTEM_FIRST %}
+{{- raise_exception('expected a system message as the first') }}{% endif -%}
+<start_of_turn>{{ 'model' if message.role == 'assistant' else message.role }}
 {% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif -%}
 {% if message.content is string %}{{ message.content }}{% else -%}
 {% for part in message.content or [] %}{{ part.text }}{% endfor %}{% endif -%}
@@ -43,7 +44,7 @@ def call(name, **arguments):
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-def write_scripted_model(folder, script, *, num_back=16, max_len=4096, is_system_first=False):
+def write_scripted_model(folder, script, *, num_back=48, max_len=4096, is_system_first=False):
     """Writes a checkpoint whose answer to a message that ends with a key of `script` is that key's text."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("tokenizer.json", "tokenizer_config.json"):

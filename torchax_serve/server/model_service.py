@@ -25,9 +25,11 @@ from torchax_serve.server.errors import ApiError, bad_request
 from torchax_serve.server.harmony import encoding_for
 from torchax_serve.server.key_limits import ApiKey
 from torchax_serve.server.messages import plain_messages
+from torchax_serve.server.notes import Notes
 from torchax_serve.server.options import ServerOptions
 from torchax_serve.server.response_families import ResponseFamily, response_template_for
-from torchax_serve.text.chat import chat_prompt_ids
+from torchax_serve.server.template_roles import TemplateRoles, has_system_behind, with_one_system
+from torchax_serve.text.chat import chat_prompt_ids, has_chat_template
 from torchax_serve.text.chat_template import ChatOptions, check_last_message
 from torchax_serve.text.messages import checked_conversation
 from torchax_serve.text.prompt import encode_prompt, position_limit
@@ -77,6 +79,7 @@ class ModelService:
         names: Names that requests may use.
         name: The first of them, which answers show.
         created: When it was ready, in seconds since 1970.
+        notes: Notes for the log that are written once.
         harmony: Encoding of openai-harmony for a model whose answers it parses, once `prepare` has run; else None.
     """
 
@@ -86,6 +89,7 @@ class ModelService:
         self.names = options.served_model_names or (self.root,)
         self.name = self.names[0]
         self.created = int(time.time())
+        self.notes = Notes()
         self.harmony: Any | None = None
         self._options = options
         self._pool = concurrent.futures.ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="request")
@@ -190,6 +194,9 @@ class ModelService:
         _check_len(self, [text for message in messages for text in _texts_of(message)], "messages")
         extractor = getattr(self._processor, "feature_extractor", None)
         plain = plain_messages(messages, self.template, getattr(extractor, "sampling_rate", None))
+        if has_system_behind(plain) and not self.roles.takes_system_anywhere:
+            self.notes.once("the chat template takes one system message, the first; further ones are merged into it")
+            plain = with_one_system(plain)
         if not has_media(plain):
             return ChatPrompt(chat_prompt_ids(self.model, plain, options=options))
         conversation = checked_conversation(plain, None)
@@ -203,6 +210,12 @@ class ModelService:
         except UnsupportedModelError as error:
             raise bad_request(f"messages: {error}", "messages", "invalid_value") from error
         return ChatPrompt(inputs["input_ids"][0].tolist(), inputs)
+
+    @functools.cached_property
+    def roles(self) -> TemplateRoles:
+        """Roles that the chat template takes; a processor's template is taken to have no limits."""
+        takes_all = not has_chat_template(self.model)
+        return TemplateRoles(lambda probe: takes_all or chat_prompt_ids(self.model, probe))
 
     @functools.cached_property
     def _processor(self) -> Any:

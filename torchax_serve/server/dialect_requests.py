@@ -1,0 +1,58 @@
+"""Requests of interfaces whose clients send new fields each month: what is unknown is noted and has no effect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
+
+import pydantic
+
+from torchax_serve.server.notes import Notes
+from torchax_serve.server.request_fields import FAIL_FAST, ApiRequest
+
+_OPEN = pydantic.ConfigDict(extra="allow", strict=True, protected_namespaces=())
+
+
+class OpenRequest(ApiRequest):
+    """Base of bodies that take unknown fields."""
+
+    model_config = _OPEN
+
+
+class OpenPart(pydantic.BaseModel):
+    """Base of objects in such bodies."""
+
+    model_config = _OPEN
+
+
+def note_unknown(body: OpenRequest, route: str, notes: Notes) -> None:
+    """Notes the fields of a body that are unknown, each once."""
+    for path in _unknown(body, ""):
+        notes.once(f"{route}: the field %s is unknown and has no effect", path)
+
+
+def _unknown(value: Any, path: str) -> Iterator[str]:
+    """Yields the paths of unknown fields, without the numbers of items."""
+    if isinstance(value, list):
+        for each in value:
+            yield from _unknown(each, path)
+    elif isinstance(value, pydantic.BaseModel):
+        for name in value.model_extra or ():
+            yield f"{path}{name}"
+        for name in value.model_fields_set:
+            yield from _unknown(getattr(value, name), f"{path}{name}.")
+
+
+def as_parts_of(kind: str) -> pydantic.BeforeValidator:
+    """Returns a validator that takes a text in place of a list with one part of a kind."""
+    return pydantic.BeforeValidator(lambda given: [{"type": kind, "text": given}] if isinstance(given, str) else given)
+
+
+def part_list(union: Any) -> Any:
+    """Returns the type of a list of parts, whose check ends at the first wrong one."""
+    return Annotated[list[union], FAIL_FAST]
+
+
+def without_none(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields that have a value."""
+    return {name: value for name, value in fields.items() if value is not None}

@@ -1,0 +1,91 @@
+"""Roles that a chat template takes, and conversations whose system messages stand where it takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from model_adapters.errors import TorchaxServeError
+from torchax_serve.text.messages import as_text
+
+SYSTEM = ("system", "developer")
+_USER = {"role": "user", "content": "Hello."}
+_SYSTEM_BEHIND = ({"role": "system", "content": "Be brief."}, _USER, {"role": "system", "content": "Be kind."}, _USER)
+_USERS = (_USER, {"role": "user", "content": "Are you there?"})
+
+
+class TemplateRoles:
+    """What a template does with probes, each of which is rendered at most once.
+
+    Args:
+        render: Renders a conversation; it raises TorchaxServeError where the template refuses it or leaves it out.
+    """
+
+    def __init__(self, render: Callable[[Sequence[dict[str, Any]]], Any]) -> None:
+        self._render = render
+        self._found: dict[int, bool] = {}
+
+    @property
+    def takes_system_anywhere(self) -> bool:
+        """Whether a system message may stand behind others."""
+        return self._takes(_SYSTEM_BEHIND)
+
+    @property
+    def takes_users_in_a_row(self) -> bool:
+        """Whether a user's message may follow another."""
+        return self._takes(_USERS)
+
+    def _takes(self, probe: Sequence[dict[str, Any]]) -> bool:
+        if id(probe) not in self._found:
+            try:
+                self._render(probe)
+                self._found[id(probe)] = True
+            except TorchaxServeError:
+                self._found[id(probe)] = False
+        return self._found[id(probe)]
+
+
+def has_system_behind(messages: Sequence[dict[str, Any]]) -> bool:
+    """Returns whether a system or developer message stands behind another message."""
+    return any(message["role"] in SYSTEM for message in messages[1:])
+
+
+def with_one_system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns a conversation whose system and developer messages are one, in front.
+
+    Messages of the user that only one of them has kept apart are one, too.
+    """
+    texts, found, follows_system = [], [], False
+    for message in messages:
+        if message["role"] in SYSTEM:
+            texts.append(as_text(message.get("content") or ""))
+            follows_system = True
+            continue
+        if follows_system and found and found[-1]["role"] == message["role"] == "user":
+            found[-1] = joined(found[-1], message)
+        else:
+            found.append(message)
+        follows_system = False
+    first = messages[0]
+    role = first["role"] if first["role"] in SYSTEM else "system"
+    return [{"role": role, "content": "\n\n".join(filter(None, texts))}, *found]
+
+
+def with_users_joined(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns a conversation in which no message of the user follows another."""
+    found: list[dict[str, Any]] = []
+    for message in messages:
+        if found and found[-1]["role"] == message["role"] == "user":
+            found[-1] = joined(found[-1], message)
+        else:
+            found.append(message)
+    return found
+
+
+def joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Returns two messages of one role as one."""
+    contents = [message.get("content") or "" for message in (first, second)]
+    if all(isinstance(each, str) for each in contents):
+        return {**first, **second, "content": "\n\n".join(filter(None, contents))}
+    parts = [[{"type": "text", "text": each}] if isinstance(each, str) else each for each in contents]
+    return {**first, **second, "content": [*parts[0], *parts[1]]}
