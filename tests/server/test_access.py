@@ -138,7 +138,7 @@ def test_unknown_paths_and_methods_are_errors_of_the_dialect(http):
 def test_interfaces_that_are_not_supported_are_refused_by_name(http):
     for path, message in (
         ("/v1/realtime", "the realtime interface is not supported; send audio to /v1/audio/transcriptions"),
-        ("/v1/responses", "the Responses interface is not supported; send messages to /v1/chat/completions"),
+        ("/v1/audio/speech", "speech output is not supported; ask /v1/chat/completions for a text"),
     ):
         error = http.post(path, json={"model": "tiny"}).json()["error"]
         assert (error["message"], error["code"]) == (f"{path}: {message}", "unknown_url")

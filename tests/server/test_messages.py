@@ -11,20 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from running_server import serving
-from scripted_model import call, write_scripted_model
+from scripted_server import QUESTIONS, scripted_server
 
-NOTE = "Let me look.\n" + call("Read", file_path="/tmp/note.txt")
-SCRIPT = {
-    "": "I have no line for this.",
-    " does note.txt say?": NOTE,
-    " world of notes": "It says: hello, world of notes.",
-    " think first": "<think>Two and two are four.</think>\n\nFour.",
-    " think and read": "<think>I need the file.</think>\n\n" + call("Read", file_path="/tmp/a b.txt"),
-    " read both": call("Read", file_path="/tmp/one.txt") + "\n" + call("Glob", pattern="*.py", deep=True),
-    " was not found": "There is no such file.",
-    " be polite": "One STOP Two.",
-}
 READ = {
     "name": "Read",
     "description": "Reads a file.",
@@ -36,8 +24,7 @@ TOOLS = [READ, GLOB]
 
 @pytest.fixture(scope="module")
 def scripted(tmp_path_factory):
-    path = write_scripted_model(tmp_path_factory.mktemp("scripted"), SCRIPT, max_len=2048)
-    with serving(path, served_model_names=("scripted",), keep_alive_s=0.05) as (server, _):
+    with scripted_server(tmp_path_factory.mktemp("scripted")) as server:
         yield server
 
 
@@ -92,14 +79,11 @@ def test_a_turn_with_a_tool(claude):
     assert second.usage.cache_read_input_tokens > 0.9 * first.usage.input_tokens
 
 
-QUESTIONS = [*list({key.strip(): None for key in SCRIPT if key}), "Anything else"]
-
-
 @settings(max_examples=12)
 @given(st.sampled_from(QUESTIONS), st.integers(1, 60), st.booleans())
 def test_streamed_events_assemble_to_the_complete_message(claude, question, max_tokens, has_tools):
     fields = {"max_tokens": max_tokens} | ({"tools": TOOLS} if has_tools else {})
-    assert shown(streamed(claude, f"Please {question}", **fields)) == shown(ask(claude, f"Please {question}", **fields))
+    assert shown(streamed(claude, question, **fields)) == shown(ask(claude, question, **fields))
 
 
 def test_events_come_in_anthropics_order(claude):
@@ -271,14 +255,3 @@ def test_errors_of_other_kinds(scripted, raw):
     assert raw.get("/v1/messages").json()["error"]["type"] == "invalid_request_error"
     bad = raw.post("/v1/messages", content=b"{", headers={"content-type": "application/json"})
     assert bad.json()["error"]["type"] == "invalid_request_error"
-
-
-def test_an_error_in_mid_stream_is_an_event(raw):
-    body = {
-        "model": "scripted",
-        "max_tokens": 40,
-        "stream": True,
-        "messages": [{"role": "user", "content": "Hi"}],
-    }
-    answer = raw.post("/v1/messages", json=body)
-    assert answer.headers["content-type"].startswith("text/event-stream")

@@ -96,7 +96,7 @@ class Application:
                 inner,
                 allow_origins=list(context.options.cors_origins),
                 allow_methods=["GET", "POST"],
-                allow_headers=["Authorization", "Content-Type", "X-API-Key", "X-Request-Id"],
+                allow_headers=["Authorization", "Content-Type", "X-API-Key", "X-Request-Id", *anthropic_errors.HEADERS],
                 expose_headers=["X-Request-Id"],
             )
         self._inner = inner

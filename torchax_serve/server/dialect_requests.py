@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 import pydantic
 
+from torchax_serve.server.errors import ApiError
 from torchax_serve.server.notes import Notes
 from torchax_serve.server.request_fields import FAIL_FAST, ApiRequest
 
@@ -41,6 +44,23 @@ def _unknown(value: Any, path: str) -> Iterator[str]:
             yield f"{path}{name}"
         for name in value.model_fields_set:
             yield from _unknown(getattr(value, name), f"{path}{name}.")
+
+
+@contextlib.contextmanager
+def names_of_fields(names: Mapping[str, str]) -> Iterator[None]:
+    """Renames the field that an error of a chat is about, as the request has it.
+
+    Args:
+        names: Fields of the request by the chat's, where they differ, and those whose items are counted otherwise.
+    """
+    try:
+        yield
+    except ApiError as error:
+        field = re.split(r"[.\[]", error.param or "")[0]
+        if (name := names.get(field)) is not None:
+            error.message = re.sub(rf"\b{field}\b(\[\d+\](\.\w+)*)*", name, error.message)
+            error.param = name
+        raise
 
 
 def as_parts_of(kind: str) -> pydantic.BeforeValidator:

@@ -9,6 +9,8 @@ from torchax_serve.server.errors import ApiError
 
 ROUTES = "/v1/messages"
 """Beginning of the paths whose errors have this form."""
+HEADERS = ("anthropic-version", "anthropic-beta", "anthropic-dangerous-direct-browser-access")
+"""Headers of this interface, which browsers may send; none of them changes an answer."""
 _TYPES: Mapping[int, str] = {
     401: "authentication_error",
     403: "permission_error",

@@ -15,20 +15,23 @@ from torchax_serve.server.anthropic.translation import chat_of
 from torchax_serve.server.body import read_request
 from torchax_serve.server.chat import render_chat, start_chat, with_files
 from torchax_serve.server.context import ServerContext, context_of
-from torchax_serve.server.dialect_requests import note_unknown
+from torchax_serve.server.dialect_requests import names_of_fields, note_unknown
 from torchax_serve.server.errors import ApiError
 from torchax_serve.server.model_service import ModelService
 from torchax_serve.server.schemas import ChatRequest
 from torchax_serve.server.sse import EventStream, named_event, until_disconnect
 from torchax_serve.server.tools import plan_tools
 
+_NAMES = {"messages": "messages", "stop": "stop_sequences", "response_format": "output_config.format"}
+"""Fields by their names in chats."""
 Body = TypeVar("Body", bound=CountTokensRequest)
 
 
 async def messages(request: Request) -> Any:
     """Answers a conversation of Anthropic's Messages interface."""
     context, service, chat = await _read(request, MessagesRequest)
-    started = await start_chat(request, service, chat, bounds_answer=True)
+    with names_of_fields(_NAMES):
+        started = await start_chat(request, service, chat, bounds_answer=True)
     answer = MessageAnswer(context, chat, started)
     if chat.stream:
         failed = partial(_error_event, request_id=request.state.request_id)

@@ -74,8 +74,9 @@ class ResponseAnswer:
             async for step in steps:
                 self._context.metrics.step(self._answer, step)
                 parsed = self._reader.read(step)
+                reason = self._reader.finish_reason(step)  # raises before events that would not be sent are made
                 batch = list(self._items.push(parsed, self._logprobs(step, parsed)))
-                if (reason := self._reader.finish_reason(step)) is not None:
+                if reason is not None:
                     batch += self._end(reason)
                 if batch:
                     yield batch

@@ -10,11 +10,14 @@ from starlette.responses import JSONResponse
 from torchax_serve.server.body import read_request
 from torchax_serve.server.chat import start_chat
 from torchax_serve.server.context import context_of
-from torchax_serve.server.dialect_requests import note_unknown
+from torchax_serve.server.dialect_requests import names_of_fields, note_unknown
 from torchax_serve.server.responses.answer import ResponseAnswer
 from torchax_serve.server.responses.schemas import ResponsesRequest
 from torchax_serve.server.responses.translation import chat_of
 from torchax_serve.server.sse import COMMENT, EventStream, until_disconnect
+
+_NAMES = {"max_tokens": "max_output_tokens", "messages": "input", "response_format": "text.format"}
+"""Fields by their names in chats."""
 
 
 async def responses(request: Request) -> Any:
@@ -26,7 +29,9 @@ async def responses(request: Request) -> Any:
     service.check_name(body.model, request.state.key, may_be_adapter=True)
     note_unknown(body, "/v1/responses", service.notes)
     chat = await service.run(chat_of, body, service)
-    answer = ResponseAnswer(context, service, body, await start_chat(request, service, chat, bounds_answer=True))
+    with names_of_fields(_NAMES):
+        started = await start_chat(request, service, chat, bounds_answer=True)
+    answer = ResponseAnswer(context, service, body, started)
     if body.stream:
         return EventStream(answer.events(), context.options.keep_alive_s, COMMENT, answer.failed)
     return JSONResponse(await until_disconnect(request.receive, answer.complete()))
