@@ -55,7 +55,7 @@ def write_scripted_model(folder, script, *, num_back=48, max_len=4096, is_system
     (folder / "chat_template.jinja").write_text(template)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     entries = _entries(tokenizer, script, num_back)
-    hidden = (num_back + 1) * HEAD_DIM + CODE_DIM
+    hidden = num_back * math.ceil(((num_back + 1) * HEAD_DIM + CODE_DIM) / num_back)
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -109,14 +109,15 @@ def _weights(entries, vocab_size, hidden, num_back):
     value, out = np.zeros((HEAD_DIM, hidden)), np.zeros((hidden, num_back * HEAD_DIM))
     value[:, :HEAD_DIM] = np.eye(HEAD_DIM) * norm_1
     out[slots] = np.eye(num_back * HEAD_DIM)
+    codes_at = slice(slots.stop, slots.stop + CODE_DIM)
     gate, bias = np.zeros((len(entries), hidden)), np.zeros(len(entries))
     down = np.zeros((hidden, len(entries)))
     for row, (last, token) in enumerate(entries):
         gate[row, HEAD_DIM : HEAD_DIM * (len(last) + 1)] = tokens[list(last)].ravel() * norm_2
         bias[row] = HEAD_DIM / 4 - HEAD_DIM * len(last)
-        down[HEAD_DIM * (num_back + 1) :, row] = codes[token] * len(last)
+        down[codes_at, row] = codes[token] * len(last)
     head = np.zeros((vocab_size, hidden))
-    head[:, HEAD_DIM * (num_back + 1) :] = 10 * codes
+    head[:, codes_at] = 10 * codes
     layer = "model.layers.0."
     found = {
         "model.embed_tokens.weight": embedding,

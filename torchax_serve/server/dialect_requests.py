@@ -1,4 +1,7 @@
-"""Requests of interfaces whose clients send new fields each month: what is unknown is noted and has no effect."""
+"""Requests of interfaces whose clients send new fields each month.
+
+What is unknown is noted once, and has no effect.
+"""
 
 from __future__ import annotations
 

@@ -13,7 +13,10 @@ MAX_NOTES = 1024
 
 
 class Notes:
-    """Notes that have been written. Thread-safe: a note that two threads write at once is written twice at most."""
+    """Notes that have been written.
+
+    Thread-safe: a note that two threads write at once is written twice at most.
+    """
 
     def __init__(self) -> None:
         self._written: set[tuple[str, str]] = set()

@@ -149,7 +149,10 @@ def _invalid_field(error: pydantic.ValidationError, tags: frozenset[str]) -> Api
 
 
 def _without_tags(parts: tuple[int | str, ...], tags: frozenset[str]) -> tuple[int | str, ...]:
-    """Returns a path without the tags of unions, which stand between the number of an item and its field."""
+    """Returns a path without the tags of unions.
+
+    They stand between the number of an item and its field.
+    """
     is_tag = [
         0 < index < len(parts) - 1 and part in tags and isinstance(parts[index - 1], int)
         for index, part in enumerate(parts)

@@ -1,4 +1,4 @@
-"""Roles that a chat template takes, and conversations whose system messages stand where it takes them."""
+"""Roles that a chat template takes, and conversations in the form that it takes."""
 
 from __future__ import annotations
 

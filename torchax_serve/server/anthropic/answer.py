@@ -132,7 +132,10 @@ class MessageAnswer:
         yield {"type": "content_block_start", "index": self._num_blocks - 1, "content_block": block}
 
     def _stop(self) -> Iterator[dict[str, Any]]:
-        """Yields the end of the block that is open; a thought's signature is its digest, which nobody has to check."""
+        """Yields the end of the block that is open.
+
+        A thought's signature is its digest, which nobody has to check.
+        """
         if self._open == "thinking":
             yield self._delta({"type": "signature_delta", "signature": self._thinking.hexdigest()})
         if self._open:
@@ -164,6 +167,9 @@ def _add_delta(block: dict[str, Any], pieces: list[str], delta: dict[str, Any]) 
 
 
 def _input_of(text: str) -> dict[str, Any]:
-    """Returns the arguments of a call; of one that was cut what is complete, as clients read a stream."""
+    """Returns the arguments of a call.
+
+    Of one that was cut it is what is complete, as clients read a stream.
+    """
     found = from_json(text, allow_partial=True) if text else {}
     return found if isinstance(found, dict) else {}

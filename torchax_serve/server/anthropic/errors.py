@@ -1,4 +1,4 @@
-"""Errors in Anthropic's form: ``{"type": "error", "error": {"type", "message"}, "request_id"}``."""
+"""Errors in Anthropic's form: ``{"type": "error", "error": {...}, "request_id": ...}``."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ class InputMessage(OpenPart):
     content: Annotated[part_list(Block), as_parts_of("text")]  # type: ignore[valid-type]
 
 
-class Tool(OpenPart):
+class MessagesTool(OpenPart):
     """A tool; those of other types than ``custom`` are left out."""
 
     type: str | None = None
@@ -178,7 +178,7 @@ class CountTokensRequest(OpenRequest):
         honoured("the system prompt, a text or text blocks; an attribution header at its front is left out"),
     ] = None
     tools: Annotated[
-        part_list(Tool) | None,  # type: ignore[valid-type]
+        part_list(MessagesTool) | None,  # type: ignore[valid-type]
         honoured("functions, at most 128; tools of other types are left out, with a note in the log"),
     ] = None
     tool_choice: Annotated[

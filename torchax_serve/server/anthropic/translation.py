@@ -17,7 +17,7 @@ from torchax_serve.server.anthropic.schemas import (
     SearchResultBlock,
     TextBlock,
     ThinkingBlock,
-    Tool,
+    MessagesTool,
     ToolResultBlock,
     ToolUseBlock,
 )
@@ -61,7 +61,10 @@ def chat_of(body: CountTokensRequest, service: ModelService) -> ChatRequest:
 
 
 def _system(blocks: Sequence[TextBlock] | None, notes: Notes) -> list[dict[str, Any]]:
-    """Returns the system message, without an attribution header: with it no two prompts would begin alike."""
+    """Returns the system message, without an attribution header.
+
+    With the header no two prompts would begin alike.
+    """
     texts = [block.text for block in blocks or ()]
     if texts and (found := ATTRIBUTION.match(texts[0])):
         notes.once("/v1/messages: the attribution header in front of the system prompt is left out")
@@ -71,7 +74,10 @@ def _system(blocks: Sequence[TextBlock] | None, notes: Notes) -> list[dict[str, 
 
 
 def _messages(messages: Sequence[InputMessage]) -> list[dict[str, Any]]:
-    """Returns the messages of the chat; consecutive ones of a user or of the assistant are one turn."""
+    """Returns the messages of the chat.
+
+    Consecutive ones of the user or of the assistant are one turn.
+    """
     found: list[dict[str, Any]] = []
     for index, message in enumerate(messages):
         for each in _turn(message, f"messages[{index}]"):
@@ -100,7 +106,10 @@ def _joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
 
 
 def _turn(message: InputMessage, where: str) -> Iterator[dict[str, Any]]:
-    """Yields the messages of one message: results of tools come first, as the calls are in front of them."""
+    """Yields the chat's messages for one message.
+
+    Results of tools come first, as the calls are in front of them.
+    """
     if message.role == "assistant":
         yield _assistant(message, where)
         return
@@ -138,7 +147,10 @@ def _assistant(message: InputMessage, where: str) -> dict[str, Any]:
 
 
 def _result(block: ToolResultBlock, images: list[dict[str, Any]], where: str) -> dict[str, Any]:
-    """Returns a tool's message; its images go to the user's message behind it, as few templates have a place there."""
+    """Returns a tool's message.
+
+    Its images go to the user's message behind it, as few templates have a place for them in a tool's.
+    """
     texts = []
     for each in block.content:
         part = _part(each, where)
@@ -169,14 +181,14 @@ def _part(block: Any, where: str) -> dict[str, Any]:
     raise bad_request(f"{where}.type: {expected}, got {got}", where, "invalid_value")
 
 
-def _functions(tools: Sequence[Tool], notes: Notes) -> list[Tool]:
+def _functions(tools: Sequence[MessagesTool], notes: Notes) -> list[MessagesTool]:
     for tool in tools:
         if not tool.is_function:
             notes.once("/v1/messages: tools of type %s are left out, as nobody here runs them", str(tool.type))
     return [tool for tool in tools if tool.is_function]
 
 
-def _tool(tool: Tool, where: str) -> dict[str, Any]:
+def _tool(tool: MessagesTool, where: str) -> dict[str, Any]:
     if tool.input_schema is None:
         raise bad_request(f"{where}.input_schema: expected a JSON schema, got none", where, "invalid_value")
     function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}

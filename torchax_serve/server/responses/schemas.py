@@ -85,7 +85,10 @@ Item = Annotated[
 
 
 def _with_types(given: Any) -> Any:
-    """Returns an input as a list of items that have a type: a message may have none, and a text is the user's."""
+    """Returns an input as a list of items that have a type.
+
+    A message may have none, and a text is the user's.
+    """
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
     if not isinstance(given, list):
@@ -93,7 +96,7 @@ def _with_types(given: Any) -> Any:
     return [{"type": "message", **each} if isinstance(each, dict) and "role" in each else each for each in given]
 
 
-class Tool(OpenPart):
+class ResponsesTool(OpenPart):
     """A tool; those of other types than ``function`` and ``custom`` are left out."""
 
     type: str
@@ -154,7 +157,7 @@ class ResponsesRequest(OpenRequest):
     ]
     instructions: Annotated[str | None, honoured("a system message in front of the input")] = None
     tools: Annotated[
-        part_list(Tool) | None,  # type: ignore[valid-type]
+        part_list(ResponsesTool) | None,  # type: ignore[valid-type]
         honoured("`function` and `custom`, at most 128; others are left out, with a note in the log"),
     ] = None
     tool_choice: Annotated[Any, honoured("`none`, `auto`, `required`, a tool or `allowed_tools`")] = None

@@ -20,7 +20,7 @@ from torchax_serve.server.responses.schemas import (
     Part,
     ReasoningItem,
     ResponsesRequest,
-    Tool,
+    ResponsesTool,
 )
 from torchax_serve.server.schemas import ChatRequest
 from torchax_serve.server.template_roles import with_users_joined
@@ -60,7 +60,10 @@ def chat_of(body: ResponsesRequest, service: ModelService) -> ChatRequest:
 
 
 def sealed(reasoning: str) -> str:
-    """Returns reasoning in the form of `encrypted_content`: base64, as clients only send it back."""
+    """Returns reasoning in the form of `encrypted_content`.
+
+    It is base64, since clients only send it back.
+    """
     return base64.b64encode(reasoning.encode()).decode()
 
 
@@ -79,7 +82,10 @@ def _messages(items: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def _answer(found: list[dict[str, Any]], item: Any) -> dict[str, Any]:
-    """Returns the assistant's message that an item is part of: the last one, unless it begins another."""
+    """Returns the assistant's message that an item is part of.
+
+    It is the last one, unless the item begins another.
+    """
     last = found[-1] if found else None
     begins = isinstance(item, ReasoningItem | MessageItem)
     if last is None or last["role"] != "assistant" or (begins and (last["content"] or "tool_calls" in last)):
@@ -131,14 +137,14 @@ def _content(parts: Sequence[Part], where: str) -> Any:
     return found
 
 
-def _functions(tools: Sequence[Tool], notes: Notes) -> list[Tool]:
+def _functions(tools: Sequence[ResponsesTool], notes: Notes) -> list[ResponsesTool]:
     for tool in tools:
         if not tool.is_function:
             notes.once("/v1/responses: tools of type %s are left out, as nobody here runs them", tool.type)
     return [tool for tool in tools if tool.is_function]
 
 
-def _tool(tool: Tool, where: str) -> dict[str, Any]:
+def _tool(tool: ResponsesTool, where: str) -> dict[str, Any]:
     """Returns a function; a custom tool is one with a text, whose grammar the model is told."""
     if tool.name is None:
         raise bad_request(f"{where}.name: expected a string, got none", where, "invalid_value")
