@@ -22,7 +22,7 @@ def locked(start_server):
 def test_every_route_needs_a_key_except_health(locked):
     with httpx.Client(base_url=locked.url) as http:
         for _, path, _ in ROUTES:
-            path = path.replace("{model:path}", "tiny")
+            path = path.replace("{model:path}", "tiny").replace("{response_id}", "resp_1")
             for method, headers in (
                 ("GET", {}),
                 ("POST", {"Authorization": "Bearer wrong-key"}),

@@ -25,6 +25,7 @@ from torchax_serve.server.completions import completions
 from torchax_serve.server.context import ServerContext, Stage
 from torchax_serve.server.errors import ApiError, where_of
 from torchax_serve.server.options import LOOPBACK
+from torchax_serve.server.responses import stored_routes
 from torchax_serve.server.responses.routes import responses
 
 logger = logging.getLogger("torchax_serve.server")
@@ -53,6 +54,10 @@ ROUTES: tuple[tuple[str, str, Callable[..., Awaitable[Any]]], ...] = (
     ("POST", "/v1/messages", anthropic.messages),
     ("POST", "/v1/messages/count_tokens", anthropic.count_tokens),
     ("POST", "/v1/responses", responses),
+    ("GET", "/v1/responses/{response_id}", stored_routes.get_response),
+    ("DELETE", "/v1/responses/{response_id}", stored_routes.delete_response),
+    ("POST", "/v1/responses/{response_id}/cancel", stored_routes.cancel_response),
+    ("GET", "/v1/responses/{response_id}/input_items", stored_routes.list_input_items),
     ("POST", "/v1/completions", completions),
     ("POST", "/v1/embeddings", pooling.embeddings),
     ("POST", "/v1/rerank", pooling.rerank),
@@ -90,12 +95,13 @@ class Application:
         self.context, self.routes = context, ROUTES
         routes = [Route(path, function, methods=[method]) for method, path, function in ROUTES]
         self._labels = {path for _, path, _ in ROUTES if "{" not in path}
+        self._patterns = [(path, route.path_regex) for (_, path, _), route in zip(ROUTES, routes, strict=True)]
         inner: ASGIApp = Router(routes, redirect_slashes=False)
         if context.options.cors_origins:
             inner = CORSMiddleware(
                 inner,
                 allow_origins=list(context.options.cors_origins),
-                allow_methods=["GET", "POST"],
+                allow_methods=["GET", "POST", "DELETE"],
                 allow_headers=["Authorization", "Content-Type", "X-API-Key", "X-Request-Id", *anthropic_errors.HEADERS],
                 expose_headers=["X-Request-Id"],
             )
@@ -154,7 +160,9 @@ class Application:
         path = scope["path"]
         if path in self._labels:
             return str(path)
-        return "/v1/models/{model}" if path.startswith("/v1/models/") else "other"
+        if path.startswith("/v1/models/"):
+            return "/v1/models/{model}"
+        return next((label for label, regex in self._patterns if regex.match(path)), "other")
 
 
 class _Exchange:

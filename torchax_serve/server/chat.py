@@ -142,8 +142,11 @@ def _start_answers(
 
 def _bounded(params: SamplingParams, max_model_len: int | None, prompt_len: int) -> SamplingParams:
     """Returns parameters of an answer that has room behind its prompt, if any has."""
-    asked, room = params.max_new_tokens, 0 if max_model_len is None else max_model_len - prompt_len
-    return dataclasses.replace(params, max_new_tokens=room) if asked is not None and 0 < room < asked else params
+    asked, room = params.max_new_tokens, None if max_model_len is None else max_model_len - prompt_len
+    if asked is None or room is None or asked <= room:
+        return params
+    # A prompt that leaves no room is refused, as one that asks for any answer.
+    return dataclasses.replace(params, max_new_tokens=room if room > 0 else None)
 
 
 def _grammar(context: ServerContext, body: ChatRequest, plan: ToolPlan) -> Grammar | None:

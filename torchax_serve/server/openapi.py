@@ -144,8 +144,11 @@ def description(routes: Any, model_names: Sequence[str] = ()) -> dict[str, Any]:
                 },
             },
         }
-        if "{model}" in shown:
-            operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
+        if names := re.findall(r"{(\w+)}", shown):
+            schema = {"type": "string"}
+            operation["parameters"] = [
+                {"name": name, "in": "path", "required": True, "schema": schema} for name in names
+            ]
         kind = by_route.get(path.removesuffix("/render"))
         if kind is not None and method == "POST":
             operation["requestBody"] = {

@@ -13,11 +13,11 @@ from torchax_serve.server.anthropic.schemas import (
     ImageBlock,
     InputMessage,
     MessagesRequest,
+    MessagesTool,
     RedactedThinkingBlock,
     SearchResultBlock,
     TextBlock,
     ThinkingBlock,
-    MessagesTool,
     ToolResultBlock,
     ToolUseBlock,
 )

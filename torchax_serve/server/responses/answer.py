@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any
 
 from torchax_serve.server.chat import StartedChat
@@ -16,7 +16,7 @@ from torchax_serve.server.formats import LogprobFormat, usage_of
 from torchax_serve.server.model_service import ModelService
 from torchax_serve.server.parsed_message import ParsedStep
 from torchax_serve.server.responses.items import ItemWriter
-from torchax_serve.server.responses.schemas import ResponsesRequest
+from torchax_serve.server.responses.schemas import ITEMS, ResponsesRequest
 from torchax_serve.server.responses.translation import ENCRYPTED, LOGPROBS
 from torchax_serve.server.sse import DONE, named_event
 from torchax_serve.text.step_decoder import AnswerStep
@@ -30,19 +30,32 @@ class ResponseAnswer:
         service: The model.
         body: The request.
         started: Its answer, which runs.
+        key: Name of the API key, whose store may have the response.
+        items: Items of the conversation, those of earlier responses included.
+
+    Attributes:
+        response: The object of the response so far, without its output.
     """
 
     def __init__(
-        self, context: ServerContext, service: ModelService, body: ResponsesRequest, started: StartedChat
+        self,
+        context: ServerContext,
+        service: ModelService,
+        body: ResponsesRequest,
+        started: StartedChat,
+        key: str | None = None,
+        items: Sequence[Any] = (),
     ) -> None:
-        self._context, self._body = context, body
+        self._context, self._body, self._key, self._input = context, body, key, items
         (self._answer,), (parser,) = started
         self._reader = MessageReader(parser)
         custom = {tool.name for tool in body.tools or () if tool.type == "custom" and tool.name}
         self._items = ItemWriter(custom, seals=ENCRYPTED in (body.include or ()))
         self._format = LogprobFormat(service.token_bytes) if LOGPROBS in (body.include or ()) else None
         self._num_events = 0
-        self._response = _response_of(body, service)
+        self._is_cancelled = False
+        self.response = _response_of(body, service)
+        self.response["store"] = context.responses.is_on and body.store is not False
 
     async def events(self) -> AsyncGenerator[bytes]:
         """Yields the events of the streamed answer; those of one step are one piece."""
@@ -51,35 +64,62 @@ class ResponseAnswer:
         async with contextlib.aclosing(self._steps()) as batches:
             async for batch in batches:
                 yield self._encoded(batch)
-        status = self._response["status"]
+        status = self.response["status"]
         yield self._encoded([{"type": f"response.{status}", "response": self._shown()}]) + DONE
 
     async def complete(self) -> dict[str, Any]:
         """Returns the response."""
-        async with contextlib.aclosing(self._steps()) as batches:
-            async for _ in batches:
-                pass
+        try:
+            async with contextlib.aclosing(self._steps()) as batches:
+                async for _ in batches:
+                    pass
+        except ApiError:
+            if not self._is_cancelled:
+                raise
+            list(self._items.close("incomplete"))
+            self._finish("cancelled")
         return self._shown()
 
     def failed(self, error: ApiError) -> bytes:
         """Returns the events of an error in mid-stream."""
         ends = list(self._items.close("incomplete"))
-        shown = {"code": error.code or error.type, "message": error.message}
-        self._response |= {"status": "failed", "error": shown, "usage": self._usage()}
+        code = "cancelled" if self._is_cancelled else error.code or error.type
+        message = "the response was cancelled" if self._is_cancelled else error.message
+        self.response["error"] = {"code": code, "message": message}
+        self._finish("cancelled" if self._is_cancelled else "failed")
         return self._encoded([*ends, {"type": "response.failed", "response": self._shown()}]) + DONE
+
+    def _cancel(self) -> None:
+        self._is_cancelled = True
+        self._answer.cancel()
+
+    def _finish(self, status: str) -> None:
+        """Ends the response, which is stored if it is to be."""
+        self.response |= {"status": status, "usage": self._usage()}
+        if self.response["store"]:
+            given = ITEMS.dump_python(list(self._body.input), mode="json", by_alias=True, exclude_unset=True)
+            before = ITEMS.dump_python(list(self._input), mode="json", by_alias=True, exclude_unset=True)
+            given = [{"id": f"item_{uuid.uuid4().hex}", **item} for item in given]
+            shown = self._shown()
+            self._context.responses.put(self._key, shown, given, [*before, *shown["output"]])
 
     async def _steps(self) -> AsyncGenerator[list[dict[str, Any]]]:
         """Yields the events of each step; behind the last one the response is complete."""
-        async with contextlib.aclosing(self._answer.__aiter__()) as steps:
-            async for step in steps:
-                self._context.metrics.step(self._answer, step)
-                parsed = self._reader.read(step)
-                reason = self._reader.finish_reason(step)  # raises before events that would not be sent are made
-                batch = list(self._items.push(parsed, self._logprobs(step, parsed)))
-                if reason is not None:
-                    batch += self._end(reason)
-                if batch:
-                    yield batch
+        if self.response["store"]:
+            self._context.responses.begin(self._key, self.response["id"], self._cancel)
+        try:
+            async with contextlib.aclosing(self._answer.__aiter__()) as steps:
+                async for step in steps:
+                    self._context.metrics.step(self._answer, step)
+                    parsed = self._reader.read(step)
+                    reason = self._reader.finish_reason(step)  # raises before events that would not be sent are made
+                    batch = list(self._items.push(parsed, self._logprobs(step, parsed)))
+                    if reason is not None:
+                        batch += self._end(reason)
+                    if batch:
+                        yield batch
+        finally:
+            self._context.responses.end(self._key, self.response["id"])
 
     def _logprobs(self, step: AnswerStep, parsed: ParsedStep) -> list[Any]:
         """Returns the log-probabilities of a step's tokens, if its text is part of a message."""
@@ -90,11 +130,11 @@ class ResponseAnswer:
     def _end(self, reason: str) -> Iterator[dict[str, Any]]:
         is_cut = reason == "length"
         yield from self._items.close("incomplete" if is_cut else "completed")
-        self._response |= {"status": "incomplete" if is_cut else "completed", "usage": self._usage()}
         if is_cut:
-            self._response["incomplete_details"] = {"reason": "max_output_tokens"}
+            self.response["incomplete_details"] = {"reason": "max_output_tokens"}
         else:
-            self._response["completed_at"] = int(time.time())
+            self.response["completed_at"] = int(time.time())
+        self._finish("incomplete" if is_cut else "completed")
 
     def _usage(self) -> dict[str, Any]:
         found = usage_of([self._answer], len(self._answer.prompt_ids), self._reader.num_reasoning_tokens)
@@ -107,7 +147,7 @@ class ResponseAnswer:
         }
 
     def _shown(self) -> dict[str, Any]:
-        return {**self._response, "output": [dict(item) for item in self._items.items]}
+        return {**self.response, "output": [dict(item) for item in self._items.items]}
 
     def _encoded(self, events: list[dict[str, Any]]) -> bytes:
         """Returns events with their numbers."""
@@ -139,7 +179,7 @@ def _response_of(body: ResponsesRequest, service: ModelService) -> dict[str, Any
         "model": body.model,
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "previous_response_id": None,
+        "previous_response_id": body.previous_response_id,
         "prompt_cache_key": body.prompt_cache_key,
         "reasoning": {"effort": reasoning.get("effort"), "summary": None},
         "safety_identifier": body.safety_identifier,

@@ -11,8 +11,10 @@ from torchax_serve.server.body import read_request
 from torchax_serve.server.chat import start_chat
 from torchax_serve.server.context import context_of
 from torchax_serve.server.dialect_requests import names_of_fields, note_unknown
+from torchax_serve.server.errors import ApiError, bad_request
 from torchax_serve.server.responses.answer import ResponseAnswer
-from torchax_serve.server.responses.schemas import ResponsesRequest
+from torchax_serve.server.responses.schemas import ITEMS, ResponsesRequest
+from torchax_serve.server.responses.store import ResponseStore
 from torchax_serve.server.responses.translation import chat_of
 from torchax_serve.server.sse import COMMENT, EventStream, until_disconnect
 
@@ -28,10 +30,31 @@ async def responses(request: Request) -> Any:
     body = await read_request(request, context.options, ResponsesRequest)
     service.check_name(body.model, request.state.key, may_be_adapter=True)
     note_unknown(body, "/v1/responses", service.notes)
-    chat = await service.run(chat_of, body, service)
+    items = _conversation(context.responses, request.state.key_name, body)
+    chat = await service.run(chat_of, body.model_copy(update={"input": items}), service)
     with names_of_fields(_NAMES):
         started = await start_chat(request, service, chat, bounds_answer=True)
-    answer = ResponseAnswer(context, service, body, started)
+    answer = ResponseAnswer(context, service, body, started, request.state.key_name, items)
     if body.stream:
         return EventStream(answer.events(), context.options.keep_alive_s, COMMENT, answer.failed)
     return JSONResponse(await until_disconnect(request.receive, answer.complete()))
+
+
+def _conversation(store: ResponseStore, key: str | None, body: ResponsesRequest) -> list[Any]:
+    """Returns the items of a conversation, those of earlier responses in front.
+
+    Raises:
+        ApiError: 400 for a response that is not stored.
+    """
+    previous = body.previous_response_id
+    if previous is None:
+        return body.input
+    field = "previous_response_id"
+    if not store.is_on:
+        message = "expected null, as responses are not stored; send all of the input, or start the server with"
+        raise bad_request(f"{field}: {message} --max-stored-responses", field, "unsupported_parameter")
+    try:
+        return [*ITEMS.validate_python(store.get(key, previous).conversation), *body.input]
+    except ApiError as error:
+        message = error.message.removeprefix("response_id: ")
+        raise bad_request(f"{field}: {message}", field, "previous_response_not_found") from error

@@ -9,8 +9,6 @@ import pydantic
 from torchax_serve.server.dialect_requests import OpenPart, OpenRequest, as_parts_of, part_list
 from torchax_serve.server.request_fields import FAIL_FAST, Strings, honoured, no_effect, refused
 
-_STORED = "expected null; responses are not stored, so send all of the input"
-
 
 class _Item(OpenPart):
     """Base of the items of a conversation."""
@@ -82,6 +80,10 @@ Item = Annotated[
     MessageItem | ReasoningItem | FunctionCallItem | CustomToolCallItem | CallOutputItem,
     pydantic.Field(discriminator="type"),
 ]
+
+
+ITEMS = pydantic.TypeAdapter(list[Item])
+"""Items of a conversation."""
 
 
 def _with_types(given: Any) -> Any:
@@ -177,7 +179,10 @@ class ResponsesRequest(OpenRequest):
     stream: Annotated[bool | None, honoured("the answer as server-sent events")] = None
     stream_options: Annotated[dict[str, Any] | None, no_effect("pieces are not padded")] = None
     metadata: Annotated[dict[str, str] | None, honoured("repeated in the response")] = None
-    store: Annotated[bool | None, no_effect("responses are not stored, and say so: `store` is false in them")] = None
+    store: Annotated[
+        bool | None,
+        honoured("`false` stores nothing; else as `--max-stored-responses` says"),
+    ] = None
     max_tool_calls: Annotated[int | None, no_effect("no tools run here")] = None
     truncation: Annotated[
         Literal["auto", "disabled"] | None, no_effect("an input that is too long is an error, never cut")
@@ -188,7 +193,9 @@ class ResponsesRequest(OpenRequest):
     prompt_cache_key: Annotated[str | None, no_effect("prefixes are found without it")] = None
     prompt_cache_retention: Annotated[str | None, no_effect("cached prefixes stay as long as there are pages")] = None
     client_metadata: Annotated[Any, no_effect("it says nothing to a model")] = None
-    previous_response_id: Annotated[Any, refused(_STORED)] = None
-    conversation: Annotated[Any, refused(_STORED)] = None
+    previous_response_id: Annotated[
+        str | None, honoured("a stored response, whose input and output stand in front; with `--max-stored-responses`")
+    ] = None
+    conversation: Annotated[Any, refused("expected null; write previous_response_id, or send all of the input")] = None
     prompt: Annotated[Any, refused("expected null; prompts are not stored, so send instructions and input")] = None
     background: Annotated[Any, refused("expected false; responses end with their request", False)] = None
