@@ -222,6 +222,9 @@ def test_what_is_unknown_is_noted_once_and_ignored(raw, caplog):
         ({"max_tokens": 0}, "max_tokens: expected a whole number >= 1"),
         ({"max_tokens": None}, "max_tokens: expected a valid integer"),
         ({"messages": []}, "messages: expected at least one"),
+        ({"messages": [{"role": "user", "content": "x"}] * 4097}, "messages: expected at most 4096, got 4097"),
+        ({"tools": [READ] * 2000}, "tools: expected at most 128, got 2000"),
+        ({"messages": [{"role": "user", "content": "x" * 5_000_000}]}, "prompt is too long"),
         ({"messages": [{"role": "user", "content": [{"type": "hologram"}]}]}, r"messages\[0\].content\[0\].type"),
         ({"messages": [{"role": "robot", "content": "x"}]}, r"messages\[0\].role"),
         (

@@ -27,6 +27,7 @@ from torchax_serve.server.key_limits import ApiKey
 from torchax_serve.server.messages import plain_messages
 from torchax_serve.server.notes import Notes
 from torchax_serve.server.options import ServerOptions
+from torchax_serve.server.request_checks import check_num_messages
 from torchax_serve.server.response_families import ResponseFamily, response_template_for
 from torchax_serve.server.template_roles import TemplateRoles, has_system_behind, with_one_system
 from torchax_serve.text.chat import chat_prompt_ids, has_chat_template
@@ -185,9 +186,7 @@ class ModelService:
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> ChatPrompt:
         """Returns the prompt of a conversation, as OpenAI's interface has it."""
-        if len(messages) > self._options.request.max_messages:
-            most = self._options.request.max_messages
-            raise bad_request(f"messages: expected at most {most}, got {len(messages)}", "messages", "invalid_value")
+        check_num_messages(len(messages), self._options.request, "messages")
         if not messages:
             message = 'messages: expected at least one, such as {"role": "user", "content": "Hi"}, got none'
             raise bad_request(message, "messages", "invalid_value")

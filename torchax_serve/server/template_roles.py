@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -55,37 +56,39 @@ def with_one_system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
     Messages of the user that only one of them has kept apart are one, too.
     """
-    texts, found, follows_system = [], [], False
+    texts: list[str] = []
+    groups: list[list[dict[str, Any]]] = []
+    follows_system = False
     for message in messages:
         if message["role"] in SYSTEM:
             texts.append(as_text(message.get("content") or ""))
             follows_system = True
             continue
-        if follows_system and found and found[-1]["role"] == message["role"] == "user":
-            found[-1] = joined(found[-1], message)
+        if follows_system and groups and groups[-1][-1]["role"] == message["role"] == "user":
+            groups[-1].append(message)
         else:
-            found.append(message)
+            groups.append([message])
         follows_system = False
     first = messages[0]
     role = first["role"] if first["role"] in SYSTEM else "system"
-    return [{"role": role, "content": "\n\n".join(filter(None, texts))}, *found]
+    return [{"role": role, "content": "\n\n".join(filter(None, texts))}, *map(joined, groups)]
 
 
 def with_users_joined(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns a conversation in which no message of the user follows another."""
     found: list[dict[str, Any]] = []
-    for message in messages:
-        if found and found[-1]["role"] == message["role"] == "user":
-            found[-1] = joined(found[-1], message)
-        else:
-            found.append(message)
+    for role, group in itertools.groupby(messages, lambda message: message["role"]):
+        turn = list(group)
+        found += [joined(turn)] if role == "user" else turn
     return found
 
 
-def joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Returns two messages of one role as one."""
-    contents = [message.get("content") or "" for message in (first, second)]
+def joined(messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Returns messages of one role as one."""
+    if len(messages) == 1:
+        return messages[0]
+    contents = [message.get("content") or "" for message in messages]
     if all(isinstance(each, str) for each in contents):
-        return {**first, **second, "content": "\n\n".join(filter(None, contents))}
-    parts = [[{"type": "text", "text": each}] if isinstance(each, str) else each for each in contents]
-    return {**first, **second, "content": [*parts[0], *parts[1]]}
+        return {**messages[0], "content": "\n\n".join(filter(None, contents))}
+    parts = [[{"type": "text", "text": each}] if isinstance(each, str) else each for each in contents if each]
+    return {**messages[0], "content": [part for each in parts for part in each]}

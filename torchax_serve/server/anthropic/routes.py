@@ -18,6 +18,7 @@ from torchax_serve.server.context import ServerContext, context_of
 from torchax_serve.server.dialect_requests import names_of_fields, note_unknown
 from torchax_serve.server.errors import ApiError
 from torchax_serve.server.model_service import ModelService
+from torchax_serve.server.request_checks import check_num_messages
 from torchax_serve.server.schemas import ChatRequest
 from torchax_serve.server.sse import EventStream, named_event, until_disconnect
 from torchax_serve.server.tools import plan_tools
@@ -55,8 +56,13 @@ async def _read(request: Request, kind: type[Body]) -> tuple[ServerContext, Mode
     service.require("chat", route)
     body = await read_request(request, context.options, kind)
     service.check_name(body.model, request.state.key, may_be_adapter=True)
+    check_num_messages(len(body.messages), context.options.request, "messages")
+    return context, service, await service.run(_chat_of, body, service, route)
+
+
+def _chat_of(body: CountTokensRequest, service: ModelService, route: str) -> ChatRequest:
     note_unknown(body, route, service.notes)
-    return context, service, await service.run(chat_of, body, service)
+    return chat_of(body, service)
 
 
 def _error_event(error: ApiError, request_id: str) -> bytes:

@@ -78,31 +78,32 @@ def _messages(messages: Sequence[InputMessage]) -> list[dict[str, Any]]:
 
     Consecutive ones of the user or of the assistant are one turn.
     """
-    found: list[dict[str, Any]] = []
+    groups: list[list[dict[str, Any]]] = []
     for index, message in enumerate(messages):
         for each in _turn(message, f"messages[{index}]"):
-            last = found[-1] if found else {"role": ""}
-            if each["role"] == last["role"] == "user":
-                found[-1] = joined(last, each)
-            elif each["role"] == last["role"] == "assistant" and not last.get("tool_calls"):
-                found[-1] = _joined(last, each)
+            if groups and _is_one_turn(groups[-1][-1], each):
+                groups[-1].append(each)
             else:
-                found.append(each)
-    for message in found:
-        message["content"] = _simple(message["content"])
+                groups.append([each])
+    return [_joined(group) for group in groups]
+
+
+def _is_one_turn(first: dict[str, Any], second: dict[str, Any]) -> bool:
+    is_answer = first["role"] == "assistant" and not first.get("tool_calls")
+    return first["role"] == second["role"] and (is_answer or first["role"] == "user")
+
+
+def _joined(group: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Returns messages of one turn as one, with a text alone as a text, which all templates read."""
+    found = dict(joined(group))
+    content = found["content"]
+    if isinstance(content, list) and len(content) == 1 and content[0]["type"] == "text":
+        found["content"] = content[0]["text"]
+    if found["role"] == "assistant":
+        found |= {key: value for key, value in group[-1].items() if key == "tool_calls"}
+        if reasoning := "\n\n".join(each["reasoning_content"] for each in group if "reasoning_content" in each):
+            found["reasoning_content"] = reasoning
     return found
-
-
-def _simple(content: Any) -> Any:
-    """Returns a content that is one text as a text, which all templates read."""
-    is_text = len(content) == 1 and isinstance(content, list) and content[0]["type"] == "text"
-    return content[0]["text"] if is_text else content
-
-
-def _joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    texts = [each["content"] for each in (first, second) if each["content"]]
-    reasoning = "\n\n".join(each["reasoning_content"] for each in (first, second) if "reasoning_content" in each)
-    return {**first, **second, "content": "\n\n".join(texts)} | ({"reasoning_content": reasoning} if reasoning else {})
 
 
 def _turn(message: InputMessage, where: str) -> Iterator[dict[str, Any]]:

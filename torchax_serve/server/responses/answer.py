@@ -160,7 +160,8 @@ class ResponseAnswer:
 
 def _response_of(body: ResponsesRequest, service: ModelService) -> dict[str, Any]:
     """Returns a response that has just begun, with all fields of its interface."""
-    given = body.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    echoed = {"text", "reasoning", "tools"}
+    given = body.model_dump(mode="json", by_alias=True, exclude_unset=True, include=echoed)
     text, reasoning = given.get("text") or {}, given.get("reasoning") or {}
     config = service.model.generation_config
     temperature, top_p = getattr(config, "temperature", None), getattr(config, "top_p", None)

@@ -12,10 +12,13 @@ from torchax_serve.server.chat import start_chat
 from torchax_serve.server.context import context_of
 from torchax_serve.server.dialect_requests import names_of_fields, note_unknown
 from torchax_serve.server.errors import ApiError, bad_request
+from torchax_serve.server.model_service import ModelService
+from torchax_serve.server.request_checks import check_num_messages
 from torchax_serve.server.responses.answer import ResponseAnswer
 from torchax_serve.server.responses.schemas import ITEMS, ResponsesRequest
 from torchax_serve.server.responses.store import ResponseStore
 from torchax_serve.server.responses.translation import chat_of
+from torchax_serve.server.schemas import ChatRequest
 from torchax_serve.server.sse import COMMENT, EventStream, until_disconnect
 
 _NAMES = {"max_tokens": "max_output_tokens", "messages": "input", "response_format": "text.format"}
@@ -29,15 +32,20 @@ async def responses(request: Request) -> Any:
     service.require("chat", "/v1/responses")
     body = await read_request(request, context.options, ResponsesRequest)
     service.check_name(body.model, request.state.key, may_be_adapter=True)
-    note_unknown(body, "/v1/responses", service.notes)
     items = _conversation(context.responses, request.state.key_name, body)
-    chat = await service.run(chat_of, body.model_copy(update={"input": items}), service)
+    check_num_messages(len(items), context.options.request, "input")
+    chat = await service.run(_chat_of, body.model_copy(update={"input": items}), service)
     with names_of_fields(_NAMES):
         started = await start_chat(request, service, chat, bounds_answer=True)
     answer = ResponseAnswer(context, service, body, started, request.state.key_name, items)
     if body.stream:
         return EventStream(answer.events(), context.options.keep_alive_s, COMMENT, answer.failed)
     return JSONResponse(await until_disconnect(request.receive, answer.complete()))
+
+
+def _chat_of(body: ResponsesRequest, service: ModelService) -> ChatRequest:
+    note_unknown(body, "/v1/responses", service.notes)
+    return chat_of(body, service)
 
 
 def _conversation(store: ResponseStore, key: str | None, body: ResponsesRequest) -> list[Any]:
