@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import pydantic
 
@@ -16,6 +16,9 @@ from torchax_serve.server.errors import ApiError
 from torchax_serve.server.notes import Notes
 from torchax_serve.server.request_fields import FAIL_FAST, ApiRequest
 
+Part = TypeVar("Part")
+FastList = Annotated[list[Part], FAIL_FAST]
+"""A list whose check ends at the first wrong item."""
 _OPEN = pydantic.ConfigDict(extra="allow", strict=True, protected_namespaces=())
 
 
@@ -69,11 +72,6 @@ def names_of_fields(names: Mapping[str, str]) -> Iterator[None]:
 def as_parts_of(kind: str) -> pydantic.BeforeValidator:
     """Returns a validator that takes a text in place of a list with one part of a kind."""
     return pydantic.BeforeValidator(lambda given: [{"type": kind, "text": given}] if isinstance(given, str) else given)
-
-
-def part_list(union: Any) -> Any:
-    """Returns the type of a list of parts, whose check ends at the first wrong one."""
-    return Annotated[list[union], FAIL_FAST]
 
 
 def without_none(fields: Mapping[str, Any]) -> dict[str, Any]:

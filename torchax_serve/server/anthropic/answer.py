@@ -74,8 +74,10 @@ class MessageAnswer:
         async with contextlib.aclosing(self._answer.__aiter__()) as steps:
             async for step in steps:
                 self._context.metrics.step(self._answer, step)
-                batch = [] if has_begun else [{"type": "message_start", "message": self._message()}, {"type": "ping"}]
-                has_begun = True
+                batch: list[dict[str, Any]] = []
+                if not has_begun:
+                    batch += [{"type": "message_start", "message": self._message()}, {"type": "ping"}]
+                    has_begun = True
                 batch += self._of_step(self._reader.read(step))
                 if (reason := self._reader.finish_reason(step)) is not None:
                     batch += self._end(reason, step)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
 
-from torchax_serve.server.dialect_requests import OpenPart, OpenRequest, as_parts_of, part_list
+from torchax_serve.server.dialect_requests import FastList, OpenPart, OpenRequest, as_parts_of
 from torchax_serve.server.request_fields import FAIL_FAST, Strings, honoured, no_effect
 
 
@@ -56,7 +56,7 @@ class SearchResultBlock(_Block):
     type: Literal["search_result"]
     source: str
     title: str
-    content: part_list(TextBlock)  # type: ignore[valid-type]
+    content: FastList[TextBlock]
 
 
 ResultBlock = Annotated[
@@ -69,7 +69,7 @@ class ToolResultBlock(_Block):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Annotated[part_list(ResultBlock), as_parts_of("text")] = []  # type: ignore[valid-type]  # noqa: RUF012
+    content: Annotated[FastList[ResultBlock], as_parts_of("text")] = []  # noqa: RUF012
     is_error: bool | None = None
 
 
@@ -115,7 +115,7 @@ class InputMessage(OpenPart):
     """A message of the conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: Annotated[part_list(Block), as_parts_of("text")]  # type: ignore[valid-type]
+    content: Annotated[FastList[Block], as_parts_of("text")]
 
 
 class MessagesTool(OpenPart):
@@ -173,12 +173,12 @@ class CountTokensRequest(OpenRequest):
     model: Annotated[str, honoured("a name in `/v1/models`; another one is 404")]
     messages: Annotated[list[InputMessage], FAIL_FAST, honoured("the conversation, oldest message first")]
     system: Annotated[
-        part_list(TextBlock) | None,  # type: ignore[valid-type]
+        FastList[TextBlock] | None,
         as_parts_of("text"),
         honoured("the system prompt, a text or text blocks; an attribution header at its front is left out"),
     ] = None
     tools: Annotated[
-        part_list(MessagesTool) | None,  # type: ignore[valid-type]
+        FastList[MessagesTool] | None,
         honoured("functions, at most 128; tools of other types are left out, with a note in the log"),
     ] = None
     tool_choice: Annotated[

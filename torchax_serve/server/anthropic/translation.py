@@ -94,7 +94,10 @@ def _is_one_turn(first: dict[str, Any], second: dict[str, Any]) -> bool:
 
 
 def _joined(group: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns messages of one turn as one, with a text alone as a text, which all templates read."""
+    """Returns messages of one turn as one.
+
+    A text alone is a string, which all templates read.
+    """
     found = dict(joined(group))
     content = found["content"]
     if isinstance(content, list) and len(content) == 1 and content[0]["type"] == "text":
@@ -116,8 +119,8 @@ def _turn(message: InputMessage, where: str) -> Iterator[dict[str, Any]]:
         return
     results = [block for block in message.content if isinstance(block, ToolResultBlock)]
     parts: list[dict[str, Any]] = []
-    for block in results:
-        yield _result(block, parts, where)
+    for result in results:
+        yield _result(result, parts, where)
     for index, block in enumerate(message.content):
         if not isinstance(block, ToolResultBlock):
             parts.append(_part(block, f"{where}.content[{index}]"))

@@ -68,13 +68,14 @@ class ItemWriter:
         part, prefix = _TEXTS[kind]
         if self._open != kind:
             item: dict[str, Any] = {"id": f"{prefix}_{uuid.uuid4().hex}", "type": kind}
-            item |= {"role": "assistant"} if kind == "message" else {"summary": []}
+            further: dict[str, Any] = {"role": "assistant"} if kind == "message" else {"summary": []}
+            item |= further
             yield from self._begin(item | {"status": "in_progress", "content": []})
             yield self._event("response.content_part.added", content_index=0, part=_part(part, ""))
         self._pieces.append(text)
         self._logprobs += logprobs
-        further = {"logprobs": list(logprobs)} if kind == "message" else {}
-        yield self._event(f"response.{part}.delta", content_index=0, delta=text, **further)
+        found = {"logprobs": list(logprobs)} if kind == "message" else {}
+        yield self._event(f"response.{part}.delta", content_index=0, delta=text, **found)
 
     def _end_text(self, item: dict[str, Any], text: str) -> Iterator[dict[str, Any]]:
         name = _TEXTS[item["type"]][0]

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
 
-from torchax_serve.server.dialect_requests import OpenPart, OpenRequest, as_parts_of, part_list
+from torchax_serve.server.dialect_requests import FastList, OpenPart, OpenRequest, as_parts_of
 from torchax_serve.server.request_fields import FAIL_FAST, Strings, honoured, no_effect, refused
 
 
@@ -17,7 +17,7 @@ class _Item(OpenPart):
     status: str | None = None
 
 
-class Part(OpenPart):
+class ItemPart(OpenPart):
     """A part of a message, or of what a tool has returned."""
 
     type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal", "input_image"]
@@ -29,7 +29,7 @@ class Part(OpenPart):
     logprobs: Any = None
 
 
-_Parts = Annotated[part_list(Part), as_parts_of("input_text")]
+_Parts = Annotated[FastList[ItemPart], as_parts_of("input_text")]
 
 
 class MessageItem(_Item):
@@ -37,7 +37,7 @@ class MessageItem(_Item):
 
     type: Literal["message"]
     role: Literal["user", "assistant", "system", "developer"]
-    content: _Parts  # type: ignore[valid-type]
+    content: _Parts
     phase: Any = None
 
 
@@ -45,8 +45,8 @@ class ReasoningItem(_Item):
     """Reasoning in front of a message or a call."""
 
     type: Literal["reasoning"]
-    summary: part_list(Part) = []  # type: ignore[valid-type]  # noqa: RUF012
-    content: part_list(Part) | None = None  # type: ignore[valid-type]
+    summary: FastList[ItemPart] = []  # noqa: RUF012
+    content: FastList[ItemPart] | None = None
     encrypted_content: str | None = None
 
 
@@ -73,7 +73,7 @@ class CallOutputItem(_Item):
 
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
-    output: _Parts  # type: ignore[valid-type]
+    output: _Parts
 
 
 Item = Annotated[
@@ -159,7 +159,7 @@ class ResponsesRequest(OpenRequest):
     ]
     instructions: Annotated[str | None, honoured("a system message in front of the input")] = None
     tools: Annotated[
-        part_list(ResponsesTool) | None,  # type: ignore[valid-type]
+        FastList[ResponsesTool] | None,
         honoured("`function` and `custom`, at most 128; others are left out, with a note in the log"),
     ] = None
     tool_choice: Annotated[Any, honoured("`none`, `auto`, `required`, a tool or `allowed_tools`")] = None

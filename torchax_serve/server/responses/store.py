@@ -1,4 +1,7 @@
-"""Responses that later requests may name: in memory, for each key apart, bounded in number, bytes and age."""
+"""Responses that later requests may name.
+
+They are in memory, for each key apart, and bounded in number, bytes and age.
+"""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ from torchax_serve.server.responses.schemas import (
     CallOutputItem,
     CustomToolCallItem,
     FunctionCallItem,
+    ItemPart,
     MessageItem,
-    Part,
     ReasoningItem,
     ResponsesRequest,
     ResponsesTool,
@@ -102,8 +102,10 @@ def _add_to_answer(message: dict[str, Any], item: Any) -> None:
             message["reasoning_content"] = text
     else:
         assert isinstance(item, FunctionCallItem | CustomToolCallItem)
-        is_custom = isinstance(item, CustomToolCallItem)
-        arguments = json.dumps({"input": item.input}, ensure_ascii=False) if is_custom else item.arguments
+        if isinstance(item, CustomToolCallItem):
+            arguments = json.dumps({"input": item.input}, ensure_ascii=False)
+        else:
+            arguments = item.arguments
         call = {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": arguments}}
         message.setdefault("tool_calls", []).append(call)
 
@@ -118,7 +120,7 @@ def _reasoning(item: ReasoningItem) -> str:
         return "\n\n".join(part.text or "" for part in item.summary)
 
 
-def _content(parts: Sequence[Part], where: str) -> Any:
+def _content(parts: Sequence[ItemPart], where: str) -> Any:
     """Returns a message's content; one text alone is a string, which all templates read."""
     found: list[dict[str, Any]] = []
     for index, part in enumerate(parts):
