@@ -2,11 +2,13 @@
 
 import base64
 import io
+import json
 import logging
 import re
 
 import anthropic
 import httpx
+import pydantic
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -258,3 +260,36 @@ def test_errors_of_other_kinds(scripted, raw):
     assert raw.get("/v1/messages").json()["error"]["type"] == "invalid_request_error"
     bad = raw.post("/v1/messages", content=b"{", headers={"content-type": "application/json"})
     assert bad.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_events_have_all_fields_of_their_types(raw, question):
+    event_type = pydantic.TypeAdapter(anthropic.types.RawMessageStreamEvent)
+    messages = [{"role": "user", "content": question}]
+    body = {"model": "scripted", "messages": messages, "tools": TOOLS, "stream": True, "max_tokens": 60}
+    for block in raw.post("/v1/messages", json=body).text.strip().split("\n\n"):
+        name, data = block.split("\n")
+        if name != "event: ping":
+            assert name == f"event: {event_type.validate_json(data.removeprefix('data: ')).type}"
+    whole = raw.post("/v1/messages", json={**body, "stream": False})
+    anthropic.types.Message.model_validate_json(whole.content)
+
+
+def test_the_schema_of_an_answer(claude):
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
+    config = {"format": {"type": "json_schema", "schema": schema}, "effort": "high"}
+    found = ask(claude, "Please be polite", output_config=config, tools=[])
+    assert json.loads(found.content[0].text)["n"] in (1, 2)
+
+
+def test_results_without_a_text_and_documents_of_text(claude):
+    use = {"type": "tool_use", "id": "toolu_1", "name": "Read", "input": {}}
+    source = {"type": "text", "media_type": "text/plain", "data": "A document."}
+    blocks = [
+        {"type": "tool_result", "tool_use_id": "toolu_1"},
+        {"type": "document", "source": source, "title": "Title"},
+        {"type": "text", "text": "Now be polite"},
+    ]
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": [use]}]
+    found = ask(claude, [*messages, {"role": "user", "content": blocks}], tools=TOOLS)
+    assert found.content[0].text == "One STOP Two."

@@ -6,6 +6,7 @@ import re
 
 import httpx
 import openai
+import pydantic
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -270,3 +271,19 @@ def test_an_item_that_breaks_off_is_done_and_incomplete():
     assert kinds.count("response.output_item.added") == kinds.count("response.output_item.done") == 2
     assert [item["status"] for item in writer.items] == ["completed", "incomplete"]
     assert writer.items[1]["content"][0]["text"] == "b" and not list(writer.close())
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_events_have_all_fields_of_their_types(raw, question):
+    event_type = pydantic.TypeAdapter(openai.types.responses.ResponseStreamEvent)
+    body = {"model": "scripted", "input": question, "tools": TOOLS, "stream": True, "max_output_tokens": 30}
+    blocks = raw.post("/v1/responses", json=body).text.strip().split("\n\n")
+    assert blocks[-1] == "data: [DONE]"
+    for block in blocks[:-1]:
+        if block.startswith(":"):
+            continue
+        name, data = block.split("\n")
+        event = event_type.validate_json(data.removeprefix("data: "))
+        assert name == f"event: {event.type}"
+    whole = raw.post("/v1/responses", json={**body, "stream": False})
+    openai.types.responses.Response.model_validate_json(whole.content)

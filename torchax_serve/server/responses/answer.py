@@ -140,7 +140,7 @@ class ResponseAnswer:
         found = usage_of([self._answer], len(self._answer.prompt_ids), self._reader.num_reasoning_tokens)
         return {
             "input_tokens": found["prompt_tokens"],
-            "input_tokens_details": found["prompt_tokens_details"],
+            "input_tokens_details": {**found["prompt_tokens_details"], "cache_write_tokens": 0},
             "output_tokens": found["completion_tokens"],
             "output_tokens_details": found["completion_tokens_details"],
             "total_tokens": found["total_tokens"],
