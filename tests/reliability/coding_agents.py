@@ -1,8 +1,8 @@
 """Coding agents against a server of a model that says the lines of a script.
 
 ``python tests/reliability/coding_agents.py [claude] [codex]`` runs the commands of npm (``npm install
-@anthropic-ai/claude-code @openai/codex``; their folder is on PATH). Each has to fix a file; Claude Code does it in three
-turns, and again in twenty. From the second turn on nine tenths of each prompt come from the prefix cache.
+@anthropic-ai/claude-code @openai/codex``; their folder is on PATH). Each has to fix a file; Claude Code does it in
+three turns, and again in twenty. From the second turn on nine tenths of each prompt come from the prefix cache.
 """
 
 import json
@@ -14,9 +14,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from running_server import serving
+from running_server import RunningServer
 from scripted_model import call, write_scripted_model
 
+from torchax_serve import EngineOptions, serve
 from torchax_serve.server import metrics
 
 NUM_STEPS = 18
@@ -30,7 +31,7 @@ def script(note):
     found = {
         "": "All done.",
         " fix the note": call("Read", file_path=str(note)),
-        " to read": call("Edit", file_path=str(note), old_string="wrold", new_string="world"),
+        " to read": call("Edit", old_string="wrold", new_string="world", file_path=str(note)),
         " fix it by a command": call("exec_command", cmd=fix),
         f" at step {NUM_STEPS}": call("Bash", command=fix),
     }
@@ -78,7 +79,7 @@ def run(command, folder, variables):
 
 
 RUNS = {
-    "claude": [(claude, "Please fix the note", 3), (claude, f"Please begin at step {1}", NUM_STEPS + 1)],
+    "claude": [(claude, "Please fix the note", 3), (claude, "Please begin at step 1", NUM_STEPS + 1)],
     "codex": [(codex, "Please fix it by a command", 2)],
 }
 
@@ -97,7 +98,8 @@ def main(names):
         original(self, answer, step)
 
     metrics.Metrics.step = step
-    with serving(path, served_model_names=("scripted",)) as (server, _):
+    with serve(path, engine=EngineOptions(max_model_len=65536)) as model:
+        server = RunningServer(model, served_model_names=("scripted",))
         for agent, text, num_turns in [each for name in names for each in RUNS[name]]:
             note.write_text("hello wrold to read")
             turns.clear()
@@ -106,6 +108,7 @@ def main(names):
             shares = [num_cached / num_tokens for num_tokens, num_cached in turns]
             print(f"{agent.__name__}: {len(turns)} turns, cached {[round(share, 3) for share in shares]}")
             assert len(turns) >= num_turns and min(shares[1:]) >= MIN_CACHED
+        server.stop()
 
 
 if __name__ == "__main__":
