@@ -201,11 +201,13 @@ def test_a_request_as_codex_sends_it(raw, caplog):
             READ,
             {"type": "namespace", "name": "agents", "description": "x", "tools": [READ]},
             {"type": "web_search", "external_web_access": True},
+            {**PYTHON, "format": {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"}},
         ],
         "tool_choice": "auto",
         "parallel_tool_calls": True,
         "reasoning": {"summary": "auto"},
-        "store": False,
+        "store": True,
+        "truncation": "auto",
         "include": SEALED,
         "prompt_cache_key": "key",
         "client_metadata": {"turn_id": "1"},
@@ -218,6 +220,8 @@ def test_a_request_as_codex_sends_it(raw, caplog):
     notes = [record.getMessage() for record in caplog.records]
     for name in ("namespace", "web_search", "field_of_next_month"):
         assert sum(f"'{name}'" in note for note in notes) == 1, name
+    for words in ("grammars of custom tools", "truncation auto", "are not stored"):
+        assert sum(words in note for note in notes) == 1, words
 
 
 @pytest.mark.parametrize(

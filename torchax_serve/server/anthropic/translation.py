@@ -50,6 +50,8 @@ def chat_of(body: CountTokensRequest, service: ModelService) -> ChatRequest:
         named = {"type": "function", "function": {"name": choice.name}}
         fields["tool_choice"] = named if choice.type == "tool" else _CHOICES[choice.type]
         fields["parallel_tool_calls"] = False if choice.disable_parallel_tool_use else None
+    if body.context_management:
+        notes.once("/v1/messages: context_management has no effect; the conversation is answered as it comes")
     fields |= _thinking(body, service, notes) | _output(body)
     if isinstance(body, MessagesRequest):
         if body.max_tokens < 1:

@@ -34,7 +34,7 @@ async def responses(request: Request) -> Any:
     service.check_name(body.model, request.state.key, may_be_adapter=True)
     items = _conversation(context.responses, request.state.key_name, body)
     check_num_messages(len(items), context.options.request, "input")
-    chat = await service.run(_chat_of, body.model_copy(update={"input": items}), service)
+    chat = await service.run(_chat_of, body.model_copy(update={"input": items}), service, context.responses.is_on)
     with names_of_fields(_NAMES):
         started = await start_chat(request, service, chat, bounds_answer=True)
     answer = ResponseAnswer(context, service, body, started, request.state.key_name, items)
@@ -43,8 +43,10 @@ async def responses(request: Request) -> Any:
     return JSONResponse(await until_disconnect(request.receive, answer.complete()))
 
 
-def _chat_of(body: ResponsesRequest, service: ModelService) -> ChatRequest:
+def _chat_of(body: ResponsesRequest, service: ModelService, stores: bool) -> ChatRequest:
     note_unknown(body, "/v1/responses", service.notes)
+    if body.store and not stores:
+        service.notes.once("/v1/responses: responses are not stored without --max-stored-responses")
     return chat_of(body, service)
 
 

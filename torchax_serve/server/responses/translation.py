@@ -41,7 +41,10 @@ def chat_of(body: ResponsesRequest, service: ModelService) -> ChatRequest:
     messages += _messages(body.input)
     if not service.roles.takes_users_in_a_row:
         messages = with_users_joined(messages)
-    tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(_functions(body.tools or (), service.notes))]
+    functions = _functions(body.tools or (), service.notes)
+    tools = [_tool(tool, f"tools[{index}]", service.notes) for index, tool in enumerate(functions)]
+    if body.truncation == "auto":
+        service.notes.once("/v1/responses: truncation auto has no effect; an input that is too long is an error")
     fields: dict[str, Any] = {name: getattr(body, name) for name in _SAME_NAME}
     fields |= {"model": body.model, "messages": messages, "tools": tools or None, "max_tokens": body.max_output_tokens}
     fields["reasoning_effort"] = body.reasoning and body.reasoning.effort
@@ -146,13 +149,14 @@ def _functions(tools: Sequence[ResponsesTool], notes: Notes) -> list[ResponsesTo
     return [tool for tool in tools if tool.is_function]
 
 
-def _tool(tool: ResponsesTool, where: str) -> dict[str, Any]:
+def _tool(tool: ResponsesTool, where: str, notes: Notes) -> dict[str, Any]:
     """Returns a function; a custom tool is one with a text, whose grammar the model is told."""
     if tool.name is None:
         raise bad_request(f"{where}.name: expected a string, got none", where, "invalid_value")
     function: dict[str, Any] = {"name": tool.name, "description": tool.description}
     if tool.type == "custom":
         if (tool.format or {}).get("type") == "grammar":
+            notes.once("/v1/responses: grammars of custom tools are told to the model, and not held")
             grammar = f"The input follows this grammar:\n{(tool.format or {}).get('definition')}"
             function["description"] = "\n\n".join(filter(None, (tool.description, grammar)))
         function["parameters"] = _CUSTOM
