@@ -33,11 +33,11 @@ def script(note):
         " fix the note": call("Read", file_path=str(note)),
         " to read": call("Edit", old_string="wrold", new_string="world", file_path=str(note)),
         " fix it by a command": call("exec_command", cmd=fix),
-        f" at step {NUM_STEPS}": call("Bash", command=fix),
+        f" step {NUM_STEPS}": call("Bash", command=fix),
     }
     for number in range(1, NUM_STEPS):
         arguments = json.dumps({"description": str(number), "command": f"echo at step {number + 1}"})
-        found[f" at step {number}"] = f'{number}<tool_call>{{"name": "Bash", "arguments": {arguments}}}</tool_call>'
+        found[f" step {number}"] = f'{number}<tool_call>{{"name": "Bash", "arguments": {arguments}}}</tool_call>'
     return found
 
 
