@@ -2,7 +2,7 @@
 
 ``python tests/reliability/coding_agents.py [claude] [codex]`` runs the commands of npm (``npm install
 @anthropic-ai/claude-code @openai/codex``; their folder is on PATH). Each has to fix a file; Claude Code does it in
-three turns, and again in twenty. From the second turn on nine tenths of each prompt come from the prefix cache.
+three turns, and again in nineteen. From the second turn on nine tenths of each prompt come from the prefix cache.
 """
 
 import json

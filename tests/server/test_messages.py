@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from PIL import Image
 from scripted_server import QUESTIONS, scripted_server
 
+from torchax_serve.server import notes as notes_once
+
 READ = {
     "name": "Read",
     "description": "Reads a file.",
@@ -198,7 +200,7 @@ def test_an_attribution_header_is_left_out_of_the_prompt(claude):
     assert ask(claude, "Now be polite", system=[long]).usage.input_tokens < 0.1 * total
 
 
-def test_what_is_unknown_is_noted_once_and_ignored(raw, caplog):
+def test_what_is_unknown_is_noted_once_and_ignored(raw, caplog, monkeypatch):
     body = {
         "model": "scripted",
         "max_tokens": 60,
@@ -208,7 +210,8 @@ def test_what_is_unknown_is_noted_once_and_ignored(raw, caplog):
         "metadata": {"user_id": "someone"},
     }
     headers = {"anthropic-beta": "made-up-2030-01-01,other", "anthropic-version": "2023-06-01", "x-api-key": "any"}
-    with caplog.at_level(logging.WARNING, "torchax_serve.server"):
+    monkeypatch.setattr(notes_once, "_noted", set())
+    with caplog.at_level(logging.INFO, "torchax_serve.server"):
         for _ in range(2):
             answer = raw.post("/v1/messages?beta=true", json=body, headers=headers)
             assert answer.status_code == 200 and answer.json()["content"][0]["text"] == "One STOP Two."

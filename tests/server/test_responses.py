@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from scripted_server import QUESTIONS, scripted_server
 
 from torchax_serve.server import chat_answer
+from torchax_serve.server import notes as notes_once
 from torchax_serve.server.errors import ApiError
 from torchax_serve.server.parsed_message import ParsedStep
 from torchax_serve.server.responses.items import ItemWriter
@@ -180,7 +181,7 @@ def test_answers_that_are_cut_are_incomplete(client):
     assert raised.value.code == "context_length_exceeded"
 
 
-def test_a_request_as_codex_sends_it(raw, caplog):
+def test_a_request_as_codex_sends_it(raw, caplog, monkeypatch):
     """Tools that cannot run are left out and what is unknown is ignored, with one note each."""
     part = {"type": "input_text", "text": "Be brief."}
     body = {
@@ -213,7 +214,8 @@ def test_a_request_as_codex_sends_it(raw, caplog):
         "client_metadata": {"turn_id": "1"},
         "field_of_next_month": 1,
     }
-    with caplog.at_level(logging.WARNING, "torchax_serve.server"):
+    monkeypatch.setattr(notes_once, "_noted", set())
+    with caplog.at_level(logging.INFO, "torchax_serve.server"):
         for _ in range(2):
             text = raw.post("/v1/responses", json=body).text
             assert '"type":"response.completed"' in text and '"name":"Read"' in text

@@ -6,6 +6,7 @@ import httpx
 import pytest
 from scripted_server import scripted_server
 
+from torchax_serve.server import notes as notes_once
 from torchax_serve.server.template_roles import with_one_system, with_users_joined
 
 SYSTEM, DEVELOPER = {"role": "system", "content": "One."}, {"role": "developer", "content": "Two."}
@@ -25,9 +26,10 @@ def rendered(url, messages):
     return answer.json()["prompt"]
 
 
-def test_system_messages_are_merged_where_the_template_takes_one(found, caplog):
+def test_system_messages_are_merged_where_the_template_takes_one(found, caplog, monkeypatch):
     url, is_system_first = found
-    with caplog.at_level(logging.WARNING, "torchax_serve.server"):
+    monkeypatch.setattr(notes_once, "_noted", set())
+    with caplog.at_level(logging.INFO, "torchax_serve.server"):
         for _ in range(2):
             text = rendered(url, [SYSTEM, USER, ASSISTANT, DEVELOPER, USER])
     notes = [record.getMessage() for record in caplog.records if "system message" in record.getMessage()]

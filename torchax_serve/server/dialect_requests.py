@@ -13,8 +13,9 @@ from typing import Annotated, Any, TypeVar
 import pydantic
 
 from torchax_serve.server.errors import ApiError
-from torchax_serve.server.notes import Notes
+from torchax_serve.server.notes import note_once
 from torchax_serve.server.request_fields import FAIL_FAST, ApiRequest
+from torchax_serve.validation.argument_checks import short_repr
 
 Part = TypeVar("Part")
 FastList = Annotated[list[Part], FAIL_FAST]
@@ -34,10 +35,10 @@ class OpenPart(pydantic.BaseModel):
     model_config = _OPEN
 
 
-def note_unknown(body: OpenRequest, route: str, notes: Notes) -> None:
+def note_unknown(body: OpenRequest, route: str) -> None:
     """Notes the fields of a body that are unknown, each once."""
     for path in _unknown(body, ""):
-        notes.once(f"{route}: the field %s is unknown and has no effect", path)
+        note_once(f"{route}: the field {short_repr(path[:100])} is unknown and has no effect")
 
 
 def _unknown(value: Any, path: str) -> Iterator[str]:

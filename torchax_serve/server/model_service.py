@@ -25,7 +25,7 @@ from torchax_serve.server.errors import ApiError, bad_request
 from torchax_serve.server.harmony import encoding_for
 from torchax_serve.server.key_limits import ApiKey
 from torchax_serve.server.messages import plain_messages
-from torchax_serve.server.notes import Notes
+from torchax_serve.server.notes import note_once
 from torchax_serve.server.options import ServerOptions
 from torchax_serve.server.request_checks import check_num_messages
 from torchax_serve.server.response_families import ResponseFamily, response_template_for
@@ -80,7 +80,6 @@ class ModelService:
         names: Names that requests may use.
         name: The first of them, which answers show.
         created: When it was ready, in seconds since 1970.
-        notes: Notes for the log that are written once.
         harmony: Encoding of openai-harmony for a model whose answers it parses, once `prepare` has run; else None.
     """
 
@@ -90,7 +89,6 @@ class ModelService:
         self.names = options.served_model_names or (self.root,)
         self.name = self.names[0]
         self.created = int(time.time())
-        self.notes = Notes()
         self.harmony: Any | None = None
         self._options = options
         self._pool = concurrent.futures.ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="request")
@@ -194,7 +192,7 @@ class ModelService:
         extractor = getattr(self._processor, "feature_extractor", None)
         plain = plain_messages(messages, self.template, getattr(extractor, "sampling_rate", None))
         if has_system_behind(plain) and not self.roles.takes_system_anywhere:
-            self.notes.once("the chat template takes one system message, the first; further ones are merged into it")
+            note_once("the chat template takes one system message, the first; further ones are merged into it")
             plain = with_one_system(plain)
         if not has_media(plain):
             return ChatPrompt(chat_prompt_ids(self.model, plain, options=options))

@@ -61,7 +61,7 @@ async def _read(request: Request, kind: type[Body]) -> tuple[ServerContext, Mode
 
 
 def _chat_of(body: CountTokensRequest, service: ModelService, route: str) -> ChatRequest:
-    note_unknown(body, route, service.notes)
+    note_unknown(body, route)
     return chat_of(body, service)
 
 

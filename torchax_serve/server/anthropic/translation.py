@@ -24,9 +24,10 @@ from torchax_serve.server.anthropic.schemas import (
 from torchax_serve.server.dialect_requests import without_none
 from torchax_serve.server.errors import bad_request
 from torchax_serve.server.model_service import ModelService
-from torchax_serve.server.notes import Notes
+from torchax_serve.server.notes import note_once
 from torchax_serve.server.schemas import ChatRequest
 from torchax_serve.server.template_roles import joined
+from torchax_serve.validation.argument_checks import short_repr
 
 ATTRIBUTION = re.compile(r"\s*x-anthropic-billing-header:[^\n]*(?:\n+|\Z)", re.IGNORECASE)
 """A line that clients write in front of the system prompt, with a number of the request in it."""
@@ -39,9 +40,8 @@ def chat_of(body: CountTokensRequest, service: ModelService) -> ChatRequest:
     Raises:
         ApiError: 400 for content that no chat has.
     """
-    notes = service.notes
-    messages = [*_system(body.system, notes), *_messages(body.messages)]
-    tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(_functions(body.tools or (), notes))]
+    messages = [*_system(body.system), *_messages(body.messages)]
+    tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(_functions(body.tools or ()))]
     fields: dict[str, Any] = {"model": body.model, "messages": messages, "tools": tools or None}
     if messages and messages[-1]["role"] == "assistant":
         fields["continue_final_message"] = True
@@ -51,8 +51,8 @@ def chat_of(body: CountTokensRequest, service: ModelService) -> ChatRequest:
         fields["tool_choice"] = named if choice.type == "tool" else _CHOICES[choice.type]
         fields["parallel_tool_calls"] = False if choice.disable_parallel_tool_use else None
     if body.context_management:
-        notes.once("/v1/messages: context_management has no effect; the conversation is answered as it comes")
-    fields |= _thinking(body, service, notes) | _output(body)
+        note_once("/v1/messages: context_management has no effect; the conversation is answered as it comes")
+    fields |= _thinking(body, service) | _output(body)
     if isinstance(body, MessagesRequest):
         if body.max_tokens < 1:
             raise bad_request(f"max_tokens: expected a whole number >= 1, got {body.max_tokens}", "max_tokens")
@@ -62,14 +62,14 @@ def chat_of(body: CountTokensRequest, service: ModelService) -> ChatRequest:
     return ChatRequest.parse(without_none(fields))
 
 
-def _system(blocks: Sequence[TextBlock] | None, notes: Notes) -> list[dict[str, Any]]:
+def _system(blocks: Sequence[TextBlock] | None) -> list[dict[str, Any]]:
     """Returns the system message, without an attribution header.
 
     With the header no two prompts would begin alike.
     """
     texts = [block.text for block in blocks or ()]
     if texts and (found := ATTRIBUTION.match(texts[0])):
-        notes.once("/v1/messages: the attribution header in front of the system prompt is left out")
+        note_once("/v1/messages: the attribution header in front of the system prompt is left out")
         texts[0] = texts[0][found.end() :]
     texts = [text for text in texts if text]
     return [{"role": "system", "content": "\n\n".join(texts)}] if texts else []
@@ -187,10 +187,10 @@ def _part(block: Any, where: str) -> dict[str, Any]:
     raise bad_request(f"{where}.type: {expected}, got {got}", where, "invalid_value")
 
 
-def _functions(tools: Sequence[MessagesTool], notes: Notes) -> list[MessagesTool]:
+def _functions(tools: Sequence[MessagesTool]) -> list[MessagesTool]:
     for tool in tools:
         if not tool.is_function:
-            notes.once("/v1/messages: tools of type %s are left out, as nobody here runs them", str(tool.type))
+            note_once(f"/v1/messages: tools of type {short_repr(tool.type)} are left out, as nobody here runs them")
     return [tool for tool in tools if tool.is_function]
 
 
@@ -201,7 +201,7 @@ def _tool(tool: MessagesTool, where: str) -> dict[str, Any]:
     return {"type": "function", "function": without_none(function | {"strict": tool.strict or None})}
 
 
-def _thinking(body: CountTokensRequest, service: ModelService, notes: Notes) -> dict[str, Any]:
+def _thinking(body: CountTokensRequest, service: ModelService) -> dict[str, Any]:
     """Returns fields about reasoning, of which there is none unless it is asked for."""
     thinking = body.thinking
     is_on = thinking is not None and thinking.type != "disabled"
@@ -209,7 +209,7 @@ def _thinking(body: CountTokensRequest, service: ModelService, notes: Notes) -> 
         if thinking.budget_tokens < 0:
             message = f"thinking.budget_tokens: expected a whole number >= 0, got {thinking.budget_tokens}"
             raise bad_request(message, "thinking", "invalid_value")
-        notes.once("/v1/messages: thinking.budget_tokens is not held; reasoning counts as max_tokens does")
+        note_once("/v1/messages: thinking.budget_tokens is not held; reasoning counts as max_tokens does")
     if "enable_thinking" not in service.template:
         return {}
     return {"chat_template_kwargs": {"enable_thinking": is_on}}

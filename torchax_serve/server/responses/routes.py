@@ -13,6 +13,7 @@ from torchax_serve.server.context import context_of
 from torchax_serve.server.dialect_requests import names_of_fields, note_unknown
 from torchax_serve.server.errors import ApiError, bad_request
 from torchax_serve.server.model_service import ModelService
+from torchax_serve.server.notes import note_once
 from torchax_serve.server.request_checks import check_num_messages
 from torchax_serve.server.responses.answer import ResponseAnswer
 from torchax_serve.server.responses.schemas import ITEMS, ResponsesRequest
@@ -44,9 +45,9 @@ async def responses(request: Request) -> Any:
 
 
 def _chat_of(body: ResponsesRequest, service: ModelService, stores: bool) -> ChatRequest:
-    note_unknown(body, "/v1/responses", service.notes)
+    note_unknown(body, "/v1/responses")
     if body.store and not stores:
-        service.notes.once("/v1/responses: responses are not stored without --max-stored-responses")
+        note_once("/v1/responses: responses are not stored without --max-stored-responses")
     return chat_of(body, service)
 
 

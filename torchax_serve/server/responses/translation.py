@@ -11,7 +11,7 @@ from typing import Any
 from torchax_serve.server.dialect_requests import without_none
 from torchax_serve.server.errors import bad_request
 from torchax_serve.server.model_service import ModelService
-from torchax_serve.server.notes import Notes
+from torchax_serve.server.notes import note_once
 from torchax_serve.server.responses.schemas import (
     CallOutputItem,
     CustomToolCallItem,
@@ -24,6 +24,7 @@ from torchax_serve.server.responses.schemas import (
 )
 from torchax_serve.server.schemas import ChatRequest
 from torchax_serve.server.template_roles import with_users_joined
+from torchax_serve.validation.argument_checks import short_repr
 
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
 _SAME_NAME = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "parallel_tool_calls", "stream")
@@ -41,10 +42,10 @@ def chat_of(body: ResponsesRequest, service: ModelService) -> ChatRequest:
     messages += _messages(body.input)
     if not service.roles.takes_users_in_a_row:
         messages = with_users_joined(messages)
-    functions = _functions(body.tools or (), service.notes)
-    tools = [_tool(tool, f"tools[{index}]", service.notes) for index, tool in enumerate(functions)]
+    functions = _functions(body.tools or ())
+    tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(functions)]
     if body.truncation == "auto":
-        service.notes.once("/v1/responses: truncation auto has no effect; an input that is too long is an error")
+        note_once("/v1/responses: truncation auto has no effect; an input that is too long is an error")
     fields: dict[str, Any] = {name: getattr(body, name) for name in _SAME_NAME}
     fields |= {"model": body.model, "messages": messages, "tools": tools or None, "max_tokens": body.max_output_tokens}
     fields["reasoning_effort"] = body.reasoning and body.reasoning.effort
@@ -142,21 +143,21 @@ def _content(parts: Sequence[ItemPart], where: str) -> Any:
     return found
 
 
-def _functions(tools: Sequence[ResponsesTool], notes: Notes) -> list[ResponsesTool]:
+def _functions(tools: Sequence[ResponsesTool]) -> list[ResponsesTool]:
     for tool in tools:
         if not tool.is_function:
-            notes.once("/v1/responses: tools of type %s are left out, as nobody here runs them", tool.type)
+            note_once(f"/v1/responses: tools of type {short_repr(tool.type)} are left out, as nobody here runs them")
     return [tool for tool in tools if tool.is_function]
 
 
-def _tool(tool: ResponsesTool, where: str, notes: Notes) -> dict[str, Any]:
+def _tool(tool: ResponsesTool, where: str) -> dict[str, Any]:
     """Returns a function; a custom tool is one with a text, whose grammar the model is told."""
     if tool.name is None:
         raise bad_request(f"{where}.name: expected a string, got none", where, "invalid_value")
     function: dict[str, Any] = {"name": tool.name, "description": tool.description}
     if tool.type == "custom":
         if (tool.format or {}).get("type") == "grammar":
-            notes.once("/v1/responses: grammars of custom tools are told to the model, and not held")
+            note_once("/v1/responses: grammars of custom tools are told to the model, and not held")
             grammar = f"The input follows this grammar:\n{(tool.format or {}).get('definition')}"
             function["description"] = "\n\n".join(filter(None, (tool.description, grammar)))
         function["parameters"] = _CUSTOM
