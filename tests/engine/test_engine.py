@@ -297,6 +297,23 @@ def test_a_request_ends_when_its_time_is_up(llama):
     assert handle.finish_reason == "deadline"
 
 
+def test_the_only_request_ends_when_its_time_is_up_in_a_step(llama, monkeypatch):
+    """Nothing runs behind that step, so that it has to say itself that the request has ended."""
+    read = llama.engine._runner.read
+
+    def slow(step):
+        time.sleep(0.3)
+        return read(step)
+
+    monkeypatch.setattr("torchax_serve.engine.engine.MAX_IN_FLIGHT", 1)
+    monkeypatch.setattr(llama.engine._runner, "read", slow)
+    handle = llama.engine.submit(request([3, 4], 60, params=SamplingParams(timeout_s=0.2)))
+    thread = threading.Thread(target=handle.result, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert handle.finish_reason == "deadline" and len(handle.token_ids) == 1
+
+
 def test_the_time_for_waiting_ends_requests_that_have_not_begun(llama):
     running = [llama.engine.submit(request([3, 4 + i], 40)) for i in range(4)]  # in all slots
     waiting = llama.engine.submit(request([5, 6], 4, params=SamplingParams(queue_timeout_s=1e-6)))

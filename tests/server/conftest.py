@@ -2,7 +2,17 @@
 
 import importlib.util
 
-PACKAGES = ("starlette", "uvicorn", "httptools", "prometheus_client", "llguidance", "soundfile", "openai", "httpx")
+PACKAGES = (
+    "starlette",
+    "uvicorn",
+    "httptools",
+    "prometheus_client",
+    "llguidance",
+    "soundfile",
+    "openai",
+    "anthropic",
+    "httpx",
+)
 
 if all(importlib.util.find_spec(package) for package in PACKAGES):
     from running_server import client, http, model, server, start_server

@@ -22,7 +22,7 @@ def locked(start_server):
 def test_every_route_needs_a_key_except_health(locked):
     with httpx.Client(base_url=locked.url) as http:
         for _, path, _ in ROUTES:
-            path = path.replace("{model:path}", "tiny")
+            path = path.replace("{model:path}", "tiny").replace("{response_id}", "resp_1")
             for method, headers in (
                 ("GET", {}),
                 ("POST", {"Authorization": "Bearer wrong-key"}),
@@ -138,7 +138,7 @@ def test_unknown_paths_and_methods_are_errors_of_the_dialect(http):
 def test_interfaces_that_are_not_supported_are_refused_by_name(http):
     for path, message in (
         ("/v1/realtime", "the realtime interface is not supported; send audio to /v1/audio/transcriptions"),
-        ("/v1/responses", "the Responses interface is not supported; send messages to /v1/chat/completions"),
+        ("/v1/audio/speech", "speech output is not supported; ask /v1/chat/completions for a text"),
     ):
         error = http.post(path, json={"model": "tiny"}).json()["error"]
         assert (error["message"], error["code"]) == (f"{path}: {message}", "unknown_url")

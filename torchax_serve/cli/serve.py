@@ -122,6 +122,12 @@ class LimitOptions:
     max_connections_per_address: Annotated[
         int, _limits("--max-connections-per-address", help="Open connections of one client address.", min=1)
     ] = 2048
+    max_stored_responses: Annotated[
+        int, _limits("--max-stored-responses", help="Responses of a key that later requests may name; 0: none.", min=0)
+    ] = 0
+    stored_response_ttl: Annotated[
+        float, _limits("--stored-response-ttl", help="Seconds for which they are stored.")
+    ] = 3600.0
     request_timeout: Annotated[
         float | None, _limits("--request-timeout", help="Seconds that a request may take, waiting included.")
     ] = None
@@ -235,6 +241,8 @@ def _server_options(
         profile_dir=access.profile_dir,
         allow_runtime_lora_updating=access.allow_runtime_lora_updating,
         response_template=access.response_template,
+        max_stored_responses=limits.max_stored_responses,
+        stored_response_ttl_s=limits.stored_response_ttl,
         request_timeout_s=limits.request_timeout,
         queue_timeout_s=limits.queue_timeout,
         first_token_timeout_s=limits.first_token_timeout,

@@ -343,6 +343,8 @@ class Engine:
         if not len(self._scheduler):  # whoever reads the last token may change the model
             self._runner.hold_tracing()
         self._output_processor.deliver(outcomes, step)
+        # A deadline may have passed meanwhile; if it has ended the last request, no further step would deliver that.
+        self._output_processor.deliver(self._scheduler.pop_finished())
         return None
 
     def _fail(self, plan: StepPlan, error: Exception) -> None:

@@ -18,11 +18,15 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from torchax_serve.server import adapter_routes, audio, health, openapi, pooling, profile_routes, tokens
+from torchax_serve.server.anthropic import errors as anthropic_errors
+from torchax_serve.server.anthropic import routes as anthropic
 from torchax_serve.server.chat import chat_completions
 from torchax_serve.server.completions import completions
 from torchax_serve.server.context import ServerContext, Stage
 from torchax_serve.server.errors import ApiError, where_of
 from torchax_serve.server.options import LOOPBACK
+from torchax_serve.server.responses import stored_routes
+from torchax_serve.server.responses.routes import responses
 
 logger = logging.getLogger("torchax_serve.server")
 access_logger = logging.getLogger("torchax_serve.access")
@@ -47,6 +51,13 @@ ROUTES: tuple[tuple[str, str, Callable[..., Awaitable[Any]]], ...] = (
     ("POST", "/v1/unload_lora_adapter", adapter_routes.unload_lora_adapter),
     ("POST", "/v1/chat/completions", chat_completions),
     ("POST", "/v1/chat/completions/render", tokens.render),
+    ("POST", "/v1/messages", anthropic.messages),
+    ("POST", "/v1/messages/count_tokens", anthropic.count_tokens),
+    ("POST", "/v1/responses", responses),
+    ("GET", "/v1/responses/{response_id}", stored_routes.get_response),
+    ("DELETE", "/v1/responses/{response_id}", stored_routes.delete_response),
+    ("POST", "/v1/responses/{response_id}/cancel", stored_routes.cancel_response),
+    ("GET", "/v1/responses/{response_id}/input_items", stored_routes.list_input_items),
     ("POST", "/v1/completions", completions),
     ("POST", "/v1/embeddings", pooling.embeddings),
     ("POST", "/v1/rerank", pooling.rerank),
@@ -65,13 +76,10 @@ ROUTES: tuple[tuple[str, str, Callable[..., Awaitable[Any]]], ...] = (
     ("POST", "/profile", profile_routes.profile),
 )
 """Method, path and function of each endpoint."""
-_SEND_CHATS = "send messages to /v1/chat/completions"
 UNSUPPORTED = {
     "/v1/realtime": ("the realtime interface", "send audio to /v1/audio/transcriptions"),
     "/v1/audio/speech": ("speech output", "ask /v1/chat/completions for a text"),
     "/v1/images/generations": ("image output", "run the diffusion pipeline in Python"),
-    "/v1/responses": ("the Responses interface", _SEND_CHATS),
-    "/v1/messages": ("the Messages interface", _SEND_CHATS),
 }
 """Paths that clients of other servers may use: what is not supported, and what to do."""
 
@@ -87,13 +95,14 @@ class Application:
         self.context, self.routes = context, ROUTES
         routes = [Route(path, function, methods=[method]) for method, path, function in ROUTES]
         self._labels = {path for _, path, _ in ROUTES if "{" not in path}
+        self._patterns = [(path, route.path_regex) for (_, path, _), route in zip(ROUTES, routes, strict=True)]
         inner: ASGIApp = Router(routes, redirect_slashes=False)
         if context.options.cors_origins:
             inner = CORSMiddleware(
                 inner,
                 allow_origins=list(context.options.cors_origins),
-                allow_methods=["GET", "POST"],
-                allow_headers=["Authorization", "Content-Type", "X-API-Key", "X-Request-Id"],
+                allow_methods=["GET", "POST", "DELETE"],
+                allow_headers=["Authorization", "Content-Type", "X-API-Key", "X-Request-Id", *anthropic_errors.HEADERS],
                 expose_headers=["X-Request-Id"],
             )
         self._inner = inner
@@ -151,7 +160,9 @@ class Application:
         path = scope["path"]
         if path in self._labels:
             return str(path)
-        return "/v1/models/{model}" if path.startswith("/v1/models/") else "other"
+        if path.startswith("/v1/models/"):
+            return "/v1/models/{model}"
+        return next((label for label, regex in self._patterns if regex.match(path)), "other")
 
 
 class _Exchange:
@@ -201,6 +212,8 @@ class _Exchange:
                 *message.get("headers", ()),
                 (b"x-request-id", self._scope["state"]["request_id"].encode()),
             ]
+            if anthropic_errors.is_for(self._scope["path"]):
+                message["headers"].append((b"request-id", self._scope["state"]["request_id"].encode()))
             if (usage := self._scope["state"]["usage"]) is not None:
                 message["headers"] += [(name.encode(), value.encode()) for name, value in usage.headers().items()]
             if self._context.refuses_new and all(name != b"connection" for name, _ in message["headers"]):
@@ -216,11 +229,17 @@ class _Exchange:
         self._error_type = answer.code or answer.type
         if self._status:
             return
-        body = answer.body()
+        body = json.dumps(self._content_of(answer)).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         headers += [(name.lower().encode(), value.encode()) for name, value in answer.headers.items()]
         await self._send_with_id({"type": "http.response.start", "status": answer.status, "headers": headers})
         await self._send({"type": "http.response.body", "body": b"" if self._is_head else body, "more_body": False})
+
+    def _content_of(self, error: ApiError) -> dict[str, Any]:
+        """Returns the body of an error in the form of the interface that was asked."""
+        if anthropic_errors.is_for(self._scope["path"]):
+            return anthropic_errors.error_content(error, self._scope["state"]["request_id"])
+        return error.content()
 
     @property
     def _is_head(self) -> bool:

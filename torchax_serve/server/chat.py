@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from model_adapters.errors import ChatTemplateError
+from torchax_serve.sampling_params import SamplingParams
 from torchax_serve.server.answers import Answer, AnswerOptions
 from torchax_serve.server.body import read_request
 from torchax_serve.server.chat_answer import ChatCompletion
@@ -38,7 +39,9 @@ PROMPT_END_TOKENS = 256
 """Tokens at the end of a prompt whose text shows how the answer begins."""
 
 
-class _Started(NamedTuple):
+class StartedChat(NamedTuple):
+    """Answers that run, and a parser for each; None for plain text."""
+
     answers: list[Answer]
     parsers: list[AnswerParser | HarmonyParser | None]
 
@@ -49,19 +52,34 @@ async def chat_completions(request: Request) -> Any:
     service = context.service()
     service.require("chat", "/v1/chat/completions")
     body = await read_request(request, context.options, ChatRequest)
+    completion = ChatCompletion(context, service, body, *await start_chat(request, service, body))
+    if body.stream:
+        return EventStream(completion.events(), context.options.keep_alive_s)
+    return JSONResponse(await until_disconnect(request.receive, completion.complete()))
+
+
+async def start_chat(
+    request: Request, service: ModelService, body: ChatRequest, *, bounds_answer: bool = False
+) -> StartedChat:
+    """Checks a chat and submits its answers, which count for the request's key.
+
+    With `bounds_answer`, an answer that would be longer than the model allows is bounded, not refused.
+
+    Raises:
+        ApiError: The chat is not valid, or cannot run.
+        ClientDisconnect: The client has gone.
+    """
+    context = context_of(request)
     service.settle_name(body, request.state.key, may_be_adapter=True)
     check_counts(body, context.options.request)
     body = await with_files(body, context.options)
     try:
-        work = service.run(_start_answers, context, service, body, request.state.key_name)
+        work = service.run(_start_answers, context, service, body, request.state.key_name, bounds_answer)
         started = await until_disconnect(request.receive, work)
     except ValueError as error:
         raise renamed_error(error, body) from error
     follow(request, body, started.answers)
-    completion = ChatCompletion(context, service, body, *started)
-    if body.stream:
-        return EventStream(completion.events(), context.options.keep_alive_s)
-    return JSONResponse(await until_disconnect(request.receive, completion.complete()))
+    return started
 
 
 async def with_files(body: ChatRequest, options: ServerOptions) -> ChatRequest:
@@ -115,7 +133,9 @@ def render_chat(service: ModelService, body: ChatRequest, plan: ToolPlan) -> Cha
     return service.chat_prompt(last, options)
 
 
-def _start_answers(context: ServerContext, service: ModelService, body: ChatRequest, key_name: str | None) -> _Started:
+def _start_answers(
+    context: ServerContext, service: ModelService, body: ChatRequest, key_name: str | None, bounds_answer: bool
+) -> StartedChat:
     """Renders, tokenizes and submits a request; called in a thread."""
     params = sampling_params(
         body,
@@ -133,6 +153,8 @@ def _start_answers(context: ServerContext, service: ModelService, body: ChatRequ
     elif body.truncate_prompt_tokens is not None:
         message = "truncate_prompt_tokens: expected null with images, videos or audio, whose tokens cannot be cut"
         raise bad_request(message, "truncate_prompt_tokens", "invalid_value")
+    if bounds_answer:
+        params = _bounded(params, service.max_model_len, len(prompt.token_ids))
     family = plan.family
     is_parsed = family is not None and body.skip_special_tokens is not False
     num_shown = len(prompt.token_ids) if body.continue_final_message else PROMPT_END_TOKENS
@@ -153,7 +175,16 @@ def _start_answers(context: ServerContext, service: ModelService, body: ChatRequ
     masks = masks_of(lambda: service.grammars, grammar, after)
     answers = service.start([prompt.token_ids], params, options, masks, prompt.inputs, field="messages")
     parsers = [_parser(service, prompt_end, plan) if is_parsed else None for _ in answers]
-    return _Started(answers, parsers)
+    return StartedChat(answers, parsers)
+
+
+def _bounded(params: SamplingParams, max_model_len: int | None, prompt_len: int) -> SamplingParams:
+    """Returns parameters of an answer that has room behind its prompt, if any has."""
+    asked, room = params.max_new_tokens, None if max_model_len is None else max_model_len - prompt_len
+    if asked is None or room is None or asked <= room:
+        return params
+    # A prompt that leaves no room is refused, as one that asks for any answer.
+    return dataclasses.replace(params, max_new_tokens=room if room > 0 else None)
 
 
 def _grammar(context: ServerContext, body: ChatRequest, plan: ToolPlan) -> Grammar | None:

@@ -22,6 +22,7 @@ from torchax_serve.server.model_service import ModelService
 from torchax_serve.server.options import ServerOptions
 from torchax_serve.server.profiler import Profiler
 from torchax_serve.server.response_families import chosen_template
+from torchax_serve.server.responses.store import ResponseStore
 from torchax_serve.server.schemas import TextRequest
 from torchax_serve.server.start_progress import StartProgress
 
@@ -49,6 +50,7 @@ class ServerContext:
         num_in_flight: Requests that are being answered, apart from those of health and metrics.
         fingerprint: ``system_fingerprint`` of answers: equal for equal versions and models.
         tracing: Spans of requests; None without a collector.
+        responses: Responses that later requests may name.
         profiler: Profiles of the process; None without a folder for them.
     """
 
@@ -58,6 +60,7 @@ class ServerContext:
         self.key_usages = KeyUsages()
         self.metrics = Metrics(compat=options.metrics_compat)
         self.loop_lag = LoopLag()
+        self.responses = ResponseStore(options.max_stored_responses, options.stored_response_ttl_s)
         self.stage, self.start = Stage.LOADING, StartProgress()
         self.refuses_new = False  # after the time in which a draining server still accepts
         self.num_in_flight = 0

@@ -28,9 +28,11 @@ from torchax_serve.server.key_limits import ApiKey
 from torchax_serve.server.messages import plain_messages
 from torchax_serve.server.notes import note_once
 from torchax_serve.server.options import ServerOptions
+from torchax_serve.server.request_checks import check_num_messages
 from torchax_serve.server.response_families import response_template_for
 from torchax_serve.server.response_family import ResponseFamily
-from torchax_serve.text.chat import chat_prompt_ids
+from torchax_serve.server.template_roles import TemplateRoles, has_system_behind, with_one_system
+from torchax_serve.text.chat import chat_prompt_ids, has_chat_template
 from torchax_serve.text.chat_template import ChatOptions, check_last_message
 from torchax_serve.text.messages import checked_conversation
 from torchax_serve.text.prompt import encode_prompt, end_ids, position_limit
@@ -206,9 +208,7 @@ class ModelService:
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> ChatPrompt:
         """Returns the prompt of a conversation, as OpenAI's interface has it."""
-        if len(messages) > self._options.request.max_messages:
-            most = self._options.request.max_messages
-            raise bad_request(f"messages: expected at most {most}, got {len(messages)}", "messages", "invalid_value")
+        check_num_messages(len(messages), self._options.request, "messages")
         if not messages:
             message = 'messages: expected at least one, such as {"role": "user", "content": "Hi"}, got none'
             raise bad_request(message, "messages", "invalid_value")
@@ -216,6 +216,9 @@ class ModelService:
         extractor = getattr(self._processor, "feature_extractor", None)
         id_form = form_demanded(self.template, "any" if self.family is None else self.family.id_form)
         plain = plain_messages(replayed(messages, id_form), self.template, getattr(extractor, "sampling_rate", None))
+        if has_system_behind(plain) and not self.roles.takes_system_anywhere:
+            note_once("the chat template takes one system message, the first; further ones are merged into it")
+            plain = with_one_system(plain)
         if not has_media(plain):
             return ChatPrompt(chat_prompt_ids(self.model, plain, options=options))
         conversation = checked_conversation(plain, None)
@@ -229,6 +232,12 @@ class ModelService:
         except UnsupportedModelError as error:
             raise bad_request(f"messages: {error}", "messages", "invalid_value") from error
         return ChatPrompt(inputs["input_ids"][0].tolist(), inputs)
+
+    @functools.cached_property
+    def roles(self) -> TemplateRoles:
+        """Roles that the chat template takes; a processor's template is taken to have no limits."""
+        takes_all = not has_chat_template(self.model)
+        return TemplateRoles(lambda probe: takes_all or chat_prompt_ids(self.model, probe))
 
     @functools.cached_property
     def _processor(self) -> Any:

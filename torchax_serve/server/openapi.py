@@ -12,6 +12,8 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from torchax_serve import __version__
 from torchax_serve.server.adapter_routes import LoadAdapterRequest, UnloadAdapterRequest
+from torchax_serve.server.anthropic import errors as anthropic_errors
+from torchax_serve.server.anthropic.schemas import CountTokensRequest, MessagesRequest
 from torchax_serve.server.audio import TranscriptionRequest
 from torchax_serve.server.context import context_of
 from torchax_serve.server.pooling_schemas import (
@@ -25,10 +27,14 @@ from torchax_serve.server.pooling_schemas import (
 )
 from torchax_serve.server.profile_routes import ProfileRequest
 from torchax_serve.server.request_fields import ApiRequest, notes_of
+from torchax_serve.server.responses.schemas import ResponsesRequest
 from torchax_serve.server.schemas import ChatRequest, CompletionRequest
 
 REQUESTS: tuple[type[ApiRequest], ...] = (
     ChatRequest,
+    MessagesRequest,
+    CountTokensRequest,
+    ResponsesRequest,
     CompletionRequest,
     EmbeddingRequest,
     RerankRequest,
@@ -58,6 +64,19 @@ _ERROR = {
                 "code": {"type": ["string", "null"]},
             },
         }
+    },
+}
+_ANTHROPIC_ERROR = {
+    "type": "object",
+    "required": ["type", "error", "request_id"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+        "request_id": {"type": "string"},
     },
 }
 
@@ -105,12 +124,13 @@ def _description_for(request: Request) -> dict[str, Any]:
 
 def description(routes: Any, model_names: Sequence[str] = ()) -> dict[str, Any]:
     """Returns the OpenAPI description of routes (method, path, function) and their models."""
-    schemas: dict[str, Any] = {"Error": _ERROR}
+    schemas: dict[str, Any] = {"Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR}
     paths: dict[str, Any] = {}
     by_route = {route: kind for kind in REQUESTS for route in kind.routes}
     for method, path, function in routes:
         shown = path.replace(":path}", "}")
         answer: dict[str, Any] = {"description": "The answer."}
+        error = "AnthropicError" if anthropic_errors.is_for(path) else "Error"
         if (links := _LINKS.get(f"{method} {shown}")) is not None:
             answer["links"] = links
         operation: dict[str, Any] = {
@@ -120,12 +140,15 @@ def description(routes: Any, model_names: Sequence[str] = ()) -> dict[str, Any]:
                 "200": answer,
                 "default": {
                     "description": "An error.",
-                    "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
+                    "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{error}"}}},
                 },
             },
         }
-        if "{model}" in shown:
-            operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
+        if names := re.findall(r"{(\w+)}", shown):
+            schema = {"type": "string"}
+            operation["parameters"] = [
+                {"name": name, "in": "path", "required": True, "schema": schema} for name in names
+            ]
         kind = by_route.get(path.removesuffix("/render"))
         if kind is not None and method == "POST":
             operation["requestBody"] = {

@@ -117,6 +117,8 @@ class ServerOptions:
         otlp_traces_endpoint: URL of an OpenTelemetry collector, with its path, that gets a span of each request.
         profile_dir: Folder of profiles, which ``/start_profile`` and ``/stop_profile`` take; None for none.
         allow_runtime_lora_updating: Whether requests may load and unload adapters, from any folder of this machine.
+        max_stored_responses: Responses of one API key that later requests may name; 0 stores none.
+        stored_response_ttl_s: Seconds for which they are stored.
         warm_up: Whether programs are compiled before the server is ready.
         connection: Limits of connections.
         request: Limits of requests.
@@ -148,6 +150,8 @@ class ServerOptions:
     otlp_traces_endpoint: str | None = None
     profile_dir: Path | None = None
     allow_runtime_lora_updating: bool = False
+    max_stored_responses: int = 0
+    stored_response_ttl_s: float = 3600.0
     warm_up: bool = True
     connection: ConnectionLimits = dataclasses.field(default_factory=ConnectionLimits)
     request: RequestLimits = dataclasses.field(default_factory=RequestLimits)
@@ -161,8 +165,11 @@ class ServerOptions:
         for name in ("request_timeout_s", "queue_timeout_s", "first_token_timeout_s"):
             if getattr(self, name) is not None and not 0 < getattr(self, name) < math.inf:
                 raise InvalidArgumentError(f"{name}: expected seconds > 0, got {getattr(self, name)!r}")
-        if not 0 < self.keep_alive_s < math.inf:
-            raise InvalidArgumentError(f"keep_alive_s: expected seconds > 0, got {self.keep_alive_s!r}")
+        for name in ("keep_alive_s", "stored_response_ttl_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise InvalidArgumentError(f"{name}: expected seconds > 0, got {getattr(self, name)!r}")
+        if self.max_stored_responses < 0:
+            raise InvalidArgumentError(f"max_stored_responses: expected a number >= 0, got {self.max_stored_responses}")
         if not all(self.served_model_names):
             raise InvalidArgumentError("served_model_names: expected names of at least one character, got an empty one")
         if self.metrics_compat not in (None, "vllm"):

@@ -54,6 +54,12 @@ def truncated(
     return list(prompt_ids[:num_kept] if request.truncation_side == "right" else prompt_ids[-(num_kept or 1) :])
 
 
+def check_num_messages(number: int, limits: RequestLimits, field: str) -> None:
+    """Raises ApiError, 400, for more messages than a conversation may have."""
+    if number > limits.max_messages:
+        raise bad_request(f"{field}: expected at most {limits.max_messages}, got {number}", field, "invalid_value")
+
+
 def check_text_size(text: str, limits: RequestLimits, field: str) -> None:
     """Raises ApiError, 400, for a text whose tokens would take seconds to compute and to list."""
     num_bytes = len(text) if text.isascii() else len(text.encode("utf-8", "replace"))

@@ -79,6 +79,7 @@ class ApiRequest(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(extra="forbid", strict=True, protected_namespaces=())
     routes: ClassVar[tuple[str, ...]] = ()
+    tags: ClassVar[frozenset[str]] = frozenset()  # of unions in it, which pydantic writes into paths
 
     @classmethod
     def parse(cls, value: Any) -> Self:
@@ -89,7 +90,8 @@ class ApiRequest(pydantic.BaseModel):
         """
         if not isinstance(value, dict):
             raise bad_request(f"expected a JSON object, got {json_kind(value)}")
-        if unknown := [name for name in value if name not in cls.model_fields]:
+        takes_unknown = cls.model_config.get("extra") == "allow"
+        if not takes_unknown and (unknown := [name for name in value if name not in cls.model_fields]):
             raise _unknown_fields(unknown, list(cls.model_fields))
         notes = notes_of(cls)
         if wrong := [name for name, note in notes.items() if note.refuses(value.get(name))]:
@@ -102,7 +104,7 @@ class ApiRequest(pydantic.BaseModel):
         try:
             return cls.model_validate(value)
         except pydantic.ValidationError as error:
-            raise _invalid_field(error) from None
+            raise _invalid_field(error, cls.tags) from None
 
 
 def notes_of(model: type[ApiRequest]) -> dict[str, FieldNote]:
@@ -144,17 +146,34 @@ def _unknown_fields(names: list[str], known: list[str]) -> ApiError:
     return bad_request(f"unknown field {shown}; {remedy}", names[0][:100], "unknown_parameter")
 
 
-def _invalid_field(error: pydantic.ValidationError) -> ApiError:
+def _invalid_field(error: pydantic.ValidationError, tags: frozenset[str]) -> ApiError:
     """Returns the answer to the first error of pydantic: the path of the field, expected, got."""
-    errors = error.errors(include_url=False, include_context=False)
+    errors = error.errors(include_url=False)
     first = errors[0]
-    name = _path(first["loc"])
+    name = _path(_without_tags(first["loc"], tags))
     if first["type"] == "missing":
         return bad_request(f"{name}: expected a value, got none", name, "missing_required_parameter")
     if first["type"] == "extra_forbidden":
-        return _unknown_fields([_path(each["loc"]) for each in errors if each["type"] == "extra_forbidden"], [])
+        paths = (_without_tags(each["loc"], tags) for each in errors if each["type"] == "extra_forbidden")
+        return _unknown_fields([_path(path) for path in paths], [])
+    if first["type"] == "union_tag_invalid":
+        context = first["ctx"]
+        message = f"{name}.type: expected one of {context['expected_tags']}, got {short_repr(context['tag'])}"
+        return bad_request(message, name, "invalid_value")
     expected = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     return bad_request(f"{name}: expected {expected}, got {short_repr(first['input'])}", name or None, "invalid_value")
+
+
+def _without_tags(parts: tuple[int | str, ...], tags: frozenset[str]) -> tuple[int | str, ...]:
+    """Returns a path without the tags of unions.
+
+    They stand between the number of an item and its field.
+    """
+    is_tag = [
+        0 < index < len(parts) - 1 and part in tags and isinstance(parts[index - 1], int)
+        for index, part in enumerate(parts)
+    ]
+    return tuple(part for part, is_left_out in zip(parts, is_tag, strict=True) if not is_left_out)
 
 
 _TYPE_NAMES = frozenset({"str", "int", "float", "bool", "dict", "list"})

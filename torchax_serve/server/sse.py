@@ -6,17 +6,19 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
+from torchax_serve.server.errors import ApiError
+
 Result = TypeVar("Result")
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 DONE = b"data: [DONE]\n\n"
-_COMMENT = b": keep-alive\n\n"
+COMMENT = b": keep-alive\n\n"
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -29,19 +31,36 @@ def event(content: Any) -> bytes:
     return b"data: " + _ENCODER.encode(content).encode() + b"\n\n"
 
 
+def named_event(content: Mapping[str, Any]) -> bytes:
+    """Returns an event with `content` as JSON, named by its `type`."""
+    return f"event: {content['type']}\n".encode() + event(content)
+
+
+def _error_event(error: ApiError) -> bytes:
+    return event(error.content())
+
+
 class EventStream:
-    """ASGI response of events as they come, with a comment per `keep_alive_s` of silence.
+    """ASGI response of events as they come, with a sign of life per `keep_alive_s` of silence.
 
     A client that goes ends the iterator within the step that runs. An error after the first event is an event of its
     own, after which the stream ends.
 
     Args:
         events: Encoded events.
-        keep_alive_s: Seconds of silence after which a comment is sent.
+        keep_alive_s: Seconds of silence after which a sign of life is sent.
+        sign: That sign: a comment, or an event without a meaning.
+        failed: Returns the events of an error.
     """
 
-    def __init__(self, events: AsyncGenerator[bytes], keep_alive_s: float) -> None:
-        self._events, self._keep_alive_s = events, keep_alive_s
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes],
+        keep_alive_s: float,
+        sign: bytes = COMMENT,
+        failed: Callable[[ApiError], bytes] = _error_event,
+    ) -> None:
+        self._events, self._keep_alive_s, self._sign, self._failed = events, keep_alive_s, sign, failed
         self._sent_s = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -60,8 +79,8 @@ class EventStream:
                     await send({"type": "http.response.body", "body": each, "more_body": True})
         except Exception as error:
             scope["state"]["error"] = error
-            content = scope["app"].context.error_of(error).content()
-            await send({"type": "http.response.body", "body": event(content), "more_body": True})
+            body = self._failed(scope["app"].context.error_of(error))
+            await send({"type": "http.response.body", "body": body, "more_body": True})
         finally:
             comments.cancel()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -73,7 +92,7 @@ class EventStream:
                 await asyncio.sleep(rest_s)
                 continue
             self._sent_s = time.monotonic()
-            await send({"type": "http.response.body", "body": _COMMENT, "more_body": True})
+            await send({"type": "http.response.body", "body": self._sign, "more_body": True})
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:

@@ -1,0 +1,1 @@
+"""OpenAI's Responses interface, as translations to chats."""

@@ -1,0 +1,71 @@
+"""``/v1/responses``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from torchax_serve.server.body import read_request
+from torchax_serve.server.chat import start_chat
+from torchax_serve.server.context import context_of
+from torchax_serve.server.dialect_requests import names_of_fields, note_unknown
+from torchax_serve.server.errors import ApiError, bad_request
+from torchax_serve.server.model_service import ModelService
+from torchax_serve.server.notes import note_once
+from torchax_serve.server.request_checks import check_num_messages
+from torchax_serve.server.responses.answer import ResponseAnswer
+from torchax_serve.server.responses.schemas import ITEMS, ResponsesRequest
+from torchax_serve.server.responses.store import ResponseStore
+from torchax_serve.server.responses.translation import chat_of
+from torchax_serve.server.schemas import ChatRequest
+from torchax_serve.server.sse import COMMENT, EventStream, until_disconnect
+
+_NAMES = {"max_tokens": "max_output_tokens", "messages": "input", "response_format": "text.format"}
+"""Fields by their names in chats."""
+
+
+async def responses(request: Request) -> Any:
+    """Answers a conversation of OpenAI's Responses interface."""
+    context = context_of(request)
+    service = context.service()
+    service.require("chat", "/v1/responses")
+    body = await read_request(request, context.options, ResponsesRequest)
+    service.check_name(body.model, request.state.key, may_be_adapter=True)
+    items = _conversation(context.responses, request.state.key_name, body)
+    check_num_messages(len(items), context.options.request, "input")
+    chat = await service.run(_chat_of, body.model_copy(update={"input": items}), service, context.responses.is_on)
+    with names_of_fields(_NAMES):
+        started = await start_chat(request, service, chat, bounds_answer=True)
+    answer = ResponseAnswer(context, service, body, started, request.state.key_name, items)
+    if body.stream:
+        return EventStream(answer.events(), context.options.keep_alive_s, COMMENT, answer.failed)
+    return JSONResponse(await until_disconnect(request.receive, answer.complete()))
+
+
+def _chat_of(body: ResponsesRequest, service: ModelService, stores: bool) -> ChatRequest:
+    note_unknown(body, "/v1/responses")
+    if body.store and not stores:
+        note_once("/v1/responses: responses are not stored without --max-stored-responses")
+    return chat_of(body, service)
+
+
+def _conversation(store: ResponseStore, key: str | None, body: ResponsesRequest) -> list[Any]:
+    """Returns the items of a conversation, those of earlier responses in front.
+
+    Raises:
+        ApiError: 400 for a response that is not stored.
+    """
+    previous = body.previous_response_id
+    if previous is None:
+        return body.input
+    field = "previous_response_id"
+    if not store.is_on:
+        message = "expected null, as responses are not stored; send all of the input, or start the server with"
+        raise bad_request(f"{field}: {message} --max-stored-responses", field, "unsupported_parameter")
+    try:
+        return [*ITEMS.validate_python(store.get(key, previous).conversation), *body.input]
+    except ApiError as error:
+        message = error.message.removeprefix("response_id: ")
+        raise bad_request(f"{field}: {message}", field, "previous_response_not_found") from error
