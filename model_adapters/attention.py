@@ -286,7 +286,7 @@ def _decode(q: jax.Array, write: KVWrite, starts: jax.Array | None, args: Attent
         args = dataclasses.replace(args, kv_scales=layer.kv_scales())
         k, v = write.keys[:, :, 0], write.values[:, :, 0]
         row, pool = attend_row(q[:, :, 0], k, v, write.pool_before, jax_view(layer.table), length, args)
-        layer.pool = torch_view(pool)
+        write.pool_before, layer.pool = pool, torch_view(pool)
         return row[:, :, None]
     lens = jnp.broadcast_to(jax_view(layer.offset).astype(jnp.int32) + 1, (batch,))
     starts = jnp.zeros(batch, jnp.int32) if starts is None else starts.astype(jnp.int32)
@@ -300,7 +300,7 @@ def _decode(q: jax.Array, write: KVWrite, starts: jax.Array | None, args: Attent
         starts,
         args,
     )
-    layer.pool = torch_view(pool)
+    write.pool_before, layer.pool = pool, torch_view(pool)
     return out[:, :, None]
 
 

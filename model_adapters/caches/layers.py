@@ -24,7 +24,7 @@ from model_adapters.ops.kv_pool import write_at
 from model_adapters.ops.row_pages import read_row, rounded, widened, write_row
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class KVWrite:
     """Record of one call of ``cache.update``, attached to the keys that the call returned.
 
@@ -37,7 +37,8 @@ class KVWrite:
     keys: jax.Array  # [batch, kv_heads, num_new, k_dim]
     values: jax.Array  # [batch, kv_heads, num_new, v_dim]
     values_out: torch.Tensor  # the values that `update` returned with the keys
-    # [batch, kv_heads, capacity, k_dim + v_dim], or the pages of all sequences; None in a first prefill
+    # [batch, kv_heads, capacity, k_dim + v_dim], or the pages of all sequences; None in a first prefill. Layers that
+    # share the keys get the pool that the first of them has written: XLA would copy an old one that is read twice.
     pool_before: jax.Array | None
 
 

@@ -14,7 +14,7 @@ from model_adapters.ops import registry, spmd
 from model_adapters.ops.cpu import recurrent
 from model_adapters.ops.kv_pool import expect
 from model_adapters.ops.segments import Segments
-from model_adapters.ops.state_pool import check_pool, read_states, write_states
+from model_adapters.ops.state_pool import check_pool, read_states, with_last_row, write_states
 
 OP = "causal_convolution"
 
@@ -47,6 +47,7 @@ def causal_convolution(
 
 
 @registry.define(OP, "depthwise causal convolution over packed sequences, last inputs by row of a pool")
+@with_last_row
 def reference(
     x: jax.Array, weight: jax.Array, bias: jax.Array | None, pool: jax.Array, segments: Segments
 ) -> tuple[jax.Array, jax.Array]:

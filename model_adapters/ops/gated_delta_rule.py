@@ -30,6 +30,7 @@ from model_adapters.ops.state_pool import (
     read_states,
     single_rows,
     walk,
+    with_last_row,
     write_states,
 )
 
@@ -101,6 +102,7 @@ def _step(
 
 
 @registry.define(OP, "gated delta rule over packed sequences, states by row of a pool")
+@with_last_row
 def reference(
     q: jax.Array,
     k: jax.Array,

@@ -28,9 +28,10 @@ class Segments:
     Attributes:
         cu: int32[R + 1], where each begins, and the number of tokens in use.
         read: int32[R], row of the state pools that it begins with.
-        write: int32[R], row that takes the state behind it; the last row of a pool drops it.
+        write: int32[R], row that takes the state behind it; the last row of a pool drops it (`drops_last`).
         held: bool[R], whether `read` holds anything; else the state is zero, as a sequence begins.
         first: int32[R], first segment of the same sequence.
+        drops_last: Whether the pool's last row is one that drops states; else it is a sequence's as the others.
     """
 
     cu: jax.Array
@@ -38,6 +39,7 @@ class Segments:
     write: jax.Array
     held: jax.Array
     first: jax.Array
+    drops_last: bool = dataclasses.field(default=True, metadata={"static": True})
 
     @classmethod
     def of(cls, cu: jax.Array, slots: jax.Array, held: jax.Array) -> Segments:
@@ -92,6 +94,13 @@ class Segments:
             _pairs(held, held | is_cut),
             _pairs(index, jnp.where(is_cut, index, index + 1)),
         )
+
+    @classmethod
+    def of_batch(cls, batch: int, length: int, *, are_held: bool) -> Segments:
+        """Returns segments of `length` tokens of `batch` sequences, whose states are the pool."""
+        rows = jnp.arange(batch, dtype=jnp.int32)
+        cu = jnp.arange(batch + 1, dtype=jnp.int32) * length
+        return cls(cu, rows, rows, jnp.full(batch, are_held), rows, drops_last=False)
 
     @property
     def lens(self) -> jax.Array:

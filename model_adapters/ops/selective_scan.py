@@ -26,6 +26,7 @@ from model_adapters.ops.state_pool import (
     read_states,
     single_rows,
     walk,
+    with_last_row,
     write_states,
 )
 
@@ -71,6 +72,7 @@ def selective_scan(
 
 
 @registry.define(OP, "selective scan (Mamba) over packed sequences, states by row of a pool")
+@with_last_row
 def reference(
     x: jax.Array,
     dt: jax.Array,

@@ -8,6 +8,8 @@ not keep from being fused.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -32,6 +34,24 @@ def check_pool(op: str, pool: jax.Array, shape: tuple[int, ...], segments: Segme
     for name in ("read", "write", "first"):
         check_int_array(op, name, getattr(segments, name), (num_segments,))
     expect(op, "held of shape", (num_segments,), segments.held.shape)
+
+
+def with_last_row(reference: Callable[..., tuple[jax.Array, jax.Array]]) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """Returns a reference that also takes pools without a row that drops states.
+
+    It computes with a copy that has one.
+    """
+
+    @functools.wraps(reference)
+    def run(*given: Any, **options: Any) -> tuple[jax.Array, jax.Array]:
+        *operands, pool, segments = given
+        if segments.drops_last:
+            return reference(*given, **options)
+        wider = jnp.concatenate([pool, jnp.zeros_like(pool[:1])])
+        out, wider = reference(*operands, wider, dataclasses.replace(segments, drops_last=True), **options)
+        return out, wider[:-1]
+
+    return run
 
 
 class Chunks(NamedTuple):

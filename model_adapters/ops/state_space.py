@@ -28,6 +28,7 @@ from model_adapters.ops.state_pool import (
     read_states,
     single_rows,
     walk,
+    with_last_row,
     write_states,
 )
 
@@ -86,6 +87,7 @@ def _by_head(x: jax.Array, heads: int) -> jax.Array:
 
 
 @registry.define(OP, "state space layer (Mamba-2) over packed sequences, states by row of a pool")
+@with_last_row
 def reference(
     x: jax.Array,
     dt: jax.Array,

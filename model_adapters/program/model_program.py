@@ -25,7 +25,15 @@ from model_adapters.errors import UnsupportedModelError
 from model_adapters.jaxpr.split_concats import split_concats
 from model_adapters.lowerings import constant_folding, deferred_checks, index_checks, install
 from model_adapters.ops.compressed_weight import Weights, substituted
-from model_adapters.program import latent_attention, module_scopes, moe, recurrent_functions, rms_norm, shared_layers
+from model_adapters.program import (
+    batch_recurrences,
+    latent_attention,
+    module_scopes,
+    moe,
+    recurrent_functions,
+    rms_norm,
+    shared_layers,
+)
 from model_adapters.program.call_signature import CACHE_NAMES, cache_name_of, forward_of, signature_of
 from model_adapters.program.call_spec import CallSpec as CallSpec
 from model_adapters.program.call_spec import MethodSpec as MethodSpec
@@ -213,6 +221,7 @@ class ModelProgram:
             self.folding(spec, force=mode.folding),
             deferred_checks.collect() as met,
             index_checks.collect() as in_range,
+            batch_recurrences.tracing(has_cache=cache is not None),
         ):
             output = self.run(call.weights, {**kwargs, **static_args}, self._attention(spec))
         if cache is not None:

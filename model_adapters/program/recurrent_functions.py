@@ -1,9 +1,10 @@
 """Functions that recurrent layers call, on the states of all sequences of a packed step.
 
 Layers of transformers call a convolution and a recurrence by names of their modeling file. In a packed trace the cache
-has given them handles (`caches/state_layer.py`); functions of these names that get a handle run the op of that layer,
-and all other calls the original. A function is replaced only where its arguments have the names that are read here
-(transformers 5.24); elsewhere a handle meets code that does not know it, and the model is not packed.
+has given them handles (`caches/state_layer.py`); functions of these names that get a handle run the op of that layer.
+Calls without one may be a batch's (`batch_recurrences`); all others are the original's. A function is replaced only
+where its arguments have the names that are read here (transformers 5.24); elsewhere a handle meets code that does not
+know it, and the model is not packed.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from model_adapters.ops.causal_convolution import causal_convolution
 from model_adapters.ops.gated_delta_rule import gated_delta_rule
 from model_adapters.ops.selective_scan import selective_scan
 from model_adapters.ops.state_space import state_space
+from model_adapters.program import batch_recurrences
 
 UNLIMITED = (0.0, float("inf"))
 
@@ -212,11 +214,11 @@ def _install_in(file: str) -> None:
             continue
         signature = inspect.signature(original)
         if set(arguments.split()) <= set(signature.parameters):
-            names[name] = _with_handles(function, original, signature)
+            names[name] = _with_ops(name, function, original, signature)
 
 
-def _with_handles(
-    function: Callable[..., Any], original: Callable[..., Any], signature: inspect.Signature
+def _with_ops(
+    name: str, function: Callable[..., Any], original: Callable[..., Any], signature: inspect.Signature
 ) -> Callable[..., Any]:
     @functools.wraps(original)
     def chosen(*args: Any, **kwargs: Any) -> Any:
@@ -224,6 +226,8 @@ def _with_handles(
             given = signature.bind(*args, **kwargs)
             given.apply_defaults()
             result = function(given.arguments)
+            if result is None:
+                result = batch_recurrences.of_batch(name, given.arguments)
             if result is not None:
                 return result
         return original(*args, **kwargs)

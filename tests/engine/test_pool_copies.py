@@ -14,9 +14,10 @@ ENGINE = EngineOptions(
     max_num_seqs=4, page_size=4, kv_cache_memory_bytes=1 << 20, max_model_len=64, max_num_batched_tokens=16
 )
 TYPES = ["llama", "gemma3_text", "deepseek_v3", "qwen3_moe", "qwen3_5_text", "falcon_h1", "mamba2", "mamba", "bloom"]
+SHARED = "gemma3n_text"  # whose last layers attend to the keys of another one
 
 
-@pytest.mark.parametrize("model_type", except_for(["falcon_h1", "bloom"], TYPES))
+@pytest.mark.parametrize("model_type", except_for(["falcon_h1", "bloom", SHARED], [*TYPES, SHARED]))
 def test_no_step_in_bfloat16_passes_over_a_pool(model_type):
     ids = [each[0].tolist() for each in prompts()]
     params = SamplingParams(max_new_tokens=4, temperature=0, ignore_eos=True)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from recurrent_oracle import (
     LAYERS,
     NUM_ROWS,
+    as_float64,
     assert_near,
     convolution_layer,
     delta_layer,
@@ -232,6 +233,25 @@ def test_one_segment_a_sequence():
     assert segments.first.tolist() == [0, 1] and segments.lens.tolist() == [1, 3]
     assert segments.is_single.tolist() == [True, False]
     assert segments.of_token(6).tolist() == [0, 1, 1, 1, 2, 2]
+
+
+@EACH_IMPLEMENTATION
+@pytest.mark.parametrize("are_held", [True, False])
+@pytest.mark.parametrize("length", [1, 70])
+@EACH_LAYER
+def test_states_of_a_batch_are_a_pool_without_a_row_to_drop(name, length, are_held, implementation):
+    layer = LAYERS[name]()
+    rows = range(3)
+    tokens = layer.tokens(np.random.default_rng(6), 3 * length)
+    states = states_of(layer, 6, rows)
+    pool = jnp.asarray(np.stack([states[row] for row in rows]), layer.pool_dtype)
+    with use(layer.op, implementation):
+        out, got = layer.jitted()(tokens, pool, Segments.of_batch(3, length, are_held=are_held))
+    for row in rows:
+        part = as_float64([x[row * length : (row + 1) * length] for x in tokens])
+        expected, after = layer.loop(part, states[row].astype(np.float64) * are_held)
+        assert_near(out[row * length : (row + 1) * length], expected)
+        assert_near(got[row], after)
 
 
 def without_the_last_column(x):

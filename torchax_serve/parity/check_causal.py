@@ -25,6 +25,7 @@ from model_adapters.ops import registry
 from torchax_serve.engine.options import EngineOptions
 from torchax_serve.entrypoints.serve import serve
 from torchax_serve.entrypoints.served_model import ServedModel
+from torchax_serve.parity.pool_copies import check_pools
 from torchax_serve.parity.result import (
     PACKED,
     PASSED,
@@ -126,6 +127,8 @@ def _compared(result: Result, model: PreTrainedModel, expected: Expected) -> Res
             engine_same = batched is not None and all(
                 torch.equal(ours, theirs[0]) for ours, theirs in zip(batched, expected.unbatched, strict=False)
             )
+        if executor == PACKED:
+            tried("pools", check_pools, served)
     parts = [padded_same, unbatched_same, engine_same]
     if not expected.prompts_differ:
         tried.errors.append("harness: the prompts have one answer")

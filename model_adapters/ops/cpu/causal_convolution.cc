@@ -63,11 +63,11 @@ struct Convolution {
 
 // pool[rows, K - 1, D], segments, x[T, D], weight[D, K] of the dtype of x or float32, bias[D] or empty -> out[T, D], pool, both of the dtype of x.
 ffi::Error causal_convolution(ffi::ThreadPool threads, ffi::AnyBuffer pool, Segments::Ints cu, Segments::Ints read, Segments::Ints write, Segments::Ints first, ffi::Buffer<ffi::PRED> held,
-                              ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::Buffer<ffi::F32> bias, ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> after) {
+                              ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::Buffer<ffi::F32> bias, ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> after, bool drops_last) {
   const int64_t num_tokens = x.dimensions()[0], channels = x.dimensions()[1], width = weight.dimensions()[1];
   if (pool.element_type() != x.element_type() || out->element_type() != x.element_type() || (weight.element_type() != x.element_type() && weight.element_type() != ffi::F32))
     return ffi::Error::InvalidArgument("causal_convolution: expected a pool and a result of the dtype of x, and a weight of that or float32");
-  const Segments segments(cu, read, write, first, held, num_tokens, pool.dimensions()[0]);
+  const Segments segments(cu, read, write, first, held, num_tokens, pool.dimensions()[0], drops_last);
   return with_float_type("causal_convolution", x, [&](const auto* from) {
     using T = std::decay_t<decltype(*from)>;
     T *to = same_type(from, *out), *rows = pool_in_place<T>(pool, after);
@@ -100,4 +100,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(tas_causal_convolution, tas::causal_convolution,
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>());
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<bool>("drops_last"));

@@ -209,12 +209,12 @@ ffi::Error run(ffi::ThreadPool& threads, const Rule<T, kByColumn>& rule, const S
 // pool[rows, H, K, V], segments, q[T, Hk, K], k[T, Hk, K], v[T, H, V] of one dtype, g[T, H] or [T, H, K], beta[T, H] -> out[T, H, V] of that dtype, pool.
 ffi::Error gated_delta_rule(ffi::ThreadPool threads, ffi::AnyBuffer pool, Segments::Ints cu, Segments::Ints read, Segments::Ints write, Segments::Ints first, ffi::Buffer<ffi::PRED> held,
                             ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::Buffer<ffi::F32> g, ffi::Buffer<ffi::F32> beta, ffi::Result<ffi::AnyBuffer> out,
-                            ffi::Result<ffi::AnyBuffer> after, bool is_normed) {
+                            ffi::Result<ffi::AnyBuffer> after, bool drops_last, bool is_normed) {
   const auto pd = pool.dimensions(), kd = k.dimensions();
   const int64_t num_tokens = kd[0], heads = pd[1], width = pd[3];
   if (pool.element_type() != ffi::F32 || q.element_type() != v.element_type() || k.element_type() != v.element_type() || out->element_type() != v.element_type())
     return ffi::Error::InvalidArgument("gated_delta_rule: expected a pool of float32 and q, k, v and a result of one dtype");
-  const Segments segments(cu, read, write, first, held, num_tokens, pd[0]);
+  const Segments segments(cu, read, write, first, held, num_tokens, pd[0], drops_last);
   float* states = pool_in_place<float>(pool, after);
   return with_float_type("gated_delta_rule", v, [&](const auto* values) {
     using T = std::decay_t<decltype(*values)>;
@@ -247,4 +247,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(tas_gated_delta_rule, tas::gated_delta_rule,
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
+                                  .Attr<bool>("drops_last")
                                   .Attr<bool>("is_normed"));

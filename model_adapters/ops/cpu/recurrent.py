@@ -37,7 +37,12 @@ def _updated(
     results = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (out, pool)]
     table = [segments.cu, segments.read, segments.write, segments.first]
     made: Results = ffi.ffi_call(target, results, input_output_aliases={0: 1})(
-        pool, *(each.astype(jnp.int32) for each in table), segments.held.astype(bool), *operands, **attributes
+        pool,
+        *(each.astype(jnp.int32) for each in table),
+        segments.held.astype(bool),
+        *operands,
+        drops_last=segments.drops_last,
+        **attributes,
     )
     return made
 

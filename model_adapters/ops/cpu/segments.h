@@ -30,8 +30,9 @@ class Segments {
  public:
   using Ints = xla::ffi::Buffer<xla::ffi::S32>;
 
-  // cu[R + 1], read[R], write[R], first[R], held[R] of `num_tokens` and a pool of `num_rows`. Segments without tokens are left out.
-  Segments(Ints cu, Ints read, Ints write, Ints first, xla::ffi::Buffer<xla::ffi::PRED> held, int64_t num_tokens, int64_t num_rows) {
+  // cu[R + 1], read[R], write[R], first[R], held[R] of `num_tokens` and a pool of `num_rows`, the last of which may be one that drops
+  // what is written to it. Segments without tokens are left out.
+  Segments(Ints cu, Ints read, Ints write, Ints first, xla::ffi::Buffer<xla::ffi::PRED> held, int64_t num_tokens, int64_t num_rows, bool drops_last) {
     int64_t last_first = -1;
     for (int64_t r = 0; r < int64_t(read.element_count()); r++) {
       const int64_t begin = std::clamp<int64_t>(cu.typed_data()[r], num_in_use_, num_tokens), end = std::clamp<int64_t>(cu.typed_data()[r + 1], begin, num_tokens);
@@ -40,7 +41,7 @@ class Segments {
       if (sequences_.empty() || first.typed_data()[r] != last_first) sequences_.push_back(all_.size());
       last_first = first.typed_data()[r];
       const int64_t from = std::clamp<int64_t>(read.typed_data()[r], 0, num_rows - 1), to = write.typed_data()[r];
-      all_.push_back({begin, end, held.typed_data()[r] ? from : -1, to >= 0 && to < num_rows - 1 ? to : -1});
+      all_.push_back({begin, end, held.typed_data()[r] ? from : -1, to >= 0 && to < num_rows - drops_last ? to : -1});
       num_in_use_ = end;
     }
     sequences_.push_back(all_.size());

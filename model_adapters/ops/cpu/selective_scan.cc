@@ -12,12 +12,12 @@ constexpr int64_t kCost = 6;  // of a number with a decay of its own
 // pool[rows, D, N], segments, x[T, D], dt[T, D], a[D, N], b[T, N], c[T, N] of the dtype of x, d[D] or empty -> out[T, D] of the dtype of x, pool.
 ffi::Error selective_scan(ffi::ThreadPool threads, ffi::AnyBuffer pool, Segments::Ints cu, Segments::Ints read, Segments::Ints write, Segments::Ints first, ffi::Buffer<ffi::PRED> held,
                           ffi::AnyBuffer x, ffi::Buffer<ffi::F32> dt, ffi::Buffer<ffi::F32> a, ffi::AnyBuffer b, ffi::AnyBuffer c, ffi::Buffer<ffi::F32> d, ffi::Result<ffi::AnyBuffer> out,
-                          ffi::Result<ffi::AnyBuffer> after) {
+                          ffi::Result<ffi::AnyBuffer> after, bool drops_last) {
   const auto pd = pool.dimensions();
   const int64_t num_tokens = x.dimensions()[0], rows = pd[1], n = pd[2];
   if (pool.element_type() != ffi::F32 || b.element_type() != x.element_type() || c.element_type() != x.element_type() || out->element_type() != x.element_type())
     return ffi::Error::InvalidArgument("selective_scan: expected a pool of float32 and x, b, c and a result of one dtype");
-  const Segments segments(cu, read, write, first, held, num_tokens, pd[0]);
+  const Segments segments(cu, read, write, first, held, num_tokens, pd[0], drops_last);
   float* states = pool_in_place<float>(pool, after);
   return with_float_type("selective_scan", x, [&](const auto* from) {
     using T = std::decay_t<decltype(*from)>;
@@ -48,4 +48,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(tas_selective_scan, tas::selective_scan,
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>());
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<bool>("drops_last"));

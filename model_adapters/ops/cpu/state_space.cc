@@ -11,12 +11,12 @@ namespace {
 // -> out[T, H, P] of the dtype of x, pool.
 ffi::Error state_space(ffi::ThreadPool threads, ffi::AnyBuffer pool, Segments::Ints cu, Segments::Ints read, Segments::Ints write, Segments::Ints first, ffi::Buffer<ffi::PRED> held,
                        ffi::AnyBuffer x, ffi::Buffer<ffi::F32> dt, ffi::Buffer<ffi::F32> a, ffi::AnyBuffer b, ffi::AnyBuffer c, ffi::Buffer<ffi::F32> d, ffi::Buffer<ffi::F32> dt_bias,
-                       ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> after, float least, float most) {
+                       ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> after, bool drops_last, float least, float most) {
   const auto pd = pool.dimensions();
   const int64_t num_tokens = x.dimensions()[0], heads = pd[1], rows = pd[2], groups = b.dimensions()[1], n = pd[3];
   if (pool.element_type() != ffi::F32 || b.element_type() != x.element_type() || c.element_type() != x.element_type() || out->element_type() != x.element_type())
     return ffi::Error::InvalidArgument("state_space: expected a pool of float32 and x, b, c and a result of one dtype");
-  const Segments segments(cu, read, write, first, held, num_tokens, pd[0]);
+  const Segments segments(cu, read, write, first, held, num_tokens, pd[0], drops_last);
   float* states = pool_in_place<float>(pool, after);
   return with_float_type("state_space", x, [&](const auto* from) {
     using T = std::decay_t<decltype(*from)>;
@@ -49,5 +49,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(tas_state_space, tas::state_space,
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
+                                  .Attr<bool>("drops_last")
                                   .Attr<float>("least")
                                   .Attr<float>("most"));
