@@ -99,6 +99,8 @@ def _axes(key: str, words: tuple[str | None, str | None], rank: int, *, is_bias:
     cut = WORDS[tp_word] if tp_word is not None else None
     if cut is not None and tp_word is not None and rank:
         dim, is_packed = cut
+        # Inkling's plan calls its experts' gate and up, one after the other, "colwise".
+        is_packed = is_packed or (rank == 3 and key.endswith("gate_up_proj"))
         axis = "gate_up" if is_packed else ("columns" if tp_word in GATHERED else _axis_of(key))
         if not is_bias and rank >= 2:
             axes[dim] = axis

@@ -176,6 +176,18 @@ def test_a_plan_becomes_rules_for_weights_biases_and_stacked_experts():
     }
 
 
+@pytest.mark.parametrize("word", ["colwise", "packed_colwise"])
+def test_gate_and_up_of_experts_are_cut_each(word):
+    """Also where a plan calls them "colwise", as Inkling's does: a device has the same rows of both."""
+    shapes = {"m.l.0.experts.gate_up_proj": (2, 16, 4)}
+    rules = rules_from_tp_plan({"l.*.experts.gate_up_proj": word}, {}, "toy", shapes)
+    placed = place(RuleTable("toy", rules), shapes, {"model": 2})["m.l.0.experts.gate_up_proj"]
+    assert placed.laid_out_shape == (2, 16, 4)
+    first, second = np.split(take(np.arange(16), 0, placed.dims[1]), 2)
+    assert first.tolist() == [0, 1, 2, 3, 8, 9, 10, 11]
+    assert second.tolist() == [4, 5, 6, 7, 12, 13, 14, 15]
+
+
 def test_shapes_alone_cut_what_goes_up_by_rows_and_what_comes_down_by_columns():
     shapes = {
         "a.0.up": (64, 16),

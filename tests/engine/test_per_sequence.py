@@ -27,6 +27,7 @@ from torchax_serve.executors.per_sequence_forward import SequenceForward
 from torchax_serve.kv_cache import cache_layout, memory
 from torchax_serve.kv_cache.pools import PagedLayerSpec
 from torchax_serve.kv_cache.slot_states import gather, scatter
+from torchax_serve.parity.tiny.config import tiny_config
 from torchax_serve.sampling_params import SamplingParams
 from torchax_serve.scheduler import PlanRow
 
@@ -284,6 +285,14 @@ def test_a_model_that_keeps_its_state_in_itself_is_refused():
     for name, child in model.named_modules():
         left = [key for key, value in vars(child).items() if isinstance(value, torch.Tensor) and hasattr(value, "jax")]
         assert left == [], name
+
+
+def test_a_model_whose_prompts_see_what_its_steps_have_dropped_is_refused():
+    """Moshi masks nothing: its sliding cache does. Pages drop nothing, so that no other check sees it."""
+    model = to_jax(transformers.AutoModelForCausalLM.from_config(tiny_config("moshi")).eval())
+    why = "a prompt sees tokens that steps have dropped from its sliding cache"
+    with pytest.raises(UnsupportedModelError, match=f"cannot be batched. Packed: .*Each by itself: {why}"):
+        build_engine(model._jax_runtime, dataclasses.replace(OPTIONS, kv_cache_memory_bytes=1 << 20))
 
 
 @pytest.mark.parametrize("is_packed", [True, False], ids=["packed", "per-sequence"])
