@@ -284,6 +284,8 @@ class ExecutorChoice:
         line += f"; {self.sampler_table_bytes / 1e6:.1f} MB for the sampler's tables"
         if cache.state_bytes:
             line += f"; {cache.state_bytes / 1e6:.1f} MB for the states of requests"
+            kept = self.executor.limits.num_snapshots - 1
+            line += f" and of {kept} prefixes" if kept > 0 else ""
         return line if self.is_packed else f"{line}; per-sequence, not packed: {self.fallback_reason}"
 
 
