@@ -1,0 +1,93 @@
+"""Mamba-2's state space layer on TPUs: single tokens by a kernel, chunks by the reference's walk.
+
+The method is the recurrence of Dao and Gu (2024), section 3. A state ``[P, N]`` has its columns on lanes: inputs and
+decays multiply it as columns, B and C as rows, and results are sums over lanes, in float32.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from model_adapters.ops import registry
+from model_adapters.ops.segments import Segments
+from model_adapters.ops.state_pool import first_tokens
+from model_adapters.ops.state_space import OP, chunked, time_steps
+from model_adapters.ops.tpu import state_steps
+from model_adapters.ops.tpu.launch import NAME
+from model_adapters.ops.tpu.page_buffers import LANES
+from model_adapters.ops.tpu.state_steps import Columns
+
+
+def _update(j: Any, operands: Sequence[Any], out: Any, block: Any, *, given: Columns, made: Columns) -> None:
+    """Computes the heads of block j; see `run_steps`."""
+    vectors, b, c = given.read(operands[0], j), operands[1][0, j], operands[2][0, j]
+    heads, dim, _ = block.shape
+    lane = lax.broadcasted_iota(jnp.int32, (dim, LANES), 1)
+    results = jnp.zeros((dim, LANES), jnp.float32)
+    for head in range(heads):
+        group = head * b.shape[0] // heads
+        step, decay = vectors[:, head : head + 1], vectors[:1, heads + head : heads + head + 1]
+        state = block[head] * decay + step * b[group : group + 1]
+        block[head] = state
+        results = jnp.where(lane == head, jnp.sum(state * c[group : group + 1], axis=1, keepdims=True), results)
+    made.write(out, j, results)
+
+
+def _singles(
+    x: jax.Array, dt: jax.Array, a: jax.Array, b: jax.Array, c: jax.Array, pool: jax.Array, segments: Segments
+) -> tuple[jax.Array, jax.Array]:
+    """Returns ``float32[R, H, P]`` of the segments that are one token, without their skip, and the pool.
+
+    The arrays but `a` are by segment, ``x[R, H, P]``, ``dt[R, H]`` behind its softplus, b and c ``[R, G, N]``.
+    """
+    num_rows, heads, dim = x.shape
+    group = heads // b.shape[1]
+    size = state_steps.block_heads(pool, group)
+    num_blocks = heads // size
+    group_of = np.arange(0, heads, min(size, group)) // group
+
+    def by_block(vectors: jax.Array) -> jax.Array:
+        return vectors.reshape(num_rows, num_blocks, -1, vectors.shape[-1])
+
+    decay = jnp.broadcast_to(jnp.exp(dt * a)[..., None], x.shape)
+    given, made = Columns(2 * size, num_blocks), Columns(size, num_blocks)
+    laid_out = given.laid_out(jnp.concatenate([by_block(x * dt[..., None]), by_block(decay)], axis=2))
+    operands = [laid_out, by_block(b[:, group_of]), by_block(c[:, group_of])]
+    update, shape = functools.partial(_update, given=given, made=made), (made.num_tiles, dim, LANES)
+    out, pool = state_steps.run_steps("state_space_step", update, operands, shape, pool, segments, size)
+    return made.vectors(out).reshape(num_rows, heads, dim), pool
+
+
+def _unsupported_reason(*operands: Any, **options: Any) -> str | None:
+    return "no tokens" if not operands[0].shape[0] else state_steps.unsupported_reason(*operands[7:9])
+
+
+@registry.register(OP, NAME, ("tpu",), unsupported_reason=_unsupported_reason)
+def state_space(
+    x: jax.Array,
+    dt: jax.Array,
+    a: jax.Array,
+    b: jax.Array,
+    c: jax.Array,
+    d: jax.Array | None,
+    dt_bias: jax.Array | None,
+    pool: jax.Array,
+    segments: Segments,
+    *,
+    dt_limit: tuple[float, float],
+) -> tuple[jax.Array, jax.Array]:
+    """Computes single tokens by the kernel, in place, and the others in chunks."""
+    first = first_tokens(segments, x.shape[0])
+    steps, inputs = time_steps(dt, dt_bias, dt_limit), x[first].astype(jnp.float32)
+    one = [each[first].astype(jnp.float32) for each in (b, c)]
+    singles, pool = _singles(inputs, steps[first], a.astype(jnp.float32), *one, pool, segments)
+    if d is not None:
+        singles = singles + inputs * d.astype(jnp.float32)[:, None]
+    return chunked(x, steps, a, b, c, d, pool, segments, singles)
