@@ -21,24 +21,27 @@ from model_adapters.ops.segments import Segments
 from model_adapters.ops.state_pool import first_tokens
 from model_adapters.ops.tpu import state_steps
 from model_adapters.ops.tpu.launch import NAME
-from model_adapters.ops.tpu.state_steps import Columns
+from model_adapters.ops.tpu.page_buffers import SUBLANES
+from model_adapters.ops.tpu.state_steps import Columns, spread
 
 
 def _update(
     j: Any, operands: Sequence[Any], out: Any, block: Any, *, columns: Columns, key_heads: int, by_column: bool
 ) -> None:
     """Computes the heads of block j; see `run_steps`."""
-    vectors, v = columns.read(operands[0], j), operands[1][0, j]
-    heads, results = block.shape[0], []
+    v = operands[1][0, j]
+    heads, dim, width = block.shape
+    at, begin = columns.begin(j)
+    vectors, results = operands[0][0, at], []
     for head in range(heads):
         key_head = head * key_heads // heads
 
-        def column(index: int) -> jax.Array:
-            return vectors[:, index : index + 1]
+        def column(index: int, rows: int = dim) -> jax.Array:
+            return spread(vectors[: max(rows, SUBLANES)], begin + index, width)[:rows]
 
         k, q = column(key_head), column(key_heads + key_head)
-        decay, beta = column(2 * key_heads + head), column(2 * key_heads + heads + head)[:1]
-        state = block[head] * (decay if by_column else decay[:1])
+        decay, beta = column(2 * key_heads + head, dim if by_column else 1), column(2 * key_heads + heads + head, 1)
+        state = block[head] * decay
         delta = (v[head : head + 1] - jnp.sum(state * k, axis=0, keepdims=True)) * beta
         state = state + k * delta
         block[head] = state

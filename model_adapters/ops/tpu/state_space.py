@@ -21,23 +21,28 @@ from model_adapters.ops.state_pool import first_tokens
 from model_adapters.ops.state_space import OP, chunked, time_steps
 from model_adapters.ops.tpu import state_steps
 from model_adapters.ops.tpu.launch import NAME
-from model_adapters.ops.tpu.page_buffers import LANES
-from model_adapters.ops.tpu.state_steps import Columns
+from model_adapters.ops.tpu.page_buffers import LANES, SUBLANES
+from model_adapters.ops.tpu.state_steps import Columns, spread
 
 
 def _update(j: Any, operands: Sequence[Any], out: Any, block: Any, *, given: Columns, made: Columns) -> None:
     """Computes the heads of block j; see `run_steps`."""
-    vectors, b, c = given.read(operands[0], j), operands[1][0, j], operands[2][0, j]
-    heads, dim, _ = block.shape
-    lane = lax.broadcasted_iota(jnp.int32, (dim, LANES), 1)
-    results = jnp.zeros((dim, LANES), jnp.float32)
+    b, c = operands[1][0, j], operands[2][0, j]
+    heads, dim, width = block.shape
+    at, begin = given.begin(j)
+    vectors = operands[0][0, at]
     for head in range(heads):
         group = head * b.shape[0] // heads
-        step, decay = vectors[:, head : head + 1], vectors[:1, heads + head : heads + head + 1]
-        state = block[head] * decay + step * b[group : group + 1]
-        block[head] = state
-        results = jnp.where(lane == head, jnp.sum(state * c[group : group + 1], axis=1, keepdims=True), results)
-    made.write(out, j, results)
+        step, decay = spread(vectors, begin + head, width), spread(vectors[:SUBLANES], begin + heads + head, width)[:1]
+        block[head] = block[head] * decay + step * b[group : group + 1]
+    at, begin = made.begin(j)
+    lane = lax.broadcasted_iota(jnp.int32, (dim, LANES), 1) - begin
+    results = out[0, at]
+    for head in range(heads):  # in a loop of its own: sums over lanes and columns pass through the same unit in order
+        group = head * b.shape[0] // heads
+        sums = jnp.sum(block[head] * c[group : group + 1], axis=1, keepdims=True)
+        results = jnp.where(lane == head, sums, results)
+    out[0, at] = results
 
 
 def _singles(

@@ -20,11 +20,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from model_adapters.ops.segments import Segments
-from model_adapters.ops.tpu.page_buffers import LANES, SUBLANES, round_up
+from model_adapters.ops.tpu.page_buffers import LANES, SUBLANES, across, round_up
 
 MAX_BLOCK_BYTES = 1 << 20
 """Of the heads of a block: 1.3 us of v6e's memory. No read or write hides the computation of the last one."""
-MAX_BLOCK_HEADS = 16
+MAX_BLOCK_HEADS = 32
 """Which are computed one by one, without a loop."""
 NUM_BUFFERS = 6
 NUM_AHEAD = NUM_BUFFERS - 2
@@ -109,26 +109,15 @@ class Columns:
         tiles = jnp.swapaxes(tiles[..., : self.per_tile * self.width], 2, 3)
         return tiles.reshape(num_rows, num_tiles * self.per_tile, self.width, dim)[:, : self.num_blocks]
 
-    def read(self, ref: Any, block: Any) -> jax.Array:
-        """Returns ``[K, 128]`` of a reference ``[1, tiles, K, 128]``, with those of `block` at its first lanes."""
-        tile = ref[0, block // self.per_tile]
-        if self.per_tile == 1:
-            return tile
-        return pltpu.roll(tile, (self.per_tile - block % self.per_tile) * self.width + LANES - self._used, 1)
+    def begin(self, block: Any) -> tuple[Any, Any]:
+        """Returns the tile of `block` and its first lane there."""
+        return block // self.per_tile, block % self.per_tile * self.width
 
-    def write(self, ref: Any, block: Any, columns: jax.Array) -> None:
-        """Writes ``columns[K, 128]``, of which the first lanes count, as those of `block`."""
-        begin = block % self.per_tile * self.width
-        lane = lax.broadcasted_iota(jnp.int32, columns.shape, 1)
-        if self.per_tile > 1:
-            columns = pltpu.roll(columns, begin, 1)
-        at = block // self.per_tile
-        ref[0, at] = jnp.where((lane >= begin) & (lane < begin + self.width), columns, ref[0, at])
 
-    @property
-    def _used(self) -> int:
-        """Lanes that are used of 128."""
-        return self.per_tile * self.width
+def spread(tile: jax.Array, lane: Any, width: int) -> jax.Array:
+    """Returns a column of ``tile[K, 128]``, which one is data, in all of `width` lanes, ``[K, width]``."""
+    column = jnp.take_along_axis(tile, jnp.full(tile.shape, lane, jnp.int32), axis=1, mode="promise_in_bounds")
+    return across(column, width)
 
 
 @dataclass(frozen=True)
