@@ -4,11 +4,16 @@ Memory begins as NaN, a DMA happens no sooner than somebody waits for it, and ac
 """
 
 import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import recurrent_on_mesh
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
@@ -25,8 +30,7 @@ from recurrent_oracle import (
 )
 from test_ops_recurrent import states_of, steps
 
-from model_adapters.ops import registry, spmd, use
-from model_adapters.ops.segments import Segments
+from model_adapters.ops import registry, use
 from model_adapters.ops.tpu import state_steps
 from model_adapters.ops.tpu.state_steps import Columns
 
@@ -169,21 +173,11 @@ def test_what_the_kernel_does_not_take_is_said(layer, reason):
     assert record == {(layer.op, "reference")} and reasons == [f"{layer.op}, tpu-pallas: {reason}"]
 
 
-@pytest.mark.parametrize(("heads", "groups"), [(4, 2), (4, 1), (3, 1)])
-@pytest.mark.parametrize("op", ["delta", "space"])
-def test_a_mesh_divides_heads(op, heads, groups):
+def test_a_mesh_divides_heads():
     """Groups that do not divide are repeated, and heads that do not are computed everywhere."""
-    if op == "delta":
-        layer = delta_layer(key_heads=groups, heads=heads, dim=8, width=8)
-    else:
-        layer = space_layer(heads=heads, groups=groups, dim=8, states=8)
-    tokens, pool = layer.tokens(np.random.default_rng(6), 9), empty_pool(layer, states_of(layer, 6, [0]))
-    segments = table([0, 1, 9], [0, 1], [0, 1], [True, False], [0, 1], 2)
-    expected, written, after = expected_of(layer, tokens, segments, pool)
-    mesh = jax.make_mesh((2,), ("model",))
-    with spmd.on_mesh(mesh), registry.use(layer.op, "sharded-kernel"):
-        call = jax.jit(lambda *args: layer.run(*args))
-        traced = call.trace(tokens, pool, segments)
-    assert "shard_map" in str(traced.jaxpr)
-    assert Segments.of(segments.cu, segments.read, segments.held).is_single.tolist() == [True, False]
-    del expected, written, after
+    script = Path(recurrent_on_mesh.__file__)
+    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "2"}
+    made = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False, env=environment)
+    assert made.returncode == 0, made.stderr[-4000:]
+    used = ["sharded-kernel", "tpu-pallas"]
+    assert made.stdout.splitlines() == [f"{name}: {used}" for name in recurrent_on_mesh.LAYERS]
