@@ -82,7 +82,7 @@ def unit(x: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
 
 
-def _prepared(q: jax.Array, k: jax.Array, heads: int, is_normed: bool) -> tuple[jax.Array, jax.Array]:
+def prepared(q: jax.Array, k: jax.Array, heads: int, is_normed: bool) -> tuple[jax.Array, jax.Array]:
     """Returns queries, scaled, and keys of all heads, ``float32[..., H, K]``."""
     q, k = q.astype(jnp.float32), k.astype(jnp.float32)
     if is_normed:
@@ -115,7 +115,7 @@ def reference(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes single tokens in one batch, the others in chunks (Yang et al., section 3.3)."""
     first = first_tokens(segments, v.shape[0])
-    arrays = [*_prepared(q[first], k[first], v.shape[1], is_normed), *(x[first] for x in (v, g, beta))]
+    arrays = [*prepared(q[first], k[first], v.shape[1], is_normed), *(x[first] for x in (v, g, beta))]
     read, write = single_rows(segments, pool)
     states = read_states(pool, read, segments.held)
     singles, states = _step(states, *(x.astype(jnp.float32) for x in arrays))
@@ -137,7 +137,7 @@ def chunked(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns results ``[T, H, V]`` and the pool, after `singles`, those of single tokens, ``float32[R, H, V]``."""
     num_tokens, dtype = v.shape[0], v.dtype
-    q, k = _prepared(q, k, v.shape[1], is_normed)
+    q, k = prepared(q, k, v.shape[1], is_normed)
     arrays = [q, k, *(x.astype(jnp.float32) for x in (v, g, beta))]
     size = min(CHUNK_LEN if g.ndim == 2 else CHANNEL_CHUNK_LEN, num_tokens)
     compute = _chunk([padded(x, size) for x in arrays], size)

@@ -1,4 +1,4 @@
-"""The gated delta rule on TPUs: single tokens by a kernel, chunks by the reference's walk.
+"""The gated delta rule on TPUs: a kernel of single tokens, and one of chunks.
 
 The method is that of Yang et al. (2024), equation 10, with Kimi Delta Attention's decays by column of keys as an option
 (Kimi Team, 2025). A state ``[K, V]`` has its keys on sublanes: keys, queries and decays multiply it as columns, values
@@ -14,14 +14,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from model_adapters.ops import registry
-from model_adapters.ops.gated_delta_rule import OP, chunked, unit
+from model_adapters.ops.gated_delta_rule import OP, chunked, prepared, unit
 from model_adapters.ops.segments import Segments
 from model_adapters.ops.state_pool import first_tokens
-from model_adapters.ops.tpu import state_steps
+from model_adapters.ops.tpu import state_chunks, state_steps
 from model_adapters.ops.tpu.launch import NAME
-from model_adapters.ops.tpu.page_buffers import SUBLANES
+from model_adapters.ops.tpu.page_buffers import LANES, SUBLANES, round_up
 from model_adapters.ops.tpu.state_steps import Columns, spread
 
 
@@ -77,6 +78,46 @@ def _singles(
     return out.reshape(num_rows, heads, width), pool
 
 
+BLOCK = 16
+"""Rows of a triangular system that are solved by substitution; products bring them to the rows behind."""
+
+
+def _solved(system: jax.Array, right: jax.Array) -> jax.Array:
+    """Returns ``x[C, n]`` of ``(1 + system[C, C]) x = right[C, n]``, where `system` is 0 on and above its diagonal."""
+    size, solved = system.shape[0], []
+    for begin in range(0, size, BLOCK):
+        rows = slice(begin, min(begin + BLOCK, size))
+        x = right[rows]
+        if solved:
+            x = x - state_chunks.times(system[rows, :begin], jnp.concatenate(solved, axis=0))
+        for j in range(rows.stop - begin - 1):  # row j is final: it is taken out of those behind
+            x = x - system[rows, begin + j : begin + j + 1] * x[j : j + 1]
+        solved.append(x)
+    return jnp.concatenate(solved, axis=0)
+
+
+def _chunk(
+    x: jax.Array, state: jax.Array, *, lanes: Sequence[slice], width: int
+) -> tuple[jax.Array, jax.Array]:
+    """Returns results ``[C, width]`` of a chunk of one head, and its next state (Yang et al., section 3.3)."""
+    times = state_chunks.times
+    q, k, v, gates = (x[:, each] for each in lanes)
+    size = x.shape[0]
+    beta, total = gates[:, 1:2], state_chunks.cumulative(x[:, lanes[3].start :])[:, :1]
+    between, since, end = state_chunks.decays_between(total), jnp.exp(total), total[size - 1 :]
+    row, column = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
+    pairs = times(jnp.concatenate([k, q], axis=0), k, (1, 1))
+    system = jnp.where(row > column, pairs[:size] * between * beta, 0.0)
+    solved = _solved(system, jnp.concatenate([v * beta, k * (beta * since)], axis=1))
+    known = times(jnp.concatenate([solved[:, v.shape[1] :], q * since], axis=0), state)
+    new = solved[:, : v.shape[1]] - known[:size]
+    out = known[size:] + times(pairs[size:] * between, new)
+    state = state * jnp.exp(end) + times(k * jnp.exp(end - total), new, (0, 0))
+    if missing := width - out.shape[1]:
+        out = jnp.concatenate([out, jnp.zeros((size, missing), jnp.float32)], axis=1)
+    return out, state
+
+
 def _unsupported_reason(*operands: Any, **options: Any) -> str | None:
     return "no tokens" if not operands[0].shape[0] else state_steps.unsupported_reason(*operands[5:7])
 
@@ -100,4 +141,12 @@ def gated_delta_rule(
         one[:2] = unit(one[0]), unit(one[1])
     one[0] = one[0] * q.shape[2] ** -0.5
     singles, pool = _singles(*one, pool, segments)
-    return chunked(q, k, v, g, beta, pool, segments, singles, is_normed=is_normed)
+    if g.ndim == 3 or state_chunks.unsupported_reason(pool, v.shape[0]) is not None:
+        return chunked(q, k, v, g, beta, pool, segments, singles, is_normed=is_normed)
+    size = min(state_chunks.CHUNK_LEN, round_up(v.shape[0], SUBLANES))
+    arrays = [*prepared(q, k, v.shape[1], is_normed), v, jnp.stack([g, beta.astype(g.dtype)], axis=2)]
+    tokens, lanes = state_chunks.side_by_side(arrays, size)
+    compute = functools.partial(_chunk, lanes=lanes, width=round_up(v.shape[2], LANES))
+    name = "gated_delta_rule_chunk"
+    out, pool = state_chunks.run_chunks(name, compute, tokens, v.shape[2], pool, segments, singles, size)
+    return out.astype(v.dtype), pool
