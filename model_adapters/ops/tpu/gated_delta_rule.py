@@ -19,10 +19,11 @@ from jax import lax
 from model_adapters.ops import registry
 from model_adapters.ops.gated_delta_rule import OP, chunked, prepared, unit
 from model_adapters.ops.segments import Segments
-from model_adapters.ops.state_pool import first_tokens
+from model_adapters.ops.state_pool import Chunks, first_tokens
 from model_adapters.ops.tpu import state_chunks, state_steps
 from model_adapters.ops.tpu.launch import NAME
-from model_adapters.ops.tpu.page_buffers import LANES, SUBLANES, round_up
+from model_adapters.ops.tpu.page_buffers import LANES, SUBLANES, across, round_up
+from model_adapters.ops.tpu.state_chunks import Heads
 from model_adapters.ops.tpu.state_steps import Columns, spread
 
 
@@ -79,43 +80,85 @@ def _singles(
 
 
 BLOCK = 16
-"""Rows of a triangular system that are solved by substitution; products bring them to the rows behind."""
+"""Rows of a triangular matrix that are inverted by substitution; products join the blocks."""
+PACKED = 2
+"""Matrices of at most 64 columns whose blocks are inverted side by side, in the 128 lanes of a register."""
 
 
-def _solved(system: jax.Array, right: jax.Array) -> jax.Array:
-    """Returns ``x[C, n]`` of ``(1 + system[C, C]) x = right[C, n]``, where `system` is 0 on and above its diagonal."""
-    size, solved = system.shape[0], []
-    for begin in range(0, size, BLOCK):
-        rows = slice(begin, min(begin + BLOCK, size))
-        x = right[rows]
-        if solved:
-            x = x - state_chunks.times(system[rows, :begin], jnp.concatenate(solved, axis=0))
-        for j in range(rows.stop - begin - 1):  # row j is final: it is taken out of those behind
-            x = x - system[rows, begin + j : begin + j + 1] * x[j : j + 1]
-        solved.append(x)
-    return jnp.concatenate(solved, axis=0)
+def _inverses(systems: Heads) -> Heads:
+    """Returns the inverses of ``1 + system[C, C]``, of matrices that are 0 on and above their diagonal.
+
+    Blocks of 16 on the diagonal are inverted by forward substitution, all at once: block b of a matrix lies in its own
+    lanes, and step j takes row j, which is final, out of the rows behind it, by column j of each block. Two blocks and
+    the matrix L between them then give ``T - T L T`` of the inverses T that were found, and so do two of those.
+    """
+    size = systems[0].shape[0]
+    row, lane = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
+    inverses = _inverses_of_blocks(systems)
+    width = BLOCK
+    while width < size:
+        is_between = (row // (2 * width) == lane // (2 * width)) & (row // width > lane // width)
+        between = [jnp.where(is_between, system, 0.0) for system in systems]
+        between = [state_chunks.times(each, inverse) for each, inverse in zip(between, inverses, strict=True)]
+        behind = [state_chunks.times(inverse, each) for inverse, each in zip(inverses, between, strict=True)]
+        inverses = [inverse - each for inverse, each in zip(inverses, behind, strict=True)]
+        width *= 2
+    return inverses
+
+
+def _inverses_of_blocks(systems: Heads) -> Heads:
+    """Returns the inverses of only the blocks of 16 on the diagonals of ``1 + system[C, C]``."""
+    size = systems[0].shape[0]
+    num_blocks, width = size // BLOCK, LANES // PACKED
+    block_of = lax.broadcasted_iota(jnp.int32, (BLOCK, size), 1) // BLOCK
+    row, lane = (lax.broadcasted_iota(jnp.int32, (BLOCK, LANES), axis) for axis in (0, 1))
+    inverses = []
+    for first in range(0, len(systems), PACKED):
+        group = [systems[min(first + n, len(systems) - 1)] for n in range(PACKED)]
+        parts = []
+        for system in group:
+            blocks = [system[b * BLOCK : (b + 1) * BLOCK] for b in range(num_blocks)]
+            part = sum(jnp.where(block_of == b, block, 0.0) for b, block in enumerate(blocks))
+            parts += [part] if size == width else [part, jnp.zeros((BLOCK, width - size), jnp.float32)]
+        packed, x = jnp.concatenate(parts, axis=1), jnp.where(row == lane % BLOCK, 1.0, 0.0)
+        for j in range(BLOCK - 1):
+            column = jnp.take_along_axis(packed, lane // BLOCK * BLOCK + j, axis=1, mode="promise_in_bounds")
+            x = x - column * x[j : j + 1]
+        for n in range(min(PACKED, len(systems) - first)):
+            part = x[:, n * width : n * width + size]
+            inverses.append(jnp.concatenate([jnp.where(block_of == b, part, 0.0) for b in range(num_blocks)], axis=0))
+    return inverses
 
 
 def _chunk(
-    x: jax.Array, state: jax.Array, *, lanes: Sequence[slice], width: int
-) -> tuple[jax.Array, jax.Array]:
-    """Returns results ``[C, width]`` of a chunk of one head, and its next state (Yang et al., section 3.3)."""
-    times = state_chunks.times
-    q, k, v, gates = (x[:, each] for each in lanes)
-    size = x.shape[0]
-    beta, total = gates[:, 1:2], state_chunks.cumulative(x[:, lanes[3].start :])[:, :1]
-    between, since, end = state_chunks.decays_between(total), jnp.exp(total), total[size - 1 :]
+    vectors: Heads, numbers: list[Heads], states: Heads, *, lanes: Sequence[slice], width: int
+) -> tuple[Heads, Heads]:
+    """Returns results ``[C, width]`` of a chunk of some heads, and their next states (Yang et al., section 3.3)."""
+    times, size, heads = state_chunks.times, vectors[0].shape[0], range(len(vectors))
+    q, k, v = ([x[:, each] for x in vectors] for each in lanes)
+    totals, betas = numbers
     row, column = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
-    pairs = times(jnp.concatenate([k, q], axis=0), k, (1, 1))
-    system = jnp.where(row > column, pairs[:size] * between * beta, 0.0)
-    solved = _solved(system, jnp.concatenate([v * beta, k * (beta * since)], axis=1))
-    known = times(jnp.concatenate([solved[:, v.shape[1] :], q * since], axis=0), state)
-    new = solved[:, : v.shape[1]] - known[:size]
-    out = known[size:] + times(pairs[size:] * between, new)
-    state = state * jnp.exp(end) + times(k * jnp.exp(end - total), new, (0, 0))
-    if missing := width - out.shape[1]:
-        out = jnp.concatenate([out, jnp.zeros((size, missing), jnp.float32)], axis=1)
-    return out, state
+    pairs = [times(jnp.concatenate([k[n], q[n]], axis=0), k[n], (1, 1)) for n in heads]
+    between = [state_chunks.decays_between(total) for total in totals]
+    systems = [jnp.where(row > column, pairs[n][:size] * between[n] * betas[n][:, :size], 0.0) for n in heads]
+    inverses = _inverses(systems)
+    since = [jnp.exp(total) for total in totals]
+    right = [
+        jnp.concatenate([v[n] * across(betas[n], v[n].shape[1]), k[n] * across(betas[n] * since[n], k[n].shape[1])], 1)
+        for n in heads
+    ]
+    solved = [times(inverses[n], right[n]) for n in heads]
+    ends = v[0].shape[1]
+    left = [jnp.concatenate([solved[n][:, ends:], q[n] * across(since[n], q[n].shape[1])], axis=0) for n in heads]
+    known = [times(left[n], states[n]) for n in heads]
+    new = [solved[n][:, :ends] - known[n][:size] for n in heads]
+    out = [known[n][size:] + times(pairs[n][size:] * between[n], new[n]) for n in heads]
+    last = [total[size - 1 :] for total in totals]
+    kept = [k[n] * across(jnp.exp(last[n] - totals[n]), k[n].shape[1]) for n in heads]
+    states = [states[n] * across(jnp.exp(last[n]), ends) + times(kept[n], new[n], (0, 0)) for n in heads]
+    if missing := width - ends:
+        out = [jnp.concatenate([each, jnp.zeros((size, missing), jnp.float32)], axis=1) for each in out]
+    return out, states
 
 
 def _unsupported_reason(*operands: Any, **options: Any) -> str | None:
@@ -143,10 +186,12 @@ def gated_delta_rule(
     singles, pool = _singles(*one, pool, segments)
     if g.ndim == 3 or state_chunks.unsupported_reason(pool, v.shape[0]) is not None:
         return chunked(q, k, v, g, beta, pool, segments, singles, is_normed=is_normed)
-    size = min(state_chunks.CHUNK_LEN, round_up(v.shape[0], SUBLANES))
-    arrays = [*prepared(q, k, v.shape[1], is_normed), v, jnp.stack([g, beta.astype(g.dtype)], axis=2)]
-    tokens, lanes = state_chunks.side_by_side(arrays, size)
+    size = state_chunks.chunk_len(v.shape[0])
+    chunks = Chunks.of(segments, v.shape[0], size)
+    numbers = [state_chunks.numbers_by_chunk(x, chunks, size) for x in (g, beta)]
+    numbers[0] = jnp.cumsum(numbers[0], axis=1)
+    tokens, lanes = state_chunks.side_by_side([*prepared(q, k, v.shape[1], is_normed), v], size)
     compute = functools.partial(_chunk, lanes=lanes, width=round_up(v.shape[2], LANES))
     name = "gated_delta_rule_chunk"
-    out, pool = state_chunks.run_chunks(name, compute, tokens, v.shape[2], pool, segments, singles, size)
+    out, pool = state_chunks.run_chunks(name, compute, tokens, numbers, chunks, pool, segments, singles)
     return out.astype(v.dtype), pool

@@ -2,7 +2,8 @@
 
 A call has all vectors of a token and head side by side in one array ``[T, H, lanes]``, so that a chunk of some heads is
 one DMA from any token on. It is turned to tokens by head in vector memory, computed head by head, and its results are
-written back the same way. The next chunk is read, and the one before it written, while one is computed.
+written back the same way. The next chunk is read, and the one before it written, while one is computed. What there is one
+number of for a token and head lies in columns, laid out by chunk.
 """
 
 from __future__ import annotations
@@ -20,19 +21,23 @@ from jax.experimental.pallas import tpu as pltpu
 from model_adapters.ops.segments import Segments
 from model_adapters.ops.state_pool import Chunks
 from model_adapters.ops.tpu.page_buffers import LANES, SUBLANES, round_up
+from model_adapters.ops.tpu.state_steps import Columns, spread
 
-CHUNK_LEN = 64
+CHUNK_LENS = (16, 32, 64)
+"""Of which a row of tokens takes the shortest that it fits into, or the last."""
 MAX_HEADS = 16
 """Of a call whose heads are no multiple of 8, which are then one block."""
-NUM_PARALLEL = 2
-"""Heads that are computed together, so that one's products run while another one's numbers are not there yet."""
+NUM_PARALLEL = 4
+"""Heads that are computed together, step by step, so that one's products run while another one's are waited for."""
 MAX_TABLE = 32 << 10
 """Most chunks, whose table lies in scalar memory."""
 VMEM_BYTES = 48 << 20
 FIELDS = ("begin", "len", "read", "write")
 NO_ROW, NEW = -1, -2
-Compute = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
-"""Of a chunk's vectors ``[C, lanes]``, zeros behind its tokens, and a state ``[K, V]``: results and the next state."""
+Heads = list[jax.Array]
+Compute = Callable[[Heads, list[Heads], Heads], tuple[Heads, Heads]]
+"""Of some heads: from the vectors of a chunk ``[C, lanes]``, zeros behind its tokens, its numbers by kind, each in all
+lanes of ``[C, 128]``, and states ``[K, V]``: results ``[C, lanes]`` and the next states."""
 
 
 def unsupported_reason(pool: jax.Array, num_tokens: int) -> str | None:
@@ -42,6 +47,11 @@ def unsupported_reason(pool: jax.Array, num_tokens: int) -> str | None:
     if num_tokens > MAX_TABLE:
         return f"{num_tokens} tokens; the kernel of chunks has {MAX_TABLE}"
     return None
+
+
+def chunk_len(num_tokens: int) -> int:
+    """Returns the most tokens of a chunk."""
+    return next((size for size in CHUNK_LENS if num_tokens <= size), CHUNK_LENS[-1])
 
 
 def side_by_side(arrays: list[jax.Array], size: int) -> tuple[jax.Array, list[slice]]:
@@ -56,24 +66,23 @@ def side_by_side(arrays: list[jax.Array], size: int) -> tuple[jax.Array, list[sl
     return jnp.concatenate(padded, axis=2), lanes
 
 
-def cumulative(x: jax.Array) -> jax.Array:
-    """Returns sums over the tokens ``x[C, lanes]`` up to each."""
-    size = x.shape[0]
-    row, column = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
-    return times((row >= column).astype(jnp.float32), x)
+def numbers_by_chunk(x: jax.Array, chunks: Chunks, size: int) -> jax.Array:
+    """Returns numbers ``x[T, H]`` by chunk, ``float32[N, size, H]``, zeros behind its tokens."""
+    place = jnp.arange(size, dtype=jnp.int32)
+    token = jnp.minimum(chunks.begin[:, None] + place, x.shape[0] - 1)
+    return jnp.where((place < chunks.lens[:, None])[..., None], x.astype(jnp.float32)[token], 0)
 
 
 def as_row(column: jax.Array) -> jax.Array:
-    """Returns ``column[C, 1]`` as ``[1, C]``."""
-    size = column.shape[0]
-    row, lane = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
+    """Returns a ``column[C, C]``, the same in all lanes, as ``[1, C]``."""
+    row, lane = (lax.broadcasted_iota(jnp.int32, column.shape, axis) for axis in (0, 1))
     return jnp.sum(jnp.where(row == lane, column, 0.0), axis=0, keepdims=True)
 
 
 def decays_between(total: jax.Array) -> jax.Array:
-    """Returns how much is left at token i of what token j has added, ``[C, C]``, of ``total[C, 1]``; 0 for j > i."""
-    size = total.shape[0]
-    row, lane = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
+    """Returns how much is left at token i of what token j has added, ``[C, C]``, of ``total[C, 128]``; 0 for j > i."""
+    total = total[:, : total.shape[0]]
+    row, lane = (lax.broadcasted_iota(jnp.int32, total.shape, axis) for axis in (0, 1))
     return jnp.where(row >= lane, jnp.exp(jnp.minimum(total - as_row(total), 0.0)), 0.0)
 
 
@@ -87,10 +96,12 @@ def _kernel(
     count: Any,
     table: Any,
     tokens: Any,
+    numbers: Any,
     _: Any,
     out: Any,
     pool: Any,
     given: Any,
+    given_numbers: Any,
     by_head: Any,
     made_by_head: Any,
     made: Any,
@@ -100,16 +111,21 @@ def _kernel(
     states: Any,
     *,
     compute: Compute,
+    columns: Columns,
 ) -> None:
     size, heads = given.shape[1:3]
     at_heads = pl.ds(pl.program_id(0) * heads, heads)
+    tile, first_lane = columns.begin(pl.program_id(0))
 
     def field(chunk: Any, name: str) -> Any:
         return table[chunk * len(FIELDS) + FIELDS.index(name)]
 
-    def read(chunk: Any) -> Any:
-        there = tokens.at[pl.ds(field(chunk, "begin"), size), at_heads]
-        return pltpu.make_async_copy(there, given.at[chunk % 2], reads.at[chunk % 2])
+    def read(chunk: Any, *, wait: bool) -> None:
+        slot = chunk % 2
+        there = tokens.at[pl.ds(field(chunk, "begin"), size), at_heads], numbers.at[chunk, tile]
+        for source, target in zip(there, (given, given_numbers), strict=True):
+            dma = pltpu.make_async_copy(source, target.at[slot], reads.at[slot])
+            dma.wait() if wait else dma.start()
 
     def write(chunk: Any) -> Any:
         there = out.at[pl.ds(field(chunk, "begin"), size), at_heads]
@@ -133,22 +149,26 @@ def _kernel(
 
     def one(chunk: Any, _: None) -> None:
         slot = chunk % 2
-        read(chunk).wait()
+        read(chunk, wait=True)
 
         @pl.when(chunk + 1 < count[0])
         def _ahead() -> None:
-            read(chunk + 1).start()
+            read(chunk + 1, wait=False)
 
         begin_state(field(chunk, "read"))
         by_head[...] = jnp.swapaxes(given[slot], 0, 1)
         used = lax.broadcasted_iota(jnp.int32, (size, 1), 0) < field(chunk, "len")
-        parallel = NUM_PARALLEL if heads % NUM_PARALLEL == 0 else 1
+        parallel = next(n for n in range(NUM_PARALLEL, 0, -1) if heads % n == 0)
 
         def some_heads(i: Any, _: None) -> None:
             group = [i * parallel + n for n in range(parallel)]
-            results = [compute(jnp.where(used, by_head[head], 0.0), state[head]) for head in group]
-            for head, (result, new) in zip(group, results, strict=True):
-                made_by_head[head], state[head] = result, new
+            lanes, matrix = first_lane + i * parallel, given_numbers[slot]
+            kinds = range(0, columns.width, heads)
+            spreads = [[spread(matrix, lanes + kind + n, LANES) for n in range(parallel)] for kind in kinds]
+            vectors = [jnp.where(used, by_head[head], 0.0) for head in group]
+            results, new = compute(vectors, spreads, [state[head] for head in group])
+            for n, head in enumerate(group):
+                made_by_head[head], state[head] = results[n], new[n]
 
         lax.fori_loop(0, heads // parallel, some_heads, None)
         made[slot] = jnp.swapaxes(made_by_head[...], 0, 1)
@@ -169,14 +189,13 @@ def _kernel(
 
     @pl.when(count[0] > 0)
     def _any() -> None:
-        read(0).start()
+        read(0, wait=False)
         lax.fori_loop(0, count[0], one, None)
         write(count[0] - 1).wait()
 
 
-def _table(segments: Segments, num_tokens: int, size: int, num_rows: int) -> tuple[jax.Array, jax.Array]:
+def _table(chunks: Chunks, segments: Segments, num_rows: int) -> tuple[jax.Array, jax.Array]:
     """Returns the number of chunks, int32[1], and their table, int32[N * fields]."""
-    chunks = Chunks.of(segments, num_tokens, size)
     read = jnp.where(segments.held, segments.read, NEW)[chunks.segment]
     write = jnp.where(segments.write < num_rows - 1, segments.write, NO_ROW)[chunks.segment]
     read, write = jnp.where(chunks.is_first, read, NO_ROW), jnp.where(chunks.is_last, write, NO_ROW)
@@ -188,34 +207,38 @@ def run_chunks(
     name: str,
     compute: Compute,
     tokens: jax.Array,
-    width: int,
+    numbers: list[jax.Array],
+    chunks: Chunks,
     pool: jax.Array,
     segments: Segments,
     singles: jax.Array,
-    size: int,
 ) -> tuple[jax.Array, jax.Array]:
     """Runs `compute` over the chunks of all segments but those of single tokens.
 
     Args:
         name: Of the kernel.
-        compute: Of one head.
+        compute: Of some heads.
         tokens: ``float32[T + size, H, lanes]``, as of :func:`side_by_side`.
-        width: Of a token's and head's results.
+        numbers: ``float32[N, size, H]``, kinds of numbers of a token and head, as of :func:`numbers_by_chunk`.
+        chunks: N of them.
         pool: ``float32[rows, H, K, V]``, updated in place.
         segments: Of the T tokens.
         singles: ``float32[R, H, width]``, results of single tokens.
-        size: Most tokens of a chunk.
 
     Returns:
         ``float32[T, H, width]`` and the pool.
     """
-    num_tokens, num_heads = tokens.shape[0] - size, tokens.shape[1]
+    num_chunks, size, num_heads = numbers[0].shape
+    num_tokens, width = tokens.shape[0] - size, singles.shape[2]
     heads = SUBLANES if num_heads % SUBLANES == 0 else num_heads
-    count, table = _table(segments, num_tokens, size, pool.shape[0])
+    columns = Columns(len(numbers) * heads, num_heads // heads)
+    by_block = [jnp.swapaxes(x, 1, 2).reshape(num_chunks, -1, heads, size) for x in numbers]
+    laid_out = columns.laid_out(jnp.concatenate(by_block, axis=2))
+    count, table = _table(chunks, segments, pool.shape[0])
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     lanes, padded = tokens.shape[2], round_up(width, LANES)
     call = pl.pallas_call(
-        functools.partial(_kernel, compute=compute),
+        functools.partial(_kernel, compute=compute, columns=columns),
         out_shape=(
             jax.ShapeDtypeStruct((*tokens.shape[:2], padded), jnp.float32),
             jax.ShapeDtypeStruct(pool.shape, pool.dtype),
@@ -223,10 +246,11 @@ def run_chunks(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(num_heads // heads,),
-            in_specs=[anywhere, anywhere],
+            in_specs=[anywhere] * 3,
             out_specs=(anywhere, anywhere),
             scratch_shapes=[
                 pltpu.VMEM((2, size, heads, lanes), jnp.float32),
+                pltpu.VMEM((2, size, LANES), jnp.float32),
                 pltpu.VMEM((heads, size, lanes), jnp.float32),
                 pltpu.VMEM((heads, size, padded), jnp.float32),
                 pltpu.VMEM((2, size, heads, padded), jnp.float32),
@@ -236,13 +260,13 @@ def run_chunks(
                 pltpu.SemaphoreType.DMA,
             ],
         ),
-        input_output_aliases={3: 1},
+        input_output_aliases={4: 1},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",), vmem_limit_bytes=VMEM_BYTES, disable_bounds_checks=True
         ),
         name=name,
     )
-    out, pool = call(count, table, tokens, pool)
+    out, pool = call(count, table, tokens, laid_out, pool)
     in_use = jnp.arange(num_tokens)[:, None, None] < segments.cu[-1]
     place = jnp.where(segments.is_single, segments.cu[:-1], num_tokens)
     return jnp.where(in_use, out[:num_tokens, :, :width], 0.0).at[place].set(singles, mode="drop"), pool
