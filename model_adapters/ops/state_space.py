@@ -80,7 +80,7 @@ def state_space(
     return out
 
 
-def _by_head(x: jax.Array, heads: int) -> jax.Array:
+def by_head(x: jax.Array, heads: int) -> jax.Array:
     """Returns ``[..., G, N]`` of groups as ``float32[..., H, N]``."""
     return jnp.repeat(x.astype(jnp.float32), heads // x.shape[-2], axis=-2)
 
@@ -105,8 +105,8 @@ def reference(
     dts, xs = steps[first], x[first].astype(jnp.float32)
     read, write = single_rows(segments, pool)
     states = read_states(pool, read, segments.held) * jnp.exp(dts * a.astype(jnp.float32))[..., None, None]
-    states = states + (dts[..., None] * xs)[..., None] * _by_head(b[first], heads)[:, :, None]
-    singles = jnp.einsum("shpn,shn->shp", states, _by_head(c[first], heads), precision=HIGHEST)
+    states = states + (dts[..., None] * xs)[..., None] * by_head(b[first], heads)[:, :, None]
+    singles = jnp.einsum("shpn,shn->shp", states, by_head(c[first], heads), precision=HIGHEST)
     singles = singles if d is None else singles + xs * d.astype(jnp.float32)[:, None]
     pool = write_states(pool, write, states)
     return chunked(x, steps, a, b, c, d, pool, segments, singles)

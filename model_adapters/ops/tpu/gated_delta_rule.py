@@ -177,7 +177,10 @@ def gated_delta_rule(
     *,
     is_normed: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes single tokens by the kernel, in place, and the others in chunks."""
+    """Computes single tokens by one kernel and chunks of the others by another, in place.
+
+    Chunks with decays by column are walked as the reference does.
+    """
     first = first_tokens(segments, v.shape[0])
     one = [x[first].astype(jnp.float32) for x in (q, k, v, g, beta)]
     if is_normed:

@@ -1,4 +1,4 @@
-"""Mamba-2's state space layer on TPUs: single tokens by a kernel, chunks by the reference's walk.
+"""Mamba-2's state space layer on TPUs: a kernel of single tokens, and one of chunks.
 
 The method is the recurrence of Dao and Gu (2024), section 3. A state ``[P, N]`` has its columns on lanes: inputs and
 decays multiply it as columns, B and C as rows, and results are sums over lanes, in float32.
@@ -17,11 +17,12 @@ from jax import lax
 
 from model_adapters.ops import registry
 from model_adapters.ops.segments import Segments
-from model_adapters.ops.state_pool import first_tokens
-from model_adapters.ops.state_space import OP, chunked, time_steps
-from model_adapters.ops.tpu import state_steps
+from model_adapters.ops.state_pool import Chunks, first_tokens
+from model_adapters.ops.state_space import OP, by_head, chunked, time_steps
+from model_adapters.ops.tpu import state_chunks, state_steps
 from model_adapters.ops.tpu.launch import NAME
-from model_adapters.ops.tpu.page_buffers import LANES, SUBLANES
+from model_adapters.ops.tpu.page_buffers import LANES, SUBLANES, across, round_up
+from model_adapters.ops.tpu.state_chunks import Heads
 from model_adapters.ops.tpu.state_steps import Columns, spread
 
 
@@ -70,6 +71,24 @@ def _singles(
     return made.vectors(out).reshape(num_rows, heads, dim), pool
 
 
+def _chunk(
+    vectors: Heads, numbers: list[Heads], states: Heads, *, lanes: Sequence[slice], width: int
+) -> tuple[Heads, Heads]:
+    """Returns results ``[C, width]`` of a chunk of some heads, and their next states (Dao and Gu, section 6)."""
+    times, heads, (totals,) = state_chunks.times, range(len(vectors)), numbers
+    steps, b, c = ([x[:, each] for x in vectors] for each in lanes)
+    (size, dim), states_dim = steps[0].shape, b[0].shape[1]
+    scores = [times(c[n], b[n], (1, 1)) * state_chunks.decays_between(totals[n]) for n in heads]
+    out = [times(c[n], states[n], (1, 1)) * across(jnp.exp(totals[n]), dim) for n in heads]
+    out = [out[n] + times(scores[n], steps[n]) for n in heads]
+    last = [total[size - 1 :] for total in totals]
+    left = [steps[n] * across(jnp.exp(last[n] - totals[n]), dim) for n in heads]
+    states = [states[n] * across(jnp.exp(last[n]), states_dim) + times(left[n], b[n], (0, 0)) for n in heads]
+    if missing := width - dim:
+        out = [jnp.concatenate([each, jnp.zeros((size, missing), jnp.float32)], axis=1) for each in out]
+    return out, states
+
+
 def _unsupported_reason(*operands: Any, **options: Any) -> str | None:
     return "no tokens" if not operands[0].shape[0] else state_steps.unsupported_reason(*operands[7:9])
 
@@ -88,11 +107,21 @@ def state_space(
     *,
     dt_limit: tuple[float, float],
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes single tokens by the kernel, in place, and the others in chunks."""
-    first = first_tokens(segments, x.shape[0])
-    steps, inputs = time_steps(dt, dt_bias, dt_limit), x[first].astype(jnp.float32)
-    one = [each[first].astype(jnp.float32) for each in (b, c)]
-    singles, pool = _singles(inputs, steps[first], a.astype(jnp.float32), *one, pool, segments)
-    if d is not None:
-        singles = singles + inputs * d.astype(jnp.float32)[:, None]
-    return chunked(x, steps, a, b, c, d, pool, segments, singles)
+    """Computes single tokens by one kernel and chunks of the others by another, in place."""
+    num_tokens, heads, dim = x.shape
+    first, a = first_tokens(segments, num_tokens), a.astype(jnp.float32)
+    steps, inputs = time_steps(dt, dt_bias, dt_limit), x.astype(jnp.float32)
+    of_one = [each[first].astype(jnp.float32) for each in (b, c)]
+    singles, pool = _singles(inputs[first], steps[first], a, *of_one, pool, segments)
+    skip = jnp.zeros(heads) if d is None else d.astype(jnp.float32)
+    if state_chunks.unsupported_reason(pool, num_tokens) is not None:
+        return chunked(x, steps, a, b, c, d, pool, segments, singles + inputs[first] * skip[:, None])
+    size = state_chunks.chunk_len(num_tokens)
+    chunks = Chunks.of(segments, num_tokens, size)
+    totals = jnp.cumsum(state_chunks.numbers_by_chunk(steps * a, chunks, size), axis=1)
+    vectors = [inputs * steps[..., None], by_head(b, heads), by_head(c, heads)]
+    tokens, lanes = state_chunks.side_by_side(vectors, size)
+    compute, name = functools.partial(_chunk, lanes=lanes, width=round_up(dim, LANES)), "state_space_chunk"
+    out, pool = state_chunks.run_chunks(name, compute, tokens, [totals], chunks, pool, segments, singles)
+    is_in_use = jnp.arange(num_tokens)[:, None, None] < segments.cu[-1]
+    return (out + jnp.where(is_in_use, inputs * skip[:, None], 0)).astype(x.dtype), pool
