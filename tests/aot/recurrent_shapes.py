@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
-from tpu_shapes import mesh_of
 
 from model_adapters.ops import Segments, gated_delta_rule, on_platform, state_space, use
 
@@ -30,6 +29,10 @@ class DeltaShape:
         kind = "decays by column" if self.by_column else "decays by head"
         sizes = f"{self.heads} heads of {self.dim}x{self.width}, {self.key_heads} of keys"
         return f"{sizes}, {self.num_segments} rows, {self.num_tokens} tokens, {self.dtype}, {kind}"
+
+    @property
+    def group(self):
+        return self.heads // self.key_heads
 
     @property
     def pool(self):
@@ -65,6 +68,10 @@ class SpaceShape:
         return f"{sizes}, {self.num_segments} rows, {self.num_tokens} tokens, {self.dtype}"
 
     @property
+    def group(self):
+        return self.heads // self.groups
+
+    @property
     def pool(self):
         return (self.num_rows, self.heads, self.dim, self.states)
 
@@ -96,6 +103,3 @@ def pool_bytes(shape):
     """Bytes of the pool as it lies in memory, whose tiles are 8 rows of 128."""
     rows, heads, dim, width = shape.pool
     return rows * heads * (dim + -dim % 8) * (width + -width % 128) * 4
-
-
-__all__ = ["DeltaShape", "SpaceShape", "compile_recurrent", "mesh_of", "pool_bytes"]

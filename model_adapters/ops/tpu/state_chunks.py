@@ -2,8 +2,8 @@
 
 A call has all vectors of a token and head side by side in one array ``[T, H, lanes]``, so that a chunk of some heads is
 one DMA from any token on. It is turned to tokens by head in vector memory, computed head by head, and its results are
-written back the same way. The next chunk is read, and the one before it written, while one is computed. What there is one
-number of for a token and head lies in columns, laid out by chunk.
+written back the same way. The next chunk is read, and the one before it written, while one is computed. Single numbers
+of a token and head, such as decays, lie in columns, laid out by chunk.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from model_adapters.ops.tpu.state_steps import Columns, spread
 
 CHUNK_LENS = (16, 32, 64)
 """Of which a row of tokens takes the shortest that it fits into, or the last."""
-MAX_HEADS = 16
+MAX_HEADS = 32
 """Of a call whose heads are no multiple of 8, which are then one block."""
 NUM_PARALLEL = 4
 """Heads that are computed together, step by step, so that one's products run while another one's are waited for."""

@@ -42,7 +42,7 @@ Update = Callable[[Any, Sequence[Any], Any, Any], None]
 
 def unsupported_reason(pool: jax.Array, segments: Segments) -> str | None:
     """Returns why the kernels cannot take the pool ``float32[rows, H, K, V]`` or the segments, or None."""
-    *_, rows, columns = pool.shape
+    rows = pool.shape[2]
     if 0 in pool.shape:
         return f"a pool of shape {list(pool.shape)} has no elements"
     if rows % SUBLANES:
