@@ -225,7 +225,7 @@ def steps_of(segments: Segments, num_rows: int) -> tuple[jax.Array, jax.Array]:
     names its segment again, whose results stay where they are.
     """
     is_single, size = segments.is_single, len(segments.read)
-    index = jnp.nonzero(is_single, size=size, fill_value=size)[0].astype(jnp.int32)
+    index = jnp.sort(jnp.where(is_single, jnp.arange(size, dtype=jnp.int32), size))
     count = jnp.sum(is_single.astype(jnp.int32))
     index = jnp.minimum(index, jnp.minimum(index[jnp.maximum(count - 1, 0)], size - 1))
     read = jnp.where(segments.held, segments.read, -1)[index]
