@@ -29,7 +29,7 @@ STEP_LIMITS = {
     "Kimi delta attention": {"v5e": 0.8, "v6e": 1.1, "tpu7x": 1.9},
     "state space": {"v5e": 0.7, "v6e": 0.9, "tpu7x": 1.5},
 }
-CHUNK_LIMITS = {"gated delta rule": 1250, "state space": 500}
+CHUNK_LIMITS = {"gated delta rule": 1500, "state space": 500}
 """Cycles of a head and 64 tokens."""
 
 

@@ -32,6 +32,7 @@ from test_ops_recurrent import states_of, steps
 
 from model_adapters.ops import registry, use
 from model_adapters.ops.tpu import state_steps
+from model_adapters.ops.tpu.gated_delta_rule import _inverses
 from model_adapters.ops.tpu.state_steps import Columns
 
 PARAMS = pltpu.InterpretParams(dma_execution_mode="on_wait", uninitialized_memory="nan", detect_races=True)
@@ -84,7 +85,7 @@ def check(layer, run, segments, capfd, seed=0, held=(), tolerances=(1e-5, 1e-5))
 
 
 @pytest.mark.parametrize("name", LAYERS)
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(step=steps(), seed=st.integers(0, 3))
 def test_any_step_is_that_of_a_loop(name, step, seed, capfd_of_all):
     layer, run = compiled(name)
@@ -111,6 +112,55 @@ def test_single_tokens_of_several_kinds(name, dtype, capfd):
     layer, run = compiled(name, dtype)
     tolerances = (1e-5, 1e-5) if dtype == "float32" else (2**-8, 2e-5)
     check(layer, run, table(*SINGLES), capfd, 1, (0, 7, 4), tolerances)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_chains_read_what_the_segment_before_has_written(name, capfd):
+    """From a snapshot over several chunks to a row, on from there, and a segment whose state is dropped."""
+    layer, run = compiled(name)
+    segments = table(
+        [0, 130, 131, 196, 200, 201], [5, 1, 1, 2, 0], [1, 1, 2, NUM_ROWS - 1, 3], [True] * 5, [0, 0, 0, 0, 4]
+    )
+    check(layer, run, segments, capfd, 2, (5, 0))
+
+
+@pytest.mark.parametrize("num_tokens", [5, 20, 64])
+@pytest.mark.parametrize("name", LAYERS)
+def test_short_rows_of_tokens_have_short_chunks(name, num_tokens):
+    layer = LAYERS[name]()
+    segments = table([0, 1, num_tokens], [0, 1], [0, 1], [True, False], [0, 1], 2)
+    tokens = layer.tokens(np.random.default_rng(3), num_tokens)
+    pool = empty_pool(layer, states_of(layer, 3, [0]))
+    expected, written, after = expected_of(layer, tokens, segments, pool)
+    out, got = interpreted(layer)(tokens, pool, segments)
+    assert_near(out, expected)
+    for row in written:
+        assert_near(got[row], after[row])
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_nan_stays_in_its_sequence(name):
+    layer, run = compiled(name)
+    tokens = layer.tokens(np.random.default_rng(3), 101)
+    segments = table([0, 1, 31, 61, 62, 100, 101], range(6), range(6), [False] * 6, range(6))
+    expected, _, after = expected_of(layer, tokens, segments, empty_pool(layer))
+    for x in tokens:
+        x[31:62] = np.nan
+    out, pool = run(padded(tokens), empty_pool(layer), segments)
+    assert_near(np.concatenate([out[:31], out[62:101]]), np.concatenate([expected[:31], expected[62:]]))
+    for row in (0, 1, 4, 5):
+        assert_near(pool[row], after[row])
+    assert np.isnan(np.asarray(out[60])).any() and np.isnan(np.asarray(out[61])).any()
+
+
+@pytest.mark.parametrize("size", [16, 32, 64])
+def test_triangular_matrices_are_inverted(size):
+    rng = np.random.default_rng(size)
+    systems = [np.tril(normal(rng, size, size), -1) * 0.3 for _ in range(3)]
+    made = jax.jit(_inverses)([jnp.asarray(system) for system in systems])
+    for system, inverse in zip(systems, made, strict=True):
+        exact = np.linalg.inv(np.eye(size) + system.astype(np.float64))
+        assert_near(inverse, exact, 2e-6)
 
 
 @pytest.mark.parametrize("name", LAYERS)
