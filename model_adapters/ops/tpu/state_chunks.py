@@ -114,7 +114,8 @@ def _kernel(
     columns: Columns,
 ) -> None:
     size, heads = given.shape[1:3]
-    at_heads = pl.ds(pl.program_id(0) * heads, heads)
+    begin = 0 if heads % SUBLANES else pl.multiple_of(pl.program_id(0) * heads, heads)  # all heads, or some of 8
+    at_heads = pl.ds(begin, heads)
     tile, first_lane = columns.begin(pl.program_id(0))
 
     def field(chunk: Any, name: str) -> Any:
