@@ -135,7 +135,10 @@ def chunked(
     *,
     is_normed: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns results ``[T, H, V]`` and the pool, after `singles`, those of single tokens, ``float32[R, H, V]``."""
+    """Returns results ``[T, H, V]`` and the pool, with those of single tokens as they are given.
+
+    `singles` are ``float32[R, H, V]``, by segment.
+    """
     num_tokens, dtype = v.shape[0], v.dtype
     q, k = prepared(q, k, v.shape[1], is_normed)
     arrays = [q, k, *(x.astype(jnp.float32) for x in (v, g, beta))]

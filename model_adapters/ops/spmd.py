@@ -206,7 +206,7 @@ def shard_by_heads(
 
 
 def shard_states_by_heads(op: str, specs: tuple[PartitionSpec, ...], grouped: tuple[int, ...]) -> None:
-    """Registers an implementation of a recurrent `op` that runs its kernel for TPUs on each device's heads.
+    """Registers an implementation of a recurrent `op` that runs it on each TPU's heads.
 
     States, ``[rows, heads, ...]``, are divided as `state_spec` says; where their heads do not divide, every device
     computes all of them.

@@ -129,9 +129,9 @@ def chunked(
     segments: Segments,
     singles: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns results ``[T, H, P]`` and the pool, after `singles`, those of single tokens, ``float32[R, H, P]``.
+    """Returns results ``[T, H, P]`` and the pool, with those of single tokens as they are given.
 
-    `steps` are those of :func:`time_steps`.
+    `singles` are ``float32[R, H, P]``, by segment; `steps` those of :func:`time_steps`.
     """
     num_tokens, heads = x.shape[:2]
     size = min(CHUNK_LEN, num_tokens)

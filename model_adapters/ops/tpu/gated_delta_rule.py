@@ -86,7 +86,7 @@ PACKED = 2
 
 
 def _inverses(systems: Heads) -> Heads:
-    """Returns the inverses of ``1 + system[C, C]``, of matrices that are 0 on and above their diagonal.
+    """Returns the inverses of ``1 + system[C, C]``, each 0 on and above its diagonal.
 
     Blocks of 16 on the diagonal are inverted by forward substitution, all at once: block b of a matrix lies in its own
     lanes, and step j takes row j, which is final, out of the rows behind it, by column j of each block. Two blocks and
@@ -133,7 +133,10 @@ def _inverses_of_blocks(systems: Heads) -> Heads:
 def _chunk(
     vectors: Heads, numbers: list[Heads], states: Heads, *, lanes: Sequence[slice], width: int
 ) -> tuple[Heads, Heads]:
-    """Returns results ``[C, width]`` of a chunk of some heads, and their next states (Yang et al., section 3.3)."""
+    """Returns results ``[C, width]`` of a chunk of some heads, and their next states.
+
+    The method is that of Yang et al. (2024), section 3.3.
+    """
     times, size, heads = state_chunks.times, vectors[0].shape[0], range(len(vectors))
     q, k, v = ([x[:, each] for x in vectors] for each in lanes)
     totals, betas = numbers

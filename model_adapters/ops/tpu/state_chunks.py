@@ -1,4 +1,6 @@
-"""Chunks of prompts on states by row of a pool: the state stays in vector memory between a segment's chunks.
+"""Chunks of prompts on states by row of a pool.
+
+The state stays in vector memory between a segment's chunks.
 
 A call has all vectors of a token and head side by side in one array ``[T, H, lanes]``, so that a chunk of some heads is
 one DMA from any token on. It is turned to tokens by head in vector memory, computed head by head, and its results are
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -41,7 +44,7 @@ lanes of ``[C, 128]``, and states ``[K, V]``: results ``[C, lanes]`` and the nex
 
 
 def unsupported_reason(pool: jax.Array, num_tokens: int) -> str | None:
-    """Returns why the kernels cannot take the pool ``float32[rows, H, K, V]`` or a row of tokens, or None."""
+    """Returns why a pool ``[rows, H, K, V]`` or a row of tokens cannot be taken, or None."""
     if (heads := pool.shape[1]) % SUBLANES and heads > MAX_HEADS:
         return f"{heads} heads; the kernel of chunks needs a multiple of {SUBLANES}, or at most {MAX_HEADS}"
     if num_tokens > MAX_TABLE:
@@ -55,7 +58,7 @@ def chunk_len(num_tokens: int) -> int:
 
 
 def side_by_side(arrays: list[jax.Array], size: int) -> tuple[jax.Array, list[slice]]:
-    """Returns ``[T, H, n]`` each in one array ``float32[T + size, H, lanes]``, and the lanes of each."""
+    """Returns arrays ``[T, H, n]`` in one ``float32[T + size, H, lanes]``, and their lanes."""
     widths = [round_up(x.shape[2], LANES) for x in arrays]
     padded = [
         jnp.pad(x.astype(jnp.float32), ((0, size), (0, 0), (0, width - x.shape[2])))
@@ -80,7 +83,10 @@ def as_row(column: jax.Array) -> jax.Array:
 
 
 def decays_between(total: jax.Array) -> jax.Array:
-    """Returns how much is left at token i of what token j has added, ``[C, C]``, of ``total[C, 128]``; 0 for j > i."""
+    """Returns how much is left at token i of what token j has added, ``[C, C]``; 0 for j > i.
+
+    ``total[C, 128]`` are logarithms of decays, added up to each token.
+    """
     total = total[:, : total.shape[0]]
     row, lane = (lax.broadcasted_iota(jnp.int32, total.shape, axis) for axis in (0, 1))
     return jnp.where(row >= lane, jnp.exp(jnp.minimum(total - as_row(total), 0.0)), 0.0)
@@ -90,6 +96,89 @@ def times(x: jax.Array, y: jax.Array, contract: tuple[int, int] = (1, 0)) -> jax
     """Returns the product of two matrices in float32, over an axis of each."""
     over = (((contract[0],), (contract[1],)), ((), ()))
     return lax.dot_general(x, y, over, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+
+
+@dataclass(frozen=True)
+class _Walk:
+    """References of a call, for some heads.
+
+    Attributes:
+        table: int32[N * fields].
+        at_heads: The heads of this part of the grid.
+        pool: ``float32[rows, H, K, V]``.
+        state: ``float32[heads, K, V]``.
+        states: DMA semaphore.
+    """
+
+    table: Any
+    at_heads: Any
+    pool: Any
+    state: Any
+    states: Any
+
+    def field(self, chunk: Any, name: str) -> Any:
+        """Returns a number of the table."""
+        return self.table[chunk * len(FIELDS) + FIELDS.index(name)]
+
+    def tokens(self, ref: Any, chunk: Any, size: int) -> Any:
+        """Returns the rows of ``[T, H, lanes]`` from the first token of a chunk on."""
+        return ref.at[pl.ds(self.field(chunk, "begin"), size), self.at_heads]
+
+    def begin_state(self, chunk: Any) -> None:
+        """Reads the state of a segment that begins, which the segment before may have written."""
+        row = self.field(chunk, "read")
+
+        @pl.when(row >= 0)
+        def _held() -> None:
+            dma = pltpu.make_async_copy(self.pool.at[row, self.at_heads], self.state, self.states)
+            dma.start()
+            dma.wait()
+
+        @pl.when(row == NEW)
+        def _new() -> None:
+            def clear(head: Any, _: None) -> None:
+                self.state[head] = jnp.zeros(self.state.shape[1:], jnp.float32)
+
+            lax.fori_loop(0, self.state.shape[0], clear, None)
+
+    def end_state(self, chunk: Any) -> None:
+        """Writes the state of a segment that ends, if it is kept."""
+        row = self.field(chunk, "write")
+
+        @pl.when(row >= 0)
+        def _keep() -> None:
+            dma = pltpu.make_async_copy(self.state, self.pool.at[row, self.at_heads], self.states)
+            dma.start()
+            dma.wait()
+
+    def compute(
+        self, compute: Compute, vectors: Any, matrix: Any, made: Any, used: Any, first: Any, width: int
+    ) -> None:
+        """Computes all heads, some together.
+
+        Args:
+            compute: Of some heads.
+            vectors: ``[heads, C, lanes]``.
+            matrix: ``[C, 128]``, with the numbers of the heads from lane `first` on, `width` in all.
+            made: ``[heads, C, lanes]``, takes the results.
+            used: ``bool[C, 1]``, which tokens count.
+            first: A lane.
+            width: Number of lanes.
+        """
+        heads = self.state.shape[0]
+        parallel = next(n for n in range(NUM_PARALLEL, 0, -1) if heads % n == 0)
+
+        def some_heads(i: Any, _: None) -> None:
+            group, lane = [i * parallel + n for n in range(parallel)], first + i * parallel
+            spreads = [
+                [spread(matrix, lane + kind + n, LANES) for n in range(parallel)] for kind in range(0, width, heads)
+            ]
+            given = [jnp.where(used, vectors[head], 0.0) for head in group]
+            results, new = compute(given, spreads, [self.state[head] for head in group])
+            for n, head in enumerate(group):
+                made[head], self.state[head] = results[n], new[n]
+
+        lax.fori_loop(0, heads // parallel, some_heads, None)
 
 
 def _kernel(
@@ -115,78 +204,31 @@ def _kernel(
 ) -> None:
     size, heads = given.shape[1:3]
     begin = 0 if heads % SUBLANES else pl.multiple_of(pl.program_id(0) * heads, heads)  # all heads, or some of 8
-    at_heads = pl.ds(begin, heads)
+    walk = _Walk(table, pl.ds(begin, heads), pool, state, states)
     tile, first_lane = columns.begin(pl.program_id(0))
 
-    def field(chunk: Any, name: str) -> Any:
-        return table[chunk * len(FIELDS) + FIELDS.index(name)]
-
     def read(chunk: Any, *, wait: bool) -> None:
-        slot = chunk % 2
-        there = tokens.at[pl.ds(field(chunk, "begin"), size), at_heads], numbers.at[chunk, tile]
+        slot, there = chunk % 2, (walk.tokens(tokens, chunk, size), numbers.at[chunk, tile])
         for source, target in zip(there, (given, given_numbers), strict=True):
             dma = pltpu.make_async_copy(source, target.at[slot], reads.at[slot])
             dma.wait() if wait else dma.start()
 
     def write(chunk: Any) -> Any:
-        there = out.at[pl.ds(field(chunk, "begin"), size), at_heads]
-        return pltpu.make_async_copy(made.at[chunk % 2], there, writes.at[chunk % 2])
-
-    def begin_state(row: Any) -> None:
-        """Reads the state of a segment, which the segment before may have written."""
-
-        @pl.when(row >= 0)
-        def _held() -> None:
-            dma = pltpu.make_async_copy(pool.at[row, at_heads], state, states)
-            dma.start()
-            dma.wait()
-
-        @pl.when(row == NEW)
-        def _new() -> None:
-            def clear(head: Any, _: None) -> None:
-                state[head] = jnp.zeros(state.shape[1:], jnp.float32)
-
-            lax.fori_loop(0, heads, clear, None)
+        return pltpu.make_async_copy(made.at[chunk % 2], walk.tokens(out, chunk, size), writes.at[chunk % 2])
 
     def one(chunk: Any, _: None) -> None:
         slot = chunk % 2
         read(chunk, wait=True)
-
-        @pl.when(chunk + 1 < count[0])
-        def _ahead() -> None:
-            read(chunk + 1, wait=False)
-
-        begin_state(field(chunk, "read"))
+        pl.when(chunk + 1 < count[0])(lambda: read(chunk + 1, wait=False))
+        walk.begin_state(chunk)
         by_head[...] = jnp.swapaxes(given[slot], 0, 1)
-        used = lax.broadcasted_iota(jnp.int32, (size, 1), 0) < field(chunk, "len")
-        parallel = next(n for n in range(NUM_PARALLEL, 0, -1) if heads % n == 0)
-
-        def some_heads(i: Any, _: None) -> None:
-            group = [i * parallel + n for n in range(parallel)]
-            lanes, matrix = first_lane + i * parallel, given_numbers[slot]
-            kinds = range(0, columns.width, heads)
-            spreads = [[spread(matrix, lanes + kind + n, LANES) for n in range(parallel)] for kind in kinds]
-            vectors = [jnp.where(used, by_head[head], 0.0) for head in group]
-            results, new = compute(vectors, spreads, [state[head] for head in group])
-            for n, head in enumerate(group):
-                made_by_head[head], state[head] = results[n], new[n]
-
-        lax.fori_loop(0, heads // parallel, some_heads, None)
+        used = lax.broadcasted_iota(jnp.int32, (size, 1), 0) < walk.field(chunk, "len")
+        walk.compute(compute, by_head, given_numbers[slot], made_by_head, used, first_lane, columns.width)
         made[slot] = jnp.swapaxes(made_by_head[...], 0, 1)
-
         # A chunk's rows behind its tokens are those of the next one, which is written later.
-        @pl.when(chunk > 0)
-        def _in_order() -> None:
-            write(chunk - 1).wait()
-
+        pl.when(chunk > 0)(lambda: write(chunk - 1).wait())
         write(chunk).start()
-        row = field(chunk, "write")
-
-        @pl.when(row >= 0)
-        def _keep() -> None:
-            dma = pltpu.make_async_copy(state, pool.at[row, at_heads], states)
-            dma.start()
-            dma.wait()
+        walk.end_state(chunk)
 
     @pl.when(count[0] > 0)
     def _any() -> None:
@@ -235,18 +277,26 @@ def run_chunks(
     columns = Columns(len(numbers) * heads, num_heads // heads)
     by_block = [jnp.swapaxes(x, 1, 2).reshape(num_chunks, -1, heads, size) for x in numbers]
     laid_out = columns.laid_out(jnp.concatenate(by_block, axis=2))
-    count, table = _table(chunks, segments, pool.shape[0])
+    call = _call(name, functools.partial(_kernel, compute=compute, columns=columns), tokens, width, pool, size, heads)
+    out, pool = call(*_table(chunks, segments, pool.shape[0]), tokens, laid_out, pool)
+    in_use = jnp.arange(num_tokens)[:, None, None] < segments.cu[-1]
+    place = jnp.where(segments.is_single, segments.cu[:-1], num_tokens)
+    return jnp.where(in_use, out[:num_tokens, :, :width], 0.0).at[place].set(singles, mode="drop"), pool
+
+
+def _call(name: str, kernel: Any, tokens: jax.Array, width: int, pool: jax.Array, size: int, heads: int) -> Any:
+    """Returns the call of `kernel` on blocks of `heads` heads and chunks of `size` tokens."""
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     lanes, padded = tokens.shape[2], round_up(width, LANES)
-    call = pl.pallas_call(
-        functools.partial(_kernel, compute=compute, columns=columns),
+    return pl.pallas_call(
+        kernel,
         out_shape=(
             jax.ShapeDtypeStruct((*tokens.shape[:2], padded), jnp.float32),
             jax.ShapeDtypeStruct(pool.shape, pool.dtype),
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
-            grid=(num_heads // heads,),
+            grid=(tokens.shape[1] // heads,),
             in_specs=[anywhere] * 3,
             out_specs=(anywhere, anywhere),
             scratch_shapes=[
@@ -267,7 +317,3 @@ def run_chunks(
         ),
         name=name,
     )
-    out, pool = call(count, table, tokens, laid_out, pool)
-    in_use = jnp.arange(num_tokens)[:, None, None] < segments.cu[-1]
-    place = jnp.where(segments.is_single, segments.cu[:-1], num_tokens)
-    return jnp.where(in_use, out[:num_tokens, :, :width], 0.0).at[place].set(singles, mode="drop"), pool

@@ -49,7 +49,7 @@ def _update(j: Any, operands: Sequence[Any], out: Any, block: Any, *, given: Col
 def _singles(
     x: jax.Array, dt: jax.Array, a: jax.Array, b: jax.Array, c: jax.Array, pool: jax.Array, segments: Segments
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns ``float32[R, H, P]`` of the segments that are one token, without their skip, and the pool.
+    """Returns results ``float32[R, H, P]`` of single tokens, without their skip, and the pool.
 
     The arrays but `a` are by segment, ``x[R, H, P]``, ``dt[R, H]`` behind its softplus, b and c ``[R, G, N]``.
     """
@@ -74,7 +74,10 @@ def _singles(
 def _chunk(
     vectors: Heads, numbers: list[Heads], states: Heads, *, lanes: Sequence[slice], width: int
 ) -> tuple[Heads, Heads]:
-    """Returns results ``[C, width]`` of a chunk of some heads, and their next states (Dao and Gu, section 6)."""
+    """Returns results ``[C, width]`` of a chunk of some heads, and their next states.
+
+    The method is that of Dao and Gu (2024), section 6.
+    """
     times, heads, (totals,) = state_chunks.times, range(len(vectors)), numbers
     steps, b, c = ([x[:, each] for x in vectors] for each in lanes)
     (size, dim), states_dim = steps[0].shape, b[0].shape[1]

@@ -1,4 +1,4 @@
-"""Steps of one token on states by row of a pool, which are read once and written once, in place.
+"""Steps of one token on states by row of a pool, each read once and written once, in place.
 
 A state is some heads of ``[K, V]``, and a block is as many of them as a megabyte holds. Blocks of all rows of a
 step lie in a ring of buffers in vector memory: while one is computed in place, the next ones are read and the one
@@ -41,7 +41,7 @@ Update = Callable[[Any, Sequence[Any], Any, Any], None]
 
 
 def unsupported_reason(pool: jax.Array, segments: Segments) -> str | None:
-    """Returns why the kernels cannot take the pool ``float32[rows, H, K, V]`` or the segments, or None."""
+    """Returns why the kernels cannot take a pool ``[rows, H, K, V]`` or the segments, or None."""
     rows = pool.shape[2]
     if 0 in pool.shape:
         return f"a pool of shape {list(pool.shape)} has no elements"
@@ -72,7 +72,7 @@ def block_heads(pool: jax.Array, group: int) -> int:
 
 @dataclass(frozen=True)
 class Columns:
-    """Vectors of a row's blocks as columns of matrices ``[K, 128]``, as they multiply a state's rows.
+    """Vectors of a row's blocks, which multiply a state's rows, as columns of ``[K, 128]``.
 
     A block has `width` of them; as many blocks as fit lie side by side.
 
@@ -115,7 +115,7 @@ class Columns:
 
 
 def spread(tile: jax.Array, lane: Any, width: int) -> jax.Array:
-    """Returns a column of ``tile[K, 128]``, which one is data, in all of `width` lanes, ``[K, width]``."""
+    """Returns column `lane`, which is data, of ``tile[K, 128]`` in all lanes of ``[K, width]``."""
     column = jnp.take_along_axis(tile, jnp.full(tile.shape, lane, jnp.int32), axis=1, mode="promise_in_bounds")
     return across(column, width)
 
@@ -219,7 +219,7 @@ def _kernel(count: Any, table: Any, *refs: Any, update: Update, num_blocks: int,
 
 
 def steps_of(segments: Segments, num_rows: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the number of single tokens, int32[1], and the table of their steps, int32[R * fields].
+    """Returns the number of single tokens, int32[1], and their table, int32[R * fields].
 
     A row to read is -1 if nothing is held, one to write is -1 if the state is dropped. Behind the last step the table
     names its segment again, whose results stay where they are.
