@@ -185,11 +185,11 @@ def gated_delta_rule(
     Chunks with decays by column are walked as the reference does.
     """
     first = first_tokens(segments, v.shape[0])
-    one = [x[first].astype(jnp.float32) for x in (q, k, v, g, beta)]
+    queries, keys, values, decays, betas = (x[first].astype(jnp.float32) for x in (q, k, v, g, beta))
     if is_normed:
-        one[:2] = unit(one[0]), unit(one[1])
-    one[0] = one[0] * q.shape[2] ** -0.5
-    singles, pool = _singles(*one, pool, segments)
+        queries, keys = unit(queries), unit(keys)
+    queries = queries * q.shape[2] ** -0.5
+    singles, pool = _singles(queries, keys, values, decays, betas, pool, segments)
     if g.ndim == 3 or state_chunks.unsupported_reason(pool, v.shape[0]) is not None:
         return chunked(q, k, v, g, beta, pool, segments, singles, is_normed=is_normed)
     size = state_chunks.chunk_len(v.shape[0])

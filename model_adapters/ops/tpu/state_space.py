@@ -114,8 +114,8 @@ def state_space(
     num_tokens, heads, dim = x.shape
     first, a = first_tokens(segments, num_tokens), a.astype(jnp.float32)
     steps, inputs = time_steps(dt, dt_bias, dt_limit), x.astype(jnp.float32)
-    of_one = [each[first].astype(jnp.float32) for each in (b, c)]
-    singles, pool = _singles(inputs[first], steps[first], a, *of_one, pool, segments)
+    b_first, c_first = (each[first].astype(jnp.float32) for each in (b, c))
+    singles, pool = _singles(inputs[first], steps[first], a, b_first, c_first, pool, segments)
     skip = jnp.zeros(heads) if d is None else d.astype(jnp.float32)
     if state_chunks.unsupported_reason(pool, num_tokens) is not None:
         return chunked(x, steps, a, b, c, d, pool, segments, singles + inputs[first] * skip[:, None])
