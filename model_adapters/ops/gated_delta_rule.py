@@ -78,15 +78,16 @@ def gated_delta_rule(
     return out
 
 
-def _unit(x: jax.Array) -> jax.Array:
+def unit(x: jax.Array) -> jax.Array:
+    """Returns vectors ``[..., K]`` divided by their lengths."""
     return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
 
 
-def _prepared(q: jax.Array, k: jax.Array, heads: int, is_normed: bool) -> tuple[jax.Array, jax.Array]:
+def prepared(q: jax.Array, k: jax.Array, heads: int, is_normed: bool) -> tuple[jax.Array, jax.Array]:
     """Returns queries, scaled, and keys of all heads, ``float32[..., H, K]``."""
     q, k = q.astype(jnp.float32), k.astype(jnp.float32)
     if is_normed:
-        q, k = _unit(q), _unit(k)
+        q, k = unit(q), unit(k)
     repeats = heads // k.shape[-2]
     return jnp.repeat(q * q.shape[-1] ** -0.5, repeats, axis=-2), jnp.repeat(k, repeats, axis=-2)
 
@@ -115,14 +116,34 @@ def reference(
     is_normed: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Computes single tokens in one batch, the others in chunks (Yang et al., section 3.3)."""
-    num_tokens, dtype = v.shape[0], v.dtype
-    q, k = _prepared(q, k, v.shape[1], is_normed)
-    arrays = [q, k, *(x.astype(jnp.float32) for x in (v, g, beta))]
-    first = first_tokens(segments, num_tokens)
+    first = first_tokens(segments, v.shape[0])
+    arrays = [*prepared(q[first], k[first], v.shape[1], is_normed), *(x[first] for x in (v, g, beta))]
     read, write = single_rows(segments, pool)
     states = read_states(pool, read, segments.held)
-    singles, states = _step(states, *(x[first] for x in arrays))
+    singles, states = _step(states, *(x.astype(jnp.float32) for x in arrays))
     pool = write_states(pool, write, states)
+    return chunked(q, k, v, g, beta, pool, segments, singles, is_normed=is_normed)
+
+
+def chunked(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    pool: jax.Array,
+    segments: Segments,
+    singles: jax.Array,
+    *,
+    is_normed: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns results ``[T, H, V]`` and the pool, with those of single tokens as they are given.
+
+    `singles` are ``float32[R, H, V]``, by segment.
+    """
+    num_tokens, dtype = v.shape[0], v.dtype
+    q, k = prepared(q, k, v.shape[1], is_normed)
+    arrays = [q, k, *(x.astype(jnp.float32) for x in (v, g, beta))]
     size = min(CHUNK_LEN if g.ndim == 2 else CHANNEL_CHUNK_LEN, num_tokens)
     compute = _chunk([padded(x, size) for x in arrays], size)
     out, pool = walk(pool, segments, singles, num_tokens, size, compute)
@@ -172,4 +193,6 @@ def _kernel_unsupported_reason(*operands: Any, **options: Any) -> str | None:
 
 
 registry.register(OP, "cpu-ffi", ("cpu",), unsupported_reason=_kernel_unsupported_reason)(recurrent.gated_delta_rule)
+registry.register_module(OP, "tpu", "model_adapters.ops.tpu.gated_delta_rule")
 spmd.leave_to_partitioner(OP, reference)
+spmd.shard_states_by_heads(OP, (spmd.BY_AXIS_1,) * 6, grouped=(0, 1))

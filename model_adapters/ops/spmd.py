@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from model_adapters.ops import registry
@@ -202,6 +203,44 @@ def shard_by_heads(
     registry.register(
         op, NAME, registry.PLATFORMS, unsupported_reason=_attention_unsupported_reason, takes_precedence=True
     )(sharded)
+
+
+def shard_states_by_heads(op: str, specs: tuple[PartitionSpec, ...], grouped: tuple[int, ...]) -> None:
+    """Registers an implementation of a recurrent `op` that runs it on each TPU's heads.
+
+    States, ``[rows, heads, ...]``, are divided as `state_spec` says; where their heads do not divide, every device
+    computes all of them.
+
+    Args:
+        op: Name of the op, whose results are divided as its pool is.
+        specs: How its positional arrays are divided, the pool last; the segments that follow are on every device.
+        grouped: Positions of arrays ``[tokens, groups, ...]`` that several heads share. They are repeated for each head
+            if the groups do not divide.
+    """
+
+    def sharded(*args: Any, **options: Any) -> Any:
+        mesh, given, heads = mesh_in_use(), list(args), args[len(specs) - 1].shape[1]
+        divides = divides_heads(heads, heads, mesh)
+        for number in grouped:
+            groups = given[number].shape[1]
+            if divides and not divides_heads(groups, groups, mesh):
+                given[number] = jnp.repeat(given[number], heads // groups, axis=1)
+        with_paths, structure = jax.tree_util.tree_flatten_with_path(tuple(given))
+        numbers = [path[0].idx for path, _ in with_paths]
+        in_specs = tuple(specs[n] if divides and n < len(specs) else REPLICATED for n in numbers)
+        out_specs = (BY_AXIS_1, BY_AXIS_1) if divides else (REPLICATED, REPLICATED)
+        keywords = tuple(sorted(options.items()))
+        call = _ShardedCall(op, structure, in_specs, out_specs, keywords, mesh, registry.selection_key())
+        return _layer(call, *(array for _, array in with_paths))
+
+    registry.register(
+        op, f"{NAME}-kernel", ("tpu",), unsupported_reason=_states_unsupported_reason, takes_precedence=True
+    )(sharded)
+
+
+def _states_unsupported_reason(*args: Any, **kwargs: Any) -> str | None:
+    mesh = mesh_in_use()
+    return "no mesh of several devices" if mesh is None or mesh.size == 1 else None
 
 
 def leave_to_partitioner(op: str, reference: Callable[..., Any]) -> None:

@@ -81,7 +81,7 @@ def state_space(
     return out
 
 
-def _by_head(x: jax.Array, heads: int) -> jax.Array:
+def by_head(x: jax.Array, heads: int) -> jax.Array:
     """Returns ``[..., G, N]`` of groups as ``float32[..., H, N]``."""
     return jnp.repeat(x.astype(jnp.float32), heads // x.shape[-2], axis=-2)
 
@@ -102,21 +102,45 @@ def reference(
     dt_limit: tuple[float, float],
 ) -> tuple[jax.Array, jax.Array]:
     """Computes single tokens in one batch, the others in chunks (Dao and Gu, section 6)."""
-    num_tokens, heads, dtype = x.shape[0], x.shape[1], x.dtype
-    a, skip = a.astype(jnp.float32), jnp.zeros(heads) if d is None else d.astype(jnp.float32)
-    dt = dt.astype(jnp.float32) + (0 if dt_bias is None else dt_bias.astype(jnp.float32))
-    dt, x = jnp.clip(jax.nn.softplus(dt), *dt_limit), x.astype(jnp.float32)
-    first = first_tokens(segments, num_tokens)
+    heads, first = x.shape[1], first_tokens(segments, x.shape[0])
+    steps = time_steps(dt, dt_bias, dt_limit)
+    dts, xs = steps[first], x[first].astype(jnp.float32)
     read, write = single_rows(segments, pool)
-    states = read_states(pool, read, segments.held) * jnp.exp(dt[first] * a)[..., None, None]
-    states = states + (dt[first][..., None] * x[first])[..., None] * _by_head(b[first], heads)[:, :, None]
-    singles = jnp.einsum("shpn,shn->shp", states, _by_head(c[first], heads), precision=HIGHEST)
-    singles = singles + x[first] * skip[:, None]
+    states = read_states(pool, read, segments.held) * jnp.exp(dts * a.astype(jnp.float32))[..., None, None]
+    states = states + (dts[..., None] * xs)[..., None] * by_head(b[first], heads)[:, :, None]
+    singles = jnp.einsum("shpn,shn->shp", states, by_head(c[first], heads), precision=HIGHEST)
+    singles = singles if d is None else singles + xs * d.astype(jnp.float32)[:, None]
     pool = write_states(pool, write, states)
+    return chunked(x, steps, a, b, c, d, pool, segments, singles)
+
+
+def time_steps(dt: jax.Array, dt_bias: jax.Array | None, dt_limit: tuple[float, float]) -> jax.Array:
+    """Returns the steps ``float32[T, H]`` of ``dt[T, H]``."""
+    dt = dt.astype(jnp.float32) + (0 if dt_bias is None else dt_bias.astype(jnp.float32))
+    return jnp.clip(jax.nn.softplus(dt), *dt_limit)
+
+
+def chunked(
+    x: jax.Array,
+    steps: jax.Array,
+    a: jax.Array,
+    b: jax.Array,
+    c: jax.Array,
+    d: jax.Array | None,
+    pool: jax.Array,
+    segments: Segments,
+    singles: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns results ``[T, H, P]`` and the pool, with those of single tokens as they are given.
+
+    `singles` are ``float32[R, H, P]``, by segment; `steps` those of :func:`time_steps`.
+    """
+    num_tokens, heads = x.shape[:2]
     size = min(CHUNK_LEN, num_tokens)
-    compute = _chunk(a, skip, *(padded(each, size) for each in (x, dt, b, c)))
+    skip = jnp.zeros(heads) if d is None else d.astype(jnp.float32)
+    compute = _chunk(a.astype(jnp.float32), skip, *(padded(each, size) for each in (x, steps, b, c)))
     out, pool = walk(pool, segments, singles, num_tokens, size, compute)
-    return out.astype(dtype), pool
+    return out.astype(x.dtype), pool
 
 
 def _chunk(a: jax.Array, skip: jax.Array, xs: jax.Array, dts: jax.Array, bs: jax.Array, cs: jax.Array) -> Compute:
@@ -147,4 +171,16 @@ def _kernel_unsupported_reason(*operands: Any, **options: Any) -> str | None:
 
 
 registry.register(OP, "cpu-ffi", ("cpu",), unsupported_reason=_kernel_unsupported_reason)(recurrent.state_space)
+registry.register_module(OP, "tpu", "model_adapters.ops.tpu.state_space")
 spmd.leave_to_partitioner(OP, reference)
+spmd.shard_states_by_heads(
+    OP,
+    (
+        *(spmd.BY_AXIS_1,) * 2,  # x, dt
+        spmd.BY_AXIS_0,  # a
+        *(spmd.BY_AXIS_1,) * 2,  # b, c
+        *(spmd.BY_AXIS_0,) * 2,  # d, dt_bias
+        spmd.BY_AXIS_1,
+    ),
+    grouped=(3, 4),
+)

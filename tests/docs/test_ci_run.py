@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / ".ci" / "run"
 TPU = [
     "pip install --quiet jax[tpu]==1.2.3",
-    "pytest tests/aot/test_tpu_aot.py tests/aot/test_tpu_schedule.py",
+    "pytest tests/aot/test_tpu_aot.py tests/aot/test_tpu_schedule.py tests/aot/test_recurrent_aot.py",
     "pytest tests/aot/test_plan_aot.py tests/aot/test_bundle_aot.py -k not h200 --dist load",
 ]
 GPU = [
