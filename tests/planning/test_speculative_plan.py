@@ -68,6 +68,16 @@ def test_verify_steps_read_weights_and_pages_once():
     assert verify.flops == 16 * 2 * products + 2 * (2 * 16 * 64 * 4 * 16)
 
 
+def test_a_model_with_recurrent_layers_verifies_drafts_packed():
+    """States are kept behind the tokens that are known, so that they take no more memory than without drafts."""
+    config = transformers.Lfm2Config(**SIZES, **HEADS, num_hidden_layers=2, layer_types=["conv", "full_attention"])
+    module = module_of(transformers.Lfm2ForCausalLM, config, torch.float32)
+    alone, report = make_plan(module, "toy", REQUEST), planned(module, method="ngram")
+    assert [(p.name, p.num_tokens, p.num_rows) for p in report.programs] == [("decode", 4, 4), ("verify", 16, 4)]
+    assert (report.executor, report.states_bytes) == (alone.executor, alone.states_bytes)
+    assert report.executor == "packed" and report.states_bytes > 0
+
+
 def test_bounds_of_a_round_of_drafts():
     """Tokens of a second are those of the verify step and of all steps of the draft model in front of it."""
     chip = Chip("toy", "cpu", 10**12, 1e9, 1e12)

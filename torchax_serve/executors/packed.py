@@ -312,7 +312,7 @@ class PackedExecutor:
         num_slots = self._num_slots
         steps: list[Any] = [(self._specs.of_tokens(num_slots, is_decode=True), self._run, self.cache.pools)]
         if self._drafts is not None:
-            spec, forward, pools = self._drafts.largest()
+            spec, forward, pools = self._drafts.largest(functools.partial(abstract_ints, self._program.sharding))
             steps.append((spec, functools.partial(all_logits, forward), pools))
         num_decode = len(steps)
         steps += [(self._specs.of_tokens(num_tokens), self._run, self.cache.pools) for num_tokens in prefill_lens]

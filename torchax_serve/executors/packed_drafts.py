@@ -228,10 +228,20 @@ class PackedDrafts:
             args = abstract((self._pools(), lens, numbers))
             yield CompileTask(spec, functools.partial(self._catch_up.compiled, self._weights, *args, spec=spec))
 
-    def largest(self) -> tuple[PackedStepSpec, Forward, tuple[Any, ...]]:
-        """Returns the step of all slots, the forward that computes it, and its pools."""
+    def largest(self, abstract_ints: Callable[..., Any]) -> tuple[PackedStepSpec, Forward, tuple[Any, ...]]:
+        """Returns the step of all slots, the forward that computes it, and its pools.
+
+        `abstract_ints` makes an abstract array of integers of a shape, in place of pending tokens.
+        """
         spec = self._decoder.spec(self._specs.num_slots, self._specs.max_len).packed
-        return spec, self._verify, self._pools()
+        if self._pending is None:
+            return spec, self._verify, self._cache.pools
+        lens, ids = self._pending.lens, self._pending.ids
+        return (
+            spec,
+            self._verify,
+            (PendingTokens(abstract_ints(*lens.shape), abstract_ints(*ids.shape)), *self._cache.pools),
+        )
 
 
 @dataclasses.dataclass(frozen=True)
