@@ -76,6 +76,10 @@ def test_a_model_with_recurrent_layers_verifies_drafts_packed():
     assert [(p.name, p.num_tokens, p.num_rows) for p in report.programs] == [("decode", 4, 4), ("verify", 16, 4)]
     assert (report.executor, report.states_bytes) == (alone.executor, alone.states_bytes)
     assert report.executor == "packed" and report.states_bytes > 0
+    of_prefix = 32 * 2 * 4  # two inputs of the convolution
+    assert report.states_bytes == 5 * of_prefix
+    page = "\n".join(lines_of(report, from_cache=False))
+    assert f"for each prefix that is kept, as much as {of_prefix // report.token_bytes} tokens of pages" in page
 
 
 def test_bounds_of_a_round_of_drafts():

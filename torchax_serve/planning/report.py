@@ -53,7 +53,12 @@ def lines_of(report: PlanReport, *, from_cache: bool) -> list[str]:
 def _states(report: PlanReport) -> list[str]:
     if not report.states_bytes:
         return []
-    return [f"  states            {_gb(report.states_bytes)}  of fixed size, for all requests"]
+    lines = [f"  states            {_gb(report.states_bytes)}  of fixed size, for all requests"]
+    if report.executor == "packed":
+        of_prefix = report.states_bytes // (report.max_num_seqs + 1)  # a row more takes what nobody reads
+        pages = f", as much as {of_prefix // report.token_bytes:,} tokens of pages" if report.token_bytes else ""
+        lines.append(f"{'':20}{_gb(of_prefix)}  for each prefix that is kept{pages}")
+    return lines
 
 
 def _drafts(report: PlanReport) -> list[str]:
