@@ -1,14 +1,18 @@
 """Drafts for models with recurrent states: the tokens of single steps, and of eager transformers."""
 
+import copy
 import dataclasses
 import random
 
 import pytest
 import torch
+import transformers
 from adapter_models import PeftModels, ranks
 from speculation_requests import answers_of, request, tokens_of
 from test_per_sequence import VOCAB_SIZE, tiny
 from thorough import thorough
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from weights import draw_matrices
 
 from torchax_serve import EngineOptions, SamplingParams, serve
 
@@ -123,6 +127,25 @@ def test_preempted_and_late_requests_keep_their_tokens(name):
             assert tokens == (whole[: len(tokens)] if handle.finish_reason == "deadline" else whole)
         stats = model.engine.stats().scheduler
         assert stats.num_preemptions > 0 and stats.num_accepted_tokens > 0
+
+
+@pytest.mark.skipif("lfm3" not in CONFIG_MAPPING, reason="this release of transformers has no LFM3")
+def test_pending_tokens_see_what_a_window_shows_them():
+    """They are computed again, so that pages in front of the window are needed for longer."""
+    sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 12}
+    kinds = {"layer_types": ["conv", "sliding_attention", "full_attention"], "max_position_embeddings": 128}
+    config = transformers.AutoConfig.for_model("lfm3", **sizes, **heads, **kinds, pad_token_id=0, eos_token_id=None)
+    torch.manual_seed(0)
+    module = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    draw_matrices(module, std=0.2)
+    eager, asked = copy.deepcopy(module), asked_of(3, 50, 9)
+    options = dataclasses.replace(SIZES, page_size=4, speculative=NGRAM)
+    with serve(module, engine=options) as model:
+        assert "per-sequence" not in model.engine.description
+        assert {group.num_behind for group in model.engine._scheduler.config.groups} == {4}
+        assert [tokens_of(model, [each])[0] for each in asked] == eager_tokens(eager, asked, 50)
+        assert accepted(model) > 0
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

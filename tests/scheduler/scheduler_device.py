@@ -86,6 +86,7 @@ class FakeDevice:
         self.writers: deque[dict] = deque()  # of each plan in flight, request by (group, page)
         self.num_copies = self.num_loads = 0
         self.texts: dict[int, list[int]] = {}  # by slot, tokens of rows with drafts
+        self.held: dict[int, int] = {}  # by slot, of these how many its state holds
         self.random = np.random.default_rng(0)
 
     def run(self, plan: StepPlan) -> np.ndarray | DraftResult:
@@ -103,6 +104,7 @@ class FakeDevice:
         if plan.drafts is not None:
             return self._verify(plan, plan.drafts)
         tables = [table.copy() for table in plan.page_tables]  # a scheduler may change them after the dispatch
+        self._catch_up(plan, tables)
         for slot in plan.fresh_slots:
             self.last[slot] = -7
         sources = [self.pools[copy.group][copy.source].copy() for copy in plan.page_copies]
@@ -142,9 +144,11 @@ class FakeDevice:
 
     def _verify(self, plan: StepPlan, drafts: DraftRows) -> DraftResult:
         """Drafts that are right or wrong by chance; wrong ones leave their traces in the pages."""
-        if drafts.histories is not None:
-            self.texts = {row.slot: list(text) for row, text in zip(plan.rows, drafts.histories, strict=True)}
         tables = [table.copy() for table in plan.page_tables]
+        if drafts.histories is not None:
+            self._catch_up(plan, tables)
+            self.texts = {row.slot: list(text) for row, text in zip(plan.rows, drafts.histories, strict=True)}
+            self.held = {slot: len(text) - 1 for slot, text in self.texts.items()}
         self._note_writers(plan, tables)
         tokens: list[list[int]] = [[] for _ in plan.rows]
         num_steps = num_drafted = num_accepted = 0
@@ -157,8 +161,14 @@ class FakeDevice:
                 num_drafts = int(self.random.integers(0, max(0, min(drafts.most[index], end - len(text))) + 1))
                 num_drafted, first, draft = num_drafted + num_drafts, len(text) - 1, text[-1]
                 is_right = True
+                state = self._computed_again(row, tables)
                 for i in range(num_drafts + 1):
-                    value = self._compute(row, first + i, draft, tables) % VOCAB
+                    value = self._compute(row, first + i, draft, tables)
+                    if self.has_states:
+                        value = state = _advance(state, value)
+                    if i == 0:  # what is behind drafts is dropped
+                        self.states[row.slot], self.held[row.slot] = state, first + 1
+                    value %= VOCAB
                     draft = value if self.random.random() < 0.7 else (value + 1) % VOCAB
                     if is_right:
                         text.append(value)
@@ -168,6 +178,23 @@ class FakeDevice:
                 self.last[row.slot] = text[-1]
             num_steps += sum(map(len, tokens)) > num_before
         return DraftResult([tuple(each) for each in tokens], num_steps, num_drafted, num_accepted)
+
+    def _computed_again(self, row: PlanRow, tables: list[np.ndarray]) -> int:
+        """The state of a slot behind all tokens but the last, of which those it does not hold are computed again."""
+        text, state = self.texts[row.slot], self.states[row.slot]
+        if self.has_states:
+            for position in range(self.held[row.slot], len(text) - 1):
+                state = _advance(state, self._compute(row, position, text[position], tables))
+        return state
+
+    def _catch_up(self, plan: StepPlan, tables: list[np.ndarray]) -> None:
+        """Moves states to the ends of their texts, of slots whose requests run on."""
+        for slot, text in self.texts.items() if self.has_states else ():
+            page = (len(text) - 2) // self.page_size
+            if slot in plan.fresh_slots or not all(table[slot, page] for table in tables):
+                continue
+            self.states[slot] = self._computed_again(PlanRow(0, slot, 0, 1, None, True), tables)
+        self.texts, self.held = {}, {}
 
     def _compute(self, row: PlanRow, position: int, value: int, tables: list[np.ndarray]) -> int:
         for window, pool, table in zip(self.windows, self.pools, tables, strict=True):

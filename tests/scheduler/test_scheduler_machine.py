@@ -1,5 +1,7 @@
 """The scheduler against a dictionary of requests: any order of add, abort, schedule, commit, fail and time."""
 
+import dataclasses
+
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -33,6 +35,11 @@ VARIANTS = [
     {"snapshots": SnapshotGroup(3)},
     {"snapshots": SnapshotGroup(4, num_host_snapshots=3), "max_num_steps": 3},
     {"snapshots": SnapshotGroup(1), "enable_prefix_caching": False},
+    {
+        "snapshots": SnapshotGroup(3),
+        "max_num_steps": 2,
+        "speculative": SpeculativeConfig(num_speculative_tokens=3, adaptive=False),
+    },
     {"allowed_chunk_sizes": (4, 1), "batches_prefill": False, "enable_prefix_caching": False},
 ]
 
@@ -44,6 +51,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @initialize(groups=st.sampled_from(GROUPS), variant=st.sampled_from(VARIANTS))
     def begin(self, groups, variant):
+        if variant.keys() >= {"snapshots", "speculative"}:
+            groups = tuple(dataclasses.replace(group, num_behind=3) for group in groups)
         config = SchedulerConfig(
             groups=groups,
             page_size=4,

@@ -6,7 +6,7 @@ import pytest
 from scheduler_device import Loop, Oracle, make_config
 
 from torchax_serve import InvalidArgumentError
-from torchax_serve.scheduler import CacheGroup, Scheduler, SchedulerRequest, SnapshotGroup
+from torchax_serve.scheduler import CacheGroup, Scheduler, SchedulerRequest, SnapshotGroup, SpeculativeConfig
 from torchax_serve.scheduler.state_snapshots import LONG_PROMPT_INTERVAL
 
 PAGES = CacheGroup("full", None, 65)
@@ -73,6 +73,27 @@ def test_a_long_prompt_leaves_some_on_its_way():
         kept += [row.context_len + row.states.num_tokens for row in rows if row.states and row.states.num_tokens]
     last = (length - 1) // PAGE * PAGE - PAGE
     assert kept == [LONG_PROMPT_INTERVAL, 2 * LONG_PROMPT_INTERVAL, last]
+
+
+@pytest.mark.parametrize("length", [LONG_PROMPT_INTERVAL, LONG_PROMPT_INTERVAL + 1])
+def test_the_state_behind_a_whole_prompt_stays_in_its_slot(length):
+    """A border where a prompt ends is none: decode steps read the slot."""
+    groups = (CacheGroup("full", None, length // PAGE + 40),)
+    loop = make(*groups, max_model_len=length + 50, max_num_batched_tokens=4096)
+    assert ask(loop, numbers(0, length), max_new=4) == 0
+    assert ask(loop, numbers(0, length), max_new=4) >= length - 2 * PAGE
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_pages_of_a_window_stay_while_pending_tokens_see_them(depth):
+    """Accepted drafts are computed again, in front of what a window leaves of the tokens before."""
+    groups = [CacheGroup(name, window, 65, num_behind=4) for name, window in (("full", None), ("window", 10))]
+    drafts = SpeculativeConfig(num_speculative_tokens=4, adaptive=False)
+    loop = make(*groups, speculative=drafts)
+    loop.depth = depth
+    for number in range(3):
+        ask(loop, numbers(number, 9), max_new=90)
+    assert loop.scheduler.stats().num_accepted_tokens > 50
 
 
 def test_what_was_used_last_stays():

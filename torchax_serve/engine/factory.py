@@ -182,6 +182,9 @@ def _scheduler_config(
         pairs = zip(groups, host.plan.groups, strict=True)
         groups = tuple(dataclasses.replace(group, num_host_pages=there.num_pages) for group, there in pairs)
     snapshots = None
+    if limits.num_snapshots and sizes.speculative is not None:
+        num_behind = sizes.speculative.num_speculative_tokens
+        groups = tuple(dataclasses.replace(group, num_behind=num_behind) for group in groups)
     if limits.num_snapshots:
         snapshots = SnapshotGroup(limits.num_snapshots, 1 if host is None else host.num_snapshots)
     return SchedulerConfig(

@@ -125,9 +125,9 @@ class PackedDrafts:
         Args:
             tables: Page tables by group, int32[num_slots, pages_per_seq].
         """
-        slots, self._behind = sorted(self._behind), set()
-        history, pending = self._decoder.history, self._pending
+        slots, history, pending = sorted(self._behind), self._decoder.history, self._pending
         if not slots or pending is None or history is None or history.lens.is_deleted() or pending.lens.is_deleted():
+            self._behind = set()
             return
         spec = self._catch_up_spec(bucket_for(self._specs.decode_buckets, len(slots)))
         numbers = np.zeros((2 + spec.num_tables * spec.pages_per_seq) * spec.num_rows, np.int32)
@@ -137,6 +137,7 @@ class PackedDrafts:
             part.reshape(spec.num_rows, -1)[: len(slots)] = table[slots]
         given = to_device(self._adapters.behind(numbers), np.int32)
         self._keep(self._catch_up(self._weights, self._pools(), history.lens, given, spec=spec)[1])
+        self._behind = set()  # not before: a step that fails to compile leaves the cache as it is
 
     def _catch_up_spec(self, num_rows: int) -> PackedStepSpec:
         spec = self._specs.of_drafts(num_rows, num_rows * self._num_drafts, self._specs.max_len)

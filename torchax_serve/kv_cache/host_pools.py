@@ -66,7 +66,8 @@ class HostPools:
         if isinstance(cache, HybridCache):
             each = cache.recurrent.num_bytes(1)
             share = SNAPSHOT_FRACTION if plan.shapes else 1
-            num_snapshots += max(1, int(num_bytes * share) // each)
+            room = num_bytes - least_host_bytes(cache) + 2 * each  # that two pages of each layer leave
+            num_snapshots += max(1, min(int(num_bytes * share) // each, room // each - 1))
             num_bytes -= num_snapshots * each
         if plan.shapes:
             plan = CacheAllocation.from_budget(plan.shapes, num_bytes, plan.page_size, plan.max_len)

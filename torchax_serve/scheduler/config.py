@@ -32,6 +32,7 @@ class CacheGroup:
     window: int | None  # positions that a query sees, its own among them; None: all before it
     num_pages: int  # first dimension of the pools, the null page (page 0) included
     num_host_pages: int = 1  # pages in host memory for evicted prefixes, page 0 included, which is not used
+    num_behind: int = 0  # last computed tokens that may be computed again: accepted drafts that states do not hold
 
     def __post_init__(self) -> None:
         if self.window is not None:
@@ -43,11 +44,11 @@ class CacheGroup:
         """Returns the index of the first page that a query at `num_computed` or later can see."""
         if self.window is None:
             return 0
-        return max(0, num_computed - self.window + 1) // page_size
+        return max(0, num_computed - self.num_behind - self.window + 1) // page_size
 
     def last_use(self, page: int, page_size: int) -> float:
         """Returns the number of computed tokens from which on no query sees the page `index`."""
-        return math.inf if self.window is None else (page + 1) * page_size + self.window - 1
+        return math.inf if self.window is None else (page + 1) * page_size + self.num_behind + self.window - 1
 
     def most_pages(self, length: int, page_size: int) -> int:
         """Returns the maximum number of pages of a sequence of `length` tokens.
@@ -58,7 +59,7 @@ class CacheGroup:
         if self.window is None:
             return num_pages
         return min(
-            num_pages, (self.window + page_size - 2) // page_size + 1
+            num_pages, (self.window + self.num_behind + page_size - 2) // page_size + 1
         )  # the window may begin on a page's last row
 
 

@@ -108,9 +108,13 @@ class StateSnapshots:
             self._index.hold(self._place, snapshot, node)
         return SequenceStates([(length, snapshot)], snapshot, branch_len)
 
-    def rows_of(self, states: SequenceStates, start: int, end: int, prompt_len: int) -> StateRows | None:
-        """Returns what the tokens from `start` to `end` of a prompt read and keep besides the slot."""
-        source, border = states.source, self._border(states, start, end, prompt_len)
+    def rows_of(self, states: SequenceStates, start: int, end: int, limit: int) -> StateRows | None:
+        """Returns what the tokens from `start` to `end` of a prompt read and keep besides the slot.
+
+        No state is kept behind more than `limit` tokens: those that were given, but for the last one that is computed,
+        whose state decode steps find in the slot.
+        """
+        source, border = states.source, self._border(states, start, min(end, limit), limit)
         target = self.pool.allocate() if border and self.pool.num_available else NULL_PAGE
         states.source = NULL_PAGE
         if target != NULL_PAGE:
@@ -119,12 +123,12 @@ class StateSnapshots:
             return StateRows(source, border - start, target)
         return None if source == NULL_PAGE else StateRows(source)
 
-    def _border(self, states: SequenceStates, start: int, end: int, prompt_len: int) -> int:
+    def _border(self, states: SequenceStates, start: int, end: int, limit: int) -> int:
         """Returns the last border in a chunk that is to be kept; 0 for none.
 
         The last page of a prompt may hold what the next turn of a chat has otherwise: the beginning of an answer.
         """
-        last = (prompt_len - 1) // self._page_size * self._page_size - self._page_size
+        last = limit // self._page_size * self._page_size - self._page_size
         regular = end // LONG_PROMPT_INTERVAL * LONG_PROMPT_INTERVAL
         regular = regular // self._page_size * self._page_size
         wanted = (last, states.branch_len, regular)

@@ -256,7 +256,7 @@ class StepPlanner:
         states, snapshots = state.pages.states, self._allocator.snapshots
         rows = None
         if states is not None and snapshots is not None:
-            rows = snapshots.rows_of(states, start, end, state.num_prefill_tokens)
+            rows = snapshots.rows_of(states, start, end, min(state.prompt_len, state.num_prefill_tokens - 1))
         row = PlanRow(state.request.request_id, state.pages.slot, start, num_tokens, ids, samples, *lens, rows)
         builder.prefill_rows.append(row)
         builder.prefilling.append(state)
