@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torchax_serve.server.anthropic.schemas import (
+    ID_PREFIX,
     CountTokensRequest,
     DocumentBlock,
     ImageBlock,
@@ -141,7 +142,7 @@ def _assistant(message: InputMessage, where: str) -> dict[str, Any]:
             thoughts.append(block.thinking)
         elif isinstance(block, ToolUseBlock):
             function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
-            calls.append({"id": block.id, "type": "function", "function": function})
+            calls.append({"id": _own_id(block.id), "type": "function", "function": function})
         elif not isinstance(block, RedactedThinkingBlock):
             field = f"{where}.content[{index}]"
             message_text = f"{field}.type: expected text, thinking or tool_use of the assistant, got {block.type}"
@@ -167,7 +168,12 @@ def _result(block: ToolResultBlock, images: list[dict[str, Any]], where: str) ->
             texts.append("[image: in the message below]")
     text = "\n".join(texts)
     content = f"Error: {text}" if block.is_error else text
-    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
+    return {"role": "tool", "tool_call_id": _own_id(block.tool_use_id), "content": content}
+
+
+def _own_id(given: str) -> str:
+    """Returns the id of a call as the model wrote it; a prefix alone is an id."""
+    return given.removeprefix(ID_PREFIX) or given
 
 
 def _part(block: Any, where: str) -> dict[str, Any]:
