@@ -22,7 +22,7 @@ from torchax_serve.server.anthropic.schemas import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from torchax_serve.server.dialect_requests import without_none
+from torchax_serve.server.dialect_requests import with_passed_on, without_none
 from torchax_serve.server.errors import bad_request
 from torchax_serve.server.model_service import ModelService
 from torchax_serve.server.notes import note_once
@@ -60,7 +60,7 @@ def chat_of(body: CountTokensRequest, service: ModelService) -> ChatRequest:
         fields |= {"stop": body.stop_sequences} | {
             name: getattr(body, name) for name in ("max_tokens", "stream", "temperature", "top_p", "top_k")
         }
-    return ChatRequest.parse(without_none(fields))
+    return ChatRequest.parse(with_passed_on(fields, body))
 
 
 def _system(blocks: Sequence[TextBlock] | None) -> list[dict[str, Any]]:
