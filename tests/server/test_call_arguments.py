@@ -48,6 +48,10 @@ class Responses:
     is_on = False
 
     @staticmethod
+    def begin(key, name, cancel):
+        pass
+
+    @staticmethod
     def end(key, name):
         pass
 
@@ -174,3 +178,16 @@ def test_log_probabilities_of_tokens_whose_text_comes_later():
     answer._format = Numbers
     items = asyncio.run(answer.complete())["output"]
     assert [item["content"][0]["logprobs"] for item in items if item["type"] == "message"] == [[4, 5, 6, 7]]
+
+
+def test_items_without_an_id_have_one_where_they_are_stored(monkeypatch):
+    stored = []
+    monkeypatch.setattr(Responses, "is_on", True)
+    monkeypatch.setattr(Responses, "put", lambda self, key, shown, given, items: stored.extend(given), raising=False)
+    monkeypatch.setattr(Context, "responses", Responses())
+    items = [{"role": "user", "content": "x", "id": id_} for id_ in (None, "mine")]
+    body = ResponsesRequest.parse({"model": "m", "input": [*items, {"role": "user", "content": "x"}]})
+    parser = AnswerParser(BY_NAME["hermes"], "", TOOLS)
+    asyncio.run(ResponseAnswer(Context, Service, body, ([FinishedAnswer(["A"])], [parser])).complete())
+    assert [bool(re.fullmatch("item_[0-9a-f]{32}", item["id"])) for item in stored] == [True, False, True]
+    assert stored[1]["id"] == "mine"

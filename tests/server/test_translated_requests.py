@@ -9,6 +9,7 @@ from model_adapters.errors import ChatTemplateError
 from torchax_serve.server import chat, tokens
 from torchax_serve.server.anthropic import translation as of_messages
 from torchax_serve.server.anthropic.schemas import MessagesRequest
+from torchax_serve.server.call_ids import replayed
 from torchax_serve.server.dialect_requests import PASSED_ON, names_of_fields, note_unknown
 from torchax_serve.server.errors import ApiError
 from torchax_serve.server.model_service import ChatPrompt
@@ -16,7 +17,7 @@ from torchax_serve.server.responses import translation as of_responses
 from torchax_serve.server.responses.schemas import ResponsesRequest
 from torchax_serve.server.schemas import ChatRequest
 from torchax_serve.server.template_roles import with_one_system
-from torchax_serve.server.tools import ToolPlan
+from torchax_serve.server.tools import ToolPlan, plan_tools
 
 USER = {"role": "user", "content": "Hi"}
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -158,3 +159,53 @@ def test_a_template_that_refuses_names_the_field_of_the_interface():
     with pytest.raises(ApiError) as raised, names_of_fields({"messages": "input"}):
         raise ChatTemplateError("the template refuses the conversation")
     assert (raised.value.status, raised.value.param) == (400, "input")
+
+
+def test_an_image_of_a_system_message_is_refused():
+    source = {"type": "url", "url": "https://example.org/a.png"}
+    message = {"role": "system", "content": [{"type": "text", "text": "a"}, {"type": "image", "source": source}]}
+    with pytest.raises(ApiError, match=r"messages\[1\].content: expected texts of a system message, got image_url"):
+        as_chat("/v1/messages", messages=[USER, message])
+
+
+@pytest.mark.parametrize("allowed", [{"function": "x"}, {"function": ["x"]}, {"function": 3}, "x", {}])
+def test_allowed_tools_that_are_none_are_refused(allowed):
+    tool = {"type": "function", "function": {"name": "x"}}
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [allowed]}}
+    with pytest.raises(ApiError, match="tool_choice: expected none, auto"):
+        plan_tools(ChatRequest(messages=[USER], tools=[tool], tool_choice=choice), None)
+
+
+def test_an_id_that_comes_again_is_that_of_the_later_call():
+    def turn(name):
+        call = {"id": "call_1", "type": "function", "function": {"name": name, "arguments": "{}"}}
+        return [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "call_1", "content": ""}]
+
+    found = replayed([*turn("f"), *turn("g")], "indexed")
+    assert [message["tool_calls"][0]["id"] for message in found[::2]] == ["functions.f:0", "functions.g:1"]
+    assert [message["tool_call_id"] for message in found[1::2]] == ["functions.f:0", "functions.g:1"]
+
+
+def test_a_result_that_comes_late_has_the_id_of_its_call():
+    calls = [{"id": name, "function": {"name": name, "arguments": "{}"}} for name in "fg"]
+    results = [{"role": "tool", "tool_call_id": name, "content": ""} for name in "gf"]
+    messages = [*({"role": "assistant", "tool_calls": [call]} for call in calls), *results]
+    found = [message["tool_call_id"] for message in replayed(messages, "indexed")[2:]]
+    assert found == ["functions.g:1", "functions.f:0"]
+
+
+def test_reasoning_items_in_a_row_are_one_reasoning():
+    items = [{"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]} for text in "ab"]
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    found = as_chat("/v1/responses", input=[{"role": "user", "content": "Hi"}, *items, call]).messages
+    assert [message["role"] for message in found] == ["user", "assistant"]
+    assert found[1]["reasoning_content"] == "a\n\nb" and found[1]["tool_calls"][0]["id"] == "c"
+
+
+@pytest.mark.parametrize("fields", [{}, {"model": None}])
+def test_a_response_need_not_name_a_model(fields):
+    assert ResponsesRequest.parse({"input": "Hi", **fields}).model == ""
+
+
+def test_an_answers_most_tokens_are_within_the_engines_integers():
+    assert [chat._within_int(asked) for asked in (None, 5, 2**31 - 1, 2**31, 2**63)] == [None, 5, *[2**31 - 1] * 3]

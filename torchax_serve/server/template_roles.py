@@ -86,7 +86,9 @@ def _check_content(where: str, message: Mapping[str, Any]) -> None:
     if content is None or isinstance(content, str):
         return
     if not isinstance(content, list):
-        raise bad_request(f"{where}: expected a text or a list of parts, got {short_repr(content)}", where, _CODE)
+        raise bad_request(
+            f"{where}: expected a text or a list of parts, got {short_repr(content)}; write text", where, _CODE
+        )
     for index, part in enumerate(content):
         is_part = isinstance(part, Mapping) and isinstance(part.get("type"), str)
         is_text = is_part and part["type"] == "text" and isinstance(part.get("text"), str)
@@ -95,8 +97,8 @@ def _check_content(where: str, message: Mapping[str, Any]) -> None:
                 "texts of a system message, as the chat template merges them" if is_part else "a part with a type"
             )
             got = short_repr(part["type"] if is_part else part)
-            remedy = "; move it to a message of the user" if is_part else ""
-            raise bad_request(f"{where}[{index}]: expected {expected}, got {got}{remedy}", f"{where}[{index}]", _CODE)
+            remedy = "move it to a message of the user" if is_part else 'write {"type": "text", "text": ...}'
+            raise bad_request(f"{where}[{index}]: expected {expected}, got {got}; {remedy}", f"{where}[{index}]", _CODE)
 
 
 def with_users_joined(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

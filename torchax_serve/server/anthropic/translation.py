@@ -128,7 +128,11 @@ def _turn(message: InputMessage, where: str) -> Iterator[dict[str, Any]]:
         if not isinstance(block, ToolResultBlock):
             parts.append(_part(block, f"{where}.content[{index}]"))
     if message.role == "system":
-        yield {"role": "system", "content": "\n\n".join(part.get("text", "") for part in parts)}
+        wrong = next((part["type"] for part in parts if part["type"] != "text"), None)
+        if wrong is not None:
+            text = f"{where}.content: expected texts of a system message, got {wrong}; move it to a message of the user"
+            raise bad_request(text, f"{where}.content", "invalid_value")
+        yield {"role": "system", "content": "\n\n".join(part["text"] for part in parts)}
     elif parts or not results:
         yield {"role": "user", "content": parts or ""}
 

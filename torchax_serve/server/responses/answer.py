@@ -100,7 +100,7 @@ class ResponseAnswer:
         if self.response["store"]:
             given = ITEMS.dump_python(list(self._body.input), mode="json", by_alias=True, exclude_unset=True)
             before = ITEMS.dump_python(list(self._input), mode="json", by_alias=True, exclude_unset=True)
-            given = [{"id": f"item_{uuid.uuid4().hex}", **item} for item in given]
+            given = [{**item, "id": item.get("id") or f"item_{uuid.uuid4().hex}"} for item in given]
             shown = self._shown()
             self._context.responses.put(self._key, shown, given, [*before, *shown["output"]])
 

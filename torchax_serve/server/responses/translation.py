@@ -103,7 +103,7 @@ def _add_to_answer(message: dict[str, Any], item: Any) -> None:
         message["content"] = "".join(part.text or part.refusal or "" for part in item.content)
     elif isinstance(item, ReasoningItem):
         if text := _reasoning(item):
-            message["reasoning_content"] = text
+            message["reasoning_content"] = "\n\n".join(filter(None, (message.get("reasoning_content"), text)))
     else:
         assert isinstance(item, FunctionCallItem | CustomToolCallItem)
         if isinstance(item, CustomToolCallItem):
