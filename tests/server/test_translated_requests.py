@@ -12,7 +12,8 @@ from torchax_serve.server.anthropic.schemas import MessagesRequest
 from torchax_serve.server.call_ids import replayed
 from torchax_serve.server.dialect_requests import PASSED_ON, names_of_fields, note_unknown
 from torchax_serve.server.errors import ApiError
-from torchax_serve.server.model_service import ChatPrompt
+from torchax_serve.server.model_service import ChatPrompt, _check_len
+from torchax_serve.server.options import RequestLimits, ServerOptions
 from torchax_serve.server.responses import translation as of_responses
 from torchax_serve.server.responses.schemas import ResponsesRequest
 from torchax_serve.server.schemas import ChatRequest
@@ -33,7 +34,7 @@ class Prompts(Service):
     def __init__(self, inputs=None):
         self.inputs, self.seen = inputs, []
 
-    def chat_prompt(self, messages, options):
+    def chat_prompt(self, messages, options, *, is_cut):
         self.seen.append(messages)
         return ChatPrompt(list(range(10)), self.inputs)
 
@@ -209,3 +210,18 @@ def test_a_response_need_not_name_a_model(fields):
 
 def test_an_answers_most_tokens_are_within_the_engines_integers():
     assert [chat._within_int(asked) for asked in (None, 5, 2**31 - 1, 2**31, 2**63)] == [None, 5, *[2**31 - 1] * 3]
+
+
+def test_texts_beyond_the_model_are_read_where_they_are_cut_up_to_the_limit_of_texts():
+    service = types.SimpleNamespace(
+        max_model_len=4,
+        model=types.SimpleNamespace(tokenizer=1),
+        token_bytes=types.SimpleNamespace(max_token_chars=2),
+        _options=ServerOptions(request=RequestLimits(max_text_bytes=20)),
+    )
+    _check_len(service, ["a" * 8], "messages", is_cut=False)
+    with pytest.raises(ApiError, match="maximum context length is 4 tokens"):
+        _check_len(service, ["a" * 9], "messages", is_cut=False)
+    _check_len(service, ["a" * 10, "b" * 10], "messages", is_cut=True)
+    with pytest.raises(ApiError, match="messages: expected texts of at most 20 bytes in UTF-8, got 21"):
+        _check_len(service, ["a" * 10, "b" * 11], "messages", is_cut=True)

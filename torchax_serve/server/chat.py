@@ -123,14 +123,14 @@ def render_chat(service: ModelService, body: ChatRequest, plan: ToolPlan) -> Cha
             "add_generation_prompt",
             "invalid_value",
         )
-    options = chat_options(service, body, plan)
+    options, is_cut = chat_options(service, body, plan), body.truncate_prompt_tokens is not None
     if reads_tools(service.template) or not (plan.tools or has_calls(body.messages)):
-        return service.chat_prompt(body.messages, options)
+        return service.chat_prompt(body.messages, options, is_cut=is_cut)
     *others, last = with_tools_as_text(body.messages, plan.tools, service.template)
     for messages in others:
         with contextlib.suppress(ChatTemplateError):
-            return service.chat_prompt(messages, options)
-    return service.chat_prompt(last, options)
+            return service.chat_prompt(messages, options, is_cut=is_cut)
+    return service.chat_prompt(last, options, is_cut=is_cut)
 
 
 def read_prompt(

@@ -29,7 +29,7 @@ class ParsedStep:
     late_ids: dict[int, str] = dataclasses.field(default_factory=dict)
 
     def pieces(self) -> tuple[Sequence[dict[str, Any]], Sequence[dict[str, Any]]]:
-        """Returns the pieces that continue an open call, which stand in front of the texts, and those behind them."""
+        """Returns the pieces that continue an open call, and those that follow the texts."""
         calls = self.tool_calls
         num_continuing = next((index for index, piece in enumerate(calls) if "id" in piece), len(calls))
         return calls[:num_continuing], calls[num_continuing:]

@@ -27,7 +27,10 @@ _HEADERS = [
 
 
 def event(content: Any) -> bytes:
-    """Returns an event with `content` as JSON; halves of surrogate pairs, which have no bytes, are question marks."""
+    """Returns an event with `content` as JSON.
+
+    Halves of surrogate pairs, which have no bytes, are question marks.
+    """
     return b"data: " + _ENCODER.encode(content).encode("utf-8", "replace") + b"\n\n"
 
 

@@ -119,7 +119,7 @@ def _choice(choice: Any, names: Sequence[str]) -> tuple[str, Sequence[str]]:
 
 
 def _name_of(allowed: Any) -> Any:
-    """Returns the name of an allowed tool, in the form of chats or of responses; None for what is none."""
+    """Returns the name of an allowed tool, as chats or responses spell it; None for another."""
     function = allowed.get("function") or allowed if isinstance(allowed, dict) else None
     return function.get("name") if isinstance(function, dict) else None
 
