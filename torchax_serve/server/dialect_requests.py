@@ -43,7 +43,7 @@ _OF_CHATS = frozenset(
         *("logprobs", "top_logprobs", "prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids"),
     }
 )
-"""Fields of chats that the other interfaces' answers have no place for, or that they spell in their own way."""
+"""Fields of chats that the other answers have no place for, or that have other names there."""
 PASSED_ON = frozenset(
     name for name, note in notes_of(ChatRequest).items() if note.effect == "honoured" and name not in _OF_CHATS
 )
