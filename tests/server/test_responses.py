@@ -16,7 +16,10 @@ from torchax_serve.server import chat_answer
 from torchax_serve.server import notes as notes_once
 from torchax_serve.server.errors import ApiError
 from torchax_serve.server.parsed_message import ParsedStep
+from torchax_serve.server.response_families import FAMILIES
+from torchax_serve.server.response_parsing import AnswerParser
 from torchax_serve.server.responses.items import ItemWriter
+from torchax_serve.server.sse import named_event
 
 READ = {
     "type": "function",
@@ -293,3 +296,46 @@ def test_events_have_all_fields_of_their_types(raw, question):
         assert name == f"event: {event.type}"
     whole = raw.post("/v1/responses", json={**body, "stream": False})
     openai.types.responses.Response.model_validate_json(whole.content)
+
+
+def test_the_rest_of_a_call_is_in_front_of_the_text_behind_it():
+    """One step ends the arguments and has the text that follows."""
+    parser, writer = (
+        AnswerParser(
+            next(each for each in FAMILIES if each.name == "hermes"),
+            "",
+            [{"type": "function", "function": {"name": "f"}}],
+        ),
+        ItemWriter((), seals=False),
+    )
+    pieces = ('<tool_call>\n{"name": "f", "arguments": {"a": "x', 'y"}}\n</tool_call>\nDone.')
+    steps = [*map(parser.push, pieces), parser.flush()]
+    assert any(step.content and step.tool_calls for step in steps)
+    for step in steps:
+        list(writer.push(step))
+    list(writer.close())
+    call, message = writer.items
+    assert (call["name"], json.loads(call["arguments"])) == ("f", {"a": "xy"})
+    assert message["content"][0]["text"] == "Done."
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (r'{"input": "a\ud800b"}', "a\ufffdb"),
+        (r'{"input": "\ud83e\udd8a"}', "🦊"),
+        (r'{"input": 3, "x": "\ud800"}', r'{"input": 3, "x": "\ud800"}'),
+        ("[" * 100_000, "[" * 100_000),
+    ],
+)
+def test_every_input_of_a_custom_tool_has_bytes(arguments, text):
+    writer = ItemWriter(("python",), seals=False)
+    call = {"index": 0, "id": "a", "function": {"name": "python", "arguments": arguments}}
+    events = [*writer.push(ParsedStep(tool_calls=[call])), *writer.close()]
+    assert writer.items[0]["input"] == text
+    assert [named_event(each) for each in events]
+
+
+def test_a_text_without_bytes_ends_no_stream():
+    body = named_event({"type": "x", "text": "a\ud800b"}).partition(b"data: ")[2]
+    assert json.loads(body) == {"type": "x", "text": "a?b"}

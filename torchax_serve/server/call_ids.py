@@ -75,7 +75,11 @@ def replayed(messages: Sequence[Mapping[str, Any]], form: IdForm) -> list[dict[s
     for message in messages:
         message = dict(message)
         if isinstance(message.get("tool_calls"), list):
-            message["tool_calls"] = [_with_id(call, form, convert, replaced) for call in message["tool_calls"]]
+            own: dict[str, str] = {}  # an id may come again in a later message, of another function
+            message["tool_calls"] = [
+                _with_id(call, form, convert, own, len(replaced)) for call in message["tool_calls"]
+            ]
+            replaced |= own
             waiting = [str(call.get("id")) for call in message["tool_calls"] if isinstance(call, Mapping)]
         elif message.get("role") in ("tool", "function"):
             given = message.get("tool_call_id")
@@ -90,7 +94,9 @@ def replayed(messages: Sequence[Mapping[str, Any]], form: IdForm) -> list[dict[s
     return found
 
 
-def _with_id(call: Any, form: IdForm, convert: Callable[[str, str], str], replaced: dict[str, str]) -> Any:
+def _with_id(
+    call: Any, form: IdForm, convert: Callable[[str, str], str], replaced: dict[str, str], num_before: int
+) -> Any:
     if not isinstance(call, Mapping):
         return call
     function = call.get("function")
@@ -99,7 +105,7 @@ def _with_id(call: Any, form: IdForm, convert: Callable[[str, str], str], replac
     if isinstance(given, str) and _FORMS[form].fullmatch(given):
         convert(given, name)  # it counts
         return call
-    key = given if isinstance(given, str) and given else f"{name} {len(replaced)}"
+    key = given if isinstance(given, str) and given else f"{name} {num_before + len(replaced)}"
     if key not in replaced:
         _note(form)
         replaced[key] = convert(key, name)

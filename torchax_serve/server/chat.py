@@ -12,11 +12,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from model_adapters.errors import ChatTemplateError
-from torchax_serve.sampling_params import SamplingParams
+from torchax_serve.sampling_params import MAX_INT, SamplingParams
 from torchax_serve.server.answers import Answer, AnswerOptions
 from torchax_serve.server.body import read_request
 from torchax_serve.server.chat_answer import ChatCompletion
-from torchax_serve.server.common_calls import reads_tools, with_tools_as_text
+from torchax_serve.server.common_calls import has_calls, reads_tools, with_tools_as_text
 from torchax_serve.server.context import ServerContext, context_of, follow
 from torchax_serve.server.errors import ApiError, bad_request
 from torchax_serve.server.harmony import HarmonyParser
@@ -123,14 +123,40 @@ def render_chat(service: ModelService, body: ChatRequest, plan: ToolPlan) -> Cha
             "add_generation_prompt",
             "invalid_value",
         )
-    options = chat_options(service, body, plan)
-    if not plan.tools or reads_tools(service.template):
-        return service.chat_prompt(body.messages, options)
+    options, is_cut = chat_options(service, body, plan), body.truncate_prompt_tokens is not None
+    if reads_tools(service.template) or not (plan.tools or has_calls(body.messages)):
+        return service.chat_prompt(body.messages, options, is_cut=is_cut)
     *others, last = with_tools_as_text(body.messages, plan.tools, service.template)
     for messages in others:
         with contextlib.suppress(ChatTemplateError):
-            return service.chat_prompt(messages, options)
-    return service.chat_prompt(last, options)
+            return service.chat_prompt(messages, options, is_cut=is_cut)
+    return service.chat_prompt(last, options, is_cut=is_cut)
+
+
+def read_prompt(
+    service: ModelService, body: ChatRequest, plan: ToolPlan, max_new_tokens: int | None = None
+) -> ChatPrompt:
+    """Returns the prompt that a request's answer reads, cut if the request says so.
+
+    Args:
+        service: The model.
+        body: The request.
+        plan: Its tools.
+        max_new_tokens: Most tokens of the answer, for which there has to be room.
+    """
+    prompt = render_chat(service, body, plan)
+    if prompt.inputs is None:
+        ids = truncated(prompt.token_ids, body, service.max_model_len, max_new_tokens)
+        return prompt._replace(token_ids=ids)
+    if body.truncate_prompt_tokens is not None:
+        message = "truncate_prompt_tokens: expected null with images, videos or audio, whose tokens cannot be cut"
+        raise bad_request(message, "truncate_prompt_tokens", "invalid_value")
+    return prompt
+
+
+def max_tokens_of(body: ChatRequest) -> int | None:
+    """Returns the most tokens of a request's answer; None as the model's config says."""
+    return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
 
 
 def _start_answers(
@@ -141,18 +167,12 @@ def _start_answers(
         body,
         service.model.tokenizer,
         context.options,
-        max_new_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+        max_new_tokens=_within_int(max_tokens_of(body)) if bounds_answer else max_tokens_of(body),
         cache_salt=scoped_salt(key_name, body.cache_salt),
         adapter=adapter_of(service, body.model),
     )
     plan = plan_tools(body, service.family, service.special_ids)
-    prompt = render_chat(service, body, plan)
-    if prompt.inputs is None:
-        ids = truncated(prompt.token_ids, body, service.max_model_len, params.max_new_tokens)
-        prompt = prompt._replace(token_ids=ids)
-    elif body.truncate_prompt_tokens is not None:
-        message = "truncate_prompt_tokens: expected null with images, videos or audio, whose tokens cannot be cut"
-        raise bad_request(message, "truncate_prompt_tokens", "invalid_value")
+    prompt = read_prompt(service, body, plan, params.max_new_tokens)
     if bounds_answer:
         params = _bounded(params, service.max_model_len, len(prompt.token_ids))
     family = plan.family
@@ -176,6 +196,10 @@ def _start_answers(
     answers = service.start([prompt.token_ids], params, options, masks, prompt.inputs, field="messages")
     parsers = [_parser(service, prompt_end, plan) if is_parsed else None for _ in answers]
     return StartedChat(answers, parsers)
+
+
+def _within_int(asked: int | None) -> int | None:
+    return None if asked is None else min(asked, MAX_INT)
 
 
 def _bounded(params: SamplingParams, max_model_len: int | None, prompt_len: int) -> SamplingParams:

@@ -26,18 +26,24 @@ class MessageReader:
 
     Args:
         parser: Of reasoning and tool calls; None for plain text.
+
+    Attributes:
+        num_reasoning_tokens: Tokens of the reasoning so far.
+        is_content: Whether the last step's tokens stand outside of reasoning and tool calls.
     """
 
     def __init__(self, parser: AnswerParser | HarmonyParser | None) -> None:
         self._parser = parser
-        self.num_reasoning_tokens = 0
+        self.num_reasoning_tokens, self.is_content = 0, True
 
     def read(self, step: AnswerStep) -> ParsedStep:
         """Takes a step of the answer."""
         if self._parser is None:
             return ParsedStep(content=step.text)
-        was_reasoning = self._parser.is_reasoning
+        was_reasoning, was_content = self._parser.is_reasoning, self._parser.is_content
         found = self._parser.push(step.text)
+        has_others = bool(found.reasoning or found.tool_calls)
+        self.is_content = bool(found.content) or (was_content and self._parser.is_content and not has_others)
         if was_reasoning or self._parser.is_reasoning:
             self.num_reasoning_tokens += len(step.token_ids)
         if step.finish_reason is not None:

@@ -13,6 +13,7 @@ from torchax_serve.server.call_forms import CallForm
 from torchax_serve.server.notes import note_once
 from torchax_serve.server.response_families import HERMES_CALL, MISTRAL_CALLS, NAMED_JSON, XML_CALL, XML_END
 from torchax_serve.server.response_family import CALLS, MARKER, OBJECT, ResponseFamily, at_start, fields
+from torchax_serve.text.messages import text_of
 
 FORM = CallForm('<tool_call>\n{"name": ', ', "arguments": ', "}\n</tool_call>", quotes_name=True)
 """Calls that answers are held to."""
@@ -53,6 +54,11 @@ def reads_tools(template: str) -> bool:
     return re.search(r"\btools\b", template) is not None
 
 
+def has_calls(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Returns whether a conversation has calls or their results."""
+    return any(message.get("tool_calls") or message.get("role") in ("tool", "function") for message in messages)
+
+
 def with_tools_as_text(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], template: str
 ) -> list[list[dict[str, Any]]]:
@@ -63,9 +69,12 @@ def with_tools_as_text(
 
     Args:
         messages: Of the request.
-        tools: Functions that may be called.
+        tools: Functions that may be called; without any, only earlier calls and their results become text.
         template: Source of the chat template.
     """
+    plain = [_as_text(message, template) for message in messages]
+    if not tools:
+        return [plain]
     note_once("tools: the chat template has no place for them; they are written into the system prompt")
     shown = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     text = (
@@ -73,7 +82,6 @@ def with_tools_as_text(
         f"{shown}\n"
         'To call one, write:\n<tool_call>\n{"name": "FUNCTION", "arguments": {...}}\n</tool_call>'
     )
-    plain = [_as_text(message, template) for message in messages]
     is_system = bool(plain) and plain[0].get("role") in ("system", "developer")
     system = [_behind(plain[0], text), *plain[1:]] if is_system else [{"role": "system", "content": text}, *plain]
     first = next((index for index, message in enumerate(plain) if message.get("role") == "user"), None)
@@ -88,13 +96,16 @@ def _as_text(message: Mapping[str, Any], template: str) -> dict[str, Any]:
     found = copy.copy(dict(message))
     if found.get("tool_calls") and "tool_calls" not in template:
         calls = [_call_text(call) for call in found.pop("tool_calls")]
-        content = found.get("content")
-        found["content"] = "\n".join([*([content] if isinstance(content, str) and content else []), *calls])
+        found["content"] = "\n".join([*filter(None, [_text_of(found.get("content"))]), *calls])
     if found.get("role") in ("tool", "function") and not re.search(r"""["']tool["']""", template):
         content = found.get("content")
         text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
         found = {"role": "user", "content": f"<tool_response>\n{text}\n</tool_response>"}
     return found
+
+
+def _text_of(content: Any) -> str:
+    return text_of(content) if isinstance(content, str | list) else ""
 
 
 def _call_text(call: Any) -> str:

@@ -72,7 +72,7 @@ def _start(
         adapter=adapter_of(service, body.model),
     )
     prompts = [
-        truncated(_prompt_ids(service, index, prompt), body, service.max_model_len, params.max_new_tokens)
+        truncated(_prompt_ids(service, body, index, prompt), body, service.max_model_len, params.max_new_tokens)
         for index, prompt in enumerate(body.prompts())
     ]
     masks = masks_of(lambda: service.grammars, grammar_of(body, context.options.request))
@@ -86,9 +86,9 @@ def _start(
     return prompts, service.start(prompts, params, options, masks)
 
 
-def _prompt_ids(service: ModelService, index: int, prompt: str | Sequence[int]) -> list[int]:
+def _prompt_ids(service: ModelService, body: CompletionRequest, index: int, prompt: str | Sequence[int]) -> list[int]:
     try:
-        return service.plain_prompt(prompt)
+        return service.plain_prompt(prompt, is_cut=body.truncate_prompt_tokens is not None)
     except ApiError:
         raise
     except ValueError as error:

@@ -88,6 +88,12 @@ class HarmonyParser:
         return self._state == "content" and self._calls is None and self._parser.current_channel == "analysis"
 
     @property
+    def is_content(self) -> bool:
+        """Whether the text is outside of reasoning, calls and headers now."""
+        is_text = self._state == "content" and self._calls is None
+        return self._state == "broken" or (is_text and not self.is_reasoning)
+
+    @property
     def has_complete_calls(self) -> bool:
         """Whether the answer has tool calls, and the arguments of each are complete."""
         return self._message.calls_are_complete

@@ -28,7 +28,7 @@ from torchax_serve.server.key_limits import ApiKey
 from torchax_serve.server.messages import plain_messages
 from torchax_serve.server.notes import note_once
 from torchax_serve.server.options import ServerOptions
-from torchax_serve.server.request_checks import check_num_messages
+from torchax_serve.server.request_checks import check_num_messages, check_text_size
 from torchax_serve.server.response_families import response_template_for
 from torchax_serve.server.response_family import ResponseFamily
 from torchax_serve.server.template_roles import TemplateRoles, has_system_behind, with_one_system
@@ -206,13 +206,18 @@ class ModelService:
         found = getattr(self.model.tokenizer, "chat_template", None) or getattr(self._processor, "chat_template", None)
         return found if isinstance(found, str) else str(found or "")
 
-    def chat_prompt(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> ChatPrompt:
-        """Returns the prompt of a conversation, as OpenAI's interface has it."""
+    def chat_prompt(
+        self, messages: Sequence[Mapping[str, Any]], options: ChatOptions, *, is_cut: bool = False
+    ) -> ChatPrompt:
+        """Returns the prompt of a conversation, as OpenAI's interface has it.
+
+        With `is_cut` it may be longer than the model allows.
+        """
         check_num_messages(len(messages), self._options.request, "messages")
         if not messages:
             message = 'messages: expected at least one, such as {"role": "user", "content": "Hi"}, got none'
             raise bad_request(message, "messages", "invalid_value")
-        _check_len(self, [text for message in messages for text in _texts_of(message)], "messages")
+        _check_len(self, [text for message in messages for text in _texts_of(message)], "messages", is_cut=is_cut)
         extractor = getattr(self._processor, "feature_extractor", None)
         id_form = form_demanded(self.template, "any" if self.family is None else self.family.id_form)
         plain = plain_messages(replayed(messages, id_form), self.template, getattr(extractor, "sampling_rate", None))
@@ -247,10 +252,10 @@ class ModelService:
         except TorchaxServeError:
             return None
 
-    def plain_prompt(self, prompt: str | Sequence[int]) -> list[int]:
-        """Returns the token ids of a plain prompt."""
+    def plain_prompt(self, prompt: str | Sequence[int], *, is_cut: bool = False) -> list[int]:
+        """Returns the token ids of a plain prompt; `is_cut` is as of `chat_prompt`."""
         if isinstance(prompt, str):
-            _check_len(self, [prompt], "prompt")
+            _check_len(self, [prompt], "prompt", is_cut=is_cut)
         return encode_prompt(self.model, prompt)
 
     @functools.cached_property
@@ -314,12 +319,17 @@ def scoped_salt(key_name: str | None, salt: str | None) -> str | None:
     return hashlib.sha256(f"{key_name or ''}\0{salt or ''}".encode()).hexdigest()
 
 
-def _check_len(service: ModelService, texts: Sequence[str], field: str) -> None:
+def _check_len(service: ModelService, texts: Sequence[str], field: str, *, is_cut: bool) -> None:
     """Raises ApiError, 400, for long texts of more tokens than the model allows.
+
+    Those that will be cut may be as long as texts that are tokenized only.
 
     Tokenizing a text of megabytes takes seconds and hundreds of megabytes, and the list of its tokens holds Python's
     lock. A text with more characters than so many tokens can have is not tokenized, another long one in pieces.
     """
+    if is_cut:
+        check_text_size("".join(texts), service._options.request, field)
+        return
     limit, tokenizer = service.max_model_len, cast(Any, service.model.tokenizer)
     if limit is None or tokenizer is None:
         return

@@ -28,6 +28,12 @@ class ParsedStep:
     tool_calls: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     late_ids: dict[int, str] = dataclasses.field(default_factory=dict)
 
+    def pieces(self) -> tuple[Sequence[dict[str, Any]], Sequence[dict[str, Any]]]:
+        """Returns the pieces that continue an open call, and those that follow the texts."""
+        calls = self.tool_calls
+        num_continuing = next((index for index, piece in enumerate(calls) if "id" in piece), len(calls))
+        return calls[:num_continuing], calls[num_continuing:]
+
 
 def joined_calls(steps: Iterable[ParsedStep]) -> list[dict[str, Any]]:
     """Returns the tool calls of steps, in the form of OpenAI's complete messages."""

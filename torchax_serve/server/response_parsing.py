@@ -50,6 +50,11 @@ class AnswerParser:
         return self._parser.field in REASONING
 
     @property
+    def is_content(self) -> bool:
+        """Whether the text is outside of reasoning, calls and markers now."""
+        return self._parser.field in (None, "content")
+
+    @property
     def has_complete_calls(self) -> bool:
         """Whether the answer has tool calls, and the arguments of each are complete."""
         return self._message.calls_are_complete

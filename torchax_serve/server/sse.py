@@ -27,8 +27,11 @@ _HEADERS = [
 
 
 def event(content: Any) -> bytes:
-    """Returns an event with `content` as JSON."""
-    return b"data: " + _ENCODER.encode(content).encode() + b"\n\n"
+    """Returns an event with `content` as JSON.
+
+    Halves of surrogate pairs, which have no bytes, are question marks.
+    """
+    return b"data: " + _ENCODER.encode(content).encode("utf-8", "replace") + b"\n\n"
 
 
 def named_event(content: Mapping[str, Any]) -> bytes:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from model_adapters.errors import TorchaxServeError
+from torchax_serve.server.errors import bad_request
 from torchax_serve.text.messages import as_text
+from torchax_serve.validation.argument_checks import short_repr
 
 SYSTEM = ("system", "developer")
 _USER = {"role": "user", "content": "Hello."}
 _SYSTEM_BEHIND = ({"role": "system", "content": "Be brief."}, _USER, {"role": "system", "content": "Be kind."}, _USER)
+_CODE = "invalid_value"
 _USERS = (_USER, {"role": "user", "content": "Are you there?"})
 
 
@@ -55,11 +58,15 @@ def with_one_system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns a conversation whose system and developer messages are one, in front.
 
     Messages of the user that only one of them has kept apart are one, too.
+
+    Raises:
+        ApiError: 400 for a content that is none, and for one of a system message that is more than text.
     """
     texts: list[str] = []
     groups: list[list[dict[str, Any]]] = []
     follows_system = False
-    for message in messages:
+    for index, message in enumerate(messages):
+        _check_content(f"messages[{index}].content", message)
         if message["role"] in SYSTEM:
             texts.append(as_text(message.get("content") or ""))
             follows_system = True
@@ -72,6 +79,26 @@ def with_one_system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     first = messages[0]
     role = first["role"] if first["role"] in SYSTEM else "system"
     return [{"role": role, "content": "\n\n".join(filter(None, texts))}, *map(joined, groups)]
+
+
+def _check_content(where: str, message: Mapping[str, Any]) -> None:
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return
+    if not isinstance(content, list):
+        raise bad_request(
+            f"{where}: expected a text or a list of parts, got {short_repr(content)}; write text", where, _CODE
+        )
+    for index, part in enumerate(content):
+        is_part = isinstance(part, Mapping) and isinstance(part.get("type"), str)
+        is_text = is_part and part["type"] == "text" and isinstance(part.get("text"), str)
+        if not is_part or (message["role"] in SYSTEM and not is_text):
+            expected = (
+                "texts of a system message, as the chat template merges them" if is_part else "a part with a type"
+            )
+            got = short_repr(part["type"] if is_part else part)
+            remedy = "move it to a message of the user" if is_part else 'write {"type": "text", "text": ...}'
+            raise bad_request(f"{where}[{index}]: expected {expected}, got {got}; {remedy}", f"{where}[{index}]", _CODE)
 
 
 def with_users_joined(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from torchax_serve.server.body import read_request
-from torchax_serve.server.chat import read_variables, render_chat, with_files
+from torchax_serve.server.chat import max_tokens_of, read_prompt, read_variables, with_files
 from torchax_serve.server.context import context_of
 from torchax_serve.server.errors import ApiError, bad_request
 from torchax_serve.server.json_lists import list_response
@@ -80,13 +80,16 @@ async def render(request: Request) -> Response:
     body = await read_request(request, context.options, ChatRequest)
     service.settle_name(body, request.state.key, may_be_adapter=True)
     body = await with_files(body, context.options)
-    plan = plan_tools(body, service.family)
-    prompt = await until_disconnect(request.receive, service.run(render_chat, service, body, plan))
-    ids = prompt.token_ids
+    ids = await until_disconnect(request.receive, service.run(_rendered, service, body))
     tokenizer: Any = service.model.tokenizer
     text = await service.run(tokenizer.decode, ids)
     others = {"object": "chat.completion.render", "model": body.model, "prompt": text}
     return await list_response(service, "prompt_token_ids", ids, others, are_short=True)
+
+
+def _rendered(service: ModelService, body: ChatRequest) -> list[int]:
+    plan = plan_tools(body, service.family, service.special_ids)
+    return read_prompt(service, body, plan, max_tokens_of(body)).token_ids
 
 
 async def _read(request: Request, kind: type[Any]) -> tuple[ModelService, Any]:

@@ -106,10 +106,7 @@ def _choice(choice: Any, names: Sequence[str]) -> tuple[str, Sequence[str]]:
         allowed = choice.get("allowed_tools", choice)
         mode = allowed.get("mode", "auto") if isinstance(allowed, dict) else None
         listed = allowed.get("tools") if isinstance(allowed, dict) else None
-        wanted = [
-            (each.get("function") or each).get("name") if isinstance(each, dict) else None
-            for each in (listed if isinstance(listed, list) else [None])
-        ]
+        wanted = [_name_of(each) for each in (listed if isinstance(listed, list) else [None])]
     else:
         wanted, mode = [None], "auto"
     if mode not in ("auto", "required", "named") or not wanted or any(name not in names for name in wanted):
@@ -119,6 +116,12 @@ def _choice(choice: Any, names: Sequence[str]) -> tuple[str, Sequence[str]]:
             "invalid_value",
         )
     return mode, [name for name in wanted if name is not None]
+
+
+def _name_of(allowed: Any) -> Any:
+    """Returns the name of an allowed tool, as chats or responses spell it; None for another."""
+    function = allowed.get("function") or allowed if isinstance(allowed, dict) else None
+    return function.get("name") if isinstance(function, dict) else None
 
 
 def reasoning_end(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import uuid
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from typing import Any
 
-from pydantic_core import from_json
-
+from torchax_serve.server.anthropic.schemas import ID_PREFIX
+from torchax_serve.server.call_arguments import input_of
 from torchax_serve.server.chat import StartedChat
 from torchax_serve.server.chat_answer import MessageReader
 from torchax_serve.server.context import ServerContext
@@ -65,7 +65,7 @@ class MessageAnswer:
                         message["usage"] |= each["usage"]
         for block, texts in zip(message["content"], pieces, strict=True):
             field = {"tool_use": "input"}.get(block["type"], block["type"])
-            block[field] = _input_of("".join(texts)) if field == "input" else "".join(texts)
+            block[field] = input_of("".join(texts)) if field == "input" else "".join(texts)
         return message
 
     async def _events(self) -> AsyncGenerator[list[dict[str, Any]]]:
@@ -107,14 +107,19 @@ class MessageAnswer:
         }
 
     def _of_step(self, parsed: ParsedStep) -> Iterator[dict[str, Any]]:
-        """Yields the events of what a step adds."""
+        """Yields the events of what a step adds, the rest of an open call first."""
+        continuing, others = parsed.pieces()
+        yield from self._calls(continuing)
         if parsed.reasoning:
             yield from self._text("thinking", parsed.reasoning)
         if parsed.content:
             yield from self._text("text", parsed.content)
-        for piece in parsed.tool_calls:
+        yield from self._calls(others)
+
+    def _calls(self, pieces: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+        for piece in pieces:
             if "id" in piece:
-                name, call_id = piece["function"]["name"], f"toolu_{piece['id'].removeprefix('call_')}"
+                name, call_id = piece["function"]["name"], f"{ID_PREFIX}{piece['id'].removeprefix('call_')}"
                 yield from self._begin({"type": "tool_use", "id": call_id, "name": name, "input": {}})
             if text := piece["function"]["arguments"]:
                 yield self._delta({"type": "input_json_delta", "partial_json": text})
@@ -166,12 +171,3 @@ def _add_delta(block: dict[str, Any], pieces: list[str], delta: dict[str, Any]) 
         block["signature"] = delta["signature"]
     else:
         pieces.append(next(value for name, value in delta.items() if name != "type"))
-
-
-def _input_of(text: str) -> dict[str, Any]:
-    """Returns the arguments of a call.
-
-    Of one that was cut it is what is complete, as clients read a stream.
-    """
-    found = from_json(text, allow_partial=True) if text else {}
-    return found if isinstance(found, dict) else {}

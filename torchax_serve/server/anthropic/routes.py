@@ -13,7 +13,7 @@ from torchax_serve.server.anthropic.errors import error_content
 from torchax_serve.server.anthropic.schemas import CountTokensRequest, MessagesRequest
 from torchax_serve.server.anthropic.translation import chat_of
 from torchax_serve.server.body import read_request
-from torchax_serve.server.chat import render_chat, start_chat, with_files
+from torchax_serve.server.chat import read_prompt, start_chat, with_files
 from torchax_serve.server.context import ServerContext, context_of
 from torchax_serve.server.dialect_requests import names_of_fields, note_unknown
 from torchax_serve.server.errors import ApiError
@@ -44,8 +44,9 @@ async def count_tokens(request: Request) -> Response:
     """Returns the number of tokens that a conversation's prompt has."""
     context, service, chat = await _read(request, CountTokensRequest)
     chat = await with_files(chat, context.options)
-    plan = plan_tools(chat, service.family, service.special_ids)
-    prompt = await until_disconnect(request.receive, service.run(render_chat, service, chat, plan))
+    with names_of_fields(_NAMES):
+        plan = plan_tools(chat, service.family, service.special_ids)
+        prompt = await until_disconnect(request.receive, service.run(read_prompt, service, chat, plan))
     return JSONResponse({"input_tokens": len(prompt.token_ids)})
 
 

@@ -9,6 +9,9 @@ import pydantic
 from torchax_serve.server.dialect_requests import FastList, OpenPart, OpenRequest, as_parts_of
 from torchax_serve.server.request_fields import FAIL_FAST, Strings, honoured, no_effect
 
+ID_PREFIX = "toolu_"
+"""Beginning of the ids of calls in this interface, which the model's ids are written behind."""
+
 
 class _Block(OpenPart):
     """Base of content blocks; `cache_control` has no effect, as prefixes are found without it."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torchax_serve.server.anthropic.schemas import (
+    ID_PREFIX,
     CountTokensRequest,
     DocumentBlock,
     ImageBlock,
@@ -21,7 +22,7 @@ from torchax_serve.server.anthropic.schemas import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from torchax_serve.server.dialect_requests import without_none
+from torchax_serve.server.dialect_requests import with_passed_on, without_none
 from torchax_serve.server.errors import bad_request
 from torchax_serve.server.model_service import ModelService
 from torchax_serve.server.notes import note_once
@@ -59,7 +60,7 @@ def chat_of(body: CountTokensRequest, service: ModelService) -> ChatRequest:
         fields |= {"stop": body.stop_sequences} | {
             name: getattr(body, name) for name in ("max_tokens", "stream", "temperature", "top_p", "top_k")
         }
-    return ChatRequest.parse(without_none(fields))
+    return ChatRequest.parse(with_passed_on(fields, body))
 
 
 def _system(blocks: Sequence[TextBlock] | None) -> list[dict[str, Any]]:
@@ -127,7 +128,11 @@ def _turn(message: InputMessage, where: str) -> Iterator[dict[str, Any]]:
         if not isinstance(block, ToolResultBlock):
             parts.append(_part(block, f"{where}.content[{index}]"))
     if message.role == "system":
-        yield {"role": "system", "content": "\n\n".join(part.get("text", "") for part in parts)}
+        wrong = next((part["type"] for part in parts if part["type"] != "text"), None)
+        if wrong is not None:
+            text = f"{where}.content: expected texts of a system message, got {wrong}; move it to a message of the user"
+            raise bad_request(text, f"{where}.content", "invalid_value")
+        yield {"role": "system", "content": "\n\n".join(part["text"] for part in parts)}
     elif parts or not results:
         yield {"role": "user", "content": parts or ""}
 
@@ -141,7 +146,7 @@ def _assistant(message: InputMessage, where: str) -> dict[str, Any]:
             thoughts.append(block.thinking)
         elif isinstance(block, ToolUseBlock):
             function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
-            calls.append({"id": block.id, "type": "function", "function": function})
+            calls.append({"id": _own_id(block.id), "type": "function", "function": function})
         elif not isinstance(block, RedactedThinkingBlock):
             field = f"{where}.content[{index}]"
             message_text = f"{field}.type: expected text, thinking or tool_use of the assistant, got {block.type}"
@@ -167,7 +172,12 @@ def _result(block: ToolResultBlock, images: list[dict[str, Any]], where: str) ->
             texts.append("[image: in the message below]")
     text = "\n".join(texts)
     content = f"Error: {text}" if block.is_error else text
-    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
+    return {"role": "tool", "tool_call_id": _own_id(block.tool_use_id), "content": content}
+
+
+def _own_id(given: str) -> str:
+    """Returns the id of a call as the model wrote it; a prefix alone is an id."""
+    return given.removeprefix(ID_PREFIX) or given
 
 
 def _part(block: Any, where: str) -> dict[str, Any]:

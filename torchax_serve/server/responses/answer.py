@@ -52,6 +52,7 @@ class ResponseAnswer:
         custom = {tool.name for tool in body.tools or () if tool.type == "custom" and tool.name}
         self._items = ItemWriter(custom, seals=ENCRYPTED in (body.include or ()))
         self._format = LogprobFormat(service.token_bytes) if LOGPROBS in (body.include or ()) else None
+        self._waiting: list[Any] = []  # log-probabilities of tokens whose text has not come
         self._num_events = 0
         self._is_cancelled = False
         self.response = _response_of(body, service)
@@ -99,7 +100,7 @@ class ResponseAnswer:
         if self.response["store"]:
             given = ITEMS.dump_python(list(self._body.input), mode="json", by_alias=True, exclude_unset=True)
             before = ITEMS.dump_python(list(self._input), mode="json", by_alias=True, exclude_unset=True)
-            given = [{"id": f"item_{uuid.uuid4().hex}", **item} for item in given]
+            given = [{**item, "id": item.get("id") or f"item_{uuid.uuid4().hex}"} for item in given]
             shown = self._shown()
             self._context.responses.put(self._key, shown, given, [*before, *shown["output"]])
 
@@ -122,10 +123,18 @@ class ResponseAnswer:
             self._context.responses.end(self._key, self.response["id"])
 
     def _logprobs(self, step: AnswerStep, parsed: ParsedStep) -> list[Any]:
-        """Returns the log-probabilities of a step's tokens, if its text is part of a message."""
-        if self._format is None or not parsed.content:
+        """Returns the log-probabilities of a step's tokens, if its text is part of a message.
+
+        Those of tokens whose text comes with a later one are kept until then.
+        """
+        if self._format is None:
             return []
-        return self._format.chat(step.logprobs or (), self._body.top_logprobs or 0)
+        if not self._reader.is_content and not parsed.content:
+            self._waiting = []
+            return []
+        found = [*self._waiting, *self._format.chat(step.logprobs or (), self._body.top_logprobs or 0)]
+        self._waiting = [] if parsed.content else found
+        return found if parsed.content else []
 
     def _end(self, reason: str) -> Iterator[dict[str, Any]]:
         is_cut = reason == "length"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from torchax_serve.server.call_arguments import unicode_text
 from torchax_serve.server.parsed_message import ParsedStep
 from torchax_serve.server.responses.translation import sealed
 
@@ -33,12 +34,17 @@ class ItemWriter:
         self._logprobs: list[Any] = []
 
     def push(self, parsed: ParsedStep, logprobs: Sequence[Any] = ()) -> Iterator[dict[str, Any]]:
-        """Yields the events of what a step adds."""
+        """Yields the events of what a step adds, the rest of an open call first."""
+        continuing, others = parsed.pieces()
+        yield from self._calls(continuing)
         if parsed.reasoning:
             yield from self._text("reasoning", parsed.reasoning)
         if parsed.content:
             yield from self._text("message", parsed.content, logprobs)
-        for piece in parsed.tool_calls:
+        yield from self._calls(others)
+
+    def _calls(self, pieces: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+        for piece in pieces:
             if "id" in piece:
                 yield from self._begin_call(piece["function"]["name"], piece["id"])
             if text := piece["function"]["arguments"]:
@@ -113,6 +119,6 @@ def _input_of(text: str) -> str:
     """Returns the text of a custom tool's call; arguments in another form as they are."""
     try:
         found = json.loads(text)["input"]
-    except (ValueError, KeyError, TypeError):
-        return text
-    return found if isinstance(found, str) else text
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return unicode_text(text)
+    return unicode_text(found if isinstance(found, str) else text)

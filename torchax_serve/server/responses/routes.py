@@ -32,7 +32,7 @@ async def responses(request: Request) -> Any:
     service = context.service()
     service.require("chat", "/v1/responses")
     body = await read_request(request, context.options, ResponsesRequest)
-    service.check_name(body.model, request.state.key, may_be_adapter=True)
+    service.settle_name(body, request.state.key, may_be_adapter=True)
     items = _conversation(context.responses, request.state.key_name, body)
     check_num_messages(len(items), context.options.request, "input")
     chat = await service.run(_chat_of, body.model_copy(update={"input": items}), service, context.responses.is_on)

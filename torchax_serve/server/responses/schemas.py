@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import pydantic
 
 from torchax_serve.server.dialect_requests import FastList, OpenPart, OpenRequest, as_parts_of
-from torchax_serve.server.request_fields import FAIL_FAST, Strings, honoured, no_effect, refused
+from torchax_serve.server.request_fields import FAIL_FAST, ModelName, Strings, honoured, no_effect, refused
 
 
 class _Item(OpenPart):
@@ -150,7 +150,7 @@ class ResponsesRequest(OpenRequest):
             *("function_call_output", "custom_tool_call_output"),
         )
     )
-    model: Annotated[str, honoured("a name in `/v1/models`; another one is 404")]
+    model: Annotated[ModelName, honoured("a name in `/v1/models`, another one is 404; without it, the served one")] = ""
     input: Annotated[
         list[Item],
         FAIL_FAST,

@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from torchax_serve.server.dialect_requests import without_none
+from torchax_serve.server.dialect_requests import with_passed_on, without_none
 from torchax_serve.server.errors import bad_request
 from torchax_serve.server.model_service import ModelService
 from torchax_serve.server.notes import note_once
@@ -60,7 +60,7 @@ def chat_of(body: ResponsesRequest, service: ModelService) -> ChatRequest:
             if form.schema_ is None:
                 raise bad_request("text.format.schema: expected a JSON schema, got none", "text", "invalid_value")
             fields["response_format"]["json_schema"] = {"name": form.name, "schema": form.schema_}
-    return ChatRequest.parse(without_none(fields))
+    return ChatRequest.parse(with_passed_on(fields, body))
 
 
 def sealed(reasoning: str) -> str:
@@ -103,7 +103,7 @@ def _add_to_answer(message: dict[str, Any], item: Any) -> None:
         message["content"] = "".join(part.text or part.refusal or "" for part in item.content)
     elif isinstance(item, ReasoningItem):
         if text := _reasoning(item):
-            message["reasoning_content"] = text
+            message["reasoning_content"] = "\n\n".join(filter(None, (message.get("reasoning_content"), text)))
     else:
         assert isinstance(item, FunctionCallItem | CustomToolCallItem)
         if isinstance(item, CustomToolCallItem):
