@@ -174,7 +174,7 @@ def test_more_tokens_than_the_model_has_are_bounded(claude):
 
 def test_the_last_message_of_the_assistant_is_continued(claude):
     messages = [{"role": "user", "content": "Now be polite"}, {"role": "assistant", "content": "One STOP"}]
-    assert ask(claude, messages).content[0].text == "Two."
+    assert ask(claude, messages).content[0].text == " Two."
 
 
 @pytest.mark.parametrize("fields", [{}, {"tools": TOOLS}, {"system": [{"type": "text", "text": "Be short."}]}])
