@@ -82,7 +82,7 @@ def test_hosts_have_the_tokens_of_one_device_until_one_dies_which_ends_the_run(s
 
 
 @pytest.mark.parametrize("action", ["recurrent", "per_sequence"])
-def test_requests_of_a_model_with_states_are_batched(start, action):
+def test_requests_of_other_models_are_batched(start, action):
     leader, follower = start(action, free_port())
     status, out, error = leader.end()
     assert status == 0, error

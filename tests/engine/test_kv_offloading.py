@@ -3,10 +3,12 @@
 import numpy as np
 import pytest
 import torch
+import transformers
 from engine_models import VOCAB_SIZE, tiny_model
 from thorough import thorough
 
 from torchax_serve import EngineOptions, InvalidArgumentError, SamplingParams, serve
+from torchax_serve.parity.tiny.config import tiny_config
 
 LAYOUT = {"max_model_len": 64, "max_num_seqs": 2, "page_size": 8, "max_num_batched_tokens": 32}
 PARAMS = SamplingParams(max_new_tokens=6, temperature=0.0, logprobs=0)
@@ -70,20 +72,17 @@ def test_new_weights_find_no_prefix_of_before():
         assert served.stats().scheduler.num_hit_tokens == hits
 
 
-DRAFTS = {"speculative": {"num_speculative_tokens": 2}}
-"""With which a recurrent model runs per-sequence."""
-
-
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("mamba", {"kv_offloading_bytes": 4096} | DRAFTS, "expected 0 for a model whose requests share no prefixes"),
+        ("inkling_text", {"kv_offloading_bytes": 4096}, "expected 0 for a model whose requests share no prefixes"),
         ("llama", {"kv_offloading_bytes": 10}, "expected 0 or at least [0-9]+, two pages of each layer, got 10"),
     ],
 )
 def test_what_stores_no_prefix_is_refused(name, options, message):
     engine = EngineOptions(**LAYOUT, **options)
-    with serve(tiny_model(name), engine=engine) as served, pytest.raises(InvalidArgumentError, match=message):
+    model = tiny_model(name) if name == "llama" else transformers.AutoModelForCausalLM.from_config(tiny_config(name))
+    with serve(model.eval(), engine=engine) as served, pytest.raises(InvalidArgumentError, match=message):
         served.generate_batch(PROMPTS[:1], [PARAMS])
 
 

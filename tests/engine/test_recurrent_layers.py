@@ -13,7 +13,6 @@ from weights import draw_matrices
 from model_adapters.caches import state_layer
 from torchax_serve import EngineOptions, RequestError, SamplingParams, serve
 from torchax_serve.engine.request import EngineRequest
-from torchax_serve.executors import packed_probes
 
 VOCAB_SIZE, NEW = 97, 12
 SIZES = {
@@ -213,12 +212,6 @@ def test_a_recurrence_that_is_not_known_runs_per_sequence(monkeypatch):
     with serve(tiny("qwen3_5_text"), engine=OPTIONS) as model:
         assert tokens(model, ids) == [eager_tokens(eager, each) for each in ids]
         assert "not packed" in model.engine.description
-
-
-@pytest.mark.parametrize("options", [{"speculative": {"method": "ngram", "num_speculative_tokens": 2}}])
-def test_what_is_not_packed_yet_is_said(options):
-    with serve(tiny("lfm2"), engine=dataclasses.replace(OPTIONS, **options)) as model:
-        assert f"not packed: {packed_probes.RECURRENT}; it runs packed without drafts" in model.engine.description
 
 
 def test_a_trace_that_fails_leaves_no_layer_to_others():
