@@ -119,12 +119,12 @@ def test_what_cannot_be_planned_is_refused(tmp_path):
         planned(llama(2), method="eagle3", model="head")
     with pytest.raises(UnsupportedArgumentError, match="expected a configuration with num_nextn_predict_layers 1"):
         planned(llama(2), method="mtp")
-    mamba = transformers.MambaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=64, state_size=4)
-    recurrent = module_of(transformers.MambaForCausalLM, mamba, torch.float32)
+    bloom = transformers.BloomConfig(hidden_size=32, n_layer=1, n_head=2, vocab_size=64)
+    per_sequence = module_of(transformers.BloomForCausalLM, bloom, torch.float32)
     with pytest.raises(UnsupportedArgumentError, match="expected a model that runs packed for a plan with drafts, got"):
-        planned(recurrent, method="ngram")
+        planned(per_sequence, method="ngram")
     with pytest.raises(UnsupportedArgumentError, match="expected a model that runs packed, got small: "):
-        planned(llama(2), recurrent, method="draft_model", model="small")
+        planned(llama(2), per_sequence, method="draft_model", model="small")
 
 
 @pytest.mark.parametrize(
