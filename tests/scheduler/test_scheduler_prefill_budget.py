@@ -5,7 +5,14 @@ import random
 
 import pytest
 
-from torchax_serve.scheduler import CacheGroup, PrefillBudget, Scheduler, SchedulerConfig, SchedulerRequest
+from torchax_serve.scheduler import (
+    CacheGroup,
+    LatencyGoals,
+    PrefillBudget,
+    Scheduler,
+    SchedulerConfig,
+    SchedulerRequest,
+)
 
 COSTS = {  # seconds of a step with so many decode rows and prefill tokens
     "linear": lambda rows, tokens: 10e-3 + 20e-6 * rows + 50e-6 * tokens,
@@ -26,6 +33,7 @@ def run(cost, num_running, flood, seed=0, spikes=False):
         max_model_len=4096,
         max_num_batched_tokens=2048,
         enable_prefix_caching=False,
+        max_decode_slowdown=2.0,
     )
     scheduler = Scheduler(config)
     for i in range(num_running):
@@ -74,19 +82,19 @@ def test_steps_that_compiled_do_not_stop_the_flood():
 
 
 def test_without_decode_rows_the_whole_budget_is_used():
-    pacer = PrefillBudget(16, 2.0)
+    pacer = PrefillBudget(16, LatencyGoals(2.0))
     assert pacer.limit(0, 5000) == 5000
 
 
 def test_what_is_not_measured_still_advances():
-    pacer = PrefillBudget(16, 2.0)
+    pacer = PrefillBudget(16, LatencyGoals(2.0))
     limits = [pacer.limit(3, 500) for _ in range(200)]
     assert set(limits) == {0, 16}
     assert limits.count(0) < 8
 
 
 def test_a_quiet_time_buys_no_burst():
-    pacer = PrefillBudget(16, 2.0)
+    pacer = PrefillBudget(16, LatencyGoals(2.0))
     for step in range(40):
         pacer.record(step, 4, 0, 1, 0.010)
         pacer.record(step, 4, 100, 1, 0.015)  # 50 microseconds a token
@@ -95,7 +103,7 @@ def test_a_quiet_time_buys_no_burst():
 
 
 def test_steps_that_fit_a_time():
-    pacer = PrefillBudget(16, 2.0)
+    pacer = PrefillBudget(16, LatencyGoals(2.0))
     assert pacer.steps_within(0.1, 4) == 1, "nothing is known"
     assert pacer.steps_within(math.inf, 4) == math.inf, "nothing need be"
     pacer.record(0, 4, 0, 2, 0.050)

@@ -42,6 +42,10 @@ logger = logging.getLogger("torchax_serve")
 MAX_IN_FLIGHT = 2
 """Maximum number of steps in flight: the device computes one while the host prepares the next."""
 
+LEAST_PACED_S = 0.02
+"""Expected seconds of a step from which on the host waits before it plans the next one, so that requests that arrive
+meanwhile are in it."""
+
 CLOSE_TIMEOUT_S = 30.0
 """Default time limit of `Engine.close`, in seconds: longer than any step, unless it hangs or compiles."""
 
@@ -320,7 +324,9 @@ class Engine:
             self._fail(plan, error)
             return
         self._output_processor.deliver_failures(step, self._scheduler.abort)
-        expected_seconds = self._scheduler.expected_seconds(plan) if plan.num_steps > 1 else 0.0
+        expected_seconds = self._scheduler.expected_seconds(plan)
+        if plan.num_steps == 1 and expected_seconds < LEAST_PACED_S:
+            expected_seconds = 0.0  # the host would be late
         sent_s = time.monotonic() if masks is None else sent_s  # a masked one has waited for the step before
         self._dispatched.push(step, expected_seconds, self._runner.num_untimed == num_untimed, sent_s)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -187,6 +188,7 @@ def _scheduler_config(
         groups = tuple(dataclasses.replace(group, num_behind=num_behind) for group in groups)
     if limits.num_snapshots:
         snapshots = SnapshotGroup(limits.num_snapshots, 1 if host is None else host.num_snapshots)
+    ttft_s = _seconds(options.ttft_target_ms)
     return SchedulerConfig(
         groups=groups,
         page_size=sizes.page_size,
@@ -196,14 +198,20 @@ def _scheduler_config(
         enable_prefix_caching=options.enable_prefix_caching and limits.shares_prefixes,
         snapshots=snapshots,
         max_num_steps=max(1, limits.fused_decode_steps),
-        max_fused_decode_s=MAX_DISPATCH_S,
+        max_fused_decode_s=min(MAX_DISPATCH_S, (ttft_s or math.inf) / 4),
         allowed_chunk_sizes=limits.chunk_sizes,
         batches_prefill=limits.batches_prefill,
         max_decode_slowdown=options.max_decode_slowdown,
+        tpot_target_s=_seconds(options.tpot_target_ms),
+        ttft_target_s=ttft_s,
         speculative=sizes.speculative,
         token_buckets=limits.token_buckets,
         rope=None if runtime.program.rope is None else runtime.program.rope.lengths,
     )
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1000
 
 
 def _max_encoder_len(runtime: ModelRuntime, options: EngineOptions) -> int:

@@ -6,6 +6,7 @@ They have the names that vLLM gives them, where it has one.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -67,7 +68,13 @@ class EngineOptions:
         max_num_steps: Decode steps in one dispatch, at most, while no request waits. Fewer are sent where they would
             take more than 0.1 s, since a request that arrives meanwhile waits for the dispatch.
         max_decode_slowdown: Factor by which prompts of new requests may lengthen the time per token of running
-            requests. A larger factor shortens the time to first token and finishes a batch of many prompts sooner.
+            requests. A larger factor shortens the time to first token; a small one keeps the pace of running requests
+            in a flood of prompts, which then waits.
+        tpot_target_ms: Milliseconds per token of running requests that prompts of new requests may lengthen it to, in
+            place of `max_decode_slowdown`. Where a token takes longer without any, prompts get a tenth of the time.
+        ttft_target_ms: Milliseconds from a request's arrival to its first token. Its prompt is computed as slowly as
+            this allows, in favour of running requests; where it does not, as fast as the two options above allow.
+            None: always as fast as that.
         kv_cache_dtype: "int8" or "fp8" (float8_e4m3fn, where the chip has it) stores keys and values in 8 bits, so that
             twice as many tokens of a 16-bit model fit; a scale for each layer and head is calibrated at the start with
             a prompt of random tokens. None: the model's dtype.
@@ -86,7 +93,9 @@ class EngineOptions:
     max_num_batched_tokens: int = 256
     enable_prefix_caching: bool = True
     max_num_steps: int = 16
-    max_decode_slowdown: float = 2.0
+    max_decode_slowdown: float = 8.0
+    tpot_target_ms: float | None = None
+    ttft_target_ms: float | None = None
     batch_invariant: bool = False
     kv_cache_dtype: str | None = None
     max_encoder_len: int | None = None
@@ -116,6 +125,11 @@ class EngineOptions:
         slowdown = self.max_decode_slowdown
         if isinstance(slowdown, bool) or not isinstance(slowdown, int | float) or not slowdown > 1:
             raise InvalidArgumentError(f"max_decode_slowdown: expected a number above 1, got {slowdown!r}")
+        for name in ("tpot_target_ms", "ttft_target_ms"):
+            target = getattr(self, name)
+            is_number = isinstance(target, int | float) and not isinstance(target, bool)
+            if target is not None and not (is_number and 0 < target < math.inf):
+                raise InvalidArgumentError(f"{name}: expected milliseconds above 0 or None, got {target!r}")
 
     @property
     def has_draft_model(self) -> bool:

@@ -185,6 +185,7 @@ class EngineRequest:
             salt=("" if self.adapter is None else self.adapter.salt) + (params.cache_salt or ""),
             cache_prompt=params.prompt_logprobs is None,  # cached tokens have no logits
             fork_of=self.fork_of,
+            arrived_s=now,
             waits_for_tokens=self.masks is not None,
             speculates=params.speculate is not False,
             num_unspeculated=self._num_unspeculated(),

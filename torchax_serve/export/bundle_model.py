@@ -39,6 +39,8 @@ _POLICIES = (
     "max_num_waiting",
     "max_num_waiting_tokens",
     "max_decode_slowdown",
+    "tpot_target_ms",
+    "ttft_target_ms",
 )
 """Options of the engine that no program depends on."""
 

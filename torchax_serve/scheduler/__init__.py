@@ -7,7 +7,7 @@ from torchax_serve.scheduler.config import CacheGroup, SchedulerConfig, Snapshot
 from torchax_serve.scheduler.host_pages import PageTransfer
 from torchax_serve.scheduler.page_allocator import PageAllocator, SequencePages
 from torchax_serve.scheduler.page_pool import NULL_PAGE, PageCopy, PagePool
-from torchax_serve.scheduler.prefill_budget import PrefillBudget
+from torchax_serve.scheduler.prefill_budget import LatencyGoals, PrefillBudget
 from torchax_serve.scheduler.request import RequestState, SchedulerRequest, Status
 from torchax_serve.scheduler.scheduler import INVALID_TOKEN, Scheduler
 from torchax_serve.scheduler.speculative_config import SpeculativeConfig
@@ -22,6 +22,7 @@ __all__ = [
     "DecodeBatch",
     "DraftResult",
     "DraftRows",
+    "LatencyGoals",
     "PageAllocator",
     "PageCopy",
     "PagePool",

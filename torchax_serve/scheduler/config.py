@@ -90,7 +90,9 @@ class SchedulerConfig:
     max_num_batched_tokens: int  # tokens computed in one step, all rows together
     max_rows_per_step: int | None = None  # requests that run at once, where that is less than max_num_seqs
     min_prefill_chunk: int = 16  # a step with decode rows prefills at least as many tokens of a longer prompt
-    max_decode_slowdown: float = 2.0  # time per token of running requests with new prompts, over that without
+    max_decode_slowdown: float = 8.0  # time per token of running requests with new prompts, over that without
+    tpot_target_s: float | None = None  # seconds per token of running requests, in place of it
+    ttft_target_s: float | None = None  # seconds to the first token, for which prefill takes what is needed
     enable_prefix_caching: bool = True  # off for models whose pages and snapshots do not hold their prefixes
     snapshots: SnapshotGroup | None = None  # None: no layer has a recurrent state
     max_num_steps: int = 1  # decode steps in one dispatch when nothing waits
@@ -123,7 +125,11 @@ class SchedulerConfig:
                 "max_num_batched_tokens", expected, self.max_num_batched_tokens, "raise it, or lower min_prefill_chunk"
             )
         if not isinstance(self.max_decode_slowdown, int | float) or not self.max_decode_slowdown > 1:
-            raise invalid("max_decode_slowdown", "a number > 1", self.max_decode_slowdown, "2 is the usual promise")
+            raise invalid("max_decode_slowdown", "a number > 1", self.max_decode_slowdown, "8 is usual")
+        for name in ("tpot_target_s", "ttft_target_s"):
+            target = getattr(self, name)
+            if target is not None and (not isinstance(target, int | float) or not 0 < target < math.inf):
+                raise invalid(name, "a number of seconds > 0, or None", target, "None sets none")
         if not isinstance(self.max_fused_decode_s, int | float) or not self.max_fused_decode_s > 0:
             raise invalid("max_fused_decode_s", "a number > 0", self.max_fused_decode_s, "a tenth of a second is usual")
         for name in ("enable_prefix_caching", "batches_prefill"):

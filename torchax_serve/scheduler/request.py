@@ -41,6 +41,7 @@ class SchedulerRequest:
     has_page_ids: bool = False  # `prompt_ids` has ids beyond those of tokens, which say what images and audio are
     speculates: bool = True  # drafts of its tokens may be verified
     num_unspeculated: float = 0  # first new tokens for which there are no drafts; infinite: for none of them
+    arrived_s: float | None = None  # on the scheduler's clock, for goals of the time to first token; None: just now
     waits_for_tokens: bool = False  # what may be sampled follows from all tokens before: one may be unread, not more
 
     def __post_init__(self) -> None:

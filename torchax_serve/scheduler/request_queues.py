@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
+import math
 import operator
 from collections.abc import Iterator
 
@@ -82,6 +83,19 @@ class RequestQueues:
     def num_started(self) -> int:
         """Number of requests that have begun: running, draining, or preempted."""
         return len(self.running) + len(self._draining) + sum(s.status is Status.PREEMPTED for s in self.waiting)
+
+    def prompts(self, now: float) -> Iterator[tuple[float, int]]:
+        """Yields, in order, how long each prompt has waited at `now`, and its tokens to compute.
+
+        A request that had its first token and is computed again has not waited for one: minus infinity.
+        """
+        for state in (*self.running, *self.waiting):
+            num_tokens = max(len(state.tokens), state.num_prefill_tokens) - state.num_planned
+            if state.pages is not None and not state.wants_prefill:
+                continue
+            arrived_s = state.request.arrived_s
+            waited_s = 0.0 if arrived_s is None else now - arrived_s
+            yield waited_s if state.started_step is None else -math.inf, num_tokens
 
     def clear_prefix_cache(self) -> None:
         """Removes all cached prefixes; pages that live requests hold are not shared any more."""

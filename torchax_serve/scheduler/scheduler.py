@@ -17,7 +17,7 @@ from torchax_serve.outputs import FinishReason, SchedulerStats
 from torchax_serve.sampling_params import invalid
 from torchax_serve.scheduler.config import SchedulerConfig
 from torchax_serve.scheduler.page_allocator import PageAllocator
-from torchax_serve.scheduler.prefill_budget import PrefillBudget
+from torchax_serve.scheduler.prefill_budget import LatencyGoals, PrefillBudget
 from torchax_serve.scheduler.prefix_cache import PageHash, page_hash
 from torchax_serve.scheduler.request import RequestState, SchedulerRequest, Status
 from torchax_serve.scheduler.request_queues import RequestQueues
@@ -49,7 +49,8 @@ class Scheduler:
         self.config = config
         self._allocator = PageAllocator(config, hash_function)
         self._queues = RequestQueues(config, self._allocator)
-        self._prefill_budget = PrefillBudget(config.min_prefill_chunk, config.max_decode_slowdown)
+        goals = LatencyGoals(config.max_decode_slowdown, config.tpot_target_s, config.ttft_target_s)
+        self._prefill_budget = PrefillBudget(config.min_prefill_chunk, goals)
         self._planner = StepPlanner(config, self._allocator, self._queues, self._prefill_budget)
         self._in_flight: deque[_InFlightPlan] = deque()
         self.num_new_tokens = 0  # since the start, accepted
@@ -72,6 +73,8 @@ class Scheduler:
         """
         state = self._queues.add(request)
         state.arrived_step = self._planner.num_planned
+        if request.arrived_s is not None:
+            self._planner.last_arrival_s = request.arrived_s
         return state
 
     def find(self, request_id: RequestId) -> RequestState | None:
@@ -102,10 +105,10 @@ class Scheduler:
         return planned[0]
 
     def expected_seconds(self, plan: StepPlan) -> float:
-        """Returns the expected seconds of a decode plan, measured on earlier ones; 0 if unknown."""
+        """Returns the expected seconds of a plan, measured on earlier ones; 0 if unknown."""
         if plan.drafts is not None and self._planner.speculation is not None:
             return plan.num_steps * self._planner.speculation.step_s(plan.num_decode)
-        return plan.num_steps * (self._prefill_budget.decode_step_s(plan.num_decode) or 0.0)
+        return self._prefill_budget.step_s(plan.num_decode, plan.num_prefill_tokens, plan.num_steps) or 0.0
 
     def commit(self, plan: StepPlan, tokens: Any, now: float, duration_s: float | None = None) -> list[RowResult]:
         """Takes the result of the oldest plan in flight.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from torchax_serve.scheduler.config import SchedulerConfig
@@ -17,6 +18,11 @@ from torchax_serve.scheduler.step_plan import DraftRows, PlanRow, StepPlan
 
 BURST_DECODE_DELAY = 8
 """Steps for which new requests of a burst delay decoding, so that their prompts are prefilled together."""
+
+
+LEAST_FUSED_S, ARRIVALS_FRACTION = 0.05, 0.125
+"""Several decode steps in a dispatch take at most this fraction of the time since a request arrived, and this many
+seconds at least: where one has arrived, the next may be near, and would wait for the end of the dispatch."""
 
 
 class StepPlanner:
@@ -39,6 +45,7 @@ class StepPlanner:
         if config.speculative is not None:
             self.speculation = SpeculativePlanner(config.speculative, config, allocator, queues, prefill_budget)
         self._now_s = 0.0  # of the plan that is made
+        self.last_arrival_s = -math.inf
         self.holds_waiting = False  # no request begins; preempted ones continue
         self.num_planned = 0
         self.num_prompt_tokens = 0  # of requests let in, each time they were
@@ -101,7 +108,9 @@ class StepPlanner:
         if is_burst:
             limit = self._config.max_num_batched_tokens if holds_decode else budget
         else:
-            limit = self._round_up_to_bucket(num_decode, self._prefill_budget.limit(num_decode, budget), budget)
+            limit = self._round_up_to_bucket(
+                num_decode, self._prefill_budget.limit(num_decode, budget, self._queues.prompts(self._now_s)), budget
+            )
         first = prompt or next(iter(self._queues.waiting), None)
         if limit and first is not None and first.request.spans:
             limit = min(max(limit, first.least_chunk), budget)
@@ -369,7 +378,8 @@ class StepPlanner:
         It is at least one, also where there is no page.
         """
         config = self._config
-        affordable = self._prefill_budget.steps_within(config.max_fused_decode_s, num_decode)
+        fused_s = max(LEAST_FUSED_S, ARRIVALS_FRACTION * (self._now_s - self.last_arrival_s))
+        affordable = self._prefill_budget.steps_within(min(config.max_fused_decode_s, fused_s), num_decode)
         return max(1, int(min(config.max_num_steps, affordable, to_come, to_recompute, config.max_model_len - longest)))
 
     def _has_pages(self, num_tokens: int) -> bool:
