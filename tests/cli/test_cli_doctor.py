@@ -1,9 +1,11 @@
 """``doctor``: what the report has, what makes it end with 1, and what it keeps to itself."""
 
 import dataclasses
+import importlib
 import importlib.metadata
 import json
 import re
+import sys
 import tomllib
 from pathlib import Path
 
@@ -14,7 +16,8 @@ from typer.testing import CliRunner
 
 from model_adapters.ops import list_ops, registry
 from torchax_serve.cli.main import app
-from torchax_serve.diagnostics import environment, kernel_checks
+from torchax_serve.cli.shared.errors import EXIT_INTERNAL, run_and_report
+from torchax_serve.diagnostics import environment, imports, kernel_checks
 from torchax_serve.diagnostics.report import Fact, Section, as_markdown, without_personal_data
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -137,7 +140,7 @@ def test_a_missing_package_is_a_problem_and_another_version_a_note(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", version)
     facts = {fact.name: fact for fact in environment.versions()}
     assert (facts["torchax"].state, facts["transformers"].state, facts["jax"].state) == ("problem", "note", "ok")
-    assert facts["transformers"].value.startswith("4.0.0; made for and tested with ")
+    assert facts["transformers"].value.startswith("4.0.0; expected >=5.17")
 
 
 def test_extras_are_those_of_the_package(monkeypatch):
@@ -250,3 +253,40 @@ def test_markdown_lists_problems_again():
         "",
         "* longer: bad",
     ]
+
+
+BROKEN = {"torchvision": "operator torchvision::nms does not exist", "sklearn": "numpy.dtype size changed"}
+
+
+def put_broken_packages(folder, monkeypatch):
+    """Makes packages that raise when they are imported, as those that were built for another torch do."""
+    for name, reason in BROKEN.items():
+        (folder / name).mkdir()
+        (folder / name / "__init__.py").write_text(f"raise RuntimeError({reason!r})\n")
+        for known in [each for each in sys.modules if each.split(".")[0] == name]:
+            monkeypatch.delitem(sys.modules, known)
+    monkeypatch.syspath_prepend(folder)
+
+
+def test_a_package_that_is_there_and_cannot_be_imported_is_a_problem(tmp_path, monkeypatch):
+    put_broken_packages(tmp_path, monkeypatch)
+    facts = {fact.name: fact for fact in imports.imports()}
+    assert {name for name, fact in facts.items() if fact.state == "problem"} == set(BROKEN)
+    for name, reason in BROKEN.items():
+        assert f"cannot be imported (RuntimeError: {reason})" in facts[name].value
+    assert "pip uninstall torchvision" in facts["torchvision"].value
+    assert "pip uninstall scikit-learn" in facts["sklearn"].value
+    assert facts["torch"] == Fact("torch", "imported")
+
+
+def test_a_command_names_the_package_that_cannot_be_imported(tmp_path, monkeypatch, capsys):
+    put_broken_packages(tmp_path, monkeypatch)
+
+    def command():
+        try:
+            importlib.import_module("torchvision")
+        except RuntimeError as error:  # as the lazy modules of transformers do
+            raise ModuleNotFoundError("could not import AutoProcessor") from error
+
+    assert run_and_report(command, debug=False) == EXIT_INTERNAL
+    assert capsys.readouterr().err.endswith("(torchvision cannot be imported; torchax-serve doctor says more)\n")

@@ -43,6 +43,10 @@ def test_the_command_line_comes_first_then_variables_then_the_file(run):
 def test_lists_flags_and_other_spellings(run):
     _, options = run('served_model_name = ["a", "b"]\nno-warm-up = true\nssl-certfile = "c"\nssl-keyfile = "k"')
     assert options.served_model_names == ("a", "b")
+    _, options = run('served-model-name = "a"\napi-key = "alice:0123456789"\ncors-origin = "http://a"')
+    assert options.served_model_names == ("a",)
+    assert (options.api_keys, options.cors_origins) == ((("alice", "0123456789"),), ("http://a",))
+    _, options = run('no-warm-up = true\nssl-certfile = "c"\nssl-keyfile = "k"')
     assert options.warm_up is False
     assert (str(options.tls_certificate), str(options.tls_key)) == ("c", "k")
 
@@ -52,7 +56,7 @@ def test_lists_flags_and_other_spellings(run):
     [
         ("portt = 3", "did you mean port?"),
         ("port = [3]", "port: expected one value"),
-        ('served-model-name = "a"', "expected a list"),
+        ('served-model-name = {a = "b"}', "expected one value or a list"),
         ("[server]\nport = 3", "got 'server'"),
         ('port = "many"', "as an integer"),
         ("port = ", "expected a TOML file"),

@@ -77,7 +77,7 @@ def test_deploy_gives_it_to_the_replicas(monkeypatch):
 
     monkeypatch.setattr("torchax_serve.distributed.ray.options.DeployOptions", options_of)
     done = call("deploy", EMBEDDED, "--quantization", "int4")
-    assert "expected Ray, which is not installed" in done.stderr and "ray" in seen
+    assert "expected the package ray, which is not installed" in done.stderr and "ray" in seen
     assert made[0]["quantization"] == "int4"
 
 

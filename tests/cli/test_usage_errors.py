@@ -98,6 +98,13 @@ WRONG = [
     ("rm no-such-model --yes", "no model is called 'no-such-model'"),
     ("modles", "there is no command 'modles'; did you mean models?"),
     ("chat", "there is no command 'chat'; use torchax-serve run"),
+    ("list", "use torchax-serve models"),
+    ("ps", "use torchax-serve models"),
+    ("show", "use torchax-serve models"),
+    ("convert", "use torchax-serve quantize"),
+    ("create", "use torchax-serve quantize"),
+    ("lora", "use torchax-serve train"),
+    ("stop", "Ctrl-C or SIGTERM ends a server"),
     ("qwen3-0.6b", "to ask a model, put run before it"),
     ("--nonsense", "torchax-serve has no option --nonsense"),
 ]

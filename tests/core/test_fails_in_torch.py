@@ -48,12 +48,14 @@ class Reading(transformers.LlamaForCausalLM):
         return output
 
 
-def test_a_model_that_torch_can_run_keeps_the_error_of_the_bridge():
+def test_of_a_model_that_torch_can_run_the_place_that_cannot_be_traced_is_said():
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 32}
     module = Reading(transformers.LlamaConfig(**sizes, num_attention_heads=2)).eval()
     before = {name: parameter.clone() for name, parameter in module.named_parameters()}
     with torch.no_grad():
         module(IDS)
-    with serve(module) as served, pytest.raises(jax.errors.ConcretizationTypeError):
+    place = r"llama: expected a forward that can be traced, got ConcretizationTypeError at test_fails_in_torch.py:\d+: "
+    with serve(module) as served, pytest.raises(UnsupportedModelError, match=place) as raised:
         served(IDS)
+    assert isinstance(raised.value.__cause__, jax.errors.ConcretizationTypeError)
     assert all(torch.equal(parameter, before[name]) for name, parameter in module.named_parameters())

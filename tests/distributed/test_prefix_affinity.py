@@ -98,8 +98,8 @@ def test_replicas_on_the_command_line():
 
 
 def test_without_ray_the_extra_is_named(monkeypatch):
-    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"install the extra: pip install 'torchax-serve\[ray\]'"):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"deploy: expected the package ray, .*; pip install 'torchax-serve\[ray\]'"):
         command.deploy()
 
 

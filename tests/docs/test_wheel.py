@@ -4,6 +4,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from email.parser import Parser
 
 from documents import ROOT
 
@@ -33,11 +34,18 @@ def test_the_wheel_has_every_file_of_the_packages_and_nothing_else(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         sizes = {info.filename: info.file_size for info in archive.infolist()}
+        (metadata,) = (archive.read(name).decode() for name in sizes if name.endswith(".dist-info/METADATA"))
+        (commands,) = (archive.read(name).decode() for name in sizes if name.endswith(".dist-info/entry_points.txt"))
     assert {name for name in sizes if ".dist-info/" not in name} == expected
     assert {
         "torchax_serve/embedded/model.safetensors",
         "model_adapters/ops/cpu/simd.h",
         "torchax_serve/py.typed",
     } <= expected
+    headers = Parser().parsestr(metadata, headersonly=True)
+    assert (headers["License-Expression"], headers["License-File"]) == ("Apache-2.0", "LICENSE")
+    assert (headers["Requires-Python"], headers["Description-Content-Type"]) == (">=3.11", "text/markdown")
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in sizes)
+    assert "torchax-serve = torchax_serve.cli.main:main" in commands
     embedded = {name: size for name, size in sizes.items() if name.startswith("torchax_serve/embedded/")}
     assert sum(embedded.values()) <= LARGEST_EMBEDDED_BYTES

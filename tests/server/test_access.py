@@ -35,6 +35,16 @@ def test_every_route_needs_a_key_except_health(locked):
                 assert (status == 401) == (path not in PUBLIC), (method, path)
 
 
+def test_metrics_may_be_read_without_a_key_where_that_is_chosen(start_server):
+    serving = start_server(api_keys=(("alice", KEY),), metrics_without_key=True)
+    with httpx.Client(base_url=serving.url) as http:
+        assert http.get("/metrics").status_code == 200
+        assert http.get("/metrics", headers={"Authorization": "Bearer wrong-key"}).status_code == 200
+        for target in ("/metrics/", "/v1/models", "/version", "/metrics/../v1/models"):
+            assert http.get(target).status_code in (401, 404), target
+        assert http.get("/v1/models").status_code == 401
+
+
 @pytest.mark.parametrize(
     "target",
     ["//v1/models", "/v1/models/", "/./v1/models", "/livez/../v1/models", "/%76%31/models", "/v1/models%00",

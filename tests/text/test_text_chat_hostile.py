@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -313,3 +315,30 @@ def test_equal_params_give_equal_answers():
     model = eager_model()
     short = SamplingParams(max_new_tokens=3)
     assert chat(model, "Hi", short) == chat(model, [USER], dataclasses.replace(short))
+
+
+INTERRUPTED = """
+import os, signal, time
+from torchax_serve.text.template_renderer import TemplateJob, TemplateRenderer
+
+signal.signal(signal.SIGINT, lambda *_: None)  # the parent goes on, as a chat does after an answer that was broken off
+renderer = TemplateRenderer()
+renderer.start()
+for _ in range(3):  # while it starts, and when it is ready
+    os.killpg(os.getpgrp(), signal.SIGINT)
+    time.sleep(0.1)
+job = TemplateJob("{{ messages[0].content }}", [[{"role": "user", "content": "Hello"}]], {})
+first, process = renderer.render(job, 60).texts, renderer._process
+os.killpg(os.getpgrp(), signal.SIGINT)
+time.sleep(0.5)
+print(first, renderer.render(job, 60).texts, renderer._process is process)
+renderer.close()
+"""
+
+
+def test_ctrl_c_at_the_terminal_is_not_for_the_process_of_templates():
+    """The terminal sends it to the whole group of processes; a traceback of another one would land on the prompt."""
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=300, start_new_session=True
+    )
+    assert (done.stdout, done.stderr) == ("['Hello'] ['Hello'] True\n", "")

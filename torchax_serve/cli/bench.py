@@ -20,6 +20,7 @@ from torchax_serve.cli.shared.load_options import LoadOptions, option_groups
 from torchax_serve.cli.shared.model_name import OptionalModel, check_one_model
 from torchax_serve.cli.shared.tables import console
 from torchax_serve.cli.shared.terminal import print_note
+from torchax_serve.validation.extras import require_matplotlib
 
 if TYPE_CHECKING:
     from torchax_serve.bench import BenchSettings
@@ -89,6 +90,8 @@ def bench(
     torchax-serve bench qwen3-0.6b --quantization bf16,int8,int4
     """
     check_one_model(model, random_weights, load.revision)
+    if plot is not None:
+        require_matplotlib("--plot")
     if (folder := bundle_folder(model)) is not None:
         _bundle(folder, measured, load, plot, as_json=as_json)
         return

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Annotated
 
 import typer
 
-from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
+from model_adapters.errors import InvalidArgumentError
 from torchax_serve.cli.shared.command import Command
 from torchax_serve.cli.shared.load_options import (
     DTYPES,
@@ -18,6 +17,7 @@ from torchax_serve.cli.shared.load_options import (
     complete_quantization,
 )
 from torchax_serve.cli.shared.model_name import check_model, complete_model
+from torchax_serve.validation.extras import require_package
 
 Model = Annotated[
     str | None,
@@ -96,10 +96,7 @@ def deploy(
         kv_cache_dtype=kv_cache_dtype,
         accelerator=accelerator,
     )
-    if importlib.util.find_spec("ray") is None:
-        raise UnsupportedArgumentError(
-            "deploy: expected Ray, which is not installed; install the extra: pip install 'torchax-serve[ray]'"
-        )
+    require_package("ray", "deploy", install="torchax-serve[ray]")
     import ray
     from ray import serve as ray_serve
 

@@ -43,11 +43,12 @@ def doctor(
 
 
 def _sections(note: Note, *, online: bool, quick: bool) -> Iterator[Section]:
-    from torchax_serve.diagnostics import environment
+    from torchax_serve.diagnostics import environment, imports
 
     parts: list[tuple[str, Callable[[], Iterable[Fact]]]] = [
         ("Versions", environment.versions),
         ("Machine", environment.machine),
+        ("Imports", imports.imports),
         ("Devices", environment.devices),
         ("Compiler", environment.compiler),
         ("Kernels in use", _kernels_in_use),

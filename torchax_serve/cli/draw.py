@@ -13,6 +13,7 @@ from model_adapters.loading.file_names import PIPELINE_INDEX
 from model_adapters.loading.model_source import HUB_ID
 from torchax_serve.cli.shared.command import Command
 from torchax_serve.cli.shared.load_options import DTYPES, check_choice, complete_dtype, option_groups
+from torchax_serve.validation.extras import require_package
 from torchax_serve.validation.library_objects import is_pipeline_folder
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".webp")
@@ -64,6 +65,7 @@ def draw(
     torchax-serve draw stabilityai/sd-turbo "a red fox in the snow" --output fox.png --steps 2
     """
     check_choice("--dtype", dtype, DTYPES)
+    require_package("diffusers", "draw", install="torchax-serve[diffusion]")
     _check(model, revision, output)
     shape = None
     if mesh is not None:

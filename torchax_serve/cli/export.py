@@ -14,6 +14,7 @@ from torchax_serve.cli.shared.command import Command
 from torchax_serve.cli.shared.load_model import loaded_model
 from torchax_serve.cli.shared.load_options import MaxModelLen, MeshOptions, check_choice, option_groups
 from torchax_serve.cli.shared.model_name import check_model, complete_model
+from torchax_serve.validation.extras import require_package
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,9 @@ def export(
             "--adapter: expected a FOLDER to add to the weights, got adapters that requests name, which a bundle has "
             "not; merge one: --adapter FOLDER"
         )
+    require_package("flatbuffers", "export", install="torchax-serve[export]")
+    if bundle.weights == "orbax":
+        require_package("orbax", "--weights orbax", install="torchax-serve[orbax]", package="orbax-checkpoint")
     from torchax_serve.export.targets import parse_platforms
 
     parse_platforms(bundle.platform_names)  # before a model is loaded for them

@@ -194,7 +194,7 @@ def _check_together(
 ) -> None:
     """Raises `InvalidArgumentError` for options that do not go together."""
     from torchax_serve.distributed.mesh_shape import parse_mesh
-    from torchax_serve.planning.chips import num_devices
+    from torchax_serve.planning.chips import check_compiler, num_devices
 
     if sharding and speculates:
         raise InvalidArgumentError(
@@ -212,6 +212,8 @@ def _check_together(
             )
     elif topology is None and not sharding:
         raise InvalidArgumentError("expected --topology, such as v6e:2x4 or h200:8, or --for SLOTSxLEN; got neither")
+    elif topology is not None and not sharding:
+        check_compiler(topology)
 
 
 def _wanted(text: str) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from torchax_serve.cli.shared.load_model import end_if_explained
 from torchax_serve.cli.shared.load_options import LoadOptions, option_groups
 from torchax_serve.cli.shared.model_name import OptionalModel, refuse_bundle
 from torchax_serve.cli.shared.terminal import print_note
+from torchax_serve.validation.extras import require_matplotlib
 
 if TYPE_CHECKING:
     from torchax_serve.profiling import Profile
@@ -83,6 +84,8 @@ def profile(
     torchax-serve profile qwen3-0.6b --by kernel --out trace/
     """
     refuse_bundle(model, "name the model that it was exported from")
+    if work.plot is not None:
+        require_matplotlib("--plot")
     from torchax_serve.cli.chat.interrupts import prompt_interrupts
 
     with prompt_interrupts(leave_at=1):

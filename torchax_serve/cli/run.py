@@ -18,6 +18,7 @@ from torchax_serve.cli.shared.load_options import DeviceOptions, option_groups
 from torchax_serve.cli.shared.model_name import check_model, complete_model
 from torchax_serve.cli.shared.sampling_options import DecodingOptions
 from torchax_serve.cli.shared.terminal import hidden_keys, is_terminal, print_note
+from torchax_serve.validation.extras import require_package
 
 if TYPE_CHECKING:
     from torchax_serve.cli.chat.conversation import Conversation
@@ -54,6 +55,8 @@ class RunOptions:
             )
         if self.raw and self.image:
             raise InvalidArgumentError("--image: expected without --raw, as an image needs a chat; leave one out")
+        if self.image:
+            require_package("PIL", "--image", install="torchax-serve[images]", package="pillow")
         for image in self.image or []:
             if not image.is_file():
                 raise InvalidArgumentError(f"--image: expected a file with a picture, and there is none at {image}")

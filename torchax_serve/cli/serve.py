@@ -21,6 +21,7 @@ from torchax_serve.cli.shared.load_model import end_if_explained
 from torchax_serve.cli.shared.load_options import DeviceOptions, MaxModelLen, check_quantization, option_groups
 from torchax_serve.cli.shared.model_name import OptionalModel, check_model
 from torchax_serve.cli.shared.speculative import SpeculativeJson, parse_speculative
+from torchax_serve.validation.extras import require_package
 
 if TYPE_CHECKING:
     from torchax_serve import EngineOptions
@@ -68,7 +69,7 @@ class AccessOptions:
 
     api_key: Annotated[
         list[str] | None,
-        _access("--api-key", help="KEY or NAME:KEY that requests need, limits behind it; better by variable or file."),
+        _access("--api-key", help="KEY (at least 8 characters) or NAME:KEY, then limits; better by variable or file."),
     ] = None
     api_key_file: Annotated[
         Path | None,
@@ -90,6 +91,9 @@ class AccessOptions:
     metrics_compat: Annotated[
         str | None, _access("--metrics-compat", help="vllm: vLLM's metric names next to our own.")
     ] = None
+    metrics_without_key: Annotated[
+        bool, _access("--metrics-without-key", help="Answer /metrics to whoever asks, such as Prometheus.")
+    ] = False
     otlp_traces_endpoint: Annotated[
         str | None,
         _access("--otlp-traces-endpoint", help="URL of an OpenTelemetry collector, with its path: spans of requests."),
@@ -114,6 +118,13 @@ class LimitOptions:
     max_num_waiting_tokens: Annotated[
         int, _limits("--max-num-waiting-tokens", help="Tokens of waiting prompts; more are answered with 429.", min=1)
     ] = 1 << 22
+    max_num_batched_tokens: Annotated[
+        int, _limits("--max-num-batched-tokens", help="Tokens computed in one step, prompts and answers.", min=1)
+    ] = 256
+    max_decode_slowdown: Annotated[
+        float,
+        _limits("--max-decode-slowdown", help="Factor by which new prompts may slow running answers: more, sooner."),
+    ] = 2.0
     kv_offloading_size: Annotated[
         float, _limits("--kv-offloading-size", help="GiB of host memory for evicted prefixes, to be loaded again.")
     ] = 0.0
@@ -181,6 +192,10 @@ def serve(
     end_if_explained(model, load)
     _check_watched(model, life)
     require_packages()
+    if access.otlp_traces_endpoint is not None:
+        require_package(
+            "opentelemetry", "--otlp-traces-endpoint", install="torchax-serve[otel]", package="opentelemetry-sdk"
+        )
     check_model(model, load.revision)
     check_quantization(load.quantization)  # a server that cannot load does not listen first
     options = _server_options(address, access, limits, life)
@@ -237,6 +252,7 @@ def _server_options(
         log_format=access.log_format,
         access_log=not access.no_access_log,
         metrics_compat=access.metrics_compat,
+        metrics_without_key=access.metrics_without_key,
         otlp_traces_endpoint=access.otlp_traces_endpoint,
         profile_dir=access.profile_dir,
         allow_runtime_lora_updating=access.allow_runtime_lora_updating,
@@ -281,6 +297,8 @@ def _engine_options(limits: LimitOptions, max_model_len: int | None, speculative
         max_num_waiting=limits.max_num_waiting,
         max_num_waiting_tokens=limits.max_num_waiting_tokens,
         max_model_len=max_model_len,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_decode_slowdown=limits.max_decode_slowdown,
         kv_offloading_bytes=_offloading_bytes(limits.kv_offloading_size),
         speculative=parse_speculative(speculative_config),
     )

@@ -18,6 +18,7 @@ from torchax_serve.cli.shared.errors import EXIT_INTERRUPTED
 from torchax_serve.cli.shared.load_options import ConfigOptions, check_choice, option_groups
 from torchax_serve.cli.shared.model_name import check_model, complete_model
 from torchax_serve.cli.shared.terminal import passing_note, print_note
+from torchax_serve.validation.extras import require_matplotlib, require_package
 
 if TYPE_CHECKING:
     from torchax_serve.training.trainer import StepReport
@@ -88,7 +89,10 @@ def train(
         raise InvalidArgumentError("--trust-remote-code: expected a model of transformers' own to train; leave it out")
     if not data.is_file():
         raise InvalidArgumentError(f"--data: expected a JSONL file, got {data}; correct the path")
+    for module in ("optax", "orbax", *(["peft"] if lora else [])):
+        require_package(module, "train", install="torchax-serve[train]")
     if plot is not None:
+        require_matplotlib("--plot")
         from torchax_serve.profiling.picture import check_plot
 
         check_plot(plot)

@@ -12,10 +12,11 @@ import shutil
 import stat
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from model_adapters.tested_releases import NOT_TESTED_FROM, newer_releases
 from torchax_serve import __version__
 from torchax_serve.diagnostics.report import Fact
 
@@ -25,7 +26,6 @@ EXTRAS = {
     "cuda": "NVIDIA GPUs; plan for GPUs",
     "diffusion": "diffusion pipelines",
     "export": "export: bundles",
-    "gguf": "GGUF files",
     "images": "models that see images",
     "orbax": "weights and training states in Orbax's format",
     "otel": "serve --otlp-traces-endpoint: spans of requests",
@@ -85,21 +85,29 @@ def versions() -> Iterator[Fact]:
     Each is checked against the supported ones.
     """
     yield Fact(DISTRIBUTION, __version__)
-    yield Fact("python", f"{platform.python_version()} ({platform.python_implementation()})")
+    newer = newer_releases()
+    yield _tested("python", f"{platform.python_version()} ({platform.python_implementation()})", newer)
     required = {requirement.name: requirement for requirement, extra in _requirements() if extra is None}
     others = sorted(set(required) - set(PACKAGES))
     for name in (*PACKAGES, *others):
-        yield _version(name, required.get(name))
+        yield _version(name, required.get(name), newer)
 
 
-def _version(name: str, requirement: Any) -> Fact:
+def _tested(name: str, version: str, newer: Mapping[str, str]) -> Fact:
+    """Returns a fact about a version; a note if it is newer than what was tested."""
+    if name in newer:
+        return Fact(name, f"{version}; tested below {NOT_TESTED_FROM[name]}", "note")
+    return Fact(name, version)
+
+
+def _version(name: str, requirement: Any, newer: Mapping[str, str]) -> Fact:
     try:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return Fact(name, "not installed; install torchax-serve again with pip", "problem")
     if requirement is not None and not requirement.specifier.contains(version, prereleases=True):
-        return Fact(name, f"{version}; made for and tested with {requirement.specifier}", "note")
-    return Fact(name, version)
+        return Fact(name, f"{version}; expected {requirement.specifier}", "note")
+    return _tested(name, version, newer)
 
 
 def _requirements() -> Iterator[tuple[Any, str | None]]:

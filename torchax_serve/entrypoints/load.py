@@ -14,6 +14,7 @@ from model_adapters.loading import load_model
 from model_adapters.loading.compress_weights import prepare_weights
 from model_adapters.loading.model_source import ModelSource
 from model_adapters.lora.merge import merge_adapter
+from model_adapters.tested_releases import log_newer_releases
 from torchax_serve.distributed.hosts.leader import Leader
 from torchax_serve.distributed.hosts.options import Hosts
 from torchax_serve.distributed.hosts.startup import (
@@ -55,6 +56,7 @@ def load_served_model(
         loading: Arguments of `load_model` by name.
         start_folder_of: Returns where the record of this start is written; None: nowhere.
     """
+    log_newer_releases()
     loaded = load_model(model, mesh=mesh_for(mesh, tensor_parallel), **loading)
     if adapter is not None:
         merge_adapter(loaded, adapter)
@@ -104,6 +106,7 @@ def serve_on_hosts(
         raise InvalidArgumentError(
             f"hosts: expected host_id 0, the leader's, got {hosts.host_id}; call follow() on the other hosts"
         )
+    log_newer_releases()
     if engine is not None:
         refuse_heads(SpeculativeConfig.parse(engine.speculative), "a model on several hosts")
     with joined(hosts, model, shared_arguments(loading, mesh, tensor_parallel)) as followers:

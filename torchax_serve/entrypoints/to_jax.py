@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from model_adapters.errors import UnsupportedArgumentError
+from model_adapters.tested_releases import log_newer_releases
 from torchax_serve.generation.jax_model import model_to_jax
 from torchax_serve.validation.argument_hints import refuses_unknown
 from torchax_serve.validation.library_objects import is_diffusers_module, is_pipeline
@@ -30,6 +31,7 @@ def to_jax(model: Any, *, quantization: Any = None) -> Any:
         UnsupportedModelError: weights in float64, or quantized.
         UnsupportedArgumentError: `quantization` with a pipeline.
     """
+    log_newer_releases()
     if not (is_pipeline(model) or is_diffusers_module(model)):
         return model_to_jax(model, quantization=quantization)
     if quantization is not None:

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import datetime
 import hashlib
-import importlib.util
 import json
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -14,10 +13,11 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from model_adapters.disk_cache import SealedFolder
-from model_adapters.errors import CheckpointError, TorchaxServeError
+from model_adapters.errors import CheckpointError
 from model_adapters.loading.bundle_folder import FORMAT, MANIFEST
 from torchax_serve.compilation.cache_folders import START
 from torchax_serve.compilation.xla_cache import programs_dir
+from torchax_serve.validation.extras import require_package
 
 FORMAT_VERSION = 1
 READABLE_DAYS = 180
@@ -201,9 +201,5 @@ def _state(path: Path) -> list[int] | None:
 
 
 def require_flatbuffers() -> None:
-    """Raises TorchaxServeError if the package that `jax.export` needs is missing."""
-    if importlib.util.find_spec("flatbuffers") is None:
-        raise TorchaxServeError(
-            "expected the package flatbuffers, which jax.export reads and writes programs with, and it is not "
-            "installed; pip install 'torchax-serve[export]'"
-        )
+    """Raises UnsupportedArgumentError if the package that `jax.export` needs is missing."""
+    require_package("flatbuffers", "bundle", install="torchax-serve[export]")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -10,11 +9,12 @@ from typing import Any, Literal, get_args
 import jax
 import numpy as np
 
-from model_adapters.errors import CheckpointError, InvalidArgumentError, TorchaxServeError, UnsupportedModelError
+from model_adapters.errors import CheckpointError, InvalidArgumentError, UnsupportedModelError
 from model_adapters.ops.compressed_weight import Weight
 from torchax_serve.export.manifest import AGAIN, Manifest
 from torchax_serve.export.trees import restored_weights
 from torchax_serve.start.weights_file import NotStorableError, TensorNames, assembled, file_of, mapped
+from torchax_serve.validation.extras import require_package
 
 WeightsFormat = Literal["safetensors", "orbax"]
 SAFETENSORS, ORBAX = "weights.safetensors", "weights"
@@ -25,15 +25,12 @@ def check_format(name: str) -> None:
 
     Raises:
         InvalidArgumentError: there is no such format.
-        TorchaxServeError: Orbax is not installed.
+        UnsupportedArgumentError: Orbax is not installed.
     """
     if name not in get_args(WeightsFormat):
         raise InvalidArgumentError(f"weights: expected safetensors or orbax, got {name!r}; choose one of them")
-    if name == "orbax" and importlib.util.find_spec("orbax") is None:
-        raise TorchaxServeError(
-            "weights in the format orbax: expected the package orbax-checkpoint, which is not installed; pip "
-            "install 'torchax-serve[orbax]'"
-        )
+    if name == "orbax":
+        require_package("orbax", "weights", install="torchax-serve[orbax]", package="orbax-checkpoint")
 
 
 def write_weights(folder: Path, tensors: Mapping[str, jax.Array], format: WeightsFormat) -> list[str]:

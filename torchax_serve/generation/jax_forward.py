@@ -19,7 +19,7 @@ from model_adapters.program.call_signature import cache_field_of
 from model_adapters.program.model_program import CallSpec
 from torchax_serve.multimodal.mrope_positions import positions_on_host
 from torchax_serve.runtime.call_arguments import all_on_host, check_surroundings
-from torchax_serve.runtime.eager import raise_if_eager_fails
+from torchax_serve.runtime.eager import raise_for_call
 from torchax_serve.runtime.model_runtime import ModelRuntime
 from torchax_serve.runtime.module_changes import check_evaluates
 
@@ -80,9 +80,10 @@ def _forward_followed(model: Any, given: dict[str, Any]) -> ModelOutput | tuple[
     try:
         fields = runtime.forward(given, spec, cache)
     except Exception as error:
+        # A first call, with the arguments that PyTorch would get.
         is_first = not isinstance(cache, DeviceCache) or not cache.length
-        if is_first and not runtime.watch.hooked:  # a first call, with the arguments that PyTorch would get
-            raise_if_eager_fails(runtime, type(model)._torch_class, original, error)
+        is_repeatable = is_first and not runtime.watch.hooked
+        raise_for_call(runtime, type(model)._torch_class, original, error, is_repeatable=is_repeatable)
         raise
     output_class = runtime.program.output_class
     field = cache_field_of(output_class)

@@ -7,11 +7,12 @@ the compiler itself grants on TPUs; on GPUs it is what the device has less a twe
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import re
 from dataclasses import dataclass
 
-from model_adapters.errors import InvalidArgumentError
+from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
 
 GIB = 2**30
 GPU_PART = 0.95
@@ -108,3 +109,32 @@ def num_devices(topology: str) -> int:
     if name == "cpu" and number.isdigit():
         return int(number)
     return chip_of(topology).devices_per_chip * math.prod(check_shape(topology, topology.partition(":")[2]))
+
+
+def check_compiler(topology: str) -> None:
+    """Checks that the compiler of ``v6e:2x4`` or ``h200:8`` is installed, without importing it.
+
+    A topology of another kind passes; `chip_of` refuses it if there is no such chip.
+
+    Raises:
+        UnsupportedArgumentError: It is not installed; the message names the extra to install.
+    """
+    chip = CHIPS.get(topology.partition(":")[0])
+    platform = None if chip is None else chip.platform
+    if platform == "tpu" and importlib.util.find_spec("libtpu") is None:
+        raise UnsupportedArgumentError(
+            f"topology {topology!r}: expected libtpu, the TPU's compiler, which is not installed; "
+            "pip install 'torchax-serve[plan]'"
+        )
+    if platform == "gpu" and not _has_cuda_plugin():
+        raise UnsupportedArgumentError(
+            f"topology {topology!r}: expected JAX's plug-in for CUDA, which is not installed; "
+            "pip install 'torchax-serve[cuda]'"
+        )
+
+
+def _has_cuda_plugin() -> bool:
+    try:
+        return any(importlib.util.find_spec(f"jax_plugins.{name}") is not None for name in ("xla_cuda13", "xla_cuda12"))
+    except ModuleNotFoundError:
+        return False

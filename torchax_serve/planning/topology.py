@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import math
 import os
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from jax.experimental import topologies
 
 from model_adapters.errors import InvalidArgumentError, TorchaxServeError
 from model_adapters.ops import on_platform
-from torchax_serve.planning.chips import Chip, check_shape, chip_of
+from torchax_serve.planning.chips import Chip, check_compiler, check_shape, chip_of
 from torchax_serve.planning.gpu_targets import target_config
 
 # Asked for when libtpu is loaded, whatever is compiled for later; without them it looks for a real TPU on the network.
@@ -35,6 +34,7 @@ def describe(topology: str) -> tuple[Chip, list[Any]]:
     """
     chip = chip_of(topology)
     sizes = check_shape(topology, topology.partition(":")[2])
+    check_compiler(topology)
     number = math.prod(sizes)
     if chip.platform == "cpu":
         return chip, _cpu(number)
@@ -55,11 +55,6 @@ def _cpu(number: int) -> list[Any]:
 
 
 def _tpu(topology: str, chip: Chip) -> list[Any]:
-    if importlib.util.find_spec("libtpu") is None:
-        raise TorchaxServeError(
-            f"topology {topology!r}: expected libtpu, the TPU's compiler, which is not installed; "
-            "pip install 'torchax-serve[plan]'"
-        )
     for name, value in _TPU_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
@@ -73,11 +68,6 @@ def _tpu(topology: str, chip: Chip) -> list[Any]:
 
 
 def _gpu(chip: Chip, number: int) -> list[Any]:
-    if not _has_cuda_plugin():
-        raise TorchaxServeError(
-            f"topology '{chip.name}:{number}': expected JAX's plug-in for CUDA, which is not installed; "
-            "pip install 'torchax-serve[cuda]'"
-        )
     _tune_nothing()
     described = target_config(chip.name)
     try:
@@ -98,13 +88,6 @@ def _tune_nothing() -> None:
     flags = os.environ.get("XLA_FLAGS", "")
     if "--xla_gpu_autotune_level" not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_autotune_level=0".lstrip()
-
-
-def _has_cuda_plugin() -> bool:
-    try:
-        return any(importlib.util.find_spec(f"jax_plugins.{name}") is not None for name in ("xla_cuda13", "xla_cuda12"))
-    except ModuleNotFoundError:
-        return False
 
 
 @contextlib.contextmanager

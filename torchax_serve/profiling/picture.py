@@ -6,6 +6,7 @@ from pathlib import Path
 
 from model_adapters.errors import InvalidArgumentError
 from torchax_serve.profiling.tables import ProfileTable
+from torchax_serve.validation.extras import require_matplotlib
 
 MAX_ROWS = 24
 """Bars of a picture; the rest is one more."""
@@ -16,10 +17,9 @@ def check_plot(file: Path) -> None:
 
     Call it before hours of work.
     """
-    try:
-        from matplotlib.backend_bases import FigureCanvasBase
-    except ImportError as error:
-        raise InvalidArgumentError("a plot needs matplotlib: pip install 'torchax-serve[plot]'") from error
+    require_matplotlib()
+    from matplotlib.backend_bases import FigureCanvasBase
+
     endings = sorted(FigureCanvasBase.filetypes)
     if file.suffix.removeprefix(".").lower() not in endings:
         raise InvalidArgumentError(f"the plot's name is {file}, expected one that ends in {', '.join(endings)}")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import traceback
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,6 +16,7 @@ from model_adapters.bridge.views import named_tensors, to_torch_tensor
 from model_adapters.errors import (
     InvalidArgumentError,
     OutOfMemoryError,
+    TorchaxServeError,
     UnsupportedArgumentError,
     UnsupportedModelError,
 )
@@ -92,22 +95,44 @@ LARGEST_BYTES = 8_000_000_000
 """Of weights with which a failed call is tried once more: PyTorch computes on the host."""
 
 
-_NOT_OF_THE_MODEL = (InvalidArgumentError, UnsupportedArgumentError, OutOfMemoryError, jax.errors.JaxRuntimeError)
+_ERRORS_OF_ARGUMENTS = (InvalidArgumentError, UnsupportedArgumentError, OutOfMemoryError, jax.errors.JaxRuntimeError)
+_OF_A_TRACE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.NonConcreteBooleanIndexError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.UnexpectedTracerError,
+)
+"""What JAX raises for code that asks for values, of which a trace has none."""
 
 
-def raise_if_eager_fails(runtime: ModelRuntime, cls: type, given: Mapping[str, Any], error: Exception) -> None:
-    """Raises UnsupportedModelError with PyTorch's own error if the call fails in eager PyTorch.
+def raise_for_call(
+    runtime: ModelRuntime, cls: type, given: Mapping[str, Any], error: Exception, *, is_repeatable: bool
+) -> None:
+    """Raises UnsupportedModelError for a call whose error is not of this project.
+
+    It has PyTorch's own error if the call fails in eager PyTorch, too; else the place in the model's code that cannot
+    be traced. Errors about which nothing more is known are left to the caller: those of a running program, and those
+    of model code that could not be tried in PyTorch.
 
     Args:
         runtime: of the model.
         cls: the model's class as transformers has it.
         given: arguments of its forward, tensors on the CPU.
         error: that the call ended with here.
+        is_repeatable: whether `given` is all that the call depends on, so that PyTorch can be asked.
     """
-    size = sum(array.nbytes for array in {id(array): array for array in runtime.weights.values()}.values())
-    if isinstance(error, _NOT_OF_THE_MODEL) or runtime.program.sharding is not None or size > LARGEST_BYTES:
+    if isinstance(error, _ERRORS_OF_ARGUMENTS):
         return
-    reason = _error_in_torch(runtime, cls, given)
+    size = sum(array.nbytes for array in {id(array): array for array in runtime.weights.values()}.values())
+    is_tried = is_repeatable and runtime.program.sharding is None and size <= LARGEST_BYTES
+    reason = _error_in_torch(runtime, cls, given) if is_tried else None
+    if reason is None and not isinstance(error, TorchaxServeError) and (is_tried or isinstance(error, _OF_A_TRACE)):
+        lines = str(error).strip().splitlines() or [""]
+        raise UnsupportedModelError(
+            f"{runtime.config.model_type}: expected a forward that can be traced, got {type(error).__name__} at "
+            f"{_place(error, cls)}: {lines[0][:200]}; run this model in PyTorch"
+        ) from error
     if reason is not None:
         said = " ".join(str(reason).split())[:300]
         raise UnsupportedModelError(
@@ -115,6 +140,17 @@ def raise_if_eager_fails(runtime: ModelRuntime, cls: type, given: Mapping[str, A
             f"on, without JAX: {cls.__name__} raised {type(reason).__name__}: {said}; try other arguments, or another "
             "configuration or version of transformers"
         ) from reason
+
+
+def _place(error: Exception, cls: type) -> str:
+    """Returns file and line of the model's code in which `error` was raised, without folders."""
+    package = cls.__module__.partition(".")[0]
+    frames = [
+        frame
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+        if frame.f_globals.get("__name__", "").partition(".")[0] == package
+    ]
+    return f"{Path(frames[-1].f_code.co_filename).name}:{frames[-1].f_lineno}" if frames else cls.__name__
 
 
 def _error_in_torch(runtime: ModelRuntime, cls: type, given: Mapping[str, Any]) -> Exception | None:

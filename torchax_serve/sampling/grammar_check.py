@@ -29,7 +29,10 @@ def grammar_error(grammar: str, deadline_s: float = DEADLINE_S) -> str | None:
     job = json.dumps({"path": sys.path, "grammar": grammar, "seconds": deadline_s, "bytes": MAX_BYTES})
     command = [sys.executable, "-I", str(Path(__file__))]
     try:
-        done = subprocess.run(command, input=job.encode(), capture_output=True, timeout=STUCK_S, check=False)
+        # A group of its own: Ctrl-C at the terminal would end it as if the grammar were at fault.
+        done = subprocess.run(
+            command, input=job.encode(), capture_output=True, timeout=STUCK_S, check=False, process_group=0
+        )
     except subprocess.TimeoutExpired:
         return f"it has not been compiled within {STUCK_S:g} s"
     if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL):

@@ -32,7 +32,7 @@ logger = logging.getLogger("torchax_serve.server")
 access_logger = logging.getLogger("torchax_serve.access")
 
 PUBLIC = frozenset({"/livez", "/readyz", "/health", "/ping"})
-"""Paths that need no key and count as no work."""
+"""Paths that need no key and count as no work. `ServerOptions.metrics_without_key` frees ``/metrics`` of it, too."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?")
 
@@ -94,6 +94,7 @@ class Application:
     def __init__(self, context: ServerContext) -> None:
         self.context, self.routes = context, ROUTES
         routes = [Route(path, function, methods=[method]) for method, path, function in ROUTES]
+        self._keyless = PUBLIC | ({"/metrics"} if context.options.metrics_without_key else set())
         self._labels = {path for _, path, _ in ROUTES if "{" not in path}
         self._patterns = [(path, route.path_regex) for (_, path, _), route in zip(ROUTES, routes, strict=True)]
         inner: ASGIApp = Router(routes, redirect_slashes=False)
@@ -116,7 +117,7 @@ class Application:
     async def dispatch(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Checks host and key, and calls the endpoint."""
         self._check_host(scope)
-        if scope["path"] not in PUBLIC and not self._is_preflight(scope):
+        if scope["path"] not in self._keyless and not self._is_preflight(scope):
             self._identify(scope)
         usage = scope["state"]["usage"]
         if usage is None or scope["method"] != "POST":

@@ -34,7 +34,7 @@ class Stage(enum.Enum):
     """How far the server is."""
 
     LOADING = "loading the model"
-    WARMING_UP = "compiling programs"
+    WARMING_UP = "warming up"
     READY = "ready"
     DRAINING = "draining"
     DEAD = "dead"  # the engine does not move, or has ended

@@ -21,11 +21,12 @@ async def livez(request: Request) -> Response:
 
 async def readyz(request: Request) -> Response:
     """Returns 200 while requests are answered; 503 before and after, with how far the server is."""
-    context = context_of(request)
-    status: dict[str, Any] = {"status": context.stage.value}
-    if context.stage in (Stage.LOADING, Stage.WARMING_UP) and (progress := context.start.shown()):
-        status["progress"] = progress
-    is_ready = context.stage is Stage.READY
+    stage, start = context_of(request).stage, context_of(request).start
+    progress = start.shown() if stage in (Stage.LOADING, Stage.WARMING_UP) else {}
+    # A start from a record reads the weights while it warms up, if a program has to be traced.
+    shown = Stage.LOADING if progress and start.reads_weights else stage
+    status: dict[str, Any] = {"status": shown.value, **({"progress": progress} if progress else {})}
+    is_ready = stage is Stage.READY
     return JSONResponse(status, 200 if is_ready else 503, None if is_ready else {"Retry-After": "1"})
 
 

@@ -112,6 +112,7 @@ class ServerOptions:
         response_template: Family or file that says how answers spell reasoning and tool calls, or ``none``; None: by
             the checkpoint.
         metrics_compat: ``vllm`` for vLLM's metric names next to our own.
+        metrics_without_key: Whether ``/metrics`` needs no key: scrapers and gateways often have none.
         log_format: ``text`` or ``json``.
         access_log: Whether each request is a line in the log.
         otlp_traces_endpoint: URL of an OpenTelemetry collector, with its path, that gets a span of each request.
@@ -145,6 +146,7 @@ class ServerOptions:
     watchdog_s: float = 300.0
     response_template: str | None = None
     metrics_compat: str | None = None
+    metrics_without_key: bool = False
     log_format: str = "text"
     access_log: bool = True
     otlp_traces_endpoint: str | None = None

@@ -13,6 +13,8 @@ _WORDS = frozenset(
     ("loading", "downloading", "drawing", "random", "weights", "building", "kernels", "compiling", "programs")
 )
 """Words of stages that everybody may read."""
+_READING = ("loading", "downloading", "drawing")
+"""First words of stages in which the weights come."""
 
 
 class StartProgress:
@@ -52,3 +54,8 @@ class StartProgress:
         if stage:
             stage["name"] = " ".join(word for word in stage["name"].split() if word in _WORDS)
         return stage
+
+    @property
+    def reads_weights(self) -> bool:
+        """Whether the stage that runs reads, fetches or draws the weights."""
+        return self._stage.get("name", "").startswith(_READING)

@@ -143,8 +143,13 @@ class TemplateRenderer:
         ours, theirs = socket.socketpair()
         environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         try:
+            # A group of its own: Ctrl-C at the terminal is for this process, which ends the other where it has to.
             self._process = subprocess.Popen(
-                [sys.executable, "-I", str(_PROGRAM)], stdin=theirs.fileno(), stdout=subprocess.DEVNULL, env=environment
+                [sys.executable, "-I", str(_PROGRAM)],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                env=environment,
+                process_group=0,
             )
         except (OSError, TypeError) as error:
             ours.close()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
+from model_adapters.errors import InvalidArgumentError
+from torchax_serve.validation.extras import require_package
 
 KEYS = {"r": int, "alpha": float, "targets": str, "dropout": float, "rslora": str}
 """Keys of a text, with the types of their values."""
@@ -18,15 +20,10 @@ def import_peft() -> Any:
     """Returns the package peft.
 
     Raises:
-        UnsupportedModelError: it is not installed.
+        UnsupportedArgumentError: It is not installed.
     """
-    try:
-        import peft
-    except ImportError as error:
-        raise UnsupportedModelError(
-            "expected the package peft for adapters, it is not installed; pip install 'torchax-serve[train]'"
-        ) from error
-    return peft
+    require_package("peft", "lora", install="torchax-serve[train]")
+    return importlib.import_module("peft")
 
 
 def parse_lora(text: str) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def require_gguf() -> Any:
         return importlib.import_module("gguf")
     except ImportError as error:
         raise UnsupportedModelError(
-            "a GGUF file needs the package gguf, which is not installed: pip install 'torchax-serve[gguf]'"
+            "a GGUF file needs the package gguf, which is not installed: pip install gguf"
         ) from error
 
 

@@ -14,7 +14,7 @@ def read_config(context: typer.Context, file: Path | None) -> Path | None:
     """Makes the values in `file` the defaults of the command's options; returns `file`.
 
     Options on the command line and variables of the environment come first. Names are those of the flags, such as
-    ``max-num-seqs = 64`` or ``max_num_seqs = 64``.
+    ``max-num-seqs = 64`` or ``max_num_seqs = 64``. One value stands for a list of one, as one flag does.
 
     Raises:
         typer.BadParameter: the file is not readable, is no TOML, or has a name that is no option.
@@ -38,11 +38,11 @@ def read_config(context: typer.Context, file: Path | None) -> Path | None:
             near = difflib.get_close_matches(name.replace("-", "_"), options, 1)
             meant = f"; did you mean {near[0].replace('_', '-')}?" if near else f"; {context.command_path} --help"
             raise typer.BadParameter(f"expected options of this command in {str(file)!r}, got {name!r}{meant}")
-        if isinstance(value, list) != param.multiple or isinstance(value, dict):
-            kind = "a list" if param.multiple else "one value"
+        if isinstance(value, dict) or (isinstance(value, list) and not param.multiple):
+            kind = "one value or a list" if param.multiple else "one value"
             raise typer.BadParameter(f"{name}: expected {kind} in {str(file)!r}, got {value!r}")
         assert param.name is not None
-        defaults[param.name] = value
+        defaults[param.name] = [value] if param.multiple and not isinstance(value, list) else value
     context.default_map = {**(context.default_map or {}), **defaults}
     return file
 

@@ -33,6 +33,7 @@ DebugOption = Annotated[
     bool, typer.Option("--debug", help="Show tracebacks and what the libraries underneath have to say.")
 ]
 
+_OWN = ("__main__", "torchax_serve", "model_adapters", "pytree_registry", "sharding_rules", "transformers")
 # Set before the libraries are imported; a variable that the user has set stays.
 _QUIET_ENVIRONMENT = {
     "TRANSFORMERS_VERBOSITY": "error",
@@ -119,9 +120,23 @@ def run_and_report(function: Callable[[], int | None], *, debug: bool, flags: Ma
                 "write elsewhere"
             )
             return EXIT_ERROR
-        print_error(f"{type(error).__name__} inside the program: {one_line(error)} (--debug shows where)")
+        broken = _broken_package(error)
+        hint = (
+            "--debug shows where" if broken is None else f"{broken} cannot be imported; torchax-serve doctor says more"
+        )
+        print_error(f"{type(error).__name__} inside the program: {one_line(error)} ({hint})")
         return EXIT_INTERNAL
     return status
+
+
+def _broken_package(error: BaseException) -> str | None:
+    """Returns the package of another author whose import raised `error`; None if none did."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        name = frame.f_globals.get("__name__", "").partition(".")[0]
+        if frame.f_code.co_name == "<module>" and name not in _OWN:
+            return str(name)
+    # transformers raises an error of its own from that of the import.
+    return None if error.__cause__ is None else _broken_package(error.__cause__)
 
 
 def with_exit_status(command: Callable[..., int | None]) -> Callable[..., None]:

@@ -11,6 +11,7 @@ from model_adapters.errors import InvalidArgumentError
 from model_adapters.loading.hub_cache import downloaded
 from model_adapters.loading.model_source import ModelSource, bundle_folder, parse_name
 from model_adapters.loading.short_names import SHORT_NAMES
+from torchax_serve.validation.extras import require_package
 from torchax_serve.validation.library_objects import is_cached_pipeline, is_pipeline_folder
 
 
@@ -27,7 +28,10 @@ def check_model(name: str | None, revision: str | None = None, *, with_weights: 
     Raises:
         ModelNotFoundError: There is no such model.
         InvalidArgumentError: a revision of something that has none, or a configuration where weights are needed.
+        UnsupportedArgumentError: A GGUF file, and the package that reads its header is missing.
     """
+    if name is not None and name.lower().endswith(".gguf"):
+        require_package("gguf", f"MODEL: {name}", install="gguf")
     if with_weights and (is_pipeline_folder(name) or is_cached_pipeline(name, revision)):
         raise InvalidArgumentError(
             f"MODEL: expected a model of transformers, got {name}, a pipeline of diffusers; use torchax-serve draw"

@@ -24,6 +24,8 @@ _COMMANDS = {
     "chat": "run",
     "complete": "run",
     "generate": "run",
+    "ps": "models",
+    "show": "models",
     "benchmark": "bench",
     "collect-env": "doctor",
     "env": "doctor",
@@ -35,8 +37,18 @@ _COMMANDS = {
     "list": "models",
     "ls": "models",
     "compare": "verify",
-    "serve": "deploy",
     "encode": "embed",
+    "convert": "quantize",
+    "create": "quantize",
+    "lora": "train",
+    "finetune": "train",
+}
+# Commands of other programs that need none here, and what to do.
+_ADVICE = {
+    "stop": "Ctrl-C or SIGTERM ends a server, and the end of run frees its model",
+    "push": "a model is uploaded by the hub's own program, hf upload",
+    "cp": "a folder of a model can be copied as it is",
+    "login": "the hub's own program keeps a token, hf auth login; --token gives one",
 }
 # Commands of other programs that are flags here.
 _FLAGS = {"help": "--help", "version": "--version", "completion": "--install-completion"}
@@ -114,6 +126,8 @@ def _no_such_command(name: str, group: Any) -> str:
         return f"there is no command {name!r}; use {PROGRAM} {meant}"
     if name in _FLAGS:
         return f"there is no command {name!r}; use {PROGRAM} {_FLAGS[name]}"
+    if name in _ADVICE:
+        return f"there is no command {name!r}; {_ADVICE[name]}"
     near = difflib.get_close_matches(name, commands, n=2)
     if near:
         return f"there is no command {name!r}; did you mean {' or '.join(near)}?"
