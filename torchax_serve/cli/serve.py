@@ -114,6 +114,9 @@ class LimitOptions:
     max_num_waiting_tokens: Annotated[
         int, _limits("--max-num-waiting-tokens", help="Tokens of waiting prompts; more are answered with 429.", min=1)
     ] = 1 << 22
+    max_logprobs: Annotated[
+        int, _limits("--max-logprobs", help="Likeliest tokens with log-probabilities; -1: all.", min=-1)
+    ] = 20
     kv_offloading_size: Annotated[
         float, _limits("--kv-offloading-size", help="GiB of host memory for evicted prefixes, to be loaded again.")
     ] = 0.0
@@ -280,6 +283,7 @@ def _engine_options(limits: LimitOptions, max_model_len: int | None, speculative
         max_num_seqs=limits.max_num_seqs,
         max_num_waiting=limits.max_num_waiting,
         max_num_waiting_tokens=limits.max_num_waiting_tokens,
+        max_logprobs=limits.max_logprobs,
         max_model_len=max_model_len,
         kv_offloading_bytes=_offloading_bytes(limits.kv_offloading_size),
         speculative=parse_speculative(speculative_config),
