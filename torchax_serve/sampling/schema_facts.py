@@ -157,7 +157,7 @@ def _common(types: frozenset[str], others: frozenset[str]) -> frozenset[str]:
 
 
 def _prefixes_of(pattern: Any) -> frozenset[str]:
-    """Returns the text that all texts of a regular expression begin with; nothing where it does not show one."""
+    """Returns the text that all texts of a regular expression begin with, if it shows one."""
     if not isinstance(pattern, str) or not pattern.startswith("^") or "|" in pattern:
         return frozenset()
     found, place = "", 1

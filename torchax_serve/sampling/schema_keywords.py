@@ -1,4 +1,4 @@
-"""JSON schemas in fewer keywords: those that stand for others are written as parts of a combined schema."""
+"""JSON schemas in fewer keywords: some are written as parts of a combined schema."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _mapped(schema: Mapping[str, Any], function: Callable[[Any], Any]) -> dict[s
 
 
 class _Expansion:
-    """Writes ``if`` and dependencies as ``anyOf``, and moves what references name to definitions."""
+    """Writes conditions as ``anyOf``, and moves what references name to definitions."""
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._source, self._counter = root, _Counter()
@@ -155,7 +155,7 @@ def _anchors(root: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _branches(condition: Any, then: Any, otherwise: Any) -> Any:
-    """Returns a schema by which values follow one of two schemas, as they follow `condition` or not."""
+    """Returns a schema by which values follow one of two, as they follow `condition` or not."""
     return any_of([all_of([condition, then]), all_of([{"not": condition, _OF_IF: True}, otherwise])])
 
 
@@ -206,7 +206,7 @@ class _Plain:
         return _mapped(found, self._schema)
 
     def _of_names(self, schema: Any, level: int = 0) -> Any:
-        """Returns a schema of texts without references and parts of other types, where it has these alone."""
+        """Returns a schema of texts without references and parts of other types."""
         if not isinstance(schema, dict) or level > MAX_LEVEL:
             return schema
         found = self._schema(schema)
@@ -231,7 +231,7 @@ def _has_texts(schema: Any) -> bool:
 
 
 def _with_one(schema: Mapping[str, Any]) -> Any:
-    """Returns a schema of arrays with an item that follows ``contains``, at each place where it may be."""
+    """Returns a schema of arrays with an item that follows ``contains``, at some place."""
     most, item = schema.get("maxItems"), schema["contains"]
     if schema.get("maxContains") is not None or schema.get("minContains", 1) != 1:
         raise InvalidArgumentError("expected contains without minContains and maxContains, got one of them")
@@ -259,7 +259,7 @@ class _Names(NamedTuple):
 
 
 def _with_names(schema: Mapping[str, Any], allowed: Any) -> dict[str, Any]:
-    """Returns a schema without ``propertyNames``, with properties that have `allowed` names only."""
+    """Returns a schema of objects whose properties have `allowed` names only."""
     found = {key: value for key, value in schema.items() if key != "propertyNames"}
     names = _names_of(allowed)
     own = found.get("properties") or {}

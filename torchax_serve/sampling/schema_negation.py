@@ -1,4 +1,4 @@
-"""Negations of JSON schemas: schemas of the values that do not follow one, where grammars can hold them."""
+"""Negations of JSON schemas, where grammars can hold them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def all_of(schemas: Iterable[Any]) -> Any:
 
 
 def negation_of(schema: Any, root: Any, level: int = 0, *, are_integers: bool = False) -> Any:
-    """Returns a schema of all values that do not follow a schema; None where no grammar holds it.
+    """Returns a schema of the values that do not follow one; None where no grammar holds it.
 
     Args:
         schema: A schema without ``if``, ``dependentRequired`` and other keywords that stand for parts.
@@ -77,7 +77,7 @@ def negation_of(schema: Any, root: Any, level: int = 0, *, are_integers: bool = 
 
 
 def _of_keyword(key: str, value: Any, schema: Mapping[str, Any], root: Any, level: int) -> Any:
-    """Returns a schema of the values that do not follow one keyword of a schema; None for no schema."""
+    """Returns a schema of the values that do not follow one keyword; None for no schema."""
     if key in ("const", "enum"):
         return _not_in([value] if key == "const" else value)
     if key in _BOUNDS:
@@ -145,7 +145,7 @@ def _beyond(key: str, value: Any) -> Any:
 
 
 def _not_in(values: Any) -> Any:
-    """Returns a schema of all values but some; None where these are lists or objects with anything in them."""
+    """Returns a schema of all values but some; None for lists and objects that are not empty."""
     if not isinstance(values, list):
         return None
     texts = [value for value in values if isinstance(value, str)]

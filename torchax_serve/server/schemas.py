@@ -175,7 +175,9 @@ class CompletionRequest(TextRequest):
     logprobs: Annotated[int | None, honoured(f"log-probabilities and those of the likeliest tokens{_UP_TO}")] = None
     echo: Annotated[bool | None, honoured("the prompt in front of the answer")] = None
     add_special_tokens: Annotated[Any, refused("expected true; give token ids for another prompt", True)] = None
-    suffix: Annotated[Any, refused("expected null; texts are continued at their end")] = None
+    suffix: Annotated[
+        str | None, honoured("text behind the answer, for tokenizers with tokens for it (FIM); others refuse it")
+    ] = None
     prompt_embeds: Annotated[Any, refused("expected null; give a text or token ids")] = None
 
     @property
