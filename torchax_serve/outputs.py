@@ -28,12 +28,14 @@ class TokenLogprobs:
         logprob: Natural logarithm of the token's probability.
         top: Pairs of token id and log-probability of the likeliest tokens, in descending order.
         weights_version: Version of the weights that computed them: the number of `set_weights` calls before that step.
+        rank: Number of tokens that are at least as likely, itself counted: 1 for the likeliest. None: not known.
     """
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
     weights_version: int = 0
+    rank: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -77,17 +77,20 @@ LIMITS: Mapping[str, ValueRange] = {
 }
 """Ranges of the options that are one number, by transformers' name: all values for which they are defined."""
 
+MAX_LOGPROBS = 20
+"""Most of the likeliest tokens whose log-probabilities a request may ask for, unless an engine has another limit."""
+
 ENGINE_LIMITS: Mapping[str, ValueRange] = {
     "presence_penalty": ValueRange(-2, 2),
     "frequency_penalty": ValueRange(-2, 2),
-    "logprobs": ValueRange(0, 20, is_integer=True),
-    "prompt_logprobs": ValueRange(0, 20, is_integer=True),
+    "logprobs": ValueRange(-1, MAX_INT, is_integer=True),
+    "prompt_logprobs": ValueRange(-1, MAX_INT, is_integer=True),
     "priority": ValueRange(-MAX_INT - 1, MAX_INT, is_integer=True),
     "timeout_s": ValueRange(0, low_open=True),
     "queue_timeout_s": ValueRange(0, low_open=True),
 }
 """Ranges of the options that are one number and that transformers does not have; those of log-probabilities and
-penalties are OpenAI's."""
+penalties are OpenAI's, but that an engine's `max_logprobs` bounds the first."""
 
 ENGINE_ONLY: Mapping[str, Any] = {
     "presence_penalty": 0,
@@ -129,8 +132,8 @@ REMEDIES: Mapping[str, str] = {
     "num_beams": "1 switches beam search off",
     "presence_penalty": "0 switches it off",
     "frequency_penalty": "0 switches it off",
-    "logprobs": "0 gives that of the sampled token only, None none",
-    "prompt_logprobs": "0 gives those of the prompt's tokens only, None none",
+    "logprobs": "0 gives that of the sampled token only, -1 all, None none",
+    "prompt_logprobs": "0 gives those of the prompt's tokens only, -1 all, None none",
     "priority": "0 is usual, lower runs first",
 }
 
@@ -186,7 +189,7 @@ class SamplingParams:
     frequency_penalty: float | None = None  # the same, times their number of occurrences, -2 to 2
     logit_bias: Mapping[int, float] | None = None  # added to the logits of token ids, -100 to 100
     allowed_token_ids: Sequence[int] | None = None  # the only ids that may be sampled
-    logprobs: int | None = None  # log-probabilities of each new token and of this many likeliest ones, 0 to 20
+    logprobs: int | None = None  # log-probabilities of each new token and of this many likeliest ones; -1: all
     prompt_logprobs: int | None = None  # the same for the tokens of the prompt
     priority: int | None = None  # lower runs first
     timeout_s: float | None = None  # seconds from submission after which the request ends

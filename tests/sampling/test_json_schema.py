@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
+from model_adapters.errors import InvalidArgumentError
 from torchax_serve.sampling.grammar import json_grammar
 
 TOKENIZER = LLTokenizer("byte")
@@ -18,6 +19,8 @@ ID = {"type": "object", "properties": {"id": INTEGER}, "required": ["id"]}
 MAIL, PHONE = ({"properties": {key: INTEGER}, "required": [key]} for key in ("mail", "phone"))
 DOG = {"type": "object", "properties": {"kind": {"const": "dog"}, "age": INTEGER}, "required": ["kind"]}
 CAT = {"type": "object", "properties": {"kind": {"const": "cat"}, "lives": INTEGER}, "required": ["kind", "lives"]}
+KINDS = {"enum": ["car", "bike", "boat"]}
+WHEELS = {"type": "object", "properties": {"kind": KINDS, "wheels": INTEGER, "sails": INTEGER}, "required": ["kind"]}
 NODE = {"type": "object", "properties": {"value": INTEGER, "next": {"$ref": "#/$defs/node"}}, "required": ["value"]}
 
 # (schema, values that it takes, values that it does not take)
@@ -141,6 +144,140 @@ CASES = {
         [{"b": 1}, {}],
         [{"a": 1}],
     ),
+    "if, then and else": (
+        {
+            **WHEELS,
+            "if": {"properties": {"kind": {"const": "boat"}}},
+            "then": {"required": ["sails"]},
+            "else": {"properties": {"sails": False}, "required": ["wheels"]},
+        },
+        [{"kind": "boat", "sails": 1}, {"kind": "car", "wheels": 4}, {"kind": "boat", "wheels": 0, "sails": 2}],
+        [{"kind": "boat"}, {"kind": "car", "wheels": 4, "sails": 1}, {"kind": "bike"}],
+    ),
+    "a chain of if": (
+        {
+            "type": "object",
+            "properties": {"kind": {"type": "string"}},
+            "required": ["kind"],
+            "allOf": [
+                {
+                    "if": {"properties": {"kind": {"const": kind}}, "required": ["kind"]},
+                    "then": {"properties": {name: INTEGER}, "required": [name]},
+                }
+                for kind, name in [("car", "wheels"), ("boat", "sails"), ("plane", "wings")]
+            ],
+        },
+        [{"kind": "car", "wheels": 4}, {"kind": "boat", "sails": 1}, {"kind": "foot"}, {"kind": "ca"}],
+        [{"kind": "car"}, {"kind": "boat", "wings": 1}, {"kind": "plane"}],
+    ),
+    "if without else": (
+        {"type": "integer", "minimum": 0, "maximum": 99, "if": {"minimum": 50}, "then": {"multipleOf": 10}},
+        [3, 49, 50, 90],
+        [51, 100],
+    ),
+    "not a value": ({"type": "string", "not": {"enum": ["a", "ab", ""]}}, ["b", "abc", "aa", "\n"], ["a", "ab", ""]),
+    "not a number": ({"type": "integer", "minimum": 0, "not": {"enum": [3, 5]}}, [0, 4, 6, 35], [3, 5]),
+    "not a type": ({"not": {"type": ["object", "array", "string", "number"]}}, [None, True], [1, "a", [], {}]),
+    "not one of several": (
+        {**ID, "properties": {"id": INTEGER, "a": INTEGER, "b": INTEGER}, "not": {"anyOf": [{"required": ["a"]}]}},
+        [{"id": 1}, {"id": 1, "b": 1}],
+        [{"id": 1, "a": 1}],
+    ),
+    "not a property's value": (
+        {"type": "object", "properties": {"a": INTEGER}, "not": {"properties": {"a": {"const": 1}}}},
+        [{"a": 2}, {"a": 11}],
+        [{"a": 1}, {}],
+    ),
+    "oneOf of overlapping numbers": (
+        {"oneOf": [{"type": "integer", "minimum": 0, "maximum": 9}, {"type": "integer", "minimum": 5, "maximum": 20}]},
+        [0, 4, 10, 20],
+        [5, 9, 21],
+    ),
+    "oneOf of texts with other beginnings": (
+        {"oneOf": [{"type": "string", "pattern": "^https?://.+$"}, {"type": "string", "pattern": "^\\./.+$"}]},
+        ["http://a", "./b"],
+        ["/b"],
+    ),
+    "contains": (
+        {"type": "array", "items": INTEGER, "contains": {"const": 7}, "maxItems": 3},
+        [[7], [1, 7], [1, 7, 7]],
+        [[], [1, 2, 3], [1, 2, 3, 7]],
+    ),
+    "not contains": (
+        {"type": "array", "items": INTEGER, "not": {"contains": {"minimum": 7}}},
+        [[], [1, 6]],
+        [[7], [1, 9]],
+    ),
+    "uniqueItems": (
+        {"type": "array", "items": {"enum": ["a", "b", "c"]}, "uniqueItems": True, "minItems": 1},
+        [["a"], ["c", "a"], ["b", "c", "a"]],
+        [[], ["a", "a"], ["a", "b", "a"], ["d"]],
+    ),
+    "prefixItems": (
+        {"type": "array", "prefixItems": [INTEGER, TEXT], "items": False, "minItems": 1},
+        [[1], [1, "x"]],
+        [[], ["x"], [1, "x", 1]],
+    ),
+    "patternProperties": (
+        {
+            "type": "object",
+            "properties": {"a_x": INTEGER},
+            "patternProperties": {"^a_": {"type": "integer", "minimum": 5}},
+            "additionalProperties": False,
+        },
+        [{"a_x": 6, "a_y": 7}, {"a_z": 100}],
+        [{"a_x": 4}, {"a_y": 4}, {"b": 6}],
+    ),
+    "propertyNames beside properties": (
+        {
+            "type": "object",
+            "properties": {"ab": INTEGER, "x": INTEGER},
+            "propertyNames": {"pattern": "^[a-c]+$"},
+        },
+        [{"ab": 1}, {"ab": 1, "c": True}],
+        [{"x": 1}, {"ab": "c"}, {"d": True}],
+    ),
+    "propertyNames out of a list": (
+        {
+            "type": "object",
+            "propertyNames": {"$ref": "#/$defs/name"},
+            "additionalProperties": INTEGER,
+            "$defs": {"name": {"enum": ["a", "b"]}},
+        },
+        [{"a": 1}, {"a": 1, "b": 2}, {}],
+        [{"c": 1}],
+    ),
+    "propertyNames of a length": (
+        {"type": "object", "propertyNames": {"maxLength": 2}, "additionalProperties": INTEGER},
+        [{"ab": 1}, {"a": 1}],
+        [{"abc": 1}],
+    ),
+    "numbers of properties": (
+        {"type": "object", "properties": dict.fromkeys("abcd", INTEGER), "minProperties": 2, "maxProperties": 3},
+        [{"a": 1, "d": 1}, {"a": 1, "b": 1, "c": 1}],
+        [{}, {"b": 1}, {"a": 1, "b": 1, "c": 1, "d": 1}],
+    ),
+    "unevaluatedProperties with a schema": (
+        {**ID, "unevaluatedProperties": {"type": "boolean"}},
+        [{"id": 1}, {"id": 1, "z": True}],
+        [{"id": 1, "z": 1}],
+    ),
+    "names of definitions": (
+        {
+            "$id": "https://a.b/c",
+            "type": "object",
+            "properties": {"a": {"$ref": "#node"}, "b": {"$ref": "https://a.b/c#/$defs/n%20m"}},
+            "$defs": {"n": {"$anchor": "node", **INTEGER}, "n m": TEXT},
+            "required": ["a", "b"],
+        },
+        [{"a": 1, "b": "x"}],
+        [{"a": "x", "b": "x"}, {"a": 1, "b": 1}],
+    ),
+    "dependencies of both kinds": (
+        {"type": "object", "properties": {"a": INTEGER, "b": INTEGER}, "dependencies": {"a": ["b"], "b": MAIL}},
+        [{}, {"a": 1, "b": 1, "mail": 1}, {"b": 1, "mail": 1}],
+        [{"a": 1}, {"a": 1, "b": 1}],
+    ),
     "an unknown format": (
         {"type": "object", "properties": {"a": {"type": "string", "format": "phone-number"}}, "required": ["a"]},
         [{"a": "anything"}],
@@ -171,7 +308,7 @@ def takes(schema, value):
     """Whether the grammar takes a value, in any order of the members of the outer object."""
     orders = itertools.permutations(value.items()) if isinstance(value, dict) else [value]
     for order in orders:
-        matcher = LLMatcher(TOKENIZER, json_grammar(schema))
+        matcher = LLMatcher(TOKENIZER, json_grammar(schema), log_level=0)
         assert not matcher.is_error(), matcher.get_error()
         text = json.dumps(dict(order) if isinstance(value, dict) else order, ensure_ascii=False)
         if matcher.consume_tokens(list(text.encode())) and matcher.is_accepting():
@@ -181,11 +318,11 @@ def takes(schema, value):
 
 def sampled(schema, rng, most=400):
     """A random text of the grammar; None if it does not end."""
-    matcher, data = LLMatcher(TOKENIZER, json_grammar(schema)), []
+    matcher, data = LLMatcher(TOKENIZER, json_grammar(schema), log_level=0), []
     assert not matcher.is_error(), matcher.get_error()
     while not matcher.is_stopped() and len(data) < most:
         allowed = [token for token, bias in enumerate(matcher.compute_logit_bias()) if bias]
-        ends = [token for token in allowed if token in b'"}],' or token > 255]
+        ends = [token for token in allowed if token > 255 or token in b'"}],']
         token = rng.choice(ends if ends and rng.random() < 0.5 else allowed)
         if token > 255 or not matcher.consume_token(token):
             break
@@ -208,9 +345,7 @@ def test_what_is_sampled_is_valid(name):
     schema, rng, num_found = CASES[name][0], random.Random(name), 0
     for _ in range(20):
         if (text := sampled(schema, rng)) is not None:
-            value = json.loads(text)
-            assert isinstance(value, (list, str, dict)) or "type" not in schema
-            jsonschema.validate(value, schema)
+            jsonschema.validate(json.loads(text), schema)
             num_found += 1
     assert num_found > 3
 
@@ -218,11 +353,7 @@ def test_what_is_sampled_is_valid(name):
 @pytest.mark.parametrize(
     ("schema", "said"),
     [
-        ({"type": "array", "items": INTEGER, "uniqueItems": True}, "uniqueItems"),
-        ({"type": "object", "properties": {"a": INTEGER}, "not": {"properties": {"a": {"const": 1}}}}, "not"),
         ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "oneOf"),
-        ({"type": "array", "contains": INTEGER}, "contains"),
-        ({"if": MAIL, "then": PHONE, "type": "object"}, "if"),
         ({"$ref": "https://other/schema"}, "https://other/schema"),
         ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
     ],
@@ -230,6 +361,32 @@ def test_what_is_sampled_is_valid(name):
 def test_schemas_that_no_grammar_holds_are_named(schema, said):
     is_error, messages = LLMatcher.validate_grammar_with_warnings(json_grammar(schema))
     assert is_error and said in messages[0]
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"type": "array", "items": INTEGER, "uniqueItems": True}, "uniqueItems next to items out of a short enum"),
+        ({"type": "array", "contains": INTEGER}, "maxItems of at most 16 next to contains, got None"),
+        ({"type": "array", "contains": INTEGER, "maxItems": 3, "minContains": 2}, "contains without minContains"),
+        ({"if": {"pattern": "a"}, "then": {"minLength": 3}}, 'if with a schema whose opposite .*got {"pattern": "a"}'),
+        ({"type": "object", "not": {"properties": {"a": {"multipleOf": 2}}}}, "not with a schema whose opposite"),
+        ({"type": "object", "propertyNames": {"pattern": "a", "minLength": 2}}, "propertyNames with pattern, enum"),
+        ({"type": "object", "propertyNames": {"pattern": "a"}, "patternProperties": {"b": INTEGER}}, "propertyNames"),
+        (
+            {
+                "properties": {"a": INTEGER},
+                "propertyNames": {"pattern": "a"},
+                "additionalProperties": {"type": "boolean"},
+            },
+            "propertyNames with a pattern next to properties without additionalProperties",
+        ),
+        ({"$dynamicRef": "#node"}, r"a schema without \$dynamicRef, got one; write \$ref"),
+    ],
+)
+def test_keywords_that_no_grammar_holds_are_named(schema, said):
+    with pytest.raises(InvalidArgumentError, match=said):
+        json_grammar(schema)
 
 
 LEAVES = st.sampled_from([INTEGER, TEXT, {"type": "boolean"}, {"type": ["null", "integer"]}])
@@ -307,3 +464,51 @@ def _is_expected(schema, value):
     for name in value:
         allowed[name] = name in described
     return all(allowed.values())
+
+
+@st.composite
+def conditions(draw, level=0):
+    """Schemas of closed objects, with all keywords that stand for others."""
+    names = st.sampled_from("abc")
+    value = st.sampled_from([{"const": 1}, {"enum": ["x", 7]}, {"type": "string"}, {"minimum": 2}, {"type": "null"}])
+    kinds = ["properties", "required", "minProperties", "maxProperties"]
+    if level < 2:
+        kinds += ["not", "anyOf", "allOf", "if", "dependentRequired", "dependentSchemas", "oneOf"]
+    found = {}
+    for key in draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=2, unique=True)):
+        inner = conditions(level + 1)
+        if key == "properties":
+            found[key] = draw(st.dictionaries(names, value, min_size=1, max_size=2))
+        elif key == "required":
+            found[key] = draw(st.lists(names, min_size=1, max_size=2, unique=True))
+        elif key in ("minProperties", "maxProperties"):
+            found[key] = draw(st.integers(0, 3))
+        elif key == "not":
+            found[key] = draw(inner)
+        elif key == "if":
+            found |= {"if": draw(inner), "then": draw(inner), "else": draw(inner)}
+        elif key == "dependentRequired":
+            found[key] = {draw(names): draw(st.lists(names, max_size=2, unique=True))}
+        elif key == "dependentSchemas":
+            found[key] = {draw(names): draw(inner)}
+        else:
+            found[key] = draw(st.lists(inner, min_size=1, max_size=2))
+    return found
+
+
+@settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(condition=conditions(), data=st.data())
+def test_conditions_of_closed_objects_are_held_exactly(condition, data):
+    base = {"type": "object", "properties": {name: {"enum": [1, "x", 7, None]} for name in "abc"}}
+    schema = {**base, "additionalProperties": False, "allOf": [condition]}
+    validator = jsonschema.Draft202012Validator(schema)
+    values = data.draw(
+        st.lists(st.dictionaries(st.sampled_from("abc"), st.sampled_from([1, "x", 7, None])), min_size=6)
+    )
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(json_grammar(schema))
+    if is_error:
+        assert "nsatisfiable" in messages[0] or "oneOf" in messages[0] or "min/maxProperties" in messages[0], messages
+        assert "nsatisfiable" not in messages[0] or not any(validator.is_valid(value) for value in values)
+        assume(False)
+    for value in values:
+        assert takes(schema, value) == validator.is_valid(value), value

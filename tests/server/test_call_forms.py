@@ -246,8 +246,8 @@ def test_gemma_takes_any_arguments_without_a_schema(compiler, tokenizer):
     ("schema", "said"),
     [
         ({"type": "string", "format": "date"}, "the keyword 'format'"),
-        ({"contains": {"type": "string"}, "type": "array"}, "the keyword 'contains'"),
-        ({"type": "array", "uniqueItems": True}, "the keyword 'uniqueItems'"),
+        ({"contains": {"type": "string"}, "type": "array"}, "next to contains, got None"),
+        ({"type": "array", "uniqueItems": True}, "uniqueItems next to items out of a short enum"),
         ({"type": "set"}, "the type 'set'"),
         ({"enum": [[1]]}, "enum or const with objects"),
         ({"$ref": "https://other/schema"}, r"\$ref to"),

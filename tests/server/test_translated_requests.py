@@ -12,7 +12,7 @@ from torchax_serve.server.anthropic.schemas import MessagesRequest
 from torchax_serve.server.call_ids import replayed
 from torchax_serve.server.dialect_requests import PASSED_ON, names_of_fields, note_unknown
 from torchax_serve.server.errors import ApiError
-from torchax_serve.server.model_service import ChatPrompt, _check_len
+from torchax_serve.server.model_service import ChatPrompt, check_len
 from torchax_serve.server.options import RequestLimits, ServerOptions
 from torchax_serve.server.responses import translation as of_responses
 from torchax_serve.server.responses.schemas import ResponsesRequest
@@ -219,9 +219,9 @@ def test_texts_beyond_the_model_are_read_where_they_are_cut_up_to_the_limit_of_t
         token_bytes=types.SimpleNamespace(max_token_chars=2),
         _options=ServerOptions(request=RequestLimits(max_text_bytes=20)),
     )
-    _check_len(service, ["a" * 8], "messages", is_cut=False)
+    check_len(service, ["a" * 8], "messages", is_cut=False)
     with pytest.raises(ApiError, match="maximum context length is 4 tokens"):
-        _check_len(service, ["a" * 9], "messages", is_cut=False)
-    _check_len(service, ["a" * 10, "b" * 10], "messages", is_cut=True)
+        check_len(service, ["a" * 9], "messages", is_cut=False)
+    check_len(service, ["a" * 10, "b" * 10], "messages", is_cut=True)
     with pytest.raises(ApiError, match="messages: expected texts of at most 20 bytes in UTF-8, got 21"):
-        _check_len(service, ["a" * 10, "b" * 11], "messages", is_cut=True)
+        check_len(service, ["a" * 10, "b" * 11], "messages", is_cut=True)

@@ -124,7 +124,10 @@ class LimitOptions:
     max_decode_slowdown: Annotated[
         float,
         _limits("--max-decode-slowdown", help="Factor by which new prompts may slow running answers: more, sooner."),
-    ] = 2.0
+    ] = 8.0
+    max_logprobs: Annotated[
+        int, _limits("--max-logprobs", help="Likeliest tokens with log-probabilities; -1: all.", min=-1)
+    ] = 20
     kv_offloading_size: Annotated[
         float, _limits("--kv-offloading-size", help="GiB of host memory for evicted prefixes, to be loaded again.")
     ] = 0.0
@@ -296,6 +299,7 @@ def _engine_options(limits: LimitOptions, max_model_len: int | None, speculative
         max_num_seqs=limits.max_num_seqs,
         max_num_waiting=limits.max_num_waiting,
         max_num_waiting_tokens=limits.max_num_waiting_tokens,
+        max_logprobs=limits.max_logprobs,
         max_model_len=max_model_len,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         max_decode_slowdown=limits.max_decode_slowdown,

@@ -63,7 +63,8 @@ class Entries:
                 self._output_processor.deliver([RowResult(request_id, None, (), reason)])
 
         handle = RequestHandle(request_id, len(request.prompt_ids), cancel)
-        request = self._runner.with_adapter(request.within(self._scheduler.config.max_model_len))
+        request = self._runner.with_num_top(request.within(self._scheduler.config.max_model_len))
+        request = self._runner.with_adapter(request)
         scheduled = request.to_scheduler(request_id, time.monotonic())
         self._scheduler.config.check_prompt(f"request {request_id}", handle.prompt_len)
         self._runner.validate(f"request {request_id}", request)

@@ -22,6 +22,7 @@ from torchax_serve.executors.single_request import SingleRequestExecutor
 from torchax_serve.kv_cache.host_pools import HostPools, least_host_bytes
 from torchax_serve.kv_cache.memory import MemoryBudget
 from torchax_serve.sampling.sampler import tables_bytes
+from torchax_serve.sampling.types import columns_for
 from torchax_serve.scheduler import RequestId, Scheduler, SchedulerConfig, SnapshotGroup, SpeculativeConfig
 from torchax_serve.scheduler.speculative_config import refuse_drafts
 from torchax_serve.validation.argument_checks import MAX_INT
@@ -67,6 +68,7 @@ def build_engine(
         rules=runtime.sampling_rules,
         host_pools=host,
         adapters=adapters or NO_ADAPTERS,
+        max_logprobs=options.max_logprobs,
     )
     runner.weights_version = runtime.weights_version
     scheduler = Scheduler(_scheduler_config(runtime, options, sizes, choice, host))
@@ -107,6 +109,7 @@ def memory_budget(runtime: ModelRuntime, options: EngineOptions) -> MemoryBudget
         encoder_len_is_default=options.max_encoder_len is None,
         source_len=None if runtime.encoder is None else runtime.encoder.fixed_output_len,
         enable_prefix_caching=options.enable_prefix_caching,
+        num_top=columns_for(options.max_logprobs, runtime.limits.vocab_size),
     )
 
 

@@ -22,7 +22,8 @@ from torchax_serve.kv_cache.host_pools import HostPools
 from torchax_serve.outputs import TokenLogprobs
 from torchax_serve.sampling.sampler import Sampler
 from torchax_serve.sampling.transformers_behaviour import TransformersBehaviour
-from torchax_serve.sampling.types import Logprobs
+from torchax_serve.sampling.types import Logprobs, columns_for
+from torchax_serve.sampling_params import MAX_LOGPROBS
 from torchax_serve.scheduler import DraftResult, PlanRow, SchedulerConfig, StepPlan
 
 NO_ADAPTERS = "the model was served without adapters; serve(model, adapters={name: path})"
@@ -42,6 +43,7 @@ class ModelRunner:
         rules: Release of transformers whose processors are followed; None: the installed one.
         host_pools: Pages in host memory; None: none are.
         adapters: Adapters that requests can name, or why there are none.
+        max_logprobs: Most top log-probabilities of a request; -1: those of the whole vocabulary.
 
     Attributes:
         weights_version: Version of the weights of the steps to come.
@@ -57,13 +59,17 @@ class ModelRunner:
         rules: TransformersBehaviour | None = None,
         host_pools: HostPools | None = None,
         adapters: Adapters | str = NO_ADAPTERS,
+        max_logprobs: int = MAX_LOGPROBS,
     ) -> None:
         self._host_pools = host_pools
         self._background, self._adapters = background, adapters
         self.weights_version = 0
         self.vocab_size = vocab_size
         self._executor, self._cache = executor, executor.cache
-        self._sampler = Sampler(executor.limits.max_num_seqs, vocab_size, max_len=max_model_len, rules=rules)
+        self._max_logprobs, num_top = max_logprobs, columns_for(max_logprobs, vocab_size)
+        self._sampler = Sampler(
+            executor.limits.max_num_seqs, vocab_size, max_len=max_model_len, rules=rules, num_top=num_top
+        )
 
     def reset(self) -> None:
         """Empties the cache and all slots."""
@@ -124,6 +130,14 @@ class ModelRunner:
         if isinstance(self._adapters, str):
             raise InvalidArgumentError(f"adapter: expected None, got {name!r}: {self._adapters}")
         return dataclasses.replace(request, adapter=self._adapters.use(name))
+
+    def with_num_top(self, request: EngineRequest) -> EngineRequest:
+        """Returns `request` with the numbers of log-probabilities that -1 stands for.
+
+        Raises:
+            InvalidArgumentError: it asks for more than requests may.
+        """
+        return request.with_num_top(self._max_logprobs, self.vocab_size)
 
     def validate(self, name: str, request: EngineRequest) -> None:
         """Raises InvalidArgumentError, naming `name`, if the executor does not accept `request`."""
@@ -255,4 +269,5 @@ def _token(
         assert logprobs.top_ids is not None and logprobs.top is not None
         ids, values = (np.asarray(array)[index][:num_top] for array in (logprobs.top_ids, logprobs.top))
         top = tuple((int(i), float(x)) for i, x in zip(ids, values, strict=True))
-    return TokenLogprobs(token, float(np.asarray(logprobs.chosen)[index]), top, weights_version)
+    chosen, rank = float(np.asarray(logprobs.chosen)[index]), int(np.asarray(logprobs.rank)[index])
+    return TokenLogprobs(token, chosen, top, weights_version, rank)

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from model_adapters.errors import InvalidArgumentError
 from torchax_serve.engine.admission import MAX_NUM_WAITING, MAX_NUM_WAITING_TOKENS
+from torchax_serve.sampling_params import MAX_LOGPROBS
 from torchax_serve.scheduler.config import check_int
 from torchax_serve.scheduler.speculative_config import SpeculativeConfig
 from torchax_serve.validation.argument_checks import KV_CACHE_DTYPES
@@ -65,6 +66,8 @@ class EngineOptions:
             queues longer lists by itself.
         max_num_waiting_tokens: Tokens of the prompts that wait for a slot, those of each answer counted; a request that
             would bring more is refused with `QueueTokensError`.
+        max_logprobs: Likeliest tokens whose log-probabilities a request may ask for; -1: all of the vocabulary. Above
+            20, programs that compute log-probabilities return so many of each token, which takes memory for each.
         max_num_steps: Decode steps in one dispatch, at most, while no request waits. Fewer are sent where they would
             take more than 0.1 s, since a request that arrives meanwhile waits for the dispatch.
         max_decode_slowdown: Factor by which prompts of new requests may lengthen the time per token of running
@@ -102,6 +105,7 @@ class EngineOptions:
     speculative: SpeculativeConfig | Mapping[str, Any] | None = None
     max_num_waiting: int = MAX_NUM_WAITING
     max_num_waiting_tokens: int = MAX_NUM_WAITING_TOKENS
+    max_logprobs: int = MAX_LOGPROBS
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "speculative", SpeculativeConfig.parse(self.speculative))
@@ -111,6 +115,12 @@ class EngineOptions:
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), 1, "None chooses")
         check_int("kv_offloading_bytes", self.kv_offloading_bytes, 0, "0 is none")
+        check_int("max_logprobs", self.max_logprobs, -1, "-1 is the whole vocabulary, 20 is usual")
+        if self.speculative is not None and not 0 <= self.max_logprobs <= MAX_LOGPROBS:
+            raise InvalidArgumentError(
+                f"max_logprobs: expected 0 to {MAX_LOGPROBS} next to speculative decoding, whose steps return those of "
+                f"all drafts, got {self.max_logprobs}; leave one of them out"
+            )
         if self.kv_offloading_bytes and self.enable_prefix_caching is False:
             raise InvalidArgumentError(
                 f"kv_offloading_bytes: expected 0 with enable_prefix_caching=False, as it stores prefixes, got "

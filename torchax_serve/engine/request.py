@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
+from model_adapters.errors import InvalidArgumentError
 from torchax_serve.engine.adapters import AdapterUse
 from torchax_serve.executors.request_input import MediaInput, RequestInput, SequenceSteps
 from torchax_serve.sampling.history import HistoryOptions
@@ -138,6 +139,33 @@ class EngineRequest:
         """
         parent = None if fork_of is None else fork_of.handle.request_id
         return dataclasses.replace(self, masks=masks, fork_of=parent)
+
+    def with_num_top(self, max_logprobs: int, vocab_size: int) -> Self:
+        """Returns the request with the numbers of log-probabilities that -1 stands for.
+
+        Args:
+            max_logprobs: Most that it may ask for; -1: the whole vocabulary.
+            vocab_size: Number of columns of the logits.
+
+        Raises:
+            InvalidArgumentError: it asks for more.
+        """
+        asked = {name: getattr(self.params, name) for name in ("logprobs", "prompt_logprobs")}
+        most = vocab_size if max_logprobs == -1 else max_logprobs
+        for name, number in asked.items():
+            if number is not None and (vocab_size if number == -1 else number) > most:
+                shown = "-1, those of the whole vocabulary" if number == -1 else number
+                raise InvalidArgumentError(
+                    f"{name}: expected at most {most}, got {shown}; EngineOptions(max_logprobs=...) allows more"
+                )
+        if -1 not in asked.values():
+            return self
+        logprobs, prompt = (vocab_size if number == -1 else number for number in asked.values())
+        return dataclasses.replace(
+            self,
+            params=dataclasses.replace(self.params, logprobs=logprobs, prompt_logprobs=prompt),
+            sampling=dataclasses.replace(self.sampling, logprobs=logprobs),
+        )
 
     def with_scores_logprobs(self) -> Self:
         """Returns the request with log-probabilities under processed scores, at temperature 1."""

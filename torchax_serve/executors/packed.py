@@ -64,6 +64,7 @@ class PackedExecutor:
         lora: Form of the adapters' matrices among the weights; empty: there are none.
         speculative: Options of speculation; None: no step verifies drafts.
         draft: Model or head that drafts; None: drafts are looked up.
+        num_top: Top log-probabilities that steps return for the tokens of prompts and for drafts.
     """
 
     runs_ahead = True
@@ -83,6 +84,7 @@ class PackedExecutor:
         lora: str = "",
         speculative: SpeculativeConfig | None = None,
         draft: DraftModel | DraftHead | None = None,
+        num_top: int = MAX_NUM_TOP,
     ) -> None:
         self._head = draft if isinstance(draft, DraftHead) else None
         self._weights: Any = weights if self._head is None else self._head.loaded.with_model(weights)
@@ -100,6 +102,7 @@ class PackedExecutor:
             has_rope_lens=program.rope is not None,
             lora=lora,
             head="" if self._head is None else self._head.identity,
+            num_top=num_top,
         )
         self._adapters = SlotAdapters(num_slots, lora)
         self.limits = _limits(cache, num_slots, max_num_steps, self.buckets)
@@ -157,7 +160,7 @@ class PackedExecutor:
             return with_rows(logits, len(last_tokens)), pools
         ids, has_top = scored
         num_tokens = batch.cu_q_lens[-1]
-        logprobs = logprobs_of(logits, ids, num_top=MAX_NUM_TOP, has_top=has_top, num_rows=num_tokens)
+        logprobs = logprobs_of(logits, ids, num_top=spec.num_top, has_top=has_top, num_rows=num_tokens)
         return (with_rows(logits[batch.last], len(last_tokens)), logprobs), pools
 
     def run_decode(

@@ -176,6 +176,7 @@ def _model(
         draft=draft,
         buckets=None if programs.exported is None else programs.exported.memoized("step buckets"),
         lora=lora_form(runtime),
+        num_top=sizes.num_top,
     )
 
 

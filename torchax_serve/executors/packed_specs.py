@@ -11,6 +11,7 @@ from model_adapters.ops.linear import skips_equal_rows
 from torchax_serve.buckets import bucket_for, bucket_sizes, token_buckets
 from torchax_serve.executors.media_slots import MediaSpec
 from torchax_serve.executors.step_inputs import FusedDecodeSpec, PackedStepSpec
+from torchax_serve.sampling.types import MAX_NUM_TOP
 from torchax_serve.scheduler import PlanRow
 
 MAX_WARM_SCORED_TOKENS = 256
@@ -67,6 +68,7 @@ class PackedSpecs:
         has_rope_lens: Whether rotary frequencies depend on lengths.
         lora: Form of the adapters' matrices; empty: there are none.
         head: Names the draft head that follows each step; empty: there is none.
+        num_top: Top log-probabilities of a step that returns them.
     """
 
     layout: PagedLayout
@@ -79,6 +81,7 @@ class PackedSpecs:
     has_rope_lens: bool
     lora: str = ""
     head: str = ""
+    num_top: int = MAX_NUM_TOP
     _known: dict[tuple[int, bool, bool, MediaSpec | None], PackedStepSpec] = dataclasses.field(default_factory=dict)
 
     def is_decode(self, rows: Sequence[PlanRow]) -> bool:
@@ -109,7 +112,7 @@ class PackedSpecs:
             has_rope_lens = self.has_rope_lens and not is_decode
             sizes = num_tokens, num_rows, self.pages_per_seq
             forms = self.lora, self.head, media
-            spec = PackedStepSpec(*sizes, layout, self.batch_invariant, has_rope_lens, *forms)
+            spec = PackedStepSpec(*sizes, layout, self.batch_invariant, has_rope_lens, *forms, self.num_top)
             self._known[key] = spec
         return spec
 
@@ -127,7 +130,9 @@ class PackedSpecs:
         """Returns the spec of a step of `num_rows` rows with drafts and logits of all tokens."""
         layout = dataclasses.replace(self.layout, all_logits=True)
         sizes = num_tokens, num_rows, self.pages_per_seq
-        return PackedStepSpec(*sizes, layout, self.batch_invariant, self.has_rope_lens, head=self.head)
+        return PackedStepSpec(
+            *sizes, layout, self.batch_invariant, self.has_rope_lens, head=self.head, num_top=self.num_top
+        )
 
     def decode(self, num_rows: int) -> FusedDecodeSpec:
         """Returns the spec of decode steps of `num_rows` rows, a bucket."""

@@ -13,6 +13,7 @@ import numpy as np
 
 from model_adapters.caches.packed_batch import MediaTokens, PackedBatch, PagedLayout
 from torchax_serve.executors.media_slots import MediaSpec
+from torchax_serve.sampling.types import MAX_NUM_TOP
 from torchax_serve.scheduler import DecodeBatch, PlanRow, StateRows
 
 SAMPLED_ON_DEVICE = -1
@@ -36,6 +37,7 @@ class PackedStepSpec:
     lora: str = ""  # form of the adapters' matrices; empty: there are none
     head: str = ""  # names the draft head that follows each step; empty: there is none
     media: MediaSpec | None = None
+    num_top: int = MAX_NUM_TOP  # top log-probabilities of a step that returns them
 
     @property
     def num_tables(self) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 from torchax_serve.executors.prompt_lookup import TokenHistory
 from torchax_serve.executors.verify_steps import VerifyBatch, VerifySpec
 from torchax_serve.sampling.sample import logprobs_of
-from torchax_serve.sampling.types import MAX_NUM_TOP, Logprobs, Sampled
+from torchax_serve.sampling.types import Logprobs, Sampled
 
 
 @jax.tree_util.register_dataclass
@@ -29,8 +29,9 @@ class VerifyScores:
         """Returns zeros for steps whose logits have the shape of `logits`, [T, vocab]."""
         num_rows, vocab_size = spec.packed.num_rows, logits.shape[1]
         shape = (spec.max_num_steps, num_rows, spec.num_drafts + 1)
-        of_top = (*shape, min(MAX_NUM_TOP, vocab_size))
-        zeros = jnp.zeros(shape, jnp.float32), jnp.zeros(of_top, jnp.int32), jnp.zeros(of_top, jnp.float32)
+        of_top = (*shape, min(spec.packed.num_top, vocab_size))
+        of_chosen = jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.int32)
+        zeros = *of_chosen, jnp.zeros(of_top, jnp.int32), jnp.zeros(of_top, jnp.float32)
         return cls(jnp.zeros((num_rows, vocab_size), logits.dtype), Logprobs(*zeros))
 
     def with_step(
@@ -45,9 +46,10 @@ class VerifyScores:
             chosen: int32[T], sampled behind each token.
             has_top: Whether the likeliest tokens are read.
         """
-        num_drafts = self.logprobs.chosen.shape[2] - 1
+        assert self.logprobs.top is not None
+        num_drafts, num_top = self.logprobs.chosen.shape[2] - 1, self.logprobs.top.shape[3]
         num_tokens = batch.tokens.num_tokens
-        found = logprobs_of(logits, chosen, num_top=MAX_NUM_TOP, has_top=has_top, num_rows=num_tokens)
+        found = logprobs_of(logits, chosen, num_top=num_top, has_top=has_top, num_rows=num_tokens)
         by_row = batch.tokens.index(num_drafts)
         logprobs = jax.tree.map(lambda out, of_step: out.at[index].set(of_step[by_row]), self.logprobs, found)
         return dataclasses.replace(self, logits=logits[by_row[:, 0]], logprobs=logprobs)

@@ -10,6 +10,7 @@ import jax
 from model_adapters.errors import OutOfMemoryError
 from model_adapters.loading.memory import free_host_bytes
 from torchax_serve.kv_cache.pools import CacheAllocation, PagedLayerSpec
+from torchax_serve.sampling.types import MAX_NUM_TOP
 from torchax_serve.scheduler import SpeculativeConfig
 
 HOST_MEMORY_FRACTION = 0.25
@@ -46,6 +47,7 @@ class MemoryBudget:
     encoder_len_is_default: bool = False  # whether the caller left max_encoder_len open
     source_len: int | None = None  # fixed output length of an audio encoder; None: any length
     enable_prefix_caching: bool = True
+    num_top: int = MAX_NUM_TOP  # top log-probabilities that programs return
 
     def max_usable_bytes(self, shapes: Sequence[PagedLayerSpec]) -> int:
         """Returns the bytes of pages needed if every slot holds a request of `max_model_len` tokens."""

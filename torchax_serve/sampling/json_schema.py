@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import functools
+import itertools
 import json
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from model_adapters.errors import InvalidArgumentError
 from torchax_serve.sampling.schema_facts import PARTS, Facts, facts_of, names_of, parts_of, shapes_of, target_of
+from torchax_serve.sampling.schema_keywords import in_fewer_keywords
+from torchax_serve.sampling.schema_negation import all_of, any_of, negation_of
 
 MAX_NODES = 40_000
 """Most parts and properties of a closed schema; in a combined one each part has the properties of the others."""
@@ -17,22 +20,10 @@ MAX_SHAPES = 16
 _SAYS_FURTHER = ("additionalProperties", "patternProperties", "propertyNames")
 """Keywords that say which further properties an object may have."""
 _OF_SCHEMAS = ("properties", "patternProperties")
-_OF_SCHEMA = ("items", "additionalItems", "additionalProperties", "contains", "not", "if", "then", "else")
+_OF_SCHEMA = ("items", "additionalItems", "additionalProperties")
 _LISTS = ("prefixItems", "items")
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "uniqueItems": (False,),
-    "unevaluatedProperties": (True, {}),
-    "unevaluatedItems": (True, {}),
-    "propertyNames": (True, {}, {"type": "string"}),
-    "dependentRequired": ({},),
-    "dependentSchemas": ({},),
-    "dependencies": ({},),
-    "not": (False,),
-    "minProperties": (0,),
-}
-"""Values with which a keyword holds nothing back."""
-_NO_RULES = ("$schema", "$id", "id", "$comment", "title", "description", "default", "examples", "$defs", "definitions")
-"""Keywords that say nothing about values; definitions are looked up where a reference names them."""
+MAX_CHOICES = 64
+"""Most sets of properties that a number of properties leaves."""
 
 
 class _Group(NamedTuple):
@@ -61,7 +52,7 @@ def closed(schema: Any) -> Any:
     too. Keywords that hold no value back, and formats that are not known, are left out: by the specification, these
     are annotations.
     """
-    return _Closer(schema).root() if isinstance(schema, dict) else schema
+    return _Closer(in_fewer_keywords(schema)).root() if isinstance(schema, dict) else schema
 
 
 class _Closer:
@@ -87,7 +78,6 @@ class _Closer:
             return [self._schema(each, _Group()) for each in schema]
         if not isinstance(schema, dict):
             return schema
-        schema = _with_parts(_without_neutral(schema))
         if "$ref" in schema:
             return {"$ref": self._reference(schema["$ref"], group)}
         found = {key: self._inner(key, value) for key, value in schema.items() if key not in PARTS}
@@ -121,6 +111,8 @@ class _Closer:
         """Adds closed parts of a combined schema; of a ``oneOf`` such that exclude each other."""
         parts = schema[key]
         forbidden = self._exclusive(schema) if key == "oneOf" else None
+        if key == "oneOf" and forbidden is None and (others := self._without_others(parts)) is not None:
+            parts, forbidden = others, [frozenset()] * len(parts)
         if forbidden is not None and "anyOf" not in schema:
             closed_parts = [
                 self._schema(part, group._replace(forbidden=group.forbidden | each, is_alternative=True))
@@ -151,6 +143,24 @@ class _Closer:
                     return None
                 found[index].add(min(lacking, key=lambda name: (name in own.properties, name)))
         return [frozenset(each) for each in found]
+
+    def _without_others(self, parts: list[Any]) -> list[Any] | None:
+        """Returns the parts of a ``oneOf``, each without the values of the others.
+
+        None where no grammar holds that.
+        """
+        facts = [facts_of(part, self._root) for part in parts]
+        found = []
+        for index, part in enumerate(parts):
+            negations = [
+                negation_of(other, self._root, are_integers=_are_integers(facts[index]))
+                for place, other in enumerate(parts)
+                if place != index and not _excludes(facts[index], facts[place])
+            ]
+            if any(each is None for each in negations):
+                return None
+            found.append(all_of([part, *negations]))
+        return found
 
     def _has_objects(self, parts: Any) -> bool:
         return isinstance(parts, list) and any(names_of(part, self._root) for part in parts)
@@ -199,45 +209,12 @@ class _Closer:
         return f"#/$defs/{self._names[key].replace('~', '~0').replace('/', '~1')}"
 
 
-def _without_neutral(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a schema without keywords that hold no value back."""
-    found = {key: value for key, value in schema.items() if key not in _NO_RULES}
-    for key, values in _NEUTRAL.items():
-        if key in found and any(type(found[key]) is type(value) and found[key] == value for value in values):
-            del found[key]
-    if "if" not in found or not ("then" in found or "else" in found):
-        found = {key: value for key, value in found.items() if key not in ("if", "then", "else")}
-    if found.get("contains") is True and "minContains" not in found and "maxContains" not in found:
-        found = {**found, "minItems": max(1, found.get("minItems", 0))}
-        del found["contains"]
-    if "contains" not in found:
-        found = {key: value for key, value in found.items() if key not in ("minContains", "maxContains")}
-    if isinstance(found.get("format"), str) and not _knows_format(found["format"]):
-        del found["format"]
-    return found
+def _excludes(one: Facts | None, other: Facts | None) -> bool:
+    return one is not None and other is not None and one.excludes(other)
 
 
-def _with_parts(schema: dict[str, Any]) -> dict[str, Any]:
-    """Returns a schema whose reference and dependencies are parts of it."""
-    found = dict(schema)
-    parts = []
-    if "$ref" in found and set(found) - {"$ref"}:
-        parts.append({"$ref": found.pop("$ref")})
-    names = found.get("propertyNames")
-    has_pattern = isinstance(names, dict) and set(names) <= {"pattern", "type"} and "pattern" in names
-    if has_pattern and not found.keys() & {"properties", "patternProperties", "required"}:
-        further = found.get("additionalProperties", True)
-        found |= {"patternProperties": {found.pop("propertyNames")["pattern"]: further}, "additionalProperties": False}
-    for key in ("dependentRequired", "dependentSchemas", "dependencies"):
-        given = found.get(key)
-        if isinstance(given, dict):
-            del found[key]
-            parts += [_dependency(name, needed) for name, needed in given.items()]
-    if isinstance(found.get("not"), dict) and list(found["not"]) == ["required"] and len(found["not"]["required"]) == 1:
-        parts.append({"properties": {found.pop("not")["required"][0]: False}})
-    if parts:
-        found["allOf"] = [*(found.get("allOf") or ()), *parts]
-    return found
+def _are_integers(facts: Facts | None) -> bool:
+    return facts is not None and "number" not in facts.types
 
 
 def _any_of(schemas: list[Any]) -> Any:
@@ -246,35 +223,25 @@ def _any_of(schemas: list[Any]) -> Any:
     return {} if len(known) not in range(1, MAX_SHAPES) else known[0] if len(known) == 1 else {"anyOf": known}
 
 
-def _dependency(name: str, needed: Any) -> dict[str, Any]:
-    """Returns a schema by which an object with a property follows another one."""
-    rule = {"required": [name, *needed]} if isinstance(needed, list) else {"allOf": [{"required": [name]}, needed]}
-    return {"anyOf": [rule, {"properties": {name: False}}]}
-
-
 def _without_counts(schema: dict[str, Any]) -> dict[str, Any]:
     """Returns a closed object without numbers of properties that its names imply."""
     if schema.get("additionalProperties") is not False or "patternProperties" in schema:
         return schema
-    properties, required = schema.get("properties") or {}, schema.get("required") or ()
+    if isinstance(schema.get("minProperties"), int) and schema["minProperties"] <= len(schema.get("required") or ()):
+        schema = {key: value for key, value in schema.items() if key != "minProperties"}
     found = dict(schema)
-    if isinstance(most := found.get("maxProperties"), int) and most >= len(properties):
-        del found["maxProperties"]
-    least = found.get("minProperties")
-    if isinstance(least, int) and least <= len(required):
+    names = [name for name, each in (schema.get("properties") or {}).items() if each is not False]
+    parts = []
+    if isinstance(least := found.get("minProperties"), int) and math.comb(len(names), least) <= MAX_CHOICES:
         del found["minProperties"]
-    elif least == 1:
-        del found["minProperties"]
-        parts = [{"required": [name]} for name in properties]
-        found["allOf"] = [*(found.get("allOf") or ()), {"anyOf": parts}]
+        sets = itertools.combinations(names, least)
+        parts.append(any_of({"required": list(each)} for each in sets))
+    if isinstance(most := found.get("maxProperties"), int):
+        num_absent = max(0, len(names) - most)
+        if math.comb(len(names), num_absent) <= MAX_CHOICES:
+            del found["maxProperties"]
+            sets = itertools.combinations(names, num_absent)
+            parts += [any_of({"properties": dict.fromkeys(each, False)} for each in sets)] if num_absent else []
+    if parts:
+        found["allOf"] = [*(found.get("allOf") or ()), *parts]
     return found
-
-
-@functools.lru_cache(maxsize=256)
-def _knows_format(name: str) -> bool:
-    """Returns whether grammars can be made of a format of texts."""
-    from llguidance import LLMatcher
-
-    schema = json.dumps({"type": "string", "format": name})
-    is_error, _ = LLMatcher.validate_grammar_with_warnings(LLMatcher.grammar_from_json_schema(schema))
-    return not is_error

@@ -166,9 +166,10 @@ def logprobs_of(
         logits = mask_logits(logits, words).astype(jnp.float32)
         total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
         column = jnp.where(tokens < 0, logits.shape[1], tokens)[:, None]
-        chosen = jnp.take_along_axis(logits, column, axis=1, mode="fill", fill_value=jnp.nan) - total
+        logit = jnp.take_along_axis(logits, column, axis=1, mode="fill", fill_value=jnp.nan)
+        chosen, rank = logit - total, jnp.sum(logits >= logit, axis=1, dtype=jnp.int32)
         if not num_top:
-            return Logprobs(chosen[:, 0], None, None)
+            return Logprobs(chosen[:, 0], rank, None, None)
 
         def likeliest() -> tuple[jax.Array, jax.Array]:
             best, ids = lax.top_k(logits, num_columns)
@@ -177,7 +178,7 @@ def logprobs_of(
         num_columns = min(num_top, logits.shape[1])
         shape = (len(logits), num_columns)
         none = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
-        return Logprobs(chosen[:, 0], *lax.cond(has_top, likeliest, lambda: none))
+        return Logprobs(chosen[:, 0], rank, *lax.cond(has_top, likeliest, lambda: none))
 
     logprobs: Logprobs = per_row(of_rows, logits, tokens, words, num_rows=num_rows)
     return logprobs

@@ -66,6 +66,7 @@ class Sampler:
         *,
         max_len: int | None = None,
         rules: TransformersBehaviour | None = None,
+        num_top: int = MAX_NUM_TOP,
     ) -> None:
         """Makes an empty sampler.
 
@@ -77,8 +78,10 @@ class Sampler:
                 each would be compiled twice.
             max_len: Maximum number of tokens of a request; None: the history grows with the requests.
             rules: Release of transformers whose processors are followed; None: the installed one.
+            num_top: Top log-probabilities that its programs return.
         """
         self._sharding, self._rules = sharding or default_sharding(), rules
+        self._num_top = num_top
         is_on_mesh = len(self._sharding.device_set) > 1
         programs = ExecutableCache(None if is_on_mesh else programs_dir(), "sampling")  # the same for every model
         cached = functools.partial(CachedFunction, programs, is_pure=True)
@@ -219,11 +222,11 @@ class Sampler:
     def logprobs(self, logits: jax.Array, tokens: jax.Array, num_top: int, num_rows: int, words: jax.Array) -> Logprobs:
         """Computes log-probabilities of `tokens` int32[n], without those that `words` mask.
 
-        The result has `MAX_NUM_TOP` of the likeliest tokens; they have a meaning if `num_top` is above 0. Only the
-        first `num_rows` rows are read.
+        The result has the likeliest tokens, as many as programs return; they have a meaning if `num_top` is above 0.
+        Only the first `num_rows` rows are read.
         """
         found: Logprobs = self._logprobs(
-            {}, logits, tokens, words, np.bool_(num_top > 0), np.int32(num_rows), spec=None
+            {}, logits, tokens, words, np.bool_(num_top > 0), np.int32(num_rows), spec=self._num_top
         )
         return found
 
@@ -241,7 +244,7 @@ class Sampler:
         """
         has_top = np.bool_(num_top > 0)
         found: tuple[Logprobs, jax.Array] = self._prompt_logprobs(
-            {}, logits, following, last, has_top, np.int32(num_tokens), spec=None
+            {}, logits, following, last, has_top, np.int32(num_tokens), spec=self._num_top
         )
         return found
 
@@ -265,7 +268,7 @@ class Sampler:
             yield task(self._sample, options, state, logits, words, spec=_spec(level, self._rules))
         yield task(self._write_rows, (tables, history), np.int32(0), _zero_row(arrays))
         tokens = jax.ShapeDtypeStruct(logits.shape[:1], np.int32, sharding=self._sharding)
-        yield task(self._logprobs, logits, tokens, words, np.bool_(False), np.int32(0))
+        yield task(self._logprobs, logits, tokens, words, np.bool_(False), np.int32(0), spec=self._num_top)
 
     def _run(self, level: Level, options: RowOptions, logits: jax.Array, words: jax.Array) -> Sampled:
         if level == "history":
@@ -301,9 +304,9 @@ def _logprobs(
     words: jax.Array,
     has_top: jax.Array,
     num_rows: jax.Array,
-    spec: None,
+    spec: int,
 ) -> Logprobs:
-    return logprobs_of(logits, tokens, words, num_top=MAX_NUM_TOP, has_top=has_top, num_rows=num_rows)
+    return logprobs_of(logits, tokens, words, num_top=spec, has_top=has_top, num_rows=num_rows)
 
 
 def _prompt_logprobs(
@@ -313,9 +316,9 @@ def _prompt_logprobs(
     last: jax.Array,
     has_top: jax.Array,
     num_tokens: jax.Array,
-    spec: None,
+    spec: int,
 ) -> tuple[Logprobs, jax.Array]:
-    logprobs = logprobs_of(logits, following, num_top=MAX_NUM_TOP, has_top=has_top, num_rows=num_tokens)
+    logprobs = logprobs_of(logits, following, num_top=spec, has_top=has_top, num_rows=num_tokens)
     return logprobs, jnp.take(logits, last, axis=0)
 
 

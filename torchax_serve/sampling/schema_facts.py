@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 PARTS = ("allOf", "anyOf", "oneOf")
 """Keywords whose values are parts of a combined schema."""
+NO_RULES: Sequence[str] = (
+    *("$schema", "$id", "id", "$anchor", "$comment", "title", "description", "default", "examples", "$defs"),
+    *("definitions", "deprecated", "readOnly", "writeOnly"),
+)
+"""Keywords that say nothing about values; definitions are looked up where a reference names them."""
 MAX_LEVEL = 2
 """Objects in each other in which values are looked for that tell schemas apart."""
+_LITERAL = re.compile(r"(?:\\[./\-+*?()\[\]{}^$]|[\w/:@#%&=,;~ -])(?![?*{])", re.ASCII)
+"""A character of a regular expression that stands for itself, once at least."""
 _ALL = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
 
 
@@ -55,10 +63,6 @@ def names_of(schema: Any, root: Any) -> frozenset[str]:
         properties, required = part.get("properties"), part.get("required")
         found |= set(properties) if isinstance(properties, Mapping) else set()
         found |= {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
-        for key in ("dependentRequired", "dependentSchemas", "dependencies"):
-            given = part.get(key)
-            for name, needed in given.items() if isinstance(given, Mapping) else ():
-                found |= {name} | (set(needed) if isinstance(needed, list) else names_of(needed, root))
     return frozenset(found)
 
 
@@ -92,6 +96,7 @@ class Facts:
         required: Properties that all objects have.
         properties: Facts of properties by name.
         is_closed: Whether objects have no further properties.
+        prefixes: Texts that the texts begin with, all of them.
     """
 
     types: frozenset[str] = _ALL
@@ -99,6 +104,7 @@ class Facts:
     required: frozenset[str] = frozenset()
     properties: Mapping[str, Facts] = dataclasses.field(default_factory=dict)
     is_closed: bool = False
+    prefixes: frozenset[str] = frozenset()
 
     def joined(self, other: Facts) -> Facts:
         """Returns what values have that follow both schemas."""
@@ -114,6 +120,7 @@ class Facts:
             self.required | other.required,
             properties,
             self.is_closed or other.is_closed,
+            self.prefixes | other.prefixes,
         )
 
     def excludes(self, other: Facts) -> bool:
@@ -121,6 +128,12 @@ class Facts:
         if not _common(self.types, other.types):
             return True
         if self.values is not None and other.values is not None and not self.values & other.values:
+            return True
+        if _common(self.types, other.types) == frozenset({"string"}) and any(
+            not (one.startswith(another) or another.startswith(one))
+            for one in self.prefixes
+            for another in other.prefixes
+        ):
             return True
         for own, its in ((self, other), (other, self)):
             if own.is_closed and its.required - own.properties.keys():
@@ -141,6 +154,16 @@ def _common(types: frozenset[str], others: frozenset[str]) -> frozenset[str]:
         if "integer" in one and "number" in another:
             found |= {"integer"}
     return found
+
+
+def _prefixes_of(pattern: Any) -> frozenset[str]:
+    """Returns the text that all texts of a regular expression begin with, if it shows one."""
+    if not isinstance(pattern, str) or not pattern.startswith("^") or "|" in pattern:
+        return frozenset()
+    found, place = "", 1
+    while (match := _LITERAL.match(pattern, place)) is not None:
+        found, place = found + match[0].removeprefix("\\"), match.end()
+    return frozenset({found} if found else ())
 
 
 def facts_of(schema: Any, root: Any, level: int = 0) -> Facts | None:
@@ -167,6 +190,7 @@ def facts_of(schema: Any, root: Any, level: int = 0) -> Facts | None:
             frozenset(part.get("required") or ()),
             {name: facts for name, facts in known.items() if facts is not None},
             part.get("additionalProperties") is False and "patternProperties" not in part and level < MAX_LEVEL,
+            _prefixes_of(part.get("pattern")),
         )
         found = found.joined(own)
     return found

@@ -68,7 +68,7 @@ class SlotParams:
         self._prompt_len = np.zeros(num_slots + 1, np.int32)
         self._num_tokens_with_tables = np.zeros(num_slots + 1, np.int32)
         self._level = np.zeros(num_slots + 1, np.int8)
-        self._num_top = np.full(num_slots + 1, _NO_LOGPROBS, np.int8)
+        self._num_top = np.full(num_slots + 1, _NO_LOGPROBS, np.int32)
         self._last: tuple[tuple[bytes, int], BatchRows] | None = None
 
     def set(

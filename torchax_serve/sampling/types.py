@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from torchax_serve.sampling.transformers_behaviour import TransformersBehaviour
+from torchax_serve.sampling_params import MAX_LOGPROBS
 
 Level = Literal["greedy", "sampled", "penalties", "history"]
 
@@ -21,8 +22,19 @@ counts and on tables of the vocabulary, and the rarer truncations; `history` wha
 top-h, which takes long to compile.
 """
 
-MAX_NUM_TOP = 20
-"""Number of top log-probabilities that a program returns; the host delivers as many as were requested."""
+MAX_NUM_TOP = MAX_LOGPROBS
+"""Number of top log-probabilities that a program returns, unless requests may ask for more (`columns_for`)."""
+
+
+def columns_for(max_logprobs: int, vocab_size: int) -> int:
+    """Returns how many top log-probabilities programs return, of which requests take some.
+
+    Args:
+        max_logprobs: Most that a request may ask for; -1: those of the whole vocabulary.
+        vocab_size: Number of columns of the logits.
+    """
+    return vocab_size if max_logprobs == -1 else min(max(MAX_NUM_TOP, max_logprobs), vocab_size)
+
 
 INT_COLUMNS = (
     "slot",
@@ -173,6 +185,7 @@ class Logprobs:
     """Log-probabilities under the model's own logits, before any processing."""
 
     chosen: jax.Array  # float32[n]
+    rank: jax.Array  # int32[n], number of tokens that are at least as likely as the chosen one, itself counted
     top_ids: jax.Array | None  # int32[n, num_top], likeliest first
     top: jax.Array | None  # float32[n, num_top]
     processed: jax.Array | None = None  # float32[n], `Sampled.token_logprobs`, which are after any processing

@@ -24,6 +24,7 @@ from torchax_serve.server.chat import chat_completions
 from torchax_serve.server.completions import completions
 from torchax_serve.server.context import ServerContext, Stage
 from torchax_serve.server.errors import ApiError, where_of
+from torchax_serve.server.infill import infill
 from torchax_serve.server.options import LOOPBACK
 from torchax_serve.server.responses import stored_routes
 from torchax_serve.server.responses.routes import responses
@@ -59,6 +60,7 @@ ROUTES: tuple[tuple[str, str, Callable[..., Awaitable[Any]]], ...] = (
     ("POST", "/v1/responses/{response_id}/cancel", stored_routes.cancel_response),
     ("GET", "/v1/responses/{response_id}/input_items", stored_routes.list_input_items),
     ("POST", "/v1/completions", completions),
+    ("POST", "/infill", infill),
     ("POST", "/v1/embeddings", pooling.embeddings),
     ("POST", "/v1/rerank", pooling.rerank),
     ("POST", "/v2/rerank", pooling.rerank),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
@@ -16,6 +17,7 @@ from torchax_serve.server.answers import Answer, AnswerOptions
 from torchax_serve.server.body import read_request
 from torchax_serve.server.context import ServerContext, context_of, follow
 from torchax_serve.server.errors import ApiError, bad_request
+from torchax_serve.server.fim_prompts import prompts_with_gap
 from torchax_serve.server.formats import LogprobFormat, finish_reason_of, usage_of
 from torchax_serve.server.merged_answers import merged_steps
 from torchax_serve.server.model_service import ModelService, adapter_of, scoped_salt
@@ -71,10 +73,14 @@ def _start(
         cache_salt=scoped_salt(key_name, body.cache_salt),
         adapter=adapter_of(service, body.model),
     )
-    prompts = [
-        truncated(_prompt_ids(service, body, index, prompt), body, service.max_model_len, params.max_new_tokens)
-        for index, prompt in enumerate(body.prompts())
-    ]
+    if body.suffix:
+        prompts, ends = prompts_with_gap(service, body, body.suffix)
+        params = dataclasses.replace(params, stop_token_ids=[*(params.stop_token_ids or ()), *ends] or None)
+    else:
+        prompts = [
+            truncated(_prompt_ids(service, body, index, prompt), body, service.max_model_len, params.max_new_tokens)
+            for index, prompt in enumerate(body.prompts())
+        ]
     masks = masks_of(lambda: service.grammars, grammar_of(body, context.options.request))
     options = AnswerOptions(
         num_answers=body.n or 1,

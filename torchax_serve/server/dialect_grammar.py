@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -49,15 +50,15 @@ class DialectRules:
         self, prefix: str, delimiter: str, root: Mapping[str, Any], json_rule: Callable[[Any], str], *, is_special: bool
     ) -> None:
         self._prefix, self._delimiter, self._json = prefix, delimiter, json_rule
-        self._root = closed(root)
+        self._given = root
         self._is_special = is_special
         self._rules: dict[str, str] = {}
         self._by_ref: dict[str, str] = {}
 
-    @property
+    @functools.cached_property
     def root(self) -> Any:
         """The schema without keywords that hold no value back, and with closed objects."""
-        return self._root
+        return closed(self._given)
 
     def lines(self) -> Iterator[str]:
         """Yields the rules that were made."""
@@ -97,7 +98,7 @@ class DialectRules:
         if set(schema) - _ANNOTATIONS == {"anyOf"}:
             return self._one_of([self.value(each) for each in schema["anyOf"]])
         try:
-            found = alternatives_of(schema, self._root)
+            found = alternatives_of(schema, self.root)
         except InvalidArgumentError as error:
             raise _refused(str(error).partition(", got ")[2]) from error
         if not found:
@@ -190,7 +191,7 @@ class DialectRules:
         return self._by_ref[reference]
 
     def _target(self, reference: Any) -> Any:
-        found: Any = self._root
+        found: Any = self.root
         parts = str(reference).split("/")
         for part in parts[1:]:
             found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None

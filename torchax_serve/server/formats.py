@@ -48,6 +48,11 @@ def finish_reason_of(reason: FinishReason | None) -> str | None:
     raise ApiError(503, "the request was ended by the server; send it again")
 
 
+def _likeliest(found: TokenLogprobs, num_top: int) -> tuple[tuple[int, float], ...]:
+    """Returns the `num_top` likeliest tokens with their log-probabilities; all for -1."""
+    return found.top if num_top == -1 else found.top[:num_top]
+
+
 class LogprobFormat:
     """Writes log-probabilities in the forms of OpenAI and vLLM.
 
@@ -67,7 +72,7 @@ class LogprobFormat:
         """Returns the entries of a chat's ``logprobs.content``."""
         return [
             self._entry(each.token_id, each.logprob)
-            | {"top_logprobs": [self._entry(token_id, logprob) for token_id, logprob in each.top[:num_top]]}
+            | {"top_logprobs": [self._entry(token_id, logprob) for token_id, logprob in _likeliest(each, num_top)]}
             for each in logprobs
         ]
 
@@ -129,7 +134,7 @@ class LogprobFormat:
         if found is None:
             return None
         top: dict[str, float] = {}
-        for token_id, logprob in (*found.top[:num_top], (found.token_id, found.logprob)):
+        for token_id, logprob in (*_likeliest(found, num_top), (found.token_id, found.logprob)):
             top.setdefault(self.text(token_id), max(logprob, -9999.0))
         return top
 
@@ -146,7 +151,7 @@ class LogprobFormat:
                 {
                     str(token_id): {
                         "logprob": max(logprob, -9999.0),
-                        "rank": ranks.get(token_id),
+                        "rank": ranks.get(token_id, each.rank),
                         "decoded_token": self._token_bytes.text(token_id),
                     }
                     for token_id, logprob in entries.items()

@@ -217,7 +217,7 @@ class ModelService:
         if not messages:
             message = 'messages: expected at least one, such as {"role": "user", "content": "Hi"}, got none'
             raise bad_request(message, "messages", "invalid_value")
-        _check_len(self, [text for message in messages for text in _texts_of(message)], "messages", is_cut=is_cut)
+        check_len(self, [text for message in messages for text in _texts_of(message)], "messages", is_cut=is_cut)
         extractor = getattr(self._processor, "feature_extractor", None)
         id_form = form_demanded(self.template, "any" if self.family is None else self.family.id_form)
         plain = plain_messages(replayed(messages, id_form), self.template, getattr(extractor, "sampling_rate", None))
@@ -255,7 +255,7 @@ class ModelService:
     def plain_prompt(self, prompt: str | Sequence[int], *, is_cut: bool = False) -> list[int]:
         """Returns the token ids of a plain prompt; `is_cut` is as of `chat_prompt`."""
         if isinstance(prompt, str):
-            _check_len(self, [prompt], "prompt", is_cut=is_cut)
+            check_len(self, [prompt], "prompt", is_cut=is_cut)
         return encode_prompt(self.model, prompt)
 
     @functools.cached_property
@@ -319,7 +319,7 @@ def scoped_salt(key_name: str | None, salt: str | None) -> str | None:
     return hashlib.sha256(f"{key_name or ''}\0{salt or ''}".encode()).hexdigest()
 
 
-def _check_len(service: ModelService, texts: Sequence[str], field: str, *, is_cut: bool) -> None:
+def check_len(service: ModelService, texts: Sequence[str], field: str, *, is_cut: bool) -> None:
     """Raises ApiError, 400, for long texts of more tokens than the model allows.
 
     Those that will be cut may be as long as texts that are tokenized only.

@@ -16,6 +16,7 @@ from torchax_serve.server.anthropic import errors as anthropic_errors
 from torchax_serve.server.anthropic.schemas import CountTokensRequest, MessagesRequest
 from torchax_serve.server.audio import TranscriptionRequest
 from torchax_serve.server.context import context_of
+from torchax_serve.server.infill import InfillRequest
 from torchax_serve.server.pooling_schemas import (
     ClassifyRequest,
     DetokenizeRequest,
@@ -36,6 +37,7 @@ REQUESTS: tuple[type[ApiRequest], ...] = (
     CountTokensRequest,
     ResponsesRequest,
     CompletionRequest,
+    InfillRequest,
     EmbeddingRequest,
     RerankRequest,
     ScoreRequest,

@@ -20,6 +20,7 @@ from torchax_serve.server.request_fields import (
 
 _STORE = "answers are not stored"
 _TIER = "there is one tier"
+_UP_TO = ", up to `--max-logprobs`, 20 by default; -1: all"
 
 
 class StreamOptions(pydantic.BaseModel):
@@ -60,7 +61,7 @@ class TextRequest(ApiRequest):
     bad_words: Annotated[Strings | None, honoured("texts that are never written, as sequences of tokens")] = None
     allowed_token_ids: Annotated[Ids | None, honoured("the only token ids that may be sampled")] = None
     seed: Annotated[int | None, honoured("equal requests with equal seeds have equal answers")] = None
-    prompt_logprobs: Annotated[int | None, honoured("log-probabilities of the prompt's tokens, up to 20")] = None
+    prompt_logprobs: Annotated[int | None, honoured(f"log-probabilities of the prompt's tokens{_UP_TO}")] = None
     skip_special_tokens: Annotated[bool | None, honoured("`false` writes special tokens into the text")] = None
     spaces_between_special_tokens: Annotated[bool | None, no_effect("texts are decoded as by the tokenizer")] = None
     return_token_ids: Annotated[bool | None, honoured("`token_ids` and `prompt_token_ids` in the answer")] = None
@@ -123,7 +124,7 @@ class ChatRequest(TextRequest):
     max_tokens: Annotated[int | None, honoured("most tokens of the answer; by default as the model's config")] = None
     max_completion_tokens: Annotated[int | None, honoured("as `max_tokens`, in its place")] = None
     logprobs: Annotated[bool | None, honoured("log-probabilities of the answer's tokens")] = None
-    top_logprobs: Annotated[int | None, honoured("those of so many likeliest tokens, up to 20")] = None
+    top_logprobs: Annotated[int | None, honoured(f"those of so many likeliest tokens{_UP_TO}")] = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, honoured("variables of the chat template")] = None
     documents: Annotated[Objects | None, honoured("documents, if the chat template reads them")] = None
     continue_final_message: Annotated[bool | None, honoured("the answer continues the last message")] = None
@@ -171,10 +172,12 @@ class CompletionRequest(TextRequest):
         honoured("a text, token ids, or a list of one of these"),
     ]
     max_tokens: Annotated[int | None, honoured("most tokens of the answer, 16 by default; 0 with `echo`")] = None
-    logprobs: Annotated[int | None, honoured("log-probabilities, and those of so many likeliest tokens")] = None
+    logprobs: Annotated[int | None, honoured(f"log-probabilities and those of the likeliest tokens{_UP_TO}")] = None
     echo: Annotated[bool | None, honoured("the prompt in front of the answer")] = None
     add_special_tokens: Annotated[Any, refused("expected true; give token ids for another prompt", True)] = None
-    suffix: Annotated[Any, refused("expected null; texts are continued at their end")] = None
+    suffix: Annotated[
+        str | None, honoured("text behind the answer, for tokenizers with tokens for it (FIM); others refuse it")
+    ] = None
     prompt_embeds: Annotated[Any, refused("expected null; give a text or token ids")] = None
 
     @property

@@ -1,0 +1,159 @@
+"""Text in a gap: ``suffix`` of ``/v1/completions`` by OpenAI's client, and ``/infill`` by plain requests."""
+
+import json
+import shutil
+
+import httpx
+import openai
+import pytest
+from running_server import serving
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from model_adapters.loading.model_source import EMBEDDED
+from torchax_serve import SamplingParams
+from torchax_serve.text.infill import ContextFile, FimTokens
+
+MARKS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|repo_name|>", "<|file_sep|>")
+PREFIX, SUFFIX, MIDDLE, REPOSITORY, FILE = range(1531, 1536)
+BEFORE, BEHIND = "Once upon", "the end."
+
+
+@pytest.fixture(scope="module")
+def filler(tmp_path_factory):
+    """A server whose tokenizer has other texts for some of its tokens."""
+    path = tmp_path_factory.mktemp("filler")
+    for file in EMBEDDED.iterdir():
+        shutil.copy(file, path)
+    with_marks(path / "tokenizer.json")
+    with serving(path) as found:
+        yield found
+
+
+def with_marks(file):
+    """Makes special tokens of the last ones, of which no others are made."""
+    data = json.loads(file.read_text())
+    vocab, merges = data["model"]["vocab"], data["model"]["merges"]
+    texts = {token_id: text for text, token_id in vocab.items()}
+    for token_id, text in zip(range(PREFIX, FILE + 1), MARKS, strict=True):
+        old = texts[token_id]
+        data["model"]["merges"] = [each for each in data["model"]["merges"] if "".join(each) != old]
+        del vocab[old]
+        vocab[text] = token_id
+        data["added_tokens"].append({**data["added_tokens"][0], "id": token_id, "content": text, "special": True})
+    assert len(merges) == len(data["model"]["merges"]) + len(MARKS)
+    file.write_text(json.dumps(data))
+
+
+@pytest.fixture(scope="module")
+def completions(filler):
+    with openai.OpenAI(base_url=f"{filler[0].url}/v1", api_key="none", max_retries=0, timeout=60) as found:
+        yield found.completions
+
+
+@pytest.fixture(scope="module")
+def plain(filler):
+    with httpx.Client(base_url=filler[0].url, timeout=300) as found:
+        yield found
+
+
+def expected_ids(model, before, behind, front=(), start=""):
+    def ids(text):
+        return model.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+
+    return [2, *front, PREFIX, *ids(before), SUFFIX, *ids(behind), MIDDLE, *ids(start)]
+
+
+def test_a_suffix_stands_between_the_tokenizers_marks(completions, filler):
+    model = filler[1]
+    answer = completions.create(model="tiny", prompt=BEFORE, suffix=BEHIND, max_tokens=6, temperature=0)
+    ids = expected_ids(model, BEFORE, BEHIND)
+    params = SamplingParams(max_new_tokens=6, temperature=0, stop_token_ids=[REPOSITORY, FILE])
+    assert answer.choices[0].text == model.generate_batch([ids], params)[0].text
+    assert answer.usage.prompt_tokens == len(ids)
+    plain = completions.create(model="tiny", prompt=BEFORE, suffix="", max_tokens=6, temperature=0)
+    assert plain.usage.prompt_tokens < len(ids)
+
+
+def test_an_answer_ends_at_the_tokens_between_files(completions):
+    forced = {"allowed_token_ids": [FILE]}
+    answer = completions.create(model="tiny", prompt=BEFORE, suffix=BEHIND, max_tokens=6, extra_body=forced)
+    assert (answer.choices[0].text, answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("", "stop", 1)
+
+
+def test_infill_answers_as_llama_cpp(plain, filler):
+    model = filler[1]
+    body = {
+        "input_prefix": BEFORE,
+        "input_suffix": BEHIND,
+        "input_extra": [{"filename": "a.py", "text": "x"}],
+        "prompt": "a",
+        "n_predict": 5,
+        "temperature": 0,
+        "return_tokens": True,
+        "ignore_eos": True,
+    }
+    found = plain.post("/infill", json=body).json()
+    tokenizer = model.tokenizer
+    parts = [(REPOSITORY, "myproject\n"), (FILE, "a.py\nx\n"), (FILE, "filename\n")]
+    front = [i for mark, text in parts for i in (mark, *tokenizer(text, add_special_tokens=False)["input_ids"])]
+    ids = expected_ids(model, BEFORE, BEHIND, front, "a")
+    params = SamplingParams(max_new_tokens=5, temperature=0, ignore_eos=True, stop_token_ids=[REPOSITORY, FILE])
+    (expected,) = model.generate_batch([ids], params)
+    assert (found["content"], found["tokens"]) == (expected.text, expected.token_ids)
+    assert found["prompt"] == tokenizer.decode(ids)
+    assert found["stop"] and found["stop_type"] == "limit" and found["tokens_evaluated"] == len(ids)
+    events = [line for line in plain.post("/infill", json=body | {"stream": True}).text.split("\n\n") if line]
+    pieces = [json.loads(line.removeprefix("data: ")) for line in events]
+    assert "".join(piece["content"] for piece in pieces) == expected.text
+    assert [piece["stop"] for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    fields = body | {"response_fields": ["content", "stop_type"]}
+    assert plain.post("/infill", json=fields).json() == {"content": expected.text, "stop_type": "limit"}
+
+
+@pytest.mark.parametrize(
+    ("route", "fields", "message"),
+    [
+        ("/v1/completions", {"echo": True}, "echo: expected none next to suffix, got one; leave it out"),
+        ("/v1/completions", {"truncate_prompt_tokens": 3}, "truncate_prompt_tokens: expected none next to suffix"),
+        ("/v1/completions", {"prompt": [5, 6]}, "prompt: expected text next to suffix, got token ids"),
+        ("/infill", {"n_predict": 0}, "n_predict: expected at least 1, or -1 for all there is room for, got 0"),
+        ("/infill", {"repeat_penalty": 0}, "repeat_penalty: expected a number > 0, got 0"),
+        ("/infill", {"n_indent": 4}, "n_indent: expected 0; lines are not counted"),
+        ("/infill", {"response_fields": ["timings"]}, "response_fields: expected names out of index, content, "),
+        ("/infill", {"input_extra": [{"name": "a"}]}, "unknown field 'input_extra[0].name'; leave it out"),
+    ],
+)
+def test_what_does_not_go_with_a_gap_is_named(plain, route, fields, message):
+    own = {"input_prefix": BEFORE, "input_suffix": BEHIND}
+    body = own if route == "/infill" else {"prompt": BEFORE, "suffix": BEHIND}
+    response = plain.post(route, json={**body, **fields})
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith(message)
+
+
+@pytest.mark.parametrize("route", ["/v1/completions", "/infill"])
+def test_a_tokenizer_without_marks_is_named(http, route):
+    body = {"prompt": "a", "suffix": "b"} if route == "/v1/completions" else {"input_prefix": "a", "input_suffix": "b"}
+    response = http.post(route, json=body)
+    error = response.json()["error"]
+    assert response.status_code == 400 and error["code"] == "unsupported_parameter"
+    assert "the tokenizer of tiny has no tokens to fill in the middle (FIM), such as <|fim_prefix|>" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("texts", "expected"),
+    [
+        (("<fim_prefix>", "<fim_suffix>", "<fim_middle>"), "x\n<fim_prefix>a<fim_suffix>b<fim_middle>c"),
+        (
+            ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
+            "x\n<|code_prefix|>a<|code_suffix|>b<|code_middle|>c",
+        ),
+        (("[PREFIX]", "[SUFFIX]"), "x\n[SUFFIX]b[PREFIX]ac"),
+    ],
+)
+def test_each_family_has_its_order(texts, expected):
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED)
+    assert isinstance(tokenizer, PreTrainedTokenizerFast) and FimTokens.of(tokenizer) is None
+    tokenizer.add_special_tokens({"additional_special_tokens": list(texts)})
+    ids = FimTokens.of(tokenizer).prompt_ids(tokenizer, "a", "b", start="c", files=[ContextFile("f", "x")])
+    assert tokenizer.decode(ids) == "<bos>" + expected
