@@ -1,6 +1,6 @@
-"""Linear recurrence of each channel over a packed row, as in the RG-LRU (De et al., 2024): RecurrentGemma.
+"""Linear recurrence of each channel over a packed row: RecurrentGemma.
 
-A state is ``[D]``::
+It is that of the RG-LRU (De et al., 2024, arXiv 2402.19427). A state is ``[D]``::
 
     state = gate * state + x
     out = state
