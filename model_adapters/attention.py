@@ -169,6 +169,7 @@ def torchax_attention(
     s_aux: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
+    distance_biases: tuple[torch.Tensor, torch.Tensor] | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Computes attention of `query` over `key` and `value`.
@@ -191,10 +192,12 @@ def torchax_attention(
     if pages is not None:
         if causal_mask is None or causal_mask.starts is not None or position_bias is not None:
             raise NotPackableError("attention with a mask that is more than causal")
-        features: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": s_aux, "alibi": alibi_slopes}
+        features = {"scale": scale, "softcap": softcap, "sinks": s_aux, "alibi": alibi_slopes}
+        features["distance_biases"] = distance_biases
         return _on_pages(query, key, value, pages, causal_mask.window, features), None
+    assert distance_biases is None, "biases by distance are of packed steps"
     alibi = None if alibi_slopes is None else jax_view(alibi_slopes).astype(jnp.float32)
-    sinks = None if s_aux is None else jax_view(s_aux)
+    sinks, mask, bias = (None if x is None else jax_view(x) for x in (s_aux, attention_mask, position_bias))
     write: KVWrite | None = getattr(key, "cache_write", None)
     if write is not None and value is not write.values_out:
         write = None  # model code has computed other values from those that were written
@@ -204,8 +207,6 @@ def torchax_attention(
         args = AttentionArgs(scale, causal_mask.window, softcap, sinks, alibi)
         out: Any = _decode(q, write, causal_mask.starts, args)
     else:
-        mask = None if attention_mask is None else jax_view(attention_mask)
-        bias = None if position_bias is None else jax_view(position_bias)
         if alibi is not None:
             bias = _linear_bias(alibi, q.shape[2], key.shape[2]) + (0 if bias is None else bias)
         hides = getattr(module, "is_causal", True) if is_causal is None else is_causal

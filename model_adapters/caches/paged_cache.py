@@ -242,12 +242,14 @@ def attend_paged(
     softcap: float | None,
     sinks: torch.Tensor | None,
     alibi: torch.Tensor | None = None,
+    distance_biases: tuple[torch.Tensor, torch.Tensor] | None = None,
     value_begin: int | None = None,
 ) -> torch.Tensor:
     """Runs the op for `query` [1, heads, T, dim]; returns [1, T, heads, v_dim].
 
     The new pool is stored in the layer of `write`. `window` is that of the model's mask; `alibi` float32[heads] are
-    slopes; `value_begin` is the column of a key at which its value begins, if pages have no values beside the keys.
+    slopes; `distance_biases` are weights [1, T, heads, R] and profiles [R, E]; `value_begin` is the column of a key at
+    which its value begins, if pages have no values beside the keys.
     """
     layer = write.layer
     reach = layer.layout.max_len if window is None else window
@@ -260,6 +262,8 @@ def attend_paged(
     table, lens, starts = (torch_view(x) for x in (layer.table, layer.batch.kv_lens, layer.batch.cu_q_lens))
     features = {"scale": scale, "window": window, "softcap": softcap, "alibi": alibi, **layer.scales}
     features["value_begin"] = value_begin
+    if distance_biases is not None:
+        features["distance_weights"], features["distance_profiles"] = distance_biases[0][0], distance_biases[1]
     if layer.layout.is_decode:
         op = torch.ops.torchax_serve.decode_attention
         out, layer.pages = op(q, k, v, layer.pages, table, lens, sinks, **features)

@@ -19,6 +19,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from model_adapters.bridge.views import jax_view, torch_view
 from model_adapters.caches.packed_batch import NotPackableError
+from model_adapters.ops.causal_convolution import causal_convolution
 from model_adapters.ops.segments import Segments
 
 _asked: contextvars.ContextVar[StateLayer | None] = contextvars.ContextVar("asked", default=None)
@@ -133,6 +134,28 @@ def recurrent_of(tensor: Any) -> StateLayer | None:
     """Returns the layer of a handle; None for anything else."""
     found: StateLayer | None = getattr(tensor, "recurrent_of", None)
     return found
+
+
+def only_sequence(tensor: torch.Tensor) -> jax.Array:
+    """Returns the only sequence of a batch ``[1, ...]``."""
+    array = jax_view(tensor)
+    if array.shape[0] != 1:
+        raise NotPackableError(f"a recurrent layer gets a batch of {array.shape[0]} of the code's own making")
+    return array[0]
+
+
+def convolved(inputs: torch.Tensor, weight: jax.Array, bias: jax.Array | None) -> torch.Tensor | None:
+    """Returns the depthwise convolution of a packed layer's inputs, ``[1, D, T]``.
+
+    None for inputs that ``update_conv_state`` of no packed step has returned. `weight` is [D, K], `bias` [D].
+    """
+    found = conv_of(inputs)
+    if found is None:
+        return None
+    layer, state_idx = found
+    out = layer.run_conv(state_idx, causal_convolution, only_sequence(inputs).T, weight, bias)
+    made: torch.Tensor = torch_view(out.T[None])
+    return made
 
 
 def layer_asked_last() -> StateLayer | None:

@@ -16,11 +16,11 @@ import torch
 from model_adapters import ops
 from model_adapters.bridge.views import set_lowering
 from model_adapters.errors import InvalidArgumentError
-from model_adapters.ops.attention_args import AttentionArgs, KVScales
+from model_adapters.ops.attention_args import AttentionArgs, DistanceBiases, KVScales
 
 _FEATURES = (
     "*, float scale, int? window=None, float? softcap=None, Tensor? alibi=None, Tensor? k_scale=None, "
-    "Tensor? v_scale=None, int? value_begin=None"
+    "Tensor? v_scale=None, int? value_begin=None, Tensor? distance_weights=None, Tensor? distance_profiles=None"
 )
 _SCHEMAS = (
     "decode_attention(Tensor q, Tensor k, Tensor v, Tensor pool, Tensor page_table, Tensor kv_lens, "
@@ -43,12 +43,17 @@ def _args_of(
     v_scale: jax.Array | None = None,
     sees_until: jax.Array | None = None,
     value_begin: int | None = None,
+    distance_weights: jax.Array | None = None,
+    distance_profiles: jax.Array | None = None,
 ) -> AttentionArgs:
     """Returns the flat arguments of the torch operators as `AttentionArgs`."""
+    biases = None
+    if distance_weights is not None and distance_profiles is not None:
+        biases = DistanceBiases(distance_weights, distance_profiles)
     if (k_scale is None) != (v_scale is None):
         raise InvalidArgumentError("expected k_scale and v_scale, or neither; got one of them")
     kv_scales = None if k_scale is None or v_scale is None else KVScales(k_scale, v_scale)
-    return AttentionArgs(scale, window, softcap, sinks, alibi, prefix_lens, kv_scales, sees_until, value_begin)
+    return AttentionArgs(scale, window, softcap, sinks, alibi, prefix_lens, kv_scales, sees_until, value_begin, biases)
 
 
 def _decode_attention(

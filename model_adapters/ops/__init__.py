@@ -15,6 +15,7 @@ from model_adapters.ops.dense_attention import dense_attention
 from model_adapters.ops.gated_delta_rule import gated_delta_rule
 from model_adapters.ops.grouped_matmul import grouped_matmul
 from model_adapters.ops.linear import addmm, baddbmm, bmm, einsum, linear, matmul
+from model_adapters.ops.linear_recurrence import linear_recurrence
 from model_adapters.ops.paged_attention import paged_attention
 from model_adapters.ops.reductions import layer_norm, row_sum, softmax
 from model_adapters.ops.registry import list_ops, on_platform, use
@@ -44,6 +45,7 @@ __all__ = [
     "grouped_matmul",
     "layer_norm",
     "linear",
+    "linear_recurrence",
     "list_ops",
     "matmul",
     "on_platform",

@@ -34,6 +34,33 @@ class KVScales:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class DistanceBiases:
+    """Biases of scores by distance, which each query mixes of a few profiles.
+
+    Distances are those from a query back to a key. From 0 to E - 1, the bias is
+    ``weights[t, h] @ profiles[:, distance]``; any other key has none.
+
+    Attributes:
+        weights: ``[T, query_heads, R]``, of the tokens of a step.
+        profiles: ``[R, E]``.
+    """
+
+    weights: jax.Array
+    profiles: jax.Array
+
+    def of(self, distance: jax.Array) -> jax.Array:
+        """Returns the biases ``float32[T, query_heads, S]`` of keys at ``distance int32[T, S]``."""
+        exact, (weights, profiles) = jax.lax.Precision.HIGHEST, (self.weights, self.profiles)
+        by_distance = jnp.einsum(
+            "thr,re->the", weights.astype(jnp.float32), profiles.astype(jnp.float32), precision=exact
+        )
+        last = profiles.shape[1] - 1
+        found = jnp.take_along_axis(by_distance, jnp.clip(distance, 0, last)[:, None], axis=2)
+        return jnp.where(((distance >= 0) & (distance <= last))[:, None], found, 0.0)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class AttentionArgs:
     """Scale and features of an attention call; a feature that is not used is None.
 
@@ -54,6 +81,7 @@ class AttentionArgs:
         value_begin: Column of a key at which the values of its token begin, where they are columns of keys (latent
             attention); None: they stand behind the keys. Then rows of the pool are keys alone, the op reads no more of
             `v` than its shape, and the scales of keys are those of values. Static: it is an offset in the kernels.
+        distance_biases: Added to the scaled scores. Not together with `softcap`.
     """
 
     scale: float = field(metadata=STATIC)
@@ -65,6 +93,7 @@ class AttentionArgs:
     kv_scales: KVScales | None = None
     sees_until: jax.Array | None = None
     value_begin: int | None = field(default=None, metadata=STATIC)
+    distance_biases: DistanceBiases | None = None
 
     @property
     def k_scale(self) -> jax.Array | None:

@@ -14,7 +14,7 @@ from model_adapters.ops import registry, spmd
 from model_adapters.ops.cpu import recurrent
 from model_adapters.ops.kv_pool import expect
 from model_adapters.ops.segments import Segments
-from model_adapters.ops.state_pool import check_pool, read_states, with_last_row, write_states
+from model_adapters.ops.state_pool import check_pool, last_writes, read_states, with_last_row, write_states
 
 OP = "causal_convolution"
 
@@ -57,8 +57,7 @@ def reference(
     token = jnp.arange(num_tokens, dtype=jnp.int32)
     of_token = segments.of_token(num_tokens)
     segment = jnp.minimum(of_token, num_segments - 1)
-    is_same = segments.is_same_sequence
-    first = jnp.argmax(is_same, axis=1)  # of those with tokens
+    first = jnp.argmax(segments.is_same_sequence, axis=1)  # of those with tokens
     begin = segments.cu[first]
     before = read_states(pool, segments.read[first], segments.held[first])  # [R, K - 1, D]
     place = token - begin[segment]
@@ -70,15 +69,11 @@ def reference(
     if bias is not None:
         out = out + bias.astype(jnp.float32)
     out = jnp.where((of_token < num_segments)[:, None], out, 0)
-    # Of segments of one sequence that write the same row the last one counts.
-    number = jnp.arange(num_segments)
-    is_later = is_same & (segments.write[:, None] == segments.write) & (number > number[:, None])
-    is_dropped = jnp.any(is_later, axis=1) | (segments.lens == 0)
     places = (segments.cu[1:] - begin)[:, None] - num_old + jnp.arange(num_old)  # [R, K - 1], within the sequence
     new = x[jnp.clip(begin[:, None] + places, 0, num_tokens - 1)]
     old = jnp.take_along_axis(before, jnp.clip(places + num_old, 0, num_old - 1)[..., None], axis=1)
     last = jnp.where((places >= 0)[..., None], new, old)
-    return out.astype(x.dtype), _written(pool, jnp.where(is_dropped, pool.shape[0] - 1, segments.write), last)
+    return out.astype(x.dtype), _written(pool, last_writes(segments, pool), last)
 
 
 def _written(pool: jax.Array, rows: jax.Array, last: jax.Array) -> jax.Array:

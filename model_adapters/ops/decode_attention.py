@@ -116,6 +116,8 @@ def reference(
     if args.alibi_slopes is not None:
         behind = (positions - (lens[:, None] - 1)).astype(jnp.float32)  # [B, S]
         scores = scores + args.alibi_slopes.astype(jnp.float32).reshape(1, heads, -1, 1) * behind[:, None, None]
+    if args.distance_biases is not None:
+        scores = scores + args.distance_biases.of(lens[:, None] - 1 - positions).reshape(scores.shape)
     first = starts if args.window is None else jnp.maximum(starts, lens - args.window)
     visible = positions >= first[:, None]  # [B, S]
     if args.prefix_lens is not None:

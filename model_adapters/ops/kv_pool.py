@@ -113,6 +113,14 @@ def checked_args(op: str, args: AttentionArgs, query_heads: int, num_seqs: int, 
         raise InvalidArgumentError(
             f"{op}: expected softcap or alibi_slopes, got both; the order of the two is not defined, so leave one out"
         )
+    if args.distance_biases is not None:
+        weights, profiles = args.distance_biases.weights, args.distance_biases.profiles
+        expect(op, "weights of distance_biases of shape", (num_tokens, query_heads, profiles.shape[0]), weights.shape)
+        if args.softcap is not None:
+            raise InvalidArgumentError(
+                f"{op}: expected softcap or distance_biases, got both; the order of the two is not defined, so leave "
+                "one out"
+            )
     if args.value_begin is not None and args.kv_scales is not None:
         args = dataclasses.replace(args, kv_scales=KVScales(args.kv_scales.k, args.kv_scales.k))
     if args.prefix_lens is not None:

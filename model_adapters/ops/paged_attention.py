@@ -5,11 +5,13 @@ For prefill, chunked prefill, and chunks mixed with rows that decode.
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
 from model_adapters.ops import registry, spmd
-from model_adapters.ops.attention_args import AttentionArgs, KVScales, unsupported_field
+from model_adapters.ops.attention_args import AttentionArgs, DistanceBiases, KVScales, unsupported_field
 from model_adapters.ops.cpu import attention as kernels
 from model_adapters.ops.kv_pool import (
     check_arrays,
@@ -135,6 +137,8 @@ def reference(
     # One block of padding: a slice that begins at the last token would else be moved back.
     q = jnp.pad(q, ((0, length), (0, 0), (0, 0)))
     until = None if args.sees_until is None else jnp.pad(args.sees_until, (0, length))
+    biases = args.distance_biases
+    weights = None if biases is None else jnp.pad(biases.weights, ((0, length), (0, 0), (0, 0)))
 
     def one_block(block: jax.Array, out: jax.Array) -> jax.Array:
         seq = num_at_most(ends, block)
@@ -145,9 +149,11 @@ def reference(
         last = positions
         if until is not None:
             last = jnp.maximum(last, jax.lax.dynamic_slice_in_dim(until, begin, length))
-        attended = _attend(
-            queries, pool, page_table[seq], (positions, last), kv_lens[seq], prefix_len, v.shape[2], args
-        )
+        own = args
+        if weights is not None and biases is not None:
+            of_block = jax.lax.dynamic_slice_in_dim(weights, begin, length)
+            own = dataclasses.replace(args, distance_biases=DistanceBiases(of_block, biases.profiles))
+        attended = _attend(queries, pool, page_table[seq], (positions, last), kv_lens[seq], prefix_len, v.shape[2], own)
         # Rows beyond the end of a sequence are zeros here; the next sequence overwrites them.
         return jax.lax.dynamic_update_slice_in_dim(out, attended, begin, axis=0)
 
@@ -191,6 +197,9 @@ def _attend(
     if args.alibi_slopes is not None:
         bias = args.alibi_slopes.astype(jnp.float32).reshape(heads, group, 1, 1) * behind.astype(jnp.float32)
         scores = scores + bias.reshape(scores.shape)
+    if args.distance_biases is not None:
+        bias = args.distance_biases.of(-behind).reshape(length, heads, group, -1)
+        scores = scores + jnp.moveaxis(bias, 0, 2).reshape(scores.shape)
     visible = at <= last[:, None]
     if args.window is not None:
         visible &= behind > -args.window

@@ -50,8 +50,8 @@ def selective_scan(
         x: ``[T, D]``.
         dt: ``[T, D]``, positive steps.
         a: ``[D, N]``, negative.
-        b: ``[T, N]``.
-        c: ``[T, N]``.
+        b: ``[T, N]``, or ``[T, G, N]``: channel i has group ``i // (D // G)``.
+        c: As b.
         d: ``[D]`` or None.
         pool: ``float32[rows, D, N]``; updated in place if donated.
         segments: Of the T tokens.
@@ -62,8 +62,10 @@ def selective_scan(
     (num_tokens, dim), states = x.shape, a.shape[1]
     expect(OP, "dt of shape", (num_tokens, dim), dt.shape)
     expect(OP, "a of shape", (dim, states), a.shape)
-    expect(OP, "b of shape", (num_tokens, states), b.shape)
-    expect(OP, "c of shape", (num_tokens, states), c.shape)
+    b, c = (each[:, None] if each.ndim == 2 else each for each in (b, c))
+    expect(OP, "b and c of one shape", b.shape, c.shape)
+    expect(OP, "b of shape", (num_tokens, b.shape[1], states), b.shape)
+    expect(OP, f"channels of x a multiple of the groups of b, {b.shape[1]}, remainder", 0, dim % b.shape[1])
     if d is not None:
         expect(OP, "d of shape", (dim,), d.shape)
     check_pool(OP, pool, (dim, states), segments)
@@ -84,15 +86,18 @@ def reference(
     segments: Segments,
 ) -> tuple[jax.Array, jax.Array]:
     """Computes single tokens in one batch, the others one after the other."""
-    num_tokens, dtype = x.shape[0], x.dtype
+    num_tokens, groups, dtype = x.shape[0], b.shape[1], x.dtype
     a, skip = a.astype(jnp.float32), jnp.zeros(x.shape[1]) if d is None else d.astype(jnp.float32)
     arrays = [each.astype(jnp.float32) for each in (x, dt, b, c)]
 
     def step(state: jax.Array, token: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         """Returns states ``[..., D, N]`` and results ``[..., D]``."""
         x, dt, b, c = token
-        state = jnp.exp(a * dt[..., None]) * state + (dt * x)[..., None] * b[..., None, :]
-        return state, jnp.einsum("...dn,...n->...d", state, c, precision=HIGHEST) + skip * x
+        steps = (dt * x).reshape(*x.shape[:-1], groups, -1, 1)
+        state = jnp.exp(a * dt[..., None]) * state + (steps * b[..., None, :]).reshape(state.shape)
+        by_group = state.reshape(*steps.shape[:-1], -1)
+        read = jnp.einsum("...gdn,...gn->...gd", by_group, c, precision=HIGHEST)
+        return state, read.reshape(x.shape) + skip * x
 
     first = first_tokens(segments, num_tokens)
     read, write = single_rows(segments, pool)

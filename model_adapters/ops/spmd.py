@@ -274,11 +274,13 @@ def _spec_of(
     name = names[index] if index < len(names) else path[1].name
     if name == "mask" and array.shape[1] == 1:  # one mask for all heads
         return REPLICATED
+    if name == "distance_biases" and path[2].name == "profiles":
+        return REPLICATED
     return specs[name]
 
 
 _SPECS = {
-    **dict.fromkeys(("q", "k", "v", "pool", "mask"), BY_AXIS_1),
+    **dict.fromkeys(("q", "k", "v", "pool", "mask", "distance_biases"), BY_AXIS_1),
     **dict.fromkeys(("sinks", "alibi_slopes", "kv_scales"), BY_AXIS_0),
     **dict.fromkeys(("page_table", "lens", "starts", "kv_lens", "cu_q_lens", "prefix_lens", "sees_until"), REPLICATED),
 }

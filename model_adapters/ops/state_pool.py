@@ -115,6 +115,18 @@ def single_rows(segments: Segments, pool: jax.Array) -> tuple[jax.Array, jax.Arr
     return jnp.where(segments.is_single, segments.read, last), jnp.where(segments.is_single, segments.write, last)
 
 
+def last_writes(segments: Segments, pool: jax.Array) -> jax.Array:
+    """Returns the row that each segment leaves its state in, int32[R].
+
+    Of segments of one sequence that write the same row the last one counts. The others, and those without tokens, get
+    the last row of the pool.
+    """
+    number = jnp.arange(len(segments.read))
+    is_same_row = segments.is_same_sequence & (segments.write[:, None] == segments.write)
+    is_dropped = jnp.any(is_same_row & (number > number[:, None]), axis=1) | (segments.lens == 0)
+    return jnp.where(is_dropped, pool.shape[0] - 1, segments.write)
+
+
 def walk(
     pool: jax.Array, segments: Segments, singles: jax.Array, num_tokens: int, size: int, compute: Compute
 ) -> tuple[jax.Array, jax.Array]:

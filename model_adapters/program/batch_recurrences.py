@@ -23,9 +23,12 @@ from model_adapters.ops.cpu.batching import with_rows_folded
 from model_adapters.ops.gated_delta_rule import gated_delta_rule
 from model_adapters.ops.segments import Segments
 from model_adapters.ops.selective_scan import selective_scan
+from model_adapters.ops.state_space import reference as state_space_reference
 from model_adapters.ops.state_space import state_space
 
 KERNEL = "cpu-ffi"
+UNIT_STEPS, UNIT_STEPS_LIMIT = 0.0, (1.0, 1.0)
+"""Steps of Mamba-2's op, and their limits, with which each is one: its recurrence is that of lightning attention."""
 Given = dict[str, Any]
 Results = tuple[jax.Array, jax.Array]
 _has_cache: contextvars.ContextVar[bool] = contextvars.ContextVar("has_cache", default=False)
@@ -109,6 +112,31 @@ def _space(tokens: Any, state: jax.Array, others: Any, *, is_held: bool, **optio
         return state_space(x, dt, a.astype(jnp.float32), b, c, d, dt_bias, state, segments, **options)
 
     return _run(op, tokens, state, others, is_held=is_held)
+
+
+def lightning_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, slopes: jax.Array, state: jax.Array | None
+) -> Results:
+    """Returns what queries read of states that decay by ``exp(-slope)`` with each token, and the states.
+
+    Args:
+        query: ``[batch, T, heads, key dim]``.
+        key: As query.
+        value: ``[batch, T, heads, dim]``; results are like it.
+        slopes: float32[heads].
+        state: float32[batch, heads, dim, key dim] that tokens begin with; None: zeros.
+    """
+    is_held = state is not None
+    if state is None:
+        state = jnp.zeros((value.shape[0], *value.shape[2:], key.shape[3]))
+    tokens = value, jnp.full(value.shape[:3], UNIT_STEPS), key, query
+    run = state_space if _can_run("state_space", tokens, state) else state_space_reference
+
+    def op(tokens: Any, others: Any, state: jax.Array, segments: Segments) -> Results:
+        (x, dt, b, c), (slopes,) = tokens, others
+        return run(x, dt, -slopes, b, c, None, None, state, segments, dt_limit=UNIT_STEPS_LIMIT)
+
+    return _run(op, tokens, state, (slopes,), is_held=is_held)
 
 
 def _mamba2_chunk_scan(given: Given) -> Any:

@@ -25,8 +25,7 @@ from transformers.activations import ACT2FN
 from model_adapters import quirks
 from model_adapters.bridge.views import in_torch_mode, jax_view, torch_view
 from model_adapters.caches.packed_batch import NotPackableError
-from model_adapters.caches.state_layer import StateLayer, conv_of, layer_asked_last, recurrent_of
-from model_adapters.ops.causal_convolution import causal_convolution
+from model_adapters.caches.state_layer import StateLayer, convolved, layer_asked_last, only_sequence, recurrent_of
 from model_adapters.ops.gated_delta_rule import gated_delta_rule
 from model_adapters.ops.selective_scan import selective_scan
 from model_adapters.ops.state_space import state_space
@@ -39,24 +38,10 @@ def _arrays(*tensors: torch.Tensor | None) -> tuple[Any, ...]:
     return tuple(None if tensor is None else jax_view(tensor) for tensor in tensors)
 
 
-def _of_one(tensor: torch.Tensor) -> jax.Array:
-    """Returns the only sequence of a batch."""
-    array = jax_view(tensor)
-    if array.shape[0] != 1:
-        raise NotPackableError(f"a recurrent layer gets a batch of {array.shape[0]} of the code's own making")
-    return array[0]
-
-
 def _causal_conv1d_fn(given: dict[str, Any]) -> torch.Tensor | None:
     """Computes [1, D, T]; returns None for inputs that come from no cache of a packed step."""
-    found = conv_of(given["hidden_states"])
-    if found is None:
-        return None
-    layer, state_idx = found
-    weight, bias = _arrays(given["weight"], given["bias"])
-    out = layer.run_conv(state_idx, causal_convolution, _of_one(given["hidden_states"]).T, weight, bias)
-    made = torch_view(out.T[None])
-    return made if given["activation"] is None else ACT2FN[given["activation"]](made)
+    made = convolved(given["hidden_states"], *_arrays(given["weight"], given["bias"]))
+    return made if made is None or given["activation"] is None else ACT2FN[given["activation"]](made)
 
 
 def _gated_delta_rule(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -64,7 +49,7 @@ def _gated_delta_rule(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor
     layer = recurrent_of(given["initial_state"])
     if layer is None:
         return None
-    q, k, v, g, beta = (_of_one(given[name]) for name in ("query", "key", "value", "g", "beta"))
+    q, k, v, g, beta = (only_sequence(given[name]) for name in ("query", "key", "value", "g", "beta"))
 
     def run(pool: jax.Array, segments: Any) -> tuple[jax.Array, jax.Array]:
         is_normed = bool(given["use_qk_l2norm_in_kernel"])
@@ -103,7 +88,7 @@ def _mamba2_chunk_scan(given: dict[str, Any]) -> Any:
         return None
     if not given["dt_softplus"]:
         raise NotPackableError("a layer takes its time steps as they are")
-    x, dt, b, c = (_of_one(given[name]) for name in ("hidden_states", "dt", "B", "C"))
+    x, dt, b, c = (only_sequence(given[name]) for name in ("hidden_states", "dt", "B", "C"))
     a, d, dt_bias = _arrays(given["A"], given["D"], given["dt_bias"])
     if tuple(given["dt_limit"]) != UNLIMITED and layer.generated is not None:
         dt, dt_bias = _limited(dt, dt_bias, given["dt_limit"], layer.generated), None
@@ -147,8 +132,8 @@ def _mamba_selective_scan(given: dict[str, Any]) -> Any:
     layer = layer_asked_last()
     if layer is None:
         return None
-    x, dt, b, c = (_of_one(given[name]).T for name in ("hidden_states", "dt", "B", "C"))
-    gate = None if given["z"] is None else _of_one(given["z"]).T
+    x, dt, b, c = (only_sequence(given[name]).T for name in ("hidden_states", "dt", "B", "C"))
+    gate = None if given["z"] is None else only_sequence(given["z"]).T
     out = torch_view(_selective_scan(layer, given, "delta_bias", x, dt, b, c, gate).T[None])
     return (out, layer.recurrent_handle()) if given["return_last_state"] else out
 

@@ -31,7 +31,7 @@ SAME_AS = {
     **dict.fromkeys(("idefics2", "idefics3", "smolvlm"), "idefics"),
     **dict.fromkeys(("gpt_neo", "mpt"), "key_count"),
     **dict.fromkeys(("canary", "cohere_asr", "moonshine_streaming"), "moonshine"),
-    **dict.fromkeys(("falcon_mamba", "jamba", "zamba"), "mamba"),
+    **dict.fromkeys(("falcon_mamba", "jamba"), "mamba"),
 }
 """The file of each architecture whose code is a copy of another's, or that has the same needs as others."""
 

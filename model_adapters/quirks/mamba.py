@@ -17,7 +17,7 @@ from model_adapters.bridge.views import jax_view, torch_view
 from model_adapters.quirks.quirk import Quirk
 
 
-def _selective_scan(
+def selective_scan(
     hidden_states: torch.Tensor,
     dt: torch.Tensor,
     A: torch.Tensor,
@@ -61,4 +61,4 @@ def _selective_scan(
     return (scanned, torch_view(last)) if return_last_state else scanned
 
 
-QUIRK = Quirk(functions={"mamba_selective_scan": _selective_scan})
+QUIRK = Quirk(functions={"mamba_selective_scan": selective_scan})

@@ -1,6 +1,7 @@
-"""RecurrentGemma walks over a prompt in Python; here its recurrence is one loop.
+"""RecurrentGemma keeps states on its modules, and walks over a prompt in Python.
 
-The loop runs on the device (see `mamba`).
+Here states are those of cache layers, of which each recurrent block is told the index, and the recurrence is one loop
+on the device (see `mamba`), or an op on the states of all sequences of a packed step.
 """
 
 from __future__ import annotations
@@ -12,9 +13,50 @@ import jax.numpy as jnp
 import torch
 
 from model_adapters.bridge.views import jax_view, torch_view
+from model_adapters.caches.state_layer import convolved, only_sequence, recurrent_of
+from model_adapters.ops.linear_recurrence import linear_recurrence
 from model_adapters.quirks.quirk import Quirk
 
-_LRU = "RecurrentGemmaRglru"
+
+def _model(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Runs the original, in which each recurrent block has an attribute with its index."""
+    blocks = [(index, layer.temporal_block) for index, layer in enumerate(self.layers)]
+    blocks = [(index, block) for index, block in blocks if not hasattr(block, "layer_idx")]
+    for index, block in blocks:
+        block.layer_idx = index
+    try:
+        return type(self).forward(self, *args, **kwargs)
+    finally:
+        for _, block in blocks:
+            del block.layer_idx
+
+
+def _block(
+    self: Any,
+    input_states: torch.Tensor,
+    position_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    use_cache: bool = True,
+    cache: Any = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Computes the original with the states of `cache`, or, without one, of nothing."""
+    gate, inputs = self.act_fn(self.linear_y(input_states)), self.linear_x(input_states).transpose(1, 2)
+    lru, length, convolution = self.rg_lru, inputs.shape[2], self.conv_1d
+    before = made = None
+    if cache is not None:
+        before = cache.get_recurrent_state(self.layer_idx)
+        inputs = cache.update_conv_state(inputs, self.layer_idx, conv_kernel_size=self.conv1d_width)
+        made = convolved(inputs, jax_view(convolution.weight.squeeze(1)), jax_view(convolution.bias))
+    if made is None:
+        made = convolution(inputs)[..., : inputs.shape[2]][..., -length:]
+    # Its code takes the state from its attribute, and leaves the new one there.
+    lru.recurrent_states = before
+    out = lru(made.transpose(1, 2), position_ids)
+    after, lru.recurrent_states = lru.recurrent_states, None
+    if cache is not None:
+        cache.update_recurrent_state(after, self.layer_idx)
+    return self.linear_out(out * gate), None
 
 
 def _rnn_scan(
@@ -25,10 +67,16 @@ def _rnn_scan(
     recurrent_states: torch.Tensor | None,
     acc_dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes the original as one loop on the device.
+    """Computes the original as one loop on the device, or an op on the states of a packed step.
 
     `hidden_states` and `recurrent_gate` are [batch, len, width], the states [batch, width].
     """
+    if (layer := recurrent_of(recurrent_states)) is not None:
+        gates, inputs = only_sequence(recurrent_gate * ~reset), only_sequence(hidden_states)
+        out = layer.run_recurrence(
+            inputs.shape[1:], lambda pool, segments: linear_recurrence(gates, inputs, pool, segments)
+        )
+        return torch_view(out[None]), layer.recurrent_handle()
     if hidden_states.shape[1] == 1 and recurrent_states is None:
         return hidden_states, hidden_states[:, 0].type(acc_dtype)
     gates = jax_view((recurrent_gate * ~reset).type(acc_dtype))
@@ -46,4 +94,10 @@ def _rnn_scan(
     return torch_view(jnp.moveaxis(states, 0, 1)).type(hidden_states.dtype), torch_view(last)
 
 
-QUIRK = Quirk(methods={f"{_LRU}._rnn_scan": _rnn_scan})
+QUIRK = Quirk(
+    methods={
+        "RecurrentGemmaModel.forward": _model,
+        "RecurrentGemmaRecurrentBlock.forward": _block,
+        "RecurrentGemmaRglru._rnn_scan": _rnn_scan,
+    }
+)

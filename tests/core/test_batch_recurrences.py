@@ -11,11 +11,12 @@ from thorough import except_for
 from transformers.models.falcon_h1 import modeling_falcon_h1 as falcon_h1
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
 from transformers.models.mamba import modeling_mamba as mamba
+from transformers.models.minimax import modeling_minimax as minimax
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 
 from model_adapters.bridge.views import computing, jax_view, torch_view
 from model_adapters.ops import registry
-from model_adapters.program.batch_recurrences import of_batch, tracing
+from model_adapters.program.batch_recurrences import lightning_attention, of_batch, tracing
 from model_adapters.program.model_program import CallSpec
 from torchax_serve import to_jax
 from torchax_serve.parity.tiny.models import tiny_model
@@ -183,6 +184,29 @@ def test_rows_of_a_vmap_are_those_of_a_batch(call):
 
     for mine, wanted in zip(transformed(call, by_row, given), expected, strict=True):
         np.testing.assert_array_equal(np.asarray(mine), np.asarray(wanted))
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_lightning_attention_is_that_of_minimax(platform):
+    """A prompt of several blocks, and two tokens behind it, by the kernel and by the reference."""
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "head_dim": 8, "num_hidden_layers": 3, "block_size": 16}
+    config = minimax.MiniMaxConfig(**sizes, layer_types=["linear_attention"] * 3)
+    layer = minimax.MiniMaxLightningAttention(config, 1).eval()
+    hidden, cache = normal(BATCH, LENGTH + 2, 32), minimax.MiniMaxCache()
+    kept = {}
+    layer.norm.register_forward_pre_hook(lambda _, given: kept.setdefault("out", []).append(given[0]))
+    with torch.no_grad():
+        for part in hidden.split([LENGTH, 2], dim=1):
+            _, expected = layer(part, None, None, cache=cache)
+        qkv = layer.act_fn(layer.qkv_proj(hidden)).reshape(BATCH, LENGTH + 2, 4, 24).split(8, dim=3)
+    arrays, state, outs = [jnp.asarray(each.numpy()) for each in qkv], None, []
+    slopes = jnp.asarray(layer.slope_rate.numpy())[:, 0, 0]
+    with registry.on_platform(platform):
+        for part in (slice(LENGTH), slice(LENGTH, None)):
+            out, state = lightning_attention(*(each[:, part] for each in arrays), slopes, state)
+            outs.append(out.reshape(BATCH, -1, 32))
+    np.testing.assert_allclose(np.concatenate(outs, 1), torch.cat(kept["out"], 1).numpy(), atol=2e-5)
+    np.testing.assert_allclose(state.mT, expected.numpy(), atol=2e-5)
 
 
 def test_functions_stay_where_there_is_no_kernel():

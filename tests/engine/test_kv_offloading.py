@@ -75,7 +75,7 @@ def test_new_weights_find_no_prefix_of_before():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("inkling_text", {"kv_offloading_bytes": 4096}, "expected 0 for a model whose requests share no prefixes"),
+        ("qwen4_exp_text", {"kv_offloading_bytes": 4096}, "expected 0 for a model whose requests share no prefixes"),
         ("llama", {"kv_offloading_bytes": 10}, "expected 0 or at least [0-9]+, two pages of each layer, got 10"),
     ],
 )

@@ -36,7 +36,7 @@ def eager_tokens(model, asked, num_new):
     return [output[0, ids.shape[1] :].tolist() for output, ids in zip(outputs, prompts, strict=True)]
 
 
-@pytest.fixture(scope="module", params=["falcon_h1", "bloom", *map(thorough, ("mamba", "lfm2_moe"))])
+@pytest.fixture(scope="module", params=["falcon_h1", "bloom", *map(thorough, ("mamba", "lfm2_moe", "recurrent_gemma"))])
 def pair(request):
     """A model without and one with speculation."""
     options = SIZES, dataclasses.replace(SIZES, speculative=NGRAM)

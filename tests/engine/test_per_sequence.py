@@ -14,9 +14,11 @@ from thorough import except_for
 from transformers.models.mamba import modeling_mamba
 from weights import draw_matrices
 
+from model_adapters import quirks
 from model_adapters.caches.packed_batch import NotPackableError
 from model_adapters.errors import InvalidArgumentError, OutOfMemoryError, UnsupportedModelError
 from model_adapters.quirks import mamba
+from model_adapters.quirks.quirk import Quirk
 from torchax_serve import serve, to_jax
 from torchax_serve.engine.factory import build_engine
 from torchax_serve.engine.options import EngineOptions
@@ -277,7 +279,9 @@ def test_pages_are_gathered_and_scattered():
     assert given.is_deleted()
 
 
-def test_a_model_that_keeps_its_state_in_itself_is_refused():
+def test_a_model_that_keeps_its_state_in_itself_is_refused(monkeypatch):
+    """RecurrentGemma's own code does."""
+    monkeypatch.setattr(quirks, "_of_folder", lambda folder: Quirk())
     model = to_jax(tiny("recurrent_gemma"))
     why = r"keeps it in itself \(model\.layers\.0\.temporal_block\.\w+ and \d+ more\)"
     with pytest.raises(UnsupportedModelError, match=f"cannot be batched. Packed: .*Each by itself: .*{why}"):

@@ -106,8 +106,47 @@ TYPES = {
         "mamba_d_state": 8,
         "use_mamba_kernels": False,
     },
+    "zamba": {
+        "mamba_d_state": 8,
+        "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 4,
+    },
+    "minimax": {
+        "layer_types": MIXED,
+        "block_size": 8,
+        "head_dim": 8,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "recurrent_gemma": {"num_hidden_layers": 3, "lru_width": 32},
+    "inkling_text": {
+        "layer_types": ["hybrid", "hybrid_sliding"],
+        "mlp_layer_types": ["dense", "sparse"],
+        "sliding_window_size": 128,
+        "rel_extent": 12,
+        "log_scaling_n_floor": 10,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "head_dim": 8,
+        "swa_head_dim": 8,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2,
+    },
+    "zaya": {
+        "layer_types": ["hybrid", "hybrid_sliding"],
+        "sliding_window": 128,
+        "num_experts": 4,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 16,
+        "head_dim": 8,
+        "router_hidden_size": 16,
+        "attention_bias": True,
+    },
 }
-KEPT = ["qwen3_5_text", "falcon_h1", "mamba", "lfm2", "nemotron_h"]
+KEPT = ["qwen3_5_text", "falcon_h1", "mamba", "lfm2", "nemotron_h", "minimax", "recurrent_gemma", "zaya"]
 """One of each op, among them a layer with pages and states, and a model without any pages."""
 OPTIONS = EngineOptions(max_model_len=128, max_num_seqs=4, page_size=8, max_num_batched_tokens=20)
 

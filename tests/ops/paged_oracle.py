@@ -158,6 +158,7 @@ def exact_paged(case):
     heads, page, dim = pool.shape[1], pool.shape[2], q.shape[2]
     group, value_dim = q.shape[1] // heads, case.v.shape[2]
     softcap, alibi = case.options.get("softcap"), case.options.get("alibi")
+    biases = case.options.get("distance_biases")
     out = np.zeros((*q.shape[:2], value_dim))
     for s, row in enumerate(np.asarray(case.page_table)):
         begin, end = int(case.cu_q_lens[s]), int(case.cu_q_lens[s + 1])
@@ -181,6 +182,10 @@ def exact_paged(case):
                     scores = softcap * np.tanh(scores / softcap)
                 if alibi is not None:
                     scores = scores + float(alibi[h]) * (np.array(seen) - p)
+                if biases is not None:
+                    near = [0 <= p - j < biases.profiles.shape[1] for j in seen]
+                    profiles = np.asarray(biases.profiles, np.float64)[:, np.where(near, p - np.array(seen, int), 0)]
+                    scores = scores + np.where(near, np.asarray(biases.weights, np.float64)[t, h] @ profiles, 0)
                 sink = None if case.sinks is None else float(case.sinks[h])
                 out[t, h] = softmax(scores, sink) @ values[h // group, seen]
     return out, pool

@@ -8,6 +8,7 @@ import numpy as np
 
 from model_adapters.ops.causal_convolution import causal_convolution
 from model_adapters.ops.gated_delta_rule import gated_delta_rule
+from model_adapters.ops.linear_recurrence import linear_recurrence
 from model_adapters.ops.segments import Segments
 from model_adapters.ops.selective_scan import selective_scan
 from model_adapters.ops.state_space import state_space
@@ -97,12 +98,13 @@ def space_layer(
     return Layer("state_space", tokens, run, loop, (heads, dim, states))
 
 
-def scan_layer(dtype="float32", *, dim=40, states=16, has_skip=True):
+def scan_layer(dtype="float32", *, dim=40, states=16, groups=None, has_skip=True):
     rng = np.random.default_rng(8)
     a, d = -np.exp(normal(rng, dim, states)), normal(rng, dim)
 
     def tokens(rng, n):
-        x, b, c = normal(rng, n, dim), normal(rng, n, states), normal(rng, n, states)
+        of_groups = (n, states) if groups is None else (n, groups, states)
+        x, b, c = normal(rng, n, dim), normal(rng, *of_groups), normal(rng, *of_groups)
         x, b, c = (each.astype(jnp.dtype(dtype)) for each in (x, b, c))
         return [x, np.abs(normal(rng, n, dim)), b, c]
 
@@ -112,10 +114,11 @@ def scan_layer(dtype="float32", *, dim=40, states=16, has_skip=True):
 
     def loop(tokens, state):
         x, dt, b, c = tokens
+        b, c = (np.repeat(each.reshape(len(x), -1, states), dim // (groups or 1), axis=1) for each in (b, c))
         out = np.zeros_like(x)
         for t in range(len(x)):
             state = np.exp(a * dt[t][:, None]) * state + (dt[t] * x[t])[:, None] * b[t]
-            out[t] = state @ c[t] + (d * x[t] if has_skip else 0)
+            out[t] = (state * c[t]).sum(-1) + (d * x[t] if has_skip else 0)
         return out, state
 
     return Layer("selective_scan", tokens, run, loop, (dim, states))
@@ -142,11 +145,30 @@ def convolution_layer(dtype="float32", *, channels=150, width=4, has_bias=True, 
     return Layer("causal_convolution", tokens, run, loop, (width - 1, channels), dtype)
 
 
+def recurrence_layer(dtype="float32", *, channels=150):
+    def tokens(rng, n):
+        gates = 1 / (1 + np.exp(-normal(rng, n, channels)))
+        return [each.astype(jnp.dtype(dtype)) for each in (gates, normal(rng, n, channels))]
+
+    def loop(tokens, state):
+        gates, x = tokens
+        out = np.zeros_like(x)
+        for t in range(len(x)):
+            out[t] = state = gates[t] * state + x[t]
+        return out, state
+
+    return Layer(
+        "linear_recurrence", tokens, lambda tokens, *where: linear_recurrence(*tokens, *where), loop, (channels,)
+    )
+
+
 LAYERS = {
     "delta": delta_layer,
     "delta by column": lambda dtype="float32": delta_layer(dtype, key_heads=4, by_column=True),
     "space": space_layer,
     "scan": scan_layer,
+    "scan by group": lambda dtype="float32": scan_layer(dtype, groups=2),
+    "recurrence": recurrence_layer,
     "convolution": convolution_layer,
 }
 

@@ -13,6 +13,7 @@ from ops_oracle import assert_close, decode_case, exact_decode
 from model_adapters import ops
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops import AttentionArgs, KVScales, on_platform, registry, spmd, use
+from model_adapters.ops.attention_args import DistanceBiases
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
 
 NUM_SEQS, HEADS, GROUP, DIM, PAGE = 4, 2, 2, 64, 64
@@ -26,6 +27,9 @@ ARRAYS = {
     "alibi_slopes": jax.ShapeDtypeStruct((HEADS * GROUP,), "float32"),
     "prefix_lens": jax.ShapeDtypeStruct((NUM_SEQS,), "int32"),
     "sees_until": jax.ShapeDtypeStruct((NUM_SEQS,), "int32"),
+    "distance_biases": DistanceBiases(
+        jax.ShapeDtypeStruct((NUM_SEQS, HEADS * GROUP, 3), "float32"), jax.ShapeDtypeStruct((3, 9), "float32")
+    ),
     "kv_scales": KVScales(*[jax.ShapeDtypeStruct((HEADS,), "float32")] * 2),
 }
 """A new field needs two values that give different programs here, or the shape and dtype of its array."""

@@ -19,10 +19,12 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
     torch_chunk_gated_delta_rule,
     torch_recurrent_gated_delta_rule,
 )
+from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaRglru
 
 from model_adapters.ops import use
 from model_adapters.ops.causal_convolution import causal_convolution
 from model_adapters.ops.gated_delta_rule import gated_delta_rule
+from model_adapters.ops.linear_recurrence import linear_recurrence
 from model_adapters.ops.segments import Segments
 from model_adapters.ops.selective_scan import selective_scan
 from model_adapters.ops.state_space import state_space
@@ -125,6 +127,22 @@ def test_selective_scan_of_jamba(implementation):
     prompt, kept = mamba_selective_scan(first[0], first[1], a, *first[2:], D=d, return_last_state=True)
     token = mamba_selective_state_update(kept, x[..., -1], dt[..., -1], a, b[..., -1], c[..., -1], D=d)
     assert_near(out, torch.cat([prompt, token[..., None]], 2)[0].T.numpy())
+    assert_near(state, kept[0].numpy())
+
+
+@EACH_IMPLEMENTATION
+def test_linear_recurrence_of_recurrent_gemma(implementation):
+    rng, n, width = np.random.default_rng(0), NUM_TOKENS + 1, 24
+    gates, x = 1 / (1 + np.exp(-normal(rng, n, width))), normal(rng, n, width)
+    with use("linear_recurrence", implementation):
+        out, state = both(jax.jit(linear_recurrence), (gates, x), pool_of(width))
+    kept, made = torch.zeros(1, width), []
+    for part in (slice(NUM_TOKENS), slice(NUM_TOKENS, None)):
+        gates_of_it, x_of_it = batch_of_one((gates, x), part)
+        reset = torch.zeros(1, 1, 1, dtype=torch.bool)
+        one, kept = RecurrentGemmaRglru._rnn_scan(None, x_of_it, gates_of_it, reset, kept)
+        made.append(one)
+    assert_near(out, torch.cat(made, 1)[0].numpy())
     assert_near(state, kept[0].numpy())
 
 

@@ -93,6 +93,22 @@ CONFIGS = {
         first_k_dense_replace=1,
     ),
     "mamba": lambda: transformers.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=61, state_size=4),
+    "minimax": lambda: transformers.MiniMaxConfig(
+        **SIZES, **HEADS, **EXPERTS, block_size=8, layer_types=["linear_attention", "full_attention"]
+    ),
+    "recurrent_gemma": lambda: transformers.RecurrentGemmaConfig(
+        **SIZES | {"num_hidden_layers": 3}, **ENDS, num_attention_heads=4
+    ),
+    "zamba": lambda: transformers.ZambaConfig(
+        **SIZES | {"num_hidden_layers": 3},
+        **ENDS,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        layers_block_type=["linear_attention", "hybrid", "hybrid"],
+    ),
+    "zaya": lambda: transformers.ZayaConfig(
+        **SIZES, **HEADS, **ENDS, num_experts=4, moe_intermediate_size=16, router_hidden_size=16
+    ),
     "olmo2": lambda: transformers.Olmo2Config(**SIZES, num_attention_heads=4, num_key_value_heads=2),  # its own plan
     "bloom": lambda: transformers.BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=61),  # shapes alone
 }

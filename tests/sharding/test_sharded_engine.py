@@ -20,7 +20,12 @@ MESHES = [
     thorough("mixtral", "1x4,1x2x4,2x2x2"),
     thorough("gpt_oss", "1x2x2"),
     thorough("deepseek_v3", "1x2x2"),
+    ("minimax", "1x2"),
     thorough("mamba", "1x4"),
+    thorough("minimax", "1x4,1x8"),
+    thorough("recurrent_gemma", "1x2,1x8"),
+    thorough("zamba", "1x2"),
+    thorough("zaya", "1x2"),
     thorough("olmo2", "1x4,1x8"),
     thorough("bloom", "1x4,1x8"),
 ]

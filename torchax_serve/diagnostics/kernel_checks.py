@@ -187,6 +187,13 @@ def _selective_scan(dtype: Any, size: int) -> KernelCase:
     return _recurrent(ops.selective_scan, pool, x, dt, -jnp.ones((width, 16)), b, c, None)
 
 
+def _linear_recurrence(dtype: Any, size: int) -> KernelCase:
+    width, tokens = 64 * size, sum(_LENS)
+    pool = _normal(jnp.float32, len(_LENS) + 1, width, seed=5)
+    gates = jax.nn.sigmoid(_normal(dtype, tokens, width, seed=1))
+    return _recurrent(ops.linear_recurrence, pool, gates, _normal(dtype, tokens, width))
+
+
 CASES: dict[str, Callable[[Any, int], KernelCase]] = {
     "activation": _activation,
     "causal_convolution": _causal_convolution,
@@ -195,6 +202,7 @@ CASES: dict[str, Callable[[Any, int], KernelCase]] = {
     "gated_delta_rule": _gated_delta_rule,
     "grouped_matmul": _grouped_matmul,
     "linear": _linear,
+    "linear_recurrence": _linear_recurrence,
     "lora": _lora,
     "paged_attention": _paged_attention,
     "rms_norm": _rms_norm,

@@ -114,3 +114,11 @@ def selective_scan(
     operands = [x, dt.astype(jnp.float32), a.astype(jnp.float32), b, c, ffi.or_empty(d)]
     out, pool = _updated("tas_selective_scan", x, operands, pool, segments)
     return out.astype(dtype), pool
+
+
+def linear_recurrence(gates: jax.Array, x: jax.Array, pool: jax.Array, segments: Segments) -> Results:
+    """Returns `model_adapters.ops.linear_recurrence`."""
+    dtype = x.dtype
+    gates, x = _in_one_dtype(gates, x)
+    out, pool = _updated("tas_linear_recurrence", x, [gates, x], pool, segments)
+    return out.astype(dtype), pool

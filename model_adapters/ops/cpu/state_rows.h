@@ -11,8 +11,8 @@ namespace tas {
 
 constexpr int64_t kTokensPerStateRun = 16;  // that are prepared at once
 
-// x[T, H, P], b[T, G, N], c[T, G, N], pool[rows, H, P, N], out[T, H, P], skip[H] or [P] or none. Decays are those of a token and
-// head, or with `kByNumber` exp(a[P, N] * dt[T, P]) of each number, for one head.
+// x[T, H, P], b[T, G, N], c[T, G, N], pool[rows, H, P, N], out[T, H, P], skip[H] or none. Decays are those of a token and head, or with
+// `kByNumber` exp(a[H, P, N] * dt[T, H, P]) of each number, and skip is [H, P].
 template <class T, bool kByNumber>
 struct StateRows {
   const T *x, *b, *c;
@@ -66,20 +66,20 @@ struct StateRows {
   void step(const Token& token, int64_t t, int64_t h, int64_t r, int num, Rows from, float* to) const {
     const auto numbers = [&](const auto* p) { return kIsFull ? load(p) : load_some(p, num); };
     const Vec values = numbers(x + (t * heads + h) * rows + r);
-    const Vec dts = kByNumber ? numbers(dt + t * rows + r) : splat(token.dt);
+    const Vec dts = kByNumber ? numbers(dt + (t * heads + h) * rows + r) : splat(token.dt);
     float steps[kLanes], added[kLanes];
     store(steps, dts);
     store(added, dts * values);
     Vec sums[kLanes] = {};
     for (int j = 0; j < (kIsFull ? kLanes : num); j += kRowsAtOnce) {
       const Rows some{from.at + j * from.stride, from.stride};
-      columns<kIsFull>(token, std::min(kRowsAtOnce, num - j), n, some, to + j * n, kByNumber ? a + (r + j) * n : nullptr, steps + j, added + j, sums + j);
+      columns<kIsFull>(token, std::min(kRowsAtOnce, num - j), n, some, to + j * n, kByNumber ? a + (h * rows + r + j) * n : nullptr, steps + j, added + j, sums + j);
     }
     transpose_square(sums);
     for (int half = kLanes / 2; half; half /= 2)
       for (int j = 0; j < half; j++) sums[j] = sums[j] + sums[j + half];
     Vec made = sums[0];
-    if (skip) made = fma(values, kByNumber ? numbers(skip + r) : splat(skip[h]), made);
+    if (skip) made = fma(values, kByNumber ? numbers(skip + h * rows + r) : splat(skip[h]), made);
     T* place = out + (t * heads + h) * rows + r;
     if (kIsFull || num == kLanes) store(place, made);
     else store_first(place, made, num);

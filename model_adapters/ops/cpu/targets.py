@@ -8,6 +8,7 @@ TARGETS = (
     "tas_decode_attention",
     "tas_gated_delta_rule",
     "tas_linear",
+    "tas_linear_recurrence",
     "tas_lora",
     "tas_packed_linear",
     "tas_paged_attention",
