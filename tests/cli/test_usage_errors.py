@@ -47,7 +47,7 @@ WRONG = [
     ("run --revision v1 -p Hi", "--revision v1 was given with the embedded model"),
     ("run Hi --nonsense", "run has no option --nonsense; torchax-serve run --help explains"),
     ("run Hi --tempreature 1", "did you mean --temperature?"),
-    ("run Hi --max-model-len 4096", "run has no option --max-model-len: the cache grows"),
+    ("embed Hi --max-num-batched-tokens 64", "embed has no option --max-num-batched-tokens: serve and run have it"),
     ("run Hi --gpu-memory-utilization 0.9", "run has no option --gpu-memory-utilization: memory is measured"),
     ("serve --enable-lora", "serve has no option --enable-lora: give --adapter NAME=FOLDER"),
     ("serve --tool-call-parser hermes", "--response-template of serve names an unknown format"),
@@ -83,7 +83,7 @@ WRONG = [
     ("plan --topology cpu:1 --max-len 8", "plan has no option --max-len: use --max-model-len"),
     ("plan --topology cpu:1 --page-len 8", "plan has no option --page-len: use --page-size"),
     ("deploy --slots 8", "deploy has no option --slots: use --max-num-seqs"),
-    ("run --max-len 8", "run has no option --max-len: use --max-model-len, which plan and deploy have"),
+    ("run --max-len 8", "run has no option --max-len: use --max-model-len, which serve, run"),
     ("plan --topology cpu:1 --prefill 0", "--prefill: expected positive numbers"),
     ("plan --for 64", "--for: expected SLOTSxLEN such as 64x8192, got '64'"),
     ("plan --for 64x128 --topology v6e:2x2", "--topology: expected without --for"),
@@ -166,7 +166,9 @@ def test_flags_of_vllm_and_sglang_are_accepted():
 def test_hints_name_only_missing_flags():
     """One that every command has would never be shown; flags that a hint names exist."""
     commands = typer.main.get_command(app).commands.values()
-    flags = [{flag for param in command.params for flag in param.opts} for command in commands]
+    flags = [
+        {flag for param in command.params for flag in (*param.opts, *param.secondary_opts)} for command in commands
+    ]
     assert not [hint for hint in HINTS if all(hint in each for each in flags)]
     named = {flag for hint in HINTS.values() for flag in re.findall(r"--[a-z-]+[a-z]", hint)}
     assert named <= set().union(*flags)
@@ -188,6 +190,8 @@ def test_hints_name_only_missing_flags():
         ("expected n_heads, got model.top_k_proj", "expected n_heads, got model.top_k_proj"),
         ("engine=EngineOptions(kv_cache_dtype='int8')", "engine=EngineOptions(kv_cache_dtype='int8')"),
         ("stop: expected text", "--stop: expected text"),
+        ("expected 0 with enable_prefix_caching=False", "expected 0 with --no-enable-prefix-caching"),
+        ("kv_offloading_bytes: expected 0", "--kv-offloading-size: expected 0"),
     ],
 )
 def test_messages_name_flags(message, expected):

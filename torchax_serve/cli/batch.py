@@ -130,7 +130,7 @@ def batch(
         from torchax_serve.cli.chat.interrupts import prompt_interrupts
         from torchax_serve.cli.shared.load_model import loaded_model
 
-        with loaded_model(model, load, engine=engine, starts_chat=True) as served:
+        with loaded_model(model, load, engine=lambda: engine, starts_chat=True) as served:
             from torchax_serve.server.batch import run_batch
 
             most = options.max_concurrency

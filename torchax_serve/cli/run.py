@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,16 +12,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from model_adapters.errors import InvalidArgumentError, ModelNotFoundError, UnsupportedModelError
+from model_adapters.loading.model_source import bundle_folder
 from torchax_serve.cli.chat.interrupts import prompt_interrupts
 from torchax_serve.cli.shared.command import Command
+from torchax_serve.cli.shared.engine_options import EngineFlags, ServeOptions
 from torchax_serve.cli.shared.load_model import end_if_explained, loaded_model, run_as_follower
-from torchax_serve.cli.shared.load_options import DeviceOptions, option_groups
+from torchax_serve.cli.shared.load_options import option_groups
 from torchax_serve.cli.shared.model_name import check_model, complete_model
 from torchax_serve.cli.shared.sampling_options import DecodingOptions
 from torchax_serve.cli.shared.terminal import hidden_keys, is_terminal, print_note
 from torchax_serve.validation.extras import require_package
 
 if TYPE_CHECKING:
+    from torchax_serve import EngineOptions
     from torchax_serve.cli.chat.conversation import Conversation
     from torchax_serve.sampling_params import SamplingParams
 
@@ -83,7 +87,8 @@ def run(
     *,
     chat: RunOptions,
     decoding: DecodingOptions,
-    load: DeviceOptions,
+    engine: EngineFlags,
+    load: ServeOptions,
 ) -> None:
     """Chat with a model in the terminal, or get one answer.
 
@@ -104,7 +109,8 @@ def run(
     if run_as_follower(model, load):
         return
     text = _text(prompt, prompt_option)
-    with loaded_model(model, load, max_num_seqs=1, starts_chat=not chat.raw) as served:  # one conversation
+    made = functools.partial(_engine, model, engine)
+    with loaded_model(model, load, engine=made, starts_chat=not chat.raw) as served:
         with prompt_interrupts(leave_at=1), hidden_keys():
             conversation = _conversation(served, _with_adapter(decoding.params(), load), chat)
             if text is None:
@@ -118,7 +124,14 @@ def run(
 # Imported after loading has begun, so that importing torch counts as loading and Ctrl-C ends it as well.
 
 
-def _with_adapter(params: SamplingParams, load: DeviceOptions) -> SamplingParams:
+def _engine(model: str | None, flags: EngineFlags) -> EngineOptions | None:
+    """Returns the engine's options: one request at a time; a bundle has sizes of its own."""
+    if bundle_folder(model) is not None:
+        return flags.options() if flags.given else None
+    return flags.options(max_num_seqs=1)
+
+
+def _with_adapter(params: SamplingParams, load: ServeOptions) -> SamplingParams:
     """Returns a conversation's parameters with the adapter of ``--adapter NAME=FOLDER``."""
     _, named = load.adapters()
     if len(named) > 1:

@@ -17,14 +17,13 @@ from model_adapters.errors import InvalidArgumentError
 from model_adapters.loading.model_source import bundle_folder
 from torchax_serve.cli.shared.command import Command
 from torchax_serve.cli.shared.config_file import ConfigFile
+from torchax_serve.cli.shared.engine_options import EngineFlags, ServeOptions
 from torchax_serve.cli.shared.load_model import end_if_explained
-from torchax_serve.cli.shared.load_options import DeviceOptions, MaxModelLen, check_quantization, option_groups
+from torchax_serve.cli.shared.load_options import check_quantization, option_groups
 from torchax_serve.cli.shared.model_name import OptionalModel, check_model
-from torchax_serve.cli.shared.speculative import SpeculativeJson, parse_speculative
 from torchax_serve.validation.extras import require_package
 
 if TYPE_CHECKING:
-    from torchax_serve import EngineOptions
     from torchax_serve.server.options import ServerOptions
     from torchax_serve.server.start_progress import StartProgress
 
@@ -33,6 +32,9 @@ def _option(*names: str, help: str, panel: str, **further: Any) -> Any:
     variable = "TORCHAX_SERVE_" + names[0].lstrip("-").upper().replace("-", "_")
     return typer.Option(*names, envvar=variable, show_envvar=False, help=help, rich_help_panel=panel, **further)
 
+
+MAX_NUM_WAITING = 256
+"""Default limit of waiting requests: a client is told to come back, where a script of Python would wait."""
 
 _address = functools.partial(_option, panel="Address")
 _access = functools.partial(_option, panel="Access")
@@ -111,26 +113,6 @@ class AccessOptions:
 class LimitOptions:
     """Limits of requests and connections."""
 
-    max_num_seqs: Annotated[int, _limits("--max-num-seqs", help="Requests that run at once.", min=1)] = 32
-    max_num_waiting: Annotated[
-        int, _limits("--max-num-waiting", help="Requests that wait; one more is answered with 429.", min=1)
-    ] = 256
-    max_num_waiting_tokens: Annotated[
-        int, _limits("--max-num-waiting-tokens", help="Tokens of waiting prompts; more are answered with 429.", min=1)
-    ] = 1 << 22
-    max_num_batched_tokens: Annotated[
-        int, _limits("--max-num-batched-tokens", help="Tokens computed in one step, prompts and answers.", min=1)
-    ] = 256
-    max_decode_slowdown: Annotated[
-        float,
-        _limits("--max-decode-slowdown", help="Factor by which new prompts may slow running answers: more, sooner."),
-    ] = 8.0
-    max_logprobs: Annotated[
-        int, _limits("--max-logprobs", help="Likeliest tokens with log-probabilities; -1: all.", min=-1)
-    ] = 20
-    kv_offloading_size: Annotated[
-        float, _limits("--kv-offloading-size", help="GiB of host memory for evicted prefixes, to be loaded again.")
-    ] = 0.0
     max_body_mib: Annotated[int, _limits("--max-body-mib", help="MiB of a request's body.", min=1)] = 32
     max_connections: Annotated[int, _limits("--max-connections", help="Open connections.", min=1)] = 4096
     max_connections_per_address: Annotated[
@@ -179,10 +161,9 @@ def serve(
     access: AccessOptions,
     limits: LimitOptions,
     life: LifeOptions,
-    max_model_len: MaxModelLen = None,
-    speculative_config: SpeculativeJson = None,
+    engine: EngineFlags,
     config: ConfigFile = None,
-    load: DeviceOptions,
+    load: ServeOptions,
 ) -> int:
     """Serve a model over HTTP, with OpenAI's interface.
 
@@ -207,10 +188,10 @@ def serve(
     from torchax_serve.server.lifespan import Server, end_children
     from torchax_serve.text.template_renderer import shared_renderer
 
-    engine = _engine_options(limits, max_model_len, speculative_config)
+    made = engine.options(max_num_waiting=MAX_NUM_WAITING)
     load.show_details()
     _warn_if_open(options)
-    load_here = functools.partial(serve_without_pipelines, engine=engine, **load.serve_kwargs())
+    load_here = functools.partial(serve_without_pipelines, engine=made, **load.serve_kwargs())
     server = Server(options, lambda: _loaded(model, load_here, server.context.start, is_watched=life.watch))
     print(*(f"listening on {each}" for each in server.addresses), sep="\n", file=sys.stderr, flush=True)
     try:
@@ -290,28 +271,6 @@ def _log_to_stderr(log_format: str) -> None:
     logging.getLogger().addHandler(handler(log_format))
     for name in ("torchax_serve.server", "torchax_serve.access"):
         logging.getLogger(name).setLevel(logging.INFO)
-
-
-def _engine_options(limits: LimitOptions, max_model_len: int | None, speculative_config: str | None) -> EngineOptions:
-    from torchax_serve import EngineOptions
-
-    return EngineOptions(
-        max_num_seqs=limits.max_num_seqs,
-        max_num_waiting=limits.max_num_waiting,
-        max_num_waiting_tokens=limits.max_num_waiting_tokens,
-        max_logprobs=limits.max_logprobs,
-        max_model_len=max_model_len,
-        max_num_batched_tokens=limits.max_num_batched_tokens,
-        max_decode_slowdown=limits.max_decode_slowdown,
-        kv_offloading_bytes=_offloading_bytes(limits.kv_offloading_size),
-        speculative=parse_speculative(speculative_config),
-    )
-
-
-def _offloading_bytes(gib: float) -> int:
-    if not 0 <= gib <= 1 << 30:
-        raise InvalidArgumentError(f"--kv-offloading-size: expected GiB >= 0, got {gib}; 0 is none")
-    return int(gib * 2**30)
 
 
 def _check_watched(model: str | None, life: LifeOptions) -> None:

@@ -9,6 +9,9 @@ from collections.abc import Iterable, Mapping
 # Python arguments that a flag stands for under another name.
 _RENAMED = {
     "local_files_only": "--offline",
+    "kv_offloading_bytes": "--kv-offloading-size",
+    "speculative": "--speculative-config",
+    "pack_weights": "--no-pack-weights",
     "join_timeout_s": "--join-timeout",
     "served_model_names": "--served-model-name",
     "watchdog_s": "--watchdog",
@@ -24,6 +27,8 @@ _RENAMED = {
     "new_tokens": "--new-tokens",
     "batches": "--batch",
 }
+# Those whose flag has an opposite.
+_SWITCHES = ("enable_prefix_caching", "batch_invariant")
 # Advice that only makes sense in Python.
 _PHRASES = {
     "None leaves it unset": "leave the option out",
@@ -32,12 +37,12 @@ _PHRASES = {
     "min_replicas and max_replicas: expected 1 <= min <= max": "--replicas: expected 1 <= LEAST <= MOST",
 }
 
-_LENGTH = "the cache grows with the conversation; --max-new-tokens bounds an answer, and plan has --max-model-len"
+_LENGTH = "--max-new-tokens bounds an answer; serve, run and plan have --max-model-len"
 _DEVICE = "JAX chooses the device; the environment variable JAX_PLATFORMS=cpu, cuda or tpu says which"
-_MEMORY = "memory is measured; in Python, serve(engine=EngineOptions(...)) bounds that of the cache"
+_MEMORY = "memory is measured; --kv-cache-memory-bytes of serve and run bounds that of the cache"
 _QUANTIZED = "use --quantization int8 or int4"
 _POSITIONAL = "the model is the first argument, without a flag"
-_SEQS = "a chat is one request at a time; plan and deploy have --max-num-seqs"
+_SEQS = "serve, run, plan and deploy have --max-num-seqs"
 _HTTP = "run answers in the terminal; torchax-serve serve answers over HTTP"
 _SAMPLED = "--temperature, --top-k or --top-p turn sampling on, --greedy turns it off"
 _IN_PYTHON = "the command line has no flag for it; SamplingParams has it in Python"
@@ -70,7 +75,7 @@ HINTS: Mapping[str, str] = {
     "--enable-chunked-prefill": "long prompts always come in chunks",
     "--enable-expert-parallel": "give --mesh expert=2 and the like",
     "--enable-lora": _ADAPTERS,
-    "--enable-prefix-caching": "prefixes are always shared",
+    "--enable-prefix-caching": "prefixes are shared; serve and run have --no-enable-prefix-caching",
     "--enable-reasoning": _PARSED,
     "--enforce-eager": "verify compares with eager PyTorch; there is no eager mode",
     "--expert-parallel-size": "give --mesh expert=2 and the like",
@@ -82,31 +87,31 @@ HINTS: Mapping[str, str] = {
     "--hf-overrides": "the configuration of the checkpoint is used as it is",
     "--host": _HTTP,
     "--ignore-eos": _IN_PYTHON,
-    "--kv-cache-dtype": "plan and deploy have --kv-cache-dtype",
+    "--kv-cache-dtype": "serve, run, plan and deploy have --kv-cache-dtype",
     "--kv-transfer-config": "prefill and decode share a process; --kv-offloading-size of serve keeps evicted prefixes",
     "--limit-mm-per-prompt": "a prompt has as many images as --max-model-len of serve has room for",
-    "--load-format": "safetensors and GGUF are recognized; --allow-pickle reads .bin and .pt files too",
+    "--load-format": "safetensors and GGUF are recognized; --allow-pickle reads .bin and .pt files too, and "
+    "--random-weights of serve and run makes weights up",
     "--load-in-4bit": _QUANTIZED,
     "--load-in-8bit": _QUANTIZED,
     "--logprobs": _IN_PYTHON,
     "--lora-modules": _ADAPTERS,
     "--lora-path": _ADAPTERS,
     "--max-context-len": _LENGTH,
-    "--max-len": "use --max-model-len, which plan and deploy have",
-    "--max-logprobs": "a request may ask for 20 at most",
+    "--max-len": "use --max-model-len, which serve, run, plan and deploy have",
     "--max-model-len": _LENGTH,
-    "--max-num-batched-tokens": "the scheduler chooses; serve has it, and EngineOptions(...) in Python",
+    "--max-num-batched-tokens": "serve and run have it",
     "--max-num-seqs": _SEQS,
     "--mem-fraction-static": _MEMORY,
     "--model": _POSITIONAL,
     "--model-name-or-path": _POSITIONAL,
     "--model-path": _POSITIONAL,
     "--n-gpu-layers": _DEVICE,
-    "--no-enable-prefix-caching": "in Python, EngineOptions(enable_prefix_caching=False) turns it off",
+    "--no-enable-prefix-caching": "serve and run have it",
     "--num-beams": "answers are sampled or greedy; generate() in Python has beams",
     "--num-gpu-blocks-override": _MEMORY,
     "--num-gpus": "--tensor-parallel says how many devices share the model",
-    "--page-len": "use --page-size, which plan has",
+    "--page-len": "use --page-size, which serve, run and plan have",
     "--pipeline-parallel-size": "give --tensor-parallel, or --mesh",
     "--port": _HTTP,
     "--presence-penalty": _IN_PYTHON,
@@ -117,7 +122,7 @@ HINTS: Mapping[str, str] = {
     "--scheduling-policy": "a request has a priority; --max-decode-slowdown of serve weighs prompts",
     "--seed": "a request to sample has its own seed",
     "--served-model-name": _HTTP,
-    "--slots": "use --max-num-seqs, which plan and deploy have",
+    "--slots": "use --max-num-seqs, which serve, run, plan and deploy have",
     "--structured-outputs-config": _GRAMMAR,
     "--swap-space": _MEMORY,
     "--task": _TASK,
@@ -144,6 +149,8 @@ def in_flags(message: str, flags: Mapping[str, str]) -> str:
         flag, value = known.get(found["name"]), found["value"]
         if flag is None:
             return found[0]
+        if value == "False" and found["name"] in _SWITCHES:
+            return flag.replace("--", "--no-", 1)
         return flag if value in (None, "", "True", "None") else f"{flag} {value.strip(chr(39))}"
 
     def flag_at_the_start(found: re.Match[str]) -> str:
@@ -154,7 +161,8 @@ def in_flags(message: str, flags: Mapping[str, str]) -> str:
     message = re.sub(advised, flag_of, message)
     message = re.sub(r"^[a-z_]+(, [a-z_]+)*(?=: | is )", flag_at_the_start, message)
     # An argument is distinguished from a word of the sentence by its value, or by the underscore in its name.
-    with_value = r"(?<![\w.-])(?P<name>[a-z]\w*)=(?P<value>'[^']*'|[\w.+-]*)"
+    # Arguments of a call are code.
+    with_value = r"(?<![\w.-])(?<!\w\()(?P<name>[a-z]\w*)=(?P<value>'[^']*'|[\w.+-]*)"
     by_underscore = r"(?<![\w.-])(?P<name>[a-z]+(?:_[a-z]+)+)(?P<value>)(?![\w=(])"
     return re.sub(by_underscore, flag_of, re.sub(with_value, flag_of, message))
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from model_adapters.errors import InvalidArgumentError
-from model_adapters.loading.model_source import bundle_folder
 from torchax_serve.cli.chat.interrupts import prompt_interrupts
 from torchax_serve.cli.shared.load_options import DeviceOptions, LoadOptions
 from torchax_serve.cli.shared.model_name import may_have_template
@@ -69,8 +68,7 @@ def loaded_model(
     name: str | None,
     options: LoadOptions,
     *,
-    max_num_seqs: int | None = None,
-    engine: EngineOptions | None = None,
+    engine: Callable[[], EngineOptions | None] | None = None,
     starts_chat: bool = False,
     packs_weights: bool = True,
 ) -> Iterator[Any]:
@@ -79,8 +77,8 @@ def loaded_model(
     Args:
         name: Name as `torchax_serve.serve` takes it.
         options: Options of the command.
-        max_num_seqs: requests that run at once, for which the cache is laid out; None for those of a server.
-        engine: options of the engine, in the place of `max_num_seqs`; an error where a bundle has other sizes.
+        engine: makes the options of the engine, once they can be imported; None: those of a server. An error where a
+            bundle has other sizes.
         starts_chat: whether a chat template will be rendered, which needs a process of its own.
         packs_weights: whether bfloat16 weights are compressed for this processor.
 
@@ -96,17 +94,14 @@ def loaded_model(
             shared_renderer().start()  # while all else is imported
         with passing_note("starting jax ..."):
             from model_adapters.loading.progress import RichProgress, SilentProgress
-            from torchax_serve import EngineOptions
             from torchax_serve.entrypoints.serve import serve_without_pipelines
 
         if isinstance(options, DeviceOptions) and options.hosts() is not None:
             _keep_stdout_for_answers()
         options.show_details()
         progress = RichProgress() if may_style(sys.stderr) else SilentProgress()
-        # A bundle has the sizes that it was exported with.
-        if max_num_seqs is not None and bundle_folder(name) is None:
-            engine = EngineOptions(max_num_seqs=max_num_seqs)
-        given = {"progress": progress, "engine": engine, "pack_weights": packs_weights, **options.serve_kwargs()}
+        made = None if engine is None else engine()
+        given = {"progress": progress, "engine": made, "pack_weights": packs_weights, **options.serve_kwargs()}
         model = serve_without_pipelines(name, **given)
         if model.load_report.quantization:
             print_note(model.load_report.quantization)
