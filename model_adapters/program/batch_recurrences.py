@@ -117,7 +117,9 @@ def _space(tokens: Any, state: jax.Array, others: Any, *, is_held: bool, **optio
 def lightning_attention(
     query: jax.Array, key: jax.Array, value: jax.Array, slopes: jax.Array, state: jax.Array | None
 ) -> Results:
-    """Returns what queries read of states that decay by ``exp(-slope)`` with each token, and the states.
+    """Returns what queries read of decaying states, and the states.
+
+    With each token a state is multiplied by ``exp(-slope)``.
 
     Args:
         query: ``[batch, T, heads, key dim]``.

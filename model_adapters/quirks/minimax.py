@@ -1,4 +1,4 @@
-"""MiniMax keeps the states of lightning attention in a cache class of its own, and refuses any other.
+"""MiniMax keeps states of lightning attention in a cache of its own class alone.
 
 A prompt is an unrolled loop over its blocks, and a step behind it one over its tokens. Here states are those of cache
 layers, and the recurrence is Mamba-2's with steps of one: ``state = exp(-slope) * state + value key``.
@@ -23,24 +23,27 @@ from model_adapters.quirks.quirk import Quirk
 _CACHES = (TraceCache, PagedTraceCache)
 
 
-def _model(self: Any, *args: Any, cache: Any = None, use_cache: bool | None = None, **kwargs: Any) -> Any:
+def _model(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Runs the original, which checks the class of a cache if it is told to use one."""
-    return type(self).forward(
-        self, *args, cache=cache, use_cache=False if isinstance(cache, _CACHES) else use_cache, **kwargs
-    )
+    if isinstance(kwargs.get("cache"), _CACHES):
+        kwargs["use_cache"] = False
+    return type(self).forward(self, *args, **kwargs)
 
 
 def _attention(
     self: Any,
     hidden_states: torch.Tensor,
-    position_embeddings: Any = None,
-    attention_mask: torch.Tensor | None = None,
-    cache: Any = None,
+    position_embeddings: Any,
+    attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Computes the original with the state of a cache layer; without such a cache, it is the original."""
+    """Computes the original with the state of a cache layer, if there is one."""
+    cache = kwargs.get("cache")
     if not isinstance(cache, _CACHES):
-        return type(self).forward(self, hidden_states, position_embeddings, attention_mask, cache, **kwargs)
+        result: tuple[torch.Tensor, torch.Tensor] = type(self).forward(
+            self, hidden_states, position_embeddings, attention_mask, **kwargs
+        )
+        return result
     masked = sys.modules[type(self).__module__].apply_mask_to_padding_states
     shape = (*hidden_states.shape[:2], self.num_attention_heads, 3 * self.head_dim)
     qkv = masked(self.act_fn(self.qkv_proj(hidden_states)), attention_mask).reshape(shape)
@@ -52,7 +55,10 @@ def _attention(
 def _recurrence(
     self: Any, cache: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Computes ``[batch, T, heads, dim]``, and the states ``[batch, heads, dim, dim]`` of a dense cache."""
+    """Computes ``[batch, T, heads, dim]`` and, on a dense cache, the states.
+
+    These are ``[batch, heads, dim, dim]``.
+    """
     slopes, state = jax_view(self.slope_rate)[:, 0, 0], cache.get_recurrent_state(self.layer_idx)
     if (layer := recurrent_of(state)) is None:
         q, k, v = map(jax_view, (query, key, value))

@@ -15,6 +15,7 @@ import torch
 from model_adapters.bridge.views import jax_view, torch_view
 from model_adapters.caches.state_layer import convolved, only_sequence, recurrent_of
 from model_adapters.ops.linear_recurrence import linear_recurrence
+from model_adapters.program.call_signature import cache_in
 from model_adapters.quirks.quirk import Quirk
 
 
@@ -37,25 +38,28 @@ def _block(
     position_ids: torch.Tensor,
     attention_mask: torch.Tensor | None = None,
     use_cache: bool = True,
-    cache: Any = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Computes the original with the states of `cache`, or, without one, of nothing."""
+    """Computes the original with the states of the cache; without one, it is the original."""
+    cache, lru = cache_in(kwargs), self.rg_lru
+    if cache is None:
+        result: tuple[torch.Tensor, None] = type(self).forward(
+            self, input_states, position_ids, attention_mask, use_cache, **kwargs
+        )
+        if not use_cache:
+            lru.recurrent_states = None  # of a forward that nobody goes on from
+        return result
     gate, inputs = self.act_fn(self.linear_y(input_states)), self.linear_x(input_states).transpose(1, 2)
-    lru, length, convolution = self.rg_lru, inputs.shape[2], self.conv_1d
-    before = made = None
-    if cache is not None:
-        before = cache.get_recurrent_state(self.layer_idx)
-        inputs = cache.update_conv_state(inputs, self.layer_idx, conv_kernel_size=self.conv1d_width)
-        made = convolved(inputs, jax_view(convolution.weight.squeeze(1)), jax_view(convolution.bias))
+    before, length, convolution = cache.get_recurrent_state(self.layer_idx), inputs.shape[2], self.conv_1d
+    inputs = cache.update_conv_state(inputs, self.layer_idx, conv_kernel_size=self.conv1d_width)
+    made = convolved(inputs, jax_view(convolution.weight.squeeze(1)), jax_view(convolution.bias))
     if made is None:
         made = convolution(inputs)[..., : inputs.shape[2]][..., -length:]
     # Its code takes the state from its attribute, and leaves the new one there.
     lru.recurrent_states = before
     out = lru(made.transpose(1, 2), position_ids)
     after, lru.recurrent_states = lru.recurrent_states, None
-    if cache is not None:
-        cache.update_recurrent_state(after, self.layer_idx)
+    cache.update_recurrent_state(after, self.layer_idx)
     return self.linear_out(out * gate), None
 
 

@@ -1,6 +1,6 @@
-"""Zamba calls Mamba's functions once for each head of a layer; in a packed step an op computes all heads of its state.
+"""Zamba calls Mamba's functions once for each head of a layer.
 
-Outside of one, they walk over a prompt as those of Mamba do.
+In a packed step an op computes all heads at once. Outside of one, the functions walk over a prompt as Mamba's do.
 """
 
 from __future__ import annotations
@@ -19,19 +19,12 @@ from model_adapters.quirks.mamba import selective_scan as scan_of_one_head
 from model_adapters.quirks.quirk import Quirk
 
 
-def _mixer(
-    self: Any,
-    hidden_states: torch.Tensor,
-    cache: Any = None,
-    attention_mask: torch.Tensor | None = None,
-    **kwargs: Any,
-) -> torch.Tensor:
+def _mixer(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     """Computes ``[1, T, hidden]`` of a packed step; outside of one, it is the original."""
+    cache: Any = kwargs.get("cache")
     layer = None if cache is None else recurrent_of(cache.get_recurrent_state(self.layer_idx))
     if layer is None:
-        result: torch.Tensor = type(self).forward(
-            self, hidden_states, cache=cache, attention_mask=attention_mask, **kwargs
-        )
+        result: torch.Tensor = type(self).forward(self, hidden_states, **kwargs)
         return result
     # Columns of the projection are inputs and gates in turns.
     inputs, gate = self.in_proj(hidden_states).unflatten(-1, (-1, 2)).unbind(-1)

@@ -1,4 +1,4 @@
-"""Zaya's projection keeps the last inputs of its convolutions, and a part of the last value, in two states of a layer.
+"""Zaya's projection has states of two kinds: last inputs, and a part of the last value.
 
 In a packed step each is the state of a depthwise convolution: the model's own, and those that delay by a token.
 """
@@ -19,13 +19,14 @@ from model_adapters.quirks.quirk import Quirk
 
 
 def _projection(
-    self: Any, hidden_states: torch.Tensor, cache: Any, conv_mask: torch.Tensor | None = None
+    self: Any, hidden_states: torch.Tensor, cache: Any, *args: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Computes query, key and value ``[1, T, heads, dim]`` of a packed step; outside of one, it is the original."""
+    """Computes query, key and value of a packed step; outside of one, it is the original.
+
+    Each is ``[1, T, heads, dim]``.
+    """
     if not isinstance(cache, PagedTraceCache):
-        result: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = type(self).forward(
-            self, hidden_states, cache, conv_mask
-        )
+        result: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = type(self).forward(self, hidden_states, cache, *args)
         return result
     queries, keys = self.q_proj(hidden_states), self.k_proj(hidden_states)
     states = _Delays(cache, self.layer_idx)
@@ -77,7 +78,10 @@ class _Delays:
         return made.transpose(1, 2)
 
     def delayed(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Returns, for each token, the inputs [1, T, D] of the one in front of it; zeros for a first one."""
+        """Returns, for each token, the inputs [1, T, D] of the one in front of it.
+
+        Zeros are in front of a first one.
+        """
         dtype = jax_view(inputs).dtype
         return self.convolved(inputs, jnp.tile(jnp.array([1, 0], dtype), (inputs.shape[2], 1)))
 

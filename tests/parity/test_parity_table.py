@@ -9,7 +9,7 @@ from packaging.version import Version
 
 from model_adapters.loading.short_names import SHORT_NAMES
 from torchax_serve.parity import changed_types, checkpoints_table, models_page
-from torchax_serve.parity.known_failures import OLDER
+from torchax_serve.parity.known_failures import NOT_PACKED, OLDER
 from torchax_serve.parity.result import Result
 from torchax_serve.parity.sweep import causal_types
 from torchax_serve.parity.tasks import CHECKPOINTS
@@ -42,6 +42,12 @@ def test_passed_types_were_compared_with_clear_margins(version):
         else:
             differs = "differ" in models_page.describe_tokens(result) or (result.forward_difference or 0) > 1e-4
             assert result.error or differs, result
+
+
+def test_types_with_states_run_packed_or_say_why_not():
+    newest = SWEEPS[max(SWEEPS, key=Version)]
+    with_states = {name for name, result in newest.items() if "state" in result.cache_kinds}
+    assert {name for name in with_states if newest[name].executor != "packed"} == set(NOT_PACKED)
 
 
 def test_types_named_in_a_diff():

@@ -112,6 +112,18 @@ FALLBACK_CAUSES: dict[str, dict[str, str]] = {
 }
 """Code that makes a type run one request at a time, by task, where the refusal names what was seen."""
 
+_SINKS = (
+    "In transformers: its attention has a sink of each token (`sink_proj`), and is not one of transformers' interface."
+)
+_INDEXER = "In transformers: `Qwen4ExpTextQSAIndexer` reads keys of its own of all tokens, which pages do not have."
+NOT_PACKED: dict[str, str] = {
+    "inkling2_loop_text": _SINKS,
+    "inkling2_text": _SINKS,
+    "qwen4_exp": _INDEXER,
+    "qwen4_exp_text": _INDEXER,
+}
+"""Code that keeps causal types with recurrent states from running packed, where the reason is what was seen."""
+
 _ENCODERS_MASKS = "In transformers 5.17: a decoder with the masks of an encoder, whose own cache is kept."
 _QWEN4_EXP = (
     "In transformers 5.17: it keeps positions on the cache itself, in no layer of it, where a step here would not find "
@@ -120,7 +132,8 @@ _QWEN4_EXP = (
 _LATENT = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "youtu")
 _RECURRENT = (
     *("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2_moe", "mamba", "mamba2"),
-    *("olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+    *("minimax", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+    *("inkling_text", "recurrent_gemma", "zamba", "zaya"),
 )
 
 OLDER: dict[str, dict[str, str]] = {

@@ -12,8 +12,8 @@ from typing import Any
 from packaging.version import Version
 
 from torchax_serve.parity import checkpoints_table, pipelines_table, real_models, speed_table, starts_table
-from torchax_serve.parity.known_failures import CAUSES, FALLBACK_CAUSES, OLDER
-from torchax_serve.parity.result import EXECUTORS, PASSED, STATIC, TRANSFORMERS_LOOP, Result
+from torchax_serve.parity.known_failures import CAUSES, FALLBACK_CAUSES, NOT_PACKED, OLDER
+from torchax_serve.parity.result import EXECUTORS, PASSED, PER_SEQUENCE, STATIC, TRANSFORMERS_LOOP, Result
 from torchax_serve.parity.tasks import CAUSAL, CHECKPOINTS, STARTS, TASKS, ParityTask
 
 RESULTS = importlib.resources.files(__package__) / "results"
@@ -176,6 +176,8 @@ def markdown(
         lines += [f"* `{result.model_type}`: {', '.join(result.packages)}" for result in built]
     if reasons := _not_on_engine(CAUSAL, passed):
         lines += ["", "## Why not on the engine", "", *reasons]
+    if reasons := _not_packed(passed):
+        lines += ["", "## Why recurrent layers do not run packed", "", *reasons]
     return "\n".join(lines) + "\n"
 
 
@@ -201,6 +203,15 @@ def _not_on_engine(task: str, results: Sequence[Result]) -> list[str]:
             if reasons := [each for each in causes if each]:
                 found.append(f"* `{result.model_type}`: {'. '.join(reasons)}")
     return found
+
+
+def _not_packed(results: Sequence[Result]) -> list[str]:
+    """Lists types with recurrent states that run per-sequence, with the reasons."""
+    return [
+        f"* `{result.model_type}`: {_inline(result.fallback_reason or '')}. {NOT_PACKED.get(result.model_type, '')}"
+        for result in results
+        if "state" in result.cache_kinds and result.executor == PER_SEQUENCE
+    ]
 
 
 def _sweep_time(versions: Mapping[str, str]) -> str:
