@@ -192,6 +192,7 @@ def torchax_attention(
         if causal_mask is None or causal_mask.starts is not None or position_bias is not None:
             raise NotPackableError("attention with a mask that is more than causal")
         features: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": s_aux, "alibi": alibi_slopes}
+        features["taken"] = getattr(attention_mask, "taken", None)
         return _on_pages(query, key, value, pages, causal_mask.window, features), None
     alibi = None if alibi_slopes is None else jax_view(alibi_slopes).astype(jnp.float32)
     sinks = None if s_aux is None else jax_view(s_aux)

@@ -92,6 +92,21 @@ CONFIGS = {
         moe_intermediate_size=16,
         first_k_dense_replace=1,
     ),
+    "deepseek_v32": lambda: transformers.DeepseekV32Config(
+        **SIZES,
+        **MLA,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        moe_intermediate_size=16,
+        first_k_dense_replace=1,
+        index_topk=4,
+        index_head_dim=16,
+        index_n_heads=16,
+    ),
     "mamba": lambda: transformers.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=61, state_size=4),
     "olmo2": lambda: transformers.Olmo2Config(**SIZES, num_attention_heads=4, num_key_value_heads=2),  # its own plan
     "bloom": lambda: transformers.BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=61),  # shapes alone

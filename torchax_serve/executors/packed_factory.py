@@ -136,14 +136,16 @@ def _in_8_bits(
     dtype: np.dtype,
     recurrent: RecurrentLayers | None,
 ) -> tuple[PagedLayerSpec, ...]:
-    """Returns the same layers with pages in `dtype`, of 8 bits.
+    """Returns the same layers with pages in `dtype`, of 8 bits; those of indexers stay.
 
     Raises:
         InvalidArgumentError: no kernel supports them.
     """
     from torchax_serve.kv_cache.scales import check_kernels
 
-    narrow = tuple(dataclasses.replace(shape, dtype=dtype) for shape in shapes)
+    narrow = tuple(
+        shape if shape.indexed_layer is not None else dataclasses.replace(shape, dtype=dtype) for shape in shapes
+    )
 
     def refusals(shapes: Sequence[PagedLayerSpec]) -> list[str]:
         with registry.fallbacks() as reasons:
@@ -231,7 +233,8 @@ def head_shapes(shapes: Sequence[PagedLayerSpec], draft: DraftModel | DraftHead 
         return ()
     own = draft.loaded.kv_shape
     if own is None:
-        return (dataclasses.replace(shapes[-1], window=None, dtype=np.dtype(draft.dtype)),)
+        layers = [shape for shape in shapes if shape.indexed_layer is None]
+        return (dataclasses.replace(layers[-1], window=None, dtype=np.dtype(draft.dtype)),)
     num_heads, width = own
     if registry.platform() == "tpu":
         width += -width % TPU_LANES
