@@ -192,8 +192,9 @@ def torchax_attention(
     if pages is not None:
         if causal_mask is None or causal_mask.starts is not None or position_bias is not None:
             raise NotPackableError("attention with a mask that is more than causal")
-        features = {"scale": scale, "softcap": softcap, "sinks": s_aux, "alibi": alibi_slopes}
+        features: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": s_aux, "alibi": alibi_slopes}
         features["distance_biases"] = distance_biases
+        features["taken"] = getattr(attention_mask, "taken", None)
         return _on_pages(query, key, value, pages, causal_mask.window, features), None
     assert distance_biases is None, "biases by distance are of packed steps"
     alibi = None if alibi_slopes is None else jax_view(alibi_slopes).astype(jnp.float32)

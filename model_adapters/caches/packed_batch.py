@@ -84,6 +84,7 @@ class PagedLayout:
         is_decode: every sequence has one new token: T = S, in the order of the rows.
         all_logits: logits of every token instead of each sequence's last.
         layers: by layer of the model, what it keeps; empty: layer i keeps the pages of pool i.
+        indexers: by layer with an indexer, its number and the pool of its index keys, which is behind those of layers.
     """
 
     groups: tuple[int, ...]
@@ -92,6 +93,7 @@ class PagedLayout:
     is_decode: bool = False
     all_logits: bool = False
     layers: tuple[LayerPools, ...] = ()
+    indexers: tuple[tuple[int, int], ...] = ()
 
     @property
     def has_states(self) -> bool:

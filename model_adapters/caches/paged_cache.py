@@ -16,6 +16,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from model_adapters.bridge.views import jax_view, torch_view
+from model_adapters.caches.index_handles import IndexKeys, IndexPages, TopTokens
 from model_adapters.caches.packed_batch import (
     LayerPools,
     NotPackableError,
@@ -27,9 +28,11 @@ from model_adapters.caches.packed_batch import (
     with_pages,
 )
 from model_adapters.caches.state_layer import StateLayer
+from model_adapters.ops.attention_args import AttentionArgs, KVScales
 from model_adapters.ops.grouped_matmul import by_head
 from model_adapters.ops.searchsorted import num_at_most
 from model_adapters.ops.segments import Segments
+from model_adapters.ops.sparse_attention import PackedRows, sparse_attention, take_tokens, write_index_keys
 
 
 @dataclasses.dataclass
@@ -88,6 +91,12 @@ class PagedLayer(CacheLayerMixin):
         return with_pages(self._given, jax_view(self.pages))
 
     @property
+    def rows(self) -> PackedRows:
+        """The sequences of the step."""
+        batch = self.batch
+        return PackedRows(self.table, batch.kv_lens, batch.cu_q_lens, self.layout.is_decode)
+
+    @property
     def is_sliding(self) -> bool:
         """Whether only the last `window` positions are ever attended to."""
         return self.window is not None
@@ -123,6 +132,34 @@ class PagedLayer(CacheLayerMixin):
         return int(self.layout.max_len)
 
 
+class PagedIndexedLayer(PagedLayer):
+    """An attention layer with an indexer, whose keys have pages of their own.
+
+    These are ``[pages, 1, page_size, width]``, in the places of the layer's own pages.
+    """
+
+    def __init__(self, pages: PagedLayer, index_pool: Pool) -> None:
+        vars(self).update(vars(pages))
+        self.index_pages: Any = torch_view(index_pool)
+        self.num_indexed = 0
+
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> IndexKeys:
+        """Writes the new tokens' index keys [1, T, dim]; returns a handle of those of all tokens."""
+        if self.num_indexed or indexer_key_states.shape[0] != 1:
+            raise NotPackableError("a layer's indexer stores keys twice, or of a batch of its own making")
+        self.num_indexed += 1
+        keys, rows = jax_view(indexer_key_states)[0], self.rows
+        self.index_pages = torch_view(write_index_keys(keys, jax_view(self.index_pages), rows))
+        pages, capacity = jax_view(self.index_pages), self.layout.max_len
+        window = None if self.window is None or self.window >= capacity else self.window
+
+        def take(q: jax.Array, weights: jax.Array, scale: float, num_taken: int) -> jax.Array:
+            return take_tokens(q, weights, pages, rows, scale=scale, num_taken=num_taken, window=window)
+
+        num_tokens, dim = keys.shape
+        return IndexKeys(IndexPages(take, num_tokens, capacity, window), (1, capacity, dim))
+
+
 class PagedStateLayer(StateLayer, PagedLayer):  # type: ignore[override]  # as transformers' own
     """A layer with pages and states (Falcon-H1)."""
 
@@ -141,7 +178,10 @@ class PagedTraceCache(Cache):
             PagedLayer(pool, batch, batch.page_tables[group], window, layout)
             for pool, group, window in zip(pools, layout.groups, layout.windows, strict=False)
         ]
-        layers: list[Any] = list(self.paged_layers)
+        of_indexers = {place for _, place in layout.indexers}
+        for layer, place in layout.indexers:
+            self.paged_layers[layer] = PagedIndexedLayer(self.paged_layers[layer], pools[place])
+        layers: list[Any] = [each for place, each in enumerate(self.paged_layers) if place not in of_indexers]
         if layout.layers:
             shared = segments_of(batch, _num_state_rows(pools, layout)), _generated(batch)
             layers = [self._layer(kept, pools, *shared) for kept in layout.layers]
@@ -190,7 +230,13 @@ class PagedTraceCache(Cache):
                     f"layer {index} attends {layer.num_attended} times through transformers' attention interface "
                     f"and updates its cache {layer.num_updates} times"
                 )
+            if isinstance(layer, PagedIndexedLayer) and layer.num_indexed != 1:
+                raise NotPackableError(f"the indexer of layer {index} stores its keys {layer.num_indexed} times")
         pages = tuple(layer.pool for layer in self.paged_layers)
+        if self._layout.indexers:
+            of_layers: Any = self.layers
+            indexes = {place: jax_view(of_layers[layer].index_pages) for layer, place in self._layout.indexers}
+            pages = tuple(indexes.get(place, pool) for place, pool in enumerate(pages))
         if not self._layout.layers:
             return pages
         states = [layer.results() if isinstance(layer, StateLayer) else ({}, None) for layer in self.layers]
@@ -244,12 +290,13 @@ def attend_paged(
     alibi: torch.Tensor | None = None,
     distance_biases: tuple[torch.Tensor, torch.Tensor] | None = None,
     value_begin: int | None = None,
+    taken: TopTokens | None = None,
 ) -> torch.Tensor:
     """Runs the op for `query` [1, heads, T, dim]; returns [1, T, heads, v_dim].
 
     The new pool is stored in the layer of `write`. `window` is that of the model's mask; `alibi` float32[heads] are
     slopes; `distance_biases` are weights [1, T, heads, R] and profiles [R, E]; `value_begin` is the column of a key at
-    which its value begins, if pages have no values beside the keys.
+    which its value begins, if pages have no values beside the keys; `taken` are the tokens that an indexer has taken.
     """
     layer = write.layer
     reach = layer.layout.max_len if window is None else window
@@ -259,6 +306,14 @@ def attend_paged(
     layer.num_attended += 1
     # Turned before the batch of one is dropped: XLA does not see through a reshape that two turns are none.
     q, k, v = (x.transpose(1, 2)[0] for x in (query, key, write.values))  # [T, heads, dim]
+    media = layer.batch.media
+    if taken is not None and taken.tokens is not None:
+        if alibi is not None or distance_biases is not None or (media is not None and media.sees_until is not None):
+            raise NotPackableError("an indexer takes tokens of a layer whose scores depend on more than causality")
+        args = _sparse_args(layer, scale, softcap, sinks, value_begin)
+        arrays = *map(jax_view, (q, k, v, layer.pages)), layer.rows, taken.tokens, args
+        out, layer.pages = map(torch_view, sparse_attention(*arrays))
+        return out[None]
     table, lens, starts = (torch_view(x) for x in (layer.table, layer.batch.kv_lens, layer.batch.cu_q_lens))
     features = {"scale": scale, "window": window, "softcap": softcap, "alibi": alibi, **layer.scales}
     features["value_begin"] = value_begin
@@ -268,11 +323,19 @@ def attend_paged(
         op = torch.ops.torchax_serve.decode_attention
         out, layer.pages = op(q, k, v, layer.pages, table, lens, sinks, **features)
     else:
-        op, media = torch.ops.torchax_serve.paged_attention, layer.batch.media
+        op = torch.ops.torchax_serve.paged_attention
         if media is not None and media.sees_until is not None:
             features["sees_until"] = torch_view(media.sees_until)
         out, layer.pages = op(q, k, v, layer.pages, table, lens, starts, sinks, **features)
     return out[None]
+
+
+def _sparse_args(
+    layer: PagedLayer, scale: float, softcap: float | None, sinks: torch.Tensor | None, value_begin: int | None
+) -> AttentionArgs:
+    scales = KVScales(*(jax_view(each) for each in layer.scales.values())) if layer.scales else None
+    own_sinks = None if sinks is None else jax_view(sinks)
+    return AttentionArgs(scale, softcap=softcap, sinks=own_sinks, kv_scales=scales, value_begin=value_begin)
 
 
 def attend_latents(query: torch.Tensor, latent: LatentWrite, window: int | None, **features: Any) -> torch.Tensor:

@@ -6,6 +6,7 @@ For prefill, chunked prefill, and chunks mixed with rows that decode.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -97,7 +98,7 @@ def write_tokens(
     return write_tokens_at(pool, page_table, seqs, positions, k, v, kv_scales)
 
 
-def _block_len(num_tokens: int, query_heads: int, capacity: int) -> int:
+def block_len(num_tokens: int, query_heads: int, capacity: int) -> int:
     """Returns how many queries to compute at a time, a power of two.
 
     Their scores are within ``MAX_SCORES_BYTES`` if possible.
@@ -106,6 +107,47 @@ def _block_len(num_tokens: int, query_heads: int, capacity: int) -> int:
     while block > 1 and (block >= 2 * num_tokens or block * query_heads * capacity * 4 > MAX_SCORES_BYTES):
         block //= 2
     return block
+
+
+def by_block(
+    compute: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+    out: jax.Array,
+    length: int,
+    kv_lens: jax.Array,
+    cu_q_lens: jax.Array,
+) -> jax.Array:
+    """Computes ``out[T, ...]`` in blocks of `length` tokens, each of one sequence.
+
+    Args:
+        compute: Returns ``[length, ...]`` of a sequence int32[], the number int32[] of a block's first token, and the
+            positions int32[length] of its tokens, of which those from the end of the sequence on do not count.
+        out: What tokens have that are in no sequence.
+        length: Tokens of a block.
+        kv_lens: ``int32[S]``.
+        cu_q_lens: ``int32[S + 1]``, as in `paged_attention`.
+    """
+    num_tokens, num_seqs = out.shape[0], kv_lens.shape[0]
+    q_lens = jnp.maximum(cu_q_lens[1:] - cu_q_lens[:-1], 0)
+    num_blocks = -(-q_lens // length)  # of each sequence
+    ends = jnp.cumsum(num_blocks)
+    most = min(num_tokens, (num_tokens + num_seqs * (length - 1)) // length)  # however the tokens are shared out
+
+    def one_block(block: jax.Array, out: jax.Array) -> jax.Array:
+        seq = num_at_most(ends, block)
+        begin = cu_q_lens[seq] + (block - ends[seq] + num_blocks[seq]) * length
+        positions = kv_lens[seq] - cu_q_lens[seq + 1] + begin + jnp.arange(length, dtype=jnp.int32)
+        # What is behind the end of a sequence the next one overwrites.
+        return jax.lax.dynamic_update_slice_in_dim(out, compute(seq, begin, positions), begin, axis=0)
+
+    def step(block: jax.Array, out: jax.Array) -> jax.Array:
+        return jax.lax.cond(block < ends[-1], one_block, lambda _, out: out, block, out)
+
+    return jax.lax.fori_loop(0, most, step, padded(out, length))[:num_tokens]
+
+
+def padded(tokens: jax.Array, length: int) -> jax.Array:
+    """Returns ``tokens[T, ...]`` and a block of zeros, without which a last slice is moved back."""
+    return jnp.pad(tokens, ((0, length), *[(0, 0)] * (tokens.ndim - 1)))
 
 
 @registry.define(OP, "runs of new queries on a paged cache, with the write of their keys and values")
@@ -129,21 +171,13 @@ def reference(
     out = jnp.zeros((num_tokens, query_heads, v.shape[2]), q.dtype)
     if num_tokens == 0 or num_seqs == 0:
         return out, pool
-    length = _block_len(num_tokens, query_heads, pages_per_seq * pool.shape[2])
-    q_lens = jnp.maximum(cu_q_lens[1:] - cu_q_lens[:-1], 0)
-    num_blocks = -(-q_lens // length)  # of each sequence
-    ends = jnp.cumsum(num_blocks)
-    most = min(num_tokens, (num_tokens + num_seqs * (length - 1)) // length)  # however the tokens are shared out
-    # One block of padding: a slice that begins at the last token would else be moved back.
-    q = jnp.pad(q, ((0, length), (0, 0), (0, 0)))
-    until = None if args.sees_until is None else jnp.pad(args.sees_until, (0, length))
+    length = block_len(num_tokens, query_heads, pages_per_seq * pool.shape[2])
+    q = padded(q, length)
+    until = None if args.sees_until is None else padded(args.sees_until, length)
     biases = args.distance_biases
-    weights = None if biases is None else jnp.pad(biases.weights, ((0, length), (0, 0), (0, 0)))
+    weights = None if biases is None else padded(biases.weights, length)
 
-    def one_block(block: jax.Array, out: jax.Array) -> jax.Array:
-        seq = num_at_most(ends, block)
-        begin = cu_q_lens[seq] + (block - ends[seq] + num_blocks[seq]) * length
-        positions = kv_lens[seq] - cu_q_lens[seq + 1] + begin + jnp.arange(length, dtype=jnp.int32)
+    def one_block(seq: jax.Array, begin: jax.Array, positions: jax.Array) -> jax.Array:
         prefix_len = jnp.int32(0) if args.prefix_lens is None else args.prefix_lens[seq]
         queries = jax.lax.dynamic_slice_in_dim(q, begin, length)
         last = positions
@@ -153,15 +187,10 @@ def reference(
         if weights is not None and biases is not None:
             of_block = jax.lax.dynamic_slice_in_dim(weights, begin, length)
             own = dataclasses.replace(args, distance_biases=DistanceBiases(of_block, biases.profiles))
-        attended = _attend(queries, pool, page_table[seq], (positions, last), kv_lens[seq], prefix_len, v.shape[2], own)
-        # Rows beyond the end of a sequence are zeros here; the next sequence overwrites them.
-        return jax.lax.dynamic_update_slice_in_dim(out, attended, begin, axis=0)
+        # Rows beyond the end of a sequence are zeros.
+        return _attend(queries, pool, page_table[seq], (positions, last), kv_lens[seq], prefix_len, v.shape[2], own)
 
-    def step(block: jax.Array, out: jax.Array) -> jax.Array:
-        return jax.lax.cond(block < ends[-1], one_block, lambda _, out: out, block, out)
-
-    out = jnp.pad(out, ((0, length), (0, 0), (0, 0)))
-    return jax.lax.fori_loop(0, most, step, out)[:num_tokens], pool
+    return by_block(one_block, out, length, kv_lens, cu_q_lens), pool
 
 
 def _attend(

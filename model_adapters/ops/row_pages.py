@@ -21,7 +21,13 @@ from model_adapters.ops.decode_attention import decode_attention
 from model_adapters.ops.kv_pool import has_copy_kernels, quantize, split, write_tokens_at
 
 
-def _write(pool: jax.Array, table: jax.Array, rows: jax.Array, positions: jax.Array, tokens: jax.Array) -> jax.Array:
+def write_token_rows(
+    pool: jax.Array, table: jax.Array, rows: jax.Array, positions: jax.Array, tokens: jax.Array
+) -> jax.Array:
+    """Returns the pool with ``tokens[T, H, W]`` in its dtype written; in place if it is donated.
+
+    The others are as `write_tokens_at` has them.
+    """
     if has_copy_kernels(spmd.mesh_in_use() is not None):
         return pages.write_tokens(pool, table, rows, positions, tokens)
     return write_tokens_at(pool, table, rows, positions, tokens, tokens[..., :0])
@@ -51,7 +57,7 @@ def write_row(pool: jax.Array, table: jax.Array, positions: jax.Array, tokens: j
         positions: ``int32[T]``; a negative one, or one behind the pages, writes nothing.
         tokens: ``[T, H, W]`` in the pool's dtype.
     """
-    return _write(pool, table[None], jnp.zeros_like(positions), positions, tokens)
+    return write_token_rows(pool, table[None], jnp.zeros_like(positions), positions, tokens)
 
 
 @write_row.def_vmap
@@ -60,7 +66,7 @@ def _write_rows(axis_size: int, is_batched: list[bool], pool: jax.Array, *row: j
         return one_by_one(write_row, axis_size, is_batched, (pool, *row)), True
     table, positions, tokens = (with_axis(x, axis_size, own) for x, own in zip(row, is_batched[1:], strict=True))
     rows = jnp.repeat(jnp.arange(axis_size, dtype=jnp.int32), positions.shape[1])
-    return _write(pool, table, rows, positions.reshape(-1), tokens.reshape(-1, *tokens.shape[2:])), False
+    return write_token_rows(pool, table, rows, positions.reshape(-1), tokens.reshape(-1, *tokens.shape[2:])), False
 
 
 def read_row(pool: jax.Array, table: jax.Array, length: jax.Array, columns: slice = slice(None)) -> jax.Array:

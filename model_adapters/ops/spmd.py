@@ -100,6 +100,11 @@ def state_spec(shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
     return PartitionSpec(None, None, AXIS) if divides else REPLICATED
 
 
+def recurrent_spec(shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
+    """Returns how recurrent states ``[rows, channels or heads, ...]`` are divided."""
+    return PartitionSpec(*state_spec((shape[0], 1, *shape[1:]), mesh)[1:])
+
+
 def _attention_unsupported_reason(*arrays: Any, return_weights: bool = False, **kwargs: Any) -> str | None:
     mesh = mesh_in_use()
     if mesh is None or mesh.size == 1:

@@ -15,12 +15,15 @@ import torch
 from transformers.cache_utils import Cache
 
 from model_adapters.bridge.views import NarrowInfo, TorchTensor, TorchView, jax_view, torch_view
+from model_adapters.caches.index_handles import TopTokens
 from model_adapters.caches.paged_cache import ScaledPool
 from model_adapters.program.layer_structure import PRIMITIVES, SHARED_TYPES, NotComparableError
 
 Form = Hashable
 _PLAIN = {"_elem", "_env", "_dynamo_static_input_type"}
 """Attributes of a tensor without annotations; the last one is a hint for PyTorch's own compiler."""
+_OF_FIELDS = (ScaledPool, TopTokens)
+"""Classes of ours whose values are their fields."""
 
 
 def is_plain(value: Any) -> bool:
@@ -42,8 +45,8 @@ def _form_of_data(value: Any, form: Callable[[Any], Form]) -> Form | None:
         return "sequence", kind, tuple(form(item) for item in value)
     if kind is dict:
         return "dict", tuple((key, form(item)) for key, item in value.items())
-    if kind is ScaledPool:
-        return "pool", tuple(form(getattr(value, field.name)) for field in dataclasses.fields(value))
+    if kind in _OF_FIELDS:
+        return "fields", kind, tuple(form(getattr(value, field.name)) for field in dataclasses.fields(value))
     return None
 
 
@@ -121,8 +124,8 @@ def built(form: Any, inputs: Sequence[Any], objects: dict[int, Any], outputs: Se
         return rest[0](built(item, inputs, objects, outputs) for item in rest[1])
     if kind == "dict":
         return {key: built(item, inputs, objects, outputs) for key, item in rest[0]}
-    if kind == "pool":
-        return ScaledPool(*(built(item, inputs, objects, outputs) for item in rest[0]))
+    if kind == "fields":
+        return rest[0](*(built(item, inputs, objects, outputs) for item in rest[1]))
     if kind == "object":
         return objects[rest[0]]
     return (inputs if kind == "input" else outputs)[rest[0]]

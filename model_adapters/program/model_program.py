@@ -287,11 +287,20 @@ class ModelProgram:
             logits = logits[..., : self.sharding.vocab_size]
         return jax.lax.with_sharding_constraint(logits, self.sharding.replicated())
 
-    def run(self, weights: Weights, kwargs: dict[str, Any], attention: str | None) -> ModelOutput:
-        """Calls the unmodified forward with `weights` as the module's tensors, inside a trace."""
+    def run(
+        self,
+        weights: Weights,
+        kwargs: dict[str, Any],
+        attention: str | None,
+        functions: contextlib.AbstractContextManager[Any] | None = None,
+    ) -> ModelOutput:
+        """Calls the unmodified forward with `weights` as the module's tensors, inside a trace.
+
+        `functions` is a context in which PyTorch's functions do something else.
+        """
         # A forward that a script has set on the model itself calls this program; one set on a submodule is run.
         scripts = None if self.submodule else vars(self.module).get("forward")
-        with self._substituted(weights, attention):
+        with self._substituted(weights, attention), functions or contextlib.nullcontext():
             replaced = vars(self.target).get("forward")  # by a quirk, or a script
             forward: Any = self._forward_of_class if replaced is scripts or replaced is None else replaced
             output = forward(**kwargs, return_dict=True)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from model_adapters.attention import attention_name, uses_attention_interface
 from model_adapters.bridge.views import jax_view, torch_view
 from model_adapters.caches.device_cache import check_layers_keep_all
+from model_adapters.caches.index_handles import HandleMode
 from model_adapters.caches.packed_batch import NotPackableError, PackedBatch, PagedLayout, Pool, laid_out
 from model_adapters.caches.paged_cache import PagedTraceCache
 from model_adapters.caches.state_layer import asking
@@ -112,8 +113,9 @@ def _forward(
     assert program.rope is None or rope_lens is not None
     features = features_in_place(program.module, batch.media)
     lengths, adapters = lengths_told(rope_lens), adapters_told(batch.adapters)
+    handles = HandleMode() if layout.indexers else None
     with divided, program.folding(CallSpec()), lengths, adapters, features, asking():
-        output = program.run(weights, kwargs, attention_name(program.module))
+        output = program.run(weights, kwargs, attention_name(program.module), handles)
     check_layers_keep_all(cache, program.cache_name, program.target)
     logits = jax_view(output["logits"])[0]
     if not keep_last and not layout.all_logits:

@@ -28,7 +28,7 @@ from model_adapters import quirks
 from model_adapters.bridge.views import named_tensors
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops.compressed_weight import Weight, Weights
-from model_adapters.ops.spmd import on_mesh, pool_spec, state_spec
+from model_adapters.ops.spmd import on_mesh, pool_spec, recurrent_spec, state_spec
 from model_adapters.sharding.rule_selection import rules_for
 from sharding_rules import HeadCounts, RuleTable, ShardingRuleError, TensorPlacement, place
 from sharding_rules.layout import DimLayout, take
@@ -176,7 +176,7 @@ class ModelSharding:
 
     def recurrent_sharding(self, shape: tuple[int, ...]) -> NamedSharding:
         """Returns the sharding of recurrent states ``[rows, channels or heads, ...]``."""
-        return NamedSharding(self.mesh, PartitionSpec(*state_spec((shape[0], 1, *shape[1:]), self.mesh)[1:]))
+        return NamedSharding(self.mesh, recurrent_spec(shape, self.mesh))
 
     def abstract(self, name: str, dtype: Any) -> jax.ShapeDtypeStruct:
         """Returns shape, dtype and sharding of the tensor `name`."""

@@ -13,7 +13,8 @@ from torchax_serve.parity.tiny.models import prompts, tiny_model
 ENGINE = EngineOptions(
     max_num_seqs=4, page_size=4, kv_cache_memory_bytes=1 << 20, max_model_len=64, max_num_batched_tokens=16
 )
-TYPES = ["llama", "gemma3_text", "deepseek_v3", "qwen3_moe", "qwen3_5_text", "falcon_h1", "mamba2", "mamba", "bloom"]
+TYPES = ["llama", "gemma3_text", "deepseek_v3", "deepseek_v32", "qwen3_moe"]
+TYPES += ["qwen3_5_text", "falcon_h1", "mamba2", "mamba", "bloom"]
 TYPES += ["inkling_text", "minimax", "recurrent_gemma", "zamba", "zaya"]
 SHARED = "gemma3n_text"  # whose last layers attend to the keys of another one
 

@@ -201,7 +201,7 @@ T5_SIZES = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers"
 @pytest.mark.parametrize(
     ("kind", "config", "reason"),
     [
-        ("MambaForCausalLM", {**SIZES, "state_size": 4}, "a layer keeps a recurrent state"),
+        ("BloomForCausalLM", {"vocab_size": 64, "hidden_size": 16, "n_layer": 1, "n_head": 2}, "the forward takes no"),
         ("T5ForConditionalGeneration", {**T5_SIZES, "decoder_start_token_id": 0}, "it has an encoder"),
         ("LlamaForCausalLM", {**SIZES, **HEADS, "rope_parameters": DYNAMIC}, "its rotary frequencies depend on the"),
     ],

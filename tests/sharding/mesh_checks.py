@@ -92,6 +92,21 @@ CONFIGS = {
         moe_intermediate_size=16,
         first_k_dense_replace=1,
     ),
+    "deepseek_v32": lambda: transformers.DeepseekV32Config(
+        **SIZES,
+        **MLA,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        moe_intermediate_size=16,
+        first_k_dense_replace=1,
+        index_topk=4,
+        index_head_dim=16,
+        index_n_heads=16,
+    ),
     "mamba": lambda: transformers.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=61, state_size=4),
     "minimax": lambda: transformers.MiniMaxConfig(
         **SIZES, **HEADS, **EXPERTS, block_size=8, layer_types=["linear_attention", "full_attention"]

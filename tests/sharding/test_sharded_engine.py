@@ -21,6 +21,7 @@ MESHES = [
     thorough("gpt_oss", "1x2x2"),
     thorough("deepseek_v3", "1x2x2"),
     ("minimax", "1x2"),
+    ("deepseek_v32", "1x2x2"),
     thorough("mamba", "1x4"),
     thorough("minimax", "1x4,1x8"),
     thorough("recurrent_gemma", "1x2,1x8"),
@@ -35,6 +36,7 @@ MESHES = [
 def test_tokens_are_those_of_one_device(on_eight, family, meshes):
     lines = on_eight("tokens", family, meshes)
     assert [line.split()[3] for line in lines] == meshes.split(",")
+    assert all(("not packed" in line) == (family == "bloom") for line in lines)
 
 
 # The encoder of Gemma 3 here has four heads, and its language model two of keys, which a mesh of four repeats.

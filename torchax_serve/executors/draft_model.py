@@ -22,7 +22,7 @@ from model_adapters.ops.compressed_weight import Weights
 from model_adapters.ops.cpu.ffi import batch_invariant
 from torchax_serve.executors.prompt_lookup import TokenHistory, verify_rows
 from torchax_serve.executors.traced_function import TracedFunction
-from torchax_serve.kv_cache.pools import PagedLayerSpec
+from torchax_serve.kv_cache.pools import PagedLayerSpec, indexers_of
 from torchax_serve.scheduler.speculative_config import MAX_SPECULATIVE_TOKENS
 
 if TYPE_CHECKING:
@@ -96,6 +96,7 @@ class DraftModel:
             groups=(0,) * len(shapes),
             windows=tuple(shape.window for shape in shapes),
             max_len=self._pages_per_seq * page_size,
+            indexers=indexers_of(shapes),
         )
 
     def abstract_cache(self, sharding: Any) -> DraftCache:

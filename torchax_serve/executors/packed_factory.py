@@ -47,8 +47,8 @@ def packed_executor(runtime: ModelRuntime, sizes: MemoryBudget) -> ExecutorChoic
         NotPackableError: the model's code does not support packed sequences, or not with these options.
         OutOfMemoryError: the cache does not fit.
     """
-    programs, slots = runtime.steps.executables, sizes.max_num_seqs
-    shapes, recurrent = _layers(runtime, sizes)
+    programs = runtime.steps.executables
+    shapes, recurrent = layers_of(runtime, sizes)
     scales = None
     if sizes.kv_cache_dtype is not None:
         from torchax_serve.kv_cache.scales import calibrate_scales, dtype_of
@@ -63,21 +63,41 @@ def packed_executor(runtime: ModelRuntime, sizes: MemoryBudget) -> ExecutorChoic
     def temporary() -> int:
         return _model(runtime, new(sizes.probe_plan(shapes)), sizes, draft).temporary_bytes()
 
-    running, most, num_snapshots = 0, 0, 1
-    if recurrent is not None:
-        running, most = recurrent.num_bytes(slots + 1), recurrent.num_bytes(SNAPSHOTS_PER_SLOT * slots)
     budget = sizes.choose_cache_bytes(
-        sizes.max_usable_bytes(shapes) + running + most * sizes.enable_prefix_caching,
+        usable_bytes(sizes, shapes, recurrent),
         lambda: programs.memoize("temporary", f"{sizes}{lora_form(runtime)}", temporary),
     )
+    return ExecutorChoice(_model(runtime, new(*sized_cache(sizes, shapes, recurrent, budget)), sizes, draft))
+
+
+def usable_bytes(sizes: MemoryBudget, shapes: Sequence[PagedLayerSpec], recurrent: RecurrentLayers | None) -> int:
+    """Returns the most bytes that pages and states can use."""
+    usable = sizes.max_usable_bytes(shapes)
+    if recurrent is None:
+        return usable
+    num_rows = sizes.max_num_seqs + 1 + SNAPSHOTS_PER_SLOT * sizes.max_num_seqs * sizes.enable_prefix_caching
+    return usable + recurrent.num_bytes(num_rows)
+
+
+def sized_cache(
+    sizes: MemoryBudget, shapes: Sequence[PagedLayerSpec], recurrent: RecurrentLayers | None, budget_bytes: int
+) -> tuple[CacheAllocation, int]:
+    """Returns how many pages and snapshots of states fit into `budget_bytes`.
+
+    Raises:
+        InvalidArgumentError: not even a sequence of one page fits.
+        OutOfMemoryError: the states of all requests do not fit.
+    """
+    num_snapshots = 1
     if recurrent is not None:
-        sizes.check_states(running, budget)
-        num_snapshots = sizes.num_snapshots(recurrent.num_bytes(1), budget - running, has_pages=bool(shapes))
-        budget -= recurrent.num_bytes(slots + num_snapshots)
-    return ExecutorChoice(_model(runtime, new(sizes.plan(shapes, budget), num_snapshots), sizes, draft))
+        running = recurrent.num_bytes(sizes.max_num_seqs + 1)
+        sizes.check_states(running, budget_bytes)
+        num_snapshots = sizes.num_snapshots(recurrent.num_bytes(1), budget_bytes - running, has_pages=bool(shapes))
+        budget_bytes -= recurrent.num_bytes(sizes.max_num_seqs + num_snapshots)
+    return sizes.plan(shapes, budget_bytes), num_snapshots
 
 
-def _layers(runtime: ModelRuntime, sizes: MemoryBudget) -> tuple[tuple[PagedLayerSpec, ...], RecurrentLayers | None]:
+def layers_of(runtime: ModelRuntime, sizes: MemoryBudget) -> tuple[tuple[PagedLayerSpec, ...], RecurrentLayers | None]:
     """Returns the pages of each layer that attends, and the states of those that are recurrent.
 
     Raises:
@@ -136,14 +156,16 @@ def _in_8_bits(
     dtype: np.dtype,
     recurrent: RecurrentLayers | None,
 ) -> tuple[PagedLayerSpec, ...]:
-    """Returns the same layers with pages in `dtype`, of 8 bits.
+    """Returns the same layers with pages in `dtype`, of 8 bits; those of indexers stay.
 
     Raises:
         InvalidArgumentError: no kernel supports them.
     """
     from torchax_serve.kv_cache.scales import check_kernels
 
-    narrow = tuple(dataclasses.replace(shape, dtype=dtype) for shape in shapes)
+    narrow = tuple(
+        shape if shape.indexed_layer is not None else dataclasses.replace(shape, dtype=dtype) for shape in shapes
+    )
 
     def refusals(shapes: Sequence[PagedLayerSpec]) -> list[str]:
         with registry.fallbacks() as reasons:
@@ -232,7 +254,8 @@ def head_shapes(shapes: Sequence[PagedLayerSpec], draft: DraftModel | DraftHead 
         return ()
     own = draft.loaded.kv_shape
     if own is None:
-        return (dataclasses.replace(shapes[-1], window=None, dtype=np.dtype(draft.dtype)),)
+        layers = [shape for shape in shapes if shape.indexed_layer is None]
+        return (dataclasses.replace(layers[-1], window=None, dtype=np.dtype(draft.dtype)),)
     num_heads, width = own
     if registry.platform() == "tpu":
         width += -width % TPU_LANES

@@ -54,7 +54,9 @@ def packed_shapes(runtime: ModelRuntime, sizes: MemoryBudget) -> tuple[PagedLaye
 
 
 def page_shapes(runtime: ModelRuntime) -> tuple[PagedLayerSpec, ...]:
-    """Returns the paged cache of each layer, found by tracing a prompt.
+    """Returns the paged cache of each layer, behind those that of each indexer.
+
+    They are found by tracing a prompt.
 
     Raises:
         NotPackableError: a layer stores something other than keys and values.
@@ -65,7 +67,10 @@ def page_shapes(runtime: ModelRuntime) -> tuple[PagedLayerSpec, ...]:
         raise NotPackableError("the model has no cache that could be paged")
     if runtime.cache_support.is_recurrent:
         raise NotPackableError(RECURRENT)
-    return tuple(_page_shape(layer) for layer in _layers_of_prompt(runtime))
+    layers = _layers_of_prompt(runtime)
+    shapes = tuple(_page_shape(layer) for layer in layers)
+    indexes = (_index_shape(layer, number) for number, layer in enumerate(layers))
+    return (*shapes, *(each for each in indexes if each is not None))
 
 
 def _layers_of_prompt(runtime: ModelRuntime) -> list[Any]:
@@ -101,6 +106,8 @@ def recurrent_layers(runtime: ModelRuntime, sizes: MemoryBudget) -> tuple[tuple[
     layers: list[LayerPools] = []
     for layer in _layers_of_prompt(runtime):
         if isinstance(layer, AttentionLayer) and layer.pool is not None:
+            if _index_shape(layer, len(layers)) is not None:
+                raise NotPackableError("a model with recurrent states has an indexer, too")
             has_states = hasattr(layer, "conv_states")
             layers.append(LayerPools(pages=len(shapes), is_open=has_states))
             shapes.append(_page_shape(layer))
@@ -129,15 +136,33 @@ def _page_shape(layer: Any) -> PagedLayerSpec:
 
     if not isinstance(layer, AttentionLayer):
         raise NotPackableError(f"a layer of the cache is a {type(layer).__name__}, which keeps no keys and values")
-    if len(layer.POOLS) > 1:
-        raise NotPackableError("a layer keeps more than keys and values: an indexer chooses what is attended to")
+    if not set(layer.POOLS) <= {"pool", "index_pool", "position_pool"}:
+        raise NotPackableError("a layer keeps more than keys and values: those of compressed tokens")
     if layer.pool is None:
         raise NotPackableError("a layer of the cache stays empty")
     _, num_heads, _, width = layer.pool.shape
-    if registry.platform() == "tpu":  # whose kernels and copies want whole lanes
-        width += -width % TPU_LANES
     shared_dim = layer.k_dim if layer.keeps_latents else 0  # of latents, which are values and a part of keys
-    return PagedLayerSpec(num_heads, width, np.dtype(layer.pool.dtype), layer.window, shared_dim=shared_dim)
+    dtype = np.dtype(layer.pool.dtype)
+    return PagedLayerSpec(num_heads, _padded(width), dtype, layer.window, shared_dim=shared_dim)
+
+
+def _index_shape(layer: Any, number: int) -> PagedLayerSpec | None:
+    """Returns the paged cache of the indexer of layer `number`; None if there is none.
+
+    Raises:
+        NotPackableError: the indexer keeps more than a key for each token.
+    """
+    keys = getattr(layer, "index_pool", None)
+    if keys is None:
+        return None
+    if layer.position_pool is not None:
+        raise NotPackableError("a layer's indexer keeps positions beside its keys")
+    return PagedLayerSpec(1, _padded(keys.shape[3]), np.dtype(keys.dtype), layer.window, indexed_layer=number)
+
+
+def _padded(width: int) -> int:
+    """Returns the width of a row of pages; kernels and copies of TPUs want whole lanes."""
+    return width + -width % TPU_LANES if registry.platform() == "tpu" else width
 
 
 def trace_packed(

@@ -42,7 +42,7 @@ _POLICIES = (
     "tpot_target_ms",
     "ttft_target_ms",
 )
-"""Options of the engine that no program depends on."""
+"""Options of the engine that no program depends on, but for the states of prefixes of recurrent layers."""
 
 
 class BundleModel(RecordedModel):
@@ -221,18 +221,22 @@ def _engine_options(manifest: Manifest, variant: Mapping[str, Any], asked: Engin
         InvalidArgumentError: another size than the bundle's.
     """
     sizes = {**manifest["engine"], "kv_cache_memory_bytes": variant["kv_cache_memory_bytes"]}
+    policies: tuple[str, ...] = _POLICIES
+    if (states := variant.get("states")) is not None:  # of which there are as many as are kept of prefixes
+        sizes["enable_prefix_caching"] = states["enable_prefix_caching"]
+        policies = tuple(name for name in policies if name not in sizes)
     if asked is None:
         return EngineOptions(**sizes)
     default = EngineOptions()
     for field in dataclasses.fields(EngineOptions):
         value = getattr(asked, field.name)
-        if field.name in _POLICIES or value in (getattr(default, field.name), sizes.get(field.name)):
+        if field.name in policies or value in (getattr(default, field.name), sizes.get(field.name)):
             continue
         raise InvalidArgumentError(
             f"{field.name}: expected {sizes.get(field.name)}, as the bundle was exported with, got {value}; leave it "
             "out, or export the model with that"
         )
-    return EngineOptions(**sizes, **{name: getattr(asked, name) for name in _POLICIES})
+    return EngineOptions(**sizes, **{name: getattr(asked, name) for name in policies})
 
 
 def _record(manifest: Manifest, names: TensorNames) -> ModelRecord:

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from model_adapters.errors import UnsupportedModelError
 from model_adapters.ops.compressed_weight import Weight
-from model_adapters.ops.spmd import pool_spec
+from model_adapters.ops.spmd import pool_spec, recurrent_spec, state_spec
 from torchax_serve.distributed.mesh import mesh_of
 from torchax_serve.start.weights_file import TensorNames, assembled
 
@@ -73,6 +73,14 @@ class BundleSharding:
     def pool_sharding(self, kv_heads: int) -> NamedSharding:
         """Returns the sharding of a pool of pages with `kv_heads` heads."""
         return NamedSharding(self.mesh, pool_spec(kv_heads, self.mesh))
+
+    def state_sharding(self, shape: tuple[int, ...]) -> NamedSharding:
+        """Returns the sharding of states ``[slots, 1, channels or heads, ...]``."""
+        return NamedSharding(self.mesh, state_spec(shape, self.mesh))
+
+    def recurrent_sharding(self, shape: tuple[int, ...]) -> NamedSharding:
+        """Returns the sharding of recurrent states ``[rows, channels or heads, ...]``."""
+        return NamedSharding(self.mesh, recurrent_spec(shape, self.mesh))
 
     def divided(self, weights: Mapping[str, Weight], names: TensorNames) -> dict[str, Weight]:
         """Returns the weights with each device's part on it.

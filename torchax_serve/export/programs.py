@@ -11,12 +11,17 @@ import jax
 import numpy as np
 from jax import export
 
+from model_adapters.caches.packed_batch import LayerPools
 from model_adapters.errors import CheckpointError, TorchaxServeError
 from model_adapters.ops.compressed_weight import Weights
+from torchax_serve.executors.packed_probes import RECURRENT
 from torchax_serve.executors.packed_specs import StepBuckets
 from torchax_serve.export.manifest import Manifest
 from torchax_serve.export.trees import restored_tree
-from torchax_serve.kv_cache.pools import PagedLayerSpec
+from torchax_serve.kv_cache.cache_layout import SlotStateSpec
+from torchax_serve.kv_cache.hybrid_cache import HybridCache, RecurrentLayers
+from torchax_serve.kv_cache.memory import MemoryBudget
+from torchax_serve.kv_cache.pools import PagedCache, PagedLayerSpec
 from torchax_serve.start.weights_file import TensorNames
 
 
@@ -65,8 +70,11 @@ class ExportedPrograms:
         Raises:
             TorchaxServeError: it was not needed when the bundle was made.
         """
+        layers, states = tuple(map(_layer, self._variant["layers"])), self._variant.get("states")
         if name == "packed shapes":
-            return tuple(_layer(each) for each in self._variant["layers"])
+            return layers if states is None else RECURRENT
+        if name == "recurrent layers" and states is not None:
+            return layers, _recurrent(states)
         if name == "step buckets":
             return StepBuckets(**{key: tuple(sizes) for key, sizes in self._variant["buckets"].items()})
         raise TorchaxServeError(f"expected an engine with the options of its bundle, got one that needs its {name}")
@@ -119,6 +127,29 @@ def read_program(manifest: Manifest, name: str) -> export.Exported:
 def described_layer(layer: PagedLayerSpec) -> dict[str, Any]:
     """Returns the paged cache of a layer as JSON."""
     return {**vars(layer), "dtype": str(layer.dtype)}
+
+
+def described_states(cache: PagedCache, sizes: MemoryBudget) -> dict[str, Any] | None:
+    """Returns what layers keep besides pages as JSON; None for a cache of pages alone."""
+    if not isinstance(cache, HybridCache):
+        return None
+    return {
+        "enable_prefix_caching": sizes.enable_prefix_caching,  # without it there are no snapshots
+        "layers": [dict(vars(layer)) for layer in cache.recurrent.layers],
+        "of_request": [
+            {"shape": state.shape, "dtype": str(state.dtype), "is_of_heads": state.is_of_heads}
+            for state in cache.recurrent.states
+        ],
+    }
+
+
+def _recurrent(description: Mapping[str, Any]) -> RecurrentLayers:
+    layers = [LayerPools(**{**each, "convs": tuple(map(tuple, each["convs"]))}) for each in description["layers"]]
+    states = [
+        SlotStateSpec(tuple(each["shape"]), np.dtype(jax.numpy.dtype(each["dtype"])), is_of_heads=each["is_of_heads"])
+        for each in description["of_request"]
+    ]
+    return RecurrentLayers(tuple(layers), tuple(states))
 
 
 def _layer(description: Mapping[str, Any]) -> PagedLayerSpec:

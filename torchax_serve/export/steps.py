@@ -18,10 +18,11 @@ from model_adapters.errors import UnsupportedModelError
 from torchax_serve.compilation.executable_cache import ExecutableCache
 from torchax_serve.executors.compiled_steps import StepCall
 from torchax_serve.executors.packed import PackedExecutor, step_calls
-from torchax_serve.executors.packed_probes import packed_shapes
+from torchax_serve.executors.packed_factory import layers_of, sized_cache, usable_bytes
 from torchax_serve.export.program_writer import ProgramWriter
-from torchax_serve.export.programs import described_layer, program_key
+from torchax_serve.export.programs import described_layer, described_states, program_key
 from torchax_serve.export.targets import ExportTarget
+from torchax_serve.kv_cache.hybrid_cache import HybridCache
 from torchax_serve.kv_cache.memory import DEVICE_MEMORY_FRACTION, MemoryBudget, free_bytes
 from torchax_serve.kv_cache.pools import PagedCache, PoolAllocator
 from torchax_serve.planning.chips import CHIPS
@@ -30,10 +31,14 @@ from torchax_serve.runtime.model_runtime import ModelRuntime
 
 
 class _PoolShapes(PoolAllocator):
-    """Allocates pools as shapes without values."""
+    """Allocates pools and states as shapes without values."""
 
     def zeros(self, shape: tuple[int, int, int, int], dtype: np.dtype) -> Any:
         """Returns the shape of a pool ``[num_pages, num_heads, page_size, width]``."""
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    def slot_states(self, shape: tuple[int, ...], dtype: np.dtype, *, is_of_heads: bool = False) -> Any:
+        """Returns the shape of a state of each slot and snapshot."""
         return jax.ShapeDtypeStruct(shape, dtype)
 
 
@@ -67,6 +72,7 @@ class StepExporter:
             "chip": target.chip,
             "uses_kernels": target.uses_kernels,
             "layers": [described_layer(layer) for layer in executor.cache.plan.shapes],
+            "states": described_states(executor.cache, self.sizes),
             "kv_cache_memory_bytes": num_bytes,
             "buckets": dataclasses.asdict(executor.buckets),
             "programs": programs,
@@ -76,16 +82,21 @@ class StepExporter:
         """Returns the executor of the steps, and the bytes of its cache."""
         sizes = self.sizes
         try:
-            shapes = packed_shapes(self.runtime, sizes)
+            shapes, recurrent = layers_of(self.runtime, sizes)
         except NotPackableError as reason:
             raise not_exportable(self.runtime.program.module, reason) from reason
         sharding, num_bytes = self.runtime.program.sharding, sizes.kv_cache_memory_bytes
         if num_bytes is None:
-            num_bytes = min(sizes.max_usable_bytes(shapes), self._free_bytes(target))
+            num_bytes = min(usable_bytes(sizes, shapes, recurrent), self._free_bytes(target))
+        plan, num_snapshots = sized_cache(sizes, shapes, recurrent, num_bytes)
+        pages = _PoolShapes() if sharding is None else AbstractPages(sharding)
+        cache = PagedCache(plan, pages)
+        if recurrent is not None:
+            cache = HybridCache(plan, recurrent, sizes.max_num_seqs, num_snapshots, pages)
         executor = PackedExecutor(
             self.runtime.program,
             self.runtime.weights,
-            PagedCache(sizes.plan(shapes, num_bytes), _PoolShapes() if sharding is None else AbstractPages(sharding)),
+            cache,
             ExecutableCache(),
             num_slots=sizes.max_num_seqs,
             token_budget=sizes.max_num_batched_tokens,

@@ -86,9 +86,6 @@ class HeadedCache(PagedCache):
         scales: Sequence[HeadScales] | None = None,
     ) -> None:
         self._num_slots, self._width, self._dtype = num_slots, width, np.dtype(dtype)
-        if scales is not None:
-            own = len(plan.layout.groups) - len(scales)  # an assistant has no layer of its own
-            scales = [*scales, *([None] * own)]  # type: ignore[list-item]
         super().__init__(plan, pages, scales)
 
     def reset(self) -> None:

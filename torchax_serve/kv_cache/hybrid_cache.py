@@ -60,8 +60,6 @@ class HybridCache(PagedCache):
         self.recurrent, self.num_snapshots = recurrent, num_snapshots
         self._num_slots, self._head = num_slots, head
         self.num_model_pools = 1 + max((kept.pages for kept in recurrent.layers if kept.pages is not None), default=-1)
-        if scales is not None:
-            scales = [*scales, *([None] * (len(plan.shapes) - len(scales)))]  # type: ignore[list-item]
         super().__init__(plan, pages, scales)
         self.layout = dataclasses.replace(plan.layout, layers=recurrent.layers)
 

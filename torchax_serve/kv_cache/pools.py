@@ -21,7 +21,7 @@ from torchax_serve.scheduler import CacheGroup, PageCopy
 
 @dataclasses.dataclass(frozen=True)
 class PagedLayerSpec:
-    """Paged cache of one attention layer: shape and dtype of a token, and the sliding window."""
+    """Paged cache of a layer, or of its indexer: shape and dtype of a token, and the window."""
 
     num_heads: int
     width: int  # of a key and a value side by side
@@ -29,6 +29,7 @@ class PagedLayerSpec:
     window: int | None  # None: full attention
     k_dim: int = 0  # columns of the key, the first of a token's; 0: not needed
     shared_dim: int = 0  # columns of the value that are columns of the key as well, and stored once
+    indexed_layer: int | None = None  # layer whose indexer has these keys; None: keys and values of a layer
 
     def page_bytes(self, page_size: int) -> int:
         """Returns the bytes of a page of this layer."""
@@ -40,7 +41,7 @@ class CacheAllocation:
     """Number of pages of each group of layers, computed before anything is allocated.
 
     Attributes:
-        shapes: Paged cache of each layer.
+        shapes: Paged cache of each layer, behind them those of indexers.
         groups: Groups of layers that share page ids, one for each sliding window.
         page_size: Number of tokens in a page.
         max_len: Maximum number of tokens of a sequence.
@@ -112,7 +113,13 @@ class CacheAllocation:
             groups=tuple(windows.index(shape.window) for shape in self.shapes),
             windows=tuple(shape.window for shape in self.shapes),
             max_len=self.max_len,
+            indexers=indexers_of(self.shapes),
         )
+
+
+def indexers_of(shapes: Sequence[PagedLayerSpec]) -> tuple[tuple[int, int], ...]:
+    """Returns the layers with an indexer and the places of its keys, as `PagedLayout` has them."""
+    return tuple((s.indexed_layer, place) for place, s in enumerate(shapes) if s.indexed_layer is not None)
 
 
 COPIES_PER_CALL = 16
@@ -192,7 +199,7 @@ class PagedCache:
     Args:
         plan: Number of pages of each group.
         pages: Allocator of the pools; None: the default device.
-        scales: Scales of each layer if the pools are in 8 bits.
+        scales: Scales of each layer if the pools are in 8 bits; those behind them, of indexers and heads, are not.
     """
 
     def __init__(
@@ -200,7 +207,7 @@ class PagedCache:
     ) -> None:
         self.plan = plan
         self._pages = pages or PoolAllocator()
-        self._scales = scales
+        self._scales = dict(enumerate(scales or ()))
         self.layout = plan.layout
         self.pages_per_seq = -(-plan.max_len // plan.page_size)
         self.pools: tuple[Pool, ...] = ()
@@ -215,7 +222,7 @@ class PagedCache:
         """Allocates the pools again, all zeros; also after a failed step has deleted them."""
         self.pools = ()
         self.pools = tuple(
-            self._pages.pool(self._shape(n), shape.dtype, None if self._scales is None else self._scales[n])
+            self._pages.pool(self._shape(n), shape.dtype, self._scales.get(n))
             for n, shape in enumerate(self.plan.shapes)
         )
         give_back_freed()  # zeros that pools were made of

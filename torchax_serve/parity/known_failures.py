@@ -135,10 +135,12 @@ _RECURRENT = (
     *("minimax", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
     *("inkling_text", "recurrent_gemma", "zamba", "zaya"),
 )
+_SPARSE = ("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4")
 
 OLDER: dict[str, dict[str, str]] = {
     "5.17.0": dict.fromkeys(("big_bird", "megatron-bert", "rembert", "roformer"), _ENCODERS_MASKS)
     | dict.fromkeys(_LATENT, "That sweep was made before latent attention ran packed.")
+    | dict.fromkeys(_SPARSE, "That sweep was made before sparse attention ran packed.")
     | dict.fromkeys(_RECURRENT, "That sweep was made before recurrent layers ran packed.")
     | {
         "gemma3n": "In the environment: `timm` was not installed for this sweep.",

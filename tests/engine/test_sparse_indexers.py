@@ -1,0 +1,207 @@
+"""Sparse attention in the packed step: the tokens of eager PyTorch, where indexers leave most tokens out."""
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+import transformers
+from thorough import except_for, thorough
+from weights import draw_matrices
+
+from model_adapters.caches.index_handles import HandleMode, IndexKeys, IndexPages, TopTokens
+from model_adapters.caches.packed_batch import NotPackableError, pages_of
+from torchax_serve import EngineOptions, SamplingParams, serve
+
+VOCAB_SIZE, NEW, TAKEN = 97, 12, 6
+SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "head_dim": 8,
+    "index_topk": TAKEN,
+    "index_head_dim": 16,
+    "index_n_heads": 16,  # of so many one is above zero, so that no scores are equal
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "first_k_dense_replace": 1,
+}
+SHARED = {"indexer_types": ["full", "shared", "full"]}
+TYPES = {
+    "deepseek_v32": {},
+    "glm_moe_dsa": SHARED,
+    "axk2": {},
+    "hy_v4": SHARED,  # masks that are added, sinks
+    "dots3_note_text": {
+        "head_dim": 16,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4,
+        "swa_q_lora_rank": 16,
+        "swa_kv_lora_rank": 16,
+        "swa_head_dim": 12,
+        "swa_qk_nope_head_dim": 8,
+        "swa_v_head_dim": 8,
+        "sliding_window_size": 6,
+        "layer_types": ["sliding_attention", "indexed_attention", "indexed_attention"],
+    },
+}
+OPTIONS = EngineOptions(max_model_len=128, max_num_seqs=4, page_size=8, max_num_batched_tokens=20)
+
+
+def tiny(model_type, **changes):
+    config = transformers.AutoConfig.for_model(model_type, **SIZES | TYPES[model_type] | changes)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    draw_matrices(model, std=0.2)
+    model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, None
+    return model
+
+
+def prompts(*lengths):
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(3, VOCAB_SIZE - 1, (length,), generator=generator).tolist() for length in lengths]
+
+
+@torch.no_grad()
+def eager_tokens(model, ids, num_new=NEW):
+    return model.generate(torch.tensor([ids]), max_new_tokens=num_new, do_sample=False)[0, len(ids) :].tolist()
+
+
+@functools.cache
+def expected(model_type, *lengths, num_new=NEW, **changes):
+    model = tiny(model_type, **changes)
+    return [eager_tokens(model, ids, num_new) for ids in prompts(*lengths)]
+
+
+def tokens(model, ids, num_new=NEW):
+    params = SamplingParams(max_new_tokens=num_new, temperature=0, ignore_eos=True)
+    return [list(answer.token_ids) for answer in model.generate_batch(ids, params)]
+
+
+LENGTHS = 45, 5, 1, 33, 12, 20
+
+
+@pytest.mark.parametrize("model_type", except_for(["deepseek_v32", "hy_v4"], TYPES))
+def test_tokens_are_those_of_eager_pytorch(model_type):
+    """Of prompts in chunks beside rows that decode, of a request alone, and behind a prefix that is found."""
+    wanted = expected(model_type, *LENGTHS)
+    everything = expected(model_type, *LENGTHS, index_topk=128)
+    assert sum(one != other for one, other in zip(wanted, everything, strict=True)) > 2  # else nothing is tested
+    with serve(tiny(model_type), engine=OPTIONS) as model:
+        model.engine.check_integrity = True
+        assert tokens(model, prompts(*LENGTHS)) == wanted
+        assert "not packed" not in model.engine.description
+        before = model.stats().scheduler.num_hit_tokens
+        assert tokens(model, prompts(*LENGTHS)[:1]) == wanted[:1]
+        assert model.stats().scheduler.num_hit_tokens - before == 40
+
+
+def test_an_indexer_that_takes_all_tokens_reads_none(monkeypatch):
+    """Its keys are stored and not read; attention runs on the kernels that others have."""
+    monkeypatch.setattr("model_adapters.caches.paged_cache.take_tokens", None)
+    monkeypatch.setattr("model_adapters.caches.paged_cache.sparse_attention", None)
+    with serve(tiny("deepseek_v32", index_topk=128), engine=OPTIONS) as model:
+        assert tokens(model, prompts(*LENGTHS)) == expected("deepseek_v32", *LENGTHS, index_topk=128)
+        assert "not packed" not in model.engine.description
+
+
+def test_layers_of_a_kind_are_traced_once(caplog):
+    """Also those that take the tokens of a layer before them."""
+    config = {"num_hidden_layers": 6, "first_k_dense_replace": 0, "indexer_types": ["full", "shared", "shared"] * 2}
+    (ids,) = prompts(9)
+    wanted = eager_tokens(tiny("glm_moe_dsa", **config), ids, 2)
+    with caplog.at_level("DEBUG", "torchax_serve"), serve(tiny("glm_moe_dsa", **config), engine=OPTIONS) as model:
+        assert tokens(model, [ids], 2) == [wanted]
+    assert "is traced by itself" not in caplog.text
+
+
+def repetitive():
+    """A model that repeats itself for a while, so that drafts that are looked up are right."""
+    model = tiny("deepseek_v32")
+    torch.manual_seed(4)
+    draw_matrices(model, std=0.1)
+    return model
+
+
+@pytest.mark.parametrize("method", ["ngram", thorough("draft_model")])
+def test_drafts_change_no_token(method):
+    ids = prompts(5, 9)
+    wanted = [eager_tokens(repetitive(), each, 40) for each in ids]
+    drafts = {"method": method, "num_speculative_tokens": 3, "adaptive": False}
+    drafts |= {"model": repetitive()} if method == "draft_model" else {}
+    with serve(repetitive(), engine=dataclasses.replace(OPTIONS, speculative=drafts)) as served:
+        assert tokens(served, ids, 40) == wanted
+        assert "not packed" not in served.engine.description
+        stats = served.stats().scheduler
+        assert stats.num_accepted_tokens > (0.9 * stats.num_draft_tokens if method == "draft_model" else 10)
+
+
+@torch.no_grad()
+def test_latents_in_8_bits_have_index_keys_as_they_are(monkeypatch):
+    eager, (ids,) = tiny("deepseek_v32"), prompts(45)
+    with serve(tiny("deepseek_v32"), engine=dataclasses.replace(OPTIONS, kv_cache_dtype="int8")) as model:
+        cache, found = model.engine._runner._cache, tokens(model, [ids])
+        assert [str(pages_of(pool).dtype) for pool in cache.pools] == ["int8"] * 3 + ["float32"] * 3
+        scales = cache._scales
+    kind = type(eager.model.layers[0].self_attn)
+    own = kind.expand_kv
+
+    def expand_rounded(self, latents, rotated):
+        (by, _) = scales[self.layer_idx]
+        rounded = (torch.round(x / by[0]).clamp(-127, 127) * by[0] for x in (latents, rotated))
+        return own(self, *rounded)
+
+    exact = eager_tokens(eager, ids)
+    monkeypatch.setattr(kind, "expand_kv", expand_rounded)
+    assert found == [eager_tokens(eager, ids)] != [exact]
+
+
+def test_evicted_prefixes_come_back_from_the_host_with_their_index_keys():
+    ids = prompts(41, 42, 43, 44)
+    model = tiny("deepseek_v32")
+    wanted = [eager_tokens(model, each) for each in ids]
+    with serve(model, engine=OPTIONS) as served:
+        plan = served.engine._runner._cache.plan
+        page = sum(shape.page_bytes(plan.page_size) for shape in plan.shapes)
+        assert len(plan.shapes) == 6 and [shape.width for shape in plan.shapes] == [24] * 3 + [16] * 3
+    options = dataclasses.replace(OPTIONS, kv_cache_memory_bytes=14 * page, kv_offloading_bytes=1 << 20)
+    with serve(tiny("deepseek_v32"), engine=options) as served:
+        served.engine.check_integrity = True
+        for _ in range(2):
+            assert [tokens(served, [each])[0] for each in ids] == wanted
+        assert all(usage.num_loaded for usage in served.stats().scheduler.pages)
+
+
+def test_what_pages_have_no_form_for_is_refused():
+    """Code that computes something else of index keys or scores is not packed."""
+    keys = IndexKeys(IndexPages(None, 2, 9, None), (1, 9, 4))
+    with HandleMode():
+        with pytest.raises(NotPackableError, match="go through softmax, for which pages have no form"):
+            torch.softmax(keys, -1)
+        with pytest.raises(NotPackableError, match="from the left"):
+            torch.matmul(keys, torch.zeros(1))
+        mask = TopTokens(None, None).new_ones((1, 2, 9), torch.bool).scatter(-1, TopTokens(None, None), False)
+        with pytest.raises(NotPackableError, match="a mask that is more than causal"):
+            torch.ones(1, 1, 2, 9, dtype=torch.bool) & ~mask
+        with pytest.raises(NotPackableError, match="a mask hides the tokens that an indexer takes"):
+            torch.ones(1, 1, 2, 9, dtype=torch.bool) & mask
+        with pytest.raises(NotPackableError, match="not hidden by the lowest number"):
+            torch.zeros(1, 1, 2, 9).masked_fill(mask, -5.0)
+    with pytest.raises(NotPackableError, match="outside of a packed step"):
+        torch.relu(keys)

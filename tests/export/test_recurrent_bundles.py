@@ -1,0 +1,52 @@
+"""Bundles of models with recurrent layers, and with indexers: the tokens of eager PyTorch, without PyTorch."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from exported import output_of
+from thorough import except_for
+
+from torchax_serve import EngineOptions, InvalidArgumentError, serve
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
+
+import test_recurrent_layers as recurrent
+import test_sparse_indexers as sparse
+
+ENGINE = EngineOptions(max_model_len=64, max_num_seqs=2, page_size=8, max_num_batched_tokens=16, max_num_steps=2)
+LENGTHS = 33, 5, 20
+MODULES = {"falcon_h1": recurrent, "mamba": recurrent, "qwen3_5_text": recurrent, "deepseek_v32": sparse}
+
+# Prompts at once, then the first one again, whose beginning is found; prints tokens and how many were not computed.
+SCRIPT = """
+import json, sys
+from torchax_serve import SamplingParams, serve
+prompts = json.loads(sys.argv[2])
+params = SamplingParams(max_new_tokens=12, temperature=0, ignore_eos=True)
+with serve(sys.argv[1]) as model:
+    tokens = [answer.token_ids for answer in model.generate_batch(prompts, params)]
+    tokens += [answer.token_ids for answer in model.generate_batch(prompts[:1], params)]
+    print(json.dumps([tokens, model.stats().scheduler.num_hit_tokens]))
+"""
+
+
+@pytest.fixture(params=except_for(["falcon_h1"], MODULES))
+def model_type(request):
+    return request.param
+
+
+def test_tokens_are_those_of_eager_pytorch(model_type, tmp_path):
+    module = MODULES[model_type]
+    ids, eager = module.prompts(*LENGTHS), module.tiny(model_type)
+    expected = [module.eager_tokens(eager, each) for each in ids]
+    with serve(module.tiny(model_type), engine=ENGINE, pack_weights=False) as model:
+        model.export(tmp_path / "bundle", reference=False)
+    found, num_hits = json.loads(output_of(SCRIPT, tmp_path / "bundle", json.dumps(ids)))
+    assert found == [*expected, expected[0]]
+    assert num_hits == (24 if module is recurrent else 32)
+    if module is recurrent:
+        without = EngineOptions(enable_prefix_caching=False)
+        with pytest.raises(InvalidArgumentError, match="enable_prefix_caching: expected True, as the bundle was exp"):
+            serve(tmp_path / "bundle", engine=without)
