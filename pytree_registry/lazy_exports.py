@@ -26,7 +26,11 @@ def lazy_exports(
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         with importing():
-            value = getattr(importlib.import_module(modules[name], package), name)
+            try:
+                module = importlib.import_module(modules[name], package)
+            except AttributeError as error:  # Python would take it for a name that the package has not
+                raise ImportError(f"{package}.{name} cannot be imported: {error}") from error
+            value = getattr(module, name)
         setattr(sys.modules[package], name, value)
         return value
 

@@ -5,7 +5,9 @@ It makes ``import torchax`` work for this project and for scripts.
 torchax 0.0.13 names overloads of named tensors (``aten.prod.dim_Dimname`` and its like) that torch 2.13 no longer has,
 so ``import torchax`` fails there. Its source is mended (commit d1a9349), no release carries that yet. While torchax is
 being imported, a missing overload whose name speaks of names is answered with an existing one of the same operator; the
-entries that torchax then registers twice are the same function. Where torchax imports by itself nothing is touched.
+entries that torchax then registers twice are the same function. torch 2.14 has no `aten.cholesky` and `aten.qr` either:
+what stands for these is a key of torchax's tables that nothing looks up. Where torchax imports by itself nothing is
+touched.
 
 `install` puts a finder in front of Python's own, which has torchax executed so whoever imports it. Nothing heavy is
 imported here, so that every package of this project can call it.
@@ -23,8 +25,10 @@ from types import ModuleType
 from typing import Any
 
 NAME = "torchax"
-LATE = "torchax.decompositions"
-"""What torchax itself loads with its first environment, and which names such overloads, too."""
+REMOVED = frozenset({"cholesky", "qr"})
+"""Operators that torchax 0.0.13 names, and torch has no more from 2.14 on; models call those of ``torch.linalg``."""
+LATE = ("torchax.decompositions", "torchax.ops.jaten")
+"""What torchax itself loads with its first environment, and which names such overloads and operators, too."""
 
 
 def install() -> None:
@@ -54,6 +58,15 @@ class TorchaxFinder(MetaPathFinder):
         return None
 
 
+class _RemovedOperator:
+    """Stands for an operator that this torch does not have, and for its overloads."""
+
+    def __getattr__(self, name: str) -> _RemovedOperator:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+
 class _AnsweringLoader(Loader):
     """Loader that executes torchax by the loader that Python has for it.
 
@@ -76,8 +89,13 @@ class _AnsweringLoader(Loader):
         _drop_parts()
         with _answered_where_needed():
             self._loader.exec_module(module)
-            importlib.import_module(LATE)
+            _import_late()
         _say_no_accelerator(module)
+
+
+def _import_late() -> None:
+    for name in LATE:
+        importlib.import_module(name)
 
 
 def _drop_parts() -> None:
@@ -108,14 +126,15 @@ def _answered_where_needed() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _missing_named_overloads_answered() -> Iterator[None]:
-    """Answers missing overloads that are named after names, inside the context.
+    """Answers missing overloads that are named after names, and `REMOVED`, inside the context.
 
-    The answer is the first overload of the operator.
+    The answer is the first overload of the operator, or an object that stands for the operator.
     """
     import torch
 
     packet_type: Any = type(torch.ops.aten.add)
-    original = packet_type.__getattr__
+    namespace_type: Any = type(torch.ops.aten)
+    original, original_operator = packet_type.__getattr__, namespace_type.__getattr__
 
     def getattr_or_first_overload(packet: Any, name: str) -> Any:
         try:
@@ -126,11 +145,19 @@ def _missing_named_overloads_answered() -> Iterator[None]:
             # getattr, not the saved method: the packet must hand out the overload object it caches.
             return getattr(packet, packet.overloads()[0])
 
-    packet_type.__getattr__ = getattr_or_first_overload
+    def getattr_or_removed(namespace: Any, name: str) -> Any:
+        try:
+            return original_operator(namespace, name)
+        except AttributeError:
+            if name not in REMOVED:
+                raise
+            return _RemovedOperator()
+
+    packet_type.__getattr__, namespace_type.__getattr__ = getattr_or_first_overload, getattr_or_removed
     try:
         yield
     finally:
-        packet_type.__getattr__ = original
+        packet_type.__getattr__, namespace_type.__getattr__ = original, original_operator
 
 
 def torch_has_named_overloads() -> bool:
@@ -145,7 +172,7 @@ def import_torchax() -> ModuleType:
     install()
     with _answered_where_needed():  # where it was imported before this project, and has not loaded all yet
         torchax = importlib.import_module(NAME)
-        importlib.import_module(LATE)
+        _import_late()
     if torchax is not None:
         _say_no_accelerator(torchax)
     return torchax

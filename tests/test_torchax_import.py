@@ -86,6 +86,19 @@ def test_patch_answers_missing_overloads_of_names_with_the_cached_object_only_in
         _ = packet.no_such_dimname
 
 
+def test_an_operator_that_torch_has_removed_is_answered_only_inside(monkeypatch):
+    monkeypatch.setattr(torchax_import, "REMOVED", frozenset({"no_such_operator"}))
+    with torchax_import._missing_named_overloads_answered():
+        found = torch.ops.aten.no_such_operator
+        assert found.default is found and hash(found)
+        assert not isinstance(found, PACKET)
+        assert torch.ops.aten.add is not found
+        with pytest.raises(AttributeError):
+            _ = torch.ops.aten.another_such_operator
+    with pytest.raises(AttributeError):
+        _ = torch.ops.aten.no_such_operator
+
+
 def test_patch_is_removed_when_the_import_fails(monkeypatch):
     before = PACKET.__getattr__
 
@@ -107,7 +120,7 @@ def test_torch_is_touched_only_where_it_lacks_the_overloads(monkeypatch, has_ove
         torchax_import.importlib, "import_module", lambda name: seen.append(PACKET.__getattr__ is before)
     )
     torchax_import.import_torchax()
-    assert seen == [has_overloads, has_overloads]
+    assert seen == [has_overloads] * (1 + len(torchax_import.LATE))
 
 
 def test_named_overloads_are_looked_up_in_torch():

@@ -152,6 +152,7 @@ class GroupUsage(NamedTuple):
     num_host_used: int = 0  # of those, with a prefix
     num_offloaded: int = 0  # total, pages written to host memory
     num_loaded: int = 0  # total, pages read back
+    page_size: int = 0  # tokens of a page; 0: a page is a state
 
 
 @dataclasses.dataclass(frozen=True)

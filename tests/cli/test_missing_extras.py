@@ -7,9 +7,9 @@ import sys
 import pytest
 
 COMMANDS = {
-    "run {gguf} Hello": ("gguf", "pip install 'gguf'"),
-    "bench {gguf}": ("gguf", "pip install 'gguf'"),
-    "quantize {gguf} out --quantization int8": ("gguf", "pip install 'gguf'"),
+    "run {gguf} Hello": ("gguf", "pip install gguf"),
+    "bench {gguf}": ("gguf", "pip install gguf"),
+    "quantize {gguf} out --quantization int8": ("gguf", "pip install gguf"),
     "run Hello --image cat.png": ("pillow", "torchax-serve[images]"),
     "serve": ("starlette", "torchax-serve[server]"),
     "batch {file} {file}.out --model {model}": ("starlette", "torchax-serve[server]"),

@@ -1,11 +1,13 @@
 """Adapters as models of the server: listed with their parent, named by requests, loaded by vLLM's routes."""
 
 import json
+import time
 
 import httpx
 import numpy as np
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from running_server import ENGINE, RunningServer
 from safetensors.numpy import save_file
 
@@ -96,6 +98,21 @@ def test_adapters_are_loaded_and_unloaded_by_the_routes_of_vllm(http, running):
     assert (gone.status_code, gone.text) == (200, "Success: LoRA adapter 'fr' removed successfully.")
     assert http.post("/v1/completions", json=body).status_code == 404
     assert http.post("/v1/unload_lora_adapter", json={"lora_name": "fr"}).status_code == 404
+
+
+def test_a_gateway_sees_which_adapters_requests_have(http, running):
+    def info():
+        families = text_string_to_metric_families(http.get("/metrics").text)
+        (sample,) = next(each for each in families if each.name == "torchax_serve_lora_requests_info").samples
+        return sample
+
+    assert info().labels == {"max_lora": "2", "running_lora_adapters": "", "waiting_lora_adapters": ""}
+    use = running[1]._adapters.use("sql")  # as a request has it until it ends
+    sample = info()
+    use.release()
+    assert sample.labels["running_lora_adapters"] == "sql"
+    assert abs(sample.value - time.time()) < 600
+    assert info().labels["running_lora_adapters"] == ""
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,18 @@ def test_names_are_those_of_vllm(http, client):
     assert {name.replace("vllm:", "torchax_serve_") for name in VLLM} <= set(families(http))
 
 
+def test_a_gateway_finds_the_size_of_the_cache_and_the_load(http, client, model, server, monkeypatch):
+    client.completions.create(model="tiny", prompt="Hi", max_tokens=2)
+    (sample,) = families(http)["vllm:cache_config_info"].samples
+    assert sample.value == 1
+    pages = [group for group in model.engine.stats().scheduler.pages if group.page_size]
+    assert sample.labels == {"block_size": str(pages[0].page_size), "num_gpu_blocks": str(pages[0].num_pages)}
+    assert "vllm:lora_requests_info" not in families(http)  # a model without adapters
+    assert http.get("/load").json() == {"server_load": 0}
+    monkeypatch.setattr(server.context, "num_in_flight", 5)
+    assert http.get("/load").json() == {"server_load": 5}
+
+
 def test_labels_are_bounded_whatever_clients_send(http):
     def num_samples():
         return sum(len(family.samples) for family in families(http).values())

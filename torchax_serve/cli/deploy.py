@@ -96,7 +96,7 @@ def deploy(
         kv_cache_dtype=kv_cache_dtype,
         accelerator=accelerator,
     )
-    require_package("ray", "deploy", install="torchax-serve[ray]")
+    require_package("ray", "deploy", extra="ray")
     import ray
     from ray import serve as ray_serve
 

@@ -65,7 +65,7 @@ def draw(
     torchax-serve draw stabilityai/sd-turbo "a red fox in the snow" --output fox.png --steps 2
     """
     check_choice("--dtype", dtype, DTYPES)
-    require_package("diffusers", "draw", install="torchax-serve[diffusion]")
+    require_package("diffusers", "draw", extra="diffusion")
     _check(model, revision, output)
     shape = None
     if mesh is not None:

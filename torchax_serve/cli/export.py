@@ -87,9 +87,9 @@ def export(
             "--adapter: expected a FOLDER to add to the weights, got adapters that requests name, which a bundle has "
             "not; merge one: --adapter FOLDER"
         )
-    require_package("flatbuffers", "export", install="torchax-serve[export]")
+    require_package("flatbuffers", "export", extra="export")
     if bundle.weights == "orbax":
-        require_package("orbax", "--weights orbax", install="torchax-serve[orbax]", package="orbax-checkpoint")
+        require_package("orbax", "--weights orbax", extra="orbax", package="orbax-checkpoint")
     from torchax_serve.export.targets import parse_platforms
 
     parse_platforms(bundle.platform_names)  # before a model is loaded for them

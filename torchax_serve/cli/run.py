@@ -60,7 +60,7 @@ class RunOptions:
         if self.raw and self.image:
             raise InvalidArgumentError("--image: expected without --raw, as an image needs a chat; leave one out")
         if self.image:
-            require_package("PIL", "--image", install="torchax-serve[images]", package="pillow")
+            require_package("PIL", "--image", extra="images", package="pillow")
         for image in self.image or []:
             if not image.is_file():
                 raise InvalidArgumentError(f"--image: expected a file with a picture, and there is none at {image}")

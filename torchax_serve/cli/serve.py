@@ -177,9 +177,7 @@ def serve(
     _check_watched(model, life)
     require_packages()
     if access.otlp_traces_endpoint is not None:
-        require_package(
-            "opentelemetry", "--otlp-traces-endpoint", install="torchax-serve[otel]", package="opentelemetry-sdk"
-        )
+        require_package("opentelemetry", "--otlp-traces-endpoint", extra="otel", package="opentelemetry-sdk")
     check_model(model, load.revision)
     check_quantization(load.quantization)  # a server that cannot load does not listen first
     options = _server_options(address, access, limits, life)

@@ -90,7 +90,7 @@ def train(
     if not data.is_file():
         raise InvalidArgumentError(f"--data: expected a JSONL file, got {data}; correct the path")
     for module in ("optax", "orbax", *(["peft"] if lora else [])):
-        require_package(module, "train", install="torchax-serve[train]")
+        require_package(module, "train", extra="train")
     if plot is not None:
         require_matplotlib("--plot")
         from torchax_serve.profiling.picture import check_plot

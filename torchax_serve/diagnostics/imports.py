@@ -1,4 +1,7 @@
-"""Finds packages that are installed and cannot be imported, such as one that was built for another torch."""
+"""Finds packages that are installed and cannot be imported.
+
+One that was built for another torch is an example.
+"""
 
 from __future__ import annotations
 

@@ -78,6 +78,11 @@ class Adapters:
         self._by_name: dict[str, LoadedAdapter] = {}
         self._changed = threading.Condition(threading.RLock())  # a finalizer may run where the lock is held
 
+    @property
+    def max_loras(self) -> int:
+        """Maximum number of adapters."""
+        return self._max_loras
+
     def all(self) -> list[LoadedAdapter]:
         """Returns the adapters that requests can name."""
         with self._changed:

@@ -40,6 +40,13 @@ class LiveAdapters(LiveWeights):
         """Folders of the adapters that requests can name, by name."""
         return {} if self._adapters is None else {each.name: each.path for each in self._adapters.all()}
 
+    @property
+    def adapters_in_use(self) -> tuple[int, list[str]]:
+        """How many adapters there may be, and the names of those that requests have now."""
+        if self._adapters is None:
+            return 0, []
+        return self._adapters.max_loras, sorted(each.name for each in self._adapters.all() if each.num_uses)
+
     def load_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
         """Loads a LoRA adapter, which requests name by ``SamplingParams(adapter=name)``.
 

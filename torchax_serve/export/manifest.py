@@ -202,4 +202,4 @@ def _state(path: Path) -> list[int] | None:
 
 def require_flatbuffers() -> None:
     """Raises UnsupportedArgumentError if the package that `jax.export` needs is missing."""
-    require_package("flatbuffers", "bundle", install="torchax-serve[export]")
+    require_package("flatbuffers", "bundle", extra="export")

@@ -30,7 +30,7 @@ def check_format(name: str) -> None:
     if name not in get_args(WeightsFormat):
         raise InvalidArgumentError(f"weights: expected safetensors or orbax, got {name!r}; choose one of them")
     if name == "orbax":
-        require_package("orbax", "weights", install="torchax-serve[orbax]", package="orbax-checkpoint")
+        require_package("orbax", "weights", extra="orbax", package="orbax-checkpoint")
 
 
 def write_weights(folder: Path, tensors: Mapping[str, jax.Array], format: WeightsFormat) -> list[str]:

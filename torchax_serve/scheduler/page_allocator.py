@@ -333,6 +333,7 @@ class PageAllocator:
                 host.num_used,
                 host.num_offloaded,
                 host.num_loaded,
+                self._page_size,
             )
             for group, pool, host in zip(self._groups, self._pools, self._host, strict=True)
         )

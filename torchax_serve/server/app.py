@@ -45,6 +45,7 @@ ROUTES: tuple[tuple[str, str, Callable[..., Awaitable[Any]]], ...] = (
     ("GET", "/version", health.version),
     ("GET", "/openapi.json", openapi.openapi),
     ("GET", "/docs", openapi.page),
+    ("GET", "/load", health.load),
     ("GET", "/metrics", health.metrics),
     ("GET", "/v1/models", health.models),
     ("GET", "/v1/models/{model:path}", health.model),

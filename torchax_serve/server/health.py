@@ -35,6 +35,11 @@ async def version(request: Request) -> Response:
     return JSONResponse({"version": __version__, "options": context_of(request).options.public()})
 
 
+async def load(request: Request) -> Response:
+    """Returns how many requests are in work, without this one, as vLLM's ``/load`` does."""
+    return JSONResponse({"server_load": max(0, context_of(request).num_in_flight - 1)})
+
+
 async def metrics(request: Request) -> Response:
     """Returns metrics in Prometheus' text format."""
     return Response(context_of(request).metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -6,6 +6,7 @@ Label values come from fixed sets.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from prometheus_client.registry import Collector
 from torchax_serve.text.step_decoder import AnswerStep
 
 if TYPE_CHECKING:
+    from torchax_serve.outputs import GroupUsage
     from torchax_serve.server.answers import Answer
     from torchax_serve.server.model_service import ModelService
 
@@ -174,9 +176,37 @@ class _EngineCollector(Collector):
             "loaded_kv_pages": sum(group.num_loaded for group in scheduler.pages),
         }
         for prefix in self._prefixes:
+            yield from self._described(prefix, scheduler.pages)
             for name, value in gauges.items():
                 yield GaugeMetricFamily(f"{prefix}{name}", name.replace("_", " "), value=value)
             for name, value in counters.items():
                 yield CounterMetricFamily(f"{prefix}{name}", name.replace("_", " "), value=value)
         for name, value in own.items():
             yield CounterMetricFamily(f"torchax_serve_{name}", name.replace("_", " "), value=value)
+
+    def _described(self, prefix: str, pages: Sequence[GroupUsage]) -> Iterator[Any]:
+        """Yields what gateways route by: the size of the cache, and the adapters that requests have."""
+        sizes: dict[str, int] = {}
+        for group in pages:  # of all replicas
+            if group.page_size:
+                sizes[group.name] = sizes.get(group.name, 0) + group.num_pages
+        if sizes:
+            labels = {"block_size": str(max(g.page_size for g in pages)), "num_gpu_blocks": str(max(sizes.values()))}
+            yield _info(f"{prefix}cache_config_info", "Pages of the cache", labels, 1)
+        # Asked of the class: an attribute that a recorded model has not loads its torch module.
+        model = self._service.model
+        limit, names = model.adapters_in_use if hasattr(type(model), "adapters_in_use") else (0, [])
+        if limit:
+            labels = {"max_lora": str(limit), "running_lora_adapters": ",".join(names), "waiting_lora_adapters": ""}
+            family = GaugeMetricFamily(
+                f"{prefix}lora_requests_info", "Adapters that requests have", labels=list(labels)
+            )
+            family.add_metric(list(labels.values()), time.time())
+            yield family
+
+
+def _info(name: str, text: str, labels: dict[str, str], value: float) -> GaugeMetricFamily:
+    """Returns a gauge whose labels say what it is about."""
+    family = GaugeMetricFamily(name, text, labels=list(labels))
+    family.add_metric(list(labels.values()), value)
+    return family

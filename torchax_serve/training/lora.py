@@ -22,7 +22,7 @@ def import_peft() -> Any:
     Raises:
         UnsupportedArgumentError: It is not installed.
     """
-    require_package("peft", "lora", install="torchax-serve[train]")
+    require_package("peft", "lora", extra="train")
     return importlib.import_module("peft")
 
 

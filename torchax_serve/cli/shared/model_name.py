@@ -31,7 +31,7 @@ def check_model(name: str | None, revision: str | None = None, *, with_weights: 
         UnsupportedArgumentError: A GGUF file, and the package that reads its header is missing.
     """
     if name is not None and name.lower().endswith(".gguf"):
-        require_package("gguf", f"MODEL: {name}", install="gguf")
+        require_package("gguf", f"MODEL: {name}")
     if with_weights and (is_pipeline_folder(name) or is_cached_pipeline(name, revision)):
         raise InvalidArgumentError(
             f"MODEL: expected a model of transformers, got {name}, a pipeline of diffusers; use torchax-serve draw"
