@@ -62,9 +62,9 @@ class RunningServer:
 
 
 @contextlib.contextmanager
-def serving(path, **options):
+def serving(path, *, engine=None, **options):
     """A server of the model in a folder."""
-    with serve(path) as model:
+    with serve(path, engine=engine) as model:
         running = RunningServer(model, **options)
         try:
             yield running, model

@@ -31,7 +31,7 @@ Write <tool_call>{"name": ..., "arguments": ...}</tool_call><end_of_turn>
 {"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
 </tool_call>{% endfor %}<end_of_turn>
 {% endfor %}{% if add_generation_prompt %}<start_of_turn>model
-{% if enable_thinking %}{% endif %}{% endif %}"""
+{% if enable_thinking %}THINKING_PROMPT{% endif %}{% endif %}"""
 """ChatML's form with the special tokens of the package's tokenizer; its calls are Qwen's."""
 GENERATION_PROMPT = "<end_of_turn>\n<start_of_turn>model\n"
 CODE_DIM = 64
@@ -44,17 +44,25 @@ def call(name, **arguments):
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-def write_scripted_model(folder, script, *, num_back=48, max_len=4096, is_system_first=False):
-    """Writes a checkpoint whose answer to a message that ends with a key of `script` is that key's text."""
+def write_scripted_model(
+    folder, script, *, num_back=48, max_len=4096, is_system_first=False, thinking_prompt="", continued=()
+):
+    """Writes a checkpoint whose answer to a message that ends with a key of `script` is that key's text.
+
+    With `enable_thinking` a prompt ends with `thinking_prompt`. The pairs of `continued` are texts and what is written
+    behind them.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(EMBEDDED / name, folder)
     settings = json.loads((folder / "tokenizer_config.json").read_text()) | {"model_max_length": max_len}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     template = TEMPLATE.replace("SYSTEM_FIRST", "true" if is_system_first else "false")
+    template = template.replace("THINKING_PROMPT", thinking_prompt)
     (folder / "chat_template.jinja").write_text(template)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    entries = _entries(tokenizer, script, num_back)
+    lines = [(f"{key}{GENERATION_PROMPT}", line) for key, line in script.items()]
+    entries = _entries(tokenizer, [*lines, *continued], num_back)
     hidden = num_back * math.ceil(((num_back + 1) * HEAD_DIM + CODE_DIM) / num_back)
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -84,12 +92,12 @@ def write_scripted_model(folder, script, *, num_back=48, max_len=4096, is_system
     return folder
 
 
-def _entries(tokenizer, script, num_back):
+def _entries(tokenizer, lines, num_back):
     """The table: the last tokens, newest first, and the token that follows them."""
     found = {}
-    for key, line in script.items():
-        assert not key or key[0] == " ", f"{key!r}: tokens begin with a space, so that a key does, too"
-        context = tokenizer.encode(f"{key}{GENERATION_PROMPT}", add_special_tokens=False)
+    for begin, line in lines:
+        assert begin[0] in " <", f"{begin!r}: tokens begin with a space, so that a key does, too"
+        context = tokenizer.encode(begin, add_special_tokens=False)
         for token in tokenizer.encode(f"{line}<end_of_turn>", add_special_tokens=False):
             last = tuple(reversed(context[-num_back:]))
             assert found.setdefault(last, token) == token, f"{line!r}: the same {num_back} tokens stand twice"

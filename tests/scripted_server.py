@@ -20,10 +20,13 @@ QUESTIONS = [f"Please{key}" for key in SCRIPT if key] + ["Anything else"]
 
 
 @contextlib.contextmanager
-def scripted_server(folder, *, is_system_first=False, **options):
-    """A running server under the name ``scripted``."""
-    path = write_scripted_model(folder, SCRIPT, max_len=2048, is_system_first=is_system_first)
-    with serving(path, **{"served_model_names": ("scripted",), "keep_alive_s": 0.05, **options}) as (server, _):
+def scripted_server(folder, *, script=SCRIPT, engine=None, model=(), **options):
+    """A running server under the name ``scripted``; `model` has options of `write_scripted_model`."""
+    path = write_scripted_model(folder, script, **{"max_len": 2048, **dict(model)})
+    with serving(path, engine=engine, **{"served_model_names": ("scripted",), "keep_alive_s": 0.05, **options}) as (
+        server,
+        _,
+    ):
         yield server
 
 

@@ -12,6 +12,7 @@ from loading_models import tiny_folder
 from test_load_hub import NAME
 from typer.testing import CliRunner
 
+from model_adapters.loading import downloads as hub_downloads
 from torchax_serve.cli.main import app
 from torchax_serve.cli.shared import downloads
 from torchax_serve.cli.shared.model_name import complete_downloaded, complete_model
@@ -49,6 +50,23 @@ def call(tmp_path):
 
 def listed(call):
     return json.loads(call("models", "--downloaded", "--json").stdout)["downloaded"]
+
+
+def test_a_pulled_model_is_listed_and_shown(hub, call, tmp_path):
+    assert "No model of the hub is in" in call("list").stdout
+    call("pull", NAME)
+    assert json.loads(call("list", "--json").stdout)["downloaded"] == listed(call)
+    shown = json.loads(call("show", NAME, "--json").stdout)
+    config = json.loads((tmp_path / "repository" / "config.json").read_text())
+    assert (shown["type"], shown["architectures"]) == (config["model_type"], config["architectures"])
+    assert (shown["vocabulary"], shown["layers"]) == (config["vocab_size"], config["num_hidden_layers"])
+    assert config["model_type"] in call("show", NAME).stdout
+    assert json.loads(call("show", str(tmp_path / "repository"), "--json").stdout)["type"] == config["model_type"]
+    assert "is not in" in call("show", "people/other", status=2).stderr
+    (tmp_path / "empty").mkdir()
+    assert "without one" in call("show", str(tmp_path / "empty"), status=2).stderr
+    (tmp_path / "empty" / "config.json").write_text("[]")
+    assert "expected a JSON object" in call("show", str(tmp_path / "empty"), status=2).stderr
 
 
 def test_a_model_is_pulled_listed_and_removed(hub, call, tmp_path):
@@ -146,7 +164,7 @@ def test_a_download_that_was_not_finished(call, tmp_path):
 
 def test_what_cannot_be_deleted_is_an_error(call, tmp_path, monkeypatch):
     (tmp_path / "cache" / "models--people--tiny" / "blobs").mkdir(parents=True)
-    monkeypatch.setattr(downloads.shutil, "rmtree", lambda path, ignore_errors: None)
+    monkeypatch.setattr(hub_downloads.shutil, "rmtree", lambda path, ignore_errors: None)
     assert "cannot be deleted" in call("rm", NAME, "--yes", status=2).stderr
 
 

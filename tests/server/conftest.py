@@ -20,3 +20,5 @@ if all(importlib.util.find_spec(package) for package in PACKAGES):
     __all__ = ["client", "http", "model", "server", "start_server"]
 else:
     collect_ignore_glob = ["test_*.py"]
+if not importlib.util.find_spec("ollama"):
+    collect_ignore = ["test_ollama.py"]

@@ -7,6 +7,7 @@ import sys
 import zlib
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 from PIL import Image
@@ -66,6 +67,18 @@ def test_an_answer_about_an_image_is_that_of_the_model(client, seeing):
     served = seeing[0].context.loaded.model
     assert served._single_engine is None  # all on the engine, and those of one image share pages
     assert served.engine.stats().scheduler.num_hit_tokens > 0
+
+
+def test_an_image_of_ollamas_interface_is_that_of_a_url(client, seeing):
+    expected = ask(client, url_of(picture())).choices[0].message.content
+    message = {"role": "user", "content": "What is this ?", "images": [url_of(picture()).partition("base64,")[2]]}
+    body = {"model": "tiny", "messages": [message], "stream": False, "options": {"num_predict": 8}}
+    answer = httpx.post(f"{seeing[0].url}/api/chat", json=body, timeout=120).json()
+    assert answer["message"]["content"] == expected
+    body = {"model": "tiny", "prompt": message["content"], "images": message["images"], **body}
+    del body["messages"]
+    assert httpx.post(f"{seeing[0].url}/api/generate", json=body, timeout=120).json()["response"] == expected
+    assert "vision" in httpx.post(f"{seeing[0].url}/api/show", json={"model": "tiny"}).json()["capabilities"]
 
 
 FRAMES = [Image.new("RGB", (4, 4), color) for color in ("red", "blue")]

@@ -436,10 +436,10 @@ def test_begun_answers_are_continued(family):
     """The text behind the anchor is a part of the message that the answer does not have."""
     anchor = str(BY_NAME[family].template.get("start_anchor", ""))
     assert parsed(family, f"{anchor}The answer", [" is <think> 42.\n"]) == (" is <think> 42.\n", "", [])
-    if (thoughts := BY_NAME[family].thoughts) is not None and family != "think":
-        begun = f"{anchor}{thoughts[0]}\nI think"
-        assert parsed(family, begun, [f" so.\n{thoughts[1]}\n\n  Yes "]) == ("  Yes ", " so.", [])
-        begun = f"{anchor}{thoughts[0]}\nHm.\n{thoughts[1]}\n\nThe answer"
+    if (markers := BY_NAME[family].markers) is not None and family != "think":
+        begun = f"{anchor}{markers.opening}\nI think"
+        assert parsed(family, begun, [f" so.\n{markers.closing}\n\n  Yes "]) == ("  Yes ", " so.", [])
+        begun = f"{anchor}{markers.opening}\nHm.\n{markers.closing}\n\nThe answer"
         assert parsed(family, begun, [" is 42."]) == (" is 42.", "", [])
 
 
@@ -550,3 +550,12 @@ def test_special_tokens_are_shown_where_they_are_texts_of_the_family(family):
         "gpt-oss": set(special),
     }
     assert {text for text in special if BY_NAME[family].has_text(text)} == own.get(family, {"<think>"})
+
+
+@pytest.mark.parametrize("tools", [(), TOOLS], ids=["plain", "tools"])
+def test_texts_between_messages_of_gpt_oss_are_shown_in_no_answer(tools):
+    text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes."
+    for pieces in ([text], [*text], re.split(r"(?<=>)", text)):
+        parser = AnswerParser(BY_NAME["gpt-oss"], "<|start|>assistant", tools)
+        steps = [*map(parser.push, pieces), parser.flush()]
+        assert "".join(step.content for step in steps) == "Yes."

@@ -15,7 +15,7 @@ USER, ASSISTANT = {"role": "user", "content": "Please be polite"}, {"role": "ass
 
 @pytest.fixture(scope="module", params=[True, False], ids=["system first", "system anywhere"])
 def found(request, tmp_path_factory):
-    with scripted_server(tmp_path_factory.mktemp("roles"), is_system_first=request.param) as server:
+    with scripted_server(tmp_path_factory.mktemp("roles"), model={"is_system_first": request.param}) as server:
         yield server.url, request.param
 
 

@@ -12,10 +12,11 @@ from typing import Annotated, Any
 import typer
 
 from model_adapters.errors import InvalidArgumentError, ModelNotFoundError
+from model_adapters.loading.downloads import list_downloads
 from model_adapters.loading.hub_cache import hub_cache
 from torchax_serve.cli.chat.interrupts import prompt_interrupts
 from torchax_serve.cli.shared.command import Command
-from torchax_serve.cli.shared.downloads import CacheDir, ago, list_downloads, size_of
+from torchax_serve.cli.shared.downloads import CacheDir, ago, size_of
 from torchax_serve.cli.shared.tables import console
 from torchax_serve.distributed.mesh_shape import parse_mesh
 
@@ -41,7 +42,7 @@ def models(
     _check_flags(model_type, list_all=list_all, downloaded=downloaded, sharding=sharding, mesh=mesh)
     with prompt_interrupts(leave_at=1):
         if downloaded:
-            _print_downloaded(cache_dir, as_json=as_json)
+            print_downloaded(cache_dir, as_json=as_json)
             return
         _print(model_type, mesh, cache_dir, list_all=list_all, sharding=sharding, as_json=as_json)
 
@@ -87,11 +88,11 @@ def _print(
         }
         print(json.dumps(everything, indent=1))
         return
-    _print_downloaded(cache_dir, as_json=False)
+    print_downloaded(cache_dir, as_json=False)
     _print_tables(SHORT_NAMES, architectures, list_all=list_all)
 
 
-def _print_downloaded(cache_dir: Path | None, *, as_json: bool) -> None:
+def print_downloaded(cache_dir: Path | None, *, as_json: bool) -> None:
     """Prints a row for each model of the hub on this machine: size, last use, revisions."""
     downloads = list_downloads(cache_dir)
     if as_json:

@@ -8,9 +8,10 @@ from typing import Annotated
 import typer
 
 from model_adapters.errors import InvalidArgumentError
+from model_adapters.loading.downloads import delete_download, find_download, find_revision
 from model_adapters.loading.model_source import parse_name
 from torchax_serve.cli.shared.command import Command
-from torchax_serve.cli.shared.downloads import CacheDir, ago, delete_download, find_download, find_revision, size_of
+from torchax_serve.cli.shared.downloads import CacheDir, ago, size_of
 from torchax_serve.cli.shared.model_name import complete_downloaded
 from torchax_serve.cli.shared.question import confirm
 from torchax_serve.cli.shared.terminal import is_terminal, print_note

@@ -104,6 +104,10 @@ class AccessOptions:
         bool,
         _access("--allow-runtime-lora-updating", help="Let requests load adapters, from any folder of this machine."),
     ] = False
+    allow_model_downloads: Annotated[
+        bool,
+        _access("--allow-model-downloads", help="Let requests download models of the hub, and delete them."),
+    ] = False
     profile_dir: Annotated[
         Path | None, _access("--profile-dir", help="Folder of the profiles of /start_profile and /stop_profile.")
     ] = None
@@ -238,6 +242,7 @@ def _server_options(
         otlp_traces_endpoint=access.otlp_traces_endpoint,
         profile_dir=access.profile_dir,
         allow_runtime_lora_updating=access.allow_runtime_lora_updating,
+        allow_model_downloads=access.allow_model_downloads,
         response_template=access.response_template,
         max_stored_responses=limits.max_stored_responses,
         stored_response_ttl_s=limits.stored_response_ttl,

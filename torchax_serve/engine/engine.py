@@ -284,6 +284,7 @@ class Engine:
     def step(self) -> None:
         """Runs one round: plans a step, sends it to the device, takes the oldest step's tokens."""
         began = time.monotonic()
+        self._masked.drop_done(self._scheduler.find)
         plan = self._scheduler.schedule(began)
         if plan is not None:
             self._execute(plan)

@@ -27,6 +27,17 @@ class MaskedRequests:
         if masks is not None:
             self._masks[request_id] = masks
 
+    def drop_done(self, find: Callable[[RequestId], RequestState | None]) -> None:
+        """Drops the masks of requests of which every token may follow from now on.
+
+        Args:
+            find: Returns the state of a request that has not ended, which waits for its tokens no more.
+        """
+        for request_id in [each for each, masks in self._masks.items() if getattr(masks, "is_done", False)]:
+            del self._masks[request_id]
+            if (state := find(request_id)) is not None:
+                state.waits_for_tokens = False
+
     def of(
         self, plan: StepPlan, find: Callable[[RequestId], RequestState | None], read_tokens: Callable[[], None]
     ) -> PlanMasks | None:

@@ -24,6 +24,8 @@ def num_words(vocab_size: int) -> int:
 class TokenMasks(Protocol):
     """The masks of one request, such as those of a grammar.
 
+    An attribute `is_done` that is true says that every token may follow from now on; then they are not asked again.
+
     Called by the engine's thread, and before by the one that submits the request.
     """
 

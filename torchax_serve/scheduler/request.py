@@ -85,7 +85,7 @@ class Status(enum.Enum):
 
 @dataclasses.dataclass(slots=True, eq=False)
 class RequestState:
-    """Progress of a request. Only the scheduler changes it."""
+    """Progress of a request. Only the scheduler changes it, but for `waits_for_tokens`."""
 
     request: SchedulerRequest
     rank: tuple[int, int]  # (priority, order of arrival): the lowest runs first and is preempted last
@@ -109,6 +109,7 @@ class RequestState:
     draft_tracker: DraftTracker | None = None  # of the text so far, if the engine speculates
     started_s: float | None = None  # when it was first given a slot, on the scheduler's clock
     num_preemptions: int = 0
+    waits_for_tokens: bool = False  # as the request says, until the engine knows that any token may follow
 
     def missed(self, reason: FinishReason) -> bool:
         """Returns whether a "deadline" or "queue_deadline" that has passed ends the request."""
@@ -148,7 +149,7 @@ class RequestState:
     @property
     def wants_decode(self) -> bool:
         """Whether a sampled token is to be computed next, and one more may be sampled after it."""
-        if self.num_output_placeholders > 1 and self.request.waits_for_tokens:
+        if self.num_output_placeholders > 1 and self.waits_for_tokens:
             return False
         return self.num_prefill_tokens <= self.num_planned < self.max_total_len - 1
 

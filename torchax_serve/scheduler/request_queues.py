@@ -130,6 +130,7 @@ class RequestQueues:
             length - 1,
             min(length - 1 + request.max_new_tokens, self._config.max_model_len),
             length - 1,
+            waits_for_tokens=request.waits_for_tokens,
         )
         rope = self._config.rope
         if rope is not None and rope.recompute_len is not None and state.rope_len <= rope.recompute_len:

@@ -120,7 +120,7 @@ class SpeculativePlanner:
                 return None
             if request.has_page_ids:  # verify steps know no positions of images
                 return None
-            if request.waits_for_tokens and state.num_output_placeholders > 1:
+            if state.waits_for_tokens and state.num_output_placeholders > 1:
                 return None
             if state.num_planned < _end(state):
                 states.append(state)
@@ -259,7 +259,7 @@ def _end(state: RequestState) -> int:
 def _needs_sampler(state: RequestState) -> bool:
     """Returns whether the next token needs more than its logits and options of a draw."""
     num_new = len(state.tokens) - state.prompt_len
-    return state.request.waits_for_tokens or num_new < state.request.num_unspeculated
+    return state.waits_for_tokens or num_new < state.request.num_unspeculated
 
 
 def _bucket(num_rows: int) -> int:

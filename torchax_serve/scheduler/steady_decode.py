@@ -43,8 +43,14 @@ class SteadyDecodeBatch:
             max(to_come),
         )  # steps until a request, or all, have their tokens
         self.first_recompute = min(state.steps_to_recompute for state in states)  # steps until one is computed anew
-        self.waits_for_tokens = any(state.request.waits_for_tokens for state in states)  # one step at a time then
+        self._may_wait = True
         self._free_steps = self._least_room()
+
+    @property
+    def waits_for_tokens(self) -> bool:
+        """Whether a request does, so that steps are planned one by one; for good if not."""
+        self._may_wait = self._may_wait and any(state.waits_for_tokens for state in self.states)
+        return self._may_wait
 
     @property
     def is_valid(self) -> bool:

@@ -365,7 +365,7 @@ class StepPlanner:
         config, running = self._config, self._queues.running
         if config.max_num_steps == 1 or len(self._queues.waiting) or not 0 < num_decode == len(running):
             return 1
-        if any(state.request.waits_for_tokens for state in running):
+        if any(state.waits_for_tokens for state in running):
             return 1
         longest = max(state.num_planned for state in running)
         to_come = max(state.max_total_len - state.num_planned for state in running) - 1  # the last token is no input

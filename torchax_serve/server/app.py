@@ -25,6 +25,9 @@ from torchax_serve.server.completions import completions
 from torchax_serve.server.context import ServerContext, Stage
 from torchax_serve.server.errors import ApiError, where_of
 from torchax_serve.server.infill import infill
+from torchax_serve.server.ollama import downloads as ollama_downloads
+from torchax_serve.server.ollama import errors as ollama_errors
+from torchax_serve.server.ollama import routes as ollama
 from torchax_serve.server.options import LOOPBACK
 from torchax_serve.server.responses import stored_routes
 from torchax_serve.server.responses.routes import responses
@@ -74,6 +77,15 @@ ROUTES: tuple[tuple[str, str, Callable[..., Awaitable[Any]]], ...] = (
     ("POST", "/v1/audio/translations", audio.translations),
     ("POST", "/tokenize", tokens.tokenize),
     ("POST", "/detokenize", tokens.detokenize),
+    ("POST", "/api/chat", ollama.chat),
+    ("POST", "/api/generate", ollama.generate),
+    ("POST", "/api/embed", ollama.embed),
+    ("POST", "/api/show", ollama.show),
+    ("POST", "/api/pull", ollama_downloads.pull),
+    ("DELETE", "/api/delete", ollama_downloads.delete),
+    ("GET", "/api/tags", ollama.tags),
+    ("GET", "/api/ps", ollama.ps),
+    ("GET", "/api/version", ollama.version),
     ("POST", "/start_profile", profile_routes.start_profile),
     ("POST", "/stop_profile", profile_routes.stop_profile),
     ("POST", "/profile", profile_routes.profile),
@@ -82,6 +94,10 @@ ROUTES: tuple[tuple[str, str, Callable[..., Awaitable[Any]]], ...] = (
 UNSUPPORTED = {
     "/v1/realtime": ("the realtime interface", "send audio to /v1/audio/transcriptions"),
     "/v1/audio/speech": ("speech output", "ask /v1/chat/completions for a text"),
+    "/api/embeddings": ("this older form of embeddings", "ask /api/embed"),
+    "/api/create": ("making models", "start a server of a folder, or of a model of the hub"),
+    "/api/copy": ("copying models", "give --served-model-name at the start"),
+    "/api/push": ("uploading models", "upload a folder by the hub's own client"),
     "/v1/images/generations": ("image output", "run the diffusion pipeline in Python"),
 }
 """Paths that clients of other servers may use: what is not supported, and what to do."""
@@ -243,6 +259,8 @@ class _Exchange:
         """Returns the body of an error in the form of the interface that was asked."""
         if anthropic_errors.is_for(self._scope["path"]):
             return anthropic_errors.error_content(error, self._scope["state"]["request_id"])
+        if ollama_errors.is_for(self._scope["path"]):
+            return ollama_errors.error_content(error)
         return error.content()
 
     @property

@@ -30,13 +30,17 @@ from torchax_serve.server.sampling import renamed_error, sampling_params
 from torchax_serve.server.schemas import ChatRequest
 from torchax_serve.server.sse import EventStream, until_disconnect
 from torchax_serve.server.structured import Grammar, grammar_of, masks_of
+from torchax_serve.server.thinking_budget import (
+    PROMPT_END_TOKENS,
+    asked_budget,
+    effort_budget,
+    text_of_tokens,
+    with_budget,
+)
 from torchax_serve.server.tools import ToolPlan, plan_tools, reasoning_end
 from torchax_serve.text.chat_template import RESERVED, ChatOptions
 from torchax_serve.text.prompt import DEFAULT_CHAT_MAX_NEW_TOKENS
 from torchax_serve.validation.argument_checks import short_repr
-
-PROMPT_END_TOKENS = 256
-"""Tokens at the end of a prompt whose text shows how the answer begins."""
 
 
 class StartedChat(NamedTuple):
@@ -178,7 +182,7 @@ def _start_answers(
     family = plan.family
     is_parsed = family is not None and body.skip_special_tokens is not False
     num_shown = len(prompt.token_ids) if body.continue_final_message else PROMPT_END_TOKENS
-    prompt_end = _text_of(service, prompt.token_ids[-num_shown:]) if is_parsed else ""
+    prompt_end = text_of_tokens(service, prompt.token_ids[-num_shown:]) if family is not None else ""
     options = AnswerOptions(
         num_answers=body.n or 1,
         skip_special_tokens=body.skip_special_tokens is not False,
@@ -191,15 +195,26 @@ def _start_answers(
     grammar = _grammar(context, body, plan)
     after = None
     if grammar is not None and family is not None:
-        after = reasoning_end(family, prompt_end, lambda ids: _text_of(service, ids))
+        after = reasoning_end(family, prompt_end, lambda ids: text_of_tokens(service, ids))
     masks = masks_of(lambda: service.grammars, grammar, after)
-    answers = service.start([prompt.token_ids], params, options, masks, prompt.inputs, field="messages")
+    room = _room(service, params, len(prompt.token_ids))
+    budget = asked_budget(body)
+    if budget is None and body.thinking_token_budget is None:
+        budget = effort_budget(body, service.template, family, room)
+    made = with_budget(service, family, budget, room, lambda _: prompt_end, masks)
+    answers = service.start([prompt.token_ids], params, options, made, prompt.inputs, field="messages")
     parsers = [_parser(service, prompt_end, plan) if is_parsed else None for _ in answers]
     return StartedChat(answers, parsers)
 
 
 def _within_int(asked: int | None) -> int | None:
     return None if asked is None else min(asked, MAX_INT)
+
+
+def _room(service: ModelService, params: SamplingParams, prompt_len: int) -> int | None:
+    """Returns the most tokens of an answer; None without a limit."""
+    asked, most = params.max_new_tokens, service.max_model_len
+    return asked if asked is not None or most is None else max(0, most - prompt_len)
 
 
 def _bounded(params: SamplingParams, max_model_len: int | None, prompt_len: int) -> SamplingParams:
@@ -226,9 +241,3 @@ def _parser(service: ModelService, prompt_end: str, plan: ToolPlan) -> AnswerPar
         reads_tools = bool(plan.tools)
         return HarmonyParser(service.harmony, prompt_end, reads_tools=reads_tools, max_tool_calls=plan.max_calls)
     return AnswerParser(plan.family, prompt_end, plan.tools, plan.max_calls)
-
-
-def _text_of(service: ModelService, token_ids: Any) -> str:
-    tokenizer: Any = service.model.tokenizer
-    text: str = tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return text

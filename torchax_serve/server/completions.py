@@ -26,6 +26,7 @@ from torchax_serve.server.sampling import renamed_error, sampling_params
 from torchax_serve.server.schemas import CompletionRequest
 from torchax_serve.server.sse import DONE, EventStream, event, until_disconnect
 from torchax_serve.server.structured import grammar_of, masks_of
+from torchax_serve.server.thinking_budget import PROMPT_END_TOKENS, asked_budget, text_of_tokens, with_budget
 from torchax_serve.text.step_decoder import AnswerStep
 
 DEFAULT_MAX_TOKENS = 16
@@ -38,6 +39,23 @@ async def completions(request: Request) -> Any:
     service = context.service()
     service.require("generate", "/v1/completions")
     body = await read_request(request, context.options, CompletionRequest)
+    prompts, answers = await start_completions(request, service, body)
+    completion = TextCompletion(context, service, body, prompts, answers)
+    if body.stream:
+        return EventStream(completion.events(), context.options.keep_alive_s)
+    return JSONResponse(await until_disconnect(request.receive, completion.complete()))
+
+
+async def start_completions(
+    request: Request, service: ModelService, body: CompletionRequest
+) -> tuple[list[list[int]], list[Answer]]:
+    """Checks a request and submits its answers; returns them and the prompts' token ids.
+
+    Raises:
+        ApiError: The request is not valid, or cannot run.
+        ClientDisconnect: The client has gone.
+    """
+    context = context_of(request)
     service.settle_name(body, request.state.key, may_be_adapter=True)
     check_counts(body, context.options.request)
     num_prompts = len(body.prompts())
@@ -55,10 +73,7 @@ async def completions(request: Request) -> Any:
     except ValueError as error:
         raise renamed_error(error, body) from error
     follow(request, body, answers)
-    completion = TextCompletion(context, service, body, prompts, answers)
-    if body.stream:
-        return EventStream(completion.events(), context.options.keep_alive_s)
-    return JSONResponse(await until_disconnect(request.receive, completion.complete()))
+    return prompts, answers
 
 
 def _start(
@@ -81,7 +96,14 @@ def _start(
             truncated(_prompt_ids(service, body, index, prompt), body, service.max_model_len, params.max_new_tokens)
             for index, prompt in enumerate(body.prompts())
         ]
-    masks = masks_of(lambda: service.grammars, grammar_of(body, context.options.request))
+    masks = with_budget(
+        service,
+        service.family,
+        asked_budget(body),
+        params.max_new_tokens,
+        lambda ids: text_of_tokens(service, ids[-PROMPT_END_TOKENS:]),
+        masks_of(lambda: service.grammars, grammar_of(body, context.options.request)),
+    )
     options = AnswerOptions(
         num_answers=body.n or 1,
         skip_special_tokens=body.skip_special_tokens is not False,

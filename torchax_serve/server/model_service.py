@@ -18,7 +18,8 @@ from model_adapters.errors import TorchaxServeError, UnsupportedModelError
 from torchax_serve.engine.progress import EngineProgress
 from torchax_serve.entrypoints.recorded_model import engines_of
 from torchax_serve.multimodal.processor import has_media, media_inputs, processor_of
-from torchax_serve.sampling.grammar import GrammarCompiler, GrammarMasks
+from torchax_serve.sampling.grammar import GrammarCompiler
+from torchax_serve.sampling.token_masks import TokenMasks
 from torchax_serve.sampling_params import SamplingParams
 from torchax_serve.server.answers import Answer, AnswerOptions, prepare, prepare_media, submit
 from torchax_serve.server.call_ids import form_demanded, replayed
@@ -268,14 +269,14 @@ class ModelService:
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
         options: AnswerOptions,
-        masks: Callable[[], GrammarMasks] | None = None,
+        masks: Callable[[Sequence[int]], TokenMasks] | None = None,
         inputs: Mapping[str, Any] | None = None,
         *,
         field: str = "prompt",
     ) -> list[Answer]:
         """Submits the answers to `prompts`: all of them or, on an error, none.
 
-        `field` of the request has the prompts.
+        `field` of the request has the prompts; `masks` makes the masks of an answer to a prompt.
 
         Raises:
             ApiError: 400 if there are too many answers, or prompt and answer are longer than the model allows.
@@ -295,7 +296,8 @@ class ModelService:
         else:
             prepared = [request for prompt in prompts for request in prepare(self.model, prompt, params, options)]
         if masks is not None:
-            prepared = [dataclasses.replace(request, masks=masks()) for request in prepared]
+            each = options.num_answers
+            prepared = [dataclasses.replace(row, masks=masks(prompts[i // each])) for i, row in enumerate(prepared)]
         return submit(self.model, prepared, options)
 
 

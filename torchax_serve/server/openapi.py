@@ -17,6 +17,15 @@ from torchax_serve.server.anthropic.schemas import CountTokensRequest, MessagesR
 from torchax_serve.server.audio import TranscriptionRequest
 from torchax_serve.server.context import context_of
 from torchax_serve.server.infill import InfillRequest
+from torchax_serve.server.ollama import errors as ollama_errors
+from torchax_serve.server.ollama.schemas import (
+    DeleteRequest,
+    EmbedRequest,
+    GenerateRequest,
+    OllamaChatRequest,
+    PullRequest,
+    ShowRequest,
+)
 from torchax_serve.server.pooling_schemas import (
     ClassifyRequest,
     DetokenizeRequest,
@@ -36,6 +45,12 @@ REQUESTS: tuple[type[ApiRequest], ...] = (
     MessagesRequest,
     CountTokensRequest,
     ResponsesRequest,
+    OllamaChatRequest,
+    GenerateRequest,
+    EmbedRequest,
+    ShowRequest,
+    PullRequest,
+    DeleteRequest,
     CompletionRequest,
     InfillRequest,
     EmbeddingRequest,
@@ -82,6 +97,8 @@ _ANTHROPIC_ERROR = {
     },
 }
 
+_OLLAMA_ERROR = {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}
+
 
 def _operation_id(method: str, path: str) -> str:
     return "_".join([method.lower(), *re.findall(r"\w+", path)])
@@ -126,13 +143,14 @@ def _description_for(request: Request) -> dict[str, Any]:
 
 def description(routes: Any, model_names: Sequence[str] = ()) -> dict[str, Any]:
     """Returns the OpenAPI description of routes (method, path, function) and their models."""
-    schemas: dict[str, Any] = {"Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR}
+    schemas: dict[str, Any] = {"Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR, "OllamaError": _OLLAMA_ERROR}
     paths: dict[str, Any] = {}
     by_route = {route: kind for kind in REQUESTS for route in kind.routes}
     for method, path, function in routes:
         shown = path.replace(":path}", "}")
         answer: dict[str, Any] = {"description": "The answer."}
-        error = "AnthropicError" if anthropic_errors.is_for(path) else "Error"
+        error = "OllamaError" if ollama_errors.is_for(path) else "Error"
+        error = "AnthropicError" if anthropic_errors.is_for(path) else error
         if (links := _LINKS.get(f"{method} {shown}")) is not None:
             answer["links"] = links
         operation: dict[str, Any] = {
@@ -152,7 +170,7 @@ def description(routes: Any, model_names: Sequence[str] = ()) -> dict[str, Any]:
                 {"name": name, "in": "path", "required": True, "schema": schema} for name in names
             ]
         kind = by_route.get(path.removesuffix("/render"))
-        if kind is not None and method == "POST":
+        if kind is not None and method in ("POST", "DELETE"):
             operation["requestBody"] = {
                 "required": True,
                 "content": {_type_of(kind): {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}},

@@ -118,6 +118,7 @@ class ServerOptions:
         otlp_traces_endpoint: URL of an OpenTelemetry collector, with its path, that gets a span of each request.
         profile_dir: Folder of profiles, which ``/start_profile`` and ``/stop_profile`` take; None for none.
         allow_runtime_lora_updating: Whether requests may load and unload adapters, from any folder of this machine.
+        allow_model_downloads: Whether requests may download models of the hub onto this machine, and delete them.
         max_stored_responses: Responses of one API key that later requests may name; 0 stores none.
         stored_response_ttl_s: Seconds for which they are stored.
         warm_up: Whether programs are compiled before the server is ready.
@@ -152,6 +153,7 @@ class ServerOptions:
     otlp_traces_endpoint: str | None = None
     profile_dir: Path | None = None
     allow_runtime_lora_updating: bool = False
+    allow_model_downloads: bool = False
     max_stored_responses: int = 0
     stored_response_ttl_s: float = 3600.0
     warm_up: bool = True
@@ -186,11 +188,11 @@ class ServerOptions:
             )
         if "*" in self.cors_origins and (self.api_keys or self.api_key_file):
             raise InvalidArgumentError("cors_origins: expected origins by name next to API keys, got *; list them")
-        if self.allow_runtime_lora_updating and not (self.is_loopback or self.api_keys or self.api_key_file):
-            raise InvalidArgumentError(
-                "allow_runtime_lora_updating: expected API keys, or an address of this machine alone, got neither; "
-                "add api_key_file"
-            )
+        for name in ("allow_runtime_lora_updating", "allow_model_downloads"):
+            if getattr(self, name) and not (self.is_loopback or self.api_keys or self.api_key_file):
+                raise InvalidArgumentError(
+                    f"{name}: expected API keys, or an address of this machine alone, got neither; add api_key_file"
+                )
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise InvalidArgumentError("tls_certificate and tls_key: expected both or neither, got one of them")
         if self.tls_client_ca is not None and self.tls_certificate is None:

@@ -100,6 +100,18 @@ async def _usage(request: Request, service: ModelService, texts: Sequence[Any]) 
 async def embeddings(request: Request) -> Response:
     """Returns embeddings of texts."""
     service, body = await _read(request, EmbeddingRequest, "embed")
+    found, usage = await embedded(request, service, body)
+    data = (
+        {"object": "embedding", "index": index, "embedding": _encoded(row, body.encoding_format)}
+        for index, row in enumerate(found)
+    )
+    return await list_response(service, "data", data, {"object": "list", "model": body.model, "usage": usage})
+
+
+async def embedded(
+    request: Request, service: ModelService, body: EmbeddingRequest
+) -> tuple[list[np.ndarray], dict[str, int]]:
+    """Returns the embeddings that a request asks for, float32[size] each, and its usage."""
     texts = texts_of(body.input)
     options: dict[str, Any] = {
         "truncate": body.truncate,
@@ -108,12 +120,7 @@ async def embeddings(request: Request) -> Response:
         "pooling": body.pooling,
     }
     found = await _results(request, functools.partial(service.model.aembed, **options), texts, "input")
-    usage = await _usage(request, service, texts)
-    data = (
-        {"object": "embedding", "index": index, "embedding": _encoded(row, body.encoding_format)}
-        for index, row in enumerate(found)
-    )
-    return await list_response(service, "data", data, {"object": "list", "model": body.model, "usage": usage})
+    return found, await _usage(request, service, texts)
 
 
 def _encoded(row: np.ndarray, form: str | None) -> Any:

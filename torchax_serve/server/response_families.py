@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from model_adapters.errors import InvalidArgumentError
+from torchax_serve.sampling.thinking_budget import ReasoningMarkers
 from torchax_serve.server.call_forms import CallForm
 from torchax_serve.server.call_ids import form_demanded
 from torchax_serve.server.response_family import CALL, OBJECT, ResponseFamily, at_start, fields, reasoning
 
 _LLAMA_CALL = {"type": "function", "function": {"name": "{content.name}", "arguments": "{content.parameters}"}}
 _LLAMA_FORM = CallForm('{"name": ', ', "parameters": ', "}", between=None, quotes_name=True)
-_TAGS = ("<think>", "</think>")
-_THINK = reasoning(*_TAGS)
-_MISTRAL_TAGS = ("[THINK]", "[/THINK]")
+_THINK = ReasoningMarkers("<think>", "</think>")
+_MISTRAL_THINK = ReasoningMarkers("[THINK]", "[/THINK]")
 _CHATML = "<|im_start|>assistant\n"
 _XML_ARGUMENT = ("<parameter=", ">\n", "\n</parameter>\n")
 XML_CALL: Mapping[str, Any] = {
@@ -63,6 +63,7 @@ _MISTRAL_LIST: Mapping[str, Any] = {
 }
 MISTRAL_CALLS: Sequence[Mapping[str, Any]] = [_MISTRAL_NAMED, _MISTRAL_LIST]
 _KIMI_OPENINGS = ("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>")
+_KIMI_THINK = ReasoningMarkers("<think>", "</think>", ends=_KIMI_OPENINGS)
 
 
 def _llama(token: str) -> list[Mapping[str, Any]]:
@@ -102,9 +103,9 @@ def _deepseek(name: str, signs: tuple[str, ...], form: tuple[str, str, str], bet
     return ResponseFamily(
         name,
         signs,
-        {"start_anchor": "<｜Assistant｜>", "fields": fields([call], _THINK, markers)},
+        {"start_anchor": "<｜Assistant｜>", "fields": fields([call], reasoning(_THINK), markers)},
         CallForm(*form, between=between, opening=markers[0], closing=markers[1]),
-        thoughts=_TAGS,
+        markers=_THINK,
     )
 
 
@@ -140,6 +141,7 @@ FAMILIES: tuple[ResponseFamily, ...] = (
         },
         CallForm("<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", "<|call|>", between=None),
         is_harmony=True,
+        markers=ReasoningMarkers("<|channel|>analysis<|message|>", "<|end|>", is_first=False),
     ),
     ResponseFamily(
         "kimi",
@@ -156,7 +158,7 @@ FAMILIES: tuple[ResponseFamily, ...] = (
                         "transform": CALL,
                     }
                 ],
-                reasoning(*_TAGS, ends=_KIMI_OPENINGS),
+                reasoning(_KIMI_THINK),
                 (*_KIMI_OPENINGS, *(each.replace("begin", "end") for each in _KIMI_OPENINGS)),
             ),
         },
@@ -170,7 +172,7 @@ FAMILIES: tuple[ResponseFamily, ...] = (
             has_index=True,
         ),
         id_form="indexed",
-        thoughts=_TAGS,
+        markers=_KIMI_THINK,
     ),
     _deepseek(
         "deepseek",
@@ -203,6 +205,7 @@ FAMILIES: tuple[ResponseFamily, ...] = (
             ),
         },
         CallForm("<|tool_call>call:", "", "<tool_call|>", between="", delimiter='<|"|>'),
+        markers=ReasoningMarkers("<|channel>thought", "<channel|>", gap="\n", is_first=False),
     ),
     ResponseFamily(
         "glm",
@@ -222,45 +225,45 @@ FAMILIES: tuple[ResponseFamily, ...] = (
                         "transform": CALL,
                     }
                 ],
-                _THINK,
+                reasoning(_THINK),
             ),
         },
         CallForm(
             "<tool_call>", "\n", "</tool_call>", argument=("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n")
         ),
-        thoughts=_TAGS,
+        markers=_THINK,
     ),
     ResponseFamily(
         "qwen-xml",
         ("<tool_call>", "<function=", "<parameter="),
-        {"start_anchor": _CHATML, "fields": fields([XML_CALL, HERMES_CALL, NAMED_JSON], _THINK, (XML_END,))},
+        {"start_anchor": _CHATML, "fields": fields([XML_CALL, HERMES_CALL, NAMED_JSON], reasoning(_THINK), (XML_END,))},
         CallForm("<tool_call>\n<function=", ">\n", "</function>\n</tool_call>", argument=_XML_ARGUMENT),
-        thoughts=_TAGS,
+        markers=_THINK,
     ),
     ResponseFamily(
         "hermes",
         ("<tool_call>",),
-        {"start_anchor": _CHATML, "fields": fields([HERMES_CALL, XML_CALL, NAMED_JSON], _THINK, (XML_END,))},
+        {"start_anchor": _CHATML, "fields": fields([HERMES_CALL, XML_CALL, NAMED_JSON], reasoning(_THINK), (XML_END,))},
         CallForm('<tool_call>\n{"name": ', ', "arguments": ', "}\n</tool_call>", quotes_name=True),
-        thoughts=_TAGS,
+        markers=_THINK,
     ),
     ResponseFamily(
         "mistral",
         ("[TOOL_CALLS]", "[ARGS]"),
-        {"start_anchor": "[/INST]", "fields": fields(MISTRAL_CALLS, reasoning(*_MISTRAL_TAGS))},
+        {"start_anchor": "[/INST]", "fields": fields(MISTRAL_CALLS, reasoning(_MISTRAL_THINK))},
         CallForm("[TOOL_CALLS]", "[ARGS]", "", between=""),
         id_form="nine",
-        thoughts=_MISTRAL_TAGS,
+        markers=_MISTRAL_THINK,
     ),
     ResponseFamily(
         "mistral-list",
         ("[TOOL_CALLS]",),
-        {"start_anchor": "[/INST]", "fields": fields(MISTRAL_CALLS, reasoning(*_MISTRAL_TAGS))},
+        {"start_anchor": "[/INST]", "fields": fields(MISTRAL_CALLS, reasoning(_MISTRAL_THINK))},
         CallForm(
             '{"name": ', ', "arguments": ', "}", between=", ", opening="[TOOL_CALLS] [", closing="]", quotes_name=True
         ),
         id_form="nine",
-        thoughts=_MISTRAL_TAGS,
+        markers=_MISTRAL_THINK,
     ),
     ResponseFamily(
         "llama",
@@ -281,7 +284,10 @@ FAMILIES: tuple[ResponseFamily, ...] = (
         _LLAMA_FORM,
     ),
     ResponseFamily(
-        "think", ("</think>",), {"start_anchor_pattern": r"(?!)", "fields": fields([], _THINK)}, thoughts=_TAGS
+        "think",
+        ("</think>",),
+        {"start_anchor_pattern": r"(?!)", "fields": fields([], reasoning(_THINK))},
+        markers=_THINK,
     ),
 )
 """The families, more special ones first."""

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torchax_serve.sampling.thinking_budget import ReasoningMarkers
 from torchax_serve.server.call_forms import CallForm
 from torchax_serve.server.call_ids import IdForm
 
@@ -36,7 +37,7 @@ class ResponseFamily:
         call: How calls are spelled, for answers held to them; None if they cannot be.
         is_harmony: Whether openai-harmony parses the answers, where it is installed.
         id_form: Form of the ids of calls.
-        thoughts: Texts around the reasoning, where it is at the begin of an answer; None elsewhere.
+        markers: Texts around the reasoning; None where there is none, or its template alone has them.
     """
 
     name: str
@@ -45,7 +46,19 @@ class ResponseFamily:
     call: CallForm | None = None
     is_harmony: bool = False
     id_form: IdForm = "any"
-    thoughts: tuple[str, str] | None = None
+    markers: ReasoningMarkers | None = None
+
+    @property
+    def reasoning_markers(self) -> ReasoningMarkers | None:
+        """Texts around the reasoning, also where the template alone has them; None without any."""
+        if self.markers is not None:
+            return self.markers
+        fields: Mapping[str, Mapping[str, Any]] = self.template["fields"]
+        for name in REASONING:
+            opening, closing = (fields.get(name, {}).get(key) for key in ("open", "close"))
+            if isinstance(opening, str) and isinstance(closing, str):
+                return ReasoningMarkers(opening, closing, is_first=False)
+        return None
 
     def has_text(self, text: str) -> bool:
         """Returns whether a text is one of the format's."""
@@ -65,23 +78,22 @@ class ResponseFamily:
         fields = self.template["fields"]
         if "open" in fields.get("content", {}) or "open_pattern" in fields.get("content", {}):
             return self.template  # what is outside of its texts is dropped
-        kept = {name: field for name, field in fields.items() if not name.startswith((CALLS, MARKER))}
+        has_regions = any(name.startswith("content_") for name in fields)  # markers stand between messages then
+        dropped = CALLS if has_regions else (CALLS, MARKER)
+        kept = {name: field for name, field in fields.items() if not name.startswith(dropped)}
         return {**self.template, "fields": kept}
 
 
-def reasoning(opening: str, closing: str, *, ends: Sequence[str] = ()) -> dict[str, Any]:
+def reasoning(markers: ReasoningMarkers) -> dict[str, Any]:
     """Returns the field of reasoning that begins an answer, or follows another reasoning.
 
     The same texts elsewhere in an answer are content.
-
-    Args:
-        opening, closing: Texts around it.
-        ends: Texts that end it as well, and are no part of it.
     """
+    opening, closing = markers.opening, markers.closing
     begin = rf"(?:{_START}|(?<={re.escape(closing)}))\s*{re.escape(opening)}"
-    if not ends:
+    if not markers.ends:
         return {"open_pattern": begin, "close": closing}
-    others = "|".join(map(re.escape, ends))
+    others = "|".join(map(re.escape, markers.ends))
     return {"open_pattern": begin, "close_pattern": rf"{re.escape(closing)}|(?={others})"}
 
 

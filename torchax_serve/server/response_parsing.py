@@ -37,7 +37,7 @@ class AnswerParser:
         from torchax_serve.server.tolerant_parser import TolerantParser  # imports transformers
 
         template = family.template if tools else family.without_calls()
-        self._parser = TolerantParser(template, family.thoughts, reads_calls=bool(tools), tools=typed_tools(tools))
+        self._parser = TolerantParser(template, family.markers, reads_calls=bool(tools), tools=typed_tools(tools))
         self._names = {tool["function"]["name"] for tool in tools}
         self._message = MessageWriter(max_tool_calls, CallIds(family.id_form))
         start = self._parser.answer_start(prompt).rstrip()  # spaces may begin a text, which the answer does not have
@@ -112,6 +112,13 @@ class AnswerParser:
             self._message.add_text("content", raw, step)
             return
         self._message.add_pieces([call for call in calls if call is not None], step)
+
+
+def begun_answer(family: ResponseFamily, prompt: str) -> str:
+    """Returns the part of an answer that the text of its prompt has written already."""
+    from torchax_serve.server.tolerant_parser import TolerantParser  # imports transformers
+
+    return TolerantParser(family.template, family.markers, reads_calls=False).answer_start(prompt)
 
 
 def _call(value: Any) -> CallPiece | None:

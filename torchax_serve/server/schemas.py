@@ -100,7 +100,9 @@ class TextRequest(ApiRequest):
     truncation_side: Annotated[
         Literal["left", "right"] | None, honoured("where the prompt is cut; left by default")
     ] = None
-    thinking_token_budget: Annotated[Any, refused("expected null; reasoning counts as max_tokens does", -1)] = None
+    thinking_token_budget: Annotated[
+        int | None, honoured("most tokens of reasoning, whose closing marker is written then; -1: any number")
+    ] = None
     logprob_token_ids: Annotated[Any, refused("expected null; write top_logprobs or logprobs")] = None
     repetition_detection: Annotated[Any, refused("expected null; write repetition_penalty")] = None
     watermarking: Annotated[Any, refused("expected false; answers have no watermark", False)] = None
@@ -142,7 +144,10 @@ class ChatRequest(TextRequest):
     include_reasoning: Annotated[bool | None, honoured("`false` leaves the reasoning out of the answer")] = None
     reasoning_effort: Annotated[
         Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None,
-        honoured("the variable `reasoning_effort` of the chat template; no effect where it reads none"),
+        honoured(
+            "the variable `reasoning_effort` of the chat template; where it reads none, a budget of 0, 10, 20, 50, 80 "
+            "or 95% of the answer's tokens, any number at `max`"
+        ),
     ] = None
     verbosity: Annotated[Literal["low", "medium", "high"] | None, no_effect("models are not told")] = None
     modalities: Annotated[Any, refused('expected ["text"]; answers are text', ["text"])] = None

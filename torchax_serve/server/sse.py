@@ -19,8 +19,8 @@ Result = TypeVar("Result")
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": keep-alive\n\n"
+EVENTS = b"text/event-stream; charset=utf-8"
 _HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
@@ -52,18 +52,21 @@ class EventStream:
     Args:
         events: Encoded events.
         keep_alive_s: Seconds of silence after which a sign of life is sent.
-        sign: That sign: a comment, or an event without a meaning.
+        sign: That sign: a comment, or an event without a meaning; None where the form has none.
         failed: Returns the events of an error.
+        media_type: Header Content-Type.
     """
 
     def __init__(
         self,
         events: AsyncGenerator[bytes],
-        keep_alive_s: float,
-        sign: bytes = COMMENT,
+        keep_alive_s: float = 0.0,
+        sign: bytes | None = COMMENT,
         failed: Callable[[ApiError], bytes] = _error_event,
+        media_type: bytes = EVENTS,
     ) -> None:
         self._events, self._keep_alive_s, self._sign, self._failed = events, keep_alive_s, sign, failed
+        self._headers = [(b"content-type", media_type), *_HEADERS]
         self._sent_s = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -72,7 +75,7 @@ class EventStream:
             await until_disconnect(receive, self._send_all(scope, send))
 
     async def _send_all(self, scope: Scope, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": list(_HEADERS)})
+        await send({"type": "http.response.start", "status": 200, "headers": list(self._headers)})
         self._sent_s = time.monotonic()
         comments = asyncio.create_task(self._send_comments(send))
         try:
@@ -89,7 +92,7 @@ class EventStream:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_comments(self, send: Send) -> None:
-        while True:
+        while self._sign is not None:
             rest_s = self._sent_s + self._keep_alive_s - time.monotonic()
             if rest_s > 0:
                 await asyncio.sleep(rest_s)

@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers.utils.chat_parsing import ResponseParser
 
+from torchax_serve.sampling.thinking_budget import ReasoningMarkers
 from torchax_serve.server.call_stream import CallPiece, CallStream, DialectCalls, JsonCalls, TaggedCalls
 from torchax_serve.server.response_family import CALLS, REASONING
 
@@ -29,7 +30,7 @@ class TolerantParser(ResponseParser):
 
     Args:
         template: Of the family.
-        thoughts: Of the family.
+        markers: Texts around the reasoning.
         reads_calls: Whether there are tools, so that calls are read.
         **options: Of transformers' parser.
     """
@@ -37,15 +38,15 @@ class TolerantParser(ResponseParser):
     def __init__(
         self,
         template: Mapping[str, Any],
-        thoughts: tuple[str, str] | None = None,
+        markers: ReasoningMarkers | None = None,
         *,
         reads_calls: bool,
         **options: Any,
     ) -> None:
         fields: Mapping[str, Mapping[str, Any]] = template["fields"]
         self._openings = {name: field.get("open") for name, field in fields.items() if name in REASONING}
-        if thoughts is not None:
-            self._openings |= dict.fromkeys(self._openings, thoughts[0])
+        if markers is not None:
+            self._openings |= dict.fromkeys(self._openings, markers.opening)
         self._raw = self._closing = ""
         self._parts: list[str] = []
         self._reads_calls = reads_calls

@@ -139,13 +139,12 @@ def reasoning_end(
         prompt: Text of the prompt.
         decode: Returns the text of tokens, special ones included.
     """
-    field = family.template["fields"].get("reasoning", {})
-    opening, closing = family.thoughts or (field.get("open"), field.get("close"))
-    if not opening or not closing or not prompt.rstrip().endswith(opening):
+    markers = family.reasoning_markers
+    if markers is None or not prompt.rstrip().endswith(markers.opening):
         return None
     window = 8  # tokens that the closing text may be spread over
 
     def find_end(output_ids: Sequence[int]) -> int | None:
-        return len(output_ids) if closing in decode(list(output_ids[-window:])) else None
+        return len(output_ids) if markers.closing in decode(list(output_ids[-window:])) else None
 
     return find_end

@@ -52,7 +52,7 @@ UNSUPPORTED: Mapping[str, str] = {
     "response_format": "answers cannot be held to a grammar; allowed_token_ids holds them to tokens",
     "skip_reading_prefix_cache": "a cache_salt of its own keeps a request from shared prefixes",
     "flat_logprobs": "logprobs come as one TokenLogprobs for each token",
-    "thinking_token_budget": "there is none; max_new_tokens counts all tokens",
+    "thinking_token_budget": "requests to the server have one; max_new_tokens counts all tokens",
     "extra_args": "write each option by its name",
     "tools": "give them to chat(tools=...)",
     "chat_template_kwargs": "give them to chat(chat_template_kwargs=...)",

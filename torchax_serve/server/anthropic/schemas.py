@@ -189,7 +189,10 @@ class CountTokensRequest(OpenRequest):
     ] = None
     thinking: Annotated[
         Thinking | None,
-        honoured("the variable `enable_thinking` of the chat template, false without it; `budget_tokens` is not held"),
+        honoured(
+            "the variable `enable_thinking` of the chat template, false without it; `budget_tokens` as "
+            "`thinking_token_budget` of chats"
+        ),
     ] = None
     output_config: Annotated[
         OutputConfig | None, honoured("`format`: a JSON schema; `effort`: as `reasoning_effort` of chats")

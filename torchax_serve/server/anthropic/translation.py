@@ -213,16 +213,19 @@ def _tool(tool: MessagesTool, where: str) -> dict[str, Any]:
 
 def _thinking(body: CountTokensRequest, service: ModelService) -> dict[str, Any]:
     """Returns fields about reasoning, of which there is none unless it is asked for."""
-    thinking = body.thinking
+    thinking, found = body.thinking, dict[str, Any]()
     is_on = thinking is not None and thinking.type != "disabled"
     if thinking is not None and thinking.budget_tokens is not None:
         if thinking.budget_tokens < 0:
             message = f"thinking.budget_tokens: expected a whole number >= 0, got {thinking.budget_tokens}"
             raise bad_request(message, "thinking", "invalid_value")
-        note_once("/v1/messages: thinking.budget_tokens is not held; reasoning counts as max_tokens does")
-    if "enable_thinking" not in service.template:
-        return {}
-    return {"chat_template_kwargs": {"enable_thinking": is_on}}
+        if service.family is not None and service.family.reasoning_markers is not None:
+            found["thinking_token_budget"] = thinking.budget_tokens if is_on else None
+        else:  # clients send it to all models
+            note_once("/v1/messages: thinking.budget_tokens has no effect, as the model's reasoning has no markers")
+    if "enable_thinking" in service.template:
+        found["chat_template_kwargs"] = {"enable_thinking": is_on}
+    return found
 
 
 def _output(body: CountTokensRequest) -> dict[str, Any]:

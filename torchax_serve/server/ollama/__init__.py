@@ -1,0 +1,1 @@
+"""The interface of Ollama, translated to chats, completions and embeddings."""
