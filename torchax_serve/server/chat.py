@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse
 from model_adapters.errors import ChatTemplateError
 from torchax_serve.sampling_params import MAX_INT, SamplingParams
 from torchax_serve.server.answers import Answer, AnswerOptions
+from torchax_serve.server.beam_answers import beam_answers, check_beams
 from torchax_serve.server.body import read_request
 from torchax_serve.server.chat_answer import ChatCompletion
 from torchax_serve.server.common_calls import has_calls, reads_tools, with_tools_as_text
@@ -72,6 +73,7 @@ async def start_chat(
     context = context_of(request)
     service.settle_name(body, request.state.key, may_be_adapter=True)
     check_counts(body, context.options.request)
+    check_beams(body)
     body = await with_files(body, context.options)
     try:
         work = service.run(_start_answers, context, service, body, request.state.key_name, bounds_answer)
@@ -193,7 +195,10 @@ def _start_answers(
     if grammar is not None and family is not None:
         after = reasoning_end(family, prompt_end, lambda ids: _text_of(service, ids))
     masks = masks_of(lambda: service.grammars, grammar, after)
-    answers = service.start([prompt.token_ids], params, options, masks, prompt.inputs, field="messages")
+    if body.use_beam_search:
+        answers = beam_answers(service, [prompt.token_ids], params, body, options, has_media=prompt.inputs is not None)
+    else:
+        answers = service.start([prompt.token_ids], params, options, masks, prompt.inputs, field="messages")
     parsers = [_parser(service, prompt_end, plan) if is_parsed else None for _ in answers]
     return StartedChat(answers, parsers)
 
