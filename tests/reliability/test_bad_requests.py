@@ -91,7 +91,7 @@ def break_building(patch, ids):
 
 
 def break_decoder(patch, ids):
-    inner = answers._decoder
+    inner = answers.step_decoder
 
     def make(model, request, options):
         decoder = inner(model, request, options)
@@ -99,7 +99,7 @@ def break_decoder(patch, ids):
             decoder.push = fails
         return decoder
 
-    patch.setattr(answers, "_decoder", make)
+    patch.setattr(answers, "step_decoder", make)
 
 
 def break_logprobs(patch, ids):

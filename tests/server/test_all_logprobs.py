@@ -104,7 +104,7 @@ def test_a_token_outside_of_the_likeliest_has_its_rank(all_client, expected):
     ],
 )
 def test_the_limit_holds(all_model, monkeypatch, max_logprobs, asked, message):
-    monkeypatch.setattr(all_model.engine._runner, "_max_logprobs", max_logprobs)
+    monkeypatch.setattr(all_model.engine._runner, "max_logprobs", max_logprobs)
     params = SamplingParams(max_new_tokens=1, **asked)
     if message is None:
         assert all_model.generate_batch([PROMPT_IDS], params)[0].logprobs

@@ -12,8 +12,9 @@ from torchax_serve.server.anthropic.schemas import MessagesRequest
 from torchax_serve.server.call_ids import replayed
 from torchax_serve.server.dialect_requests import PASSED_ON, names_of_fields, note_unknown
 from torchax_serve.server.errors import ApiError
-from torchax_serve.server.model_service import ChatPrompt, check_len
+from torchax_serve.server.model_service import ChatPrompt
 from torchax_serve.server.options import RequestLimits, ServerOptions
+from torchax_serve.server.prompt_limits import check_len
 from torchax_serve.server.responses import translation as of_responses
 from torchax_serve.server.responses.schemas import ResponsesRequest
 from torchax_serve.server.schemas import ChatRequest
@@ -217,7 +218,7 @@ def test_texts_beyond_the_model_are_read_where_they_are_cut_up_to_the_limit_of_t
         max_model_len=4,
         model=types.SimpleNamespace(tokenizer=1),
         token_bytes=types.SimpleNamespace(max_token_chars=2),
-        _options=ServerOptions(request=RequestLimits(max_text_bytes=20)),
+        options=ServerOptions(request=RequestLimits(max_text_bytes=20)),
     )
     check_len(service, ["a" * 8], "messages", is_cut=False)
     with pytest.raises(ApiError, match="maximum context length is 4 tokens"):

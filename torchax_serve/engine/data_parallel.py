@@ -120,6 +120,11 @@ class DataParallelEngines:
         return self.engines[0].vocab_size
 
     @property
+    def max_logprobs(self) -> int:
+        """As `Engine.max_logprobs`."""
+        return self.engines[0].max_logprobs
+
+    @property
     def max_model_len(self) -> int:
         """As `Engine.max_model_len`."""
         return self.engines[0].max_model_len

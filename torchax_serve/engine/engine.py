@@ -63,6 +63,7 @@ class Engine:
 
     Attributes:
         max_model_len, vocab_size: Most tokens of a request, with its answer; columns of the logits.
+        max_logprobs: Most top log-probabilities of a request; -1: those of the whole vocabulary.
         max_encoder_len, span_limits: Most tokens for an encoder, None without one; limits of tokens that see ahead.
         can_hold: Called with a number of tokens, returns whether a request may have as many, prompt and answer.
         admission, close_reason: Decides whether requests are taken; why none are for good, None as long as they are.
@@ -80,6 +81,7 @@ class Engine:
     ) -> None:
         self.description = description
         self.max_model_len, self.vocab_size = scheduler.config.max_model_len, runner.vocab_size
+        self.max_logprobs = runner.max_logprobs
         self.max_encoder_len, self.can_hold = runner.max_encoder_len, scheduler.config.can_hold
         self.span_limits = runner.span_limits(scheduler.config)
         self.admission = Admission(scheduler.config.max_num_seqs, max_num_waiting, max_num_waiting_tokens)

@@ -47,6 +47,7 @@ class ModelRunner:
 
     Attributes:
         weights_version: Version of the weights of the steps to come.
+        vocab_size, max_logprobs: As given.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class ModelRunner:
         self.weights_version = 0
         self.vocab_size = vocab_size
         self._executor, self._cache = executor, executor.cache
-        self._max_logprobs, num_top = max_logprobs, columns_for(max_logprobs, vocab_size)
+        self.max_logprobs, num_top = max_logprobs, columns_for(max_logprobs, vocab_size)
         self._sampler = Sampler(
             executor.limits.max_num_seqs, vocab_size, max_len=max_model_len, rules=rules, num_top=num_top
         )
@@ -137,7 +138,7 @@ class ModelRunner:
         Raises:
             InvalidArgumentError: it asks for more than requests may.
         """
-        return request.with_num_top(self._max_logprobs, self.vocab_size)
+        return request.with_num_top(self.max_logprobs, self.vocab_size)
 
     def validate(self, name: str, request: EngineRequest) -> None:
         """Raises InvalidArgumentError, naming `name`, if the executor does not accept `request`."""

@@ -176,12 +176,13 @@ def submit(model: TextModel, prepared: Sequence[PreparedPrompt], options: Answer
             assert isinstance(tokens, TokenStream)
             first = first if request.answer_index else tokens
             handles.append(tokens.handle)
-            decoder = _decoder(model, request, options)
+            decoder = step_decoder(model, request, options)
             answers.append(Answer(index, request, tokens.handle, decoder, options.first_token_timeout_s))
     return answers
 
 
-def _decoder(model: TextModel, request: PreparedPrompt, options: AnswerOptions) -> StepDecoder:
+def step_decoder(model: TextModel, request: PreparedPrompt, options: AnswerOptions) -> StepDecoder:
+    """Returns the decoder of one answer's steps."""
     tokenizer = model.tokenizer
     if tokenizer is None:
         detokenizer: Detokenizer | NoText = NoText()

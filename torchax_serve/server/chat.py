@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse
 from model_adapters.errors import ChatTemplateError
 from torchax_serve.sampling_params import MAX_INT, SamplingParams
 from torchax_serve.server.answers import Answer, AnswerOptions
+from torchax_serve.server.beam_answers import beam_answers, check_beams
 from torchax_serve.server.body import read_request
 from torchax_serve.server.chat_answer import ChatCompletion
 from torchax_serve.server.common_calls import has_calls, reads_tools, with_tools_as_text
@@ -76,6 +77,7 @@ async def start_chat(
     context = context_of(request)
     service.settle_name(body, request.state.key, may_be_adapter=True)
     check_counts(body, context.options.request)
+    check_beams(body)
     body = await with_files(body, context.options)
     try:
         work = service.run(_start_answers, context, service, body, request.state.key_name, bounds_answer)
@@ -201,8 +203,13 @@ def _start_answers(
     budget = asked_budget(body)
     if budget is None and body.thinking_token_budget is None:
         budget = effort_budget(body, service.template, family, room)
-    made = with_budget(service, family, budget, room, lambda _: prompt_end, masks)
-    answers = service.start([prompt.token_ids], params, options, made, prompt.inputs, field="messages")
+    if body.use_beam_search:
+        if budget is not None:
+            raise bad_request("reasoning_effort: expected none next to use_beam_search", "reasoning_effort")
+        answers = beam_answers(service, [prompt.token_ids], params, body, options, has_media=prompt.inputs is not None)
+    else:
+        masks = with_budget(service, family, budget, room, lambda _: prompt_end, masks)
+        answers = service.start([prompt.token_ids], params, options, masks, prompt.inputs, field="messages")
     parsers = [_parser(service, prompt_end, plan) if is_parsed else None for _ in answers]
     return StartedChat(answers, parsers)
 

@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse
 
 from torchax_serve.outputs import TokenLogprobs
 from torchax_serve.server.answers import Answer, AnswerOptions
+from torchax_serve.server.beam_answers import beam_answers, check_beams
 from torchax_serve.server.body import read_request
 from torchax_serve.server.context import ServerContext, context_of, follow
 from torchax_serve.server.errors import ApiError, bad_request
@@ -58,6 +59,7 @@ async def start_completions(
     context = context_of(request)
     service.settle_name(body, request.state.key, may_be_adapter=True)
     check_counts(body, context.options.request)
+    check_beams(body)
     num_prompts = len(body.prompts())
     if not 1 <= num_prompts <= context.options.request.max_answers:
         raise bad_request(
@@ -111,6 +113,8 @@ def _start(
         default_max_new_tokens=DEFAULT_MAX_TOKENS,
         first_token_timeout_s=context.options.first_token_timeout_s,
     )
+    if body.use_beam_search:
+        return prompts, beam_answers(service, prompts, params, body, options)
     return prompts, service.start(prompts, params, options, masks)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from torchax_serve.server.errors import bad_request
-from torchax_serve.server.model_service import ModelService, check_len
+from torchax_serve.server.model_service import ModelService
+from torchax_serve.server.prompt_limits import check_len
 from torchax_serve.server.schemas import CompletionRequest
 from torchax_serve.text.infill import FimTokens
 

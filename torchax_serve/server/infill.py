@@ -17,7 +17,8 @@ from torchax_serve.server.context import ServerContext, context_of, follow
 from torchax_serve.server.errors import ApiError, bad_request
 from torchax_serve.server.fim_prompts import fim_tokens_of
 from torchax_serve.server.formats import finish_reason_of
-from torchax_serve.server.model_service import ModelService, adapter_of, check_len, scoped_salt
+from torchax_serve.server.model_service import ModelService, adapter_of, scoped_salt
+from torchax_serve.server.prompt_limits import check_len
 from torchax_serve.server.request_fields import ApiRequest, ModelName, Strings, honoured, no_effect, refused
 from torchax_serve.server.sampling import renamed_error, sampling_params
 from torchax_serve.server.schemas import CompletionRequest

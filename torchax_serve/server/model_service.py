@@ -12,7 +12,7 @@ import importlib.util
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from model_adapters.errors import TorchaxServeError, UnsupportedModelError
 from torchax_serve.engine.progress import EngineProgress
@@ -29,7 +29,8 @@ from torchax_serve.server.key_limits import ApiKey
 from torchax_serve.server.messages import plain_messages
 from torchax_serve.server.notes import note_once
 from torchax_serve.server.options import ServerOptions
-from torchax_serve.server.request_checks import check_num_messages, check_text_size
+from torchax_serve.server.prompt_limits import check_len, check_prompts
+from torchax_serve.server.request_checks import check_num_messages
 from torchax_serve.server.response_families import response_template_for
 from torchax_serve.server.response_family import ResponseFamily
 from torchax_serve.server.template_roles import TemplateRoles, has_system_behind, with_one_system
@@ -47,8 +48,6 @@ Result = TypeVar("Result")
 
 EMBEDDED_NAME = "the embedded model"
 """Name of the model that comes with the package, which is no name for requests."""
-PIECE_CHARS, PIECE_SLACK = 1 << 18, 16
-"""Characters of a long text that are tokenized at once, and tokens that its ends may add."""
 NUM_THREADS = 4
 """Threads that render, tokenize and submit; most of their work is outside of Python's lock."""
 
@@ -89,6 +88,7 @@ class ModelService:
         names: Names that requests may use.
         name: The first of them, which answers show.
         created: When it was ready, in seconds since 1970.
+        options: Of the server.
         harmony: Encoding of openai-harmony for a model whose answers it parses, once `prepare` has run; else None.
     """
 
@@ -99,7 +99,7 @@ class ModelService:
         self.name = self.names[0]
         self.created = int(time.time())
         self.harmony: Any | None = None
-        self._options = options
+        self.options = options
         self._silent_ids: dict[tuple[str, int], frozenset[int]] = {}  # by the name of a family, number of fields
         self._pool = concurrent.futures.ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="request")
 
@@ -199,7 +199,7 @@ class ModelService:
         """How answers spell reasoning and tool calls; None for plain text."""
         if self.model.tokenizer is None:
             return None
-        return response_template_for(self.model.tokenizer, self._options.response_template)
+        return response_template_for(self.model.tokenizer, self.options.response_template)
 
     @functools.cached_property
     def template(self) -> str:
@@ -214,7 +214,7 @@ class ModelService:
 
         With `is_cut` it may be longer than the model allows.
         """
-        check_num_messages(len(messages), self._options.request, "messages")
+        check_num_messages(len(messages), self.options.request, "messages")
         if not messages:
             message = 'messages: expected at least one, such as {"role": "user", "content": "Hi"}, got none'
             raise bad_request(message, "messages", "invalid_value")
@@ -281,16 +281,7 @@ class ModelService:
         Raises:
             ApiError: 400 if there are too many answers, or prompt and answer are longer than the model allows.
         """
-        most = self._options.request.max_answers
-        if len(prompts) * options.num_answers > most:
-            raise bad_request(
-                f"n: expected at most {most} answers to all prompts together, got {len(prompts) * options.num_answers}",
-                "n",
-                "invalid_value",
-            )
-        for prompt in prompts:
-            if not self.model.config.is_encoder_decoder:
-                _check_length(len(prompt), params.max_new_tokens, self.max_model_len, field)
+        check_prompts(self, prompts, options.num_answers, params.max_new_tokens, field)
         if inputs is not None:  # of the only prompt, which has images or audio
             prepared = prepare_media(self.model, inputs, params, options)
         else:
@@ -321,39 +312,6 @@ def scoped_salt(key_name: str | None, salt: str | None) -> str | None:
     return hashlib.sha256(f"{key_name or ''}\0{salt or ''}".encode()).hexdigest()
 
 
-def check_len(service: ModelService, texts: Sequence[str], field: str, *, is_cut: bool) -> None:
-    """Raises ApiError, 400, for long texts of more tokens than the model allows.
-
-    Those that will be cut may be as long as texts that are tokenized only.
-
-    Tokenizing a text of megabytes takes seconds and hundreds of megabytes, and the list of its tokens holds Python's
-    lock. A text with more characters than so many tokens can have is not tokenized, another long one in pieces.
-    """
-    if is_cut:
-        check_text_size("".join(texts), service._options.request, field)
-        return
-    limit, tokenizer = service.max_model_len, cast(Any, service.model.tokenizer)
-    if limit is None or tokenizer is None:
-        return
-    num_chars, most = sum(map(len, texts)), service.token_bytes.max_token_chars
-    if num_chars > limit * most:
-        raise _too_long(f"{limit} tokens of at most {most} characters", f"{num_chars} characters", field)
-    if num_chars <= 4 * PIECE_CHARS:
-        return
-    pieces = (text[begin : begin + PIECE_CHARS] for text in texts for begin in range(0, len(text), PIECE_CHARS))
-    num_tokens = 0
-    for piece in pieces:
-        num_tokens += len(tokenizer(piece, add_special_tokens=False)["input_ids"])
-        num_tokens -= PIECE_SLACK  # a word that is cut has more tokens
-        if num_tokens > limit:
-            raise _too_long(f"{limit} tokens", "more", field)
-
-
-def _too_long(limit: str, got: str, field: str) -> ApiError:
-    message = f"This model's maximum context length is {limit}, and the prompt has {got}; shorten it"
-    return bad_request(message, field, "context_length_exceeded")
-
-
 def _texts_of(message: Mapping[str, Any]) -> list[str]:
     """Returns the texts of a message."""
     content = message.get("content") if isinstance(message, Mapping) else None
@@ -369,17 +327,6 @@ def public_name(name: str) -> str:
     if name == EMBEDDED_NAME:
         return "embedded"
     return Path(name).name if Path(name).is_dir() else name
-
-
-def _check_length(prompt_len: int, max_new_tokens: int | None, limit: int | None, field: str) -> None:
-    if limit is not None and prompt_len + (max_new_tokens or 1) > limit:
-        asked = "" if max_new_tokens is None else f" and {max_new_tokens} of the answer"
-        raise bad_request(
-            f"This model's maximum context length is {limit} tokens, and the request has {prompt_len} tokens of "
-            f"the prompt{asked}; shorten the prompt or lower max_tokens",
-            field,
-            "context_length_exceeded",
-        )
 
 
 def progress_of(service: ModelService) -> list[EngineProgress]:

@@ -17,8 +17,10 @@ def check_counts(request: TextRequest, limits: RequestLimits) -> None:
         raise bad_request(
             f"n: expected a whole number from 1 to {limits.max_answers}, got {num_answers}", "n", "invalid_value"
         )
-    if request.best_of is not None and request.best_of != num_answers:
-        raise bad_request(f"best_of: expected n={num_answers}, got {request.best_of}", "best_of", "invalid_value")
+    best_of, most = request.best_of, limits.max_answers if request.use_beam_search else num_answers
+    if best_of is not None and not num_answers <= best_of <= most:
+        expected = f"n={num_answers}" + (f" to {most} beams" if request.use_beam_search else "")
+        raise bad_request(f"best_of: expected {expected}, got {best_of}", "best_of", "invalid_value")
     if isinstance(request.stop, list) and len(request.stop) > MAX_STOPS:
         raise bad_request(
             f"stop: expected at most {MAX_STOPS} strings, got {len(request.stop)}", "stop", "invalid_value"

@@ -42,7 +42,7 @@ class TextRequest(ApiRequest):
         honoured("`include_usage`, `continuous_usage_stats`; `include_obfuscation` has no effect"),
     ] = None
     n: Annotated[int | None, honoured("answers to each prompt; answer i has the seed `seed + i`")] = None
-    best_of: Annotated[int | None, honoured("as many as `n`; more are refused")] = None
+    best_of: Annotated[int | None, honoured("as many as `n`; more are refused, but for beams")] = None
     stop: Annotated[
         str | Strings | None, honoured("strings that end the answer, at most 64; empty ones are left out")
     ] = None
@@ -91,8 +91,15 @@ class TextRequest(ApiRequest):
     guided_choice: Annotated[Any, honoured("as `structured_outputs.choice`")] = None
     guided_grammar: Annotated[Any, honoured("as `structured_outputs.grammar`")] = None
     moderation: Annotated[Any, refused("expected null; answers are not moderated here")] = None
-    use_beam_search: Annotated[Any, refused("expected false; beam search is not served", False)] = None
-    length_penalty: Annotated[Any, refused("expected 1; beam search is not served", 1)] = None
+    use_beam_search: Annotated[
+        bool | None, honoured("the `n` best sequences of a beam search of `n` beams, or `best_of`; not streamed")
+    ] = None
+    length_penalty: Annotated[
+        float | None, honoured("exponent of a sequence's length, by which its score in a beam search is divided")
+    ] = None
+    early_stopping: Annotated[
+        bool | Literal["never"] | None, honoured("when a beam search ends, as in transformers; false by default")
+    ] = None
     logits_processors: Annotated[Any, refused("expected none; code in a request is not run", [])] = None
     truncate_prompt_tokens: Annotated[
         int | None, honoured("so many tokens of the prompt are read; -1: as many as the model's length allows")
