@@ -7,6 +7,10 @@ so ``import torchax`` fails there. Its source is mended (commit d1a9349), no rel
 being imported, a missing overload whose name speaks of names is answered with an existing one of the same operator; the
 entries that torchax then registers twice are the same function. Where torchax imports by itself nothing is touched.
 
+torchax also names a device of its own in PyTorch, by which all code of the process would find an accelerator without
+streams and random state, and switches a fast path of attention off. Where this project imports it, PyTorch stays as it
+was.
+
 `install` puts a finder in front of Python's own, which has torchax executed so whoever imports it. Nothing heavy is
 imported here, so that every package of this project can call it.
 """
@@ -14,8 +18,10 @@ imported here, so that every package of this project can call it.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import importlib
 import importlib.machinery
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -23,6 +29,7 @@ from types import ModuleType
 from typing import Any
 
 NAME = "torchax"
+_IS_OWN = contextvars.ContextVar("is_own", default=False)  # whether this project imports torchax, and no script
 LATE = "torchax.decompositions"
 """What torchax itself loads with its first environment, and which names such overloads, too."""
 
@@ -74,7 +81,7 @@ class _AnsweringLoader(Loader):
     def exec_module(self, module: ModuleType) -> None:
         """Runs torchax and the module that it loads late."""
         _drop_parts()
-        with _answered_where_needed():
+        with _answered_where_needed(), _torch_as_it_was() if _IS_OWN.get() else contextlib.nullcontext():
             self._loader.exec_module(module)
             importlib.import_module(LATE)
         _say_no_accelerator(module)
@@ -92,6 +99,24 @@ def _drop_parts() -> None:
     if getattr(getattr(torch, "jax", None), "__name__", None) == f"{NAME}.device_module":
         delattr(torch, "jax")  # which torch lets nobody register twice
         del sys.modules["torch.jax"]
+
+
+@contextlib.contextmanager
+def _torch_as_it_was() -> Iterator[None]:
+    """Keeps PyTorch's devices, its attention and the environment as they are, inside."""
+    import torch
+
+    registered = torch.utils.rename_privateuse1_backend, torch._register_device_module
+    is_fast, environment = torch.backends.mha.get_fastpath_enabled(), dict(os.environ)
+    nothing: Any = lambda *args: None  # noqa: E731
+    torch.utils.rename_privateuse1_backend = torch._register_device_module = nothing
+    try:
+        yield
+    finally:
+        torch.utils.rename_privateuse1_backend, torch._register_device_module = registered
+        torch.backends.mha.set_fastpath_enabled(is_fast)
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
 
 
 def _say_no_accelerator(torchax: Any) -> None:
@@ -143,9 +168,13 @@ def torch_has_named_overloads() -> bool:
 def import_torchax() -> ModuleType:
     """Returns the ``torchax`` module with its operator tables loaded."""
     install()
-    with _answered_where_needed():  # where it was imported before this project, and has not loaded all yet
-        torchax = importlib.import_module(NAME)
-        importlib.import_module(LATE)
+    token = _IS_OWN.set(True)
+    try:
+        with _answered_where_needed():  # where it was imported before this project, and has not loaded all yet
+            torchax = importlib.import_module(NAME)
+            importlib.import_module(LATE)
+    finally:
+        _IS_OWN.reset(token)
     if torchax is not None:
         _say_no_accelerator(torchax)
     return torchax
