@@ -208,8 +208,8 @@ def _start_answers(
             raise bad_request("reasoning_effort: expected none next to use_beam_search", "reasoning_effort")
         answers = beam_answers(service, [prompt.token_ids], params, body, options, has_media=prompt.inputs is not None)
     else:
-        masks = with_budget(service, family, budget, room, lambda _: prompt_end, masks)
-        answers = service.start([prompt.token_ids], params, options, masks, prompt.inputs, field="messages")
+        made = with_budget(service, family, budget, room, lambda _: prompt_end, masks)
+        answers = service.start([prompt.token_ids], params, options, made, prompt.inputs, field="messages")
     parsers = [_parser(service, prompt_end, plan) if is_parsed else None for _ in answers]
     return StartedChat(answers, parsers)
 
