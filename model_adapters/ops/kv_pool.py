@@ -189,6 +189,19 @@ def write_pages(pool: jax.Array, pages: jax.Array, values: jax.Array, *, is_on_m
     return pool if pool.dtype == dtype else jax.lax.bitcast_convert_type(pool, dtype)
 
 
+def take_rows(pool: jax.Array, rows: jax.Array) -> jax.Array:
+    """Returns ``[n, m, W]``, the rows int32[n, m] of ``pool[N, W]``.
+
+    Of rows outside of the pool it returns the nearest.
+
+    XLA's CPU backend would convert all of a pool of narrow floats; there a C++ kernel copies the rows.
+    """
+    if has_copy_kernels(spmd.mesh_in_use() is not None):
+        lens = jnp.full(rows.shape[:1], rows.shape[1], jnp.int32)
+        return page_kernels.read_tokens(pool[:, None, None], jnp.clip(rows, 0, len(pool) - 1), lens, slice(None))[:, 0]
+    return jnp.take(pool, rows, axis=0, mode="clip")
+
+
 @custom_vmap
 def write_at(pool: jax.Array, new: jax.Array, offset: jax.Array) -> jax.Array:
     """Returns a pool with new tokens from position `offset` int32[] on.

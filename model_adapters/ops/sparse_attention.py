@@ -8,6 +8,7 @@ tokens for a query as are taken, however long its sequence is. Both are JAX's ow
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from model_adapters.ops.kv_pool import (
     quantize,
     softmax_times_values,
     split,
+    take_rows,
     token_positions,
 )
 from model_adapters.ops.paged_attention import block_len, by_block, padded
@@ -107,38 +109,37 @@ def take_tokens(
     if not 0 < num_taken <= capacity:
         raise InvalidArgumentError(f"take_tokens: expected num_taken within 1 .. {capacity}, got {num_taken}")
 
-    def taken(q: jax.Array, weights: jax.Array, seq: jax.Array, positions: jax.Array) -> jax.Array:
-        """Computes queries ``[n, H, D]`` of one sequence, at int32[n]."""
-        pages = jnp.take(pool[:, 0], rows.page_table[seq], axis=0, mode="clip")
-        scores = _index_scores(q, weights, pages.reshape(capacity, -1)[:, :dim], scale)
-        behind = jnp.arange(capacity, dtype=jnp.int32) - positions[:, None]
-        is_seen = (behind <= 0) & (positions < rows.kv_lens[seq])[:, None]
-        if window is not None:
-            is_seen &= behind > -window
-        top, index = jax.lax.top_k(jnp.where(is_seen, scores, -jnp.inf), num_taken)
-        return jnp.where(jnp.isneginf(top), NO_TOKEN, index)
+    slots = pool.reshape(-1, pool.shape[3])
+
+    def taken(q: jax.Array, weights: jax.Array, tables: jax.Array, seen: jax.Array) -> jax.Array:
+        """Computes queries ``[n, m, H, D]`` of n rows of pages that see so many tokens int32[n, m]."""
+        index = tables[..., None] * pool.shape[2] + jnp.arange(pool.shape[2], dtype=jnp.int32)
+        keys = take_rows(slots, index.reshape(len(tables), capacity))[..., :dim]
+        ahead = jnp.arange(capacity, dtype=jnp.int32) - seen[..., None]
+        is_seen = (ahead < 0) if window is None else (ahead < 0) & (ahead >= -window)
+        scores = jnp.where(is_seen, _index_scores(q, weights, keys, scale), -jnp.inf)
+        top, best = jax.lax.top_k(scores, num_taken)
+        return jnp.where(jnp.isneginf(top), NO_TOKEN, best)
 
     if rows.is_decode:
-        seqs, positions = rows.tokens(num_tokens)
-        num_rows = min(_num_at_once(capacity * (dim + heads + 1)), num_tokens)
-
-        each = q[:, None], weights[:, None], seqs, positions[:, None]
-        return jnp.asarray(jax.lax.map(lambda row: taken(*row)[0], each, batch_size=num_rows))
+        each = q[:, None], weights[:, None], rows.page_table, rows.kv_lens[:, None]
+        return _by_chunk(lambda *some: taken(*some)[:, 0], each, _num_at_once(capacity * (dim + heads + 1)))
     length = block_len(num_tokens, heads, capacity)
     q, weights = padded(q, length), padded(weights, length)
 
     def one_block(seq: jax.Array, begin: jax.Array, positions: jax.Array) -> jax.Array:
-        own_q, own_weights = (jax.lax.dynamic_slice_in_dim(x, begin, length) for x in (q, weights))
-        return taken(own_q, own_weights, seq, positions)
+        own_q, own_weights = (jax.lax.dynamic_slice_in_dim(x, begin, length)[None] for x in (q, weights))
+        seen = jnp.where(positions < rows.kv_lens[seq], positions + 1, 0)
+        return taken(own_q, own_weights, rows.page_table[seq][None], seen[None])[0]
 
     none = jnp.full((num_tokens, num_taken), NO_TOKEN, jnp.int32)
     return by_block(one_block, none, length, rows.kv_lens, rows.cu_q_lens)
 
 
 def _index_scores(q: jax.Array, weights: jax.Array, keys: jax.Array, scale: float) -> jax.Array:
-    """Returns float32[n, L] of queries ``[n, H, D]``, weights ``[n, H]`` and keys ``[L, D]``."""
-    products = jnp.einsum("nhd,ld->nhl", q, keys.astype(jnp.float32), precision=EXACT)
-    return jnp.einsum("nh,nhl->nl", weights, jax.nn.relu(products * scale), precision=EXACT)
+    """Returns float32[n, m, L] of q ``[n, m, H, D]``, weights ``[n, m, H]``, keys ``[n, L, D]``."""
+    products = jnp.einsum("nmhd,nld->nmhl", q, keys.astype(jnp.float32), precision=EXACT)
+    return jnp.einsum("nmh,nmhl->nml", weights, jax.nn.relu(products * scale), precision=EXACT)
 
 
 def sparse_attention(
@@ -179,27 +180,39 @@ def sparse_attention(
     seqs, positions = rows.tokens(num_tokens)
     pool = write_token_rows(pool, rows.page_table, seqs, positions, _as_stored(k, args.written_values(v), pool, args))
     _, heads, page, width = pool.shape
-    slots = pool.reshape(-1, width)
     sinks = None
     if args.sinks is not None:
         sinks = args.sinks.astype(jnp.float32).reshape(heads, query_heads // heads, 1)
 
-    def one(query: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
-        own, at, seq = query
-        is_taken = at != NO_TOKEN
-        pages = rows.page_table[seq][jnp.clip(at // page, 0, rows.page_table.shape[1] - 1)]
-        index = (pages * heads + jnp.arange(heads, dtype=jnp.int32)[:, None]) * page + at % page
-        gathered = jnp.take(slots, index, axis=0, mode="clip")  # [H, n, W]
+    def some(queries: jax.Array, at: jax.Array, seqs: jax.Array) -> jax.Array:
+        """Computes ``[n, Hq, Dv]`` of n queries, their tokens int32[n, m] and sequences int32[n]."""
+        num = len(queries)
+        columns = jnp.clip(at // page, 0, rows.page_table.shape[1] - 1)
+        pages = jnp.take_along_axis(rows.page_table[seqs], columns, axis=1)[:, None]
+        index = (pages * heads + jnp.arange(heads, dtype=jnp.int32)[:, None]) * page + (at % page)[:, None]
+        gathered = take_rows(pool.reshape(-1, width), index.reshape(num * heads, -1)).reshape(num, heads, -1, width)
         keys, values = split(gathered, dim, args.value_columns(dim, v.shape[2]), args.kv_scales)
-        by_head = own.astype(jnp.float32).reshape(heads, -1, dim)
-        scores = jnp.einsum("hgd,hnd->hgn", by_head, keys, precision=EXACT) * args.scale
+        by_head = queries.astype(jnp.float32).reshape(num, heads, -1, dim)
+        scores = jnp.einsum("qhgd,qhnd->qhgn", by_head, keys, precision=EXACT) * args.scale
         if args.softcap is not None:
             scores = args.softcap * jnp.tanh(scores / args.softcap)
-        out = softmax_times_values(scores, is_taken, values, is_taken[:, None], sinks)
-        return out.reshape(query_heads, -1).astype(q.dtype)
+        visible = (at != NO_TOKEN)[:, None, None]
+        out = softmax_times_values(scores, visible, values, visible[..., 0, :, None], sinks)
+        return out.reshape(num, query_heads, -1).astype(q.dtype)
 
-    num_queries = min(_num_at_once(taken.shape[1] * (heads * width + query_heads)), num_tokens)
-    return jax.lax.map(one, (q, taken, seqs), batch_size=num_queries), pool
+    num_queries = _num_at_once(taken.shape[1] * (heads * width + query_heads))
+    return _by_chunk(some, (q, taken, seqs), num_queries), pool
+
+
+def _by_chunk(function: Callable[..., jax.Array], arrays: tuple[jax.Array, ...], length: int) -> jax.Array:
+    """Computes ``function(*arrays)`` of at most `length` rows at a time, of arrays ``[T, ...]``."""
+    num_rows = len(arrays[0])
+    if num_rows <= length:
+        return function(*arrays)
+    filled = (jnp.pad(x, ((0, -num_rows % length), *[(0, 0)] * (x.ndim - 1))) for x in arrays)
+    chunks = tuple(x.reshape(-1, length, *x.shape[1:]) for x in filled)
+    out: jax.Array = jax.lax.map(lambda chunk: function(*chunk), chunks)
+    return out.reshape(-1, *out.shape[2:])[:num_rows]
 
 
 def _num_at_once(num_numbers: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -207,7 +208,7 @@ class PagedCache:
     ) -> None:
         self.plan = plan
         self._pages = pages or PoolAllocator()
-        self._scales = dict(enumerate(scales or ()))
+        self._scales = scales
         self.layout = plan.layout
         self.pages_per_seq = -(-plan.max_len // plan.page_size)
         self.pools: tuple[Pool, ...] = ()
@@ -222,8 +223,8 @@ class PagedCache:
         """Allocates the pools again, all zeros; also after a failed step has deleted them."""
         self.pools = ()
         self.pools = tuple(
-            self._pages.pool(self._shape(n), shape.dtype, self._scales.get(n))
-            for n, shape in enumerate(self.plan.shapes)
+            self._pages.pool(self._shape(n), shape.dtype, scales)
+            for n, (shape, scales) in enumerate(itertools.zip_longest(self.plan.shapes, self._scales or ()))
         )
         give_back_freed()  # zeros that pools were made of
 
