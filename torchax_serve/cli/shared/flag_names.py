@@ -93,7 +93,7 @@ HINTS: Mapping[str, str] = {
     "--lora-path": _ADAPTERS,
     "--max-context-len": _LENGTH,
     "--max-len": "use --max-model-len, which plan and deploy have",
-    "--max-logprobs": "a request may ask for 20 at most",
+    "--max-logprobs": "serve has --max-logprobs",
     "--max-model-len": _LENGTH,
     "--max-num-batched-tokens": "the scheduler chooses; in Python, serve(engine=EngineOptions(...)) says",
     "--max-num-seqs": _SEQS,
