@@ -157,3 +157,46 @@ def test_usage_comes_with_every_piece(server):
     fields = {"model": "tiny", "messages": QUESTION, "max_tokens": 5, "stream_options": options}
     counts = [chunk["usage"]["completion_tokens"] for chunk in events(server, "/v1/chat/completions", **fields)]
     assert counts == sorted(counts) and counts[-1] == 5
+
+
+VLLM_ANSWERS = {
+    "completion": "id object created model choices service_tier system_fingerprint usage kv_transfer_params "
+    "ec_transfer_params metrics",
+    "completion choice": "index text logprobs finish_reason stop_reason token_ids prompt_logprobs prompt_token_ids "
+    "routed_experts",
+    "chat": "id object created model choices service_tier system_fingerprint usage prompt_logprobs prompt_token_ids "
+    "prompt_text kv_transfer_params ec_transfer_params metrics",
+    "chat choice": "index message logprobs finish_reason stop_reason token_ids routed_experts",
+    "message": "role content refusal annotations audio function_call reasoning",
+}
+"""Fields of vLLM's complete answers, which are null where they have no value."""
+
+
+def test_complete_answers_have_the_fields_of_vllm(http):
+    body = {"prompt": "Hi", "max_tokens": 2}
+    completion = http.post("/v1/completions", json=body).json()
+    chat = http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2})
+    chat = chat.json()
+    parts = {
+        "completion": completion,
+        "completion choice": completion["choices"][0],
+        "chat": chat,
+        "chat choice": chat["choices"][0],
+        "message": chat["choices"][0]["message"],
+    }
+    for name, part in parts.items():
+        assert set(part) == set(VLLM_ANSWERS[name].split()), name
+    chunks = http.post("/v1/chat/completions", json={"messages": QUESTION, "max_tokens": 2, "stream": True}).text
+    first, *_ = (json.loads(line[6:]) for line in chunks.splitlines() if line.startswith("data: {"))
+    assert first["prompt_token_ids"] is None and first["choices"][0]["token_ids"] is None
+    asked = {"return_token_ids": True, "prompt_logprobs": 0}
+    choice = http.post("/v1/completions", json=body | asked).json()["choices"][0]
+    assert choice["token_ids"] and choice["prompt_token_ids"] and choice["prompt_logprobs"]
+
+
+def test_all_fields_that_are_wrong_are_named_at_once(post):
+    body = {"prompt": "Hi", "best": 1, "nn": 2, "kv_transfer_params": {"a": 1}, "seed": "x", "stop": 5, "n": 1}
+    error = post("/v1/completions", **body).json()["error"]
+    named = ["unknown fields 'best', 'nn'", "kv_transfer_params: expected null", "seed: expected ", "stop: expected "]
+    assert all(text in error["message"] for text in named), error
+    assert (error["param"], error["code"]) == ("best", "unknown_parameter") and error["message"].count("stop:") == 1

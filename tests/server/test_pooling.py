@@ -9,7 +9,9 @@ import httpx
 import numpy as np
 import openai
 import pytest
+import torch
 from running_server import RunningServer, serving
+from transformers import AutoModelForSequenceClassification
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "pooling"))
 
@@ -197,6 +199,42 @@ def test_limits_of_time_and_clients_that_go(embedder):
         assert answer.headers["retry-after"] == "1"
     finally:
         impatient.stop()
+
+
+def test_texts_are_cut_to_a_number_of_tokens(embedder, ranker, classifier, labeller):
+    text, most = "the cat sat on a dog", 5
+    server, model = embedder
+    ids = model.tokenizer(text)["input_ids"]
+    cut = [*ids[: most - 1], ids[-1]]  # the last token ends a text
+    assert len(ids) > most
+    answer = post(server, "/v1/embeddings", input=[text, "a"], pooling="mean", truncate_prompt_tokens=most).json()
+    expected = model.embed([cut, "a"], pooling="mean")
+    np.testing.assert_allclose([each["embedding"] for each in answer["data"]], expected, atol=1e-6)
+    assert answer["usage"]["prompt_tokens"] == most + len(model.tokenizer("a")["input_ids"])
+    server, model = classifier
+    probs = post(server, "/classify", input=text, truncate_prompt_tokens=most).json()["data"][0]["probs"]
+    np.testing.assert_allclose(probs, list(model.classify([cut])[0].scores.values()), atol=1e-6)
+    labels = post(labeller[0], "/pooling", input=text, truncate_prompt_tokens=most).json()["data"][0]["data"]
+    assert [each["token_id"] for each in labels] == cut[1:-1]
+    server, model = ranker
+    pair = {"text_1": "cat", "text_2": text, "truncate_prompt_tokens": most + 3}
+    (score,) = post(server, "/score", **pair).json()["data"]
+    pair_ids = model.tokenizer("cat", text, truncation=True, max_length=most + 3)
+    eager = AutoModelForSequenceClassification.from_pretrained(model.name).eval()
+    with torch.no_grad():
+        logits = eager(**{name: torch.tensor([ids]) for name, ids in pair_ids.items()}).logits
+    assert score["score"] == pytest.approx(float(logits.sigmoid()), abs=1e-5)
+
+
+@pytest.mark.parametrize("most", [0, -2, 10**6])
+def test_numbers_that_are_none_of_tokens_are_named(embedder, ranker, most):
+    for server, path, body in (
+        (embedder[0], "/v1/embeddings", {"input": "a", "pooling": "mean"}),
+        (ranker[0], "/rerank", {"query": "a", "documents": ["b"]}),
+    ):
+        answer = post(server, path, **body, truncate_prompt_tokens=most)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"].startswith("truncate_prompt_tokens: expected -1, or 1 to ")
 
 
 def test_a_text_that_is_too_long_names_the_field_that_cuts_it(embedder):

@@ -55,7 +55,7 @@ class EmbedsTexts(abc.ABC):
         normalize: bool | None = None,
         prompt: str | None = None,
         prompt_name: str | None = None,
-        truncate: bool | None = None,
+        truncate: bool | int | None = None,
         truncate_dim: int | None = None,
         timeout_s: float | None = None,
         queue_timeout_s: float | None = None,
@@ -70,7 +70,8 @@ class EmbedsTexts(abc.ABC):
             normalize: scale each embedding to length 1; None follows the checkpoint's files.
             prompt: text in front of each text.
             prompt_name: name of one of the checkpoint's prompts, in place of `prompt`.
-            truncate: cut texts that are too long (True) or raise (False); None follows the checkpoint's files.
+            truncate: cut texts that are too long (True) or raise (False); a number: cut them to so many tokens. None
+                follows the checkpoint's files.
             truncate_dim: number of leading values of each embedding to return; None follows the checkpoint's files.
             timeout_s: seconds after which the call ends with an error, looked at before each forward; None: never.
             queue_timeout_s: the same for a call that has not begun by then.
@@ -94,7 +95,7 @@ class EmbedsTexts(abc.ABC):
         normalize: bool | None = None,
         prompt: str | None = None,
         prompt_name: str | None = None,
-        truncate: bool | None = None,
+        truncate: bool | int | None = None,
         truncate_dim: int | None = None,
         timeout_s: float | None = None,
         queue_timeout_s: float | None = None,
@@ -137,7 +138,7 @@ class EmbedsTexts(abc.ABC):
         normalize: bool | None,
         prompt: str | None,
         prompt_name: str | None,
-        truncate: bool | None,
+        truncate: bool | int | None,
         truncate_dim: int | None,
     ) -> QueuedTexts:
         """Returns the call for `texts`, which are checked."""
@@ -154,7 +155,9 @@ class EmbedsTexts(abc.ABC):
         def call(items: Sequence[Any]) -> Any:  # on the queue's thread, since an embedder reads files
             return embed_texts(self._embedder(chooses=pooling is not None), items, **options)
 
-        return QueuedTexts(self._pooling_queue, ("embed", *options.values()), call, checked_texts(texts))
+        return QueuedTexts(
+            self._pooling_queue, ("embed", type(truncate), *options.values()), call, checked_texts(texts)
+        )
 
 
 class LabelsTexts(EmbedsTexts):
@@ -164,7 +167,7 @@ class LabelsTexts(EmbedsTexts):
         self,
         texts: str | Sequence[Text],
         *,
-        truncate: bool = False,
+        truncate: bool | int = False,
         timeout_s: float | None = None,
         queue_timeout_s: float | None = None,
     ) -> Classification | list[Classification]:
@@ -174,7 +177,7 @@ class LabelsTexts(EmbedsTexts):
 
         Args:
             texts: one text or several; a list of token ids may replace a text.
-            truncate: cut texts that are too long instead of raising.
+            truncate: cut texts that are too long instead of raising; a number: cut them to so many tokens.
             timeout_s: as in `embed`.
             queue_timeout_s: as in `embed`.
 
@@ -191,7 +194,7 @@ class LabelsTexts(EmbedsTexts):
         self,
         texts: str | Sequence[Text],
         *,
-        truncate: bool = False,
+        truncate: bool | int = False,
         timeout_s: float | None = None,
         queue_timeout_s: float | None = None,
     ) -> Classification | list[Classification]:
@@ -204,7 +207,7 @@ class LabelsTexts(EmbedsTexts):
         self,
         texts: str | Sequence[Text],
         *,
-        truncate: bool = False,
+        truncate: bool | int = False,
         timeout_s: float | None = None,
         queue_timeout_s: float | None = None,
     ) -> list[TokenLabel] | list[list[TokenLabel]]:
@@ -217,7 +220,7 @@ class LabelsTexts(EmbedsTexts):
         self,
         texts: str | Sequence[Text],
         *,
-        truncate: bool = False,
+        truncate: bool | int = False,
         timeout_s: float | None = None,
         queue_timeout_s: float | None = None,
     ) -> list[TokenLabel] | list[list[TokenLabel]]:
@@ -232,7 +235,7 @@ class LabelsTexts(EmbedsTexts):
         documents: Sequence[str],
         *,
         top_k: int | None = None,
-        truncate: bool | None = None,
+        truncate: bool | int | None = None,
         timeout_s: float | None = None,
         queue_timeout_s: float | None = None,
     ) -> list[RankedDocument]:
@@ -242,7 +245,8 @@ class LabelsTexts(EmbedsTexts):
             query: a text.
             documents: texts.
             top_k: number of documents to return; None returns all.
-            truncate: cut pairs that are too long, the longer text first (True), or raise (False). None cuts them as
+            truncate: cut pairs that are too long, the longer text first (True; a number: to so many tokens), or raise
+                (False). None cuts them as
                 sentence-transformers does and logs a warning.
             timeout_s: as in `embed`.
             queue_timeout_s: as in `embed`.
@@ -261,7 +265,7 @@ class LabelsTexts(EmbedsTexts):
         self,
         pairs: Sequence[tuple[str, str]],
         *,
-        truncate: bool | None = None,
+        truncate: bool | int | None = None,
         timeout_s: float | None = None,
         queue_timeout_s: float | None = None,
     ) -> np.ndarray:
@@ -273,7 +277,7 @@ class LabelsTexts(EmbedsTexts):
         self,
         pairs: Sequence[tuple[str, str]],
         *,
-        truncate: bool | None = None,
+        truncate: bool | int | None = None,
         timeout_s: float | None = None,
         queue_timeout_s: float | None = None,
     ) -> np.ndarray:
@@ -281,10 +285,10 @@ class LabelsTexts(EmbedsTexts):
         call = self._call(classification.score_pairs, pairs, truncate)
         return np.asarray(await call.run_async(timeout_s, queue_timeout_s), np.float32)
 
-    def _call(self, function: Callable[..., Any], items: Sequence[Any], truncate: bool | None) -> QueuedTexts:
+    def _call(self, function: Callable[..., Any], items: Sequence[Any], truncate: bool | int | None) -> QueuedTexts:
         self._followed()
 
         def call(items: Sequence[Any]) -> Any:
             return function(self._head(), items, truncate=truncate)
 
-        return QueuedTexts(self._pooling_queue, (function.__name__, truncate), call, list(items))
+        return QueuedTexts(self._pooling_queue, (function.__name__, type(truncate), truncate), call, list(items))

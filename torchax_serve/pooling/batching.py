@@ -86,17 +86,21 @@ def rows_of(
     pairs: Sequence[str] | None,
     *,
     max_len: int | None,
-    truncate: bool,
+    truncate: bool | int,
     remedy: str = "shorten it, or pass truncate=True",
 ) -> tuple[list[Row], list[int]]:
     """Returns the rows of texts, or of pairs of texts, and the indices of those cut.
 
-    Texts that are too long are cut to `max_len` tokens.
+    Texts that are too long are cut to `max_len` tokens, or to `truncate` if that is a number.
 
     Raises:
-        InvalidArgumentError: an empty text, text for a model without a tokenizer; without `truncate`, more than
-            `max_len` tokens.
+        InvalidArgumentError: a number below 1; an empty text, text for a model without a tokenizer; without
+            `truncate`, more than `max_len` tokens.
     """
+    if not isinstance(truncate, bool):
+        if truncate < 1:
+            raise InvalidArgumentError(f"truncate: expected True, False or a number of tokens >= 1, got {truncate}")
+        max_len, truncate = truncate if max_len is None else min(truncate, max_len), True
     rows: list[Row] = []
     cut: list[int] = []
     for index, text in enumerate(texts):

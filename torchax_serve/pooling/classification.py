@@ -85,7 +85,7 @@ class TextHead:
     lack: str = ""
 
 
-def classify(head: TextHead, texts: str | Sequence[Text], *, truncate: bool) -> Any:
+def classify(head: TextHead, texts: str | Sequence[Text], *, truncate: bool | int) -> Any:
     """See `torchax_serve.EncoderModel.classify`."""
     requested = checked_texts(texts)
     _require(head, "classify")
@@ -96,7 +96,7 @@ def classify(head: TextHead, texts: str | Sequence[Text], *, truncate: bool) -> 
     return found[0] if isinstance(texts, str) else found
 
 
-def classify_tokens(head: TextHead, texts: str | Sequence[Text], *, truncate: bool) -> Any:
+def classify_tokens(head: TextHead, texts: str | Sequence[Text], *, truncate: bool | int) -> Any:
     """See `torchax_serve.EncoderModel.classify_tokens`."""
     requested = checked_texts(texts)
     _require(head, "classify_tokens")
@@ -132,7 +132,7 @@ def rerank(
     return [RankedDocument(index, pairs[index], float(scores[index])) for index in order[:top_k]]
 
 
-def score_pairs(head: TextHead, pairs: Sequence[tuple[str, str]], *, truncate: bool | None) -> np.ndarray:
+def score_pairs(head: TextHead, pairs: Sequence[tuple[str, str]], *, truncate: bool | int | None) -> np.ndarray:
     """Returns the scores float32[num_pairs] of pairs of texts by a cross-encoder.
 
     Errors are those of `rerank`.
@@ -140,7 +140,7 @@ def score_pairs(head: TextHead, pairs: Sequence[tuple[str, str]], *, truncate: b
     _require(head, "rerank")
     tokenizer, max_len = head.tokenizer, head.max_len
     queries, documents = [query for query, _ in pairs], [document for _, document in pairs]
-    rows, cut = rows_of(tokenizer, queries, documents, max_len=max_len, truncate=truncate is not False)
+    rows, cut = rows_of(tokenizer, queries, documents, max_len=max_len, truncate=True if truncate is None else truncate)
     if cut and truncate is None:
         tokenizer.warn_once(
             f"{head.name}: pairs are cut to {max_len} tokens, as by sentence-transformers; {len(cut)} of "

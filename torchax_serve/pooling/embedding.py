@@ -28,7 +28,7 @@ def embed(
     normalize: bool | None = None,
     prompt: str | None = None,
     prompt_name: str | None = None,
-    truncate: bool | None = None,
+    truncate: bool | int | None = None,
     truncate_dim: int | None = None,
 ) -> np.ndarray:
     """Returns embeddings of texts.
@@ -40,8 +40,8 @@ def embed(
         normalize: scale to length 1; None follows the checkpoint's files, and does not without them.
         prompt: text in front of each text.
         prompt_name: name of one of the checkpoint's prompts, in place of `prompt`.
-        truncate: cut texts that are too long (True), or raise (False). None cuts them and logs a warning if the
-            checkpoint has files of sentence-transformers, and raises otherwise.
+        truncate: cut texts that are too long (True), or raise (False); a number: cut to so many tokens. None cuts them
+            and logs a warning if the checkpoint has files of sentence-transformers, and raises otherwise.
         truncate_dim: number of leading values of each embedding to return; None follows the checkpoint's files.
 
     Returns:
@@ -112,7 +112,7 @@ class Embedder:
         requested: Sequence[Text],
         prompt: str,
         *,
-        truncate: bool,
+        truncate: bool | int,
         is_explicit: bool,
         truncate_dim: int | None,
         normalize: bool | None,

@@ -10,7 +10,7 @@ from typing import Any
 
 from torchax_serve.server.answers import Answer
 from torchax_serve.server.context import ServerContext
-from torchax_serve.server.formats import LogprobFormat, finish_reason_of, usage_of
+from torchax_serve.server.formats import NOT_GIVEN, LogprobFormat, finish_reason_of, usage_of
 from torchax_serve.server.harmony import HarmonyParser
 from torchax_serve.server.merged_answers import merged_steps
 from torchax_serve.server.model_service import ModelService
@@ -19,6 +19,9 @@ from torchax_serve.server.response_parsing import AnswerParser
 from torchax_serve.server.schemas import ChatRequest
 from torchax_serve.server.sse import DONE, event
 from torchax_serve.text.step_decoder import AnswerStep
+
+_NOT_WRITTEN = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))
+"""Parts of a message that vLLM's clients may read, and that models do not write here, or not always."""
 
 
 class MessageReader:
@@ -110,13 +113,14 @@ class ChatCompletion:
         choices = [self._choice(index, steps[index], parsed[index]) for index in range(len(self._answers))]
         found = self._envelope("chat.completion", choices)
         found |= {"service_tier": "default", "system_fingerprint": self._context.fingerprint, "usage": self._usage()}
-        return found | self._prompt_fields()
+        without = {"prompt_logprobs": None, "prompt_token_ids": None, "prompt_text": None, **NOT_GIVEN}
+        return found | without | self._prompt_fields()
 
     def _choice(self, index: int, steps: list[AnswerStep], parsed: list[ParsedStep]) -> dict[str, Any]:
         content = "".join(each.content for each in parsed)
         reasoning = "".join(each.reasoning for each in parsed)
         calls = joined_calls(parsed)
-        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": content, **_NOT_WRITTEN}
         if calls:
             message |= {"content": content or None, "tool_calls": calls}
         if reasoning and self._request.include_reasoning is not False:
@@ -127,6 +131,8 @@ class ChatCompletion:
             "logprobs": self._logprobs(steps),
             "finish_reason": self._readers[index].finish_reason(steps[-1]),
             "stop_reason": steps[-1].stop,
+            "token_ids": None,
+            "routed_experts": None,
         }
         if self._request.return_token_ids:
             choice["token_ids"] = [token_id for step in steps for token_id in step.token_ids]
@@ -158,7 +164,7 @@ class ChatCompletion:
                 for answer, step in batch:
                     self._context.metrics.step(answer, step)
                     if answer.index not in opened:
-                        further = {} if opened else self._prompt_fields()
+                        further = {} if opened else {"prompt_token_ids": None, **self._prompt_fields()}
                         opened.add(answer.index)
                         delta = {"role": "assistant", "content": ""}
                         pieces.append(self._chunk(answer, delta, further=further))
@@ -201,7 +207,8 @@ class ChatCompletion:
         further: dict[str, Any] | None = None,
         **fields: Any,
     ) -> bytes:
-        choice = {"index": answer.index, "delta": delta, "logprobs": None, "finish_reason": None, **fields}
+        choice = {"index": answer.index, "delta": delta, "logprobs": None, "finish_reason": None, "token_ids": None}
+        choice |= fields
         chunk = self._envelope("chat.completion.chunk", [choice]) | (further or {})
         chunk["system_fingerprint"] = self._context.fingerprint
         options = self._request.stream_options

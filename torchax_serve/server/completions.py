@@ -19,7 +19,7 @@ from torchax_serve.server.body import read_request
 from torchax_serve.server.context import ServerContext, context_of, follow
 from torchax_serve.server.errors import ApiError, bad_request
 from torchax_serve.server.fim_prompts import prompts_with_gap
-from torchax_serve.server.formats import LogprobFormat, finish_reason_of, usage_of
+from torchax_serve.server.formats import NOT_GIVEN, LogprobFormat, finish_reason_of, usage_of
 from torchax_serve.server.merged_answers import merged_steps
 from torchax_serve.server.model_service import ModelService, adapter_of, scoped_salt
 from torchax_serve.server.request_checks import check_counts, truncated
@@ -182,7 +182,7 @@ class TextCompletion:
         choices = [
             self._choice(answer, parts[answer.index], with_prompt=bool(self._request.echo)) for answer in self._answers
         ]
-        return self._envelope(choices) | {"usage": self._usage()}
+        return self._envelope(choices) | {"service_tier": None, "usage": self._usage(), **NOT_GIVEN}
 
     def _prompt_text(self, answer: Answer) -> str:
         """Returns the text of an answer's prompt, as it was given if it was text."""
@@ -203,7 +203,11 @@ class TextCompletion:
             "logprobs": self._logprobs(answer, steps, with_prompt),
             "finish_reason": finish_reason_of(steps[-1].finish_reason),
             "stop_reason": steps[-1].stop,
+            "token_ids": None,
+            "prompt_token_ids": None,
         }
+        if not self._request.stream:
+            choice |= {"prompt_logprobs": None, "routed_experts": None}
         if self._request.return_token_ids:
             choice["token_ids"] = [token_id for step in steps for token_id in step.token_ids]
         if with_prompt or steps[-1].finish_reason is not None or not self._request.stream:

@@ -99,8 +99,9 @@ class ApiError(Exception):
 _PHRASES: Mapping[str, str] = {
     "None leaves it unset": "leave it out",
     "for greedy decoding set do_sample=False (in SamplingParams: temperature=0)": "0 is greedy",
-    "0 gives that of the sampled token only, None none": "0 gives that of the sampled token only",
-    "0 gives those of the prompt's tokens only, None none": "0 gives those of the prompt's tokens only",
+    "0 gives that of the sampled token only, -1 all, None none": "0 gives that of the sampled token only, -1 all",
+    "0 gives those of the prompt's tokens only, -1 all, None none": "0 gives those of the prompt's tokens only, -1 all",
+    "EngineOptions(max_logprobs=...) allows more": "--max-logprobs allows more",
     "pass truncate=True": "set truncate_prompt_tokens to -1",
 }
 """Advice that only makes sense in Python, as requests have it."""

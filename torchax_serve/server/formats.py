@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from model_adapters.errors import QueueDeadlineError
@@ -26,6 +26,10 @@ def usage_of(answers: Iterable[Answer], num_prompt_tokens: int, num_reasoning_to
         "prompt_tokens_details": {"cached_tokens": sum(cached.values())},
         "completion_tokens_details": {"reasoning_tokens": num_reasoning_tokens},
     }
+
+
+NOT_GIVEN: Mapping[str, None] = dict.fromkeys(("kv_transfer_params", "ec_transfer_params", "metrics"))
+"""Fields of complete answers that vLLM's clients may read, and that have no values here."""
 
 
 def _num_chars(text: bytes) -> int:

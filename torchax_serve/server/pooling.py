@@ -51,6 +51,11 @@ async def _read(request: Request, kind: type[Body], task: str) -> tuple[ModelSer
     service.require(task, request.scope["path"])
     body = await read_request(request, context.options, kind)
     service.settle_name(body, request.state.key)
+    most, limit = body.truncate_prompt_tokens, service.max_model_len
+    if most is not None and (most < -1 or most == 0 or (limit is not None and most > limit)):
+        expected = "-1 or more" if limit is None else f"-1, or 1 to {limit}"
+        message = f"truncate_prompt_tokens: expected {expected}, got {most}"
+        raise bad_request(message, "truncate_prompt_tokens", "invalid_value")
     return service, body
 
 
@@ -89,9 +94,9 @@ def _renamed(error: Exception, field: str) -> Exception:
     return bad_request(f"{field}:{rest if colon else ' ' + message}", field, "invalid_value")
 
 
-async def _usage(request: Request, service: ModelService, texts: Sequence[Any]) -> dict[str, int]:
+async def _usage(request: Request, service: ModelService, body: PoolingRequest, texts: Sequence[Any]) -> dict[str, int]:
     """Returns the usage of a request, which is charged to its key."""
-    num_tokens = await service.run(_num_tokens, service, texts)
+    num_tokens = await service.run(_num_tokens, service, texts, body.truncate_prompt_tokens)
     if request.state.usage is not None:
         request.state.usage.charge(num_tokens)
     return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
@@ -120,7 +125,7 @@ async def embedded(
         "pooling": body.pooling,
     }
     found = await _results(request, functools.partial(service.model.aembed, **options), texts, "input")
-    return found, await _usage(request, service, texts)
+    return found, await _usage(request, service, body, texts)
 
 
 def _encoded(row: np.ndarray, form: str | None) -> Any:
@@ -133,7 +138,7 @@ async def classify(request: Request) -> Response:
     """Returns the labels of texts."""
     service, body = await _read(request, ClassifyRequest, "classify")
     texts = texts_of(body.input)
-    truncate = bool(body.truncate)
+    truncate = body.truncate or False
     call = functools.partial(_encoder(service).aclassify, truncate=truncate)
     found = await _results(request, call, texts, "input")
     data = (
@@ -145,7 +150,7 @@ async def classify(request: Request) -> Response:
         }
         for index, each in enumerate(found)
     )
-    usage = await _usage(request, service, texts)
+    usage = await _usage(request, service, body, texts)
     return await list_response(service, "data", data, _list("classify", body.model) | {"usage": usage})
 
 
@@ -153,7 +158,7 @@ async def pooling(request: Request) -> Response:
     """Returns the label of each token."""
     service, body = await _read(request, TokenPoolingRequest, "label tokens")
     texts = texts_of(body.input)
-    truncate = bool(body.truncate)
+    truncate = body.truncate or False
     call = functools.partial(_encoder(service).aclassify_tokens, truncate=truncate)
     found = await _results(request, call, texts, "input")
     data = (
@@ -167,7 +172,7 @@ async def pooling(request: Request) -> Response:
         }
         for index, labels in enumerate(found)
     )
-    usage = await _usage(request, service, texts)
+    usage = await _usage(request, service, body, texts)
     return await list_response(service, "data", data, _list("pool", body.model) | {"usage": usage})
 
 
@@ -187,7 +192,7 @@ async def rerank(request: Request) -> Response:
         {"index": index, "relevance_score": scores[index]} | ({"document": {"text": documents[index]}} if shown else {})
         for index in order
     )
-    usage = await _usage(request, service, [*documents, *[body.query] * len(documents)])
+    usage = await _usage(request, service, body, [*documents, *[body.query] * len(documents)])
     others = {"id": f"rerank-{uuid.uuid4().hex}", "model": body.model, "usage": usage}
     return await list_response(service, "results", results, others)
 
@@ -219,7 +224,7 @@ async def score(request: Request) -> Response:
         )
     scores = await _scores(request, service, list(zip(firsts, seconds, strict=True)), body.truncate, "text_2")
     data = ({"index": index, "object": "score", "score": each} for index, each in enumerate(scores))
-    usage = await _usage(request, service, [*firsts, *seconds])
+    usage = await _usage(request, service, body, [*firsts, *seconds])
     return await list_response(service, "data", data, _list("score", body.model) | {"usage": usage})
 
 
@@ -232,7 +237,7 @@ def _texts(name: str, *spellings: str | list[str] | None) -> list[str]:
 
 
 async def _scores(
-    request: Request, service: ModelService, pairs: list[tuple[str, str]], truncate: bool | None, field: str
+    request: Request, service: ModelService, pairs: list[tuple[str, str]], truncate: bool | int | None, field: str
 ) -> list[float]:
     found = await _results(request, functools.partial(_encoder(service).ascore_pairs, truncate=truncate), pairs, field)
     return [float(each) for each in found]
@@ -247,12 +252,13 @@ def _list(kind: str, model: str) -> dict[str, Any]:
     }
 
 
-def _num_tokens(service: ModelService, texts: Sequence[Any]) -> int:
+def _num_tokens(service: ModelService, texts: Sequence[Any], most: int | None) -> int:
     """Returns the number of tokens of texts and of token ids together, special tokens included."""
     tokenizer: Any = service.model.tokenizer
     given = [text for text in texts if not isinstance(text, str)]
     written = [text for text in texts if isinstance(text, str)]
     ids = tokenizer(written)["input_ids"] if written else []
-    limit = service.max_model_len
+    limits = [each for each in (service.max_model_len, most) if each is not None and each > 0]
+    limit = min(limits, default=None)
     lens = [len(each) for each in (*given, *ids)]
     return sum(lens if limit is None else [min(length, limit) for length in lens])

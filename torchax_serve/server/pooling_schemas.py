@@ -20,7 +20,7 @@ _USER = no_effect("who asks is told by the API key")
 _MODEL = honoured("a name in `/v1/models`, another one is 404; without it, the served one")
 _SPECIAL = refused("expected true; give token ids for other texts", True)
 _ACTIVATED = refused("expected true; scores are probabilities as the checkpoint's files say", True)
-_CUT = "`null` cuts texts as the checkpoint's files say; -1 cuts them to the model's length"
+_CUT = "tokens that texts are cut to; -1: the model's length; `null` cuts them as the checkpoint's files say"
 Texts = str | Ids | Strings | Annotated[list[Ids], FAIL_FAST]
 
 
@@ -38,16 +38,16 @@ class PoolingRequest(ApiRequest):
     user: Annotated[str | None, _USER] = None
     request_id: Annotated[str | None, no_effect("the header X-Request-Id is taken")] = None
     priority: Annotated[int | None, no_effect("texts are computed in their order")] = None
-    truncate_prompt_tokens: Annotated[Literal[-1] | None, honoured(_CUT)] = None
+    truncate_prompt_tokens: Annotated[int | None, honoured(_CUT)] = None
     truncation_side: Annotated[Any, refused("expected right, at which texts are cut", "right")] = None
     padding: Annotated[Any, refused("expected do_not_pad; padding changes no result", "do_not_pad")] = None
     mm_processor_kwargs: Annotated[Any, refused("expected none; inputs are texts", {})] = None
     cache_salt: Annotated[str | None, no_effect("texts share nothing")] = None
 
     @property
-    def truncate(self) -> bool | None:
-        """Whether long texts are cut; None follows the checkpoint."""
-        return None if self.truncate_prompt_tokens is None else True
+    def truncate(self) -> bool | int | None:
+        """Whether long texts are cut, or to how many tokens; None follows the checkpoint."""
+        return True if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
 
 
 class EmbeddingRequest(PoolingRequest):

@@ -91,20 +91,25 @@ class ApiRequest(pydantic.BaseModel):
         if not isinstance(value, dict):
             raise bad_request(f"expected a JSON object, got {json_kind(value)}")
         takes_unknown = cls.model_config.get("extra") == "allow"
+        found: list[ApiError] = []
         if not takes_unknown and (unknown := [name for name in value if name not in cls.model_fields]):
-            raise _unknown_fields(unknown, list(cls.model_fields))
+            found.append(_unknown_fields(unknown, list(cls.model_fields)))
+            value = {name: given for name, given in value.items() if name in cls.model_fields}
         notes = notes_of(cls)
         if wrong := [name for name, note in notes.items() if note.refuses(value.get(name))]:
             message = "; ".join(f"{name}: {notes[name].text}" for name in wrong)
-            raise bad_request(message, wrong[0], "unsupported_parameter")
+            found.append(bad_request(message, wrong[0], "unsupported_parameter"))
         for name, given in value.items():
             if isinstance(given, dict) and len(given) > MAX_ENTRIES:
                 message = f"{name}: expected at most {MAX_ENTRIES} entries, got {len(given)}"
                 raise bad_request(message, name, "invalid_value")
         try:
-            return cls.model_validate(value)
+            request = cls.model_validate(value)
         except pydantic.ValidationError as error:
-            raise _invalid_field(error, cls.tags) from None
+            found += _invalid_fields(error, cls.tags)
+        if found:
+            raise _joined(found) from None
+        return request
 
 
 def notes_of(model: type[ApiRequest]) -> dict[str, FieldNote]:
@@ -146,16 +151,30 @@ def _unknown_fields(names: list[str], known: list[str]) -> ApiError:
     return bad_request(f"unknown field {shown}; {remedy}", names[0][:100], "unknown_parameter")
 
 
-def _invalid_field(error: pydantic.ValidationError, tags: frozenset[str]) -> ApiError:
-    """Returns the answer to the first error of pydantic: the path of the field, expected, got."""
+def _joined(errors: list[ApiError]) -> ApiError:
+    """Returns one answer to several errors, with the field and code of the first."""
+    message = "; ".join(error.message for error in errors[:MAX_NAMED])
+    return bad_request(message, errors[0].param, errors[0].code)
+
+
+def _invalid_fields(error: pydantic.ValidationError, tags: frozenset[str]) -> list[ApiError]:
+    """Returns the answers to errors of pydantic, one for each field, in their order."""
     errors = error.errors(include_url=False)
-    first = errors[0]
-    name = _path(_without_tags(first["loc"], tags))
+    found: dict[str, ApiError] = {}  # by the field; members of a union have an error each
+    unknown = [_path(_without_tags(each["loc"], tags)) for each in errors if each["type"] == "extra_forbidden"]
+    for each in errors:
+        is_unknown = each["type"] == "extra_forbidden"
+        name = _path(_without_tags(each["loc"], tags))
+        found.setdefault(
+            "" if is_unknown else name, _unknown_fields(unknown, []) if is_unknown else _invalid(name, each)
+        )
+    return list(found.values())
+
+
+def _invalid(name: str, first: Any) -> ApiError:
+    """Returns the answer to one error of pydantic: the path of the field, expected, got."""
     if first["type"] == "missing":
         return bad_request(f"{name}: expected a value, got none", name, "missing_required_parameter")
-    if first["type"] == "extra_forbidden":
-        paths = (_without_tags(each["loc"], tags) for each in errors if each["type"] == "extra_forbidden")
-        return _unknown_fields([_path(path) for path in paths], [])
     if first["type"] == "union_tag_invalid":
         context = first["ctx"]
         message = f"{name}.type: expected one of {context['expected_tags']}, got {short_repr(context['tag'])}"
