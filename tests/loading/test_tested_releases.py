@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import logging
+import platform
 import tomllib
 from pathlib import Path
 
@@ -15,11 +16,11 @@ PROJECT = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml")
 
 @pytest.fixture
 def versions(monkeypatch):
-    """Versions that the packages seem to have."""
+    """Versions that the packages and Python seem to have: old ones, and what a test says."""
     tested_releases.log_newer_releases.cache_clear()
-    found = {}
-    original = importlib.metadata.version
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: found.get(name) or original(name))
+    found = dict.fromkeys(tested_releases.NOT_TESTED_FROM, "0.1")
+    monkeypatch.setattr(importlib.metadata, "version", found.__getitem__)
+    monkeypatch.setattr(platform, "python_version", lambda: found["python"])
     yield found
     tested_releases.log_newer_releases.cache_clear()
 
@@ -27,6 +28,8 @@ def versions(monkeypatch):
 @pytest.mark.parametrize(
     ("package", "version", "is_newer"),
     [
+        ("python", "3.11.7", False),
+        ("python", "3.99.0", True),
         ("torch", "2.13.1+cpu", False),
         ("torch", "2.99.0", True),
         ("torch", "3.0.0a1", True),
