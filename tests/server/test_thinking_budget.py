@@ -163,6 +163,9 @@ def test_budgets_that_cannot_be_held_are_refused(scripted):
         body = {"model": "scripted", "messages": QUESTION, "thinking_token_budget": -2}
         error = http.post("/v1/chat/completions", json=body).json()["error"]
         assert error["param"] == "thinking_token_budget" and "expected a whole number >= 0" in error["message"]
+        opened = {"thinking_token_budget": 0, "chat_template_kwargs": {"enable_thinking": True}}
+        error = http.post("/v1/chat/completions", json={**body, **opened, "allowed_token_ids": [5]}).json()["error"]
+        assert error["message"].startswith("allowed_token_ids, thinking_token_budget: expected a token that may follow")
         body |= {"thinking_token_budget": 1.5}
         assert http.post("/v1/chat/completions", json=body).status_code == 400
 

@@ -9,10 +9,7 @@ import numpy as np
 
 from model_adapters.errors import NoTokenLeftError
 from torchax_serve.sampling.row_params import RowSamplingParams
-from torchax_serve.sampling.token_masks import TokenMasks, num_words
-
-MASKS = "masks"
-"""Name of a request's token masks among its options."""
+from torchax_serve.sampling.token_masks import MASKS, TokenMasks, num_words
 
 
 def check_tokens_left(
@@ -37,7 +34,7 @@ def check_tokens_left(
     """
     forbidden = forbidden_tokens(row, tokens, prompt_len)
     if masks is not None and (forbidden or not only_with_others):
-        forbidden[MASKS] = _masked(masks, tokens[prompt_len:], row.vocab_size)
+        forbidden[getattr(masks, "option", MASKS)] = _masked(masks, tokens[prompt_len:], row.vocab_size)
     names = [name for name, each in forbidden.items() if each.any()]
     if not names or not _union(forbidden, names).all():
         return

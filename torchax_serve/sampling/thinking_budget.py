@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from model_adapters.errors import UnsupportedModelError
-from torchax_serve.sampling.token_masks import TokenMasks
+from torchax_serve.sampling.token_masks import MASKS, TokenMasks
 
 MAX_HELD = 64
 """Tokens in front of a reasoning in which its opening text is looked for."""
@@ -101,6 +101,11 @@ class ThinkingBudgetMasks:
         self._held: list[int] = []  # tokens in which a marker is looked for
         self._begun = ""  # text in front of them
         self._begin(begun)
+
+    @property
+    def option(self) -> str:
+        """Name of the option that asks for these masks, for errors."""
+        return "thinking_token_budget" if self._inner is None else MASKS
 
     @property
     def is_done(self) -> bool:

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+MASKS = "masks"
+"""Name of a request's token masks among its options, unless they have one of their own as `option`."""
 ALL_TOKENS = np.int32(-1)
 """Word of a mask in which every bit is set."""
 
