@@ -107,6 +107,7 @@ def test_tokens_are_those_of_eager_pytorch(model_type):
         model.engine.check_integrity = True
         assert tokens(model, prompts(*LENGTHS)) == wanted
         assert "not packed" not in model.engine.description
+        assert tokens(model, prompts(*LENGTHS)[:1]) == wanted[:1]
         before = model.stats().scheduler.num_hit_tokens
         assert tokens(model, prompts(*LENGTHS)[:1]) == wanted[:1]
         assert model.stats().scheduler.num_hit_tokens - before == 40
