@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from model_adapters.draft_heads.head_module import HeadOutput, cache_argument, causal_mask, own_base_class
+from model_adapters.errors import UnsupportedModelError
 
 
 class _SharedHead(nn.Module):
@@ -104,10 +105,15 @@ def mtp_class(module: PreTrainedModel) -> type[MtpHead]:
     """Returns the class of the head of a model, made of the model's own parts.
 
     Raises:
-        UnsupportedModelError: the model is not built as DeepSeek-V3 is.
+        UnsupportedModelError: the model is not built as DeepSeek-V3 is, or its attention has an indexer.
     """
     base: Any = module.base_model
     own = own_base_class(module, base, "DeepSeek-V3")
+    if any(hasattr(part, "indexer") for part in base.layers[-1].modules()):
+        raise UnsupportedModelError(
+            f"method 'mtp': expected a model whose attention reads all tokens, got {type(module).__name__} with an "
+            "indexer; leave it out"
+        )
     kinds = {
         "layer": type(base.layers[-1]),
         "norm": type(base.norm),

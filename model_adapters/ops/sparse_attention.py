@@ -1,8 +1,9 @@
 """Sparse attention on pages: an indexer takes tokens of each query, attention reads these.
 
 An indexer (DeepSeek-AI 2025, DeepSeek-V3.2) has keys of its own, one for each token, in a pool of pages that shares its
-page table with the pool of the layer's attention. `take_tokens` reads all of them; `sparse_attention` gathers as many
-tokens for a query as are taken, however long its sequence is. Both are JAX's own operations on every platform and mesh.
+page table with the pool of the layer's attention. `take_tokens` reads those of a sequence; `sparse_attention` gathers
+as many tokens for a query as are taken, however long its sequence is. Both are JAX's own operations on every platform
+and mesh.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from model_adapters.ops.paged_attention import block_len, by_block, padded
 from model_adapters.ops.row_pages import write_token_rows
 
 MAX_BATCH_BYTES = 64 << 20  # of what is gathered for queries that are computed at a time
+PART_LEN = 4096  # positions that are scored at a time, of as many as the longest sequence has
 NO_TOKEN = -1
 SUPPORTED_ARGS = frozenset({"softcap", "sinks", "kv_scales", "value_begin"})
 """Fields of `AttentionArgs` that `sparse_attention` takes: a window is for `take_tokens`."""
@@ -109,28 +111,42 @@ def take_tokens(
     if not 0 < num_taken <= capacity:
         raise InvalidArgumentError(f"take_tokens: expected num_taken within 1 .. {capacity}, got {num_taken}")
 
-    slots = pool.reshape(-1, pool.shape[3])
+    slots, page = pool.reshape(-1, pool.shape[3]), pool.shape[2]
+    num_pages = min(rows.page_table.shape[1], max(1, PART_LEN // page))  # of a part
+    part_len = num_pages * page
+    page_table = jnp.pad(rows.page_table, ((0, 0), (0, -rows.page_table.shape[1] % num_pages)))
 
     def taken(q: jax.Array, weights: jax.Array, tables: jax.Array, seen: jax.Array) -> jax.Array:
         """Computes queries ``[n, m, H, D]`` of n rows of pages that see so many tokens int32[n, m]."""
-        index = tables[..., None] * pool.shape[2] + jnp.arange(pool.shape[2], dtype=jnp.int32)
-        keys = take_rows(slots, index.reshape(len(tables), capacity))[..., :dim]
-        ahead = jnp.arange(capacity, dtype=jnp.int32) - seen[..., None]
-        is_seen = (ahead < 0) if window is None else (ahead < 0) & (ahead >= -window)
-        scores = jnp.where(is_seen, _index_scores(q, weights, keys, scale), -jnp.inf)
-        top, best = jax.lax.top_k(scores, num_taken)
+
+        def with_part(number: jax.Array, best: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            of_part = jax.lax.dynamic_slice_in_dim(tables, number * num_pages, num_pages, axis=1)
+            index = of_part[..., None] * page + jnp.arange(page, dtype=jnp.int32)
+            keys = take_rows(slots, index.reshape(len(tables), part_len))[..., :dim]
+            at = number * part_len + jnp.arange(part_len, dtype=jnp.int32)
+            ahead = at - seen[..., None]
+            is_seen = (ahead < 0) if window is None else (ahead < 0) & (ahead >= -window)
+            scores = jnp.where(is_seen, _index_scores(q, weights, keys, scale), -jnp.inf)
+            # Those of earlier parts come first: of equal scores `top_k` takes the first.
+            top, which = jax.lax.top_k(jnp.concatenate([best[0], scores], axis=-1), num_taken)
+            places = jnp.concatenate([best[1], jnp.broadcast_to(at, scores.shape)], axis=-1)
+            return top, jnp.take_along_axis(places, which, axis=-1)
+
+        shape = (*seen.shape, num_taken)
+        nothing = jnp.full(shape, -jnp.inf, jnp.float32), jnp.full(shape, NO_TOKEN, jnp.int32)
+        top, best = jax.lax.fori_loop(0, -(-jnp.max(seen) // part_len), with_part, nothing)
         return jnp.where(jnp.isneginf(top), NO_TOKEN, best)
 
     if rows.is_decode:
-        each = q[:, None], weights[:, None], rows.page_table, rows.kv_lens[:, None]
-        return _by_chunk(lambda *some: taken(*some)[:, 0], each, _num_at_once(capacity * (dim + heads + 1)))
-    length = block_len(num_tokens, heads, capacity)
+        each = q[:, None], weights[:, None], page_table, rows.kv_lens[:, None]
+        return _by_chunk(lambda *some: taken(*some)[:, 0], each, _num_at_once(part_len * (dim + heads + 1)))
+    length = block_len(num_tokens, heads, part_len)
     q, weights = padded(q, length), padded(weights, length)
 
     def one_block(seq: jax.Array, begin: jax.Array, positions: jax.Array) -> jax.Array:
         own_q, own_weights = (jax.lax.dynamic_slice_in_dim(x, begin, length)[None] for x in (q, weights))
         seen = jnp.where(positions < rows.kv_lens[seq], positions + 1, 0)
-        return taken(own_q, own_weights, rows.page_table[seq][None], seen[None])[0]
+        return taken(own_q, own_weights, page_table[seq][None], seen[None])[0]
 
     none = jnp.full((num_tokens, num_taken), NO_TOKEN, jnp.int32)
     return by_block(one_block, none, length, rows.kv_lens, rows.cu_q_lens)

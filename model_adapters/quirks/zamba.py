@@ -38,7 +38,8 @@ def _mixer(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tenso
     steps, b, c = (self.x_proj_weight @ by_head).split(sizes, dim=1)
     x, dt, b, c = (jnp.moveaxis(jax_view(each), 2, 0) for each in (by_head, self.dt_proj_weight @ steps, b, c))
     x, dt = (each.reshape(len(x), -1) for each in (x, dt))
-    dt = jax.nn.softplus(dt + jax_view(self.dt_proj_bias).reshape(-1).astype(dt.dtype))
+    # In float32, as the bias is that the original gives to the function.
+    dt = jax.nn.softplus(dt.astype(jnp.float32) + jax_view(self.dt_proj_bias).reshape(-1).astype(jnp.float32))
     a = -jnp.exp(jax_view(self.A_log).astype(jnp.float32)).reshape(x.shape[1], -1)
     d = jax_view(self.D).reshape(-1)
     out = layer.run_recurrence(a.shape, lambda pool, segments: selective_scan(x, dt, a, b, c, d, pool, segments))

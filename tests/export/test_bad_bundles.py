@@ -221,6 +221,8 @@ def test_what_cannot_be_exported(served, tmp_path):
         served.export(tmp_path)
     with pytest.raises(InvalidArgumentError, match="kv_cache_dtype: expected None for a bundle"):
         served.export(tmp_path / "out", engine=EngineOptions(kv_cache_dtype="int8", max_model_len=64))
+    with pytest.raises(InvalidArgumentError, match="max_logprobs: expected 0 to 20 for a bundle"):
+        served.export(tmp_path / "out", engine=EngineOptions(max_logprobs=-1, max_model_len=64))
     with pytest.raises(InvalidArgumentError, match="weights: expected safetensors or orbax, got 'pickle'"):
         served.export(tmp_path / "out", weights="pickle")
 

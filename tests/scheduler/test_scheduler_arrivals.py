@@ -80,7 +80,8 @@ class Device:
             began = max(now, self._flights[-1][2] if self._flights else now)
             expected = self.scheduler.expected_seconds(plan)
             end = began + step_s(plan.num_decode, plan.num_prefill_tokens, plan.num_steps)
-            self._flights.append((plan, began, end, expected if plan.num_steps > 1 or expected > 0.02 else 0.0))
+            is_paced = plan.num_steps > 1 or (plan.num_decode and expected > 0.02)
+            self._flights.append((plan, began, end, expected if is_paced else 0.0))
 
 
 class Times(NamedTuple):

@@ -73,6 +73,9 @@ def test_a_request_that_can_never_fit_is_refused(groups, prompt_len, message):
         ({"max_fused_decode_s": 0}, "max_fused_decode_s"),
         ({"max_decode_slowdown": 1}, "max_decode_slowdown"),
         ({"max_decode_slowdown": math.nan}, "max_decode_slowdown"),
+        ({"max_decode_slowdown": math.inf}, "max_decode_slowdown"),
+        ({"ttft_target_s": 0}, "ttft_target_s"),
+        ({"tpot_target_s": math.inf}, "tpot_target_s"),
         ({"allowed_chunk_sizes": (4, 2)}, "descend to 1"),
         ({"allowed_chunk_sizes": (1, 4)}, "descend to 1"),
         (

@@ -16,8 +16,8 @@ REFILL_FRACTION = 0.25
 A request that arrives before that is scheduled first.
 """
 
-LOOKS_PER_WAIT, SHORTEST_WAIT_S = 32, 0.0005
-"""How often a wait for the device looks whether it is done already, and the seconds between two looks at least."""
+LOOKS_PER_WAIT, SHORTEST_WAIT_S, LONGEST_WAIT_S = 32, 0.0005, 0.002
+"""How often a wait for the device looks whether it is done already, and least and most seconds between two looks."""
 
 
 class QueuedStep(NamedTuple):
@@ -76,7 +76,7 @@ class DispatchQueue:
         wait_s = self._seconds_until_next()
         if wait_s <= 0:
             return False
-        until, look_s = time.monotonic() + wait_s, max(wait_s / LOOKS_PER_WAIT, SHORTEST_WAIT_S)
+        until, look_s = time.monotonic() + wait_s, min(max(wait_s / LOOKS_PER_WAIT, SHORTEST_WAIT_S), LONGEST_WAIT_S)
         while wait_s > 0 and not is_wanted() and not self._queue[-1].step.is_complete():
             wake.wait(min(wait_s, look_s))
             wait_s = until - time.monotonic()

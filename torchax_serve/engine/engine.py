@@ -328,8 +328,8 @@ class Engine:
             return
         self._output_processor.deliver_failures(step, self._scheduler.abort)
         expected_seconds = self._scheduler.expected_seconds(plan)
-        if plan.num_steps == 1 and expected_seconds < LEAST_PACED_S:
-            expected_seconds = 0.0  # the host would be late
+        if plan.num_steps == 1 and (expected_seconds < LEAST_PACED_S or not plan.num_decode):
+            expected_seconds = 0.0  # the host would be late, or nothing like it was measured
         sent_s = time.monotonic() if masks is None else sent_s  # a masked one has waited for the step before
         self._dispatched.push(step, expected_seconds, self._runner.num_untimed == num_untimed, sent_s)
 

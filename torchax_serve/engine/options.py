@@ -69,7 +69,8 @@ class EngineOptions:
         max_logprobs: Likeliest tokens whose log-probabilities a request may ask for; -1: all of the vocabulary. Above
             20, programs that compute log-probabilities return so many of each token, which takes memory for each.
         max_num_steps: Decode steps in one dispatch, at most, while no request waits. Fewer are sent where they would
-            take more than 0.1 s, since a request that arrives meanwhile waits for the dispatch.
+            take more than 0.1 s, 0.05 s just after a request has arrived, or a quarter of `ttft_target_ms`, since a
+            request that arrives meanwhile waits for the dispatch.
         max_decode_slowdown: Factor by which prompts of new requests may lengthen the time per token of running
             requests. A larger factor shortens the time to first token; a small one keeps the pace of running requests
             in a flood of prompts, which then waits.
@@ -133,7 +134,7 @@ class EngineOptions:
             names = ", ".join(repr(name) for name in KV_CACHE_DTYPES)
             raise InvalidArgumentError(f"kv_cache_dtype: expected {names} or None, got {self.kv_cache_dtype!r}")
         slowdown = self.max_decode_slowdown
-        if isinstance(slowdown, bool) or not isinstance(slowdown, int | float) or not slowdown > 1:
+        if isinstance(slowdown, bool) or not isinstance(slowdown, int | float) or not 1 < slowdown < math.inf:
             raise InvalidArgumentError(f"max_decode_slowdown: expected a number above 1, got {slowdown!r}")
         for name in ("tpot_target_ms", "ttft_target_ms"):
             target = getattr(self, name)

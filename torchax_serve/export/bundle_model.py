@@ -24,6 +24,7 @@ from torchax_serve.export.manifest import Manifest, check_files, read_manifest, 
 from torchax_serve.export.mesh import BundleSharding
 from torchax_serve.export.programs import ExportedPrograms
 from torchax_serve.export.weights import read_weights
+from torchax_serve.sampling_params import MAX_LOGPROBS
 from torchax_serve.start.model_record import ModelRecord
 from torchax_serve.start.recorded_tokenizer import TokenizerRecord
 from torchax_serve.start.weights_file import TensorNames
@@ -222,6 +223,13 @@ def _engine_options(manifest: Manifest, variant: Mapping[str, Any], asked: Engin
     """
     sizes = {**manifest["engine"], "kv_cache_memory_bytes": variant["kv_cache_memory_bytes"]}
     policies: tuple[str, ...] = _POLICIES
+    if asked is not None and 0 <= asked.max_logprobs <= MAX_LOGPROBS:  # programs return as many for all of these
+        policies += ("max_logprobs",)
+    elif asked is not None:
+        raise InvalidArgumentError(
+            f"max_logprobs: expected 0 to {MAX_LOGPROBS} for a bundle, whose programs return so many, got "
+            f"{asked.max_logprobs}; lower it"
+        )
     if (states := variant.get("states")) is not None:  # of which there are as many as are kept of prefixes
         sizes["enable_prefix_caching"] = states["enable_prefix_caching"]
         policies = tuple(name for name in policies if name not in sizes)

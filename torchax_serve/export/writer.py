@@ -34,6 +34,7 @@ from torchax_serve.export.versions import new_version
 from torchax_serve.export.weights import WeightsFormat, check_format, write_weights
 from torchax_serve.kv_cache.memory import MemoryBudget
 from torchax_serve.runtime.model_runtime import ModelRuntime
+from torchax_serve.sampling_params import MAX_LOGPROBS
 from torchax_serve.start.model_record import ModelRecord
 from torchax_serve.start.recording import NotRecordableError, model_record
 from torchax_serve.start.weights_file import named_tensors
@@ -218,6 +219,11 @@ def _sizes(runtime: ModelRuntime, options: EngineOptions) -> MemoryBudget:
         raise InvalidArgumentError(
             f"kv_cache_dtype: expected None for a bundle, whose cache is in the model's dtype, got "
             f"{options.kv_cache_dtype!r}; leave it out"
+        )
+    if not 0 <= options.max_logprobs <= MAX_LOGPROBS:
+        raise InvalidArgumentError(
+            f"max_logprobs: expected 0 to {MAX_LOGPROBS} for a bundle, whose programs return so many, got "
+            f"{options.max_logprobs}; leave it out"
         )
     return memory_budget(runtime, options)
 

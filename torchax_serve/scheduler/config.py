@@ -124,7 +124,7 @@ class SchedulerConfig:
             raise invalid(
                 "max_num_batched_tokens", expected, self.max_num_batched_tokens, "raise it, or lower min_prefill_chunk"
             )
-        if not isinstance(self.max_decode_slowdown, int | float) or not self.max_decode_slowdown > 1:
+        if not isinstance(self.max_decode_slowdown, int | float) or not 1 < self.max_decode_slowdown < math.inf:
             raise invalid("max_decode_slowdown", "a number > 1", self.max_decode_slowdown, "8 is usual")
         for name in ("tpot_target_s", "ttft_target_s"):
             target = getattr(self, name)

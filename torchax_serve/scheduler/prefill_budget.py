@@ -148,7 +148,7 @@ class PrefillBudget:
         self._refill(num_decode, waiting)
         if token_s <= 0:
             return token_budget
-        affordable = int(self._credit_s / token_s + 1e-9)
+        affordable = int(min(self._credit_s / token_s, token_budget) + 1e-9)
         return min(affordable, token_budget) if affordable >= self._min_chunk else 0
 
     def _refill(self, num_decode: int, waiting: Iterable[tuple[float, int]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
+import itertools
 import math
 import operator
 from collections.abc import Iterator
@@ -89,10 +90,10 @@ class RequestQueues:
 
         A request that had its first token and is computed again has not waited for one: minus infinity.
         """
-        for state in (*self.running, *self.waiting):
-            num_tokens = max(len(state.tokens), state.num_prefill_tokens) - state.num_planned
+        for state in itertools.chain(self.running, self.waiting):
             if state.pages is not None and not state.wants_prefill:
                 continue
+            num_tokens = max(len(state.tokens), state.num_prefill_tokens) - state.num_planned
             arrived_s = state.request.arrived_s
             waited_s = 0.0 if arrived_s is None else now - arrived_s
             yield waited_s if state.started_step is None else -math.inf, num_tokens

@@ -77,17 +77,20 @@ class SpeculativePlanner:
         self._speculative, self._config = speculative, config
         self._allocator, self._queues, self._budget = allocator, queues, budget
         self._is_on_device = False  # tokens and lengths of all running requests are
+        self._most_s = config.max_fused_decode_s
         self._verify_s: dict[int, deque[float]] = {}
         self._since_verify = 0
         self._accepted = START_ACCEPTED * speculative.num_speculative_tokens
         self.num_in_flight = self.num_drafted = self.num_accepted = 0
         self.waits = False
 
-    def plan(self) -> tuple[list[PlanRow], list[RequestState], DraftRows, int] | None:
+    def plan(self, most_s: float) -> tuple[list[PlanRow], list[RequestState], DraftRows, int] | None:
         """Returns rows, their states, their drafts and the number of steps of the next plan.
 
-        None: the next plan does not speculate, or, if `waits` is set then, is not to be made before a commit.
+        None: the next plan does not speculate, or, if `waits` is set then, is not to be made before a commit. Its steps
+        take at most `most_s` seconds, or there is one.
         """
+        self._most_s = most_s
         states = self._candidates()
         caps = None if states is None else self._caps(states)
         drafted = None
@@ -222,7 +225,7 @@ class SpeculativePlanner:
     def _num_steps(self, states: list[RequestState], most: int) -> int:
         if len(self._queues.waiting) or any(map(_needs_sampler, states)):
             return 1  # one may end, and the next one begin; or the sampler has to come between
-        step_s, allowed_s = self.step_s(len(states)), self._config.max_fused_decode_s
+        step_s, allowed_s = self.step_s(len(states)), self._most_s
         affordable = allowed_s if math.isinf(allowed_s) else allowed_s / step_s if step_s else 1
         to_come = max(_end(state) - state.num_planned for state in states)
         return max(1, int(min(most, affordable, to_come)))

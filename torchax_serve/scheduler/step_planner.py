@@ -58,7 +58,7 @@ class StepPlanner:
         """
         self._now_s = now
         if self.speculation is not None:
-            drafted = self.speculation.plan()
+            drafted = self.speculation.plan(self._fused_s)
             if drafted is not None:
                 self._steady_batch = None
                 rows, states, drafts, num_steps = drafted
@@ -372,14 +372,18 @@ class StepPlanner:
         num_steps = self._steps_within(num_decode, longest, to_come, min(state.steps_to_recompute for state in running))
         return num_steps if num_steps > 1 and self._has_pages(num_steps) else 1
 
+    @property
+    def _fused_s(self) -> float:
+        """Most seconds of several decode steps in a dispatch."""
+        since_s = self._now_s - self.last_arrival_s
+        return min(self._config.max_fused_decode_s, max(LEAST_FUSED_S, ARRIVALS_FRACTION * since_s))
+
     def _steps_within(self, num_decode: int, longest: int, to_come: int, to_recompute: float) -> int:
         """Returns the number of decode steps of all running requests that a dispatch may take.
 
         It is at least one, also where there is no page.
         """
-        config = self._config
-        fused_s = max(LEAST_FUSED_S, ARRIVALS_FRACTION * (self._now_s - self.last_arrival_s))
-        affordable = self._prefill_budget.steps_within(min(config.max_fused_decode_s, fused_s), num_decode)
+        config, affordable = self._config, self._prefill_budget.steps_within(self._fused_s, num_decode)
         return max(1, int(min(config.max_num_steps, affordable, to_come, to_recompute, config.max_model_len - longest)))
 
     def _has_pages(self, num_tokens: int) -> bool:
