@@ -1,1 +1,0 @@
-"""PyTorch's operators by `extract_jax` beside PyTorch, over PyTorch's own samples of their arguments."""
