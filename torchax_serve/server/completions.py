@@ -109,8 +109,8 @@ def _start(
             return None
         return reasoning_end(family, prompt_end(prompt_ids), lambda ids: text_of_tokens(service, ids))
 
-    masks = masks_of(lambda: service.grammars, grammar, after)
-    masks = with_budget(service, family, asked_budget(body), params.max_new_tokens, prompt_end, masks)
+    held = masks_of(lambda: service.grammars, grammar, after)
+    masks = with_budget(service, family, asked_budget(body), params.max_new_tokens, prompt_end, held)
     options = AnswerOptions(
         num_answers=body.n or 1,
         skip_special_tokens=body.skip_special_tokens is not False,
