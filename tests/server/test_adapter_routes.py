@@ -115,6 +115,16 @@ def test_a_gateway_sees_which_adapters_requests_have(http, running):
     assert info().labels["running_lora_adapters"] == ""
 
 
+@pytest.mark.parametrize(("guest", "is_shown"), [(f"{LIMITED} models=tiny", False), (LIMITED, True)])
+def test_metrics_without_a_key_name_no_adapters_next_to_limited_keys(running, guest, is_shown):
+    server = RunningServer(running[1], api_keys=(("boss", KEY), ("guest", guest)), metrics_without_key=True)
+    try:
+        text = httpx.get(f"{server.url}/metrics").text
+    finally:
+        server.stop()
+    assert "torchax_serve_http_in_flight" in text and ("lora_requests_info" in text) == is_shown
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [

@@ -3,6 +3,8 @@
 import contextlib
 import json
 import sys
+import threading
+import time
 from pathlib import Path
 
 import httpx
@@ -16,7 +18,11 @@ from scripted_model import write_scripted_model
 from scripted_server import SCRIPT, scripted_server
 from typer.testing import CliRunner
 
+from torchax_serve import EngineOptions
 from torchax_serve.cli.main import app
+from torchax_serve.executors.loaded_draft import LoadedDraft
+from torchax_serve.scheduler.speculative_config import SpeculativeConfig
+from torchax_serve.server.ollama import downloads
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "pooling"))
 
@@ -175,7 +181,9 @@ def test_what_is_known_of_the_model(client, scripted):
         ({"options": {"mirostat": 2}}, 400, "options.mirostat: expected 0, which switches it off, got 2"),
         ({"options": {"repeat_penalty": 1.2, "repeat_last_n": 64}}, 400, "options.repeat_last_n: expected -1"),
         ({"options": {"temperature": -1.0}}, 400, "options.temperature: expected a number >= 0"),
-        ({"suffix": "end"}, 400, "suffix: expected none"),
+        ({"options": {"repeat_penalty": -1.0}}, 400, "options.repeat_penalty: expected "),
+        ({"options": {"presence_penalty": 9.0}}, 400, "options.presence_penalty: expected "),
+        ({"suffix": "end"}, 400, "suffix: expected none; ask /infill"),
         ({"format": "yaml"}, 400, "format: expected "),
         ({"prompt": "Hi " * 5000}, 400, "maximum context length"),
         ({"images": ["aGk="]}, 400, "expected an image as PNG"),
@@ -271,6 +279,67 @@ def test_models_are_pulled_and_deleted(hub, model, start_server, tmp_path):
             client.delete("tiny")
         with pytest.raises(ollama.ResponseError, match="expected a short name or a hub id"):
             client.pull(str(tmp_path))
+
+
+def test_a_tag_names_one_file_and_deletes_nothing(hub, start_server, tmp_path):
+    repository = tmp_path / "gguf"
+    repository.mkdir()
+    for kind in ("Q8_0", "Q4_K_M"):
+        (repository / f"tiny-{kind}.gguf").write_bytes(b"GGUF")
+    hub.repositories["people/tiny-GGUF"] = hub_lookalike.Repository(repository)
+    with client_of(start_server(allow_model_downloads=True)) as client:
+        assert client.pull("people/tiny-GGUF:Q4_K_M").status == "success"
+        assert [name for name in hub.fetched() if name.endswith(".gguf")] == ["tiny-Q4_K_M.gguf"]
+        with pytest.raises(ollama.ResponseError, match="Q2_K") as caught:
+            client.pull("people/tiny-GGUF:Q2_K")
+        assert caught.value.status_code == 404
+        with pytest.raises(ollama.ResponseError, match="leave the tag out") as caught:
+            client.delete("people/tiny-GGUF:Q4_K_M")
+        assert caught.value.status_code == 400
+        assert client.delete("people/tiny-GGUF:latest").status == "success"
+
+
+@pytest.mark.parametrize("name", ["TINY", "tiny:latest", "People/Served", "people/DRAFT"])
+def test_what_is_in_use_is_not_deleted(start_server, monkeypatch, name):
+    server = start_server(allow_model_downloads=True)
+    model, draft = server.context.service().model, LoadedDraft("people/draft", [])
+    config = SpeculativeConfig(method="draft_model", model=draft)
+    monkeypatch.setattr(model, "_engine_options", EngineOptions(speculative=config))
+    monkeypatch.setattr(model, "name", "people/served")
+    with client_of(server) as client, pytest.raises(ollama.ResponseError, match="is not served") as caught:
+        client.delete(name)
+    assert caught.value.status_code == 409
+
+
+def test_downloads_are_bounded(start_server, monkeypatch):
+    server, ends = start_server(allow_model_downloads=True), threading.Event()
+    monkeypatch.setattr(downloads, "resolve", lambda *_args, **_options: ends.wait(60))
+    try:
+        with contextlib.ExitStack() as stack:
+            for _ in range(downloads.MAX_PULLS):
+                client = stack.enter_context(client_of(server))
+                stream = client.pull("people/tiny", stream=True)
+                assert next(stream).status == "pulling manifest"
+                stack.callback(stream.close)
+            until = time.monotonic() + 30
+            while len(downloads._running) < downloads.MAX_PULLS and time.monotonic() < until:
+                time.sleep(0.01)
+            with pytest.raises(ollama.ResponseError, match="expected at most 2 downloads") as caught:
+                client.pull("people/tiny")
+            assert caught.value.status_code == 429
+            ends.set()
+            while downloads._running and time.monotonic() < until:
+                time.sleep(0.01)
+            assert client.pull("people/tiny").status == "success"
+    finally:
+        ends.set()
+
+
+def test_unknown_fields_are_noted(scripted, monkeypatch):
+    noted = []
+    monkeypatch.setattr("torchax_serve.server.dialect_requests.note_once", noted.append)
+    answer = httpx.post(f"{scripted.url}/api/show", json={"model": "scripted", "new_field": 1}, headers=HEADERS)
+    assert answer.status_code == 200 and noted == ["/api/show: the field 'new_field' is unknown and has no effect"]
 
 
 def test_without_the_option_nothing_is_downloaded(hub, server):

@@ -9,7 +9,9 @@ import pytest
 from scripted_model import GENERATION_PROMPT
 from scripted_server import scripted_server
 
+from model_adapters.errors import UnsupportedModelError
 from torchax_serve import EngineOptions
+from torchax_serve.server import thinking_budget
 
 THOUGHT = "Two and two are four, as two and one are three, and one more is what there is to add."
 SCRIPT = {
@@ -101,6 +103,43 @@ def test_a_schema_holds_what_stands_behind_the_reasoning(client, scripted, budge
             reasoning, content = shown(answer.choices[0].message)
         assert json.loads(content) == {"is_four": True}
         assert reasoning.strip() == first_tokens(scripted, THOUGHT, budget)
+
+
+@pytest.mark.parametrize("budget", [1, 10, None])
+def test_a_schema_waits_for_a_reasoning_that_the_prompt_has_begun(client, scripted, budget):
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
+    extra = {"response_format": form} | ({} if budget is None else {"thinking_token_budget": budget})
+    prompts = [f"Please think first{GENERATION_PROMPT}{opening}" for opening in ("<think>\n", "")]
+    fields = {"model": "scripted", "max_tokens": 100, "extra_body": extra}
+    opened, plain = (choice.text for choice in client.completions.create(prompt=prompts, **fields).choices)
+    reasoning, _, content = opened.partition("</think>")
+    expected = THOUGHT if budget is None else first_tokens(scripted, THOUGHT, budget)
+    assert (reasoning.strip(), json.loads(content), json.loads(plain)) == (expected.strip(), *[{"is_four": True}] * 2)
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_a_schema_waits_for_a_reasoning_that_is_continued(client, budget):
+    begun = f"<think>\n{THOUGHT[:20]}"
+    messages = [*QUESTION, {"role": "assistant", "content": begun}]
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
+    extra = {"continue_final_message": True, "add_generation_prompt": False}
+    message = ask(client, budget, messages=messages, response_format=form, extra_body=extra).choices[0].message
+    assert json.loads(message.content) == {"is_four": True}
+
+
+def test_an_effort_that_cannot_be_held_is_noted(scripted, monkeypatch):
+    def refused(*_args):
+        raise UnsupportedModelError("expected a tokenizer that spells it")
+
+    monkeypatch.setattr(thinking_budget, "MarkerTokens", refused)
+    noted = []
+    monkeypatch.setattr(thinking_budget, "note_once", noted.append)
+    with httpx.Client(base_url=scripted.url, timeout=120) as http:
+        body = {"model": "scripted", "messages": QUESTION, "max_tokens": 40}
+        answer = http.post("/v1/chat/completions", json={**body, "reasoning_effort": "low"})
+        assert answer.status_code == 200 and noted[0].startswith("reasoning_effort: it has no effect on scripted")
+        error = http.post("/v1/chat/completions", json={**body, "thinking_token_budget": 3}).json()["error"]
+        assert error["message"].startswith("thinking_token_budget: expected a tokenizer")
 
 
 @pytest.mark.parametrize("budget", BUDGETS)

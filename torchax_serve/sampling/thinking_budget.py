@@ -38,6 +38,23 @@ class ReasoningMarkers:
         """All texts that end it."""
         return self.closing, *self.ends
 
+    def behind_opening(self, text: str) -> str | None:
+        """Returns the text behind the opening one; None without it."""
+        if self.is_first:
+            stripped = text.lstrip()
+            return stripped[len(self.opening) :] if stripped.startswith(self.opening) else None
+        _, found, behind = text.partition(self.opening)
+        return behind if found else None
+
+    def is_open(self, text: str) -> bool:
+        """Returns whether a reasoning of an answer that begins with `text` goes on at its end."""
+        while (behind := self.behind_opening(text)) is not None:
+            end = _first_end(behind, self.closers)
+            if end is None:
+                return True
+            text = behind[end:]
+        return False
+
 
 class MarkerTokens:
     """The markers in the tokens of one tokenizer.
@@ -140,22 +157,13 @@ class ThinkingBudgetMasks:
 
     def _begin(self, text: str) -> None:
         """Takes the text that the prompt has written."""
-        while (found := self._opened(text)) is not None:
+        while (found := self._markers.behind_opening(text)) is not None:
             end = _first_end(found, self._markers.closers)
             if end is None:
                 self._stage, self._begun = "inside", found[-len(self._markers.closing) :]
                 return
             text, self._num_closed = found[end:], self._num_closed + 1
         self._begun = text
-
-    def _opened(self, text: str) -> str | None:
-        """Returns the text behind the opening one; None without it."""
-        if self._markers.is_first:
-            stripped = text.lstrip()
-            opening = self._markers.opening
-            return stripped[len(opening) :] if stripped.startswith(opening) else None
-        _, found, behind = text.partition(self._markers.opening)
-        return behind if found else None
 
     def _take(self, token_id: int) -> None:
         """Takes the next token of the answer."""
@@ -169,7 +177,8 @@ class ThinkingBudgetMasks:
             self._look_for_end(text)
 
     def _look_for_opening(self, text: str) -> None:
-        behind, markers = self._opened(text), self._markers
+        markers = self._markers
+        behind = markers.behind_opening(text)
         if behind is not None:
             self._stage, self._num_inside = "inside", 0
             self._held, self._begun = [], behind

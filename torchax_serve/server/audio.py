@@ -70,9 +70,9 @@ class TranscriptionRequest(ApiRequest):
     repetition_penalty: Annotated[Any, refused("expected 1", "1", "1.0")] = None
     frequency_penalty: Annotated[Any, refused("expected 0", "0", "0.0")] = None
     presence_penalty: Annotated[Any, refused("expected 0", "0", "0.0")] = None
-    use_beam_search: Annotated[Any, refused("expected false; beam search is not served", "false")] = None
-    n: Annotated[Any, refused("expected 1; beam search is not served", "1")] = None
-    length_penalty: Annotated[Any, refused("expected 1; beam search is not served", "1", "1.0")] = None
+    use_beam_search: Annotated[Any, refused("expected false; transcripts have no beam search", "false")] = None
+    n: Annotated[Any, refused("expected 1; transcripts have no beam search", "1")] = None
+    length_penalty: Annotated[Any, refused("expected 1; transcripts have no beam search", "1", "1.0")] = None
     vllm_xargs: Annotated[Any, refused("expected none; there are no extensions", "{}")] = None
 
     @property

@@ -47,6 +47,11 @@ class ApiKeys:
         """Whether requests need no key."""
         return self._file is None and not self._given
 
+    @property
+    def limits_models(self) -> bool:
+        """Whether a key may not use all models."""
+        return any(key.limits.models for key in (*self._given.values(), *self._from_file.values()))
+
     def key_of(self, headers: Iterable[tuple[bytes, bytes]]) -> ApiKey | None:
         """Returns name and limits of the key in a request's headers; None if no key is needed.
 

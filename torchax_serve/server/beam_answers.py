@@ -63,6 +63,7 @@ class _Search:
     params: SamplingParams
     options: BeamOptions
     timeout_s: float | None
+    first_token_timeout_s: float | None = None
     task: asyncio.Task[list[Beam]] | None = None
     num_cached_tokens: int = 0
 
@@ -87,7 +88,9 @@ class _Search:
         search = BeamSearch(self.options)
         while not search.is_done:
             prompts = [[*self.prepared.prompt_ids, *beam.token_ids] for beam in search.running]
-            answers = await self.service.run(self.service.start, prompts, self.params, AnswerOptions())
+            is_first = not search.running[0].token_ids
+            options = AnswerOptions(first_token_timeout_s=self.first_token_timeout_s if is_first else None)
+            answers = await self.service.run(self.service.start, prompts, self.params, options)
             found: list[TokenLogprobs | None] = [None] * len(answers)
             async with contextlib.aclosing(merged_steps(answers)) as batches:
                 async for batch in batches:
@@ -133,7 +136,11 @@ class BeamAnswer(Answer):
 
     async def __aiter__(self) -> AsyncGenerator[AnswerStep]:
         """Yields the only step."""
-        beams = await self._search.beams()
+        try:
+            beams = await self._search.beams()
+        except asyncio.CancelledError:  # the client has gone
+            self._search.cancel()
+            raise
         beam = beams[min(self._rank, len(beams) - 1)]
         step = self._decoder.push(beam.token_ids, None, "length")
         self._record(step)
@@ -164,7 +171,9 @@ def beam_answers(
     """
     num_answers = request.n or 1
     field = "messages" if isinstance(request, ChatRequest) else "prompt"
-    check_prompts(service, prompts, num_answers, params.max_new_tokens, field)
+    num_beams = max(num_answers, request.best_of or 1)
+    counted = "n" if num_beams == num_answers else "best_of"
+    check_prompts(service, prompts, num_beams, params.max_new_tokens, field, counted=counted)
     if has_media or service.model.config.is_encoder_decoder:
         got = "images, videos or audio" if has_media else "an encoder-decoder model"
         raise _not_served(f"use_beam_search: expected a prompt of text for a decoder, got {got}")
@@ -173,9 +182,9 @@ def beam_answers(
         one = dataclasses.replace(options, num_answers=1)
         (prepared,) = prepare(service.model, prompt, dataclasses.replace(params, temperature=0.0), one)
         beams = BeamOptions(
-            max(num_answers, request.best_of or 1),
+            num_beams,
             _max_new_tokens(prepared),
-            frozenset() if request.ignore_eos else prepared.eos_token_ids,
+            frozenset(params.stop_token_ids or ()) if request.ignore_eos else prepared.eos_token_ids,
             1.0 if request.length_penalty is None else request.length_penalty,
             request.early_stopping or False,
         )
@@ -189,7 +198,7 @@ def beam_answers(
             adapter=params.adapter,
             queue_timeout_s=params.queue_timeout_s,
         )
-        search = _Search(service, prepared, step, beams, params.timeout_s)
+        search = _Search(service, prepared, step, beams, params.timeout_s, options.first_token_timeout_s)
         found += [BeamAnswer(len(found) + rank, rank, search, options) for rank in range(num_answers)]
     return found
 

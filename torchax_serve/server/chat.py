@@ -198,17 +198,18 @@ def _start_answers(
     after = None
     if grammar is not None and family is not None:
         after = reasoning_end(family, prompt_end, lambda ids: text_of_tokens(service, ids))
-    masks = masks_of(lambda: service.grammars, grammar, after)
+    masks = masks_of(lambda: service.grammars, grammar, lambda _: after)
     room = _room(service, params, len(prompt.token_ids))
     budget = asked_budget(body)
-    if budget is None and body.thinking_token_budget is None:
+    is_effort = budget is None and body.thinking_token_budget is None
+    if is_effort:
         budget = effort_budget(body, service.template, family, room)
     if body.use_beam_search:
         if budget is not None:
             raise bad_request("reasoning_effort: expected none next to use_beam_search", "reasoning_effort")
         answers = beam_answers(service, [prompt.token_ids], params, body, options, has_media=prompt.inputs is not None)
     else:
-        made = with_budget(service, family, budget, room, lambda _: prompt_end, masks)
+        made = with_budget(service, family, budget, room, lambda _: prompt_end, masks, is_effort=is_effort)
         answers = service.start([prompt.token_ids], params, options, made, prompt.inputs, field="messages")
     parsers = [_parser(service, prompt_end, plan) if is_parsed else None for _ in answers]
     return StartedChat(answers, parsers)

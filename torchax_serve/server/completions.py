@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -28,6 +28,7 @@ from torchax_serve.server.schemas import CompletionRequest
 from torchax_serve.server.sse import DONE, EventStream, event, until_disconnect
 from torchax_serve.server.structured import grammar_of, masks_of
 from torchax_serve.server.thinking_budget import PROMPT_END_TOKENS, asked_budget, text_of_tokens, with_budget
+from torchax_serve.server.tools import reasoning_end
 from torchax_serve.text.step_decoder import AnswerStep
 
 DEFAULT_MAX_TOKENS = 16
@@ -98,14 +99,18 @@ def _start(
             truncated(_prompt_ids(service, body, index, prompt), body, service.max_model_len, params.max_new_tokens)
             for index, prompt in enumerate(body.prompts())
         ]
-    masks = with_budget(
-        service,
-        service.family,
-        asked_budget(body),
-        params.max_new_tokens,
-        lambda ids: text_of_tokens(service, ids[-PROMPT_END_TOKENS:]),
-        masks_of(lambda: service.grammars, grammar_of(body, context.options.request)),
-    )
+    family, grammar = service.family, grammar_of(body, context.options.request)
+
+    def prompt_end(prompt_ids: Sequence[int]) -> str:
+        return text_of_tokens(service, prompt_ids[-PROMPT_END_TOKENS:])
+
+    def after(prompt_ids: Sequence[int]) -> Callable[[Sequence[int]], int | None] | None:
+        if family is None:
+            return None
+        return reasoning_end(family, prompt_end(prompt_ids), lambda ids: text_of_tokens(service, ids))
+
+    held = masks_of(lambda: service.grammars, grammar, after)
+    masks = with_budget(service, family, asked_budget(body), params.max_new_tokens, prompt_end, held)
     options = AnswerOptions(
         num_answers=body.n or 1,
         skip_special_tokens=body.skip_special_tokens is not False,

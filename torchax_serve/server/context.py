@@ -58,7 +58,7 @@ class ServerContext:
         self.options = options
         self.keys = ApiKeys(options.api_keys, options.api_key_file)
         self.key_usages = KeyUsages()
-        self.metrics = Metrics(compat=options.metrics_compat)
+        self.metrics = Metrics(options.metrics_compat, lambda: options.metrics_without_key and self.keys.limits_models)
         self.loop_lag = LoopLag()
         self.responses = ResponseStore(options.max_stored_responses, options.stored_response_ttl_s)
         self.stage, self.start = Stage.LOADING, StartProgress()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -53,9 +53,11 @@ class Metrics:
 
     Args:
         compat: ``vllm`` for vLLM's metric names next to our own; None for our own only.
+        hides_adapters: Returns whether the names of adapters are left out, which who reads metrics may not know.
     """
 
-    def __init__(self, compat: str | None = None) -> None:
+    def __init__(self, compat: str | None = None, hides_adapters: Callable[[], bool] = lambda: False) -> None:
+        self._hides_adapters = hides_adapters
         self.registry = CollectorRegistry()
         self._prefixes = ["torchax_serve_"] + (["vllm:"] if compat == "vllm" else [])
         self._engine: _EngineCollector | None = None
@@ -97,7 +99,7 @@ class Metrics:
         """Adds the counts of the model's engine."""
         if self._engine is None:
             self._compilations = _Compilations()
-            self._engine = _EngineCollector(service, self._prefixes, self._compilations)
+            self._engine = _EngineCollector(service, self._prefixes, self._compilations, self._hides_adapters)
             self.registry.register(self._engine)
 
     def close(self) -> None:
@@ -138,7 +140,14 @@ def _observe(histograms: Sequence[Histogram], value: float) -> None:
 class _EngineCollector(Collector):
     """Reads the engine's counts when metrics are asked for."""
 
-    def __init__(self, service: ModelService, prefixes: Sequence[str], compilations: _Compilations) -> None:
+    def __init__(
+        self,
+        service: ModelService,
+        prefixes: Sequence[str],
+        compilations: _Compilations,
+        hides_adapters: Callable[[], bool],
+    ) -> None:
+        self._hides_adapters = hides_adapters
         self._service, self._prefixes, self._compilations = service, prefixes, compilations
 
     def describe(self) -> list[Any]:
@@ -191,12 +200,14 @@ class _EngineCollector(Collector):
             if group.page_size:
                 sizes[group.name] = sizes.get(group.name, 0) + group.num_pages
         if sizes:
-            labels = {"block_size": str(max(g.page_size for g in pages)), "num_gpu_blocks": str(max(sizes.values()))}
+            largest = max(sizes, key=lambda name: sizes[name])
+            page_size = next(group.page_size for group in pages if group.name == largest)
+            labels = {"block_size": str(page_size), "num_gpu_blocks": str(sizes[largest])}
             yield _info(f"{prefix}cache_config_info", "Pages of the cache", labels, 1)
         # Asked of the class: an attribute that a recorded model has not loads its torch module.
         model = self._service.model
         limit, names = model.adapters_in_use if hasattr(type(model), "adapters_in_use") else (0, [])
-        if limit:
+        if limit and not self._hides_adapters():
             labels = {"max_lora": str(limit), "running_lora_adapters": ",".join(names), "waiting_lora_adapters": ""}
             family = GaugeMetricFamily(
                 f"{prefix}lora_requests_info", "Adapters that requests have", labels=list(labels)

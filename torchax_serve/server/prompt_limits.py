@@ -29,7 +29,13 @@ PIECE_CHARS, PIECE_SLACK = 1 << 18, 16
 
 
 def check_prompts(
-    service: LimitedModel, prompts: Sequence[Sequence[int]], num_answers: int, max_new_tokens: int | None, field: str
+    service: LimitedModel,
+    prompts: Sequence[Sequence[int]],
+    num_answers: int,
+    max_new_tokens: int | None,
+    field: str,
+    *,
+    counted: str = "n",
 ) -> None:
     """Raises ApiError, 400, for too many answers, or prompts and answers that are too long.
 
@@ -39,11 +45,13 @@ def check_prompts(
         num_answers: Answers to each.
         max_new_tokens: Most tokens of an answer; None as the model's config says.
         field: The field of the request that has the prompts.
+        counted: The field that asks for so many answers.
     """
     most = service.options.request.max_answers
     if len(prompts) * num_answers > most:
-        message = f"n: expected at most {most} answers to all prompts together, got {len(prompts) * num_answers}"
-        raise bad_request(message, "n", "invalid_value")
+        got = len(prompts) * num_answers
+        message = f"{counted}: expected at most {most} answers to all prompts together, got {got}"
+        raise bad_request(message, counted, "invalid_value")
     for prompt in prompts:
         if not service.model.config.is_encoder_decoder:
             _check_length(len(prompt), max_new_tokens, service.max_model_len, field)

@@ -53,14 +53,14 @@ class Grammar(NamedTuple):
 def masks_of(
     compiler: Callable[[], GrammarCompiler],
     grammar: Grammar | None,
-    after: Callable[[Sequence[int]], int | None] | None = None,
-) -> Callable[[], GrammarMasks] | None:
-    """Returns a function that makes the masks of one answer; None without a grammar.
+    after: Callable[[Sequence[int]], Callable[[Sequence[int]], int | None] | None] = lambda _: None,
+) -> Callable[[Sequence[int]], GrammarMasks] | None:
+    """Returns a function that makes the masks of one answer to a prompt; None without a grammar.
 
     Args:
         compiler: Returns the compiler of grammars.
         grammar: Of `grammar_of`.
-        after: As in `torchax_serve.sampling.grammar.GrammarMasks`.
+        after: Returns, for a prompt's tokens, `after` of `torchax_serve.sampling.grammar.GrammarMasks`.
 
     Raises:
         ApiError: 400 for a grammar that cannot be compiled.
@@ -68,9 +68,11 @@ def masks_of(
     if grammar is None:
         return None
     try:
-        return compiler().masks(grammar.text, after)
+        found = compiler()
+        found.masks(grammar.text)  # compiles it; it is stored
     except (InvalidArgumentError, UnsupportedModelError) as error:
         raise bad_request(f"{grammar.field}: {error}", grammar.field, "invalid_value") from error
+    return lambda prompt_ids: found.masks(grammar.text, after(prompt_ids))()
 
 
 def grammar_of(request: TextRequest, limits: RequestLimits) -> Grammar | None:

@@ -10,6 +10,7 @@ from torchax_serve.sampling.thinking_budget import MarkerTokens, ThinkingBudgetM
 from torchax_serve.sampling.token_masks import TokenMasks
 from torchax_serve.server.errors import bad_request
 from torchax_serve.server.model_service import ModelService
+from torchax_serve.server.notes import note_once
 from torchax_serve.server.response_family import ResponseFamily
 from torchax_serve.server.response_parsing import begun_answer
 from torchax_serve.server.schemas import ChatRequest, TextRequest
@@ -70,7 +71,9 @@ def with_budget(
     budget: int | None,
     answer_len: int | None,
     text_of: Callable[[Sequence[int]], str],
-    masks: Callable[[], TokenMasks] | None,
+    masks: Callable[[Sequence[int]], TokenMasks] | None,
+    *,
+    is_effort: bool = False,
 ) -> Callable[[Sequence[int]], TokenMasks] | None:
     """Returns what makes the masks of an answer to a prompt, which hold it to a budget.
 
@@ -80,27 +83,30 @@ def with_budget(
         budget: Most tokens of its reasoning; None: any number.
         answer_len: Most tokens of the answer; None without a limit.
         text_of: Returns the text at the end of a prompt's tokens, which may have begun the answer.
-        masks: Makes further masks of the answer; None: it has none.
+        masks: Makes further masks of an answer to a prompt; None: it has none.
+        is_effort: Whether the budget is that of an effort, which a model without tokens for its markers need not hold.
 
     Raises:
         ApiError: 400 for a model whose reasoning has no markers.
     """
-    plain = None if masks is None else lambda _: masks()
     if budget is None:
-        return plain
+        return masks
     markers = None if family is None else family.reasoning_markers
     if family is None or markers is None or service.model.tokenizer is None:
         message = f"{FIELD}: expected a model whose reasoning stands between markers, got {service.name}; leave it out"
         raise bad_request(message, FIELD, "unsupported_parameter")
     if answer_len is not None and budget >= answer_len:
-        return plain
+        return masks
     try:
         tokens = MarkerTokens(markers, service.model.tokenizer)
     except UnsupportedModelError as error:
+        if is_effort:
+            note_once(f"reasoning_effort: it has no effect on {service.name}: {error}")
+            return masks
         raise bad_request(f"{FIELD}: {error}", FIELD, "unsupported_parameter") from error
 
     def made(prompt_ids: Sequence[int]) -> TokenMasks:
         begun = begun_answer(family, text_of(prompt_ids))
-        return ThinkingBudgetMasks(budget, tokens, begun, None if masks is None else masks())
+        return ThinkingBudgetMasks(budget, tokens, begun, None if masks is None else masks(prompt_ids))
 
     return made

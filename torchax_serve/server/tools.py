@@ -11,6 +11,7 @@ from torchax_serve.server.call_forms import call_grammar
 from torchax_serve.server.common_calls import with_common_calls
 from torchax_serve.server.errors import bad_request
 from torchax_serve.server.response_family import ResponseFamily
+from torchax_serve.server.response_parsing import begun_answer
 from torchax_serve.server.schemas import ChatRequest
 from torchax_serve.server.structured import Grammar
 
@@ -127,7 +128,7 @@ def _name_of(allowed: Any) -> Any:
 def reasoning_end(
     family: ResponseFamily, prompt: str, decode: Callable[[Sequence[int]], str]
 ) -> Callable[[Sequence[int]], int | None] | None:
-    """Returns what finds the end of the reasoning that a prompt has opened.
+    """Returns what finds the end of the reasoning that a prompt has opened, or begun.
 
     None if it has opened none.
 
@@ -140,7 +141,9 @@ def reasoning_end(
         decode: Returns the text of tokens, special ones included.
     """
     markers = family.reasoning_markers
-    if markers is None or not prompt.rstrip().endswith(markers.opening):
+    if markers is None:
+        return None
+    if not prompt.rstrip().endswith(markers.opening) and not markers.is_open(begun_answer(family, prompt)):
         return None
     window = 8  # tokens that the closing text may be spread over
 

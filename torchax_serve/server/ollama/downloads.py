@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import threading
 import time
@@ -14,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 
 from model_adapters.errors import ModelNotFoundError, TorchaxServeError
 from model_adapters.loading.downloads import delete_download, find_download
+from model_adapters.loading.gguf_names import split_tag
 from model_adapters.loading.model_source import parse_name, resolve
 from model_adapters.loading.progress import Advance, Unit
 from torchax_serve.server.body import read_request
@@ -29,6 +31,10 @@ from torchax_serve.server.sse import EventStream, until_disconnect
 INTERVAL_S = 0.1
 """Least seconds between two lines about the same file."""
 SUCCESS = {"status": "success"}
+MAX_PULLS = 2
+"""Most downloads at once; each has a thread."""
+_POOL = concurrent.futures.ThreadPoolExecutor(MAX_PULLS, thread_name_prefix="pull")
+_running: set[concurrent.futures.Future[None]] = set()
 
 
 async def pull(request: Request) -> Response:
@@ -42,7 +48,9 @@ async def pull(request: Request) -> Response:
         steps = _served()
     else:
         _check_allowed(request)
-        steps = _pulled(_hub_id(name))
+        _hub_id(name)  # raises for other names
+        _check_room()
+        steps = _pulled(name.removesuffix(LATEST))
     if body.stream is False:
         return JSONResponse(await until_disconnect(request.receive, _last(steps)))
     return EventStream(_lines(steps), sign=None, failed=failed, media_type=NDJSON)
@@ -56,19 +64,31 @@ async def delete(request: Request) -> Response:
     note_unknown(body, "/api/delete")
     name = body.model or body.name or ""
     _check_allowed(request)
-    if own_name(name, service) in service.names or (hub_id := _hub_id(name)) == _hub_id_of(service):
-        raise ApiError(409, f"expected a model that is not served, got {name[:100]!r}; end the server first")
+    served = f"expected a model that is not served, got {name[:100]!r}; end the server first"
+    if own_name(name, service).strip().lower() in {each.lower() for each in service.names}:
+        raise ApiError(409, served)
+    hub_id = _hub_id(name)
+    if split_tag(name.removesuffix(LATEST))[1] is not None:
+        message = f"model: expected a hub id, all of whose files are deleted, got {name[:100]!r}; leave the tag out"
+        raise bad_request(message, "model", "invalid_value")
+    if hub_id.lower() in _hub_ids_in_use(service):
+        raise ApiError(409, served)
     await service.run(_delete, hub_id)
     return Response(status_code=200)
 
 
-def _hub_id_of(service: ModelService) -> str | None:
-    """Returns the hub id of the served model; None for a folder, or the embedded model."""
-    try:
-        found = parse_name(service.model.name)
-    except TorchaxServeError:
-        return None
-    return found if isinstance(found, str) else None
+def _hub_ids_in_use(service: ModelService) -> set[str]:
+    """Returns the hub ids of the served model and of its draft model, in lower case."""
+    # Not asked by name: an attribute that a recorded model has not loads its torch module.
+    options = vars(service.model).get("_engine_options")
+    draft = None if options is None or options.speculative is None else options.speculative.model
+    found = set()
+    for name in (service.model.name, getattr(draft, "name", draft)):
+        with contextlib.suppress(TorchaxServeError):
+            hub_id = parse_name(name) if name is not None else None
+            if isinstance(hub_id, str):
+                found.add(hub_id.lower())
+    return found
 
 
 def _check_allowed(request: Request) -> None:
@@ -117,18 +137,30 @@ async def _last(steps: AsyncGenerator[dict[str, Any]]) -> dict[str, Any]:
         return [each async for each in steps][-1]
 
 
-async def _pulled(hub_id: str) -> AsyncGenerator[dict[str, Any]]:
+def _check_room() -> None:
+    """Raises ApiError, 429, while as many downloads as there may be go on."""
+    if len(_running) >= MAX_PULLS:
+        raise ApiError(429, f"expected at most {MAX_PULLS} downloads at once; send the request again later")
+
+
+async def _pulled(name: str) -> AsyncGenerator[dict[str, Any]]:
     """Yields the progress of a download, which ends when nobody reads it any more.
 
     Raises:
-        ApiError: 404 if the hub has no such model, 502 if it cannot be read.
+        ApiError: 404 if the hub has no such model, or cannot be reached; 400 if it lacks what a model needs; 429 if too
+            many downloads go on.
     """
     progress = _QueuedProgress(asyncio.get_running_loop())
     yield {"status": "pulling manifest"}
-    work = asyncio.create_task(asyncio.to_thread(_resolve, hub_id, progress))
+    _check_room()
+    started = _POOL.submit(_resolve, name, progress)
+    _running.add(started)
+    started.add_done_callback(_running.discard)
+    work = asyncio.wrap_future(started)
 
-    def end(task: asyncio.Task[None]) -> None:
-        task.exception()  # read, also where nobody waits for it any more
+    def end(future: asyncio.Future[None]) -> None:
+        if not future.cancelled():
+            future.exception()  # read, also where nobody waits for it any more
         progress.queue.put_nowait(None)
 
     work.add_done_callback(end)
@@ -141,9 +173,9 @@ async def _pulled(hub_id: str) -> AsyncGenerator[dict[str, Any]]:
     yield SUCCESS
 
 
-def _resolve(hub_id: str, progress: _QueuedProgress) -> None:
+def _resolve(name: str, progress: _QueuedProgress) -> None:
     try:
-        resolve(hub_id, progress=progress, local_files_only=False)
+        resolve(name, progress=progress, local_files_only=False)
     except ModelNotFoundError as error:
         raise ApiError(404, f"model: {error}", param="model", code="model_not_found") from error
     except TorchaxServeError as error:

@@ -36,8 +36,12 @@ INTERFACE = "0.12.0"
 """Version of Ollama whose interface this is; some clients want a least one."""
 FOREVER_S = 100 * 365 * 86400
 """Seconds after which a model that stays loaded is said to be unloaded."""
-_NAMES = {"max_tokens": "options.num_predict", "response_format": "format", "stop": "options.stop"} | {
-    name: f"options.{name}" for name in ("temperature", "top_k", "top_p", "min_p", "seed")
+_NAMES = {
+    "max_tokens": "options.num_predict",
+    "response_format": "format",
+    "repetition_penalty": "options.repeat_penalty",
+    **{name: f"options.{name}" for name in ("temperature", "top_k", "top_p", "min_p", "seed", "stop")},
+    **{name: f"options.{name}" for name in ("presence_penalty", "frequency_penalty")},
 }
 """Fields by their names in chats."""
 
@@ -132,6 +136,7 @@ async def show(request: Request) -> Response:
     context = context_of(request)
     service = context.service()
     body = await read_request(request, context.options, ShowRequest)
+    note_unknown(body, "/api/show")
     service.check_name(own_name(body.model or body.name or "", service), request.state.key, may_be_adapter=True)
     return JSONResponse(await service.run(_shown, service))
 

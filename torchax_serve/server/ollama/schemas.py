@@ -102,7 +102,7 @@ class OllamaRequest(OpenRequest):
     think: Annotated[bool | Literal["low", "medium", "high"] | None, honoured(_THINK)] = None
     keep_alive: Annotated[float | int | str | None, no_effect(_KEPT)] = None
     logprobs: Annotated[bool | None, honoured("log-probabilities of the answer's tokens")] = None
-    top_logprobs: Annotated[int | None, honoured("those of so many likeliest tokens, up to 20")] = None
+    top_logprobs: Annotated[int | None, honoured("those of so many likeliest tokens, at most `--max-logprobs`")] = None
     truncate: Annotated[bool | None, no_effect("a prompt that is too long is an error")] = None
     shift: Annotated[bool | None, no_effect("an answer ends where the model has no more room")] = None
 
@@ -125,7 +125,7 @@ class GenerateRequest(OllamaRequest):
     system: Annotated[str | None, honoured("system prompt")] = None
     images: Annotated[Strings | None, honoured("images of the message, in base64")] = None
     raw: Annotated[bool | None, honoured("the prompt is continued as it is, without the chat template")] = None
-    suffix: Annotated[Any, refused("expected none; texts are continued at their end", "")] = None
+    suffix: Annotated[Any, refused("expected none; ask /infill, or /v1/completions", "")] = None
     template: Annotated[Any, refused("expected none; the model's own chat template is used", "")] = None
     context: Annotated[Any, refused("expected none; /api/chat takes earlier messages", [])] = None
     width: Annotated[Any, refused("expected none; answers are text", 0)] = None
@@ -158,7 +158,9 @@ class PullRequest(OpenRequest):
     """Body of ``/api/pull``."""
 
     routes: ClassVar[tuple[str, ...]] = ("/api/pull",)
-    model: Annotated[str, honoured("a short name, or a hub id")] = ""
+    model: Annotated[
+        str, honoured("a short name, or a hub id, which may have the type of a GGUF file behind it, `:Q4_K_M`")
+    ] = ""
     name: Annotated[str | None, honoured("the same, as older clients write it")] = None
     stream: Annotated[bool | None, honoured("`false`: one object at the end; else an object a line")] = None
     insecure: Annotated[Any, refused("expected false; the hub is asked over HTTPS", False)] = None
@@ -168,5 +170,5 @@ class DeleteRequest(OpenRequest):
     """Body of ``/api/delete``."""
 
     routes: ClassVar[tuple[str, ...]] = ("/api/delete",)
-    model: Annotated[str, honoured("a short name, or a hub id, of a model on this machine")] = ""
+    model: Annotated[str, honoured("a short name, or a hub id without a tag, of a model on this machine")] = ""
     name: Annotated[str | None, honoured("the same, as older clients write it")] = None
