@@ -192,11 +192,10 @@ def torchax_attention(
     if pages is not None:
         if causal_mask is None or causal_mask.starts is not None or position_bias is not None:
             raise NotPackableError("attention with a mask that is more than causal")
-        features: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": s_aux, "alibi": alibi_slopes}
+        taken = getattr(attention_mask, "taken", None)
+        features = {"scale": scale, "softcap": softcap, "sinks": s_aux, "alibi": alibi_slopes, "taken": taken}
         features["distance_biases"] = distance_biases
-        features["taken"] = getattr(attention_mask, "taken", None)
         return _on_pages(query, key, value, pages, causal_mask.window, features), None
-    assert distance_biases is None, "biases by distance are of packed steps"
     alibi = None if alibi_slopes is None else jax_view(alibi_slopes).astype(jnp.float32)
     sinks, mask, bias = (None if x is None else jax_view(x) for x in (s_aux, attention_mask, position_bias))
     write: KVWrite | None = getattr(key, "cache_write", None)
@@ -212,10 +211,10 @@ def torchax_attention(
             bias = _linear_bias(alibi, q.shape[2], key.shape[2]) + (0 if bias is None else bias)
         hides = getattr(module, "is_causal", True) if is_causal is None else is_causal
         mask, causal = _dense_mask(mask, bias, causal_mask, q.shape[2], key.shape[2], hides_later=hides)
-        keys, values = jax_view(key), jax_view(value)
+        keys = jax_view(key)
         if q.shape[0] == 1:  # queries that a model has learned, the same for all
             q = jnp.broadcast_to(q, (keys.shape[0], *q.shape[1:]))
-        out = dense_attention(q, keys, values, mask, AttentionArgs(scale, None, softcap, sinks), causal=causal)
+        out = dense_attention(q, keys, jax_view(value), mask, AttentionArgs(scale, None, softcap, sinks), causal=causal)
     return torch_view(jnp.swapaxes(out, 1, 2)), None
 
 

@@ -111,31 +111,18 @@ def take_tokens(
     if not 0 < num_taken <= capacity:
         raise InvalidArgumentError(f"take_tokens: expected num_taken within 1 .. {capacity}, got {num_taken}")
 
-    slots, page = pool.reshape(-1, pool.shape[3]), pool.shape[2]
-    num_pages = min(rows.page_table.shape[1], max(1, PART_LEN // page))  # of a part
-    part_len = num_pages * page
+    num_pages = min(rows.page_table.shape[1], max(1, PART_LEN // pool.shape[2]))  # of a part
+    part_len = num_pages * pool.shape[2]
     page_table = jnp.pad(rows.page_table, ((0, 0), (0, -rows.page_table.shape[1] % num_pages)))
 
     def taken(q: jax.Array, weights: jax.Array, tables: jax.Array, seen: jax.Array) -> jax.Array:
-        """Computes queries ``[n, m, H, D]`` of n rows of pages that see so many tokens int32[n, m]."""
+        # Queries ``[n, m, H, D]`` of n rows of pages, which see so many tokens int32[n, m].
+        def scored(begin: jax.Array) -> tuple[jax.Array, jax.Array]:
+            keys, at = _keys_of_part(pool, tables, begin, num_pages)
+            is_seen = (at < seen[..., None]) & (at >= seen[..., None] - (window or capacity))
+            return jnp.where(is_seen, _index_scores(q, weights, keys[..., :dim], scale), -jnp.inf), at
 
-        def with_part(number: jax.Array, best: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            of_part = jax.lax.dynamic_slice_in_dim(tables, number * num_pages, num_pages, axis=1)
-            index = of_part[..., None] * page + jnp.arange(page, dtype=jnp.int32)
-            keys = take_rows(slots, index.reshape(len(tables), part_len))[..., :dim]
-            at = number * part_len + jnp.arange(part_len, dtype=jnp.int32)
-            ahead = at - seen[..., None]
-            is_seen = (ahead < 0) if window is None else (ahead < 0) & (ahead >= -window)
-            scores = jnp.where(is_seen, _index_scores(q, weights, keys, scale), -jnp.inf)
-            # Those of earlier parts come first: of equal scores `top_k` takes the first.
-            top, which = jax.lax.top_k(jnp.concatenate([best[0], scores], axis=-1), num_taken)
-            places = jnp.concatenate([best[1], jnp.broadcast_to(at, scores.shape)], axis=-1)
-            return top, jnp.take_along_axis(places, which, axis=-1)
-
-        shape = (*seen.shape, num_taken)
-        nothing = jnp.full(shape, -jnp.inf, jnp.float32), jnp.full(shape, NO_TOKEN, jnp.int32)
-        top, best = jax.lax.fori_loop(0, -(-jnp.max(seen) // part_len), with_part, nothing)
-        return jnp.where(jnp.isneginf(top), NO_TOKEN, best)
+        return _best_of_parts(scored, -(-jnp.max(seen) // part_len), num_pages, (*seen.shape, num_taken))
 
     if rows.is_decode:
         each = q[:, None], weights[:, None], page_table, rows.kv_lens[:, None]
@@ -150,6 +137,38 @@ def take_tokens(
 
     none = jnp.full((num_tokens, num_taken), NO_TOKEN, jnp.int32)
     return by_block(one_block, none, length, rows.kv_lens, rows.cu_q_lens)
+
+
+def _keys_of_part(pool: jax.Array, tables: jax.Array, begin: jax.Array, num_pages: int) -> tuple[jax.Array, jax.Array]:
+    """Returns keys ``[n, L, W]`` of pages from `begin` on, and their positions int32[L]."""
+    page = pool.shape[2]
+    of_part = jax.lax.dynamic_slice_in_dim(tables, begin, num_pages, axis=1)
+    index = of_part[..., None] * page + jnp.arange(page, dtype=jnp.int32)
+    keys = take_rows(pool.reshape(-1, pool.shape[3]), index.reshape(len(tables), num_pages * page))
+    return keys, begin * page + jnp.arange(num_pages * page, dtype=jnp.int32)
+
+
+def _best_of_parts(
+    scored: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
+    num_parts: jax.Array,
+    num_pages: int,
+    shape: tuple[int, ...],
+) -> jax.Array:
+    """Returns the positions int32[n, m, k] of the highest scores; -1 where there are fewer.
+
+    `scored` returns scores ``[n, m, L]`` and positions int32[L] of `num_pages` pages from the given one on.
+    """
+
+    def with_part(number: jax.Array, best: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        scores, at = scored(number * num_pages)
+        # Those of earlier parts come first: of equal scores `top_k` takes the first.
+        top, which = jax.lax.top_k(jnp.concatenate([best[0], scores], axis=-1), shape[-1])
+        places = jnp.concatenate([best[1], jnp.broadcast_to(at, scores.shape)], axis=-1)
+        return top, jnp.take_along_axis(places, which, axis=-1)
+
+    nothing = jnp.full(shape, -jnp.inf, jnp.float32), jnp.full(shape, NO_TOKEN, jnp.int32)
+    top, best = jax.lax.fori_loop(0, num_parts, with_part, nothing)
+    return jnp.where(jnp.isneginf(top), NO_TOKEN, best)
 
 
 def _index_scores(q: jax.Array, weights: jax.Array, keys: jax.Array, scale: float) -> jax.Array:

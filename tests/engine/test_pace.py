@@ -31,6 +31,7 @@ class PacedRunner:
     num_programs = 0
     num_untimed = 0
     vocab_size = 8
+    max_logprobs = 0
     max_encoder_len = None
     span_limits = staticmethod(lambda config: None)
     runs_ahead = True
@@ -41,6 +42,9 @@ class PacedRunner:
         self._free_s = 0.0
 
     def with_adapter(self, request):
+        return request
+
+    def with_num_top(self, request):
         return request
 
     def validate(self, name, request):

@@ -334,7 +334,7 @@ def test_invalid_plan_requests(changes, kind, said):
     ("arguments", "said"),
     [
         (
-            ["--topology", "v6e:2x4", "--quantization", "int3"],
+            ["--topology", "cpu:1", "--quantization", "int3"],
             "--quantization: expected int8, int4, fp8, w8a8, fp8-w8a8, nf4, none or a .toml, .yaml or .json",
         ),
         ([], "expected --topology, such as v6e:2x4 or h200:8, or --for SLOTSxLEN; got neither"),

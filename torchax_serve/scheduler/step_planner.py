@@ -45,6 +45,7 @@ class StepPlanner:
         if config.speculative is not None:
             self.speculation = SpeculativePlanner(config.speculative, config, allocator, queues, prefill_budget)
         self._now_s = 0.0  # of the plan that is made
+        self._fused_s = 0.0  # most seconds of several decode steps in its dispatch
         self.last_arrival_s = -math.inf
         self.holds_waiting = False  # no request begins; preempted ones continue
         self.num_planned = 0
@@ -57,6 +58,8 @@ class StepPlanner:
         None if no row can be planned at `now` seconds.
         """
         self._now_s = now
+        since_s = now - self.last_arrival_s
+        self._fused_s = min(self._config.max_fused_decode_s, max(LEAST_FUSED_S, ARRIVALS_FRACTION * since_s))
         if self.speculation is not None:
             drafted = self.speculation.plan(self._fused_s)
             if drafted is not None:
@@ -371,12 +374,6 @@ class StepPlanner:
         to_come = max(state.max_total_len - state.num_planned for state in running) - 1  # the last token is no input
         num_steps = self._steps_within(num_decode, longest, to_come, min(state.steps_to_recompute for state in running))
         return num_steps if num_steps > 1 and self._has_pages(num_steps) else 1
-
-    @property
-    def _fused_s(self) -> float:
-        """Most seconds of several decode steps in a dispatch."""
-        since_s = self._now_s - self.last_arrival_s
-        return min(self._config.max_fused_decode_s, max(LEAST_FUSED_S, ARRIVALS_FRACTION * since_s))
 
     def _steps_within(self, num_decode: int, longest: int, to_come: int, to_recompute: float) -> int:
         """Returns the number of decode steps of all running requests that a dispatch may take.
