@@ -29,7 +29,7 @@ from model_adapters.program.call_spec import CallSpec
 from model_adapters.program.embeddings import token_embedding
 from model_adapters.program.model_program import CHECKS, ModelProgram
 from model_adapters.program.static_tensors import as_tensors, without_constants
-from model_adapters.program.trace_context import replaced_methods, trace_lock
+from model_adapters.program.trace_context import replaced_methods
 
 _MEDIA = re.compile(r".*(pixel|image|video|audio|patches|input_features|input_values).*")
 """Names of arguments by which a forward gets images or audio."""
@@ -146,7 +146,8 @@ def _stopped_forward(
         raise UnsupportedModelError("its forward does not call its language model")
 
     replacements = [(language_model, "forward", stop), (embedding, "forward", embed)]
-    with trace_lock(), replaced_methods(replacements), constant_folding.enabled():
+    # What the model's code changes of itself is told from these replacements, which are none of the model.
+    with program.watch.running(), replaced_methods(replacements), constant_folding.enabled():
         yield stopped
 
 
@@ -209,8 +210,9 @@ def _has_tensor(value: Any) -> bool:
 
 
 @contextlib.contextmanager
-def features_in_place(module: torch.nn.Module, media: MediaTokens | None) -> Iterator[None]:
+def features_in_place(program: ModelProgram, media: MediaTokens | None) -> Iterator[None]:
     """Puts features in place of placeholder embeddings inside the context; None: of none."""
+    module = program.module
     embedding = token_embedding(module)
     if media is None or embedding is None:
         yield
@@ -233,7 +235,7 @@ def features_in_place(module: torch.nn.Module, media: MediaTokens | None) -> Ite
     size = getattr(embedding, "embedding_dim", width)
     if width > size:
         replacements += _deepstack_in_place(module, [rows(begin, begin + size) for begin in range(size, width, size)])
-    with trace_lock(), replaced_methods(replacements):
+    with program.watch.running(), replaced_methods(replacements):
         yield
 
 

@@ -111,7 +111,7 @@ def _forward(
         kwargs["logits_to_keep"] = torch_view(batch.last)
     rope_lens = batch.positions + 1 if layout.is_decode else batch.rope_lens
     assert program.rope is None or rope_lens is not None
-    features = features_in_place(program.module, batch.media)
+    features = features_in_place(program, batch.media)
     lengths, adapters = lengths_told(rope_lens), adapters_told(batch.adapters)
     handles = HandleMode() if layout.indexers else None
     with divided, program.folding(CallSpec()), lengths, adapters, features, asking():

@@ -227,7 +227,7 @@ class SequenceForward:
         states: LayerStates = self._new_cache(num_tokens).states
         inputs = {**self._inputs(ids, 0, length, all_logits, rope_len), **self._source(hidden, source_len)}
         inputs |= self._positions(media)
-        with features_in_place(self.program.module, media):
+        with features_in_place(self.program, media):
             return self._forward(weights, states, jnp.int32(0), inputs, layout)
 
     def extend(
@@ -274,7 +274,7 @@ class SequenceForward:
         for padded_len in padded_lens:  # one, or none
             known: Any = self._trial_context[HIDDEN][0]  # of the output itself only the shape is of use any more
             inputs |= self._source(jnp.zeros((1, padded_len, known.shape[2]), known.dtype), source_len)
-        with features_in_place(self.program.module, media):
+        with features_in_place(self.program, media):
             return self._forward(
                 weights, states, jnp.asarray(offset), inputs, layout, None if table is None else leaves
             )
