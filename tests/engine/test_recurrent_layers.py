@@ -152,7 +152,11 @@ OPTIONS = EngineOptions(max_model_len=128, max_num_seqs=4, page_size=8, max_num_
 
 
 def tiny(model_type):
-    config = transformers.AutoConfig.for_model(model_type, **SIZES | TYPES[model_type])
+    return drawn(transformers.AutoConfig.for_model(model_type, **SIZES | TYPES[model_type]))
+
+
+def drawn(config):
+    """A model with weights that are drawn so that its answers differ, and do not end."""
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     draw_matrices(model, std=0.2)

@@ -6,6 +6,7 @@ import functools
 import pytest
 import torch
 import transformers
+from test_recurrent_layers import NEW, VOCAB_SIZE, drawn, eager_tokens, prompts
 from thorough import except_for, thorough
 from weights import draw_matrices
 
@@ -13,7 +14,7 @@ from model_adapters.caches.index_handles import HandleMode, IndexKeys, IndexPage
 from model_adapters.caches.packed_batch import NotPackableError, pages_of
 from torchax_serve import EngineOptions, SamplingParams, serve
 
-VOCAB_SIZE, NEW, TAKEN = 97, 12, 6
+TAKEN = 6
 SIZES = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 32,
@@ -65,22 +66,7 @@ OPTIONS = EngineOptions(max_model_len=128, max_num_seqs=4, page_size=8, max_num_
 
 
 def tiny(model_type, **changes):
-    config = transformers.AutoConfig.for_model(model_type, **SIZES | TYPES[model_type] | changes)
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    draw_matrices(model, std=0.2)
-    model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, None
-    return model
-
-
-def prompts(*lengths):
-    generator = torch.Generator().manual_seed(3)
-    return [torch.randint(3, VOCAB_SIZE - 1, (length,), generator=generator).tolist() for length in lengths]
-
-
-@torch.no_grad()
-def eager_tokens(model, ids, num_new=NEW):
-    return model.generate(torch.tensor([ids]), max_new_tokens=num_new, do_sample=False)[0, len(ids) :].tolist()
+    return drawn(transformers.AutoConfig.for_model(model_type, **SIZES | TYPES[model_type] | changes))
 
 
 @functools.cache

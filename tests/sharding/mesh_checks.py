@@ -47,6 +47,16 @@ ENDS = {"bos_token_id": 1, "eos_token_id": 2}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 QWEN_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+DEEPSEEK = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+}
 # Sizes that divide by no mesh: 66 hidden units, 61 words, two heads of keys; one of seven query heads.
 CONFIGS = {
     "llama": lambda: transformers.LlamaConfig(**SIZES, **HEADS, attention_bias=True, mlp_bias=True),
@@ -80,32 +90,9 @@ CONFIGS = {
     "gpt_oss": lambda: transformers.GptOssConfig(
         **SIZES, **HEADS, **EXPERTS, sliding_window=8, layer_types=["sliding_attention", "full_attention"]
     ),
-    "deepseek_v3": lambda: transformers.DeepseekV3Config(
-        **SIZES,
-        **MLA,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        n_routed_experts=8,
-        num_experts_per_tok=2,
-        n_group=2,
-        topk_group=1,
-        moe_intermediate_size=16,
-        first_k_dense_replace=1,
-    ),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(**SIZES, **MLA, **DEEPSEEK),
     "deepseek_v32": lambda: transformers.DeepseekV32Config(
-        **SIZES,
-        **MLA,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        n_routed_experts=8,
-        num_experts_per_tok=2,
-        n_group=2,
-        topk_group=1,
-        moe_intermediate_size=16,
-        first_k_dense_replace=1,
-        index_topk=4,
-        index_head_dim=16,
-        index_n_heads=16,
+        **SIZES, **MLA, **DEEPSEEK, index_topk=4, index_head_dim=16, index_n_heads=16
     ),
     "mamba": lambda: transformers.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=61, state_size=4),
     "minimax": lambda: transformers.MiniMaxConfig(
