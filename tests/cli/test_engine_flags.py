@@ -105,6 +105,20 @@ def test_both_commands_have_them_all(command):
         assert {field.name for field in dataclasses.fields(options_class)} <= set(parameters)
 
 
+def test_sizes_and_policies_are_named_whole_in_a_terminal_of_80_columns():
+    app = typer.Typer()
+    app.command()(option_groups(_takes_flags))
+    shown = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"}).stdout
+    for name in (
+        "max-num-batched-tokens",
+        "max-decode-slowdown",
+        "tpot-target-ms",
+        "ttft-target-ms",
+        "max-num-waiting",
+    ):
+        assert f" --{name} " in shown
+
+
 def test_a_value_out_of_its_range_is_named():
     for flag, message in {
         "--kv-cache-dtype=int4": "--kv-cache-dtype: expected auto, int8 or fp8, got 'int4'",

@@ -18,9 +18,13 @@ if TYPE_CHECKING:
     from torchax_serve import EngineOptions
 
 
-def _option(*names: str, help: str, **further: Any) -> Any:
+def _option(*names: str, help: str, panel: str = "Engine", **further: Any) -> Any:
     variable = "TORCHAX_SERVE_" + names[0].split("/")[0].lstrip("-").upper().replace("-", "_")
-    return typer.Option(*names, envvar=variable, show_envvar=False, help=help, rich_help_panel="Engine", **further)
+    return typer.Option(*names, envvar=variable, show_envvar=False, help=help, rich_help_panel=panel, **further)
+
+
+# In a panel of their own: beside their opposites, names of other options would be cut in a terminal of 80 columns.
+_switch = functools.partial(_option, panel="Engine: on or off")
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,10 @@ class EngineFlags:
     ] = None
     tpot_target_ms: Annotated[
         float | None,
-        _option("--tpot-target-ms", help="ms per token of running requests, in place of --max-decode-slowdown."),
+        _option(
+            "--tpot-target-ms",
+            help="ms per token of running requests beside new prompts; replaces the factor.",
+        ),
     ] = None
     ttft_target_ms: Annotated[
         float | None,
@@ -81,7 +88,7 @@ class EngineFlags:
     ] = None
     enable_prefix_caching: Annotated[
         bool | None,
-        _option(
+        _switch(
             "--enable-prefix-caching/--no-enable-prefix-caching",
             help="Whether requests share the pages of a common prefix; they do by default.",
         ),
@@ -91,7 +98,7 @@ class EngineFlags:
     ] = None
     batch_invariant: Annotated[
         bool | None,
-        _option(
+        _switch(
             "--batch-invariant/--no-batch-invariant",
             help="Results are bit-equal for any other requests in the batch; not so by default.",
         ),
