@@ -21,24 +21,24 @@ from model_adapters.ops.row_pages import read_row
 
 @dataclasses.dataclass(frozen=True)
 class StoredSource:
-    """Keys and values of one sequence's encoder output among those of all, attached to the dense ones.
+    """Where keys and values of one sequence's encoder output are among those of all.
 
-    An attention function that receives both unchanged may read them where they are stored; the dense ones are then dead
-    code.
+    It is attached to the dense ones. An attention function that receives both unchanged may read them where they are
+    stored; the dense ones are then dead code.
 
     Attributes:
         keys: ``[slots, heads, room, dim]``.
         values: ``[slots, heads, room, v_dim]``.
         slot: int32[], the sequence's.
         length: int32[], length of the encoder output without padding.
-        is_whole: Whether outputs have no padding, whatever their mask says.
+        is_fixed_len: Whether outputs have no padding, whatever their mask says.
     """
 
     keys: jax.Array
     values: jax.Array
     slot: jax.Array
     length: jax.Array
-    is_whole: bool
+    is_fixed_len: bool
 
 
 class CrossLayer(CacheLayerMixin):
@@ -57,19 +57,19 @@ class CrossLayer(CacheLayerMixin):
         self.slot: Any = None  # int32[]
         self.length: Any = None  # int32[], of the encoder output without padding; with `slot` only
         self.padded_len = 0  # of what model code sees
-        self.is_whole = False  # whether all outputs have `padded_len` positions
+        self.is_fixed_len = False  # whether all outputs have `padded_len` positions
 
-    def use_slot(self, slot: jax.Array, length: Any, padded_len: int, *, is_whole: bool) -> None:
-        """Makes keys and values those of all sequences, of which the ones at `slot` int32[] are this one's."""
+    def use_slot(self, slot: jax.Array, length: Any, padded_len: int, *, is_fixed_len: bool) -> None:
+        """Makes keys and values those of all sequences, of which `slot` int32[] is this one's."""
         self.slot, self.length = slot, jnp.asarray(length, jnp.int32)
-        self.padded_len, self.is_whole = padded_len, is_whole
+        self.padded_len, self.is_fixed_len = padded_len, is_fixed_len
 
     def read(self) -> None:
-        """Makes keys and values this sequence's, ``[1, heads, padded_len, dim]``, if they are those of all."""
+        """Makes keys and values this sequence's, ``[1, heads, padded_len, dim]``."""
         if self.slot is None:
             return
         slot, length = jax_view(self.slot), jax_view(self.length)
-        stored = StoredSource(jax_view(self.keys), jax_view(self.values), slot, length, self.is_whole)
+        stored = StoredSource(jax_view(self.keys), jax_view(self.values), slot, length, self.is_fixed_len)
 
         def dense(pool: jax.Array) -> torch.Tensor:
             seen = torch_view(read_row(pool, slot[None], length, capacity=self.padded_len)[None])
@@ -77,7 +77,7 @@ class CrossLayer(CacheLayerMixin):
             return seen
 
         self.keys, self.values = dense(stored.keys), dense(stored.values)
-        self.slot, self.length, self.padded_len, self.is_whole = None, None, 0, False
+        self.slot, self.length, self.padded_len, self.is_fixed_len = None, None, 0, False
 
     @property
     def is_initialized(self) -> bool:  # type: ignore[override]

@@ -122,7 +122,7 @@ class AttentionArgs:
 
 
 def added_biases(scores: jax.Array, biases: jax.Array) -> jax.Array:
-    """Returns ``scores[T, query_heads, S]`` with ``biases[T, query_heads, n]`` added to the first n keys."""
+    """Returns ``scores[T, query_heads, S]`` with ``biases[T, query_heads, n]`` of the first n."""
     size = min(scores.shape[2], biases.shape[2])
     return scores.at[..., :size].add(biases[..., :size].astype(scores.dtype))
 

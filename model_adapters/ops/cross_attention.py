@@ -1,4 +1,4 @@
-"""Attention of one query per row to keys and values that are stored, such as those of an encoder's output."""
+"""Attention of one query per row to stored keys and values, such as those of an encoder."""
 
 from __future__ import annotations
 

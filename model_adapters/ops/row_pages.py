@@ -181,7 +181,7 @@ def _attend_stored_rows(axis_size: int, is_batched: list[Any], *operands: Any) -
 
 
 def _of_rows(args: AttentionArgs, is_batched: AttentionArgs, axis_size: int) -> tuple[AttentionArgs, bool]:
-    """Returns arguments whose biases have the rows of a ``vmap``, and whether nothing else of them differs by row."""
+    """Returns `args` with biases of all rows of a ``vmap``, and whether they share all else."""
     if args.position_biases is not None:
         biases = merged(args.position_biases, axis_size, bool(is_batched.position_biases))
         args = dataclasses.replace(args, position_biases=biases)

@@ -61,7 +61,7 @@ class SequenceForward:
         self._trial_context = runtime.cache_support.abstract_encoder_output()
         mask = None if runtime.encoder is None else runtime.encoder.output_mask
         self._source_mask = mask or SourceMask()
-        self._has_whole_sources = runtime.encoder is not None and runtime.encoder.fixed_output_len is not None
+        self._source_len_is_fixed = runtime.encoder is not None and runtime.encoder.fixed_output_len is not None
         self.num_learned_positions = runtime.limits.learned_positions
         self.needs_token_by_token = quirks.of(runtime.program.target).token_by_token
         self.layers: tuple[int, ...] = ()
@@ -270,7 +270,7 @@ class SequenceForward:
                 else:
                     layer.use_pages(table, length)
             elif isinstance(layer, CrossLayer) and slot is not None:
-                layer.use_slot(slot, source_len, padded_source_len, is_whole=self._has_whole_sources)
+                layer.use_slot(slot, source_len, padded_source_len, is_fixed_len=self._source_len_is_fixed)
         inputs = self._inputs(ids, offset, length, all_logits, rope_len, delta) | self._positions(media)
         if wanted is not None:
             inputs["last"] = wanted

@@ -90,7 +90,7 @@ def cross_attention(
 
 
 def _in_blocks(biases: jax.Array | None, capacity: int) -> jax.Array:
-    """Returns biases ``[T, Hq, S]`` of all positions of pages, up to the end of the last block; empty without any."""
+    """Returns ``biases[T, Hq, S]`` up to the end of the last block of `capacity`; empty if None."""
     if biases is None:
         return jnp.zeros((0,), jnp.float32)
     size = -(-capacity // BLOCK) * BLOCK
