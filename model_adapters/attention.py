@@ -21,13 +21,14 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import sdpa_mask
 
 from model_adapters.bridge.views import as_views, jax_view, torch_view
+from model_adapters.caches.cross_attention_layer import StoredSource
 from model_adapters.caches.layers import KVWrite
 from model_adapters.caches.packed_batch import NotPackableError
 from model_adapters.caches.paged_cache import LatentWrite, PagedWrite, attend_latents, attend_paged
 from model_adapters.lowerings import constant_folding
 from model_adapters.ops import decode_attention, dense_attention
 from model_adapters.ops.attention_args import AttentionArgs
-from model_adapters.ops.row_pages import attend_row
+from model_adapters.ops.row_pages import attend_row, attend_stored
 
 
 class ImplementationName(str):
@@ -202,20 +203,87 @@ def torchax_attention(
     if write is not None and value is not write.values_out:
         write = None  # model code has computed other values from those that were written
     q = jax_view(query)
-    is_decode = q.shape[2] == 1 and position_bias is None
-    if is_decode and causal_mask is not None and write is not None and write.pool_before is not None:
-        args = AttentionArgs(scale, causal_mask.window, softcap, sinks, alibi)
-        out: Any = _decode(q, write, causal_mask.starts, args)
-    else:
-        if alibi is not None:
-            bias = _linear_bias(alibi, q.shape[2], key.shape[2]) + (0 if bias is None else bias)
+    out: Any = None
+    if softcap is None and sinks is None and alibi is None:
+        out = _attend_to_source(query, key, value, mask, bias, scale)
+    if out is None and causal_mask is not None and write is not None and _is_decode(q, write, bias, softcap):
+        biases = _by_position(bias, q)
+        args = AttentionArgs(scale, causal_mask.window, softcap, sinks, alibi, position_biases=biases)
+        out = _decode(q, write, causal_mask.starts, args)
+    elif out is None:
         hides = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        mask, causal = _dense_mask(mask, bias, causal_mask, q.shape[2], key.shape[2], hides_later=hides)
-        keys = jax_view(key)
-        if q.shape[0] == 1:  # queries that a model has learned, the same for all
-            q = jnp.broadcast_to(q, (keys.shape[0], *q.shape[1:]))
-        out = dense_attention(q, keys, jax_view(value), mask, AttentionArgs(scale, None, softcap, sinks), causal=causal)
+        args = AttentionArgs(scale, None, softcap, sinks, alibi)
+        out = _attend_densely(q, jax_view(key), jax_view(value), mask, bias, causal_mask, args, hides_later=hides)
     return torch_view(jnp.swapaxes(out, 1, 2)), None
+
+
+def _attend_densely(
+    q: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    mask: jax.Array | None,
+    bias: jax.Array | None,
+    causal_mask: CausalMask | None,
+    args: AttentionArgs,
+    *,
+    hides_later: bool,
+) -> jax.Array:
+    """Runs `dense_attention`, with the slopes of `args` as a bias and the mask of `_dense_mask`."""
+    if args.alibi_slopes is not None:
+        bias = _linear_bias(args.alibi_slopes, q.shape[2], keys.shape[2]) + (0 if bias is None else bias)
+        args = dataclasses.replace(args, alibi_slopes=None)
+    mask, causal = _dense_mask(mask, bias, causal_mask, q.shape[2], keys.shape[2], hides_later=hides_later)
+    if q.shape[0] == 1:  # queries that a model has learned, the same for all
+        q = jnp.broadcast_to(q, (keys.shape[0], *q.shape[1:]))
+    out: Any = dense_attention(q, keys, values, mask, args, causal=causal)
+    return out
+
+
+def _is_decode(q: jax.Array, write: KVWrite, bias: jax.Array | None, softcap: float | None) -> bool:
+    """Tells whether `_decode` can attend for the new token, with biases by position if any."""
+    if q.shape[2] != 1 or write.pool_before is None:
+        return False
+    layer = write.layer
+    return bias is None or (bias.shape[-1] == layer.capacity and layer.right_align_len is None and softcap is None)
+
+
+def _by_position(bias: jax.Array | None, q: jax.Array) -> jax.Array | None:
+    """Returns a bias [batch or 1, heads or 1, 1, kv_len] as ``float32[batch, heads, kv_len]``."""
+    if bias is None:
+        return None
+    return jnp.broadcast_to(bias[:, :, 0].astype(jnp.float32), (*q.shape[:2], bias.shape[-1]))
+
+
+def _sum_of(bias: jax.Array | None, mask: jax.Array | None) -> jax.Array | None:
+    """Returns the sum float32[...] of a bias and a mask, of which one or both may be missing."""
+    if mask is None:
+        return bias
+    hidden = _additive(mask, jnp.dtype(jnp.float32))
+    return hidden if bias is None else bias.astype(jnp.float32) + hidden
+
+
+def _attend_to_source(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: jax.Array | None,
+    bias: jax.Array | None,
+    scale: float,
+) -> jax.Array | None:
+    """Returns attention of one query to an encoder's output where that is stored, or None.
+
+    What is behind the output's length is not read there: a mask must hide it, or there must be nothing.
+    """
+    stored: StoredSource | None = getattr(key, "stored_source", None)
+    if stored is None or id(stored) != id(getattr(value, "stored_source", None)):
+        return None
+    added = [x for x in (mask, bias) if x is not None]
+    fits = all(x.ndim == 4 and x.shape[0] == 1 and x.shape[2:] == (1, key.shape[2]) for x in added)
+    if query.shape[0] != 1 or query.shape[2] != 1 or not fits or (mask is None and not stored.is_fixed_len):
+        return None
+    q = jax_view(query)
+    args = AttentionArgs(scale, position_biases=_by_position(_sum_of(bias, mask), q))
+    return attend_stored(q[:, :, 0], stored.keys, stored.values, stored.slot, stored.length, args)[:, :, None]
 
 
 def _on_pages(

@@ -6,19 +6,46 @@ output are computed in the first forward; later steps only read them.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache
 
 import pytree_registry
-from model_adapters.bridge.views import jax_view, to_torch_tensor
+from model_adapters.bridge.views import jax_view, to_torch_tensor, torch_view
+from model_adapters.ops.row_pages import read_row
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredSource:
+    """Where keys and values of one sequence's encoder output are among those of all.
+
+    It is attached to the dense ones. An attention function that receives both unchanged may read them where they are
+    stored; the dense ones are then dead code.
+
+    Attributes:
+        keys: ``[slots, heads, room, dim]``.
+        values: ``[slots, heads, room, v_dim]``.
+        slot: int32[], the sequence's.
+        length: int32[], length of the encoder output without padding.
+        is_fixed_len: Whether outputs have no padding, whatever their mask says.
+    """
+
+    keys: jax.Array
+    values: jax.Array
+    slot: jax.Array
+    length: jax.Array
+    is_fixed_len: bool
 
 
 class CrossLayer(CacheLayerMixin):
     """Keys and values [batch, heads, encoder_len, dim] of the encoder output in one layer.
 
-    The layer is empty at first.
+    The layer is empty at first. With `slot` set, keys and values are those of all sequences, ``[slots, heads, room,
+    dim]``, and the layer is one sequence's until `read` is called.
     """
 
     is_sliding = False
@@ -27,6 +54,30 @@ class CrossLayer(CacheLayerMixin):
     def __init__(self) -> None:
         self.keys: Any = None
         self.values: Any = None
+        self.slot: Any = None  # int32[]
+        self.length: Any = None  # int32[], of the encoder output without padding; with `slot` only
+        self.padded_len = 0  # of what model code sees
+        self.is_fixed_len = False  # whether all outputs have `padded_len` positions
+
+    def use_slot(self, slot: jax.Array, length: Any, padded_len: int, *, is_fixed_len: bool) -> None:
+        """Makes keys and values those of all sequences, of which `slot` int32[] is this one's."""
+        self.slot, self.length = slot, jnp.asarray(length, jnp.int32)
+        self.padded_len, self.is_fixed_len = padded_len, is_fixed_len
+
+    def read(self) -> None:
+        """Makes keys and values this sequence's, ``[1, heads, padded_len, dim]``."""
+        if self.slot is None:
+            return
+        slot, length = jax_view(self.slot), jax_view(self.length)
+        stored = StoredSource(jax_view(self.keys), jax_view(self.values), slot, length, self.is_fixed_len)
+
+        def dense(pool: jax.Array) -> torch.Tensor:
+            seen = torch_view(read_row(pool, slot[None], length, capacity=self.padded_len)[None])
+            seen.stored_source = stored
+            return seen
+
+        self.keys, self.values = dense(stored.keys), dense(stored.values)
+        self.slot, self.length, self.padded_len, self.is_fixed_len = None, None, 0, False
 
     @property
     def is_initialized(self) -> bool:  # type: ignore[override]
@@ -71,6 +122,8 @@ class TraceEncoderDecoderCache(EncoderDecoderCache):
     """
 
     def __init__(self, own: Any, cross: tuple[CrossLayer, ...]) -> None:
+        for layer in cross:
+            layer.read()
         super().__init__(own, Cache(layers=list(cross)))
 
     def mask_len(self, query_len: int) -> int:

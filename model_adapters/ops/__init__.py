@@ -10,6 +10,7 @@ import pkgutil
 from model_adapters.ops.activation import gelu, silu
 from model_adapters.ops.attention_args import AttentionArgs, KVScales
 from model_adapters.ops.causal_convolution import causal_convolution
+from model_adapters.ops.cross_attention import cross_attention
 from model_adapters.ops.decode_attention import decode_attention
 from model_adapters.ops.dense_attention import dense_attention
 from model_adapters.ops.gated_delta_rule import gated_delta_rule
@@ -37,6 +38,7 @@ __all__ = [
     "baddbmm",
     "bmm",
     "causal_convolution",
+    "cross_attention",
     "decode_attention",
     "dense_attention",
     "einsum",

@@ -82,6 +82,8 @@ class AttentionArgs:
             attention); None: they stand behind the keys. Then rows of the pool are keys alone, the op reads no more of
             `v` than its shape, and the scales of keys are those of values. Static: it is an offset in the kernels.
         distance_biases: Added to the scaled scores. Not together with `softcap`.
+        position_biases: Added to the scaled scores by the key's position, ``float32[T, query_heads, S]``; keys from S
+            on have none. Masks and relative positions that a model's code has computed. Not together with `softcap`.
     """
 
     scale: float = field(metadata=STATIC)
@@ -94,6 +96,7 @@ class AttentionArgs:
     sees_until: jax.Array | None = None
     value_begin: int | None = field(default=None, metadata=STATIC)
     distance_biases: DistanceBiases | None = None
+    position_biases: jax.Array | None = None
 
     @property
     def k_scale(self) -> jax.Array | None:
@@ -116,6 +119,12 @@ class AttentionArgs:
     def written_values(self, v: jax.Array) -> jax.Array:
         """Returns what is written behind keys: ``v[..., H, Dv]``, or none of its columns."""
         return v if self.value_begin is None else v[..., :0]
+
+
+def added_biases(scores: jax.Array, biases: jax.Array) -> jax.Array:
+    """Returns ``scores[T, query_heads, S]`` with ``biases[T, query_heads, n]`` of the first n."""
+    size = min(scores.shape[2], biases.shape[2])
+    return scores.at[..., :size].add(biases[..., :size].astype(scores.dtype))
 
 
 OPTIONAL_FIELDS = tuple(each.name for each in fields(AttentionArgs) if each.name != "scale")

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops import registry, spmd
-from model_adapters.ops.attention_args import AttentionArgs, KVScales, unsupported_field
+from model_adapters.ops.attention_args import AttentionArgs, KVScales, added_biases, unsupported_field
 from model_adapters.ops.cpu import attention as kernels
 from model_adapters.ops.kv_pool import (
     check_arrays,
@@ -118,6 +118,9 @@ def reference(
         scores = scores + args.alibi_slopes.astype(jnp.float32).reshape(1, heads, -1, 1) * behind[:, None, None]
     if args.distance_biases is not None:
         scores = scores + args.distance_biases.of(lens[:, None] - 1 - positions).reshape(scores.shape)
+    if args.position_biases is not None:
+        by_head = scores.reshape(batch, query_heads, -1)
+        scores = added_biases(by_head, args.position_biases).reshape(scores.shape)
     first = starts if args.window is None else jnp.maximum(starts, lens - args.window)
     visible = positions >= first[:, None]  # [B, S]
     if args.prefix_lens is not None:

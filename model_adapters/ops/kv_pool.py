@@ -121,6 +121,14 @@ def checked_args(op: str, args: AttentionArgs, query_heads: int, num_seqs: int, 
                 f"{op}: expected softcap or distance_biases, got both; the order of the two is not defined, so leave "
                 "one out"
             )
+    if args.position_biases is not None:
+        got = args.position_biases.shape
+        expect(op, "position_biases of shape", (num_tokens, query_heads, *got[2:3]), got)
+        if args.softcap is not None:
+            raise InvalidArgumentError(
+                f"{op}: expected softcap or position_biases, got both; the order of the two is not defined, so leave "
+                "one out"
+            )
     if args.value_begin is not None and args.kv_scales is not None:
         args = dataclasses.replace(args, kv_scales=KVScales(args.kv_scales.k, args.kv_scales.k))
     if args.prefix_lens is not None:

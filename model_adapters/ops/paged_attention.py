@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from model_adapters.ops import registry, spmd
-from model_adapters.ops.attention_args import AttentionArgs, DistanceBiases, KVScales, unsupported_field
+from model_adapters.ops.attention_args import AttentionArgs, DistanceBiases, KVScales, added_biases, unsupported_field
 from model_adapters.ops.cpu import attention as kernels
 from model_adapters.ops.kv_pool import (
     check_arrays,
@@ -176,6 +176,7 @@ def reference(
     until = None if args.sees_until is None else padded(args.sees_until, length)
     biases = args.distance_biases
     weights = None if biases is None else padded(biases.weights, length)
+    by_position = None if args.position_biases is None else padded(args.position_biases, length)
 
     def one_block(seq: jax.Array, begin: jax.Array, positions: jax.Array) -> jax.Array:
         prefix_len = jnp.int32(0) if args.prefix_lens is None else args.prefix_lens[seq]
@@ -187,6 +188,8 @@ def reference(
         if weights is not None and biases is not None:
             of_block = jax.lax.dynamic_slice_in_dim(weights, begin, length)
             own = dataclasses.replace(args, distance_biases=DistanceBiases(of_block, biases.profiles))
+        if by_position is not None:
+            own = dataclasses.replace(own, position_biases=jax.lax.dynamic_slice_in_dim(by_position, begin, length))
         # Rows beyond the end of a sequence are zeros.
         return _attend(queries, pool, page_table[seq], (positions, last), kv_lens[seq], prefix_len, v.shape[2], own)
 
@@ -229,6 +232,10 @@ def _attend(
     if args.distance_biases is not None:
         bias = args.distance_biases.of(-behind).reshape(length, heads, group, -1)
         scores = scores + jnp.moveaxis(bias, 0, 2).reshape(scores.shape)
+    if args.position_biases is not None:
+        by_head = jnp.moveaxis(scores.reshape(heads, group, length, -1), 2, 0).reshape(length, heads * group, -1)
+        by_head = added_biases(by_head, args.position_biases).reshape(length, heads, group, -1)
+        scores = jnp.moveaxis(by_head, 0, 2).reshape(scores.shape)
     visible = at <= last[:, None]
     if args.window is not None:
         visible &= behind > -args.window

@@ -18,7 +18,12 @@ from torchax_serve.compilation.executable_cache import CachedFunction, Executabl
 
 NUM_SEQS, HEADS, GROUP, DIM, PAGE = 4, 2, 2, 64, 64
 NUM_TOKENS = 600  # several blocks of dense queries
-OPS = {"decode_attention": NUM_SEQS, "paged_attention": NUM_SEQS + 1, "dense_attention": None}
+OPS = {
+    "decode_attention": NUM_SEQS,
+    "paged_attention": NUM_SEQS + 1,
+    "dense_attention": None,
+    "cross_attention": None,
+}
 """Each op that takes `AttentionArgs`, and the length of the last of its arrays of integers."""
 PLATFORM = {"gpu-triton": "gpu", "gpu-mosaic": "gpu", "tpu-pallas": "tpu"}
 STATIC = {"scale": (0.5, 0.25), "window": (9, 21), "softcap": (3.0, 5.0), "value_begin": (0, None)}
@@ -30,6 +35,7 @@ ARRAYS = {
     "distance_biases": DistanceBiases(
         jax.ShapeDtypeStruct((NUM_SEQS, HEADS * GROUP, 3), "float32"), jax.ShapeDtypeStruct((3, 9), "float32")
     ),
+    "position_biases": jax.ShapeDtypeStruct((NUM_SEQS, HEADS * GROUP, 7), "float32"),
     "kv_scales": KVScales(*[jax.ShapeDtypeStruct((HEADS,), "float32")] * 2),
 }
 """A new field needs two values that give different programs here, or the shape and dtype of its array."""
@@ -45,6 +51,14 @@ def arrays_of(op, pool_dtype):
 
     if op == "dense_attention":
         return [array(1, heads, NUM_TOKENS, DIM) for heads in (HEADS * GROUP, HEADS, HEADS)] + [None]
+    if op == "cross_attention":
+        pages = [array(9, HEADS, PAGE, DIM)] * 2
+        return [
+            array(NUM_SEQS, HEADS * GROUP, DIM),
+            *pages,
+            array(NUM_SEQS, 2, dtype="int32"),
+            array(NUM_SEQS, dtype="int32"),
+        ]
     heads = [array(NUM_SEQS, number, DIM) for number in (HEADS * GROUP, HEADS, HEADS)]
     pool = array(9, HEADS, PAGE, 2 * DIM, dtype=pool_dtype)
     ints = [array(*shape, dtype="int32") for shape in ((NUM_SEQS, 2), (NUM_SEQS,), (OPS[op],))]

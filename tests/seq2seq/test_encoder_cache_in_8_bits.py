@@ -42,8 +42,8 @@ def round_layers(layers, scales_of, dtype):
 class StoredCache(DynamicCache):
     """transformers' own cache, in which a decode step finds its own token as it is stored, once `round_new` is set.
 
-    Attention on pages reads all tokens there. With a bias of positions (T5), and in the first step, keys and values of
-    new tokens come from the model's code, not yet rounded.
+    Attention on pages reads all tokens there. In the first step, keys and values of new tokens come from the model's
+    code, not yet rounded.
     """
 
     round_new = None  # numbers of a layer, its index and 0 for keys, 1 for values -> rounded numbers
@@ -86,7 +86,7 @@ def test_a_decoder_reads_rounded_keys_and_values_of_its_own_and_of_the_encoder(m
                 return numbers.abs().amax((2, 3), True).numpy() / LARGEST[dtype]
 
             round_layers(cache.cross_attention_cache.layers, exact_scale, dtype)
-            cache.self_attention_cache.round_new = as_stored if model_type == "bart" else None
+            cache.self_attention_cache.round_new = as_stored
     assert np.abs(expected - exact).max() > 5 * BOUND  # it is rounded
     states = executor.cache.states
     assert states and all(isinstance(state, ScaledState) for state in states)

@@ -61,6 +61,7 @@ class SequenceForward:
         self._trial_context = runtime.cache_support.abstract_encoder_output()
         mask = None if runtime.encoder is None else runtime.encoder.output_mask
         self._source_mask = mask or SourceMask()
+        self._source_len_is_fixed = runtime.encoder is not None and runtime.encoder.fixed_output_len is not None
         self.num_learned_positions = runtime.limits.learned_positions
         self.needs_token_by_token = quirks.of(runtime.program.target).token_by_token
         self.layers: tuple[int, ...] = ()
@@ -247,12 +248,15 @@ class SequenceForward:
         delta: Any = 0,
         wanted: jax.Array | None = None,
         table: jax.Array | None = None,
+        slot: jax.Array | None = None,
+        padded_source_len: int = 0,
     ) -> Any:
         """Computes tokens as `prefill`, behind the `offset` int32[] tokens that `leaves` hold.
 
         `delta` int32[] is added to positions for rotary embeddings; `wanted` int32[n] are the tokens whose logits are
         returned in place of the last one's. With `table` int32[pages], the row of the page table, leaves in pages are
-        pools and returned as pools.
+        pools and returned as pools. With `slot` int32[], leaves of the encoder output are those of all slots, padded to
+        `padded_source_len` for the model, and empty ones are returned.
         """
         if ids.shape[0] > block_len:
             how = {"all_logits": all_logits or wanted is not None, "rope_len": rope_len, "media": media, "table": table}
@@ -265,19 +269,20 @@ class SequenceForward:
                     layer.capacity = layer.pool.shape[2]
                 else:
                     layer.use_pages(table, length)
+            elif isinstance(layer, CrossLayer) and slot is not None:
+                layer.use_slot(slot, source_len, padded_source_len, is_fixed_len=self._source_len_is_fixed)
         inputs = self._inputs(ids, offset, length, all_logits, rope_len, delta) | self._positions(media)
         if wanted is not None:
             inputs["last"] = wanted
         inputs["starts"] = jnp.zeros(1, jnp.int32)  # in case the model cannot do without a mask
         _, kept = layout.partition(leaves)
         padded_lens = {state.shape[2] for state, row in zip(kept, layout.rows, strict=True) if row.is_of_source}
-        for padded_len in padded_lens:  # one, or none
+        for padded_len in padded_lens if slot is None else {padded_source_len}:  # one, or none
             known: Any = self._trial_context[HIDDEN][0]  # of the output itself only the shape is of use any more
             inputs |= self._source(jnp.zeros((1, padded_len, known.shape[2]), known.dtype), source_len)
         with features_in_place(self.program, media):
-            return self._forward(
-                weights, states, jnp.asarray(offset), inputs, layout, None if table is None else leaves
-            )
+            before = None if table is None else leaves
+            return self._forward(weights, states, jnp.asarray(offset), inputs, layout, before, slot is not None)
 
     def _source(self, hidden: jax.Array | None, source_len: Any) -> dict[str, Any]:
         """Returns the encoder arguments of a forward, with `source_len` valid positions."""
@@ -314,12 +319,17 @@ class SequenceForward:
         inputs: dict[str, Any],
         layout: CacheLayout,
         before: Leaves | None = None,
+        has_slot: bool = False,
     ) -> tuple[Any, Leaves]:
         spec = CallSpec(output_hidden_states=bool(self.layers))
         fields, after = self.program.forward(weights, states, offset, inputs, spec)
         assert after is not None
         num_tokens = inputs[self.program.names.ids].shape[1]
         news = self._cache_updates(after, layout, offset, num_tokens, before)
+        if has_slot:
+            pages, rows = layout.partition(news)
+            of_source, others = layout.without_sources(rows)
+            news = layout.merge(pages, layout.with_sources(tuple(jnp.zeros(0) for _ in of_source), others))
         logits = fields["logits"][0].astype(jnp.float32)
         if not self.layers:
             return logits, news

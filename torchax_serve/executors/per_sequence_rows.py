@@ -29,6 +29,8 @@ def extend_rows(
     lens: jax.Array | None = None,
     wanted: jax.Array | None = None,
     source_lens: jax.Array | None = None,
+    slots: jax.Array | None = None,
+    padded_source_len: int = 0,
     adapters: jax.Array | None = None,
     deltas: jax.Array | None = None,
     table: jax.Array | None = None,
@@ -47,10 +49,11 @@ def extend_rows(
         lens: int32[S], tokens that are no padding; None: all. Padding changes the states.
         wanted: int32[S, n], tokens whose logits are returned; None: the last one of each row.
         source_lens: int32[S], lengths of encoder outputs without padding.
+        slots: int32[S]: leaves of encoder outputs are those of all slots, and empty ones are returned.
+        padded_source_len: Length that encoder outputs are padded to, with `slots`.
         adapters: int32[S], adapter of each row, 0 for none.
         deltas: int32[S], added to positions for rotary embeddings.
-        table: int32[S, pages], pages of each row: leaves in pages are pools, and returned as pools. None: they are
-            dense, ``[S, ...]``.
+        table: int32[S, pages]: leaves in pages are pools, and returned as such; None: they are dense, ``[S, ...]``.
         rope_lens: int32[S], minimum lengths of the rotary frequencies; None: each token's own.
         block_len: Maximum number of tokens of one forward.
 
@@ -59,18 +62,20 @@ def extend_rows(
     """
 
     def one(pools: Leaves, row: tuple[Any, ...]) -> Any:
-        kept, offset, ids, length, wanted, source_len, adapter, delta, pages, rope_len = row
-        how: dict[str, Any] = {} if delta is None else {"delta": delta}
+        kept, offset, ids, length, wanted, source_len, slot, adapter, delta, pages, rope_len = row
+        how = {"block_len": block_len, "wanted": wanted, "table": pages, "slot": slot}
+        how |= {"padded_source_len": padded_source_len} | ({} if delta is None else {"delta": delta})
         how |= {} if rope_len is None else {"rope_len": rope_len}
         length = len(ids) if length is None else length
-        how |= {"block_len": block_len, "wanted": wanted, "table": pages}
-        leaves = kept if pages is None else layout.merge(pools, kept)
+        leaves = kept if slot is None else layout.with_sources(of_source, kept)
+        leaves = leaves if pages is None else layout.merge(pools, leaves)
         with adapters_told(adapter):
             found, news = forward.extend(weights, leaves, offset, ids, length, layout, source_len, **how)
         return (found, ((), news)) if pages is None else (found, layout.partition(news))
 
     pools, kept = ((), leaves) if table is None else layout.partition(leaves)
-    rows = (kept, offsets, ids, lens, wanted, source_lens, adapters, deltas, table, rope_lens)
+    of_source, kept = ((), kept) if slots is None else layout.without_sources(kept)
+    rows = (kept, offsets, ids, lens, wanted, source_lens, slots, adapters, deltas, table, rope_lens)
     found, (pools, news) = _of_all_rows(one, pools, rows, len(offsets), layout)
     return found, news if table is None else layout.merge(pools, news)
 

@@ -80,7 +80,9 @@ class SequenceStep:
             )
         else:
             source_lens = given.source_lens if spec.source_len else None
-            of_slots = self._layout.gather_slots(states, given.slots, spec.source_len, source_lens)
+            of_slots = self._layout.gather_slots(
+                states, given.slots, spec.source_len, source_lens, in_place=self._reads_in_place(spec)
+            )
             kept = self._layout.merge(pools, of_slots)
             found, news = self._extend(weights, kept, ids, given, table, media, spec, adapters)
             pools, new_states = self._layout.partition(news)
@@ -110,6 +112,11 @@ class SequenceStep:
             tuple(laid_out(pool, sharding.pool_sharding, constrained) for pool in pools),
             jax.tree.map(lambda state: constrained(state, sharding.state_sharding(state.shape)), states),
         )
+
+    def _reads_in_place(self, spec: PerSequenceSpec) -> bool:
+        """Returns whether a step reads keys and values of encoder outputs where they are stored."""
+        is_one_query = spec.kind == "decode" and spec.num_tokens == 1
+        return is_one_query and bool(spec.source_len) and self._layout.reads_sources_in_place()
 
     def _begin(
         self,
@@ -154,6 +161,8 @@ class SequenceStep:
         if spec.kind == "decode" or spec.num_rows > 1:
             deltas = given.deltas if spec.has_deltas else None
             rows: Any = {"source_lens": source_lens, "adapters": adapters, "deltas": deltas, "table": table}
+            if self._reads_in_place(spec):
+                rows |= {"slots": given.slots, "padded_source_len": spec.source_len}
             if spec.kind == "extend":
                 rope_lens = given.rope_lens if spec.has_rope_lens else None
                 rows |= {"lens": given.lens, "rope_lens": rope_lens, "block_len": spec.block_len}

@@ -97,16 +97,32 @@ class CacheLayout:
 
         return dataclasses.replace(self, leaves=tuple(map(stored, self.leaves)))
 
+    def reads_sources_in_place(self) -> bool:
+        """Returns whether a query reads keys and values of encoder outputs where they are stored."""
+        of_source = [row for row in self.rows if row.is_of_source]
+        is_plain = all(row.stored_dtype is None for row in of_source)
+        return bool(of_source) and is_plain and has_copy_kernels(self.is_on_mesh)
+
     def gather_slots(
-        self, states: SlotStates, slots: jax.Array, source_len: int, source_lens: jax.Array | None = None
+        self,
+        states: SlotStates,
+        slots: jax.Array,
+        source_len: int,
+        source_lens: jax.Array | None = None,
+        *,
+        in_place: bool = False,
     ) -> Leaves:
         """Gathers the states ``[S, ...]`` at `slots` int32[S], cut to the encoder length.
 
-        `source_lens` int32[S] are the lengths of the encoder outputs without padding; None without an encoder.
+        `source_lens` int32[S] are the lengths of the encoder outputs without padding; None without an encoder. With
+        `in_place`, those of encoder outputs are returned as they are stored, of all slots.
         """
         has_kernels = has_copy_kernels(self.is_on_mesh)
 
         def gathered(row: SlotStateSpec, state: jax.Array | ScaledState) -> jax.Array:
+            if in_place and row.is_of_source:
+                assert not isinstance(state, ScaledState)
+                return state
             if isinstance(state, ScaledState):
                 return state.gather(slots, source_len, row.dtype)
             if not row.is_of_source:
@@ -149,6 +165,17 @@ class CacheLayout:
             return pages.write_pages(state, slots, jnp.pad(new, [(0, 0), *room]).astype(state.dtype), after)
 
         return tuple(written(*each) for each in zip(self.rows, states, news, strict=True))
+
+    def without_sources(self, rows: Leaves) -> tuple[Leaves, Leaves]:
+        """Splits leaves by slot into those of encoder outputs and the others."""
+        flags = [row.is_of_source for row in self.rows]
+        of_source = tuple(leaf for leaf, is_source in zip(rows, flags, strict=True) if is_source)
+        return of_source, tuple(leaf for leaf, is_source in zip(rows, flags, strict=True) if not is_source)
+
+    def with_sources(self, of_source: Leaves, others: Leaves) -> Leaves:
+        """Merges what `without_sources` has split."""
+        by_kind = {True: iter(of_source), False: iter(others)}
+        return tuple(next(by_kind[row.is_of_source]) for row in self.rows)
 
     def partition(self, leaves: Leaves) -> tuple[Leaves, Leaves]:
         """Splits leaves into those in pages and those by slot."""

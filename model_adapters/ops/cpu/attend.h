@@ -26,11 +26,12 @@ constexpr float kNone = -std::numeric_limits<float>::infinity();
 inline int64_t padded(int64_t n) { return (n + kLanes - 1) / kLanes * kLanes; }
 
 // A pool [num_pages, kv_heads, page, width], keys at [0, key_dim) and values at [value_begin, value_begin + value_dim) of each
-// row: behind the keys, or columns of them.
+// row: behind the keys, or columns of them. Or values are pages of their own, [num_pages, kv_heads, page, value_dim].
 struct Shape {
   int64_t kv_heads, group, key_dim, value_dim, page, width, pages_per_seq, num_pages, value_begin;
+  const void* values;  // the pages of values, or null
   bool has_own_values() const { return value_begin == key_dim; }
-  int64_t used() const { return has_own_values() ? key_dim + value_dim : key_dim; }  // of a row
+  int64_t used() const { return has_own_values() && !values ? key_dim + value_dim : key_dim; }  // of a row
   int64_t capacity() const { return page * pages_per_seq; }
 };
 
@@ -42,7 +43,10 @@ struct Tile {
   float scale, softcap;
   const float* alibi;                // [group] or null
   const int32_t* until;              // [rows / group], last position that a token sees if it is behind its own; or null
+  const float* biases;               // of the first row, by position, up to the end of the last block; or null
+  int64_t bias_stride, token_stride;  // of the biases: from a row to the next of its token, and from a token to the next
 
+  const float* biases_of(int64_t row) const { return biases + row / group * token_stride + row % group * bias_stride; }
   int64_t at(int64_t row) const { return position + row / group; }
   int64_t first(int64_t row) const { return window > 0 ? std::max(start, at(row) + 1 - window) : start; }
   int64_t last(int64_t row) const { return std::min((until ? std::max<int64_t>(at(row), until[row / group]) : at(row)) + 1, end); }
@@ -201,6 +205,7 @@ inline float softmax_step(const Tile& tile, int64_t row, int64_t begin, float* s
     Vec s = load(scores + t) * tile.scale;
     if (tile.softcap != 0) s = tile.softcap * tanh(s / tile.softcap);
     if (tile.alibi) s += slope * __builtin_convertvector(int_iota() + int32_t(begin + t - tile.at(row)), Vec);
+    if (tile.biases) s += load(tile.biases_of(row) + begin + t);
     if (!all_seen) {
       const auto clip = [](int64_t n) { return IVec{} + int32_t(std::clamp<int64_t>(n, -1, kBlock + 1)); };
       const IVec i = int_iota() + t;
@@ -235,12 +240,16 @@ struct Block {
     for (int t = skipped; t < known;) {
       const int64_t at = begin + t, slot = at % shape.page;
       const int64_t page = std::clamp<int64_t>(pages[at / shape.page], 0, shape.num_pages - 1);
-      const T* row = pool + ((page * shape.kv_heads + head) * shape.page + slot) * shape.width;
-      for (const int end = int(std::min<int64_t>(known, t + shape.page - slot)); t < end; t++, row += shape.width) keys[t] = row;
+      const int64_t place = (page * shape.kv_heads + head) * shape.page + slot;
+      const T* row = pool + place * shape.width;
+      const T* value = shape.values ? static_cast<const T*>(shape.values) + place * shape.value_dim : row + shape.value_begin;
+      const int64_t step = shape.values ? shape.value_dim : shape.width;
+      for (const int end = int(std::min<int64_t>(known, t + shape.page - slot)); t < end; t++, row += shape.width, value += step) keys[t] = row, values[t] = value;
     }
-    std::fill(keys, keys + skipped, keys[skipped]);
-    std::fill(keys + known, keys + kBlock, keys[known - 1]);
-    for (int t = 0; t < kBlock; t++) values[t] = keys[t] + shape.value_begin;
+    for (const T** rows : {keys, values}) {
+      std::fill(rows, rows + skipped, rows[skipped]);
+      std::fill(rows + known, rows + kBlock, rows[known - 1]);
+    }
   }
 
   Fetch::Rows rows(int known) const { return {(const char* const*)keys, known}; }

@@ -30,9 +30,13 @@ def attention_unsupported_reason(q: jax.Array, k: jax.Array, v: jax.Array, pool:
     return ffi.missing()
 
 
-DECODE_ARGS = frozenset({"window", "softcap", "sinks", "alibi_slopes", "kv_scales", "value_begin"})
-PAGED_ARGS = DECODE_ARGS | {"prefix_lens", "sees_until"}
+_COMMON_ARGS = frozenset({"window", "softcap", "sinks", "alibi_slopes", "kv_scales", "value_begin"})
+DECODE_ARGS = _COMMON_ARGS | {"position_biases"}
+PAGED_ARGS = _COMMON_ARGS | {"prefix_lens", "sees_until"}
+CROSS_ARGS = frozenset({"softcap", "position_biases"})
 """Fields of `AttentionArgs` that the kernels take."""
+BLOCK = 64
+"""Positions that the kernels take at once."""
 
 
 def decode_attention(
@@ -48,6 +52,7 @@ def decode_attention(
     """Runs the op as one fused kernel, which updates a donated pool in place."""
     floats = [or_empty(array) for array in (args.sinks, args.alibi_slopes, args.k_scale, args.v_scale)]
     ints = [array.astype(jnp.int32) for array in (page_table, lens, starts)]
+    biases = _in_blocks(args.position_biases, page_table.shape[1] * pool.shape[2])
 
     @custom_vmap
     def run(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -57,17 +62,40 @@ def decode_attention(
     @run.def_vmap
     def rule(axis_size: int, is_batched: list[bool], *arrays: jax.Array) -> Any:
         """Makes one pool of those of all rows of the ``vmap``, and numbers its pages on."""
-        if any(is_batched[7:]):
+        if any(is_batched[7:-1]):
             return one_by_one(run, axis_size, is_batched, arrays), (True, True)
+        *others, biases = arrays[7:]
+        if biases.size:
+            biases = merged(biases, axis_size, is_batched[-1])
         q, k, v, pool, table, lens, starts = map(merged, arrays[:7], [axis_size] * 7, is_batched)
         num_pages = len(pool) // axis_size
         first = jnp.repeat(jnp.arange(axis_size, dtype=jnp.int32) * num_pages, len(table) // axis_size)[:, None]
         table = jnp.where((table >= 0) & (table < num_pages), first + table, -1)
-        out, pool = run(q, k, v, pool, table, lens, starts, *arrays[7:])
+        out, pool = run(q, k, v, pool, table, lens, starts, *others, biases)
         return (divided(out, axis_size), divided(pool, axis_size)), (True, True)
 
-    out: tuple[jax.Array, jax.Array] = run(q, k, v, pool, *ints, *floats)
+    out: tuple[jax.Array, jax.Array] = run(q, k, v, pool, *ints, *floats, biases)
     return out
+
+
+def cross_attention(
+    q: jax.Array, keys: jax.Array, values: jax.Array, page_table: jax.Array, lens: jax.Array, args: AttentionArgs
+) -> jax.Array:
+    """Runs the op as one kernel, which reads no more than `lens` positions."""
+    result = jax.ShapeDtypeStruct((*q.shape[:2], values.shape[3]), q.dtype)
+    biases = _in_blocks(args.position_biases, page_table.shape[1] * keys.shape[2])
+    options = {"scale": np.float32(args.scale), "softcap": np.float32(args.softcap or 0.0)}
+    out: jax.Array = ffi_call("tas_cross_attention", result)(q, keys, values, page_table, lens, biases, **options)
+    return out
+
+
+def _in_blocks(biases: jax.Array | None, capacity: int) -> jax.Array:
+    """Returns ``biases[T, Hq, S]`` up to the end of the last block of `capacity`; empty if None."""
+    if biases is None:
+        return jnp.zeros((0,), jnp.float32)
+    size = -(-capacity // BLOCK) * BLOCK
+    biases = biases[..., :size].astype(jnp.float32)
+    return jnp.pad(biases, ((0, 0), (0, 0), (0, size - biases.shape[2])))
 
 
 def paged_attention(

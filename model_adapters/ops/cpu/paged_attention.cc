@@ -60,9 +60,11 @@ void put(float x, float scale, f8* out) { from_float(x != x ? 0.f : std::clamp(x
 struct Call {
   Rows q, k, v;
   const int32_t *page_table, *kv_lens, *cu_q_lens, *starts, *prefix_lens, *sees_until;  // the last four or null
-  const float *sinks, *alibi, *k_scale, *v_scale;                                      // or null
+  const float *sinks, *alibi, *k_scale, *v_scale, *biases;                             // or null
   void* out;
   int64_t num_tokens, num_seqs, query_heads, window, value_begin;  // the last -1: behind the keys
+  int64_t bias_stride;                                             // numbers of a row of biases[num_tokens, query_heads, bias_stride]
+  bool reads_only;                                                 // pages have all keys: none is written
   float scale, softcap;
 
   // Without cu_q_lens every sequence has one new token.
@@ -165,6 +167,7 @@ class Attention {
   }
 
   void write(const Piece& piece, int64_t head) {
+    if (call_.reads_only) return;
     for (int64_t token = piece.token; token < piece.token + piece.count; token++) write(piece.seq, token, head);
   }
 
@@ -213,6 +216,10 @@ class Attention {
     Tile tile = tile_of(call_, shape_, piece.seq, piece.token, piece.count);
     if (call_.k_scale) tile.scale *= call_.k_scale[head];
     if (call_.alibi) tile.alibi = call_.alibi + head * shape_.group;
+    if (call_.biases) {
+      tile.bias_stride = call_.bias_stride, tile.token_stride = call_.query_heads * call_.bias_stride;
+      tile.biases = call_.biases + piece.token * tile.token_stride + head * shape_.group * tile.bias_stride;
+    }
     const int64_t stride = num_words<T>(shape_.key_dim) * kPerWord<T>;
     queries.assign(tile.rows * stride, 0.f);
     for (int64_t r = 0; r < tile.rows; r++)
@@ -280,24 +287,13 @@ const T* data_or_null(ffi::AnyBuffer& buffer) {
 
 Rows rows_of(ffi::AnyBuffer& buffer) { return {buffer.untyped_data(), buffer.element_type()}; }
 
-// Dtypes and shapes are checked by the caller in Python. Arrays of no element are arguments that are not there.
-ffi::Error run(ffi::ThreadPool& threads, Call& call, ffi::AnyBuffer& q, ffi::AnyBuffer& k, ffi::AnyBuffer& v, ffi::AnyBuffer& pool, ffi::AnyBuffer& page_table,
-               ffi::AnyBuffer& sinks, ffi::AnyBuffer& alibi, ffi::AnyBuffer& k_scale, ffi::AnyBuffer& v_scale, ffi::Result<ffi::AnyBuffer>& out, ffi::Result<ffi::AnyBuffer>& pool_out) {
-  const auto qd = q.dimensions(), pd = pool.dimensions();
-  call.q = rows_of(q), call.k = rows_of(k), call.v = rows_of(v);
-  call.page_table = static_cast<const int32_t*>(page_table.untyped_data());
-  call.sinks = data_or_null<float>(sinks), call.alibi = data_or_null<float>(alibi);
-  call.k_scale = data_or_null<float>(k_scale), call.v_scale = data_or_null<float>(v_scale);
-  call.out = out->untyped_data();
-  call.num_tokens = qd[0], call.num_seqs = page_table.dimensions()[0], call.query_heads = qd[1];
-  const Shape shape{pd[1], qd[1] / pd[1], qd[2], v.dimensions()[2], pd[2], pd[3], page_table.dimensions()[1], pd[0], call.value_begin < 0 ? qd[2] : call.value_begin};
-  if (pool_out->untyped_data() != pool.untyped_data()) std::memcpy(pool_out->untyped_data(), pool.untyped_data(), pool.size_bytes());
-  const auto start = [&](auto* pages) {
-    Attention<std::remove_pointer_t<decltype(pages)>>(threads, call, pages, shape).run();
+// What all calls have in common; `pages` is the pool, of `dtype`.
+ffi::Error attend_pages(ffi::ThreadPool& threads, const Call& call, const Shape& shape, ffi::DataType dtype, void* pages) {
+  const auto start = [&](auto* pool) {
+    Attention<std::remove_pointer_t<decltype(pool)>>(threads, call, pool, shape).run();
     return ffi::Error::Success();
   };
-  void* pages = pool_out->untyped_data();
-  switch (pool.element_type()) {
+  switch (dtype) {
     case ffi::BF16: return start(static_cast<bf16*>(pages));
     case ffi::F16: return start(static_cast<f16*>(pages));
     case ffi::F32: return start(static_cast<float*>(pages));
@@ -305,6 +301,30 @@ ffi::Error run(ffi::ThreadPool& threads, Call& call, ffi::AnyBuffer& q, ffi::Any
     case ffi::F8E4M3FN: return start(static_cast<f8*>(pages));
     default: return ffi::Error::InvalidArgument("paged attention: no kernel for this dtype of the pool");
   }
+}
+
+void take_queries(Call& call, ffi::AnyBuffer& q, ffi::AnyBuffer& page_table, ffi::Result<ffi::AnyBuffer>& out) {
+  call.q = rows_of(q), call.page_table = static_cast<const int32_t*>(page_table.untyped_data());
+  call.out = out->untyped_data();
+  call.num_tokens = q.dimensions()[0], call.num_seqs = page_table.dimensions()[0], call.query_heads = q.dimensions()[1];
+}
+
+void take_biases(Call& call, ffi::AnyBuffer& biases) {
+  call.biases = data_or_null<float>(biases);
+  if (call.biases) call.bias_stride = biases.dimensions()[2];
+}
+
+// Dtypes and shapes are checked by the caller in Python. Arrays of no element are arguments that are not there.
+ffi::Error run(ffi::ThreadPool& threads, Call& call, ffi::AnyBuffer& q, ffi::AnyBuffer& k, ffi::AnyBuffer& v, ffi::AnyBuffer& pool, ffi::AnyBuffer& page_table,
+               ffi::AnyBuffer& sinks, ffi::AnyBuffer& alibi, ffi::AnyBuffer& k_scale, ffi::AnyBuffer& v_scale, ffi::Result<ffi::AnyBuffer>& out, ffi::Result<ffi::AnyBuffer>& pool_out) {
+  const auto qd = q.dimensions(), pd = pool.dimensions();
+  take_queries(call, q, page_table, out);
+  call.k = rows_of(k), call.v = rows_of(v);
+  call.sinks = data_or_null<float>(sinks), call.alibi = data_or_null<float>(alibi);
+  call.k_scale = data_or_null<float>(k_scale), call.v_scale = data_or_null<float>(v_scale);
+  const Shape shape{pd[1], qd[1] / pd[1], qd[2], v.dimensions()[2], pd[2], pd[3], page_table.dimensions()[1], pd[0], call.value_begin < 0 ? qd[2] : call.value_begin, nullptr};
+  if (pool_out->untyped_data() != pool.untyped_data()) std::memcpy(pool_out->untyped_data(), pool.untyped_data(), pool.size_bytes());
+  return attend_pages(threads, call, shape, pool.element_type(), pool_out->untyped_data());
 }
 
 // q[T, Hq, D] k[T, H, D] v[T, H, Dv] pool[P, H, page, W] page_table[S, pages_per_seq] kv_lens[S] cu_q_lens[S + 1]
@@ -321,14 +341,29 @@ ffi::Error paged_attention(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBu
   return run(threads, call, q, k, v, pool, page_table, sinks, alibi, k_scale, v_scale, out, pool_out);
 }
 
-// The same for one new token of each of B sequences, with the first visible position of each: starts[B].
+// The same for one new token of each of B sequences, with the first visible position of each: starts[B], and biases of all
+// positions of pages: biases[B, Hq, a multiple of the block; or 0].
 ffi::Error decode_attention(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::AnyBuffer pool, ffi::AnyBuffer page_table, ffi::AnyBuffer lens,
-                            ffi::AnyBuffer starts, ffi::AnyBuffer sinks, ffi::AnyBuffer alibi, ffi::AnyBuffer k_scale, ffi::AnyBuffer v_scale, float scale, float softcap, int64_t window,
-                            int64_t value_begin, ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> pool_out) {
+                            ffi::AnyBuffer starts, ffi::AnyBuffer sinks, ffi::AnyBuffer alibi, ffi::AnyBuffer k_scale, ffi::AnyBuffer v_scale, ffi::AnyBuffer biases, float scale, float softcap,
+                            int64_t window, int64_t value_begin, ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> pool_out) {
   Call call{};
   call.kv_lens = data_or_null<int32_t>(lens), call.starts = data_or_null<int32_t>(starts);
   call.scale = scale, call.softcap = softcap, call.window = window, call.value_begin = value_begin;
+  take_biases(call, biases);
   return run(threads, call, q, k, v, pool, page_table, sinks, alibi, k_scale, v_scale, out, pool_out);
+}
+
+// One query of each of B sequences over keys[P, H, page, D] and values[P, H, page, Dv] that are stored: lens[B] of them, none
+// behind the query. Nothing is written.
+ffi::Error cross_attention(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuffer keys, ffi::AnyBuffer values, ffi::AnyBuffer page_table, ffi::AnyBuffer lens, ffi::AnyBuffer biases,
+                            float scale, float softcap, ffi::Result<ffi::AnyBuffer> out) {
+  Call call{};
+  take_queries(call, q, page_table, out);
+  take_biases(call, biases);
+  call.kv_lens = data_or_null<int32_t>(lens), call.scale = scale, call.softcap = softcap, call.reads_only = true;
+  const auto kd = keys.dimensions();
+  const Shape shape{kd[1], call.query_heads / kd[1], kd[3], values.dimensions()[3], kd[2], kd[3], page_table.dimensions()[1], kd[0], kd[3], values.untyped_data()};
+  return attend_pages(threads, call, shape, keys.element_type(), keys.untyped_data());
 }
 
 }  // namespace
@@ -338,5 +373,6 @@ ffi::Error decode_attention(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyB
 #define TAS_OPTIONS Attr<float>("scale").Attr<float>("softcap").Attr<int64_t>("window").Attr<int64_t>("value_begin").Ret<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(tas_paged_attention, tas::paged_attention, ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().TAS_ARGS_6().TAS_ARGS_6().Arg<ffi::AnyBuffer>().TAS_OPTIONS());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(tas_decode_attention, tas::decode_attention,
-                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().TAS_ARGS_6().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().TAS_OPTIONS());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(tas_decode_attention, tas::decode_attention, ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().TAS_ARGS_6().TAS_ARGS_6().TAS_OPTIONS());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(tas_cross_attention, tas::cross_attention,
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().TAS_ARGS_6().Attr<float>("scale").Attr<float>("softcap").Ret<ffi::AnyBuffer>());

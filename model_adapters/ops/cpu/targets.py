@@ -5,6 +5,7 @@ from __future__ import annotations
 TARGETS = (
     "tas_activation",
     "tas_causal_convolution",
+    "tas_cross_attention",
     "tas_decode_attention",
     "tas_gated_delta_rule",
     "tas_linear",
