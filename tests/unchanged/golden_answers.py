@@ -137,7 +137,7 @@ def embedded_answers(folder):
     for start in ("first start", "second start"):
         command = [sys.executable, Path(__file__).with_name("text_answers.py"), str(folder)]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        found[start] = json.loads(done.stdout.splitlines()[-1])
+        found[start] = json.loads(done.stdout.splitlines()[-1].replace(str(folder), "MODEL"))
         print(f"{start}: {found[start]['model']}", file=sys.stderr)
     print(*differences(found["first start"], found["second start"]), sep="\n", file=sys.stderr)
     return found

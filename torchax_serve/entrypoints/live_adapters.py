@@ -120,7 +120,7 @@ def enable_adapters(model: LiveAdapters, options: AdapterOptions) -> None:
         TorchaxServeError: as of `LiveAdapters.load_adapter`.
     """
     program = model._runtimes[0].program
-    if model._leader is not None or program.names.has_encoder or not model.torch_model.can_generate():
+    if model._leader is not None or program.names.has_encoder or not program.module.can_generate():
         kind = "on several hosts" if model._leader is not None else "an encoder-decoder, or without a head"
         raise UnsupportedModelError(
             f"adapters: expected a decoder with a head on one host, this model is {kind}; merge one: "

@@ -117,7 +117,7 @@ class RowSamplingParams:
             InvalidArgumentError: a value is out of its range, a token outside the vocabulary, or none may be sampled.
             UnsupportedArgumentError: an option is set that the engine does not support.
         """
-        assert params == params.only_engine_options(), f"merge {params} into the config first"
+        assert params.is_engine_only, f"merge {params} into the config first"
         validate_options(config)
         if unsupported := unsupported_options(config, honoured):
             raise UnsupportedArgumentError(

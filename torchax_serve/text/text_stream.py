@@ -229,12 +229,16 @@ def new_tokens(model: TextModel, request: PreparedPrompt, first: Iterator[int] |
         request: The request.
         first: Tokens of the first answer to its prompt; a later one shares its pages.
     """
+    has_shared_pages = request.answer_index and request.inputs is None and hasattr(first, "handle")
+    submit: Callable[..., Iterator[int]] | None = getattr(model, "submit_prompt", None)
+    if submit is not None:  # a served model, which need not check again
+        return submit(request, first if has_shared_pages else None)
     kwargs: dict[str, Any] = {} if request.seed is None else {"seed": request.seed}
     if request.inputs is not None:
         kwargs["inputs"] = request.inputs
     if request.masks is not None:
         kwargs["masks"] = request.masks
-    if request.answer_index and request.inputs is None and hasattr(first, "handle"):
+    if has_shared_pages:
         kwargs["fork_of"] = first
     if request.params.engine_only():
         kwargs["params"] = request.params.only_engine_options()  # the config has the others
