@@ -19,7 +19,7 @@ from torchax_serve.server.model_service import ModelService
 from torchax_serve.server.prompt_limits import check_prompts
 from torchax_serve.server.schemas import ChatRequest, TextRequest
 from torchax_serve.text.prompt import PreparedPrompt, facts_of
-from torchax_serve.text.step_decoder import AnswerStep
+from torchax_serve.text.text_stream import AnswerStep
 
 _WITHOUT: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("stream", "prompt_logprobs", "stop", "bad_words", "allowed_token_ids", "logit_bias"), ()),

@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import copy
 import numbers
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
 from model_adapters.program.position_limits import has_end, max_positions
+from model_adapters.program.turn_ends import ends_among
 from torchax_serve.sampling_params import NEVER_A_TOKEN, NO_PARAMS, SamplingParams
 from torchax_serve.text.detokenizer import Detokenizer, NoText
-from torchax_serve.text.turn_ends import turn_ends
 from torchax_serve.validation.argument_checks import MAX_PROMPT_CHARS, check_text, is_list, short_repr
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
+
 
 DEFAULT_MAX_NEW_TOKENS = 256
 """Most tokens of an answer if neither the request nor the model's ``generation_config`` sets a limit.
@@ -369,3 +371,36 @@ def with_params(config: GenerationConfig, params: SamplingParams) -> GenerationC
                 f"{'stream()' if name == 'stop' else 'generate_batch()'}"
             )
     return params.merged_into(config)
+
+
+_found: weakref.WeakKeyDictionary[Any, tuple[Any, tuple[int, ...]]] = weakref.WeakKeyDictionary()
+
+
+def turn_ends(tokenizer: Any) -> tuple[int, ...]:
+    """Returns the ids of the tokenizer's ``eos`` and of its template's ends of a turn.
+
+    These are the special tokens in the template that end a turn in all vocabularies.
+    """
+    if not hasattr(tokenizer, "special_tokens_map") or not hasattr(tokenizer, "added_tokens_decoder"):
+        return ()  # none, or one of another library, which names no special tokens
+    eos = tokenizer.special_tokens_map.get("eos_token")
+    key = (getattr(tokenizer, "chat_template", None), None if eos is None else str(eos))
+    known = _found.get(tokenizer)
+    if known is None or known[0] != key:
+        known = _found[tokenizer] = (key, _ends_of(tokenizer, *key))
+    return known[1]
+
+
+def _ends_of(tokenizer: Any, template: Any, eos: str | None) -> tuple[int, ...]:
+    special = {str(token): index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    shown = [special[text] for text in ends_among(special) if isinstance(template, str) and text in template]
+    own = None if eos is None else special.get(eos, _id_of(tokenizer, eos))
+    return tuple(dict.fromkeys(shown if own is None else [own, *shown]))
+
+
+def _id_of(tokenizer: Any, text: str) -> int | None:
+    if getattr(tokenizer, "is_fast", False):
+        found: int | None = tokenizer.backend_tokenizer.token_to_id(text)
+        return found
+    own = tokenizer.eos_token_id
+    return own if isinstance(own, int) else None
