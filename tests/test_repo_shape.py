@@ -71,15 +71,12 @@ COMPANIONS = {
     "torchax_serve.cli.chat.completion",
     "torchax_serve.compilation.locations",
     "torchax_serve.compilation.native_calls",
-    "torchax_serve.engine.step_counts",
     "torchax_serve.parity.pool_copies",
     "torchax_serve.parity.speed_table",
     "torchax_serve.parity.starts_table",
     "torchax_serve.planning.gpu_targets",
     "torchax_serve.sampling.grammar_check",
-    "torchax_serve.scheduler.plan_builder",
     "torchax_serve.server.loop_lag",
-    "torchax_serve.text.turn_ends",
 }
 # Functions that read private attributes of an argument, which are methods of its class without its name. No others may
 # join.

@@ -11,8 +11,7 @@ from model_adapters.loading import LoadedModel
 from model_adapters.lora.adapter_files import AdapterFiles, read_adapter
 from model_adapters.lora.stacks import LoraStacks, targets_of
 from torchax_serve.distributed.hosts.leader import Leader
-from torchax_serve.engine.adapter_options import DEFAULT_LORA_RANK, AdapterOptions
-from torchax_serve.engine.adapters import Adapters
+from torchax_serve.engine.adapters import DEFAULT_LORA_RANK, AdapterOptions, Adapters
 from torchax_serve.engine.weight_update import engines_in
 from torchax_serve.entrypoints.live_weights import LiveWeights
 
