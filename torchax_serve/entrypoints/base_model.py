@@ -71,6 +71,7 @@ class BaseModel(EmbedsTexts, ExportableModel):
         self.name = loaded.source.name
         self._config = loaded.config
         self._text_facts: TextFacts | None = None
+        self._tokenizer: PreTrainedTokenizerBase | None = None  # once it was asked for
         self.class_name = type(loaded.module).__name__
         self.dtype: torch.dtype = loaded.module.dtype
         self.dtype_name = str(self.dtype).removeprefix("torch.")
@@ -135,7 +136,10 @@ class BaseModel(EmbedsTexts, ExportableModel):
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The model's tokenizer, or None if it came without one."""
-        return self._loaded_or_raise().tokenizer()
+        loaded = self._loaded_or_raise()
+        if self._tokenizer is None:
+            self._tokenizer = loaded.tokenizer()
+        return self._tokenizer
 
     @property
     def text_facts(self) -> TextFacts:

@@ -278,13 +278,13 @@ class ServedModel(LiveAdapters):
         model, config = self._generator(), request.generation_config
         check_one_answer(config)
         params = request.params.only_engine_options()
-        found: EngineRequest | Route | None = None
         if request.inputs is None:
             self._check_placeholders(request.prompt_ids)
-            if not self._has_encoder and not unsupported_options(config, ENGINE_OPTIONS):
-                found = self._plain_request(model, request, params)
-        if found is None:
-            found = self._routed_request(model, request, params)
+            if (engine := self._engine_of_text(config)) is not None:
+                known: dict[str, Any] = {"vocab_size": engine.vocab_size, "seed": self._drawn_seed(request)}
+                plain = EngineRequest.of(request.prompt_ids, config, params, **known)
+                return TokenStream(engine.submit(plain.as_answer(request.masks, fork_of)))
+        found = self._routed_request(model, request, params)
         if isinstance(found, EngineRequest):
             return TokenStream(self.engine.submit(found.as_answer(request.masks, fork_of)))
         if request.masks is not None:
@@ -297,14 +297,14 @@ class ServedModel(LiveAdapters):
         single = single_request(model, found, inputs, config, params, request.seed)
         return TokenStream(self.single_engine.submit(single))
 
-    def _plain_request(self, model: Any, request: PreparedPrompt, params: SamplingParams) -> EngineRequest | None:
-        """Returns the engine's request for text that no encoder reads; None without an engine."""
+    def _engine_of_text(self, config: GenerationConfig) -> Engine | DataParallelEngines | None:
+        """Returns the engine for text with these options; None where the request is routed."""
+        if self._has_encoder or unsupported_options(config, ENGINE_OPTIONS):
+            return None
         try:
-            vocab_size = self.engine.vocab_size
+            return self.engine
         except UnsupportedModelError:
             return None
-        config, seed = request.generation_config, self._drawn_seed(request)
-        return EngineRequest.of(request.prompt_ids, config, params, vocab_size=vocab_size, seed=seed)
 
     def _routed_request(self, model: Any, request: PreparedPrompt, params: SamplingParams) -> EngineRequest | Route:
         """Returns the engine's request, or how else the prompt runs and why."""
