@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from golden_models import MODELS, served
 
 from torchax_serve import SamplingParams
+from torchax_serve.compilation.executable_cache import ExecutableCache
 
 PREFILL_LENS = (5, 16)
 
@@ -44,23 +45,23 @@ class Recorder:
     """Digests of the programs that JAX lowers, by their names."""
 
     def __init__(self):
-        self.digests = collections.defaultdict(set)
+        self.digests, self.compiles = collections.defaultdict(set), True
 
     @contextlib.contextmanager
-    def recording(self, *, compiles):
-        """Records what is lowered in the block; without `compiles` the programs are not compiled."""
-        compile_lowered = jax.stages.Lowered.compile
+    def recording(self):
+        """Records what is lowered in the block, also by other threads; unless `compiles` it is compiled when called."""
+        compile_lowered, read = jax.stages.Lowered.compile, ExecutableCache.read
 
         def compile(lowered, *args, **kwargs):
             self.add(lowered.as_text())
             compile_now = functools.partial(compile_lowered, lowered, *args, **kwargs)
-            return compile_now() if compiles else Lowered(lowered.out_info, compile_now)
+            return compile_now() if self.compiles else Lowered(lowered.out_info, compile_now)
 
-        jax.stages.Lowered.compile = compile
+        jax.stages.Lowered.compile, ExecutableCache.read = compile, lambda cache, path: None  # all are lowered
         try:
             yield
         finally:
-            jax.stages.Lowered.compile = compile_lowered
+            jax.stages.Lowered.compile, ExecutableCache.read = compile_lowered, read
 
     def add(self, text):
         text = re.sub(r"(module @\w+?)_[0-9a-f]{40}", r"\1", text)  # names of files have a digest of our source
@@ -74,17 +75,15 @@ class Recorder:
 def digests_of(name, root):
     """Digests of the programs of the model `name`."""
     recorder = Recorder()
-    with served(name, root) as model:
-        with recorder.recording(compiles=True):
-            engine = model.engine
-            model.generate_batch([[5, 6, 7], [8, 9]], SamplingParams(max_new_tokens=4, repetition_penalty=1.1))
-        runner = engine._runner
+    with served(name, root) as model, recorder.recording():
+        runner = model.engine._runner
+        model.generate_batch([[5, 6, 7], [8, 9]], SamplingParams(max_new_tokens=4, repetition_penalty=1.1))
         for task in runner._executor.abstract_steps(PREFILL_LENS):
             lowered = jax.jit(task.function, donate_argnums=task.donated).lower(model._runtimes[0].weights, *task.args)
             recorder.add(lowered.as_text())
-        with recorder.recording(compiles=False):
-            for task in runner.compile_tasks():
-                task.compile()
+        recorder.compiles = False
+        for task in runner.compile_tasks():
+            task.compile()
     return recorder.result()
 
 
