@@ -38,6 +38,7 @@ __all__ = [
     "LIMITS",
     "MAX_SEED",
     "NEVER_A_TOKEN",
+    "NO_PARAMS",
     "REMEDIES",
     "SAMPLING_ONLY",
     "SamplingParams",
@@ -293,23 +294,44 @@ class SamplingParams:
         given = {name: getattr(self, name) for name in ENGINE_ONLY}
         return {name: value for name, value in given.items() if value is not None and value != ENGINE_ONLY[name]}
 
-    def without_engine_only(self) -> SamplingParams:
-        """Returns a copy without the options of `engine_only`.
-
-        Callers of this method honour those themselves.
-        """
-        return dataclasses.replace(self, **dict.fromkeys(ENGINE_ONLY))
+    @property
+    def is_engine_only(self) -> bool:
+        """Whether no other options are set than `engine_only` names."""
+        given = (name for name, value in vars(self).items() if value is not None)
+        return all(name in ENGINE_ONLY for name in given)
 
     def only_engine_options(self) -> SamplingParams:
         """Returns the options that `engine_only` names and nothing else."""
-        return SamplingParams(**self.engine_only())
+        found = self.engine_only()
+        return SamplingParams(**found) if found else NO_PARAMS
 
     def merged_into(self, base: GenerationConfig) -> GenerationConfig:
-        """Returns a copy of `base` with these options.
+        """Returns a copy of `base` with these options, except `seed`.
 
         Those that `engine_only` names are left to the engine.
+
+        Raises:
+            InvalidArgumentError: several answers (`n`) with greedy decoding, which would be equal.
         """
-        return self.without_engine_only().to_generation_config(base)
+        config = copy.deepcopy(base)
+        for name, value in vars(self).items():
+            value = self.stop_strings if name == "stop" else value
+            if name in _NOT_IN_CONFIGS or name in ENGINE_ONLY or value is None or value == ():
+                continue
+            setattr(config, _RENAMED.get(name, name), _as_transformers_takes_it(name, value))
+        self._set_ends(config)
+        if self.max_new_tokens is not None:
+            config.max_length = None
+        if self.is_greedy:
+            config.do_sample, config.temperature = False, None
+            if self.num_beams is None and (config.num_beams or 1) > 1:
+                config.num_beams = 1
+        elif self.do_sample is None and (self.temperature is not None or self._sampling_options):
+            config.do_sample = True
+        if (config.num_return_sequences or 1) > 1 and not config.do_sample:
+            remedy = "greedy answers are all the same: give a temperature, or n=1"
+            raise invalid("n", "1 with greedy decoding", config.num_return_sequences, remedy)
+        return config
 
     def to_generation_config(self, base: GenerationConfig) -> GenerationConfig:
         """Returns a copy of `base` with the options set here, except `seed`.
@@ -325,26 +347,7 @@ class SamplingParams:
                 f"{', '.join(engine_only)}: expected options that a generation config has, "
                 f"got {engine_only}; leave them out, or send the request to the engine"
             )
-        config = copy.deepcopy(base)
-        renamed = {"n": "num_return_sequences", "stop": "stop_strings"}
-        for field in dataclasses.fields(self):
-            value = self.stop_strings if field.name == "stop" else getattr(self, field.name)
-            if field.name in (*_NOT_IN_CONFIGS, *ENGINE_ONLY) or value is None or value == ():
-                continue
-            setattr(config, renamed.get(field.name, field.name), _as_transformers_takes_it(field.name, value))
-        self._set_ends(config)
-        if self.max_new_tokens is not None:
-            config.max_length = None
-        if self.is_greedy:
-            config.do_sample, config.temperature = False, None
-            if self.num_beams is None and (config.num_beams or 1) > 1:
-                config.num_beams = 1
-        elif self.do_sample is None and (self.temperature is not None or self._sampling_options):
-            config.do_sample = True
-        if (config.num_return_sequences or 1) > 1 and not config.do_sample:
-            remedy = "greedy answers are all the same: give a temperature, or n=1"
-            raise invalid("n", "1 with greedy decoding", config.num_return_sequences, remedy)
-        return config
+        return self.merged_into(base)
 
     def _set_ends(self, config: GenerationConfig) -> None:
         """Applies `ignore_eos` and `stop_token_ids` to the end-of-sequence tokens of `config`."""
@@ -357,7 +360,10 @@ class SamplingParams:
         config.eos_token_id = ids or [NEVER_A_TOKEN]
 
 
-_NOT_IN_CONFIGS = ("seed", "stop_token_ids", "ignore_eos")
+NO_PARAMS = SamplingParams()
+"""Parameters without any option."""
+_NOT_IN_CONFIGS = frozenset({"seed", "stop_token_ids", "ignore_eos"})
+_RENAMED: Mapping[str, str] = {"n": "num_return_sequences", "stop": "stop_strings"}
 
 
 def _as_transformers_takes_it(name: str, value: Any) -> Any:

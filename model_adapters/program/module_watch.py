@@ -78,13 +78,14 @@ class ModuleWatch:
 
     Attributes:
         module: that is watched.
+        is_held: whether code outside of this project may have the module, which can change then.
         structure: what there was besides the values of tensors.
         hooked: names of parts with hooks of a script.
         is_wrapped: whether the module itself has such hooks, or another forward than its class's.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self.module = module
+        self.module, self.is_held = module, True
         self.take()
 
     def take(self) -> None:
@@ -93,6 +94,13 @@ class ModuleWatch:
         self._tensors = TensorWatch(self.module)
         self.hooked = hooked_parts(self.module)
         self.is_wrapped = has_hooks(self.module) or "forward" in vars(self.module)
+
+    def may_have_changed(self) -> bool:
+        """Returns whether `change` could find anything: it takes time for each part of the module.
+
+        Functions of the modeling files can be replaced without having the module.
+        """
+        return self.is_held or self.structure.has_other_code()
 
     def change(self) -> Change | None:
         """Returns the change of the module; None if there is none.
@@ -172,6 +180,13 @@ class Structure:
         except Exception:  # values that cannot be compared, such as tensors
             return where or "the model"
         return None
+
+    def has_other_code(self) -> bool:
+        """Returns whether classes or functions of the modeling files may differ."""
+        try:
+            return any(now != was and _code_in(now, was) != was for now, was, _ in self._spaces)
+        except Exception:  # values that cannot be compared, such as tensors
+            return True
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Structure):

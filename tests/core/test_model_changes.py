@@ -11,6 +11,7 @@ from thorough import pairs
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from model_adapters.errors import InvalidArgumentError, TorchaxServeError, UnsupportedModelError
+from model_adapters.program.module_watch import Structure
 from torchax_serve import serve, to_jax
 
 IDS = torch.arange(5, 14)[None]
@@ -319,3 +320,41 @@ def test_copies_are_independent_of_the_model():
     edit_in_place(served)
     assert torch.equal(other(input_ids=IDS).logits, expected)
     assert not torch.allclose(served(input_ids=IDS).logits, expected, atol=1e-2)
+
+
+def test_a_model_that_nobody_has_is_not_searched_for_changes(monkeypatch):
+    config = GenerationConfig(max_new_tokens=4, do_sample=False)
+    with serve() as model:
+        before = list(model.iter_tokens([5, 6, 7], config))
+        searches = []
+        difference = Structure.difference
+        monkeypatch.setattr(Structure, "difference", lambda self: searches.append(self) or difference(self))
+        assert list(model.iter_tokens([5, 6, 7], config)) == before and not searches
+        held = model.torch_model
+        assert list(model.iter_tokens([5, 6, 7], config)) == before and searches
+        held.model.norm = torch.nn.Identity()
+        with pytest.raises(TorchaxServeError, match=r"since the engine was made.*model.refresh\(\)"):
+            model.iter_tokens([5, 6, 7], config)
+
+
+@pytest.mark.parametrize("part", ["config", "custom_generate", "class"])
+def test_parts_that_change_a_model_which_nobody_has(monkeypatch, part):
+    """Whoever has the configuration can change the module; its class is anybody's."""
+    config = GenerationConfig(max_new_tokens=4, do_sample=False)
+    with serve() as model:
+        assert list(model.iter_tokens([5, 6, 7], config))
+        if part == "config":
+            model.config.rms_norm_eps = 0.5
+        elif part == "class":
+            layer = type(vars(model)["_module"].model.norm)
+            forward = layer.forward
+            monkeypatch.setattr(layer, "forward", lambda self, x: -forward(self, x))
+        else:
+
+            def keeps(model, *args, **kwargs):
+                model.model.norm = torch.nn.Identity()
+                return torch.zeros((1, 1), dtype=torch.long)
+
+            model.generate(torch.tensor([[5, 6, 7]]), custom_generate=keeps, max_new_tokens=2)
+        with pytest.raises(TorchaxServeError, match=r"since the engine was made.*model.refresh\(\)"):
+            model.iter_tokens([5, 6, 7], config)

@@ -70,7 +70,9 @@ def test_what_only_the_engine_honours_is_known():
     assert GIVEN.keys() == ENGINE_ONLY.keys()
     params = SamplingParams(temperature=0.5, seed=3, **GIVEN)
     assert params.engine_only() == GIVEN
-    assert params.without_engine_only() == SamplingParams(temperature=0.5, seed=3)
+    assert SamplingParams(**GIVEN).is_engine_only and not params.is_engine_only
+    others = SamplingParams(temperature=0.5, seed=3)
+    assert params.merged_into(GenerationConfig()) == others.to_generation_config(GenerationConfig())
     neutral = SamplingParams(**{name: value for name, value in ENGINE_ONLY.items() if value is not None})
     assert neutral.engine_only() == {}
     neutral.to_generation_config(GenerationConfig())

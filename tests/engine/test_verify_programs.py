@@ -10,8 +10,7 @@ import numpy as np
 
 from model_adapters.caches.packed_batch import PagedLayout
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
-from torchax_serve.engine.masked_requests import MaskedRequests
-from torchax_serve.engine.model_runner import ModelRunner
+from torchax_serve.engine.model_runner import MaskedRequests, ModelRunner
 from torchax_serve.executors.base import ExecutorLimits
 from torchax_serve.executors.packed_specs import PackedSpecs
 from torchax_serve.executors.slot_adapters import SlotAdapters

@@ -19,7 +19,7 @@ from torchax_serve.server.responses.answer import ResponseAnswer
 from torchax_serve.server.responses.schemas import ResponsesRequest
 from torchax_serve.server.responses.translation import LOGPROBS
 from torchax_serve.server.schemas import ChatRequest
-from torchax_serve.text.step_decoder import AnswerStep
+from torchax_serve.text.text_stream import AnswerStep
 
 BY_NAME = {family.name: family for family in FAMILIES}
 TOOLS = [{"type": "function", "function": {"name": "f"}}]

@@ -103,3 +103,10 @@ _tokenizer(MagicMock(), MagicMock(tokenizer=make))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "made\n"), done.stderr
+
+
+def test_an_object_without_attributes_is_of_its_own_class():
+    """Profilers and debuggers look at objects before their `__init__` has run."""
+    half_made = Deferred.__new__(Deferred)
+    assert isinstance(half_made, Deferred) and not isinstance(half_made, PreTrainedTokenizerBase)
+    assert not hasattr(half_made, "vocab_size")

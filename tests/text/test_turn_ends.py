@@ -11,8 +11,7 @@ from torchax_serve import SamplingParams, serve
 from torchax_serve.sampling.grammar import json_grammar
 from torchax_serve.server.model_service import ModelService
 from torchax_serve.server.options import ServerOptions
-from torchax_serve.text.prompt import end_ids
-from torchax_serve.text.turn_ends import turn_ends
+from torchax_serve.text.prompt import end_ids, turn_ends
 
 PROMPT = [5, 6, 7]
 

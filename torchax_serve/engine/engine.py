@@ -12,30 +12,28 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from model_adapters.errors import InvalidArgumentError, RequestError
+from model_adapters.errors import InvalidArgumentError, RequestError, TorchaxServeError
 from model_adapters.jax_settings import programs_run
 from torchax_serve.compilation.yielding import note_computing
-from torchax_serve.engine.admission import DRAINED, MAX_NUM_WAITING, MAX_NUM_WAITING_TOKENS, Admission
+from torchax_serve.engine.admission import DRAINED, Admission, Entries
 from torchax_serve.engine.dispatch_queue import DispatchQueue
-from torchax_serve.engine.entries import Entries
-from torchax_serve.engine.idle_calls import IdleCalls, Result
-from torchax_serve.engine.masked_requests import MaskedRequests
-from torchax_serve.engine.model_runner import ModelRunner
+from torchax_serve.engine.model_runner import MaskedRequests, ModelRunner, warm_up
+from torchax_serve.engine.options import MAX_NUM_WAITING, MAX_NUM_WAITING_TOKENS
 from torchax_serve.engine.output_processor import OutputProcessor, describe
 from torchax_serve.engine.progress import ProgressClock
 from torchax_serve.engine.request import EngineRequest
 from torchax_serve.engine.request_handle import RequestHandle
-from torchax_serve.engine.step_counts import StepCounts
-from torchax_serve.engine.warm_up import warm_up
 from torchax_serve.executors.request_input import SequenceEnded
-from torchax_serve.outputs import EngineStats
+from torchax_serve.outputs import EngineStats, SchedulerStats
 from torchax_serve.scheduler import RequestId, RowResult, Scheduler, StepPlan
 from torchax_serve.validation.owner_process import OwnerProcess
 
 if TYPE_CHECKING:
     from model_adapters.loading.progress import Progress
+
 
 logger = logging.getLogger("torchax_serve")
 
@@ -48,6 +46,119 @@ meanwhile are in it."""
 
 CLOSE_TIMEOUT_S = 30.0
 """Default time limit of `Engine.close`, in seconds: longer than any step, unless it hangs or compiles."""
+
+
+Result = TypeVar("Result")
+
+
+class EngineCall(Generic[Result]):
+    """A call that another thread waits for.
+
+    Args:
+        function: Returns the result; its exception is raised by `result`.
+    """
+
+    def __init__(self, function: Callable[[], Result]) -> None:
+        self._function = function
+        self._future: Future[Result] = Future()
+
+    def run(self) -> None:
+        """Runs the call, unless its caller has been interrupted."""
+        if not self._future.set_running_or_notify_cancel():
+            return
+        try:
+            self._future.set_result(self._function())
+        except BaseException as error:  # its caller's, not the engine's
+            self._future.set_exception(error)
+
+    def fail(self, close_reason: str | None) -> None:
+        """Ends the call with the error of a closed engine."""
+        if self._future.set_running_or_notify_cancel():
+            message = f"expected an open model, this one is closed ({close_reason}); call serve() again"
+            self._future.set_exception(TorchaxServeError(message))
+
+    def result(self) -> Result:
+        """Waits for the result; an interrupt of the waiting thread drops a call that has not begun."""
+        try:
+            return self._future.result()
+        finally:
+            self._future.cancel()
+
+
+class IdleCalls:
+    """Calls that wait until the requests that have begun have ended.
+
+    Used by the engine's thread.
+
+    Args:
+        scheduler: The engine's scheduler.
+        runner: The engine's runner.
+    """
+
+    def __init__(self, scheduler: Scheduler, runner: ModelRunner) -> None:
+        self._scheduler, self._runner = scheduler, runner
+        self._waiting: collections.deque[EngineCall[Any]] = collections.deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def new(self, function: Callable[[Scheduler, ModelRunner], Result]) -> EngineCall[Result]:
+        """Returns a call of `function`, to be added, or run by itself."""
+        return EngineCall(lambda: function(self._scheduler, self._runner))
+
+    def add(self, call: EngineCall[Any]) -> None:
+        """Adds a call; no further request begins until it is done."""
+        self._waiting.append(call)
+        self._scheduler.hold_waiting(True)
+
+    def run_if_idle(self) -> None:
+        """Runs all calls if no request has begun; no step may be in flight."""
+        if self._waiting and not self._scheduler.num_started:
+            while self._waiting:
+                self._waiting.popleft().run()
+            self._scheduler.hold_waiting(False)
+
+    def fail_all(self, close_reason: str | None) -> None:
+        """Ends all calls with the error of a closed engine."""
+        while self._waiting:
+            self._waiting.popleft().fail(close_reason)
+
+
+RATE_S = 10.0
+"""Seconds over which the rate of new tokens is taken."""
+
+
+class StepCounts:
+    """Counts since the start; written by the engine's thread, read by any.
+
+    Attributes:
+        num_steps: Steps whose tokens were read.
+        wait_s: Seconds of the engine's thread in which it waited for the device.
+        busy_s: Seconds of the engine's thread with something to do, waits included.
+    """
+
+    def __init__(self) -> None:
+        self.num_steps, self.wait_s, self.busy_s = 0, 0.0, 0.0
+        self._tokens: collections.deque[tuple[float, int]] = collections.deque(maxlen=512)
+
+    def add(self, now: float, num_steps: int, num_tokens: int) -> None:
+        """Counts steps that were read at `now` seconds, and their new tokens."""
+        self.num_steps += num_steps
+        self._tokens.append((now, num_tokens))
+
+    def stats(self, scheduler: SchedulerStats, num_programs: int) -> EngineStats:
+        """Returns the statistics of the engine, with those of its scheduler."""
+        now = time.monotonic()
+        recent = [(when, count) for when, count in list(self._tokens) if now - when < RATE_S]
+        span = now - recent[0][0] if recent else 0.0
+        return EngineStats(
+            scheduler=scheduler,
+            num_programs=num_programs,
+            num_steps=self.num_steps,
+            tokens_per_s=sum(count for _, count in recent) / span if span > 0 else 0.0,
+            host_s=max(0.0, self.busy_s - self.wait_s),
+            busy_s=self.busy_s,
+        )
 
 
 class Engine:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from model_adapters.errors import InvalidArgumentError
-from torchax_serve.compilation.background import BackgroundCompiler, CompileTask
+from model_adapters.errors import InvalidArgumentError, TorchaxServeError
+from torchax_serve.compilation.background import BackgroundCompiler, CompileTask, compile_all
 from torchax_serve.engine.adapters import Adapters
-from torchax_serve.engine.masked_requests import PlanMasks
 from torchax_serve.engine.request import EngineRequest
 from torchax_serve.executors.base import Executor, InFlightStep
 from torchax_serve.executors.request_input import SpanLimits
@@ -21,13 +23,109 @@ from torchax_serve.executors.verified_tokens import VerifiedTokens
 from torchax_serve.kv_cache.host_pools import HostPools
 from torchax_serve.outputs import TokenLogprobs
 from torchax_serve.sampling.sampler import Sampler
+from torchax_serve.sampling.token_masks import ALL_TOKENS, TokenMasks, num_words
 from torchax_serve.sampling.transformers_behaviour import TransformersBehaviour
 from torchax_serve.sampling.types import Logprobs, columns_for
 from torchax_serve.sampling_params import MAX_LOGPROBS
-from torchax_serve.scheduler import DraftResult, PlanRow, SchedulerConfig, StepPlan
+from torchax_serve.scheduler import DraftResult, PlanRow, RequestId, SchedulerConfig, StepPlan
+from torchax_serve.scheduler.request import RequestState
+
+if TYPE_CHECKING:
+    from model_adapters.loading.progress import Advance, Progress
+
 
 NO_ADAPTERS = "the model was served without adapters; serve(model, adapters={name: path})"
 """Why a request cannot have an adapter, on an engine of a model without any."""
+
+
+class MaskedRequests:
+    """Token masks by request; used by the engine's thread only.
+
+    Args:
+        vocab_size: Number of columns of the logits.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self._num_words = num_words(vocab_size)
+        self._masks: dict[RequestId, TokenMasks] = {}
+
+    def add(self, request_id: RequestId, masks: TokenMasks | None) -> None:
+        """Adds a request; None for one without masks."""
+        if masks is not None:
+            self._masks[request_id] = masks
+
+    def drop_done(self, find: Callable[[RequestId], RequestState | None]) -> None:
+        """Drops the masks of requests of which every token may follow from now on.
+
+        Args:
+            find: Returns the state of a request that has not ended, which waits for its tokens no more.
+        """
+        for request_id in [each for each, masks in self._masks.items() if getattr(masks, "is_done", False)]:
+            del self._masks[request_id]
+            if (state := find(request_id)) is not None:
+                state.waits_for_tokens = False
+
+    def of(
+        self, plan: StepPlan, find: Callable[[RequestId], RequestState | None], read_tokens: Callable[[], None]
+    ) -> PlanMasks | None:
+        """Returns the masks of a plan's rows; None if no row has one.
+
+        Args:
+            plan: The plan; it has one step if a row is masked.
+            find: Returns the state of a request that has not ended.
+            read_tokens: Reads the tokens of all steps in flight.
+        """
+        if not self._masks:
+            return None
+        self._masks = {request_id: masks for request_id, masks in self._masks.items() if find(request_id) is not None}
+        masked: list[tuple[int, int, TokenMasks, RequestState]] = []
+        for index, row in enumerate(plan.rows):
+            masks, state = self._masks.get(row.request_id), find(row.request_id)
+            if masks is not None and state is not None and row.samples_token:
+                masked.append((index, row.slot, masks, state))
+        return PlanMasks(self._num_words, masked, read_tokens) if masked else None
+
+
+class PlanMasks:
+    """Masks of the rows of one plan, not computed yet.
+
+    Args:
+        num_words: Words of a row.
+        masked: Index, slot, masks and state of each masked row.
+        read_tokens: Reads the tokens of all steps in flight.
+    """
+
+    def __init__(
+        self,
+        num_words: int,
+        masked: Sequence[tuple[int, int, TokenMasks, RequestState]],
+        read_tokens: Callable[[], None],
+    ) -> None:
+        self._num_words, self._masked, self._read_tokens = num_words, masked, read_tokens
+
+    def words(self, num_rows: int, failures: dict[int, Exception]) -> np.ndarray:
+        """Computes the masks, int32[num_rows, ceil(vocab / 32)].
+
+        The device computes the logits of the plan meanwhile: it needs the tokens before, and not their values here.
+
+        Args:
+            num_rows: Rows of the logits; those behind the plan's have no masks.
+            failures: Takes the errors of masks, by slot.
+
+        Raises:
+            Exception: A step in flight has failed.
+        """
+        self._read_tokens()
+        words = np.full((num_rows, self._num_words), ALL_TOKENS)
+        for index, slot, masks, state in self._masked:
+            if state.finish_reason is not None:
+                continue  # with a token that has just been read: the row's next one is not delivered
+            try:
+                masks.fill(words[index], state.output_ids)
+            except Exception as error:  # of this request
+                words[index] = ALL_TOKENS
+                failures[slot] = error
+        return words
 
 
 class ModelRunner:
@@ -272,3 +370,61 @@ def _token(
         top = tuple((int(i), float(x)) for i, x in zip(ids, values, strict=True))
     chosen, rank = float(np.asarray(logprobs.chosen)[index]), int(np.asarray(logprobs.rank)[index])
     return TokenLogprobs(token, chosen, top, weights_version, rank)
+
+
+CLOSED = "expected an open model, this one is closed"
+
+RunOnEngineThread = Callable[[Callable[[], None], Callable[[], None]], None]
+"""Runs the first function on the engine's thread between two steps, or the second if the engine is closed."""
+
+
+def warm_up(
+    runner: ModelRunner,
+    run_on_engine_thread: RunOnEngineThread,
+    close_reason: Callable[[], str | None],
+    progress: Progress | None = None,
+) -> None:
+    """Compiles everything and returns when it is there.
+
+    Args:
+        runner: Runner of the model.
+        run_on_engine_thread: Runs a function on the engine's thread.
+        close_reason: Returns why the engine is closed, if it is.
+        progress: Shows the number of programs.
+
+    Raises:
+        TorchaxServeError: the engine is closed, or a program cannot be compiled.
+    """
+
+    def check_open() -> str | None:
+        return None if close_reason() is None else f"a closed engine ({close_reason()})"
+
+    tasks = list(runner.compile_tasks())
+    shown: contextlib.AbstractContextManager[Advance] = (
+        contextlib.nullcontext(lambda number: None)
+        if progress is None
+        else progress.stage("compiling programs", len(tasks), "items")
+    )
+    with shown as advance:
+        compile_all(tasks, advance, check_open)
+        _call(run_on_engine_thread, runner.warm_up)
+
+
+def _call(run_on_engine_thread: RunOnEngineThread, function: Callable[[], object]) -> None:
+    """Calls a function on the engine's thread, waits for it, and raises what it raises."""
+    done = threading.Event()
+    errors: list[BaseException] = [TorchaxServeError(CLOSED)]
+
+    def run() -> None:
+        errors.clear()
+        try:
+            function()
+        except Exception as error:
+            errors.append(error)
+        finally:
+            done.set()
+
+    run_on_engine_thread(run, done.set)
+    done.wait()
+    if errors:
+        raise errors[0]

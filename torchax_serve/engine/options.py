@@ -11,12 +11,17 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 from model_adapters.errors import InvalidArgumentError
-from torchax_serve.engine.admission import MAX_NUM_WAITING, MAX_NUM_WAITING_TOKENS
 from torchax_serve.sampling_params import MAX_LOGPROBS
 from torchax_serve.scheduler.config import check_int
 from torchax_serve.scheduler.speculative_config import SpeculativeConfig
 from torchax_serve.validation.argument_checks import KV_CACHE_DTYPES
 from torchax_serve.validation.argument_hints import fields_refuse_unknown
+
+MAX_NUM_WAITING = 8192
+"""Default limit of the requests that wait for a slot."""
+
+MAX_NUM_WAITING_TOKENS = 1 << 22
+"""Default limit of the tokens of waiting prompts; as Python numbers they take about 150 MB."""
 
 MAX_MODEL_LEN = 32768
 """Default limit of prompt and answer together, in tokens: page tables and attention masks have that width."""

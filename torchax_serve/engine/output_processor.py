@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterable
 
 from model_adapters.errors import RequestError
 from torchax_serve.engine.model_runner import InFlightStep, ModelRunner
-from torchax_serve.engine.reader_wakeups import ReaderWakeups
 from torchax_serve.engine.request import EngineRequest
-from torchax_serve.engine.request_handle import RequestHandle, RequestOutput
+from torchax_serve.engine.request_handle import ReaderWakeups, RequestHandle, RequestOutput
 from torchax_serve.outputs import FinishReason, TokenLogprobs
 from torchax_serve.sampling.forbidden_tokens import check_tokens_left
 from torchax_serve.scheduler import RequestId, RowResult

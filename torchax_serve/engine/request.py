@@ -16,7 +16,7 @@ from torchax_serve.executors.request_input import MediaInput, RequestInput, Sequ
 from torchax_serve.sampling.history import HistoryOptions
 from torchax_serve.sampling.row_params import RowSamplingParams
 from torchax_serve.sampling.token_masks import TokenMasks
-from torchax_serve.sampling_params import SamplingParams
+from torchax_serve.sampling_params import NO_PARAMS, SamplingParams
 from torchax_serve.scheduler import RequestId, SchedulerRequest
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class EngineRequest:
             InvalidArgumentError: a value is out of its range.
             UnsupportedArgumentError: an option is not supported for requests of the engine.
         """
-        params = params or SamplingParams()
+        params = params or NO_PARAMS
         num_prompt = len(prompt_ids)
         seed = secrets.randbits(63) if seed is None else seed
         row = RowSamplingParams.of(params, config, vocab_size=vocab_size, seed=seed)

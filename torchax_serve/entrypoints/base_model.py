@@ -28,7 +28,9 @@ from torchax_serve.entrypoints.text_methods import EmbedsTexts
 from torchax_serve.generation.jax_forward import following
 from torchax_serve.generation.jax_model import run_on_jax
 from torchax_serve.pooling.queue import PoolingQueue
+from torchax_serve.runtime.call_arguments import check_surroundings
 from torchax_serve.runtime.model_runtime import ModelRuntime
+from torchax_serve.text.prompt import TextFacts
 from torchax_serve.validation.owner_process import OwnerProcess
 
 if TYPE_CHECKING:
@@ -49,14 +51,11 @@ class BaseModel(EmbedsTexts, ExportableModel):
 
     Attributes:
         name: The name by which the model was loaded.
-        config: The model's transformers configuration.
         class_name: Class of the transformers model.
         dtype: The weights' dtype.
         dtype_name: Its name, such as ``bfloat16``.
         load_report: Tensors that the checkpoint lacks, or has and the model does not use.
         recorded_executables: Programs of an engine that a `RecordedModel` has begun; None if there is none.
-        torch_model: The transformers model object whose ``forward`` and ``generate`` run on JAX, for code that needs
-            one (``transformers.pipeline``, lm-eval).
         embeds: Whether it has embeddings of texts.
         embeds_by_files: Whether the checkpoint's files say how tokens become one (``modules.json``).
     """
@@ -70,7 +69,9 @@ class BaseModel(EmbedsTexts, ExportableModel):
         self._pooling_queue = PoolingQueue()  # of texts to embed, label or score
         self._loaded: LoadedModel | None = loaded
         self.name = loaded.source.name
-        self.config = loaded.config
+        self._config = loaded.config
+        self._text_facts: TextFacts | None = None
+        self._tokenizer: PreTrainedTokenizerBase | None = None  # once it was asked for
         self.class_name = type(loaded.module).__name__
         self.dtype: torch.dtype = loaded.module.dtype
         self.dtype_name = str(self.dtype).removeprefix("torch.")
@@ -80,14 +81,15 @@ class BaseModel(EmbedsTexts, ExportableModel):
             self._runtimes = [ModelRuntime(loaded.module, loaded.weights, programs_of(loaded))]
         else:
             self._runtimes = split_runtimes(loaded.module, loaded.weights, loaded.sharding, leader)
-        self.torch_model: Any = run_on_jax(loaded.module, self._runtimes[0])
+        self._module: Any = run_on_jax(loaded.module, self._runtimes[0])
+        self.runtime.watch.is_held = loaded.source.kind == "object"
 
     def __repr__(self) -> str:
         known = vars(self)
         if "dtype_name" not in known:
             return f"<{type(self).__name__}, not loaded>"
         state = "closed" if self._loaded is None else f"on {self.device_description}"
-        return f"<{type(self).__name__} {self.name!r}: {self.config.model_type}, {self.dtype_name}, {state}>"
+        return f"<{type(self).__name__} {self.name!r}: {self._config.model_type}, {self.dtype_name}, {state}>"
 
     def __enter__(self) -> Self:
         return self
@@ -104,16 +106,50 @@ class BaseModel(EmbedsTexts, ExportableModel):
             self._pooling_queue.close("the model was closed")
         if self._leader is not None:
             self._leader.close()
-        if hasattr(self, "torch_model"):
+        if "_module" in vars(self):
             for runtime in self._runtimes:
                 runtime.steps.executables.close()
                 runtime.weights.clear()
-            del self.torch_model
+            del self._module
+
+    @property
+    def torch_model(self) -> Any:
+        """The transformers model object whose ``forward`` and ``generate`` run on JAX.
+
+        For code that needs one (``transformers.pipeline``, lm-eval). From now on each request looks for changes of it.
+        """
+        module = self._module
+        self.runtime.watch.is_held = True
+        return module
+
+    @property
+    def config(self) -> Any:
+        """The model's transformers configuration, a part of `torch_model`."""
+        self.runtime.watch.is_held = True
+        return self._config
+
+    @property
+    def runtime(self) -> ModelRuntime:
+        """Runtime of the model, or of its first replica."""
+        return self._runtimes[0]
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The model's tokenizer, or None if it came without one."""
-        return self._loaded_or_raise().tokenizer()
+        loaded = self._loaded_or_raise()
+        if self._tokenizer is None:
+            self._tokenizer = loaded.tokenizer()
+        return self._tokenizer
+
+    @property
+    def text_facts(self) -> TextFacts:
+        """What requests of text need to know of the model.
+
+        It is read again for each request once code outside may have changed the configuration.
+        """
+        if self._text_facts is None or self.runtime.watch.is_held:
+            self._text_facts = TextFacts.of(self.name, self._config)
+        return self._text_facts
 
     def _processor(self) -> Any:
         """Returns the checkpoint's processor of images or audio; None if it came without one."""
@@ -146,7 +182,7 @@ class BaseModel(EmbedsTexts, ExportableModel):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model's forward, with torch tensors in and out."""
         self._loaded_or_raise()
-        return self.torch_model(*args, **kwargs)
+        return self._module(*args, **kwargs)
 
     def profile(self, folder: str | os.PathLike[str] | None = None) -> ProfileSession:
         """Profiles what runs on this model inside of a ``with`` block, by the names of its modules.
@@ -176,7 +212,7 @@ class BaseModel(EmbedsTexts, ExportableModel):
         if self.recorded_executables is not None:
             caches.append(self.recorded_executables)
         path = None if folder is None else Path(folder)
-        return ProfileSession(caches, self.torch_model, self._runtimes[0].weights, path)
+        return ProfileSession(caches, self._module, self._runtimes[0].weights, path)
 
     def refresh(self) -> None:
         """Makes programs and arrays again from `torch_model`, for changes that no call detects."""
@@ -193,18 +229,18 @@ class BaseModel(EmbedsTexts, ExportableModel):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
         """Returns the weights by name, as tensors on the CPU; see `torch.nn.Module.state_dict`."""
         self._loaded_or_raise()
-        state: dict[str, torch.Tensor] = self.torch_model.state_dict(*args, **kwargs)
+        state: dict[str, torch.Tensor] = self._module.state_dict(*args, **kwargs)
         return state
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
         """Writes weights, configuration and tokenizer into a folder, as transformers does."""
         self._loaded_or_raise()
-        self.torch_model.save_pretrained(save_directory, **kwargs)
+        self._module.save_pretrained(save_directory, **kwargs)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(save_directory)
 
     def __getattr__(self, name: str) -> Any:
-        model = vars(self).get("torch_model")
+        model = vars(self).get("_module")
         if model is not None and not name.startswith("_") and hasattr(model, name):
             raise MissingAttributeError(
                 f"a {type(self).__name__} has no attribute {name}; the transformers model is its torch_model: "
@@ -215,7 +251,10 @@ class BaseModel(EmbedsTexts, ExportableModel):
     def _followed(self) -> LoadedModel:
         """Applies changes on `torch_model`, then returns as `_loaded_or_raise`."""
         loaded = self._loaded_or_raise()
-        with following(self._runtimes[0]):
+        if not self.runtime.watch.may_have_changed():
+            check_surroundings()
+            return loaded
+        with following(self.runtime):
             return loaded
 
     def _loaded_or_raise(self) -> LoadedModel:

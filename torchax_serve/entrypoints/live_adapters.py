@@ -11,8 +11,7 @@ from model_adapters.loading import LoadedModel
 from model_adapters.lora.adapter_files import AdapterFiles, read_adapter
 from model_adapters.lora.stacks import LoraStacks, targets_of
 from torchax_serve.distributed.hosts.leader import Leader
-from torchax_serve.engine.adapter_options import DEFAULT_LORA_RANK, AdapterOptions
-from torchax_serve.engine.adapters import Adapters
+from torchax_serve.engine.adapters import DEFAULT_LORA_RANK, AdapterOptions, Adapters
 from torchax_serve.engine.weight_update import engines_in
 from torchax_serve.entrypoints.live_weights import LiveWeights
 
@@ -120,7 +119,7 @@ def enable_adapters(model: LiveAdapters, options: AdapterOptions) -> None:
         TorchaxServeError: as of `LiveAdapters.load_adapter`.
     """
     program = model._runtimes[0].program
-    if model._leader is not None or program.names.has_encoder or not model.torch_model.can_generate():
+    if model._leader is not None or program.names.has_encoder or not program.module.can_generate():
         kind = "on several hosts" if model._leader is not None else "an encoder-decoder, or without a head"
         raise UnsupportedModelError(
             f"adapters: expected a decoder with a head on one host, this model is {kind}; merge one: "

@@ -105,7 +105,7 @@ class LiveWeights(BaseModel):
                 "set_weights: expected a cache in the model's dtype, got kv_cache_dtype='int8', whose scales were "
                 "measured with the weights of before; leave it out of EngineOptions"
             )
-        if not self.torch_model.can_generate():
+        if not self._module.can_generate():
             raise UnsupportedModelError(
                 "set_weights: expected a model with a head, this one generates with its token embeddings; load the "
                 "class with a head"

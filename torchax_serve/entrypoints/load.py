@@ -25,7 +25,7 @@ from torchax_serve.distributed.hosts.startup import (
     shared_arguments,
 )
 from torchax_serve.distributed.mesh import mesh_for
-from torchax_serve.engine.adapter_options import AdapterOptions
+from torchax_serve.engine.adapters import AdapterOptions
 from torchax_serve.engine.options import EngineOptions
 from torchax_serve.entrypoints.base_model import BaseModel
 from torchax_serve.entrypoints.draft import with_draft_model

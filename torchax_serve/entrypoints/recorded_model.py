@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import importlib
 import logging
@@ -31,7 +32,6 @@ from torchax_serve.engine.options import EngineOptions
 from torchax_serve.engine.request import EngineRequest
 from torchax_serve.engine.request_handle import TokenStream
 from torchax_serve.entrypoints.recorded_parts import RecordedParts
-from torchax_serve.generation.token_options import check_one_answer, with_params
 from torchax_serve.outputs import Completion, EngineStats
 from torchax_serve.sampling import unsupported_options
 from torchax_serve.sampling.row_params import ENGINE_OPTIONS
@@ -50,7 +50,15 @@ from torchax_serve.start.torch_side import (
 )
 from torchax_serve.start.weights_file import mapped
 from torchax_serve.text import TextStream, chat, generate_batch, stream
-from torchax_serve.text.prompt import checked_ids, encode_prompt
+from torchax_serve.text.prompt import (
+    PreparedPrompt,
+    TextFacts,
+    check_one_answer,
+    checked_ids,
+    encode_prompt,
+    given_or_default,
+    with_params,
+)
 from torchax_serve.validation.owner_process import OwnerProcess
 
 if TYPE_CHECKING:
@@ -62,8 +70,6 @@ POLL_S, BUSY_S = 0.25, 5.0
 """Seconds between two looks at whether the engine is idle, and until it need not be."""
 MIN_WORK_S = 3.0
 """Seconds of work after which a program that others stand in for is worth loading torch, which takes as long."""
-_NO_ATTRIBUTES = frozenset({"max_len"})
-"""Names that the text layer looks for on other models, and a `ServedModel` has not."""
 
 
 def recorded_model(
@@ -177,7 +183,7 @@ class RecordedModel:
         return ServedModel
 
     def __getattr__(self, name: str) -> Any:
-        if name in _NO_ATTRIBUTES or name.startswith("__") or "_side" not in vars(self):
+        if name.startswith("__") or "_side" not in vars(self):
             raise AttributeError(f"a ServedModel has no attribute {name}")
         return getattr(self._side.get(), name)
 
@@ -222,6 +228,16 @@ class RecordedModel:
         """The model's tokenizer, or None if it came without one."""
         _check_open(self)
         return self._side.loaded.tokenizer if self._side.loaded is not None else self._tokenizer
+
+    @property
+    def text_facts(self) -> TextFacts:
+        """What requests of text need to know of the model."""
+        loaded = self._side.loaded
+        return self._text_facts if loaded is None else loaded.text_facts
+
+    @functools.cached_property
+    def _text_facts(self) -> TextFacts:
+        return TextFacts.of(self.name, self.config)
 
     def _processor(self) -> None:
         """Returns None: no start of a model with a processor of images or audio is recorded."""
@@ -280,17 +296,9 @@ class RecordedModel:
         config = copy.deepcopy(self.generation_config) if generation_config is None else generation_config
         if self._side.loaded is None and inputs is None and type(config) is GenerationValues:
             check_one_answer(config)
-            prompt_ids = checked_ids(self, encode_prompt(self, prompt_ids))
-            if params is not None:
-                config, seed = with_params(config, params), params.seed if seed is None else seed  # type: ignore[arg-type]
-                params = params.only_engine_options()
-            if not unsupported_options(config, ENGINE_OPTIONS):
-                if seed is None:
-                    seed = secrets.randbits(63) if config.do_sample else 0
-                request = EngineRequest.of(
-                    prompt_ids, config, params, vocab_size=self._record.limits["vocab_size"], seed=seed
-                )
-                return TokenStream(self.engine.submit(request.as_answer(masks, fork_of)))
+            ids, params = checked_ids(self, encode_prompt(self, prompt_ids)), given_or_default(params)
+            seed, merged = params.seed if seed is None else seed, with_params(config, params)  # type: ignore[arg-type]
+            return self.submit_prompt(PreparedPrompt(ids, merged, (), seed, params, masks=masks), fork_of)
         model = self._side.get()
         if type(config) is GenerationValues:
             config = config.written_into(model.generation_config)
@@ -298,6 +306,25 @@ class RecordedModel:
             prompt_ids, config, inputs=inputs, seed=seed, params=params, masks=masks, fork_of=fork_of
         )
         return tokens
+
+    def submit_prompt(self, request: PreparedPrompt, fork_of: TokenStream | None = None) -> TokenStream:
+        """Submits a checked request; see `ServedModel.submit_prompt`."""
+        _check_open(self)
+        config: Any = request.generation_config
+        is_recorded = type(config) is GenerationValues
+        is_plain = self._side.loaded is None and request.inputs is None and is_recorded
+        if is_plain and not unsupported_options(config, ENGINE_OPTIONS):
+            check_one_answer(config)
+            seed, params = request.seed, request.params.only_engine_options()
+            if seed is None:
+                seed = secrets.randbits(63) if config.do_sample else 0
+            vocab_size = self._record.limits["vocab_size"]
+            found = EngineRequest.of(request.prompt_ids, config, params, vocab_size=vocab_size, seed=seed)
+            return TokenStream(self.engine.submit(found.as_answer(request.masks, fork_of)))
+        model = self._side.get()
+        if is_recorded:
+            config = config.written_into(model.generation_config)
+        return model.submit_prompt(dataclasses.replace(request, generation_config=config), fork_of)
 
     def chat(self, *args: Any, stream: bool = False, **kwargs: Any) -> str | TextStream:
         """Answers a conversation; see `torchax_serve.text.chat`."""

@@ -20,7 +20,7 @@ from model_adapters.quantization.rules import DENSE, parse_rules
 from torchax_serve.compilation import gc_pause
 from torchax_serve.compilation.xla_cache import enable_compile_cache, programs_dir
 from torchax_serve.distributed import pathways
-from torchax_serve.engine.adapter_options import AdapterOptions
+from torchax_serve.engine.adapters import AdapterOptions
 from torchax_serve.engine.options import EngineOptions
 from torchax_serve.entrypoints.recorded_model import recorded_model
 from torchax_serve.start.record import start_folder

@@ -26,6 +26,7 @@ from torchax_serve.engine.data_parallel import DataParallelEngines
 from torchax_serve.engine.engine import Engine
 from torchax_serve.engine.factory import build_engine, build_single_engine, no_engine
 from torchax_serve.engine.options import EngineOptions
+from torchax_serve.engine.request import EngineRequest
 from torchax_serve.engine.request_handle import TokenStream
 from torchax_serve.entrypoints.base_model import programs_of
 from torchax_serve.entrypoints.live_adapters import LiveAdapters
@@ -41,18 +42,19 @@ from torchax_serve.generation.routing import (
     route,
 )
 from torchax_serve.generation.single_request import single_request
-from torchax_serve.generation.token_options import check_one_answer, with_params
-from torchax_serve.multimodal.placeholders import check_has_media
+from torchax_serve.multimodal.placeholders import check_has_media, placeholder_ids
 from torchax_serve.outputs import Completion, EngineStats
 from torchax_serve.runtime.model_generate import overrides_generate
 from torchax_serve.runtime.model_runtime import ModelRuntime
+from torchax_serve.sampling import unsupported_options
+from torchax_serve.sampling.row_params import ENGINE_OPTIONS
 from torchax_serve.sampling.token_masks import TokenMasks
-from torchax_serve.sampling_params import SamplingParams
+from torchax_serve.sampling_params import NO_PARAMS, SamplingParams
 from torchax_serve.start.record import StartFolder
 from torchax_serve.start.recording import record_in_background
 from torchax_serve.text import TextStream, chat, generate_batch, stream
 from torchax_serve.text.call_hints import refuses_unknown_options
-from torchax_serve.text.prompt import checked_ids, encode_prompt
+from torchax_serve.text.prompt import PreparedPrompt, check_one_answer, checked_ids, encode_prompt, with_params
 
 
 class ServedModel(LiveAdapters):
@@ -79,9 +81,11 @@ class ServedModel(LiveAdapters):
         self._engine_changes = 0
         self._start_folder: StartFolder | None = None  # where the record of this start is to be written
         super().__init__(loaded, leader)
-        if overrides_generate(self.torch_model) or (self.transcribes and self.config.is_encoder_decoder):
-            vars(self.torch_model)["_engine_rows"] = EngineRows(
-                self.torch_model, lambda: self.engine, lambda: self.single_engine
+        self._has_encoder = self.runtime.program.names.has_encoder
+        self._placeholder_ids = placeholder_ids(self._config)
+        if overrides_generate(self._module) or (self.transcribes and self._config.is_encoder_decoder):
+            vars(self._module)["_engine_rows"] = EngineRows(
+                self._module, lambda: self.engine, lambda: self.single_engine
             )
 
     def __repr__(self) -> str:
@@ -171,7 +175,7 @@ class ServedModel(LiveAdapters):
             return DataParallelEngines(self._runtimes, self._engine_options, self._adapters)
         engine = build_engine(model._jax_runtime, self._engine_options, adapters=self._adapters)
         folder, self._start_folder = self._start_folder, None
-        if folder is not None and model is self.torch_model:
+        if folder is not None and model is self._module:
             record_in_background(folder, self._loaded_or_raise(), model._jax_runtime)
         return engine
 
@@ -198,7 +202,7 @@ class ServedModel(LiveAdapters):
 
     def _generator(self) -> Any:
         self._loaded_or_raise()
-        return self.torch_model if self.torch_model.can_generate() else self._generates_with_head
+        return self._module if self._module.can_generate() else self._generates_with_head
 
     @functools.cached_property
     def _generates_with_head(self) -> Any:
@@ -219,6 +223,8 @@ class ServedModel(LiveAdapters):
         The rows that an encoder-decoder class with its own ``generate`` prepares, such as Whisper's, run on the engine
         if they can, in a batch with requests of other threads; see `torchax_serve.generation.engine_rows`.
         """
+        if kwargs.get("custom_generate") is not None:  # which gets the module
+            self.runtime.watch.is_held = True
         return self._generator().generate(*args, **kwargs)
 
     def iter_tokens(
@@ -251,36 +257,80 @@ class ServedModel(LiveAdapters):
             UnsupportedArgumentError: stop strings, several answers, or options of the engine that it cannot honour.
             QueueFullError: too many requests are waiting.
         """
-        model = self._generator()
-        config = model.generation_config if generation_config is None else generation_config
-        _check_one_answer(config)
+        config = self.generation_config if generation_config is None else generation_config
+        if not isinstance(config, GenerationConfig):
+            raise InvalidArgumentError(
+                f"generation_config: expected a GenerationConfig, got {type(config).__name__}; write "
+                "GenerationConfig(...), or give params=SamplingParams(...)"
+            )
+        check_one_answer(config)
         if inputs is None:
             prompt_ids = checked_ids(self, encode_prompt(self, prompt_ids))
-            check_has_media(self.config, prompt_ids, ())
+            self._check_placeholders(prompt_ids)
         if params is not None:
             config, seed = with_params(config, params), params.seed if seed is None else seed
-            params = params.only_engine_options()
-        if inputs is not None:
-            found = media_request(model, lambda: self.engine, inputs, config, params, seed)
-            if not isinstance(found, str):
-                return TokenStream(self.engine.submit(found.as_answer(masks, fork_of)))
-            chosen = Route(Path.PREPARED, found)
-        else:
-            facts = ModelCapabilities.of(model._jax_runtime)
-            call = prompt_call(model, prompt_ids, config, functools.partial(_engine_facts, self))
-            chosen = route(facts, call)
-            if chosen.path is Path.ENGINE:
-                if seed is None:  # torch.manual_seed makes it repeatable, as in transformers
-                    seed = int(torch.randint(2**63 - 1, ())) if config.do_sample else 0
-                if (request := engine_request_for(model, prompt_ids, config, params, seed)) is not None:
-                    return TokenStream(self.engine.submit(request.as_answer(masks, fork_of)))
-                chosen = route(facts, dataclasses.replace(call, ends_in_loop=False))
-            inputs = {"input_ids": torch.tensor([list(prompt_ids)], dtype=torch.long)}
-        if masks is not None:
+        ids, stop_strings = tuple(prompt_ids), ()
+        prepared = PreparedPrompt(ids, config, stop_strings, seed, params or NO_PARAMS, inputs, masks)
+        return self.submit_prompt(prepared, fork_of)
+
+    def submit_prompt(self, request: PreparedPrompt, fork_of: TokenStream | None = None) -> TokenStream:
+        """Submits a checked request, as `iter_tokens` does with one that it has checked."""
+        model, config = self._generator(), request.generation_config
+        check_one_answer(config)
+        params = request.params.only_engine_options()
+        if request.inputs is None:
+            self._check_placeholders(request.prompt_ids)
+            if (engine := self._engine_of_text(config)) is not None:
+                known: dict[str, Any] = {"vocab_size": engine.vocab_size, "seed": self._drawn_seed(request)}
+                plain = EngineRequest.of(request.prompt_ids, config, params, **known)
+                return TokenStream(engine.submit(plain.as_answer(request.masks, fork_of)))
+        found = self._routed_request(model, request, params)
+        if isinstance(found, EngineRequest):
+            return TokenStream(self.engine.submit(found.as_answer(request.masks, fork_of)))
+        if request.masks is not None:
             raise UnsupportedArgumentError(
-                f"masks: expected a request that the engine takes, and this one is not ({chosen.reason}); leave it out"
+                f"masks: expected a request that the engine takes, and this one is not ({found.reason}); leave it out"
             )
-        return TokenStream(self.single_engine.submit(single_request(model, chosen, inputs, config, params, seed)))
+        inputs = request.inputs
+        if inputs is None:
+            inputs = {"input_ids": torch.tensor([list(request.prompt_ids)], dtype=torch.long)}
+        single = single_request(model, found, inputs, config, params, request.seed)
+        return TokenStream(self.single_engine.submit(single))
+
+    def _engine_of_text(self, config: GenerationConfig) -> Engine | DataParallelEngines | None:
+        """Returns the engine for text with these options; None where the request is routed."""
+        if self._has_encoder or unsupported_options(config, ENGINE_OPTIONS):
+            return None
+        try:
+            return self.engine
+        except UnsupportedModelError:
+            return None
+
+    def _routed_request(self, model: Any, request: PreparedPrompt, params: SamplingParams) -> EngineRequest | Route:
+        """Returns the engine's request, or how else the prompt runs and why."""
+        config = request.generation_config
+        if request.inputs is not None:
+            found = media_request(model, lambda: self.engine, request.inputs, config, params, request.seed)
+            return Route(Path.PREPARED, found) if isinstance(found, str) else found
+        facts = ModelCapabilities.of(model._jax_runtime)
+        call = prompt_call(model, request.prompt_ids, config, functools.partial(_engine_facts, self))
+        chosen = route(facts, call)
+        if chosen.path is not Path.ENGINE:
+            return chosen
+        found_for = engine_request_for(model, request.prompt_ids, config, params, self._drawn_seed(request))
+        return found_for or route(facts, dataclasses.replace(call, ends_in_loop=False))
+
+    @staticmethod
+    def _drawn_seed(request: PreparedPrompt) -> int:
+        if request.seed is not None:
+            return request.seed
+        # torch.manual_seed makes it repeatable, as in transformers
+        return int(torch.randint(2**63 - 1, ())) if request.generation_config.do_sample else 0
+
+    def _check_placeholders(self, prompt_ids: Sequence[int]) -> None:
+        """Raises InvalidArgumentError for placeholders of media in a prompt that has none."""
+        if not self._placeholder_ids.isdisjoint(prompt_ids):
+            check_has_media(self._config, prompt_ids, ())
 
     @overload
     def chat(
@@ -388,13 +438,3 @@ def _engine_facts(model: ServedModel) -> EngineFacts:
 def _num_changes(runtimes: Sequence[ModelRuntime]) -> int:
     """Returns how often the model has changed since it was loaded."""
     return sum(runtime.num_changes for runtime in runtimes)
-
-
-def _check_one_answer(config: Any) -> None:
-    """Raises an error if `config` is no GenerationConfig, or asks for several answers."""
-    if not isinstance(config, GenerationConfig):
-        raise InvalidArgumentError(
-            f"generation_config: expected a GenerationConfig, got {type(config).__name__}; write "
-            "GenerationConfig(...), or give params=SamplingParams(...)"
-        )
-    check_one_answer(config)

@@ -58,7 +58,7 @@ class SpeechModel(ServedModel):
         self, loaded: LoadedModel, engine_options: EngineOptions | None = None, leader: Leader | None = None
     ) -> None:
         super().__init__(loaded, engine_options, leader)
-        self.embeds = not self.config.is_encoder_decoder  # whose encoder reads audio alone
+        self.embeds = not self._config.is_encoder_decoder  # whose encoder reads audio alone
 
     @functools.cached_property
     def feature_extractor(self) -> FeatureExtractionMixin:
@@ -158,7 +158,7 @@ class SpeechModel(ServedModel):
         step.
         """
         is_cut = isinstance(audio, np.ndarray) and self._has_windows([audio], options)
-        pieces = TranscriptPieces(self.torch_model, self._writer(), is_cut=is_cut)
+        pieces = TranscriptPieces(self._module, self._writer(), is_cut=is_cut)
         return TranscriptStream(
             self._call_pool,
             functools.partial(self._transcribe, audio, sampling_rate, options),
@@ -246,13 +246,13 @@ class SpeechModel(ServedModel):
         if not arrays:
             raise InvalidArgumentError("audio: expected at least one array of samples, got an empty list")
         tokenizer, further = self._writer(), dict(options)
-        if len(arrays) > 1 and self.config.is_encoder_decoder and self._has_windows(arrays, options):
+        if len(arrays) > 1 and self._config.is_encoder_decoder and self._has_windows(arrays, options):
             calls = list(zip(arrays, options_of_each(options, len(arrays)), strict=True))
             draws = bool(options.get("do_sample") or options.get("temperature"))
             one = functools.partial(self._transcribe_one, sampling_rate, limits)
             return run_concurrently(one, calls, limits, self._max_num_seqs, draws=draws)
         tokens: Any = None
-        if self.config.is_encoder_decoder:
+        if self._config.is_encoder_decoder:
             inputs, prompt_len = self._features(arrays, sampling_rate), 0
         elif (tokens := self._answers_on_engine(arrays, sampling_rate, options, limits)) is None:
             inputs = transcription_inputs(self, arrays, sampling_rate, further)
@@ -267,12 +267,12 @@ class SpeechModel(ServedModel):
         self, arrays: list[np.ndarray], sampling_rate: int, options: Mapping[str, Any], limits: CallLimits
     ) -> list[list[int]] | None:
         """Returns the tokens of each array; None if the engine does not take such prompts."""
-        if allows_fixed_shapes(self.torch_model):  # audio comes with every token
+        if allows_fixed_shapes(self._module):  # audio comes with every token
             return None
         each = [dict(one) for one in options_of_each(options, len(arrays))]
         pairs = zip(arrays, each, strict=True)
         prompts = [transcription_inputs(self, [array], sampling_rate, further) for array, further in pairs]
-        return media_answers(self.torch_model, lambda: self.engine, prompts, each[0], limits)
+        return media_answers(self._module, lambda: self.engine, prompts, each[0], limits)
 
     def _transcribe_one(
         self, sampling_rate: int, limits: CallLimits, call: tuple[np.ndarray, Mapping[str, Any]]
@@ -285,10 +285,10 @@ class SpeechModel(ServedModel):
         self, audio: np.ndarray, sampling_rate: int, words: bool, options: Mapping[str, Any], limits: CallLimits
     ) -> Transcript:
         array, tokenizer = checked_samples(audio, "audio"), self._writer()
-        check_times(self.torch_model, tokenizer, words=words)
+        check_times(self._module, tokenizer, words=words)
         inputs = self._features([array], sampling_rate, with_mask=True)
         inputs.pop("return_timestamps", None)
-        timed = TimedTranscription(self.torch_model, tokenizer, inputs, array.size / sampling_rate, words=words)
+        timed = TimedTranscription(self._module, tokenizer, inputs, array.size / sampling_rate, words=words)
 
         if self._decodes_on_engine(options):
             with call_limits(limits):
@@ -299,7 +299,7 @@ class SpeechModel(ServedModel):
             criteria = StoppingCriteriaList([*options.get("stopping_criteria", ()), watch.criterion()])
             return timed.run(watch.check, **{**options, "stopping_criteria": criteria})
 
-        return run_on_queue(self.single_engine, call, limits, self.torch_model._jax_runtime.limits.vocab_size)
+        return run_on_queue(self.single_engine, call, limits, self._module._jax_runtime.limits.vocab_size)
 
     def _writer(self) -> Any:
         """Returns the tokenizer; raises UnsupportedModelError if there is none."""
@@ -329,7 +329,7 @@ class SpeechModel(ServedModel):
         Beams are ranked at their end, by scores of all of them: the call is one request.
         """
         num_beams = options.get("num_beams", self.generation_config.num_beams) or 1
-        return num_beams == 1 and self.torch_model._engine_rows is not None
+        return num_beams == 1 and self._module._engine_rows is not None
 
     def _generate_on_queue(self, arguments: dict[str, Any], limits: CallLimits) -> Any:
         """Returns the result of ``generate``.
@@ -350,7 +350,7 @@ class SpeechModel(ServedModel):
             criteria = [*arguments.get("stopping_criteria", ()), watch.criterion()]
             return self.generate(**arguments | {"stopping_criteria": StoppingCriteriaList(criteria)})
 
-        return run_on_queue(self.single_engine, call, limits, self.torch_model._jax_runtime.limits.vocab_size)
+        return run_on_queue(self.single_engine, call, limits, self._module._jax_runtime.limits.vocab_size)
 
     def _features(self, arrays: list[np.ndarray], sampling_rate: int, *, with_mask: bool = False) -> dict[str, Any]:
         """Returns inputs of ``generate`` for an encoder-decoder: features and their masks."""

@@ -36,8 +36,7 @@ from torchax_serve.executors.verified_tokens import VerifiedTokens
 from torchax_serve.kv_cache.hybrid_cache import HybridCache
 from torchax_serve.kv_cache.pools import PagedCache
 from torchax_serve.sampling.sample import logprobs_of, with_rows
-from torchax_serve.sampling.sampler import Sampler, default_sharding
-from torchax_serve.sampling.slot_params import SlotParams
+from torchax_serve.sampling.sampler import Sampler, SlotParams, default_sharding
 from torchax_serve.sampling.types import MAX_NUM_TOP, Logprobs, RowOptions, SamplerState
 from torchax_serve.scheduler import PlanRow, SpeculativeConfig, StepPlan
 

@@ -25,8 +25,7 @@ from torchax_serve.executors.traced_function import TracedFunction
 from torchax_serve.executors.verified_tokens import VerifiedTokens, VerifyScores, replace_tokens
 from torchax_serve.executors.verify_steps import DraftSpecs, VerifyBatch, VerifySpec, VerifySteps
 from torchax_serve.sampling.sample import choose, with_rows
-from torchax_serve.sampling.sampler import Sampler, default_sharding
-from torchax_serve.sampling.slot_params import SlotParams
+from torchax_serve.sampling.sampler import Sampler, SlotParams, default_sharding
 from torchax_serve.sampling.types import INT_COLUMNS, RowOptions, SamplerSpec, SamplerState
 from torchax_serve.scheduler import DraftResult, PlanRow, RequestId, SpeculativeConfig, StepPlan
 

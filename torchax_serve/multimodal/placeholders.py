@@ -55,6 +55,12 @@ EITHER = ("mm_encoder_outputs", "inputs_embeds")
 """Substrings of the names of arguments that bring precomputed features; a cache may bring them, too."""
 
 
+def placeholder_ids(config: PreTrainedConfig) -> frozenset[int]:
+    """Returns the placeholder tokens of all kinds of media."""
+    found = (_first(config, modality.token_fields) for modality in MODALITIES)
+    return frozenset(token for token in found if token is not None)
+
+
 def check_has_media(config: PreTrainedConfig, ids: Any, names: Collection[str]) -> None:
     """Raises InvalidArgumentError for placeholders in `ids` without their media.
 

@@ -5,7 +5,7 @@ They turn conversations into arguments of ``generate``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
 from torchax_serve.multimodal.audio import check_rate, checked_samples
 from torchax_serve.multimodal.images import checked_image
 from torchax_serve.multimodal.video import checked_frames, metadata_of
+from torchax_serve.text.messages import media_parts
 
 if TYPE_CHECKING:
     from torchax_serve.text.chat_template import ChatOptions
@@ -54,19 +55,6 @@ def _video_part_of(processor: Any) -> Any:
     return getattr(processor, "video_processor", None)
 
 
-def has_media(messages: Any) -> bool:
-    """Returns whether a message of a conversation has an image, a video or audio."""
-    return not isinstance(messages, str) and next(_parts(messages), None) is not None
-
-
-def _parts(messages: Any) -> Iterator[Mapping[str, Any]]:
-    """Yields the image, video and audio parts of a conversation."""
-    for message in messages if isinstance(messages, Sequence) else ():
-        content = message.get("content") if isinstance(message, Mapping) else None
-        parts = content if isinstance(content, (list, tuple)) else ()
-        yield from (part for part in parts if isinstance(part, Mapping) and part.get("type") in _PARTS)
-
-
 def media_inputs(model: Any, conversation: list[dict[str, Any]], options: ChatOptions | None = None) -> dict[str, Any]:
     """Returns the arguments of ``generate`` for a conversation with images, videos or audio.
 
@@ -87,7 +75,7 @@ def media_inputs(model: Any, conversation: list[dict[str, Any]], options: ChatOp
     from model_adapters import quirks  # with PyTorch, which recorded models do without
 
     processor = processor_of(model)
-    for part in _parts(conversation):
+    for part in media_parts(conversation):
         _check_part(processor, part, model.name)
     if not getattr(processor, "chat_template", None):
         raise UnsupportedModelError(
@@ -96,7 +84,7 @@ def media_inputs(model: Any, conversation: list[dict[str, Any]], options: ChatOp
         )
     typed = [_typed(message) for message in conversation]
     written = _written(processor, typed, model.name, options)
-    videos: list[Any] = [part for part in _parts(typed) if part["type"] == "video"]
+    videos: list[Any] = [part for part in media_parts(typed) if part["type"] == "video"]
     if videos:
         metadata = [metadata_of(part["video"], part.pop("fps", None)) for part in videos]
         written["processor_kwargs"] = {"video_metadata": metadata}

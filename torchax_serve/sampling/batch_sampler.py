@@ -17,7 +17,7 @@ from torchax_serve.sampling.config_options import CALLER_OPTIONS, id_list, unsup
 from torchax_serve.sampling.forbidden_tokens import check_tokens_left
 from torchax_serve.sampling.row_params import RowSamplingParams
 from torchax_serve.sampling.sample import append, choose
-from torchax_serve.sampling.slot_params import SlotParams
+from torchax_serve.sampling.sampler import SlotParams
 from torchax_serve.sampling.transformers_behaviour import installed_rules
 from torchax_serve.sampling.types import LEVELS, Level, RowOptions, SamplerSpec, SamplerState
 from torchax_serve.sampling_params import NEVER_A_TOKEN, SamplingParams, invalid

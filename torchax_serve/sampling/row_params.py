@@ -24,6 +24,7 @@ ENGINE_OPTIONS = CALLER_OPTIONS | {"use_cache", "cache_implementation"}
 NEUTRAL: Mapping[str, float] = {**dict.fromkeys(FLOAT_COLUMNS, 0.0), "typical_p": 1.0, "repetition_penalty": 1.0}
 """Each column's value that asks for nothing. A temperature of 0 is greedy decoding."""
 
+_SEEDS = ValueRange(0, MAX_SEED, is_integer=True)
 SMALLEST_TEMPERATURE = 1e-30  # scores divided by less overflow float32
 COLDEST = 1e-5
 """Temperature below which requests of the engine are greedy, as in vLLM: equal scores do not make them random."""
@@ -117,7 +118,7 @@ class RowSamplingParams:
             InvalidArgumentError: a value is out of its range, a token outside the vocabulary, or none may be sampled.
             UnsupportedArgumentError: an option is set that the engine does not support.
         """
-        assert params == params.only_engine_options(), f"merge {params} into the config first"
+        assert params.is_engine_only, f"merge {params} into the config first"
         validate_options(config)
         if unsupported := unsupported_options(config, honoured):
             raise UnsupportedArgumentError(
@@ -148,7 +149,7 @@ class RowSamplingParams:
 
         The options may forbid all tokens.
         """
-        if seed not in ValueRange(0, MAX_SEED, is_integer=True):
+        if seed not in _SEEDS:
             raise invalid("seed", f"a whole number from 0 to {MAX_SEED}", seed, "draw one with secrets.randbits(63)")
         eos = [token_id for token_id in id_list(config.eos_token_id) if token_id != NEVER_A_TOKEN]
         stops = tuple(sorted(eos if stop_ids is None else stop_ids))

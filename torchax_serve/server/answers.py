@@ -16,8 +16,7 @@ from torchax_serve.server.errors import ApiError
 from torchax_serve.text.detokenizer import Detokenizer, NoText
 from torchax_serve.text.generate_batch import split_answers
 from torchax_serve.text.prompt import PreparedPrompt, TextModel, make_media_request, make_request
-from torchax_serve.text.step_decoder import AnswerStep, StepDecoder
-from torchax_serve.text.text_stream import new_tokens, submitted_together
+from torchax_serve.text.text_stream import AnswerStep, StepDecoder, new_tokens, submitted_together
 
 
 class Answer:

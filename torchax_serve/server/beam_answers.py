@@ -18,8 +18,8 @@ from torchax_serve.server.merged_answers import merged_steps
 from torchax_serve.server.model_service import ModelService
 from torchax_serve.server.prompt_limits import check_prompts
 from torchax_serve.server.schemas import ChatRequest, TextRequest
-from torchax_serve.text.prompt import PreparedPrompt
-from torchax_serve.text.step_decoder import AnswerStep
+from torchax_serve.text.prompt import PreparedPrompt, facts_of
+from torchax_serve.text.text_stream import AnswerStep
 
 _WITHOUT: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("stream", "prompt_logprobs", "stop", "bad_words", "allowed_token_ids", "logit_bias"), ()),
@@ -174,7 +174,7 @@ def beam_answers(
     num_beams = max(num_answers, request.best_of or 1)
     counted = "n" if num_beams == num_answers else "best_of"
     check_prompts(service, prompts, num_beams, params.max_new_tokens, field, counted=counted)
-    if has_media or service.model.config.is_encoder_decoder:
+    if has_media or facts_of(service.model).has_encoder:
         got = "images, videos or audio" if has_media else "an encoder-decoder model"
         raise _not_served(f"use_beam_search: expected a prompt of text for a decoder, got {got}")
     found: list[Answer] = []

@@ -18,7 +18,7 @@ from torchax_serve.server.parsed_message import ParsedStep, joined_calls
 from torchax_serve.server.response_parsing import AnswerParser
 from torchax_serve.server.schemas import ChatRequest
 from torchax_serve.server.sse import DONE, event
-from torchax_serve.text.step_decoder import AnswerStep
+from torchax_serve.text.text_stream import AnswerStep
 
 _NOT_WRITTEN = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))
 """Parts of a message that vLLM's clients may read, and that models do not write here, or not always."""

@@ -29,7 +29,7 @@ from torchax_serve.server.sse import DONE, EventStream, event, until_disconnect
 from torchax_serve.server.structured import grammar_of, masks_of
 from torchax_serve.server.thinking_budget import PROMPT_END_TOKENS, asked_budget, text_of_tokens, with_budget
 from torchax_serve.server.tools import reasoning_end
-from torchax_serve.text.step_decoder import AnswerStep
+from torchax_serve.text.text_stream import AnswerStep
 
 DEFAULT_MAX_TOKENS = 16
 """Most tokens of a plain completion without `max_tokens`, as in OpenAI's interface."""

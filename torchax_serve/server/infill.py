@@ -24,7 +24,7 @@ from torchax_serve.server.sampling import renamed_error, sampling_params
 from torchax_serve.server.schemas import CompletionRequest
 from torchax_serve.server.sse import EventStream, event, until_disconnect
 from torchax_serve.text.infill import ContextFile
-from torchax_serve.text.step_decoder import AnswerStep
+from torchax_serve.text.text_stream import AnswerStep
 from torchax_serve.validation.argument_checks import short_repr
 
 MAX_FILES = 256

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Sequence
 
 from torchax_serve.server.answers import Answer
-from torchax_serve.text.step_decoder import AnswerStep
+from torchax_serve.text.text_stream import AnswerStep
 
 
 async def merged_steps(answers: Sequence[Answer]) -> AsyncGenerator[list[tuple[Answer, AnswerStep]]]:

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from torchax_serve.text.step_decoder import AnswerStep
+from torchax_serve.text.text_stream import AnswerStep
 
 if TYPE_CHECKING:
     from torchax_serve.outputs import GroupUsage

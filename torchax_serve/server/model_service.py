@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 from model_adapters.errors import TorchaxServeError, UnsupportedModelError
 from torchax_serve.engine.progress import EngineProgress
 from torchax_serve.entrypoints.recorded_model import engines_of
-from torchax_serve.multimodal.processor import has_media, media_inputs, processor_of
+from torchax_serve.multimodal.processor import media_inputs, processor_of
 from torchax_serve.sampling.grammar import GrammarCompiler
 from torchax_serve.sampling.token_masks import TokenMasks
 from torchax_serve.sampling_params import SamplingParams
@@ -36,7 +36,7 @@ from torchax_serve.server.response_family import ResponseFamily
 from torchax_serve.server.template_roles import TemplateRoles, has_system_behind, with_one_system
 from torchax_serve.text.chat import chat_prompt_ids, has_chat_template
 from torchax_serve.text.chat_template import ChatOptions, check_last_message
-from torchax_serve.text.messages import checked_conversation
+from torchax_serve.text.messages import checked_conversation, has_media
 from torchax_serve.text.prompt import encode_prompt, end_ids, position_limit
 from torchax_serve.text.template_renderer import shared_renderer
 from torchax_serve.text.token_text import TokenBytes

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from torchax_serve.server.errors import ApiError, bad_request
 from torchax_serve.server.request_checks import check_text_size
+from torchax_serve.text.prompt import facts_of
 
 
 class LimitedModel(Protocol):
@@ -53,7 +54,7 @@ def check_prompts(
         message = f"{counted}: expected at most {most} answers to all prompts together, got {got}"
         raise bad_request(message, counted, "invalid_value")
     for prompt in prompts:
-        if not service.model.config.is_encoder_decoder:
+        if not facts_of(service.model).has_encoder:
             _check_length(len(prompt), max_new_tokens, service.max_model_len, field)
 
 

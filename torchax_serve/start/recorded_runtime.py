@@ -39,7 +39,7 @@ class RecordedProgram:
         self._facts.append(facts)
 
     def _program(self) -> Any:
-        program = self._side.get().torch_model._jax_runtime.program
+        program = self._side.get().runtime.program
         while self._facts:
             program.restore_facts(self._facts.pop())
         return program
@@ -60,7 +60,7 @@ class RecordedSteps:
         self._side, self.executables = side, executables
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._side.get().torch_model._jax_runtime.steps, name)
+        return getattr(self._side.get().runtime.steps, name)
 
 
 class RecordedRuntime:
@@ -100,4 +100,4 @@ class RecordedRuntime:
         self.limits = SimpleNamespace(**limits)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._side.get().torch_model._jax_runtime, name)
+        return getattr(self._side.get().runtime, name)

@@ -64,9 +64,12 @@ class Deferred:
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:  # what isinstance sees
-        return type(self.made())
+        # Profilers and debuggers ask for the class of objects that have no attributes yet.
+        return type(self.made()) if "_side" in vars(self) else type(self)
 
     def __getattr__(self, name: str) -> Any:
+        if "_side" not in vars(self):
+            raise AttributeError(name)
         if not self.is_loaded:
             if name in self._recorded:
                 value = self._recorded[name]

@@ -6,11 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, overload
 
 from model_adapters.errors import ChatTemplateError
-from torchax_serve.multimodal.processor import has_media, media_inputs
 from torchax_serve.sampling_params import SamplingParams
 from torchax_serve.text.call_hints import refuses_unknown_options
 from torchax_serve.text.chat_template import ChatOptions, ChatTemplate, check_last_message
-from torchax_serve.text.messages import Message, checked_conversation
+from torchax_serve.text.messages import Message, checked_conversation, has_media
 from torchax_serve.text.prompt import (
     DEFAULT_CHAT_MAX_NEW_TOKENS,
     TextModel,
@@ -92,6 +91,8 @@ def chat(
     options = ChatOptions.of(tools, documents, chat_template_kwargs, continue_final_message)
     conversation = checked_conversation(messages, system)
     if has_media(conversation):
+        from torchax_serve.multimodal.processor import media_inputs  # which imports this package
+
         check_last_message(conversation, options)
         request = make_media_request(model, media_inputs(model, conversation, options), params)
     else:

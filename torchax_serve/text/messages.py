@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,19 @@ _INSTEAD: Mapping[str, str] = {
     "tool_result": 'write a message {"role": "tool", "content": ...}',
     "tool_use": 'write {"role": "assistant", "tool_calls": [...]}',
 }
+
+
+def has_media(messages: Any) -> bool:
+    """Returns whether a message of a conversation has an image, a video or audio."""
+    return not isinstance(messages, str) and next(media_parts(messages), None) is not None
+
+
+def media_parts(messages: Any) -> Iterator[Mapping[str, Any]]:
+    """Yields the image, video and audio parts of a conversation."""
+    for message in messages if isinstance(messages, Sequence) else ():
+        content = message.get("content") if isinstance(message, Mapping) else None
+        parts = content if isinstance(content, (list, tuple)) else ()
+        yield from (part for part in parts if isinstance(part, Mapping) and part.get("type") in _MEDIA_KEYS)
 
 
 def checked_conversation(messages: str | Sequence[Message], system: str | None) -> list[dict[str, Any]]:

@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import copy
 import numbers
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from model_adapters.errors import InvalidArgumentError
+from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
 from model_adapters.program.position_limits import has_end, max_positions
-from torchax_serve.sampling_params import NEVER_A_TOKEN, SamplingParams
+from model_adapters.program.turn_ends import ends_among
+from torchax_serve.sampling_params import NEVER_A_TOKEN, NO_PARAMS, SamplingParams
 from torchax_serve.text.detokenizer import Detokenizer, NoText
-from torchax_serve.text.turn_ends import turn_ends
 from torchax_serve.validation.argument_checks import MAX_PROMPT_CHARS, check_text, is_list, short_repr
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
+
 
 DEFAULT_MAX_NEW_TOKENS = 256
 """Most tokens of an answer if neither the request nor the model's ``generation_config`` sets a limit.
@@ -64,6 +66,59 @@ class TextModel(Protocol):
 
         Closing the iterator stops the decoding. `fork_of` is the iterator of another answer to the same prompt.
         """
+
+
+@dataclass(frozen=True)
+class TextFacts:
+    """What requests of text need to know of a model, read from its configuration once.
+
+    Attributes:
+        name: Name of the model, for errors.
+        has_encoder: Whether an encoder reads the prompt.
+        vocab_size: Number of tokens that prompts can have; None if the configuration does not say.
+        num_ends: The same of answers.
+        max_len: Most tokens, prompt and answer; of a model with an encoder those of the decoder; None if unlimited.
+        max_prompt_len: Most tokens of a prompt, beyond which there are no positions; None if unlimited.
+    """
+
+    name: str
+    has_encoder: bool
+    vocab_size: int | None
+    num_ends: int | None
+    max_len: int | None
+    max_prompt_len: int | None
+
+    @classmethod
+    def of(cls, name: str, config: Any, max_len: Any = None) -> Self:
+        """Reads the facts.
+
+        Args:
+            name: Name of the model.
+            config: Its configuration.
+            max_len: Most tokens, where the configuration has no more than what was recorded of it.
+        """
+        has_encoder = getattr(config, "is_encoder_decoder", False)
+        prompts, answers = _text_config(config, of_encoder=has_encoder), _text_config(config, of_encoder=False)
+        own = max_len if isinstance(max_len, int) and max_len > 0 else None
+        limit = own or _positive(max_positions(prompts))
+        return cls(
+            name,
+            has_encoder,
+            getattr(prompts, "vocab_size", None),
+            getattr(answers, "vocab_size", None),
+            own or _positive(max_positions(answers)),
+            limit if limit is not None and has_end(prompts) else None,
+        )
+
+
+def facts_of(model: TextModel) -> TextFacts:
+    """Returns the facts of a model, which most have read."""
+    found = getattr(model, "text_facts", None)
+    return found if found is not None else TextFacts.of(model.name, model.config, getattr(model, "max_len", None))
+
+
+class PromptIds(tuple[int, ...]):
+    """Token ids that were checked for a model, `checked_ids`."""
 
 
 @dataclass(frozen=True)
@@ -115,12 +170,12 @@ def make_request(
     """
     params = given_or_default(params)
     ids = checked_ids(model, prompt_ids)
-    _check_positions(model, ids)
+    _check_positions(facts_of(model), ids)
     config, stop_strings = merged(model, params)
     if config.max_new_tokens is None and config.max_length is None:
-        limit = position_limit(model)
-        has_encoder = getattr(model.config, "is_encoder_decoder", False)  # which has read the prompt
-        room = default_max_new_tokens if limit is None else max(1, limit - (1 if has_encoder else len(ids)))
+        facts = facts_of(model)
+        num_before = 1 if facts.has_encoder else len(ids)  # an encoder has read the prompt
+        room = default_max_new_tokens if facts.max_len is None else max(1, facts.max_len - num_before)
         config.max_new_tokens = min(default_max_new_tokens, room)
     return PreparedPrompt(ids, config, stop_strings, params.seed, params)
 
@@ -147,7 +202,7 @@ def given_or_default(params: SamplingParams | None) -> SamplingParams:
     """Returns `params`, or parameters without any option for None."""
     if params is not None and not isinstance(params, SamplingParams):
         raise InvalidArgumentError(f"params: expected SamplingParams or None, got {type(params).__name__}")
-    return params or SamplingParams()
+    return params or NO_PARAMS
 
 
 def merged(model: TextModel, params: SamplingParams) -> tuple[GenerationConfig, tuple[str, ...]]:
@@ -165,8 +220,8 @@ def _with_turn_ends(model: TextModel) -> GenerationConfig:
     """Returns the model's generation config, in which the tokenizer's ends of a turn count."""
     config: Any = model.generation_config
     known = _as_list(config.eos_token_id)
-    vocab_size = getattr(_text_config(model, of_encoder=False), "vocab_size", None)
-    ends = [end for end in turn_ends(model.tokenizer) if end not in known and (vocab_size is None or end < vocab_size)]
+    num_ends = facts_of(model).num_ends
+    ends = [end for end in turn_ends(model.tokenizer) if end not in known and (num_ends is None or end < num_ends)]
     if not ends or NEVER_A_TOKEN in known:
         return config
     config = copy.deepcopy(config)
@@ -253,19 +308,20 @@ def need_tokenizer(model: TextModel) -> Any:
     return model.tokenizer
 
 
-def position_limit(model: TextModel, *, of_encoder: bool = False) -> int | None:
-    """Returns the most tokens, prompt and answer, of `model` or its encoder; None if unlimited."""
-    own = getattr(model, "max_len", None)
-    # The configuration of a bundle has no more than what was recorded of it.
-    limit = own if isinstance(own, int) and own > 0 else max_positions(_text_config(model, of_encoder=of_encoder))
-    return limit if isinstance(limit, int) and limit > 0 else None
+def position_limit(model: TextModel) -> int | None:
+    """Returns the most tokens, prompt and answer, of `model`; None if unlimited."""
+    return facts_of(model).max_len
 
 
-def _text_config(model: TextModel, *, of_encoder: bool) -> Any:
-    return model.config.get_text_config(encoder=True) if of_encoder else model.config.get_text_config(decoder=True)
+def _text_config(config: Any, *, of_encoder: bool) -> Any:
+    return config.get_text_config(encoder=True) if of_encoder else config.get_text_config(decoder=True)
 
 
-def checked_ids(model: TextModel, prompt_ids: Sequence[int]) -> tuple[int, ...]:
+def _positive(number: Any) -> int | None:
+    return number if isinstance(number, int) and number > 0 else None
+
+
+def checked_ids(model: TextModel, prompt_ids: Sequence[int]) -> PromptIds:
     """Checks `prompt_ids` and returns them as Python integers.
 
     Raises:
@@ -276,20 +332,75 @@ def checked_ids(model: TextModel, prompt_ids: Sequence[int]) -> tuple[int, ...]:
     for item in prompt_ids:
         if isinstance(item, bool) or not isinstance(item, numbers.Integral):
             raise InvalidArgumentError(f"prompt: expected token ids (whole numbers), got {short_repr(item)} among them")
-    ids = tuple(int(token_id) for token_id in prompt_ids)
-    has_encoder = getattr(model.config, "is_encoder_decoder", False)
-    vocab_size = getattr(_text_config(model, of_encoder=has_encoder), "vocab_size", None)
+    ids, vocab_size = PromptIds(map(int, prompt_ids)), facts_of(model).vocab_size
+    if min(ids) >= 0 and (vocab_size is None or max(ids) < vocab_size):
+        return ids
     beyond = next((i for i in ids if i < 0 or (vocab_size is not None and i >= vocab_size)), None)
-    if beyond is not None:
-        expected = "at least 0" if vocab_size is None else f"from 0 to {vocab_size - 1}"
-        raise InvalidArgumentError(f"prompt: expected token ids {expected} for {model.name}, got {short_repr(beyond)}")
-    return ids
+    expected = "at least 0" if vocab_size is None else f"from 0 to {vocab_size - 1}"
+    raise InvalidArgumentError(f"prompt: expected token ids {expected} for {model.name}, got {short_repr(beyond)}")
 
 
-def _check_positions(model: TextModel, ids: Sequence[int]) -> None:
-    has_encoder = getattr(model.config, "is_encoder_decoder", False)
-    limit = position_limit(model, of_encoder=has_encoder)
-    if limit is not None and len(ids) > limit and has_end(_text_config(model, of_encoder=has_encoder)):
+def _check_positions(facts: TextFacts, ids: Sequence[int]) -> None:
+    limit = facts.max_prompt_len
+    if limit is not None and len(ids) > limit:
         raise InvalidArgumentError(
-            f"prompt: expected at most {limit} tokens, the positions of {model.name}, got {len(ids)}; shorten it"
+            f"prompt: expected at most {limit} tokens, the positions of {facts.name}, got {len(ids)}; shorten it"
         )
+
+
+def check_one_answer(config: Any) -> None:
+    """Raises UnsupportedArgumentError if `config` asks for several answers."""
+    if (config.num_return_sequences or 1) != 1:
+        raise UnsupportedArgumentError(
+            f"num_return_sequences: expected 1 for tokens of one answer, got "
+            f"{short_repr(config.num_return_sequences)}; call generate_batch() with SamplingParams(n=...)"
+        )
+
+
+def with_params(config: GenerationConfig, params: SamplingParams) -> GenerationConfig:
+    """Returns `config` with the sampling options of `params`, for an answer in tokens.
+
+    Raises:
+        UnsupportedArgumentError: `params` has stop strings or asks for several answers.
+    """
+    given_or_default(params)
+    for name in ("stop", "n"):
+        if (value := getattr(params, name)) not in (None, 1):
+            raise UnsupportedArgumentError(
+                f"{name}: expected None for tokens of one answer, got {short_repr(value)}; call "
+                f"{'stream()' if name == 'stop' else 'generate_batch()'}"
+            )
+    return params.merged_into(config)
+
+
+_found: weakref.WeakKeyDictionary[Any, tuple[Any, tuple[int, ...]]] = weakref.WeakKeyDictionary()
+
+
+def turn_ends(tokenizer: Any) -> tuple[int, ...]:
+    """Returns the ids of the tokenizer's ``eos`` and of its template's ends of a turn.
+
+    These are the special tokens in the template that end a turn in all vocabularies.
+    """
+    if not hasattr(tokenizer, "special_tokens_map") or not hasattr(tokenizer, "added_tokens_decoder"):
+        return ()  # none, or one of another library, which names no special tokens
+    eos = tokenizer.special_tokens_map.get("eos_token")
+    key = (getattr(tokenizer, "chat_template", None), None if eos is None else str(eos))
+    known = _found.get(tokenizer)
+    if known is None or known[0] != key:
+        known = _found[tokenizer] = (key, _ends_of(tokenizer, *key))
+    return known[1]
+
+
+def _ends_of(tokenizer: Any, template: Any, eos: str | None) -> tuple[int, ...]:
+    special = {str(token): index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    shown = [special[text] for text in ends_among(special) if isinstance(template, str) and text in template]
+    own = None if eos is None else special.get(eos, _id_of(tokenizer, eos))
+    return tuple(dict.fromkeys(shown if own is None else [own, *shown]))
+
+
+def _id_of(tokenizer: Any, text: str) -> int | None:
+    if getattr(tokenizer, "is_fast", False):
+        found: int | None = tokenizer.backend_tokenizer.token_to_id(text)
+        return found
+    own = tokenizer.eos_token_id
+    return own if isinstance(own, int) else None

@@ -1,10 +1,11 @@
-"""`stream` and its `TextStream`: the text of one answer, piece by piece."""
+"""Text and end of an answer, from its tokens: `StepDecoder`, `TextStream`, and `stream`."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,6 +16,105 @@ from torchax_serve.text.call_hints import refuses_unknown_options
 from torchax_serve.text.detokenizer import Detokenizer, NoText, StopStrings
 from torchax_serve.text.prompt import PreparedPrompt, TextModel, detokenizer_of, encode_prompt, make_request
 from torchax_serve.validation.argument_checks import short_repr
+
+
+@dataclasses.dataclass(frozen=True)
+class AnswerStep:
+    """Addition of one step to an answer.
+
+    Attributes:
+        text: Text that became final; it never ends inside a character.
+        token_ids: New token ids.
+        logprobs: Log-probabilities of `token_ids`; None if they were not requested.
+        finish_reason: Why the answer ended; None while it goes on.
+        stop: The stop string or the token of ``stop_token_ids`` that ended it; None for any other end.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop: str | int | None = None
+
+
+class StepDecoder:
+    """Decodes the steps of one answer.
+
+    Args:
+        detokenizer: Of this answer; it is used by it only.
+        stop_strings: Texts that end the answer.
+        eos_token_ids: Tokens that end it.
+        stop_token_ids: Those of them that the request named; they have no text.
+        include_stop: Whether the text has the stop string or the stop token.
+        silent_ids: Further tokens without text.
+    """
+
+    def __init__(
+        self,
+        detokenizer: Detokenizer | NoText,
+        stop_strings: Sequence[str] = (),
+        eos_token_ids: Collection[int] = (),
+        stop_token_ids: Collection[int] = (),
+        *,
+        include_stop: bool = False,
+        silent_ids: Collection[int] = (),
+    ) -> None:
+        self._detokenizer = detokenizer
+        self._stops, self._has_stop_strings = StopStrings(stop_strings), bool(stop_strings)
+        self._eos_token_ids, self._stop_token_ids = frozenset(eos_token_ids), frozenset(stop_token_ids)
+        self._include_stop, self._silent_ids = include_stop, frozenset(silent_ids)
+        self.finish_reason: FinishReason | None = None
+
+    def push(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs] | None = None,
+        finish_reason: FinishReason | None = None,
+    ) -> AnswerStep:
+        """Takes the tokens of a step and, with the last one, why the engine ended the request.
+
+        Tokens behind the one that completes a stop string are dropped.
+        """
+        pieces: list[str] = []
+        stop: str | int | None = None
+        num_taken = self._num_until_end(token_ids)
+        if not self._has_stop_strings:
+            pieces.append(
+                self._detokenizer.push_all(int(each) for each in token_ids[:num_taken] if self._is_shown(each))
+            )
+        else:
+            for index, token_id in enumerate(token_ids[:num_taken]):
+                text = self._detokenizer.push(int(token_id)) if self._is_shown(token_id) else ""
+                pieces.append(self._stops.push(text))
+                if self._stops.found is not None:
+                    num_taken = index + 1
+                    break
+        if self._stops.found is None and num_taken and token_ids[num_taken - 1] in self._eos_token_ids:
+            self.finish_reason = "stop"
+            last = int(token_ids[num_taken - 1])
+            stop = last if last in self._stop_token_ids else None
+        if self._stops.found is None and self.finish_reason is None:
+            self.finish_reason = finish_reason
+        if self._stops.found is None and self.finish_reason not in (None, "abort", "error"):
+            pieces.append(self._stops.push(self._detokenizer.flush()))
+            if self._stops.found is None:
+                pieces.append(self._stops.flush())
+        if self._stops.found is not None:
+            self.finish_reason, stop = "stop", self._stops.found
+            if self._include_stop:
+                pieces.append(self._stops.found)
+        taken = None if logprobs is None else tuple(logprobs[:num_taken])
+        return AnswerStep("".join(pieces), tuple(token_ids[:num_taken]), taken, self.finish_reason, stop)
+
+    def _num_until_end(self, token_ids: Sequence[int]) -> int:
+        """Returns the number of tokens up to the first one that ends the answer, which counts."""
+        ends = (index + 1 for index, token_id in enumerate(token_ids) if token_id in self._eos_token_ids)
+        return next(ends, len(token_ids))
+
+    def _is_shown(self, token_id: int) -> bool:
+        """Returns whether a token has text."""
+        is_stop = token_id in self._stop_token_ids and not self._include_stop
+        return not is_stop and token_id not in self._silent_ids
 
 
 class TextStream(Iterator[str]):
@@ -36,11 +136,10 @@ class TextStream(Iterator[str]):
     ) -> None:
         self.token_ids: list[int] = []
         self._request = request
-        self._detokenizer = detokenizer
+        stop_token_ids = request.params.stop_token_ids or ()
+        self._decoder = StepDecoder(detokenizer, request.stop_strings, request.eos_token_ids, stop_token_ids)
         self._has_text = not isinstance(detokenizer, NoText)
-        self._silent_ids = frozenset(request.params.stop_token_ids or ())
         self._tokens = tokens
-        self._stops = StopStrings(request.stop_strings)
         self._pieces: list[str] = []
         self._finish_reason: FinishReason | None = None
         self._clock = clock
@@ -166,25 +265,20 @@ class TextStream(Iterator[str]):
         if self._first_s is None:
             self._first_s = self._last_s
         self.token_ids.append(int(token_id))
-        text = "" if token_id in self._silent_ids else self._detokenizer.push(int(token_id))
-        piece = self._stops.push(text)
-        if self._stops.found is not None or token_id in self._request.eos_token_ids:
-            piece += self._end("stop")
-        return piece
+        return self._shown(self._decoder.push(self.token_ids[-1:]))
 
     def _end(self, reason: FinishReason) -> str:
-        """Stops the tokens; returns the text that was held back, or nothing of a cancelled answer."""
-        self._finish_reason = reason
-        close = getattr(self._tokens, "close", None)
-        if close is not None:
-            close()
-        if reason == "abort":
-            return ""
-        rest = self._stops.push(self._detokenizer.flush())
-        if self._stops.found is not None:
-            self._finish_reason = "stop"
-            return rest
-        return rest + self._stops.flush()
+        """Ends the answer; returns the text that was held back, or nothing of a cancelled answer."""
+        return self._shown(self._decoder.push((), finish_reason=reason))
+
+    def _shown(self, step: AnswerStep) -> str:
+        """Returns the text of a step; the last one stops the tokens."""
+        if step.finish_reason is not None:
+            self._finish_reason = step.finish_reason
+            close = getattr(self._tokens, "close", None)
+            if close is not None:
+                close()
+        return step.text
 
 
 @refuses_unknown_options
@@ -229,12 +323,16 @@ def new_tokens(model: TextModel, request: PreparedPrompt, first: Iterator[int] |
         request: The request.
         first: Tokens of the first answer to its prompt; a later one shares its pages.
     """
+    has_shared_pages = request.answer_index and request.inputs is None and hasattr(first, "handle")
+    submit: Callable[..., Iterator[int]] | None = getattr(model, "submit_prompt", None)
+    if submit is not None:  # a served model, which need not check again
+        return submit(request, first if has_shared_pages else None)
     kwargs: dict[str, Any] = {} if request.seed is None else {"seed": request.seed}
     if request.inputs is not None:
         kwargs["inputs"] = request.inputs
     if request.masks is not None:
         kwargs["masks"] = request.masks
-    if request.answer_index and request.inputs is None and hasattr(first, "handle"):
+    if has_shared_pages:
         kwargs["fork_of"] = first
     if request.params.engine_only():
         kwargs["params"] = request.params.only_engine_options()  # the config has the others

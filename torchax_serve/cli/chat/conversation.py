@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from model_adapters.errors import InvalidArgumentError
-from torchax_serve.multimodal.processor import has_media, processor_of
+from torchax_serve.multimodal.processor import processor_of
 from torchax_serve.sampling_params import SamplingParams
 from torchax_serve.text.chat import chat, chat_prompt_ids
+from torchax_serve.text.messages import has_media
 from torchax_serve.text.prompt import position_limit
 from torchax_serve.text.text_stream import TextStream, stream
 

@@ -16,7 +16,7 @@ from torchax_serve.server.context import ServerContext
 from torchax_serve.server.parsed_message import ParsedStep
 from torchax_serve.server.schemas import ChatRequest
 from torchax_serve.server.sse import named_event
-from torchax_serve.text.step_decoder import AnswerStep
+from torchax_serve.text.text_stream import AnswerStep
 
 PING = named_event({"type": "ping"})
 """An event that says nothing, with which a silent stream shows that it lives."""

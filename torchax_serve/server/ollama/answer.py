@@ -19,7 +19,7 @@ from torchax_serve.server.model_service import ModelService
 from torchax_serve.server.ollama.errors import error_content
 from torchax_serve.server.parsed_message import ParsedStep, joined_calls
 from torchax_serve.server.response_parsing import AnswerParser
-from torchax_serve.text.step_decoder import AnswerStep
+from torchax_serve.text.text_stream import AnswerStep
 
 NDJSON = b"application/x-ndjson"
 """Type of streams of objects, one a line."""

@@ -19,7 +19,7 @@ from torchax_serve.server.responses.items import ItemWriter
 from torchax_serve.server.responses.schemas import ITEMS, ResponsesRequest
 from torchax_serve.server.responses.translation import ENCRYPTED, LOGPROBS
 from torchax_serve.server.sse import DONE, named_event
-from torchax_serve.text.step_decoder import AnswerStep
+from torchax_serve.text.text_stream import AnswerStep
 
 
 class ResponseAnswer:
