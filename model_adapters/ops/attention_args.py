@@ -82,6 +82,7 @@ class AttentionArgs:
             attention); None: they stand behind the keys. Then rows of the pool are keys alone, the op reads no more of
             `v` than its shape, and the scales of keys are those of values. Static: it is an offset in the kernels.
         distance_biases: Added to the scaled scores. Not together with `softcap`.
+        token_sinks: As `sinks`, of each token of a step by itself, ``[T, query_heads]``. Not together with `sinks`.
     """
 
     scale: float = field(metadata=STATIC)
@@ -94,6 +95,7 @@ class AttentionArgs:
     sees_until: jax.Array | None = None
     value_begin: int | None = field(default=None, metadata=STATIC)
     distance_biases: DistanceBiases | None = None
+    token_sinks: jax.Array | None = None
 
     @property
     def k_scale(self) -> jax.Array | None:
