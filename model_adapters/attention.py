@@ -24,7 +24,8 @@ from model_adapters.bridge.views import as_views, jax_view, torch_view
 from model_adapters.caches.cross_attention_layer import StoredSource
 from model_adapters.caches.layers import KVWrite
 from model_adapters.caches.packed_batch import NotPackableError
-from model_adapters.caches.paged_cache import LatentWrite, PagedWrite, attend_latents, attend_paged
+from model_adapters.caches.paged_cache import attend_latents, attend_paged
+from model_adapters.caches.paged_layers import LatentWrite, PagedWrite
 from model_adapters.lowerings import constant_folding
 from model_adapters.ops import decode_attention, dense_attention
 from model_adapters.ops.attention_args import AttentionArgs
@@ -168,16 +169,17 @@ def torchax_attention(
     is_causal: bool | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    position_bias: torch.Tensor | None = None,
+    position_bias: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
     alibi_slopes: torch.Tensor | None = None,
-    distance_biases: tuple[torch.Tensor, torch.Tensor] | None = None,
+    sinks: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Computes attention of `query` over `key` and `value`.
 
     Shapes: `query` [batch, heads, q_len, dim], `key` and `value` [batch, kv_heads, kv_len, dim]. With `alibi_slopes`
     float[heads], ``slope * (key position - query position)`` is added to the scaled scores (Press et al., 2022), also
-    for packed sequences.
+    for packed sequences. In a packed step `position_bias` is a pair, weights [1, q_len, heads, R] and profiles [R, E]
+    of biases by distance, and `sinks` float[1, heads, q_len, 1] are those of each query.
 
     Returns:
         The output [batch, q_len, heads, v_dim], and None in place of the weights.
@@ -191,28 +193,23 @@ def torchax_attention(
     causal_mask: CausalMask | None = getattr(attention_mask, "causal_mask", None)
     pages: LatentWrite | PagedWrite | None = getattr(key, "latent_write", None) or getattr(key, "paged_write", None)
     if pages is not None:
-        if causal_mask is None or causal_mask.starts is not None or position_bias is not None:
-            raise NotPackableError("attention with a mask that is more than causal")
-        taken = getattr(attention_mask, "taken", None)
-        features = {"scale": scale, "softcap": softcap, "sinks": s_aux, "alibi": alibi_slopes, "taken": taken}
-        features["distance_biases"] = distance_biases
-        return _on_pages(query, key, value, pages, causal_mask.window, features), None
+        features = {"scale": scale, "softcap": softcap, "sinks": s_aux, "alibi": alibi_slopes, "token_sinks": sinks}
+        return _on_pages(query, key, value, pages, attention_mask, position_bias, features), None
+    if isinstance(position_bias, tuple) or sinks is not None:
+        raise NotPackableError("sinks of each query, or biases by distance, outside of a packed step")
     alibi = None if alibi_slopes is None else jax_view(alibi_slopes).astype(jnp.float32)
-    sinks, mask, bias = (None if x is None else jax_view(x) for x in (s_aux, attention_mask, position_bias))
-    write: KVWrite | None = getattr(key, "cache_write", None)
-    if write is not None and value is not write.values_out:
-        write = None  # model code has computed other values from those that were written
-    q = jax_view(query)
+    of_heads, mask, bias = (None if x is None else jax_view(x) for x in (s_aux, attention_mask, position_bias))
+    q, write = jax_view(query), _cache_write(key, value)
     out: Any = None
-    if softcap is None and sinks is None and alibi is None:
+    if softcap is None and of_heads is None and alibi is None:
         out = _attend_to_source(query, key, value, mask, bias, scale)
     if out is None and causal_mask is not None and write is not None and _is_decode(q, write, bias, softcap):
         biases = _by_position(bias, q)
-        args = AttentionArgs(scale, causal_mask.window, softcap, sinks, alibi, position_biases=biases)
+        args = AttentionArgs(scale, causal_mask.window, softcap, of_heads, alibi, position_biases=biases)
         out = _decode(q, write, causal_mask.starts, args)
     elif out is None:
         hides = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        args = AttentionArgs(scale, None, softcap, sinks, alibi)
+        args = AttentionArgs(scale, None, softcap, of_heads, alibi)
         out = _attend_densely(q, jax_view(key), jax_view(value), mask, bias, causal_mask, args, hides_later=hides)
     return torch_view(jnp.swapaxes(out, 1, 2)), None
 
@@ -286,15 +283,27 @@ def _attend_to_source(
     return attend_stored(q[:, :, 0], stored.keys, stored.values, stored.slot, stored.length, args)[:, :, None]
 
 
+def _cache_write(key: torch.Tensor, value: torch.Tensor) -> KVWrite | None:
+    """Returns the write of keys and values; None if model code has made other values of them."""
+    write: KVWrite | None = getattr(key, "cache_write", None)
+    return write if write is not None and value is write.values_out else None
+
+
 def _on_pages(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     write: LatentWrite | PagedWrite,
-    window: int | None,
+    mask: Any,
+    biases: Any,
     features: dict[str, Any],
 ) -> torch.Tensor:
     """Runs attention of a packed step on the pages of `key`, or of its latents."""
+    causal: CausalMask | None = getattr(mask, "causal_mask", None)
+    if causal is None or causal.starts is not None or not isinstance(biases, tuple | None):
+        raise NotPackableError("attention with a mask that is more than causal")
+    features |= {"taken": getattr(mask, "taken", None), "distance_biases": biases}
+    window = causal.window
     if value is not write.values:
         raise NotPackableError("attention over changed values")
     if isinstance(write, LatentWrite):

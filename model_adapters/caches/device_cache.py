@@ -66,15 +66,17 @@ def empty_layers(config: PreTrainedConfig, capacity: int) -> LayerStates:
             raise UnsupportedModelError(f"cache layers of type {type(theirs).__name__} have no static form here")
         else:
             layers.append(theirs)
-    return tuple(layers + [copy.copy(layers[index]) for index in passed_again(config)])
+    return tuple(layers + [copy.deepcopy(layers[index]) for index in passed_again(config)])
 
 
 def passed_again(config: PreTrainedConfig) -> list[int]:
     """Returns the index of a layer for each repeated pass through it.
 
-    The keys of the repeated passes follow those of all layers. Dory's forward appends such layers to a cache that has
-    none (transformers 5.24: `DoryModel.forward`).
+    The keys of the repeated passes follow those of all layers. Forwards append such layers to a cache that has none
+    (transformers 5.24: `DoryModel.forward`, `Inkling2LoopTextModel.forward`).
     """
+    if (num_passes := getattr(config, "loop_num_passes", None)) is not None:
+        return list(range(config.loop_layer_index_start, config.loop_layer_index_end)) * (num_passes - 1)
     if getattr(config, "recurrent_kv_cache_mode", None) != "per_loop":
         return []
     first = config.n_input_layers
@@ -308,7 +310,7 @@ class DeviceCache(Cache):
         """
         self._check_is_here()
         cache = DynamicCache(config=self.config)
-        cache.layers += [copy.copy(cache.layers[index]) for index in passed_again(self.config)]
+        cache.layers += [copy.deepcopy(cache.layers[index]) for index in passed_again(self.config)]
         for layer, state in zip(cache.layers, self.states[: len(self)], strict=True):
             _fill(layer, state, self.length)
         if not self.with_encoder:

@@ -11,6 +11,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from model_adapters.errors import UnsupportedModelError
 
+INDEX_KEYS = "index keys"
+"""What a layer with an indexer keeps besides keys and values."""
+
 
 class NotPackableError(UnsupportedModelError):
     """An error of a model whose code does not let sequences be packed; the message says where."""
@@ -84,7 +87,8 @@ class PagedLayout:
         is_decode: every sequence has one new token: T = S, in the order of the rows.
         all_logits: logits of every token instead of each sequence's last.
         layers: by layer of the model, what it keeps; empty: layer i keeps the pages of pool i.
-        indexers: by layer with an indexer, its number and the pool of its index keys, which is behind those of layers.
+        parts: what layers keep besides keys and values, such as keys of indexers: the pool of a layer's pages, what it
+            is, and the pool of that, which is behind those of all layers.
     """
 
     groups: tuple[int, ...]
@@ -93,7 +97,13 @@ class PagedLayout:
     is_decode: bool = False
     all_logits: bool = False
     layers: tuple[LayerPools, ...] = ()
-    indexers: tuple[tuple[int, int], ...] = ()
+    parts: tuple[tuple[int, str, int], ...] = ()
+
+    def without_last(self, num_pools: int) -> PagedLayout:
+        """Returns the layout without the last pools of pages, as those of a draft head."""
+        left = len(self.groups) - num_pools
+        parts = tuple(part for part in self.parts if part[2] < left)
+        return dataclasses.replace(self, groups=self.groups[:left], windows=self.windows[:left], parts=parts)
 
     @property
     def has_states(self) -> bool:

@@ -19,7 +19,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from model_adapters.bridge.views import jax_view, torch_view
 from model_adapters.caches.packed_batch import NotPackableError
-from model_adapters.ops.causal_convolution import causal_convolution
+from model_adapters.ops.causal_convolution import causal_convolution, causal_windows
 from model_adapters.ops.segments import Segments
 
 _asked: contextvars.ContextVar[StateLayer | None] = contextvars.ContextVar("asked", default=None)
@@ -78,14 +78,15 @@ class StateLayer(LinearAttentionCacheLayerMixin):
             raise NotPackableError("a layer's recurrent state is not made by its op alone")
         return recurrent_states
 
-    def run_conv(self, state_idx: int, op: Callable[..., tuple[jax.Array, jax.Array]], *operands: Any) -> jax.Array:
-        """Runs ``op(x[T, D], weight[D, K], bias, pool, segments)``; returns its first result."""
-        x, weight, _ = operands
+    def run_conv(
+        self, state_idx: int, x: jax.Array, width: int, op: Callable[..., tuple[jax.Array, jax.Array]]
+    ) -> jax.Array:
+        """Runs ``op(x[T, D], pool, segments)``, which sees `width` tokens; returns its first result."""
         pool = self.convs.get(state_idx)
         if pool is None and not self.is_open:
             raise NotPackableError(f"a layer has a convolution {state_idx} that its first trace did not have")
-        own = jnp.zeros((self._num_rows, weight.shape[1] - 1, x.shape[1]), x.dtype) if pool is None else jax_view(pool)
-        out, own = op(*operands, own, self.segments)
+        own = jnp.zeros((self._num_rows, width - 1, x.shape[1]), x.dtype) if pool is None else jax_view(pool)
+        out, own = op(x, own, self.segments)
         self.convs = {**self.convs, state_idx: torch_view(own)}
         self.num_conv_updates += 1
         return out
@@ -96,7 +97,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         """Runs ``op(pool, segments)`` on float32[rows, *shape]; returns its first result."""
         if self.recurrent is None and not self.is_open:
             raise NotPackableError("a layer has a recurrent state that its first trace did not have")
-        own = jnp.zeros((self._num_rows, *shape)) if self.recurrent is None else jax_view(self.recurrent)
+        own = jnp.zeros((self._num_rows, *shape), jnp.float32) if self.recurrent is None else jax_view(self.recurrent)
         if own.shape[1:] != shape:
             raise NotPackableError(f"a layer's recurrent state has the shape {shape}, and had {own.shape[1:]}")
         out, own = op(own, self.segments)
@@ -153,8 +154,30 @@ def convolved(inputs: torch.Tensor, weight: jax.Array, bias: jax.Array | None) -
     if found is None:
         return None
     layer, state_idx = found
-    out = layer.run_conv(state_idx, causal_convolution, only_sequence(inputs).T, weight, bias)
+
+    def run(x: jax.Array, pool: jax.Array, segments: Segments) -> tuple[jax.Array, jax.Array]:
+        return causal_convolution(x, weight, bias, pool, segments)
+
+    out = layer.run_conv(state_idx, only_sequence(inputs).T, weight.shape[1], run)
     made: torch.Tensor = torch_view(out.T[None])
+    return made
+
+
+def windows_of(inputs: torch.Tensor, width: int) -> torch.Tensor | None:
+    """Returns the last `width` inputs of each token, its own last: [1, T, width, D].
+
+    `inputs` [1, D, T] are those that ``update_conv_state`` of a packed step has returned; None for any others. Zeros
+    stand in front of a sequence.
+    """
+    found = conv_of(inputs)
+    if found is None:
+        return None
+    layer, state_idx = found
+
+    def run(x: jax.Array, pool: jax.Array, segments: Segments) -> tuple[jax.Array, jax.Array]:
+        return causal_windows(x, width, pool, segments)
+
+    made: torch.Tensor = torch_view(layer.run_conv(state_idx, only_sequence(inputs).T, width, run)[None])
     return made
 
 

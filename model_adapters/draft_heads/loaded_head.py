@@ -40,6 +40,7 @@ class LoadedHead:
         layers: Hidden states of the model that it takes, as ``output_hidden_states`` counts them.
         token_ids: As of `HeadedWeights`.
         kv_shape: Heads and width of its keys and values; None: those of the model's last layer.
+        has_indexer: Whether its attention has an indexer, whose keys are as those of the model's.
     """
 
     name: str
@@ -49,6 +50,12 @@ class LoadedHead:
     layers: tuple[int, ...]
     token_ids: jax.Array | None = None
     kv_shape: tuple[int, int] | None = None
+    has_indexer: bool = False
+
+    @property
+    def num_pools(self) -> int:
+        """Number of its pools of pages."""
+        return 2 if self.has_indexer else 1
 
     def __repr__(self) -> str:
         """Returns name and identity, under which programs that contain it are stored."""

@@ -112,7 +112,8 @@ def load_mtp(target: LoadedModel, *, refuse_uneven: bool = False) -> LoadedHead:
     shared = {own: _tensor_name(module, part) for own, part in parts.items() if own not in tensors.values()}
     program, weights = _Read(head_class, config, name, checkpoint, target, shared, refuse_uneven).tensors(tensors)
     kv_shape = _kv_shape(config, program.sharding) if embedding == "embed_tokens.weight" else None
-    return LoadedHead(f"mtp of {name}", program, weights, shared, (-1,), kv_shape=kv_shape)
+    has_indexer = any(hasattr(part, "indexer") for part in program.module.modules())
+    return LoadedHead(f"mtp of {name}", program, weights, shared, (-1,), kv_shape=kv_shape, has_indexer=has_indexer)
 
 
 def _prefixed_names(name: str, names: list[str]) -> dict[str, str]:

@@ -14,7 +14,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from model_adapters.draft_heads.head_module import HeadOutput, cache_argument, causal_mask, own_base_class
-from model_adapters.errors import UnsupportedModelError
 
 
 class _SharedHead(nn.Module):
@@ -40,7 +39,7 @@ class MtpHead(PreTrainedModel):
     base_model_prefix = "model"
 
     def __init__(self, config: Any) -> None:
-        super().__init__(config)
+        super().__init__(_with_layer(config, self.number))
         kinds, size = self.kinds, config.hidden_size
         layer = kinds["layer"](config, self.number)
         for part in layer.modules():
@@ -97,23 +96,31 @@ class MtpHead(PreTrainedModel):
             "position_ids": position_ids,
             cache_argument(type(layer).forward): past_key_values,
         }
-        out = layer(out, **attention)[:, logits_to_keep]
+        out = layer(out, **attention)
+        out = (out[0] if isinstance(out, tuple) else out)[:, logits_to_keep]  # GLM-5's return chosen tokens, too
         return HeadOutput(logits=layer.shared_head.head(layer.shared_head.norm(out)), hidden=out)
+
+
+def _with_layer(config: Any, number: int) -> Any:
+    """Returns the configuration with a kind of layer `number` where it has one for each layer.
+
+    The layer is one as the last, with an indexer of its own where layers of the model may share one (GLM-5).
+    """
+    for name, own in (("layer_types", None), ("mlp_layer_types", None), ("indexer_types", "full")):
+        kinds = getattr(config, name, None)
+        if isinstance(kinds, list) and len(kinds) == number:
+            setattr(config, name, [*kinds, own or kinds[-1]])
+    return config
 
 
 def mtp_class(module: PreTrainedModel) -> type[MtpHead]:
     """Returns the class of the head of a model, made of the model's own parts.
 
     Raises:
-        UnsupportedModelError: the model is not built as DeepSeek-V3 is, or its attention has an indexer.
+        UnsupportedModelError: the model is not built as DeepSeek-V3 is.
     """
     base: Any = module.base_model
     own = own_base_class(module, base, "DeepSeek-V3")
-    if any(hasattr(part, "indexer") for part in base.layers[-1].modules()):
-        raise UnsupportedModelError(
-            f"method 'mtp': expected a model whose attention reads all tokens, got {type(module).__name__} with an "
-            "indexer; leave it out"
-        )
     kinds = {
         "layer": type(base.layers[-1]),
         "norm": type(base.norm),

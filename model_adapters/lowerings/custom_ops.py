@@ -20,7 +20,8 @@ from model_adapters.ops.attention_args import AttentionArgs, DistanceBiases, KVS
 
 _FEATURES = (
     "*, float scale, int? window=None, float? softcap=None, Tensor? alibi=None, Tensor? k_scale=None, "
-    "Tensor? v_scale=None, int? value_begin=None, Tensor? distance_weights=None, Tensor? distance_profiles=None"
+    "Tensor? v_scale=None, int? value_begin=None, Tensor? distance_weights=None, Tensor? distance_profiles=None, "
+    "Tensor? token_sinks=None"
 )
 _SCHEMAS = (
     "decode_attention(Tensor q, Tensor k, Tensor v, Tensor pool, Tensor page_table, Tensor kv_lens, "
@@ -45,6 +46,7 @@ def _args_of(
     value_begin: int | None = None,
     distance_weights: jax.Array | None = None,
     distance_profiles: jax.Array | None = None,
+    token_sinks: jax.Array | None = None,
 ) -> AttentionArgs:
     """Returns the flat arguments of the torch operators as `AttentionArgs`."""
     biases = None
@@ -53,7 +55,8 @@ def _args_of(
     if (k_scale is None) != (v_scale is None):
         raise InvalidArgumentError("expected k_scale and v_scale, or neither; got one of them")
     kv_scales = None if k_scale is None or v_scale is None else KVScales(k_scale, v_scale)
-    return AttentionArgs(scale, window, softcap, sinks, alibi, prefix_lens, kv_scales, sees_until, value_begin, biases)
+    features = prefix_lens, kv_scales, sees_until, value_begin, biases, token_sinks
+    return AttentionArgs(scale, window, softcap, sinks, alibi, *features)
 
 
 def _decode_attention(

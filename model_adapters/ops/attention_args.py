@@ -84,6 +84,7 @@ class AttentionArgs:
         distance_biases: Added to the scaled scores. Not together with `softcap`.
         position_biases: Added to the scaled scores by the key's position, ``float32[T, query_heads, S]``; keys from S
             on have none. Masks and relative positions that a model's code has computed. Not together with `softcap`.
+        token_sinks: As `sinks`, of each token of a step by itself, ``[T, query_heads]``. Not together with `sinks`.
     """
 
     scale: float = field(metadata=STATIC)
@@ -97,6 +98,7 @@ class AttentionArgs:
     value_begin: int | None = field(default=None, metadata=STATIC)
     distance_biases: DistanceBiases | None = None
     position_biases: jax.Array | None = None
+    token_sinks: jax.Array | None = None
 
     @property
     def k_scale(self) -> jax.Array | None:

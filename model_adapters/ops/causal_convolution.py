@@ -5,6 +5,7 @@ XLA's own grouped convolution takes twenty times as long on a CPU as a sum over 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -52,8 +53,40 @@ def reference(
     x: jax.Array, weight: jax.Array, bias: jax.Array | None, pool: jax.Array, segments: Segments
 ) -> tuple[jax.Array, jax.Array]:
     """Sums the taps: tokens of the row, and in front of them what the first segment reads."""
-    (num_tokens, channels), width = x.shape, weight.shape[1]
-    num_old, num_segments = width - 1, len(segments.read)
+    taps, pool, is_used = _taps(x, weight.shape[1], pool, segments)
+    out = jnp.zeros(x.shape, jnp.float32)
+    for back, tap in enumerate(taps):
+        out = out + tap.astype(jnp.float32) * weight[:, -1 - back].astype(jnp.float32)
+    if bias is not None:
+        out = out + bias.astype(jnp.float32)
+    return jnp.where(is_used[:, None], out, 0).astype(x.dtype), pool
+
+
+@with_last_row
+def _windows(x: jax.Array, width: int, pool: jax.Array, segments: Segments) -> tuple[jax.Array, jax.Array]:
+    taps, pool, is_used = _taps(x, width, pool, segments)
+    return jnp.where(is_used[:, None, None], jnp.stack(list(taps)[::-1], axis=1), 0), pool
+
+
+def causal_windows(x: jax.Array, width: int, pool: jax.Array, segments: Segments) -> tuple[jax.Array, jax.Array]:
+    """Returns the last `width` inputs of each token, ``[T, width, D]``, and the pool.
+
+    The last of them is its own; zeros stand in front of a sequence. It is JAX's own operations on every platform, for
+    convolutions whose weights each token has by itself. `width` is at least 2; for the others see `causal_convolution`.
+
+    Raises:
+        InvalidArgumentError: shapes or dtypes that do not fit together.
+    """
+    expect("causal_windows", "a width above one,", True, width > 1)
+    check_pool("causal_windows", pool, (width - 1, x.shape[1]), segments, x.dtype)
+    return _windows(x, width, pool, segments)
+
+
+def _taps(
+    x: jax.Array, width: int, pool: jax.Array, segments: Segments
+) -> tuple[Iterator[jax.Array], jax.Array, jax.Array]:
+    """Returns inputs ``[T, D]`` 0, 1, ... tokens back, the new pool, and used tokens bool[T]."""
+    num_tokens, num_old, num_segments = len(x), width - 1, len(segments.read)
     token = jnp.arange(num_tokens, dtype=jnp.int32)
     of_token = segments.of_token(num_tokens)
     segment = jnp.minimum(of_token, num_segments - 1)
@@ -61,19 +94,16 @@ def reference(
     begin = segments.cu[first]
     before = read_states(pool, segments.read[first], segments.held[first])  # [R, K - 1, D]
     place = token - begin[segment]
-    out = jnp.zeros((num_tokens, channels), jnp.float32)
-    for back in range(width):
+
+    def tap(back: int) -> jax.Array:
         old = before[segment, jnp.clip(num_old + place - back, 0, num_old - 1)]
-        tap = jnp.where((place >= back)[:, None], x[jnp.maximum(token - back, 0)], old)
-        out = out + tap.astype(jnp.float32) * weight[:, num_old - back].astype(jnp.float32)
-    if bias is not None:
-        out = out + bias.astype(jnp.float32)
-    out = jnp.where((of_token < num_segments)[:, None], out, 0)
+        return jnp.where((place >= back)[:, None], x[jnp.maximum(token - back, 0)], old)
+
     places = (segments.cu[1:] - begin)[:, None] - num_old + jnp.arange(num_old)  # [R, K - 1], within the sequence
     new = x[jnp.clip(begin[:, None] + places, 0, num_tokens - 1)]
     old = jnp.take_along_axis(before, jnp.clip(places + num_old, 0, num_old - 1)[..., None], axis=1)
     last = jnp.where((places >= 0)[..., None], new, old)
-    return out.astype(x.dtype), _written(pool, last_writes(segments, pool), last)
+    return map(tap, range(width)), _written(pool, last_writes(segments, pool), last), of_token < num_segments
 
 
 def _written(pool: jax.Array, rows: jax.Array, last: jax.Array) -> jax.Array:

@@ -126,7 +126,8 @@ def reference(
     if args.prefix_lens is not None:
         visible |= (positions < args.prefix_lens[:, None]) & (positions >= starts[:, None])
     visible &= positions < lens[:, None]
-    sink = None if args.sinks is None else args.sinks.astype(jnp.float32).reshape(1, heads, -1, 1)
+    sink = args.sinks if args.token_sinks is None else args.token_sinks
+    sink = None if sink is None else sink.astype(jnp.float32).reshape(-1, heads, query_heads // heads, 1)
     out = softmax_times_values(scores, visible[:, None, None], values, visible[:, None, :, None], sink)
     return out.reshape(batch, query_heads, -1).astype(q.dtype), pool
 

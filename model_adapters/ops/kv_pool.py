@@ -129,6 +129,10 @@ def checked_args(op: str, args: AttentionArgs, query_heads: int, num_seqs: int, 
                 f"{op}: expected softcap or position_biases, got both; the order of the two is not defined, so leave "
                 "one out"
             )
+    if args.token_sinks is not None:
+        expect(op, "token_sinks of shape", (num_tokens, query_heads), args.token_sinks.shape)
+        if args.sinks is not None:
+            raise InvalidArgumentError(f"{op}: expected sinks or token_sinks, got both; leave one out")
     if args.value_begin is not None and args.kv_scales is not None:
         args = dataclasses.replace(args, kv_scales=KVScales(args.kv_scales.k, args.kv_scales.k))
     if args.prefix_lens is not None:

@@ -177,6 +177,7 @@ def reference(
     biases = args.distance_biases
     weights = None if biases is None else padded(biases.weights, length)
     by_position = None if args.position_biases is None else padded(args.position_biases, length)
+    token_sinks = None if args.token_sinks is None else padded(args.token_sinks, length)
 
     def one_block(seq: jax.Array, begin: jax.Array, positions: jax.Array) -> jax.Array:
         prefix_len = jnp.int32(0) if args.prefix_lens is None else args.prefix_lens[seq]
@@ -187,9 +188,11 @@ def reference(
         own = args
         if weights is not None and biases is not None:
             of_block = jax.lax.dynamic_slice_in_dim(weights, begin, length)
-            own = dataclasses.replace(args, distance_biases=DistanceBiases(of_block, biases.profiles))
+            own = dataclasses.replace(own, distance_biases=DistanceBiases(of_block, biases.profiles))
         if by_position is not None:
             own = dataclasses.replace(own, position_biases=jax.lax.dynamic_slice_in_dim(by_position, begin, length))
+        if token_sinks is not None:
+            own = dataclasses.replace(own, token_sinks=jax.lax.dynamic_slice_in_dim(token_sinks, begin, length))
         # Rows beyond the end of a sequence are zeros.
         return _attend(queries, pool, page_table[seq], (positions, last), kv_lens[seq], prefix_len, v.shape[2], own)
 
@@ -244,6 +247,9 @@ def _attend(
     sinks = args.sinks
     if sinks is not None:
         sinks = jnp.repeat(sinks.astype(jnp.float32).reshape(heads, group), length, axis=1)[..., None]
+    if args.token_sinks is not None:
+        by_head = args.token_sinks.astype(jnp.float32).reshape(length, heads, group)
+        sinks = jnp.moveaxis(by_head, 0, 2).reshape(heads, group * length, 1)
     seen = visible.any(axis=0)[None, :, None]
     out = softmax_times_values(scores, jnp.tile(visible, (group, 1)), values, seen, sinks)
     out = jnp.moveaxis(out.reshape(heads, group, length, value_dim), 2, 0)

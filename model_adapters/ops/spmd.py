@@ -285,7 +285,7 @@ def _spec_of(
 
 
 _SPECS = {
-    **dict.fromkeys(("q", "k", "v", "pool", "mask", "distance_biases", "position_biases"), BY_AXIS_1),
+    **dict.fromkeys(("q", "k", "v", "pool", "mask", "distance_biases", "position_biases", "token_sinks"), BY_AXIS_1),
     **dict.fromkeys(("sinks", "alibi_slopes", "kv_scales"), BY_AXIS_0),
     **dict.fromkeys(("page_table", "lens", "starts", "kv_lens", "cu_q_lens", "prefix_lens", "sees_until"), REPLICATED),
 }

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from model_adapters.attention import attention_name
 from model_adapters.bridge.views import jax_view, torch_view
 from model_adapters.caches.packed_batch import PackedBatch, PagedLayout, Pool, ScaledPool, laid_out, pages_of
-from model_adapters.caches.paged_cache import PagedLayer, PagedWrite
+from model_adapters.caches.paged_layers import PagedLayer, PagedWrite
 from model_adapters.ops.compressed_weight import Weights
 from model_adapters.program.model_program import ModelProgram
 from model_adapters.program.rope import lengths_told

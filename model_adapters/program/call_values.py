@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache
 
 from model_adapters.bridge.views import NarrowInfo, TorchTensor, TorchView, jax_view, torch_view
 from model_adapters.caches.index_handles import TopTokens
-from model_adapters.caches.paged_cache import ScaledPool
+from model_adapters.caches.packed_batch import ScaledPool
 from model_adapters.program.layer_structure import PRIMITIVES, SHARED_TYPES, NotComparableError
 
 Form = Hashable

@@ -21,7 +21,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 from model_adapters.bridge.views import jax_view
 from model_adapters.caches.layers import KVWrite
 from model_adapters.caches.packed_batch import NotPackableError
-from model_adapters.caches.paged_cache import LatentWrite, PagedWrite
+from model_adapters.caches.paged_layers import LatentWrite, PagedWrite
 from model_adapters.ops.compressed_weight import lora_of
 from model_adapters.program.trace_context import replaced_methods, same_code
 

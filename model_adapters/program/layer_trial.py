@@ -172,7 +172,9 @@ def restored(layer: ModelLayer, call: LayerCall) -> Iterator[None]:
     counts = {key: len(value) for key, value in collected.items() if isinstance(value, list)}
     states = [vars(state) for cache in call.caches for state in cache.layers]
     snapshot = Snapshot([*layer.parts.tables, *layer.parts.object_tables.values(), *states, *caches, collected])
-    tensors = [(each, each._elem) for table in states for each in table.values() if type(each) is TorchTensor]
+    held = [each for table in states for each in table.values()]
+    held += [inner for each in held if isinstance(each, dict) for inner in each.values()]  # states of recurrent layers
+    tensors = [(each, each._elem) for each in held if type(each) is TorchTensor]
     random = default_env().param.prng
     try:
         yield

@@ -11,7 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from model_adapters.attention import attention_name, uses_attention_interface
+from model_adapters import quirks
+from model_adapters.attention import ADDITIVE_MASK, attention_name
 from model_adapters.bridge.views import jax_view, torch_view
 from model_adapters.caches.device_cache import check_layers_keep_all
 from model_adapters.caches.index_handles import HandleMode
@@ -72,7 +73,7 @@ def forward_with_hidden(
     """
     if program.names.has_encoder:
         raise NotPackableError("there is an encoder beside the decoder")
-    attends = program.accepts("position_ids") and uses_attention_interface(program.module)
+    attends = program.accepts("position_ids") and _attention_name(program) is not None
     if not program.cache_name or (layout.groups and not attends):
         raise NotPackableError("the forward takes no positions, or attends past transformers' attention interface")
     run = program.with_split_concats(functools.partial(_forward, program, layout=layout, layers=tuple(layers)))
@@ -113,9 +114,9 @@ def _forward(
     assert program.rope is None or rope_lens is not None
     features = features_in_place(program, batch.media)
     lengths, adapters = lengths_told(rope_lens), adapters_told(batch.adapters)
-    handles = HandleMode() if layout.indexers else None
+    handles = HandleMode() if layout.parts else None
     with divided, program.folding(CallSpec()), lengths, adapters, features, asking():
-        output = program.run(weights, kwargs, attention_name(program.module), handles)
+        output = program.run(weights, kwargs, _attention_name(program), handles)
     check_layers_keep_all(cache, program.cache_name, program.target)
     logits = jax_view(output["logits"])[0]
     if not keep_last and not layout.all_logits:
@@ -127,6 +128,12 @@ def _forward(
     if sharding is not None and hidden is not None:  # replicated, as the draft head's weights take it
         hidden = jax.lax.with_sharding_constraint(hidden, sharding.replicated())
     return program.unpadded_logits(logits), pools, hidden
+
+
+def _attention_name(program: ModelProgram) -> str | None:
+    """Returns the attention implementation of a packed step; None: it cannot be on pages."""
+    name = attention_name(program.module)
+    return ADDITIVE_MASK if name is None and quirks.of(program.module).packed_interface else name
 
 
 def _divided(pools: tuple[Any, ...], layout: PagedLayout, sharding: ModelSharding) -> tuple[Any, ...]:

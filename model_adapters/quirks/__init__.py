@@ -32,6 +32,7 @@ SAME_AS = {
     **dict.fromkeys(("gpt_neo", "mpt"), "key_count"),
     **dict.fromkeys(("canary", "cohere_asr", "moonshine_streaming"), "moonshine"),
     **dict.fromkeys(("falcon_mamba", "jamba"), "mamba"),
+    "inkling2_loop": "inkling2",
 }
 """The file of each architecture whose code is a copy of another's, or that has the same needs as others."""
 

@@ -43,7 +43,7 @@ def _attention(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> tuple[t
         kwargs["attention_mask"],
         scaling=self.scaling,
         sliding_window=self.sliding_window,
-        distance_biases=(weights, self.rel_logits_proj.proj),
+        position_bias=(weights, self.rel_logits_proj.proj),
     )
     return self.o_proj(out.flatten(2)), None
 

@@ -39,6 +39,8 @@ class Quirk:
         encoder_returns_mask: The decoder reads a mask that the encoder returns with its output.
         keeps_value_heads: Values are also read by a product other than the output's: on a mesh their heads cannot be
             repeated.
+        packed_interface: In a packed step the code attends through transformers' attention interface, though its class
+            refuses other kernels than its own.
         submodules: Replaces methods of parts of the given model that ``generate`` itself calls, to run on JAX.
         media_options: Arguments of ``generate`` that are added to what a processor makes of a conversation or of audio.
     """
@@ -59,6 +61,7 @@ class Quirk:
     encoder_mask: Callable[[Any], tuple[int, int, int] | None] | None = None
     encoder_returns_mask: bool = False
     keeps_value_heads: bool = False
+    packed_interface: bool = False
     submodules: Callable[[Any, Run], None] | None = None
     media_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 

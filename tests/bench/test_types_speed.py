@@ -61,10 +61,11 @@ def test_sizes_fit_each_other_and_every_kind_of_layer_stays(name):
     model_class = case.model_class()
     assert weights_of(_config_for(model_class, large), model_class) > 50e6
     assert weights_of(_config_for(model_class, small), model_class) > 2e6
-    kinds = [getattr(config.get_text_config(), "layer_types", None) for config in (tiny, large, small)]
+    texts = [config.get_text_config(decoder=True) for config in (tiny, large, small)]
+    kinds = [getattr(text, "layer_types", None) for text in texts]
     if kinds[0] is not None:
         assert [set(each) for each in kinds] == [set(kinds[0])] * 3
-        assert large.get_text_config().num_hidden_layers == len(kinds[1])
+        assert texts[1].num_hidden_layers == len(kinds[1])
 
 
 def test_kinds_and_names():

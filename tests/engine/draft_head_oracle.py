@@ -139,9 +139,10 @@ class Mtp(nn.Module):
         both = torch.cat((rms(w["enorm.weight"], embeds), rms(w["hnorm.weight"], hidden)), dim=-1)
         mask = torch.zeros(n, n).masked_fill(torch.ones(n, n).triu(1).bool(), -torch.inf)[None, None]
         rope = model.rotary_emb(both[None], torch.arange(n)[None])
-        return model.layers[self.number](
+        out = model.layers[self.number](
             (both @ w["eh_proj.weight"].T)[None], attention_mask=mask, position_embeddings=rope
-        )[0]
+        )
+        return (out[0] if isinstance(out, tuple) else out)[0]
 
     def logits(self, hidden):
         return rms(self.tensors["shared_head.norm.weight"], hidden) @ self.tensors["shared_head.head.weight"].T
@@ -155,6 +156,9 @@ class Mtp(nn.Module):
         tensors[f"{begin}.embed_tokens.weight"] = deeper.model.embed_tokens.weight.detach().clone()
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         config = json.loads((folder / "config.json").read_text())
+        for name in ("layer_types", "mlp_layer_types", "indexer_types"):
+            if config.get(name) is not None:
+                config[name] = config[name][: self.number]
         config |= {"num_hidden_layers": self.number, "num_nextn_predict_layers": 1}
         (folder / "config.json").write_text(json.dumps(config))
         return folder

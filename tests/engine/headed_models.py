@@ -56,7 +56,13 @@ def deeper(model_type):
         "max_position_embeddings": 128,
     }
     latent = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
-    more = {"deepseek_v3": latent, "glm4_moe": {"head_dim": 8, "num_key_value_heads": 2}}[model_type]
+    indexed = latent | {"index_topk": 6, "index_head_dim": 16, "index_n_heads": 16}  # of which one is above zero
+    more = {
+        "deepseek_v3": latent,
+        "glm4_moe": {"head_dim": 8, "num_key_value_heads": 2},
+        "deepseek_v32": indexed,
+        "glm_moe_dsa": indexed | {"indexer_types": ["full", "shared", "full"]},
+    }[model_type]
     config = transformers.AutoConfig.for_model(model_type, **{**sizes, **more})
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")

@@ -99,7 +99,11 @@ def test_eagle3_changes_no_token(eagle3, dtype):
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
 
 
-@pytest.mark.parametrize("model_type", [thorough("glm4_moe"), "deepseek_v3"])  # the latter has latent attention
+@pytest.mark.parametrize(
+    "model_type",
+    # The second has latent attention, those behind it indexers, whose tokens a layer of GLM-5 takes of the one before.
+    [thorough("glm4_moe"), "deepseek_v3", "deepseek_v32", thorough("glm_moe_dsa")],
+)
 def test_mtp_proposes_what_eager_pytorch_does(model_type, tmp_path, recorded):
     whole = deeper(model_type)
     untrained = Mtp(whole).save(tmp_path / "untrained")

@@ -12,6 +12,8 @@ from torchax_serve.parity.tiny.images import image_model, inputs_of
 
 SIZES = EngineOptions(max_model_len=64, max_num_seqs=4, page_size=4, max_num_batched_tokens=32)
 TEXT = [4, 5, 6, 7] * 3
+NUM_TEXT = 50
+"""New tokens behind it, among which each model repeats itself, so that there are drafts to look up."""
 
 
 def eager_tokens(model, inputs, num_new):
@@ -29,12 +31,12 @@ def test_images_beside_drafts(model_type, method, tmp_path):
     images = [inputs_of(model, model_type, index) for index in range(2)]
     wanted = [eager_tokens(model, one, 6) for one in images]
     ids = torch.tensor([TEXT])
-    wanted.append(eager_tokens(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, 28))
+    wanted.append(eager_tokens(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, NUM_TEXT))
     config = {"method": method, "num_speculative_tokens": 3, "adaptive": False}
     source = PrefixedMtp(model).save(tmp_path / "model") if method == "mtp" else model
     with serve(source, engine=SIZES, speculative_config=config) as served:
         served.engine.check_integrity = True
-        params = [SamplingParams(max_new_tokens=num, min_new_tokens=num, temperature=0.0) for num in (6, 6, 28)]
+        params = [SamplingParams(max_new_tokens=num, min_new_tokens=num, temperature=0.0) for num in (6, 6, NUM_TEXT)]
         streams = [served.iter_tokens((), inputs=one, params=params[0]) for one in images]
         streams.append(served.iter_tokens(TEXT, params=params[2]))
         first = [list(stream) for stream in streams]

@@ -45,6 +45,23 @@ MAMBA2 = {
     "mamba_expand": 2,
     "mamba_chunk_size": 8,
 }
+INKLING_2 = {
+    "unpadded_vocab_size": VOCAB_SIZE,
+    "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding", "hybrid"],
+    "num_hidden_layers": 4,
+    "n_layers_per_attn_res_block": 2,
+    "sliding_window_size": 16,
+    "rel_extent": 12,
+    "d_rel": 4,
+    "log_scaling_n_floor": 10,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "head_dim": 8,
+    "swa_head_dim": 8,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+}
 TYPES = {
     "qwen3_5_text": DELTA,
     "qwen3_next": DELTA | EXPERTS | {"shared_expert_intermediate_size": 16, "decoder_sparse_step": 1},
@@ -135,6 +152,10 @@ TYPES = {
         "swa_num_attention_heads": 4,
         "swa_num_key_value_heads": 2,
     },
+    "inkling2_text": INKLING_2,
+    "inkling2_loop_text": INKLING_2
+    | {"loop_layer_index_start": 2, "loop_layer_index_end": 4, "loop_num_passes": 3, "loop_gate_rank": 4}
+    | {"sliding_window_size": 128},
     "zaya": {
         "layer_types": ["hybrid", "hybrid_sliding"],
         "sliding_window": 128,
@@ -146,7 +167,17 @@ TYPES = {
         "attention_bias": True,
     },
 }
-KEPT = ["qwen3_5_text", "falcon_h1", "mamba", "lfm2", "nemotron_h", "minimax", "recurrent_gemma", "zaya"]
+KEPT = [
+    "qwen3_5_text",
+    "falcon_h1",
+    "mamba",
+    "lfm2",
+    "nemotron_h",
+    "minimax",
+    "recurrent_gemma",
+    "zaya",
+    "inkling2_text",
+]
 """One of each op, among them a layer with pages and states, and a model without any pages."""
 OPTIONS = EngineOptions(max_model_len=128, max_num_seqs=4, page_size=8, max_num_batched_tokens=20)
 

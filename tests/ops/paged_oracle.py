@@ -186,6 +186,8 @@ def exact_paged(case):
                     near = [0 <= p - j < biases.profiles.shape[1] for j in seen]
                     profiles = np.asarray(biases.profiles, np.float64)[:, np.where(near, p - np.array(seen, int), 0)]
                     scores = scores + np.where(near, np.asarray(biases.weights, np.float64)[t, h] @ profiles, 0)
-                sink = None if case.sinks is None else float(case.sinks[h])
+                of_tokens = case.options.get("token_sinks")
+                sinks = case.sinks if of_tokens is None else of_tokens[t]
+                sink = None if sinks is None else float(sinks[h])
                 out[t, h] = softmax(scores, sink) @ values[h // group, seen]
     return out, pool

@@ -36,6 +36,7 @@ ARRAYS = {
         jax.ShapeDtypeStruct((NUM_SEQS, HEADS * GROUP, 3), "float32"), jax.ShapeDtypeStruct((3, 9), "float32")
     ),
     "position_biases": jax.ShapeDtypeStruct((NUM_SEQS, HEADS * GROUP, 7), "float32"),
+    "token_sinks": jax.ShapeDtypeStruct((NUM_SEQS, HEADS * GROUP), "float32"),
     "kv_scales": KVScales(*[jax.ShapeDtypeStruct((HEADS,), "float32")] * 2),
 }
 """A new field needs two values that give different programs here, or the shape and dtype of its array."""

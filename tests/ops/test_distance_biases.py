@@ -1,4 +1,4 @@
-"""Biases of scores that a query mixes of profiles by distance: attention against numpy, and what is refused."""
+"""Biases by distance and sinks that each query has by itself: attention against numpy, and what is refused."""
 
 import dataclasses
 
@@ -20,6 +20,12 @@ def with_biases(case, extent, dtype="float32"):
         for shape in ((*case.q.shape[:2], 3), (3, extent))
     )
     case.options["distance_biases"] = DistanceBiases(weights, profiles)
+    return case
+
+
+def with_token_sinks(case, dtype="float32"):
+    sinks = np.random.default_rng(2).standard_normal(case.q.shape[:2], dtype=np.float32)
+    case.options["token_sinks"] = jnp.asarray(3 * sinks, dtype)
     return case
 
 
@@ -53,3 +59,32 @@ def test_what_does_not_fit_is_refused():
         paged_attention(*arrays, dataclasses.replace(args, distance_biases=few))
     with pytest.raises(InvalidArgumentError, match="expected softcap or distance_biases, got both"):
         paged_attention(*arrays, dataclasses.replace(args, softcap=1.0))
+
+
+@pytest.mark.parametrize(
+    "features", [{}, {"window": 9}, {"padding": 4, "softcap": 2.0}], ids=lambda given: ",".join(given)
+)
+def test_prompts_with_sinks_of_each_token(features):
+    case = with_token_sinks(
+        with_biases(paged_case(**features), 9) if "softcap" not in features else paged_case(**features)
+    )
+    out, _ = paged_attention(*case.args)
+    assert_close(out, exact_paged(case)[0])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_single_tokens_with_sinks_of_each(dtype):
+    case = with_token_sinks(paged_case(q_lens=(1, 1, 1), kv_lens=(1, 33, 64), dtype=dtype), dtype)
+    *arrays, lens, _, args = case.args
+    out, _ = decode_attention(*arrays, lens, jnp.zeros_like(lens), args)
+    assert_close(out, exact_paged(case)[0])
+
+
+def test_sinks_of_tokens_that_do_not_fit_are_refused():
+    case = with_token_sinks(paged_case(sinks=True))
+    *arrays, args = case.args
+    with pytest.raises(InvalidArgumentError, match="expected sinks or token_sinks, got both"):
+        paged_attention(*arrays, args)
+    few = dataclasses.replace(args, sinks=None, token_sinks=args.token_sinks[:3])
+    with pytest.raises(InvalidArgumentError, match=r"token_sinks of shape \(24, 4\), got \(3, 4\)"):
+        paged_attention(*arrays, few)

@@ -8,7 +8,14 @@ import pytest
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops import sparse_attention as sparse
 from model_adapters.ops.attention_args import AttentionArgs, KVScales
-from model_adapters.ops.sparse_attention import PackedRows, take_tokens, write_index_keys
+from model_adapters.ops.sparse_attention import (
+    PackedRows,
+    last_rows,
+    take_blocks,
+    take_tokens,
+    write_block_keys,
+    write_index_keys,
+)
 
 PAGE, HEADS, DIM, WIDTH, TAKEN = 4, 3, 8, 12, 5
 KV_LENS, NEW = [11, 3, 17, 0, 9], [6, 3, 1, 0, 2]
@@ -154,3 +161,39 @@ def test_what_does_not_fit_is_refused():
     args, taken = AttentionArgs(1.0, window=3), jnp.zeros((case.num_tokens, 2), jnp.int32)
     with pytest.raises(InvalidArgumentError, match="window is not implemented; leave it out"):
         sparse.sparse_attention(q, q[:, :1], q[:, :1, :4], pool, case.rows, taken, args)
+
+
+def as_block_keys(case, keys, size):
+    """By sequence, what stands in the places of tokens: a block's key in that of its last one."""
+    return [np.where((np.arange(len(own)) % size == size - 1)[:, None, None], own, np.nan) for own in keys]
+
+
+@pytest.mark.parametrize("is_decode", [False, True])
+@pytest.mark.parametrize("size", [1, 3])
+def test_an_indexer_takes_blocks_and_what_is_behind_them(size, is_decode):
+    case = Case(is_decode=is_decode)
+    keys = [case.numbers(length, 1, DIM) for length in case.kv_lens]
+    q = case.numbers(case.num_tokens, HEADS, DIM)
+    pool = case.pool(as_block_keys(case, keys, size), 1, WIDTH)
+    pool = write_block_keys(case.new_rows(keys)[:, 0], pool, case.rows, size)
+    found = take_blocks(jnp.array(q), pool, case.rows, num_blocks=2, block_size=size)
+    assert found.shape == (case.num_tokens, 3 * size - 1)
+    expected = np.full(found.shape, -1)
+    for token, seq, at in case.queries():
+        num = (at + 1) // size
+        scores = np.maximum(q[token] @ keys[seq][size - 1 : num * size : size, 0].T, 0).sum(0)
+        blocks = np.argsort(-scores, kind="stable")[:2]
+        taken = [*(blocks[:, None] * size + np.arange(size)).reshape(-1), *range(num * size, at + 1)]
+        expected[token, : len(taken)] = taken
+    np.testing.assert_array_equal(np.sort(found, axis=1), np.sort(expected, axis=1))
+
+
+@pytest.mark.parametrize("is_decode", [False, True])
+def test_the_last_rows_of_each_token(is_decode):
+    case = Case(is_decode=is_decode)
+    stored = [case.numbers(length, 1, DIM) for length in case.kv_lens]
+    pool = write_index_keys(case.new_rows(stored)[:, 0], case.pool(stored, 1, DIM), case.rows)
+    found = np.asarray(last_rows(pool, case.rows, case.num_tokens, 3))
+    for token, seq, at in case.queries():
+        first = max(0, at - 2)
+        np.testing.assert_array_equal(found[token, 3 - (at + 1 - first) :], stored[seq][first : at + 1, 0])

@@ -28,6 +28,7 @@ from torchax_serve import EngineOptions
 from torchax_serve.cli.main import app
 from torchax_serve.distributed.mesh import mesh_of
 from torchax_serve.distributed.mesh_shape import parse_mesh
+from torchax_serve.kv_cache.pools import PagedLayerSpec
 from torchax_serve.parity.tiny.config import tiny_config
 from torchax_serve.parity.tiny.rope_types import with_rope
 from torchax_serve.planning import plan_cache, search, topology
@@ -201,8 +202,7 @@ def test_roofline_bounds_match_hand_computation(module):
     chip = Chip("toy", "cpu", 10**12, 1e9, 1e12)
     model = abstract_model(module, mesh_of(jax.devices()[:1], {}))
     report = make_plan(module, "toy", REQUEST)
-    layer = dataclasses.make_dataclass("S", ["num_heads", "width", "dtype", "window", "shared_dim"])
-    shapes = [layer(2, 16, np.dtype("f4"), None, 0)] * 2
+    shapes = [PagedLayerSpec(2, 16, np.dtype("f4"), None)] * 2
     bound = decode_bound(model, chip, shapes, 4, 64)
     words = 64 * 32 * 4  # looked up by row
     assert bound.bytes_read == WEIGHTS_BYTES - words + 2 * 4 * 64 * 2 * 16 * 4
@@ -216,7 +216,7 @@ def test_roofline_bounds_match_hand_computation(module):
     assert prefill.flops == 2 * (10 * layers + 64 * 32) + 2 * (2 * pairs * 4 * 16)
     assert prefill.bound_by == "compute"
     assert report.bounds[0].bytes_read == bound.bytes_read
-    last = prefill_bound(model, chip, [layer(2, 16, np.dtype("f4"), 6, 0)], 5, context_len=8, num_prompts=1)
+    last = prefill_bound(model, chip, [PagedLayerSpec(2, 16, np.dtype("f4"), 6)], 5, context_len=8, num_prompts=1)
     pairs = sum(min(seen, 6) for seen in range(4, 9))  # the last five tokens of eight
     assert last.flops == 2 * (5 * layers + 64 * 32) + 2 * pairs * 4 * 16
 

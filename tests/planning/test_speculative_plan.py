@@ -14,6 +14,7 @@ from model_adapters.errors import UnsupportedArgumentError
 from model_adapters.loading.model_class import module_of
 from torchax_serve.cli.main import app
 from torchax_serve.distributed.mesh import mesh_of
+from torchax_serve.kv_cache.pools import PagedLayerSpec
 from torchax_serve.planning.abstract_model import abstract_model
 from torchax_serve.planning.chips import Chip
 from torchax_serve.planning.plan import PlanReport, PlanRequest, make_plan
@@ -86,8 +87,7 @@ def test_bounds_of_a_round_of_drafts():
     """Tokens of a second are those of the verify step and of all steps of the draft model in front of it."""
     chip = Chip("toy", "cpu", 10**12, 1e9, 1e12)
     draft = abstract_model(llama(1), mesh_of(jax.devices()[:1], {}))
-    layer = dataclasses.make_dataclass("S", ["num_heads", "width", "dtype", "window", "shared_dim"])
-    shapes = (layer(2, 16, np.dtype("f4"), None, 0),)
+    shapes = (PagedLayerSpec(2, 16, np.dtype("f4"), None),)
     step = decode_bound(draft, chip, shapes, 4, 64)
     bound = DraftSizes(model=draft, pages=shapes).bound(chip, 4, 64, 3)
     assert (bound.step, bound.bytes_read, bound.flops) == ("draft", 3 * step.bytes_read, 3 * step.flops)

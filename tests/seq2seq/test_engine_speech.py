@@ -21,12 +21,14 @@ from torchax_serve.parity.tiny.audio import audio_inputs, audio_model
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 OPTIONS = EngineOptions(max_num_seqs=4, page_size=4, max_num_batched_tokens=16, kv_cache_memory_bytes=1 << 20)
 GREEDY = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+SEEDS = {"speecht5": 1}
+"""Of weights with which the answers to two sounds differ, where those of seed 0 are the same."""
 
 
 @pytest.mark.parametrize("model_type", ["speech_to_text", "moonshine", thorough("speecht5"), thorough("canary")])
 def test_sounds_of_different_lengths_share_steps(model_type):
     model_class = getattr(transformers, MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES[model_type])
-    eager = audio_model(model_type, model_class, 0).eval()
+    eager = audio_model(model_type, model_class, SEEDS.get(model_type, 0)).eval()
     inputs = audio_inputs(model_type, eager)
     expected = {name: eager.generate(**copy.deepcopy(one), **GREEDY)[:, -6:] for name, one in inputs.items()}
     assert not torch.equal(expected["first"], expected["second"])

@@ -13,6 +13,7 @@ from headed_models import NUM_NEW, deeper, hybrid, llama, prompts, text_of
 from speculation_requests import request, tokens_of
 
 from torchax_serve import EngineOptions, serve
+from torchax_serve.kv_cache.hybrid_cache import HybridCache
 
 SIZES = EngineOptions(max_model_len=96, max_num_seqs=4, page_size=8, max_num_batched_tokens=32, max_num_steps=4)
 HYBRID_SIZES = dataclasses.replace(SIZES, max_model_len=48, max_num_seqs=1)
@@ -56,10 +57,16 @@ def check_layout(kind, served):
     ends = ("q_proj.weight", "q_b_proj.weight", "o_proj.weight")
     by_heads = [weight for name, weight in head.weights.items() if name.endswith(ends)]
     assert by_heads and not any(weight.is_fully_replicated for weight in by_heads)
-    *pools, state = executor.cache.pools
-    assert state.hidden.is_fully_replicated
+    cache = executor.cache
+    assert cache.pools[-1].hidden.is_fully_replicated
+    pages = cache.pages_of_layers(range(len(cache.plan.shapes)))
     if kind != "deepseek_v3":  # whose latents have no heads
-        assert not any(pool.is_fully_replicated for pool in pools)
+        assert not any(pool.is_fully_replicated for pool in pages)
+    if isinstance(cache, HybridCache):
+        num_parts = pages[0].sharding.mesh.shape["model"]
+        for kept, state in zip(cache.recurrent.states, cache.states_of_prefixes(), strict=True):
+            divided = state.shape[1 if kept.is_of_heads else 2]  # heads, or channels of a convolution
+            assert state.is_fully_replicated == bool(divided % num_parts)
 
 
 def check_heads(kind, meshes):

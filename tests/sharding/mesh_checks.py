@@ -6,6 +6,7 @@ printed, and a last line says whether it ended well. The environment sets JAX_NU
 
 import copy
 import dataclasses
+import functools
 import json
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import test_recurrent_layers as recurrent
+import test_sparse_indexers as sparse
 import torch
 import transformers
 from head_checks import check_heads
@@ -115,6 +118,11 @@ CONFIGS = {
     "bloom": lambda: transformers.BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=61),  # shapes alone
 }
 SIZES_OF_STATES = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 4}
+for _kinds, _name in ((sparse, "deepseek_v4"), (sparse, "qwen4_exp_text"), (recurrent, "inkling2_text")):
+    CONFIGS[_name] = functools.partial(
+        transformers.AutoConfig.for_model, _name, **_kinds.SIZES | _kinds.TYPES[_name] | {"vocab_size": 61}
+    )
+CONFIGS["inkling2_text"].keywords["unpadded_vocab_size"] = 61
 CONFIGS["hybrid"] = lambda: transformers.FalconH1Config(**SIZES, **HEADS, **SIZES_OF_STATES, mamba_chunk_size=8)
 PROMPTS = [np.random.default_rng(0).integers(3, 60, length).tolist() for length in (5, 9, 17)]
 ALWAYS = {"max_new_tokens": 8, "min_new_tokens": 8}

@@ -12,7 +12,6 @@ cache is the one of the request that computed it; drafts may be worse for it, to
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from model_adapters.caches.packed_batch import PackedBatch, PagedLayout, Pool
+from model_adapters.caches.packed_batch import INDEX_KEYS, PackedBatch, PagedLayout, Pool
 from model_adapters.draft_heads.loaded_head import HeadedWeights, LoadedHead
 from torchax_serve.executors.draft_model import Pick
 from torchax_serve.executors.prompt_lookup import TokenHistory, last_tokens, verify_rows
@@ -33,11 +32,11 @@ if TYPE_CHECKING:
     from model_adapters.program.model_program import ModelProgram
 
 Pools = tuple[Any, ...]
-"""Pools of the model's layers, the head's pool, and a `HeadState`."""
+"""Pools of the model's layers, those of the head, and a `HeadState`."""
 
 
 class HeadSteps(NamedTuple):
-    """Draft step: ``(pool, hidden, ids, positions, is_active)`` to logits, hidden and pool."""
+    """Draft step: ``(own, hidden, ids, positions, is_active)`` to logits, hidden and own pools."""
 
     first: Callable[..., Any]
     later: Callable[..., Any]
@@ -67,31 +66,35 @@ class DraftHead:
         """
         from model_adapters.program.packed_forward import forward_with_hidden  # tracing needs torch, running does not
 
-        *of_model, pool, state = pools
-        of_layers = dataclasses.replace(layout, groups=layout.groups[:-1], windows=layout.windows[:-1])
-        arguments = program, weights.model, tuple(of_model), batch, of_layers
+        of_model, own, state = self._split(pools)
+        arguments = program, weights.model, of_model, batch, layout.without_last(len(own))
         logits, of_model_after, hidden = forward_with_hidden(*arguments, self.loaded.layers)
         assert hidden is not None
-        return logits, (*of_model_after, *self.follow(weights, (pool, state), batch, hidden, layout)), hidden
+        return logits, (*of_model_after, *self.follow(weights, (*own, state), batch, hidden, layout)), hidden
+
+    def _split(self, pools: Pools) -> tuple[tuple[Pool, ...], tuple[Pool, ...], HeadState]:
+        """Returns the model's pools, the head's, and its state."""
+        own = len(pools) - 1 - self.loaded.num_pools
+        return pools[:own], pools[own:-1], pools[-1]
 
     def follow(
         self, weights: HeadedWeights, own: Pools, batch: PackedBatch, hidden: jax.Array, layout: PagedLayout
     ) -> Pools:
-        """Computes positions whose next token is known now; returns the head's pool and state.
+        """Computes positions whose next token is known now; returns the head's pools and state.
 
         Args:
             weights: Weights of model and head.
-            own: The head's pool and state.
+            own: The head's pools and state.
             batch: The tokens of the step.
             hidden: float[T, width], the model's hidden states of these tokens.
             layout: Of the step.
         """
-        pool, state = own
+        *pools, state = own
         hidden = hidden.astype(self.dtype)
         table, pair = batch.page_tables[layout.groups[-1]], _decode_pairs if layout.is_decode else _pairs
         pairs = pair(batch, state, hidden, table)
-        pool = self._run(weights, pool, *pairs, _of_head(layout), is_captured=True)[2]
-        return pool, self._with_last(state, batch, hidden)
+        after = self._run(weights, tuple(pools), *pairs, self._layout(layout), is_captured=True)[2]
+        return *after, self._with_last(state, batch, hidden)
 
     def _with_last(self, state: HeadState, batch: PackedBatch, hidden: jax.Array) -> HeadState:
         """Returns the state with the hidden state of each row's last token in a step."""
@@ -125,20 +128,31 @@ class DraftHead:
     def _run(
         self,
         weights: HeadedWeights,
-        pool: Pool,
+        own: tuple[Pool, ...],
         batch: PackedBatch,
-        hidden: jax.Array,
+        before: jax.Array,
         layout: PagedLayout,
         *,
         is_captured: bool,
-    ) -> tuple[jax.Array, jax.Array, Pool]:
+    ) -> tuple[jax.Array, jax.Array, tuple[Pool, ...]]:
         from model_adapters.program.head_forward import forward_head
 
         tensors = self.loaded.tensors(weights)
-        logits, own, pool = forward_head(
-            self.loaded.program, tensors, pool, batch, layout, hidden, is_captured=is_captured
+        logits, hidden, own = forward_head(
+            self.loaded.program, tensors, own, batch, layout, before, is_captured=is_captured
         )
-        return self._as_wide(logits, weights.token_ids), own, pool
+        return self._as_wide(logits, weights.token_ids), hidden, own
+
+    def _layout(self, layout: PagedLayout, *, is_decode: bool | None = None) -> PagedLayout:
+        """Returns the layout of the head's own pools."""
+        num_pools = self.loaded.num_pools
+        return PagedLayout(
+            groups=(0,) * num_pools,
+            windows=(None,) * num_pools,
+            max_len=layout.max_len,
+            is_decode=layout.is_decode if is_decode is None else is_decode,
+            parts=((0, INDEX_KEYS, 1),) if self.loaded.has_indexer else (),
+        )
 
     def _as_wide(self, logits: jax.Array, token_ids: jax.Array | None) -> jax.Array:
         """Returns logits over the model's vocabulary; -inf for tokens that the head lacks."""
@@ -151,17 +165,17 @@ class DraftHead:
     def steps(self, weights: HeadedWeights, pools: Pools, steps: VerifySteps) -> HeadSteps:
         """Returns the steps that draft, traced: in front of the loop that runs them."""
         layout = steps.spec.packed.layout
-        table, of_head = steps.tables[layout.groups[-1]], _of_head(layout, is_decode=True)
-        *_, pool, state = pools
+        table, of_head = steps.tables[layout.groups[-1]], self._layout(layout, is_decode=True)
+        _, own, state = self._split(pools)
 
-        def step(is_captured: bool, pool: Pool, hidden: Any, ids: Any, positions: Any, is_active: Any) -> Any:
+        def step(is_captured: bool, own: Pools, hidden: Any, ids: Any, positions: Any, is_active: Any) -> Any:
             batch = _one_token_each(ids, positions, is_active, table)
-            return self._run(weights, pool, batch, hidden, of_head, is_captured=is_captured)
+            return self._run(weights, own, batch, hidden, of_head, is_captured=is_captured)
 
         example = steps.slots, jnp.maximum(steps.ends, 0), steps.ends > 0
-        first = TracedFunction(functools.partial(step, True), pool, state.hidden[steps.slots], *example)
-        own = first.result_shape[1]
-        return HeadSteps(first, TracedFunction(functools.partial(step, False), pool, own, *example))
+        first = TracedFunction(functools.partial(step, True), own, state.hidden[steps.slots], *example)
+        hidden = first.result_shape[1]
+        return HeadSteps(first, TracedFunction(functools.partial(step, False), own, hidden, *example))
 
     def propose(
         self, head: HeadSteps, pools: Pools, rows: TokenHistory, steps: VerifySteps, pick: Pick
@@ -178,30 +192,25 @@ class DraftHead:
         Returns:
             Drafts int32[S, k], whether a row has any, bool[S], and the pools.
         """
-        *others, pool, state = pools
+        of_model, own, state = self._split(pools)
         num_drafts, position = steps.spec.num_drafts, rows.lens - 2
         is_found = steps.is_drafted(rows) & (state.lens[steps.slots] == rows.lens - 1) & (position >= 0)
 
-        def draft(index: jax.Array, step: Callable[..., Any], hidden: jax.Array, pool: Pool, ids: jax.Array) -> Any:
+        def draft(index: jax.Array, step: Callable[..., Any], hidden: jax.Array, own: Pools, ids: jax.Array) -> Any:
             at = position + index
             # Behind a row's end there are no pages.
-            logits, own, pool = step(pool, hidden, ids, jnp.maximum(at, 0), is_found & (at < steps.ends))
-            return pick(logits, at + 1), own, pool
+            logits, hidden, own = step(own, hidden, ids, jnp.maximum(at, 0), is_found & (at < steps.ends))
+            return pick(logits, at + 1), hidden, own
 
         def later(index: jax.Array, carry: Any) -> Any:
-            drafts, token, own, pool = carry
-            token, own, pool = draft(index, head.later, own, pool, token)
-            return drafts.at[:, index].set(token), token, own, pool
+            drafts, token, hidden, own = carry
+            token, hidden, own = draft(index, head.later, hidden, own, token)
+            return drafts.at[:, index].set(token), token, hidden, own
 
-        token, own, pool = draft(jnp.int32(0), head.first, state.hidden[steps.slots], pool, last_tokens(rows))
+        token, hidden, own = draft(jnp.int32(0), head.first, state.hidden[steps.slots], own, last_tokens(rows))
         drafts = jnp.zeros((len(token), num_drafts), jnp.int32).at[:, 0].set(token)
-        drafts, _, _, pool = jax.lax.fori_loop(1, num_drafts, later, (drafts, token, own, pool))
-        return drafts, is_found, (*others, pool, state)
-
-
-def _of_head(layout: PagedLayout, *, is_decode: bool | None = None) -> PagedLayout:
-    is_decode = layout.is_decode if is_decode is None else is_decode
-    return PagedLayout(groups=(0,), windows=(None,), max_len=layout.max_len, is_decode=is_decode)
+        drafts, _, _, own = jax.lax.fori_loop(1, num_drafts, later, (drafts, token, hidden, own))
+        return drafts, is_found, (*of_model, *own, state)
 
 
 def _one_token_each(ids: jax.Array, positions: jax.Array, is_active: jax.Array, table: jax.Array) -> PackedBatch:

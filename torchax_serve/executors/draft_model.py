@@ -22,7 +22,7 @@ from model_adapters.ops.compressed_weight import Weights
 from model_adapters.ops.cpu.ffi import batch_invariant
 from torchax_serve.executors.prompt_lookup import TokenHistory, verify_rows
 from torchax_serve.executors.traced_function import TracedFunction
-from torchax_serve.kv_cache.pools import PagedLayerSpec, indexers_of
+from torchax_serve.kv_cache.pools import PagedLayerSpec, parts_of
 from torchax_serve.scheduler.speculative_config import MAX_SPECULATIVE_TOKENS
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class DraftModel:
             groups=(0,) * len(shapes),
             windows=tuple(shape.window for shape in shapes),
             max_len=self._pages_per_seq * page_size,
-            indexers=indexers_of(shapes),
+            parts=parts_of(shapes),
         )
 
     def abstract_cache(self, sharding: Any) -> DraftCache:
@@ -104,7 +104,7 @@ class DraftModel:
         num_pages, on_mesh = 1 + self._num_slots * self._pages_per_seq, self._program.sharding
 
         def pool(shape: PagedLayerSpec) -> Any:
-            size = (num_pages, shape.num_heads, self._page_size, shape.width)
+            size = shape.pool_shape(num_pages, self._page_size)
             place = sharding if on_mesh is None else on_mesh.pool_sharding(shape.num_heads)
             return jax.ShapeDtypeStruct(size, shape.dtype, sharding=place)
 

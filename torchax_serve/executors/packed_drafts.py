@@ -170,10 +170,11 @@ class PackedDrafts:
         if self._head is None:
             result: Any = self._forward_model(weights, pools, batch, spec, ())
             return result
-        layout = dataclasses.replace(spec.layout, groups=spec.layout.groups[:-1], windows=spec.layout.windows[:-1])
-        spec = dataclasses.replace(spec, layout=layout)
-        logits, after, hidden = self._forward_model(weights.model, pools[:-2], batch, spec, self._head.loaded.layers)
-        return logits, (*after, *pools[-2:]), hidden
+        num_own = self._head.loaded.num_pools
+        spec = dataclasses.replace(spec, layout=spec.layout.without_last(num_own))
+        of_model, own = pools[: -1 - num_own], pools[-1 - num_own :]
+        logits, after, hidden = self._forward_model(weights.model, of_model, batch, spec, self._head.loaded.layers)
+        return logits, (*after, *own), hidden
 
     def _verify(
         self, weights: Any, pools: tuple[Any, ...], batch: PackedBatch, spec: PackedStepSpec

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from model_adapters.caches.packed_batch import NotPackableError
+from model_adapters.caches.packed_batch import INDEX_KEYS, NotPackableError
 from model_adapters.draft_heads.loaded_head import LoadedAssistant, LoadedHead
 from model_adapters.errors import UnsupportedArgumentError
 from model_adapters.ops import registry
@@ -160,9 +160,12 @@ def _in_8_bits(
 
     Raises:
         InvalidArgumentError: no kernel supports them.
+        NotPackableError: a layer keeps compressed entries.
     """
     from torchax_serve.kv_cache.scales import check_kernels
 
+    if any(shape.part != INDEX_KEYS for shape in shapes):
+        raise NotPackableError("entries of compressed tokens are not kept in 8 bits")
     narrow = tuple(
         shape if shape.indexed_layer is not None else dataclasses.replace(shape, dtype=dtype) for shape in shapes
     )
@@ -244,7 +247,7 @@ def draft_of(runtime: ModelRuntime, sizes: MemoryBudget) -> DraftModel | DraftHe
 
 
 def head_shapes(shapes: Sequence[PagedLayerSpec], draft: DraftModel | DraftHead | None) -> tuple[PagedLayerSpec, ...]:
-    """Returns the paged cache of the layer of a draft head; nothing without one.
+    """Returns the paged cache of a draft head's layer, and of its indexer; nothing without one.
 
     Args:
         shapes: Those of the model's layers.
@@ -255,7 +258,11 @@ def head_shapes(shapes: Sequence[PagedLayerSpec], draft: DraftModel | DraftHead 
     own = draft.loaded.kv_shape
     if own is None:
         layers = [shape for shape in shapes if shape.indexed_layer is None]
-        return (dataclasses.replace(layers[-1], window=None, dtype=np.dtype(draft.dtype)),)
+        pages = dataclasses.replace(layers[-1], window=None, dtype=np.dtype(draft.dtype))
+        if not draft.loaded.has_indexer:
+            return (pages,)
+        keys = next(shape for shape in reversed(shapes) if shape.indexed_layer is not None)
+        return pages, dataclasses.replace(keys, window=None, indexed_layer=len(shapes))
     num_heads, width = own
     if registry.platform() == "tpu":
         width += -width % TPU_LANES

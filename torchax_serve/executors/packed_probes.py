@@ -65,12 +65,11 @@ def page_shapes(runtime: ModelRuntime) -> tuple[PagedLayerSpec, ...]:
         raise NotPackableError("there is an encoder beside the decoder")
     if not runtime.cache_support.is_supported:
         raise NotPackableError("the model has no cache that could be paged")
-    if runtime.cache_support.is_recurrent:
+    if runtime.cache_support.is_recurrent and not runtime.cache_support.is_compressed:
         raise NotPackableError(RECURRENT)
     layers = _layers_of_prompt(runtime)
     shapes = tuple(_page_shape(layer) for layer in layers)
-    indexes = (_index_shape(layer, number) for number, layer in enumerate(layers))
-    return (*shapes, *(each for each in indexes if each is not None))
+    return (*shapes, *(part for number, layer in enumerate(layers) for part in _parts(layer, number, layers)))
 
 
 def _layers_of_prompt(runtime: ModelRuntime) -> list[Any]:
@@ -104,15 +103,17 @@ def recurrent_layers(runtime: ModelRuntime, sizes: MemoryBudget) -> tuple[tuple[
 
     shapes: list[PagedLayerSpec] = []
     layers: list[LayerPools] = []
-    for layer in _layers_of_prompt(runtime):
+    parts: list[PagedLayerSpec] = []
+    found_layers = _layers_of_prompt(runtime)
+    for layer in found_layers:
         if isinstance(layer, AttentionLayer) and layer.pool is not None:
-            if _index_shape(layer, len(layers)) is not None:
-                raise NotPackableError("a model with recurrent states has an indexer, too")
+            parts += _parts(layer, len(shapes), found_layers)
             has_states = hasattr(layer, "conv_states")
             layers.append(LayerPools(pages=len(shapes), is_open=has_states))
             shapes.append(_page_shape(layer))
         else:
             layers.append(LayerPools(is_open=True))
+    shapes += parts
     states = trace_packed(runtime, shapes, sizes, RecurrentLayers(tuple(layers), ()))
     place, known, specs = len(shapes), [], []
     for kept, (convs, recurrent) in zip(layers, states, strict=True):
@@ -132,32 +133,52 @@ def recurrent_layers(runtime: ModelRuntime, sizes: MemoryBudget) -> tuple[tuple[
 
 
 def _page_shape(layer: Any) -> PagedLayerSpec:
+    from model_adapters.caches.compressed_layer import CompressedLayer
     from model_adapters.caches.layers import AttentionLayer
 
     if not isinstance(layer, AttentionLayer):
         raise NotPackableError(f"a layer of the cache is a {type(layer).__name__}, which keeps no keys and values")
-    if not set(layer.POOLS) <= {"pool", "index_pool", "position_pool"}:
-        raise NotPackableError("a layer keeps more than keys and values: those of compressed tokens")
     if layer.pool is None:
         raise NotPackableError("a layer of the cache stays empty")
     _, num_heads, _, width = layer.pool.shape
     shared_dim = layer.k_dim if layer.keeps_latents else 0  # of latents, which are values and a part of keys
+    if isinstance(layer, CompressedLayer):  # whose keys are values
+        width = shared_dim = layer.k_dim
     dtype = np.dtype(layer.pool.dtype)
     return PagedLayerSpec(num_heads, _padded(width), dtype, layer.window, shared_dim=shared_dim)
 
 
-def _index_shape(layer: Any, number: int) -> PagedLayerSpec | None:
-    """Returns the paged cache of the indexer of layer `number`; None if there is none.
+def _parts(layer: Any, number: int, layers: Sequence[Any]) -> list[PagedLayerSpec]:
+    """Returns what the layer at place `number` keeps besides keys and values."""
+    from model_adapters.caches.compressed_layer import CompressedLayer
 
-    Raises:
-        NotPackableError: the indexer keeps more than a key for each token.
-    """
+    if isinstance(layer, CompressedLayer):
+        return _parts_of_compressed(layer, number)
     keys = getattr(layer, "index_pool", None)
     if keys is None:
-        return None
-    if layer.position_pool is not None:
-        raise NotPackableError("a layer's indexer keeps positions beside its keys")
-    return PagedLayerSpec(1, _padded(keys.shape[3]), np.dtype(keys.dtype), layer.window, indexed_layer=number)
+        return []
+    # Where positions are kept, in one of the layers, keys are not rotated. Beside each stands its rotation then, which
+    # has at most as many numbers.
+    is_rotated = all(getattr(each, "position_pool", None) is None for each in layers)
+    width = keys.shape[3] * (1 if is_rotated else 2)
+    return [PagedLayerSpec(1, _padded(width), np.dtype(keys.dtype), layer.window, indexed_layer=number)]
+
+
+def _parts_of_compressed(layer: Any, number: int) -> list[PagedLayerSpec]:
+    """Returns entries of blocks, and the tokens that the next ones are made of."""
+    found = []
+    for name, (kv, gate) in layer.buffers.items():
+        entries, width = getattr(layer, f"{name}_pool"), kv.shape[2] + gate.shape[2]
+        of_tokens = _padded(width), np.dtype(kv.dtype), layer.rate * (2 if layer.overlaps else 1)
+        of_entries = _padded(entries.shape[3]), np.dtype(entries.dtype), None
+        found.append(PagedLayerSpec(1, *of_tokens, indexed_layer=number, part=f"{name} tokens"))
+        shared_dim = (
+            entries.shape[3] if name == "compressor" else 0
+        )  # entries are keys and values, or an indexer's keys
+        options = {"shared_dim": shared_dim, "row_len": layer.rate, "part": f"{name} entries"}
+        part = PagedLayerSpec(1, *of_entries, indexed_layer=number, **options)
+        found.append(part)
+    return found
 
 
 def _padded(width: int) -> int:
@@ -182,7 +203,7 @@ def trace_packed(
     pages = {group.window: group.num_pages for group in plan.groups}
 
     def pool(shape: PagedLayerSpec) -> Any:
-        made = jax.ShapeDtypeStruct((pages[shape.window], shape.num_heads, plan.page_size, shape.width), shape.dtype)
+        made = jax.ShapeDtypeStruct(shape.pool_shape(pages[shape.window], plan.page_size), shape.dtype)
         scale: Any = jax.ShapeDtypeStruct((shape.num_heads,), np.float32)
         return made if str(shape.dtype) not in LARGEST else ScaledPool(made, scale, scale)  # type: ignore[arg-type]
 

@@ -48,7 +48,7 @@ class HostPools:
         groups = cache.layout.groups
         self._layers = [[n for n, owner in enumerate(groups) if owner == group] for group in range(len(plan.groups))]
         self._pools = [
-            np.zeros((plan.groups[group].num_pages, shape.num_heads, plan.page_size, shape.width), shape.dtype)
+            np.zeros(shape.pool_shape(plan.groups[group].num_pages, plan.page_size), shape.dtype)
             for group, shape in zip(groups, plan.shapes, strict=True)
         ]
         self._per_call = [PAGES_PER_CALL] * len(self._layers)

@@ -26,6 +26,12 @@ class RecurrentLayers:
     layers: tuple[LayerPools, ...]
     states: tuple[SlotStateSpec, ...]
 
+    @property
+    def first_place(self) -> int:
+        """Place of the first state, behind pools of pages."""
+        places = [place for kept in self.layers for _, place in kept.convs]
+        return min(places + [kept.recurrent for kept in self.layers if kept.recurrent is not None])
+
     def num_bytes(self, num_rows: int) -> int:
         """Returns the bytes of the states of `num_rows` requests or snapshots."""
         return sum(state.num_bytes for state in self.states) * num_rows
@@ -59,7 +65,7 @@ class HybridCache(PagedCache):
     ) -> None:
         self.recurrent, self.num_snapshots = recurrent, num_snapshots
         self._num_slots, self._head = num_slots, head
-        self.num_model_pools = 1 + max((kept.pages for kept in recurrent.layers if kept.pages is not None), default=-1)
+        self.num_model_pools = recurrent.first_place
         super().__init__(plan, pages, scales)
         self.layout = dataclasses.replace(plan.layout, layers=recurrent.layers)
 

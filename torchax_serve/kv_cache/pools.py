@@ -11,7 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from model_adapters.caches.packed_batch import PagedLayout, Pool, ScaledPool, laid_out, pages_of, with_pages
+from model_adapters.caches.packed_batch import (
+    INDEX_KEYS,
+    PagedLayout,
+    Pool,
+    ScaledPool,
+    laid_out,
+    pages_of,
+    with_pages,
+)
 from model_adapters.device_arrays import to_device
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.loading.memory import give_back_freed
@@ -22,7 +30,7 @@ from torchax_serve.scheduler import CacheGroup, PageCopy
 
 @dataclasses.dataclass(frozen=True)
 class PagedLayerSpec:
-    """Paged cache of a layer, or of its indexer: shape and dtype of a token, and the window."""
+    """Paged cache of a layer, or of its indexer: shape and dtype of a row, and the window."""
 
     num_heads: int
     width: int  # of a key and a value side by side
@@ -30,11 +38,21 @@ class PagedLayerSpec:
     window: int | None  # None: full attention
     k_dim: int = 0  # columns of the key, the first of a token's; 0: not needed
     shared_dim: int = 0  # columns of the value that are columns of the key as well, and stored once
-    indexed_layer: int | None = None  # layer whose indexer has these keys; None: keys and values of a layer
+    indexed_layer: int | None = None  # place of the layer that keeps this, too; None: keys and values of a layer
+    part: str = INDEX_KEYS  # what it is that a layer keeps, too
+    row_len: int = 1  # tokens that a row of a page is of
 
     def page_bytes(self, page_size: int) -> int:
         """Returns the bytes of a page of this layer."""
-        return self.num_heads * page_size * self.width * self.dtype.itemsize
+        return self.num_heads * self.num_rows(page_size) * self.width * self.dtype.itemsize
+
+    def num_rows(self, page_size: int) -> int:
+        """Returns the rows of a page of `page_size` tokens."""
+        return -(-page_size // self.row_len)
+
+    def pool_shape(self, num_pages: int, page_size: int) -> tuple[int, int, int, int]:
+        """Returns the shape of a pool of `num_pages` pages of `page_size` tokens."""
+        return num_pages, self.num_heads, self.num_rows(page_size), self.width
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +60,7 @@ class CacheAllocation:
     """Number of pages of each group of layers, computed before anything is allocated.
 
     Attributes:
-        shapes: Paged cache of each layer, behind them those of indexers.
+        shapes: Paged cache of each layer, behind them what layers keep besides keys and values, as of indexers.
         groups: Groups of layers that share page ids, one for each sliding window.
         page_size: Number of tokens in a page.
         max_len: Maximum number of tokens of a sequence.
@@ -114,13 +132,13 @@ class CacheAllocation:
             groups=tuple(windows.index(shape.window) for shape in self.shapes),
             windows=tuple(shape.window for shape in self.shapes),
             max_len=self.max_len,
-            indexers=indexers_of(self.shapes),
+            parts=parts_of(self.shapes),
         )
 
 
-def indexers_of(shapes: Sequence[PagedLayerSpec]) -> tuple[tuple[int, int], ...]:
-    """Returns the layers with an indexer and the places of its keys, as `PagedLayout` has them."""
-    return tuple((s.indexed_layer, place) for place, s in enumerate(shapes) if s.indexed_layer is not None)
+def parts_of(shapes: Sequence[PagedLayerSpec]) -> tuple[tuple[int, str, int], ...]:
+    """Returns what layers keep besides keys and values, as `PagedLayout` has it."""
+    return tuple((s.indexed_layer, s.part, place) for place, s in enumerate(shapes) if s.indexed_layer is not None)
 
 
 COPIES_PER_CALL = 16
@@ -242,7 +260,7 @@ class PagedCache:
 
     def _shape(self, layer: int) -> tuple[int, int, int, int]:
         shape, group = self.plan.shapes[layer], self.plan.groups[self.layout.groups[layer]]
-        return group.num_pages, shape.num_heads, self.plan.page_size, shape.width
+        return shape.pool_shape(group.num_pages, self.plan.page_size)
 
     def copy(self, copies: Sequence[PageCopy]) -> None:
         """Copies pages; none of the targets, which are new pages, is a source."""

@@ -112,16 +112,7 @@ FALLBACK_CAUSES: dict[str, dict[str, str]] = {
 }
 """Code that makes a type run one request at a time, by task, where the refusal names what was seen."""
 
-_SINKS = (
-    "In transformers: its attention has a sink of each token (`sink_proj`), and is not one of transformers' interface."
-)
-_INDEXER = "In transformers: `Qwen4ExpTextQSAIndexer` reads keys of its own of all tokens, which pages do not have."
-NOT_PACKED: dict[str, str] = {
-    "inkling2_loop_text": _SINKS,
-    "inkling2_text": _SINKS,
-    "qwen4_exp": _INDEXER,
-    "qwen4_exp_text": _INDEXER,
-}
+NOT_PACKED: dict[str, str] = {}
 """Code that keeps causal types with recurrent states from running packed, where the reason is what was seen."""
 
 _ENCODERS_MASKS = "In transformers 5.17: a decoder with the masks of an encoder, whose own cache is kept."

@@ -125,7 +125,7 @@ def planned_executor(
 
 def _packed(runtime: ModelRuntime, sharding: ModelSharding, sizes: MemoryBudget) -> PlannedExecutor:
     recurrent: RecurrentLayers | None = None
-    if runtime.cache_support.is_recurrent:
+    if runtime.cache_support.is_recurrent and not runtime.cache_support.is_compressed:
         shapes, recurrent = recurrent_layers(runtime, sizes)
     else:
         shapes = packed_shapes(runtime, sizes)

@@ -10,12 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torchax_serve.executors.base import AbstractStep
 from torchax_serve.kv_cache.pools import PagedLayerSpec
 from torchax_serve.planning.abstract_model import AbstractModel
 from torchax_serve.planning.chips import Chip
 from torchax_serve.planning.executors import PlannedExecutor
+from torchax_serve.planning.pool_reads import PoolReads, reads_of
 
 
 @dataclass(frozen=True)
@@ -75,9 +77,11 @@ def decode_bound(
     Each request has `context_len` tokens, whose pages are read once.
     """
     num_tokens = num_rows * tokens_per_row
-    lens = [min(context_len, shape.window or context_len) for shape in shapes]
-    pages = sum(num_rows * each * _token_bytes(model, shape) for each, shape in zip(lens, shapes, strict=True))
-    attention = sum(2.0 * num_tokens * each * _row_size(model, shape) for each, shape in zip(lens, shapes, strict=True))
+    pages = attention = 0.0
+    for reads, shape in zip(reads_of(_config(model), shapes), shapes, strict=True):
+        length = min(context_len, shape.window or context_len)
+        pages += num_rows * reads.rows(length, tokens_per_row) * _row_bytes(model, shape)
+        attention += 2.0 * num_tokens * reads.rows(length, 1) * _row_size(model, shape, reads)
     return _bound(model, chip, "decode", num_tokens, context_len, pages + state_bytes, attention, num_tokens)
 
 
@@ -96,26 +100,12 @@ def prefill_bound(
     """
     new = num_tokens // num_prompts
     context = context_len or new
-    pages = sum(
-        num_prompts * min(context, new + (shape.window or context)) * _token_bytes(model, shape) for shape in shapes
-    )
-    attention = sum(
-        2.0 * num_prompts * _pairs(new, context, shape.window) * _row_size(model, shape) for shape in shapes
-    )
+    pages = attention = 0.0
+    for reads, shape in zip(reads_of(_config(model), shapes), shapes, strict=True):
+        length = min(context, new + (shape.window or context))
+        pages += num_prompts * reads.rows(length, new) * _row_bytes(model, shape)
+        attention += 2.0 * num_prompts * reads.pairs(new, context) * _row_size(model, shape, reads)
     return _bound(model, chip, "prefill", num_tokens, context, pages + state_bytes, attention, num_prompts)
-
-
-def _pairs(num_new: int, context: int, window: int | None) -> float:
-    """Returns the number of pairs of a new token and a token that it attends to.
-
-    The new tokens are the last `num_new` of `context`; each attends to itself, too.
-    """
-    before = context - num_new
-    num_growing = (
-        num_new if window is None else min(num_new, max(0, window - before))
-    )  # tokens that attend to all before them
-    growing = num_growing * before + num_growing * (num_growing + 1) / 2
-    return growing + (num_new - num_growing) * (window or 0)
 
 
 def _state_bytes(executor: PlannedExecutor, step: AbstractStep) -> int:
@@ -128,7 +118,7 @@ def _bound(
     step: str,
     num_tokens: int,
     context_len: int,
-    page_bytes: int,
+    page_bytes: float,
     attention_flops: float,
     num_logits: int,
 ) -> StepBound:
@@ -144,7 +134,7 @@ def _bound(
 
 def _weights(model: AbstractModel, num_tokens: int, num_logits: int) -> tuple[float, float]:
     """Returns the bytes of weights that are read and the operations with weights, on one device."""
-    config = model.module.config.get_text_config(decoder=True)
+    config = _config(model)
     head, words = model.module.get_output_embeddings(), model.module.get_input_embeddings()
     names = {id(child): name for name, child in model.module.named_modules()}
     head_name = f"{names.get(id(head))}.weight"
@@ -170,17 +160,23 @@ def _weights(model: AbstractModel, num_tokens: int, num_logits: int) -> tuple[fl
     return read, flops
 
 
-def _token_bytes(model: AbstractModel, shape: PagedLayerSpec) -> int:
-    """Returns the bytes of one token's keys and values in one layer on one device."""
+def _config(model: AbstractModel) -> Any:
+    return model.module.config.get_text_config(decoder=True)
+
+
+def _row_bytes(model: AbstractModel, shape: PagedLayerSpec) -> int:
+    """Returns the bytes of a row of a pool, as of one token's keys and values, on one device."""
     return shape.num_heads * shape.width * shape.dtype.itemsize // _parts(model, shape)
 
 
-def _row_size(model: AbstractModel, shape: PagedLayerSpec) -> float:
-    """Returns the multiplications for one query and one key token in a layer.
+def _row_size(model: AbstractModel, shape: PagedLayerSpec, reads: PoolReads) -> float:
+    """Returns the multiplications for one query and one row in a layer.
 
     They are those on one device, over all heads.
     """
-    heads = getattr(model.module.config.get_text_config(decoder=True), "num_attention_heads", shape.num_heads)
+    if reads.num_heads is not None:
+        return reads.num_heads * shape.width / _parts(model, shape)
+    heads = getattr(_config(model), "num_attention_heads", shape.num_heads)
     return max(heads, shape.num_heads) * (shape.width + shape.shared_dim) / _parts(model, shape)
 
 

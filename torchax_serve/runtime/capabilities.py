@@ -108,6 +108,12 @@ class CacheSupport:
         states = self.new(16).states if self.is_supported else ()
         return any(isinstance(layer, LinearAttentionCacheLayerMixin | CompressedLayer) for layer in states)
 
+    @functools.cached_property
+    def is_compressed(self) -> bool:
+        """Whether layers attend to entries that compress blocks of tokens."""
+        states = self.new(16).states if self.is_supported else ()
+        return any(isinstance(layer, CompressedLayer) for layer in states)
+
     def new(self, capacity: int) -> DeviceCache:
         """Returns an empty cache with room for `capacity` tokens per row."""
         return DeviceCache(self._text_config, capacity, with_encoder=self._program.names.has_encoder)

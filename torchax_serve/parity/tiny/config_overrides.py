@@ -32,6 +32,15 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "sliding_window_size": 6,
     },
     "dory": _SHARED_4 | {"n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1},
+    "inkling2_loop_text": _SHARED_4
+    | {
+        "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding", "hybrid"],
+        "n_layers_per_attn_res_block": 2,
+        "loop_layer_index_start": 2,
+        "loop_layer_index_end": 4,
+        "loop_num_passes": 2,
+        "loop_gate_rank": 4,
+    },
     "gemma4_text": {"global_head_dim": 16},
     "gemma4_unified_text": {"global_head_dim": 16},
     "qwen4_exp_text": {
