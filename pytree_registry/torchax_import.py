@@ -9,6 +9,10 @@ entries that torchax then registers twice are the same function. torch 2.14 has 
 what stands for these is a key of torchax's tables that nothing looks up. Where torchax imports by itself nothing is
 touched.
 
+torchax also names a device of its own in PyTorch, by which all code of the process would find an accelerator without
+streams and random state, and switches a fast path of attention off. Where this project imports it, PyTorch stays as it
+was.
+
 `install` puts a finder in front of Python's own, which has torchax executed so whoever imports it. Nothing heavy is
 imported here, so that every package of this project can call it.
 """
@@ -16,8 +20,10 @@ imported here, so that every package of this project can call it.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import importlib
 import importlib.machinery
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -25,6 +31,7 @@ from types import ModuleType
 from typing import Any
 
 NAME = "torchax"
+_IS_OWN = contextvars.ContextVar("is_own", default=False)  # whether this project imports torchax, and no script
 REMOVED = frozenset({"cholesky", "qr"})
 """Operators that torchax 0.0.13 names, and torch has no more from 2.14 on; models call those of ``torch.linalg``."""
 LATE = ("torchax.decompositions", "torchax.ops.jaten")
@@ -87,7 +94,7 @@ class _AnsweringLoader(Loader):
     def exec_module(self, module: ModuleType) -> None:
         """Runs torchax and the module that it loads late."""
         _drop_parts()
-        with _answered_where_needed():
+        with _answered_where_needed(), _torch_as_it_was() if _IS_OWN.get() else contextlib.nullcontext():
             self._loader.exec_module(module)
             _import_late()
         _say_no_accelerator(module)
@@ -110,6 +117,24 @@ def _drop_parts() -> None:
     if getattr(getattr(torch, "jax", None), "__name__", None) == f"{NAME}.device_module":
         delattr(torch, "jax")  # which torch lets nobody register twice
         del sys.modules["torch.jax"]
+
+
+@contextlib.contextmanager
+def _torch_as_it_was() -> Iterator[None]:
+    """Keeps PyTorch's devices, its attention and the environment as they are, inside."""
+    import torch
+
+    registered = torch.utils.rename_privateuse1_backend, torch._register_device_module
+    is_fast, environment = torch.backends.mha.get_fastpath_enabled(), dict(os.environ)
+    nothing: Any = lambda *args: None  # noqa: E731
+    torch.utils.rename_privateuse1_backend = torch._register_device_module = nothing
+    try:
+        yield
+    finally:
+        torch.utils.rename_privateuse1_backend, torch._register_device_module = registered
+        torch.backends.mha.set_fastpath_enabled(is_fast)
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
 
 
 def _say_no_accelerator(torchax: Any) -> None:
@@ -170,9 +195,13 @@ def torch_has_named_overloads() -> bool:
 def import_torchax() -> ModuleType:
     """Returns the ``torchax`` module with its operator tables loaded."""
     install()
-    with _answered_where_needed():  # where it was imported before this project, and has not loaded all yet
-        torchax = importlib.import_module(NAME)
-        _import_late()
+    token = _IS_OWN.set(True)
+    try:
+        with _answered_where_needed():  # where it was imported before this project, and has not loaded all yet
+            torchax = importlib.import_module(NAME)
+            _import_late()
+    finally:
+        _IS_OWN.reset(token)
     if torchax is not None:
         _say_no_accelerator(torchax)
     return torchax

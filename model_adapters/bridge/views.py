@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -25,8 +26,6 @@ torchax = import_torchax()
 from torchax.interop import jax_view, torch_view  # noqa: E402
 
 TorchTensor = torchax.tensor.Tensor
-TorchView = torchax.view.View  # of a part of a TorchTensor, such as a slice
-NarrowInfo = torchax.view.NarrowInfo  # which part
 JaxFunction = Callable[..., Any]
 default_env = torchax.default_env
 
@@ -35,7 +34,30 @@ _THREAD = threading.local()  # depth: number of contexts of `torch_mode` and `co
 
 def is_view(value: Any) -> bool:
     """Tells whether `value` is a torch view of a JAX array."""
-    return isinstance(value, (TorchTensor, TorchView))
+    return isinstance(value, TorchTensor)
+
+
+DEVICE = torch.device("privateuseone:0")
+"""The device of torch views, by the name that PyTorch has for devices of other libraries."""
+
+
+def _name_device() -> None:
+    """Makes torch views tell their device without torchax's name for it.
+
+    PyTorch was not told that name.
+    """
+    environment = torchax.tensor.Environment
+    theirs = environment._is_same_device
+    TorchTensor.device = property(lambda self: DEVICE)
+
+    def is_same_device(self: Any, tensor: torch.Tensor, new_device: Any) -> bool:
+        # PyTorch's own operators name the device of the wrapper.
+        return (new_device == "meta" and is_view(tensor)) or theirs(self, tensor, new_device)
+
+    environment._is_same_device = is_same_device
+
+
+_name_device()
 
 
 def accept_host_tensors() -> None:
@@ -99,6 +121,11 @@ def set_raw_lowering(torch_op: Any, function: Callable[..., Any]) -> None:
     torchax.default_env()._ops[torch_op] = dataclasses.replace(operator, func=function, is_jax_function=False)
 
 
+def remove_lowering(torch_op: Any) -> None:
+    """Makes `torch_op` run as PyTorch has it, as the operators that it consists of."""
+    torchax.default_env()._ops.pop(torch_op)
+
+
 def get_lowering(torch_op: Any) -> Callable[..., Any]:
     """Returns the function that torchax runs for `torch_op`."""
     return torchax.default_env()._ops[torch_op].func
@@ -150,11 +177,45 @@ def torch_mode(module: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> It
         default_env(),
         torch.no_grad(),
         reparametrized,
+        _PYTORCH.as_torchax_needs_it(),
         warnings.catch_warnings(),
     ):
         # Model code asks for int64 everywhere, and JAX without 64-bit types says each time that it gives int32.
         warnings.filterwarnings("ignore", "Explicitly requested dtype .*int64", UserWarning)
         yield
+
+
+class _SharedSettings:
+    """Settings of PyTorch for all threads that differ while any of them is in `torch_mode`."""
+
+    def __init__(self) -> None:
+        self._lock, self._depth, self._is_fast = threading.Lock(), 0, True
+
+    @contextlib.contextmanager
+    def as_torchax_needs_it(self) -> Iterator[None]:
+        """Switches off attention's fast path, and names a module of the device, inside."""
+        name = DEVICE.type
+        with self._lock:
+            self._depth += 1
+            if self._depth == 1:
+                self._is_fast = torch.backends.mha.get_fastpath_enabled()
+                torch.backends.mha.set_fastpath_enabled(False)
+                if not hasattr(torch, name):
+                    setattr(torch, name, torchax.device_module)
+                    sys.modules[f"torch.{name}"] = torchax.device_module  # where PyTorch's own code looks
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._depth -= 1
+                if not self._depth:
+                    torch.backends.mha.set_fastpath_enabled(self._is_fast)
+                    if name == "privateuseone":
+                        delattr(torch, name)
+                        del sys.modules[f"torch.{name}"]
+
+
+_PYTORCH = _SharedSettings()
 
 
 @contextlib.contextmanager
@@ -181,7 +242,7 @@ def _on_this_thread() -> Iterator[None]:
 @contextlib.contextmanager
 def computing() -> Iterator[None]:
     """Runs torch code on views inside, outside of any module, on this thread."""
-    with _on_this_thread(), default_env(), warnings.catch_warnings():
+    with _on_this_thread(), default_env(), _PYTORCH.as_torchax_needs_it(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Explicitly requested dtype .*int64", UserWarning)
         yield
 

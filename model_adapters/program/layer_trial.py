@@ -19,7 +19,7 @@ from transformers.utils import output_capturing
 from model_adapters.bridge.views import TorchTensor, default_env, is_view, jax_view
 from model_adapters.caches.device_cache import TraceCache
 from model_adapters.caches.paged_cache import PagedTraceCache
-from model_adapters.lowerings import deferred_checks, index_checks
+from model_adapters.lowerings import aliases, deferred_checks, index_checks
 from model_adapters.program.call_values import CallValues, Form, Results, built, extra_attributes
 from model_adapters.program.layer_index import LayerIndex, OwnLayers, Reads
 from model_adapters.program.layer_structure import LayerParts, NotComparableError, Snapshot, unchanged
@@ -150,7 +150,10 @@ class LayerTrial:
             for number, (each, array) in enumerate(zip(inputs, arrays, strict=True))
             if isinstance(each, torch.Tensor) and jax_view(each) is not array
         ]
-        _require(all(type(self._call.values.inputs[number]) is TorchTensor for number in found), "it writes to a view")
+        shared = self._call.values.inputs
+        for number in found:
+            others = (each for place, each in enumerate(shared) if place != number and isinstance(each, TorchTensor))
+            _require(all(aliases.are_apart(shared[number], each) for each in others), "it writes to a view")
         return found
 
 
@@ -172,7 +175,7 @@ def restored(layer: ModelLayer, call: LayerCall) -> Iterator[None]:
     counts = {key: len(value) for key, value in collected.items() if isinstance(value, list)}
     states = [vars(state) for cache in call.caches for state in cache.layers]
     snapshot = Snapshot([*layer.parts.tables, *layer.parts.object_tables.values(), *states, *caches, collected])
-    tensors = [(each, each._elem) for table in states for each in table.values() if type(each) is TorchTensor]
+    written = [aliases.restorer(each) for table in states for each in table.values() if type(each) is TorchTensor]
     random = default_env().param.prng
     try:
         yield
@@ -181,8 +184,8 @@ def restored(layer: ModelLayer, call: LayerCall) -> Iterator[None]:
         _require(counts == {key: len(collected[key]) for key in counts}, "its outputs are collected")
     finally:
         snapshot.restore()
-        for tensor, array in tensors:  # written in place
-            tensor._elem = array
+        for restore in written:  # in place
+            restore()
         default_env().param.prng = random
 
 

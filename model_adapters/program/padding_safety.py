@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
+import typing
 
 import torch
 from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
 
 from model_adapters import quirks
 
@@ -43,6 +46,21 @@ def _sees_later_tokens(module: PreTrainedModel) -> bool:
     return any(
         getattr(child, "is_causal", None) is False for child in module.modules() if type(child).__module__ == file
     )
+
+
+def returns_only_tokens(module: torch.nn.Module) -> bool:
+    """Tells whether all that a forward of `module` returns is by token, as its annotation says.
+
+    A second head may read the last token, which is what is padded.
+    """
+    try:
+        annotation = typing.get_type_hints(type(module).forward).get("return")
+    except Exception:  # names that are imported for type checkers alone
+        annotation = None
+    kinds = [each for each in (annotation, *typing.get_args(annotation)) if isinstance(each, type)]
+    fields = {each.name for kind in kinds if issubclass(kind, ModelOutput) for each in dataclasses.fields(kind)}
+    others = fields - {"logits", "router_logits"}
+    return not any(name.endswith(("logits", "pooler_output")) for name in others)
 
 
 def can_batch_padded(module: PreTrainedModel) -> bool:

@@ -25,7 +25,7 @@ from model_adapters.program import recurrent_functions
 from model_adapters.program.embeddings import submodule_name
 from model_adapters.program.model_program import CHECKS, INDICES, CallSpec, MethodSpec, ModelProgram
 from model_adapters.program.module_watch import PREPARES, Change, ModuleWatch, Structure
-from model_adapters.program.padding_safety import right_padding_is_safe
+from model_adapters.program.padding_safety import returns_only_tokens, right_padding_is_safe
 from model_adapters.program.position_limits import has_table_of_distances
 from model_adapters.sharding.model_sharding import ModelSharding
 from torchax_serve.buckets import next_bucket
@@ -97,6 +97,7 @@ class ModelRuntime:
         self.cache_support = CacheSupport(self.steps, self.weights, self.config, self.text_config)
         # A part's file has its decoder, too; and a head that reads the last token would read what is padded.
         has_token_outputs = called is module and (module.can_generate() or module.base_model is module)
+        has_token_outputs = has_token_outputs and returns_only_tokens(module)
         self.is_causal = not has_encoder and has_token_outputs and right_padding_is_safe(called)
         self.ignored_args = quirks.of(called).ignored_arguments
         self._parts: dict[str, ModelRuntime] = {}
@@ -293,7 +294,8 @@ class ModelRuntime:
         if name == names.ids:
             self.limits.check_ids(tensor)
         # What padding computes is garbage, and here it would be looked at.
-        exact = exact or spec.output_attentions or spec.output_hidden_states
+        returns_routes = getattr(self.text_config, "output_router_logits", False)
+        exact = exact or spec.output_attentions or spec.output_hidden_states or returns_routes
         length = tensor.shape[1]
         if (keep := check_positions_kept(given.pop("logits_to_keep", 0), length)) is not None:
             given["logits_to_keep"] = keep
