@@ -158,7 +158,8 @@ def additive_mask(*args: Any, dtype: torch.dtype = torch.float32, **kwargs: Any)
 
 def _mask_of_eager_code(*args: Any, use_vmap: bool = False, **kwargs: Any) -> Any:
     """Returns transformers' mask for eager attention, in a trace without torch's vmap."""
-    return eager_mask(*args, use_vmap=use_vmap and not in_torch_mode(), **kwargs)
+    kwargs["use_vmap"] = use_vmap and not in_torch_mode()
+    return eager_mask(*args, **kwargs)
 
 
 def torchax_attention(

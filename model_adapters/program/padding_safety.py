@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import typing
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -58,7 +59,8 @@ def returns_only_tokens(module: torch.nn.Module) -> bool:
     except Exception:  # names that are imported for type checkers alone
         annotation = None
     kinds = [each for each in (annotation, *typing.get_args(annotation)) if isinstance(each, type)]
-    fields = {each.name for kind in kinds if issubclass(kind, ModelOutput) for each in dataclasses.fields(kind)}
+    outputs: list[Any] = [kind for kind in kinds if issubclass(kind, ModelOutput) and dataclasses.is_dataclass(kind)]
+    fields = {each.name for kind in outputs for each in dataclasses.fields(kind)}
     others = fields - {"logits", "router_logits"}
     return not any(name.endswith(("logits", "pooler_output")) for name in others)
 
