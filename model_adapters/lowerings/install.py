@@ -21,7 +21,9 @@ from model_adapters.lowerings import (
     constant_folding,
     custom_ops,
     deferred_checks,
+    linear_algebra,
     resize,
+    special_cases,
     written_results,
 )
 from model_adapters.lowerings.convolution import _conv2d, _convolution
@@ -76,6 +78,8 @@ def install() -> None:
     deferred_checks.install()
     constant_folding.install()
     resize.install()
+    linear_algebra.install()
+    special_cases.install()
     set_lowering(torch.nn.functional.embedding_bag, _embedding_bag)
     set_lowering(torch.ops.aten.index_add, _index_add)
     set_in_place(torch.ops.aten.index_add_, torch.ops.aten.index_add)
