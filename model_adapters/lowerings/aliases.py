@@ -341,11 +341,9 @@ def are_apart(one: Any, other: Any) -> bool:
     if one._alias is None or other._alias is None or one._alias.base() is not other._alias.base():
         return True
     size = int(np.prod(one._alias.base().array.shape))
-    if UNKNOWN in (one._strided, other._strided) or size > 1 << 24:
+    if one._strided is UNKNOWN or other._strided is UNKNOWN or size > 1 << 24:
         return False
-    taken = np.zeros(size, bool)
-    taken[_offsets(one)] = True
-    return not taken[_offsets(other)].any()
+    return not np.isin(_offsets(one), _offsets(other)).any()
 
 
 def _offsets(tensor: Any) -> np.ndarray:

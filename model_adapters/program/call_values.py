@@ -90,18 +90,36 @@ class CallValues:
         return [jax_view(each) if isinstance(each, torch.Tensor) else each for each in self.inputs]
 
     def kinds(self) -> Hashable:
-        """Returns shape, dtype and whether it is a tensor, by input."""
+        """Returns shape, dtype, whether it is a tensor, and strides if they are not contiguous, by input."""
         return tuple(
-            (isinstance(each, torch.Tensor), jax.typeof(array))
+            (isinstance(each, torch.Tensor), jax.typeof(array), _strides(each))
             for each, array in zip(self.inputs, self.arrays(), strict=True)
         )
 
     def within(self, arrays: Sequence[Any]) -> list[Any]:
         """Returns `inputs` over other arrays, for the trace of the function."""
         return [
-            torch_view(array) if isinstance(each, torch.Tensor) else array
+            view_of(array, each._strided) if isinstance(each, torch.Tensor) else array
             for each, array in zip(self.inputs, arrays, strict=True)
         ]
+
+
+def view_of(array: Any, strided: Any) -> TorchTensor:
+    """Returns a torch view of `array` with strides as `_strided` has them."""
+    made = torch_view(array)
+    made._strided = strided
+    return made
+
+
+def _strides(value: Any) -> Hashable:
+    """Returns what code can tell of the strides of an input, but where its memory begins.
+
+    Slices of one tensor, one for each layer, are of one kind.
+    """
+    strided = getattr(value, "_strided", None)
+    if strided is None:
+        return None
+    return "unknown" if strided is aliases.UNKNOWN else tuple(strided.stride())
 
 
 def _is_frozen(value: Any) -> bool:

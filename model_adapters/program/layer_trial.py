@@ -84,6 +84,13 @@ class LayerCall:
         )
         self.trace = jex.get_opaque_trace_state()
 
+    def are_apart(self, writes: list[int]) -> bool:
+        """Tells whether the inputs of these numbers share no element with other inputs and objects."""
+        given = (*self.values.inputs, *self.values.objects.values())
+        shared = [each for each in given if isinstance(each, TorchTensor)]
+        written = [self.values.inputs[number] for number in writes]
+        return all(aliases.are_apart(one, each) for one in written for each in shared if each is not one)
+
 
 class LayerTrial:
     """The trace of a layer into a function; `run` is traced once."""
@@ -93,6 +100,7 @@ class LayerTrial:
         self.result: Form = None
         self.states: list[Form] = []
         self.are_tensors: list[bool] = []
+        self.strided: list[Any] = []
         self.writes: list[int] = []
         self.num_checks = 0
 
@@ -139,6 +147,7 @@ class LayerTrial:
         self.writes = self._writes(inputs, arrays)
         _require(not reads.found, f"it reads {', '.join(reads.found[:1])}")
         self.are_tensors = [isinstance(each, torch.Tensor) for each in results.outputs]
+        self.strided = [getattr(each, "_strided", None) for each in results.outputs]
         self.num_checks = len(met)
         written = [jax_view(inputs[number]) for number in self.writes]
         return [*(jax_view(each) for each in results.outputs), *written, *met, *in_range]
@@ -150,10 +159,10 @@ class LayerTrial:
             for number, (each, array) in enumerate(zip(inputs, arrays, strict=True))
             if isinstance(each, torch.Tensor) and jax_view(each) is not array
         ]
-        shared = self._call.values.inputs
-        for number in found:
-            others = (each for place, each in enumerate(shared) if place != number and isinstance(each, TorchTensor))
-            _require(all(aliases.are_apart(shared[number], each) for each in others), "it writes to a view")
+        given = self._call.values.inputs
+        are_same = all(inputs[number]._strided is given[number]._strided for number in found)
+        _require(are_same, "it changes the strides of its arguments")
+        _require(self._call.are_apart(found), "it writes to a view")
         return found
 
 
