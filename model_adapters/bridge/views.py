@@ -83,7 +83,7 @@ def as_views(tensors: Any) -> Any:
         if is_view(x):
             return x
         with jax.ensure_compile_time_eval():  # its values are known, and stay so
-            return TorchTensor(to_jax_array(x), env)
+            return TorchTensor(to_jax_array(x.detach().clone()), env)  # PyTorch may write into it later
 
     return torch.utils._pytree.tree_map_only(torch.Tensor, taken, tensors)
 

@@ -85,7 +85,7 @@ def install() -> None:
     def dispatch(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if isinstance(func, torch._ops.OpOverload) and torch.Tag.inplace_view in func.tags:
             return _changed_in_shape(func, args, kwargs or {})
-        if func is torch.ops.aten.as_strided.default and args[0]._strided is not None:
+        if func is torch.ops.aten.as_strided.default and getattr(args[0], "_strided", None) is not None:
             args = _of_base(*args, **(kwargs or {}))
             kwargs = {}
         result = theirs(func, types, args, kwargs)
@@ -184,14 +184,17 @@ def moved(made: Any, tensor: Any) -> None:
 
 
 def restorer(tensor: Any) -> Callable[[], None]:
-    """Returns a function that gives `tensor` the array back that it has now."""
+    """Returns a function that gives `tensor` and what shares its memory the arrays back of now."""
     array, alias = tensor._elem, tensor._alias
     full = None if alias is None else alias.base().array
+    others = [] if alias is None else [(each, each._elem) for each in _members(alias.base())]
 
     def restore() -> None:
         tensor._array, tensor._alias = array, alias
         if alias is not None:
             alias.base().array = full
+        for other, before in others:
+            other._array = before
 
     return restore
 

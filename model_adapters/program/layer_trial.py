@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from jax.extend import core as jex
 from transformers.cache_utils import Cache
 from transformers.utils import output_capturing
 
-from model_adapters.bridge.views import TorchTensor, default_env, is_view, jax_view
+from model_adapters.bridge.views import TorchTensor, default_env, is_view, jax_view, outside_torch_mode
 from model_adapters.caches.device_cache import TraceCache
 from model_adapters.caches.paged_cache import PagedTraceCache
 from model_adapters.lowerings import aliases, deferred_checks, index_checks
@@ -185,6 +185,8 @@ def restored(layer: ModelLayer, call: LayerCall) -> Iterator[None]:
     states = [vars(state) for cache in call.caches for state in cache.layers]
     snapshot = Snapshot([*layer.parts.tables, *layer.parts.object_tables.values(), *states, *caches, collected])
     written = [aliases.restorer(each) for table in states for each in table.values() if type(each) is TorchTensor]
+    tensors = [each for each in call.values.objects.values() if isinstance(each, torch.Tensor)]
+    written += [aliases.restorer(each) if is_view(each) else _host_restorer(each) for each in tensors]
     random = default_env().param.prng
     try:
         yield
@@ -196,6 +198,20 @@ def restored(layer: ModelLayer, call: LayerCall) -> Iterator[None]:
         for restore in written:  # in place
             restore()
         default_env().param.prng = random
+
+
+def _host_restorer(tensor: torch.Tensor) -> Callable[[], None]:
+    """Returns a function that gives a tensor of the host the values back that it has now."""
+    version = tensor._version
+    with outside_torch_mode():
+        values = tensor.detach().clone()
+
+    def restore() -> None:
+        if tensor._version != version:
+            with outside_torch_mode(), torch.no_grad():
+                tensor.copy_(values)
+
+    return restore
 
 
 def _collected() -> Mapping[str, Any]:

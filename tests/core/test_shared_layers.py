@@ -2,59 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 import torch
+from layer_stacks import WIDTH, Layer, Stack, compared
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from model_adapters.bridge.extract import extract_jax
-from model_adapters.jaxpr.interpreter import SHARED
 from torchax_serve import to_jax
-
-WIDTH = 8
-
-
-class Layer(torch.nn.Module):
-    """Two products, with what a test changes of them."""
-
-    def __init__(self, index: int) -> None:
-        super().__init__()
-        self.index = index
-        self.first, self.second = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("shift", torch.full((WIDTH,), 0.1 * (index + 1)))
-
-    def forward(self, x: torch.Tensor, **kwargs: Any) -> Any:
-        return x + self.second(torch.tanh(self.first(x))) + self.shift
-
-
-class Stack(torch.nn.Module):
-    """Layers one after the other."""
-
-    def __init__(self, kind: type[Layer], number: int = 4) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = torch.nn.ModuleList([kind(index) for index in range(number)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def compared(module: torch.nn.Module, tolerance: float = 1e-5) -> list[Any]:
-    """Compares the module with eager PyTorch; returns the programs of its shared calls."""
-    x = torch.linspace(-1, 1, 3 * WIDTH).reshape(3, WIDTH)
-    with torch.no_grad():
-        expected = copy.deepcopy(module).eval()(x.clone())
-    weights, function = extract_jax(module.eval())
-    traced = jax.jit(function).trace(weights, (x.numpy(),))
-    found = traced.lower().compile()(weights, (x.numpy(),))
-    np.testing.assert_allclose(np.asarray(found), expected.numpy(), rtol=tolerance, atol=tolerance)
-    return [each.params["jaxpr"] for each in traced.jaxpr.eqns if str(each.params.get("name")).startswith(SHARED)]
 
 
 def test_layers_of_one_kind_call_one_program() -> None:
@@ -315,72 +273,3 @@ def test_a_model_returns_hidden_states_and_attentions_of_each_layer() -> None:
         assert len(found[name]) == len(expected[name])
         for ours, theirs in zip(found[name], expected[name], strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-
-
-class Rearranged(Layer):
-    """Writes into what reshape gives of its argument: a view or a copy, by the strides."""
-
-    def forward(self, x: torch.Tensor, **kwargs: Any) -> Any:
-        flat = x.reshape(-1)
-        flat.add_(1)
-        return x + self.shift[0]
-
-
-class StackOfStrided(Stack):
-    """Gives layers a transposed argument, every second column, and the contiguous result of the last layer."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        turned, columns = (x * 1).transpose(0, 1), (x * 2)[:, ::2]
-        first, second = self.layers[0](turned), self.layers[1](columns)
-        third = self.layers[3](self.layers[2](first.contiguous()))
-        return (turned + first + third).T + torch.cat([second, columns], 1)
-
-
-def test_arguments_keep_their_strides() -> None:
-    calls = compared(StackOfStrided(Rearranged))
-    assert len(calls) == 4
-
-
-class Turned(Layer):
-    """Returns its result transposed."""
-
-    def forward(self, x: torch.Tensor, **kwargs: Any) -> Any:
-        return (super().forward(x) * 1).transpose(0, 1)
-
-
-class StackOfTurned(Stack):
-    """Writes into what contiguous gives of each layer's result, which is a copy."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            out = layer(x)
-            copied = out.contiguous()
-            copied.add_(1)
-            x = (out + copied).transpose(0, 1)
-        return x
-
-
-def test_results_keep_their_strides() -> None:
-    calls = compared(StackOfTurned(Turned))
-    assert len(calls) == 4
-
-
-class AddsResidual(Layer):
-    def forward(self, x: torch.Tensor, **kwargs: Any) -> Any:
-        x.add_(self.shift)
-        return x + kwargs["residual"]
-
-
-class StackOfResiduals(Stack):
-    """Passes a tensor of its own first, and then a view of the argument that the layer writes into."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x, residual = x * 1, x * 2
-        for layer in self.layers:
-            x = layer(x, residual=residual)
-            residual = x[:]
-        return x
-
-
-def test_an_argument_that_is_a_view_of_a_written_one() -> None:
-    assert len(compared(StackOfResiduals(AddsResidual))) == 1

@@ -221,3 +221,23 @@ def test_results_of_layers_are_views(layer):
     weights, function = extract_jax(Layers(layer))
     for one, other in zip(jax.jit(function)(weights, (x.numpy(),)), expected, strict=True):
         torch.testing.assert_close(to_torch_tensor(one), other)
+
+
+def test_as_strided_of_a_tensor_of_the_host():
+    def run(x):
+        numbers = torch.arange(24)
+        turned = numbers.view(4, 6).t()[1:]
+        return x + numbers.as_strided((2, 3, 4), (4, 2, 1)), x[0, 0, 0] + turned.as_strided((2, 2), (2, 1))
+
+    check(run)
+
+
+def test_a_tensor_of_the_host_that_is_written_after_its_use():
+    def run(x):
+        number, found = torch.zeros(64), []
+        for _ in range(3):
+            number.add_(1)
+            found.append(x[0, 0, 0] + number)
+        return found
+
+    check(run)
