@@ -190,6 +190,7 @@ class _SharedSettings:
 
     def __init__(self) -> None:
         self._lock, self._depth, self._is_fast = threading.Lock(), 0, True
+        self._named = ""  # the module of `torch` that was set here
 
     @contextlib.contextmanager
     def as_torchax_needs_it(self) -> Iterator[None]:
@@ -201,6 +202,7 @@ class _SharedSettings:
                 self._is_fast = torch.backends.mha.get_fastpath_enabled()
                 torch.backends.mha.set_fastpath_enabled(False)
                 if not hasattr(torch, name):
+                    self._named = name
                     setattr(torch, name, torchax.device_module)
                     sys.modules[f"torch.{name}"] = torchax.device_module  # where PyTorch's own code looks
         try:
@@ -210,9 +212,10 @@ class _SharedSettings:
                 self._depth -= 1
                 if not self._depth:
                     torch.backends.mha.set_fastpath_enabled(self._is_fast)
-                    if name == "privateuseone":
-                        delattr(torch, name)
-                        del sys.modules[f"torch.{name}"]
+                    if self._named:
+                        delattr(torch, self._named)
+                        del sys.modules[f"torch.{self._named}"]
+                        self._named = ""
 
 
 _PYTORCH = _SharedSettings()

@@ -22,7 +22,7 @@ import torch
 from torch.utils import _pytree
 from torch.utils._mode_utils import no_dispatch
 
-from model_adapters.bridge.views import TorchTensor, default_env, jax_view, remove_lowering
+from model_adapters.bridge.views import TorchTensor, as_views, default_env, jax_view, remove_lowering
 from model_adapters.errors import UnsupportedModelError
 from model_adapters.lowerings.inverse_views import inverse_of
 from model_adapters.ops import registry
@@ -93,12 +93,21 @@ def install() -> None:
         return result
 
     env.dispatch = dispatch
-    TorchTensor._elem = property(lambda self: self._array, _write)
+    TorchTensor._elem = property(_read, _write)
     TorchTensor._alias = TorchTensor._strided = None
     TorchTensor.detach = _detach
+    TorchTensor.data = property(_detach, _rebound)
     TorchTensor.contiguous = _contiguous
     TorchTensor.resolve_conj = _resolve_conj
     remove_lowering(torch.tensor_split)  # as a function of arrays; it consists of views
+
+
+def _read(tensor: Any) -> Any:
+    try:
+        return tensor._array
+    except AttributeError:  # made before `install`
+        tensor._array = vars(tensor).pop("_elem")
+        return tensor._array
 
 
 def _write(tensor: Any, array: Any) -> None:
@@ -106,6 +115,8 @@ def _write(tensor: Any, array: Any) -> None:
     alias = tensor._alias
     before = vars(tensor).get("_array")
     tensor._array = array
+    if before is None:
+        vars(tensor).pop("_elem", None)
     if alias is None or before is array:
         return
     if before.shape != array.shape:
@@ -306,6 +317,15 @@ def _detach(self: Any) -> torch.Tensor:
     share(made, self, jax.lax.stop_gradient, lambda full, new: new)
     made._strided = self._strided
     return made
+
+
+def _rebound(self: Any, other: torch.Tensor) -> None:
+    """Computes ``tensor.data = other``: `self` shares memory with `other`, and no longer with its views."""
+    self._alias = None
+    (source,) = as_views((other,))
+    self._array = source._elem
+    share(self, source, lambda array: array, lambda full, new: new)
+    self._strided = source._strided
 
 
 def _contiguous(self: Any, memory_format: Any = torch.contiguous_format) -> torch.Tensor:

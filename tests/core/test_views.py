@@ -1,6 +1,9 @@
 """Writes in place into tensors that share memory, beside PyTorch: views of all kinds, copies, bases written later."""
 
 import copy
+import subprocess
+import sys
+import types
 
 import jax
 import numpy as np
@@ -9,7 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from model_adapters.bridge.extract import extract_jax
-from model_adapters.bridge.views import to_torch_tensor
+from model_adapters.bridge.views import computing, to_torch_tensor
 from model_adapters.errors import UnsupportedModelError
 from torchax_serve import to_jax
 
@@ -241,3 +244,45 @@ def test_a_tensor_of_the_host_that_is_written_after_its_use():
         return found
 
     check(run)
+
+
+def test_data_is_set():
+    """A tensor gets other memory: what was viewed of it stays, and the other tensor is written with it."""
+
+    def run(x):
+        x, other = x * 1, x * 2
+        part = x[0]
+        x.data = other
+        x.add_(1)
+        part.mul_(3)
+        return x, other, part
+
+    check(run)
+
+
+def test_a_tensor_that_was_made_before_the_lowerings():
+    program = """
+import jax.numpy as jnp
+from model_adapters.bridge.views import TorchTensor, computing, default_env
+from model_adapters.lowerings import install
+one, other = (TorchTensor(jnp.ones(3), default_env()) for _ in range(2))
+install.install()
+with computing():
+    one.add_(1)
+    other[1:].add_(one[1:])
+    assert "_elem" not in vars(one) and one.tolist() == [2, 2, 2] and other.tolist() == [1, 3, 3]
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_device_module_of_another_library_stays(monkeypatch):
+    other = types.ModuleType("privateuseone")
+    monkeypatch.setattr(torch, "privateuseone", other, raising=False)
+    monkeypatch.setitem(sys.modules, "torch.privateuseone", other)
+    with computing():
+        pass
+    assert torch.privateuseone is other and sys.modules["torch.privateuseone"] is other
+    monkeypatch.undo()
+    with computing():
+        assert hasattr(torch, "privateuseone")
+    assert not hasattr(torch, "privateuseone")
