@@ -320,7 +320,10 @@ def _detach(self: Any) -> torch.Tensor:
 
 
 def _rebound(self: Any, other: torch.Tensor) -> None:
-    """Computes ``tensor.data = other``: `self` shares memory with `other`, and no longer with its views."""
+    """Gives `self` the memory of `other`, for ``tensor.data = other``.
+
+    Views of `self` keep what it had.
+    """
     self._alias = None
     (source,) = as_views((other,))
     self._array = source._elem

@@ -90,7 +90,10 @@ class CallValues:
         return [jax_view(each) if isinstance(each, torch.Tensor) else each for each in self.inputs]
 
     def kinds(self) -> Hashable:
-        """Returns shape, dtype, whether it is a tensor, and strides if they are not contiguous, by input."""
+        """Returns shape, dtype and whether it is a tensor, by input.
+
+        And strides, if they are not contiguous.
+        """
         return tuple(
             (isinstance(each, torch.Tensor), jax.typeof(array), _strides(each))
             for each, array in zip(self.inputs, self.arrays(), strict=True)

@@ -85,7 +85,7 @@ class LayerCall:
         self.trace = jex.get_opaque_trace_state()
 
     def are_apart(self, writes: list[int]) -> bool:
-        """Tells whether the inputs of these numbers share no element with other inputs and objects."""
+        """Tells whether inputs of these numbers share no element with other arguments."""
         given = (*self.values.inputs, *self.values.objects.values())
         shared = [each for each in given if isinstance(each, TorchTensor)]
         written = [self.values.inputs[number] for number in writes]
@@ -201,7 +201,7 @@ def restored(layer: ModelLayer, call: LayerCall) -> Iterator[None]:
 
 
 def _host_restorer(tensor: torch.Tensor) -> Callable[[], None]:
-    """Returns a function that gives a tensor of the host the values back that it has now."""
+    """Returns a function that gives a host tensor the values back of now."""
     version = tensor._version
     with outside_torch_mode():
         values = tensor.detach().clone()
