@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import sys
 import threading
 import warnings
@@ -20,14 +21,14 @@ import numpy as np
 import torch
 
 from model_adapters.bridge.host_arrays import to_jax_zero_copy
-from pytree_registry.torchax_import import import_torchax
+from pytree_registry.torchax_import import own_torchax
 
-torchax = import_torchax()
+torchax = own_torchax()
 from torchax.interop import jax_view, torch_view  # noqa: E402
 
 TorchTensor = torchax.tensor.Tensor
 JaxFunction = Callable[..., Any]
-default_env = torchax.default_env
+default_env = inspect.unwrap(torchax.default_env)
 
 _THREAD = threading.local()  # depth: number of contexts of `torch_mode` and `computing` that this thread is in
 
@@ -66,7 +67,7 @@ def accept_host_tensors() -> None:
     torchax refuses them together with its own. Model code that names no device makes them on the host, while it is
     traced: their values are known.
     """
-    env = torchax.default_env()
+    env = default_env()
     theirs = env.t2j_iso
 
     def t2j_iso(tensors: Any) -> Any:
@@ -77,7 +78,7 @@ def accept_host_tensors() -> None:
 
 def as_views(tensors: Any) -> Any:
     """Returns `tensors`, any pytree, with PyTorch's own host tensors as torch views."""
-    env = torchax.default_env()
+    env = default_env()
 
     def taken(x: torch.Tensor) -> Any:
         if is_view(x):
@@ -93,7 +94,7 @@ def set_lowering(torch_op: Any, function: Callable[..., Any], *, keep_kind: bool
 
     With `keep_kind` it gets the arguments that the present lowering takes.
     """
-    env = torchax.default_env()
+    env = default_env()
     if keep_kind:
         env._ops[torch_op] = dataclasses.replace(env._ops[torch_op], func=function)
     else:
@@ -102,7 +103,7 @@ def set_lowering(torch_op: Any, function: Callable[..., Any], *, keep_kind: bool
 
 def set_in_place(torch_op: Any, functional: Any) -> None:
     """Makes `torch_op` write into its first operand what the operator `functional` returns."""
-    operators = torchax.default_env()._ops
+    operators = default_env()._ops
     like = operators[torch.ops.aten.add_]
     operators[torch_op] = dataclasses.replace(like, torch_op=torch_op, func=type(like.func)(functional))
 
@@ -117,18 +118,18 @@ def set_raw_lowering(torch_op: Any, function: Callable[..., Any]) -> None:
 
     These are torch views, and numbers as they are.
     """
-    operator = torchax.default_env()._ops[torch_op]
-    torchax.default_env()._ops[torch_op] = dataclasses.replace(operator, func=function, is_jax_function=False)
+    operator = default_env()._ops[torch_op]
+    default_env()._ops[torch_op] = dataclasses.replace(operator, func=function, is_jax_function=False)
 
 
 def remove_lowering(torch_op: Any) -> None:
     """Makes `torch_op` run as PyTorch has it, as the operators that it consists of."""
-    torchax.default_env()._ops.pop(torch_op)
+    default_env()._ops.pop(torch_op)
 
 
 def get_lowering(torch_op: Any) -> Callable[..., Any]:
     """Returns the function that torchax runs for `torch_op`."""
-    return torchax.default_env()._ops[torch_op].func
+    return default_env()._ops[torch_op].func
 
 
 def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -3,9 +3,6 @@
 A JAX array never changes, so a write in place gives its tensor another array. A tensor that a view was made of, and the
 view, remember what they share (`Alias`). After a write into one of them the others get their arrays anew: the base by
 the inverse of the view, its other views by making them again.
-
-Whether PyTorch's ``reshape``, ``flatten`` or ``contiguous`` gives a view or a copy depends on the tensor's strides,
-which JAX does not have. Tensors of other than contiguous strides have them in `_strided`, a tensor without values.
 """
 
 from __future__ import annotations
@@ -19,18 +16,15 @@ from typing import Any
 import jax
 import numpy as np
 import torch
-from torch.utils import _pytree
-from torch.utils._mode_utils import no_dispatch
 
 from model_adapters.bridge.views import TorchTensor, as_views, default_env, jax_view, remove_lowering
 from model_adapters.errors import UnsupportedModelError
+from model_adapters.lowerings import strides
 from model_adapters.lowerings.inverse_views import inverse_of
 from model_adapters.ops import registry
 
-UNKNOWN = object()
-"""In place of strides that PyTorch's own operator did not tell."""
 _SAME_STRIDES = ("aten::view", "aten::unsqueeze", "aten::squeeze", "aten::detach", "aten::alias")
-"""Views that are contiguous where their base is."""
+"""Views that are in C order where their base is."""
 _ONCE = ("aten::view", "aten::contiguous")
 """Operators that share memory or copy, by the strides of their operand."""
 
@@ -79,13 +73,14 @@ def _known(part: Any) -> Any:
 
 def install() -> None:
     """Makes torchax remember what shares memory, and tensors write to all of it."""
+    strides.install()
     env = default_env()
     theirs = env.dispatch
 
     def dispatch(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if isinstance(func, torch._ops.OpOverload) and torch.Tag.inplace_view in func.tags:
             return _changed_in_shape(func, args, kwargs or {})
-        if func is torch.ops.aten.as_strided.default and getattr(args[0], "_strided", None) is not None:
+        if func is torch.ops.aten.as_strided.default and _is_part(args[0]):
             args = _of_base(*args, **(kwargs or {}))
             kwargs = {}
         result = theirs(func, types, args, kwargs)
@@ -94,7 +89,7 @@ def install() -> None:
 
     env.dispatch = dispatch
     TorchTensor._elem = property(_read, _write)
-    TorchTensor._alias = TorchTensor._strided = None
+    TorchTensor._alias = None
     TorchTensor.detach = _detach
     TorchTensor.data = property(_detach, _rebound)
     TorchTensor.contiguous = _contiguous
@@ -130,10 +125,13 @@ def _write(tensor: Any, array: Any) -> None:
     if any(each.is_uncertain for each in path) or any(
         each.is_uncertain for other in others for each in other._alias.path()
     ):
-        raise UnsupportedModelError(
-            "the model's code writes into a tensor whose strides are not known, behind reshape, flatten or contiguous: "
-            "expected code that says whether it writes into a view or into a copy; use view or clone"
-        )
+        if others:
+            raise UnsupportedModelError(
+                "the model's code writes into a tensor whose strides are not known, behind reshape, flatten or "
+                "contiguous: expected code that says whether it writes into a view or into a copy; use view or clone"
+            )
+        tensor._alias, tensor._strided = None, strides.UNKNOWN  # nothing else reads that memory
+        return
     for step in reversed(path):
         array = apart(_known(step.write)(_known(step.parent).value(), array))
     base.array = array
@@ -191,7 +189,7 @@ def moved(made: Any, tensor: Any) -> None:
         made._alias = tensor._alias
         tensor._alias = None
         _join(made)
-    made._strided = tensor._strided
+    made._noted = tensor._noted
 
 
 def restorer(tensor: Any) -> Callable[[], None]:
@@ -216,27 +214,34 @@ def _note(theirs: Any, func: Any, types: Any, args: Any, kwargs: Any, result: An
     if not any(isinstance(each, TorchTensor) for each in results):
         return
     parent = args[0] if args and isinstance(args[0], TorchTensor) and _makes_views(func) else None
-    operands = [x for x in _pytree.tree_leaves((args, kwargs)) if isinstance(x, TorchTensor)]
-    is_strided = any(x._strided is not None for x in operands)
-    metas: Any = [None] * len(results)
-    if is_strided or (parent is not None and func.name().partition(".")[0] not in _SAME_STRIDES):
-        metas = _metas(func, args, kwargs, len(results))
-    for place, (made, meta) in enumerate(zip(results, metas, strict=True)):
+    operands = [*_tensors(args), *_tensors(kwargs.values())]
+    is_strided = any(x._noted is not None for x in operands)
+    changes = parent is not None and func.name().partition(".")[0] not in _SAME_STRIDES
+    noted = strides.noted_of(func, args, kwargs, len(results), is_strided=is_strided or changes)
+    for place, (made, strided) in enumerate(zip(results, noted, strict=True)):
         is_noted = not isinstance(func, torch._ops.OpOverload) and getattr(made, "_alias", None) is not None
         if not isinstance(made, TorchTensor) or any(made is x for x in operands) or is_noted:
             continue
+        if parent is not None and is_strided and func.name().partition(".")[0] in _ONCE:
+            strided = strides.resolved(strided)
         if parent is None:
             made._alias = None
-        elif meta is not _COPIED and made._alias is None:
-            _share_view(theirs, func, types, args, kwargs, place, made, results, meta)
-        made._strided = None if meta is _COPIED else meta
+        elif strided is not strides.COPIED and made._alias is None:
+            _share_view(theirs, func, types, args, kwargs, place, made, results, strided)
+        made._strided = None if strided is strides.COPIED else strided
 
 
-_COPIED = object()  # in place of strides: PyTorch cannot view so, and copies
+def _tensors(values: Any) -> Iterator[Any]:
+    """Yields the torch views among arguments, also in lists."""
+    for each in values:
+        if isinstance(each, TorchTensor):
+            yield each
+        elif type(each) in (list, tuple):
+            yield from _tensors(each)
 
 
 def _share_view(
-    theirs: Any, func: Any, types: Any, args: Any, kwargs: Any, place: int, made: Any, results: Any, meta: Any
+    theirs: Any, func: Any, types: Any, args: Any, kwargs: Any, place: int, made: Any, results: Any, strided: Any
 ) -> None:
     parent, rest, is_one = args[0], args[1:], not isinstance(results, list | tuple) or len(results) == 1
 
@@ -246,7 +251,7 @@ def _share_view(
 
     name = func.name().partition(".")[0]
     write = inverse_of(func, read, rest, kwargs, place, [tuple(each.shape) for each in results])
-    share(made, parent, read, write, is_uncertain=meta is UNKNOWN and name in _ONCE)
+    share(made, parent, read, write, is_uncertain=strided is strides.UNKNOWN and name in _ONCE)
     made._alias.is_conjugate = name == "aten::_conj"
 
 
@@ -257,42 +262,6 @@ def _makes_views(func: Any) -> bool:
         return False
     given = func._schema.arguments[0].alias_info
     return given is not None and not given.is_write and any(x.alias_info is not None for x in func._schema.returns)
-
-
-def _meta(tensor: Any) -> Any:
-    """Returns a tensor of the same strides without values.
-
-    Raises NotImplementedError if they are not known.
-    """
-    if not isinstance(tensor, TorchTensor):
-        return tensor
-    if tensor._strided is UNKNOWN:
-        raise NotImplementedError
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if tensor._strided is None else tensor._strided
-
-
-def _metas(func: Any, args: Any, kwargs: Any, num_results: int) -> list[Any]:
-    """Returns the strides of results by PyTorch's own operator.
-
-    None if they are contiguous; else a tensor, `UNKNOWN` or `_COPIED`.
-    """
-    with no_dispatch(), torch._C.DisableTorchFunction():
-        try:
-            args, kwargs = _pytree.tree_map_only(torch.Tensor, _meta, (args, kwargs))
-            found = func(*args, **kwargs)
-        except Exception as error:  # what it computes without values, PyTorch decides
-            copies = isinstance(error, RuntimeError) and "view size is not compatible" in str(error)
-            return [_COPIED if copies else UNKNOWN] * num_results
-    found = found if isinstance(found, (tuple, list)) else (found,)
-    if len(found) != num_results:
-        return [UNKNOWN] * num_results
-    return [_told(each) for each in found]
-
-
-def _told(meta: Any) -> Any:
-    if not isinstance(meta, torch.Tensor) or meta.device.type != "meta":
-        return UNKNOWN
-    return None if meta.is_contiguous() and meta.storage_offset() == 0 else meta
 
 
 def _changed_in_shape(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
@@ -336,13 +305,14 @@ def _contiguous(self: Any, memory_format: Any = torch.contiguous_format) -> torc
 
     A copy keeps what was noted of the values as attributes.
     """
-    strided = self._strided
-    if strided is None or (strided is not UNKNOWN and strided.is_contiguous()):
+    if strides.is_contiguous(self, memory_format):
         return self
     made = TorchTensor(self._elem, self._env)
-    vars(made).update({name: value for name, value in vars(self).items() if name not in ("_alias", "_strided")})
-    if strided is UNKNOWN:
+    vars(made).update({name: value for name, value in vars(self).items() if name not in ("_alias", "_noted")})
+    if self._strided is strides.UNKNOWN:
         share(made, self, lambda array: array, lambda full, new: new, is_uncertain=True)
+    if memory_format != torch.contiguous_format:
+        made._strided = strides.empty(self, memory_format)
     return made
 
 
@@ -352,14 +322,20 @@ def _resolve_conj(self: Any) -> torch.Tensor:
     return TorchTensor(self._elem, self._env) if num_turns % 2 else self
 
 
+def _is_part(tensor: Any) -> bool:
+    """Tells whether `tensor` may share memory that is not its own, or has other than C order."""
+    return isinstance(tensor, TorchTensor) and (tensor._strided is not None or tensor._alias is not None)
+
+
 def _of_base(tensor: Any, size: Any, stride: Any, storage_offset: int | None = None) -> tuple[Any, ...]:
     """Returns arguments of ``as_strided`` of all the memory that `tensor` is a part of."""
     alias, strided = tensor._alias, tensor._strided
-    if alias is None or strided is UNKNOWN or alias.base().strided is not None:
+    if alias is None or strided is strides.UNKNOWN or alias.base().strided is not None:
         raise UnsupportedModelError("as_strided: expected a tensor of known strides, or a view of one; use contiguous")
     full = TorchTensor(alias.base().array, default_env())
     full._alias = alias.base()
-    return full, size, stride, strided.storage_offset() if storage_offset is None else storage_offset
+    start = 0 if strided is None else strided.storage_offset()
+    return full, size, stride, start if storage_offset is None else storage_offset
 
 
 def are_apart(one: Any, other: Any) -> bool:
@@ -367,29 +343,15 @@ def are_apart(one: Any, other: Any) -> bool:
     if one._alias is None or other._alias is None or one._alias.base() is not other._alias.base():
         return True
     size = int(np.prod(one._alias.base().array.shape))
-    if one._strided is UNKNOWN or other._strided is UNKNOWN or size > 1 << 24:
+    if one._strided is strides.UNKNOWN or other._strided is strides.UNKNOWN or size > 1 << 24:
         return False
-    return not np.isin(_offsets(one), _offsets(other)).any()
-
-
-def _offsets(tensor: Any) -> np.ndarray:
-    """Returns the places of the elements in their memory, int64[numel]."""
-    meta = tensor._strided
-    if meta is None:
-        return np.arange(int(np.prod(tensor.shape)))
-    places = np.full((1,) * meta.ndim, meta.storage_offset())
-    for axis, (length, stride) in enumerate(zip(meta.shape, meta.stride(), strict=True)):
-        places = places + (np.arange(length) * stride).reshape(-1, *(1,) * (meta.ndim - axis - 1))
-    return places.reshape(-1)
+    first, second = (strides.offsets(each.shape, each._strided) for each in (one, other))
+    return not np.isin(first, second).any()
 
 
 def getitem(self: Any, index: Any) -> torch.Tensor:
     """Returns ``self[index]`` for integers, slices, None and ...: a view."""
     made = TorchTensor(self._elem[index], self._env)
     share(made, self, lambda array: array[index], lambda full, new: full.at[index].set(new))
-    with no_dispatch(), torch._C.DisableTorchFunction():
-        try:
-            made._strided = _told(_meta(self)[index])
-        except Exception:  # an index of unknown value
-            made._strided = UNKNOWN
+    made._strided = strides.after_index(self, index)
     return made

@@ -13,10 +13,10 @@ from model_adapters.errors import UnsupportedModelError
 def install() -> None:
     """Makes operators inside of an enabled ``torch.autocast`` an error."""
     env = default_env()
-    theirs = env.dispatch
+    theirs, is_enabled = env.dispatch, torch.is_autocast_enabled
 
     def dispatch(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled(DEVICE.type):
+        if is_enabled("cpu") or is_enabled(DEVICE.type):
             raise UnsupportedModelError(
                 "torch.autocast: expected code outside of it, since a program on JAX computes in the dtypes of its "
                 "tensors; convert them by .to(dtype), or load the model in that dtype"

@@ -23,7 +23,7 @@ from model_adapters.bridge.views import (
     to_jax_array,
     torch_view,
 )
-from model_adapters.lowerings import aliases, constant_folding, index_checks
+from model_adapters.lowerings import aliases, constant_folding, index_checks, masked_writes
 from model_adapters.lowerings.deferred_checks import TracedMaskSelection
 from model_adapters.ops import registry
 from model_adapters.ops.compressed_weight import compressed_of, note_turned, quantized_of, take_compressed_rows
@@ -66,12 +66,21 @@ def _check_lookups() -> None:
 
 def _getitem(self: torch.Tensor, indexes: Any) -> torch.Tensor:
     """Computes ``self[indexes]``: a view, or a copy if tensors, lists or masks choose elements."""
-    index = jax_view(as_views(_index_parts(indexes)))
+    index = _index_parts(indexes)
+    if all(map(_is_of_numbers, index)):
+        return aliases.getitem(self, index)
+    index = jax_view(as_views(index))
     chosen = [each for each in index if isinstance(each, jax.Array | np.ndarray | bool)]
     numbers = [each for each in chosen if not isinstance(each, bool) and not each.ndim and each.dtype != bool]
     if len(chosen) == len(numbers) and (not chosen or len(chosen) == 1):
         return aliases.getitem(self, index)
     return torch_view(jax_view(self)[index])
+
+
+def _is_of_numbers(part: Any) -> bool:
+    """Tells whether a part of an index is an integer, a slice of such, None or ..."""
+    ends = (part.start, part.stop, part.step) if type(part) is slice else (part,)
+    return all(end is None or end is ... or type(end) is int for end in ends)
 
 
 def _index_parts(indexes: Any) -> tuple[Any, ...]:
@@ -90,13 +99,17 @@ def _write_items() -> None:
     theirs = TorchTensor.__setitem__
 
     def set_item(self: Any, key: Any, value: Any) -> None:
-        written = torch_view(jax_view(self))
+        before = jax_view(self)
         if isinstance(value, torch.Tensor):
-            array = jax_view(as_views(value)).astype(jax_view(self).dtype)
-            while array.ndim > 1 and array.shape[0] == 1:
-                array = array[0]
-            value = torch_view(array)
-        theirs(written, as_views(_index_parts(key)), value)
+            value = jax_view(as_views(value)).astype(before.dtype)
+            while value.ndim > 1 and value.shape[0] == 1:
+                value = value[0]
+        key = jax_view(as_views(_index_parts(key)))
+        if len(key) == 1 and masked_writes.is_mask(key[0]):
+            self._elem = aliases.apart(masked_writes.put(before, key[0], jnp.asarray(value, before.dtype)))
+            return
+        written = torch_view(before)
+        theirs(written, key, torch_view(value))
         self._elem = aliases.apart(jax_view(written))
 
     TorchTensor.__setitem__ = set_item

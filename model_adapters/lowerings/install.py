@@ -22,6 +22,7 @@ from model_adapters.lowerings import (
     custom_ops,
     deferred_checks,
     linear_algebra,
+    masked_writes,
     resize,
     special_cases,
     written_results,
@@ -79,6 +80,7 @@ def install() -> None:
     constant_folding.install()
     resize.install()
     linear_algebra.install()
+    masked_writes.install()
     special_cases.install()
     set_lowering(torch.nn.functional.embedding_bag, _embedding_bag)
     set_lowering(torch.ops.aten.index_add, _index_add)

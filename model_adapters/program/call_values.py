@@ -17,11 +17,11 @@ from transformers.cache_utils import Cache
 from model_adapters.bridge.views import TorchTensor, jax_view, torch_view
 from model_adapters.caches.index_handles import TopTokens
 from model_adapters.caches.paged_cache import ScaledPool
-from model_adapters.lowerings import aliases
+from model_adapters.lowerings import aliases, strides
 from model_adapters.program.layer_structure import PRIMITIVES, SHARED_TYPES, NotComparableError
 
 Form = Hashable
-_PLAIN = {"_array", "_alias", "_strided", "_env", "_dynamo_static_input_type"}
+_PLAIN = {"_array", "_alias", "_noted", "_env", "_dynamo_static_input_type"}
 """Attributes of a tensor without annotations; the last one is a hint for PyTorch's own compiler."""
 _OF_FIELDS = (ScaledPool, TopTokens)
 """Classes of ours whose values are their fields."""
@@ -122,7 +122,7 @@ def _strides(value: Any) -> Hashable:
     strided = getattr(value, "_strided", None)
     if strided is None:
         return None
-    return "unknown" if strided is aliases.UNKNOWN else tuple(strided.stride())
+    return "unknown" if strided is strides.UNKNOWN else tuple(strided.stride())
 
 
 def _is_frozen(value: Any) -> bool:

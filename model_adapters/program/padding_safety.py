@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import typing
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -49,10 +50,18 @@ def _sees_later_tokens(module: PreTrainedModel) -> bool:
     )
 
 
-def returns_only_tokens(module: torch.nn.Module) -> bool:
-    """Tells whether all that a forward of `module` returns is by token, as its annotation says.
+def has_further_logits(fields: Iterable[str]) -> bool:
+    """Tells whether outputs of these names have logits of a second head.
 
-    A second head may read the last token, which is what is padded.
+    It may read the last token, which is what is padded.
+    """
+    return any(name.endswith("logits") for name in set(fields) - {"logits", "router_logits"})
+
+
+def may_have_further_logits(module: torch.nn.Module) -> bool:
+    """Tells whether a forward of `module` may return logits of a second head.
+
+    Its annotation says so; for which arguments, it does not say.
     """
     try:
         annotation = typing.get_type_hints(type(module).forward).get("return")
@@ -60,9 +69,7 @@ def returns_only_tokens(module: torch.nn.Module) -> bool:
         annotation = None
     kinds = [each for each in (annotation, *typing.get_args(annotation)) if isinstance(each, type)]
     outputs: list[Any] = [kind for kind in kinds if issubclass(kind, ModelOutput) and dataclasses.is_dataclass(kind)]
-    fields = {each.name for kind in outputs for each in dataclasses.fields(kind)}
-    others = fields - {"logits", "router_logits"}
-    return not any(name.endswith(("logits", "pooler_output")) for name in others)
+    return has_further_logits(each.name for kind in outputs for each in dataclasses.fields(kind))
 
 
 def can_batch_padded(module: PreTrainedModel) -> bool:

@@ -72,6 +72,29 @@ def test_a_model_on_jax_leaves_pytorch_as_it_was():
     assert run(AS_IT_WAS) == []
 
 
+SCRIPT = """
+import torch
+import torchax_serve
+
+torchax_serve.extract_jax(torch.nn.Linear(2, 2))
+{}
+module = torch.nn.Linear(2, 3)
+x = torch.ones(1, 2)
+expected = module(x).tolist()
+with torchax.default_env(), torch.no_grad():
+    found = module.to("jax")(x.to("jax"))
+assert torch.allclose(torch.tensor(found.tolist()), torch.tensor(expected))
+weights, function = torchax_serve.extract_jax(torch.nn.Linear(2, 2))
+print(found.device, torch.device("jax").type, function(weights, (x.numpy(),)).shape, torch.jax.__name__)
+"""
+
+
+@pytest.mark.parametrize("statement", ["import torchax", "from pytree_registry.torchax_import import *"])
+def test_a_script_that_uses_torchax_itself_has_its_device(statement):
+    code = SCRIPT.format(statement if "pytree" not in statement else statement + "\ntorchax = import_torchax()")
+    assert run(code) == ["jax:0", "jax", "(1,", "2)", "torchax.device_module"]
+
+
 @pytest.fixture
 def nothing_frozen():
     """What an earlier test of this process may have left, such as one that starts a server."""

@@ -7,6 +7,8 @@ import torch
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
+    CsmConfig,
+    CsmForConditionalGeneration,
     GPT2Config,
     GPT2DoubleHeadsModel,
     GPT2LMHeadModel,
@@ -19,7 +21,7 @@ from transformers import (
 )
 from transformers.models.t5gemma2.modeling_t5gemma2 import T5Gemma2Encoder
 
-from model_adapters.program.padding_safety import returns_only_tokens, right_padding_is_safe
+from model_adapters.program.padding_safety import may_have_further_logits, right_padding_is_safe
 from torchax_serve import to_jax
 
 
@@ -81,9 +83,31 @@ def test_a_second_head_sees_no_padding(make, field):
     torch.testing.assert_close(found[field], wanted[field], atol=1e-4, rtol=1e-4)
 
 
-def test_which_forwards_return_tokens_alone():
-    assert returns_only_tokens(GPT2LMHeadModel(GPT2Config(**GPT2)))
-    assert not returns_only_tokens(double_heads())
+def test_which_forwards_may_have_further_logits():
+    assert not may_have_further_logits(GPT2LMHeadModel(GPT2Config(**GPT2)))
+    assert may_have_further_logits(double_heads())
+
+
+def csm():
+    """Returns the logits of its depth decoder with labels alone."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    depth = {**sizes, "num_key_value_heads": 2, "backbone_hidden_size": 16, "head_dim": 8}
+    config = CsmConfig(**sizes, num_key_value_heads=2, head_dim=8, text_vocab_size=64, depth_decoder_config=depth)
+    return CsmForConditionalGeneration(config)
+
+
+@pytest.mark.parametrize("make", [csm, double_heads])
+def test_lengths_share_programs_where_no_further_logits_come(make):
+    torch.manual_seed(0)
+    eager = make().eval()
+    model, batch = to_jax(copy.deepcopy(eager)), 1
+    shape = (eager.config.num_codebooks,) if make is csm else ()
+    for length in (5, 6, 7):
+        ids = torch.randint(3, 60, (batch, length, *shape))
+        with torch.no_grad():
+            wanted = eager(input_ids=ids)
+        torch.testing.assert_close(model(input_ids=ids).logits, wanted.logits, atol=1e-4, rtol=1e-4)
+    assert model._jax_runtime.steps.num_traces["forward"] == (1 if make is csm else 3)
 
 
 def t5():
