@@ -74,6 +74,14 @@ def accept_host_tensors() -> None:
         return theirs(as_views(tensors))
 
     env.t2j_iso = t2j_iso
+    env.v2t_iso = lambda values: values  # torchax's class of views is not used
+    for operator, found in env._decomps.items():
+        env._decomps[operator] = dataclasses.replace(found, func=functools.partial(_over_views, found.func))
+
+
+def _over_views(decomposition: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    args, kwargs = as_views((args, kwargs))
+    return decomposition(*args, **kwargs)
 
 
 def as_views(tensors: Any) -> Any:

@@ -25,6 +25,8 @@ from model_adapters.ops import registry
 
 _SAME_STRIDES = ("aten::view", "aten::unsqueeze", "aten::squeeze", "aten::detach", "aten::alias")
 """Views that are in C order where their base is."""
+_UNSAFE = ("aten::unsafe_split", "aten::unsafe_split_with_sizes", "aten::unsafe_chunk")
+"""Views, although their schemas do not say so."""
 _ONCE = ("aten::view", "aten::contiguous")
 """Operators that share memory or copy, by the strides of their operand."""
 
@@ -78,6 +80,8 @@ def install() -> None:
     theirs = env.dispatch
 
     def dispatch(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if isinstance(func, torch._ops.OpOverloadPacket) and _has_views(func):
+            return func(*args, **(kwargs or {}))  # as one of its overloads, which `env` gets
         if isinstance(func, torch._ops.OpOverload) and torch.Tag.inplace_view in func.tags:
             return _changed_in_shape(func, args, kwargs or {})
         if func is torch.ops.aten.as_strided.default and _is_part(args[0]):
@@ -260,15 +264,28 @@ def _makes_views(func: Any) -> bool:
     """Tells whether results of `func` share memory with its first operand."""
     if not isinstance(func, torch._ops.OpOverload) or not func._schema.arguments:
         return False
+    if func.name().partition(".")[0] in _UNSAFE:
+        return True
     given = func._schema.arguments[0].alias_info
     return given is not None and not given.is_write and any(x.alias_info is not None for x in func._schema.returns)
+
+
+@functools.cache
+def _has_views(packet: Any) -> bool:
+    return _first_of_views(packet) is not None
+
+
+def _first_of_views(packet: Any) -> Any:
+    """Returns the first overload whose results share memory with its first operand, or None."""
+    overloads = [] if packet is None else [getattr(packet, name) for name in packet.overloads()]
+    return next((each for each in overloads if isinstance(each, torch._ops.OpOverload) and _makes_views(each)), None)
 
 
 def _changed_in_shape(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
     """Computes ``unsqueeze_`` and its like: the tensor becomes a view of what it was."""
     tensor, *rest = args
     packet = getattr(torch.ops.aten, func._schema.name.partition("::")[2].removesuffix("_"), None)
-    overload = getattr(packet, func._overloadname, None)
+    overload = getattr(packet, func._overloadname, None) or _first_of_views(packet)
     if overload is None or not _makes_views(overload) or not isinstance(tensor, TorchTensor):
         raise UnsupportedModelError(f"{func.name()}: expected a change of shape that is a view; use view and clone")
     with default_env()._dispatch_mode:

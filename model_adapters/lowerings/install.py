@@ -41,7 +41,13 @@ from model_adapters.lowerings.indexing import (
 )
 from model_adapters.lowerings.matmul import _addmm, _attention, _grouped_mm, _linear
 from model_adapters.lowerings.reductions import _layer_norm, _mean, _softmax, _sum
-from model_adapters.lowerings.torchax_fixes import _mend_copy, _mend_type_as, _stay_on_device, _view_bits
+from model_adapters.lowerings.torchax_fixes import (
+    _mend_copy,
+    _mend_type_as,
+    _stay_on_device,
+    _take_by_host_indices,
+    _view_bits,
+)
 
 
 @functools.cache
@@ -86,6 +92,7 @@ def install() -> None:
     set_lowering(torch.ops.aten.index_add, _index_add)
     set_in_place(torch.ops.aten.index_add_, torch.ops.aten.index_add)
     _pad_by_known_widths()
+    _take_by_host_indices()
     _stay_on_device()
     _view_bits()
     written_results.install()

@@ -14,7 +14,16 @@ from model_adapters.errors import UnsupportedModelError
 Read = Callable[[Any], Any]
 Write = Callable[[Any, Any], Any]
 _RESHAPED = ("view", "unsqueeze", "squeeze", "alias", "detach", "view_as", "lift_fresh")
-_IN_PARTS = ("split", "split_with_sizes", "unbind", "tensor_split", "chunk")
+_IN_PARTS = (
+    "split",
+    "split_with_sizes",
+    "unbind",
+    "tensor_split",
+    "chunk",
+    "unsafe_split",
+    "unsafe_split_with_sizes",
+    "unsafe_chunk",
+)
 
 
 def inverse_of(

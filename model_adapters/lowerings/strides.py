@@ -1,7 +1,8 @@
 """Strides of tensors, which JAX does not have.
 
-PyTorch's own operators tell them on tensors without values. Whether PyTorch's ``reshape``, ``flatten`` or ``contiguous`` gives a view or a copy depends on them. A tensor is in C
-order if nothing else is noted of it. What is noted is computed when something asks for it.
+PyTorch's own operators tell them on tensors without values. Whether PyTorch's ``reshape``, ``flatten`` or
+``contiguous`` gives a view or a copy depends on them. A tensor is in C order if nothing else is noted of it. What is
+noted is computed when something asks for it.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ _IN_C_ORDER = frozenset({"linear", "mm", "bmm", "addmm", "baddbmm", "embedding",
 _IN_OTHER_ORDER = """
 einsum svd linalg_svd _linalg_svd linalg_solve linalg_solve_ex _linalg_solve_ex linalg_tensorsolve linalg_qr linalg_eig
 linalg_eigh _linalg_eigh linalg_inv_ex linalg_cholesky_ex cholesky cholesky_solve cholesky_inverse triangular_solve
-linalg_solve_triangular lu_solve linalg_lu_factor_ex linalg_lu_solve linalg_pinv linalg_lstsq _fft_c2c _fft_r2c
-_fft_c2r geqrf ormqr lu_unpack scaled_dot_product_attention nonzero
+linalg_solve_triangular lu_solve linalg_lu_factor_ex linalg_lu_solve linalg_pinv linalg_lstsq geqrf ormqr lu_unpack scaled_dot_product_attention nonzero
 """
 """Operators whose results may be in another order, although their operands are in C order."""
 _OTHER_NAMES = frozenset(_IN_OTHER_ORDER.split())
+_BY_LIBRARY = frozenset({"_fft_c2c", "_fft_r2c", "_fft_c2r"})
+"""Operators whose results have the order that a library of the processor gives them."""
 
 
 class Later:
@@ -124,12 +126,21 @@ def noted_of(func: Any, args: Any, kwargs: Any, num_results: int, *, is_strided:
     `is_strided` says that an operand may be in another than C order, or that the results are views of one.
     """
     name = _name(func)
+    if name in _BY_LIBRARY:
+        return [UNKNOWN] * num_results
     if name in _IN_C_ORDER or not (is_strided or name in _OTHER_NAMES):
         return [None] * num_results
     if name == "scaled_dot_product_attention":
-        return [UNKNOWN] * num_results  # it has several implementations, each with an order of its own
+        func = _attention
     later = Later(func, args, kwargs, num_results)
     return [later.of(place) if later.depth > _DEEPEST else (later, place) for place in range(num_results)]
+
+
+def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Returns a tensor of the strides of attention, which on CPUs are those of `query`."""
+    if query.shape[-1] != value.shape[-1]:
+        raise NotImplementedError
+    return torch.empty_like(query)
 
 
 def _name(func: Any) -> str:

@@ -10,6 +10,7 @@ import torch
 
 from model_adapters.bridge.views import (
     TorchTensor,
+    as_views,
     default_env,
     set_lowering,
     set_raw_lowering,
@@ -57,6 +58,16 @@ def _mend_type_as() -> None:
     TorchTensor.type_as = type_as
 
 
+def _take_by_host_indices() -> None:
+    """Lets ``take_along_dim`` have indices on the host, whose device PyTorch compares."""
+
+    def take(x: torch.Tensor, indices: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+        return torch.take_along_dim(*as_views((x, indices)), dim=dim)
+
+    for function in (torch.take_along_dim, torch.Tensor.take_along_dim):
+        default_env().override_op_definition(function, take)
+
+
 def _stay_on_device() -> None:
     """Ignores the device in ``tensor.to("cpu")`` of a traced tensor: a program has only one."""
     env = default_env()
@@ -66,4 +77,4 @@ def _stay_on_device() -> None:
         return theirs(x, dtype, None if constant_folding.is_traced(x) else device)
 
     env._to_copy = to_copy
-    set_lowering(torch.Tensor.cpu, lambda x, *args, **kwargs: x)
+    env.override_op_definition(torch.Tensor.cpu, lambda x, *args, **kwargs: x)

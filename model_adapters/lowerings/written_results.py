@@ -31,7 +31,8 @@ def install() -> None:
         try:
             return theirs(func, types, args, kwargs)
         except torchax.tensor.OperatorNotFound:
-            if not isinstance(func, torch._ops.OpOverload) or not constant_folding.writes_in_place(func):
+            is_one = isinstance(func, torch._ops.OpOverload) and constant_folding.writes_in_place(func)
+            if not is_one or not isinstance(args[0], TorchTensor):
                 raise
             write(args[0], _returned(func, args, kwargs))
             return args[0]
