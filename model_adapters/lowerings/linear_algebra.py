@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import torch
 
 from model_adapters.bridge.views import set_lowering
+from model_adapters.errors import UnsupportedModelError
 
 
 def install() -> None:
@@ -18,6 +19,8 @@ def install() -> None:
     set_lowering(torch.ops.aten.cholesky_inverse, _cholesky_inverse)
     set_lowering(torch.cdist, _cdist)
     set_lowering(torch.ops.aten.lu_unpack, _lu_unpack)
+    set_lowering(torch.linalg.solve, _solve)
+    set_lowering(torch.linalg.solve_ex, _solve_ex)
 
 
 def _turned(x: jax.Array) -> jax.Array:
@@ -47,6 +50,32 @@ def _cholesky_solve(b: jax.Array, factor: jax.Array, upper: bool = False) -> jax
 def _cholesky_inverse(factor: jax.Array, upper: bool = False) -> jax.Array:
     """Computes ``torch.cholesky_inverse`` of `factor` [..., n, n]."""
     return _cholesky_solve(jnp.eye(factor.shape[-1], dtype=factor.dtype), factor, upper)
+
+
+def _solve(a: jax.Array, b: jax.Array, *, left: bool = True) -> jax.Array:
+    """Computes ``torch.linalg.solve`` of `a` [..., n, n] and `b` [..., n, k], or vectors [..., n].
+
+    torchax 0.0.13 takes matrices of the shape of `a` for vectors.
+    """
+    is_vector = b.ndim == 1 or (b.ndim == a.ndim - 1 and b.shape == a.shape[:-1])
+    if is_vector:
+        solved: jax.Array = jnp.linalg.solve(a, b[..., None])[..., 0]
+    elif left:
+        solved = jnp.linalg.solve(a, b)
+    else:
+        solved = jnp.swapaxes(jnp.linalg.solve(jnp.swapaxes(a, -1, -2), jnp.swapaxes(b, -1, -2)), -1, -2)
+    return solved
+
+
+def _solve_ex(
+    a: jax.Array, b: jax.Array, *, left: bool = True, check_errors: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """Computes ``torch.linalg.solve_ex``."""
+    if check_errors:
+        raise UnsupportedModelError(
+            "torch.linalg.solve_ex: expected check_errors=False, got True; values are not known while tracing"
+        )
+    return _solve(a, b, left=left), jnp.zeros(a.shape[:-2], jnp.int32)
 
 
 def _cdist(a: jax.Array, b: jax.Array, p: float = 2.0, compute_mode: str | None = None) -> jax.Array:

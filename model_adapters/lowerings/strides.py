@@ -28,7 +28,8 @@ _IN_C_ORDER = frozenset({"linear", "mm", "bmm", "addmm", "baddbmm", "embedding",
 _IN_OTHER_ORDER = """
 einsum svd linalg_svd _linalg_svd linalg_solve linalg_solve_ex _linalg_solve_ex linalg_tensorsolve linalg_qr linalg_eig
 linalg_eigh _linalg_eigh linalg_inv_ex linalg_cholesky_ex cholesky cholesky_solve cholesky_inverse triangular_solve
-linalg_solve_triangular lu_solve linalg_lu_factor_ex linalg_lu_solve linalg_pinv linalg_lstsq geqrf ormqr lu_unpack scaled_dot_product_attention nonzero
+linalg_solve_triangular lu_solve linalg_lu_factor_ex linalg_lu_solve linalg_pinv linalg_lstsq geqrf
+ormqr lu_unpack scaled_dot_product_attention nonzero
 """
 """Operators whose results may be in another order, although their operands are in C order."""
 _OTHER_NAMES = frozenset(_IN_OTHER_ORDER.split())
@@ -130,17 +131,33 @@ def noted_of(func: Any, args: Any, kwargs: Any, num_results: int, *, is_strided:
         return [UNKNOWN] * num_results
     if name in _IN_C_ORDER or not (is_strided or name in _OTHER_NAMES):
         return [None] * num_results
-    if name == "scaled_dot_product_attention":
-        func = _attention
-    later = Later(func, args, kwargs, num_results)
+    later = Later(_BY_KERNEL.get(name, func), args, kwargs, num_results)
     return [later.of(place) if later.depth > _DEEPEST else (later, place) for place in range(num_results)]
 
 
 def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Returns a tensor of the strides of attention, which on CPUs are those of `query`."""
-    if query.shape[-1] != value.shape[-1]:
+    """Returns a tensor of the strides of attention, which on CPUs are those of `query`.
+
+    Raises NotImplementedError where PyTorch has no kernel of its own for it.
+    """
+    if query.shape[-1] != value.shape[-1] or any(each.stride(-1) != 1 for each in (query, key, value)):
         raise NotImplementedError
     return torch.empty_like(query)
+
+
+def _group_norm(x: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
+    """Returns tensors of the strides of ``native_group_norm``, whose operand PyTorch brings into an order before."""
+    is_last = x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last)
+    rows = x.new_empty((x.shape[0], args[-2]))
+    return torch.empty(x.shape, device="meta", memory_format=_channels(is_last)), rows, rows
+
+
+def _channels(are_last: bool) -> torch.memory_format:
+    return torch.channels_last if are_last else torch.contiguous_format
+
+
+_BY_KERNEL: dict[str, Any] = {"scaled_dot_product_attention": _attention, "native_group_norm": _group_norm}
+"""Operators whose results on CPUs have other strides than those without values."""
 
 
 def _name(func: Any) -> str:

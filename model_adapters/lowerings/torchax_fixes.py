@@ -10,8 +10,8 @@ import torch
 
 from model_adapters.bridge.views import (
     TorchTensor,
-    as_views,
     default_env,
+    get_lowering,
     set_lowering,
     set_raw_lowering,
 )
@@ -60,12 +60,20 @@ def _mend_type_as() -> None:
 
 def _take_by_host_indices() -> None:
     """Lets ``take_along_dim`` have indices on the host, whose device PyTorch compares."""
+    gather = get_lowering(torch.ops.aten.gather)
 
-    def take(x: torch.Tensor, indices: torch.Tensor, dim: int | None = None) -> torch.Tensor:
-        return torch.take_along_dim(*as_views((x, indices)), dim=dim)
+    def take(x: jax.Array, indices: jax.Array, dim: int | None = None) -> jax.Array:
+        if dim is None:
+            x, indices, dim = x.reshape(-1), indices.reshape(-1), 0
+        shape, chosen = list(x.shape), list(indices.shape)
+        shape[dim] = chosen[dim] = 1
+        both = jnp.broadcast_shapes(tuple(shape), tuple(chosen))
+        lengths = [(*both[: dim % x.ndim], each.shape[dim], *both[dim % x.ndim + 1 :]) for each in (x, indices)]
+        taken: jax.Array = gather(jnp.broadcast_to(x, lengths[0]), dim, jnp.broadcast_to(indices, lengths[1]))
+        return taken
 
     for function in (torch.take_along_dim, torch.Tensor.take_along_dim):
-        default_env().override_op_definition(function, take)
+        set_lowering(function, take)
 
 
 def _stay_on_device() -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+from view_checks import Module, check
 
 from model_adapters.bridge.extract import extract_jax
 from model_adapters.bridge.views import computing, to_torch_tensor
@@ -70,6 +71,13 @@ VIEWS = {
     "by a list": lambda x: x[[1]],
     "by a mask": lambda x: x[torch.tensor([True, False])],
     "repeat": lambda x: x.repeat(1, 1, 1),
+    "cpu": lambda x: x.cpu(),
+    "unsafe_chunk": lambda x: x.unsafe_chunk(2, 0)[1],
+    "an operator's overloads": lambda x: torch.ops.aten.alias(x),
+    "one of its overloads": lambda x: torch.ops.aten.select(x, 1, 1),
+    "broadcast_tensors": lambda x: torch.broadcast_tensors(x, x[:1])[0],
+    "adjoint": lambda x: x.adjoint(),
+    "type": lambda x: x.type(torch.float32),
 }
 WRITES = {
     "add_": lambda part: part.add_(10),
@@ -84,24 +92,6 @@ WRITES = {
     "out": lambda part: torch.mul(part, 2, out=part),
     "out of exp": lambda part: torch.exp(part * 0.1, out=part),
 }
-
-
-class Module(torch.nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
-
-
-def check(function, x=None):
-    x = torch.arange(24.0).view(2, 3, 4) + 1 if x is None else x
-    expected = function(x.clone())
-    weights, jax_function = extract_jax(Module(function))
-    found = jax.jit(jax_function)(weights, (x.numpy(),))
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(to_torch_tensor(one), other, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", VIEWS)
@@ -135,7 +125,7 @@ def test_axes_are_added_and_removed_in_place():
         x = x * 1
         other = x[0]
         other.unsqueeze_(0).mul_(2)
-        turned = x[1].t_()
+        turned = x[1].t_().swapaxes_(0, 1).transpose_(1, 0)
         turned[0] = 5
         return x, other, turned, other.squeeze_(0) + 1
 
@@ -157,6 +147,35 @@ def test_a_view_of_elements_more_than_once_is_refused():
         weights, function = extract_jax(Module(lambda x, view=view: view(x * 1).mul_(2)))
         with pytest.raises(UnsupportedModelError, match="elements more than once"):
             function(weights, (np.ones((2, 3, 4), np.float32),))
+
+
+class Holding(torch.nn.Module):
+    """Keeps views in an attribute, a dict and a list, and writes into a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.arange(12.0).view(3, 4))
+
+    def forward(self, x):
+        x = x * 1
+        self.part, kept = x[1:], {"turned": x[0].t(), "rows": [x[0].unbind(0)[0]]}
+        self.part.mul_(2)
+        kept["turned"][0].add_(1)
+        kept["rows"][0].zero_()
+        x += 1
+        turned = self.table.t()
+        turned[0] = x[0, :, 0]
+        self.table.view(-1)[::5] = 9
+        part, self.part = self.part, None
+        return part * 1, kept["turned"], kept["rows"][0], x, self.table + turned.t()
+
+
+def test_views_in_attributes_and_containers_and_of_buffers():
+    x = torch.arange(24.0).view(2, 3, 4)
+    expected = Holding()(x.clone())
+    weights, function = extract_jax(Holding())
+    for one, other in zip(jax.jit(function)(weights, (x.numpy(),)), expected, strict=True):
+        torch.testing.assert_close(to_torch_tensor(one), other.contiguous())
 
 
 class Writing(torch.nn.Module):
