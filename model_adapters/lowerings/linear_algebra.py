@@ -53,7 +53,7 @@ def _cholesky_inverse(factor: jax.Array, upper: bool = False) -> jax.Array:
 
 
 def _solve(a: jax.Array, b: jax.Array, *, left: bool = True) -> jax.Array:
-    """Computes ``torch.linalg.solve`` of `a` [..., n, n] and `b` [..., n, k], or vectors [..., n].
+    """Computes ``torch.linalg.solve`` of `a` [..., n, n] and `b` [..., n, k] or [..., n].
 
     torchax 0.0.13 takes matrices of the shape of `a` for vectors.
     """

@@ -146,7 +146,10 @@ def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *arg
 
 
 def _group_norm(x: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
-    """Returns tensors of the strides of ``native_group_norm``, whose operand PyTorch brings into an order before."""
+    """Returns tensors of the strides of ``native_group_norm``.
+
+    PyTorch brings its operand into an order before.
+    """
     is_last = x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last)
     rows = x.new_empty((x.shape[0], args[-2]))
     return torch.empty(x.shape, device="meta", memory_format=_channels(is_last)), rows, rows
