@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import eager_mask, sdpa_mask
 
-from model_adapters.bridge.views import as_views, jax_view, torch_view
+from model_adapters.bridge.views import as_views, in_torch_mode, jax_view, torch_view
 from model_adapters.caches.cross_attention_layer import StoredSource
 from model_adapters.caches.layers import KVWrite
 from model_adapters.caches.packed_batch import NotPackableError
@@ -156,6 +156,12 @@ def additive_mask(*args: Any, dtype: torch.dtype = torch.float32, **kwargs: Any)
     if (causal := getattr(visible, "causal_mask", None)) is not None:
         mask.causal_mask = causal
     return mask
+
+
+def _mask_of_eager_code(*args: Any, use_vmap: bool = False, **kwargs: Any) -> Any:
+    """Returns transformers' mask for eager attention, in a trace without torch's vmap."""
+    kwargs["use_vmap"] = use_vmap and not in_torch_mode()
+    return eager_mask(*args, **kwargs)
 
 
 def torchax_attention(
@@ -384,6 +390,7 @@ def _decode(q: jax.Array, write: KVWrite, starts: jax.Array | None, args: Attent
 
 AttentionInterface.register(IMPLEMENTATION, torchax_attention)
 AttentionMaskInterface.register(IMPLEMENTATION, torchax_mask)
+AttentionMaskInterface.register("eager", _mask_of_eager_code)
 AttentionInterface.register(ADDITIVE_MASK, torchax_attention)
 AttentionMaskInterface.register(ADDITIVE_MASK, additive_mask)
 

@@ -9,6 +9,11 @@ entries that torchax then registers twice are the same function. torch 2.14 has 
 what stands for these is a key of torchax's tables that nothing looks up. Where torchax imports by itself nothing is
 touched.
 
+torchax also names a device of its own in PyTorch, by which all code of the process would find an accelerator without
+streams and random state, and switches a fast path of attention off. Where this project imports it for itself
+(`own_torchax`), PyTorch stays as it was until a script uses torchax, too: by `import_torchax`, or by the environment
+that every use of torchax begins with.
+
 `install` puts a finder in front of Python's own, which has torchax executed so whoever imports it. Nothing heavy is
 imported here, so that every package of this project can call it.
 """
@@ -16,15 +21,22 @@ imported here, so that every package of this project can call it.
 from __future__ import annotations
 
 import contextlib
+import contextvars
+import functools
 import importlib
 import importlib.machinery
+import os
 import sys
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from types import ModuleType
 from typing import Any
 
 NAME = "torchax"
+_IS_OWN = contextvars.ContextVar("is_own", default=False)  # whether this project imports torchax, and no script
+_LEFT_OUT: list[Callable[[], Any]] = []  # what torchax would have changed in PyTorch when this project imported it
+_LOCK = threading.RLock()
 REMOVED = frozenset({"cholesky", "qr"})
 """Operators that torchax 0.0.13 names, and torch has no more from 2.14 on; models call those of ``torch.linalg``."""
 LATE = ("torchax.decompositions", "torchax.ops.jaten")
@@ -87,9 +99,12 @@ class _AnsweringLoader(Loader):
     def exec_module(self, module: ModuleType) -> None:
         """Runs torchax and the module that it loads late."""
         _drop_parts()
-        with _answered_where_needed():
+        is_own = _IS_OWN.get()
+        with _answered_where_needed(), _torch_as_it_was() if is_own else contextlib.nullcontext():
             self._loader.exec_module(module)
             _import_late()
+        if is_own:
+            _follow_scripts(module)
         _say_no_accelerator(module)
 
 
@@ -110,6 +125,57 @@ def _drop_parts() -> None:
     if getattr(getattr(torch, "jax", None), "__name__", None) == f"{NAME}.device_module":
         delattr(torch, "jax")  # which torch lets nobody register twice
         del sys.modules["torch.jax"]
+
+
+@contextlib.contextmanager
+def _torch_as_it_was() -> Iterator[None]:
+    """Keeps PyTorch's devices, its attention and the environment as they are, inside.
+
+    What would have changed goes to `_LEFT_OUT`.
+    """
+    import torch
+
+    registered = torch.utils.rename_privateuse1_backend, torch._register_device_module
+    is_fast, environment = torch.backends.mha.get_fastpath_enabled(), dict(os.environ)
+    left_out: list[Callable[[], Any]] = []
+    rename, register = (
+        lambda *args, change=change: left_out.append(functools.partial(change, *args)) for change in registered
+    )
+    torch.utils.rename_privateuse1_backend, torch._register_device_module = rename, register
+    try:
+        yield
+    finally:
+        torch.utils.rename_privateuse1_backend, torch._register_device_module = registered
+        left_out.append(
+            functools.partial(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+        )
+        torch.backends.mha.set_fastpath_enabled(is_fast)
+        for name in os.environ.keys() - environment.keys():
+            left_out.append(functools.partial(os.environ.setdefault, name, os.environ.pop(name)))
+    _LEFT_OUT[:] = left_out
+
+
+def _follow_scripts(torchax: Any) -> None:
+    """Makes torchax change in PyTorch what it changes, once a script calls it.
+
+    Every use of it begins with its environment; its submodules ask for that on behalf of this project, too.
+    """
+    own = torchax.default_env
+
+    @functools.wraps(own)
+    def default_env() -> Any:
+        if not sys._getframe(1).f_globals.get("__name__", "").startswith(f"{NAME}."):
+            _change_torch()
+        return own()
+
+    torchax.default_env = default_env
+
+
+def _change_torch() -> None:
+    """Names torchax's device in PyTorch and does what else torchax's import does there, once."""
+    with _LOCK:
+        while _LEFT_OUT:
+            _LEFT_OUT.pop(0)()
 
 
 def _say_no_accelerator(torchax: Any) -> None:
@@ -167,12 +233,26 @@ def torch_has_named_overloads() -> bool:
     return "dimname" in torch.ops.aten.all.overloads()
 
 
-def import_torchax() -> ModuleType:
-    """Returns the ``torchax`` module with its operator tables loaded."""
+def own_torchax() -> ModuleType:
+    """Returns the ``torchax`` module with its operator tables loaded.
+
+    PyTorch stays as it is. Its function ``default_env`` is for scripts; the original is its ``__wrapped__``.
+    """
     install()
-    with _answered_where_needed():  # where it was imported before this project, and has not loaded all yet
-        torchax = importlib.import_module(NAME)
-        _import_late()
+    token = _IS_OWN.set(True)
+    try:
+        with _answered_where_needed():  # where it was imported before this project, and has not loaded all yet
+            torchax = importlib.import_module(NAME)
+            _import_late()
+    finally:
+        _IS_OWN.reset(token)
     if torchax is not None:
         _say_no_accelerator(torchax)
+    return torchax
+
+
+def import_torchax() -> ModuleType:
+    """Returns the ``torchax`` module as scripts have it, with the device ``jax`` in PyTorch."""
+    torchax = own_torchax()
+    _change_torch()
     return torchax

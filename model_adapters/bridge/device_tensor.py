@@ -17,7 +17,6 @@ from torch.utils import _pytree
 
 from model_adapters.bridge.views import (
     TorchTensor,
-    TorchView,
     computing,
     default_env,
     in_torch_mode,
@@ -26,8 +25,7 @@ from model_adapters.bridge.views import (
     to_torch_tensor,
     torchax,
 )
-from model_adapters.errors import UnsupportedModelError
-from model_adapters.lowerings import constant_folding, install
+from model_adapters.lowerings import aliases, constant_folding, install
 
 NUM_TRANSFERS: collections.Counter[str] = collections.Counter()
 """How often values were copied to the host, by the torch function that needed them there."""
@@ -39,11 +37,8 @@ _PROPERTIES = ("__get__", "__set__")
 class DeviceTensor(TorchTensor):
     """A tensor around a JAX array that may be used outside of a trace.
 
-    A part of it, such as a slice, has a copy of the values, into which nothing can be written. Its ``device`` is the
-    CPU, so code that follows it makes new tensors on the host; ``cpu()`` and ``numpy()`` copy.
+    Its ``device`` is the CPU, so code that follows it makes new tensors on the host; ``cpu()`` and ``numpy()`` copy.
     """
-
-    _is_part = False  # of another tensor, into which a write would have to go
 
     @classmethod
     def of(cls, array: jax.Array) -> DeviceTensor:
@@ -74,11 +69,6 @@ class DeviceTensor(TorchTensor):
                 return func(*args, **kwargs)
         if name in (*_ON_HOST, *_RANDOM) or _writes_on_host(func, args):
             return _on_host(name, func, args, kwargs)
-        if _writes(func) and getattr(args[0], "_is_part", False):
-            raise UnsupportedModelError(
-                f"{name}: expected a write into a tensor of its own, got one into a part of a tensor on the device; "
-                "make a copy of the part first"
-            )
         try:
             with computing(), torch.no_grad():
                 result = func(*args, **kwargs)
@@ -91,7 +81,7 @@ def _kept(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, DeviceTensor) or not is_view(tensor):
         return tensor
     made = DeviceTensor(jax_view(tensor), default_env())
-    made._is_part = isinstance(tensor, TorchView)
+    aliases.moved(made, tensor)
     return made
 
 

@@ -12,14 +12,16 @@ import torch
 import pytree_registry
 from model_adapters.bridge.views import (
     JaxFunction,
+    as_views,
     is_view,
     jax_view,
     named_tensors,
     to_jax_array,
     torch_mode,
     torch_view,
+    torchax,
 )
-from model_adapters.errors import InvalidArgumentError
+from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
 from model_adapters.lowerings import install
 from model_adapters.program import shared_layers
 from model_adapters.program.trace_context import torch_promotion
@@ -43,7 +45,12 @@ def functional_call(
         with torch_promotion():
             state, args_view, kwargs_view = torch_view((dict(weights), args, kwargs))
             with torch_mode(module, state), shared_layers.intercepted(module, **options):
-                return jax_view(getattr(module, method)(*args_view, **kwargs_view))
+                try:
+                    return jax_view(as_views(getattr(module, method)(*args_view, **kwargs_view)))
+                except torchax.tensor.OperatorNotFound as error:
+                    raise UnsupportedModelError(
+                        f"{error} to JAX; write the model's code with other operators"
+                    ) from None
 
     return call
 

@@ -54,6 +54,8 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
     The tensor has to be on the host.
     """
+    if tensor.layout is not torch.strided:
+        raise UnsupportedModelError(f"expected a dense tensor, got one of {tensor.layout}; call its to_dense()")
     tensor = tensor.detach()
     if tensor.device.type != "cpu":
         raise ValueError(f"expected a tensor on the CPU, got one on {tensor.device}")

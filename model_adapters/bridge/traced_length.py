@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import torch
 
-from model_adapters.bridge.views import TorchTensor, torchax
+from model_adapters.bridge.views import TorchTensor, default_env
 
 
 class TracedLength(TorchTensor):
@@ -31,7 +31,7 @@ class TracedLength(TorchTensor):
     @classmethod
     def of(cls, length: jax.Array, most: int) -> TracedLength:
         """Returns the length `length` int32[], which has to be from 1 to `most`."""
-        return cls(length, torchax.default_env(), most)
+        return cls(length, default_env(), most)
 
     def distance(self, other: Any) -> int | None:
         """Returns `other` less this length, if the difference is known."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -19,23 +21,44 @@ import numpy as np
 import torch
 
 from model_adapters.bridge.host_arrays import to_jax_zero_copy
-from pytree_registry.torchax_import import import_torchax
+from pytree_registry.torchax_import import own_torchax
 
-torchax = import_torchax()
+torchax = own_torchax()
 from torchax.interop import jax_view, torch_view  # noqa: E402
 
 TorchTensor = torchax.tensor.Tensor
-TorchView = torchax.view.View  # of a part of a TorchTensor, such as a slice
-NarrowInfo = torchax.view.NarrowInfo  # which part
 JaxFunction = Callable[..., Any]
-default_env = torchax.default_env
+default_env = inspect.unwrap(torchax.default_env)
 
 _THREAD = threading.local()  # depth: number of contexts of `torch_mode` and `computing` that this thread is in
 
 
 def is_view(value: Any) -> bool:
     """Tells whether `value` is a torch view of a JAX array."""
-    return isinstance(value, (TorchTensor, TorchView))
+    return isinstance(value, TorchTensor)
+
+
+DEVICE = torch.device("privateuseone:0")
+"""The device of torch views, by the name that PyTorch has for devices of other libraries."""
+
+
+def _name_device() -> None:
+    """Makes torch views tell their device without torchax's name for it.
+
+    PyTorch was not told that name.
+    """
+    environment = torchax.tensor.Environment
+    theirs = environment._is_same_device
+    TorchTensor.device = property(lambda self: DEVICE)
+
+    def is_same_device(self: Any, tensor: torch.Tensor, new_device: Any) -> bool:
+        # PyTorch's own operators name the device of the wrapper.
+        return (new_device == "meta" and is_view(tensor)) or theirs(self, tensor, new_device)
+
+    environment._is_same_device = is_same_device
+
+
+_name_device()
 
 
 def accept_host_tensors() -> None:
@@ -44,24 +67,32 @@ def accept_host_tensors() -> None:
     torchax refuses them together with its own. Model code that names no device makes them on the host, while it is
     traced: their values are known.
     """
-    env = torchax.default_env()
+    env = default_env()
     theirs = env.t2j_iso
 
     def t2j_iso(tensors: Any) -> Any:
         return theirs(as_views(tensors))
 
     env.t2j_iso = t2j_iso
+    env.v2t_iso = lambda values: values  # torchax's class of views is not used
+    for operator, found in env._decomps.items():
+        env._decomps[operator] = dataclasses.replace(found, func=functools.partial(_over_views, found.func))
+
+
+def _over_views(decomposition: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    args, kwargs = as_views((args, kwargs))
+    return decomposition(*args, **kwargs)
 
 
 def as_views(tensors: Any) -> Any:
     """Returns `tensors`, any pytree, with PyTorch's own host tensors as torch views."""
-    env = torchax.default_env()
+    env = default_env()
 
     def taken(x: torch.Tensor) -> Any:
         if is_view(x):
             return x
         with jax.ensure_compile_time_eval():  # its values are known, and stay so
-            return TorchTensor(to_jax_array(x), env)
+            return TorchTensor(to_jax_array(x.detach().clone()), env)  # PyTorch may write into it later
 
     return torch.utils._pytree.tree_map_only(torch.Tensor, taken, tensors)
 
@@ -71,7 +102,7 @@ def set_lowering(torch_op: Any, function: Callable[..., Any], *, keep_kind: bool
 
     With `keep_kind` it gets the arguments that the present lowering takes.
     """
-    env = torchax.default_env()
+    env = default_env()
     if keep_kind:
         env._ops[torch_op] = dataclasses.replace(env._ops[torch_op], func=function)
     else:
@@ -80,7 +111,7 @@ def set_lowering(torch_op: Any, function: Callable[..., Any], *, keep_kind: bool
 
 def set_in_place(torch_op: Any, functional: Any) -> None:
     """Makes `torch_op` write into its first operand what the operator `functional` returns."""
-    operators = torchax.default_env()._ops
+    operators = default_env()._ops
     like = operators[torch.ops.aten.add_]
     operators[torch_op] = dataclasses.replace(like, torch_op=torch_op, func=type(like.func)(functional))
 
@@ -95,13 +126,18 @@ def set_raw_lowering(torch_op: Any, function: Callable[..., Any]) -> None:
 
     These are torch views, and numbers as they are.
     """
-    operator = torchax.default_env()._ops[torch_op]
-    torchax.default_env()._ops[torch_op] = dataclasses.replace(operator, func=function, is_jax_function=False)
+    operator = default_env()._ops[torch_op]
+    default_env()._ops[torch_op] = dataclasses.replace(operator, func=function, is_jax_function=False)
+
+
+def remove_lowering(torch_op: Any) -> None:
+    """Makes `torch_op` run as PyTorch has it, as the operators that it consists of."""
+    default_env()._ops.pop(torch_op)
 
 
 def get_lowering(torch_op: Any) -> Callable[..., Any]:
     """Returns the function that torchax runs for `torch_op`."""
-    return torchax.default_env()._ops[torch_op].func
+    return default_env()._ops[torch_op].func
 
 
 def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -150,11 +186,48 @@ def torch_mode(module: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> It
         default_env(),
         torch.no_grad(),
         reparametrized,
+        _PYTORCH.as_torchax_needs_it(),
         warnings.catch_warnings(),
     ):
         # Model code asks for int64 everywhere, and JAX without 64-bit types says each time that it gives int32.
         warnings.filterwarnings("ignore", "Explicitly requested dtype .*int64", UserWarning)
         yield
+
+
+class _SharedSettings:
+    """Settings of PyTorch for all threads that differ while any of them is in `torch_mode`."""
+
+    def __init__(self) -> None:
+        self._lock, self._depth, self._is_fast = threading.Lock(), 0, True
+        self._named = ""  # the module of `torch` that was set here
+
+    @contextlib.contextmanager
+    def as_torchax_needs_it(self) -> Iterator[None]:
+        """Switches off attention's fast path, and names a module of the device, inside."""
+        name = DEVICE.type
+        with self._lock:
+            self._depth += 1
+            if self._depth == 1:
+                self._is_fast = torch.backends.mha.get_fastpath_enabled()
+                torch.backends.mha.set_fastpath_enabled(False)
+                if not hasattr(torch, name):
+                    self._named = name
+                    setattr(torch, name, torchax.device_module)
+                    sys.modules[f"torch.{name}"] = torchax.device_module  # where PyTorch's own code looks
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._depth -= 1
+                if not self._depth:
+                    torch.backends.mha.set_fastpath_enabled(self._is_fast)
+                    if self._named:
+                        delattr(torch, self._named)
+                        del sys.modules[f"torch.{self._named}"]
+                        self._named = ""
+
+
+_PYTORCH = _SharedSettings()
 
 
 @contextlib.contextmanager
@@ -181,7 +254,7 @@ def _on_this_thread() -> Iterator[None]:
 @contextlib.contextmanager
 def computing() -> Iterator[None]:
     """Runs torch code on views inside, outside of any module, on this thread."""
-    with _on_this_thread(), default_env(), warnings.catch_warnings():
+    with _on_this_thread(), default_env(), _PYTORCH.as_torchax_needs_it(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Explicitly requested dtype .*int64", UserWarning)
         yield
 

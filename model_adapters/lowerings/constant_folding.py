@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import torch
 
-from model_adapters.bridge.views import TorchTensor, TorchView, as_views, default_env, jax_view
+from model_adapters.bridge.views import TorchTensor, default_env
 from model_adapters.errors import UnsupportedModelError
 
 LARGEST_BYTES = 1 << 22
@@ -54,8 +54,7 @@ def install() -> None:
         return _dispatch(theirs, func, types, args, kwargs or {}) if is_enabled() else theirs(func, types, args, kwargs)
 
     env.dispatch = dispatch
-    for kind in (TorchTensor, TorchView):
-        kind.__setitem__ = _assignment(kind.__setitem__)
+    TorchTensor.__setitem__ = _assignment(TorchTensor.__setitem__)
     TorchTensor.flatten = _flatten
 
 
@@ -68,8 +67,6 @@ def _assignment(theirs: Callable[..., None]) -> Callable[..., None]:
         if is_traced_mask(key) and not (isinstance(value, torch.Tensor) and value.ndim):
             mask = key.reshape(*key.shape, *[1] * (self.ndim - key.ndim))
             key, value = (slice(None),) * self.ndim, torch.where(mask, value, self)
-        elif isinstance(self, TorchView):
-            key = jax_view(as_views(key))  # torchax 0.0.13 hands tensors on to JAX as they are
         with jax.ensure_compile_time_eval() if is_known else contextlib.nullcontext():
             theirs(self, key, value)
 
@@ -107,8 +104,6 @@ def is_traced_mask(key: Any) -> bool:
 
 def is_traced(x: torch.Tensor) -> bool:
     """Tells whether the values of `x` are unknown while the program is made."""
-    while isinstance(x, TorchView):
-        x = x.parent
     return isinstance(x, TorchTensor) and isinstance(x._elem, jax.core.Tracer)
 
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from model_adapters.bridge.views import TorchTensor, TorchView, default_env, jax_view, set_lowering, torch_view
+from model_adapters.bridge.views import TorchTensor, default_env, jax_view, set_lowering, torch_view
 from model_adapters.errors import UnsupportedModelError
 from model_adapters.lowerings import constant_folding
 from model_adapters.lowerings.traced_conditions import TracedConditions
@@ -33,8 +33,7 @@ collect_if_collected, add = _CONDITIONS.collect_if_collected, _CONDITIONS.add
 def install() -> None:
     """Registers the lowering in torchax's table."""
     set_lowering(torch.ops.aten._is_all_true, _is_all_true)
-    for kind in (TorchTensor, TorchView):
-        kind.item = _item(kind.item)
+    TorchTensor.item = _item(TorchTensor.item)
 
 
 def _is_all_true(x: jax.Array) -> jax.Array:

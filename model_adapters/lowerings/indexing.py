@@ -8,12 +8,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 
 from model_adapters.bridge.traced_length import TracedLength
 from model_adapters.bridge.views import (
     TorchTensor,
-    TorchView,
     as_views,
     get_lowering,
     is_view,
@@ -23,7 +23,7 @@ from model_adapters.bridge.views import (
     to_jax_array,
     torch_view,
 )
-from model_adapters.lowerings import constant_folding, index_checks
+from model_adapters.lowerings import aliases, constant_folding, index_checks, masked_writes
 from model_adapters.lowerings.deferred_checks import TracedMaskSelection
 from model_adapters.ops import registry
 from model_adapters.ops.compressed_weight import compressed_of, note_turned, quantized_of, take_compressed_rows
@@ -37,14 +37,12 @@ def _check_lookups() -> None:
         get_lowering(op) for op in (torch.ops.aten.index, torch.ops.aten.index_select, torch.ops.aten.gather)
     )
 
-    their_getitem = get_lowering(torch.Tensor.__getitem__)
-
     def checked_getitem(self: torch.Tensor, indexes: Any) -> Any:
         rows, *others = indexes if isinstance(indexes, tuple) and indexes else (indexes,)
         is_lookup = isinstance(self, TorchTensor) and isinstance(rows, TorchTensor)
         if is_lookup and all(isinstance(other, slice) for other in others):
             index_checks.check_rows(jax_view(self), jax_view(rows), 0, from_end=True)
-        return their_getitem(self, indexes)
+        return _getitem(self, indexes)
 
     def checked_index(tensor: Any, indices: Any, *args: Any, **kwargs: Any) -> Any:
         if indices and all(other is None for other in indices[1:]):
@@ -64,6 +62,57 @@ def _check_lookups() -> None:
         set_lowering(op, checked_index, keep_kind=True)
     set_lowering(torch.ops.aten.index_select, checked_select, keep_kind=True)
     set_lowering(torch.ops.aten.gather, checked_gather, keep_kind=True)
+
+
+def _getitem(self: torch.Tensor, indexes: Any) -> torch.Tensor:
+    """Computes ``self[indexes]``: a view, or a copy if tensors, lists or masks choose elements."""
+    index = _index_parts(indexes)
+    if all(map(_is_of_numbers, index)):
+        return aliases.getitem(self, index)
+    index = jax_view(as_views(index))
+    chosen = [each for each in index if isinstance(each, jax.Array | np.ndarray | bool)]
+    numbers = [each for each in chosen if not isinstance(each, bool) and not each.ndim and each.dtype != bool]
+    if len(chosen) == len(numbers) and (not chosen or len(chosen) == 1):
+        return aliases.getitem(self, index)
+    return torch_view(jax_view(self)[index])
+
+
+def _is_of_numbers(part: Any) -> bool:
+    """Tells whether a part of an index is an integer, a slice of such, None or ..."""
+    ends = (part.start, part.stop, part.step) if type(part) is slice else (part,)
+    return all(end is None or end is ... or type(end) is int for end in ends)
+
+
+def _index_parts(indexes: Any) -> tuple[Any, ...]:
+    """Returns the parts of the index in ``x[indexes]``, lists of numbers as arrays."""
+    if isinstance(indexes, list) and not all(isinstance(each, int) for each in indexes):
+        indexes = tuple(indexes)
+    given = indexes if isinstance(indexes, tuple) else (indexes,)
+    return tuple(np.asarray(each) if isinstance(each, list) else each for each in given)
+
+
+def _write_items() -> None:
+    """Fixes ``tensor[key] = value``.
+
+    torchax 0.0.13 bypasses its table there, and refuses values with further axes of length 1.
+    """
+    theirs = TorchTensor.__setitem__
+
+    def set_item(self: Any, key: Any, value: Any) -> None:
+        before = jax_view(self)
+        if isinstance(value, torch.Tensor):
+            value = jax_view(as_views(value)).astype(before.dtype)
+            while value.ndim > 1 and value.shape[0] == 1:
+                value = value[0]
+        key = jax_view(as_views(_index_parts(key)))
+        if len(key) == 1 and masked_writes.is_mask(key[0]):
+            self._elem = aliases.apart(masked_writes.put(before, key[0], jnp.asarray(value, before.dtype)))
+            return
+        written = torch_view(before)
+        theirs(written, key, torch_view(value))
+        self._elem = aliases.apart(jax_view(written))
+
+    TorchTensor.__setitem__ = set_item
 
 
 def _keep_tables_short() -> None:
@@ -203,8 +252,6 @@ def _understand_stored_lengths() -> None:
             self = torch_view(to_jax_array(self))  # a table on the host, looked up by computed indices
         if len(given) == 1 and constant_folding.is_traced_mask(given[0]):
             return TracedMaskSelection(self, given[0])
-        if isinstance(self, TorchView) and any(isinstance(x, torch.Tensor | list) for x in given):
-            self = torch_view(jax_view(self))  # torchax 0.0.13 reads an array that a view does not have
         if not any(isinstance(x, slice) and isinstance(x.start, TracedLength) for x in given):
             return their_getitem(self, indexes)
         array, rest = jax_view(self), list(given)

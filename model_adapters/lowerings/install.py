@@ -15,7 +15,18 @@ from model_adapters.bridge.views import (
     set_in_place,
     set_lowering,
 )
-from model_adapters.lowerings import constant_folding, custom_ops, deferred_checks, resize
+from model_adapters.lowerings import (
+    aliases,
+    autocast,
+    constant_folding,
+    custom_ops,
+    deferred_checks,
+    linear_algebra,
+    masked_writes,
+    resize,
+    special_cases,
+    written_results,
+)
 from model_adapters.lowerings.convolution import _conv2d, _convolution
 from model_adapters.lowerings.indexing import (
     _cat,
@@ -26,11 +37,17 @@ from model_adapters.lowerings.indexing import (
     _keep_tables_short,
     _pad_by_known_widths,
     _understand_stored_lengths,
+    _write_items,
 )
 from model_adapters.lowerings.matmul import _addmm, _attention, _grouped_mm, _linear
-from model_adapters.lowerings.partial_writes import keep_writes_apart
 from model_adapters.lowerings.reductions import _layer_norm, _mean, _softmax, _sum
-from model_adapters.lowerings.torchax_fixes import _mend_copy, _mend_type_as, _stay_on_device, _write_through_views
+from model_adapters.lowerings.torchax_fixes import (
+    _mend_copy,
+    _mend_type_as,
+    _stay_on_device,
+    _take_by_host_indices,
+    _view_bits,
+)
 
 
 @functools.cache
@@ -60,6 +77,7 @@ def install() -> None:
     set_lowering(torch.nn.functional.scaled_dot_product_attention, _attention)
     set_lowering(torch.ops.aten.scaled_dot_product_attention, _attention)
     accept_host_tensors()
+    _write_items()
     _mend_copy()
     _mend_type_as()
     _understand_stored_lengths()
@@ -67,10 +85,16 @@ def install() -> None:
     deferred_checks.install()
     constant_folding.install()
     resize.install()
+    linear_algebra.install()
+    masked_writes.install()
+    special_cases.install()
     set_lowering(torch.nn.functional.embedding_bag, _embedding_bag)
     set_lowering(torch.ops.aten.index_add, _index_add)
     set_in_place(torch.ops.aten.index_add_, torch.ops.aten.index_add)
     _pad_by_known_widths()
+    _take_by_host_indices()
     _stay_on_device()
-    _write_through_views()
-    keep_writes_apart()
+    _view_bits()
+    written_results.install()
+    aliases.install()
+    autocast.install()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -75,7 +76,7 @@ def _layer_norm(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes ``torch.native_layer_norm``: result, means, reciprocal deviations."""
     size = len(normalized_shape)
-    rows = x.reshape(*x.shape[: x.ndim - size], -1)
+    rows = x.reshape(*x.shape[: x.ndim - size], math.prod(normalized_shape))
     weight, bias = (None if array is None else array.reshape(-1) for array in (weight, bias))
     out, mean, scale = ops.layer_norm(rows, weight, bias, eps)
     reduced_shape = (*x.shape[: x.ndim - size], *[1] * size)

@@ -34,12 +34,19 @@ def install() -> None:
 def _resampled(
     operator: Callable[..., torch.Tensor],
     x: jax.Array,
-    output_size: Sequence[int],
+    output_size: Sequence[int] | None,
     align_corners: bool,
-    scales_h: float | None = None,
+    scales_h: float | Sequence[float] | None = None,
     scales_w: float | None = None,
+    scale_factors: Sequence[float] | None = None,
 ) -> jax.Array:
-    """Returns `x` [batch, channels, height, width] in `output_size`, as `operator` has it."""
+    """Returns `x` [batch, channels, height, width] in another size, as `operator` has it."""
+    if isinstance(scales_h, Sequence):
+        scales_h, scale_factors = None, scales_h
+    if scale_factors is not None:
+        scales_h, scales_w = scale_factors
+        output_size = [int(length * factor) for length, factor in zip(x.shape[2:], scale_factors, strict=True)]
+    assert output_size is not None  # PyTorch wants one of both
     rows = _matrix(operator, x.shape[2], output_size[0], align_corners, scales_h)
     columns = _matrix(operator, x.shape[3], output_size[1], align_corners, scales_w)
     exact: Any = jax.lax.Precision.HIGHEST

@@ -4,44 +4,76 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import torch
 
 from model_adapters.bridge.views import (
     TorchTensor,
-    TorchView,
     default_env,
     get_lowering,
-    jax_view,
     set_lowering,
-    torch_view,
+    set_raw_lowering,
 )
+from model_adapters.errors import UnsupportedModelError
 from model_adapters.lowerings import constant_folding
+from model_adapters.lowerings.written_results import write
 
 
 def _mend_copy() -> None:
-    """Fixes ``tensor.copy_(view)``.
+    """Fixes ``tensor.copy_(other)``: torchax 0.0.13 does not broadcast."""
 
-    torchax 0.0.13 reads the array of the view under an attribute that only tensors have.
-    """
-    theirs = get_lowering(torch.ops.aten.copy_)
+    def copy(x: torch.Tensor, y: torch.Tensor, non_blocking: bool = False, env: Any = None) -> torch.Tensor:
+        write(x, y)
+        return x
 
-    def copy(x: torch.Tensor, y: torch.Tensor, memory_format: Any = None, env: Any = None) -> torch.Tensor:
-        return theirs(x, torch_view(jax_view(y)) if isinstance(y, TorchView) else y, memory_format, env)
+    set_raw_lowering(torch.ops.aten.copy_, copy)
 
-    set_lowering(torch.ops.aten.copy_, copy, keep_kind=True)
+
+def _view_bits() -> None:
+    """Registers ``tensor.view(dtype)``, which torchax 0.0.13 takes for a shape."""
+
+    def view(x: jax.Array, dtype: torch.dtype) -> jax.Array:
+        wanted = jnp.dtype(str(dtype).removeprefix("torch."))
+        if jax.dtypes.canonicalize_dtype(wanted) != wanted:
+            raise UnsupportedModelError(f"view({dtype}): expected a dtype of at most 32 bits, which JAX has here")
+        parts = wanted.itemsize // x.dtype.itemsize
+        if parts > 1:
+            return jax.lax.bitcast_convert_type(x.reshape(*x.shape[:-1], -1, parts), wanted)
+        bits = jax.lax.bitcast_convert_type(x, wanted)
+        return bits.reshape(*x.shape[:-1], -1) if bits.ndim > x.ndim else bits
+
+    set_lowering(torch.ops.aten.view.dtype, view)
 
 
 def _mend_type_as() -> None:
     """Fixes ``tensor.type_as(other)``.
 
-    torchax 0.0.13 changes the tensor itself, and fails for a view.
+    torchax 0.0.13 changes the tensor itself.
     """
 
     def type_as(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         return self.to(other.dtype)
 
     TorchTensor.type_as = type_as
-    TorchView.type_as = type_as
+
+
+def _take_by_host_indices() -> None:
+    """Lets ``take_along_dim`` have indices on the host, whose device PyTorch compares."""
+    gather = get_lowering(torch.ops.aten.gather)
+
+    def take(x: jax.Array, indices: jax.Array, dim: int | None = None) -> jax.Array:
+        if dim is None:
+            x, indices, dim = x.reshape(-1), indices.reshape(-1), 0
+        shape, chosen = list(x.shape), list(indices.shape)
+        shape[dim] = chosen[dim] = 1
+        both = jnp.broadcast_shapes(tuple(shape), tuple(chosen))
+        lengths = [(*both[: dim % x.ndim], each.shape[dim], *both[dim % x.ndim + 1 :]) for each in (x, indices)]
+        taken: jax.Array = gather(jnp.broadcast_to(x, lengths[0]), dim, jnp.broadcast_to(indices, lengths[1]))
+        return taken
+
+    for function in (torch.take_along_dim, torch.Tensor.take_along_dim):
+        set_lowering(function, take)
 
 
 def _stay_on_device() -> None:
@@ -53,30 +85,4 @@ def _stay_on_device() -> None:
         return theirs(x, dtype, None if constant_folding.is_traced(x) else device)
 
     env._to_copy = to_copy
-    set_lowering(torch.Tensor.cpu, lambda x, *args, **kwargs: x)
-
-
-def _write_through_views() -> None:
-    """Fixes in-place operators on views, such as ``x[1:].masked_fill_(…)``.
-
-    If torchax 0.0.13 decomposes such an operator, it writes into a copy of the view, and the result is lost.
-    """
-    env = default_env()
-    theirs = env.dispatch
-
-    def dispatch(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        target = args[0] if args else None
-        if (
-            not isinstance(target, TorchView)
-            or not constant_folding.writes_in_place(func)
-            or constant_folding.is_assignment(func)
-        ):
-            return theirs(func, types, args, kwargs)
-        if env._get_op_or_decomp(func).is_view_op:
-            return theirs(func, types, args, kwargs)
-        tensor = target.torch()
-        theirs(func, types, (tensor, *args[1:]), kwargs)
-        target.update(tensor)
-        return target
-
-    env.dispatch = dispatch
+    env.override_op_definition(torch.Tensor.cpu, lambda x, *args, **kwargs: x)

@@ -14,13 +14,14 @@ import jax
 import torch
 from transformers.cache_utils import Cache
 
-from model_adapters.bridge.views import NarrowInfo, TorchTensor, TorchView, jax_view, torch_view
+from model_adapters.bridge.views import TorchTensor, jax_view, torch_view
 from model_adapters.caches.index_handles import TopTokens
 from model_adapters.caches.packed_batch import ScaledPool
+from model_adapters.lowerings import aliases, strides
 from model_adapters.program.layer_structure import PRIMITIVES, SHARED_TYPES, NotComparableError
 
 Form = Hashable
-_PLAIN = {"_elem", "_env", "_dynamo_static_input_type"}
+_PLAIN = {"_array", "_alias", "_noted", "_env", "_dynamo_static_input_type"}
 """Attributes of a tensor without annotations; the last one is a hint for PyTorch's own compiler."""
 _OF_FIELDS = (ScaledPool, TopTokens)
 """Classes of ours whose values are their fields."""
@@ -28,9 +29,7 @@ _OF_FIELDS = (ScaledPool, TopTokens)
 
 def is_plain(value: Any) -> bool:
     """Tells whether `value` is a torch view of a traced array, without annotations."""
-    if type(value) is TorchTensor:
-        return isinstance(value._elem, jax.core.Tracer) and vars(value).keys() <= _PLAIN
-    return type(value) is TorchView and isinstance(jax_view(value), jax.core.Tracer)
+    return type(value) is TorchTensor and isinstance(value._elem, jax.core.Tracer) and vars(value).keys() <= _PLAIN
 
 
 def _form_of_data(value: Any, form: Callable[[Any], Form]) -> Form | None:
@@ -91,18 +90,39 @@ class CallValues:
         return [jax_view(each) if isinstance(each, torch.Tensor) else each for each in self.inputs]
 
     def kinds(self) -> Hashable:
-        """Returns shape, dtype and whether it is a tensor, by input."""
+        """Returns shape, dtype and whether it is a tensor, by input.
+
+        And strides, if they are not contiguous.
+        """
         return tuple(
-            (isinstance(each, torch.Tensor), jax.typeof(array))
+            (isinstance(each, torch.Tensor), jax.typeof(array), _strides(each))
             for each, array in zip(self.inputs, self.arrays(), strict=True)
         )
 
     def within(self, arrays: Sequence[Any]) -> list[Any]:
         """Returns `inputs` over other arrays, for the trace of the function."""
         return [
-            torch_view(array) if isinstance(each, torch.Tensor) else array
+            view_of(array, each._strided) if isinstance(each, torch.Tensor) else array
             for each, array in zip(self.inputs, arrays, strict=True)
         ]
+
+
+def view_of(array: Any, strided: Any) -> TorchTensor:
+    """Returns a torch view of `array` with strides as `_strided` has them."""
+    made = torch_view(array)
+    made._strided = strided
+    return made
+
+
+def _strides(value: Any) -> Hashable:
+    """Returns what code can tell of the strides of an input, but where its memory begins.
+
+    Slices of one tensor, one for each layer, are of one kind.
+    """
+    strided = getattr(value, "_strided", None)
+    if strided is None:
+        return None
+    return "unknown" if strided is strides.UNKNOWN else tuple(strided.stride())
 
 
 def _is_frozen(value: Any) -> bool:
@@ -146,7 +166,7 @@ class Results:
         self._inputs = {id(each): number for number, each in enumerate(inputs)}
         self._objects = objects
         self._numbers: dict[int, int] = {}
-        self._bases: dict[int, list[torch.Tensor]] = {}  # views among the results by their base
+        self._tensors = [each for each in (*inputs, *objects.values()) if isinstance(each, TorchTensor)]
         self.outputs: list[Any] = []
 
     def form(self, value: Any) -> Form:
@@ -170,35 +190,15 @@ class Results:
         return "output", self._numbers[id(value)]
 
     def _is_new(self, value: Any) -> bool:
-        """Tells whether `value` is an array of its own, which no other result shares."""
-        if type(value) is TorchView:
-            return self._is_new_part(value)
-        is_tensor = type(value) is TorchTensor and vars(value).keys() <= _PLAIN and id(value) not in self._bases
-        return is_tensor or isinstance(value, jax.Array)
+        """Tells whether `value` is an array, or a tensor that shares no element with others.
 
-    def _is_new_part(self, view: Any) -> bool:
-        """Tells whether `view` is a slice of an array made by the code, apart from other results."""
-        base = view.parent
-        known = (self._inputs, self._objects, self._numbers)
-        if type(base) is not TorchTensor or any(id(base) in each for each in known):
+        Others are results and arguments.
+        """
+        if isinstance(value, jax.Array):
+            return True
+        if type(value) is not TorchTensor or not vars(value).keys() <= _PLAIN:
             return False
-        others = self._bases.setdefault(id(base), [])
-        if not all(_are_apart(view, other, base.shape) for other in others):
+        if not all(aliases.are_apart(value, other) for other in self._tensors):
             return False
-        others.append(view)
+        self._tensors.append(value)
         return True
-
-
-def _are_apart(one: Any, other: Any, shape: Sequence[int]) -> bool:
-    """Tells whether two slices of an array of `shape` are apart in any one dimension."""
-    parts = [
-        index if isinstance(index, tuple) else (index,)
-        for each in (one, other)
-        if isinstance(each.view_info, NarrowInfo) and (index := each.view_info.slices) is not None
-    ]
-    if len(parts) < 2 or not all(type(part) is slice for each in parts for part in each):
-        return False
-    return any(
-        set(range(*first.indices(length))).isdisjoint(range(*second.indices(length)))
-        for first, second, length in zip(*parts, shape, strict=False)
-    )

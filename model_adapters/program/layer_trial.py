@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,10 +16,10 @@ from jax.extend import core as jex
 from transformers.cache_utils import Cache
 from transformers.utils import output_capturing
 
-from model_adapters.bridge.views import TorchTensor, default_env, is_view, jax_view
+from model_adapters.bridge.views import TorchTensor, default_env, is_view, jax_view, outside_torch_mode
 from model_adapters.caches.device_cache import TraceCache
 from model_adapters.caches.paged_cache import PagedTraceCache
-from model_adapters.lowerings import deferred_checks, index_checks
+from model_adapters.lowerings import aliases, deferred_checks, index_checks
 from model_adapters.program.call_values import CallValues, Form, Results, built, extra_attributes
 from model_adapters.program.layer_index import LayerIndex, OwnLayers, Reads
 from model_adapters.program.layer_structure import LayerParts, NotComparableError, Snapshot, unchanged
@@ -84,6 +84,13 @@ class LayerCall:
         )
         self.trace = jex.get_opaque_trace_state()
 
+    def are_apart(self, writes: list[int]) -> bool:
+        """Tells whether inputs of these numbers share no element with other arguments."""
+        given = (*self.values.inputs, *self.values.objects.values())
+        shared = [each for each in given if isinstance(each, TorchTensor)]
+        written = [self.values.inputs[number] for number in writes]
+        return all(aliases.are_apart(one, each) for one in written for each in shared if each is not one)
+
 
 class LayerTrial:
     """The trace of a layer into a function; `run` is traced once."""
@@ -93,6 +100,7 @@ class LayerTrial:
         self.result: Form = None
         self.states: list[Form] = []
         self.are_tensors: list[bool] = []
+        self.strided: list[Any] = []
         self.writes: list[int] = []
         self.num_checks = 0
 
@@ -139,6 +147,7 @@ class LayerTrial:
         self.writes = self._writes(inputs, arrays)
         _require(not reads.found, f"it reads {', '.join(reads.found[:1])}")
         self.are_tensors = [isinstance(each, torch.Tensor) for each in results.outputs]
+        self.strided = [getattr(each, "_strided", None) for each in results.outputs]
         self.num_checks = len(met)
         written = [jax_view(inputs[number]) for number in self.writes]
         return [*(jax_view(each) for each in results.outputs), *written, *met, *in_range]
@@ -150,7 +159,10 @@ class LayerTrial:
             for number, (each, array) in enumerate(zip(inputs, arrays, strict=True))
             if isinstance(each, torch.Tensor) and jax_view(each) is not array
         ]
-        _require(all(type(self._call.values.inputs[number]) is TorchTensor for number in found), "it writes to a view")
+        given = self._call.values.inputs
+        are_same = all(inputs[number]._strided is given[number]._strided for number in found)
+        _require(are_same, "it changes the strides of its arguments")
+        _require(self._call.are_apart(found), "it writes to a view")
         return found
 
 
@@ -174,7 +186,9 @@ def restored(layer: ModelLayer, call: LayerCall) -> Iterator[None]:
     snapshot = Snapshot([*layer.parts.tables, *layer.parts.object_tables.values(), *states, *caches, collected])
     held = [each for table in states for each in table.values()]
     held += [inner for each in held if isinstance(each, dict) for inner in each.values()]  # states of recurrent layers
-    tensors = [(each, each._elem) for each in held if type(each) is TorchTensor]
+    written = [aliases.restorer(each) for each in held if type(each) is TorchTensor]
+    tensors = [each for each in call.values.objects.values() if isinstance(each, torch.Tensor)]
+    written += [aliases.restorer(each) if is_view(each) else _host_restorer(each) for each in tensors]
     random = default_env().param.prng
     try:
         yield
@@ -183,9 +197,23 @@ def restored(layer: ModelLayer, call: LayerCall) -> Iterator[None]:
         _require(counts == {key: len(collected[key]) for key in counts}, "its outputs are collected")
     finally:
         snapshot.restore()
-        for tensor, array in tensors:  # written in place
-            tensor._elem = array
+        for restore in written:  # in place
+            restore()
         default_env().param.prng = random
+
+
+def _host_restorer(tensor: torch.Tensor) -> Callable[[], None]:
+    """Returns a function that gives a host tensor the values back of now."""
+    version = tensor._version
+    with outside_torch_mode():
+        values = tensor.detach().clone()
+
+    def restore() -> None:
+        if tensor._version != version:
+            with outside_torch_mode(), torch.no_grad():
+                tensor.copy_(values)
+
+    return restore
 
 
 def _collected() -> Mapping[str, Any]:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
+import typing
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
 
 from model_adapters import quirks
 
@@ -43,6 +48,28 @@ def _sees_later_tokens(module: PreTrainedModel) -> bool:
     return any(
         getattr(child, "is_causal", None) is False for child in module.modules() if type(child).__module__ == file
     )
+
+
+def has_further_logits(fields: Iterable[str]) -> bool:
+    """Tells whether outputs of these names have logits of a second head.
+
+    It may read the last token, which is what is padded.
+    """
+    return any(name.endswith("logits") for name in set(fields) - {"logits", "router_logits"})
+
+
+def may_have_further_logits(module: torch.nn.Module) -> bool:
+    """Tells whether a forward of `module` may return logits of a second head.
+
+    Its annotation says so; for which arguments, it does not say.
+    """
+    try:
+        annotation = typing.get_type_hints(type(module).forward).get("return")
+    except Exception:  # names that are imported for type checkers alone
+        annotation = None
+    kinds = [each for each in (annotation, *typing.get_args(annotation)) if isinstance(each, type)]
+    outputs: list[Any] = [kind for kind in kinds if issubclass(kind, ModelOutput) and dataclasses.is_dataclass(kind)]
+    return has_further_logits(each.name for kind in outputs for each in dataclasses.fields(kind))
 
 
 def can_batch_padded(module: PreTrainedModel) -> bool:

@@ -23,10 +23,9 @@ import jax
 import torch
 from jax.extend import core as jex
 
-from model_adapters.bridge.views import torch_view
 from model_adapters.jaxpr.interpreter import SHARED
 from model_adapters.lowerings import deferred_checks, index_checks
-from model_adapters.program.call_values import Form, built, is_plain
+from model_adapters.program.call_values import Form, built, is_plain, view_of
 from model_adapters.program.layer_index import indices_of
 from model_adapters.program.layer_structure import INTERCEPTION, LayerParts, NotComparableError
 from model_adapters.program.layer_trial import LayerCall, LayerTrial, ModelLayer, restored
@@ -71,6 +70,7 @@ class _Function:
         states: Form of each cache layer afterwards.
         objects: What forms name by identity.
         are_tensors: By output, whether it is a tensor.
+        strided: By output, its strides as `_strided` has them.
         writes: Numbers of the inputs that are written to; their new arrays follow the outputs.
         num_checks: Number of deferred checks; index checks follow them.
     """
@@ -81,6 +81,7 @@ class _Function:
     states: list[Form]
     objects: dict[int, Any]
     are_tensors: list[bool]
+    strided: list[Any]
     writes: list[int]
     num_checks: int
 
@@ -119,6 +120,8 @@ class _LayerList:
             if trace != call.trace:
                 function = _traced(layer, call, self._transform)
                 self._functions[call.key] = call.trace, function
+            if function is not None and function.writes and not call.are_apart(function.writes):
+                function = None
             return own(module, *args, **kwargs) if function is None else _apply(function, call)
 
         setattr(forward, INTERCEPTION, True)
@@ -132,8 +135,8 @@ def _apply(function: _Function, call: LayerCall) -> Any:
     """
     arrays = function.run(function.constants, call.weights.leaves, call.values.arrays())
     outputs = [
-        torch_view(array) if is_tensor else array
-        for array, is_tensor in zip(arrays, function.are_tensors, strict=False)
+        view_of(array, strided) if is_tensor else array
+        for array, is_tensor, strided in zip(arrays, function.are_tensors, function.strided, strict=False)
     ]
     written, checks = _split(arrays[len(function.are_tensors) :], len(function.writes))
     for number, array in zip(function.writes, written, strict=True):
@@ -180,6 +183,7 @@ def _traced(layer: ModelLayer, call: LayerCall, transform: Transform) -> _Functi
         trial.states,
         call.values.objects,
         trial.are_tensors,
+        trial.strided,
         trial.writes,
         trial.num_checks,
     )

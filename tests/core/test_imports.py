@@ -34,6 +34,67 @@ print(*(name for name in sys.modules if name in unneeded))
     assert run(code) == ["0", "True", "0"]
 
 
+AS_IT_WAS = """
+import os
+import torch
+
+def forked():
+    with torch.random.fork_rng():
+        return "works"
+
+def said():
+    found = []
+    for ask in (
+        torch.get_device_module, torch.accelerator.current_accelerator, torch.accelerator.device_count,
+        torch.accelerator.is_available, forked, lambda: torch.Stream().device, lambda: torch.device("jax"),
+        torch._C._get_privateuse1_backend_name, torch.backends.mha.get_fastpath_enabled, lambda: sorted(os.environ),
+        lambda: sorted(name for name in dir(torch) if name in ("jax", "privateuseone")), torch.get_default_device,
+        lambda: torch.nn.functional.linear(torch.ones(1, 2), torch.ones(3, 2)),
+    ):
+        try:
+            found.append(str(ask()))
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+before = said()
+import torchax_serve
+encoder = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
+weights, function = torchax_serve.extract_jax(encoder)
+x = torch.randn(1, 3, 8)
+found = torch.tensor(function(weights, (x.numpy(),)).tolist())
+assert torch.allclose(found, encoder(x).detach(), atol=1e-5)
+print(*(f"{one} became {other}" for one, other in zip(before, said()) if one != other))
+"""
+
+
+def test_a_model_on_jax_leaves_pytorch_as_it_was():
+    assert run(AS_IT_WAS) == []
+
+
+SCRIPT = """
+import torch
+import torchax_serve
+
+torchax_serve.extract_jax(torch.nn.Linear(2, 2))
+{}
+module = torch.nn.Linear(2, 3)
+x = torch.ones(1, 2)
+expected = module(x).tolist()
+with torchax.default_env(), torch.no_grad():
+    found = module.to("jax")(x.to("jax"))
+assert torch.allclose(torch.tensor(found.tolist()), torch.tensor(expected))
+weights, function = torchax_serve.extract_jax(torch.nn.Linear(2, 2))
+print(found.device, torch.device("jax").type, function(weights, (x.numpy(),)).shape, torch.jax.__name__)
+"""
+
+
+@pytest.mark.parametrize("statement", ["import torchax", "from pytree_registry.torchax_import import *"])
+def test_a_script_that_uses_torchax_itself_has_its_device(statement):
+    code = SCRIPT.format(statement if "pytree" not in statement else statement + "\ntorchax = import_torchax()")
+    assert run(code) == ["jax:0", "jax", "(1,", "2)", "torchax.device_module"]
+
+
 @pytest.fixture
 def nothing_frozen():
     """What an earlier test of this process may have left, such as one that starts a server."""

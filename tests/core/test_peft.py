@@ -79,3 +79,18 @@ def test_serve_says_where_learned_prompts_run():
     prompted = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     with pytest.raises(InvalidArgumentError, match=r"PeftModelForCausalLM.*call to_jax\(model\).generate"):
         serve(peft.get_peft_model(llama(), prompted))
+
+
+def test_each_row_has_its_adapter_by_name():
+    wrapped = peft.get_peft_model(llama(), lora(), adapter_name="one")
+    wrapped.add_adapter("two", lora())
+    for name, parameter in wrapped.named_parameters():
+        if ".two." in name:
+            parameter.data.mul_(-1.5)
+    served = to_jax(copy.deepcopy(wrapped.eval()))
+    rows = {"input_ids": IDS.repeat(3, 1), "adapter_names": ["two", "__base__", "one"]}
+    with torch.no_grad():
+        expected = wrapped(**rows).logits
+        assert not torch.allclose(expected[0], expected[2], atol=0.1)
+        assert torch.allclose(served(**rows).logits, expected, atol=1e-3)
+        assert torch.equal(served.generate(**rows, **OPTIONS), wrapped.generate(**rows, **OPTIONS))

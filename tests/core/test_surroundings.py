@@ -10,6 +10,7 @@ import torch
 from thorough import except_for
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
 
+from model_adapters.errors import UnsupportedArgumentError, UnsupportedModelError
 from torchax_serve import EngineOptions, SamplingParams, extract_jax, serve, to_jax
 
 IDS = torch.arange(5, 13)[None]
@@ -93,3 +94,40 @@ def test_extracted_functions_run_in_inference_mode(expected):
     with torch.inference_mode():
         out = function(weights, (IDS,))
     np.testing.assert_allclose(out.last_hidden_state, expected[2].numpy(), atol=1e-4)
+
+
+class Autocast(torch.nn.Module):
+    def __init__(self, make):
+        super().__init__()
+        self.linear, self.make = torch.nn.Linear(4, 4), make
+
+    def forward(self, x):
+        with self.make(x):
+            return self.linear(x)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "of the tensor", "all"])
+def test_autocast_in_a_forward_is_refused(kind):
+    kinds = {
+        "cpu": lambda x: torch.autocast("cpu", torch.bfloat16),
+        "of the tensor": lambda x: torch.autocast(x.device.type, torch.bfloat16),
+        "all": lambda x: torch.amp.autocast(device_type="cpu"),
+    }
+    weights, function = extract_jax(Autocast(kinds[kind]))
+    with pytest.raises(UnsupportedModelError, match=r"torch.autocast: .*convert them by \.to\(dtype\)"):
+        function(weights, (np.ones((1, 4), np.float32),))
+
+
+def test_autocast_that_is_switched_off_changes_nothing():
+    module = Autocast(lambda x: torch.autocast(x.device.type, torch.bfloat16, enabled=False))
+    weights, function = extract_jax(module)
+    found = function(weights, (np.ones((1, 4), np.float32),))
+    np.testing.assert_allclose(found, module(torch.ones(1, 4)).detach(), atol=1e-6)
+
+
+def test_continuous_batching_of_transformers_is_refused():
+    model = to_jax(gpt2())
+    with pytest.raises(UnsupportedArgumentError, match=r"generate_batch.*serve\(model\)\.generate_batch"):
+        model.generate_batch(inputs=[[5, 6, 7]])
+    with pytest.raises(UnsupportedArgumentError, match="cache_implementation='paged'"):
+        model.generate(IDS, cache_implementation="paged", **LENGTHS)

@@ -169,6 +169,14 @@ class JaxModelMixin:
             check_rows(mask)
         return super().generate(*args, **kwargs)  # type: ignore[misc]
 
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises UnsupportedArgumentError; transformers' ``generate_batch`` begins with it."""
+        raise UnsupportedArgumentError(
+            "generate_batch or cache_implementation='paged' (continuous batching of transformers): expected generate, "
+            "since that batching has a cache and attention of PyTorch's own; serve(model).generate_batch batches "
+            "continuously on JAX"
+        )
+
     def refresh(self) -> None:
         """Recompiles programs and copies arrays again, for changes that no call detects.
 

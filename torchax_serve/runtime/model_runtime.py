@@ -35,6 +35,7 @@ from torchax_serve.runtime.call_arguments import check_positions_kept
 from torchax_serve.runtime.call_inputs import program_inputs, take_encoder_output
 from torchax_serve.runtime.capabilities import CacheSupport
 from torchax_serve.runtime.encoder import EncoderRuntime
+from torchax_serve.runtime.further_logits import FurtherLogits
 from torchax_serve.runtime.input_limits import InputLimits
 from torchax_serve.runtime.module_changes import check_can_follow, weights_of
 from torchax_serve.runtime.padding import NewTokenBatch, cut, is_own_mask
@@ -98,6 +99,7 @@ class ModelRuntime:
         # A part's file has its decoder, too; and a head that reads the last token would read what is padded.
         has_token_outputs = called is module and (module.can_generate() or module.base_model is module)
         self.is_causal = not has_encoder and has_token_outputs and right_padding_is_safe(called)
+        self._further_logits = FurtherLogits(module)
         self.ignored_args = quirks.of(called).ignored_arguments
         self._parts: dict[str, ModelRuntime] = {}
         self.media_encoder: Any = None  # made for the first prompt with images or audio on the engine
@@ -289,17 +291,22 @@ class ModelRuntime:
             self.limits.check_positions(given[name].shape[1] + (0 if cache is None else cache.length))
         if cache is None and (exact or names.has_encoder):
             return self.forward_unpadded(given, spec)
+        past, length = 0 if cache is None else cache.length, given[name].shape[1]
+        if cache is not None:
+            cache.reserve(next_bucket(past + length))
+        exact = exact or self._further_logits.come(
+            given, lambda: self._exact_call(given, spec, cache, past), self.program, self.weights
+        )
         tensor = given.pop(name)
         if name == names.ids:
             self.limits.check_ids(tensor)
         # What padding computes is garbage, and here it would be looked at.
-        exact = exact or spec.output_attentions or spec.output_hidden_states
-        length = tensor.shape[1]
+        returns_routes = getattr(self.text_config, "output_router_logits", False)
+        exact = exact or spec.output_attentions or spec.output_hidden_states or returns_routes
         if (keep := check_positions_kept(given.pop("logits_to_keep", 0), length)) is not None:
             given["logits_to_keep"] = keep
         # Who brings positions to keep or a mask of queries and keys means them at the length that they have.
         exact = exact or isinstance(keep, torch.Tensor) or is_own_mask(given.get(names.mask))
-        past = 0 if cache is None else cache.length
         query = NewTokenBatch(
             name, tensor, length if exact else self.padded_len(length, past, is_kept=cache is not None)
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -136,16 +137,22 @@ def cut(
         cut["logits"] = logits if isinstance(keep, torch.Tensor) else logits[:, -keep:]
     if "last_hidden_state" in cut:
         cut["last_hidden_state"] = cut["last_hidden_state"][:, : query.len]
-    if cut.get("hidden_states") is not None:
-        cut["hidden_states"] = tuple(layer[:, : query.len] for layer in cut["hidden_states"])
-    if cut.get("attentions") is not None:
-        states = [] if cache is None else cache.states
-        kept = []
-        for index, layer in enumerate(cut["attentions"]):
-            state = states[index] if index < len(states) else None
-            first = 0
-            if isinstance(state, AttentionLayer) and state.window is not None:
-                first = max(0, past - state.window + 1)  # a sliding layer of transformers has forgotten the rest
-            kept.append(layer[:, :, : query.len, first : past + query.len])
-        cut["attentions"] = tuple(kept)
+    for name in ("hidden_states", "decoder_hidden_states"):
+        if cut.get(name) is not None:
+            cut[name] = tuple(layer[:, : query.len] for layer in cut[name])
+    for name in ("attentions", "decoder_attentions"):
+        if cut.get(name) is not None:
+            cut[name] = tuple(_cut_keys(cut[name], query, past, [] if cache is None else cache.states))
+    if cut.get("cross_attentions") is not None and cache is not None and cache.encoder_len:
+        cut["cross_attentions"] = tuple(layer[..., : cache.encoder_len] for layer in cut["cross_attentions"])
     return cut
+
+
+def _cut_keys(layers: Sequence[Any], query: NewTokenBatch, past: int, states: Sequence[Any]) -> Iterator[Any]:
+    """Yields attention weights [batch, heads, query, key] of each layer without padding."""
+    for index, layer in enumerate(layers):
+        state = states[index] if index < len(states) else None
+        first = 0
+        if isinstance(state, AttentionLayer) and state.window is not None:
+            first = max(0, past - state.window + 1)  # a sliding layer of transformers has forgotten the rest
+        yield None if layer is None else layer[:, :, : query.len, first : past + query.len]

@@ -1,0 +1,374 @@
+"""Views of tensors: what shares memory in PyTorch is written together.
+
+A JAX array never changes, so a write in place gives its tensor another array. A tensor that a view was made of, and the
+view, remember what they share (`Alias`). After a write into one of them the others get their arrays anew: the base by
+the inverse of the view, its other views by making them again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+from model_adapters.bridge.views import TorchTensor, as_views, default_env, jax_view, remove_lowering
+from model_adapters.errors import UnsupportedModelError
+from model_adapters.lowerings import strides
+from model_adapters.lowerings.inverse_views import inverse_of
+from model_adapters.ops import registry
+
+_SAME_STRIDES = ("aten::view", "aten::unsqueeze", "aten::squeeze", "aten::detach", "aten::alias")
+"""Views that are in C order where their base is."""
+_UNSAFE = ("aten::unsafe_split", "aten::unsafe_split_with_sizes", "aten::unsafe_chunk")
+"""Views, although their schemas do not say so."""
+_ONCE = ("aten::view", "aten::contiguous")
+"""Operators that share memory or copy, by the strides of their operand."""
+
+
+@dataclasses.dataclass(eq=False)
+class Alias:
+    """What a tensor shares memory with.
+
+    Attributes:
+        array: Of a base, the array of all that memory; of a view unused.
+        strided: Of a base, its strides as `_strided` has them.
+        members: Of a base, weak references to all tensors that share its memory.
+        parent: Of a view, what it was made of.
+        read: Of a view, computes its array from the parent's.
+        write: Of a view, returns the parent's array for the parent's array before and a new array of the view.
+        is_uncertain: Whether PyTorch may have copied here.
+        is_conjugate: Whether the view has the conjugates of its parent.
+    """
+
+    array: Any = None
+    strided: Any = None
+    members: list[Any] = dataclasses.field(default_factory=list)
+    parent: Alias | None = None
+    read: Callable[[Any], Any] | None = None
+    write: Callable[[Any, Any], Any] | None = None
+    is_uncertain: bool = False
+    is_conjugate: bool = False
+
+    def path(self) -> list[Alias]:
+        """Returns the views from the base to this one, without the base."""
+        return [] if self.parent is None else [*self.parent.path(), self]
+
+    def base(self) -> Alias:
+        """Returns the base, perhaps itself."""
+        return self if self.parent is None else self.parent.base()
+
+    def value(self) -> Any:
+        """Returns the array, made from that of the base."""
+        return self.array if self.parent is None else _known(self.read)(self.parent.value())
+
+
+def _known(part: Any) -> Any:
+    assert part is not None  # views have all parts
+    return part
+
+
+def install() -> None:
+    """Makes torchax remember what shares memory, and tensors write to all of it."""
+    strides.install()
+    env = default_env()
+    theirs = env.dispatch
+
+    def dispatch(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if isinstance(func, torch._ops.OpOverloadPacket) and _has_views(func):
+            return func(*args, **(kwargs or {}))  # as one of its overloads, which `env` gets
+        if isinstance(func, torch._ops.OpOverload) and torch.Tag.inplace_view in func.tags:
+            return _changed_in_shape(func, args, kwargs or {})
+        if func is torch.ops.aten.as_strided.default and _is_part(args[0]):
+            args = _of_base(*args, **(kwargs or {}))
+            kwargs = {}
+        result = theirs(func, types, args, kwargs)
+        _note(theirs, func, types, args, kwargs or {}, result)
+        return result
+
+    env.dispatch = dispatch
+    TorchTensor._elem = property(_read, _write)
+    TorchTensor._alias = None
+    TorchTensor.detach = _detach
+    TorchTensor.data = property(_detach, _rebound)
+    TorchTensor.contiguous = _contiguous
+    TorchTensor.resolve_conj = _resolve_conj
+    remove_lowering(torch.tensor_split)  # as a function of arrays; it consists of views
+
+
+def _read(tensor: Any) -> Any:
+    try:
+        return tensor._array
+    except AttributeError:  # made before `install`
+        tensor._array = vars(tensor).pop("_elem")
+        return tensor._array
+
+
+def _write(tensor: Any, array: Any) -> None:
+    """Gives `tensor` another array, and tensors that share its memory theirs."""
+    alias = tensor._alias
+    before = vars(tensor).get("_array")
+    tensor._array = array
+    if before is None:
+        vars(tensor).pop("_elem", None)
+    if alias is None or before is array:
+        return
+    if before.shape != array.shape:
+        raise UnsupportedModelError(
+            f"expected a write of the shape {before.shape}, got {array.shape}, into a tensor that shares memory; "
+            "make a copy of it first"
+        )
+    base = alias.base()
+    others = [each for each in _members(base) if each is not tensor]
+    path = alias.path()
+    if any(each.is_uncertain for each in path) or any(
+        each.is_uncertain for other in others for each in other._alias.path()
+    ):
+        if others:
+            raise UnsupportedModelError(
+                "the model's code writes into a tensor whose strides are not known, behind reshape, flatten or "
+                "contiguous: expected code that says whether it writes into a view or into a copy; use view or clone"
+            )
+        tensor._alias, tensor._strided = None, strides.UNKNOWN  # nothing else reads that memory
+        return
+    for step in reversed(path):
+        array = apart(_known(step.write)(_known(step.parent).value(), array))
+    base.array = array
+    for other in others:
+        other._array = other._alias.value()
+
+
+def apart(written: jax.Array) -> jax.Array:
+    """Ends a fusion behind a write into a part of an array, in programs for CPUs.
+
+    XLA of jaxlib 0.10.2 fuses a write in place with what its value is made of, and computes wrong numbers where that
+    value reads other elements of the same array: ``q[:, :, n:] = rotate(q[:, :, n:])`` behind a norm and before the
+    product of attention.
+    """
+    is_traced = isinstance(written, jax.core.Tracer)  # known values stay known
+    return jax.lax.optimization_barrier(written) if is_traced and registry.platform() == "cpu" else written
+
+
+def _members(base: Alias) -> Iterator[Any]:
+    for reference in base.members:
+        if (tensor := reference()) is not None and tensor._alias is not None and tensor._alias.base() is base:
+            yield tensor
+
+
+def _alias_of(tensor: Any) -> Alias:
+    """Returns what `tensor` shares, which from now on it remembers."""
+    if tensor._alias is None:
+        tensor._alias = Alias(array=tensor._elem, strided=tensor._strided)
+        _join(tensor)
+    return tensor._alias
+
+
+def _join(tensor: Any) -> None:
+    base = tensor._alias.base()
+    base.members = [each for each in base.members if each() is not None and each() is not tensor]
+    base.members.append(weakref.ref(tensor))
+
+
+def share(
+    tensor: Any,
+    parent: Any,
+    read: Callable[[Any], Any],
+    write: Callable[[Any, Any], Any],
+    *,
+    is_uncertain: bool = False,
+) -> None:
+    """Remembers that `tensor` is a view of `parent`."""
+    tensor._alias = Alias(parent=_alias_of(parent), read=read, write=write, is_uncertain=is_uncertain)
+    _join(tensor)
+
+
+def moved(made: Any, tensor: Any) -> None:
+    """Lets `made`, of the same array, take the place of `tensor` in what it shares."""
+    if tensor._alias is not None:
+        made._alias = tensor._alias
+        tensor._alias = None
+        _join(made)
+    made._noted = tensor._noted
+
+
+def restorer(tensor: Any) -> Callable[[], None]:
+    """Returns a function that gives `tensor` and what shares its memory the arrays back of now."""
+    array, alias = tensor._elem, tensor._alias
+    full = None if alias is None else alias.base().array
+    others = [] if alias is None else [(each, each._elem) for each in _members(alias.base())]
+
+    def restore() -> None:
+        tensor._array, tensor._alias = array, alias
+        if alias is not None:
+            alias.base().array = full
+        for other, before in others:
+            other._array = before
+
+    return restore
+
+
+def _note(theirs: Any, func: Any, types: Any, args: Any, kwargs: Any, result: Any) -> None:
+    """Remembers which strides results have, and what they share with the first operand."""
+    results = result if isinstance(result, (tuple, list)) else (result,)
+    if not any(isinstance(each, TorchTensor) for each in results):
+        return
+    parent = args[0] if args and isinstance(args[0], TorchTensor) and _makes_views(func) else None
+    operands = [*_tensors(args), *_tensors(kwargs.values())]
+    is_strided = any(x._noted is not None for x in operands)
+    changes = parent is not None and func.name().partition(".")[0] not in _SAME_STRIDES
+    noted = strides.noted_of(func, args, kwargs, len(results), is_strided=is_strided or changes)
+    for place, (made, strided) in enumerate(zip(results, noted, strict=True)):
+        is_noted = not isinstance(func, torch._ops.OpOverload) and getattr(made, "_alias", None) is not None
+        if not isinstance(made, TorchTensor) or any(made is x for x in operands) or is_noted:
+            continue
+        if parent is not None and is_strided and func.name().partition(".")[0] in _ONCE:
+            strided = strides.resolved(strided)
+        if parent is None:
+            made._alias = None
+        elif strided is not strides.COPIED and made._alias is None:
+            _share_view(theirs, func, types, args, kwargs, place, made, results, strided)
+        made._strided = None if strided is strides.COPIED else strided
+
+
+def _tensors(values: Any) -> Iterator[Any]:
+    """Yields the torch views among arguments, also in lists."""
+    for each in values:
+        if isinstance(each, TorchTensor):
+            yield each
+        elif type(each) in (list, tuple):
+            yield from _tensors(each)
+
+
+def _share_view(
+    theirs: Any, func: Any, types: Any, args: Any, kwargs: Any, place: int, made: Any, results: Any, strided: Any
+) -> None:
+    parent, rest, is_one = args[0], args[1:], not isinstance(results, list | tuple) or len(results) == 1
+
+    def read(array: Any) -> Any:
+        found = theirs(func, types, (TorchTensor(array, default_env()), *rest), kwargs)
+        return jax_view(found if is_one and not isinstance(found, list | tuple) else found[place])
+
+    name = func.name().partition(".")[0]
+    write = inverse_of(func, read, rest, kwargs, place, [tuple(each.shape) for each in results])
+    share(made, parent, read, write, is_uncertain=strided is strides.UNKNOWN and name in _ONCE)
+    made._alias.is_conjugate = name == "aten::_conj"
+
+
+@functools.cache
+def _makes_views(func: Any) -> bool:
+    """Tells whether results of `func` share memory with its first operand."""
+    if not isinstance(func, torch._ops.OpOverload) or not func._schema.arguments:
+        return False
+    if func.name().partition(".")[0] in _UNSAFE:
+        return True
+    given = func._schema.arguments[0].alias_info
+    return given is not None and not given.is_write and any(x.alias_info is not None for x in func._schema.returns)
+
+
+@functools.cache
+def _has_views(packet: Any) -> bool:
+    return _first_of_views(packet) is not None
+
+
+def _first_of_views(packet: Any) -> Any:
+    """Returns the first overload whose results share memory with its first operand, or None."""
+    overloads = [] if packet is None else [getattr(packet, name) for name in packet.overloads()]
+    return next((each for each in overloads if isinstance(each, torch._ops.OpOverload) and _makes_views(each)), None)
+
+
+def _changed_in_shape(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    """Computes ``unsqueeze_`` and its like: the tensor becomes a view of what it was."""
+    tensor, *rest = args
+    packet = getattr(torch.ops.aten, func._schema.name.partition("::")[2].removesuffix("_"), None)
+    overload = getattr(packet, func._overloadname, None) or _first_of_views(packet)
+    if overload is None or not _makes_views(overload) or not isinstance(tensor, TorchTensor):
+        raise UnsupportedModelError(f"{func.name()}: expected a change of shape that is a view; use view and clone")
+    with default_env()._dispatch_mode:
+        view = overload(tensor, *rest, **kwargs)
+    array = view._elem
+    if view is not tensor:
+        moved(tensor, view)
+        tensor._array = array
+    return tensor
+
+
+def _detach(self: Any) -> torch.Tensor:
+    """Computes ``tensor.detach()``, which shares memory with `self`."""
+    made = TorchTensor(jax.lax.stop_gradient(self._elem), self._env)
+    share(made, self, jax.lax.stop_gradient, lambda full, new: new)
+    made._strided = self._strided
+    return made
+
+
+def _rebound(self: Any, other: torch.Tensor) -> None:
+    """Gives `self` the memory of `other`, for ``tensor.data = other``.
+
+    Views of `self` keep what it had.
+    """
+    self._alias = None
+    (source,) = as_views((other,))
+    self._array = source._elem
+    share(self, source, lambda array: array, lambda full, new: new)
+    self._strided = source._strided
+
+
+def _contiguous(self: Any, memory_format: Any = torch.contiguous_format) -> torch.Tensor:
+    """Computes ``tensor.contiguous()``: `self`, or a copy if its strides are others.
+
+    A copy keeps what was noted of the values as attributes.
+    """
+    if strides.is_contiguous(self, memory_format):
+        return self
+    made = TorchTensor(self._elem, self._env)
+    vars(made).update({name: value for name, value in vars(self).items() if name not in ("_alias", "_noted")})
+    if self._strided is strides.UNKNOWN:
+        share(made, self, lambda array: array, lambda full, new: new, is_uncertain=True)
+    if memory_format != torch.contiguous_format:
+        made._strided = strides.empty(self, memory_format)
+    return made
+
+
+def _resolve_conj(self: Any) -> torch.Tensor:
+    """Computes ``tensor.resolve_conj()``: a copy of a conjugate view, else `self`."""
+    num_turns = 0 if self._alias is None else sum(each.is_conjugate for each in self._alias.path())
+    return TorchTensor(self._elem, self._env) if num_turns % 2 else self
+
+
+def _is_part(tensor: Any) -> bool:
+    """Tells whether `tensor` may share memory that is not its own, or has other than C order."""
+    return isinstance(tensor, TorchTensor) and (tensor._strided is not None or tensor._alias is not None)
+
+
+def _of_base(tensor: Any, size: Any, stride: Any, storage_offset: int | None = None) -> tuple[Any, ...]:
+    """Returns arguments of ``as_strided`` of all the memory that `tensor` is a part of."""
+    alias, strided = tensor._alias, tensor._strided
+    if alias is None or strided is strides.UNKNOWN or alias.base().strided is not None:
+        raise UnsupportedModelError("as_strided: expected a tensor of known strides, or a view of one; use contiguous")
+    full = TorchTensor(alias.base().array, default_env())
+    full._alias = alias.base()
+    start = 0 if strided is None else strided.storage_offset()
+    return full, size, stride, start if storage_offset is None else storage_offset
+
+
+def are_apart(one: Any, other: Any) -> bool:
+    """Tells whether two tensors are known to share no element."""
+    if one._alias is None or other._alias is None or one._alias.base() is not other._alias.base():
+        return True
+    size = int(np.prod(one._alias.base().array.shape))
+    if one._strided is strides.UNKNOWN or other._strided is strides.UNKNOWN or size > 1 << 24:
+        return False
+    first, second = (strides.offsets(each.shape, each._strided) for each in (one, other))
+    return not np.isin(first, second).any()
+
+
+def getitem(self: Any, index: Any) -> torch.Tensor:
+    """Returns ``self[index]`` for integers, slices, None and ...: a view."""
+    made = TorchTensor(self._elem[index], self._env)
+    share(made, self, lambda array: array[index], lambda full, new: full.at[index].set(new))
+    made._strided = strides.after_index(self, index)
+    return made

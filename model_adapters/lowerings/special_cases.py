@@ -1,0 +1,114 @@
+"""Lowerings of operators that torchax 0.0.13 computes otherwise for some arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from model_adapters.bridge.views import get_lowering, set_lowering
+from model_adapters.errors import UnsupportedModelError
+
+
+def install() -> None:
+    """Registers the lowerings in torchax's table."""
+    set_lowering(torch.ops.aten.polygamma.default, _polygamma)
+    set_lowering(torch.ops.aten.ldexp, lambda x, exponent: x * jnp.exp2(exponent.astype(jnp.float32)))
+    set_lowering(torch.ops.aten._safe_softmax, _safe_softmax)
+    set_lowering(torch.ops.aten.max_unpool2d, _max_unpool)
+    set_lowering(torch.ops.aten.max_unpool3d, _max_unpool)
+    for search in (torch.ops.aten.searchsorted.Tensor, torch.ops.aten.searchsorted.Scalar):
+        set_lowering(search, _searchsorted)
+    set_lowering(torch.ops.aten.as_strided_scatter, _as_strided_scatter)
+    _group_norm_of_nothing()
+
+
+def _polygamma(n: int, x: jax.Array) -> jax.Array:
+    """Computes ``torch.polygamma`` for `n` of 0; JAX has the others for positive numbers alone."""
+    if n:
+        raise UnsupportedModelError(f"polygamma: expected n=0, got {n}, which JAX does not have for negative numbers")
+    return jax.scipy.special.digamma(x)
+
+
+def _safe_softmax(x: jax.Array, dim: int, dtype: Any = None) -> jax.Array:
+    """Computes ``torch._safe_softmax``: rows of nothing but -inf are zero."""
+    x = x if dtype is None else x.astype(str(dtype).removeprefix("torch."))
+    is_hidden = jnp.all(x == -jnp.inf, axis=dim, keepdims=True)
+    return jnp.where(is_hidden, 0, jax.nn.softmax(jnp.where(is_hidden, 0, x), axis=dim))
+
+
+def _max_unpool(
+    x: jax.Array, indices: jax.Array, output_size: Sequence[int], stride: Any = None, padding: Any = 0
+) -> jax.Array:
+    """Computes ``max_unpool2d`` and ``3d`` of `x` [..., *space] by `indices`.
+
+    Where windows overlap, several numbers go to one place: one of them stays, and all have its gradient.
+    """
+    lead = x.shape[: x.ndim - len(output_size)]
+    rows, places = (each.reshape(*lead, -1) for each in (x, indices))
+    size = 1
+    for length in output_size:
+        size *= length
+    at = jnp.zeros((*lead, size), x.dtype)
+    axes = [jnp.arange(length).reshape(-1, *(1,) * (len(lead) - axis)) for axis, length in enumerate(lead)]
+    sums = at.at[(*axes, places)].add(rows)
+    kept = at.at[(*axes, places)].set(rows)
+    return (sums + jax.lax.stop_gradient(kept - sums)).reshape(*lead, *output_size)
+
+
+def _as_strided_scatter(
+    x: jax.Array, source: jax.Array, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> jax.Array:
+    """Computes ``torch.as_strided_scatter`` into `x`, which is in C order.
+
+    Where the view has an element several times, one number of `source` stays, and all have its gradient.
+    """
+    places = np.full((1,) * len(size), storage_offset or 0)
+    for axis, (length, step) in enumerate(zip(size, stride, strict=True)):
+        places = places + (np.arange(length) * step).reshape(-1, *(1,) * (len(size) - axis - 1))
+    flat = x.reshape(-1)
+    kept, sums = flat.at[places].set(source), flat.at[places].set(0).at[places].add(source)
+    return (sums + jax.lax.stop_gradient(kept - sums)).reshape(x.shape)
+
+
+def _searchsorted(
+    table: jax.Array,
+    values: Any,
+    *,
+    out_int32: bool = False,
+    right: bool = False,
+    side: str | None = None,
+    sorter: jax.Array | None = None,
+) -> jax.Array:
+    """Computes ``torch.searchsorted`` of `values` in the rows of `table` [..., n]."""
+    wanted: Any = side or ("right" if right else "left")
+    values = jnp.asarray(values)
+    if sorter is not None:
+        table = jnp.take_along_axis(table, sorter, -1)
+    if table.ndim == 1:
+        return jnp.searchsorted(table, values, side=wanted)
+    if not values.size:
+        return jnp.zeros(values.shape, jnp.int32)
+    num_rows = values.size // values.shape[-1]
+    rows, parts = table.reshape(num_rows, table.shape[-1]), values.reshape(num_rows, values.shape[-1])
+    found = jax.vmap(lambda row, part: jnp.searchsorted(row, part, side=wanted))(rows, parts)
+    return found.reshape(values.shape)
+
+
+def _group_norm_of_nothing() -> None:
+    """Gives means and deviations of arrays without elements their shapes."""
+    theirs = get_lowering(torch.ops.aten.native_group_norm)
+
+    def group_norm(
+        x: jax.Array, weight: Any, bias: Any, num_rows: int, channels: int, size: int, groups: int, eps: float
+    ) -> Any:
+        if x.size:
+            return theirs(x, weight, bias, num_rows, channels, size, groups, eps)
+        none = jnp.zeros((num_rows, groups), x.dtype)
+        return x, none, none
+
+    set_lowering(torch.ops.aten.native_group_norm, group_norm)
