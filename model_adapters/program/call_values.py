@@ -102,7 +102,7 @@ class CallValues:
     def within(self, arrays: Sequence[Any]) -> list[Any]:
         """Returns `inputs` over other arrays, for the trace of the function."""
         return [
-            view_of(array, each._strided) if isinstance(each, torch.Tensor) else array
+            view_of(array, getattr(each, "_strided", None)) if isinstance(each, torch.Tensor) else array
             for each, array in zip(self.inputs, arrays, strict=True)
         ]
 
