@@ -55,8 +55,19 @@ def _args_of(
     if (k_scale is None) != (v_scale is None):
         raise InvalidArgumentError("expected k_scale and v_scale, or neither; got one of them")
     kv_scales = None if k_scale is None or v_scale is None else KVScales(k_scale, v_scale)
-    features = prefix_lens, kv_scales, sees_until, value_begin, biases, token_sinks
-    return AttentionArgs(scale, window, softcap, sinks, alibi, *features)
+    return AttentionArgs(
+        scale,
+        window,
+        softcap,
+        sinks,
+        alibi,
+        prefix_lens=prefix_lens,
+        kv_scales=kv_scales,
+        sees_until=sees_until,
+        value_begin=value_begin,
+        distance_biases=biases,
+        token_sinks=token_sinks,
+    )
 
 
 def _decode_attention(
