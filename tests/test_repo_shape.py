@@ -61,8 +61,6 @@ LONG_FUNCTIONS: dict[str, int] = {}
 # Short modules that one neighbour in their package imports: they belong into it. No others may join.
 COMPANIONS = {
     "model_adapters.loading.formats.mxfp4",
-    "model_adapters.lowerings.partial_writes",
-    "model_adapters.lowerings.resize",
     "model_adapters.ops.cpu.targets",
     "model_adapters.ops.tpu.query_blocks",
     "model_adapters.quirks.padded_images",
@@ -108,7 +106,8 @@ READERS_OF_PRIVATE = {
 }
 # Private in name only (of every named tuple), or of other libraries, whose classes ours stand for.
 OF_OTHERS = {"_asdict", "_fields", "_field_defaults", "_make", "_replace"}
-OF_OTHERS |= {"_buffers", "_elem", "_get_default_generation_params", "_parameters"}
+OF_OTHERS |= {"_buffers", "_elem", "_get_default_generation_params", "_parameters", "_schema"}
+OF_OTHERS |= {"_alias", "_array", "_env", "_noted", "_strided"}  # what lowerings note on tensors of torchax
 
 
 @functools.cache

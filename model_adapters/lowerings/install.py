@@ -17,7 +17,6 @@ from model_adapters.bridge.views import (
 )
 from model_adapters.lowerings import (
     aliases,
-    autocast,
     constant_folding,
     custom_ops,
     deferred_checks,
@@ -97,4 +96,4 @@ def install() -> None:
     _view_bits()
     written_results.install()
     aliases.install()
-    autocast.install()
+    special_cases.refuse_autocast()  # the last, so that it is asked first

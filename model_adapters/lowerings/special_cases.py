@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from model_adapters.bridge.views import get_lowering, set_lowering
+from model_adapters.bridge.views import DEVICE, default_env, get_lowering, set_lowering
 from model_adapters.errors import UnsupportedModelError
 
 
@@ -112,3 +112,19 @@ def _group_norm_of_nothing() -> None:
         return x, none, none
 
     set_lowering(torch.ops.aten.native_group_norm, group_norm)
+
+
+def refuse_autocast() -> None:
+    """Makes operators inside of an enabled ``torch.autocast`` an error."""
+    env = default_env()
+    theirs, is_enabled = env.dispatch, torch.is_autocast_enabled
+
+    def dispatch(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if is_enabled("cpu") or is_enabled(DEVICE.type):
+            raise UnsupportedModelError(
+                "torch.autocast: expected code outside of it, since a program on JAX computes in the dtypes of its "
+                "tensors; convert them by .to(dtype), or load the model in that dtype"
+            )
+        return theirs(func, types, args, kwargs)
+
+    env.dispatch = dispatch

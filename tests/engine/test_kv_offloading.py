@@ -8,7 +8,6 @@ from engine_models import VOCAB_SIZE, tiny_model
 from thorough import thorough
 
 from torchax_serve import EngineOptions, InvalidArgumentError, SamplingParams, serve
-from torchax_serve.parity.tiny.config import tiny_config
 
 LAYOUT = {"max_model_len": 64, "max_num_seqs": 2, "page_size": 8, "max_num_batched_tokens": 32}
 PARAMS = SamplingParams(max_new_tokens=6, temperature=0.0, logprobs=0)
@@ -75,13 +74,15 @@ def test_new_weights_find_no_prefix_of_before():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("qwen4_exp_text", {"kv_offloading_bytes": 4096}, "expected 0 for a model whose requests share no prefixes"),
+        ("t5", {"kv_offloading_bytes": 4096}, "expected 0 for a model whose requests share no prefixes"),
         ("llama", {"kv_offloading_bytes": 10}, "expected 0 or at least [0-9]+, two pages of each layer, got 10"),
     ],
 )
 def test_what_stores_no_prefix_is_refused(name, options, message):
     engine = EngineOptions(**LAYOUT, **options)
-    model = tiny_model(name) if name == "llama" else transformers.AutoModelForCausalLM.from_config(tiny_config(name))
+    sizes = {"vocab_size": 512, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    t5 = transformers.T5Config(**sizes, decoder_start_token_id=0)
+    model = tiny_model(name) if name == "llama" else transformers.T5ForConditionalGeneration(t5)
     with serve(model.eval(), engine=engine) as served, pytest.raises(InvalidArgumentError, match=message):
         served.generate_batch(PROMPTS[:1], [PARAMS])
 

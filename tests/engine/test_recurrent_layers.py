@@ -216,6 +216,10 @@ def request(ids):
     return EngineRequest.of(ids, config, SamplingParams(), vocab_size=VOCAB_SIZE, seed=0)
 
 
+# Their windows have few pages, which other requests take before the first prompt comes back.
+EVICTED = ("inkling2_text", "inkling2_loop_text")
+
+
 @pytest.mark.parametrize("model_type", except_for(KEPT, TYPES))
 def test_tokens_are_those_of_eager_pytorch(model_type):
     """Of prompts in chunks beside other rows, of slots that others have had, and of a request alone."""
@@ -227,7 +231,8 @@ def test_tokens_are_those_of_eager_pytorch(model_type):
         assert tokens(model, ids) == expected
         assert "not packed" not in model.engine.description
         assert re.search(r"MB for the states of requests and of \d+ prefixes", model.engine.description)
-        assert tokens(model, ids[:1]) == expected[:1]
+        alone = [tokens(model, ids[:1]) for _ in range(2 if model_type in EVICTED else 1)]
+        assert all(each == expected[:1] for each in alone)
         assert model.stats().scheduler.num_hit_tokens == 32  # 45 but for the last page and what is behind it
 
 

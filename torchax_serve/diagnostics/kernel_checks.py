@@ -126,6 +126,14 @@ def _decode_attention(dtype: Any, size: int) -> KernelCase:
     return KernelCase(call, (*_tokens(dtype, num_rows), pool, table, lens, starts), pool.nbytes)
 
 
+def _cross_attention(dtype: Any, size: int) -> KernelCase:
+    num_rows = 4 * size
+    pool, table, lens = _pages(dtype, num_rows, 128 * size)
+    q, _, _ = _tokens(dtype, num_rows)
+    call = partial(ops.cross_attention, args=ops.AttentionArgs(_DIM**-0.5))
+    return KernelCase(call, (q, pool[..., :_DIM], pool[..., _DIM:], table, lens), pool.nbytes)
+
+
 def _paged_attention(dtype: Any, size: int) -> KernelCase:
     new = (1, 20, 1, 10)
     pool, table, lens = _pages(dtype, len(new), 64 * size)
@@ -197,6 +205,7 @@ def _linear_recurrence(dtype: Any, size: int) -> KernelCase:
 CASES: dict[str, Callable[[Any, int], KernelCase]] = {
     "activation": _activation,
     "causal_convolution": _causal_convolution,
+    "cross_attention": _cross_attention,
     "decode_attention": _decode_attention,
     "dense_attention": _dense_attention,
     "gated_delta_rule": _gated_delta_rule,

@@ -35,10 +35,9 @@ from torchax_serve.runtime.call_arguments import check_positions_kept
 from torchax_serve.runtime.call_inputs import program_inputs, take_encoder_output
 from torchax_serve.runtime.capabilities import CacheSupport
 from torchax_serve.runtime.encoder import EncoderRuntime
-from torchax_serve.runtime.further_logits import FurtherLogits
 from torchax_serve.runtime.input_limits import InputLimits
 from torchax_serve.runtime.module_changes import check_can_follow, weights_of
-from torchax_serve.runtime.padding import NewTokenBatch, cut, is_own_mask
+from torchax_serve.runtime.padding import FurtherLogits, NewTokenBatch, cut, is_own_mask
 from torchax_serve.runtime.static_args import StaticArgPolicy, StaticArgs, all_hold, split_traced_and_static
 from torchax_serve.runtime.step_functions import StepFunctions
 from torchax_serve.sampling.transformers_behaviour import TransformersBehaviour, installed_rules

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +15,8 @@ from model_adapters.bridge.views import to_jax_array
 from model_adapters.caches.device_cache import AttentionLayer, DeviceCache
 from model_adapters.device_arrays import to_device
 from model_adapters.errors import InvalidArgumentError
+from model_adapters.program.model_program import ModelProgram
+from model_adapters.program.padding_safety import has_further_logits, may_have_further_logits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,3 +159,26 @@ def _cut_keys(layers: Sequence[Any], query: NewTokenBatch, past: int, states: Se
         if isinstance(state, AttentionLayer) and state.window is not None:
             first = max(0, past - state.window + 1)  # a sliding layer of transformers has forgotten the rest
         yield None if layer is None else layer[:, :, : query.len, first : past + query.len]
+
+
+class FurtherLogits:
+    """Tells which calls of a module return logits of a second head, by the names of arguments.
+
+    Such a head may read the last token: it would read padding.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._may_come = may_have_further_logits(module)
+        self._known: dict[frozenset[str], bool] = {}
+
+    def come(self, given: dict[str, Any], call: Callable[[], Any], program: ModelProgram, weights: Any) -> bool:
+        """Tells whether a call does.
+
+        `call` returns its arguments without padding, and its specification.
+        """
+        kind = frozenset(name for name, value in given.items() if value is not None)
+        if self._may_come and kind not in self._known:
+            (states, offset, inputs), spec = call()
+            fields, _ = jax.eval_shape(functools.partial(program.forward, spec=spec), weights, states, offset, inputs)
+            self._known[kind] = has_further_logits(fields)
+        return self._may_come and self._known[kind]

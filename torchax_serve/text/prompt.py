@@ -107,7 +107,7 @@ class TextFacts:
             getattr(prompts, "vocab_size", None),
             getattr(answers, "vocab_size", None),
             own or _positive(max_positions(answers)),
-            limit if limit is not None and has_end(prompts) else None,
+            limit if limit is not None and (own is not None or has_end(prompts)) else None,
         )
 
 
@@ -310,7 +310,8 @@ def need_tokenizer(model: TextModel) -> Any:
 
 def position_limit(model: TextModel) -> int | None:
     """Returns the most tokens, prompt and answer, of `model`; None if unlimited."""
-    return facts_of(model).max_len
+    own = _positive(getattr(model, "max_len", None))  # of a bundle, whose configuration has no more than was recorded
+    return own or facts_of(model).max_len
 
 
 def _text_config(config: Any, *, of_encoder: bool) -> Any:
