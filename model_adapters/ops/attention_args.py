@@ -124,9 +124,13 @@ class AttentionArgs:
 
 
 def added_biases(scores: jax.Array, biases: jax.Array) -> jax.Array:
-    """Returns ``scores[T, query_heads, S]`` with ``biases[T, query_heads, n]`` of the first n."""
-    size = min(scores.shape[2], biases.shape[2])
-    return scores.at[..., :size].add(biases[..., :size].astype(scores.dtype))
+    """Returns scores with biases ``[T, query_heads, n]`` of the first n keys added.
+
+    `scores` are ``[T, query_heads, S]``, or the same with its heads on several axes.
+    """
+    size = min(scores.shape[-1], biases.shape[2])
+    biases = biases[..., :size].astype(scores.dtype)
+    return scores.at[..., :size].add(biases.reshape(*scores.shape[:-1], size))
 
 
 OPTIONAL_FIELDS = tuple(each.name for each in fields(AttentionArgs) if each.name != "scale")

@@ -75,8 +75,7 @@ def reference(
     if args.softcap is not None:
         scores = args.softcap * jnp.tanh(scores / args.softcap)
     if args.position_biases is not None:
-        by_head = scores.reshape(batch, query_heads, -1)
-        scores = added_biases(by_head, args.position_biases).reshape(scores.shape)
+        scores = added_biases(scores, args.position_biases)
     visible = (jnp.arange(scores.shape[3]) < lens[:, None])[:, None]  # [B, 1, S]
     out = softmax_times_values(scores, visible[:, :, None], dense(values), visible[..., None], None)
     return out.reshape(batch, query_heads, -1).astype(q.dtype)

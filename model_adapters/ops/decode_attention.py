@@ -119,8 +119,7 @@ def reference(
     if args.distance_biases is not None:
         scores = scores + args.distance_biases.of(lens[:, None] - 1 - positions).reshape(scores.shape)
     if args.position_biases is not None:
-        by_head = scores.reshape(batch, query_heads, -1)
-        scores = added_biases(by_head, args.position_biases).reshape(scores.shape)
+        scores = added_biases(scores, args.position_biases)
     first = starts if args.window is None else jnp.maximum(starts, lens - args.window)
     visible = positions >= first[:, None]  # [B, S]
     if args.prefix_lens is not None:

@@ -236,9 +236,8 @@ def _attend(
         bias = args.distance_biases.of(-behind).reshape(length, heads, group, -1)
         scores = scores + jnp.moveaxis(bias, 0, 2).reshape(scores.shape)
     if args.position_biases is not None:
-        by_head = jnp.moveaxis(scores.reshape(heads, group, length, -1), 2, 0).reshape(length, heads * group, -1)
-        by_head = added_biases(by_head, args.position_biases).reshape(length, heads, group, -1)
-        scores = jnp.moveaxis(by_head, 0, 2).reshape(scores.shape)
+        by_token = jnp.moveaxis(scores.reshape(heads, group, length, -1), 2, 0)
+        scores = jnp.moveaxis(added_biases(by_token, args.position_biases), 0, 2).reshape(scores.shape)
     visible = at <= last[:, None]
     if args.window is not None:
         visible &= behind > -args.window

@@ -45,14 +45,8 @@ MAMBA2 = {
     "mamba_expand": 2,
     "mamba_chunk_size": 8,
 }
-INKLING_2 = {
-    "unpadded_vocab_size": VOCAB_SIZE,
-    "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding", "hybrid"],
-    "num_hidden_layers": 4,
-    "n_layers_per_attn_res_block": 2,
-    "sliding_window_size": 16,
+INKLING = {
     "rel_extent": 12,
-    "d_rel": 4,
     "log_scaling_n_floor": 10,
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
@@ -61,6 +55,14 @@ INKLING_2 = {
     "swa_head_dim": 8,
     "swa_num_attention_heads": 4,
     "swa_num_key_value_heads": 2,
+}
+INKLING_2 = INKLING | {
+    "unpadded_vocab_size": VOCAB_SIZE,
+    "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding", "hybrid"],
+    "num_hidden_layers": 4,
+    "n_layers_per_attn_res_block": 2,
+    "sliding_window_size": 16,
+    "d_rel": 4,
 }
 TYPES = {
     "qwen3_5_text": DELTA,
@@ -137,20 +139,12 @@ TYPES = {
         "num_experts_per_tok": 2,
     },
     "recurrent_gemma": {"num_hidden_layers": 3, "lru_width": 32},
-    "inkling_text": {
+    "inkling_text": INKLING
+    | {
         "layer_types": ["hybrid", "hybrid_sliding"],
         "mlp_layer_types": ["dense", "sparse"],
         "sliding_window_size": 128,
-        "rel_extent": 12,
-        "log_scaling_n_floor": 10,
-        "n_routed_experts": 4,
         "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "head_dim": 8,
-        "swa_head_dim": 8,
-        "swa_num_attention_heads": 4,
-        "swa_num_key_value_heads": 2,
     },
     "inkling2_text": INKLING_2,
     "inkling2_loop_text": INKLING_2

@@ -107,7 +107,7 @@ class TextFacts:
             getattr(prompts, "vocab_size", None),
             getattr(answers, "vocab_size", None),
             own or _positive(max_positions(answers)),
-            limit if limit is not None and (own is not None or has_end(prompts)) else None,
+            limit if limit is not None and has_end(prompts) else None,
         )
 
 

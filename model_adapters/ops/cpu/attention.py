@@ -33,7 +33,6 @@ def attention_unsupported_reason(q: jax.Array, k: jax.Array, v: jax.Array, pool:
 _COMMON_ARGS = frozenset({"window", "softcap", "sinks", "alibi_slopes", "kv_scales", "value_begin"})
 DECODE_ARGS = _COMMON_ARGS | {"position_biases"}
 PAGED_ARGS = _COMMON_ARGS | {"prefix_lens", "sees_until"}
-CROSS_ARGS = frozenset({"softcap", "position_biases"})
 """Fields of `AttentionArgs` that the kernels take."""
 BLOCK = 64
 """Positions that the kernels take at once."""
