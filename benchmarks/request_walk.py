@@ -24,14 +24,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torchax_serve
 from model_adapters.loading.model_source import EMBEDDED
 from torchax_serve import SamplingParams, serve
 from torchax_serve.server.context import Stage
 from torchax_serve.server.lifespan import Server
 from torchax_serve.server.options import ServerOptions
 
-ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torchax_serve", "model_adapters", "pytree_registry", "sharding_rules")
+ROOT = Path(torchax_serve.__file__).resolve().parents[1]  # of the packages as they are installed
 FOLDERS = tuple(f"{ROOT / package}/" for package in PACKAGES)
 PARAMS = SamplingParams(max_new_tokens=4, temperature=0)
 BODY = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "temperature": 0})
