@@ -71,7 +71,7 @@ class DropIn:
         return _generated(self._model, inputs, new_tokens)
 
     def wait(self) -> None:
-        _wait(self._model)
+        _wait(self._model._jax_runtime)
 
     def close(self) -> None:
         del self._model
@@ -124,7 +124,7 @@ class EngineSide:
             return list(pool.map(call, each))
 
     def wait(self) -> None:
-        _wait(self._served.torch_model)
+        _wait(self._served.runtime)  # not of `torch_model`: from then on each request looks for changes of it
 
     def close(self) -> None:
         self._served.close()
@@ -155,8 +155,8 @@ def _tokens(found: Any, new_tokens: int) -> list[list[int]]:
     return sequences[:, -new_tokens:].tolist()
 
 
-def _wait(model: Any) -> None:
-    executables = model._jax_runtime.steps.executables
+def _wait(runtime: Any) -> None:
+    executables = runtime.steps.executables
     if executables.background is not None:
         executables.background.wait()
     executables.wait_for_writes()
