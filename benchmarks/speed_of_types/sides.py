@@ -84,6 +84,8 @@ class EngineSide:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._served: ServedModel = serve(sharing_weights(model))
+        # As of a model that was loaded by its name: nobody has its module, whose changes requests would look for.
+        self._served.runtime.watch.is_held = False
 
     def executor(self) -> str:
         """Which executor it has, and why no faster one."""
@@ -124,7 +126,7 @@ class EngineSide:
             return list(pool.map(call, each))
 
     def wait(self) -> None:
-        _wait(self._served.runtime)  # not of `torch_model`: from then on each request looks for changes of it
+        _wait(self._served.runtime)
 
     def close(self) -> None:
         self._served.close()
