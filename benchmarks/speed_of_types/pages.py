@@ -85,8 +85,10 @@ def section(folder: Path) -> str | None:
         "options and the drop-in, over eager PyTorch's `generate` on the same weights: a random model of each type "
         "with about 100 million weights, 64 tokens and 32 new ones. Decoding, medians over the types of a kind:"
     )
-    rest = f"Types whose engine is slower than eager PyTorch in some row: {', '.join(_slow(results)) or 'none'}."
-    parts = ["## Types of models", _filled(introduction), _table(results), _filled(rest)]
+    slow = [f"{number}: {', '.join(_slow(results, number)) or 'none'}" for number in ("decoding", "prefill")]
+    rest = f"Types whose engine is slower than eager PyTorch in some row: {'; '.join(slow)}."
+    parts = ["## Types of models", _filled(introduction), _table(results, "decode"), "Prefill:"]
+    parts += [_table(results, "prefill"), _filled(rest)]
     return "\n\n".join([*parts, f"![types](pictures/{PICTURE})"]) + "\n"
 
 
@@ -94,14 +96,14 @@ def _filled(text: str) -> str:
     return textwrap.fill(text, 125, break_long_words=False, break_on_hyphens=False)
 
 
-def _table(results: Results) -> str:
+def _table(results: Results, number: str) -> str:
     head = ["kind", "types"]
     cases = [(d, n, side) for d in COLORS for n in (1, 8) for side in ("engine", "drop-in")]
     head += [f"{side}, {dtype}, {number}" for dtype, number, side in cases]
     lines = [head, ["---"] * len(head)]
     for kind in KINDS:
         types = {(row["task"], row["type"]) for row in results.rows if row["kind"] == kind}
-        values = [results.values("decode", number, dtype, side).get(kind, {}) for dtype, number, side in cases]
+        values = [results.values(number, requests, dtype, side).get(kind, {}) for dtype, requests, side in cases]
         if types:
             lines.append([kind, str(len(types)), *(_median(each.values()) for each in values)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -112,12 +114,12 @@ def _median(values: Iterable[float]) -> str:
     return f"{statistics.median(values):.2f}" if values else ""
 
 
-def _slow(results: Results) -> list[str]:
-    """Names the types whose engine decodes slower than eager PyTorch, with the lowest of their ratios."""
+def _slow(results: Results, number: str) -> list[str]:
+    """Names the types whose engine is slower than eager PyTorch, with the lowest of their ratios."""
     lowest: dict[str, float] = {}
     for row in results.rows:
         name = row["type"] if row["task"] == "causal" else f"{row['task']}:{row['type']}"
-        value = ratio(row, f"decode{results.suffix}")
+        value = ratio(row, f"{'decode' if number == 'decoding' else number}{results.suffix}")
         lowest[name] = min(value or 0.0, lowest.get(name, value or 0.0))
     slow = sorted((value, name) for name, value in lowest.items() if value < 1)
     return [f"`{name}` {value:.2f}" for value, name in slow]
