@@ -86,7 +86,7 @@ def _kernel_unsupported_reason(
 ) -> str | None:
     if keys.dtype != values.dtype:
         return f"keys are {keys.dtype} and values {values.dtype}"
-    return kernels.attention_unsupported_reason(q, keys, values, keys)
+    return kernels.attention_unsupported_reason(q, keys, values, keys, args)
 
 
 registry.register(OP, "cpu-ffi", ("cpu",), unsupported_reason=_kernel_unsupported_reason)(kernels.cross_attention)

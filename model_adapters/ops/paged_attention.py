@@ -265,7 +265,7 @@ def _kernel_unsupported_reason(
     cu_q_lens: jax.Array,
     args: AttentionArgs,
 ) -> str | None:
-    return unsupported_field(args, kernels.PAGED_ARGS) or kernels.attention_unsupported_reason(q, k, v, pool)
+    return unsupported_field(args, kernels.PAGED_ARGS) or kernels.attention_unsupported_reason(q, k, v, pool, args)
 
 
 registry.register(OP, "cpu-ffi", ("cpu",), unsupported_reason=_kernel_unsupported_reason)(kernels.paged_attention)

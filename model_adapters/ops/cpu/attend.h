@@ -21,6 +21,7 @@ constexpr int kBlock = 64;                    // positions per softmax step
 constexpr int64_t kSpan = 8 * kBlock;         // positions after which sums begin anew
 constexpr int kRowTile = 6;                   // rows whose accumulators are held in registers
 constexpr int kWide = kManyRegisters ? 4 : 2; // vectors of each of them
+constexpr int kBiasMargin = 16;               // zeros beside biases by distance: vectors reach over their ends
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 
 inline int64_t padded(int64_t n) { return (n + kLanes - 1) / kLanes * kLanes; }
@@ -43,10 +44,19 @@ struct Tile {
   float scale, softcap;
   const float* alibi;                // [group] or null
   const int32_t* until;              // [rows / group], last position that a token sees if it is behind its own; or null
-  const float* biases;               // of the first row, by position, up to the end of the last block; or null
+  const float* biases;               // of the first row; or null
   int64_t bias_stride, token_stride;  // of the biases: from a row to the next of its token, and from a token to the next
+  int64_t reach;                      // 0: biases are by position, up to the end of the last block; else of so many keys up to
+                                      // the query's own, between kBiasMargin zeros on each side
 
   const float* biases_of(int64_t row) const { return biases + row / group * token_stride + row % group * bias_stride; }
+  // Of kLanes positions from `first` on. All other keys than the last `reach` have none.
+  Vec biases_at(int64_t row, int64_t first) const {
+    const float* own = biases_of(row);
+    if (reach == 0) return load(own + first);
+    const int64_t i = first - at(row) + reach - 1;
+    return i <= -kLanes || i >= reach ? Vec{} : load(own + kBiasMargin + i);
+  }
   int64_t at(int64_t row) const { return position + row / group; }
   int64_t first(int64_t row) const { return window > 0 ? std::max(start, at(row) + 1 - window) : start; }
   int64_t last(int64_t row) const { return std::min((until ? std::max<int64_t>(at(row), until[row / group]) : at(row)) + 1, end); }
@@ -205,7 +215,7 @@ inline float softmax_step(const Tile& tile, int64_t row, int64_t begin, float* s
     Vec s = load(scores + t) * tile.scale;
     if (tile.softcap != 0) s = tile.softcap * tanh(s / tile.softcap);
     if (tile.alibi) s += slope * __builtin_convertvector(int_iota() + int32_t(begin + t - tile.at(row)), Vec);
-    if (tile.biases) s += load(tile.biases_of(row) + begin + t);
+    if (tile.biases) s += tile.biases_at(row, begin + t);
     if (!all_seen) {
       const auto clip = [](int64_t n) { return IVec{} + int32_t(std::clamp<int64_t>(n, -1, kBlock + 1)); };
       const IVec i = int_iota() + t;

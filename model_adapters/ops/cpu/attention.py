@@ -17,8 +17,12 @@ from model_adapters.ops.cpu.ffi import ffi_call, or_empty
 POOL_DTYPES = (*ffi.DTYPES, jnp.dtype(jnp.int8), jnp.dtype(jnp.float8_e4m3fn))
 
 
-def attention_unsupported_reason(q: jax.Array, k: jax.Array, v: jax.Array, pool: jax.Array) -> str | None:
-    """Returns why the attention kernels cannot take the dtypes of the arrays, or None."""
+def attention_unsupported_reason(
+    q: jax.Array, k: jax.Array, v: jax.Array, pool: jax.Array, args: AttentionArgs
+) -> str | None:
+    """Returns why the attention kernels cannot take the arrays, or None."""
+    if args.position_biases is not None and args.distance_biases is not None:
+        return "the kernel has position_biases or distance_biases, not both"
     for name, array, dtypes in (
         ("q", q, ffi.DTYPES),
         ("k", k, ffi.DTYPES),
@@ -30,10 +34,13 @@ def attention_unsupported_reason(q: jax.Array, k: jax.Array, v: jax.Array, pool:
     return ffi.missing()
 
 
-_COMMON_ARGS = frozenset({"window", "softcap", "sinks", "alibi_slopes", "kv_scales", "value_begin"})
-DECODE_ARGS = _COMMON_ARGS | {"position_biases"}
-PAGED_ARGS = _COMMON_ARGS | {"prefix_lens", "sees_until"}
+DECODE_ARGS = frozenset(
+    ("window", "softcap", "sinks", "alibi_slopes", "kv_scales", "value_begin", "position_biases", "distance_biases")
+) | {"token_sinks"}
+PAGED_ARGS = DECODE_ARGS | {"prefix_lens", "sees_until"}
 """Fields of `AttentionArgs` that the kernels take."""
+MARGIN = 16
+"""Zeros on each side of biases by distance, which the kernels' vectors read (`kBiasMargin`)."""
 BLOCK = 64
 """Positions that the kernels take at once."""
 
@@ -49,9 +56,9 @@ def decode_attention(
     args: AttentionArgs,
 ) -> tuple[jax.Array, jax.Array]:
     """Runs the op as one fused kernel, which updates a donated pool in place."""
-    floats = [or_empty(array) for array in (args.sinks, args.alibi_slopes, args.k_scale, args.v_scale)]
+    floats = [or_empty(array) for array in (_sinks(args), args.alibi_slopes, args.k_scale, args.v_scale)]
     ints = [array.astype(jnp.int32) for array in (page_table, lens, starts)]
-    biases = _in_blocks(args.position_biases, page_table.shape[1] * pool.shape[2])
+    biases = _biases(args, page_table.shape[1] * pool.shape[2])
 
     @custom_vmap
     def run(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -97,6 +104,21 @@ def _in_blocks(biases: jax.Array | None, capacity: int) -> jax.Array:
     return jnp.pad(biases, ((0, 0), (0, 0), (0, size - biases.shape[2])))
 
 
+def _biases(args: AttentionArgs, capacity: int) -> jax.Array:
+    """Returns the biases of each token and query head, by position or by distance; empty without."""
+    if (given := args.distance_biases) is None:
+        return _in_blocks(args.position_biases, capacity)
+    # From the furthest key to the query's own, as keys follow each other.
+    weights, profiles = given.weights.astype(jnp.float32), given.profiles[:, ::-1].astype(jnp.float32)
+    by_distance = jnp.einsum("thr,re->the", weights, profiles, precision=jax.lax.Precision.HIGHEST)
+    return jnp.pad(by_distance, ((0, 0), (0, 0), (MARGIN, MARGIN)))
+
+
+def _sinks(args: AttentionArgs) -> jax.Array | None:
+    """Returns the sinks of all tokens, or those of each."""
+    return args.sinks if args.token_sinks is None else args.token_sinks
+
+
 def paged_attention(
     q: jax.Array,
     k: jax.Array,
@@ -113,9 +135,10 @@ def paged_attention(
     that of :func:`decode_attention`.
     """
     spans = [jnp.zeros((0,), jnp.int32) if each is None else each for each in (args.prefix_lens, args.sees_until)]
-    floats = [or_empty(array) for array in (args.sinks, args.alibi_slopes, args.k_scale, args.v_scale)]
+    floats = [or_empty(array) for array in (_sinks(args), args.alibi_slopes, args.k_scale, args.v_scale)]
     ints = [array.astype(jnp.int32) for array in (page_table, kv_lens, cu_q_lens, *spans)]
-    return _attend("tas_paged_attention", q, k, v, pool, [*ints, *floats], args)
+    biases = _biases(args, page_table.shape[1] * pool.shape[2])
+    return _attend("tas_paged_attention", q, k, v, pool, [*ints, *floats, biases], args)
 
 
 def _attend(
@@ -138,6 +161,7 @@ def _attend(
         "softcap": np.float32(args.softcap or 0.0),
         "window": np.int64(args.window or 0),
         "value_begin": np.int64(-1 if args.value_begin is None else args.value_begin),
+        "reach": np.int64(0 if args.distance_biases is None else args.distance_biases.profiles.shape[1]),
     }
     out, pool = call(q, k, v, pool, *arrays, **options)
     return out, pool

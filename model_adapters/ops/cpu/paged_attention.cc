@@ -64,6 +64,8 @@ struct Call {
   void* out;
   int64_t num_tokens, num_seqs, query_heads, window, value_begin;  // the last -1: behind the keys
   int64_t bias_stride;                                             // numbers of a row of biases[num_tokens, query_heads, bias_stride]
+  int64_t reach;                                                   // as of `Tile`
+  int64_t sink_stride;                                             // query_heads: each token has sinks of its own; 0: all have the same
   bool reads_only;                                                 // pages have all keys: none is written
   float scale, softcap;
 
@@ -217,7 +219,7 @@ class Attention {
     if (call_.k_scale) tile.scale *= call_.k_scale[head];
     if (call_.alibi) tile.alibi = call_.alibi + head * shape_.group;
     if (call_.biases) {
-      tile.bias_stride = call_.bias_stride, tile.token_stride = call_.query_heads * call_.bias_stride;
+      tile.reach = call_.reach, tile.bias_stride = call_.bias_stride, tile.token_stride = call_.query_heads * call_.bias_stride;
       tile.biases = call_.biases + piece.token * tile.token_stride + head * shape_.group * tile.bias_stride;
     }
     const int64_t stride = num_words<T>(shape_.key_dim) * kPerWord<T>;
@@ -266,7 +268,7 @@ class Attention {
   void finish(const Piece& piece, int64_t head, const Sums& sums) const {
     for (int64_t r = 0; r < piece.count * shape_.group; r++) {
       const int64_t query_head = head * shape_.group + r % shape_.group, token = piece.token + r / shape_.group;
-      const float sink = call_.sinks ? call_.sinks[query_head] : kNone, top = std::max(sums.top[r], sink);
+      const float sink = call_.sinks ? call_.sinks[token * call_.sink_stride + query_head] : kNone, top = std::max(sums.top[r], sink);
       const float share = sums.top[r] == kNone ? 0.f : std::exp(sums.top[r] - top);
       const float total = sums.total[r] * share + (sink == kNone ? 0.f : std::exp(sink - top));
       const float factor = (total == 0 ? 0.f : share / total) * (call_.v_scale ? call_.v_scale[head] : 1.f);
@@ -320,7 +322,7 @@ ffi::Error run(ffi::ThreadPool& threads, Call& call, ffi::AnyBuffer& q, ffi::Any
   const auto qd = q.dimensions(), pd = pool.dimensions();
   take_queries(call, q, page_table, out);
   call.k = rows_of(k), call.v = rows_of(v);
-  call.sinks = data_or_null<float>(sinks), call.alibi = data_or_null<float>(alibi);
+  call.sinks = data_or_null<float>(sinks), call.sink_stride = sinks.dimensions().size() > 1 ? call.query_heads : 0, call.alibi = data_or_null<float>(alibi);
   call.k_scale = data_or_null<float>(k_scale), call.v_scale = data_or_null<float>(v_scale);
   const Shape shape{pd[1], qd[1] / pd[1], qd[2], v.dimensions()[2], pd[2], pd[3], page_table.dimensions()[1], pd[0], call.value_begin < 0 ? qd[2] : call.value_begin, nullptr};
   if (pool_out->untyped_data() != pool.untyped_data()) std::memcpy(pool_out->untyped_data(), pool.untyped_data(), pool.size_bytes());
@@ -328,26 +330,26 @@ ffi::Error run(ffi::ThreadPool& threads, Call& call, ffi::AnyBuffer& q, ffi::Any
 }
 
 // q[T, Hq, D] k[T, H, D] v[T, H, Dv] pool[P, H, page, W] page_table[S, pages_per_seq] kv_lens[S] cu_q_lens[S + 1]
-// prefix_lens[S or 0] sees_until[T or 0] sinks[Hq or 0] alibi[Hq or 0] k_scale[H or 0] v_scale[H or 0] -> out[T, Hq, Dv],
-// pool (aliased).
+// prefix_lens[S or 0] sees_until[T or 0] sinks[T, Hq or Hq or 0] alibi[Hq or 0] k_scale[H or 0] v_scale[H or 0]
+// biases[T, Hq, a multiple of the block, or `reach` between margins; or 0] -> out[T, Hq, Dv], pool (aliased).
 ffi::Error paged_attention(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::AnyBuffer pool, ffi::AnyBuffer page_table, ffi::AnyBuffer kv_lens,
                            ffi::AnyBuffer cu_q_lens, ffi::AnyBuffer prefix_lens, ffi::AnyBuffer sees_until, ffi::AnyBuffer sinks, ffi::AnyBuffer alibi, ffi::AnyBuffer k_scale,
-                           ffi::AnyBuffer v_scale, float scale, float softcap, int64_t window, int64_t value_begin, ffi::Result<ffi::AnyBuffer> out,
+                           ffi::AnyBuffer v_scale, ffi::AnyBuffer biases, float scale, float softcap, int64_t window, int64_t value_begin, int64_t reach, ffi::Result<ffi::AnyBuffer> out,
                            ffi::Result<ffi::AnyBuffer> pool_out) {
   Call call{};
   call.kv_lens = data_or_null<int32_t>(kv_lens), call.cu_q_lens = data_or_null<int32_t>(cu_q_lens), call.prefix_lens = data_or_null<int32_t>(prefix_lens);
-  call.sees_until = data_or_null<int32_t>(sees_until);
+  call.sees_until = data_or_null<int32_t>(sees_until), call.reach = reach;
+  take_biases(call, biases);
   call.scale = scale, call.softcap = softcap, call.window = window, call.value_begin = value_begin;
   return run(threads, call, q, k, v, pool, page_table, sinks, alibi, k_scale, v_scale, out, pool_out);
 }
 
-// The same for one new token of each of B sequences, with the first visible position of each: starts[B], and biases of all
-// positions of pages: biases[B, Hq, a multiple of the block; or 0].
+// The same for one new token of each of B sequences, with the first visible position of each: starts[B].
 ffi::Error decode_attention(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::AnyBuffer pool, ffi::AnyBuffer page_table, ffi::AnyBuffer lens,
                             ffi::AnyBuffer starts, ffi::AnyBuffer sinks, ffi::AnyBuffer alibi, ffi::AnyBuffer k_scale, ffi::AnyBuffer v_scale, ffi::AnyBuffer biases, float scale, float softcap,
-                            int64_t window, int64_t value_begin, ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> pool_out) {
+                            int64_t window, int64_t value_begin, int64_t reach, ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> pool_out) {
   Call call{};
-  call.kv_lens = data_or_null<int32_t>(lens), call.starts = data_or_null<int32_t>(starts);
+  call.kv_lens = data_or_null<int32_t>(lens), call.starts = data_or_null<int32_t>(starts), call.reach = reach;
   call.scale = scale, call.softcap = softcap, call.window = window, call.value_begin = value_begin;
   take_biases(call, biases);
   return run(threads, call, q, k, v, pool, page_table, sinks, alibi, k_scale, v_scale, out, pool_out);
@@ -370,9 +372,9 @@ ffi::Error cross_attention(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBu
 }  // namespace tas
 
 #define TAS_ARGS_6 Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>
-#define TAS_OPTIONS Attr<float>("scale").Attr<float>("softcap").Attr<int64_t>("window").Attr<int64_t>("value_begin").Ret<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>
+#define TAS_OPTIONS Attr<float>("scale").Attr<float>("softcap").Attr<int64_t>("window").Attr<int64_t>("value_begin").Attr<int64_t>("reach").Ret<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(tas_paged_attention, tas::paged_attention, ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().TAS_ARGS_6().TAS_ARGS_6().Arg<ffi::AnyBuffer>().TAS_OPTIONS());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(tas_paged_attention, tas::paged_attention, ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().TAS_ARGS_6().TAS_ARGS_6().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().TAS_OPTIONS());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(tas_decode_attention, tas::decode_attention, ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().TAS_ARGS_6().TAS_ARGS_6().TAS_OPTIONS());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(tas_cross_attention, tas::cross_attention,
                               ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().TAS_ARGS_6().Attr<float>("scale").Attr<float>("softcap").Ret<ffi::AnyBuffer>());
