@@ -29,6 +29,7 @@ from model_adapters.loading.model_source import EMBEDDED
 from torchax_serve import SamplingParams, serve
 from torchax_serve.server.context import Stage
 from torchax_serve.server.lifespan import Server
+from torchax_serve.server.model_pool import ModelSpec
 from torchax_serve.server.options import ServerOptions
 
 PACKAGES = ("torchax_serve", "model_adapters", "pytree_registry", "sharding_rules")
@@ -109,7 +110,7 @@ class Profile:
 @contextlib.contextmanager
 def serving(model: Any) -> Iterator[Server]:
     """A server of `model` on a free port, in threads of its own."""
-    server = Server(ServerOptions(port=0, warm_up=False), lambda: model)
+    server = Server(ServerOptions(port=0, warm_up=False), [ModelSpec((), lambda: model)])
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

@@ -11,6 +11,7 @@ from torchax_serve import EngineOptions, serve
 from torchax_serve.engine.engine import Engine
 from torchax_serve.server.context import Stage
 from torchax_serve.server.lifespan import Server
+from torchax_serve.server.model_pool import ModelSpec
 from torchax_serve.server.options import ServerOptions
 
 ENGINE = EngineOptions(max_num_seqs=8, max_num_waiting=64, max_model_len=512)
@@ -22,7 +23,7 @@ class RunningServer:
     def __init__(self, model, **options):
         self.options = ServerOptions(port=0, **{"warm_up": False, "served_model_names": ("tiny",), **options})
         self.model = model
-        self.server = Server(self.options, lambda: _Unclosed(model))
+        self.server = Server(self.options, [ModelSpec((), lambda: _Unclosed(model))])
         self.status = None
         self.thread = threading.Thread(target=self._run)
         self.thread.start()

@@ -181,6 +181,7 @@ class EngineStats:
     tokens_per_s: float  # new tokens over the last 10 seconds
     host_s: float  # total seconds of the engine's thread, not counting waits for the device
     busy_s: float  # total seconds with a step in flight
+    cache_bytes: int = 0  # of pages and states on the device
 
     @classmethod
     def sum_of(cls, each: Sequence[EngineStats]) -> EngineStats:
@@ -198,6 +199,7 @@ class EngineStats:
             tokens_per_s=sum(stats.tokens_per_s for stats in each),
             host_s=sum(stats.host_s for stats in each),
             busy_s=max(stats.busy_s for stats in each),
+            cache_bytes=sum(stats.cache_bytes for stats in each),
         )
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import os
@@ -20,10 +21,12 @@ from torchax_serve.cli.shared.config_file import ConfigFile
 from torchax_serve.cli.shared.engine_options import EngineFlags, ServeOptions
 from torchax_serve.cli.shared.load_model import end_if_explained
 from torchax_serve.cli.shared.load_options import check_quantization, option_groups
-from torchax_serve.cli.shared.model_name import OptionalModel, check_model
+from torchax_serve.cli.shared.model_name import ServedModels, check_model
+from torchax_serve.cli.shared.several_models import check_several, file_bytes, named_model
 from torchax_serve.validation.extras import require_package
 
 if TYPE_CHECKING:
+    from torchax_serve.server.model_pool import ModelSpec
     from torchax_serve.server.options import ServerOptions
     from torchax_serve.server.start_progress import StartProgress
 
@@ -39,6 +42,7 @@ MAX_NUM_WAITING = 256
 _address = functools.partial(_option, panel="Address")
 _access = functools.partial(_option, panel="Access")
 _limits = functools.partial(_option, panel="Limits")
+_several = functools.partial(_option, panel="Several models")
 _life = functools.partial(_option, panel="Start and end")
 
 
@@ -143,6 +147,23 @@ class LimitOptions:
 
 
 @dataclass(frozen=True)
+class SeveralOptions:
+    """Memory of a server of several models."""
+
+    max_loaded_models: Annotated[
+        int | None,
+        _several("--max-loaded-models", min=1, help="Models loaded at once; all. The one used longest ago makes room."),
+    ] = None
+    model_memory: Annotated[
+        float | None, _several("--model-memory", help="GiB of weights and caches of loaded models.")
+    ] = None
+    model_idle_timeout: Annotated[
+        float | None,
+        _several("--model-idle-timeout", help="Seconds after which a model that nobody uses is unloaded; never."),
+    ] = None
+
+
+@dataclass(frozen=True)
 class LifeOptions:
     """Start and end of the server."""
 
@@ -159,42 +180,56 @@ class LifeOptions:
 
 @option_groups
 def serve(
-    model: OptionalModel = None,
+    models: ServedModels = None,
     *,
     address: AddressOptions,
     access: AccessOptions,
     limits: LimitOptions,
+    several: SeveralOptions,
     life: LifeOptions,
     engine: EngineFlags,
     config: ConfigFile = None,
     load: ServeOptions,
 ) -> int:
-    """Serve a model over HTTP, with OpenAI's interface.
+    """Serve models over HTTP, with the interfaces of OpenAI, Anthropic and Ollama.
 
     torchax-serve serve qwen3-0.6b --port 8000
+
+    Several models, of which requests name one: torchax-serve serve chat=qwen3-0.6b words=./my-embedder
 
     Each option has a variable, such as TORCHAX_SERVE_PORT for --port, and can stand in the TOML file of --config.
     """
     from torchax_serve.server import require_packages
 
-    end_if_explained(model, load)
+    named = [named_model(each) for each in models or ()] or [((), None)]
+    model = named[0][1]
+    if len(named) == 1:
+        end_if_explained(model, load)
     _check_watched(model, life)
     require_packages()
     if access.otlp_traces_endpoint is not None:
         require_package("opentelemetry", "--otlp-traces-endpoint", extra="otel", package="opentelemetry-sdk")
-    check_model(model, load.revision)
+    for _, each in named:
+        check_model(each, load.revision)
+    check_several(named, _given(address=address, life=life, engine=engine, load=load))
     check_quantization(load.quantization)  # a server that cannot load does not listen first
-    options = _server_options(address, access, limits, life)
+    options = _server_options(address, access, limits, several, life)
     _log_to_stderr(options.log_format)
     from torchax_serve.entrypoints.serve import serve_without_pipelines
     from torchax_serve.server.lifespan import Server, end_children
+    from torchax_serve.server.model_pool import ModelSpec
     from torchax_serve.text.template_renderer import shared_renderer
 
     made = engine.options(max_num_waiting=MAX_NUM_WAITING)
     load.show_details()
     _warn_if_open(options)
     load_here = functools.partial(serve_without_pipelines, engine=made, **load.serve_kwargs())
-    server = Server(options, lambda: _loaded(model, load_here, server.context.start, is_watched=life.watch))
+    if len(named) == 1:
+        (names, _), is_watched = named[0], life.watch
+        only = ModelSpec(names, lambda: _loaded(model, load_here, server.context.start, is_watched=is_watched))
+        server = Server(options, [only])
+    else:
+        server = Server(options, [_spec(names, each, load_here) for names, each in named])
     print(*(f"listening on {each}" for each in server.addresses), sep="\n", file=sys.stderr, flush=True)
     try:
         status = server.run()
@@ -217,8 +252,24 @@ def _loaded(model: str | None, load: Callable[..., Any], progress: StartProgress
     return WatchedBundle(Path(model or ""), load)
 
 
+def _spec(names: tuple[str, ...], model: str | None, load: Callable[..., Any]) -> ModelSpec:
+    """Returns one of several models; what it takes is not known before it is loaded, but for files in a folder."""
+    from torchax_serve.server.model_pool import ModelSpec
+
+    source = "" if model is None else model
+    names = names or (("embedded" if model is None else Path(model).name if Path(model).is_dir() else model),)
+    return ModelSpec(names, functools.partial(load, model), source, file_bytes(model))
+
+
+def _given(**groups: Any) -> dict[str, Any]:
+    """Returns the options of groups that are not their defaults, by the name of the field."""
+    fields = [(group, field) for group in groups.values() for field in dataclasses.fields(group)]
+    values = {field.name: (getattr(group, field.name), field.default) for group, field in fields}
+    return {name: value for name, (value, default) in values.items() if value != default}
+
+
 def _server_options(
-    address: AddressOptions, access: AccessOptions, limits: LimitOptions, life: LifeOptions
+    address: AddressOptions, access: AccessOptions, limits: LimitOptions, several: SeveralOptions, life: LifeOptions
 ) -> ServerOptions:
     from torchax_serve.server.options import MIB, ConnectionLimits, ServerOptions
 
@@ -254,6 +305,9 @@ def _server_options(
         drain_timeout_s=life.drain_timeout,
         watchdog_s=life.watchdog,
         warm_up=not life.no_warm_up,
+        max_loaded_models=several.max_loaded_models,
+        model_memory_bytes=None if several.model_memory is None else int(several.model_memory * 2**30),
+        model_idle_timeout_s=several.model_idle_timeout,
         connection=ConnectionLimits(
             max_body_bytes=limits.max_body_mib * MIB,
             max_connections=limits.max_connections,

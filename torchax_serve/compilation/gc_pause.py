@@ -53,6 +53,14 @@ def freeze_for_serving() -> None:
     """
     gc.collect()
     gc.freeze()
+    collect_rarely()
+
+
+def collect_rarely() -> None:
+    """Has young objects collected from `YOUNG_THRESHOLD` of them on; live ones may be let go later.
+
+    For a process that serves and also unloads models, whose objects must not be frozen.
+    """
     young, *older = gc.get_threshold()
     if young:  # 0: the caller has switched collections off
         gc.set_threshold(max(young, YOUNG_THRESHOLD), *older)

@@ -146,7 +146,7 @@ class StepCounts:
         self.num_steps += num_steps
         self._tokens.append((now, num_tokens))
 
-    def stats(self, scheduler: SchedulerStats, num_programs: int) -> EngineStats:
+    def stats(self, scheduler: SchedulerStats, num_programs: int, cache_bytes: int) -> EngineStats:
         """Returns the statistics of the engine, with those of its scheduler."""
         now = time.monotonic()
         recent = [(when, count) for when, count in list(self._tokens) if now - when < RATE_S]
@@ -158,6 +158,7 @@ class StepCounts:
             tokens_per_s=sum(count for _, count in recent) / span if span > 0 else 0.0,
             host_s=max(0.0, self.busy_s - self.wait_s),
             busy_s=self.busy_s,
+            cache_bytes=cache_bytes,
         )
 
 
@@ -309,7 +310,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counts; cheap, and right between two steps."""
-        return self._counts.stats(self._scheduler.stats(), self._runner.num_programs)
+        return self._counts.stats(self._scheduler.stats(), self._runner.num_programs, self._runner.cache_bytes)
 
     def drain(self, timeout_s: float | None = None, refusal: str = DRAINED) -> bool:
         """Refuses new requests, waits for the others; returns whether all have ended.

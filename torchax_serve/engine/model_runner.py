@@ -189,6 +189,11 @@ class ModelRunner:
             self._background.hold_tracing(trace_lock())
 
     @property
+    def cache_bytes(self) -> int:
+        """Bytes of pages and states on the device."""
+        return self._cache.num_bytes
+
+    @property
     def cache_is_lost(self) -> bool:
         """Whether a failed step has deleted the donated cache or sampler state."""
         return self._cache.is_lost or self._sampler.last_tokens.is_deleted()

@@ -124,6 +124,10 @@ class ExecutorCache(Protocol):
     def is_lost(self) -> bool:
         """Whether a failed step has deleted the donated arrays."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of pages and states."""
+
     def reset(self) -> None:
         """Empties the cache."""
 

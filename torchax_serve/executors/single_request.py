@@ -25,7 +25,7 @@ from torchax_serve.scheduler import PlanRow, StepPlan
 class NoPages:
     """The cache of an executor whose requests bring their own."""
 
-    is_lost = False
+    is_lost, num_bytes = False, 0
 
     def reset(self) -> None:
         """Does nothing: requests close their caches."""

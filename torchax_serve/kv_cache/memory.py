@@ -135,9 +135,20 @@ def _device_stats() -> dict[str, int] | None:
     return (device.memory_stats() if device.platform != "cpu" else None) or None
 
 
+class _Sharing:
+    """How many models of this process divide the free memory among their caches."""
+
+    num_models = 1
+
+
+def share_free_memory(num_models: int) -> None:
+    """Has each cache that is made from now on take its part of the free memory."""
+    _Sharing.num_models = num_models
+
+
 def free_bytes() -> int:
     """Returns the bytes that the cache may take once the weights are loaded."""
     stats = _device_stats()
     if stats is None:
-        return int(free_host_bytes() * HOST_MEMORY_FRACTION)
-    return int(stats["bytes_limit"] * DEVICE_MEMORY_FRACTION) - stats["bytes_in_use"]
+        return int(free_host_bytes() * HOST_MEMORY_FRACTION) // _Sharing.num_models
+    return (int(stats["bytes_limit"] * DEVICE_MEMORY_FRACTION) - stats["bytes_in_use"]) // _Sharing.num_models

@@ -237,6 +237,11 @@ class PagedCache:
         """Bytes of the states by slot, besides the pages."""
         return 0
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of pages and states."""
+        return self.plan.num_bytes + self.state_bytes
+
     def reset(self) -> None:
         """Allocates the pools again, all zeros; also after a failed step has deleted them."""
         self.pools = ()

@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from torchax_serve.server import adapter_routes, audio, health, openapi, pooling, profile_routes, tokens
+from torchax_serve.server import adapter_routes, audio, health, model_routes, openapi, pooling, profile_routes, tokens
 from torchax_serve.server.anthropic import errors as anthropic_errors
 from torchax_serve.server.anthropic import routes as anthropic
 from torchax_serve.server.chat import chat_completions
@@ -50,8 +50,10 @@ ROUTES: tuple[tuple[str, str, Callable[..., Awaitable[Any]]], ...] = (
     ("GET", "/docs", openapi.page),
     ("GET", "/load", health.load),
     ("GET", "/metrics", health.metrics),
-    ("GET", "/v1/models", health.models),
-    ("GET", "/v1/models/{model:path}", health.model),
+    ("GET", "/v1/models", model_routes.models),
+    ("GET", "/v1/models/{model:path}", model_routes.model),
+    ("POST", "/models/load", model_routes.load),
+    ("POST", "/models/unload", model_routes.unload),
     ("POST", "/v1/load_lora_adapter", adapter_routes.load_lora_adapter),
     ("POST", "/v1/unload_lora_adapter", adapter_routes.unload_lora_adapter),
     ("POST", "/v1/chat/completions", chat_completions),
@@ -221,6 +223,8 @@ class _Exchange:
         except Exception as error:
             await self._fail(error)
         finally:
+            if (model := self._scope["state"].pop("model", None)) is not None:
+                context.release(model)
             context.num_in_flight -= is_work
             context.metrics.in_flight.set(context.num_in_flight)
             self._record(time.perf_counter() - began)

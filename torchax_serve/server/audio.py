@@ -93,10 +93,13 @@ async def translations(request: Request) -> Any:
 
 async def _answer(request: Request, task: str) -> Any:
     context = context_of(request)
-    service = context.service()
-    service.require("transcribe", request.scope["path"])
+    only = context.only_service()
+    if only is not None:
+        only.require("transcribe", request.scope["path"])
     fields, data = await _read_form(request, context)
     body = TranscriptionRequest.parse(fields)
+    service = only or await context.take(request, body.model)
+    service.require("transcribe", request.scope["path"])
     service.settle_name(body, request.state.key)
     assert service.model.transcribes
     model = cast("SpeechModel", service.model)

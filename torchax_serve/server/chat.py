@@ -15,12 +15,12 @@ from model_adapters.errors import ChatTemplateError
 from torchax_serve.sampling_params import MAX_INT, SamplingParams
 from torchax_serve.server.answers import Answer, AnswerOptions
 from torchax_serve.server.beam_answers import beam_answers, check_beams
-from torchax_serve.server.body import read_request
 from torchax_serve.server.chat_answer import ChatCompletion
 from torchax_serve.server.common_calls import has_calls, reads_tools, with_tools_as_text
 from torchax_serve.server.context import ServerContext, context_of, follow
 from torchax_serve.server.errors import ApiError, bad_request
 from torchax_serve.server.harmony import HarmonyParser
+from torchax_serve.server.model_requests import read_for_model
 from torchax_serve.server.model_service import ChatPrompt, ModelService, adapter_of, scoped_salt
 from torchax_serve.server.notes import note_once
 from torchax_serve.server.options import ServerOptions
@@ -54,9 +54,7 @@ class StartedChat(NamedTuple):
 async def chat_completions(request: Request) -> Any:
     """Answers a conversation."""
     context = context_of(request)
-    service = context.service()
-    service.require("chat", "/v1/chat/completions")
-    body = await read_request(request, context.options, ChatRequest)
+    service, body = await read_for_model(request, ChatRequest, "chat")
     completion = ChatCompletion(context, service, body, *await start_chat(request, service, body))
     if body.stream:
         return EventStream(completion.events(), context.options.keep_alive_s)

@@ -83,6 +83,7 @@ class ChatCompletion:
         parsers: Sequence[AnswerParser | HarmonyParser | None],
     ) -> None:
         self._context, self._request, self._answers = context, request, answers
+        self._fingerprint = service.fingerprint
         self._readers = [MessageReader(parser) for parser in parsers]
         self._id, self._created = f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
         self._format = LogprobFormat(service.token_bytes, as_ids=bool(request.return_tokens_as_token_ids))
@@ -112,7 +113,7 @@ class ChatCompletion:
                     self._context.metrics.step(answer, step)
         choices = [self._choice(index, steps[index], parsed[index]) for index in range(len(self._answers))]
         found = self._envelope("chat.completion", choices)
-        found |= {"service_tier": "default", "system_fingerprint": self._context.fingerprint, "usage": self._usage()}
+        found |= {"service_tier": "default", "system_fingerprint": self._fingerprint, "usage": self._usage()}
         without = {"prompt_logprobs": None, "prompt_token_ids": None, "prompt_text": None, **NOT_GIVEN}
         return found | without | self._prompt_fields()
 
@@ -210,7 +211,7 @@ class ChatCompletion:
         choice = {"index": answer.index, "delta": delta, "logprobs": None, "finish_reason": None, "token_ids": None}
         choice |= fields
         chunk = self._envelope("chat.completion.chunk", [choice]) | (further or {})
-        chunk["system_fingerprint"] = self._context.fingerprint
+        chunk["system_fingerprint"] = self._fingerprint
         options = self._request.stream_options
         if options and (options.include_usage or options.continuous_usage_stats):
             chunk["usage"] = self._usage() if options.continuous_usage_stats else None

@@ -15,12 +15,12 @@ from starlette.responses import JSONResponse
 from torchax_serve.outputs import TokenLogprobs
 from torchax_serve.server.answers import Answer, AnswerOptions
 from torchax_serve.server.beam_answers import beam_answers, check_beams
-from torchax_serve.server.body import read_request
 from torchax_serve.server.context import ServerContext, context_of, follow
 from torchax_serve.server.errors import ApiError, bad_request
 from torchax_serve.server.fim_prompts import prompts_with_gap
 from torchax_serve.server.formats import NOT_GIVEN, LogprobFormat, finish_reason_of, usage_of
 from torchax_serve.server.merged_answers import merged_steps
+from torchax_serve.server.model_requests import read_for_model
 from torchax_serve.server.model_service import ModelService, adapter_of, scoped_salt
 from torchax_serve.server.request_checks import check_counts, truncated
 from torchax_serve.server.sampling import renamed_error, sampling_params
@@ -38,9 +38,7 @@ DEFAULT_MAX_TOKENS = 16
 async def completions(request: Request) -> Any:
     """Continues prompts."""
     context = context_of(request)
-    service = context.service()
-    service.require("generate", "/v1/completions")
-    body = await read_request(request, context.options, CompletionRequest)
+    service, body = await read_for_model(request, CompletionRequest, "generate")
     prompts, answers = await start_completions(request, service, body)
     completion = TextCompletion(context, service, body, prompts, answers)
     if body.stream:
@@ -166,7 +164,7 @@ class TextCompletion:
             "object": "text_completion",
             "created": self._created,
             "model": self._request.model,
-            "system_fingerprint": self._context.fingerprint,
+            "system_fingerprint": self._service.fingerprint,
             "choices": choices,
         }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import hashlib
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -11,19 +10,20 @@ from typing import TYPE_CHECKING
 from starlette.requests import Request
 
 from model_adapters.errors import UnsupportedArgumentError
-from torchax_serve import __version__
 from torchax_serve.server.answers import Answer
 from torchax_serve.server.auth import ApiKeys
-from torchax_serve.server.errors import ApiError, api_error_of
+from torchax_serve.server.errors import ApiError, api_error_of, bad_request
 from torchax_serve.server.key_limits import KeyUsages
 from torchax_serve.server.loop_lag import LoopLag
 from torchax_serve.server.metrics import Metrics
-from torchax_serve.server.model_service import ModelService
+from torchax_serve.server.model_pool import ModelPool, PooledModel
+from torchax_serve.server.model_service import ModelService, unknown_model
 from torchax_serve.server.options import ServerOptions
 from torchax_serve.server.profiler import Profiler
 from torchax_serve.server.response_families import chosen_template
 from torchax_serve.server.responses.store import ResponseStore
 from torchax_serve.server.schemas import TextRequest
+from torchax_serve.server.sse import until_disconnect
 from torchax_serve.server.start_progress import StartProgress
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class ServerContext:
         start: How far its start is, in numbers.
         loop_lag: How late the event loop is.
         num_in_flight: Requests that are being answered, apart from those of health and metrics.
-        fingerprint: ``system_fingerprint`` of answers: equal for equal versions and models.
+        pool: Several models, of which requests name one; None: a server of one model.
         tracing: Spans of requests; None without a collector.
         responses: Responses that later requests may name.
         profiler: Profiles of the process; None without a folder for them.
@@ -65,41 +65,98 @@ class ServerContext:
         self.refuses_new = False  # after the time in which a draining server still accepts
         self.num_in_flight = 0
         self.started_s = time.time()
-        self.fingerprint = "fp_" + hashlib.sha256(__version__.encode()).hexdigest()[:10]
         self.tracing = _tracing(options.otlp_traces_endpoint)
         self.profiler = None if options.profile_dir is None else Profiler(options.profile_dir)
         if options.response_template is not None:
             chosen_template(options.response_template)  # one that does not exist is an error at once
+        self.pool: ModelPool | None = None
         self._service: ModelService | None = None
 
     def set_service(self, service: ModelService) -> None:
         """Sets the model, from which on requests are answered."""
         self._service = service
-        digest = hashlib.sha256(f"{__version__} {service.name} {service.model.dtype_name}".encode())
-        self.fingerprint = f"fp_{digest.hexdigest()[:10]}"
-        self.metrics.watch(service)
+        self.metrics.watch(lambda: self.loaded)
+
+    def set_pool(self, pool: ModelPool) -> None:
+        """Sets the models of a server of several, from which on requests are answered."""
+        self.pool, self.stage = pool, Stage.READY
+        self.metrics.watch(lambda: self.loaded, has_several=True)
 
     @property
-    def loaded(self) -> ModelService | None:
-        """The model; None while it is loaded."""
-        return self._service
+    def loaded(self) -> list[ModelService]:
+        """The models that are loaded."""
+        if self.pool is not None:
+            return [each.service for each in self.pool.models if each.service is not None]
+        return [] if self._service is None else [self._service]
+
+    @property
+    def model_names(self) -> list[str]:
+        """Names that requests may use, those of adapters apart; empty while the only model is loaded."""
+        if self.pool is not None:
+            return [name for each in self.pool.models for name in each.spec.names]
+        return [] if self._service is None else list(self._service.names)
 
     def error_of(self, error: BaseException) -> ApiError:
         """Returns the answer to an error; it shows no path of the model."""
-        answer, service = api_error_of(error), self._service
-        if service is not None and service.root != (folder := service.model.name):
-            answer.message = answer.message.replace(folder, service.name)
+        answer = api_error_of(error)
+        for service in self.loaded:
+            if service.root != (folder := service.model.name):
+                answer.message = answer.message.replace(folder, service.name)
         return answer
+
+    def only_service(self) -> ModelService | None:
+        """Returns the model of a server of one; None if it has several.
+
+        Raises:
+            ApiError: As `service`.
+        """
+        return self.service() if self.pool is None else self._refuse_late()
+
+    async def take(self, request: Request, name: str) -> ModelService:
+        """Returns the model of several that a request names, loaded; the request uses it until its end.
+
+        Raises:
+            ApiError: 400 without a name, 404 if there is no such model for the request's key, 503 if it cannot be
+                loaded.
+            ClientDisconnect: The client has gone.
+        """
+        assert self.pool is not None
+        model = self.find(request, name)
+        service = await until_disconnect(request.receive, self.pool.take(model))
+        request.scope["state"]["model"] = model  # `_Exchange` lets it go
+        return service
+
+    def find(self, request: Request, name: str) -> PooledModel:
+        """Returns the model of several that a request names; raises ApiError as `take`."""
+        assert self.pool is not None
+        key = request.state.key
+        allowed = [each for each in self.model_names if key is None or key.allows(each)]
+        if not name:
+            raise bad_request(f"model: expected one of {', '.join(allowed)}, got none", "model", "invalid_value")
+        if name not in allowed or (model := self.pool.find(name)) is None:
+            raise unknown_model(name)
+        return model
+
+    def release(self, model: PooledModel) -> None:
+        """Ends the use of a model by a request."""
+        assert self.pool is not None
+        self.pool.release(model)
+
+    def _refuse_late(self) -> None:
+        """Raises ApiError, 503, when no more requests are taken."""
+        if self.refuses_new:
+            headers = {"Retry-After": "5", "Connection": "close"}
+            raise ApiError(503, "the server is shutting down; send the request to another one", headers=headers)
 
     def service(self) -> ModelService:
         """Returns the model.
 
         Raises:
-            ApiError: 503 while there is none, and when no more requests are taken.
+            ApiError: 503 while there is none, and when no more requests are taken; 400 of a server of several.
         """
-        if self.refuses_new:
-            headers = {"Retry-After": "5", "Connection": "close"}
-            raise ApiError(503, "the server is shutting down; send the request to another one", headers=headers)
+        self._refuse_late()
+        if self.pool is not None:
+            raise ApiError(400, "expected a server of one model, got one of several; start one of that model alone")
         if self._service is None or self.stage in (Stage.LOADING, Stage.WARMING_UP):
             raise ApiError(503, f"the server is {self.stage.value}; send the request again later")
         if self.stage is Stage.DEAD:

@@ -1,4 +1,4 @@
-"""``/livez``, ``/readyz``, ``/version``, ``/metrics``, ``/v1/models`` and aliases."""
+"""``/livez``, ``/readyz``, ``/version``, ``/load``, ``/metrics`` and aliases."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from starlette.responses import JSONResponse, Response
 
 from torchax_serve import __version__
 from torchax_serve.server.context import Stage, context_of
-from torchax_serve.server.errors import ApiError
-from torchax_serve.server.model_service import adapters_of, public_name
 
 
 async def livez(request: Request) -> Response:
@@ -43,36 +41,3 @@ async def load(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """Returns metrics in Prometheus' text format."""
     return Response(context_of(request).metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-
-async def models(request: Request) -> Response:
-    """Lists the models."""
-    return JSONResponse({"object": "list", "data": _models(request)})
-
-
-async def model(request: Request) -> Response:
-    """Returns one model."""
-    wanted = request.path_params["model"]
-    for entry in _models(request):
-        if entry["id"] == wanted:
-            return JSONResponse(entry)
-    raise ApiError(404, f"the model {wanted[:100]!r} does not exist", param="model", code="model_not_found")
-
-
-def _models(request: Request) -> list[dict[str, Any]]:
-    service, key = context_of(request).service(), request.state.key
-    folders = {**dict.fromkeys(service.names), **adapters_of(service)}
-    return [
-        {
-            "id": name,
-            "object": "model",
-            "created": service.created,
-            "owned_by": "torchax-serve",
-            "root": service.root if folder is None else public_name(folder),
-            "parent": None if folder is None else service.name,
-            "max_model_len": service.max_model_len,
-            "tasks": list(service.tasks),
-        }
-        for name, folder in folders.items()
-        if key is None or key.allows(name)
-    ]

@@ -12,11 +12,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from torchax_serve.server.answers import Answer, AnswerOptions
-from torchax_serve.server.body import read_request
 from torchax_serve.server.context import ServerContext, context_of, follow
 from torchax_serve.server.errors import ApiError, bad_request
 from torchax_serve.server.fim_prompts import fim_tokens_of
 from torchax_serve.server.formats import finish_reason_of
+from torchax_serve.server.model_requests import read_for_model
 from torchax_serve.server.model_service import ModelService, adapter_of, scoped_salt
 from torchax_serve.server.prompt_limits import check_len
 from torchax_serve.server.request_fields import ApiRequest, ModelName, Strings, honoured, no_effect, refused
@@ -92,9 +92,7 @@ class _Started(NamedTuple):
 async def infill(request: Request) -> Any:
     """Writes the text in a gap."""
     context = context_of(request)
-    service = context.service()
-    service.require("generate", "/infill")
-    body = await read_request(request, context.options, InfillRequest)
+    service, body = await read_for_model(request, InfillRequest, "generate")
     service.settle_name(body, request.state.key, may_be_adapter=True)
     _check(body)
     plain = _as_completion(body)

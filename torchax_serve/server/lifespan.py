@@ -14,15 +14,17 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
-from model_adapters.loading.progress import Progress
+from model_adapters.loading.progress import Progress, SilentProgress
 from torchax_serve.compilation import gc_pause
+from torchax_serve.kv_cache.memory import share_free_memory
 from torchax_serve.server.app import Application
 from torchax_serve.server.context import ServerContext, Stage
 from torchax_serve.server.listening import HttpListener
+from torchax_serve.server.model_pool import ModelPool, ModelSpec
 from torchax_serve.server.model_service import ModelService, drain_engines, progress_of
 from torchax_serve.server.options import ServerOptions
 
@@ -39,19 +41,22 @@ EXIT_DONE, EXIT_CUT, EXIT_DEAD = 0, 1, 70
 
 
 class Server:
-    """Serves one model until a signal ends it.
+    """Serves one model, or several, until a signal ends it.
+
+    One model is loaded at once, in a thread, while the health routes already answer. Of several each is loaded by the
+    first request that names it (`ModelPool`).
 
     Args:
         options: Of the server.
-        load: Loads the model; called in a thread while the health routes already answer.
+        models: The models.
 
     Attributes:
         context: State of the server, for tests.
     """
 
-    def __init__(self, options: ServerOptions, load: Callable[[], ServedModel]) -> None:
+    def __init__(self, options: ServerOptions, models: Sequence[ModelSpec]) -> None:
         self.context = ServerContext(options)
-        self._options, self._load = options, load
+        self._options, self._models = options, models
         self._listener = HttpListener(Application(self.context), options)
         self._error: BaseException | None = None
         self._is_started = False  # the model is loaded, and its programs are there
@@ -101,7 +106,10 @@ class Server:
         logger.info("listening on %s", ", ".join(self.addresses))
         changed = [f"{name}={json.dumps(value)}" for name, value in self._options.changed().items()]
         logger.info("options that are not the defaults: %s", ", ".join(changed) or "none")
-        threading.Thread(target=self._load_model, args=(self._loop,), name="load", daemon=True).start()
+        if len(self._models) == 1:
+            threading.Thread(target=self._load_model, args=(self._loop,), name="load", daemon=True).start()
+        else:
+            self._open_pool()
         ticker, watcher = asyncio.create_task(self._tick()), asyncio.create_task(self.context.loop_lag.watch())
         try:
             await self._ended.wait()
@@ -112,6 +120,8 @@ class Server:
             self._listener.close()
             self._listener.cancel_requests()
             await asyncio.sleep(0)
+            if self.context.pool is not None:
+                await self.context.pool.close()
             await asyncio.to_thread(self._close_model)
             await self._close_context()
 
@@ -120,9 +130,9 @@ class Server:
 
         That would wait for a program or a kernel that is compiled.
         """
-        service = self.context.loaded
-        if service is not None and self._is_started and self.context.stage is not Stage.DEAD:
-            service.close()
+        if self.context.pool is None and self._is_started and self.context.stage is not Stage.DEAD:
+            for service in self.context.loaded:
+                service.close()
 
     async def _close_context(self) -> None:
         self.context.metrics.close()
@@ -135,7 +145,8 @@ class Server:
         """Loads and warms up the model, in a thread of its own."""
         try:
             began = time.monotonic()
-            service = ModelService(self._load(), self._options)
+            (spec,) = self._models
+            service = ModelService(spec.load(), self._options, spec.names)
             loop.call_soon_threadsafe(self._set_loaded, service)
             if self._options.warm_up:
                 warm_up(service.model, self.context.start)
@@ -149,6 +160,26 @@ class Server:
             with contextlib.suppress(RuntimeError):  # the loop has ended before
                 loop.call_soon_threadsafe(self._on_signal)
 
+    def _open_pool(self) -> None:
+        """Sets the models of a server of several, none of which is loaded."""
+        share_free_memory(min(len(self._models), self._options.max_loaded_models or len(self._models)))
+        gc_pause.collect_rarely()
+        self.context.set_pool(ModelPool(self._models, self._options, self._opened))
+        logger.info("models, loaded at their first request: %s", ", ".join(self.context.model_names))
+        notify_systemd("READY=1")
+
+    def _opened(self, spec: ModelSpec) -> ModelService:
+        """Loads one of several models and makes it ready, in a thread."""
+        service = ModelService(spec.load(), self._options, spec.names)
+        try:
+            if self._options.warm_up:
+                warm_up(service.model, SilentProgress())
+            service.prepare()
+        except BaseException:
+            service.close()
+            raise
+        return service
+
     def _set_loaded(self, service: ModelService) -> None:
         self.context.set_service(service)
         if self.context.stage is Stage.LOADING:
@@ -158,8 +189,7 @@ class Server:
         self._is_started = True
         if self.context.stage is Stage.WARMING_UP:
             self.context.stage = Stage.READY
-            assert self.context.loaded is not None
-            logger.info("%s is ready after %.1f s", self.context.loaded.name, duration_s)
+            logger.info("%s is ready after %.1f s", self.context.loaded[0].name, duration_s)
             notify_systemd("READY=1")
 
     async def _drain(self) -> int:
@@ -178,7 +208,6 @@ class Server:
         until = time.monotonic() + self._options.drain_timeout_s
         while context.num_in_flight and time.monotonic() < until:
             await asyncio.sleep(0.02)
-        assert context.loaded is not None
         have_ended = await asyncio.to_thread(drain_engines, context.loaded, max(0.0, until - time.monotonic()))
         if have_ended and not context.num_in_flight:
             return EXIT_DONE
@@ -195,6 +224,8 @@ class Server:
                     logger.info("the files of TLS were read again")
             except (InvalidArgumentError, OSError) as error:
                 logger.warning("connections use the files of TLS of before: %s", error)
+            if self.context.pool is not None:
+                await self.context.pool.unload_idle()
             if (reason := self._dead_reason()) is not None:
                 await self._die(reason)
                 return
@@ -202,11 +233,10 @@ class Server:
 
     def _dead_reason(self) -> str | None:
         """Returns why the engine will not answer any more; None as long as it does."""
-        service = self.context.loaded
-        if service is None or self.context.stage is not Stage.READY:
+        if self.context.stage is not Stage.READY:
             return None
         limit_s = self._options.watchdog_s
-        for progress in progress_of(service):
+        for progress in progress_of(self.context.loaded):
             if not progress.is_alive:
                 return "the engine's thread has ended"
             if limit_s and progress.is_due and not progress.is_compiling and progress.still_s > limit_s:

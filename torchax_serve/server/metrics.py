@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 from torchax_serve.text.text_stream import AnswerStep
 
 if TYPE_CHECKING:
-    from torchax_serve.outputs import GroupUsage
+    from torchax_serve.outputs import EngineStats, GroupUsage
     from torchax_serve.server.answers import Answer
     from torchax_serve.server.model_service import ModelService
 
@@ -95,11 +95,12 @@ class Metrics:
             Histogram(f"{prefix}{name}", text, buckets=buckets, registry=self.registry) for prefix in self._prefixes
         ]
 
-    def watch(self, service: ModelService) -> None:
-        """Adds the counts of the model's engine."""
+    def watch(self, loaded: Callable[[], Sequence[ModelService]], *, has_several: bool = False) -> None:
+        """Adds the counts of the engines of models; those of several have the label ``model_name``."""
         if self._engine is None:
             self._compilations = _Compilations()
-            self._engine = _EngineCollector(service, self._prefixes, self._compilations, self._hides_adapters)
+            names = self._prefixes, self._compilations, self._hides_adapters
+            self._engine = _EngineCollector(loaded, *names, has_several=has_several)
             self.registry.register(self._engine)
 
     def close(self) -> None:
@@ -142,13 +143,15 @@ class _EngineCollector(Collector):
 
     def __init__(
         self,
-        service: ModelService,
+        loaded: Callable[[], Sequence[ModelService]],
         prefixes: Sequence[str],
         compilations: _Compilations,
         hides_adapters: Callable[[], bool],
+        *,
+        has_several: bool,
     ) -> None:
-        self._hides_adapters = hides_adapters
-        self._service, self._prefixes, self._compilations = service, prefixes, compilations
+        self._hides_adapters, self._has_several = hides_adapters, has_several
+        self._loaded, self._prefixes, self._compilations = loaded, prefixes, compilations
 
     def describe(self) -> list[Any]:
         """Returns nothing: the registry need not read the counts to know the names."""
@@ -159,9 +162,19 @@ class _EngineCollector(Collector):
         compiled = {"compilations": self._compilations.number, "compilation_seconds": self._compilations.duration_s}
         for name, value in compiled.items():
             yield CounterMetricFamily(f"torchax_serve_{name}", name.replace("_", " "), value=value)
-        stats = self._service.model.stats()
-        if stats is None:
-            return
+        services = self._loaded()
+        if self._has_several:
+            yield GaugeMetricFamily("torchax_serve_loaded_models", "Models that are loaded", value=len(services))
+        families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
+        for service in services:
+            if (stats := service.model.stats()) is not None:
+                own = {"model_name": service.name} if self._has_several else {}
+                self._add_counts(families, stats, own)
+                for prefix in self._prefixes:
+                    self._add_descriptions(families, prefix, service, stats.scheduler.pages, own)
+        yield from families.values()
+
+    def _add_counts(self, families: dict[str, Any], stats: EngineStats, own: dict[str, str]) -> None:
         scheduler = stats.scheduler
         used, total = sum(group.num_used for group in scheduler.pages), sum(g.num_pages for g in scheduler.pages)
         gauges = {
@@ -178,23 +191,29 @@ class _EngineCollector(Collector):
             "spec_decode_num_draft_tokens": scheduler.num_draft_tokens,
             "spec_decode_num_accepted_tokens": scheduler.num_accepted_tokens,
         }
-        own = {
+        further = {
             "engine_steps": stats.num_steps,
             "compiled_programs": stats.num_programs,
             "offloaded_kv_pages": sum(group.num_offloaded for group in scheduler.pages),
             "loaded_kv_pages": sum(group.num_loaded for group in scheduler.pages),
         }
         for prefix in self._prefixes:
-            yield from self._described(prefix, scheduler.pages)
             for name, value in gauges.items():
-                yield GaugeMetricFamily(f"{prefix}{name}", name.replace("_", " "), value=value)
+                _add(families, GaugeMetricFamily, f"{prefix}{name}", name.replace("_", " "), own, value)
             for name, value in counters.items():
-                yield CounterMetricFamily(f"{prefix}{name}", name.replace("_", " "), value=value)
-        for name, value in own.items():
-            yield CounterMetricFamily(f"torchax_serve_{name}", name.replace("_", " "), value=value)
+                _add(families, CounterMetricFamily, f"{prefix}{name}", name.replace("_", " "), own, value)
+        for name, value in further.items():
+            _add(families, CounterMetricFamily, f"torchax_serve_{name}", name.replace("_", " "), own, value)
 
-    def _described(self, prefix: str, pages: Sequence[GroupUsage]) -> Iterator[Any]:
-        """Yields what gateways route by: the size of the cache, and the adapters that requests have."""
+    def _add_descriptions(
+        self,
+        families: dict[str, Any],
+        prefix: str,
+        service: ModelService,
+        pages: Sequence[GroupUsage],
+        own: dict[str, str],
+    ) -> None:
+        """Adds what gateways route by: the size of the cache, and the adapters that requests have."""
         sizes: dict[str, int] = {}
         for group in pages:  # of all replicas
             if group.page_size:
@@ -202,22 +221,20 @@ class _EngineCollector(Collector):
         if sizes:
             largest = max(sizes, key=lambda name: sizes[name])
             page_size = next(group.page_size for group in pages if group.name == largest)
-            labels = {"block_size": str(page_size), "num_gpu_blocks": str(sizes[largest])}
-            yield _info(f"{prefix}cache_config_info", "Pages of the cache", labels, 1)
+            labels = {**own, "block_size": str(page_size), "num_gpu_blocks": str(sizes[largest])}
+            _add(families, GaugeMetricFamily, f"{prefix}cache_config_info", "Pages of the cache", labels, 1)
         # Asked of the class: an attribute that a recorded model has not loads its torch module.
-        model = self._service.model
+        model = service.model
         limit, names = model.adapters_in_use if hasattr(type(model), "adapters_in_use") else (0, [])
         if limit and not self._hides_adapters():
-            labels = {"max_lora": str(limit), "running_lora_adapters": ",".join(names), "waiting_lora_adapters": ""}
-            family = GaugeMetricFamily(
-                f"{prefix}lora_requests_info", "Adapters that requests have", labels=list(labels)
-            )
-            family.add_metric(list(labels.values()), time.time())
-            yield family
+            in_use = {"running_lora_adapters": ",".join(names), "waiting_lora_adapters": ""}
+            labels = {**own, "max_lora": str(limit), **in_use}
+            text = "Adapters that requests have"
+            _add(families, GaugeMetricFamily, f"{prefix}lora_requests_info", text, labels, time.time())
 
 
-def _info(name: str, text: str, labels: dict[str, str], value: float) -> GaugeMetricFamily:
-    """Returns a gauge whose labels say what it is about."""
-    family = GaugeMetricFamily(name, text, labels=list(labels))
-    family.add_metric(list(labels.values()), value)
-    return family
+def _add(families: dict[str, Any], kind: type[Any], name: str, text: str, labels: dict[str, str], value: float) -> None:
+    """Adds a value to the family of a metric, which is made with its first one."""
+    if name not in families:
+        families[name] = kind(name, text, labels=list(labels))
+    families[name].add_metric(list(labels.values()), value)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from model_adapters.errors import TorchaxServeError, UnsupportedModelError
+from torchax_serve import __version__
 from torchax_serve.engine.progress import EngineProgress
 from torchax_serve.entrypoints.recorded_model import engines_of
 from torchax_serve.multimodal.processor import media_inputs, processor_of
@@ -82,22 +83,26 @@ class ModelService:
     Args:
         model: The model, ready for requests.
         options: Of the server.
+        names: Names that requests may use; empty: those of the options, or the one it was loaded by.
 
     Attributes:
         root: Name of the model that was loaded; of a folder without its path.
         names: Names that requests may use.
         name: The first of them, which answers show.
         created: When it was ready, in seconds since 1970.
+        fingerprint: ``system_fingerprint`` of answers: equal for equal versions and models.
         options: Of the server.
         harmony: Encoding of openai-harmony for a model whose answers it parses, once `prepare` has run; else None.
     """
 
-    def __init__(self, model: ServedModel, options: ServerOptions) -> None:
+    def __init__(self, model: ServedModel, options: ServerOptions, names: tuple[str, ...] = ()) -> None:
         self.model = model
         self.root = public_name(model.name)
-        self.names = options.served_model_names or (self.root,)
+        self.names = names or options.served_model_names or (self.root,)
         self.name = self.names[0]
         self.created = int(time.time())
+        digest = hashlib.sha256(f"{__version__} {self.name} {model.dtype_name}".encode())
+        self.fingerprint = f"fp_{digest.hexdigest()[:10]}"
         self.harmony: Any | None = None
         self.options = options
         self._silent_ids: dict[tuple[str, int], frozenset[int]] = {}  # by the name of a family, number of fields
@@ -123,6 +128,12 @@ class ModelService:
         if importlib.util.find_spec("llguidance") is not None:
             with contextlib.suppress(UnsupportedModelError):
                 assert self.grammars is not None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the weights and of the engines' caches."""
+        caches = sum(engine.stats().cache_bytes for engine in engines_of(self.model))
+        return weight_counts(self.model)[0] + caches
 
     @functools.cached_property
     def tasks(self) -> tuple[str, ...]:
@@ -158,12 +169,7 @@ class ModelService:
         """
         is_known = name in self.names or (may_be_adapter and name in adapters_of(self))
         if not is_known or not (key is None or key.allows(name)):
-            raise ApiError(
-                404,
-                f"the model {name[:100]!r} does not exist; GET /v1/models lists those that do",
-                param="model",
-                code="model_not_found",
-            )
+            raise unknown_model(name)
 
     @functools.cached_property
     def max_model_len(self) -> int | None:
@@ -292,6 +298,22 @@ class ModelService:
         return submit(self.model, prepared, options)
 
 
+def unknown_model(name: str) -> ApiError:
+    """Returns the answer to a request for a model that there is not, or not for its key."""
+    message = f"the model {name[:100]!r} does not exist; GET /v1/models lists those that do"
+    return ApiError(404, message, param="model", code="model_not_found")
+
+
+def weight_counts(model: ServedModel) -> tuple[int, int]:
+    """Returns the bytes of a model's weights on its devices, and their numbers."""
+    import jax
+
+    own = vars(model)  # an attribute that a recorded model has not loads its torch module
+    weights = own["_weights"] if "_weights" in own else [each.weights for each in own.get("_runtimes", ())[:1]]
+    leaves = [leaf for leaf in jax.tree.leaves(weights) if hasattr(leaf, "nbytes")]
+    return sum(leaf.nbytes for leaf in leaves), sum(leaf.size for leaf in leaves)
+
+
 def adapters_of(service: ModelService) -> Mapping[str, str]:
     """Returns the folders of the adapters that requests can name as their model, by name."""
     # Asked of the class: an attribute that a recorded model has not loads its torch module.
@@ -329,15 +351,16 @@ def public_name(name: str) -> str:
     return Path(name).name if Path(name).is_dir() else name
 
 
-def progress_of(service: ModelService) -> list[EngineProgress]:
+def progress_of(services: Sequence[ModelService]) -> list[EngineProgress]:
     """Returns the progress of the engines that have been made."""
-    return [engine.progress() for engine in engines_of(service.model)]
+    return [engine.progress() for service in services for engine in engines_of(service.model)]
 
 
-def drain_engines(service: ModelService, timeout_s: float) -> bool:
+def drain_engines(services: Sequence[ModelService], timeout_s: float) -> bool:
     """Drains the engines that exist, as `Engine.drain`, in `timeout_s` for all together."""
     until = time.monotonic() + timeout_s
-    return all([engine.drain(max(0.0, until - time.monotonic())) for engine in engines_of(service.model)])  # noqa: C419
+    engines = [engine for service in services for engine in engines_of(service.model)]
+    return all([engine.drain(max(0.0, until - time.monotonic())) for engine in engines])  # noqa: C419
 
 
 def _encoder_tasks(class_name: str, num_labels: int | None) -> tuple[str, ...]:

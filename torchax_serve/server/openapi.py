@@ -137,8 +137,7 @@ async def page(request: Request) -> Response:
 
 
 def _description_for(request: Request) -> dict[str, Any]:
-    loaded = context_of(request).loaded
-    return description(request.scope["app"].routes, () if loaded is None else loaded.names)
+    return description(request.scope["app"].routes, context_of(request).model_names)
 
 
 def description(routes: Any, model_names: Sequence[str] = ()) -> dict[str, Any]:

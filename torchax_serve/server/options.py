@@ -121,7 +121,10 @@ class ServerOptions:
         allow_model_downloads: Whether requests may download models of the hub onto this machine, and delete them.
         max_stored_responses: Responses of one API key that later requests may name; 0 stores none.
         stored_response_ttl_s: Seconds for which they are stored.
-        warm_up: Whether programs are compiled before the server is ready.
+        warm_up: Whether programs are compiled before the server is ready, and before a model of several is.
+        max_loaded_models: Of several models, those that are loaded at once; None: all.
+        model_memory_bytes: Bytes of weights and caches of loaded models; None sets no limit.
+        model_idle_timeout_s: Seconds after which a model of several that nobody uses is unloaded; None: never.
         connection: Limits of connections.
         request: Limits of requests.
     """
@@ -157,6 +160,9 @@ class ServerOptions:
     max_stored_responses: int = 0
     stored_response_ttl_s: float = 3600.0
     warm_up: bool = True
+    max_loaded_models: int | None = None
+    model_memory_bytes: int | None = None
+    model_idle_timeout_s: float | None = None
     connection: ConnectionLimits = dataclasses.field(default_factory=ConnectionLimits)
     request: RequestLimits = dataclasses.field(default_factory=RequestLimits)
 
@@ -166,7 +172,10 @@ class ServerOptions:
         for name in ("pre_stop_s", "drain_timeout_s", "watchdog_s"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise InvalidArgumentError(f"{name}: expected seconds >= 0, got {getattr(self, name)!r}")
-        for name in ("request_timeout_s", "queue_timeout_s", "first_token_timeout_s"):
+        for name in ("max_loaded_models", "model_memory_bytes"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise InvalidArgumentError(f"{name}: expected a number >= 1, got {getattr(self, name)!r}")
+        for name in ("request_timeout_s", "queue_timeout_s", "first_token_timeout_s", "model_idle_timeout_s"):
             if getattr(self, name) is not None and not 0 < getattr(self, name) < math.inf:
                 raise InvalidArgumentError(f"{name}: expected seconds > 0, got {getattr(self, name)!r}")
         for name in ("keep_alive_s", "stored_response_ttl_s"):

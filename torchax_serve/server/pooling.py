@@ -14,10 +14,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from model_adapters.errors import UnsupportedModelError
-from torchax_serve.server.body import read_request
 from torchax_serve.server.context import context_of
 from torchax_serve.server.errors import bad_request, in_words_of_requests
 from torchax_serve.server.json_lists import list_response
+from torchax_serve.server.model_requests import read_for_model
 from torchax_serve.server.model_service import ModelService
 from torchax_serve.server.pooling_schemas import (
     ClassifyRequest,
@@ -46,10 +46,7 @@ _FIELDS: Mapping[str, str] = {
 
 
 async def _read(request: Request, kind: type[Body], task: str) -> tuple[ModelService, Body]:
-    context = context_of(request)
-    service = context.service()
-    service.require(task, request.scope["path"])
-    body = await read_request(request, context.options, kind)
+    service, body = await read_for_model(request, kind, task)
     service.settle_name(body, request.state.key)
     most, limit = body.truncate_prompt_tokens, service.max_model_len
     if most is not None and (most < -1 or most == 0 or (limit is not None and most > limit)):

@@ -5,7 +5,7 @@ They exist with ``--profile-dir`` only.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -32,7 +32,7 @@ class ProfileRequest(ApiRequest):
 
 async def start_profile(request: Request) -> Response:
     """Starts a profile of the server."""
-    await _profiler(request).start(context_of(request).service().model)
+    await _profiler(request).start(_model(request))
     return Response()
 
 
@@ -50,8 +50,19 @@ async def profile(request: Request) -> Response:
     if not 0 < seconds <= profiler.MAX_PROFILE_S:
         limit = f"{profiler.MAX_PROFILE_S:g}"
         raise bad_request(f"seconds: expected a number above 0 and up to {limit}, got {seconds!r}", "seconds")
-    found = await taken_by.take(context.service().model, seconds)
+    found = await taken_by.take(_model(request), seconds)
     return JSONResponse({"trace": found.file.parent.name, **found.as_dict(body.by or "module")})
+
+
+def _model(request: Request) -> Any:
+    """Returns the model whose programs get names; of several the one that is loaded alone."""
+    context = context_of(request)
+    if (only := context.only_service()) is not None:
+        return only.model
+    if len(context.loaded) != 1:
+        message = f"expected one loaded model, got {len(context.loaded)}; POST /models/unload unloads others"
+        raise ApiError(409, message, code="conflict")
+    return context.loaded[0].model
 
 
 def _profiler(request: Request) -> profiler.Profiler:

@@ -8,11 +8,11 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from torchax_serve.server.body import read_request
 from torchax_serve.server.chat import max_tokens_of, read_prompt, read_variables, with_files
 from torchax_serve.server.context import context_of
-from torchax_serve.server.errors import ApiError, bad_request
+from torchax_serve.server.errors import bad_request
 from torchax_serve.server.json_lists import list_response
+from torchax_serve.server.model_requests import read_for_model
 from torchax_serve.server.model_service import ModelService
 from torchax_serve.server.pooling_schemas import DetokenizeRequest, TokenizeRequest
 from torchax_serve.server.request_checks import check_text_size
@@ -75,9 +75,7 @@ async def detokenize(request: Request) -> Response:
 async def render(request: Request) -> Response:
     """Returns the prompt that a chat's request would have."""
     context = context_of(request)
-    service = context.service()
-    service.require("chat", "/v1/chat/completions/render")
-    body = await read_request(request, context.options, ChatRequest)
+    service, body = await read_for_model(request, ChatRequest, "chat")
     service.settle_name(body, request.state.key, may_be_adapter=True)
     body = await with_files(body, context.options)
     ids = await until_disconnect(request.receive, service.run(_rendered, service, body))
@@ -93,11 +91,7 @@ def _rendered(service: ModelService, body: ChatRequest) -> list[int]:
 
 
 async def _read(request: Request, kind: type[Any]) -> tuple[ModelService, Any]:
-    context = context_of(request)
-    service = context.service()
-    if service.model.tokenizer is None:
-        raise ApiError(404, f"{request.scope['path']}: {service.name} has no tokenizer")
-    body = await read_request(request, context.options, kind)
+    service, body = await read_for_model(request, kind, None)
     if body.model is not None:
         service.check_name(body.model, request.state.key, may_be_adapter=True)
     return service, body

@@ -105,6 +105,24 @@ def complete_downloaded(incomplete: str) -> list[str]:
     return [name for name in [*short, *here] if name.lower().startswith(incomplete.lower())]
 
 
+def complete_served(incomplete: str) -> list[str]:
+    """Returns the shell's completions for a model of a server, behind a name for it or without one."""
+    names, sign, start = incomplete.rpartition("=")
+    return [f"{names}{sign}{name}" for name in complete_model(start)]
+
+
+ServedModels = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[NAME=]MODEL",
+        show_default=False,
+        autocompletion=complete_served,
+        help="Short name, hub id or folder, behind a name for requests or alone; several are loaded at their first "
+        "request. Without it the small model of the package.",
+    ),
+]
+"""MODELs of the server."""
+
 OptionalModel = Annotated[
     str | None,
     typer.Argument(

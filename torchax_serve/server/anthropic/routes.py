@@ -12,11 +12,11 @@ from torchax_serve.server.anthropic.answer import PING, MessageAnswer
 from torchax_serve.server.anthropic.errors import error_content
 from torchax_serve.server.anthropic.schemas import CountTokensRequest, MessagesRequest
 from torchax_serve.server.anthropic.translation import chat_of
-from torchax_serve.server.body import read_request
 from torchax_serve.server.chat import read_prompt, start_chat, with_files
 from torchax_serve.server.context import ServerContext, context_of
 from torchax_serve.server.dialect_requests import names_of_fields, note_unknown
 from torchax_serve.server.errors import ApiError
+from torchax_serve.server.model_requests import read_for_model
 from torchax_serve.server.model_service import ModelService
 from torchax_serve.server.request_checks import check_num_messages
 from torchax_serve.server.schemas import ChatRequest
@@ -51,11 +51,8 @@ async def count_tokens(request: Request) -> Response:
 
 
 async def _read(request: Request, kind: type[Body]) -> tuple[ServerContext, ModelService, ChatRequest]:
-    context = context_of(request)
-    service = context.service()
-    route = request.scope["path"]
-    service.require("chat", route)
-    body = await read_request(request, context.options, kind)
+    context, route = context_of(request), request.scope["path"]
+    service, body = await read_for_model(request, kind, "chat")
     service.check_name(body.model, request.state.key, may_be_adapter=True)
     check_num_messages(len(body.messages), context.options.request, "messages")
     return context, service, await service.run(_chat_of, body, service, route)

@@ -192,7 +192,7 @@ class _Batch:
             answer = await post(self._app, request.url, request.body)
         finally:
             self._num_in_flight -= 1
-        if answer.status >= 500 and not all(each.is_alive for each in progress_of(self._service)):
+        if answer.status >= 500 and not all(each.is_alive for each in progress_of([self._service])):
             raise RequestError("expected an engine that runs, this one has ended; --resume goes on")
         return answer
 

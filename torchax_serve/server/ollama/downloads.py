@@ -19,10 +19,9 @@ from model_adapters.loading.gguf_names import split_tag
 from model_adapters.loading.model_source import parse_name, resolve
 from model_adapters.loading.progress import Advance, Unit
 from torchax_serve.server.body import read_request
-from torchax_serve.server.context import context_of
+from torchax_serve.server.context import ServerContext, context_of
 from torchax_serve.server.dialect_requests import note_unknown
 from torchax_serve.server.errors import ApiError, bad_request
-from torchax_serve.server.model_service import ModelService
 from torchax_serve.server.ollama.answer import NDJSON, failed, line
 from torchax_serve.server.ollama.schemas import LATEST, DeleteRequest, PullRequest
 from torchax_serve.server.ollama.translation import own_name
@@ -40,11 +39,11 @@ _running: set[concurrent.futures.Future[None]] = set()
 async def pull(request: Request) -> Response:
     """Downloads a model of the hub, with a line for each progress."""
     context = context_of(request)
-    service = context.service()
+    context.only_service()  # raises unless requests are answered
     body = await read_request(request, context.options, PullRequest)
     note_unknown(body, "/api/pull")
     name = body.model or body.name or ""
-    if own_name(name, service) in service.names:
+    if own_name(name, context.model_names) in context.model_names:
         steps = _served()
     else:
         _check_allowed(request)
@@ -59,31 +58,34 @@ async def pull(request: Request) -> Response:
 async def delete(request: Request) -> Response:
     """Deletes a downloaded model of the hub."""
     context = context_of(request)
-    service = context.service()
+    context.only_service()  # raises unless requests are answered
     body = await read_request(request, context.options, DeleteRequest)
     note_unknown(body, "/api/delete")
     name = body.model or body.name or ""
     _check_allowed(request)
     served = f"expected a model that is not served, got {name[:100]!r}; end the server first"
-    if own_name(name, service).strip().lower() in {each.lower() for each in service.names}:
+    if own_name(name, context.model_names).strip().lower() in {each.lower() for each in context.model_names}:
         raise ApiError(409, served)
     hub_id = _hub_id(name)
     if split_tag(name.removesuffix(LATEST))[1] is not None:
         message = f"model: expected a hub id, all of whose files are deleted, got {name[:100]!r}; leave the tag out"
         raise bad_request(message, "model", "invalid_value")
-    if hub_id.lower() in _hub_ids_in_use(service):
+    if hub_id.lower() in _hub_ids_in_use(context):
         raise ApiError(409, served)
-    await service.run(_delete, hub_id)
+    await asyncio.to_thread(_delete, hub_id)
     return Response(status_code=200)
 
 
-def _hub_ids_in_use(service: ModelService) -> set[str]:
-    """Returns the hub ids of the served model and of its draft model, in lower case."""
-    # Not asked by name: an attribute that a recorded model has not loads its torch module.
-    options = vars(service.model).get("_engine_options")
-    draft = None if options is None or options.speculative is None else options.speculative.model
+def _hub_ids_in_use(context: ServerContext) -> set[str]:
+    """Returns the hub ids of the served models and of their draft models, in lower case."""
+    names: list[Any] = [] if context.pool is None else [each.spec.source for each in context.pool.models]
+    for service in context.loaded:
+        # Not asked by name: an attribute that a recorded model has not loads its torch module.
+        options = vars(service.model).get("_engine_options")
+        draft = None if options is None or options.speculative is None else options.speculative.model
+        names += [service.model.name, getattr(draft, "name", draft)]
     found = set()
-    for name in (service.model.name, getattr(draft, "name", draft)):
+    for name in names:
         with contextlib.suppress(TorchaxServeError):
             hub_id = parse_name(name) if name is not None else None
             if isinstance(hub_id, str):

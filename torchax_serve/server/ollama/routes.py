@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -15,10 +17,12 @@ from torchax_serve.server.body import read_request
 from torchax_serve.server.chat import start_chat
 from torchax_serve.server.common_calls import reads_tools
 from torchax_serve.server.completions import start_completions
-from torchax_serve.server.context import context_of
+from torchax_serve.server.context import ServerContext, context_of
 from torchax_serve.server.dialect_requests import names_of_fields, note_unknown
 from torchax_serve.server.key_limits import ApiKey
-from torchax_serve.server.model_service import ModelService, adapters_of
+from torchax_serve.server.model_pool import PooledModel
+from torchax_serve.server.model_requests import read_for_model
+from torchax_serve.server.model_service import ModelService, adapters_of, weight_counts
 from torchax_serve.server.ollama.answer import NDJSON, NS, Form, OllamaAnswer, empty_answer, failed, timestamp
 from torchax_serve.server.ollama.schemas import (
     EmbedRequest,
@@ -86,12 +90,10 @@ async def _response(request: Request, body: OllamaRequest, answer: OllamaAnswer)
 
 
 async def _read(request: Request, kind: type[Any], task: str) -> tuple[Any, ModelService]:
-    context, route = context_of(request), request.scope["path"]
-    service = context.service()
-    service.require(task, route)
-    body = await read_request(request, context.options, kind)
-    note_unknown(body, route)
-    service.check_name(own_name(body.model, service), request.state.key, may_be_adapter=True)
+    context = context_of(request)
+    service, body = await read_for_model(request, kind, task, lambda body: own_name(body.model, context.model_names))
+    note_unknown(body, request.scope["path"])
+    service.check_name(own_name(body.model, service.names), request.state.key, may_be_adapter=True)
     return body, service
 
 
@@ -99,7 +101,7 @@ async def embed(request: Request) -> Response:
     """Returns embeddings of texts, of length 1, in Ollama's form."""
     began = time.monotonic()
     body, service = await _read(request, EmbedRequest, "embed")
-    fields = {"model": own_name(body.model, service), "input": body.input, "dimensions": body.dimensions}
+    fields = {"model": own_name(body.model, service.names), "input": body.input, "dimensions": body.dimensions}
     asked = EmbeddingRequest.parse({**fields, "truncate_prompt_tokens": _cut(body), "normalize": True})
     rows, usage = await embedded(request, service, asked)
     found = {
@@ -119,25 +121,43 @@ def _cut(body: EmbedRequest) -> int | None:
 
 async def tags(request: Request) -> Response:
     """Lists the models that requests may name, in Ollama's form."""
-    service = context_of(request).service()
-    return JSONResponse({"models": await service.run(_entries, service, request.state.key)})
+    context = context_of(request)
+    if (only := context.only_service()) is not None:
+        return JSONResponse({"models": await only.run(_entries, only, request.state.key)})
+    assert context.pool is not None
+    return JSONResponse({"models": await asyncio.to_thread(_pooled_entries, context.pool.models, request.state.key)})
 
 
 async def ps(request: Request) -> Response:
     """Lists the models that are loaded, in Ollama's form."""
-    service = context_of(request).service()
-    further = {"expires_at": timestamp(service.created + FOREVER_S), "context_length": service.max_model_len or 0}
-    entries = await service.run(_entries, service, request.state.key)
-    return JSONResponse({"models": [each | further | {"size_vram": _vram(each["size"])} for each in entries]})
+    context = context_of(request)
+    context.only_service()  # raises unless requests are answered
+    found = []
+    for service in context.loaded:
+        further = {"expires_at": timestamp(_expires_s(context, service)), "context_length": service.max_model_len or 0}
+        entries = await service.run(_entries, service, request.state.key)
+        found += [each | further | {"size_vram": _vram(each["size"])} for each in entries]
+    return JSONResponse({"models": found})
+
+
+def _expires_s(context: ServerContext, service: ModelService) -> float:
+    """Returns when a model is unloaded if nobody uses it, in seconds since 1970."""
+    limit_s = context.options.model_idle_timeout_s
+    pooled = None if context.pool is None else context.pool.find(service.name)
+    if pooled is None or limit_s is None:
+        return service.created + FOREVER_S
+    return time.time() + max(0.0, pooled.used_s + limit_s - time.monotonic())
 
 
 async def show(request: Request) -> Response:
     """Describes a model, in Ollama's form."""
     context = context_of(request)
-    service = context.service()
+    only = context.only_service()
     body = await read_request(request, context.options, ShowRequest)
     note_unknown(body, "/api/show")
-    service.check_name(own_name(body.model or body.name or "", service), request.state.key, may_be_adapter=True)
+    name = own_name(body.model or body.name or "", context.model_names)
+    service = only or await context.take(request, name)
+    service.check_name(name, request.state.key, may_be_adapter=True)
     return JSONResponse(await service.run(_shown, service))
 
 
@@ -147,7 +167,7 @@ def _shown(service: ModelService) -> dict[str, Any]:
     sizes = {"embedding_length": "hidden_size", "block_count": "num_hidden_layers"}
     info: dict[str, Any] = {
         "general.architecture": kind,
-        "general.parameter_count": weight_counts(service)[1],
+        "general.parameter_count": weight_counts(service.model)[1],
         f"{kind}.context_length": service.max_model_len,
         **{f"{kind}.{name}": getattr(config, field, None) for name, field in sizes.items()},
     }
@@ -178,7 +198,7 @@ def _text_config(service: ModelService) -> Any:
 
 def _entries(service: ModelService, key: ApiKey | None) -> list[dict[str, Any]]:
     """Returns what lists say of each name that a key may use."""
-    size, _ = weight_counts(service)
+    size, _ = weight_counts(service.model)
     return [
         {
             "name": name,
@@ -193,6 +213,21 @@ def _entries(service: ModelService, key: ApiKey | None) -> list[dict[str, Any]]:
     ]
 
 
+def _pooled_entries(models: Sequence[PooledModel], key: ApiKey | None) -> list[dict[str, Any]]:
+    """Returns what lists say of the models of a server of several; little of those that are not loaded."""
+    found = []
+    for each in models:
+        if (service := each.service) is not None:
+            found += _entries(service, key)
+            continue
+        for name in each.spec.names:
+            if key is None or key.allows(name):
+                digest = hashlib.sha256(f"{name}\0{each.spec.source}".encode()).hexdigest()
+                known = {"name": name, "model": name, "modified_at": timestamp(0), "size": each.num_bytes}
+                found.append(known | {"digest": digest, "details": {"parent_model": "", "format": "safetensors"}})
+    return found
+
+
 def _details(service: ModelService) -> dict[str, Any]:
     kind = str(service.model.config.model_type)
     return {
@@ -200,19 +235,9 @@ def _details(service: ModelService) -> dict[str, Any]:
         "format": "safetensors",
         "family": kind,
         "families": [kind],
-        "parameter_size": f"{weight_counts(service)[1] / 1e9:.1f}B",
+        "parameter_size": f"{weight_counts(service.model)[1] / 1e9:.1f}B",
         "quantization_level": service.model.dtype_name,
     }
-
-
-def weight_counts(service: ModelService) -> tuple[int, int]:
-    """Returns the bytes of a model's weights on its devices, and their numbers."""
-    import jax
-
-    own = vars(service.model)  # an attribute that a recorded model has not loads its torch module
-    weights = own["_weights"] if "_weights" in own else [each.weights for each in own.get("_runtimes", ())[:1]]
-    leaves = [leaf for leaf in jax.tree.leaves(weights) if hasattr(leaf, "nbytes")]
-    return sum(leaf.nbytes for leaf in leaves), sum(leaf.size for leaf in leaves)
 
 
 def _vram(size: int) -> int:

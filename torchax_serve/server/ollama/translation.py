@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torchax_serve.server.dialect_requests import with_passed_on, without_none
@@ -26,9 +26,9 @@ _OFF: Mapping[str, tuple[float, ...]] = {"typical_p": (0.0, 1.0), "tfs_z": (1.0,
 """Values that ask for nothing of options that are not honoured."""
 
 
-def own_name(name: str, service: ModelService) -> str:
-    """Returns the name of a model without the tag that clients write behind it."""
-    return name.removesuffix(LATEST) if name not in service.names else name
+def own_name(name: str, names: Collection[str]) -> str:
+    """Returns the one of the served models' names that a client means, which may write a tag behind it."""
+    return name.removesuffix(LATEST) if name not in names else name
 
 
 def chat_of(body: OllamaChatRequest | GenerateRequest, service: ModelService) -> ChatRequest:
@@ -69,7 +69,7 @@ def _fields(body: OllamaRequest, service: ModelService) -> dict[str, Any]:
     options = body.options or OllamaOptions()
     _check_options(options)
     fields: dict[str, Any] = {name: getattr(options, name) for name in _SAMPLING}
-    fields |= {"model": own_name(body.model, service), "repetition_penalty": options.repeat_penalty}
+    fields |= {"model": own_name(body.model, service.names), "repetition_penalty": options.repeat_penalty}
     if options.num_predict is not None and options.num_predict >= 0:
         fields["max_tokens"] = options.num_predict
     if body.format == "json":

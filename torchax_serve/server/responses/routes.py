@@ -7,11 +7,11 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from torchax_serve.server.body import read_request
 from torchax_serve.server.chat import start_chat
 from torchax_serve.server.context import context_of
 from torchax_serve.server.dialect_requests import names_of_fields, note_unknown
 from torchax_serve.server.errors import ApiError, bad_request
+from torchax_serve.server.model_requests import read_for_model
 from torchax_serve.server.model_service import ModelService
 from torchax_serve.server.notes import note_once
 from torchax_serve.server.request_checks import check_num_messages
@@ -29,9 +29,7 @@ _NAMES = {"max_tokens": "max_output_tokens", "messages": "input", "response_form
 async def responses(request: Request) -> Any:
     """Answers a conversation of OpenAI's Responses interface."""
     context = context_of(request)
-    service = context.service()
-    service.require("chat", "/v1/responses")
-    body = await read_request(request, context.options, ResponsesRequest)
+    service, body = await read_for_model(request, ResponsesRequest, "chat")
     service.settle_name(body, request.state.key, may_be_adapter=True)
     items = _conversation(context.responses, request.state.key_name, body)
     check_num_messages(len(items), context.options.request, "input")

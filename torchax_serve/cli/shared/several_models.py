@@ -1,0 +1,74 @@
+"""MODELs of a server's command line: ``NAME=MODEL``, several of them, and what several cannot have."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from model_adapters.errors import InvalidArgumentError
+
+Named = tuple[tuple[str, ...], str | None]
+"""Names of a model for requests, none for that which it is loaded by, and the model; None: the embedded one."""
+
+_NAMES = re.compile(r"[^/=\s,]+(,[^/=\s,]+)*")
+_OF_ONE = {
+    "served_model_name": "write NAME,OTHER_NAME=MODEL",
+    "watch": "start a server of the bundle alone",
+    "adapter": "merge it into the weights, or start a server of that model alone",
+    "max_loras": "start a server of that model alone",
+    "speculative_config": "start a server of that model alone",
+    "revision": "download it before, by torchax-serve pull",
+    "explain": "ask for one model",
+}
+"""Options that are about one model, and what to do where several are served."""
+
+
+def named_model(given: str) -> Named:
+    """Returns the names and the model of ``NAME,OTHER=MODEL`` or ``MODEL``.
+
+    Raises:
+        InvalidArgumentError: a name or the model is missing.
+    """
+    names, sign, model = given.partition("=")
+    if not sign or Path(given).exists():  # a path may have the sign
+        return (), given
+    if not _NAMES.fullmatch(names) or not model:
+        raise InvalidArgumentError(f"MODEL: expected NAME=MODEL, or MODEL alone, got {given!r}")
+    return tuple(names.split(",")), None if model == "embedded" else model
+
+
+def check_several(named: Sequence[Named], given: Mapping[str, Any]) -> None:
+    """Checks the models of a server together.
+
+    Args:
+        named: The models.
+        given: Options of the command line, by the name of the field.
+
+    Raises:
+        InvalidArgumentError: two have one name, or an option is about one model where there are several.
+    """
+    if len(named) == 1:
+        if named[0][0] and "served_model_name" in given:
+            names = ",".join(named[0][0])
+            raise InvalidArgumentError(
+                f"--served-model-name: expected without names in MODEL, got {names}; leave one of them out"
+            )
+        return
+    for option, remedy in _OF_ONE.items():
+        if option in given:
+            flag = option.replace("_", "-")
+            raise InvalidArgumentError(f"--{flag}: expected one model, got {len(named)}; {remedy}")
+    names = [name for each, model in named for name in each or (str(model),)]
+    if twice := [name for index, name in enumerate(names) if name in names[:index]]:
+        raise InvalidArgumentError(f"MODEL: expected each name once, got {twice[0]} twice; write NAME=MODEL")
+
+
+def file_bytes(model: str | None) -> int:
+    """Returns the bytes of the weights' files of a folder or a file; 0 for what is somewhere else."""
+    path = Path(model or "")
+    if model is None or not path.exists():
+        return 0
+    files = [path] if path.is_file() else [*path.glob("*.safetensors"), *path.glob("*.bin"), *path.glob("*.gguf")]
+    return sum(file.stat().st_size for file in files)

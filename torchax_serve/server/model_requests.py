@@ -1,0 +1,54 @@
+"""Reads requests that name a model, and finds or loads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+
+from torchax_serve.server.body import read_request
+from torchax_serve.server.context import context_of
+from torchax_serve.server.errors import ApiError
+from torchax_serve.server.model_service import ModelService
+from torchax_serve.server.request_fields import ApiRequest
+
+Body = TypeVar("Body", bound=ApiRequest)
+
+
+async def read_for_model(
+    request: Request, kind: type[Body], task: str | None, name_of: Callable[[Body], str | None] | None = None
+) -> tuple[ModelService, Body]:
+    """Returns the model that a request names, and its body. Of several models it is loaded first.
+
+    A name is not compared with that of a server's only model: `ModelService.settle_name` does.
+
+    Args:
+        request: The request.
+        kind: Its body.
+        task: What the model has to do; None: have a tokenizer.
+        name_of: Returns the name that a body has; None: its field `model`.
+
+    Raises:
+        ApiError: The body is not valid, or the model cannot be used.
+        ClientDisconnect: The client has gone.
+    """
+    context = context_of(request)
+    only = context.only_service()
+    if only is not None:
+        _check_task(request, only, task)
+    body = await read_request(request, context.options, kind)
+    if only is not None:
+        return only, body
+    named: Any = body
+    service = await context.take(request, (named.model if name_of is None else name_of(body)) or "")
+    _check_task(request, service, task)
+    return service, body
+
+
+def _check_task(request: Request, service: ModelService, task: str | None) -> None:
+    route = request.scope["path"]
+    if task is not None:
+        service.require(task, route)
+    elif service.model.tokenizer is None:
+        raise ApiError(404, f"{route}: {service.name} has no tokenizer")
