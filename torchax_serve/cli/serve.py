@@ -253,7 +253,7 @@ def _loaded(model: str | None, load: Callable[..., Any], progress: StartProgress
 
 
 def _spec(names: tuple[str, ...], model: str | None, load: Callable[..., Any]) -> ModelSpec:
-    """Returns one of several models; what it takes is not known before it is loaded, but for files in a folder."""
+    """Returns one of several models, with the bytes of its files if they are in a folder."""
     from torchax_serve.server.model_pool import ModelSpec
 
     source = "" if model is None else model

@@ -57,7 +57,7 @@ def freeze_for_serving() -> None:
 
 
 def collect_rarely() -> None:
-    """Has young objects collected from `YOUNG_THRESHOLD` of them on; live ones may be let go later.
+    """Has young objects collected from `YOUNG_THRESHOLD` of them on, and freezes none.
 
     For a process that serves and also unloads models, whose objects must not be frozen.
     """

@@ -91,7 +91,7 @@ class ServerContext:
 
     @property
     def model_names(self) -> list[str]:
-        """Names that requests may use, those of adapters apart; empty while the only model is loaded."""
+        """Names of models, without those of adapters; empty while the only model is loaded."""
         if self.pool is not None:
             return [name for each in self.pool.models for name in each.spec.names]
         return [] if self._service is None else list(self._service.names)
@@ -113,7 +113,7 @@ class ServerContext:
         return self.service() if self.pool is None else self._refuse_late()
 
     async def take(self, request: Request, name: str) -> ModelService:
-        """Returns the model of several that a request names, loaded; the request uses it until its end.
+        """Returns the model of several that a request names, loaded; its end lets it go.
 
         Raises:
             ApiError: 400 without a name, 404 if there is no such model for the request's key, 503 if it cannot be

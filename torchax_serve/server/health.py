@@ -1,4 +1,4 @@
-"""``/livez``, ``/readyz``, ``/version``, ``/load``, ``/metrics`` and aliases."""
+"""``/livez``, ``/readyz``, ``/version``, ``/load``, ``/metrics``, ``/v1/models``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from starlette.responses import JSONResponse, Response
 
 from torchax_serve import __version__
 from torchax_serve.server.context import Stage, context_of
+from torchax_serve.server.errors import ApiError
+from torchax_serve.server.key_limits import ApiKey
+from torchax_serve.server.model_pool import PooledModel
+from torchax_serve.server.model_service import ModelService, adapters_of, public_name
 
 
 async def livez(request: Request) -> Response:
@@ -41,3 +45,55 @@ async def load(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """Returns metrics in Prometheus' text format."""
     return Response(context_of(request).metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def models(request: Request) -> Response:
+    """Lists the models."""
+    return JSONResponse({"object": "list", "data": _models(request)})
+
+
+async def model(request: Request) -> Response:
+    """Returns one model."""
+    wanted = request.path_params["model"]
+    for entry in _models(request):
+        if entry["id"] == wanted:
+            return JSONResponse(entry)
+    raise ApiError(404, f"the model {wanted[:100]!r} does not exist", param="model", code="model_not_found")
+
+
+def _models(request: Request) -> list[dict[str, Any]]:
+    context, key = context_of(request), request.state.key
+    if (only := context.only_service()) is not None:
+        return list(_entries(only, key))
+    assert context.pool is not None
+    return [entry for pooled in context.pool.models for entry in _pooled_entries(pooled, key)]
+
+
+def _entries(service: ModelService, key: ApiKey | None) -> list[dict[str, Any]]:
+    folders = {**dict.fromkeys(service.names), **adapters_of(service)}
+    return [
+        {
+            "id": name,
+            "object": "model",
+            "created": service.created,
+            "owned_by": "torchax-serve",
+            "root": service.root if folder is None else public_name(folder),
+            "parent": None if folder is None else service.name,
+            "max_model_len": service.max_model_len,
+            "tasks": list(service.tasks),
+        }
+        for name, folder in folders.items()
+        if key is None or key.allows(name)
+    ]
+
+
+def _pooled_entries(pooled: PooledModel, key: ApiKey | None) -> list[dict[str, Any]]:
+    """Returns the entries of a model; what is known of a loaded one alone is null of another."""
+    if pooled.service is not None:
+        found = _entries(pooled.service, key)
+    else:
+        unknown = {"root": public_name(pooled.spec.source), "parent": None, "max_model_len": None, "tasks": None}
+        entry = {"object": "model", "created": 0, "owned_by": "torchax-serve", **unknown}
+        names = [name for name in pooled.spec.names if key is None or key.allows(name)]
+        found = [{"id": name, **entry} for name in names]
+    return [entry | {"status": {"value": pooled.status}, "size_bytes": pooled.num_bytes} for entry in found]

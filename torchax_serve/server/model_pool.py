@@ -1,4 +1,4 @@
-"""Models of a server by name: loaded at their first request, unloaded when others need their memory."""
+"""Models of a server by name: loaded by requests, unloaded when others need their memory."""
 
 from __future__ import annotations
 
@@ -268,7 +268,7 @@ class ModelPool:
             await self._unload_one()
 
     async def _unload_beyond(self, newest: PooledModel) -> None:
-        """Unloads idle models while all take more than the limit, which files alone do not tell before a load."""
+        """Unloads idle models while all take more than the limit, once the newest is known."""
         idle = [each for each in self.models if each.is_open and each is not newest and not each.num_users]
         for each in sorted(idle, key=lambda each: each.used_s):
             if self._limits.model_memory_bytes is not None and self._num_bytes() > self._limits.model_memory_bytes:

@@ -19,7 +19,7 @@ Body = TypeVar("Body", bound=ApiRequest)
 async def read_for_model(
     request: Request, kind: type[Body], task: str | None, name_of: Callable[[Body], str | None] | None = None
 ) -> tuple[ModelService, Body]:
-    """Returns the model that a request names, and its body. Of several models it is loaded first.
+    """Returns the model that a request names, loaded, and the request's body.
 
     A name is not compared with that of a server's only model: `ModelService.settle_name` does.
 

@@ -17,6 +17,7 @@ from torchax_serve.server.anthropic.schemas import CountTokensRequest, MessagesR
 from torchax_serve.server.audio import TranscriptionRequest
 from torchax_serve.server.context import context_of
 from torchax_serve.server.infill import InfillRequest
+from torchax_serve.server.model_routes import ModelRequest
 from torchax_serve.server.ollama import errors as ollama_errors
 from torchax_serve.server.ollama.schemas import (
     DeleteRequest,
@@ -64,6 +65,7 @@ REQUESTS: tuple[type[ApiRequest], ...] = (
     ProfileRequest,
     LoadAdapterRequest,
     UnloadAdapterRequest,
+    ModelRequest,
 )
 """Bodies of all routes that have one."""
 

@@ -106,7 +106,7 @@ def complete_downloaded(incomplete: str) -> list[str]:
 
 
 def complete_served(incomplete: str) -> list[str]:
-    """Returns the shell's completions for a model of a server, behind a name for it or without one."""
+    """Returns the shell's completions for ``NAME=MODEL`` and MODEL."""
     names, sign, start = incomplete.rpartition("=")
     return [f"{names}{sign}{name}" for name in complete_model(start)]
 

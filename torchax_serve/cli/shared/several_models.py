@@ -1,4 +1,4 @@
-"""MODELs of a server's command line: ``NAME=MODEL``, several of them, and what several cannot have."""
+"""MODELs of a server's command line: ``NAME=MODEL``, and several of them."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def check_several(named: Sequence[Named], given: Mapping[str, Any]) -> None:
 
 
 def file_bytes(model: str | None) -> int:
-    """Returns the bytes of the weights' files of a folder or a file; 0 for what is somewhere else."""
+    """Returns the bytes of weights in a folder or file; 0 for what is somewhere else."""
     path = Path(model or "")
     if model is None or not path.exists():
         return 0

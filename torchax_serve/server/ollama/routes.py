@@ -214,7 +214,7 @@ def _entries(service: ModelService, key: ApiKey | None) -> list[dict[str, Any]]:
 
 
 def _pooled_entries(models: Sequence[PooledModel], key: ApiKey | None) -> list[dict[str, Any]]:
-    """Returns what lists say of the models of a server of several; little of those that are not loaded."""
+    """Returns what lists say of several models: little of those that are not loaded."""
     found = []
     for each in models:
         if (service := each.service) is not None:

@@ -27,7 +27,7 @@ _OFF: Mapping[str, tuple[float, ...]] = {"typical_p": (0.0, 1.0), "tfs_z": (1.0,
 
 
 def own_name(name: str, names: Collection[str]) -> str:
-    """Returns the one of the served models' names that a client means, which may write a tag behind it."""
+    """Returns the name of a model without the tag that clients write behind it."""
     return name.removesuffix(LATEST) if name not in names else name
 
 

@@ -1,0 +1,53 @@
+"""MODELs of a server's command line: names in front of them, and what several cannot have."""
+
+import pytest
+
+from model_adapters.errors import InvalidArgumentError
+from torchax_serve.cli.shared.several_models import check_several, file_bytes, named_model
+
+
+def test_names_stand_in_front_of_a_model(tmp_path):
+    assert named_model("chat=qwen3-0.6b") == (("chat",), "qwen3-0.6b")
+    assert named_model("a,b=org/model:Q4_K_M") == (("a", "b"), "org/model:Q4_K_M")
+    assert named_model("tiny=embedded") == (("tiny",), None)
+    assert named_model("qwen3-0.6b") == ((), "qwen3-0.6b")
+    odd = tmp_path / "a=b"
+    odd.mkdir()
+    assert named_model(str(odd)) == ((), str(odd))
+    assert named_model(f"name={odd}") == (("name",), str(odd))
+
+
+@pytest.mark.parametrize("given", ["=model", "a=", "a,,b=model", ",a=model", "a b=model"])
+def test_a_missing_name_or_model_is_told(given):
+    with pytest.raises(InvalidArgumentError, match="MODEL: expected NAME=MODEL, or MODEL alone, got"):
+        named_model(given)
+
+
+@pytest.mark.parametrize(
+    ("option", "remedy"), [("served_model_name", "NAME,OTHER_NAME=MODEL"), ("watch", "alone"), ("adapter", "alone")]
+)
+def test_options_of_one_model_are_refused_for_several(option, remedy):
+    several = [(("a",), "x"), (("b",), "y")]
+    check_several(several, {})
+    check_several(several[:1], {"watch": True})
+    with pytest.raises(
+        InvalidArgumentError, match=rf"--{option.replace('_', '-')}: expected one model, got 2.*{remedy}"
+    ):
+        check_several(several, {option: True})
+
+
+def test_two_names_of_one_model_and_one_name_of_two():
+    with pytest.raises(InvalidArgumentError, match="expected each name once, got a twice"):
+        check_several([(("a",), "x"), (("b", "a"), "y")], {})
+    with pytest.raises(InvalidArgumentError, match="expected each name once, got x twice"):
+        check_several([((), "x"), ((), "x")], {})
+    with pytest.raises(InvalidArgumentError, match="--served-model-name: expected without names in MODEL, got a"):
+        check_several([(("a",), "x")], {"served_model_name": ["b"]})
+
+
+def test_bytes_of_files(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"12345")
+    (tmp_path / "config.json").write_text("{}")
+    assert file_bytes(str(tmp_path)) == 5
+    assert file_bytes(str(tmp_path / "model.safetensors")) == 5
+    assert file_bytes(None) == file_bytes("org/not-here") == 0
