@@ -17,7 +17,18 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from torchax_serve.server import adapter_routes, audio, health, model_routes, openapi, pooling, profile_routes, tokens
+from torchax_serve.server import (
+    adapter_routes,
+    audio,
+    health,
+    model_routes,
+    openapi,
+    page,
+    pooling,
+    profile_routes,
+    stats,
+    tokens,
+)
 from torchax_serve.server.anthropic import errors as anthropic_errors
 from torchax_serve.server.anthropic import routes as anthropic
 from torchax_serve.server.chat import chat_completions
@@ -49,6 +60,10 @@ ROUTES: tuple[tuple[str, str, Callable[..., Awaitable[Any]]], ...] = (
     ("GET", "/openapi.json", openapi.openapi),
     ("GET", "/docs", openapi.page),
     ("GET", "/load", health.load),
+    ("GET", "/stats", stats.stats),
+    ("GET", "/", page.page),
+    ("GET", "/page.js", page.page),
+    ("GET", "/page.css", page.page),
     ("GET", "/metrics", health.metrics),
     ("GET", "/v1/models", health.models),
     ("GET", "/v1/models/{model:path}", health.model),
@@ -115,7 +130,7 @@ class Application:
     def __init__(self, context: ServerContext) -> None:
         self.context, self.routes = context, ROUTES
         routes = [Route(path, function, methods=[method]) for method, path, function in ROUTES]
-        self._keyless = PUBLIC | ({"/metrics"} if context.options.metrics_without_key else set())
+        self._keyless = PUBLIC | set(page.FILES) | ({"/metrics"} if context.options.metrics_without_key else set())
         self._labels = {path for _, path, _ in ROUTES if "{" not in path}
         self._patterns = [(path, route.path_regex) for (_, path, _), route in zip(ROUTES, routes, strict=True)]
         inner: ASGIApp = Router(routes, redirect_slashes=False)

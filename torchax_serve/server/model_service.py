@@ -252,6 +252,11 @@ class ModelService:
         return TemplateRoles(lambda probe: takes_all or chat_prompt_ids(self.model, probe))
 
     @functools.cached_property
+    def takes_images(self) -> bool:
+        """Whether messages may have images."""
+        return getattr(self._processor, "image_processor", None) is not None
+
+    @functools.cached_property
     def _processor(self) -> Any:
         """Processor of images, videos and audio; None for a model of texts."""
         try:

@@ -12,7 +12,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from model_adapters.errors import TorchaxServeError
-from torchax_serve.multimodal.processor import processor_of
 from torchax_serve.server.body import read_request
 from torchax_serve.server.chat import start_chat
 from torchax_serve.server.common_calls import reads_tools
@@ -255,13 +254,6 @@ def _capabilities(service: ModelService) -> list[str]:
         "embedding": "embed" in service.tasks,
         "tools": is_chat and reads_tools(service.template),
         "thinking": is_chat and can_think(service),
-        "vision": _takes_images(service),
+        "vision": service.takes_images,
     }
     return [name for name, is_there in found.items() if is_there]
-
-
-def _takes_images(service: ModelService) -> bool:
-    try:
-        return getattr(processor_of(service.model), "image_processor", None) is not None
-    except TorchaxServeError:
-        return False

@@ -1,0 +1,35 @@
+"""The page in a browser; collected only where the folder is named, since the browser has to be fetched.
+
+``pip install playwright``, ``python tests/page/fetch.py``, then ``pytest -n 0 tests/page``.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+
+def pytest_ignore_collect(config):
+    named = (Path(config.invocation_params.dir, argument.split("::")[0]).resolve() for argument in config.args)
+    return None if any(path == HERE or HERE in path.parents for path in named) else True
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """A headless Chromium."""
+    from fetch import chromium_folder
+    from playwright.sync_api import sync_playwright
+
+    folder = chromium_folder()
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(folder / "lib"), "FONTCONFIG_PATH": str(folder)}
+    arguments = ["--no-sandbox", "--disable-gpu", "--headless=new", "--disable-dev-shm-usage"]
+    with sync_playwright() as playwright:
+        made = playwright.chromium.launch(
+            executable_path=folder / "chromium", args=arguments, env=environment, headless=True
+        )
+        yield made
+        made.close()
