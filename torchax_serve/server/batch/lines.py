@@ -14,7 +14,8 @@ from torchax_serve.validation.bounded_json import parse_json
 
 KEYS = ("custom_id", "method", "url", "body")
 NOT_IN_BATCHES = frozenset(
-    {"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/start_profile", "/stop_profile", "/profile"}
+    {"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/models/load", "/models/unload"}
+    | {"/start_profile", "/stop_profile", "/profile"}
 )
 """Routes that change or measure a running server."""
 URLS = tuple(path for method, path, _ in ROUTES if method == "POST" and path not in NOT_IN_BATCHES)
