@@ -35,6 +35,7 @@ TUNIX = [
     "wadler-lindig perfetto tensorboardX wrapt",
     "pytest -n 0 tests/tunix",
 ]
+PAGE = ["pip install --quiet playwright", "python tests/page/fetch.py", "pytest -n 0 tests/page"]
 DIFFUSION = ["pip install --quiet .[diffusion]", "pytest tests/diffusion"]
 AS_SERVED = (
     "pytest --as-served tests/engine/test_engine.py tests/ops/test_paged_attention_invariance.py "
@@ -49,9 +50,21 @@ SUITE = ["pip install --quiet .[dev]", *LINT, "pip install .[dev]", "pytest", AS
 FAST = [*LINT, "pytest -m fast"]
 AGAIN = "-n 0 --last-failed --last-failed-no-failures none"
 THOROUGH = "pytest --thorough --part 1/6"
-CHECKS = [*SUITE, *PARITY, *TPU, *GPU, *RAY, *FORMATS, *REAL, *BUNDLES, *DIFFUSION, *TUNIX, THOROUGH]
-COMPILERS = [TPU[0], GPU[0], RAY[0], FORMATS[0], REAL[0], REAL[1], BUNDLES[0], DIFFUSION[0], TUNIX[0]]
-SUITES = [TPU[1:], GPU[1:], RAY[1:], FORMATS[1:], REAL[1:], REAL[2:], BUNDLES[1:], DIFFUSION[1:], TUNIX[1:]]
+CHECKS = [*SUITE, *PARITY, *TPU, *GPU, *RAY, *FORMATS, *REAL, *BUNDLES, *DIFFUSION, *PAGE, *TUNIX, THOROUGH]
+COMPILERS = [TPU[0], GPU[0], RAY[0], FORMATS[0], REAL[0], REAL[1], BUNDLES[0], DIFFUSION[0], PAGE[0], PAGE[1], TUNIX[0]]
+SUITES = [
+    TPU[1:],
+    GPU[1:],
+    RAY[1:],
+    FORMATS[1:],
+    REAL[1:],
+    REAL[2:],
+    BUNDLES[1:],
+    DIFFUSION[1:],
+    PAGE[1:],
+    PAGE[2:],
+    TUNIX[1:],
+]
 
 # Stands for python3: makes a virtual environment whose programs write down how they are called.
 FAKE_PYTHON = """#!/bin/sh
@@ -177,7 +190,7 @@ def test_each_test_is_in_one_sixth_and_named_by_itself():
 def test_without_time_no_further_suite_begins(project, capfd):
     assert project(seconds=74 * 60) == (0, SUITE[:-1])
     named = re.findall(r"^left out after 74 minutes: (.*)", capfd.readouterr().out, re.M)
-    assert len(named) == len(set(named)) == 12
+    assert len(named) == len(set(named)) == 13
 
 
 def test_a_suite_that_would_take_too_long_is_left_out(project, capfd):

@@ -25,8 +25,8 @@ def browser():
     from playwright.sync_api import sync_playwright
 
     folder = chromium_folder()
-    environment = {**os.environ, "LD_LIBRARY_PATH": str(folder / "lib"), "FONTCONFIG_PATH": str(folder)}
-    arguments = ["--no-sandbox", "--disable-gpu", "--headless=new", "--disable-dev-shm-usage"]
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(folder / "lib"), "FONTCONFIG_FILE": str(folder / "fonts.conf")}
+    arguments = ["--no-sandbox", "--no-zygote"]
     with sync_playwright() as playwright:
         made = playwright.chromium.launch(
             executable_path=folder / "chromium", args=arguments, env=environment, headless=True

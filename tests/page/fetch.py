@@ -12,6 +12,10 @@ import tempfile
 from pathlib import Path
 
 PACKAGE = "@sparticuz/chromium@153.0.0"
+FONTS = """<?xml version="1.0"?>
+<!DOCTYPE fontconfig SYSTEM "fonts.dtd">
+<fontconfig><dir>{folder}/fonts</dir><cachedir>{folder}/fonts-cache</cachedir></fontconfig>
+"""
 UNPACK = """
 const {createReadStream, createWriteStream} = require('node:fs');
 const {createBrotliDecompress} = require('node:zlib');
@@ -49,6 +53,7 @@ def chromium_folder() -> Path:
         (scratch / "chromium").chmod(0o755)
         made = scratch / "made"
         made.mkdir()
+        (scratch / "fonts.conf").write_text(FONTS.format(folder=folder))
         for each in ("chromium", "lib", "fonts", "fonts.conf", *(path.name for path in scratch.glob("*.so*"))):
             (scratch / each).rename(made / each)
         made.rename(folder)

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import threading
 import time
 
 import pytest
@@ -11,14 +12,16 @@ from scripted_model import write_scripted_model
 
 from model_adapters.loading.model_source import EMBEDDED
 from torchax_serve import EngineOptions, serve
+from torchax_serve.server.lifespan import Server
+from torchax_serve.server.model_pool import ModelSpec
 from torchax_serve.server.options import ServerOptions
 
 KEY = "page-key-0123"
 WIDE, NARROW = {"width": 1200, "height": 900}, {"width": 360, "height": 740}
 SCRIPT = {
-    "Show me tags": "<b>bold</b> <img src=x onerror=alert(1)> <script>alert(2)</script>",
-    "Think about it": "<think>First this, then that.</think>The answer is 4.",
-    "And then": "Then it ends.",
+    " me tags": "<b>bold</b> <img src=x onerror=alert(1)> <script>alert(2)</script>",
+    " about it": "<think>First this, then that.</think>The answer is 4.",
+    " then": "Then it ends.",
     "": "I do not know.",
 }
 
@@ -87,7 +90,7 @@ def test_models_and_a_conversation(page, server):
 def test_what_a_model_writes_is_shown_as_text(page, server):
     page.goto(server.url)
     ask(page, "Show me tags")
-    expect(last(page).locator(".content")).to_have_text(SCRIPT["Show me tags"])
+    expect(last(page).locator(".content")).to_have_text(SCRIPT[" me tags"])
     assert page.locator("#messages b, #messages script, #messages img").count() == 0
 
 
@@ -139,7 +142,7 @@ def test_an_answer_can_be_stopped_and_errors_are_shown(page, server, model):
     page.goto(server.url)
     page.get_by_label("tokens at most").fill("100000")
     ask(page, "And then")
-    expect(last(page).locator(".content")).to_have_text(re.compile("expected"))
+    expect(last(page).locator(".content")).to_have_text(re.compile("maximum context length is 1024 tokens"))
     page.get_by_label("tokens at most").fill("900")
     page.get_by_label("temperature").fill("2")  # random tokens, which seldom end
     ask(page, "zzz")
@@ -160,16 +163,8 @@ def test_a_server_that_is_gone_is_told(page, model):
 
 
 def test_several_models(page, tmp_path):
-    import sys
-
-    sys.path.insert(0, str(EMBEDDED.parents[1] / "tests" / "server"))
-    from torchax_serve.server.lifespan import Server
-    from torchax_serve.server.model_pool import ModelSpec
-
     paths = {name: shutil.copytree(EMBEDDED, tmp_path / name) for name in ("first", "second")}
     specs = [ModelSpec((name,), lambda path=path: serve(path), str(path)) for name, path in paths.items()]
-    import threading
-
     several = Server(ServerOptions(port=0, warm_up=False, max_loaded_models=1), specs)
     thread = threading.Thread(target=several.run)
     thread.start()

@@ -1,4 +1,4 @@
-"""``torchax-serve launch``: runs a coding agent on a server of this project, which is started if none runs."""
+"""``torchax-serve launch``: runs a coding agent on a server, which is started if none runs."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class Launched(NamedTuple):
     variables: dict[str, str]
 
 
-class Program(NamedTuple):
-    """A program that `launch` knows.
+class CodingAgent(NamedTuple):
+    """A coding agent that `launch` knows.
 
     Attributes:
         package: What ``npm install`` gets it by.
@@ -84,9 +84,9 @@ def _opencode(url: str, key: str, model: str) -> Launched:
 
 
 PROGRAMS = {
-    "claude": Program("@anthropic-ai/claude-code", _claude),
-    "codex": Program("@openai/codex", _codex),
-    "opencode": Program("opencode-ai", _opencode),
+    "claude": CodingAgent("@anthropic-ai/claude-code", _claude),
+    "codex": CodingAgent("@openai/codex", _codex),
+    "opencode": CodingAgent("opencode-ai", _opencode),
 }
 
 
@@ -127,7 +127,7 @@ def launch(
 
 
 def _served_name(model: str | None, url: str, api_key: str | None) -> str:
-    """Returns the name of a model that the server has: the one that was asked for, or its first that can chat.
+    """Returns the name of the model that was asked for, or of the first that can chat.
 
     Raises:
         InvalidArgumentError: It has no such model.
@@ -153,7 +153,8 @@ def _started_server(model: str | None, url: str) -> Iterator[None]:
     if parts.scheme != "http" or parts.hostname not in ("127.0.0.1", "localhost") or parts.path.strip("/"):
         raise InvalidArgumentError(f"--url: expected a server at {url}, got none; torchax-serve serve starts one there")
     check_model(model)
-    command = [sys.executable, "-m", "torchax_serve.cli.main", "serve", *([] if model is None else [model])]
+    program = "from torchax_serve.cli.main import main; main()"
+    command = [sys.executable, "-c", program, "serve", *([] if model is None else [model])]
     command += ["--host", parts.hostname, "--port", str(parts.port or 80)]
     log = Path(tempfile.mkdtemp(prefix="torchax-serve-")) / "server.log"
     print_note(f"a server starts at {url}, whose log is {log}")

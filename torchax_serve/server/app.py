@@ -26,7 +26,6 @@ from torchax_serve.server import (
     page,
     pooling,
     profile_routes,
-    stats,
     tokens,
 )
 from torchax_serve.server.anthropic import errors as anthropic_errors
@@ -60,7 +59,7 @@ ROUTES: tuple[tuple[str, str, Callable[..., Awaitable[Any]]], ...] = (
     ("GET", "/openapi.json", openapi.openapi),
     ("GET", "/docs", openapi.page),
     ("GET", "/load", health.load),
-    ("GET", "/stats", stats.stats),
+    ("GET", "/stats", page.stats),
     ("GET", "/", page.page),
     ("GET", "/page.js", page.page),
     ("GET", "/page.css", page.page),

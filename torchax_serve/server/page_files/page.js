@@ -61,7 +61,7 @@ function show(found) {
   at("models").replaceChildren(...models.map((model) => {
     const row = made("tr");
     const usage = `${Math.round(100 * model.cache_usage)} %`;
-    const cells = [model.name, model.status, bytes(model.size_bytes), model.num_running, model.num_waiting, model.tokens_per_s, usage];
+    const cells = [model.name, model.status, model.size_bytes ? bytes(model.size_bytes) : "", model.num_running, model.num_waiting, model.tokens_per_s, usage];
     row.append(...cells.map((cell) => made("td", String(cell))));
     return row;
   }));
