@@ -47,15 +47,14 @@ def requests_of(model: Any, sizes: list[tuple[int, int]]) -> list[Any]:
     import torch
     from transformers import GenerationConfig
 
-    from torchax_serve.engine.request import EngineRequest
+    from torchax_serve.request_params import RequestParams
+    from torchax_serve.scheduler import Request
 
     generator = torch.Generator().manual_seed(0)
     return [
-        EngineRequest.of(
+        Request.of(
             torch.randint(3, VOCAB_SIZE, (prompt_len,), generator=generator).tolist(),
-            GenerationConfig(max_new_tokens=new_tokens),
-            vocab_size=model.config.vocab_size,
-            seed=0,
+            RequestParams.of_generation_config(GenerationConfig(max_new_tokens=new_tokens), seed=0),
         )
         for prompt_len, new_tokens in sizes
     ]

@@ -23,18 +23,14 @@ def tokens_of(model, options: argparse.Namespace, generator) -> tuple[list[list[
     import torch
     from transformers import GenerationConfig
 
-    from torchax_serve.engine.request import EngineRequest
+    from torchax_serve.request_params import RequestParams
+    from torchax_serve.scheduler import Request
 
     vocab_size = model.config.vocab_size
     lengths = torch.randint(options.prompt_len // 2, options.prompt_len, (options.requests,), generator=generator)
-    config = GenerationConfig(max_new_tokens=options.new_tokens)
+    params = RequestParams.of_generation_config(GenerationConfig(max_new_tokens=options.new_tokens), seed=0)
     requests = [
-        EngineRequest.of(
-            torch.randint(vocab_size, (int(length),), generator=generator).tolist(),
-            config,
-            vocab_size=vocab_size,
-            seed=0,
-        )
+        Request.of(torch.randint(vocab_size, (int(length),), generator=generator).tolist(), params)
         for length in lengths
     ]
     single = [model.engine.submit(request).result() for request in requests]

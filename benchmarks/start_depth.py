@@ -47,7 +47,8 @@ def measure(num_layers: int) -> dict[str, float]:
 
     from torchax_serve import EngineOptions, serve
     from torchax_serve.compilation import gc_pause
-    from torchax_serve.engine.request import EngineRequest
+    from torchax_serve.request_params import RequestParams
+    from torchax_serve.scheduler import Request
 
     shape = Path(os.environ["XDG_CACHE_HOME"]) / "shape.json"
     shape.write_text(json.dumps(json.loads(SHAPE.read_text()) | NARROW | {"num_hidden_layers": num_layers}))
@@ -55,7 +56,7 @@ def measure(num_layers: int) -> dict[str, float]:
     begin = time.process_time()
     with serve(shape, random_weights=True, dtype="bfloat16", engine=options) as model:
         sampling = GenerationConfig(max_new_tokens=1, do_sample=False)
-        request = EngineRequest.of([5, 6, 7], sampling, vocab_size=NARROW["vocab_size"], seed=0)
+        request = Request.of([5, 6, 7], RequestParams.of_generation_config(sampling, seed=0))
         model.engine.submit(request).result()
         found = dict.fromkeys(PARTS, 0.0) | {"start_s": time.process_time() - begin}
         executor = model.engine._runner._executor

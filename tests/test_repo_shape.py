@@ -33,6 +33,7 @@ LAYERS = (
     ("text", "multimodal"),
     ("profiling",),
     ("scheduler", "compilation", "distributed.mesh", "distributed.mesh_shape", "distributed.pathways"),
+    ("request_params",),
     ("sampling_params", "outputs", "buckets"),
     ("validation",),
     ("model_adapters",),

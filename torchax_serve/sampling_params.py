@@ -294,17 +294,6 @@ class SamplingParams:
         given = {name: getattr(self, name) for name in ENGINE_ONLY}
         return {name: value for name, value in given.items() if value is not None and value != ENGINE_ONLY[name]}
 
-    @property
-    def is_engine_only(self) -> bool:
-        """Whether no other options are set than `engine_only` names."""
-        given = (name for name, value in vars(self).items() if value is not None)
-        return all(name in ENGINE_ONLY for name in given)
-
-    def only_engine_options(self) -> SamplingParams:
-        """Returns the options that `engine_only` names and nothing else."""
-        found = self.engine_only()
-        return SamplingParams(**found) if found else NO_PARAMS
-
     def merged_into(self, base: GenerationConfig) -> GenerationConfig:
         """Returns a copy of `base` with these options, except `seed`.
 
@@ -313,7 +302,10 @@ class SamplingParams:
         Raises:
             InvalidArgumentError: several answers (`n`) with greedy decoding, which would be equal.
         """
-        config = copy.deepcopy(base)
+        return self.applied_to(copy.deepcopy(base))
+
+    def applied_to(self, config: Any) -> Any:
+        """Sets these options in a config, as `merged_into`, and returns it."""
         for name, value in vars(self).items():
             value = self.stop_strings if name == "stop" else value
             if name in _NOT_IN_CONFIGS or name in ENGINE_ONLY or value is None or value == ():

@@ -7,9 +7,14 @@ import itertools
 import sys
 import time
 import types
+from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # of a program this folder is
+
+from text_handles import IteratorHandle
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'][0] }}({{ m['content'] }}){% endfor %}"
@@ -48,11 +53,13 @@ class FakeModel:
         self.load_report = types.SimpleNamespace(quantization=None)
         self.closed = False
 
-    def iter_tokens(self, prompt_ids, generation_config, *, inputs=None, seed=None, params=None):
-        self.requests.append((generation_config, seed))
+    def submit_prompt(self, request, fork_of=None):
+        self.requests.append((request.params.config, request.params.seed))
+        return IteratorHandle(request, self.new_ids(request.prompt_ids, request.max_new_tokens))
+
+    def new_ids(self, prompt_ids, limit):
         prompt = self.tokenizer.decode(prompt_ids)
         text = itertools.chain.from_iterable(f"{i} " for i in itertools.count()) if "slow" in prompt else prompt
-        limit = generation_config.max_new_tokens
         for character in itertools.islice(text, limit):
             if "slow" in prompt:
                 time.sleep(0.02)

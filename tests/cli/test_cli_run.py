@@ -203,7 +203,7 @@ def test_debug_shows_the_traceback(call):
 
 
 def test_internal_error_is_reported_as_such(call):
-    call.model.iter_tokens = None
+    call.model.submit_prompt = None
     result = call("Hi there")
     assert result.exit_code == 70
     assert (

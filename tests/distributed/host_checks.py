@@ -16,7 +16,8 @@ from model_adapters.caches.packed_batch import ScaledPool
 from model_adapters.errors import TorchaxServeError
 from torchax_serve import EngineOptions, Hosts, follow, serve
 from torchax_serve.engine.factory import build_engine
-from torchax_serve.engine.request import EngineRequest
+from torchax_serve.request_params import RequestParams
+from torchax_serve.scheduler import Request
 
 PROMPTS = [[5, 9, 17, 3], list(range(3, 40)), [8, 8, 2]]
 ALWAYS = {"max_new_tokens": 12, "min_new_tokens": 12, "pad_token_id": 0}
@@ -26,6 +27,10 @@ DECODING = [
     transformers.GenerationConfig(**ALWAYS, do_sample=True, temperature=1.0),
 ]
 OPTIONS = EngineOptions(max_model_len=64, max_num_seqs=4, page_size=8, max_num_batched_tokens=24)
+
+
+def engine_request(prompt_ids, config, seed):
+    return Request.of(prompt_ids, RequestParams.of_generation_config(config, seed=seed))
 
 
 SIZES = {
@@ -105,10 +110,7 @@ def per_sequence(served):
 
     def answers(model):
         rows = [prompt[:4] for prompt in PROMPTS[:2]]
-        requests = [
-            EngineRequest.of(ids, config, None, vocab_size=61, seed=7)
-            for ids, config in zip(rows, DECODING, strict=False)
-        ]
+        requests = [engine_request(ids, config, seed=7) for ids, config in zip(rows, DECODING, strict=False)]
         return [handle.result() for handle in model.engine.submit_all(requests)]
 
     with serve(model_of("per_sequence"), engine=OPTIONS) as alone:
@@ -132,9 +134,7 @@ def in_8_bits(served, action="tokens"):
     with serve(model_of(action)) as alone:
         for model in (alone, served):
             engine = build_engine(model._generator()._jax_runtime, options)
-            requests = [
-                EngineRequest.of(ids, DECODING[0], None, vocab_size=61, seed=0) for ids in (*PROMPTS, PROMPTS[1])
-            ]
+            requests = [engine_request(ids, DECODING[0], seed=0) for ids in (*PROMPTS, PROMPTS[1])]
             rows.append([handle.result() for handle in [engine.submit(each) for each in requests]])
             cache = engine._runner._cache
             assert {str(pool.pages.dtype) for pool in cache.pools if isinstance(pool, ScaledPool)} == {"int8"}
@@ -154,7 +154,7 @@ def with_drafts(served, action="tokens"):
             engine = build_engine(model._generator()._jax_runtime, own)
             asked = [[17, 4, 9, 33] * 5, [8, 8, 2] * 6, PROMPTS[0]]
             requests = [
-                EngineRequest.of(ids, config, None, vocab_size=61, seed=3)
+                engine_request(ids, config, seed=3)
                 for ids, config in zip(asked, (DECODING[0], DECODING[1], DECODING[0]), strict=True)
             ]
             rows.append([handle.result() for handle in engine.submit_all(requests)])

@@ -19,7 +19,7 @@ from torchax_serve.generation import sample_call
 from torchax_serve.generation.routing import Path, Route
 from torchax_serve.generation.sample_call import HONOURED_OPTIONS
 from torchax_serve.generation.static_batch import StaticBatchLoop
-from torchax_serve.sampling import PLAN_OPTIONS
+from torchax_serve.request_params import PLAN_OPTIONS
 
 TEXT = (ROOT / "docs" / "generate.md").read_text()
 STATIC, TRANSFORMERS, REFUSED = (

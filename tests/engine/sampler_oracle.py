@@ -7,7 +7,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation import logits_process as hf
 
-from torchax_serve.sampling.row_params import RowSamplingParams
+from torchax_serve.request_params import RequestParams
 from torchax_serve.sampling_params import SamplingParams
 from torchax_serve.scheduler import PlanRow
 
@@ -37,13 +37,9 @@ class Row:
     def params(self, vocab_size):
         params = SamplingParams(**self.options)
         config = GenerationConfig(max_new_tokens=64, begin_suppress_tokens=list(self.not_first) or None)
-        return RowSamplingParams.of(
-            params.only_engine_options(),
-            params.merged_into(config),
-            vocab_size=vocab_size,
-            seed=self.seed,
-            stop_ids=self.stop_ids,
-        )
+        made = RequestParams.of_generation_config(params.merged_into(config), params, seed=self.seed)
+        made.check_tokens(vocab_size)
+        return dataclasses.replace(made, stop_ids=self.stop_ids)
 
     def plan_row(self, slot):
         """The decode row after which the next token is sampled."""

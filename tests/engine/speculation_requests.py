@@ -4,17 +4,15 @@ import random
 
 import transformers
 from engine_models import VOCAB_SIZE
+from engine_requests import engine_request
 
 from torchax_serve import SamplingParams
-from torchax_serve.engine.request import EngineRequest
 
 
 def request(prompt, max_new_tokens=30, seed=0, vocab_size=VOCAB_SIZE, **options):
     params = SamplingParams(**options)
     config = transformers.GenerationConfig(max_new_tokens=max_new_tokens)
-    return EngineRequest.of(
-        prompt, params.merged_into(config), params.only_engine_options(), vocab_size=vocab_size, seed=seed
-    )
+    return engine_request(prompt, params.merged_into(config), params, seed=seed)
 
 
 def repeating_prompts(number, seed=0):

@@ -11,6 +11,7 @@ import torch
 import transformers
 from cache_name import CACHE
 from engine_models import VOCAB_SIZE, tiny_model
+from engine_requests import engine_request
 from thorough import thorough
 from transformers.cache_utils import DynamicCache
 
@@ -19,7 +20,6 @@ from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops import registry
 from torchax_serve import EngineOptions, SamplingParams, serve
 from torchax_serve.engine.factory import build_engine, build_single_engine
-from torchax_serve.engine.request import EngineRequest
 from torchax_serve.executors.choice import choose_executor
 from torchax_serve.executors.packed_factory import packed_executor
 from torchax_serve.executors.per_sequence import PerSequenceExecutor
@@ -38,8 +38,8 @@ other side of a half; all other differences are a hundred times smaller."""
 def request(prompt, max_new_tokens=8, params=None, fork_of=None, **config):
     generation = transformers.GenerationConfig(max_new_tokens=max_new_tokens, **config)
     params = params or SamplingParams()
-    generation, params = params.merged_into(generation), params.only_engine_options()
-    return EngineRequest.of(prompt, generation, params, vocab_size=VOCAB_SIZE, seed=0, fork_of=fork_of)
+    generation = params.merged_into(generation)
+    return engine_request(prompt, generation, params, seed=0, fork_of=fork_of)
 
 
 def prompt_of(length, seed):

@@ -15,13 +15,13 @@ import pytest
 import torch
 import transformers
 from engine_models import VOCAB_SIZE, expected_tokens, tiny_model
+from engine_requests import engine_request
 from steps_taken import steps_taken
 from thorough import thorough
 from threads import at_once
 
 from model_adapters.errors import InvalidArgumentError, OutOfMemoryError, TorchaxServeError
 from torchax_serve import EngineOptions, RequestError, SamplingParams, serve
-from torchax_serve.engine.request import EngineRequest
 from torchax_serve.executors.packed import PackedExecutor
 from torchax_serve.kv_cache import memory
 from torchax_serve.sampling.sampler import tables_bytes
@@ -32,11 +32,10 @@ SMALL = EngineOptions(max_model_len=64, max_num_seqs=4, page_size=8, max_num_bat
 
 def request(prompt, max_new_tokens=8, seed=0, params=None, **config):
     params = params or SamplingParams()
-    return EngineRequest.of(
+    return engine_request(
         prompt,
         params.merged_into(transformers.GenerationConfig(max_new_tokens=max_new_tokens, **config)),
-        params.only_engine_options(),
-        vocab_size=VOCAB_SIZE,
+        params,
         seed=seed,
     )
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import transformers
 from engine_models import VOCAB_SIZE, expected_tokens, tiny_model
+from engine_requests import engine_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,8 +23,7 @@ from model_adapters.errors import (
 )
 from torchax_serve import EngineOptions, RequestError, SamplingParams, serve
 from torchax_serve.engine.admission import Admission
-from torchax_serve.engine.request import EngineRequest
-from torchax_serve.sampling.history import HistoryOptions
+from torchax_serve.sampling import sampler
 
 SMALL = EngineOptions(max_model_len=64, max_num_seqs=4, page_size=8, max_num_batched_tokens=32, max_num_waiting=6)
 INNOCENT = [5, 6, 7, 8, 9]
@@ -33,9 +33,7 @@ NEW = 10
 def request(prompt=(5, 6), params=None, max_new_tokens=8, **config):
     config = transformers.GenerationConfig(max_new_tokens=max_new_tokens, **config)
     params = params or SamplingParams()
-    return EngineRequest.of(
-        prompt, params.merged_into(config), params.only_engine_options(), vocab_size=VOCAB_SIZE, seed=0
-    )
+    return engine_request(prompt, params.merged_into(config), params, seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -219,7 +217,7 @@ def test_arrays_that_cannot_be_made_end_their_request_alone(llama, monkeypatch):
     def fails(*args):
         raise ValueError("no room for it\nat all")
 
-    monkeypatch.setattr(HistoryOptions, "row", fails)
+    monkeypatch.setattr(sampler, "history_row", fails)
     others = [
         request(INNOCENT, max_new_tokens=NEW),
         request([7, 8], no_repeat_ngram_size=2),

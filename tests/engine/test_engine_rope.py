@@ -10,11 +10,10 @@ from thorough import thorough
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
 
+from engine_requests import engine_request
 from rope_models import LENS, NUM_NEW, answers, prompt, rope_model
-from tiny_models import VOCAB_SIZE
 
 from torchax_serve import EngineOptions, serve
-from torchax_serve.engine.request import EngineRequest
 from torchax_serve.parity.tiny.rope_types import BORDER
 
 PAGE_LEN = 4
@@ -29,7 +28,7 @@ BY_THEMSELVES = [("diffllama", "dynamic"), ("diffllama", "longrope")]
 
 def submit(model, prompts, num_new=NUM_NEW):
     config = transformers.GenerationConfig(max_new_tokens=num_new, do_sample=False)
-    requests = [EngineRequest.of(ids[0].tolist(), config, vocab_size=VOCAB_SIZE) for ids in prompts]
+    requests = [engine_request(ids[0].tolist(), config) for ids in prompts]
     return [handle.result() for handle in model.engine.submit_all(requests)]
 
 

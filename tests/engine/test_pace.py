@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from engine_requests import engine_request
 from transformers import GenerationConfig
 
 from torchax_serve.engine.engine import Engine
 from torchax_serve.engine.model_runner import InFlightStep
-from torchax_serve.engine.request import EngineRequest
 from torchax_serve.scheduler import CacheGroup, Scheduler, SchedulerConfig
 
 SLOW_S, FAST_S = 0.016, 0.002
@@ -87,7 +87,7 @@ def seconds_a_token(tokens, num_tokens):
 
 def test_a_device_that_was_slow_and_is_not_any_more_is_kept_busy(paced):
     config = GenerationConfig(max_new_tokens=1500)
-    tokens = iter(paced.engine.submit(EngineRequest.of([5, 6], config, vocab_size=32, seed=0)))
+    tokens = iter(paced.engine.submit(engine_request([5, 6], config, seed=0)))
     assert seconds_a_token(tokens, 20 * MAX_NUM_STEPS) > 0.9 * SLOW_S, "longer than the window of any median"
     paced.runner.step_s = FAST_S
     seconds_a_token(tokens, 40 * MAX_NUM_STEPS)  # in which it is noticed
@@ -97,7 +97,7 @@ def test_a_device_that_was_slow_and_is_not_any_more_is_kept_busy(paced):
 def test_a_device_that_is_much_quicker_than_its_first_steps_is_kept_busy_at_once(paced):
     """The first steps of a program on a GPU load its kernels; expected times are medians that still hold them."""
     config = GenerationConfig(max_new_tokens=1500)
-    tokens = iter(paced.engine.submit(EngineRequest.of([5, 6], config, vocab_size=32, seed=0)))
+    tokens = iter(paced.engine.submit(engine_request([5, 6], config, seed=0)))
     seconds_a_token(tokens, 20 * MAX_NUM_STEPS)
     paced.runner.step_s = SLOW_S / 16
     seconds_a_token(tokens, 2 * MAX_NUM_STEPS)  # those in flight

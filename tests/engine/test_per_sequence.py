@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from engine_requests import engine_request
 from thorough import except_for
 from transformers.models.mamba import modeling_mamba
 from weights import draw_matrices
@@ -22,7 +23,6 @@ from model_adapters.quirks.quirk import Quirk
 from torchax_serve import serve, to_jax
 from torchax_serve.engine.factory import build_engine
 from torchax_serve.engine.options import EngineOptions
-from torchax_serve.engine.request import EngineRequest
 from torchax_serve.executors import choice, chunked_prefill_probe, per_sequence_buckets
 from torchax_serve.executors.per_sequence_factory import per_sequence_executor
 from torchax_serve.executors.per_sequence_forward import SequenceForward
@@ -117,11 +117,8 @@ def prompts():
 
 def answers(engine, ids, runtime, params=None):
     params = params or SamplingParams()
-    config, params = params.merged_into(transformers.GenerationConfig(max_new_tokens=NEW)), params.only_engine_options()
-    handles = [
-        engine.submit(EngineRequest.of(prompt, config, params, vocab_size=runtime.limits.vocab_size, seed=0))
-        for prompt in ids
-    ]
+    config = params.merged_into(transformers.GenerationConfig(max_new_tokens=NEW))
+    handles = [engine.submit(engine_request(prompt, config, params, seed=0)) for prompt in ids]
     return [list(handle.result()) for handle in handles]
 
 
@@ -136,7 +133,7 @@ def alone(model, ids):
 def prompt_logprobs(engine, prompt, runtime):
     params = SamplingParams(prompt_logprobs=0)
     config = transformers.GenerationConfig(max_new_tokens=2)
-    request = EngineRequest.of(prompt, config, params, vocab_size=runtime.limits.vocab_size, seed=0)
+    request = engine_request(prompt, config, params, seed=0)
     found = next(new.prompt_logprobs for new in engine.submit(request) if new.prompt_logprobs is not None)
     assert found[0] is None
     return [entry.logprob for entry in found[1:]]

@@ -7,12 +7,12 @@ import re
 import pytest
 import torch
 import transformers
+from engine_requests import engine_request
 from thorough import except_for
 from weights import draw_matrices
 
 from model_adapters.caches import state_layer
 from torchax_serve import EngineOptions, RequestError, SamplingParams, serve
-from torchax_serve.engine.request import EngineRequest
 
 VOCAB_SIZE, NEW = 97, 12
 SIZES = {
@@ -207,7 +207,7 @@ def tokens(model, ids, num_new=NEW):
 
 def request(ids):
     config = transformers.GenerationConfig(max_new_tokens=NEW)
-    return EngineRequest.of(ids, config, SamplingParams(), vocab_size=VOCAB_SIZE, seed=0)
+    return engine_request(ids, config, SamplingParams(), seed=0)
 
 
 # Their windows have few pages, which other requests take before the first prompt comes back.

@@ -8,7 +8,7 @@ import pytest
 from transformers import GenerationConfig
 
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
-from torchax_serve.sampling.row_params import RowSamplingParams
+from torchax_serve.request_params import RequestParams
 from torchax_serve.sampling_params import ENGINE_ONLY, SamplingParams
 
 GIVEN = {
@@ -30,8 +30,9 @@ GIVEN = {
 def params_of(config=None, vocab_size=40, seed=0, **options):
     config = config or GenerationConfig(max_new_tokens=8)
     params = SamplingParams(**options)
-    merged = params.merged_into(config)
-    return RowSamplingParams.of(params.only_engine_options(), merged, vocab_size=vocab_size, seed=seed)
+    made = RequestParams.of_generation_config(params.merged_into(config), params, seed=seed)
+    made.check_tokens(vocab_size)
+    return made
 
 
 @pytest.mark.parametrize(
@@ -70,7 +71,6 @@ def test_what_only_the_engine_honours_is_known():
     assert GIVEN.keys() == ENGINE_ONLY.keys()
     params = SamplingParams(temperature=0.5, seed=3, **GIVEN)
     assert params.engine_only() == GIVEN
-    assert SamplingParams(**GIVEN).is_engine_only and not params.is_engine_only
     others = SamplingParams(temperature=0.5, seed=3)
     assert params.merged_into(GenerationConfig()) == others.to_generation_config(GenerationConfig())
     neutral = SamplingParams(**{name: value for name, value in ENGINE_ONLY.items() if value is not None})
@@ -119,11 +119,11 @@ def test_the_models_defaults_are_filled_in():
         max_new_tokens=8, do_sample=True, temperature=0.6, top_k=20, top_p=0.75, eos_token_id=[5, 2]
     )
     params = params_of(config, presence_penalty=0.5)
-    assert (params.floats["temperature"], params.top_k, params.floats["top_p_tail"]) == (0.6, 20, 0.25)
-    assert (params.stop_ids, params.floats["presence_penalty"], params.level) == ((2, 5), 0.5, "penalties")
+    assert (params.temperature, params.top_k, params.top_p_tail) == (0.6, 20, 0.25)
+    assert (params.stop_ids, params.presence_penalty, params.level) == ((2, 5), 0.5, "penalties")
     assert params_of(config, top_k=7).top_k == 7
     greedy = params_of(config, temperature=0)
-    assert (greedy.level, greedy.top_k, greedy.floats["top_p_tail"]) == ("greedy", 0, 0)
+    assert (greedy.level, greedy.top_k, greedy.top_p_tail) == ("greedy", 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -145,18 +145,18 @@ def test_the_models_defaults_are_filled_in():
 )
 def test_which_program_a_request_needs(options, level):
     params = params_of(**options)
-    assert (params.level, params.history is not None) == (level, level == "history" and "top_h" not in options)
+    assert (params.level, params.depends_on_order) == (level, level == "history" and "top_h" not in options)
     assert params.needs_tables(prompt_len=3) == (level in ("penalties", "history"))
 
 
 @pytest.mark.parametrize("name", ["forced_bos_token_id", "forced_eos_token_id"])
 def test_a_token_of_number_zero_is_one(name):
-    assert params_of(GenerationConfig(max_new_tokens=8, **{name: 0})).history is not None
+    assert params_of(GenerationConfig(max_new_tokens=8, **{name: 0})).depends_on_order
 
 
 def test_a_first_token_alone_needs_the_tables():
     params = params_of(GenerationConfig(max_new_tokens=8, begin_suppress_tokens=[0]))
-    assert (params.level, params.history, params.forbidden_first) == ("greedy", None, (0,))
+    assert (params.level, params.depends_on_order, params.forbidden_first) == ("greedy", False, (0,))
     assert params.needs_tables(prompt_len=3)
 
 
@@ -171,14 +171,14 @@ def test_all_that_is_added_to_logits_is_one_row():
     expected = np.full(40, -np.inf)
     expected[3:7] = 1.5, 0, 1, 0
     expected[8] = 0
-    np.testing.assert_array_equal(params.bias, expected)
+    np.testing.assert_array_equal(params.token_bias.dense(40), expected)
     assert params.suppressed == (8, 4000)
 
 
 def test_the_end_of_sequence_is_no_bad_word():
     config = GenerationConfig(max_new_tokens=8, eos_token_id=2)
-    assert params_of(config, bad_words_ids=[[2]]).bias is None
-    assert params_of(config, bad_words_ids=[[2], [3]]).bias[[2, 3]].tolist() == [0, -np.inf]
+    assert params_of(config, bad_words_ids=[[2]]).token_bias is None
+    assert params_of(config, bad_words_ids=[[2], [3]]).token_bias.dense(40)[[2, 3]].tolist() == [0, -np.inf]
 
 
 def test_tokens_before_a_request_may_end():

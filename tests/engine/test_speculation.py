@@ -112,7 +112,7 @@ def test_masked_requests_share_verify_steps(pair, options):
         num_accepted = model.engine.stats().scheduler.num_accepted_tokens
         masks = Banned(best)
         asked = [
-            request(prompts[0], 40, **options).as_answer(masks, None),
+            dataclasses.replace(request(prompts[0], 40, **options), masks=masks),
             *(request(each, 25) for each in prompts[1:]),
         ]
         answers.append(answers_of(model, asked))

@@ -15,9 +15,9 @@ from torchax_serve.executors.base import ExecutorLimits
 from torchax_serve.executors.packed_specs import PackedSpecs
 from torchax_serve.executors.slot_adapters import SlotAdapters
 from torchax_serve.executors.speculative_decode import SpeculativeDecoder
-from torchax_serve.sampling.row_params import RowSamplingParams
+from torchax_serve.request_params import RequestParams
 from torchax_serve.sampling.sampler import default_sharding
-from torchax_serve.scheduler import CacheGroup, Scheduler, SchedulerConfig, SchedulerRequest, SpeculativeConfig
+from torchax_serve.scheduler import CacheGroup, Request, Scheduler, SchedulerConfig, SpeculativeConfig
 
 VOCAB, NUM_SLOTS, MAX_LEN, NUM_STEPS, NUM_NEW = 29, 4, 64, 4, 24
 TABLE = np.random.default_rng(0).normal(size=(VOCAB, VOCAB)).astype(np.float32) * 2
@@ -84,7 +84,7 @@ class Loop:
         self.masked, self.asked, self.sent = MaskedRequests(VOCAB), asked, collections.deque()
         self.tokens, self.logprobs = [[] for _ in asked], [[] for _ in asked]
         for index, each in enumerate(asked):
-            self.scheduler.add(each.scheduled(index))
+            self.scheduler.add(dataclasses.replace(each, request_id=index))
             self.masked.add(index, each.masks)
         while len(self.scheduler) or self.sent:
             self.step()
@@ -109,39 +109,14 @@ class Loop:
         step = self.sent.popleft()
         for row in self.scheduler.commit(step.plan, self.runner.read(step), 0.0):
             self.tokens[row.request_id] += row.token_ids
-            num_top = self.asked[row.request_id].sampling.logprobs
+            num_top = self.asked[row.request_id].params.logprobs
             if num_top is not None:
                 self.logprobs[row.request_id] += self.runner.logprobs(step, row.row, len(row.token_ids), num_top)
 
 
-@dataclasses.dataclass
-class Asked:
-    """A request, as the runner and the scheduler take it."""
-
-    prompt_ids: tuple
-    sampling: RowSamplingParams
-    masks: object = None
-    source: tuple = ()
-    adapter_id: int = 0
-    params: object = dataclasses.field(default_factory=lambda: types.SimpleNamespace(prompt_logprobs=None))
-
-    def scheduled(self, index):
-        needs_more = self.sampling.level not in ("greedy", "sampled")
-        return SchedulerRequest(
-            request_id=index,
-            prompt_ids=list(self.prompt_ids),
-            max_new_tokens=NUM_NEW,
-            cache_prompt=False,
-            num_unspeculated=float("inf") if needs_more else 0,
-            waits_for_tokens=self.masks is not None,
-        )
-
-
 def asked(prompt, masks=None, **options):
-    neutral = RowSamplingParams.neutral(VOCAB)
-    floats = {name: options.pop(name) for name in list(options) if name in neutral.floats}
-    sampling = dataclasses.replace(neutral, floats=dict(neutral.floats) | floats, **options)
-    return Asked(tuple(prompt), sampling, masks)
+    params = RequestParams(max_new_tokens=NUM_NEW, **options)
+    return dataclasses.replace(Request.of(prompt, params, masks=masks), cache_prompt=False)
 
 
 class Banned:

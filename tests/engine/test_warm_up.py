@@ -8,12 +8,12 @@ import jax
 import numpy as np
 import pytest
 from engine_models import VOCAB_SIZE, tiny_model
+from engine_requests import engine_request
 from transformers import GenerationConfig
 
 from model_adapters.ops.linear import skips_equal_rows
 from torchax_serve import EngineOptions, SamplingParams, serve
 from torchax_serve.compilation import background
-from torchax_serve.engine.request import EngineRequest
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = EngineOptions(max_model_len=96, max_num_seqs=8, page_size=8, max_num_batched_tokens=64)
@@ -47,8 +47,8 @@ class OddTokens:
 def request(prompt=PROMPT, max_new_tokens=6, masks=None, fork_of=None, params=None, **config):
     generation = GenerationConfig(max_new_tokens=max_new_tokens, do_sample="temperature" in config, **config)
     params = SamplingParams(**(params or {}))
-    generation, params = params.merged_into(generation), params.only_engine_options()
-    made = EngineRequest.of(prompt, generation, params, vocab_size=VOCAB_SIZE, seed=0, fork_of=fork_of)
+    generation = params.merged_into(generation)
+    made = engine_request(prompt, generation, params, seed=0, fork_of=fork_of)
     return dataclasses.replace(made, masks=masks)
 
 

@@ -9,8 +9,8 @@ import pytest
 from running_server import ENGINE
 
 from torchax_serve.engine.model_runner import ModelRunner
+from torchax_serve.sampling import sampler
 from torchax_serve.sampling.grammar import GrammarMasks
-from torchax_serve.sampling.history import HistoryOptions
 from torchax_serve.server import answers, completions, model_service
 from torchax_serve.text.template_renderer import TemplateRenderer
 
@@ -87,7 +87,7 @@ def break_masks(patch, ids):
 
 
 def break_building(patch, ids):
-    patch.setattr(HistoryOptions, "row", fails)
+    patch.setattr(sampler, "history_row", fails)
 
 
 def break_decoder(patch, ids):

@@ -7,8 +7,8 @@ import torch
 from sampling_reference import Batch, prepared_config
 from transformers import CompileConfig, GenerationConfig, WatermarkingConfig
 
-from torchax_serve import sampling
-from torchax_serve.sampling.config_options import DEPENDENT_OPTIONS, INERT_OPTIONS
+from torchax_serve import request_params
+from torchax_serve.request_params import DEPENDENT_OPTIONS, INERT_OPTIONS
 
 VOCAB_SIZE = 40
 
@@ -59,7 +59,7 @@ UNUSUAL = {
 def is_accounted_for(name):
     config = GenerationConfig()
     setattr(config, name, UNUSUAL.get(name, "something unusual"))
-    return name in sampling.unsupported_options(config)
+    return name in request_params.unsupported_options(config)
 
 
 def batch_of(config, prompt_len=1):
@@ -74,7 +74,7 @@ def build(prompt_len=1, **options):
 def test_every_attribute_of_a_config_is_in_one_place():
     public = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
     silent = {name for name in public if not is_accounted_for(name)}
-    known = sampling.PLAN_OPTIONS, sampling.CALLER_OPTIONS, DEPENDENT_OPTIONS.keys(), INERT_OPTIONS
+    known = request_params.PLAN_OPTIONS, request_params.CALLER_OPTIONS, DEPENDENT_OPTIONS.keys(), INERT_OPTIONS
     assert silent == set().union(*known) & public
     assert sum(map(len, known)) == len(set().union(*known)), "one place only"
     for name in DEPENDENT_OPTIONS.keys() & public:
@@ -83,7 +83,7 @@ def test_every_attribute_of_a_config_is_in_one_place():
 
 
 def test_a_batch_honours_what_it_claims():
-    assert HONOURED.keys() == sampling.PLAN_OPTIONS
+    assert HONOURED.keys() == request_params.PLAN_OPTIONS
     for name, (one, other) in HONOURED.items():
         (leaves_one, tree_one), (leaves_other, tree_other) = (
             jax.tree.flatten((batch._spec, batch._options, batch.state))
@@ -94,21 +94,21 @@ def test_a_batch_honours_what_it_claims():
 
 def test_an_attribute_of_a_newer_transformers_is_reported():
     config = GenerationConfig(speculative_dreaming=0)
-    assert sampling.unsupported_options(config) == ["speculative_dreaming"]
+    assert request_params.unsupported_options(config) == ["speculative_dreaming"]
     with pytest.raises(ValueError, match=r"got \['speculative_dreaming'\]; run transformers' own loop"):
         batch_of(config)
 
 
 def test_plain_configs_take_the_fast_path():
-    assert sampling.unsupported_options(GenerationConfig()) == []
-    assert sampling.unsupported_options(prepared_config(VOCAB_SIZE, 3, {"do_sample": True})) == []
-    assert sampling.unsupported_options(GenerationConfig(guidance_scale=1.0, num_beams=1)) == []
+    assert request_params.unsupported_options(GenerationConfig()) == []
+    assert request_params.unsupported_options(prepared_config(VOCAB_SIZE, 3, {"do_sample": True})) == []
+    assert request_params.unsupported_options(GenerationConfig(guidance_scale=1.0, num_beams=1)) == []
 
 
 def test_the_caller_says_what_its_loop_honours():
     config = GenerationConfig(use_cache=False, stop_strings=["x"], max_time=2.0)
-    assert sampling.unsupported_options(config) == ["max_time", "use_cache"]
-    assert sampling.unsupported_options(config, {"use_cache", "max_time"}) == ["stop_strings"]
+    assert request_params.unsupported_options(config) == ["max_time", "use_cache"]
+    assert request_params.unsupported_options(config, {"use_cache", "max_time"}) == ["stop_strings"]
     config.max_new_tokens = 4
     batch_of(config)  # none of them chooses tokens
 
@@ -146,7 +146,7 @@ def test_absurd_values_are_refused_by_name(name, value):
     config = GenerationConfig(do_sample=True)
     setattr(config, name, value)
     with pytest.raises(ValueError, match=rf"^{name}: expected .*, got .*; .+") as error:
-        sampling.validate_options(config)
+        request_params.validate_options(config)
     assert "\n" not in str(error.value)
 
 
@@ -154,10 +154,10 @@ def test_absurd_values_are_refused_by_name(name, value):
 def test_greedy_configs_may_switch_sampling_options_off_with_zero(name):
     config = GenerationConfig(do_sample=False)
     setattr(config, name, 0.0)
-    sampling.validate_options(config)
+    request_params.validate_options(config)
     setattr(config, name, -1.0)
     with pytest.raises(ValueError, match=name):
-        sampling.validate_options(config)
+        request_params.validate_options(config)
 
 
 @pytest.mark.parametrize(

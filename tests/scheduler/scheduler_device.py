@@ -19,10 +19,10 @@ from torchax_serve.scheduler import (
     DraftResult,
     DraftRows,
     PlanRow,
+    Request,
     RowResult,
     Scheduler,
     SchedulerConfig,
-    SchedulerRequest,
     StepPlan,
 )
 
@@ -299,7 +299,7 @@ def make_loop(*groups, depth=0, **options):
 
 
 def request(request_id, prompt_len=6, max_new=5, **options):
-    return SchedulerRequest(
+    return Request(
         request_id=request_id,
         prompt_ids=[request_id] * prompt_len,
         max_new_tokens=max_new,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from torchax_serve.scheduler import CacheGroup, Scheduler, SchedulerConfig, SchedulerRequest
+from torchax_serve.scheduler import CacheGroup, Request, Scheduler, SchedulerConfig
 
 NUM_REQUESTS, NUM_ROWS, NUM_TOKENS = 64, 32, 256
 PROMPT_TOKEN_S = 0.4e-3
@@ -22,13 +22,13 @@ def step_s(num_decode, num_prefill, num_steps=1):
     return num_steps * decode + PROMPT_TOKEN_S * num_prefill
 
 
-class Request(NamedTuple):
+class Arrival(NamedTuple):
     at_s: float
     prompt_len: int
     num_tokens: int
 
     def of_scheduler(self, request_id):
-        return SchedulerRequest(
+        return Request(
             request_id=request_id,
             prompt_ids=[1] * self.prompt_len,
             max_new_tokens=self.num_tokens,
@@ -99,7 +99,7 @@ def poisson(rate, seed):
     rng, now, requests = random.Random(seed), 0.0, []
     for _ in range(NUM_REQUESTS):
         now += rng.expovariate(rate)
-        requests.append(Request(now, rng.randint(16, 512), rng.randint(16, 128)))
+        requests.append(Arrival(now, rng.randint(16, 512), rng.randint(16, 128)))
     return requests
 
 

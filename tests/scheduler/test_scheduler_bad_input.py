@@ -7,7 +7,7 @@ import pytest
 from scheduler_device import make_config, make_loop, request, truth
 
 from torchax_serve import InvalidArgumentError
-from torchax_serve.scheduler import CacheGroup, Scheduler, SchedulerConfig, SchedulerRequest
+from torchax_serve.scheduler import CacheGroup, Request, Scheduler, SchedulerConfig
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ from torchax_serve.scheduler import CacheGroup, Scheduler, SchedulerConfig, Sche
 )
 def test_requests_out_of_range_are_refused(options, message):
     with pytest.raises(InvalidArgumentError, match=message):
-        SchedulerRequest(**({"request_id": 1, "prompt_ids": [1, 2], "max_new_tokens": 5} | options))
+        Request(**({"request_id": 1, "prompt_ids": [1, 2], "max_new_tokens": 5} | options))
 
 
 @pytest.mark.parametrize(
@@ -112,12 +112,12 @@ def test_zero_pages_and_windows_of_nothing_are_refused():
 
 def test_forks_of_nobody_or_of_another_prompt_are_refused():
     scheduler = Scheduler(make_config())
-    scheduler.add(SchedulerRequest(request_id=0, prompt_ids=[1, 2], max_new_tokens=1))
+    scheduler.add(Request(request_id=0, prompt_ids=[1, 2], max_new_tokens=1))
     for options in ({"fork_of": 5}, {"fork_of": 0, "prompt_ids": [1, 3]}, {"fork_of": 0, "salt": "x"}):
         with pytest.raises(
             InvalidArgumentError, match="fork_of: expected a live request with the same prompt and salt"
         ):
-            scheduler.add(SchedulerRequest(**({"request_id": 1, "prompt_ids": [1, 2], "max_new_tokens": 1} | options)))
+            scheduler.add(Request(**({"request_id": 1, "prompt_ids": [1, 2], "max_new_tokens": 1} | options)))
     assert len(scheduler) == 1
 
 

@@ -6,7 +6,7 @@ import pytest
 from scheduler_device import Loop, Oracle, make_config
 
 from torchax_serve import InvalidArgumentError
-from torchax_serve.scheduler import CacheGroup, Scheduler, SchedulerRequest
+from torchax_serve.scheduler import CacheGroup, Request, Scheduler
 
 FULL = CacheGroup("full", None, 9, num_host_pages=33)  # eight pages on the device, 32 on the host
 
@@ -18,9 +18,7 @@ def prompt(number, length=17):
 def ask(loop, number, length=17, max_new=3):
     """Runs one request to its end; returns the tokens of its prompt that were found."""
     before, request_id = loop.scheduler.stats().num_hit_tokens, len(loop.tokens)
-    loop.scheduler.add(
-        SchedulerRequest(request_id=request_id, prompt_ids=prompt(number, length), max_new_tokens=max_new)
-    )
+    loop.scheduler.add(Request(request_id=request_id, prompt_ids=prompt(number, length), max_new_tokens=max_new))
     loop.drain()
     loop.scheduler.check_integrity()
     assert loop.tokens[request_id] == Oracle(loop.device.windows).answer(prompt(number, length), max_new)
@@ -90,7 +88,7 @@ def test_many_requests_at_once_agree_with_each_alone(seed):
     wanted = {}
     for request_id in range(60):
         ids = prompt(chance.randrange(5), chance.choice([9, 17, 24])) + [chance.randrange(3)] * chance.randrange(4)
-        loop.scheduler.add(SchedulerRequest(request_id=request_id, prompt_ids=ids, max_new_tokens=chance.randint(1, 6)))
+        loop.scheduler.add(Request(request_id=request_id, prompt_ids=ids, max_new_tokens=chance.randint(1, 6)))
         wanted[request_id] = Oracle(loop.device.windows).answer(
             ids, loop.scheduler.find(request_id).request.max_new_tokens
         )

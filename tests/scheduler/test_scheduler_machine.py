@@ -12,9 +12,9 @@ from torchax_serve import InvalidArgumentError
 from torchax_serve.scheduler import (
     INVALID_TOKEN,
     CacheGroup,
+    Request,
     Scheduler,
     SchedulerConfig,
-    SchedulerRequest,
     SnapshotGroup,
     SpeculativeConfig,
 )
@@ -65,8 +65,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler = Scheduler(config)
         self.loop = Loop(self.scheduler)
         self.truth = Oracle(self.loop.device.windows, self.loop.device.has_states).answer
-        self.live: dict[int, SchedulerRequest] = {}  # the model
-        self.all: dict[int, SchedulerRequest] = {}
+        self.live: dict[int, Request] = {}  # the model
+        self.all: dict[int, Request] = {}
         self.dead: set[int] = set()  # ended by the test
 
     def settle(self):
@@ -102,7 +102,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.enter(prompt_ids=parent.prompt_ids, max_new_tokens=max_new, fork_of=parent.request_id)
 
     def enter(self, **options):
-        request = SchedulerRequest(request_id=len(self.all), **options)
+        request = Request(request_id=len(self.all), **options)
         self.scheduler.add(request)
         with pytest.raises(InvalidArgumentError, match="no live request"):
             self.scheduler.add(request)

@@ -9,7 +9,7 @@ import pytest
 from scheduler_device import Oracle, make_loop, request, truth
 
 from model_adapters.errors import InvalidArgumentError
-from torchax_serve.scheduler import INVALID_TOKEN, CacheGroup, PlanRow, SchedulerRequest, Status
+from torchax_serve.scheduler import INVALID_TOKEN, CacheGroup, PlanRow, Request, Status
 from torchax_serve.scheduler.step_planner import BURST_DECODE_DELAY
 
 
@@ -349,7 +349,7 @@ def test_a_row_that_cannot_sample_fails_alone():
 
 def test_what_could_not_be_sampled_from_is_not_found_by_others():
     loop = make_loop()
-    asked = SchedulerRequest(request_id=0, prompt_ids=[1] * 9, max_new_tokens=2)
+    asked = Request(request_id=0, prompt_ids=[1] * 9, max_new_tokens=2)
     loop.scheduler.add(asked)
     loop.schedule()
     loop.flights[0][1][0, 0] = INVALID_TOKEN
@@ -361,10 +361,10 @@ def test_what_could_not_be_sampled_from_is_not_found_by_others():
 def test_who_must_not_share_neither_finds_nor_is_found():
     loop = make_loop()
     for i, shares in enumerate([False, True, False, True]):
-        loop.scheduler.add(SchedulerRequest(request_id=i, prompt_ids=[1] * 9, max_new_tokens=2, cache_prompt=shares))
+        loop.scheduler.add(Request(request_id=i, prompt_ids=[1] * 9, max_new_tokens=2, cache_prompt=shares))
         loop.drain()
-    loop.scheduler.add(SchedulerRequest(request_id=4, prompt_ids=[2] * 9, max_new_tokens=2, cache_prompt=False))
-    loop.scheduler.add(SchedulerRequest(request_id=5, prompt_ids=[2] * 9, max_new_tokens=2, fork_of=4))
+    loop.scheduler.add(Request(request_id=4, prompt_ids=[2] * 9, max_new_tokens=2, cache_prompt=False))
+    loop.scheduler.add(Request(request_id=5, prompt_ids=[2] * 9, max_new_tokens=2, fork_of=4))
     loop.drain()
     first = [next(row.context_len for plan in loop.plans for row in plan.rows if row.request_id == i) for i in range(6)]
     assert first == [0, 0, 0, 8, 0, 0]
@@ -396,7 +396,7 @@ def test_the_last_of_the_lowest_priority_makes_room_and_loses_nothing():
 def test_what_a_preempted_request_had_published_is_found_again():
     loop = make_loop(CacheGroup("full", None, 9), max_num_seqs=2)
     for i in range(2):
-        loop.scheduler.add(SchedulerRequest(request_id=i, prompt_ids=[i] * 9, max_new_tokens=12))
+        loop.scheduler.add(Request(request_id=i, prompt_ids=[i] * 9, max_new_tokens=12))
     loop.drain()
     stats = loop.scheduler.stats()
     assert stats.num_preemptions > 0
@@ -423,7 +423,7 @@ def test_who_alone_outgrows_all_pages_ends_with_length():
 def test_a_prefix_is_computed_once():
     loop = make_loop()
     for i in range(3):
-        loop.scheduler.add(SchedulerRequest(request_id=i, prompt_ids=[9] * 20 + [i], max_new_tokens=2))
+        loop.scheduler.add(Request(request_id=i, prompt_ids=[9] * 20 + [i], max_new_tokens=2))
         loop.drain()
     computed = [
         sum(row.num_tokens for plan in loop.plans for row in plan.prefill_rows if row.request_id == i) for i in range(3)
@@ -434,8 +434,8 @@ def test_a_prefix_is_computed_once():
 
 def test_forks_share_the_prompt_and_copy_its_last_page():
     loop = make_loop(depth=1)
-    asked = [SchedulerRequest(request_id=0, prompt_ids=[3] * 11, max_new_tokens=9)]
-    asked += [SchedulerRequest(request_id=i, prompt_ids=[3] * 11, max_new_tokens=9, fork_of=0) for i in (1, 2)]
+    asked = [Request(request_id=0, prompt_ids=[3] * 11, max_new_tokens=9)]
+    asked += [Request(request_id=i, prompt_ids=[3] * 11, max_new_tokens=9, fork_of=0) for i in (1, 2)]
     for each in asked:
         loop.scheduler.add(each)
     loop.drain()
@@ -451,7 +451,7 @@ def test_forks_of_forks_copy_pages_that_are_there():
     loop = make_loop(depth=1)
     for i in range(4):
         fork_of = i - 1 if i else None
-        loop.scheduler.add(SchedulerRequest(request_id=i, prompt_ids=[3] * 11, max_new_tokens=9, fork_of=fork_of))
+        loop.scheduler.add(Request(request_id=i, prompt_ids=[3] * 11, max_new_tokens=9, fork_of=fork_of))
     loop.drain()
     assert loop.tokens == dict.fromkeys(range(4), Oracle((None,)).answer([3] * 11, 9))
     assert loop.device.num_copies == 3
@@ -459,8 +459,8 @@ def test_forks_of_forks_copy_pages_that_are_there():
 
 def test_forks_do_not_hold_up_those_behind_them():
     loop = make_loop(max_num_batched_tokens=8)
-    loop.scheduler.add(SchedulerRequest(request_id=0, prompt_ids=[3] * 30, max_new_tokens=2))
-    loop.scheduler.add(SchedulerRequest(request_id=1, prompt_ids=[3] * 30, max_new_tokens=2, fork_of=0))
+    loop.scheduler.add(Request(request_id=0, prompt_ids=[3] * 30, max_new_tokens=2))
+    loop.scheduler.add(Request(request_id=1, prompt_ids=[3] * 30, max_new_tokens=2, fork_of=0))
     loop.scheduler.add(request(2, prompt_len=2))
     loop.drain()
     first = {

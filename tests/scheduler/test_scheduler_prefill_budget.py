@@ -9,9 +9,9 @@ from torchax_serve.scheduler import (
     CacheGroup,
     LatencyGoals,
     PrefillBudget,
+    Request,
     Scheduler,
     SchedulerConfig,
-    SchedulerRequest,
 )
 
 COSTS = {  # seconds of a step with so many decode rows and prefill tokens
@@ -37,16 +37,14 @@ def run(cost, num_running, flood, seed=0, spikes=False):
     )
     scheduler = Scheduler(config)
     for i in range(num_running):
-        scheduler.add(SchedulerRequest(request_id=i, prompt_ids=[1] * 20, max_new_tokens=400))
+        scheduler.add(Request(request_id=i, prompt_ids=[1] * 20, max_new_tokens=400))
     now, begun, times, flights, done = 0.0, False, {}, [], 0
     while any(scheduler.find(i) for i in range(num_running)):
         decoding = all(len(scheduler.find(i).output_ids) > 40 for i in range(num_running) if scheduler.find(i))
         begun = begun or decoding
         if flood and begun:
             for _ in range(4 - scheduler.stats().num_waiting):
-                scheduler.add(
-                    SchedulerRequest(request_id=f"flood {rng.random()}", prompt_ids=[2] * 3000, max_new_tokens=4)
-                )
+                scheduler.add(Request(request_id=f"flood {rng.random()}", prompt_ids=[2] * 3000, max_new_tokens=4))
         flights.append(scheduler.schedule(now))
         if len(flights) < 2:
             continue  # the host is a step ahead

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scheduler_device import VOCAB, FakeDevice, make_config, make_loop
 
 from model_adapters.program.rope_lengths import RopeLengths
-from torchax_serve.scheduler import CacheGroup, SchedulerRequest
+from torchax_serve.scheduler import CacheGroup, Request
 
 BORDER = 10
 DYNAMIC = RopeLengths(BORDER, has_one_long=False)
@@ -73,7 +73,7 @@ def run(asked, rope, *groups, **options):
 
 
 def request(request_id, prompt, max_new, **options):
-    return SchedulerRequest(request_id=request_id, prompt_ids=prompt, max_new_tokens=max_new, **options)
+    return Request(request_id=request_id, prompt_ids=prompt, max_new_tokens=max_new, **options)
 
 
 def truth(loop, rope, asked):

@@ -6,7 +6,7 @@ import pytest
 from scheduler_device import Loop, Oracle, make_config
 
 from torchax_serve import InvalidArgumentError
-from torchax_serve.scheduler import CacheGroup, Scheduler, SchedulerRequest, SnapshotGroup, SpeculativeConfig
+from torchax_serve.scheduler import CacheGroup, Request, Scheduler, SnapshotGroup, SpeculativeConfig
 from torchax_serve.scheduler.state_snapshots import LONG_PROMPT_INTERVAL
 
 PAGES = CacheGroup("full", None, 65)
@@ -22,7 +22,7 @@ def make(*groups, num=9, **options):
 def ask(loop, ids, max_new=3):
     """Runs one request to its end; returns the tokens of its prompt that were found."""
     before, request_id = loop.scheduler.stats().num_hit_tokens, len(loop.tokens)
-    loop.scheduler.add(SchedulerRequest(request_id=request_id, prompt_ids=ids, max_new_tokens=max_new))
+    loop.scheduler.add(Request(request_id=request_id, prompt_ids=ids, max_new_tokens=max_new))
     loop.drain()
     assert loop.tokens[request_id] == Oracle(loop.device.windows, has_states=True).answer(ids, max_new)
     return loop.scheduler.stats().num_hit_tokens - before
@@ -65,7 +65,7 @@ def test_a_long_prompt_leaves_some_on_its_way():
     groups = (CacheGroup("full", None, length // PAGE + 40),)
     loop = make(*groups, max_model_len=length + 50, max_num_batched_tokens=4096)
     ids = numbers(0, length)
-    loop.scheduler.add(SchedulerRequest(request_id=0, prompt_ids=ids, max_new_tokens=1))
+    loop.scheduler.add(Request(request_id=0, prompt_ids=ids, max_new_tokens=1))
     kept = []
     while len(loop.scheduler):
         plan = loop.step()
@@ -118,7 +118,7 @@ def test_requests_that_share_nothing_keep_nothing():
     loop = make(PAGES)
     for request_id in range(2):
         ids = numbers(0, 20)
-        request = SchedulerRequest(request_id=request_id, prompt_ids=ids, max_new_tokens=2, cache_prompt=False)
+        request = Request(request_id=request_id, prompt_ids=ids, max_new_tokens=2, cache_prompt=False)
         loop.scheduler.add(request)
         loop.drain()
     assert loop.scheduler.stats().num_hit_tokens == 0
@@ -135,9 +135,9 @@ def test_prefixes_are_forgotten_when_the_cache_is_cleared():
 
 def test_forks_begin_with_the_snapshot_of_their_prompt():
     loop, ids = make(PAGES), numbers(0, 21)
-    loop.scheduler.add(SchedulerRequest(request_id=0, prompt_ids=ids, max_new_tokens=6))
+    loop.scheduler.add(Request(request_id=0, prompt_ids=ids, max_new_tokens=6))
     for request_id in (1, 2):
-        loop.scheduler.add(SchedulerRequest(request_id=request_id, prompt_ids=ids, max_new_tokens=6, fork_of=0))
+        loop.scheduler.add(Request(request_id=request_id, prompt_ids=ids, max_new_tokens=6, fork_of=0))
     loop.drain()
     wanted = Oracle(loop.device.windows, has_states=True).answer(ids, 6)
     assert loop.tokens == dict.fromkeys(range(3), wanted)
@@ -155,7 +155,7 @@ def test_many_requests_at_once_agree_with_each_alone(seed):
     for request_id in range(80):
         ids = [chance.randrange(4)] * chance.choice([9, 17, 24]) + [chance.randrange(3)] * chance.randrange(1, 9)
         max_new = chance.randint(1, 6)
-        loop.scheduler.add(SchedulerRequest(request_id=request_id, prompt_ids=ids, max_new_tokens=max_new))
+        loop.scheduler.add(Request(request_id=request_id, prompt_ids=ids, max_new_tokens=max_new))
         wanted[request_id] = Oracle(loop.device.windows, has_states=True).answer(ids, max_new)
         for _ in range(chance.randrange(3)):
             loop.step()

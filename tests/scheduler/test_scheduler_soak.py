@@ -6,16 +6,16 @@ import pytest
 from scheduler_device import Loop, Oracle
 from thorough import thorough
 
-from torchax_serve.scheduler import CacheGroup, Scheduler, SchedulerConfig, SchedulerRequest
+from torchax_serve.scheduler import CacheGroup, Request, Scheduler, SchedulerConfig
 
 PREFIXES = [[7, 3] * 7, [7, 3] * 5 + [1, 1], [5] * 19]
 
 
-def random_request(rng: random.Random, request_id: int) -> SchedulerRequest:
+def random_request(rng: random.Random, request_id: int) -> Request:
     """Some begin alike, some stop early, some keep to themselves. At most 30 + 30 tokens."""
     prompt = rng.choice([[], *PREFIXES]) + [rng.randrange(4) for _ in range(rng.randrange(1, 12))]
     max_new = rng.randrange(1, 31)
-    return SchedulerRequest(
+    return Request(
         request_id=request_id,
         prompt_ids=prompt,
         max_new_tokens=max_new,
@@ -28,10 +28,10 @@ def random_request(rng: random.Random, request_id: int) -> SchedulerRequest:
     )
 
 
-def forks_of(request: SchedulerRequest, rng: random.Random) -> list[SchedulerRequest]:
+def forks_of(request: Request, rng: random.Random) -> list[Request]:
     """Two further answers to the same prompt."""
     return [
-        SchedulerRequest(
+        Request(
             request_id=request.request_id + i,
             prompt_ids=request.prompt_ids,
             max_new_tokens=rng.randrange(1, 31),
@@ -73,7 +73,7 @@ def test_every_finished_request_is_token_exact(name: str, num_requests: int) -> 
     )
     scheduler = Scheduler(config)
     loop = Loop(scheduler)
-    requests: dict[int, SchedulerRequest] = {}
+    requests: dict[int, Request] = {}
     doomed: set[int] = set()
     aborted: set[int] = set()
     while len(requests) < num_requests or len(scheduler):

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from model_adapters.errors import InvalidArgumentError
-from torchax_serve.scheduler import CacheGroup, Scheduler, SchedulerConfig, SchedulerRequest
+from torchax_serve.scheduler import CacheGroup, Request, Scheduler, SchedulerConfig
 from torchax_serve.scheduler.types import MAX_TOKEN_ID
 
 BUDGET = 24
@@ -47,7 +47,7 @@ def test_no_chunk_ends_inside_a_span(seed):
             spans.append((begin, end))
         ids = [rng.randrange(3) for _ in range(end + rng.randint(1, 9))]
         requests.append(
-            SchedulerRequest(request_id=number, prompt_ids=ids, max_new_tokens=rng.randint(1, 30), spans=tuple(spans))
+            Request(request_id=number, prompt_ids=ids, max_new_tokens=rng.randint(1, 30), spans=tuple(spans))
         )
     found = chunks_of(scheduler(), requests)
     for request in requests:
@@ -58,7 +58,7 @@ def test_no_chunk_ends_inside_a_span(seed):
 
 def test_a_span_is_not_held_up_by_requests_that_decode():
     made = scheduler()
-    running = [SchedulerRequest(request_id=number, prompt_ids=[1] * 4, max_new_tokens=150) for number in range(3)]
+    running = [Request(request_id=number, prompt_ids=[1] * 4, max_new_tokens=150) for number in range(3)]
     for request in running:
         made.add(request)
     now = 0.0
@@ -66,7 +66,7 @@ def test_a_span_is_not_held_up_by_requests_that_decode():
         plan = made.schedule(now)
         now += 0.01 + 0.004 * plan.num_prefill_tokens
         made.commit(plan, [1] * len(plan.rows), now, 0.01 + 0.004 * plan.num_prefill_tokens)
-    made.add(SchedulerRequest(request_id="image", prompt_ids=[2] * 30, max_new_tokens=2, spans=((5, 26),)))
+    made.add(Request(request_id="image", prompt_ids=[2] * 30, max_new_tokens=2, spans=((5, 26),)))
     for _ in range(60):
         plan = made.schedule(now)
         now += 0.01 + 0.004 * plan.num_prefill_tokens
@@ -79,5 +79,5 @@ def test_a_span_is_not_held_up_by_requests_that_decode():
 def test_ids_beyond_tokens_are_those_of_features():
     ids = [1, MAX_TOKEN_ID + 7, 2**62]
     with pytest.raises(InvalidArgumentError, match="prompt_ids"):
-        SchedulerRequest(request_id=0, prompt_ids=ids, max_new_tokens=1)
-    SchedulerRequest(request_id=0, prompt_ids=ids, max_new_tokens=1, has_page_ids=True)
+        Request(request_id=0, prompt_ids=ids, max_new_tokens=1)
+    Request(request_id=0, prompt_ids=[1] * len(ids), max_new_tokens=1, page_ids=ids)

@@ -70,9 +70,7 @@ def test_pages_taken_for_drafts_are_given_back():
     loop.drain()
 
 
-@pytest.mark.parametrize(
-    "options", [{"speculates": False}, {"num_unspeculated": float("inf")}, {"waits_for_tokens": True}]
-)
+@pytest.mark.parametrize("options", [{"speculates": False}, {"num_unspeculated": float("inf")}, {"masks": object()}])
 def test_a_request_that_has_no_drafts_is_not_speculated_for(options):
     loop = speculative_loop()
     loop.scheduler.add(request(7, max_new=30, **options))
@@ -81,7 +79,7 @@ def test_a_request_that_has_no_drafts_is_not_speculated_for(options):
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-@pytest.mark.parametrize("options", [{"num_unspeculated": float("inf")}, {"waits_for_tokens": True}])
+@pytest.mark.parametrize("options", [{"num_unspeculated": float("inf")}, {"masks": object()}])
 def test_one_that_needs_the_sampler_shares_steps_one_at_a_time(options, depth):
     loop = speculative_loop(depth=depth)
     asked = [request(7, max_new=30), request(8, max_new=30, **options)]

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from engine_requests import engine_request
 from steps_taken import steps_taken
 from thorough import except_for
 from threads import at_once
@@ -14,7 +15,6 @@ from transformers import GenerationConfig
 
 from model_adapters.caches.encoder_mask import SourceMask, mask_over_audio
 from torchax_serve import EngineOptions, InvalidArgumentError, SamplingParams, serve
-from torchax_serve.engine.request import EngineRequest
 from torchax_serve.parity.tiny.audio import audio_model
 
 NEW, WIDTH, MAX_SOURCE = 12, 32, 48
@@ -207,13 +207,13 @@ def test_streams_run_on_the_engine(name):
 
 def test_outputs_out_of_range(served):
     _, model = served
-    known = {"config": GenerationConfig(max_new_tokens=2), "vocab_size": 128, "seed": 0}
+    known = {"config": GenerationConfig(max_new_tokens=2), "seed": 0}
     said = r"expected the output \[1, 1 to 48, 32\] of the encoder, got \["
     for shape in ((1, 0, WIDTH), (1, MAX_SOURCE + 1, WIDTH), (1, 4, WIDTH + 1), (4, WIDTH)):
         with pytest.raises(InvalidArgumentError, match=said):
-            model.engine.submit(EngineRequest.of([1], encoded=np.zeros(shape, np.float32), **known))
+            model.engine.submit(engine_request([1], encoded=np.zeros(shape, np.float32), **known))
     with pytest.raises(InvalidArgumentError, match="got 2 token ids; call transcribe"):
-        model.engine.submit(EngineRequest.of([1], source_ids=[3, 4], **known))
+        model.engine.submit(engine_request([1], source_ids=[3, 4], **known))
 
 
 @pytest.mark.parametrize(("stride", "kernel"), [(8, 8), (1, 1), (2, 3), (3, 8), (4, 5)])

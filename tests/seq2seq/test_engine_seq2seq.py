@@ -8,6 +8,7 @@ import threading
 import pytest
 import torch
 import transformers
+from engine_requests import engine_request
 from thorough import except_for
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -25,7 +26,6 @@ from torchax_serve import (
     to_jax,
 )
 from torchax_serve.engine.factory import build_engine
-from torchax_serve.engine.request import EngineRequest
 from torchax_serve.executors import per_sequence_factory
 from torchax_serve.executors.per_sequence import PerSequenceExecutor
 from torchax_serve.kv_cache import memory
@@ -85,7 +85,7 @@ def alone(model_type, ids, **options):
 
 def request(source, length=NEW, **config):
     generation = transformers.GenerationConfig(max_new_tokens=length, **config)
-    return EngineRequest.of([START], generation, None, vocab_size=VOCAB_SIZE, seed=0, source_ids=source)
+    return engine_request([START], generation, None, seed=0, source_ids=source)
 
 
 @pytest.mark.parametrize("model_type", except_for(["t5"], CONFIGS))

@@ -7,6 +7,7 @@ import inspect
 import pytest
 import torch
 import transformers
+from engine_requests import engine_request
 from steps_taken import steps_taken
 from thorough import except_for, pairs
 from transformers import GenerationConfig
@@ -15,7 +16,6 @@ from transformers.models.fsmt import modeling_fsmt
 from model_adapters.caches import native_cache
 from torchax_serve import EngineOptions, serve, to_jax
 from torchax_serve.engine.factory import build_engine
-from torchax_serve.engine.request import EngineRequest
 from torchax_serve.parity.tiny.config import tiny_config
 from torchax_serve.parity.tiny.models import random_model
 
@@ -110,8 +110,8 @@ def test_preempted_requests_are_recomputed(model_type):
         with torch.no_grad():
             hidden = eager(model_type).get_encoder()(source, attention_mask=torch.ones_like(source))[0]
         config = GenerationConfig(max_new_tokens=long)
-        known = {"vocab_size": runtime.limits.vocab_size, "seed": 0, "encoded": hidden.numpy()}
-        requests.append(EngineRequest.of([start], config, **known))
+        known = {"seed": 0, "encoded": hidden.numpy()}
+        requests.append(engine_request([start], config, **known))
     try:
         handles = [engine.submit(request) for request in requests]
         wanted = [alone(model_type, source, max_new_tokens=long)[0, 1:].tolist() for source in sources()]

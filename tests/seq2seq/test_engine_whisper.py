@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from engine_requests import engine_request
 from steps_taken import steps_taken
 from thorough import thorough
 from threads import at_once
-from tiny_whisper import VOCAB_SIZE, WIDTH, tiny_whisper
+from tiny_whisper import WIDTH, tiny_whisper
 from transformers import LogitsProcessorList, SuppressTokensLogitsProcessor
 
 from torchax_serve import EngineOptions, InvalidArgumentError, UnsupportedModelError, serve, to_jax
 from torchax_serve.engine.factory import build_engine
-from torchax_serve.engine.request import EngineRequest
 from torchax_serve.runtime.model_generate import absorb_processors
 
 LONG = 56
@@ -174,7 +174,7 @@ def encoded():
 
 def request(output):
     generation = transformers.GenerationConfig(max_new_tokens=LONG, eos_token_id=None)
-    return EngineRequest.of([1, 50, 52, 54], generation, None, vocab_size=VOCAB_SIZE, seed=0, encoded=output[None])
+    return engine_request([1, 50, 52, 54], generation, None, seed=0, encoded=output[None])
 
 
 def alone():
@@ -236,7 +236,7 @@ def test_bad_input(served):
         served.engine.submit(request(output[:30]))
     with pytest.raises(InvalidArgumentError, match="got 2 token ids; call transcribe"):
         config = transformers.GenerationConfig(max_new_tokens=2)
-        served.engine.submit(EngineRequest.of([1], config, vocab_size=VOCAB_SIZE, seed=0, source_ids=[3, 4]))
+        served.engine.submit(engine_request([1], config, seed=0, source_ids=[3, 4]))
     with pytest.raises(
         InvalidArgumentError, match="max_encoder_len: expected None for a model whose encoder has a fixed"
     ):

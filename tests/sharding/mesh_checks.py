@@ -20,6 +20,7 @@ import test_recurrent_layers as recurrent
 import test_sparse_indexers as sparse
 import torch
 import transformers
+from engine_requests import engine_request
 from head_checks import check_heads
 from safetensors.numpy import save_file
 from transformers.pytorch_utils import Conv1D
@@ -33,7 +34,6 @@ from model_adapters.program.packed_forward import forward_packed
 from torchax_serve import EngineOptions, SamplingParams, serve
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
 from torchax_serve.distributed.mesh import mesh_for
-from torchax_serve.engine.request import EngineRequest
 from torchax_serve.engine.weight_update import engines_in
 from torchax_serve.executors.packed_probes import page_shapes
 from torchax_serve.executors.step_inputs import PackedStepSpec
@@ -147,7 +147,7 @@ def tokens_of(served):
 
 def tokens_together(served):
     """The same of requests that come at once, whose steps do not depend on time."""
-    rows = [EngineRequest.of(*row, vocab_size=61, seed=7) for row in zip(PROMPTS, DECODING, strict=True)]
+    rows = [engine_request(*row, seed=7) for row in zip(PROMPTS, DECODING, strict=True)]
     return [handle.result() for handle in served.engine.submit_all(rows)]
 
 
@@ -386,7 +386,7 @@ def encoder_cache(meshes, kv_cache_dtype):
     def answers(mesh):
         with serve(copy.deepcopy(module), engine=options, mesh=mesh) as served:
             config = transformers.GenerationConfig(**decoding)
-            rows = [EngineRequest.of([1], config, None, vocab_size=61, seed=0, source_ids=ids) for ids in PROMPTS]
+            rows = [engine_request([1], config, None, seed=0, source_ids=ids) for ids in PROMPTS]
             found = [handle.result() for handle in served.engine.submit_all(rows)]
             return found, served.engine._runner._cache
 

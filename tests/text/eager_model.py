@@ -3,6 +3,7 @@
 import functools
 
 import torch
+from text_handles import IteratorHandle
 from tokenizers_of_test import byte_level_bpe
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -25,8 +26,13 @@ class EagerModel:
         self.num_decoded = 0
         self.closed = False
 
-    def iter_tokens(self, prompt_ids, generation_config, *, inputs=None, seed=None, params=None):
-        assert inputs is None
+    def submit_prompt(self, request, fork_of=None):
+        assert request.inputs is None
+        return IteratorHandle(request, self.new_tokens(request))
+
+    def new_tokens(self, request):
+        """Yields the new token ids, the end-of-sequence token included."""
+        prompt_ids, generation_config, seed = request.prompt_ids, request.params.config, request.params.seed
         if seed is not None:
             torch.manual_seed(seed)
         self.max_new_tokens_seen.append(generation_config.max_new_tokens)

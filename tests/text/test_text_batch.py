@@ -75,18 +75,18 @@ def test_all_requests_are_submitted_before_the_first_answer_is_read():
     """So that a model whose requests run side by side has them all."""
     model = eager_model()
     handed_over, num_at_first_token = [], []
-    iter_tokens = model.iter_tokens
+    new_tokens = model.new_tokens
 
-    def watched(prompt_ids, *args, **kwargs):
-        handed_over.append(prompt_ids)
+    def watched(request):
+        handed_over.append(request.prompt_ids)
 
         def tokens():
             num_at_first_token.append(len(handed_over))
-            yield from iter_tokens(prompt_ids, *args, **kwargs)
+            yield from new_tokens(request)
 
         return tokens()
 
-    model.iter_tokens = watched
+    model.new_tokens = watched
     generate_batch(model, PROMPTS, SamplingParams(max_new_tokens=2))
     assert num_at_first_token == [len(PROMPTS)] * len(PROMPTS)
     assert generate_batch(model, [], None) == []

@@ -33,7 +33,7 @@ def test_length_of_an_answer():
     model = eager_model()
     model.config = type(model.config)(**{**model.config.to_dict(), "max_position_embeddings": 10**6})
     seen = []
-    model.iter_tokens = lambda ids, config, **kwargs: seen.append(config.max_new_tokens) or iter([5])
+    model.new_tokens = lambda request: seen.append(request.max_new_tokens) or iter([5])
     assert chat(model, "Hi") == model.tokenizer.decode([5])
     assert seen == [DEFAULT_CHAT_MAX_NEW_TOKENS]
 

@@ -154,7 +154,7 @@ def test_function_becomes_the_tool_schema_of_transformers():
 
     model = eager_model(chat_template=EVERYTHING)
     prompts = []
-    model.iter_tokens = lambda ids, config, **kwargs: prompts.append(model.tokenizer.decode(ids)) or iter([5])
+    model.new_tokens = lambda request: prompts.append(model.tokenizer.decode(request.prompt_ids)) or iter([5])
     model.config = type(model.config)(**{**model.config.to_dict(), "max_position_embeddings": 10**6})
     chat(model, "Hi", tools=[add])
     assert prompts == [expected_of(EVERYTHING, [USER], tools=[add])]

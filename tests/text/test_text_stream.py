@@ -1,10 +1,12 @@
 """`stream` against eager ``generate`` and ``decode``, its stop strings, its statistics, and what it refuses."""
 
+import asyncio
 import itertools
 
 import pytest
 import torch
 from eager_model import eager_model
+from text_handles import IteratorHandle
 from tokenizers_of_test import KINDS
 
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
@@ -103,7 +105,7 @@ def test_error_of_the_model_is_raised_and_ends_the_stream(error):
         raise error
 
     model = eager_model()
-    model.iter_tokens = lambda *args, **kwargs: tokens()
+    model.new_tokens = lambda request: tokens()
     answer = stream(model, "Once")
     with pytest.raises(error):
         list(answer)
@@ -116,11 +118,50 @@ def test_statistics_with_a_fake_clock():
     request = make_request(model, [5, 6, 7], None)
     # 10 s when asked; the first token at 12 s, then one every half second
     clock = iter([10.0, 12.0, 12.5, 13.0, 13.5, 14.0])
-    answer = TextStream(request, Detokenizer(model.tokenizer), iter([100, 101, 102, 103, 104]), lambda: next(clock))
+    handle = IteratorHandle(request, [100, 101, 102, 103, 104])
+    answer = TextStream(request, Detokenizer(model.tokenizer), handle, lambda: next(clock))
     list(answer)
     assert answer.stats.ttft_s == 2.0
     assert answer.stats.decode_tokens_per_s == 2.0
     assert answer.stats.total_s == 4.0
+
+
+def read(stream, *, is_async):
+    async def pieces():
+        return [piece async for piece in stream]
+
+    return asyncio.run(pieces()) if is_async else list(stream)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 5, 40])
+def test_an_answer_is_the_same_in_steps_of_any_size(size, is_async):
+    """Its pieces, tokens and end: the engine's, but for a stop string, at which the request is cancelled."""
+    model = eager_model()
+    ids = eager_ids(model, model.tokenizer("Once")["input_ids"], max_new_tokens=24)
+    text = model.tokenizer.decode(ids, skip_special_tokens=True)
+    first, end = ids.index(ids[6]), text.index(text[9:12])
+    cases = [
+        ({"max_new_tokens": 24}, "length", ids, text, []),
+        ({"max_new_tokens": 13}, "length", ids[:13], None, []),
+        ({"max_new_tokens": 24, "stop": "not in it"}, "length", ids, text, []),
+        ({"max_new_tokens": 24, "eos_token_id": ids[6]}, "stop", ids[: first + 1], None, ["stop"]),
+        ({"max_new_tokens": 24, "stop": text[9:12]}, "stop", None, text[:end], ["stop"]),
+        ({"max_new_tokens": 99}, "deadline", ids, text, []),
+        ({"max_new_tokens": 99}, "abort", ids, None, []),
+    ]
+    for options, reason, expected_ids, expected_text, cancelled in cases:
+        request = make_request(model, [5, 6, 7], SamplingParams(**options))
+        handle = IteratorHandle(request, ids, size=size, end=reason)
+        answer = TextStream(request, Detokenizer(model.tokenizer), handle)
+        pieces = read(answer, is_async=is_async)
+        one = TextStream(request, Detokenizer(model.tokenizer), IteratorHandle(request, ids, end=reason))
+        assert pieces == list(one) and "".join(pieces) == answer.text
+        assert (answer.stats.finish_reason, handle.cancelled) == (reason, cancelled)
+        assert answer.token_ids == one.token_ids == (expected_ids or ids[: len(one.token_ids)])
+        if reason != "abort":  # then the end of an unfinished character stays out
+            expected = model.tokenizer.decode(answer.token_ids, skip_special_tokens=True)
+            assert answer.text == (expected if expected_text is None else expected_text)
 
 
 def test_an_answer_without_a_limit_gets_one():

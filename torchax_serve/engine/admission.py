@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import secrets
 import threading
 import time
 import weakref
@@ -14,11 +15,10 @@ from model_adapters.errors import QueueFullError, QueueTokensError, TorchaxServe
 from torchax_serve.engine.model_runner import MaskedRequests, ModelRunner
 from torchax_serve.engine.options import MAX_NUM_WAITING_TOKENS
 from torchax_serve.engine.output_processor import OutputProcessor, describe
-from torchax_serve.engine.request import EngineRequest
 from torchax_serve.engine.request_handle import RequestHandle, RequestOutput
 from torchax_serve.outputs import FinishReason
 from torchax_serve.sampling.forbidden_tokens import check_tokens_left
-from torchax_serve.scheduler import RequestId, RowResult, Scheduler
+from torchax_serve.scheduler import Request, RequestId, RowResult, Scheduler
 
 DRAINED = (
     "expected an engine that takes requests, this one finishes those that it has (drain() was called); send the "
@@ -130,7 +130,7 @@ class Entries:
         self._output_processor, self._masked = output_processor, masked
         self._held = threading.local()  # commands that the thread has sent in `together`, and their handles
 
-    def make(self, request: EngineRequest) -> tuple[Command, RequestHandle]:
+    def make(self, request: Request) -> tuple[Command, RequestHandle]:
         """Returns the command that enters a request on the engine's thread, and the handle.
 
         Raises:
@@ -138,6 +138,7 @@ class Entries:
             NoTokenLeftError: its masks and other options leave no first token.
         """
         request_id = next(self._ids)
+        request = self._completed(request, request_id)
 
         def cancel(reason: FinishReason) -> None:
             request.cancel()
@@ -148,14 +149,18 @@ class Entries:
                 self._output_processor.deliver([RowResult(request_id, None, (), reason)])
 
         handle = RequestHandle(request_id, len(request.prompt_ids), cancel)
-        request = self._runner.with_num_top(request.within(self._scheduler.config.max_model_len))
-        request = self._runner.with_adapter(request)
-        scheduled = request.to_scheduler(request_id, time.monotonic())
         self._scheduler.config.check_prompt(f"request {request_id}", handle.prompt_len)
         self._runner.validate(f"request {request_id}", request)
         if request.masks is not None:
             tokens = request.prompt_ids
-            check_tokens_left(request.sampling, request.masks, tokens, len(tokens), only_with_others=True)
+            check_tokens_left(
+                request.params,
+                request.masks,
+                tokens,
+                len(tokens),
+                vocab_size=self._runner.vocab_size,
+                only_with_others=True,
+            )
         # The command may not keep a handle alive whose reader has dropped it.
         reader = weakref.ref(handle)
 
@@ -164,10 +169,10 @@ class Entries:
             if handle is None:
                 return
             try:
-                parent = None if scheduled.fork_of is None else self._scheduler.find(scheduled.fork_of)
-                # A parent that has ended has left its prompt in the prefix cache.
-                entering = scheduled if parent else dataclasses.replace(scheduled, fork_of=None)
-                handle.state = self._scheduler.add(entering)
+                own = request
+                if own.fork_of is not None and self._scheduler.find(own.fork_of) is None:
+                    own = dataclasses.replace(own, fork_of=None)  # its parent's prompt is in the prefix cache
+                handle.state = self._scheduler.add(own)
             except Exception as error:  # its reader's, not the engine's
                 handle.put(RequestOutput((), finish_reason="error", error=describe(error)))
             else:
@@ -175,6 +180,31 @@ class Entries:
                 self._masked.add(request_id, request.masks)
 
         return enter, handle
+
+    def _completed(self, request: Request, request_id: RequestId) -> Request:
+        """Returns a request with what only the engine knows: id, times, adapter, and room.
+
+        The scheduler would end it there anyway. Its token history then needs no more memory than a sequence has.
+        """
+        runner, params, now = self._runner, request.params, time.monotonic()
+        params.check_tokens(runner.vocab_size)
+        params = params.with_num_top(runner.max_logprobs, runner.vocab_size)
+        if params.seed is None and params.temperature > 0:
+            params = dataclasses.replace(params, seed=secrets.randbits(63))
+        adapter, given = runner.adapter_use(params.given.adapter), params.given
+        most = min(request.max_new_tokens, max(1, self._scheduler.config.max_model_len - len(request.prompt_ids)))
+        return dataclasses.replace(
+            request,
+            request_id=request_id,
+            params=params,
+            adapter=adapter,
+            salt=request.salt if adapter is None else adapter.salt + request.salt,
+            max_new_tokens=most,
+            min_new_tokens=min(request.min_new_tokens, most),
+            arrived_s=now,
+            deadline_s=None if given.timeout_s is None else now + given.timeout_s,
+            queue_deadline_s=None if given.queue_timeout_s is None else now + given.queue_timeout_s,
+        )
 
     def send(self, command: Command, handles: Sequence[RequestHandle] = ()) -> None:
         """Has a command run on the engine's thread, at once or at the end of `together`."""

@@ -18,10 +18,10 @@ from torchax_serve.engine.engine import CLOSE_TIMEOUT_S, Engine
 from torchax_serve.engine.factory import build_engine
 from torchax_serve.engine.options import EngineOptions
 from torchax_serve.engine.progress import EngineProgress
-from torchax_serve.engine.request import EngineRequest
 from torchax_serve.engine.request_handle import RequestHandle, cancel_on_error
 from torchax_serve.executors.request_input import SpanLimits
 from torchax_serve.outputs import EngineStats
+from torchax_serve.scheduler import Request
 
 if TYPE_CHECKING:
     from model_adapters.loading.progress import Progress
@@ -63,11 +63,11 @@ class DataParallelEngines:
         """Number of replicas, and the description of one."""
         return f"{len(self.engines)} replicas, each: {self.engines[0].description}"
 
-    def submit(self, request: EngineRequest) -> RequestHandle:
+    def submit(self, request: Request) -> RequestHandle:
         """Works as `Engine.submit`."""
         return self.submit_all([request])[0]
 
-    def submit_all(self, requests: Sequence[EngineRequest]) -> list[RequestHandle]:
+    def submit_all(self, requests: Sequence[Request]) -> list[RequestHandle]:
         """Works as `Engine.submit_all`; those of one engine enter together."""
         by_engine: dict[int, list[int]] = {}
         handles: dict[int, RequestHandle] = {}
@@ -90,7 +90,7 @@ class DataParallelEngines:
                 stack.enter_context(engine.submitted_together())
             yield
 
-    def _choose_engine(self, request: EngineRequest, loads: Sequence[int]) -> int:
+    def _choose_engine(self, request: Request, loads: Sequence[int]) -> int:
         number = len(self.engines)
         if isinstance(request.fork_of, int):  # shares the pages of its parent
             return request.fork_of % number

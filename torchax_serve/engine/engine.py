@@ -24,11 +24,10 @@ from torchax_serve.engine.model_runner import MaskedRequests, ModelRunner, warm_
 from torchax_serve.engine.options import MAX_NUM_WAITING, MAX_NUM_WAITING_TOKENS
 from torchax_serve.engine.output_processor import OutputProcessor, describe
 from torchax_serve.engine.progress import ProgressClock
-from torchax_serve.engine.request import EngineRequest
 from torchax_serve.engine.request_handle import RequestHandle
 from torchax_serve.executors.request_input import SequenceEnded
 from torchax_serve.outputs import EngineStats, SchedulerStats
-from torchax_serve.scheduler import RequestId, RowResult, Scheduler, StepPlan
+from torchax_serve.scheduler import Request, RequestId, RowResult, Scheduler, StepPlan
 from torchax_serve.validation.owner_process import OwnerProcess
 
 if TYPE_CHECKING:
@@ -224,11 +223,11 @@ class Engine:
     def __repr__(self) -> str:
         return f"<Engine: {self.description}; {f'closed ({self.close_reason})' if self.close_reason else self.stats()}>"
 
-    def submit(self, request: EngineRequest) -> RequestHandle:
+    def submit(self, request: Request) -> RequestHandle:
         """Submits a request; returns its handle at once. Errors are those of `submit_all`."""
         return self.submit_all([request])[0]
 
-    def submit_all(self, requests: Sequence[EngineRequest]) -> list[RequestHandle]:
+    def submit_all(self, requests: Sequence[Request]) -> list[RequestHandle]:
         """Submits requests that enter between the same two steps: all of them or, on an error, none.
 
         Raises:

@@ -14,8 +14,7 @@ import numpy as np
 
 from model_adapters.errors import InvalidArgumentError, TorchaxServeError
 from torchax_serve.compilation.background import BackgroundCompiler, CompileTask, compile_all
-from torchax_serve.engine.adapters import Adapters
-from torchax_serve.engine.request import EngineRequest
+from torchax_serve.engine.adapters import Adapters, AdapterUse
 from torchax_serve.executors.base import Executor, InFlightStep
 from torchax_serve.executors.request_input import SpanLimits
 from torchax_serve.executors.speculative_decode import read_drafts
@@ -27,7 +26,7 @@ from torchax_serve.sampling.token_masks import ALL_TOKENS, TokenMasks, num_words
 from torchax_serve.sampling.transformers_behaviour import TransformersBehaviour
 from torchax_serve.sampling.types import Logprobs, columns_for
 from torchax_serve.sampling_params import MAX_LOGPROBS
-from torchax_serve.scheduler import DraftResult, PlanRow, RequestId, SchedulerConfig, StepPlan
+from torchax_serve.scheduler import DraftResult, PlanRow, Request, RequestId, SchedulerConfig, StepPlan
 from torchax_serve.scheduler.request import RequestState
 
 if TYPE_CHECKING:
@@ -222,30 +221,21 @@ class ModelRunner:
         """Returns the limits of images with bidirectional attention under this scheduler."""
         return SpanLimits(self._executor.limits.sees_ahead, config.max_span_len, config.shortest_window)
 
-    def with_adapter(self, request: EngineRequest) -> EngineRequest:
-        """Returns `request` with the use of the adapter that it names.
+    def adapter_use(self, name: str | None) -> AdapterUse | None:
+        """Returns the use of the adapter that a request names; None for none.
 
         Raises:
             InvalidArgumentError: no adapter of that name is loaded.
         """
-        name = request.params.adapter
         if name is None:
-            return request
+            return None
         if isinstance(self._adapters, str):
             raise InvalidArgumentError(f"adapter: expected None, got {name!r}: {self._adapters}")
-        return dataclasses.replace(request, adapter=self._adapters.use(name))
+        return self._adapters.use(name)
 
-    def with_num_top(self, request: EngineRequest) -> EngineRequest:
-        """Returns `request` with the numbers of log-probabilities that -1 stands for.
-
-        Raises:
-            InvalidArgumentError: it asks for more than requests may.
-        """
-        return request.with_num_top(self.max_logprobs, self.vocab_size)
-
-    def validate(self, name: str, request: EngineRequest) -> None:
+    def validate(self, name: str, request: Request) -> None:
         """Raises InvalidArgumentError, naming `name`, if the executor does not accept `request`."""
-        self._executor.check(name, request.source)
+        self._executor.check(name, request.input)
 
     def compile_tasks(self) -> Iterator[CompileTask]:
         """Yields the programs that mixed traffic can meet; any threads may compile them."""
@@ -260,7 +250,7 @@ class ModelRunner:
     def execute(
         self,
         plan: StepPlan,
-        requests: Mapping[int, EngineRequest],
+        requests: Mapping[int, Request],
         outputs: Mapping[int, Sequence[int]],
         masks: PlanMasks | None = None,
     ) -> InFlightStep:
@@ -280,8 +270,9 @@ class ModelRunner:
         if plan.page_copies:
             self._cache.copy(plan.page_copies)
         for slot in plan.fresh_slots:
-            self._sampler.assign_slot(slot, requests[slot].sampling, requests[slot].prompt_ids, outputs[slot])
-            self._executor.assign(slot, requests[slot].source, requests[slot].adapter_id)
+            own = requests[slot]
+            self._sampler.assign_slot(slot, own.params, own.prompt_ids, outputs[slot], own.max_new_tokens)
+            self._executor.assign(slot, own.input, own.adapter_id)
         if plan.prefill_rows:
             self._executor.prepare(plan)
         step = InFlightStep(plan, weights_version=self.weights_version)
@@ -335,7 +326,7 @@ class ModelRunner:
             found.append((logprobs, row, int(np.asarray(sampled.tokens)[row])))
         return tuple(_token(*each, num_top, step.weights_version) for each in found[:num_tokens])
 
-    def prompt_logprobs(self, step: InFlightStep, row: int, request: EngineRequest) -> dict[int, TokenLogprobs]:
+    def prompt_logprobs(self, step: InFlightStep, row: int, request: Request) -> dict[int, TokenLogprobs]:
         """Returns the log-probabilities of a prefill row, by position in the prompt of `request`."""
         assert step.prompt is not None
         rows = step.plan.rows
@@ -347,7 +338,7 @@ class ModelRunner:
         }
 
 
-def _following_tokens(rows: Sequence[PlanRow], requests: Mapping[int, EngineRequest]) -> np.ndarray:
+def _following_tokens(rows: Sequence[PlanRow], requests: Mapping[int, Request]) -> np.ndarray:
     """Returns the prompt token behind each token of `rows`, int32[num_tokens]; 0 for none."""
     ends = np.cumsum([row.num_tokens for row in rows])
     following = np.zeros(ends[-1], np.int32)
@@ -357,7 +348,7 @@ def _following_tokens(rows: Sequence[PlanRow], requests: Mapping[int, EngineRequ
     return following
 
 
-def _following(row: PlanRow, request: EngineRequest) -> tuple[int, ...]:
+def _following(row: PlanRow, request: Request) -> Sequence[int]:
     """Returns the prompt tokens that follow those of a prefill row.
 
     There is one for each token of the row that has one.

@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterable
 
 from model_adapters.errors import RequestError
 from torchax_serve.engine.model_runner import InFlightStep, ModelRunner
-from torchax_serve.engine.request import EngineRequest
 from torchax_serve.engine.request_handle import ReaderWakeups, RequestHandle, RequestOutput
 from torchax_serve.outputs import FinishReason, TokenLogprobs
 from torchax_serve.sampling.forbidden_tokens import check_tokens_left
-from torchax_serve.scheduler import RequestId, RowResult
+from torchax_serve.scheduler import Request, RequestId, RowResult
 from torchax_serve.scheduler.request import RequestState
 
 logger = logging.getLogger("torchax_serve")
@@ -38,7 +37,7 @@ class OutputProcessor:
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
-        self._requests: dict[RequestId, tuple[EngineRequest, weakref.ref[RequestHandle]]] = {}
+        self._requests: dict[RequestId, tuple[Request, weakref.ref[RequestHandle]]] = {}
         # Handles of asynchronous readers with new outputs by event loop, and the loops of first and last ones.
         self._to_wake: _ByLoop = collections.defaultdict(list)
         self._urgent: set[asyncio.AbstractEventLoop] = set()
@@ -46,11 +45,11 @@ class OutputProcessor:
         self._prompts: dict[RequestId, dict[int, TokenLogprobs]] = {}  # log-probabilities by position, so far
         self._failed: list[RequestId] = []  # requests whose tokens could not be delivered
 
-    def add(self, request_id: RequestId, request: EngineRequest, handle: RequestHandle) -> None:
+    def add(self, request_id: RequestId, request: Request, handle: RequestHandle) -> None:
         """Adds a request."""
         self._requests[request_id] = (request, weakref.ref(handle))
 
-    def request(self, request_id: RequestId) -> EngineRequest:
+    def request(self, request_id: RequestId) -> Request:
         """Returns the request with this id."""
         return self._requests[request_id][0]
 
@@ -146,7 +145,7 @@ class OutputProcessor:
     def _make_output(
         self,
         result: RowResult,
-        request: EngineRequest,
+        request: Request,
         state: RequestState | None,
         step: InFlightStep | None,
         error: str | RequestError | None,
@@ -159,14 +158,14 @@ class OutputProcessor:
         logprobs = prompt = None
         if step is not None and request.params.logprobs is not None and result.row is not None:
             num_tokens = len(result.token_ids)
-            of_scores, num_top = request.sampling.scores_logprobs, request.params.logprobs
+            of_scores, num_top = request.params.scores_logprobs, request.params.logprobs
             logprobs = self._runner.logprobs(step, result.row, num_tokens, num_top, of_scores=of_scores)
         if self._prompts and (result.token_ids or result.finish_reason is not None):
             by_position = self._prompts.pop(result.request_id, None)
             if by_position is not None and result.token_ids:
                 prompt = tuple(by_position.get(position) for position in range(len(request.prompt_ids)))
         if result.finish_reason == "error" and error is None:
-            error = NO_TOKEN if state is None else _why_no_token(request, state)
+            error = NO_TOKEN if state is None else _why_no_token(request, state, self._runner.vocab_size)
         return RequestOutput(result.token_ids, logprobs, prompt, result.finish_reason, error)
 
     def record_prompt_logprobs(self, step: InFlightStep) -> None:
@@ -192,10 +191,10 @@ class OutputProcessor:
                 self._prompts.setdefault(row.request_id, {}).update(found)
 
 
-def _why_no_token(request: EngineRequest, state: RequestState) -> str | RequestError:
+def _why_no_token(request: Request, state: RequestState, vocab_size: int) -> str | RequestError:
     """Returns why no token could be chosen behind those of a request."""
     try:
-        check_tokens_left(request.sampling, request.masks, state.tokens, state.prompt_len)
+        check_tokens_left(request.params, request.masks, state.tokens, state.prompt_len, vocab_size=vocab_size)
     except RequestError as error:
         return error
     return NO_TOKEN

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import importlib
 import logging
-import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,14 +28,12 @@ from torchax_serve.engine.data_parallel import DataParallelEngines
 from torchax_serve.engine.engine import Engine
 from torchax_serve.engine.factory import build_engine
 from torchax_serve.engine.options import EngineOptions
-from torchax_serve.engine.request import EngineRequest
-from torchax_serve.engine.request_handle import TokenStream
+from torchax_serve.engine.request_handle import RequestHandle, TokenStream
 from torchax_serve.entrypoints.recorded_parts import RecordedParts
 from torchax_serve.outputs import Completion, EngineStats
-from torchax_serve.sampling import unsupported_options
-from torchax_serve.sampling.row_params import ENGINE_OPTIONS
 from torchax_serve.sampling.transformers_behaviour import TransformersBehaviour
 from torchax_serve.sampling_params import SamplingParams
+from torchax_serve.scheduler import Request
 from torchax_serve.start.record import StartFolder
 from torchax_serve.start.recorded_runtime import RecordedRuntime
 from torchax_serve.start.recorded_tokenizer import RecordedTokenizer, TokenizerRecord
@@ -50,15 +47,7 @@ from torchax_serve.start.torch_side import (
 )
 from torchax_serve.start.weights_file import mapped
 from torchax_serve.text import TextStream, chat, generate_batch, stream
-from torchax_serve.text.prompt import (
-    PreparedPrompt,
-    TextFacts,
-    check_one_answer,
-    checked_ids,
-    encode_prompt,
-    given_or_default,
-    with_params,
-)
+from torchax_serve.text.prompt import TextFacts, tokens_request
 from torchax_serve.validation.owner_process import OwnerProcess
 
 if TYPE_CHECKING:
@@ -293,12 +282,10 @@ class RecordedModel:
     ) -> TokenStream:
         """Yields new token ids of one prompt as they come; see `ServedModel.iter_tokens`."""
         _check_open(self)
-        config = copy.deepcopy(self.generation_config) if generation_config is None else generation_config
+        config = copy.copy(self.generation_config) if generation_config is None else generation_config
         if self._side.loaded is None and inputs is None and type(config) is GenerationValues:
-            check_one_answer(config)
-            ids, params = checked_ids(self, encode_prompt(self, prompt_ids)), given_or_default(params)
-            seed, merged = params.seed if seed is None else seed, with_params(config, params)  # type: ignore[arg-type]
-            return self.submit_prompt(PreparedPrompt(ids, merged, (), seed, params, masks=masks), fork_of)
+            request = tokens_request(self, prompt_ids, config, params, seed=seed, masks=masks)
+            return TokenStream(self.submit_prompt(request, None if fork_of is None else fork_of.handle))
         model = self._side.get()
         if type(config) is GenerationValues:
             config = config.written_into(model.generation_config)
@@ -307,24 +294,20 @@ class RecordedModel:
         )
         return tokens
 
-    def submit_prompt(self, request: PreparedPrompt, fork_of: TokenStream | None = None) -> TokenStream:
+    def submit_prompt(self, request: Request, fork_of: RequestHandle | None = None) -> RequestHandle:
         """Submits a checked request; see `ServedModel.submit_prompt`."""
         _check_open(self)
-        config: Any = request.generation_config
-        is_recorded = type(config) is GenerationValues
-        is_plain = self._side.loaded is None and request.inputs is None and is_recorded
-        if is_plain and not unsupported_options(config, ENGINE_OPTIONS):
-            check_one_answer(config)
-            seed, params = request.seed, request.params.only_engine_options()
-            if seed is None:
-                seed = secrets.randbits(63) if config.do_sample else 0
-            vocab_size = self._record.limits["vocab_size"]
-            found = EngineRequest.of(request.prompt_ids, config, params, vocab_size=vocab_size, seed=seed)
-            return TokenStream(self.engine.submit(found.as_answer(request.masks, fork_of)))
+        params, parent = request.params, None if fork_of is None else fork_of.request_id
+        is_recorded = type(params.config) is GenerationValues
+        if self._side.loaded is None and request.inputs is None and is_recorded and not params.unsupported:
+            own = request if parent is None else dataclasses.replace(request, fork_of=parent)
+            handle: RequestHandle = self.engine.submit(own)
+            return handle
         model = self._side.get()
         if is_recorded:
-            config = config.written_into(model.generation_config)
-        return model.submit_prompt(dataclasses.replace(request, generation_config=config), fork_of)
+            params = dataclasses.replace(params, config=params.config.written_into(model.generation_config))
+        found: RequestHandle = model.submit_prompt(dataclasses.replace(request, params=params), fork_of)
+        return found
 
     def chat(self, *args: Any, stream: bool = False, **kwargs: Any) -> str | TextStream:
         """Answers a conversation; see `torchax_serve.text.chat`."""

@@ -26,8 +26,7 @@ from torchax_serve.engine.data_parallel import DataParallelEngines
 from torchax_serve.engine.engine import Engine
 from torchax_serve.engine.factory import build_engine, build_single_engine, no_engine
 from torchax_serve.engine.options import EngineOptions
-from torchax_serve.engine.request import EngineRequest
-from torchax_serve.engine.request_handle import TokenStream
+from torchax_serve.engine.request_handle import RequestHandle, TokenStream
 from torchax_serve.entrypoints.base_model import programs_of
 from torchax_serve.entrypoints.live_adapters import LiveAdapters
 from torchax_serve.generation.engine_rows import EngineRows, engine_request_for, prompt_call
@@ -46,15 +45,14 @@ from torchax_serve.multimodal.placeholders import check_has_media, placeholder_i
 from torchax_serve.outputs import Completion, EngineStats
 from torchax_serve.runtime.model_generate import overrides_generate
 from torchax_serve.runtime.model_runtime import ModelRuntime
-from torchax_serve.sampling import unsupported_options
-from torchax_serve.sampling.row_params import ENGINE_OPTIONS
 from torchax_serve.sampling.token_masks import TokenMasks
-from torchax_serve.sampling_params import NO_PARAMS, SamplingParams
+from torchax_serve.sampling_params import SamplingParams
+from torchax_serve.scheduler import Request
 from torchax_serve.start.record import StartFolder
 from torchax_serve.start.recording import record_in_background
 from torchax_serve.text import TextStream, chat, generate_batch, stream
 from torchax_serve.text.call_hints import refuses_unknown_options
-from torchax_serve.text.prompt import PreparedPrompt, check_one_answer, checked_ids, encode_prompt, with_params
+from torchax_serve.text.prompt import tokens_request
 
 
 class ServedModel(LiveAdapters):
@@ -263,30 +261,29 @@ class ServedModel(LiveAdapters):
                 f"generation_config: expected a GenerationConfig, got {type(config).__name__}; write "
                 "GenerationConfig(...), or give params=SamplingParams(...)"
             )
-        check_one_answer(config)
-        if inputs is None:
-            prompt_ids = checked_ids(self, encode_prompt(self, prompt_ids))
-            self._check_placeholders(prompt_ids)
-        if params is not None:
-            config, seed = with_params(config, params), params.seed if seed is None else seed
-        ids, stop_strings = tuple(prompt_ids), ()
-        prepared = PreparedPrompt(ids, config, stop_strings, seed, params or NO_PARAMS, inputs, masks)
-        return self.submit_prompt(prepared, fork_of)
+        request = tokens_request(self, prompt_ids, config, params, inputs=inputs, seed=seed, masks=masks)
+        return TokenStream(self.submit_prompt(request, None if fork_of is None else fork_of.handle))
 
-    def submit_prompt(self, request: PreparedPrompt, fork_of: TokenStream | None = None) -> TokenStream:
-        """Submits a checked request, as `iter_tokens` does with one that it has checked."""
-        model, config = self._generator(), request.generation_config
-        check_one_answer(config)
-        params = request.params.only_engine_options()
+    def submit_prompt(self, request: Request, fork_of: RequestHandle | None = None) -> RequestHandle:
+        """Submits a checked request: to the engine, or else to `single_engine`.
+
+        Args:
+            request: The request.
+            fork_of: Handle of another answer to the same prompt.
+        """
+        model, params = self._generator(), request.params
+        parent = None if fork_of is None else fork_of.request_id
         if request.inputs is None:
             self._check_placeholders(request.prompt_ids)
-            if (engine := self._engine_of_text(config)) is not None:
-                known: dict[str, Any] = {"vocab_size": engine.vocab_size, "seed": self._drawn_seed(request)}
-                plain = EngineRequest.of(request.prompt_ids, config, params, **known)
-                return TokenStream(engine.submit(plain.as_answer(request.masks, fork_of)))
-        found = self._routed_request(model, request, params)
-        if isinstance(found, EngineRequest):
-            return TokenStream(self.engine.submit(found.as_answer(request.masks, fork_of)))
+            if (engine := self._engine_of_text(request)) is not None:
+                if params.seed is None and params.config.do_sample:
+                    params = dataclasses.replace(params, seed=_drawn_seed(request))
+                if parent is not None or params is not request.params:
+                    request = dataclasses.replace(request, params=params, fork_of=parent)
+                return engine.submit(request)
+        found = self._routed_request(model, request)
+        if isinstance(found, Request):
+            return self.engine.submit(dataclasses.replace(found, masks=request.masks, fork_of=parent))
         if request.masks is not None:
             raise UnsupportedArgumentError(
                 f"masks: expected a request that the engine takes, and this one is not ({found.reason}); leave it out"
@@ -294,38 +291,31 @@ class ServedModel(LiveAdapters):
         inputs = request.inputs
         if inputs is None:
             inputs = {"input_ids": torch.tensor([list(request.prompt_ids)], dtype=torch.long)}
-        single = single_request(model, found, inputs, config, params, request.seed)
-        return TokenStream(self.single_engine.submit(single))
+        single = single_request(model, found, inputs, params.config, params.given, params.seed)
+        return self.single_engine.submit(single)
 
-    def _engine_of_text(self, config: GenerationConfig) -> Engine | DataParallelEngines | None:
-        """Returns the engine for text with these options; None where the request is routed."""
-        if self._has_encoder or unsupported_options(config, ENGINE_OPTIONS):
+    def _engine_of_text(self, request: Request) -> Engine | DataParallelEngines | None:
+        """Returns the engine for a request of text; None where it is routed."""
+        if self._has_encoder or request.params.unsupported:
             return None
         try:
             return self.engine
         except UnsupportedModelError:
             return None
 
-    def _routed_request(self, model: Any, request: PreparedPrompt, params: SamplingParams) -> EngineRequest | Route:
+    def _routed_request(self, model: Any, request: Request) -> Request | Route:
         """Returns the engine's request, or how else the prompt runs and why."""
-        config = request.generation_config
+        config, given, seed = request.params.config, request.params.given, request.params.seed
         if request.inputs is not None:
-            found = media_request(model, lambda: self.engine, request.inputs, config, params, request.seed)
+            found = media_request(model, lambda: self.engine, request.inputs, config, given, seed)
             return Route(Path.PREPARED, found) if isinstance(found, str) else found
         facts = ModelCapabilities.of(model._jax_runtime)
         call = prompt_call(model, request.prompt_ids, config, functools.partial(_engine_facts, self))
         chosen = route(facts, call)
         if chosen.path is not Path.ENGINE:
             return chosen
-        found_for = engine_request_for(model, request.prompt_ids, config, params, self._drawn_seed(request))
+        found_for = engine_request_for(model, request.prompt_ids, config, given, _drawn_seed(request))
         return found_for or route(facts, dataclasses.replace(call, ends_in_loop=False))
-
-    @staticmethod
-    def _drawn_seed(request: PreparedPrompt) -> int:
-        if request.seed is not None:
-            return request.seed
-        # torch.manual_seed makes it repeatable, as in transformers
-        return int(torch.randint(2**63 - 1, ())) if request.generation_config.do_sample else 0
 
     def _check_placeholders(self, prompt_ids: Sequence[int]) -> None:
         """Raises InvalidArgumentError for placeholders of media in a prompt that has none."""
@@ -433,6 +423,16 @@ def _engine_facts(model: ServedModel) -> EngineFacts:
         return EngineFacts.of(model.engine)
     except UnsupportedModelError as error:
         return EngineFacts(str(error))
+
+
+def _drawn_seed(request: Request) -> int:
+    """Returns the seed of a request.
+
+    ``torch.manual_seed`` makes a drawn one repeatable, as in transformers.
+    """
+    if request.params.seed is not None:
+        return request.params.seed
+    return int(torch.randint(2**63 - 1, ())) if request.params.config.do_sample else 0
 
 
 def _num_changes(runtimes: Sequence[ModelRuntime]) -> int:

@@ -299,7 +299,7 @@ class SpeechModel(ServedModel):
             criteria = StoppingCriteriaList([*options.get("stopping_criteria", ()), watch.criterion()])
             return timed.run(watch.check, **{**options, "stopping_criteria": criteria})
 
-        return run_on_queue(self.single_engine, call, limits, self._module._jax_runtime.limits.vocab_size)
+        return run_on_queue(self.single_engine, call, limits)
 
     def _writer(self) -> Any:
         """Returns the tokenizer; raises UnsupportedModelError if there is none."""
@@ -350,7 +350,7 @@ class SpeechModel(ServedModel):
             criteria = [*arguments.get("stopping_criteria", ()), watch.criterion()]
             return self.generate(**arguments | {"stopping_criteria": StoppingCriteriaList(criteria)})
 
-        return run_on_queue(self.single_engine, call, limits, self._module._jax_runtime.limits.vocab_size)
+        return run_on_queue(self.single_engine, call, limits)
 
     def _features(self, arrays: list[np.ndarray], sampling_rate: int, *, with_mask: bool = False) -> dict[str, Any]:
         """Returns inputs of ``generate`` for an encoder-decoder: features and their masks."""

@@ -20,7 +20,6 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from model_adapters.caches.encoder_mask import SourceMask
 from model_adapters.errors import OutOfMemoryError, UnsupportedModelError
-from torchax_serve.engine.request import EngineRequest
 from torchax_serve.engine.request_handle import RequestHandle
 from torchax_serve.executors.encoder_inputs import decoder_start_ids
 from torchax_serve.generation.call_limits import CallLimits, current_limits, draw_seed
@@ -30,12 +29,12 @@ from torchax_serve.generation.sample_call import SampleCall, StaticBatchStart, s
 from torchax_serve.generation.sequence_steps import GenerateWatch
 from torchax_serve.generation.single_request import loop_options, prepared_call
 from torchax_serve.generation.static_batch import StaticBatchLoop
+from torchax_serve.request_params import ENGINE_OPTIONS, RequestParams, unsupported_options
 from torchax_serve.runtime.encoder_output import ENCODER_ARGUMENTS, EncoderOutput
 from torchax_serve.runtime.model_generate import without_model_options
 from torchax_serve.runtime.padding import Padding
-from torchax_serve.sampling import unsupported_options
-from torchax_serve.sampling.row_params import ENGINE_OPTIONS
-from torchax_serve.sampling_params import SamplingParams
+from torchax_serve.sampling_params import NO_PARAMS, SamplingParams
+from torchax_serve.scheduler import Request
 
 if TYPE_CHECKING:
     from torchax_serve.engine.data_parallel import DataParallelEngines
@@ -105,8 +104,7 @@ class EngineRows:
 
     def _on_queue(self, call: Callable[[GenerateWatch], Any], request: SampleCall, limits: CallLimits) -> Any:
         """Returns the result of a loop, which runs on the engine of single requests."""
-        vocab_size = self._torch_model._jax_runtime.limits.vocab_size
-        output = run_on_queue(self._get_single_engine(), call, limits, vocab_size)
+        output = run_on_queue(self._get_single_engine(), call, limits)
         if len(request.input_ids) == 1:
             limits.put_tokens(getattr(output, "sequences", output)[0, request.input_ids.shape[1] :].tolist())
         return output
@@ -123,8 +121,7 @@ class EngineRows:
         if isinstance(found, str):
             return None
         assert request.stopping_criteria.max_length is not None
-        max_len, vocab_size = request.stopping_criteria.max_length, runtime.limits.vocab_size
-        return _run(self._get_engine(), request, found, max_len, vocab_size)
+        return _run(self._get_engine(), request, found, request.stopping_criteria.max_length)
 
     def _engine_facts(self) -> EngineFacts:
         try:
@@ -229,7 +226,6 @@ def _run(
     request: SampleCall,
     outputs: list[np.ndarray],
     max_length: int,
-    vocab_size: int,
 ) -> torch.Tensor | GenerateEncoderDecoderOutput:
     config = loop_options(request.config, max_length, request.input_ids.shape[1])
     limits = current_limits() or CallLimits()
@@ -238,9 +234,10 @@ def _run(
     requests = []
     for prompt, output in zip(request.input_ids.tolist(), outputs, strict=True):
         seed = draw_seed() if config.do_sample else 0
-        made = EngineRequest.of(prompt, config, params, vocab_size=vocab_size, seed=seed, encoded=output)
-        made = made.with_scores_logprobs() if has_scores else made
-        requests.append(dataclasses.replace(made, is_continuation=limits.has_begun))
+        own = RequestParams.of_generation_config(config, params, seed=seed)
+        if has_scores:
+            own = dataclasses.replace(own, logprobs=0, scores_logprobs=True)
+        requests.append(Request.of(prompt, own, source=output, is_continuation=limits.has_begun))
     handles = engine.submit_all(requests)
     with limits.cancelling(handles):
         rows = [read_tokens(handle, limits) for handle in handles]
@@ -292,7 +289,7 @@ def prompt_call(
 
 def engine_request_for(
     model: Any, prompt_ids: Sequence[int], config: GenerationConfig, params: SamplingParams | None, seed: int
-) -> EngineRequest | None:
+) -> Request | None:
     """Returns the engine request of a prompt, which is the encoder's input if there is one.
 
     None if the class's ``generate`` does more than it prepares for a loop over tokens.
@@ -305,12 +302,13 @@ def engine_request_for(
         seed: of sampling.
     """
     runtime = model._jax_runtime
-    known: dict[str, Any] = {"vocab_size": runtime.limits.vocab_size, "seed": seed}
+    given = params or NO_PARAMS
     if not runtime.program.names.has_encoder:
-        return EngineRequest.of(prompt_ids, config, params, **known)
+        return Request.of(prompt_ids, RequestParams.of_generation_config(config, given, seed=seed))
     start_ids = decoder_start_ids(config, params)
     if runtime.encoder is None or not runtime.encoder.runs_before_engine:
-        return EngineRequest.of(start_ids, config, params, source_ids=prompt_ids, **known)
+        own = RequestParams.of_generation_config(config, given, seed=seed)
+        return Request.of(start_ids, own, source=tuple(prompt_ids))
     ids = torch.tensor([list(prompt_ids)], dtype=torch.long)
     request = prepared_call(model, {"input_ids": ids}, config)
     start = None if request is None else static_batch_start(runtime, request)
@@ -321,7 +319,8 @@ def engine_request_for(
         return None
     start_ids = request.input_ids[0].tolist()
     config = loop_options(request.config, request.stopping_criteria.max_length, len(start_ids))
-    return EngineRequest.of(start_ids, config, params, encoded=outputs[0], **known)
+    own = RequestParams.of_generation_config(config, given, seed=seed)
+    return Request.of(start_ids, own, source=outputs[0])
 
 
 def encoded_request(
@@ -331,7 +330,7 @@ def encoded_request(
     config: GenerationConfig,
     params: SamplingParams | None,
     seed: int | None,
-) -> EngineRequest | str:
+) -> Request | str:
     """Returns the request of a decoder behind an encoder of images or audio, which has run here.
 
     If the engine does not take it, the reason is returned instead.
@@ -373,5 +372,5 @@ def encoded_request(
     assert max_len is not None
     start_ids = call.input_ids[0].tolist()
     options = loop_options(call.config, max_len, len(start_ids))
-    vocab_size = runtime.limits.vocab_size
-    return EngineRequest.of(start_ids, options, params, vocab_size=vocab_size, seed=seed, encoded=found[0])
+    own = RequestParams.of_generation_config(options, params or NO_PARAMS, seed=seed)
+    return Request.of(start_ids, own, source=found[0])

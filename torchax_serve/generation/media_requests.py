@@ -15,7 +15,6 @@ import torch
 from transformers import GenerationConfig
 
 from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
-from torchax_serve.engine.request import EngineRequest
 from torchax_serve.executors.request_input import MediaInput
 from torchax_serve.generation.call_limits import CallLimits, draw_seed
 from torchax_serve.generation.engine_rows import encoded_request, read_tokens
@@ -23,10 +22,11 @@ from torchax_serve.generation.sample_call import StaticBatchStart, static_batch_
 from torchax_serve.generation.single_request import loop_options, prepared_call
 from torchax_serve.multimodal.decode_inputs import PreparedSteps
 from torchax_serve.multimodal.encoder_programs import encoders_run_by
+from torchax_serve.request_params import ENGINE_OPTIONS, RequestParams, unsupported_options
 from torchax_serve.runtime.media_encoder import MediaEncoder, MediaFeatures, digest_of, page_ids
-from torchax_serve.sampling import unsupported_options
-from torchax_serve.sampling.row_params import ENGINE_OPTIONS
-from torchax_serve.sampling_params import SamplingParams
+from torchax_serve.sampling_params import NO_PARAMS, SamplingParams
+from torchax_serve.scheduler import Request
+from torchax_serve.scheduler.request import TokenIds
 
 if TYPE_CHECKING:
     from torchax_serve.engine.data_parallel import DataParallelEngines
@@ -44,7 +44,7 @@ def media_request(
     config: GenerationConfig,
     params: SamplingParams | None,
     seed: int | None,
-) -> EngineRequest | str:
+) -> Request | str:
     """Returns the request of a prompt with media, or why the engine does not take it.
 
     Args:
@@ -90,9 +90,8 @@ def media_request(
     if seed is None:  # torch.manual_seed makes it repeatable, as in transformers
         seed = int(torch.randint(2**63 - 1, ())) if call.config.do_sample else 0
     options = loop_options(call.config, max_length, len(media.prompt_ids))
-    return EngineRequest.of(
-        media.prompt_ids, options, params, vocab_size=runtime.limits.vocab_size, seed=seed, media=media
-    )
+    own = RequestParams.of_generation_config(options, params or NO_PARAMS, seed=seed)
+    return Request.of(TokenIds(media.prompt_ids), own, source=media, page_ids=media.page_ids, spans=media.spans)
 
 
 def _span_reason(media: MediaInput, engine: Engine | DataParallelEngines) -> str | None:
@@ -138,7 +137,7 @@ def media_answers(
     for inputs in prompts:
         seed = draw_seed() if config.do_sample else 0
         found = media_request(model, get_engine, inputs, config, limits.params(), seed)
-        if not isinstance(found, EngineRequest):
+        if not isinstance(found, Request):
             return None
         requests.append(found)
     handles = get_engine().submit_all(requests)

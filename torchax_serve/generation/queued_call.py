@@ -13,22 +13,22 @@ from transformers import GenerationConfig
 
 from model_adapters.errors import RequestError
 from torchax_serve.engine.engine import Engine
-from torchax_serve.engine.request import EngineRequest
 from torchax_serve.executors.request_input import SequenceEnded
 from torchax_serve.generation.call_limits import CallLimits
 from torchax_serve.generation.sequence_steps import GenerateWatch
+from torchax_serve.request_params import RequestParams
+from torchax_serve.scheduler import Request
 
 T = TypeVar("T")
 
 
-def run_on_queue(engine: Engine, call: Callable[[GenerateWatch], T], limits: CallLimits, vocab_size: int) -> T:
+def run_on_queue(engine: Engine, call: Callable[[GenerateWatch], T], limits: CallLimits) -> T:
     """Returns the result of `call`, which runs on the thread of `engine`.
 
     Args:
         engine: Engine of single requests.
         call: Calls ``generate`` with a streamer or a stopping criterion of the watch, so that it can be ended.
         limits: Priority, time limits and cancellation.
-        vocab_size: Number of columns of the model's logits.
 
     Raises:
         RequestError: it was cancelled, a time limit has passed (DeadlineError), or the engine was closed.
@@ -37,9 +37,8 @@ def run_on_queue(engine: Engine, call: Callable[[GenerateWatch], T], limits: Cal
     """
     params = limits.params()
     steps = CallSteps(call, params.timeout_s)
-    config = GenerationConfig(max_new_tokens=1)
-    request = EngineRequest.of((0,), config, params, vocab_size=vocab_size, seed=0, steps=steps)
-    handle = engine.submit(request)
+    own = RequestParams.of_generation_config(GenerationConfig(max_new_tokens=1), params, seed=0)
+    handle = engine.submit(Request.of((0,), own, steps=steps))
     with limits.cancelling([handle]):
         try:
             handle.result()

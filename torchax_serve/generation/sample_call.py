@@ -12,13 +12,12 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from model_adapters.caches.device_cache import DeviceCache
 from model_adapters.program.call_signature import generate_cache_name
-from torchax_serve import sampling
 from torchax_serve.generation.routing import LoopCall, ModelCapabilities, Path, route
 from torchax_serve.multimodal.decode_inputs import PreparedSteps
+from torchax_serve.request_params import CALLER_OPTIONS, unsupported_options
 from torchax_serve.runtime.encoder_output import ENCODER_ARGUMENTS, EncoderOutput
 from torchax_serve.runtime.model_runtime import ModelRuntime
 from torchax_serve.runtime.padding import Padding
-from torchax_serve.sampling import CALLER_OPTIONS
 
 # Generation options that this loop honours itself, apart from those of sampling.
 HONOURED_OPTIONS = CALLER_OPTIONS | {"use_cache", "cache_implementation", "max_time"}
@@ -73,7 +72,7 @@ def static_batch_start(runtime: ModelRuntime, request: SampleCall) -> StaticBatc
         embeddings=names.embeds if kwargs.get(names.embeds) is not None else None,
         has_irregular_mask=lambda: Padding.of(kwargs.get(names.mask), request.input_ids.shape[1]).mask is not None,
         custom_argument=getattr(config, CUSTOM, None),
-        unsupported_options=sampling.unsupported_options(config, HONOURED_OPTIONS),
+        unsupported_options=unsupported_options(config, HONOURED_OPTIONS),
         has_media=bool(extra),
         media_reason=media_reason,
         has_encoder_output=lambda: encode() is not None,

@@ -14,18 +14,21 @@ from transformers import GenerationConfig
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from model_adapters.errors import UnsupportedArgumentError, UnsupportedModelError
-from torchax_serve.engine.request import EngineRequest
 from torchax_serve.generation.batch_forward import BatchForward
 from torchax_serve.generation.routing import Path, Route
 from torchax_serve.generation.sample_call import SampleCall, StaticBatchStart, static_batch_start
 from torchax_serve.generation.sequence_steps import ForwardSteps, GenerateSteps, GenerateWatch, torch_seed
+from torchax_serve.request_params import (
+    ENGINE_OPTIONS,
+    PLAN_OPTIONS,
+    TIME_TOKENS,
+    RequestParams,
+    unsupported_options,
+)
 from torchax_serve.runtime.model_generate import without_model_options
-from torchax_serve.sampling import unsupported_options
-from torchax_serve.sampling.config_options import PLAN_OPTIONS
 from torchax_serve.sampling.forbidden_tokens import check_tokens_left
-from torchax_serve.sampling.row_params import ENGINE_OPTIONS, RowSamplingParams
-from torchax_serve.sampling.time_tokens import TIME_TOKENS, TimeTokens
-from torchax_serve.sampling_params import SamplingParams
+from torchax_serve.sampling_params import NO_PARAMS, SamplingParams
+from torchax_serve.scheduler import Request
 
 UNLIMITED = 2**30
 """Maximum number of new tokens of a ``generate`` call, which ends by its own limit."""
@@ -41,7 +44,7 @@ def single_request(
     config: GenerationConfig,
     params: SamplingParams | None,
     seed: int | None,
-) -> EngineRequest:
+) -> Request:
     """Returns the request that continues one row of ``generate``.
 
     If a static batch can run what transformers prepares, the request has the engine's sampler; otherwise ``generate``
@@ -60,8 +63,8 @@ def single_request(
     """
     call = None if chosen.path is Path.REPOSITORY else prepared_call(model, inputs, config)
     vocab_size: int = model._jax_runtime.limits.vocab_size
-    found = chosen.reason if call is None else _forward_request(model, call, params, seed, vocab_size)
-    if isinstance(found, EngineRequest):
+    found = chosen.reason if call is None else _forward_request(model, call, params, seed)
+    if isinstance(found, Request):
         return found
     reason = found if chosen.reason is None else chosen.reason
     if params is not None and (unknown := {*params.engine_only()} - QUEUE_OPTIONS):
@@ -78,12 +81,11 @@ def single_request(
     )
     prompt_ids = inputs["input_ids"][0].tolist() if "input_ids" in inputs else [0]
     greedy = GenerationConfig(max_new_tokens=UNLIMITED, eos_token_id=config.eos_token_id)
-    return EngineRequest.of(prompt_ids, greedy, params, vocab_size=vocab_size, seed=0, steps=steps)
+    own = RequestParams.of_generation_config(greedy, params or NO_PARAMS, seed=0)
+    return Request.of(prompt_ids, own, steps=steps)
 
 
-def _forward_request(
-    model: Any, call: SampleCall, params: SamplingParams | None, seed: int | None, vocab_size: int
-) -> EngineRequest | str:
+def _forward_request(model: Any, call: SampleCall, params: SamplingParams | None, seed: int | None) -> Request | str:
     """Returns the request of a call on the compiled forward.
 
     If ``generate`` chooses the tokens itself, the reason is returned instead.
@@ -99,16 +101,18 @@ def _forward_request(
     prompt_ids = call.input_ids[0].tolist()
     config = loop_options(call.config, max_length, len(prompt_ids))
     steps = ForwardSteps(BatchForward(model._jax_runtime, call, start))
-    return EngineRequest.of(prompt_ids, config, params, vocab_size=vocab_size, seed=seed, steps=steps)
+    own = RequestParams.of_generation_config(config, params or NO_PARAMS, seed=seed)
+    return Request.of(prompt_ids, own, steps=steps)
 
 
 def _tokens_left_check(call: SampleCall, vocab_size: int) -> Callable[[Sequence[int]], None]:
     """Returns a check that raises NoTokenLeftError if `call` forbids every next token."""
-    row = RowSamplingParams.of_checked(SamplingParams(), call.config, vocab_size=vocab_size, seed=0)
+    row = RequestParams.of_checked(call.config)
+    row.check_ids(vocab_size)
     prompt_ids = call.input_ids[0].tolist()
 
     def check(new_ids: Sequence[int]) -> None:
-        check_tokens_left(row, None, [*prompt_ids, *new_ids], len(prompt_ids))
+        check_tokens_left(row, None, [*prompt_ids, *new_ids], len(prompt_ids), vocab_size=vocab_size)
 
     return check
 
@@ -134,7 +138,7 @@ def loop_options(config: GenerationConfig, max_length: int, prompt_len: int) -> 
     """
     options = {name: getattr(config, name) for name in PLAN_OPTIONS}
     made = GenerationConfig(**options | {"max_length": max_length, "max_new_tokens": max_length - prompt_len})
-    setattr(made, TIME_TOKENS, TimeTokens.of(config))
+    setattr(made, TIME_TOKENS, getattr(config, TIME_TOKENS, None))
     return made
 
 

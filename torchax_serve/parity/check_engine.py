@@ -10,7 +10,6 @@ from transformers import GenerationConfig
 
 from model_adapters.errors import UnsupportedModelError
 from torchax_serve.engine.options import EngineOptions
-from torchax_serve.engine.request import EngineRequest
 from torchax_serve.entrypoints.served_model import ServedModel
 from torchax_serve.generation.engine_rows import prompt_call
 from torchax_serve.generation.media_requests import media_request
@@ -20,6 +19,7 @@ from torchax_serve.parity.result import ProbeResults, why_not_batched
 from torchax_serve.parity.tiny.media_prompts import Inputs
 from torchax_serve.parity.tiny.models import NUM_NEW
 from torchax_serve.runtime.model_generate import overrides_generate
+from torchax_serve.scheduler import Request
 
 OPTIONS: dict[str, Any] = {"max_num_seqs": 4, "page_size": 4, "kv_cache_memory_bytes": 1 << 20}
 
@@ -59,7 +59,7 @@ def on_engine(
         else:
             prompts = [{"prompt_ids": (), "inputs": one} for one in inputs]
             found = tried("engine", media_request, model, lambda: served.engine, inputs[0], config, None, 0)
-            reason = None if isinstance(found, EngineRequest) else found
+            reason = None if isinstance(found, Request) else found
         if reason is not None or tried.errors:
             return other, reason, None
         streams = [served.iter_tokens(generation_config=config, **prompt) for prompt in prompts]

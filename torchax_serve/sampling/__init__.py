@@ -5,14 +5,6 @@ for the slots of an engine, `BatchSampler` for a static batch.
 """
 
 from torchax_serve.sampling.batch_sampler import BatchSampler
-from torchax_serve.sampling.config_options import CALLER_OPTIONS, PLAN_OPTIONS, unsupported_options, validate_options
 from torchax_serve.sampling.selection import INVALID_TOKEN
 
-__all__ = [
-    "CALLER_OPTIONS",
-    "INVALID_TOKEN",
-    "PLAN_OPTIONS",
-    "BatchSampler",
-    "unsupported_options",
-    "validate_options",
-]
+__all__ = ["INVALID_TOKEN", "BatchSampler"]

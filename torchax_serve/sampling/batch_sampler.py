@@ -13,14 +13,19 @@ import numpy as np
 
 from model_adapters.device_arrays import to_device
 from model_adapters.jax_settings import jax_promotion
-from torchax_serve.sampling.config_options import CALLER_OPTIONS, id_list, unsupported_options, validate_options
+from torchax_serve.request_params import (
+    CALLER_OPTIONS,
+    RequestParams,
+    id_list,
+    unsupported_options,
+    validate_options,
+)
 from torchax_serve.sampling.forbidden_tokens import check_tokens_left
-from torchax_serve.sampling.row_params import RowSamplingParams
 from torchax_serve.sampling.sample import append, choose
 from torchax_serve.sampling.sampler import SlotParams
 from torchax_serve.sampling.transformers_behaviour import installed_rules
 from torchax_serve.sampling.types import LEVELS, Level, RowOptions, SamplerSpec, SamplerState
-from torchax_serve.sampling_params import NEVER_A_TOKEN, SamplingParams, invalid
+from torchax_serve.sampling_params import NEVER_A_TOKEN, invalid
 from torchax_serve.validation.argument_checks import MAX_INT
 
 if TYPE_CHECKING:
@@ -90,7 +95,7 @@ class BatchSampler:
                 not fit each other.
         """
         row, num_padding = _checked(config, prompt_ids, attention_mask, vocab_size, seed)
-        self._row, self._prompt_len = row, prompt_ids.shape[1]
+        self._row, self._prompt_len, self._vocab_size = row, prompt_ids.shape[1], vocab_size
         slots = SlotParams(len(prompt_ids), vocab_size)
         written = [
             slots.set(index, row, ids, num_padding=padding, seed_row=index)
@@ -143,7 +148,7 @@ class BatchSampler:
         Raises:
             NoTokenLeftError: The options forbid all together; with their names.
         """
-        check_tokens_left(self._row, None, tokens, self._prompt_len)
+        check_tokens_left(self._row, None, tokens, self._prompt_len, vocab_size=self._vocab_size)
 
     def set_ended(self, ended: np.ndarray) -> None:
         """Sets which rows have ended, bool[batch], if the host knows more than the device."""
@@ -169,7 +174,7 @@ def sample_batch(
 
 def _checked(
     config: GenerationConfig, prompt_ids: np.ndarray, attention_mask: np.ndarray | None, vocab_size: int, seed: int
-) -> tuple[RowSamplingParams, list[int]]:
+) -> tuple[RequestParams, list[int]]:
     """Returns options of the rows and padding lengths, from checked `BatchSampler` arguments.
 
     Penalties skip that padding.
@@ -189,7 +194,8 @@ def _checked(
         if installed_rules().penalty_skips_padding:
             num_padding = (np.asarray(attention_mask) != 0).argmax(axis=1).tolist()  # 0 for a row that is all padding
     prompt_len = prompt_ids.shape[1]
-    row = RowSamplingParams.of_checked(SamplingParams(), config, vocab_size=vocab_size, seed=seed)
+    row = RequestParams.of_checked(config, seed=seed)
+    row.check_ids(vocab_size)
     return dataclasses.replace(row, max_new_tokens=_max_length(config, prompt_len) - prompt_len), num_padding
 
 

@@ -8,33 +8,35 @@ from collections.abc import Sequence
 import numpy as np
 
 from model_adapters.errors import NoTokenLeftError
-from torchax_serve.sampling.row_params import RowSamplingParams
+from torchax_serve.request_params import RequestParams
 from torchax_serve.sampling.token_masks import MASKS, TokenMasks, num_words
 
 
 def check_tokens_left(
-    row: RowSamplingParams,
+    params: RequestParams,
     masks: TokenMasks | None,
     tokens: Sequence[int],
     prompt_len: int,
     *,
+    vocab_size: int,
     only_with_others: bool = False,
 ) -> None:
     """Does nothing if a token may follow.
 
     Args:
-        row: Sampling options of the request.
+        params: Options of the request.
         masks: Its masks; None: none.
         tokens: Prompt and answer so far.
         prompt_len: Tokens of the prompt.
+        vocab_size: Columns of the logits.
         only_with_others: Whether masks are computed only where other options forbid tokens, too.
 
     Raises:
         NoTokenLeftError: Options forbid all tokens together; with their names.
     """
-    forbidden = forbidden_tokens(row, tokens, prompt_len)
+    forbidden = forbidden_tokens(params, tokens, prompt_len, vocab_size)
     if masks is not None and (forbidden or not only_with_others):
-        forbidden[getattr(masks, "option", MASKS)] = _masked(masks, tokens[prompt_len:], row.vocab_size)
+        forbidden[getattr(masks, "option", MASKS)] = _masked(masks, tokens[prompt_len:], vocab_size)
     names = [name for name, each in forbidden.items() if each.any()]
     if not names or not _union(forbidden, names).all():
         return
@@ -45,26 +47,28 @@ def check_tokens_left(
     raise NoTokenLeftError(names, len(tokens) - prompt_len)
 
 
-def forbidden_tokens(row: RowSamplingParams, tokens: Sequence[int], prompt_len: int) -> dict[str, np.ndarray]:
+def forbidden_tokens(
+    params: RequestParams, tokens: Sequence[int], prompt_len: int, vocab_size: int
+) -> dict[str, np.ndarray]:
     """Returns the tokens that may not follow, bool[vocab], by the option that forbids some."""
     num_new = len(tokens) - prompt_len
-    ids: dict[str, list[int]] = {"suppress_tokens": list(row.suppressed)}
+    ids: dict[str, list[int]] = {"suppress_tokens": list(params.suppressed)}
     if num_new == 0:
-        ids["begin_suppress_tokens"] = list(row.forbidden_first)
-    if num_new < row.num_forced_tokens(prompt_len):
-        ids["min_new_tokens"] = list(row.stop_ids)
-    bias = row.token_bias
+        ids["begin_suppress_tokens"] = list(params.forbidden_first)
+    if num_new < params.num_forced_tokens(prompt_len):
+        ids["min_new_tokens"] = list(params.stop_ids)
+    bias = params.token_bias
     if bias is not None:
         ids["bad_words_ids"] = bias.banned.tolist()
         ids["sequence_bias"] = bias.ids[bias.added == -math.inf].tolist()
-    if row.history is not None:
-        endings = [words for words, added in row.history.sequences if added == -math.inf]
+    if params.sequences or params.ngram_size:
+        endings = [words for words, added in params.sequences if added == -math.inf]
         matching = [words[-1] for words in endings if tuple(tokens[1 - len(words) :]) == tuple(words[:-1])]
         ids["bad_words_ids"] = ids.get("bad_words_ids", []) + matching
-        ids["no_repeat_ngram_size"] = _ends_of_ngrams(tokens, row.history.ngram_size)
-    found = {name: _as_bits(forbidden, row.vocab_size) for name, forbidden in ids.items() if forbidden}
+        ids["no_repeat_ngram_size"] = _ends_of_ngrams(tokens, params.ngram_size)
+    found = {name: _as_bits(forbidden, vocab_size) for name, forbidden in ids.items() if forbidden}
     if bias is not None and bias.allowed is not None:
-        found["allowed_token_ids"] = ~_as_bits(bias.allowed.tolist(), row.vocab_size)
+        found["allowed_token_ids"] = ~_as_bits(bias.allowed.tolist(), vocab_size)
     return found
 
 

@@ -14,8 +14,8 @@ import numpy as np
 from torchax_serve.compilation.background import CompileTask
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
 from torchax_serve.compilation.xla_cache import programs_dir
-from torchax_serve.sampling.history import empty_history, padded_row, with_room_for
-from torchax_serve.sampling.row_params import NEUTRAL, RowSamplingParams
+from torchax_serve.request_params import GREEDY, NEUTRAL, RequestParams
+from torchax_serve.sampling.history import empty_history, history_row, padded_row, with_room_for
 from torchax_serve.sampling.sample import logprobs_of, sample
 from torchax_serve.sampling.token_masks import ALL_TOKENS, num_words
 from torchax_serve.sampling.transformers_behaviour import TransformersBehaviour
@@ -105,10 +105,11 @@ class SlotParams:
     def set(
         self,
         slot: int,
-        params: RowSamplingParams,
+        params: RequestParams,
         prompt_ids: Sequence[int],
         outputs: Sequence[int] = (),
         *,
+        max_new_tokens: int | None = None,
         num_padding: int = 0,
         seed_row: int = 0,
     ) -> tuple[SamplerTables | None, SamplerHistory | None]:
@@ -119,6 +120,7 @@ class SlotParams:
             params: Options of the request.
             prompt_ids: Prompt.
             outputs: Tokens that the request was given before it was preempted.
+            max_new_tokens: Most new tokens; None: as its options say.
             num_padding: Number of padding tokens on the left of the prompt, which no penalty counts.
             seed_row: Number of the row among those that share a seed.
 
@@ -127,7 +129,6 @@ class SlotParams:
             that the request does not need.
         """
         assert 0 <= slot < self.num_slots
-        assert params.vocab_size == self.vocab_size, "request and model are of one vocabulary"
         self._last = None
         prompt_len = len(prompt_ids)
         has_tables = params.needs_tables(prompt_len)
@@ -135,13 +136,14 @@ class SlotParams:
         self._num_top[slot] = _NO_LOGPROBS if params.logprobs is None else params.logprobs
         self._num_tokens_with_tables[slot] = params.num_tokens_with_tables(prompt_len)
         self._level[slot] = LEVELS.index(params.level)
-        self._floats[slot] = [params.floats[name] for name in FLOAT_COLUMNS]
-        seed_bits = np.array([params.seed & 0xFFFFFFFF, params.seed >> 32], np.uint32).view(np.int32)
+        self._floats[slot] = [getattr(params, name) for name in FLOAT_COLUMNS]
+        seed = params.seed or 0
+        seed_bits = np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32).view(np.int32)
         columns = {
             "slot": slot,
             "table_slot": slot if has_tables else self.num_slots,
-            "history_slot": self.num_slots if params.history is None else slot,
-            "top_k": params.top_k,
+            "history_slot": slot if params.depends_on_order else self.num_slots,
+            "top_k": min(params.top_k, self.vocab_size),
             "num_new": 0,  # that of the step: `rows` fills it in
             "min_new_tokens": params.num_forced_tokens(prompt_len),
             "seed_low": seed_bits[0],
@@ -150,8 +152,10 @@ class SlotParams:
         }
         self._ints[slot] = [columns[name] for name in INT_COLUMNS]
         tables = self._table_row(params, prompt_ids[num_padding:], outputs) if has_tables else None
-        history = params.history
-        return tables, None if history is None else history.row(prompt_ids, outputs, params.max_new_tokens)
+        if not params.depends_on_order:
+            return tables, None
+        most = params.max_new_tokens if max_new_tokens is None else max_new_tokens
+        return tables, history_row(params, prompt_ids, outputs, most)
 
     def rows(self, plan_rows: Sequence[PlanRow], num_rows: int, ahead: int = 0) -> tuple[RowOptions, SamplerSpec]:
         """Returns the options of a step's rows, padded, and the program that covers them.
@@ -218,21 +222,21 @@ class SlotParams:
         """Returns the number of top log-probabilities of the request in `slot`; None: none at all."""
         return None if self._num_top[slot] == _NO_LOGPROBS else int(self._num_top[slot])
 
-    def _table_row(self, params: RowSamplingParams, prompt_ids: Sequence[int], outputs: Sequence[int]) -> SamplerTables:
+    def _table_row(self, params: RequestParams, prompt_ids: Sequence[int], outputs: Sequence[int]) -> SamplerTables:
         """Returns the slot's rows of the tables; ids without a column, such as images', are ignored."""
         flags = np.zeros(self.vocab_size, np.uint8)
-        forced_last = () if params.history is None else params.history.forced_last
         for ids, bit in (
             (prompt_ids, IN_PROMPT),
             (params.stop_ids, IS_STOP),
             (params.forbidden_first, NOT_FIRST),
             (params.suppressed, SUPPRESSED),
-            (forced_last, FORCED_LAST),
+            (params.forced_last, FORCED_LAST),
         ):
             array = np.asarray(ids, np.int64)
             flags[np.unique(array[(array >= 0) & (array < self.vocab_size)])] |= bit
         counts = np.bincount(np.asarray(outputs, np.int64), minlength=self.vocab_size)[: self.vocab_size]
-        bias = np.zeros(self.vocab_size, np.float32) if params.bias is None else params.bias
+        own = params.token_bias
+        bias = np.zeros(self.vocab_size, np.float32) if own is None else own.dense(self.vocab_size)
         arrays: Any = (counts.astype(np.int32), flags, bias)
         return SamplerTables(*arrays)
 
@@ -299,7 +303,12 @@ class Sampler:
         return self.state.last_tokens
 
     def assign_slot(
-        self, slot: int, params: RowSamplingParams, prompt_ids: Sequence[int], outputs: Sequence[int] = ()
+        self,
+        slot: int,
+        params: RequestParams,
+        prompt_ids: Sequence[int],
+        outputs: Sequence[int] = (),
+        max_new_tokens: int | None = None,
     ) -> None:
         """Assigns `slot` to a request, before the first step with a row of it.
 
@@ -310,17 +319,15 @@ class Sampler:
             params: Options of the request.
             prompt_ids: Prompt.
             outputs: Tokens that the request was given before it was preempted.
+            max_new_tokens: Most new tokens; None: as its options say.
         """
         try:
-            self._set(slot, params, prompt_ids, outputs)
+            tables, history = self.slots.set(slot, params, prompt_ids, outputs, max_new_tokens=max_new_tokens)
+            if tables is not None or history is not None:
+                self._write(slot, tables, history)
         except Exception as error:  # the others of the step go on; this row is computed and not read
             self._failures[slot] = error
-            self.slots.set(slot, RowSamplingParams.neutral(self._vocab_size), (), ())
-
-    def _set(self, slot: int, params: RowSamplingParams, prompt_ids: Sequence[int], outputs: Sequence[int]) -> None:
-        tables, history = self.slots.set(slot, params, prompt_ids, outputs)
-        if tables is not None or history is not None:
-            self._write(slot, tables, history)
+            self.slots.set(slot, GREEDY, (), ())
 
     def _write(self, slot: int, tables: SamplerTables | None, history: SamplerHistory | None) -> None:
         """Writes the rows of `slot`, where it is one, into tables and history; None: zeros."""

@@ -6,56 +6,22 @@ pairs, do not fall, and are preferred where all of them together are likelier th
 
 from __future__ import annotations
 
-import dataclasses
-from typing import TYPE_CHECKING
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from torchax_serve.request_params import TimeTokens
 from torchax_serve.sampling.types import SamplerHistory
 
-if TYPE_CHECKING:
-    from transformers import GenerationConfig
 
-TIME_TOKENS = "_torchax_serve_time_tokens"
-"""Attribute of a generation config with its `TimeTokens`; no config of transformers has a word for them."""
-
-
-@dataclasses.dataclass(frozen=True)
-class TimeTokens:
-    """Time tokens of a request.
-
-    Attributes:
-        begin: Id of the first one; all ids from there on are times, and the one before says that there are none.
-        eos_id: End-of-sequence token, below which are the tokens of text.
-        max_first: Most that the first token may be, counted from `begin`; None: any time.
-        by_sum: Whether a time is sampled where all times together are likelier than any other token.
-    """
-
-    begin: int
-    eos_id: int
-    max_first: int | None = None
-    by_sum: bool = True
-
-    @classmethod
-    def of(cls, config: GenerationConfig) -> TimeTokens | None:
-        """Returns those that ``generate`` has set in a config; None without."""
-        found: TimeTokens | None = getattr(config, TIME_TOKENS, None)
-        return found
-
-    def columns(self) -> dict[str, int]:
-        """Returns the values of the columns of `SamplerHistory.ints`."""
-        return {
-            "time_begin": self.begin,
-            "time_eos": self.eos_id,
-            "time_first_end": 0 if self.max_first is None else self.begin + self.max_first + 1,
-            "time_by_sum": int(self.by_sum),
-        }
-
-
-NO_TIME_TOKENS = dict.fromkeys(TimeTokens(0, 0).columns(), 0)
-"""Columns of a row without time tokens."""
+def time_columns(times: TimeTokens | None) -> dict[str, int]:
+    """Returns the columns of `SamplerHistory.ints` of a row with time tokens; None: without."""
+    return {
+        "time_begin": 0 if times is None else times.begin,
+        "time_eos": 0 if times is None else times.eos_id,
+        "time_first_end": 0 if times is None or times.max_first is None else times.begin + times.max_first + 1,
+        "time_by_sum": int(times is not None and times.by_sum),
+    }
 
 
 def enforce_time_tokens(history: SamplerHistory, num_new: jax.Array, scores: jax.Array) -> jax.Array:

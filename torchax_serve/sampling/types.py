@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from torchax_serve.request_params import NEUTRAL, Level
 from torchax_serve.sampling.transformers_behaviour import TransformersBehaviour
 from torchax_serve.sampling_params import MAX_LOGPROBS
-
-Level = Literal["greedy", "sampled", "penalties", "history"]
 
 LEVELS: tuple[Level, ...] = ("greedy", "sampled", "penalties", "history")
 """Sampling programs, each of which covers the options of those before it.
@@ -50,18 +48,7 @@ INT_COLUMNS = (
 
 NUM_NEW = INT_COLUMNS.index("num_new")
 
-FLOAT_COLUMNS = (
-    "temperature",
-    "top_h",
-    "top_p_tail",
-    "min_p",
-    "typical_p",
-    "epsilon_cutoff",
-    "eta_cutoff",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-)
+FLOAT_COLUMNS = tuple(NEUTRAL)
 
 HISTORY_COLUMNS = (
     "prompt_len",

@@ -8,7 +8,7 @@ from torchax_serve.scheduler.host_pages import PageTransfer
 from torchax_serve.scheduler.page_allocator import PageAllocator, SequencePages
 from torchax_serve.scheduler.page_pool import NULL_PAGE, PageCopy, PagePool
 from torchax_serve.scheduler.prefill_budget import LatencyGoals, PrefillBudget
-from torchax_serve.scheduler.request import RequestState, SchedulerRequest, Status
+from torchax_serve.scheduler.request import Request, RequestState, Status
 from torchax_serve.scheduler.scheduler import INVALID_TOKEN, Scheduler
 from torchax_serve.scheduler.speculative_config import SpeculativeConfig
 from torchax_serve.scheduler.state_snapshots import StateRows
@@ -29,12 +29,12 @@ __all__ = [
     "PageTransfer",
     "PlanRow",
     "PrefillBudget",
+    "Request",
     "RequestId",
     "RequestState",
     "RowResult",
     "Scheduler",
     "SchedulerConfig",
-    "SchedulerRequest",
     "SequencePages",
     "SnapshotGroup",
     "SpeculativeConfig",

@@ -1,13 +1,14 @@
-"""Request to the scheduler (`SchedulerRequest`) and its progress (`RequestState`)."""
+"""A request (`Request`) and its progress in the scheduler (`RequestState`)."""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self
 
+from torchax_serve.request_params import GREEDY, RequestParams
 from torchax_serve.sampling_params import invalid
 from torchax_serve.scheduler.config import check_int
 
@@ -18,17 +19,36 @@ from torchax_serve.outputs import FinishReason
 from torchax_serve.scheduler.types import MAX_PAGE_ID, MAX_TOKEN_ID, RequestId
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class SchedulerRequest:
-    """Request to the scheduler, without sampling parameters.
+class TokenIds(tuple[int, ...]):
+    """Token ids that were checked."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True, slots=True)
+class Request:
+    """One answer to one prompt: all that is known of it before it runs.
+
+    The scheduler reads plain numbers and ids; arrays and objects of the fields at the end are the engine's.
+
+    Attributes:
+        prompt_ids: Token ids; of an encoder-decoder model those that the decoder starts with.
+        params: Its options.
+        answer_index: Number of the answer among those to its prompt, from 0 on.
+        inputs: Tensors by argument of ``generate``, for a prompt with images or audio that is not prepared yet.
+        source: Input next to the token ids, as `torchax_serve.executors.request_input.RequestInput`.
+        steps: All steps of a request that runs by itself, with its images or audio; None: those of the engine.
+        masks: `torchax_serve.sampling.token_masks.TokenMasks`: tokens that may be sampled, step by step; None: all.
+            What may be sampled follows from all tokens before: one may be unread, not more.
+        is_continuation: Whether it goes on with a call that an engine has taken before, such as the next window of long
+            audio: it may exceed the limits of waiting requests.
+        adapter: The use of the adapter that `params` name, found when the request is submitted; None: none.
 
     Raises:
         InvalidArgumentError: a value out of its range.
     """
 
-    request_id: RequestId
     prompt_ids: Sequence[int]
     max_new_tokens: int
+    request_id: RequestId = 0  # given by the engine that takes it
     stop_token_ids: frozenset[int] = frozenset()  # end of sequence and others; the one that ends it is an output
     min_new_tokens: int = 0  # stop tokens among the first `min_new_tokens` outputs do not end the request
     priority: int = 0  # lower runs first
@@ -37,21 +57,78 @@ class SchedulerRequest:
     salt: str = ""  # prefixes are shared among requests of equal salt only
     cache_prompt: bool = True  # False: shares nothing (token ids that do not say all, such as those of images)
     fork_of: RequestId | None = None  # a live request with the same prompt, whose computed prompt is shared if possible
+    page_ids: Sequence[int] | None = None  # what cached pages are found by, which says what images are; None: tokens
     spans: tuple[tuple[int, int], ...] = ()  # beginnings and ends of tokens that are computed in one step
-    has_page_ids: bool = False  # `prompt_ids` has ids beyond those of tokens, which say what images and audio are
     speculates: bool = True  # drafts of its tokens may be verified
     num_unspeculated: float = 0  # first new tokens for which there are no drafts; infinite: for none of them
     arrived_s: float | None = None  # on the scheduler's clock, for goals of the time to first token; None: just now
-    waits_for_tokens: bool = False  # what may be sampled follows from all tokens before: one may be unread, not more
+    is_continuation: bool = False
+
+    params: RequestParams = GREEDY
+    answer_index: int = 0
+    inputs: Mapping[str, Any] | None = dataclasses.field(default=None, repr=False)
+    source: Any = dataclasses.field(default=(), repr=False)
+    steps: Any = dataclasses.field(default=None, repr=False)
+    masks: Any = dataclasses.field(default=None, repr=False)
+    adapter: Any = dataclasses.field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, prompt_ids: Sequence[int], params: RequestParams, **more: Any) -> Self:
+        """Makes a request for a continuation of `prompt_ids`.
+
+        Args:
+            prompt_ids: Token ids.
+            params: Its options.
+            more: Further attributes.
+        """
+        num_prompt, given = len(prompt_ids), params.given
+        most = params.most_new_tokens(num_prompt)
+        return cls(
+            prompt_ids=prompt_ids if isinstance(prompt_ids, TokenIds) else tuple(prompt_ids),
+            params=params,
+            max_new_tokens=most,
+            stop_token_ids=frozenset(params.stop_ids),
+            min_new_tokens=min(params.num_forced_tokens(num_prompt), most),
+            priority=given.priority or 0,
+            salt=given.cache_salt or "",
+            cache_prompt=given.prompt_logprobs is None,  # cached tokens have no logits
+            speculates=given.speculate is not False,
+            num_unspeculated=params.num_unspeculated(num_prompt),
+            **more,
+        )
+
+    @property
+    def known_ids(self) -> Sequence[int]:
+        """Ids that the scheduler finds cached pages by."""
+        return self.prompt_ids if self.page_ids is None else self.page_ids
+
+    @property
+    def input(self) -> Any:
+        """What the executor gets next to the tokens: `steps` or `source`."""
+        return self.source if self.steps is None else self.steps
+
+    @property
+    def adapter_id(self) -> int:
+        """Adapter of its tokens: one more than its place, 0 for none."""
+        return 0 if self.adapter is None else self.adapter.adapter_id
+
+    def cancel(self) -> None:
+        """Ends a step of the request that blocks; called from any thread."""
+        if self.steps is not None:
+            self.steps.cancel()
+
+    def close(self) -> None:
+        """Frees what only this request uses on the device."""
+        if self.steps is not None:
+            self.steps.close()
+        if self.adapter is not None:
+            self.adapter.release()
 
     def __post_init__(self) -> None:
         name = f"request {self.request_id!r}"
-        ids = self.prompt_ids
-        # Types are compared, not asked for an interface: prompts may have 100,000 tokens.
-        most = MAX_PAGE_ID if self.has_page_ids else MAX_TOKEN_ID
-        if not isinstance(ids, list | tuple) or set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) > most:
-            got = ids if not isinstance(ids, list | tuple) or len(ids) < 9 else f"{ids[:8]} and {len(ids) - 8} more"
-            raise invalid(f"{name}: prompt_ids", "a non-empty list of token ids >= 0", got, "tokenize the prompt first")
+        _check_ids(name, self.prompt_ids, MAX_TOKEN_ID)
+        if self.page_ids is not None:
+            _check_ids(name, self.page_ids, MAX_PAGE_ID)
         check_int(f"{name}: max_new_tokens", self.max_new_tokens, 1, "a request yields at least one token")
         check_int(f"{name}: min_new_tokens", self.min_new_tokens, 0, "0 sets no minimum")
         if self.min_new_tokens > self.max_new_tokens:
@@ -74,6 +151,15 @@ class SchedulerRequest:
             raise invalid(f"{name}: salt", "a string", self.salt, "'' shares with all requests that have none")
 
 
+def _check_ids(name: str, ids: Sequence[int], most: int) -> None:
+    if isinstance(ids, TokenIds):
+        return
+    # Types are compared, not asked for an interface: prompts may have 100,000 tokens.
+    if not isinstance(ids, list | tuple) or set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) > most:
+        got = ids if not isinstance(ids, list | tuple) or len(ids) < 9 else f"{ids[:8]} and {len(ids) - 8} more"
+        raise invalid(f"{name}: prompt_ids", "a non-empty list of token ids >= 0", got, "tokenize the prompt first")
+
+
 class Status(enum.Enum):
     """Status of a request."""
 
@@ -87,7 +173,7 @@ class Status(enum.Enum):
 class RequestState:
     """Progress of a request. Only the scheduler changes it, but for `waits_for_tokens`."""
 
-    request: SchedulerRequest
+    request: Request
     rank: tuple[int, int]  # (priority, order of arrival): the lowest runs first and is preempted last
     tokens: list[int]  # prompt and outputs
     prompt_len: int
@@ -109,7 +195,7 @@ class RequestState:
     draft_tracker: DraftTracker | None = None  # of the text so far, if the engine speculates
     started_s: float | None = None  # when it was first given a slot, on the scheduler's clock
     num_preemptions: int = 0
-    waits_for_tokens: bool = False  # as the request says, until the engine knows that any token may follow
+    waits_for_tokens: bool = False  # it has masks, until the engine knows that any token may follow
 
     def missed(self, reason: FinishReason) -> bool:
         """Returns whether a "deadline" or "queue_deadline" that has passed ends the request."""

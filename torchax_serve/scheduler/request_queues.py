@@ -14,7 +14,7 @@ from torchax_serve.sampling_params import invalid
 from torchax_serve.scheduler.config import SchedulerConfig
 from torchax_serve.scheduler.page_allocator import PageAllocator, SequencePages
 from torchax_serve.scheduler.page_pool import check_equal
-from torchax_serve.scheduler.request import RequestState, SchedulerRequest, Status
+from torchax_serve.scheduler.request import Request, RequestState, Status
 from torchax_serve.scheduler.step_plan import RowResult
 from torchax_serve.scheduler.types import RequestId
 
@@ -107,7 +107,7 @@ class RequestQueues:
         """Returns the state of a request that has not ended; None if there is no such request."""
         return self._live.get(request_id)
 
-    def add(self, request: SchedulerRequest) -> RequestState:
+    def add(self, request: Request) -> RequestState:
         """Adds a request to the waiting ones.
 
         Raises:
@@ -116,22 +116,23 @@ class RequestQueues:
         name = f"request {request.request_id!r}"
         if request.request_id in self._live:
             raise invalid(f"{name}: request_id", "one that no live request has", request.request_id, "choose another")
-        length = len(request.prompt_ids) + 1
+        ids = list(request.known_ids)
+        length = len(ids) + 1
         self._config.check_prompt(name, length - 1)
         if request.fork_of is not None:
             parent = self._live.get(request.fork_of)
-            asked = (list(request.prompt_ids), request.salt)
+            asked = (ids, request.salt)
             if parent is None or asked != (parent.tokens[: parent.prompt_len], parent.request.salt):
                 expected = "a live request with the same prompt and salt"
                 raise invalid(f"{name}: fork_of", expected, request.fork_of, "add it first, or leave fork_of None")
         state = RequestState(
             request,
             (request.priority, self._num_arrived),
-            list(request.prompt_ids),
+            ids,
             length - 1,
             min(length - 1 + request.max_new_tokens, self._config.max_model_len),
             length - 1,
-            waits_for_tokens=request.waits_for_tokens,
+            waits_for_tokens=request.masks is not None,
         )
         rope = self._config.rope
         if rope is not None and rope.recompute_len is not None and state.rope_len <= rope.recompute_len:

@@ -19,7 +19,7 @@ from torchax_serve.scheduler.config import SchedulerConfig
 from torchax_serve.scheduler.page_allocator import PageAllocator
 from torchax_serve.scheduler.prefill_budget import LatencyGoals, PrefillBudget
 from torchax_serve.scheduler.prefix_cache import PageHash, page_hash
-from torchax_serve.scheduler.request import RequestState, SchedulerRequest, Status
+from torchax_serve.scheduler.request import Request, RequestState, Status
 from torchax_serve.scheduler.request_queues import RequestQueues
 from torchax_serve.scheduler.step_plan import RowResult, StepPlan
 from torchax_serve.scheduler.step_planner import StepPlanner
@@ -64,7 +64,7 @@ class Scheduler:
         """Tokens of the prompts of waiting requests."""
         return self._queues.waiting.num_prompt_tokens
 
-    def add(self, request: SchedulerRequest) -> RequestState:
+    def add(self, request: Request) -> RequestState:
         """Adds `request` to the waiting ones; returns its state, which is read-only for callers.
 
         Raises:

@@ -121,7 +121,7 @@ class SpeculativePlanner:
             request = state.request
             if state.num_planned < state.num_prefill_tokens:
                 return None
-            if request.has_page_ids:  # verify steps know no positions of images
+            if request.page_ids is not None:  # verify steps know no positions of images
                 return None
             if state.waits_for_tokens and state.num_output_placeholders > 1:
                 return None

@@ -9,14 +9,15 @@ import time
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from torchax_serve.engine.request_handle import RequestHandle, RequestOutput, TokenStream, cancel_on_error
+from torchax_serve.engine.request_handle import RequestHandle, RequestOutput, cancel_on_error
 from torchax_serve.outputs import FinishReason, TokenLogprobs
 from torchax_serve.sampling_params import SamplingParams
+from torchax_serve.scheduler import Request
 from torchax_serve.server.errors import ApiError
 from torchax_serve.text.detokenizer import Detokenizer, NoText
 from torchax_serve.text.generate_batch import split_answers
-from torchax_serve.text.prompt import PreparedPrompt, TextModel, make_media_request, make_request
-from torchax_serve.text.text_stream import AnswerStep, StepDecoder, new_tokens, submitted_together
+from torchax_serve.text.prompt import TextModel, make_media_request, make_request
+from torchax_serve.text.text_stream import AnswerStep, StepDecoder, submit_answer, submitted_together
 
 
 class Answer:
@@ -38,7 +39,7 @@ class Answer:
     def __init__(
         self,
         index: int,
-        prepared: PreparedPrompt,
+        prepared: Request,
         handle: RequestHandle,
         decoder: StepDecoder,
         first_token_timeout_s: float | None = None,
@@ -141,7 +142,7 @@ class AnswerOptions:
 
 def prepare(
     model: TextModel, prompt_ids: Sequence[int], params: SamplingParams, options: AnswerOptions
-) -> list[PreparedPrompt]:
+) -> list[Request]:
     """Returns a checked request for each answer to one prompt.
 
     Answer i samples with ``seed + i``.
@@ -152,12 +153,12 @@ def prepare(
 
 def prepare_media(
     model: TextModel, inputs: Mapping[str, Any], params: SamplingParams, options: AnswerOptions
-) -> list[PreparedPrompt]:
+) -> list[Request]:
     """As `prepare`, of a conversation with images or audio: all arguments of ``generate``."""
     return split_answers(make_media_request(model, inputs, params), options.num_answers)
 
 
-def submit(model: TextModel, prepared: Sequence[PreparedPrompt], options: AnswerOptions) -> list[Answer]:
+def submit(model: TextModel, prepared: Sequence[Request], options: AnswerOptions) -> list[Answer]:
     """Submits requests.
 
     On an error none is submitted. They enter the engine together; answers to one prompt share its pages.
@@ -168,19 +169,18 @@ def submit(model: TextModel, prepared: Sequence[PreparedPrompt], options: Answer
     """
     handles: list[RequestHandle] = []
     answers: list[Answer] = []
-    first: TokenStream | None = None  # tokens of the first answer to the prompt
+    first: RequestHandle | None = None  # of the first answer to the prompt
     with cancel_on_error(handles), submitted_together(model, len(prepared)):
         for index, request in enumerate(prepared):
-            tokens = new_tokens(model, request, first)
-            assert isinstance(tokens, TokenStream)
-            first = first if request.answer_index else tokens
-            handles.append(tokens.handle)
+            handle = submit_answer(model, request, first)
+            first = first if request.answer_index else handle
+            handles.append(handle)
             decoder = step_decoder(model, request, options)
-            answers.append(Answer(index, request, tokens.handle, decoder, options.first_token_timeout_s))
+            answers.append(Answer(index, request, handle, decoder, options.first_token_timeout_s))
     return answers
 
 
-def step_decoder(model: TextModel, request: PreparedPrompt, options: AnswerOptions) -> StepDecoder:
+def step_decoder(model: TextModel, request: Request, options: AnswerOptions) -> StepDecoder:
     """Returns the decoder of one answer's steps."""
     tokenizer = model.tokenizer
     if tokenizer is None:
@@ -190,9 +190,8 @@ def step_decoder(model: TextModel, request: PreparedPrompt, options: AnswerOptio
         detokenizer = Detokenizer(tokenizer, skip_special_tokens=skips)
     return StepDecoder(
         detokenizer,
-        request.stop_strings,
-        request.eos_token_ids,
-        request.params.stop_token_ids or (),
+        request.params.stop_strings,
+        request.params.given.stop_token_ids or (),
         include_stop=options.include_stop,
-        silent_ids={*request.eos_token_ids, *options.silent_ids} if options.is_parsed else (),
+        silent_ids={*request.params.stop_ids, *options.silent_ids} if options.is_parsed else (),
     )

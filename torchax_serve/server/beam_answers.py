@@ -8,17 +8,18 @@ import dataclasses
 import time
 from collections.abc import AsyncGenerator, Sequence
 
-from torchax_serve.outputs import TokenLogprobs
+from torchax_serve.outputs import FinishReason, TokenLogprobs
+from torchax_serve.request_params import RequestParams
 from torchax_serve.sampling.beam_search import Beam, BeamOptions, BeamSearch
-from torchax_serve.sampling.row_params import RowSamplingParams
 from torchax_serve.sampling_params import SamplingParams
+from torchax_serve.scheduler import Request
 from torchax_serve.server.answers import Answer, AnswerOptions, prepare, step_decoder
 from torchax_serve.server.errors import ApiError, bad_request
 from torchax_serve.server.merged_answers import merged_steps
 from torchax_serve.server.model_service import ModelService
 from torchax_serve.server.prompt_limits import check_prompts
 from torchax_serve.server.schemas import ChatRequest, TextRequest
-from torchax_serve.text.prompt import PreparedPrompt, facts_of
+from torchax_serve.text.prompt import facts_of
 from torchax_serve.text.text_stream import AnswerStep
 
 _WITHOUT: dict[str, tuple[object, ...]] = {
@@ -59,7 +60,7 @@ class _Search:
     """A search for the answers to one prompt, which the first of their readers starts."""
 
     service: ModelService
-    prepared: PreparedPrompt
+    prepared: Request
     params: SamplingParams
     options: BeamOptions
     timeout_s: float | None
@@ -142,7 +143,9 @@ class BeamAnswer(Answer):
             self._search.cancel()
             raise
         beam = beams[min(self._rank, len(beams) - 1)]
-        step = self._decoder.push(beam.token_ids, None, "length")
+        has_ended = beam.token_ids and beam.token_ids[-1] in self._search.prepared.params.stop_ids
+        reason: FinishReason = "stop" if has_ended else "length"
+        step = self._decoder.push(beam.token_ids, None, reason)
         self._record(step)
         yield step
 
@@ -183,8 +186,8 @@ def beam_answers(
         (prepared,) = prepare(service.model, prompt, dataclasses.replace(params, temperature=0.0), one)
         beams = BeamOptions(
             num_beams,
-            _max_new_tokens(prepared),
-            frozenset(params.stop_token_ids or ()) if request.ignore_eos else prepared.eos_token_ids,
+            prepared.max_new_tokens,
+            frozenset(params.stop_token_ids or ()) if request.ignore_eos else frozenset(prepared.params.stop_ids),
             1.0 if request.length_penalty is None else request.length_penalty,
             request.early_stopping or False,
         )
@@ -203,18 +206,11 @@ def beam_answers(
     return found
 
 
-def _max_new_tokens(prepared: PreparedPrompt) -> int:
-    config = prepared.generation_config
-    if config.max_new_tokens is not None:
-        return int(config.max_new_tokens)
-    return max(1, int(config.max_length or 0) - len(prepared.prompt_ids))
-
-
-def _check(service: ModelService, prepared: PreparedPrompt, beams: BeamOptions) -> None:
+def _check(service: ModelService, prepared: Request, beams: BeamOptions) -> None:
     """Raises ApiError, 400, where the beams would not be those of the model's log-probabilities."""
     engine = service.model.engine
-    config, seed = prepared.generation_config, prepared.seed or 0
-    row = RowSamplingParams.of(SamplingParams(), config, vocab_size=engine.vocab_size, seed=seed)
+    row = RequestParams.of_generation_config(prepared.params.config)
+    row.check_tokens(engine.vocab_size)
     if row.level != "greedy":
         raise _not_served(
             "use_beam_search: expected a generation config that changes no log-probabilities, got one that does, "

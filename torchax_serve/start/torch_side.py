@@ -99,7 +99,7 @@ class GenerationValues:
     """Values of a generation config, to be merged with the parameters of a request."""
 
     def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-        vars(self).update(copy.deepcopy(dict(values)))
+        vars(self).update(values)
         self._defaults = defaults
 
     def _get_default_generation_params(self) -> Mapping[str, Any]:
@@ -115,8 +115,11 @@ class GenerationValues:
 class RecordedGenerationConfig(Deferred):
     """The model's generation config. A copy has its values and no more."""
 
-    def __deepcopy__(self, memo: Any) -> Any:
+    def __copy__(self) -> Any:
         if self.is_loaded:
-            return copy.deepcopy(self.made())
+            return copy.copy(self.made())
         values = {name: value for name, value in self._recorded.items() if name != "_defaults"}
         return GenerationValues(values, self._recorded["_defaults"])
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return copy.deepcopy(copy.copy(self), memo)

@@ -6,15 +6,17 @@ import collections
 import copy
 import dataclasses
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from model_adapters.errors import InvalidArgumentError, QueueFullError
 from torchax_serve.outputs import Completion
 from torchax_serve.sampling_params import MAX_SEED, SamplingParams
+from torchax_serve.scheduler.request import Request
 from torchax_serve.text.call_hints import refuses_unknown_options
 from torchax_serve.text.detokenizer import Detokenizer, NoText
-from torchax_serve.text.prompt import PreparedPrompt, TextModel, detokenizer_of, encode_prompt, make_request
-from torchax_serve.text.text_stream import TextStream, new_tokens, submitted_together
+from torchax_serve.text.prompt import TextModel, detokenizer_of, encode_prompt, make_request
+from torchax_serve.text.text_stream import TextStream, submit_answer, submitted_together
 from torchax_serve.validation.argument_checks import is_list
 
 
@@ -51,14 +53,14 @@ def generate_batch(
     if len(each) != len(prompts):
         raise InvalidArgumentError(f"params: expected one for each of {len(prompts)} prompts, got {len(each)}")
     answers = [
-        split_answers(request, request.generation_config.num_return_sequences or 1)
+        split_answers(request, request.params.num_answers)
         for request in (
             _numbered_request(model, index, prompt, own_params)
             for index, (prompt, own_params) in enumerate(zip(prompts, each, strict=True))
         )
     ]
     waiting = collections.deque(
-        _Answers(collections.deque((answer, detokenizer_of(model, answer.stop_strings)) for answer in one))
+        _Answers(collections.deque((answer, detokenizer_of(model, answer.params.stop_strings)) for answer in one))
         for one in answers
     )
     pending: collections.deque[TextStream] = collections.deque()
@@ -77,8 +79,8 @@ def generate_batch(
 class _Answers:
     """Answers to a prompt that have not been submitted."""
 
-    left: collections.deque[tuple[PreparedPrompt, Detokenizer | NoText]]
-    first: Iterator[int] | None = None  # tokens of the first answer; None: it is among them
+    left: collections.deque[tuple[Request, Detokenizer | NoText]]
+    first: Any = None  # handle of the first answer; None: it is among them
 
 
 def _submit(model: TextModel, waiting: collections.deque[_Answers], pending: collections.deque[TextStream]) -> None:
@@ -102,37 +104,39 @@ def _submit(model: TextModel, waiting: collections.deque[_Answers], pending: col
             while one.left:
                 request, detokenizer = one.left[0]
                 try:
-                    tokens = new_tokens(model, request, one.first)
+                    handle = submit_answer(model, request, one.first)
                 except QueueFullError:
                     if not pending:
                         raise
                     return
                 one.left.popleft()
-                pending.append(TextStream(request, detokenizer, tokens))
-                one.first = tokens if one.first is None else one.first
+                pending.append(TextStream(request, detokenizer, handle))
+                one.first = handle if one.first is None else one.first
             waiting.popleft()
 
 
 def _numbered_request(
     model: TextModel, index: int, prompt: str | Sequence[int], params: SamplingParams | None
-) -> PreparedPrompt:
+) -> Request:
     try:
         return make_request(model, encode_prompt(model, prompt), params)
     except InvalidArgumentError as error:
         raise InvalidArgumentError(f"prompts[{index}]: {error}") from error
 
 
-def split_answers(request: PreparedPrompt, num_answers: int) -> list[PreparedPrompt]:
+def split_answers(request: Request, num_answers: int) -> list[Request]:
     """Returns one request per answer; answer i samples with ``seed + i``."""
     if num_answers == 1:
         return [request]
-    config = copy.deepcopy(request.generation_config)
+    params = request.params
+    config = copy.copy(params.config)
     config.num_return_sequences = None
-    seed = secrets.randbits(63) if request.seed is None else request.seed
-    return [
-        dataclasses.replace(request, generation_config=config, seed=(seed + index) % (MAX_SEED + 1), answer_index=index)
+    seed = secrets.randbits(63) if params.seed is None else params.seed
+    each = [
+        dataclasses.replace(params, config=config, seed=(seed + index) % (MAX_SEED + 1), num_answers=1)
         for index in range(num_answers)
     ]
+    return [dataclasses.replace(request, params=own, answer_index=index) for index, own in enumerate(each)]
 
 
 def _completed(answer: TextStream) -> Completion:

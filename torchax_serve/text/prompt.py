@@ -1,27 +1,22 @@
-"""Preparation of requests: checked token ids and a generation config.
-
-The ids come from a prompt, the config from parameters.
-"""
+"""Preparation of requests: checked token ids, and parameters with the model's defaults."""
 
 from __future__ import annotations
 
 import copy
 import numbers
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
 
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
 from model_adapters.program.position_limits import has_end, max_positions
 from model_adapters.program.turn_ends import ends_among
+from torchax_serve.request_params import RequestParams, id_list
 from torchax_serve.sampling_params import NEVER_A_TOKEN, NO_PARAMS, SamplingParams
+from torchax_serve.scheduler.request import Request, TokenIds
 from torchax_serve.text.detokenizer import Detokenizer, NoText
 from torchax_serve.validation.argument_checks import MAX_PROMPT_CHARS, check_text, is_list, short_repr
-
-if TYPE_CHECKING:
-    from transformers import GenerationConfig
-
 
 DEFAULT_MAX_NEW_TOKENS = 256
 """Most tokens of an answer if neither the request nor the model's ``generation_config`` sets a limit.
@@ -51,20 +46,10 @@ class TextModel(Protocol):
     def tokenizer(self) -> Any:
         """Tokenizer of transformers, or None."""
 
-    def iter_tokens(
-        self,
-        prompt_ids: Sequence[int],
-        generation_config: GenerationConfig,
-        *,
-        inputs: Mapping[str, Any] | None = None,
-        seed: int | None = None,
-        params: SamplingParams | None = None,
-        masks: Any = None,
-        fork_of: Any = None,
-    ) -> Iterator[int]:
-        """Yields the new token ids, the end-of-sequence token included.
+    def submit_prompt(self, request: Request, fork_of: Any = None) -> Any:
+        """Submits a checked request and returns its handle.
 
-        Closing the iterator stops the decoding. `fork_of` is the iterator of another answer to the same prompt.
+        `fork_of` is the handle of another answer to the same prompt.
         """
 
 
@@ -117,70 +102,31 @@ def facts_of(model: TextModel) -> TextFacts:
     return found if found is not None else TextFacts.of(model.name, model.config, getattr(model, "max_len", None))
 
 
-class PromptIds(tuple[int, ...]):
-    """Token ids that were checked for a model, `checked_ids`."""
-
-
-@dataclass(frozen=True)
-class PreparedPrompt:
-    """A checked prompt with its merged options.
-
-    Attributes:
-        prompt_ids: Token ids of the prompt.
-        generation_config: Limits and sampling options, without stop strings.
-        stop_strings: Texts that end the answer; the text layer looks for them.
-        seed: Seed of this request, or None.
-        params: The caller's parameters, for options that a generation config does not have.
-        inputs: Tensors by argument of ``generate``, for a prompt with images or audio; None for text.
-        masks: `torchax_serve.sampling.token_masks.TokenMasks` of this request; None for all tokens.
-        answer_index: Number of the answer among those to its prompt, from 0 on.
-    """
-
-    prompt_ids: tuple[int, ...]
-    generation_config: GenerationConfig
-    stop_strings: tuple[str, ...]
-    seed: int | None
-    params: SamplingParams = field(default_factory=SamplingParams)
-    inputs: Mapping[str, Any] | None = field(default=None, repr=False)
-    masks: Any = field(default=None, repr=False)
-    answer_index: int = 0
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        """Token ids that end an answer."""
-        eos = self.generation_config.eos_token_id
-        if eos is None:
-            return frozenset()
-        return frozenset([eos] if isinstance(eos, int) else [int(token_id) for token_id in eos])
-
-
 def make_request(
     model: TextModel,
     prompt_ids: Sequence[int],
     params: SamplingParams | None,
     *,
     default_max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
-) -> PreparedPrompt:
-    """Returns the request of checked `prompt_ids`, with `params` merged into the model's config.
+) -> Request:
+    """Returns the request of checked `prompt_ids`, with `params` and the model's defaults.
 
     If neither limits the answer, it ends after `default_max_new_tokens` or at the model's last position.
 
     Raises:
         InvalidArgumentError: an empty or too long prompt, a token id out of range, or contradictory parameters.
     """
-    params = given_or_default(params)
+    given, facts = given_or_default(params), facts_of(model)
     ids = checked_ids(model, prompt_ids)
-    _check_positions(facts_of(model), ids)
-    config, stop_strings = merged(model, params)
-    if config.max_new_tokens is None and config.max_length is None:
-        facts = facts_of(model)
-        num_before = 1 if facts.has_encoder else len(ids)  # an encoder has read the prompt
-        room = default_max_new_tokens if facts.max_len is None else max(1, facts.max_len - num_before)
-        config.max_new_tokens = min(default_max_new_tokens, room)
-    return PreparedPrompt(ids, config, stop_strings, params.seed, params)
+    _check_positions(facts, ids)
+    num_before = 1 if facts.has_encoder else len(ids)  # an encoder has read the prompt
+    most = default_max_new_tokens
+    if facts.max_len is not None:
+        most = min(most, max(1, facts.max_len - num_before))
+    return Request.of(ids, RequestParams.resolve(given, _with_turn_ends(model), max_new_tokens=most))
 
 
-def make_media_request(model: TextModel, inputs: Mapping[str, Any], params: SamplingParams | None) -> PreparedPrompt:
+def make_media_request(model: TextModel, inputs: Mapping[str, Any], params: SamplingParams | None) -> Request:
     """Returns the request of a conversation with images or audio.
 
     `params` are merged with the model's own generation config.
@@ -190,12 +136,9 @@ def make_media_request(model: TextModel, inputs: Mapping[str, Any], params: Samp
         inputs: Tensors by argument of ``generate``, as `torchax_serve.multimodal.processor.media_inputs` returns them.
         params: Sampling parameters.
     """
-    params = given_or_default(params)
-    config, stop_strings = merged(model, params)
-    if config.max_new_tokens is None and config.max_length is None:
-        config.max_new_tokens = DEFAULT_CHAT_MAX_NEW_TOKENS
-    prompt_ids = tuple(inputs["input_ids"][0].tolist())
-    return PreparedPrompt(prompt_ids, config, stop_strings, params.seed, params, inputs)
+    given, most = given_or_default(params), DEFAULT_CHAT_MAX_NEW_TOKENS
+    resolved = RequestParams.resolve(given, _with_turn_ends(model), max_new_tokens=most)
+    return Request.of(TokenIds(inputs["input_ids"][0].tolist()), resolved, inputs=inputs)
 
 
 def given_or_default(params: SamplingParams | None) -> SamplingParams:
@@ -205,38 +148,22 @@ def given_or_default(params: SamplingParams | None) -> SamplingParams:
     return params or NO_PARAMS
 
 
-def merged(model: TextModel, params: SamplingParams) -> tuple[GenerationConfig, tuple[str, ...]]:
-    """Returns the model's generation config merged with `params`, and its stop strings.
-
-    The stop strings are no part of the merged config.
-    """
-    config = params.merged_into(_with_turn_ends(model))
-    stops = config.stop_strings or ()
-    config.stop_strings = None
-    return config, (stops,) if isinstance(stops, str) else tuple(stops)
-
-
-def _with_turn_ends(model: TextModel) -> GenerationConfig:
+def _with_turn_ends(model: TextModel) -> Any:
     """Returns the model's generation config, in which the tokenizer's ends of a turn count."""
     config: Any = model.generation_config
-    known = _as_list(config.eos_token_id)
+    known = id_list(config.eos_token_id)
     num_ends = facts_of(model).num_ends
     ends = [end for end in turn_ends(model.tokenizer) if end not in known and (num_ends is None or end < num_ends)]
     if not ends or NEVER_A_TOKEN in known:
         return config
-    config = copy.deepcopy(config)
+    config = copy.copy(config)
     config.eos_token_id = [*known, *ends]
     return config
 
 
-def _as_list(ids: Any) -> list[int]:
-    ids = ids.tolist() if hasattr(ids, "tolist") else ids
-    return [] if ids is None else [ids] if isinstance(ids, int) else [int(each) for each in ids]
-
-
 def end_ids(model: TextModel) -> list[int]:
     """Returns the ids of the tokens that end an answer of a model."""
-    return [end for end in _as_list(_with_turn_ends(model).eos_token_id) if end != NEVER_A_TOKEN]
+    return [end for end in id_list(_with_turn_ends(model).eos_token_id) if end != NEVER_A_TOKEN]
 
 
 def encode_prompt(model: TextModel, prompt: str | Sequence[int]) -> list[int]:
@@ -322,7 +249,7 @@ def _positive(number: Any) -> int | None:
     return number if isinstance(number, int) and number > 0 else None
 
 
-def checked_ids(model: TextModel, prompt_ids: Sequence[int]) -> PromptIds:
+def checked_ids(model: TextModel, prompt_ids: Sequence[int]) -> TokenIds:
     """Checks `prompt_ids` and returns them as Python integers.
 
     Raises:
@@ -333,7 +260,7 @@ def checked_ids(model: TextModel, prompt_ids: Sequence[int]) -> PromptIds:
     for item in prompt_ids:
         if isinstance(item, bool) or not isinstance(item, numbers.Integral):
             raise InvalidArgumentError(f"prompt: expected token ids (whole numbers), got {short_repr(item)} among them")
-    ids, vocab_size = PromptIds(map(int, prompt_ids)), facts_of(model).vocab_size
+    ids, vocab_size = TokenIds(map(int, prompt_ids)), facts_of(model).vocab_size
     if min(ids) >= 0 and (vocab_size is None or max(ids) < vocab_size):
         return ids
     beyond = next((i for i in ids if i < 0 or (vocab_size is not None and i >= vocab_size)), None)
@@ -358,20 +285,35 @@ def check_one_answer(config: Any) -> None:
         )
 
 
-def with_params(config: GenerationConfig, params: SamplingParams) -> GenerationConfig:
-    """Returns `config` with the sampling options of `params`, for an answer in tokens.
+def tokens_request(
+    model: TextModel,
+    prompt_ids: Sequence[int],
+    config: Any,
+    given: SamplingParams | None,
+    *,
+    inputs: Mapping[str, Any] | None = None,
+    seed: int | None = None,
+    masks: Any = None,
+) -> Request:
+    """Returns the request of an answer in tokens, with the defaults of a generation config.
 
     Raises:
-        UnsupportedArgumentError: `params` has stop strings or asks for several answers.
+        InvalidArgumentError: token ids outside the vocabulary.
+        UnsupportedArgumentError: stop strings, or several answers.
     """
-    given_or_default(params)
+    check_one_answer(config)
+    # What ``generate`` prepares of inputs has the prompt's ids.
+    ids = TokenIds((0,)) if inputs is not None else checked_ids(model, encode_prompt(model, prompt_ids))
+    given = given_or_default(given)
     for name in ("stop", "n"):
-        if (value := getattr(params, name)) not in (None, 1):
+        if (value := getattr(given, name)) not in (None, 1):
             raise UnsupportedArgumentError(
                 f"{name}: expected None for tokens of one answer, got {short_repr(value)}; call "
                 f"{'stream()' if name == 'stop' else 'generate_batch()'}"
             )
-    return params.merged_into(config)
+    params = RequestParams.resolve(given, config, seed=seed)
+    params.config.stop_strings = config.stop_strings  # for ``generate``, which refuses them without a tokenizer
+    return Request.of(ids, params, inputs=inputs, masks=masks)
 
 
 _found: weakref.WeakKeyDictionary[Any, tuple[Any, tuple[int, ...]]] = weakref.WeakKeyDictionary()

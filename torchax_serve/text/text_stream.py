@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import time
@@ -12,9 +13,10 @@ from typing import Any, Self
 from model_adapters.errors import UnsupportedArgumentError, UnsupportedModelError
 from torchax_serve.outputs import FinishReason, GenerationStats, TokenLogprobs
 from torchax_serve.sampling_params import SamplingParams
+from torchax_serve.scheduler.request import Request
 from torchax_serve.text.call_hints import refuses_unknown_options
 from torchax_serve.text.detokenizer import Detokenizer, NoText, StopStrings
-from torchax_serve.text.prompt import PreparedPrompt, TextModel, detokenizer_of, encode_prompt, make_request
+from torchax_serve.text.prompt import TextModel, detokenizer_of, encode_prompt, make_request
 from torchax_serve.validation.argument_checks import short_repr
 
 
@@ -38,13 +40,12 @@ class AnswerStep:
 
 
 class StepDecoder:
-    """Decodes the steps of one answer.
+    """Decodes the steps of one answer, and cuts it at stop strings; other ends are the engine's.
 
     Args:
         detokenizer: Of this answer; it is used by it only.
         stop_strings: Texts that end the answer.
-        eos_token_ids: Tokens that end it.
-        stop_token_ids: Those of them that the request named; they have no text.
+        stop_token_ids: Tokens that end it because the request named them; they have no text.
         include_stop: Whether the text has the stop string or the stop token.
         silent_ids: Further tokens without text.
     """
@@ -53,7 +54,6 @@ class StepDecoder:
         self,
         detokenizer: Detokenizer | NoText,
         stop_strings: Sequence[str] = (),
-        eos_token_ids: Collection[int] = (),
         stop_token_ids: Collection[int] = (),
         *,
         include_stop: bool = False,
@@ -61,9 +61,8 @@ class StepDecoder:
     ) -> None:
         self._detokenizer = detokenizer
         self._stops, self._has_stop_strings = StopStrings(stop_strings), bool(stop_strings)
-        self._eos_token_ids, self._stop_token_ids = frozenset(eos_token_ids), frozenset(stop_token_ids)
+        self._stop_token_ids = frozenset(stop_token_ids)
         self._include_stop, self._silent_ids = include_stop, frozenset(silent_ids)
-        self.finish_reason: FinishReason | None = None
 
     def push(
         self,
@@ -77,39 +76,28 @@ class StepDecoder:
         """
         pieces: list[str] = []
         stop: str | int | None = None
-        num_taken = self._num_until_end(token_ids)
+        num_taken = len(token_ids)
         if not self._has_stop_strings:
-            pieces.append(
-                self._detokenizer.push_all(int(each) for each in token_ids[:num_taken] if self._is_shown(each))
-            )
+            pieces.append(self._detokenizer.push_all(int(each) for each in token_ids if self._is_shown(each)))
         else:
-            for index, token_id in enumerate(token_ids[:num_taken]):
+            for index, token_id in enumerate(token_ids):
                 text = self._detokenizer.push(int(token_id)) if self._is_shown(token_id) else ""
                 pieces.append(self._stops.push(text))
                 if self._stops.found is not None:
                     num_taken = index + 1
                     break
-        if self._stops.found is None and num_taken and token_ids[num_taken - 1] in self._eos_token_ids:
-            self.finish_reason = "stop"
-            last = int(token_ids[num_taken - 1])
-            stop = last if last in self._stop_token_ids else None
-        if self._stops.found is None and self.finish_reason is None:
-            self.finish_reason = finish_reason
-        if self._stops.found is None and self.finish_reason not in (None, "abort", "error"):
+        if self._stops.found is None and finish_reason not in (None, "abort", "error"):
             pieces.append(self._stops.push(self._detokenizer.flush()))
             if self._stops.found is None:
                 pieces.append(self._stops.flush())
         if self._stops.found is not None:
-            self.finish_reason, stop = "stop", self._stops.found
+            finish_reason, stop = "stop", self._stops.found
             if self._include_stop:
                 pieces.append(self._stops.found)
+        elif finish_reason == "stop" and token_ids and token_ids[-1] in self._stop_token_ids:
+            stop = int(token_ids[-1])
         taken = None if logprobs is None else tuple(logprobs[:num_taken])
-        return AnswerStep("".join(pieces), tuple(token_ids[:num_taken]), taken, self.finish_reason, stop)
-
-    def _num_until_end(self, token_ids: Sequence[int]) -> int:
-        """Returns the number of tokens up to the first one that ends the answer, which counts."""
-        ends = (index + 1 for index, token_id in enumerate(token_ids) if token_id in self._eos_token_ids)
-        return next(ends, len(token_ids))
+        return AnswerStep("".join(pieces), tuple(token_ids[:num_taken]), taken, finish_reason, stop)
 
     def _is_shown(self, token_id: int) -> bool:
         """Returns whether a token has text."""
@@ -129,17 +117,22 @@ class TextStream(Iterator[str]):
 
     def __init__(
         self,
-        request: PreparedPrompt,
+        request: Request,
         detokenizer: Detokenizer | NoText,
-        tokens: Iterator[int],
+        handle: Any,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.token_ids: list[int] = []
-        self._request = request
-        stop_token_ids = request.params.stop_token_ids or ()
-        self._decoder = StepDecoder(detokenizer, request.stop_strings, request.eos_token_ids, stop_token_ids)
+        self._prompt_len, params = len(request.prompt_ids), request.params
+        self._decoder = StepDecoder(detokenizer, params.stop_strings, params.given.stop_token_ids or ())
         self._has_text = not isinstance(detokenizer, NoText)
-        self._tokens = tokens
+        self._handle = handle
+        self._outputs: Iterator[Any] = iter(handle)
+        self._async_outputs: Any = None
+        # What has arrived and is not shown yet: a token, or the end and its reason, or both.
+        self._ready: collections.deque[tuple[int | None, FinishReason | None]] = collections.deque()
+        self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
         self._pieces: list[str] = []
         self._finish_reason: FinishReason | None = None
         self._clock = clock
@@ -149,7 +142,7 @@ class TextStream(Iterator[str]):
     @property
     def logprobs(self) -> list[TokenLogprobs]:
         """`TokenLogprobs` of the tokens so far, with ``SamplingParams(logprobs=...)``."""
-        return list(getattr(self._tokens, "logprobs", ()))[: len(self.token_ids)]
+        return self._logprobs[: len(self.token_ids)]
 
     @property
     def prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
@@ -157,7 +150,7 @@ class TextStream(Iterator[str]):
 
         They are requested by ``SamplingParams(prompt_logprobs=...)``.
         """
-        return getattr(self._tokens, "prompt_logprobs", None)
+        return self._prompt_logprobs
 
     @property
     def text(self) -> str:
@@ -168,18 +161,17 @@ class TextStream(Iterator[str]):
     def stats(self) -> GenerationStats:
         """Counts and times so far; ``finish_reason`` is set once the stream has ended."""
         num_later = len(self.token_ids) - 1
-        handle: Any = getattr(self._tokens, "handle", None)
         decode_s = 0.0 if self._first_s is None else self._last_s - self._first_s
         return GenerationStats(
-            prompt_tokens=len(self._request.prompt_ids),
+            prompt_tokens=self._prompt_len,
             new_tokens=len(self.token_ids),
             ttft_s=None if self._first_s is None else self._first_s - self._start_s,
             decode_tokens_per_s=num_later / decode_s if num_later > 0 and decode_s > 0 else None,
             total_s=self._last_s - self._start_s,
             finish_reason=self._finish_reason,
-            cached_tokens=0 if handle is None else handle.num_cached_tokens,
-            queued_s=None if handle is None else handle.queued_s,
-            num_preemptions=0 if handle is None else handle.num_preemptions,
+            cached_tokens=self._handle.num_cached_tokens,
+            queued_s=self._handle.queued_s,
+            num_preemptions=self._handle.num_preemptions,
         )
 
     def __repr__(self) -> str:
@@ -191,7 +183,13 @@ class TextStream(Iterator[str]):
 
     def __next__(self) -> str:
         while self._finish_reason is None:
-            piece = self._advance()
+            try:
+                while not self._ready:
+                    self._take(next(self._outputs))
+                piece = self._next_piece()
+            except BaseException:
+                self.close()
+                raise
             if piece or not self._has_text:
                 self._pieces.append(piece)
                 return piece
@@ -203,7 +201,8 @@ class TextStream(Iterator[str]):
         The model stays usable.
         """
         if self._finish_reason is None:
-            self._end("abort")
+            self._finish_reason = "abort"
+            self._handle.cancel()
 
     def __enter__(self) -> Self:
         return self
@@ -223,61 +222,47 @@ class TextStream(Iterator[str]):
         return self
 
     async def __anext__(self) -> str:
-        """Returns the next piece without blocking the event loop; for requests on the engine."""
-        tokens: Any = self._tokens
-        if not hasattr(tokens, "__anext__"):
-            raise UnsupportedModelError(
-                "async for: expected a request on the engine, and this one is not; iterate with for, in a thread"
-            )
+        """Returns the next piece without blocking the event loop."""
+        if self._async_outputs is None:
+            self._async_outputs = aiter(self._handle)
         while self._finish_reason is None:
             try:
-                token_id = await anext(tokens)
-            except StopAsyncIteration:
-                piece = self._end(self._finish_reason_without_stop())
+                while not self._ready:
+                    self._take(await anext(self._async_outputs))
+                piece = self._next_piece()
             except BaseException:
                 self.close()
                 raise
-            else:
-                piece = self._push(token_id)
             if piece or not self._has_text:
                 self._pieces.append(piece)
                 return piece
         raise StopAsyncIteration
 
-    def _finish_reason_without_stop(self) -> FinishReason:
-        """Returns why the tokens have ended without an end-of-sequence token or stop string."""
-        reason: FinishReason | None = getattr(self._tokens, "finish_reason", None)
-        return reason if reason in ("deadline", "queue_deadline") else "length"
+    def _take(self, output: Any) -> None:
+        """Takes an output of the handle, token by token.
 
-    def _advance(self) -> str:
-        """Takes one token, or the end; returns the text that became final."""
-        try:
-            token_id = next(self._tokens)
-        except StopIteration:
-            return self._end(self._finish_reason_without_stop())
-        except BaseException:
-            self.close()
-            raise
-        return self._push(token_id)
+        The end is shown with a token that stops the answer, and else behind the last one.
+        """
+        reason: FinishReason | None = output.finish_reason
+        self._ready += [(token_id, None) for token_id in output.token_ids]
+        if reason is not None:
+            with_token = reason == "stop" and bool(self._ready)
+            self._ready.append((self._ready.pop()[0] if with_token else None, reason))
+        self._logprobs += output.logprobs or ()
+        self._prompt_logprobs = self._prompt_logprobs or output.prompt_logprobs
 
-    def _push(self, token_id: int) -> str:
-        self._last_s = self._clock()
-        if self._first_s is None:
-            self._first_s = self._last_s
-        self.token_ids.append(int(token_id))
-        return self._shown(self._decoder.push(self.token_ids[-1:]))
-
-    def _end(self, reason: FinishReason) -> str:
-        """Ends the answer; returns the text that was held back, or nothing of a cancelled answer."""
-        return self._shown(self._decoder.push((), finish_reason=reason))
-
-    def _shown(self, step: AnswerStep) -> str:
-        """Returns the text of a step; the last one stops the tokens."""
-        if step.finish_reason is not None:
-            self._finish_reason = step.finish_reason
-            close = getattr(self._tokens, "close", None)
-            if close is not None:
-                close()
+    def _next_piece(self) -> str:
+        """Shows what has arrived first; returns the text that became final."""
+        token_id, reason = self._ready.popleft()
+        new = () if token_id is None else (int(token_id),)
+        if new:
+            self._last_s = self._clock()
+            self._first_s = self._last_s if self._first_s is None else self._first_s
+            self.token_ids += new
+        step = self._decoder.push(new, finish_reason=reason)
+        self._finish_reason = step.finish_reason
+        if step.finish_reason == "stop":
+            self._handle.cancel("stop")  # at a stop string, which the engine does not see
         return step.text
 
 
@@ -304,39 +289,27 @@ def stream(model: TextModel, prompt: str | Sequence[int], params: SamplingParams
     return start_stream(model, make_request(model, encode_prompt(model, prompt), params))
 
 
-def start_stream(model: TextModel, request: PreparedPrompt) -> TextStream:
+def start_stream(model: TextModel, request: Request) -> TextStream:
     """Returns the `TextStream` of a checked request."""
-    num_answers = request.generation_config.num_return_sequences or 1
+    num_answers = request.params.num_answers
     if num_answers > 1:
         raise UnsupportedArgumentError(
             f"n: expected one answer, got n={num_answers}; call generate_batch, or ask again for another"
         )
-    detokenizer = detokenizer_of(model, request.stop_strings)
-    return TextStream(request, detokenizer, new_tokens(model, request))
+    detokenizer = detokenizer_of(model, request.params.stop_strings)
+    return TextStream(request, detokenizer, model.submit_prompt(request))
 
 
-def new_tokens(model: TextModel, request: PreparedPrompt, first: Iterator[int] | None = None) -> Iterator[int]:
-    """Returns the model's iterator over the new tokens of `request`.
+def submit_answer(model: TextModel, request: Request, first: Any = None) -> Any:
+    """Returns the handle of `request`, which is submitted.
 
     Args:
         model: The model.
         request: The request.
-        first: Tokens of the first answer to its prompt; a later one shares its pages.
+        first: Handle of the first answer to its prompt; a later one shares its pages.
     """
-    has_shared_pages = request.answer_index and request.inputs is None and hasattr(first, "handle")
-    submit: Callable[..., Iterator[int]] | None = getattr(model, "submit_prompt", None)
-    if submit is not None:  # a served model, which need not check again
-        return submit(request, first if has_shared_pages else None)
-    kwargs: dict[str, Any] = {} if request.seed is None else {"seed": request.seed}
-    if request.inputs is not None:
-        kwargs["inputs"] = request.inputs
-    if request.masks is not None:
-        kwargs["masks"] = request.masks
-    if has_shared_pages:
-        kwargs["fork_of"] = first
-    if request.params.engine_only():
-        kwargs["params"] = request.params.only_engine_options()  # the config has the others
-    return model.iter_tokens(request.prompt_ids, request.generation_config, **kwargs)
+    shares_pages = request.answer_index and request.inputs is None
+    return model.submit_prompt(request, first if shares_pages else None)
 
 
 def submitted_together(model: TextModel, num_answers: int) -> contextlib.AbstractContextManager[None]:
