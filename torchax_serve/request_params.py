@@ -25,6 +25,7 @@ from torchax_serve.sampling_params import (
     NEVER_A_TOKEN,
     NO_PARAMS,
     SAMPLING_ONLY,
+    SEEDS,
     SamplingParams,
     ValueRange,
     bias_pairs,
@@ -186,7 +187,6 @@ NEUTRAL: Mapping[str, float] = {
 }
 """Options that are one number of a row, with the value that asks for nothing. A temperature of 0 is greedy decoding."""
 
-_SEEDS = ValueRange(0, MAX_SEED, is_integer=True)
 SMALLEST_TEMPERATURE = 1e-30  # scores divided by less overflow float32
 COLDEST = 1e-5
 """Temperature below which requests of the engine are greedy, as in vLLM: equal scores do not make them random."""
@@ -514,7 +514,7 @@ def _engine_values(config: GenerationConfig, given: SamplingParams, seed: int | 
 
 
 def _values(config: GenerationConfig, given: SamplingParams, seed: int | None) -> dict[str, Any]:
-    if seed is not None and seed not in _SEEDS:
+    if seed is not None and seed not in SEEDS:
         raise invalid("seed", f"a whole number from 0 to {MAX_SEED}", seed, "draw one with secrets.randbits(63)")
     ends = _ends(config)
     decay = config.exponential_decay_length_penalty

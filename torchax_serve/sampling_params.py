@@ -53,6 +53,7 @@ __all__ = [
 
 MAX_SEED = 2**64 - 1  # largest seed of torch.Generator.manual_seed
 MAX_ANSWERS = 16384  # to one prompt, as in vLLM
+SEEDS, _NUM_ANSWERS = ValueRange(0, MAX_SEED, is_integer=True), ValueRange(1, MAX_ANSWERS, is_integer=True)
 MAX_STOPS = 64  # stop strings, and ids of end-of-sequence and stop tokens each
 NEVER_A_TOKEN = -1
 """End-of-sequence id that no token has; for a config without one, transformers would use the model's."""
@@ -245,9 +246,9 @@ class SamplingParams:
         for name in names:
             if not (name == "temperature" and self.is_greedy):
                 check_number(name, getattr(self, name))
-        if self.n is not None and self.n not in ValueRange(1, MAX_ANSWERS, is_integer=True):
-            raise invalid("n", ValueRange(1, MAX_ANSWERS, is_integer=True), self.n)
-        if self.seed is not None and self.seed not in ValueRange(0, MAX_SEED, is_integer=True):
+        if self.n is not None and self.n not in _NUM_ANSWERS:
+            raise invalid("n", _NUM_ANSWERS, self.n)
+        if self.seed is not None and self.seed not in SEEDS:
             raise invalid("seed", f"a whole number from 0 to {MAX_SEED}", self.seed, "None draws a fresh one")
 
     def _check_stop_strings(self) -> None:

@@ -16,7 +16,7 @@ from torchax_serve.compilation.compile_lock import check_not_compiling
 from torchax_serve.outputs import FinishReason, TokenLogprobs
 from torchax_serve.scheduler import RequestId, RowResult
 from torchax_serve.scheduler.request import RequestState
-from torchax_serve.validation.owner_process import OwnerProcess
+from torchax_serve.validation.owner_process import this_process
 
 
 class RequestOutput(NamedTuple):
@@ -47,7 +47,7 @@ class RequestHandle:
         self._waiter: asyncio.Future[None] | None = None  # what an asynchronous reader waits for
         self.loop: asyncio.AbstractEventLoop | None = None  # of an asynchronous reader
         self.has_output = False  # whether one has arrived, read or not
-        self._process = OwnerProcess()
+        self._process = this_process()
 
     def __repr__(self) -> str:
         state = "running" if self.finish_reason is None else f"finish_reason={self.finish_reason!r}"

@@ -49,36 +49,37 @@ class MediaSlots:
         num_slots: Number of slots.
 
     Attributes:
+        inputs: Images or audio by slot, of requests that have some.
         deltas: int32[num_slots], of a token behind the prompt, its position for rotary embeddings minus its position.
     """
 
     def __init__(self, num_slots: int) -> None:
-        self._inputs: dict[int, MediaInput] = {}
+        self.inputs: dict[int, MediaInput] = {}
         self.deltas = np.zeros(num_slots, np.int32)
 
     def assign(self, slot: int, source: RequestInput) -> None:
         """Assigns `slot` to a request with this input."""
-        self._inputs.pop(slot, None)
+        self.inputs.pop(slot, None)
         self.deltas[slot] = 0
         if isinstance(source, MediaInput):
-            self._inputs[slot] = source
+            self.inputs[slot] = source
             self.deltas[slot] = source.delta
 
     def has_deltas(self, rows: Sequence[PlanRow]) -> bool:
         """Returns whether a row's tokens have other positions for rotary embeddings."""
-        if not self._inputs or not self.deltas.any():
+        if not self.inputs or not self.deltas.any():
             return False
         slots = rows.slots if isinstance(rows, DecodeBatch) else [row.slot for row in rows]
         return bool(self.deltas[slots].any())
 
     def with_token_ids(self, rows: Sequence[PlanRow]) -> Sequence[PlanRow]:
         """Returns `rows` with token ids in place of the ids by which media's pages are found."""
-        if not self._inputs or isinstance(rows, DecodeBatch):
+        if not self.inputs or isinstance(rows, DecodeBatch):
             return rows
         return [self._with_token_ids(row) for row in rows]
 
     def _with_token_ids(self, row: PlanRow) -> PlanRow:
-        source = self._inputs.get(row.slot)
+        source = self.inputs.get(row.slot)
         if source is None or row.token_ids is None:
             return row
         ids = source.prompt_ids[row.context_len : row.context_len + row.num_tokens]
@@ -86,13 +87,13 @@ class MediaSlots:
 
     def has_prompts(self, rows: Sequence[PlanRow]) -> bool:
         """Returns whether `rows` have tokens of a prompt with media."""
-        return any(row.slot in self._inputs and row.token_ids is not None for row in rows) if self._inputs else False
+        return any(row.slot in self.inputs and row.token_ids is not None for row in rows) if self.inputs else False
 
     def spec_of(self, rows: Sequence[PlanRow]) -> MediaSpec | None:
         """Returns the static part of a step with `rows`; None if its tokens are as those of text."""
-        if not self._inputs or (isinstance(rows, DecodeBatch) and not self.has_deltas(rows)):
+        if not self.inputs or (isinstance(rows, DecodeBatch) and not self.has_deltas(rows)):
             return None
-        given = [(self._inputs[row.slot], row) for row in rows if row.slot in self._inputs]
+        given = [(self.inputs[row.slot], row) for row in rows if row.slot in self.inputs]
         chunks = [(source, row) for source, row in given if row.context_len < len(source.prompt_ids)]
         axes = max((1 for source, _ in given if source.delta), default=0)
         axes = max((len(source.positions) for source, _ in chunks if source.positions is not None), default=axes)
@@ -117,7 +118,7 @@ class MediaSlots:
         for row in rows:
             part, own = slice(begin, begin + row.num_tokens), np.arange(row.num_tokens) + row.context_len
             begin = part.stop
-            source = self._inputs.get(row.slot)
+            source = self.inputs.get(row.slot)
             if found.positions is not None:
                 found.positions[:, part] = own + self.deltas[row.slot]
             if found.sees_until is not None:

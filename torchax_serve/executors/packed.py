@@ -6,7 +6,6 @@ with or without decode rows, is a packed batch of tokens.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -170,7 +169,7 @@ class PackedExecutor:
             if plan.drafts is not None:
                 return self._drafts.run(plan, sampler, words)
             self._drafts.catch_up(plan.page_tables)
-        spec = self._steps.choose(self._specs.for_decode(len(plan.rows), *self._media.of_decode(plan.rows)))
+        spec = self._steps.choose(self._decode_specs(plan.rows))
         if not isinstance(spec, FusedDecodeSpec):
             return None
         found = sampler.fused_options(plan.rows, spec.packed.num_rows)
@@ -204,7 +203,8 @@ class PackedExecutor:
         Returns:
             Tokens int32[max_num_steps, S], of which the first `num_steps` rows are valid, and the new state.
         """
-        spec = dataclasses.replace(self._specs.decode(len(options.ints)), has_deltas=self._media.has_deltas(rows))
+        has_deltas = bool(self._media.inputs) and self._media.has_deltas(rows)
+        spec = self._specs.decode(len(options.ints), has_deltas)
         numbers = spec.pack(rows, tables, num_steps=num_steps, draws=draws, deltas=self._media.deltas)
         (_, tokens), state = self._dispatch_decode(spec, state, options, numbers)
         return tokens, state
@@ -213,7 +213,7 @@ class PackedExecutor:
         self, spec: FusedDecodeSpec, state: SamplerState, options: RowOptions, numbers: np.ndarray
     ) -> tuple[tuple[jax.Array, jax.Array], SamplerState]:
         """Runs a decode program on the cache; returns logits and tokens, and the new state."""
-        args = (self.cache.pools, state, options, self._adapters.behind(numbers))
+        args = (self.cache.pools, state, options, self._with_adapters(numbers))
         program = self._steps.get(spec, StepCall(self._decode_steps, args))
         results, self.cache.pools, state = program(self._weights, *args)
         return results, state
@@ -235,25 +235,20 @@ class PackedExecutor:
         """Implements `Executor.run`; logits are in the model's dtype."""
         if self._drafts is not None:
             self._drafts.catch_up(tables)
-        rows = self._media.with_token_ids(rows)
-        num_tokens, media = sum(row.num_tokens for row in rows), self._media.spec_of(rows)
-        is_decode = self._specs.is_decode(rows) and not self._media.has_prompts(rows)
-        specs = (
-            self._specs.for_decode(len(rows), *self._media.of_decode(rows))
-            if is_decode
-            else self._specs.for_tokens(num_tokens, media=media)
-        )
+        media, is_decode = None, self._specs.is_decode(rows)
+        if self._media.inputs:
+            rows = self._media.with_token_ids(rows)
+            media, is_decode = self._media.spec_of(rows), is_decode and not self._media.has_prompts(rows)
+        num_tokens = sum(row.num_tokens for row in rows)
+        specs = self._decode_specs(rows) if is_decode else self._specs.for_tokens(num_tokens, media=media)
         spec = self._steps.choose(specs)
         if isinstance(spec, FusedDecodeSpec):
             numbers = spec.pack(rows, tables, ahead=ahead, deltas=self._media.deltas)
             return self._decode_logits(spec, last_tokens, numbers)
-        numbers = self._adapters.behind(spec.pack(rows, tables, ahead))
-        args = (
-            self.cache.pools,
-            last_tokens,
-            numbers,
-            *further(None, self._media.tokens(rows, spec.num_tokens, spec.media)),
-        )
+        numbers = self._with_adapters(spec.pack(rows, tables, ahead))
+        args: tuple[Any, ...] = (self.cache.pools, last_tokens, numbers)
+        if spec.media is not None:
+            args = (*args, None, self._media.tokens(rows, spec.num_tokens, spec.media))
         program = self._steps.get(spec, StepCall(self._step, args))
         logits, self.cache.pools = program(self._weights, *args)
         return logits
@@ -276,7 +271,7 @@ class PackedExecutor:
         ids = np.zeros(spec.num_tokens, np.int32)
         ids[: len(following)] = following
         scored = ids, np.bool_(num_top > 0)
-        numbers = self._adapters.behind(spec.pack(rows, tables, 0))
+        numbers = self._with_adapters(spec.pack(rows, tables, 0))
         args = (
             self.cache.pools,
             sampler.last_tokens,
@@ -332,15 +327,26 @@ class PackedExecutor:
 
     def assign(self, slot: int, source: RequestInput, adapter_id: int = 0) -> None:
         """Implements `Executor.assign`."""
-        self._adapters.assign(slot, adapter_id)
-        self._media.assign(slot, source)
+        if self._adapters.size or adapter_id:
+            self._adapters.assign(slot, adapter_id)
+        if self._media.inputs or isinstance(source, MediaInput):
+            self._media.assign(slot, source)
         if self._drafts is not None:
             self._drafts.assign(slot)
         self.cache.free_slot(slot)
 
     def prepare(self, plan: StepPlan) -> None:
         """Implements `Executor.prepare`: the decode steps of the plan's requests."""
-        self._steps.expect(self._specs.for_decode(len(plan.rows), *self._media.of_decode(plan.rows))[:1])
+        self._steps.expect(self._decode_specs(plan.rows)[:1])
+
+    def _decode_specs(self, rows: Sequence[PlanRow]) -> list[FusedDecodeSpec | PackedStepSpec]:
+        """Returns the specs of steps that can decode `rows`, decode steps first."""
+        media = self._media.of_decode(rows) if self._media.inputs else (None, False)
+        return self._specs.for_decode(len(rows), *media)
+
+    def _with_adapters(self, numbers: np.ndarray) -> np.ndarray:
+        """Returns the array of a step with the adapters of all slots behind it, where requests can name some."""
+        return self._adapters.behind(numbers) if self._adapters.size else numbers
 
     def _call_of(self, spec: Spec) -> StepCall:
         """Returns a step with its arguments as shapes."""

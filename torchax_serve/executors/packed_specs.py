@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from model_adapters.caches.packed_batch import PagedLayout
 from model_adapters.ops import registry
@@ -55,7 +56,7 @@ class StepBuckets:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PackedSpecs:
-    """Makes the specs of steps.
+    """Makes the specs of steps, each once: steps of all requests ask for them.
 
     Attributes:
         layout: Layout of the cache.
@@ -83,6 +84,8 @@ class PackedSpecs:
     head: str = ""
     num_top: int = MAX_NUM_TOP
     _known: dict[tuple[int, bool, bool, MediaSpec | None], PackedStepSpec] = dataclasses.field(default_factory=dict)
+    _decode: dict[tuple[int, bool], FusedDecodeSpec] = dataclasses.field(default_factory=dict)
+    _choices: dict[tuple[Any, ...], Any] = dataclasses.field(default_factory=dict)
 
     def is_decode(self, rows: Sequence[PlanRow]) -> bool:
         """Returns whether each row has one token with rotary frequencies of its own length.
@@ -134,27 +137,38 @@ class PackedSpecs:
             *sizes, layout, self.batch_invariant, self.has_rope_lens, head=self.head, num_top=self.num_top
         )
 
-    def decode(self, num_rows: int) -> FusedDecodeSpec:
+    def decode(self, num_rows: int, has_deltas: bool = False) -> FusedDecodeSpec:
         """Returns the spec of decode steps of `num_rows` rows, a bucket."""
-        return FusedDecodeSpec(self.of_tokens(num_rows, is_decode=True), self.max_num_steps)
+        spec = self._decode.get((num_rows, has_deltas))
+        if spec is None:
+            packed = self.of_tokens(num_rows, is_decode=True)
+            spec = self._decode[num_rows, has_deltas] = FusedDecodeSpec(packed, self.max_num_steps, has_deltas)
+        return spec
 
     def for_tokens(
         self, num_tokens: int, *, all_logits: bool = False, media: MediaSpec | None = None
     ) -> list[PackedStepSpec]:
         """Returns the specs of steps that have room for `num_tokens` tokens, ascending."""
-        if all_logits:
-            num_tokens = max(num_tokens, self.num_scored_tokens)
-        buckets = (size for size in self.token_buckets if size >= num_tokens)
-        return [self.of_tokens(size, all_logits=all_logits, media=media) for size in buckets]
+        key = num_tokens, all_logits, media
+        found: list[PackedStepSpec] | None = self._choices.get(key)
+        if found is None:
+            least = max(num_tokens, self.num_scored_tokens) if all_logits else num_tokens
+            buckets = (size for size in self.token_buckets if size >= least)
+            found = [self.of_tokens(size, all_logits=all_logits, media=media) for size in buckets]
+            self._choices[key] = found
+        return found
 
     def for_decode(
         self, num_rows: int, media: MediaSpec | None = None, has_deltas: bool = False
     ) -> list[FusedDecodeSpec | PackedStepSpec]:
         """Returns the specs of steps that can decode `num_rows` rows, decode steps first."""
-        buckets = (size for size in self.decode_buckets if size >= num_rows)
-        decode = (self.decode(size) for size in buckets)
-        decode = (dataclasses.replace(spec, has_deltas=True) if has_deltas else spec for spec in decode)
-        return [*decode, *self.for_tokens(num_rows, media=media)]
+        key = "decode", num_rows, media, has_deltas
+        found: list[FusedDecodeSpec | PackedStepSpec] | None = self._choices.get(key)
+        if found is None:
+            buckets = (size for size in self.decode_buckets if size >= num_rows)
+            decode = (self.decode(size, has_deltas) for size in buckets)
+            found = self._choices[key] = [*decode, *self.for_tokens(num_rows, media=media)]
+        return found
 
     @property
     def num_scored_tokens(self) -> int:

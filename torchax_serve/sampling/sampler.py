@@ -58,6 +58,7 @@ PROGRAMS: dict[Level, Level] = {
 
 
 _NO_LOGPROBS = -1
+_spec_of = functools.cache(SamplerSpec)  # steps have few of them
 
 
 class BatchRows(NamedTuple):
@@ -181,7 +182,7 @@ class SlotParams:
         if batch_rows.needs_tables and LEVELS.index(level) < LEVELS.index("penalties"):
             is_early = self._num_new(batch_rows, plan_rows, ahead) < batch_rows.num_tokens_with_tables
             level = "penalties" if is_early.any() else level
-        return batch_rows, SamplerSpec(level, num_top=batch_rows.num_top or 0, logprobs=batch_rows.num_top is not None)
+        return batch_rows, _spec_of(level, num_top=batch_rows.num_top or 0, logprobs=batch_rows.num_top is not None)
 
     @staticmethod
     def _num_new(batch_rows: BatchRows, plan_rows: Sequence[PlanRow], ahead: int) -> np.ndarray:
@@ -480,7 +481,7 @@ def default_sharding() -> jax.sharding.Sharding:
 
 
 def _spec(level: Level, rules: TransformersBehaviour | None) -> SamplerSpec:
-    return SamplerSpec(level, rules=rules if level == "history" else None)
+    return _spec_of(level, rules=rules if level == "history" else None)
 
 
 # As `CachedFunction` takes them: there are no weights, and a spec only where something is static.

@@ -60,7 +60,7 @@ class StepDecoder:
         silent_ids: Collection[int] = (),
     ) -> None:
         self._detokenizer = detokenizer
-        self._stops, self._has_stop_strings = StopStrings(stop_strings), bool(stop_strings)
+        self._stops = StopStrings(stop_strings) if stop_strings else None
         self._stop_token_ids = frozenset(stop_token_ids)
         self._include_stop, self._silent_ids = include_stop, frozenset(silent_ids)
 
@@ -74,30 +74,34 @@ class StepDecoder:
 
         Tokens behind the one that completes a stop string are dropped.
         """
-        pieces: list[str] = []
         stop: str | int | None = None
-        num_taken = len(token_ids)
-        if not self._has_stop_strings:
-            pieces.append(self._detokenizer.push_all(int(each) for each in token_ids if self._is_shown(each)))
+        num_taken, ends = len(token_ids), finish_reason not in (None, "abort", "error")
+        if self._stops is None:
+            text = self._detokenizer.push_all(int(each) for each in token_ids if self._is_shown(each))
+            text += self._detokenizer.flush() if ends else ""
         else:
-            for index, token_id in enumerate(token_ids):
-                text = self._detokenizer.push(int(token_id)) if self._is_shown(token_id) else ""
-                pieces.append(self._stops.push(text))
-                if self._stops.found is not None:
-                    num_taken = index + 1
-                    break
-        if self._stops.found is None and finish_reason not in (None, "abort", "error"):
-            pieces.append(self._stops.push(self._detokenizer.flush()))
-            if self._stops.found is None:
-                pieces.append(self._stops.flush())
-        if self._stops.found is not None:
-            finish_reason, stop = "stop", self._stops.found
-            if self._include_stop:
-                pieces.append(self._stops.found)
+            text, num_taken = self._up_to_stop(self._stops, token_ids, ends)
+            stop = self._stops.found
+        if stop is not None:
+            finish_reason = "stop"
+            text += str(stop) if self._include_stop else ""
         elif finish_reason == "stop" and token_ids and token_ids[-1] in self._stop_token_ids:
             stop = int(token_ids[-1])
         taken = None if logprobs is None else tuple(logprobs[:num_taken])
-        return AnswerStep("".join(pieces), tuple(token_ids[:num_taken]), taken, finish_reason, stop)
+        return AnswerStep(text, tuple(token_ids[:num_taken]), taken, finish_reason, stop)
+
+    def _up_to_stop(self, stops: StopStrings, token_ids: Sequence[int], ends: bool) -> tuple[str, int]:
+        """Returns the text of a step up to a stop string, and how many tokens it takes."""
+        pieces: list[str] = []
+        for index, token_id in enumerate(token_ids):
+            pieces.append(stops.push(self._detokenizer.push(int(token_id)) if self._is_shown(token_id) else ""))
+            if stops.found is not None:
+                return "".join(pieces), index + 1
+        if ends:
+            pieces.append(stops.push(self._detokenizer.flush()))
+            if stops.found is None:
+                pieces.append(stops.flush())
+        return "".join(pieces), len(token_ids)
 
     def _is_shown(self, token_id: int) -> bool:
         """Returns whether a token has text."""

@@ -31,3 +31,14 @@ class OwnerProcess:
                 f"expected {what} made in this process, got that of process {self._pid}, from which this one was "
                 'forked; call serve() in the child, or start it with multiprocessing\'s "spawn"'
             )
+
+
+_this_process = OwnerProcess()
+
+
+def this_process() -> OwnerProcess:
+    """Returns this process, for objects of which there are many."""
+    global _this_process
+    if not _this_process.is_current:  # a forked child
+        _this_process = OwnerProcess()
+    return _this_process
