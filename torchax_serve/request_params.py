@@ -382,7 +382,7 @@ class RequestParams:
 
     @classmethod
     def of_checked(cls, config: GenerationConfig, *, seed: int = 0) -> Self:
-        """Returns the options of a checked config, for a loop of ``generate``; see `validate_options`."""
+        """Returns the options of a checked config (`validate_options`), for ``generate``."""
         return cls(**_values(config, NO_PARAMS, seed))
 
     def check_tokens(self, vocab_size: int) -> None:

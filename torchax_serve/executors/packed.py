@@ -345,7 +345,7 @@ class PackedExecutor:
         return self._specs.for_decode(len(rows), *media)
 
     def _with_adapters(self, numbers: np.ndarray) -> np.ndarray:
-        """Returns the array of a step with the adapters of all slots behind it, where requests can name some."""
+        """Returns the array of a step, with the adapters of all slots behind it if there are any."""
         return self._adapters.behind(numbers) if self._adapters.size else numbers
 
     def _call_of(self, spec: Spec) -> StepCall:
