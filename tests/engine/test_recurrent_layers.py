@@ -1,6 +1,5 @@
 """Recurrent layers in the packed step: the tokens of eager PyTorch, in any company and any chunks."""
 
-import dataclasses
 import logging
 import re
 
@@ -228,26 +227,6 @@ def test_tokens_are_those_of_eager_pytorch(model_type):
         alone = [tokens(model, ids[:1]) for _ in range(2 if model_type in EVICTED else 1)]
         assert all(each == expected[:1] for each in alone)
         assert model.stats().scheduler.num_hit_tokens == 32  # 45 but for the last page and what is behind it
-
-
-# Nemotron-H limits the time steps of prompts, not those of generated tokens, which are part of a longer prompt then.
-@pytest.mark.parametrize("model_type", ["qwen3_5_text", "nemotron_h"])
-@pytest.mark.parametrize("caching", [True, False])
-def test_preempted_requests_begin_again(model_type, caching):
-    """From a snapshot of their prompt, or from its first token."""
-    eager, ids = tiny(model_type), prompts(30, 25, 28, 31, 27, 26)
-    options = dataclasses.replace(OPTIONS, enable_prefix_caching=caching)
-    with serve(tiny(model_type), engine=options) as model:
-        cache = model.engine._runner._cache
-        states, page = cache.recurrent.num_bytes(1), cache.plan.shapes[0].page_bytes(OPTIONS.page_size)
-    room = 12 * states if caching else 14 * page  # of the former a quarter is for snapshots
-    scarce = dataclasses.replace(options, kv_cache_memory_bytes=(OPTIONS.max_num_seqs + 1) * states + room)
-    with serve(tiny(model_type), engine=scarce) as model:
-        model.engine.check_integrity = True
-        assert tokens(model, ids, 40) == [eager_tokens(eager, each, 40) for each in ids]
-        assert model.stats().scheduler.num_preemptions > 0
-        if model_type == "qwen3_5_text":  # the other one has room for a snapshot less, and others took it
-            assert (model.stats().scheduler.num_hit_tokens > 0) == caching
 
 
 def test_a_state_of_nan_stays_with_its_request():

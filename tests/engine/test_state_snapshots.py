@@ -8,10 +8,9 @@ import pytest
 from test_recurrent_layers import KEPT, OPTIONS, eager_tokens, prompts, tiny, tokens
 from thorough import except_for
 
-from torchax_serve import EngineOptions, InvalidArgumentError, SamplingParams, serve
+from torchax_serve import EngineOptions, InvalidArgumentError, serve
 
 LONG = dataclasses.replace(OPTIONS, max_model_len=200)
-PAGE = OPTIONS.page_size
 
 
 @contextlib.contextmanager
@@ -51,35 +50,6 @@ def test_the_third_prompt_of_a_shared_beginning_finds_it(model_type):
             assert tokens(model, [shared + end]) == [eager_tokens(eager, shared + end)]
             found.append(hits(model))
     assert found == [0, 0, 0, 48]
-
-
-def test_answers_to_one_prompt_share_its_snapshot():
-    eager, (ids,) = tiny("falcon_h1"), prompts(60)
-    with served("falcon_h1") as model:
-        params = SamplingParams(max_new_tokens=6, temperature=1, top_k=1, ignore_eos=True, n=3)
-        answers = model.generate_batch([ids], params)
-        assert [list(answer.token_ids) for answer in answers] == [eager_tokens(eager, ids, 6)] * 3
-        assert hits(model) == 2 * 48
-
-
-def test_evicted_snapshots_come_back_from_host_memory():
-    eager = tiny("qwen3_5_text")
-    ids = prompts(40, 41, 42, 43, 44, 45)
-    with served("qwen3_5_text") as model:
-        states = model.engine._runner._cache.recurrent.num_bytes(1)
-        page = model.engine._runner._cache.plan.shapes[0].page_bytes(PAGE)
-    few = dataclasses.replace(
-        LONG,
-        kv_cache_memory_bytes=(LONG.max_num_seqs + 1) * states + 12 * states + 4 * page,
-        kv_offloading_bytes=40 * states + 100 * page,
-    )
-    with served("qwen3_5_text", few) as model:
-        expected = [eager_tokens(eager, each) for each in ids]
-        for _ in range(2):
-            assert [tokens(model, [each])[0] for each in ids] == expected
-        _, states = model.stats().scheduler.pages
-        assert states.num_pages == 3 and states.num_loaded >= 3
-        assert hits(model) == 24 + 5 * 32
 
 
 def test_host_memory_for_too_little_is_refused():

@@ -118,11 +118,13 @@ CONFIGS = {
     "bloom": lambda: transformers.BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=61),  # shapes alone
 }
 SIZES_OF_STATES = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 4}
-for _kinds, _name in ((sparse, "deepseek_v4"), (sparse, "qwen4_exp_text"), (recurrent, "inkling2_text")):
+for _name in ("deepseek_v4", "qwen4_exp_text", "glm_moe_dsa", "inkling2_text", "inkling2_loop_text"):
+    _kinds = sparse if _name in sparse.TYPES else recurrent
     CONFIGS[_name] = functools.partial(
         transformers.AutoConfig.for_model, _name, **_kinds.SIZES | _kinds.TYPES[_name] | {"vocab_size": 61}
     )
-CONFIGS["inkling2_text"].keywords["unpadded_vocab_size"] = 61
+for _name in ("inkling2_text", "inkling2_loop_text"):
+    CONFIGS[_name].keywords["unpadded_vocab_size"] = 61
 CONFIGS["hybrid"] = lambda: transformers.FalconH1Config(**SIZES, **HEADS, **SIZES_OF_STATES, mamba_chunk_size=8)
 PROMPTS = [np.random.default_rng(0).integers(3, 60, length).tolist() for length in (5, 9, 17)]
 ALWAYS = {"max_new_tokens": 8, "min_new_tokens": 8}

@@ -13,7 +13,11 @@ from torchax_serve.parity.tiny.models import prompts, tiny_model
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 
 
-@pytest.mark.parametrize("name", except_for(["qwen3_5_text"], ["qwen3_5_text", "qwen3", "speech:whisper"]))
+PACKED = ["qwen3_5_text", "qwen3", "deepseek_v32", "glm_moe_dsa", "deepseek_v4", "qwen4_exp_text"]
+PACKED += ["inkling2_text", "inkling2_loop_text", "kimi_linear", "bailing_hybrid", "mamba2", "lfm2"]
+
+
+@pytest.mark.parametrize("name", except_for(["qwen3_5_text"], [*PACKED, "speech:whisper"]))
 def test_a_type_starts_a_second_time(name):
     result = check_start.check(name)
     assert result.status == "passed", result
