@@ -4,6 +4,7 @@ Each kind is a row of `TYPES`, each property a test. Bundles, second starts and 
 `tests/export/test_recurrent_bundles.py`, `tests/start/test_starts_of_types.py` and `tests/sharding`.
 """
 
+import contextlib
 import dataclasses
 import functools
 
@@ -15,7 +16,7 @@ from test_recurrent_layers import eager_tokens, prompts, tokens
 from thorough import except_for
 
 from torchax_serve import EngineOptions, SamplingParams, serve
-from torchax_serve.kv_cache.hybrid_cache import HybridCache
+from torchax_serve.kv_cache.memory import MemoryBudget
 
 INDEXED = ["deepseek_v32", "glm_moe_dsa", "deepseek_v4", "qwen4_exp_text"]
 """Index keys in pages, also for layers that take the tokens of others, entries of blocks, and states beside them."""
@@ -25,6 +26,7 @@ TYPES = [*INDEXED, *RECURRENT]
 WITH_PAGES = [each for each in TYPES if each != "mamba2"]
 OPTIONS = EngineOptions(max_model_len=128, max_num_seqs=4, page_size=8, max_num_batched_tokens=20)
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False}
+NUM_PAGES, NUM_SNAPSHOTS = 26, 3  # of layers that see all of a text; the longest requests have 16 pages
 NUM_LONG = 48  # of as many requests as there are slots, for which there are not enough pages
 NUM_SHORT = 4
 TOGETHER = prompts(30, 25, 28, 31, 27, 26)
@@ -54,44 +56,43 @@ def expected(model_type, kind):
     return [eager_tokens(model, ids, num_new) for ids in asked]
 
 
-@functools.cache
-def memory_of(model_type):
-    """Bytes of the states of one request, and of pages of one and a half of the longest length."""
-    with serve(tiny(model_type), engine=OPTIONS) as model:
-        cache = model.engine._runner._cache
-        plan, states = cache.plan, cache.recurrent.num_bytes(1) if isinstance(cache, HybridCache) else 0
-    most = {group.window: group.most_pages(OPTIONS.max_model_len, OPTIONS.page_size) for group in plan.groups}
-    each = [shape.page_bytes(OPTIONS.page_size) * (2 + 3 * most[shape.window] // 2) for shape in plan.shapes]
-    return states, sum(each)
+@contextlib.contextmanager
+def served(model_type, **options):
+    """A model whose pages and snapshots are not enough for as many requests as there are slots."""
+    own = MemoryBudget.plan
 
+    def plan(sizes, shapes, budget_bytes):
+        made = own(sizes, shapes, budget_bytes)
+        groups = (
+            dataclasses.replace(group, num_pages=min(group.num_pages, NUM_PAGES if group.window is None else 10**6))
+            for group in made.groups
+        )
+        return dataclasses.replace(made, groups=tuple(groups))
 
-def few(model_type, **options):
-    """Options of an engine whose pages and snapshots are not enough for all requests."""
-    states, pages = memory_of(model_type)
-    room = (OPTIONS.max_num_seqs + 1) * states + pages
-    if states and options.get("enable_prefix_caching", True):
-        # A quarter of what the states of requests leave is for snapshots; without pages, all of it.
-        room += states * (max(2, pages // (3 * states)) if pages else 3)
-        room = max(room, (OPTIONS.max_num_seqs + 1 + 8 * (pages > 0)) * states)
-    return dataclasses.replace(OPTIONS, kv_cache_memory_bytes=room, **options)
+    def num_snapshots(sizes, *args, **kwargs):
+        return 1 + NUM_SNAPSHOTS * sizes.enable_prefix_caching
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MemoryBudget, "plan", plan)
+        patch.setattr(MemoryBudget, "num_snapshots", num_snapshots)
+        with serve(tiny(model_type), engine=dataclasses.replace(OPTIONS, **options)) as model:
+            model.engine.check_integrity = True
+            assert "not packed" not in model.engine.description
+            yield model
 
 
 @pytest.fixture(scope="module")
 def scarce(request):
     """A type, and its model with little memory on the device and enough on the host."""
-    with serve(tiny(request.param), engine=few(request.param, kv_offloading_bytes=1 << 20)) as model:
-        model.engine.check_integrity = True
+    with served(request.param, kv_offloading_bytes=1 << 20) as model:
         yield request.param, model
-    assert "not packed" not in model.engine.description
 
 
 @pytest.fixture(scope="module")
 def drafting(request):
     """A type, and its model with little memory and drafts that are looked up."""
-    with serve(tiny(request.param), engine=few(request.param, speculative=NGRAM)) as model:
-        model.engine.check_integrity = True
+    with served(request.param, speculative=NGRAM) as model:
         yield request.param, model
-    assert "not packed" not in model.engine.description
 
 
 def stats_of(model):
@@ -148,8 +149,7 @@ def test_answers_to_one_prompt_share_it(scarce):
 @pytest.mark.parametrize("model_type", except_for(["qwen3_5_text"], WITH_PAGES))
 def test_preempted_requests_begin_again(model_type):
     """From their first token, where no prefix is kept."""
-    with serve(tiny(model_type), engine=few(model_type, enable_prefix_caching=False)) as model:
-        model.engine.check_integrity = True
+    with served(model_type, enable_prefix_caching=False) as model:
         assert tokens(model, TOGETHER, NUM_LONG) == expected(model_type, "together")
         assert stats_of(model).num_preemptions > 0
         assert stats_of(model).num_hit_tokens == 0

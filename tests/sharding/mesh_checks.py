@@ -451,6 +451,13 @@ def module_on_meta(family):
     return module_of(transformers.AutoModelForCausalLM._model_mapping[type(config)], config, torch.float32)
 
 
+def bounds(family, degree):
+    """Bytes of the bounds of a decode step and of a prompt, with four slots and with eight."""
+    for num_slots in (4, 8):
+        request = PlanRequest(topology=f"cpu:{degree}", **PLAN | {"max_num_seqs": num_slots})
+        print(*(bound.bytes_read for bound in make_plan(module_on_meta(family), family, request).bounds))
+
+
 def memory(family, degree):
     """The plan's bytes beside those of the same steps with real arguments."""
     report = make_plan(module_on_meta(family), family, PlanRequest(topology=f"cpu:{degree}", **PLAN))

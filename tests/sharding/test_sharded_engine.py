@@ -202,6 +202,15 @@ def test_the_plan_says_what_the_same_steps_take_with_real_arguments(on_eight):
     assert planned == held
 
 
+@pytest.mark.parametrize("degree", [1, 4])
+def test_bounds_count_states_where_they_lie(on_eight, degree):
+    """A decode step reads and writes those of all requests, on the device that has their channels; a prompt its own."""
+    few, many = (list(map(int, line.split())) for line in on_eight("bounds", "mamba", str(degree)))
+    of_request = 2 * 64 * (3 + 4) * 4 // degree  # two layers, channels, inputs of a convolution and a state
+    assert many[0] - few[0] == 4 * 2 * of_request
+    assert many[1] == few[1]
+
+
 def test_a_checkpoint_goes_straight_to_its_devices(on_eight, tmp_path):
     peak, checkpoint, largest, per_device = map(int, on_eight("load", str(tmp_path))[-1].split())
     assert checkpoint > 200e6

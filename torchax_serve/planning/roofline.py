@@ -1,6 +1,6 @@
 """Lower bounds on the time of a step.
 
-Weights and pages are read once, and products run at the chip's peak rate. The bound is the roofline
+Weights and pages are read once, recurrent states read and written, and products run at the chip's peak rate. The bound is the roofline
 (Williams et al. 2009) of one device: the larger of bytes over bandwidth and operations over rate. Exchange between
 devices is not in it, so the true time is above.
 """
@@ -28,7 +28,7 @@ class StepBound:
         step: ``decode``, ``verify``, ``prefill``, or ``draft``, all steps of a draft model for one verify step.
         num_tokens: Number of tokens computed in the step.
         context_len: Largest number of tokens that each of them attends to.
-        bytes_read: Bytes of weights, pages and states, each read once.
+        bytes_read: Bytes of weights, pages and states, each read once; of recurrent states also those written.
         flops: Operations: two for each weight and token, and those of attention.
         seconds: The larger of the two times at the chip's rates; None if these are not known.
         bound_by: "memory" or "compute".
@@ -109,7 +109,10 @@ def prefill_bound(
 
 
 def _state_bytes(executor: PlannedExecutor, step: AbstractStep) -> int:
-    return step.num_rows * sum(state.num_bytes for state in executor.slot_states)
+    """Returns the bytes of the states of a step's requests on one device, which a recurrence reads and writes."""
+    # The first chunk of a prompt reads none. What is kept beside pages in other executors may be an encoder's output.
+    num_times = 2 if executor.name == "packed" and not step.num_prompts else 1
+    return num_times * (step.num_prompts or step.num_rows) * sum(map(executor.row_bytes, executor.slot_states))
 
 
 def _bound(
