@@ -109,7 +109,7 @@ def prefill_bound(
 
 
 def _state_bytes(executor: PlannedExecutor, step: AbstractStep) -> int:
-    """Returns the bytes of the states of a step's requests on one device, which a recurrence reads and writes."""
+    """Returns the bytes of states that a step reads and writes on one device."""
     # The first chunk of a prompt reads none. What is kept beside pages in other executors may be an encoder's output.
     num_times = 2 if executor.name == "packed" and not step.num_prompts else 1
     return num_times * (step.num_prompts or step.num_rows) * sum(map(executor.row_bytes, executor.slot_states))
