@@ -15,7 +15,7 @@ from thorough import thorough
 
 from model_adapters.ops import grouped_matmul, linear, registry, routed_matmul, use
 from model_adapters.ops.compressed_weight import note_turned, quantized_of, substituted
-from model_adapters.ops.cpu import build, ffi  # noqa: F401  a condition in quotes names ffi
+from model_adapters.ops.cpu import build, ffi
 from model_adapters.ops.linear import addmm, matmul
 from model_adapters.ops.quantized_layout import from_pairs, to_pairs
 from model_adapters.ops.quantized_weight import (
@@ -148,12 +148,48 @@ def test_rows_of_bfloat16_have_the_same_bits_for_any_number_of_rows(name, offset
     scheme = dataclasses.replace(SCHEMES[name], dtype="bfloat16")
     weight = make(3, 40, 1104, scheme, offset=offset and scheme.group < 1104)
     x = jnp.asarray(np.random.default_rng(4).standard_normal((30, 1104)), jnp.bfloat16)
-    got, chosen = run(x, lay_out(weight))
-    assert chosen == "cpu-quantized"
+    with ffi.batch_invariant():
+        got, chosen = run(x, lay_out(weight))
+        assert chosen == "cpu-quantized"
+        want = expected(x, weight)
+        np.testing.assert_allclose(got, want, rtol=2**-8, atol=1e-5 * np.abs(want).max())
+        for rows in (1, 2, 9, 13):
+            np.testing.assert_array_equal(run(x[:rows], lay_out(weight))[0], got[:rows])
+
+
+@needs_kernel
+@pytest.mark.parametrize("offset", [False, True])
+@pytest.mark.parametrize("name", [name for name, scheme in SCHEMES.items() if scheme.act_dtype == "int8"])
+def test_rounded_rows_have_the_same_bits_for_any_number_of_rows(name, offset):
+    """Sums of their products are exact, in tile registers and in vectors; rows of a step are not padded."""
+    scheme = dataclasses.replace(SCHEMES[name], dtype="bfloat16")
+    weight = make(5, 72, 1104, scheme, offset=offset and scheme.group < 1104, half=True)
+    x = jnp.asarray(np.random.default_rng(6).standard_normal((37, 1104)), jnp.bfloat16)
+    got, _ = run(x, lay_out(weight))
     want = expected(x, weight)
     np.testing.assert_allclose(got, want, rtol=2**-8, atol=1e-5 * np.abs(want).max())
-    for rows in (1, 2, 9, 13):
+    for rows in (1, 8, 9, 16, 17, 36):
         np.testing.assert_array_equal(run(x[:rows], lay_out(weight))[0], got[:rows])
+
+
+@needs_kernel
+@pytest.mark.parametrize("offset", [False, True])
+@pytest.mark.parametrize(
+    ("out", "columns", "group"), [(40, 1104, 16), (40, 1104, 48), (200, 1088, 32), (24, 1536, 768)]
+)
+@pytest.mark.parametrize("kind", ["int8", "int4", "float8_e4m3fn", "nf4", "fp4"])
+def test_many_rows_of_bfloat16_meet_numbers_as_they_are(kind, out, columns, group, offset):
+    """In tile registers where the processor has them: numbers that are exact in bfloat16, in groups of any size."""
+    table = {"nf4": NF4, "fp4": tuple(map(float, FP4_DOUBLED))}.get(kind)
+    bits, numbers = (4 if kind in ("int4", "nf4", "fp4") else 8), kind if kind == "float8_e4m3fn" else ""
+    scheme = Scheme(bits, group, "none", "bfloat16", table=table, numbers=numbers)
+    weight = make(7, out, columns, scheme, offset=offset)
+    for rows in (5, 33):
+        x = jnp.asarray(np.random.default_rng(rows).standard_normal((rows, columns)), jnp.bfloat16)
+        got, chosen = run(x, lay_out(weight))
+        assert chosen == "cpu-quantized"
+        want = expected(x, weight)
+        np.testing.assert_allclose(got, want, rtol=2**-8, atol=1e-5 * np.abs(want).max())
 
 
 PASSES = """

@@ -258,7 +258,8 @@ def quantized_linear(
 
     def run(x: jax.Array, *parts: jax.Array) -> jax.Array:
         result = jax.ShapeDtypeStruct((x.shape[0], num_rows), x.dtype)
-        out: jax.Array = ffi_call("tas_quantized_linear", result)(x, *parts, **numbers.attributes())
+        attributes = numbers.attributes() | {"in_order": _BATCH_INVARIANT.get()}
+        out: jax.Array = ffi_call("tas_quantized_linear", result)(x, *parts, **attributes)
         return out
 
     shift = jnp.zeros((0,), scale.dtype) if offset is None else offset
@@ -283,7 +284,7 @@ def quantized_routed_linear(
     result = jax.ShapeDtypeStruct((*ids.shape, num_rows), x.dtype)
     shift = jnp.zeros((0,), scale.dtype) if offset is None else offset
     out: jax.Array = ffi_call("tas_quantized_routed_linear", result)(
-        x, ids, values, scale, shift, or_empty(bias), **numbers.attributes()
+        x, ids, values, scale, shift, or_empty(bias), in_order=True, **numbers.attributes()
     )
     return out
 

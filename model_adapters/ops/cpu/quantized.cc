@@ -13,9 +13,9 @@ namespace tas {
 namespace {
 
 template <class T>
-ffi::Error run_quantized(ffi::ThreadPool& threads, const T* x, int64_t rows, const QuantizedMatrix& matrix, int64_t act_group, const float* bias, T* out) {
+ffi::Error run_quantized(ffi::ThreadPool& threads, const T* x, int64_t rows, const QuantizedMatrix& matrix, int64_t act_group, bool in_order, const float* bias, T* out) {
   const int64_t count = num_distinct_rows(x, rows, matrix.k);
-  QuantizedRows held(count, matrix, words_for<T>(matrix, act_group > 0));
+  QuantizedRows held(count, matrix, meeting_of<T>(matrix, act_group > 0 ? count : rows, act_group > 0, in_order));
   held.take(threads, x, act_group);
   const QuantizedProduct product(held, count, matrix, bias, out, QuantizedProduct::store_as<T>);
   parallel_for(threads, product.num_chunks(), num_workers(count, matrix.n, matrix.k, 1), [&](int64_t c, int64_t next) { product.run(c, next); });
@@ -25,8 +25,8 @@ ffi::Error run_quantized(ffi::ThreadPool& threads, const T* x, int64_t rows, con
 
 // Rows of one group and the product of them; numbers of chunks count on over all groups.
 struct GroupProduct {
-  GroupProduct(int64_t rows, const QuantizedMatrix& matrix, Words words, const float* bias, void* out, QuantizedProduct::Store store, const int32_t* to, int64_t first_chunk)
-      : held(rows, matrix, words), product(held, rows, matrix, bias, out, store, to), first_chunk(first_chunk) {}
+  GroupProduct(int64_t rows, const QuantizedMatrix& matrix, Meeting how, const float* bias, void* out, QuantizedProduct::Store store, const int32_t* to, int64_t first_chunk)
+      : held(rows, matrix, how), product(held, rows, matrix, bias, out, store, to), first_chunk(first_chunk) {}
   QuantizedRows held;
   QuantizedProduct product;
   int64_t first_chunk;
@@ -34,7 +34,7 @@ struct GroupProduct {
 
 template <class T>
 ffi::Error run_routed(ffi::ThreadPool& threads, const T* x, int64_t rows_per_token, const int32_t* ids, int64_t tokens, int64_t choices, const QuantizedMatrix& first, int64_t num_matrices,
-                      int64_t act_group, const float* bias, T* out) {
+                      int64_t act_group, bool in_order, const float* bias, T* out) {
   const RoutedRows rows(x, rows_per_token, first.k, ids, tokens, choices, num_matrices);
   const int64_t scale_bytes = first.num_blocks() * first.num_groups() * kBlockRows * (first.is_half ? 2 : 4);
   std::vector<std::unique_ptr<GroupProduct>> groups;
@@ -44,7 +44,7 @@ ffi::Error run_routed(ffi::ThreadPool& threads, const T* x, int64_t rows_per_tok
     matrix.values += e * first.num_blocks() * first.block_bytes();
     matrix.scale = (const char*)first.scale + e * scale_bytes;
     if (first.offset) matrix.offset = (const char*)first.offset + e * scale_bytes;
-    groups.push_back(std::make_unique<GroupProduct>(count, matrix, words_for<T>(matrix, act_group > 0), bias ? bias + e * first.n : nullptr, out, QuantizedProduct::store_as<T>,
+    groups.push_back(std::make_unique<GroupProduct>(count, matrix, meeting_of<T>(matrix, count, act_group > 0, in_order), bias ? bias + e * first.n : nullptr, out, QuantizedProduct::store_as<T>,
                                                     rows.to.data() + begin, num_chunks));
     groups.back()->held.take(threads, x, act_group, rows.at.data() + begin);
     num_chunks += groups.back()->product.num_chunks();
@@ -75,20 +75,20 @@ ffi::ErrorOr<QuantizedMatrix> matrix_of(ffi::AnyBuffer values, ffi::AnyBuffer sc
 
 // x[rows, k], values [n / 16, ...], scale and offset [n / 16, groups, 16] (offset and bias may be empty) -> out[rows, n].
 // `numbers`: what they are, as `Numbers` counts. `zero`: what of an integer of 4 bits is 0. `group`: columns that share a scale. `act_group`: columns of x that are rounded with one scale; 0: x is not rounded.
-// `table`: the 16 numbers that those of kTable4 stand for; any others else.
+// `in_order`: whether sums of rows that are not rounded have one order for any number of rows. `table`: the 16 numbers that those of kTable4 stand for; any others else.
 ffi::Error quantized_linear(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer values, ffi::AnyBuffer scale, ffi::AnyBuffer offset, ffi::AnyBuffer bias,
-                            ffi::Result<ffi::AnyBuffer> out, int64_t numbers, int64_t zero, int64_t group, int64_t act_group, ffi::Span<const float> table) {
+                            ffi::Result<ffi::AnyBuffer> out, int64_t numbers, int64_t zero, int64_t group, int64_t act_group, bool in_order, ffi::Span<const float> table) {
   const int64_t rows = x.dimensions()[0], k = x.dimensions()[1], n = out->dimensions()[1];
   const auto matrix = matrix_of(values, scale, offset, 1, n, k, numbers, zero, group, table);
   if (matrix.has_error()) return matrix.error();
   const auto* added = bias.element_count() ? (const float*)bias.untyped_data() : nullptr;
-  return with_float_type("quantized_linear", x, [&](const auto* from) { return run_quantized(threads, from, rows, *matrix, act_group, added, same_type(from, *out)); });
+  return with_float_type("quantized_linear", x, [&](const auto* from) { return run_quantized(threads, from, rows, *matrix, act_group, in_order, added, same_type(from, *out)); });
 }
 
 // The same for rows that name one of several matrices: x[T, k] or [T, choices, k], ids[T, choices], values [E, n / 16, ...], scale and offset [E, n / 16, groups, 16], bias [E, n] or empty
 // -> out[T, choices, n]: zeros where an id is no matrix.
 ffi::Error quantized_routed_linear(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer ids, ffi::AnyBuffer values, ffi::AnyBuffer scale, ffi::AnyBuffer offset, ffi::AnyBuffer bias,
-                                   ffi::Result<ffi::AnyBuffer> out, int64_t numbers, int64_t zero, int64_t group, int64_t act_group, ffi::Span<const float> table) {
+                                   ffi::Result<ffi::AnyBuffer> out, int64_t numbers, int64_t zero, int64_t group, int64_t act_group, bool in_order, ffi::Span<const float> table) {
   const auto xd = x.dimensions();
   const int64_t tokens = ids.dimensions()[0], choices = ids.dimensions()[1], rows_per_token = xd.size() == 3 ? xd[1] : 1, k = xd.back(), n = out->dimensions()[2];
   const int64_t num_matrices = values.dimensions()[0];
@@ -97,7 +97,7 @@ ffi::Error quantized_routed_linear(ffi::ThreadPool threads, ffi::AnyBuffer x, ff
   const auto* chosen = (const int32_t*)ids.untyped_data();
   const auto* added = bias.element_count() ? (const float*)bias.untyped_data() : nullptr;
   return with_float_type("quantized_routed_linear", x, [&](const auto* from) {
-    return run_routed(threads, from, rows_per_token, chosen, tokens, choices, *matrix, num_matrices, act_group, added, same_type(from, *out));
+    return run_routed(threads, from, rows_per_token, chosen, tokens, choices, *matrix, num_matrices, act_group, in_order, added, same_type(from, *out));
   });
 }
 
@@ -119,6 +119,7 @@ ffi::Error quantized_routed_linear(ffi::ThreadPool threads, ffi::AnyBuffer x, ff
                                     .Attr<int64_t>("zero")             \
                                     .Attr<int64_t>("group")            \
                                     .Attr<int64_t>("act_group")        \
+                                    .Attr<bool>("in_order")            \
                                     .Attr<ffi::Span<const float>>("table"))
 
 TAS_QUANTIZED(tas_quantized_linear, tas::quantized_linear);

@@ -2,6 +2,7 @@
 // `quantized_rows.h` has the order of both.
 #pragma once
 #include "quantized_numbers.h"
+#include "quantized_tiles.h"
 
 namespace tas {
 
@@ -47,6 +48,14 @@ class QuantizedProduct {
   template <Numbers kNumbers, int kUnit>
   void run_chunk(int64_t c, int64_t next) const {
     const int64_t stop = std::min(matrix_.num_blocks(), (c + 1) * kChunkBlocks);
+#if defined(TAS_QUANTIZED_TILES)
+    if (x_.in_tiles) {
+      const QuantizedTiles<kNumbers, kUnit> tiles(x_, matrix_);
+      const auto put_pass = [&](int64_t block, int64_t pass, const Vec(&sums)[kTilePassRows]) { put<kTilePassRows>(block * kBlockRows, pass * kTilePassRows, sums); };
+      for (int64_t block = c * kChunkBlocks; block < stop; block++) tiles.run(block, block + 1 < stop ? block + 1 : next * kChunkBlocks, put_pass);
+      return;
+    }
+#endif
     for (int64_t block = c * kChunkBlocks; block < stop; block++) {
       const int64_t then = block + 1 < stop ? block + 1 : next * kChunkBlocks;  // the block that is multiplied next
 #if defined(TAS_PAIRS)
@@ -85,25 +94,7 @@ class QuantizedProduct {
     }
   }
 
-  // Word `step` of S strips at p: bytes, or numbers from 0 to 15.
-  template <int kBits, int S>
-  __attribute__((always_inline)) static void load_step(const uint8_t* p, int step, int strip, IVec* weights) {
-#pragma GCC unroll 2
-    for (int s = 0; s < S; s++) {
-      const uint8_t* at = p + (kBits == 8 ? step : step / 2) * kStepBytes + (strip + s) * int(sizeof(IVec));
-      const IVec bytes = load_bytes(at);
-      weights[s] = kBits == 8 ? bytes : (step % 2 ? (IVec)((UVec)bytes >> 4) : bytes) & 0x0f0f0f0f;
-    }
-  }
-
 #if defined(TAS_PAIRS)
-  // Numbers 2 h and 2 h + 1 of each word of weights as a pair of bfloat16: the high halves of floats, which are exact.
-  template <Numbers kNumbers>
-  __attribute__((always_inline)) static Vec pair_of(IVec weights, int h, int zero, const Table& table) {
-    const UVec first = bit_cast<UVec>(number_of<kNumbers>(weights, 2 * h, zero, table)), second = bit_cast<UVec>(number_of<kNumbers>(weights, 2 * h + 1, zero, table));
-    return bit_cast<Vec>(first >> 16 | (second & 0xffff0000u));
-  }
-
   static Vec add_pairs(Vec sum, Vec a, Vec b) { return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b); }
 
   static constexpr int kSliceColumns = 512;  // whose pairs of bfloat16 take half of the first-level cache

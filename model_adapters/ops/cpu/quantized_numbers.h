@@ -55,6 +55,24 @@ __attribute__((always_inline)) inline Vec number_of(IVec weights, int c, int zer
   else return __builtin_convertvector((weights << (24 - 8 * c) >> 24) - (kNumbers == Numbers::kInt4 ? zero : 0), Vec);
 }
 
+// Word `step` of S strips at p: bytes, or numbers from 0 to 15.
+template <int kBits, int S>
+__attribute__((always_inline)) inline void load_step(const uint8_t* p, int step, int strip, IVec* weights) {
+#pragma GCC unroll 2
+  for (int s = 0; s < S; s++) {
+    const uint8_t* at = p + (kBits == 8 ? step : step / 2) * kStepBytes + (strip + s) * int(sizeof(IVec));
+    const IVec bytes = load_bytes(at);
+    weights[s] = kBits == 8 ? bytes : (step % 2 ? (IVec)((UVec)bytes >> 4) : bytes) & 0x0f0f0f0f;
+  }
+}
+
+// Numbers 2 h and 2 h + 1 of each word of weights as a pair of bfloat16: the high halves of floats, which are exact.
+template <Numbers kNumbers>
+__attribute__((always_inline)) inline Vec pair_of(IVec weights, int h, int zero, const Table& table) {
+  const UVec first = bit_cast<UVec>(number_of<kNumbers>(weights, 2 * h, zero, table)), second = bit_cast<UVec>(number_of<kNumbers>(weights, 2 * h + 1, zero, table));
+  return bit_cast<Vec>(first >> 16 | (second & 0xffff0000u));
+}
+
 // Exact sums of products of bytes in the lanes of a vector, over the columns of a unit. Weights are int8, or of 4 bits: 0 to 15.
 // `start` is what they begin with, which takes away what has been added to the weights (`QuantizedMatrix::added`).
 template <int kBits>

@@ -20,6 +20,7 @@
 #include "parallel.h"
 #include "product.h"
 #include "simd.h"
+#include "tile_product.h"
 
 namespace tas {
 
@@ -70,46 +71,74 @@ constexpr int numbers_in(Words words) { return words == Words::kBytes ? 4 : word
 #define TAS_PAIRS
 #endif
 
-// How rows of T meet a matrix. All numbers of 8 bits and integers of 4 are exact in bfloat16, those of a table are not.
-template <class T>
-Words words_for(const QuantizedMatrix& matrix, bool rounds) {
-#if defined(TAS_PAIRS)
-  if (!rounds && std::is_same_v<T, bf16> && matrix.numbers != Numbers::kTable4) return Words::kPairs;
+#if defined(TAS_TILES) && defined(__AMX_INT8__)
+#define TAS_QUANTIZED_TILES
 #endif
-  return rounds ? Words::kBytes : Words::kFloats;
+constexpr int64_t kTilePassRows = 16;  // of x, that a tile has
+constexpr int64_t kLeastRowsOfBytes = 9, kLeastRowsOfPairs = 5;  // that tile registers multiply sooner than vectors do
+
+// How rows of x meet a matrix: as which words, and whether in tile registers, in passes of kTilePassRows.
+struct Meeting {
+  Words words;
+  bool in_tiles;
+};
+
+// Whether all numbers of a matrix are exact in bfloat16: those of 8 bits and integers of 4, and those of most tables of floats.
+inline bool are_exact_pairs(const QuantizedMatrix& matrix) {
+  if (matrix.numbers != Numbers::kTable4) return true;
+  return std::all_of(matrix.table, matrix.table + 16, [](float number) { return (bit_cast<uint32_t>(number) & 0xffff) == 0; });
 }
 
-// Rows of x as the product wants them, in passes of R rows: word w of row r of pass p at words + ((p * num_words + w) * R + r).
-// For each unit of columns and row: the scale of rounded numbers, what a sum of products with them begins with, and the sum of
+// How `rows` rows of T meet a matrix. Sums of rounded numbers are exact in any order; those of others have one order for all
+// numbers of rows if `in_order`.
+template <class T>
+Meeting meeting_of(const QuantizedMatrix& matrix, int64_t rows, bool rounds, bool in_order) {
+#if defined(TAS_QUANTIZED_TILES)
+  if (rounds && rows >= kLeastRowsOfBytes && are_integers(matrix.numbers) && tiles_allowed()) return {Words::kBytes, true};
+  if (!rounds && !in_order && std::is_same_v<T, bf16> && rows >= kLeastRowsOfPairs && are_exact_pairs(matrix) && tiles_allowed()) return {Words::kPairs, true};
+#endif
+#if defined(TAS_PAIRS)
+  if (!rounds && std::is_same_v<T, bf16> && matrix.numbers != Numbers::kTable4) return {Words::kPairs, false};
+#endif
+  return {rounds ? Words::kBytes : Words::kFloats, false};
+}
+
+// Rows of x as the product wants them, in passes of R rows: word w of row r of pass p at words + ((p * num_words + w) * R + r);
+// for tiles the words of a unit of a row lie side by side, those of the next row behind them. For each unit of columns and row: the scale of rounded numbers, what a sum of products with them begins with, and the sum of
 // the numbers times the scale.
 class QuantizedRows {
  public:
-  QuantizedRows(int64_t rows, const QuantizedMatrix& matrix, Words kind)
-      : kind(kind), rows_(rows), unit_(matrix.unit()), num_units_(matrix.num_units()), k_(matrix.k), added_(matrix.added()) {
+  QuantizedRows(int64_t rows, const QuantizedMatrix& matrix, Meeting how)
+      : kind(how.words), in_tiles(how.in_tiles), rows_(rows), unit_(matrix.unit()), num_units_(matrix.num_units()), k_(matrix.k), added_(matrix.added()),
+        wants_sums_(matrix.offset != nullptr || (kind == Words::kBytes && !in_tiles)) {
     const int64_t passes = std::max<int64_t>(1, (rows + kQuantizedPassRows - 1) / kQuantizedPassRows);
     const int64_t even = (rows + passes - 1) / passes;
-    pass_rows = even <= 2 ? std::max<int64_t>(1, even) : even <= 4 ? 4 : even <= 8 ? 8 : 12;
+    pass_rows = in_tiles ? kTilePassRows : even <= 2 ? std::max<int64_t>(1, even) : even <= 4 ? 4 : even <= 8 ? 8 : 12;
     num_passes = (rows + pass_rows - 1) / pass_rows;
     num_words_ = num_units_ * unit_ / numbers_in(kind);
     const int64_t count = num_passes * pass_rows;
     words_.resize(count * num_words_);
-    scaled_sum_.resize(count * num_units_);
+    if (wants_sums_) scaled_sum_.resize(count * num_units_);
     if (kind != Words::kBytes) return;
     scale_.resize(count * num_units_);
-    start_.resize(count * num_units_);
+    if (wants_sums_) start_.resize(count * num_units_);
   }
 
   // Row r is row at[r] of x, if `at` is given.
   template <class T>
   void take(xla::ffi::ThreadPool& threads, const T* x, int64_t act_group, const int32_t* at = nullptr) {
-    parallel_for(threads, rows_, 1 + rows_ * k_ / (64 << 10), [&](int64_t r, int64_t) {
-      const T* row = x + (at ? at[r] : r) * k_;
-      if (kind == Words::kBytes) round_row(row, r, act_group);
-      else copy_row(row, r);
+    // A thread takes the rows of a pass, whose words share lines of the cache.
+    parallel_for(threads, num_passes, 1 + rows_ * k_ / (64 << 10), [&](int64_t pass, int64_t) {
+      for (int64_t r = pass * pass_rows; r < std::min(rows_, (pass + 1) * pass_rows); r++) {
+        const T* row = x + (at ? at[r] : r) * k_;
+        if (kind == Words::kBytes) round_row(row, r, act_group);
+        else copy_row(row, r);
+      }
     });
   }
 
   Words kind;
+  bool in_tiles;
   int64_t pass_rows, num_passes;
   const float* words(int64_t pass) const { return words_.data() + pass * num_words_ * pass_rows; }
   const float* scale(int64_t pass) const { return scale_.data() + pass * num_units_ * pass_rows; }
@@ -117,6 +146,13 @@ class QuantizedRows {
   const float* scaled_sum(int64_t pass) const { return scaled_sum_.data() + pass * num_units_ * pass_rows; }
 
  private:
+  // Where the words of unit u of row r begin, and how far apart they are.
+  float* words_at(int64_t r, int64_t u) {
+    const int64_t unit_words = unit_ / numbers_in(kind), in_pass = r % pass_rows;
+    return words_.data() + r / pass_rows * num_words_ * pass_rows + u * unit_words * pass_rows + (in_tiles ? in_pass * unit_words : in_pass);
+  }
+  int64_t word_stride() const { return in_tiles ? 1 : pass_rows; }
+
   // Where row r begins in an array that has `per_row` for each; the next of the row is pass_rows behind it.
   int64_t begin_of(int64_t r, int64_t per_row) const { return r / pass_rows * per_row * pass_rows + r % pass_rows; }
 
@@ -128,8 +164,7 @@ class QuantizedRows {
   template <class T>
   void round_row(const T* row, int64_t r, int64_t act_group) {
     const Vec magic = splat(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer in the low bits
-    float* words = words_.data() + begin_of(r, num_words_);
-    const int64_t stride = pass_rows, by_unit = begin_of(r, num_units_);
+    const int64_t stride = word_stride(), by_unit = begin_of(r, num_units_);
     for (int64_t begin = 0; begin < k_; begin += act_group) {
       const int64_t end = std::min(k_, begin + act_group);
       UVec most{};
@@ -154,28 +189,35 @@ class QuantizedRows {
             std::memcpy(numbers + j, &bytes, sizeof bytes);
             sums += rounded;
           }
+        const int64_t u = d / unit_, at = by_unit + u * pass_rows;
+        float* to = words_at(r, u);
+        if (in_tiles) std::memcpy(to, numbers, unit_);
+        else
+          for (int v = 0; v < unit_ / 4; v++) std::memcpy(to + v * stride, numbers + 4 * v, 4);
+        scale_[at] = scale;
+        if (!wants_sums_) continue;
         const int32_t sum = sum_of(sums);
-        const int64_t u = d / unit_, at = by_unit + u * stride;
-        float* to = words + u * (unit_ / 4) * stride;
-        for (int v = 0; v < unit_ / 4; v++) std::memcpy(to + v * stride, numbers + 4 * v, 4);
-        scale_[at] = scale, start_[at] = -added_ * sum, scaled_sum_[at] = scale * float(sum);
+        start_[at] = -added_ * sum, scaled_sum_[at] = scale * float(sum);
       }
     }
   }
 
   template <class T>
   void copy_row(const T* row, int64_t r) {
-    float *words = words_.data() + begin_of(r, num_words_), *sums = scaled_sum_.data() + begin_of(r, num_units_);
-    const int64_t stride = pass_rows;
+    const int64_t stride = word_stride(), per_word = numbers_in(kind), by_unit = begin_of(r, num_units_);
     for (int64_t u = 0; u < num_units_; u++) {
-      float sum = 0;
-      for (int64_t d = u * unit_; d < std::min(k_, (u + 1) * unit_); d++) sum += to_float(row[d]);
-      sums[u * stride] = sum;
-    }
-    if (kind == Words::kFloats) {
-      for (int64_t d = 0; d < k_; d++) words[d * stride] = to_float(row[d]);
-    } else {
-      for (int64_t d = 0; d < k_; d += 2) std::memcpy(words + d / 2 * stride, row + d, sizeof(T) * (d + 1 < k_ ? 2 : 1));
+      const int64_t begin = u * unit_, end = std::min(k_, begin + unit_);
+      if (wants_sums_) {
+        Vec total{};
+        for (int64_t d = begin; d < end; d += kLanes) total += load_at(row, d, end);
+        scaled_sum_[by_unit + u * pass_rows] = sum(total);
+      }
+      float* to = words_at(r, u);
+      if (in_tiles && kind == Words::kPairs) std::memcpy(to, row + begin, sizeof(T) * (end - begin));
+      else if (kind == Words::kFloats)
+        for (int64_t d = begin; d < end; d++, to += stride) *to = to_float(row[d]);
+      else
+        for (int64_t d = begin; d < end; d += per_word, to += stride) std::memcpy(to, row + d, sizeof(T) * std::min(per_word, end - d));
     }
   }
 
@@ -201,6 +243,7 @@ class QuantizedRows {
 
   int64_t rows_, unit_, num_units_, num_words_, k_;
   int32_t added_;
+  bool wants_sums_;
   std::vector<float> words_, scale_, scaled_sum_;
   std::vector<int32_t> start_;
 };
