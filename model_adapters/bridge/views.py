@@ -84,8 +84,14 @@ def _over_views(decomposition: Callable[..., Any], *args: Any, **kwargs: Any) ->
     return decomposition(*args, **kwargs)
 
 
+_WITHOUT_TENSORS = frozenset({int, float, bool, str, complex, slice, type(None), type(...), torch.dtype, torch.device})
+"""Types of arguments that hold no tensor."""
+
+
 def as_views(tensors: Any) -> Any:
     """Returns `tensors`, any pytree, with PyTorch's own host tensors as torch views."""
+    if not _may_have_host_tensors(tensors):
+        return tensors
     env = default_env()
 
     def taken(x: torch.Tensor) -> Any:
@@ -95,6 +101,16 @@ def as_views(tensors: Any) -> Any:
             return TorchTensor(to_jax_array(x.detach().clone()), env)  # PyTorch may write into it later
 
     return torch.utils._pytree.tree_map_only(torch.Tensor, taken, tensors)
+
+
+def _may_have_host_tensors(value: Any) -> bool:
+    """Tells whether a pytree may have tensors of PyTorch: quickly, since almost none has."""
+    kind = type(value)
+    if kind in (tuple, list):
+        return any(map(_may_have_host_tensors, value))
+    if kind is dict:
+        return any(map(_may_have_host_tensors, value.values()))
+    return kind not in _WITHOUT_TENSORS and not is_view(value) and not isinstance(value, jax.Array)
 
 
 def set_lowering(torch_op: Any, function: Callable[..., Any], *, keep_kind: bool = False) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -37,7 +38,7 @@ class Alias:
 
     Attributes:
         array: Of a base, the array of all that memory; of a view unused.
-        strided: Of a base, its strides as `_strided` has them.
+        noted: Of a base, what is noted of its strides.
         members: Of a base, weak references to all tensors that share its memory.
         parent: Of a view, what it was made of.
         read: Of a view, computes its array from the parent's.
@@ -47,7 +48,7 @@ class Alias:
     """
 
     array: Any = None
-    strided: Any = None
+    noted: Any = None
     members: list[Any] = dataclasses.field(default_factory=list)
     parent: Alias | None = None
     read: Callable[[Any], Any] | None = None
@@ -79,20 +80,24 @@ def install() -> None:
     env = default_env()
     theirs = env.dispatch
 
+    as_strided = torch.ops.aten.as_strided.default
+
     def dispatch(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if isinstance(func, torch._ops.OpOverloadPacket) and _has_views(func):
+        kind = _kind_of(func)
+        if kind.has_views:
             return func(*args, **(kwargs or {}))  # as one of its overloads, which `env` gets
-        if isinstance(func, torch._ops.OpOverload) and torch.Tag.inplace_view in func.tags:
+        if kind.changes_shape:
             return _changed_in_shape(func, args, kwargs or {})
-        if func is torch.ops.aten.as_strided.default and _is_part(args[0]):
+        if func is as_strided and _is_part(args[0]):
             args = _of_base(*args, **(kwargs or {}))
             kwargs = {}
         result = theirs(func, types, args, kwargs)
-        _note(theirs, func, types, args, kwargs or {}, result)
+        _note(theirs, func, kind, types, args, kwargs or {}, result)
         return result
 
     env.dispatch = dispatch
-    TorchTensor._elem = property(_read, _write)
+    TorchTensor._elem = property(operator.attrgetter("_array"), _write)
+    TorchTensor._array = _MadeBefore()
     TorchTensor._alias = None
     TorchTensor.detach = _detach
     TorchTensor.data = property(_detach, _rebound)
@@ -101,10 +106,14 @@ def install() -> None:
     remove_lowering(torch.tensor_split)  # as a function of arrays; it consists of views
 
 
-def _read(tensor: Any) -> Any:
-    try:
-        return tensor._array
-    except AttributeError:  # made before `install`
+class _MadeBefore:
+    """The array of a tensor that was made before `install`, which has it under torchax's name."""
+
+    def __get__(self, tensor: Any, owner: Any) -> Any:
+        if tensor is None:
+            return self
+        if "_elem" not in vars(tensor):
+            raise AttributeError("_array")
         tensor._array = vars(tensor).pop("_elem")
         return tensor._array
 
@@ -163,14 +172,14 @@ def _members(base: Alias) -> Iterator[Any]:
 def _alias_of(tensor: Any) -> Alias:
     """Returns what `tensor` shares, which from now on it remembers."""
     if tensor._alias is None:
-        tensor._alias = Alias(array=tensor._elem, strided=tensor._strided)
+        tensor._alias = Alias(array=tensor._elem, noted=tensor._noted)
         _join(tensor)
     return tensor._alias
 
 
 def _join(tensor: Any) -> None:
     base = tensor._alias.base()
-    base.members = [each for each in base.members if each() is not None and each() is not tensor]
+    base.members = [each for each in base.members if (known := each()) is not None and known is not tensor]
     base.members.append(weakref.ref(tensor))
 
 
@@ -212,57 +221,121 @@ def restorer(tensor: Any) -> Callable[[], None]:
     return restore
 
 
-def _note(theirs: Any, func: Any, types: Any, args: Any, kwargs: Any, result: Any) -> None:
-    """Remembers which strides results have, and what they share with the first operand."""
-    results = result if isinstance(result, (tuple, list)) else (result,)
-    if not any(isinstance(each, TorchTensor) for each in results):
-        return
-    parent = args[0] if args and isinstance(args[0], TorchTensor) and _makes_views(func) else None
-    operands = [*_tensors(args), *_tensors(kwargs.values())]
-    is_strided = any(x._noted is not None for x in operands)
-    changes = parent is not None and func.name().partition(".")[0] not in _SAME_STRIDES
-    noted = strides.noted_of(func, args, kwargs, len(results), is_strided=is_strided or changes)
-    for place, (made, strided) in enumerate(zip(results, noted, strict=True)):
-        is_noted = not isinstance(func, torch._ops.OpOverload) and getattr(made, "_alias", None) is not None
-        if not isinstance(made, TorchTensor) or any(made is x for x in operands) or is_noted:
-            continue
-        if parent is not None and is_strided and func.name().partition(".")[0] in _ONCE:
-            strided = strides.resolved(strided)
-        if parent is None:
-            made._alias = None
-        elif strided is not strides.COPIED and made._alias is None:
-            _share_view(theirs, func, types, args, kwargs, place, made, results, strided)
-        made._strided = None if strided is strides.COPIED else strided
+@dataclasses.dataclass(frozen=True)
+class _Kind:
+    """What a torch function does with memory.
 
+    Attributes:
+        name: Of an operator, without its overload.
+        is_overload: Whether it is an operator of PyTorch's dispatcher.
+        makes_views: Whether its results share memory with its first operand.
+        changes_strides: Whether such results may be in another order than a base in C order.
+        shares_or_copies: Whether it does either, by the strides of its operand.
+        has_views: Whether it stands for operators of which some make views.
+        changes_shape: Whether it makes its first operand a view of what that was.
+        keeps_order: Whether results are in C order where the operands are.
+    """
 
-def _tensors(values: Any) -> Iterator[Any]:
-    """Yields the torch views among arguments, also in lists."""
-    for each in values:
-        if isinstance(each, TorchTensor):
-            yield each
-        elif type(each) in (list, tuple):
-            yield from _tensors(each)
-
-
-def _share_view(
-    theirs: Any, func: Any, types: Any, args: Any, kwargs: Any, place: int, made: Any, results: Any, strided: Any
-) -> None:
-    parent, rest, is_one = args[0], args[1:], not isinstance(results, list | tuple) or len(results) == 1
-
-    def read(array: Any) -> Any:
-        found = theirs(func, types, (TorchTensor(array, default_env()), *rest), kwargs)
-        return jax_view(found if is_one and not isinstance(found, list | tuple) else found[place])
-
-    name = func.name().partition(".")[0]
-    write = inverse_of(func, read, rest, kwargs, place, [tuple(each.shape) for each in results])
-    share(made, parent, read, write, is_uncertain=strided is strides.UNKNOWN and name in _ONCE)
-    made._alias.is_conjugate = name == "aten::_conj"
+    name: str
+    is_overload: bool
+    makes_views: bool
+    changes_strides: bool
+    shares_or_copies: bool
+    has_views: bool
+    changes_shape: bool
+    keeps_order: bool
 
 
 @functools.cache
+def _kind_of(func: Any) -> _Kind:
+    is_overload = isinstance(func, torch._ops.OpOverload)
+    name = func.name().partition(".")[0] if is_overload else ""
+    makes_views = is_overload and _makes_views(func)
+    return _Kind(
+        name,
+        is_overload,
+        makes_views,
+        makes_views and name not in _SAME_STRIDES,
+        name in _ONCE,
+        isinstance(func, torch._ops.OpOverloadPacket) and _first_of_views(func) is not None,
+        is_overload and torch.Tag.inplace_view in func.tags,
+        strides.keeps_order(func),
+    )
+
+
+def _note(theirs: Any, func: Any, kind: _Kind, types: Any, args: Any, kwargs: Any, result: Any) -> None:
+    """Remembers which strides results have, and what they share with the first operand."""
+    results = result if isinstance(result, (tuple, list)) else (result,)
+    operands: list[Any] = []
+    _add_tensors(args, operands)
+    _add_tensors(kwargs.values(), operands)
+    made = [
+        (place, each)
+        for place, each in enumerate(results)
+        if isinstance(each, TorchTensor) and not any(each is x for x in operands)
+    ]
+    if not kind.is_overload:
+        made = [(place, each) for place, each in made if each._alias is None]
+    if not made:
+        return
+    parent = args[0] if kind.makes_views and args and isinstance(args[0], TorchTensor) else None
+    is_strided = any(x._noted is not None for x in operands)
+    may_differ = is_strided or (parent is not None and kind.changes_strides)
+    noted = [None] * len(results)
+    if may_differ or not kind.keeps_order:
+        noted = strides.noted_of(func, args, kwargs, len(results), is_strided=may_differ)
+    shapes = () if parent is None else [each._elem.shape for each in results]
+    for place, each in made:
+        strided = noted[place]
+        if parent is None:
+            each._alias = None
+        else:
+            if is_strided and kind.shares_or_copies:
+                strided = strides.resolved(strided)
+            if strided is not strides.COPIED and each._alias is None:
+                _share_view(theirs, func, kind, types, args, kwargs, place, each, shapes, strided)
+        each._strided = None if strided is strides.COPIED else strided
+
+
+def _add_tensors(values: Any, found: list[Any]) -> None:
+    """Appends the torch views among arguments to `found`, those in lists, too."""
+    for each in values:
+        if isinstance(each, TorchTensor):
+            found.append(each)
+        elif type(each) in (list, tuple):
+            _add_tensors(each, found)
+
+
+def _share_view(
+    theirs: Any,
+    func: Any,
+    kind: _Kind,
+    types: Any,
+    args: Any,
+    kwargs: Any,
+    place: int,
+    made: Any,
+    shapes: Any,
+    strided: Any,
+) -> None:
+    """Remembers that `made`, result `place` of those with `shapes`, is a view of the first operand."""
+    parent, rest = args[0], args[1:]
+
+    def read(array: Any) -> Any:
+        found = theirs(func, types, (TorchTensor(array, default_env()), *rest), kwargs)
+        return jax_view(found[place] if isinstance(found, list | tuple) else found)
+
+    def write(full: Any, new: Any) -> Any:
+        inverse = inverse_of(func, read, rest, kwargs, place, shapes)  # made here, since few views are written to
+        return inverse(full, new)
+
+    share(made, parent, read, write, is_uncertain=strided is strides.UNKNOWN and kind.shares_or_copies)
+    made._alias.is_conjugate = kind.name == "aten::_conj"
+
+
 def _makes_views(func: Any) -> bool:
-    """Tells whether results of `func` share memory with its first operand."""
-    if not isinstance(func, torch._ops.OpOverload) or not func._schema.arguments:
+    """Tells whether results of the operator `func` share memory with its first operand."""
+    if not func._schema.arguments:
         return False
     if func.name().partition(".")[0] in _UNSAFE:
         return True
@@ -271,10 +344,6 @@ def _makes_views(func: Any) -> bool:
 
 
 @functools.cache
-def _has_views(packet: Any) -> bool:
-    return _first_of_views(packet) is not None
-
-
 def _first_of_views(packet: Any) -> Any:
     """Returns the first overload whose results share memory with its first operand, or None."""
     overloads = [] if packet is None else [getattr(packet, name) for name in packet.overloads()]
@@ -286,7 +355,7 @@ def _changed_in_shape(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
     tensor, *rest = args
     packet = getattr(torch.ops.aten, func._schema.name.partition("::")[2].removesuffix("_"), None)
     overload = getattr(packet, func._overloadname, None) or _first_of_views(packet)
-    if overload is None or not _makes_views(overload) or not isinstance(tensor, TorchTensor):
+    if overload is None or not _kind_of(overload).makes_views or not isinstance(tensor, TorchTensor):
         raise UnsupportedModelError(f"{func.name()}: expected a change of shape that is a view; use view and clone")
     with default_env()._dispatch_mode:
         view = overload(tensor, *rest, **kwargs)
@@ -347,7 +416,7 @@ def _is_part(tensor: Any) -> bool:
 def _of_base(tensor: Any, size: Any, stride: Any, storage_offset: int | None = None) -> tuple[Any, ...]:
     """Returns arguments of ``as_strided`` of all the memory that `tensor` is a part of."""
     alias, strided = tensor._alias, tensor._strided
-    if alias is None or strided is strides.UNKNOWN or alias.base().strided is not None:
+    if alias is None or strided is strides.UNKNOWN or strides.resolved(alias.base().noted) is not None:
         raise UnsupportedModelError("as_strided: expected a tensor of known strides, or a view of one; use contiguous")
     full = TorchTensor(alias.base().array, default_env())
     full._alias = alias.base()

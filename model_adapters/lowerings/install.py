@@ -45,6 +45,7 @@ from model_adapters.lowerings.torchax_fixes import (
     _mend_type_as,
     _stay_on_device,
     _take_by_host_indices,
+    _tell_missing_at_once,
     _view_bits,
 )
 
@@ -96,4 +97,5 @@ def install() -> None:
     _view_bits()
     written_results.install()
     aliases.install()
+    _tell_missing_at_once()
     special_cases.refuse_autocast()  # the last, so that it is asked first

@@ -7,6 +7,7 @@ noted is computed when something asks for it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -163,6 +164,13 @@ _BY_KERNEL: dict[str, Any] = {"scaled_dot_product_attention": _attention, "nativ
 """Operators whose results on CPUs have other strides than those without values."""
 
 
+def keeps_order(func: Any) -> bool:
+    """Tells whether results of `func` are in C order where its operands are."""
+    name = _name(func)
+    return name not in _OTHER_NAMES and name not in _BY_LIBRARY
+
+
+@functools.cache
 def _name(func: Any) -> str:
     name = func.name().partition("::")[2] if isinstance(func, torch._ops.OpOverload) else getattr(func, "__name__", "")
     return str(name).partition(".")[0]

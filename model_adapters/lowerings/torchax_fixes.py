@@ -14,6 +14,7 @@ from model_adapters.bridge.views import (
     get_lowering,
     set_lowering,
     set_raw_lowering,
+    torchax,
 )
 from model_adapters.errors import UnsupportedModelError
 from model_adapters.lowerings import constant_folding
@@ -86,3 +87,21 @@ def _stay_on_device() -> None:
 
     env._to_copy = to_copy
     env.override_op_definition(torch.Tensor.cpu, lambda x, *args, **kwargs: x)
+
+
+def _tell_missing_at_once() -> None:
+    """Says that a torch function has no lowering before its operands are taken apart.
+
+    Most functions have none, and run as the operators that they consist of. torchax 0.0.13 finds that out last.
+    """
+    env = default_env()
+    theirs, tables = env.dispatch, (env._ops, env._decomps, torchax.tensor.TENSOR_CONSTRUCTORS, {torch.Tensor.to})
+    of_dispatcher = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+
+    def dispatch(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        is_elsewhere = isinstance(func, of_dispatcher) or any(func in table for table in tables)
+        if is_elsewhere or (kwargs and "out" in kwargs) or constant_folding.writes_in_place(func):
+            return theirs(func, types, args, kwargs)
+        raise torchax.tensor.OperatorNotFound(f"{func} has no lowering")
+
+    env.dispatch = dispatch

@@ -5,6 +5,7 @@ torchax 0.0.13 has a part of them. The others are the operator that returns the 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -46,9 +47,15 @@ def write(tensor: Any, value: Any) -> None:
     tensor._elem = jnp.broadcast_to(array.astype(jax_view(tensor).dtype), tensor.shape)
 
 
+@functools.cache
+def _output_names(func: Any) -> frozenset[str]:
+    """Returns the names of an operator's arguments that it writes results to."""
+    return frozenset(each.name for each in func._schema.arguments if each.alias_info is not None and each.is_out)
+
+
 def _is_output(func: Any, name: str, value: Any) -> bool:
     if isinstance(func, torch._ops.OpOverload):
-        return any(each.name == name and each.alias_info is not None and each.is_out for each in func._schema.arguments)
+        return name in _output_names(func)
     return name == "out" and any(is_view(each) for each in (value if isinstance(value, tuple | list) else (value,)))
 
 
