@@ -318,7 +318,7 @@ def _share_view(
     shapes: Any,
     strided: Any,
 ) -> None:
-    """Remembers that `made`, result `place` of those with `shapes`, is a view of the first operand."""
+    """Remembers that `made`, one of results with `shapes`, is a view of the first operand."""
     parent, rest = args[0], args[1:]
 
     def read(array: Any) -> Any:

@@ -246,7 +246,7 @@ def test_gemma_takes_any_arguments_without_a_schema(compiler, tokenizer):
     ("schema", "said"),
     [
         ({"type": "string", "format": "date"}, "the keyword 'format'"),
-        ({"contains": {"type": "string"}, "type": "array"}, "next to contains, got None"),
+        ({"contains": {"type": "string"}, "type": "array", "maxContains": 2}, "contains without minContains"),
         ({"type": "array", "uniqueItems": True}, "uniqueItems next to items out of a short enum"),
         ({"type": "set"}, "the type 'set'"),
         ({"enum": [[1]]}, "enum or const with objects"),

@@ -231,16 +231,18 @@ def _has_texts(schema: Any) -> bool:
 
 
 def _with_one(schema: Mapping[str, Any]) -> Any:
-    """Returns a schema of arrays with an item that follows ``contains``, at some place."""
+    """Returns a schema of arrays with an item that follows ``contains``, at an early place.
+
+    It is among the first `MAX_POSITIONS`: a grammar lists the places, and has any number of items
+    behind them.
+    """
     most, item = schema.get("maxItems"), schema["contains"]
     if schema.get("maxContains") is not None or schema.get("minContains", 1) != 1:
         raise InvalidArgumentError("expected contains without minContains and maxContains, got one of them")
-    if not isinstance(most, int) or most > MAX_POSITIONS:
-        raise InvalidArgumentError(
-            f"expected maxItems of at most {MAX_POSITIONS} next to contains, got {most}; a grammar lists the places "
-            "where the item may be"
-        )
-    places = [{"type": "array", "prefixItems": [True] * place + [item], "minItems": place + 1} for place in range(most)]
+    num_places = min(most, MAX_POSITIONS) if isinstance(most, int) else MAX_POSITIONS
+    places = [
+        {"type": "array", "prefixItems": [True] * place + [item], "minItems": place + 1} for place in range(num_places)
+    ]
     return any_of([*places, {"type": [kind for kind in TYPES if kind != "array"]}])
 
 
