@@ -110,6 +110,21 @@ def test_infill_answers_as_llama_cpp(plain, filler):
     assert plain.post("/infill", json=fields).json() == {"content": expected.text, "stop_type": "limit"}
 
 
+def test_fields_of_editors_that_change_no_answer_are_taken(plain):
+    """A limit that llama.cpp's server does not have either, when a chunk was seen, and names of absent fields."""
+    body = {"input_prefix": BEFORE, "input_suffix": BEHIND, "prompt": "", "n_predict": 3, "temperature": 0}
+    chunk = {"filename": "a.py", "text": "x"}
+    expected = plain.post("/infill", json=body | {"input_extra": [chunk]}).json()
+    fields = {
+        "t_max_prompt_ms": 500,
+        "cache_prompt": True,
+        "response_fields": ["content", "timings/prompt_n", "tokens"],
+    }
+    found = plain.post("/infill", json=body | fields | {"input_extra": [chunk | {"time": [5, -7]}]})
+    assert found.status_code == 200
+    assert found.json() == {"content": expected["content"], "tokens": []}
+
+
 @pytest.mark.parametrize(
     ("route", "fields", "message"),
     [
@@ -119,7 +134,8 @@ def test_infill_answers_as_llama_cpp(plain, filler):
         ("/infill", {"n_predict": 0}, "n_predict: expected at least 1, or -1 for all there is room for, got 0"),
         ("/infill", {"repeat_penalty": 0}, "repeat_penalty: expected a number > 0, got 0"),
         ("/infill", {"n_indent": 4}, "n_indent: expected 0; lines are not counted"),
-        ("/infill", {"response_fields": ["timings"]}, "response_fields: expected names out of index, content, "),
+        ("/infill", {"samplers": ["top_k", "top_p", "infill"]}, "samplers: expected null; options are applied in one"),
+        ("/infill", {"t_max_predict_ms": 500}, "t_max_predict_ms: expected 0"),
         ("/infill", {"input_extra": [{"name": "a"}]}, "unknown field 'input_extra[0].name'; leave it out"),
     ],
 )

@@ -18,6 +18,7 @@ from torchax_serve.server.fim_prompts import fim_tokens_of
 from torchax_serve.server.formats import finish_reason_of
 from torchax_serve.server.model_requests import read_for_model
 from torchax_serve.server.model_service import ModelService, adapter_of, scoped_salt
+from torchax_serve.server.notes import note_once
 from torchax_serve.server.prompt_limits import check_len
 from torchax_serve.server.request_fields import ApiRequest, ModelName, Strings, honoured, no_effect, refused
 from torchax_serve.server.sampling import renamed_error, sampling_params
@@ -41,6 +42,7 @@ class InputExtra(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid", strict=True)
     filename: str = "tmp"
     text: str = ""
+    time: Any = None  # when an editor has seen the text; nobody reads it
 
 
 class InfillRequest(ApiRequest):
@@ -67,14 +69,16 @@ class InfillRequest(ApiRequest):
     stop: Annotated[Strings | None, honoured("strings that end the answer, at most 64")] = None
     ignore_eos: Annotated[bool | None, honoured("an end-of-sequence token does not end the answer")] = None
     return_tokens: Annotated[bool | None, honoured("`tokens` of the answer; else the list is empty")] = None
-    response_fields: Annotated[Strings | None, honoured("the only fields of a complete answer")] = None
+    response_fields: Annotated[
+        Strings | None, honoured("the only fields of a complete answer; names that it does not have are left out")
+    ] = None
     cache_prompt: Annotated[bool | None, no_effect("prefixes are found without it")] = None
     id_slot: Annotated[int | None, no_effect("slots are chosen by the engine")] = None
     samplers: Annotated[Any, refused("expected null; options are applied in one order")] = None
     n_indent: Annotated[Any, refused("expected 0; lines are not counted", 0)] = None
     n_probs: Annotated[Any, refused("expected 0; /v1/completions has logprobs", 0)] = None
     n_keep: Annotated[Any, refused("expected 0; prompts are not cut", 0)] = None
-    t_max_prompt_ms: Annotated[Any, refused("expected 0; times are limited by the server's options", 0)] = None
+    t_max_prompt_ms: Annotated[Any, no_effect("llama.cpp's server does not limit that time either")] = None
     t_max_predict_ms: Annotated[Any, refused("expected 0; times are limited by the server's options", 0)] = None
     typical_p: Annotated[Any, refused("expected 1", 1)] = None
     logit_bias: Annotated[Any, refused("expected none; /v1/completions has it", [], {})] = None
@@ -117,10 +121,9 @@ def _check(body: InfillRequest) -> None:
     if len(body.input_extra or ()) > MAX_FILES:
         message = f"input_extra: expected at most {MAX_FILES} files, got {len(body.input_extra or ())}"
         raise bad_request(message, "input_extra", "invalid_value")
-    if unknown := [name for name in body.response_fields or () if name not in _FIELDS]:
-        shown = ", ".join(short_repr(name) for name in unknown[:16])
-        message = f"response_fields: expected names out of {', '.join(_FIELDS)}, got {shown}"
-        raise bad_request(message, "response_fields", "invalid_value")
+    for name in body.response_fields or ():
+        if name not in _FIELDS:
+            note_once(f"/infill: response_fields has {short_repr(name[:100])}, which answers do not have; left out")
 
 
 def _as_completion(body: InfillRequest) -> CompletionRequest:
@@ -185,7 +188,8 @@ async def _complete(context: ServerContext, body: InfillRequest, started: _Start
             context.metrics.step(started.answer, step)
             steps.append(step)
     answer = _last(body, started, steps)
-    return answer if body.response_fields is None else {name: answer[name] for name in body.response_fields}
+    wanted = answer if body.response_fields is None else body.response_fields
+    return {name: answer[name] for name in wanted if name in answer}
 
 
 async def _events(context: ServerContext, body: InfillRequest, started: _Started) -> AsyncGenerator[bytes]:
