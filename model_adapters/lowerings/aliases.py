@@ -283,7 +283,8 @@ def _note(theirs: Any, func: Any, kind: _Kind, types: Any, args: Any, kwargs: An
     may_differ = is_strided or (parent is not None and kind.changes_strides)
     noted = [None] * len(results)
     if may_differ or not kind.keeps_order:
-        noted = strides.noted_of(func, args, kwargs, len(results), is_strided=may_differ)
+        is_view = parent is not None
+        noted = strides.noted_of(func, args, kwargs, len(results), is_strided=may_differ, is_view=is_view)
     shapes = () if parent is None else [each._elem.shape for each in results]
     for place, each in made:
         strided = noted[place]

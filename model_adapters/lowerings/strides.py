@@ -8,7 +8,7 @@ noted is computed when something asks for it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,9 +41,9 @@ _BY_LIBRARY = frozenset({"_fft_c2c", "_fft_r2c", "_fft_c2r"})
 class Later:
     """The strides of an operator's results, computed at the first question."""
 
-    def __init__(self, func: Any, args: Any, kwargs: Any, num_results: int) -> None:
+    def __init__(self, func: Any, args: Any, kwargs: Any, num_results: int, is_view: bool) -> None:
         self._func, self._args, self._kwargs = func, _described(args), _described(kwargs)
-        self._num = num_results
+        self._num, self._follows = num_results, not is_view and keeps_order(func)
         self._found: list[Any] | None = None
         self.depth = 1 + _depth((self._args, self._kwargs))
 
@@ -58,6 +58,8 @@ class Later:
         return self._found[place]
 
     def _computed(self) -> list[Any]:
+        if self._follows and all(each.is_in_c_order() for each in _operands((self._args, self._kwargs))):
+            return [None] * self._num
         try:
             with no_dispatch(), torch._C.DisableTorchFunction():
                 found = self._func(*_made(self._args), **_made(self._kwargs))
@@ -75,6 +77,10 @@ class _Operand:
         self._shape, self._dtype = tensor.shape, tensor.dtype
         self._noted = tensor._noted if isinstance(tensor, TorchTensor) else _of_host(tensor)
         self.depth = self._noted[0].depth if isinstance(self._noted, tuple) else 0
+
+    def is_in_c_order(self) -> bool:
+        """Tells whether the tensor is in C order."""
+        return resolved(self._noted) is None
 
     def made(self) -> torch.Tensor:
         """Returns the tensor; raises NotImplementedError if its strides are not known."""
@@ -102,11 +108,15 @@ def _described(value: Any) -> Any:
     return value
 
 
-def _depth(value: Any) -> int:
+def _operands(value: Any) -> Iterator[_Operand]:
     if isinstance(value, _Operand):
-        return value.depth
-    parts = value.values() if type(value) is dict else value if type(value) in (list, tuple) else ()
-    return max(map(_depth, parts), default=0)
+        yield value
+    for part in value.values() if type(value) is dict else value if type(value) in (list, tuple) else ():
+        yield from _operands(part)
+
+
+def _depth(value: Any) -> int:
+    return max((each.depth for each in _operands(value)), default=0)
 
 
 def _made(value: Any) -> Any:
@@ -122,17 +132,18 @@ def resolved(noted: Any) -> Any:
     return noted[0].of(noted[1]) if isinstance(noted, tuple) else noted
 
 
-def noted_of(func: Any, args: Any, kwargs: Any, num_results: int, *, is_strided: bool) -> list[Any]:
+def noted_of(func: Any, args: Any, kwargs: Any, num_results: int, *, is_strided: bool, is_view: bool) -> list[Any]:
     """Returns what is to be noted of the results of an operator.
 
-    `is_strided` says that an operand may be in another than C order, or that the results are views of one.
+    `is_strided` says that an operand may be in another than C order, or that the results, which `is_view` says are
+    views, are views of one.
     """
     name = _name(func)
     if name in _BY_LIBRARY:
         return [UNKNOWN] * num_results
     if name in _IN_C_ORDER or not (is_strided or name in _OTHER_NAMES):
         return [None] * num_results
-    later = Later(_BY_KERNEL.get(name, func), args, kwargs, num_results)
+    later = Later(_BY_KERNEL.get(name, func), args, kwargs, num_results, is_view or name in _BY_KERNEL)
     return [later.of(place) if later.depth > _DEEPEST else (later, place) for place in range(num_results)]
 
 
