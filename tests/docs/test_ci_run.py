@@ -45,7 +45,6 @@ PARITY = [
     "python benchmarks/parity.py --part 1/6 --diff changes.diff",
     "python benchmarks/parity.py --task configurations --part 1/6",
 ]
-SPEED = ["python benchmarks/weight_kinds.py --guard"]
 LINT = ["ruff check .", "ruff format --check .", "mypy"]
 SUITE = ["pip install --quiet .[dev]", *LINT, "pip install .[dev]", "pytest", AS_SERVED]
 FAST = [*LINT, "pytest -m fast"]
@@ -155,7 +154,7 @@ def test_suites_with_packages_of_their_own_take_turns(project, tmp_path):
     folder = tmp_path / "project"
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
     subprocess.run(["git", "init", "-q"], cwd=folder, check=True)
-    always, runs = [*SUITE, *PARITY, *SPEED, THOROUGH], []
+    always, runs = [*SUITE, *PARITY, THOROUGH], []
     for _ in range(3):
         subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "one more"], cwd=folder, check=True)
         runs.append([re.sub(r"--part ./6", "--part 1/6", call) for call in project()[1]])

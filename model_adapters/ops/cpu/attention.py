@@ -105,7 +105,7 @@ def _in_blocks(biases: jax.Array | None, capacity: int) -> jax.Array:
 
 
 def _biases(args: AttentionArgs, capacity: int) -> jax.Array:
-    """Returns the biases of each token and query head, by position or by distance; empty without."""
+    """Returns biases of each token and query head, by position or distance; or none."""
     if (given := args.distance_biases) is None:
         return _in_blocks(args.position_biases, capacity)
     # From the furthest key to the query's own, as keys follow each other.
