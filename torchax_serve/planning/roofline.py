@@ -1,8 +1,8 @@
 """Lower bounds on the time of a step.
 
-Weights and pages are read once, recurrent states read and written, and products run at the chip's peak rate. The bound is the roofline
-(Williams et al. 2009) of one device: the larger of bytes over bandwidth and operations over rate. Exchange between
-devices is not in it, so the true time is above.
+Weights and pages are read once, recurrent states read and written, and products run at the chip's peak rate. The bound
+is the roofline (Williams et al. 2009) of one device: the larger of bytes over bandwidth and operations over rate.
+Exchange between devices is not in it, so the true time is above.
 """
 
 from __future__ import annotations

@@ -110,7 +110,10 @@ class ServerContext:
         Raises:
             ApiError: As `service`.
         """
-        return self.service() if self.pool is None else self._refuse_late()
+        if self.pool is None:
+            return self.service()
+        self._refuse_late()
+        return None
 
     async def take(self, request: Request, name: str) -> ModelService:
         """Returns the model of several that a request names, loaded; its end lets it go.

@@ -9,10 +9,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from model_adapters.errors import TorchaxServeError
 from torchax_serve.server.errors import ApiError
+from torchax_serve.server.options import ServerOptions
 
 if TYPE_CHECKING:
     from torchax_serve.entrypoints.served_model import ServedModel
@@ -118,14 +119,6 @@ class PooledModel:
         return found
 
 
-class PoolLimits(Protocol):
-    """What models may take together; `ServerOptions` has it."""
-
-    max_loaded_models: int | None
-    model_memory_bytes: int | None
-    model_idle_timeout_s: float | None
-
-
 class ModelPool:
     """Models by name, of which some are loaded. All calls come from the event loop's thread.
 
@@ -140,7 +133,7 @@ class ModelPool:
     """
 
     def __init__(
-        self, specs: Sequence[ModelSpec], limits: PoolLimits, open_model: Callable[[ModelSpec], ModelService]
+        self, specs: Sequence[ModelSpec], limits: ServerOptions, open_model: Callable[[ModelSpec], ModelService]
     ) -> None:
         self.models = [PooledModel(spec) for spec in specs]
         self._limits, self._open = limits, open_model

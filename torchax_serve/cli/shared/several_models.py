@@ -60,8 +60,8 @@ def check_several(named: Sequence[Named], given: Mapping[str, Any]) -> None:
         if option in given:
             flag = option.replace("_", "-")
             raise InvalidArgumentError(f"--{flag}: expected one model, got {len(named)}; {remedy}")
-    names = [name for each, model in named for name in each or (str(model),)]
-    if twice := [name for index, name in enumerate(names) if name in names[:index]]:
+    every = [name for each, model in named for name in each or (str(model),)]
+    if twice := [name for index, name in enumerate(every) if name in every[:index]]:
         raise InvalidArgumentError(f"MODEL: expected each name once, got {twice[0]} twice; write NAME=MODEL")
 
 
