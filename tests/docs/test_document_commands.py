@@ -142,7 +142,8 @@ def test_command_for_the_hub_parses_and_names_a_known_model(command):
     assert program == "torchax-serve"
     subcommands = typer.main.get_command(app).commands
     context = subcommands[subcommand].make_context(subcommand, list(arguments))
-    assert short_name(context.params["model"]) is not None
+    models = context.params["models"] if subcommand == "serve" else [context.params["model"]]
+    assert all(short_name(each) is not None for each in models)
 
 
 @pytest.mark.parametrize("command", sorted(WITH_DIFFUSERS))

@@ -10,6 +10,7 @@ import pytest
 from model_adapters.errors import InvalidArgumentError
 from torchax_serve.server.app import PUBLIC, ROUTES
 from torchax_serve.server.auth import ApiKeys
+from torchax_serve.server.page import FILES
 
 KEY, OTHER = "first-key-0123456789", "second-key-0123456789"
 
@@ -32,7 +33,7 @@ def test_every_route_needs_a_key_except_health(locked):
                 ("OPTIONS", {}),
             ):
                 status = http.request(method, path, headers=headers).status_code
-                assert (status == 401) == (path not in PUBLIC), (method, path)
+                assert (status == 401) == (path not in PUBLIC | set(FILES)), (method, path)
 
 
 def test_metrics_may_be_read_without_a_key_where_that_is_chosen(start_server):
@@ -132,7 +133,7 @@ def test_a_stream_goes_on_while_the_file_of_its_key_is_replaced(start_server, tm
 
 def test_unknown_paths_and_methods_are_errors_of_the_dialect(http):
     for method, path, status in (
-        ("GET", "/", 404),
+        ("POST", "/", 405),
         ("GET", "/v1/nothing", 404),
         ("GET", "/v1/completions", 405),
         ("DELETE", "/v1/models", 405),
