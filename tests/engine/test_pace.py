@@ -36,16 +36,14 @@ class PacedRunner:
     span_limits = staticmethod(lambda config: None)
     runs_ahead = True
     cache_is_lost = False
+    cache_bytes = 0
 
     def __init__(self):
         self.step_s = SLOW_S
         self._free_s = 0.0
 
-    def with_adapter(self, request):
-        return request
-
-    def with_num_top(self, request):
-        return request
+    def adapter_use(self, name):
+        return None
 
     def validate(self, name, request):
         pass

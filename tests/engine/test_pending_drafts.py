@@ -116,7 +116,8 @@ def test_preempted_and_late_requests_keep_their_tokens(name):
     with serve(tiny(name), engine=options) as model:
         model.engine.check_integrity = True
         late = [rng.random() < 0.3 for _ in asked]
-        params = [dataclasses.replace(each.params, timeout_s=0.3 * rng.random()) for each in asked]
+        limits = [dataclasses.replace(each.params.given, timeout_s=0.3 * rng.random()) for each in asked]
+        params = [dataclasses.replace(each.params, given=given) for each, given in zip(asked, limits, strict=True)]
         sent = [
             dataclasses.replace(each, params=own) if is_late else each
             for each, own, is_late in zip(asked, params, late, strict=True)

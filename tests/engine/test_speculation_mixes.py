@@ -51,7 +51,8 @@ def answers_with_early_ends(model, asked, rng):
     handles, outputs = [], []
     for each in asked:
         if rng.random() < 0.15:
-            each = dataclasses.replace(each, params=dataclasses.replace(each.params, timeout_s=0.2 * rng.random()))
+            given = dataclasses.replace(each.params.given, timeout_s=0.2 * rng.random())
+            each = dataclasses.replace(each, params=dataclasses.replace(each.params, given=given))
         handles.append(model.engine.submit(each))
         outputs.append([])
         if rng.random() < 0.4:  # arrivals are spread over the steps

@@ -9,7 +9,7 @@ import sys
 import pytest
 from transformers import GenerationConfig
 
-from torchax_serve import sampling
+from torchax_serve.request_params import validate_options
 from torchax_serve.sampling_params import ENGINE_ONLY, SamplingParams
 
 BASE = GenerationConfig(max_length=30, top_p=0.8, eos_token_id=[2], pad_token_id=1)
@@ -74,7 +74,7 @@ def test_every_field_reaches_the_config():
         "num_return_sequences",
         "stop_strings",
     }
-    sampling.validate_options(params.to_generation_config(BASE))
+    validate_options(params.to_generation_config(BASE))
 
 
 def test_the_base_is_left_alone():
@@ -99,7 +99,7 @@ def test_a_temperature_of_zero_is_greedy():
     for zero in (0, 0.0):
         config = SamplingParams(temperature=zero, top_p=0.9).to_generation_config(sampled)
         assert (config.do_sample, config.temperature) == (False, None)
-        sampling.validate_options(config)
+        validate_options(config)
 
 
 @pytest.mark.parametrize(

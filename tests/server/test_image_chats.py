@@ -64,7 +64,7 @@ def test_an_answer_about_an_image_is_that_of_the_model(client, seeing):
     assert "".join(pieces) == expected
     other = ask(client, url_of(picture(1)), n=2)
     assert [choice.message.content for choice in other.choices] != [expected, expected]
-    served = seeing[0].context.loaded.model
+    served = seeing[0].context.loaded[0].model
     assert served._single_engine is None  # all on the engine, and those of one image share pages
     assert served.engine.stats().scheduler.num_hit_tokens > 0
 
