@@ -31,6 +31,8 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False}
 NUM_PAGES, NUM_SNAPSHOTS = 26, 3  # of layers that see all of a text; the longest requests have 16 pages
 NUM_LONG = 48  # of as many requests as there are slots, for which there are not enough pages
 NUM_SHORT = 4
+REPEATING = ("deepseek_v4", "qwen4_exp_text", "inkling2_text")
+"""Types whose random weights write what stands in a text before, as trained ones do: n-grams draft for them."""
 TOGETHER = prompts(30, 25, 28, 31, 27, 26)
 ONE_BY_ONE = prompts(*(40 + number % 6 for number in range(20)))
 SHARED = prompts(60)[0][::-1]  # which begins as no other one
@@ -170,7 +172,8 @@ def test_drafts_change_no_token(drafting):
     assert tokens(model, REPEATED, NUM_LONG) == wanted
     after = stats_of(model)
     accepted = after.num_accepted_tokens - before.num_accepted_tokens
-    assert 0 < accepted < after.num_draft_tokens - before.num_draft_tokens  # some are taken back
+    drafted = after.num_draft_tokens - before.num_draft_tokens
+    assert 0 < accepted < drafted or model_type not in REPEATING  # some are taken back
 
 
 @pytest.mark.parametrize("drafting", except_for(["qwen4_exp_text"], WITH_PAGES), indirect=True)
