@@ -1,6 +1,6 @@
 """Quantized products compiled for TPUs, an H100 and an H200: weights are read as they are stored, never made dense.
 
-Needs libtpu and XLA's plug-in for CUDA, as the other modules of this folder.
+Tests with ``gpu`` in their names need XLA's plug-in for CUDA, all others libtpu.
 """
 
 import functools

@@ -15,12 +15,14 @@ SCRIPT = ROOT / ".ci" / "run"
 TPU = [
     "pip install --quiet jax[tpu]==1.2.3",
     "pytest tests/aot/test_tpu_aot.py tests/aot/test_tpu_schedule.py tests/aot/test_recurrent_aot.py",
-    "pytest tests/aot/test_plan_aot.py tests/aot/test_bundle_aot.py -k not h200 --dist load",
+    "pytest tests/aot/test_quantized_aot.py tests/aot/test_plan_aot.py tests/aot/test_bundle_aot.py "
+    "-k not gpu and not h200 --dist load",
 ]
 GPU = [
     "pip install --quiet --no-deps jax-cuda13-pjrt==1.2.3 jax-cuda13-plugin==1.2.3 nvidia-cuda-nvcc==13.0.* "
     "nvidia-nvvm==13.0.* nvidia-cuda-runtime==13.0.*",
-    "pytest tests/aot/test_gpu_aot.py tests/aot/test_quantized_aot.py --dist load",
+    "pytest tests/aot/test_gpu_aot.py tests/aot/test_quantized_aot.py tests/aot/test_plan_aot.py "
+    "tests/aot/test_bundle_aot.py -k gpu or h200 --dist load",
 ]
 RAY = ["pip install --quiet .[ray]", "pytest tests/replicas"]
 FORMATS = [
