@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 EMBEDDED = Path(__file__).parents[2] / "torchax_serve" / "embedded"
 """The folder of the distribution's own small model, an ordinary model folder."""
 
+EMBEDDED_NAME = "the embedded model"
+"""The name of the embedded model, as shown to people."""
+
 Kind = Literal["embedded", "hub", "folder", "object", "config", "bundle"]
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 """Form of a hub id."""
@@ -174,7 +177,7 @@ def _local_source(name_or_path: str | os.PathLike[str] | None) -> ModelSource | 
             raise ModelNotFoundError(
                 f"this installation lacks its embedded model (in {EMBEDDED}): install it again, or name a model"
             )
-        return ModelSource("embedded", "the embedded model", EMBEDDED)
+        return ModelSource("embedded", EMBEDDED_NAME, EMBEDDED)
     if hasattr(name_or_path, "torch_model"):
         raise InvalidArgumentError("the model is served already; use it as it is, or close it and serve it anew")
     if hasattr(name_or_path, "get_base_model"):
@@ -231,6 +234,19 @@ def bundle_folder(name_or_path: object) -> Path | None:
         return None
     path = Path(os.fspath(name_or_path)).expanduser()
     return path if path.is_dir() and is_bundle(path) else None
+
+
+def public_name(model: str | None) -> str:
+    """Returns the name that requests use for a model.
+
+    Of a folder it is the last part, so that no path is shown.
+
+    Args:
+        model: What it is loaded by, or the name of its source; None or empty: the embedded model.
+    """
+    if not model or model == EMBEDDED_NAME:
+        return "embedded"
+    return os.path.basename(os.path.abspath(model)) if os.path.isdir(model) else model
 
 
 def of_object(name: str) -> ModelSource:

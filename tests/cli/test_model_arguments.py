@@ -3,6 +3,7 @@
 import pytest
 
 from model_adapters.errors import InvalidArgumentError
+from model_adapters.loading.model_source import public_name
 from torchax_serve.cli.shared.several_models import check_several, file_bytes, named_model
 
 
@@ -41,8 +42,22 @@ def test_two_names_of_one_model_and_one_name_of_two():
         check_several([(("a",), "x"), (("b", "a"), "y")], {})
     with pytest.raises(InvalidArgumentError, match="expected each name once, got x twice"):
         check_several([((), "x"), ((), "x")], {})
+    with pytest.raises(InvalidArgumentError, match="expected each name once, got embedded twice"):
+        check_several([((), None), (("embedded",), "x")], {})
     with pytest.raises(InvalidArgumentError, match="--served-model-name: expected without names in MODEL, got a"):
         check_several([(("a",), "x")], {"served_model_name": ["b"]})
+
+
+def test_folders_are_named_by_their_last_part(tmp_path, monkeypatch):
+    for folder in ("a/x", "b/x", "b/y"):
+        (tmp_path / folder).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    check_several([((), "a/x"), ((), "b/y/"), ((), None)], {})
+    for other in ("b/x", str(tmp_path / "b" / "x"), "./b/x/", "b/y/../x"):
+        with pytest.raises(InvalidArgumentError, match="expected each name once, got x twice; write NAME=MODEL"):
+            check_several([((), "a/x"), ((), other)], {})
+    monkeypatch.chdir(tmp_path / "b" / "x")
+    assert public_name(".") == "x" and public_name("org/name") == "org/name" and public_name("") == "embedded"
 
 
 def test_bytes_of_files(tmp_path):

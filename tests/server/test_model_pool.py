@@ -137,6 +137,22 @@ def test_a_model_with_requests_all_the_time_does_not_keep_another_one_out():
     asyncio.run(run())
 
 
+def test_a_client_that_goes_as_its_model_is_handed_out_makes_room():
+    async def run():
+        made = Pool(Limits(1))
+        await made.ask("a")
+        gone = made.pool.find("b")
+        asked = asyncio.create_task(made.pool.take(gone))
+        other = asyncio.create_task(made.ask("c"))
+        while not gone.num_users:  # until it is handed out, while the client has not run yet and c waits for room
+            await asyncio.sleep(0)
+        asked.cancel()
+        await asyncio.wait_for(other, 30)
+        assert asked.cancelled() and gone.num_users == 0
+
+    asyncio.run(run())
+
+
 def test_requests_that_come_together_load_a_model_once():
     async def run():
         made = Pool(Limits())

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from model_adapters.errors import InvalidArgumentError
+from model_adapters.loading.model_source import EMBEDDED_NAME
 from torchax_serve.cli.chat.interrupts import prompt_interrupts
 from torchax_serve.cli.shared.command import Command
 from torchax_serve.cli.shared.load_options import (
@@ -122,7 +123,7 @@ def plan(
         options["speculation"] = _speculation(speculative, load)
         module, stated = empty_module(model, **load.kwargs())
         options["quantization"] = _quantization(quantization, stated)
-        name = model or "the embedded model"
+        name = model or EMBEDDED_NAME
         with activity() as note:
             if sharding:
                 show = _sharding(module, topology, options, as_json=as_json)

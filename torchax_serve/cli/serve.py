@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from model_adapters.errors import InvalidArgumentError
-from model_adapters.loading.model_source import bundle_folder
+from model_adapters.loading.model_source import bundle_folder, public_name
 from torchax_serve.cli.shared.command import Command
 from torchax_serve.cli.shared.config_file import ConfigFile
 from torchax_serve.cli.shared.engine_options import EngineFlags, ServeOptions
@@ -256,9 +256,8 @@ def _spec(names: tuple[str, ...], model: str | None, load: Callable[..., Any]) -
     """Returns one of several models, with the bytes of its files if they are in a folder."""
     from torchax_serve.server.model_pool import ModelSpec
 
-    source = "" if model is None else model
-    names = names or (("embedded" if model is None else Path(model).name if Path(model).is_dir() else model),)
-    return ModelSpec(names, functools.partial(load, model), source, file_bytes(model))
+    names = names or (public_name(model),)
+    return ModelSpec(names, functools.partial(load, model), model or "", file_bytes(model))
 
 
 def _given(**groups: Any) -> dict[str, Any]:

@@ -7,12 +7,13 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from model_adapters.loading.model_source import public_name
 from torchax_serve import __version__
 from torchax_serve.server.context import Stage, context_of
 from torchax_serve.server.errors import ApiError
 from torchax_serve.server.key_limits import ApiKey
 from torchax_serve.server.model_pool import PooledModel
-from torchax_serve.server.model_service import ModelService, adapters_of, public_name
+from torchax_serve.server.model_service import ModelService, adapters_of
 
 
 async def livez(request: Request) -> Response:

@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("torchax_serve.server")
 
-FOLDER_OF_LOADING = "its folder"
-"""What an error about loading says in place of a path, which clients may not know."""
-
 
 @dataclasses.dataclass(frozen=True)
 class ModelSpec:
@@ -86,20 +83,11 @@ class PooledModel:
         """Whether requests wait for it."""
         return any(not each.done() for each in self._waiters)
 
-    async def wait(self) -> ModelService:
-        """Waits until the model is loaded, and is one of its users then.
-
-        Raises:
-            ApiError: It could not be loaded.
-        """
+    def join(self) -> asyncio.Future[ModelService]:
+        """Returns the model once it is loaded, with the caller as its user, or why it cannot be."""
         waiter: asyncio.Future[ModelService] = asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
-        try:
-            return await waiter
-        except asyncio.CancelledError:
-            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
-                self.num_users -= 1  # it was handed out in the moment in which its client went
-            raise
+        return waiter
 
     def hand_out(self, service: ModelService) -> None:
         """Gives the loaded model to all requests that wait."""
@@ -160,7 +148,13 @@ class ModelPool:
             model.used_s = time.monotonic()
             return model.service
         self._want(model)
-        return await model.wait()
+        waiter = model.join()
+        try:
+            return await waiter
+        except asyncio.CancelledError:
+            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
+                self.release(model)  # it was handed out in the moment in which its client went
+            raise
 
     def release(self, model: PooledModel) -> None:
         """Ends a use that `take` has begun."""
@@ -332,7 +326,8 @@ def _load_error(model: PooledModel, error: Exception) -> ApiError:
     logger.error("%s cannot be loaded: %s", model.name, error)
     text = str(error) if isinstance(error, TorchaxServeError) else type(error).__name__
     if model.spec.source:
-        text = text.replace(model.spec.source, FOLDER_OF_LOADING if "/" in model.spec.source else model.name)
+        # Clients may not know paths of this machine.
+        text = text.replace(model.spec.source, "its folder" if "/" in model.spec.source else model.name)
     return ApiError(503, f"the model {model.name} cannot be loaded: {text}", code="model_load_failed")
 
 

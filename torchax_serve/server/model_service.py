@@ -11,10 +11,10 @@ import hashlib
 import importlib.util
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from model_adapters.errors import TorchaxServeError, UnsupportedModelError
+from model_adapters.loading.model_source import public_name
 from torchax_serve import __version__
 from torchax_serve.engine.progress import EngineProgress
 from torchax_serve.entrypoints.recorded_model import engines_of
@@ -47,7 +47,6 @@ if TYPE_CHECKING:  # they import torch, which a recorded start needs not
 
 Result = TypeVar("Result")
 
-EMBEDDED_NAME = "the embedded model"
 """Name of the model that comes with the package, which is no name for requests."""
 NUM_THREADS = 4
 """Threads that render, tokenize and submit; most of their work is outside of Python's lock."""
@@ -347,13 +346,6 @@ def _texts_of(message: Mapping[str, Any]) -> list[str]:
     parts = content if isinstance(content, list) else ()
     texts = (part.get("text") for part in parts if isinstance(part, Mapping))
     return [text for text in texts if isinstance(text, str)]
-
-
-def public_name(name: str) -> str:
-    """Returns the name that requests use: of a folder its last part, so that no path is shown."""
-    if name == EMBEDDED_NAME:
-        return "embedded"
-    return Path(name).name if Path(name).is_dir() else name
 
 
 def progress_of(services: Sequence[ModelService]) -> list[EngineProgress]:

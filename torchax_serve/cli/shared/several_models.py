@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from model_adapters.errors import InvalidArgumentError
+from model_adapters.loading.model_source import public_name
 
 Named = tuple[tuple[str, ...], str | None]
 """Names of a model for requests, none for that which it is loaded by, and the model; None: the embedded one."""
@@ -60,7 +61,7 @@ def check_several(named: Sequence[Named], given: Mapping[str, Any]) -> None:
         if option in given:
             flag = option.replace("_", "-")
             raise InvalidArgumentError(f"--{flag}: expected one model, got {len(named)}; {remedy}")
-    every = [name for each, model in named for name in each or (str(model),)]
+    every = [name for each, model in named for name in each or (public_name(model),)]
     if twice := [name for index, name in enumerate(every) if name in every[:index]]:
         raise InvalidArgumentError(f"MODEL: expected each name once, got {twice[0]} twice; write NAME=MODEL")
 
