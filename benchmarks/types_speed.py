@@ -7,7 +7,7 @@
     python benchmarks/types_speed.py show [--types ...]    # the table, the slowest first
     python benchmarks/types_speed.py page                  # writes docs/models.md, docs/performance.md, a picture
     python benchmarks/types_speed.py --small --again       # small models, some seconds for a type
-    python benchmarks/types_speed.py --guard               # those with a row; 1 if a ratio is below 0.8 of it
+    python benchmarks/types_speed.py --guard               # those with a row of this processor; 1 if below 0.8 of it
 
 A model has about 100 million random weights, six layers, and a layer of every kind that the type has. Asked are 64
 tokens and 32 new ones, greedy, without an end: in eager PyTorch as one batch of ``generate``; on the engine of
@@ -32,10 +32,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from processors import processor
 from speed_of_types import pages, rows
 from speed_of_types.kinds import KINDS
 from speed_of_types.processes import Asked, end_all, measured
@@ -71,6 +71,7 @@ def here() -> dict[str, Any]:
         "cpu": next(
             (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine()
         ),
+        "processor": processor(),
         "cores": len(os.sched_getaffinity(0)),
         "versions": {name: importlib.metadata.version(name) for name in names},
     }
@@ -91,12 +92,18 @@ def chosen(options: argparse.Namespace) -> list[Any]:
     if options.kinds:
         cases = [case for case in cases if case.kind() in options.kinds]
     if options.guard:
-        known = {(row["task"], row["type"]) for row in rows.read(options.results).values()}
+        known = {(row["task"], row["type"]) for row in known_here(options).values()}
         cases = [case for case in cases if (case.task, case.model_type) in known]
     if options.part:
         first, step = options.part
         cases = cases[first - 1 :: step]
     return cases
+
+
+def known_here(options: argparse.Namespace) -> dict[rows.Key, Row]:
+    """The committed rows that a processor of this kind was measured for."""
+    here = processor()
+    return {key: row for key, row in rows.read(options.results).items() if row.get("processor") == here}
 
 
 def sweep(options: argparse.Namespace) -> list[Row]:
@@ -245,18 +252,18 @@ def main() -> None:
     if options.command == "page":
         write_pages(options)
         return
-    found = sweep(options)
     if options.guard:
-        sys.exit(guard(options, found))
+        sys.exit(guard(options))
+    sweep(options)
 
 
-def guard(options: argparse.Namespace, found: Sequence[Row]) -> int:
+def guard(options: argparse.Namespace) -> int:
     """Compares with the committed rows; returns 1 if a type is slower also when it is measured again."""
-    known = rows.read(options.results)
-    if not any(rows.key_of(row) in known for row in found):
-        print(f"--guard: expected rows of these types in {options.results}; measure them with --small")
-        return 1
-    if wrong := rows.slower(found, known, LEAST):
+    known = known_here(options)
+    if not known:
+        print(f"no rows are kept for the processor {processor()}: nothing is compared; measure with --small")
+        return 0
+    if wrong := rows.slower(sweep(options), known, LEAST):
         options.types, options.part = [f"{task}:{model_type}" for task, model_type, *_ in wrong], None
         wrong = rows.slower(sweep(options), known, LEAST)
     print("\n".join(wrong.values()) or f"no type is slower than {LEAST:g} of its committed ratio")

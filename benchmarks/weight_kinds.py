@@ -27,6 +27,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from processors import processor
+
 FOLDER = Path(__file__).resolve().parent
 RESULTS = FOLDER / "results" / "weight-kinds.json"
 SHAPE = FOLDER / "shapes" / "qwen3-184m.json"
@@ -53,22 +55,7 @@ KINDS: dict[str, tuple[str, Any, float]] = {
 
 Activations meet the numbers of files as they are, and are rounded to int8 by presets.
 """
-FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "asimddp", "i8mm")
-"""What products are made of, as Linux names it."""
-
 Numbers = dict[str, dict[str, float]]
-
-
-def processor(cpuinfo: str) -> str:
-    """Vendor, family, model and features of the processor that Linux describes so."""
-    fields = dict.fromkeys(("vendor_id", "cpu family", "model", "flags", "Features", "CPU part"), "")
-    for line in cpuinfo.splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() in fields and not fields[name.strip()]:
-            fields[name.strip()] = value.strip()
-    flags = f"{fields['flags']} {fields['Features']}".split()
-    named = [fields[name] for name in ("vendor_id", "cpu family", "model", "CPU part") if fields[name]]
-    return " ".join([*named, *(each for each in FEATURES if each in flags)])
 
 
 def slower(found: Numbers, kept: Mapping[str, Mapping[str, float]], limit: float = LIMIT) -> dict[str, list[str]]:
@@ -216,7 +203,7 @@ def main() -> None:
 
     # Programs are compiled by the quickest settings, which takes half of the time: products are the kernels' anyway.
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_COMPILATION}"
-    key, plain = processor(Path("/proc/cpuinfo").read_text()), PlainProducts()
+    key, plain = processor(), PlainProducts()
     found = measured(options.kinds, plain)
     if not options.guard:
         keep(options.results, key, found)

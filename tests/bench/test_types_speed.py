@@ -120,20 +120,34 @@ def test_the_guard_finds_what_is_slower_by_processor_time():
 def test_the_guard_measures_again_what_is_slower(tmp_path, monkeypatch, capsys):
     options = argparse.Namespace(results=tmp_path / "rows.jsonl", types=None, part=(1, 2))
     for row in (ran("a", 2.0), ran("b", 2.0)):
-        rows.append(options.results, row)
-    answers = []
+        rows.append(options.results, row | {"processor": types_speed.processor()})
+    sweeps = []
 
-    def sweep(options):
-        assert (options.types, options.part) == (["causal:a"], None)
-        return [answers.pop()]
+    def guarded(*answers):
+        """The status, and what was measured in which sweep."""
+        sweeps[:] = []
 
-    monkeypatch.setattr(types_speed, "sweep", sweep)
-    assert types_speed.guard(options, [ran("a", 2.0), ran("b", 2.0)]) == 0
-    answers += [ran("a", 1.0), ran("a", 1.9)]
-    assert types_speed.guard(options, [ran("a", 1.0), ran("b", 2.0)]) == 0, "the machine was busy"
-    assert types_speed.guard(options, [ran("a", 1.0), ran("b", 2.0)]) == 1
+        def sweep(options):
+            sweeps.append((options.types, options.part))
+            return answers[len(sweeps) - 1]
+
+        monkeypatch.setattr(types_speed, "sweep", sweep)
+        return types_speed.guard(argparse.Namespace(**vars(options))), list(sweeps)
+
+    good, slow = [ran("a", 2.0), ran("b", 2.0)], [ran("a", 1.0), ran("b", 2.0)]
+    again = [(None, (1, 2)), (["causal:a"], None)]
+    assert guarded(good) == (0, again[:1])
+    assert guarded(slow, [ran("a", 1.9)]) == (0, again), "the machine was busy"
+    assert guarded(slow, [ran("a", 1.0)]) == (1, again)
     assert "got 1.0 times" in capsys.readouterr().out
-    assert types_speed.guard(options, [ran("new", 2.0)]) == 1, "nothing was compared"
+
+
+def test_the_guard_compares_nothing_with_rows_of_other_processors(tmp_path, monkeypatch, capsys):
+    options = argparse.Namespace(results=tmp_path / "rows.jsonl", types=None, part=None)
+    rows.append(options.results, ran("a", 2.0) | {"processor": "of another maker"})
+    monkeypatch.setattr(types_speed, "sweep", lambda options: pytest.fail("nothing is to be measured"))
+    assert types_speed.guard(options) == 0
+    assert f"no rows are kept for the processor {types_speed.processor()}" in capsys.readouterr().out
 
 
 def test_the_last_row_of_a_key_counts_and_files_are_written_in_order(tmp_path):
