@@ -89,7 +89,7 @@ class RoundRecorder:
 
         from torchax_serve.engine import factory
         from torchax_serve.engine.output_processor import OutputProcessor
-        from torchax_serve.executors import packed
+        from torchax_serve.executors.packed import executor as packed
         from torchax_serve.scheduler import Scheduler
 
         timed = [(Scheduler, "schedule"), (Scheduler, "commit"), (OutputProcessor, "deliver"), (factory.Engine, "step")]

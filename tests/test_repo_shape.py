@@ -85,7 +85,7 @@ READERS_OF_PRIVATE = {
     "torchax_serve.entrypoints.recorded_model.engines_of",
     "torchax_serve.entrypoints.served_model.continue_with",
     "torchax_serve.entrypoints.served_model.record_start",
-    "torchax_serve.executors.packed.step_calls",
+    "torchax_serve.executors.packed.executor.step_calls",
     "torchax_serve.generation.engine_rows._engine_outputs",
     "torchax_serve.generation.engine_rows.encoded_request",
     "torchax_serve.generation.engine_rows.engine_request_for",

@@ -15,7 +15,7 @@ from model_adapters.jaxpr.interpreter import inlined
 from model_adapters.jaxpr.row_pruning import prune_rows
 from model_adapters.program.packed_forward import forward_packed
 from torchax_serve import to_jax
-from torchax_serve.executors.packed_probes import page_shapes
+from torchax_serve.executors.packed.probes import page_shapes
 from torchax_serve.kv_cache.pools import CacheAllocation, CacheGroup, PagedCache
 
 TOKENS, WIDTH, LAST = 7, 8, jnp.array([5, 0, 6])

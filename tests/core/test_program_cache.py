@@ -247,7 +247,7 @@ def packages(tmp_path, monkeypatch):
         ("model_adapters/quirks/aria.py", True),
         ("sharding_rules/__init__.py", True),
         ("torchax_serve/runtime/step_functions.py", True),
-        ("torchax_serve/executors/packed.py", True),
+        ("torchax_serve/executors/packed/executor.py", True),
         ("torchax_serve/sampling/truncation.py", True),
         ("torchax_serve/cli/main.py", False),
         ("torchax_serve/text/chat.py", False),
@@ -296,7 +296,7 @@ def test_what_is_left_out_of_the_digest_is_reached_by_no_traced_function():
         for name, file in files.items()
         if not is_left_out(name) and any(each in file.read_text() for each in holders)
     }
-    assert {"torchax_serve.runtime.step_functions", "torchax_serve.executors.packed"} <= reached
+    assert {"torchax_serve.runtime.step_functions", "torchax_serve.executors.packed.executor"} <= reached
     waiting = list(reached)
     while waiting:
         found = {name for name in imported(waiting.pop()) if name in files} - reached

@@ -20,7 +20,7 @@ from model_adapters.program.model_program import CallSpec
 from model_adapters.program.static_tensors import StaticTensor
 from torchax_serve.distributed.hosts.message_codec import CodecError, decode, encode
 from torchax_serve.distributed.hosts.messages import ArrayRef, ArraySpec, Compile, End, Run
-from torchax_serve.executors.packed import FusedDecodeSpec, PackedStepSpec
+from torchax_serve.executors.packed.executor import FusedDecodeSpec, PackedStepSpec
 from torchax_serve.runtime.static_args import StaticArgs
 from torchax_serve.validation.bounded_json import parse_json
 

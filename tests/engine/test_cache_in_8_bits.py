@@ -21,8 +21,8 @@ from model_adapters.ops import registry
 from torchax_serve import EngineOptions, SamplingParams, serve
 from torchax_serve.engine.factory import build_engine, build_single_engine
 from torchax_serve.executors.choice import choose_executor
-from torchax_serve.executors.packed_factory import packed_executor
-from torchax_serve.executors.per_sequence import PerSequenceExecutor
+from torchax_serve.executors.packed.factory import packed_executor
+from torchax_serve.executors.per_sequence.executor import PerSequenceExecutor
 from torchax_serve.kv_cache.memory import MemoryBudget
 from torchax_serve.kv_cache.scales import HEADROOM, TRIAL_LEN, TRIAL_ROWS
 from torchax_serve.scheduler import PlanRow

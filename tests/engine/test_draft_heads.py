@@ -21,7 +21,7 @@ from model_adapters.errors import TorchaxServeError
 from model_adapters.loading import load_model
 from model_adapters.loading.model_source import ModelSource
 from torchax_serve import EngineOptions, serve
-from torchax_serve.executors.draft_head import DraftHead
+from torchax_serve.executors.speculation.draft_head import DraftHead
 
 SIZES = EngineOptions(
     max_model_len=96, max_num_seqs=4, page_size=8, max_num_batched_tokens=32, max_num_steps=4, batch_invariant=True

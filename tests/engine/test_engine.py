@@ -22,7 +22,7 @@ from threads import at_once
 
 from model_adapters.errors import InvalidArgumentError, OutOfMemoryError, TorchaxServeError
 from torchax_serve import EngineOptions, RequestError, SamplingParams, serve
-from torchax_serve.executors.packed import PackedExecutor
+from torchax_serve.executors.packed.executor import PackedExecutor
 from torchax_serve.kv_cache import memory
 from torchax_serve.sampling.sampler import tables_bytes
 from torchax_serve.scheduler.scheduler import Scheduler

@@ -17,7 +17,7 @@ from transformers.generation.candidate_generator import SinglePositionMultiToken
 
 from model_adapters.errors import TorchaxServeError
 from torchax_serve import EngineOptions, serve
-from torchax_serve.executors.draft_assistant import DraftAssistant
+from torchax_serve.executors.speculation.draft_assistant import DraftAssistant
 
 NUM_DRAFTS = 3
 SIZES = EngineOptions(max_model_len=96, max_num_seqs=4, page_size=8, max_num_batched_tokens=32, max_num_steps=4)

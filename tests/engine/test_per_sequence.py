@@ -23,9 +23,11 @@ from model_adapters.quirks.quirk import Quirk
 from torchax_serve import serve, to_jax
 from torchax_serve.engine.factory import build_engine
 from torchax_serve.engine.options import EngineOptions
-from torchax_serve.executors import choice, chunked_prefill_probe, per_sequence_buckets
-from torchax_serve.executors.per_sequence_factory import per_sequence_executor
-from torchax_serve.executors.per_sequence_forward import SequenceForward
+from torchax_serve.executors import choice
+from torchax_serve.executors.per_sequence import buckets as per_sequence_buckets
+from torchax_serve.executors.per_sequence import chunked_prefill_probe
+from torchax_serve.executors.per_sequence.factory import per_sequence_executor
+from torchax_serve.executors.per_sequence.forward import SequenceForward
 from torchax_serve.kv_cache import cache_layout, memory
 from torchax_serve.kv_cache.pools import PagedLayerSpec
 from torchax_serve.kv_cache.slot_states import gather, scatter

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchax_serve.executors.prompt_lookup import TokenHistory, accept, last_tokens, lookup, verify_rows
-from torchax_serve.executors.speculative_decode import read_drafts
+from torchax_serve.executors.speculation.prompt_lookup import TokenHistory, accept, last_tokens, lookup, verify_rows
+from torchax_serve.executors.speculation.speculative_decode import read_drafts
 
 MAX_LEN, NUM_DRAFTS = 24, 3
 TEXTS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=18), min_size=2, max_size=2)

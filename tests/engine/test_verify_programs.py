@@ -12,9 +12,9 @@ from model_adapters.caches.packed_batch import PagedLayout
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
 from torchax_serve.engine.model_runner import MaskedRequests, ModelRunner
 from torchax_serve.executors.base import ExecutorLimits
-from torchax_serve.executors.packed_specs import PackedSpecs
+from torchax_serve.executors.packed.specs import PackedSpecs
 from torchax_serve.executors.slot_adapters import SlotAdapters
-from torchax_serve.executors.speculative_decode import SpeculativeDecoder
+from torchax_serve.executors.speculation.speculative_decode import SpeculativeDecoder
 from torchax_serve.request_params import RequestParams
 from torchax_serve.sampling.sampler import default_sharding
 from torchax_serve.scheduler import CacheGroup, Request, Scheduler, SchedulerConfig, SpeculativeConfig

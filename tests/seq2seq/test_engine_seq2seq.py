@@ -26,8 +26,8 @@ from torchax_serve import (
     to_jax,
 )
 from torchax_serve.engine.factory import build_engine
-from torchax_serve.executors import per_sequence_factory
-from torchax_serve.executors.per_sequence import PerSequenceExecutor
+from torchax_serve.executors.per_sequence import factory as per_sequence_factory
+from torchax_serve.executors.per_sequence.executor import PerSequenceExecutor
 from torchax_serve.kv_cache import memory
 
 VOCAB_SIZE = 97

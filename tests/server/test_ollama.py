@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from torchax_serve import EngineOptions
 from torchax_serve.cli.main import app
-from torchax_serve.executors.loaded_draft import LoadedDraft
+from torchax_serve.executors.speculation.loaded_draft import LoadedDraft
 from torchax_serve.scheduler.speculative_config import SpeculativeConfig
 from torchax_serve.server.ollama import downloads
 

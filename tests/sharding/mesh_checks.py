@@ -35,7 +35,7 @@ from torchax_serve import EngineOptions, SamplingParams, serve
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
 from torchax_serve.distributed.mesh import mesh_for
 from torchax_serve.engine.weight_update import engines_in
-from torchax_serve.executors.packed_probes import page_shapes
+from torchax_serve.executors.packed.probes import page_shapes
 from torchax_serve.executors.step_inputs import PackedStepSpec
 from torchax_serve.kv_cache.pools import CacheAllocation, PagedCache, PoolAllocator
 from torchax_serve.parity.tiny.images import image_model, inputs_of

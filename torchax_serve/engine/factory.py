@@ -18,7 +18,7 @@ from torchax_serve.engine.model_runner import NO_ADAPTERS, ModelRunner
 from torchax_serve.engine.options import MAX_DECODER_LEN, MAX_DISPATCH_S, MAX_ENCODER_LEN, MAX_MODEL_LEN, EngineOptions
 from torchax_serve.executors.base import ExecutorChoice
 from torchax_serve.executors.choice import choose_executor
-from torchax_serve.executors.single_request import SingleRequestExecutor
+from torchax_serve.executors.dense.single_request import SingleRequestExecutor
 from torchax_serve.kv_cache.host_pools import HostPools, least_host_bytes
 from torchax_serve.kv_cache.memory import MemoryBudget
 from torchax_serve.sampling.sampler import tables_bytes

@@ -17,8 +17,8 @@ from torchax_serve.compilation.background import BackgroundCompiler, CompileTask
 from torchax_serve.engine.adapters import Adapters, AdapterUse
 from torchax_serve.executors.base import Executor, InFlightStep
 from torchax_serve.executors.request_input import SpanLimits
-from torchax_serve.executors.speculative_decode import read_drafts
-from torchax_serve.executors.verified_tokens import VerifiedTokens
+from torchax_serve.executors.speculation.speculative_decode import read_drafts
+from torchax_serve.executors.speculation.verified_tokens import VerifiedTokens
 from torchax_serve.kv_cache.host_pools import HostPools
 from torchax_serve.outputs import TokenLogprobs
 from torchax_serve.sampling.sampler import Sampler

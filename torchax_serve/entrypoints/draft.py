@@ -19,7 +19,7 @@ from model_adapters.loading.tensor_match import some
 from torchax_serve.engine.options import EngineOptions
 from torchax_serve.engine.replica_runtimes import split_runtimes
 from torchax_serve.entrypoints.base_model import programs_of
-from torchax_serve.executors.loaded_draft import LoadedDraft
+from torchax_serve.executors.speculation.loaded_draft import LoadedDraft
 from torchax_serve.runtime.model_runtime import ModelRuntime
 from torchax_serve.scheduler import SpeculativeConfig
 from torchax_serve.scheduler.speculative_config import refuse_drafts

@@ -17,7 +17,7 @@ from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops.kv_pool import LARGEST
 from torchax_serve.compilation.background import CompileTask
 from torchax_serve.executors.request_input import RequestInput
-from torchax_serve.executors.verified_tokens import VerifiedTokens
+from torchax_serve.executors.speculation.verified_tokens import VerifiedTokens
 from torchax_serve.kv_cache.pools import PagedCache
 from torchax_serve.sampling.sampler import Sampler
 from torchax_serve.sampling.types import Logprobs, Sampled

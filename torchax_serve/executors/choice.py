@@ -10,7 +10,7 @@ from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops.linear import not_invariant_reason
 from model_adapters.ops.quantized_weight import QuantizedWeight
 from torchax_serve.executors.base import ExecutorChoice
-from torchax_serve.executors.packed_factory import packed_executor
+from torchax_serve.executors.packed.factory import packed_executor
 from torchax_serve.kv_cache.memory import MemoryBudget
 from torchax_serve.scheduler.speculative_config import refuse_heads
 
@@ -32,7 +32,7 @@ def choose_executor(runtime: ModelRuntime, sizes: MemoryBudget) -> ExecutorChoic
         choice = packed_executor(runtime, sizes)
     except NotPackableError as reason:
         _check_invariance(sizes, str(reason))
-        from torchax_serve.executors.per_sequence_factory import per_sequence_executor  # needs torch
+        from torchax_serve.executors.per_sequence.factory import per_sequence_executor  # needs torch
 
         choice = per_sequence_executor(runtime, sizes, str(reason))
     _check_invariance(sizes, not_invariant_reason() or _quantized_without_kernel(runtime))

@@ -14,8 +14,8 @@ from jax import export
 from model_adapters.caches.packed_batch import LayerPools
 from model_adapters.errors import CheckpointError, TorchaxServeError
 from model_adapters.ops.compressed_weight import Weights
-from torchax_serve.executors.packed_probes import RECURRENT
-from torchax_serve.executors.packed_specs import StepBuckets
+from torchax_serve.executors.packed.probes import RECURRENT
+from torchax_serve.executors.packed.specs import StepBuckets
 from torchax_serve.export.manifest import Manifest
 from torchax_serve.export.trees import restored_tree
 from torchax_serve.kv_cache.cache_layout import SlotStateSpec

@@ -15,11 +15,11 @@ from model_adapters.errors import UnsupportedModelError
 from model_adapters.ops.kv_pool import LARGEST
 from model_adapters.sharding.model_sharding import ModelSharding
 from torchax_serve.executors.base import AbstractStep
-from torchax_serve.executors.packed import PackedExecutor
-from torchax_serve.executors.packed_probes import packed_shapes, recurrent_layers
-from torchax_serve.executors.per_sequence_factory import PerSequenceFactory, wanted_block_len
-from torchax_serve.executors.per_sequence_forward import SequenceForward
-from torchax_serve.executors.static_batch_steps import StaticBatchSteps
+from torchax_serve.executors.dense.static_batch_steps import StaticBatchSteps
+from torchax_serve.executors.packed.executor import PackedExecutor
+from torchax_serve.executors.packed.probes import packed_shapes, recurrent_layers
+from torchax_serve.executors.per_sequence.factory import PerSequenceFactory, wanted_block_len
+from torchax_serve.executors.per_sequence.forward import SequenceForward
 from torchax_serve.kv_cache.cache_layout import SlotStateSpec
 from torchax_serve.kv_cache.hybrid_cache import HybridCache, RecurrentLayers
 from torchax_serve.kv_cache.memory import MemoryBudget

@@ -13,7 +13,7 @@ from model_adapters.draft_heads.head_sharding import head_sharding
 from model_adapters.draft_heads.mtp import mtp_class
 from model_adapters.errors import UnsupportedArgumentError
 from model_adapters.loading.model_class import module_of
-from torchax_serve.executors.packed_probes import packed_shapes
+from torchax_serve.executors.packed.probes import packed_shapes
 from torchax_serve.kv_cache.memory import MemoryBudget
 from torchax_serve.kv_cache.pools import PagedLayerSpec
 from torchax_serve.planning.abstract_model import AbstractModel, Quantization, abstract_model

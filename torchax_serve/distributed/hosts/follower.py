@@ -14,11 +14,11 @@ from torchax_serve.distributed.hosts.heartbeat import Heartbeat, wait_for_host_e
 from torchax_serve.distributed.hosts.leader import compile_for_hosts, launch_in_order
 from torchax_serve.distributed.hosts.message_codec import CodecError, decode
 from torchax_serve.distributed.hosts.messages import ArrayRef, ArraySpec, Compile, End, Run, spread
-from torchax_serve.executors.packed import PackedExecutor
-from torchax_serve.executors.per_sequence import PerSequenceExecutor
-from torchax_serve.executors.per_sequence_factory import wanted_block_len
-from torchax_serve.executors.per_sequence_forward import SequenceForward
-from torchax_serve.executors.per_sequence_scales import TRIAL, sequence_trial
+from torchax_serve.executors.packed.executor import PackedExecutor
+from torchax_serve.executors.per_sequence.executor import PerSequenceExecutor
+from torchax_serve.executors.per_sequence.factory import wanted_block_len
+from torchax_serve.executors.per_sequence.forward import SequenceForward
+from torchax_serve.executors.per_sequence.scales import TRIAL, sequence_trial
 from torchax_serve.kv_cache.cache_layout import CacheLayout
 from torchax_serve.kv_cache.multihost_pools import MultiHostPoolAllocator
 from torchax_serve.kv_cache.pools import CacheAllocation, PagedCache

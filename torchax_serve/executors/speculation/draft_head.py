@@ -22,10 +22,10 @@ import numpy as np
 
 from model_adapters.caches.packed_batch import INDEX_KEYS, PackedBatch, PagedLayout, Pool
 from model_adapters.draft_heads.loaded_head import HeadedWeights, LoadedHead
-from torchax_serve.executors.draft_model import Pick
-from torchax_serve.executors.prompt_lookup import TokenHistory, last_tokens, verify_rows
+from torchax_serve.executors.speculation.draft_model import Pick
+from torchax_serve.executors.speculation.prompt_lookup import TokenHistory, last_tokens, verify_rows
+from torchax_serve.executors.speculation.verify_steps import VerifySteps
 from torchax_serve.executors.traced_function import TracedFunction
-from torchax_serve.executors.verify_steps import VerifySteps
 from torchax_serve.kv_cache.head_state import HeadState
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import numpy as np
 
 from torchax_serve.executors.encoder_inputs import EncoderInputs
 from torchax_serve.executors.media_slots import MediaSlots
-from torchax_serve.executors.per_sequence_buckets import PerSequenceBuckets, PerSequenceSpec
+from torchax_serve.executors.per_sequence.buckets import PerSequenceBuckets, PerSequenceSpec
 from torchax_serve.executors.step_inputs import SAMPLED_ON_DEVICE
 from torchax_serve.scheduler import PlanRow
 

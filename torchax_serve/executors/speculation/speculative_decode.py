@@ -17,13 +17,13 @@ from model_adapters.ops.compressed_weight import Weights
 from torchax_serve.compilation.background import CompileTask
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
 from torchax_serve.executors.compiled_steps import CompiledSteps, StepCall
-from torchax_serve.executors.draft_head import DraftHead
-from torchax_serve.executors.draft_model import DraftCache, DraftModel, Pick, kept
-from torchax_serve.executors.prompt_lookup import TokenHistory, accept, last_tokens
 from torchax_serve.executors.slot_adapters import SlotAdapters
+from torchax_serve.executors.speculation.draft_head import DraftHead
+from torchax_serve.executors.speculation.draft_model import DraftCache, DraftModel, Pick, kept
+from torchax_serve.executors.speculation.prompt_lookup import TokenHistory, accept, last_tokens
+from torchax_serve.executors.speculation.verified_tokens import VerifiedTokens, VerifyScores, replace_tokens
+from torchax_serve.executors.speculation.verify_steps import DraftSpecs, VerifyBatch, VerifySpec, VerifySteps
 from torchax_serve.executors.traced_function import TracedFunction
-from torchax_serve.executors.verified_tokens import VerifiedTokens, VerifyScores, replace_tokens
-from torchax_serve.executors.verify_steps import DraftSpecs, VerifyBatch, VerifySpec, VerifySteps
 from torchax_serve.sampling.sample import choose, with_rows
 from torchax_serve.sampling.sampler import Sampler, SlotParams, default_sharding
 from torchax_serve.sampling.types import INT_COLUMNS, RowOptions, SamplerSpec, SamplerState

@@ -16,21 +16,21 @@ from torchax_serve.buckets import bucket_for
 from torchax_serve.compilation.background import CompileTask, abstract
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
 from torchax_serve.executors.base import MaskWords
-from torchax_serve.executors.draft_head import DraftHead
-from torchax_serve.executors.draft_model import DraftModel
-from torchax_serve.executors.pending_tokens import (
+from torchax_serve.executors.per_sequence.blocks import BlockForward
+from torchax_serve.executors.per_sequence.buckets import PerSequenceBuckets
+from torchax_serve.executors.slot_adapters import SlotAdapters
+from torchax_serve.executors.speculation.draft_head import DraftHead
+from torchax_serve.executors.speculation.draft_model import DraftModel
+from torchax_serve.executors.speculation.pending_tokens import (
     Constrained,
     PendingForward,
     PendingSizes,
     PendingTokens,
     SequenceMemory,
 )
-from torchax_serve.executors.per_sequence_blocks import BlockForward
-from torchax_serve.executors.per_sequence_buckets import PerSequenceBuckets
-from torchax_serve.executors.slot_adapters import SlotAdapters
-from torchax_serve.executors.speculative_decode import SpeculativeDecoder
+from torchax_serve.executors.speculation.speculative_decode import SpeculativeDecoder
+from torchax_serve.executors.speculation.verified_tokens import VerifiedTokens
 from torchax_serve.executors.step_inputs import PackedStepSpec
-from torchax_serve.executors.verified_tokens import VerifiedTokens
 from torchax_serve.kv_cache.cache_layout import CacheLayout
 from torchax_serve.kv_cache.slot_states import PagedCacheWithStates
 from torchax_serve.sampling.sampler import Sampler, default_sharding

@@ -25,14 +25,14 @@ from torchax_serve.buckets import bucket_for
 from torchax_serve.compilation.background import CompileTask, abstract
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
 from torchax_serve.executors.base import MaskWords
-from torchax_serve.executors.draft_head import DraftHead
-from torchax_serve.executors.draft_model import DraftModel
-from torchax_serve.executors.packed_specs import PackedSpecs
-from torchax_serve.executors.pending_tokens import PendingTokens
+from torchax_serve.executors.packed.specs import PackedSpecs
 from torchax_serve.executors.slot_adapters import SlotAdapters
-from torchax_serve.executors.speculative_decode import Forward, SpeculativeDecoder
+from torchax_serve.executors.speculation.draft_head import DraftHead
+from torchax_serve.executors.speculation.draft_model import DraftModel
+from torchax_serve.executors.speculation.pending_tokens import PendingTokens
+from torchax_serve.executors.speculation.speculative_decode import Forward, SpeculativeDecoder
+from torchax_serve.executors.speculation.verified_tokens import VerifiedTokens
 from torchax_serve.executors.step_inputs import PackedStepSpec
-from torchax_serve.executors.verified_tokens import VerifiedTokens
 from torchax_serve.kv_cache.pools import PagedCache
 from torchax_serve.sampling.sampler import Sampler, default_sharding
 from torchax_serve.scheduler import SpeculativeConfig, StepPlan

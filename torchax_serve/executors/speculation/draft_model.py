@@ -20,7 +20,7 @@ import numpy as np
 from model_adapters.caches.packed_batch import PackedBatch, PagedLayout, Pool
 from model_adapters.ops.compressed_weight import Weights
 from model_adapters.ops.cpu.ffi import batch_invariant
-from torchax_serve.executors.prompt_lookup import TokenHistory, verify_rows
+from torchax_serve.executors.speculation.prompt_lookup import TokenHistory, verify_rows
 from torchax_serve.executors.traced_function import TracedFunction
 from torchax_serve.kv_cache.pools import PagedLayerSpec, parts_of
 from torchax_serve.scheduler.speculative_config import MAX_SPECULATIVE_TOKENS

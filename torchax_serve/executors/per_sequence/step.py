@@ -11,12 +11,12 @@ import jax.numpy as jnp
 from model_adapters.caches.packed_batch import MediaTokens, PackedBatch, PagedLayout, Pool, laid_out
 from model_adapters.ops.compressed_weight import Weights
 from model_adapters.ops.lora_weight import adapters_told
-from torchax_serve.executors.draft_head import DraftHead
-from torchax_serve.executors.per_sequence_batching import StepInputs
-from torchax_serve.executors.per_sequence_buckets import PerSequenceSpec
-from torchax_serve.executors.per_sequence_forward import SequenceForward
-from torchax_serve.executors.per_sequence_rows import begin_rows, extend_rows
+from torchax_serve.executors.per_sequence.batching import StepInputs
+from torchax_serve.executors.per_sequence.buckets import PerSequenceSpec
+from torchax_serve.executors.per_sequence.forward import SequenceForward
+from torchax_serve.executors.per_sequence.rows import begin_rows, extend_rows
 from torchax_serve.executors.slot_adapters import SlotAdapters
+from torchax_serve.executors.speculation.draft_head import DraftHead
 from torchax_serve.executors.step_inputs import SAMPLED_ON_DEVICE
 from torchax_serve.kv_cache.cache_layout import CacheLayout, Leaves, SlotStates
 from torchax_serve.kv_cache.slot_states import scatter

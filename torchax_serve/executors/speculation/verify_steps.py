@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from model_adapters.caches.packed_batch import PackedBatch
-from torchax_serve.executors.prompt_lookup import TokenHistory, VerifyRows, last_tokens, lookup, verify_rows
 from torchax_serve.executors.slot_adapters import SlotAdapters
+from torchax_serve.executors.speculation.prompt_lookup import TokenHistory, VerifyRows, last_tokens, lookup, verify_rows
 from torchax_serve.executors.step_inputs import PackedStepSpec
 from torchax_serve.scheduler import DraftRows, PlanRow
 

@@ -14,7 +14,7 @@ from model_adapters.ops.compressed_weight import Weights
 from torchax_serve.buckets import bucket_for
 from torchax_serve.compilation.executable_cache import CachedFunction
 from torchax_serve.executors.encoder_inputs import EncoderInputs
-from torchax_serve.executors.per_sequence_forward import SequenceForward
+from torchax_serve.executors.per_sequence.forward import SequenceForward
 from torchax_serve.kv_cache.cache_layout import CacheLayout
 from torchax_serve.kv_cache.pools import HeadScales
 from torchax_serve.kv_cache.scales import TRIAL_LEN, largest_by_head, scales_of_trial, trial_of

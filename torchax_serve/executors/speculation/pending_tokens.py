@@ -19,8 +19,8 @@ import jax.numpy as jnp
 
 from model_adapters.caches.packed_batch import PackedBatch, Pool
 from model_adapters.ops.compressed_weight import Weights
-from torchax_serve.executors.per_sequence_blocks import BlockForward
-from torchax_serve.executors.per_sequence_rows import extend_rows
+from torchax_serve.executors.per_sequence.blocks import BlockForward
+from torchax_serve.executors.per_sequence.rows import extend_rows
 from torchax_serve.executors.step_inputs import PackedStepSpec
 from torchax_serve.executors.traced_function import TracedFunction
 from torchax_serve.kv_cache.cache_layout import CacheLayout, Leaves, SlotStates

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from torchax_serve.executors.prompt_lookup import TokenHistory
-from torchax_serve.executors.verify_steps import VerifyBatch, VerifySpec
+from torchax_serve.executors.speculation.prompt_lookup import TokenHistory
+from torchax_serve.executors.speculation.verify_steps import VerifyBatch, VerifySpec
 from torchax_serve.sampling.sample import logprobs_of
 from torchax_serve.sampling.types import Logprobs, Sampled
 

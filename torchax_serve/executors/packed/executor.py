@@ -21,17 +21,17 @@ from torchax_serve.compilation.background import CompileTask
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
 from torchax_serve.executors.base import AbstractStep, ExecutorLimits, MaskWords, abstract_ints, refuse_encoder_input
 from torchax_serve.executors.compiled_steps import CompiledSteps, StepCall
-from torchax_serve.executors.draft_head import DraftHead
-from torchax_serve.executors.draft_model import DraftModel
-from torchax_serve.executors.fused_decode import decode_steps
 from torchax_serve.executors.media_slots import MediaSlots
-from torchax_serve.executors.packed_calls import abstract_step, all_logits, forward_model, further
-from torchax_serve.executors.packed_drafts import PackedDrafts
-from torchax_serve.executors.packed_specs import PackedSpecs, StepBuckets
+from torchax_serve.executors.packed.calls import abstract_step, all_logits, forward_model, further
+from torchax_serve.executors.packed.fused_decode import decode_steps
+from torchax_serve.executors.packed.specs import PackedSpecs, StepBuckets
 from torchax_serve.executors.request_input import MediaInput, RequestInput
 from torchax_serve.executors.slot_adapters import SlotAdapters
+from torchax_serve.executors.speculation.draft_head import DraftHead
+from torchax_serve.executors.speculation.draft_model import DraftModel
+from torchax_serve.executors.speculation.packed_drafts import PackedDrafts
+from torchax_serve.executors.speculation.verified_tokens import VerifiedTokens
 from torchax_serve.executors.step_inputs import FusedDecodeSpec, PackedStepSpec
-from torchax_serve.executors.verified_tokens import VerifiedTokens
 from torchax_serve.kv_cache.hybrid_cache import HybridCache
 from torchax_serve.kv_cache.pools import PagedCache
 from torchax_serve.sampling.sample import logprobs_of, with_rows

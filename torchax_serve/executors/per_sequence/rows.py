@@ -11,7 +11,7 @@ import jax
 from model_adapters.ops import list_ops, registry
 from model_adapters.ops.compressed_weight import Weights
 from model_adapters.ops.lora_weight import adapters_told
-from torchax_serve.executors.per_sequence_blocks import BlockForward
+from torchax_serve.executors.per_sequence.blocks import BlockForward
 from torchax_serve.kv_cache.cache_layout import UNBOUNDED, CacheLayout, Leaves
 
 VMAP_SAFE_IMPLEMENTATIONS = {"grouped_matmul": "tiled"}

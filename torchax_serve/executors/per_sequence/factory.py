@@ -11,10 +11,6 @@ from model_adapters.ops import registry
 from model_adapters.ops.kv_pool import LARGEST
 from torchax_serve.buckets import bucket_sizes
 from torchax_serve.executors.base import ExecutorChoice
-from torchax_serve.executors.chunked_prefill_probe import find_chunk_len
-from torchax_serve.executors.draft_assistant import DraftAssistant
-from torchax_serve.executors.draft_head import DraftHead
-from torchax_serve.executors.draft_model import DraftModel
 from torchax_serve.executors.encoder_inputs import (
     SMALLEST_SOURCE_LEN,
     EncoderInputs,
@@ -22,11 +18,15 @@ from torchax_serve.executors.encoder_inputs import (
     TokenEncoderInputs,
     encoder_buckets,
 )
-from torchax_serve.executors.packed_factory import draft_of, head_shapes
-from torchax_serve.executors.per_sequence import PerSequenceExecutor
-from torchax_serve.executors.per_sequence_forward import PROBE_LEN, SequenceForward, as_unsupported
-from torchax_serve.executors.per_sequence_scales import calibrate_by_sequence, check_layout
+from torchax_serve.executors.packed.factory import draft_of, head_shapes
+from torchax_serve.executors.per_sequence.chunked_prefill_probe import find_chunk_len
+from torchax_serve.executors.per_sequence.executor import PerSequenceExecutor
+from torchax_serve.executors.per_sequence.forward import PROBE_LEN, SequenceForward, as_unsupported
+from torchax_serve.executors.per_sequence.scales import calibrate_by_sequence, check_layout
 from torchax_serve.executors.slot_adapters import lora_form, step_weights
+from torchax_serve.executors.speculation.draft_assistant import DraftAssistant
+from torchax_serve.executors.speculation.draft_head import DraftHead
+from torchax_serve.executors.speculation.draft_model import DraftModel
 from torchax_serve.kv_cache.cache_layout import UNBOUNDED, CacheLayout
 from torchax_serve.kv_cache.head_state import HeadedCacheWithStates
 from torchax_serve.kv_cache.memory import MemoryBudget, free_bytes

@@ -27,8 +27,8 @@ from model_adapters.ops.compressed_weight import Weights
 from model_adapters.program.media import features_in_place
 from model_adapters.program.model_program import CallSpec
 from torchax_serve.executors.encoder_inputs import HIDDEN, context
-from torchax_serve.executors.per_sequence_blocks import begin_in_blocks, extend_in_blocks
-from torchax_serve.executors.per_sequence_rows import begin_rows, extend_rows
+from torchax_serve.executors.per_sequence.blocks import begin_in_blocks, extend_in_blocks
+from torchax_serve.executors.per_sequence.rows import begin_rows, extend_rows
 from torchax_serve.kv_cache.cache_layout import UNBOUNDED, CacheLayout, Leaves, SlotStateSpec
 from torchax_serve.kv_cache.pools import PagedLayerSpec
 from torchax_serve.runtime.model_runtime import ModelRuntime

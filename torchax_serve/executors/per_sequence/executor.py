@@ -29,18 +29,18 @@ from torchax_serve.executors.base import (
     abstract_ints,
     refuse_encoder_input,
 )
-from torchax_serve.executors.draft_head import DraftHead
-from torchax_serve.executors.draft_model import DraftModel
 from torchax_serve.executors.encoder_inputs import EncoderInputs
 from torchax_serve.executors.media_slots import MediaSlots
-from torchax_serve.executors.per_sequence_batching import ProgramCall, StepSplitter
-from torchax_serve.executors.per_sequence_buckets import PerSequenceBuckets, PerSequenceSpec
-from torchax_serve.executors.per_sequence_drafts import SequenceDrafts
-from torchax_serve.executors.per_sequence_forward import SequenceForward
-from torchax_serve.executors.per_sequence_step import SequenceStep
+from torchax_serve.executors.per_sequence.batching import ProgramCall, StepSplitter
+from torchax_serve.executors.per_sequence.buckets import PerSequenceBuckets, PerSequenceSpec
+from torchax_serve.executors.per_sequence.forward import SequenceForward
+from torchax_serve.executors.per_sequence.step import SequenceStep
 from torchax_serve.executors.request_input import MediaInput, RequestInput
 from torchax_serve.executors.slot_adapters import SlotAdapters
-from torchax_serve.executors.verified_tokens import VerifiedTokens
+from torchax_serve.executors.speculation.draft_head import DraftHead
+from torchax_serve.executors.speculation.draft_model import DraftModel
+from torchax_serve.executors.speculation.per_sequence_drafts import SequenceDrafts
+from torchax_serve.executors.speculation.verified_tokens import VerifiedTokens
 from torchax_serve.kv_cache.cache_layout import UNBOUNDED, CacheLayout
 from torchax_serve.kv_cache.head_state import HeadedCacheWithStates
 from torchax_serve.kv_cache.slot_states import PagedCacheWithStates

@@ -14,8 +14,8 @@ import numpy as np
 
 from model_adapters.device_arrays import to_device
 from model_adapters.errors import UnsupportedModelError
-from torchax_serve.executors.per_sequence import PerSequenceExecutor
-from torchax_serve.executors.per_sequence_forward import PROBE_LEN
+from torchax_serve.executors.per_sequence.executor import PerSequenceExecutor
+from torchax_serve.executors.per_sequence.forward import PROBE_LEN
 from torchax_serve.scheduler import PlanRow
 
 FIRST_LEN = 4

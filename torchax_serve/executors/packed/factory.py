@@ -17,12 +17,8 @@ from model_adapters.draft_heads.loaded_head import LoadedAssistant, LoadedHead
 from model_adapters.errors import UnsupportedArgumentError
 from model_adapters.ops import registry
 from torchax_serve.executors.base import ExecutorChoice
-from torchax_serve.executors.draft_assistant import DraftAssistant
-from torchax_serve.executors.draft_head import DraftHead
-from torchax_serve.executors.draft_model import DraftModel
-from torchax_serve.executors.loaded_draft import LoadedDraft
-from torchax_serve.executors.packed import PackedExecutor
-from torchax_serve.executors.packed_probes import (
+from torchax_serve.executors.packed.executor import PackedExecutor
+from torchax_serve.executors.packed.probes import (
     RECURRENT,
     TPU_LANES,
     packed_shapes,
@@ -31,6 +27,10 @@ from torchax_serve.executors.packed_probes import (
     trace_packed,
 )
 from torchax_serve.executors.slot_adapters import lora_form, step_weights
+from torchax_serve.executors.speculation.draft_assistant import DraftAssistant
+from torchax_serve.executors.speculation.draft_head import DraftHead
+from torchax_serve.executors.speculation.draft_model import DraftModel
+from torchax_serve.executors.speculation.loaded_draft import LoadedDraft
 from torchax_serve.kv_cache.head_state import HeadedCache
 from torchax_serve.kv_cache.hybrid_cache import HybridCache, RecurrentLayers
 from torchax_serve.kv_cache.memory import SNAPSHOTS_PER_SLOT, MemoryBudget

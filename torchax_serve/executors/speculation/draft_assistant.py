@@ -10,11 +10,11 @@ import jax.numpy as jnp
 
 from model_adapters.caches.packed_batch import PackedBatch, PagedLayout
 from model_adapters.draft_heads.loaded_head import HeadedWeights, LoadedAssistant
-from torchax_serve.executors.draft_head import DraftHead, HeadSteps, Pools
-from torchax_serve.executors.draft_model import Pick
-from torchax_serve.executors.prompt_lookup import TokenHistory, last_tokens
+from torchax_serve.executors.speculation.draft_head import DraftHead, HeadSteps, Pools
+from torchax_serve.executors.speculation.draft_model import Pick
+from torchax_serve.executors.speculation.prompt_lookup import TokenHistory, last_tokens
+from torchax_serve.executors.speculation.verify_steps import VerifySteps
 from torchax_serve.executors.traced_function import TracedFunction
-from torchax_serve.executors.verify_steps import VerifySteps
 
 if TYPE_CHECKING:
     from model_adapters.program.model_program import ModelProgram

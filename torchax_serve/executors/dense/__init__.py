@@ -1,0 +1,1 @@
+"""Execution of one request or a static batch on a dense cache."""

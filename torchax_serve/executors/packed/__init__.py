@@ -1,0 +1,1 @@
+"""Packed execution: all rows of a step as one ragged batch on the paged cache."""

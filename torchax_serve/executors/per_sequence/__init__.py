@@ -1,0 +1,1 @@
+"""Execution of one forward per sequence, for models that cannot run packed."""

@@ -1,0 +1,1 @@
+"""Drafts of tokens, and the steps that verify them."""
