@@ -26,7 +26,9 @@ from torchax_serve.sampling_params import (
     NO_PARAMS,
     SAMPLING_ONLY,
     SEEDS,
+    TIME_TOKENS,
     SamplingParams,
+    TimeTokens,
     ValueRange,
     bias_pairs,
     check_bad_words,
@@ -75,6 +77,9 @@ CALLER_OPTIONS = frozenset(
     }
 )
 """Outside of sampling proper: whoever drives the loop must honour these."""
+
+PROMPT_OPTIONS = frozenset({"encoder_no_repeat_ngram_size"})
+"""Options that `RequestParams.with_encoder_ids` honours: for requests whose prompt is known when they are made."""
 
 ENGINE_OPTIONS = CALLER_OPTIONS | {"use_cache", "cache_implementation"}
 """Options of a generation config outside of sampling that mean nothing to an engine, or that it honours elsewhere."""
@@ -136,6 +141,9 @@ def validate_options(options: GenerationConfig | SamplingParams) -> None:
         # transformers lets greedy configs carry switched-off sampling options, zero being a common way to write that.
         if not (name in SAMPLING_ONLY and not options.do_sample and _is_zero(value)):
             check_number(name, value)
+    size, sizes = options.encoder_no_repeat_ngram_size, LIMITS["no_repeat_ngram_size"]
+    if size is not None and size not in sizes:
+        raise invalid("encoder_no_repeat_ngram_size", sizes.against(size), size, "0 switches it off")
     for name in ("do_sample", "remove_invalid_values", "renormalize_logits"):
         if getattr(options, name) not in (None, True, False):
             raise invalid(name, "True or False", getattr(options, name))
@@ -191,26 +199,6 @@ SMALLEST_TEMPERATURE = 1e-30  # scores divided by less overflow float32
 COLDEST = 1e-5
 """Temperature below which requests of the engine are greedy, as in vLLM: equal scores do not make them random."""
 MAX_NGRAM_SIZE = 2**30  # longer ones than any row; twice as many are still an int32
-
-TIME_TOKENS = "_torchax_serve_time_tokens"
-"""Attribute of a generation config with its `TimeTokens`; no config of transformers has a word for them."""
-
-
-@dataclasses.dataclass(frozen=True)
-class TimeTokens:
-    """Time tokens of a request, whose rules are in `torchax_serve.sampling.time_tokens`.
-
-    Attributes:
-        begin: Id of the first one; all ids from there on are times, and the one before says that there are none.
-        eos_id: End-of-sequence token, below which are the tokens of text.
-        max_first: Most that the first token may be, counted from `begin`; None: any time.
-        by_sum: Whether a time is sampled where all times together are likelier than any other token.
-    """
-
-    begin: int
-    eos_id: int
-    max_first: int | None = None
-    by_sum: bool = True
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -276,6 +264,8 @@ class RequestParams:
         prompt_logprobs: The same of the prompt's tokens.
         ngram_size: Size of n-grams that may not repeat; 0: any may.
         sequences: Token ids and the bias of the last one behind the others; -inf for bad words. At least two tokens.
+        encoder_ngram_size: Size of n-grams of the encoder's input, or of the prompt, that may not occur; 0: any may.
+        num_encoder_ngrams: How many of `sequences`, the first ones, are such n-grams; of one token, too.
         forced_first: Token that the first new one must be if the prompt is one token; None: any.
         forced_last: Tokens of which the last one before the maximum length must be one; empty: any.
         decay: Number of new tokens from which scores of end-of-sequence tokens rise, and the factor; None: never.
@@ -317,6 +307,8 @@ class RequestParams:
 
     ngram_size: int = 0
     sequences: tuple[tuple[tuple[int, ...], float], ...] = ()
+    encoder_ngram_size: int = 0
+    num_encoder_ngrams: int = 0
     forced_first: int | None = None
     forced_last: tuple[int, ...] = ()
     decay: tuple[int, float] | None = None
@@ -348,7 +340,7 @@ class RequestParams:
             config.max_new_tokens = max_new_tokens
         seed = given.seed if seed is None else seed
         more: dict[str, Any] = {"stop_strings": (stops,) if isinstance(stops, str) else tuple(stops)}
-        if unsupported := unsupported_options(config, ENGINE_OPTIONS):
+        if unsupported := unsupported_options(config, ENGINE_OPTIONS | PROMPT_OPTIONS):
             return cls(**more, **_ends(config), seed=seed, unsupported=tuple(unsupported), given=given, config=config)
         try:
             validate_options(config)
@@ -373,7 +365,7 @@ class RequestParams:
             UnsupportedArgumentError: an option is set that the engine does not support.
         """
         validate_options(config)
-        if unsupported := unsupported_options(config, ENGINE_OPTIONS):
+        if unsupported := unsupported_options(config, ENGINE_OPTIONS | PROMPT_OPTIONS):
             raise UnsupportedArgumentError(
                 f"{', '.join(unsupported)}: expected options that requests of a batch can have each for itself, got "
                 f"{ {name: getattr(config, name) for name in unsupported} }; leave them out, or call generate()"
@@ -437,6 +429,14 @@ class RequestParams:
         logprobs, prompt = (vocab_size if number == -1 else number for number in asked.values())
         return dataclasses.replace(self, logprobs=logprobs, prompt_logprobs=prompt)
 
+    def with_encoder_ids(self, ids: Sequence[int]) -> Self:
+        """Returns the options with n-grams of the encoder's input, or the prompt, as bad words."""
+        if not (size := self.encoder_ngram_size) or self.num_encoder_ngrams:
+            return self
+        ngrams = dict.fromkeys(zip(*(ids[at:] for at in range(size)), strict=False))
+        sequences = (*((ngram, -np.inf) for ngram in ngrams), *self.sequences)
+        return dataclasses.replace(self, sequences=sequences, num_encoder_ngrams=len(ngrams))
+
     def forbids_all(self, vocab_size: int) -> bool:
         """Returns whether no token may ever be sampled."""
         if self.token_bias is None and not self.suppressed:
@@ -451,6 +451,7 @@ class RequestParams:
         return bool(
             self.ngram_size
             or self.sequences
+            or self.encoder_ngram_size
             or self.forced_first is not None
             or self.forced_last
             or self.decay is not None
@@ -537,6 +538,7 @@ def _values(config: GenerationConfig, given: SamplingParams, seed: int | None) -
         "logprobs": given.logprobs,
         "prompt_logprobs": given.prompt_logprobs,
         "ngram_size": min(int(config.no_repeat_ngram_size or 0), MAX_NGRAM_SIZE),
+        "encoder_ngram_size": int(config.encoder_no_repeat_ngram_size or 0),
         "sequences": tuple((tuple(ids), float(bias)) for ids, bias in [*sequences, *words] if len(ids) > 1),
         "forced_first": config.forced_bos_token_id,
         "forced_last": tuple(id_list(config.forced_eos_token_id)),

@@ -41,7 +41,9 @@ __all__ = [
     "NO_PARAMS",
     "REMEDIES",
     "SAMPLING_ONLY",
+    "TIME_TOKENS",
     "SamplingParams",
+    "TimeTokens",
     "ValueRange",
     "bias_pairs",
     "check_bad_words",
@@ -57,6 +59,9 @@ SEEDS, _NUM_ANSWERS = ValueRange(0, MAX_SEED, is_integer=True), ValueRange(1, MA
 MAX_STOPS = 64  # stop strings, and ids of end-of-sequence and stop tokens each
 NEVER_A_TOKEN = -1
 """End-of-sequence id that no token has; for a config without one, transformers would use the model's."""
+
+TIME_TOKENS = "_torchax_serve_time_tokens"
+"""Attribute of a generation config with its `TimeTokens`; no config of transformers has a word for them."""
 
 LIMITS: Mapping[str, ValueRange] = {
     "max_new_tokens": ValueRange(1, MAX_INT, is_integer=True),
@@ -148,6 +153,23 @@ def check_number(name: str, value: object) -> None:
     limits = LIMITS[name] if name in LIMITS else ENGINE_LIMITS[name]
     if value is not None and value not in limits:
         raise invalid(name, limits.against(value), value, REMEDIES.get(name))
+
+
+@dataclasses.dataclass(frozen=True)
+class TimeTokens:
+    """Time tokens of a request, whose rules are in `torchax_serve.sampling.time_tokens`.
+
+    Attributes:
+        begin: Id of the first one; all ids from there on are times, and the one before says that there are none.
+        eos_id: End-of-sequence token, below which are the tokens of text.
+        max_first: Most that the first token may be, counted from `begin`; None: any time.
+        by_sum: Whether a time is sampled where all times together are likelier than any other token.
+    """
+
+    begin: int
+    eos_id: int
+    max_first: int | None = None
+    by_sum: bool = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

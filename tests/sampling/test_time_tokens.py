@@ -7,9 +7,10 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation import WhisperTimeStampLogitsProcessor
 
-from torchax_serve.request_params import GREEDY, TIME_TOKENS, RequestParams, TimeTokens
+from torchax_serve.request_params import GREEDY, RequestParams
 from torchax_serve.sampling.history import history_row
 from torchax_serve.sampling.time_tokens import enforce_time_tokens
+from torchax_serve.sampling_params import TIME_TOKENS, TimeTokens
 
 VOCAB_SIZE, EOS, BEGIN, PROMPT_LEN = 40, 18, 20, 3
 NUM_ROWS = 200

@@ -29,7 +29,7 @@ from torchax_serve.generation.sample_call import SampleCall, StaticBatchStart, s
 from torchax_serve.generation.sequence_steps import GenerateWatch
 from torchax_serve.generation.single_request import loop_options, prepared_call
 from torchax_serve.generation.static_batch import StaticBatchLoop
-from torchax_serve.request_params import ENGINE_OPTIONS, RequestParams, unsupported_options
+from torchax_serve.request_params import ENGINE_OPTIONS, PROMPT_OPTIONS, RequestParams, unsupported_options
 from torchax_serve.runtime.encoder_output import ENCODER_ARGUMENTS, EncoderOutput
 from torchax_serve.runtime.model_generate import without_model_options
 from torchax_serve.runtime.padding import Padding
@@ -283,7 +283,7 @@ def prompt_call(
     encoder = model._jax_runtime.encoder
     if encoder is not None and encoder.runs_before_engine:
         config = without_model_options(model, config)  # the class's own generate reads the others
-    options = unsupported_options(config, ENGINE_OPTIONS)
+    options = unsupported_options(config, ENGINE_OPTIONS | PROMPT_OPTIONS)
     return PromptCall(len(prompt_ids), engine, options)
 
 
@@ -308,7 +308,7 @@ def engine_request_for(
     start_ids = decoder_start_ids(config, params)
     if runtime.encoder is None or not runtime.encoder.runs_before_engine:
         own = RequestParams.of_generation_config(config, given, seed=seed)
-        return Request.of(start_ids, own, source=tuple(prompt_ids))
+        return Request.of(start_ids, own, encoder_ids=prompt_ids, source=tuple(prompt_ids))
     ids = torch.tensor([list(prompt_ids)], dtype=torch.long)
     request = prepared_call(model, {"input_ids": ids}, config)
     start = None if request is None else static_batch_start(runtime, request)
@@ -320,7 +320,7 @@ def engine_request_for(
     start_ids = request.input_ids[0].tolist()
     config = loop_options(request.config, request.stopping_criteria.max_length, len(start_ids))
     own = RequestParams.of_generation_config(config, given, seed=seed)
-    return Request.of(start_ids, own, source=outputs[0])
+    return Request.of(start_ids, own, encoder_ids=prompt_ids, source=outputs[0])
 
 
 def encoded_request(

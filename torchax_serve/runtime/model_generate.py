@@ -16,7 +16,7 @@ from transformers.generation import (
 )
 from transformers.generation.logits_process import WhisperNoSpeechDetection
 
-from torchax_serve.request_params import TIME_TOKENS, TimeTokens
+from torchax_serve.sampling_params import TIME_TOKENS, TimeTokens
 
 OURS = "torchax_serve.generation.jax_model"
 

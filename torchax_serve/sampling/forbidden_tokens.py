@@ -62,14 +62,20 @@ def forbidden_tokens(
         ids["bad_words_ids"] = bias.banned.tolist()
         ids["sequence_bias"] = bias.ids[bias.added == -math.inf].tolist()
     if params.sequences or params.ngram_size:
-        endings = [words for words, added in params.sequences if added == -math.inf]
-        matching = [words[-1] for words in endings if tuple(tokens[1 - len(words) :]) == tuple(words[:-1])]
-        ids["bad_words_ids"] = ids.get("bad_words_ids", []) + matching
+        of_encoder = params.num_encoder_ngrams
+        ids["encoder_no_repeat_ngram_size"] = _ends_of(params.sequences[:of_encoder], tokens)
+        ids["bad_words_ids"] = ids.get("bad_words_ids", []) + _ends_of(params.sequences[of_encoder:], tokens)
         ids["no_repeat_ngram_size"] = _ends_of_ngrams(tokens, params.ngram_size)
     found = {name: _as_bits(forbidden, vocab_size) for name, forbidden in ids.items() if forbidden}
     if bias is not None and bias.allowed is not None:
         found["allowed_token_ids"] = ~_as_bits(bias.allowed.tolist(), vocab_size)
     return found
+
+
+def _ends_of(sequences: Sequence[tuple[tuple[int, ...], float]], tokens: Sequence[int]) -> list[int]:
+    """Returns the last tokens of forbidden sequences whose others end `tokens`."""
+    endings = [words for words, added in sequences if added == -math.inf]
+    return [words[-1] for words in endings if tuple(tokens[len(tokens) + 1 - len(words) :]) == words[:-1]]
 
 
 def _ends_of_ngrams(tokens: Sequence[int], size: int) -> list[int]:

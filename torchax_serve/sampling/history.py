@@ -52,6 +52,7 @@ def history_row(
         "remove_invalid_values": params.remove_invalid_values,
         "renormalize_logits": params.renormalize_logits,
         "scores_logprobs": params.scores_logprobs,
+        "num_encoder_ngrams": params.num_encoder_ngrams,
         **time_columns(params.time_tokens),
     }
     numbers: Any = np.array([ints[name] for name in HISTORY_COLUMNS], np.int32)

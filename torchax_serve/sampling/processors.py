@@ -112,7 +112,9 @@ def bias_sequences(
         places = length - 1 - jnp.arange(prefixes.shape[2])
         newest = jnp.take_along_axis(history.tokens, jnp.maximum(places, 0), axis=1, mode="clip")
         newest = jnp.where(places < 0, -1, newest)[:, None]
-        min_len = (prefixes >= 0).sum(-1) + rules.bias_needs_longer_context
+        # Only biases may need a token more than those in front: n-grams of the encoder's input do not.
+        is_bias = jnp.arange(prefixes.shape[1]) >= history.column("num_encoder_ngrams")[:, None]
+        min_len = (prefixes >= 0).sum(-1) + is_bias * rules.bias_needs_longer_context
         matches = ((prefixes < 0) | (prefixes == newest)).all(-1) & (length >= min_len)
         added = jnp.where(matches, history.sequence_bias, 0.0)
         return bias.at[_row_indices(bias), _columns(history.sequences[:, :, 0] - 1, bias)].add(added, mode="drop")

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from torchax_serve.request_params import TimeTokens
 from torchax_serve.sampling.types import SamplerHistory
+from torchax_serve.sampling_params import TimeTokens
 
 
 def time_columns(times: TimeTokens | None) -> dict[str, int]:

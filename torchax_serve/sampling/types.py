@@ -64,6 +64,7 @@ HISTORY_COLUMNS = (
     "time_first_end",
     "time_by_sum",
     "scores_logprobs",
+    "num_encoder_ngrams",
 )
 
 IN_PROMPT, IS_STOP, NOT_FIRST, SUPPRESSED, FORCED_LAST = (1 << bit for bit in range(5))

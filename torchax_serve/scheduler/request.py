@@ -73,14 +73,18 @@ class Request:
     adapter: Any = dataclasses.field(default=None, repr=False)
 
     @classmethod
-    def of(cls, prompt_ids: Sequence[int], params: RequestParams, **more: Any) -> Self:
+    def of(
+        cls, prompt_ids: Sequence[int], params: RequestParams, *, encoder_ids: Sequence[int] | None = None, **more: Any
+    ) -> Self:
         """Makes a request for a continuation of `prompt_ids`.
 
         Args:
             prompt_ids: Token ids.
             params: Its options.
+            encoder_ids: What an encoder reads; None: there is no encoder, or it reads no tokens.
             more: Further attributes.
         """
+        params = params.with_encoder_ids(prompt_ids if encoder_ids is None else encoder_ids)
         num_prompt, given = len(prompt_ids), params.given
         most = params.most_new_tokens(num_prompt)
         return cls(
