@@ -16,8 +16,8 @@ import pytest
 import soundfile
 from running_server import RunningServer, serving
 
-from torchax_serve.server.batch import run_batch
 from torchax_serve.server.batch.results import BatchResults
+from torchax_serve.server.batch.run import run_batch
 from torchax_serve.server.options import ServerOptions
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "seq2seq"))

@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 from model_adapters.errors import RequestError
 from torchax_serve import SamplingParams, serve
 from torchax_serve.cli.main import app
-from torchax_serve.server.batch import run_batch
 from torchax_serve.server.batch.lines import encoded, read_lines
 from torchax_serve.server.batch.results import BatchResults, open_results
+from torchax_serve.server.batch.run import run_batch
 from torchax_serve.server.options import ConnectionLimits, ServerOptions
 
 OPTIONS = ServerOptions(served_model_names=("tiny",), access_log=False)

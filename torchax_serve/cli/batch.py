@@ -23,7 +23,7 @@ from torchax_serve.cli.shared.terminal import activity, may_style, print_note
 
 if TYPE_CHECKING:
     from torchax_serve import EngineOptions
-    from torchax_serve.server.batch import BatchCounts
+    from torchax_serve.server.batch.run import BatchCounts
     from torchax_serve.server.options import ServerOptions
 
 STREAM = "-"
@@ -131,7 +131,7 @@ def batch(
         from torchax_serve.cli.shared.load_model import loaded_model
 
         with loaded_model(model, load, engine=lambda: engine, starts_chat=True) as served:
-            from torchax_serve.server.batch import run_batch
+            from torchax_serve.server.batch.run import run_batch
 
             most = options.max_concurrency
             with prompt_interrupts(leave_at=1), _progress(source) as show:

@@ -42,6 +42,7 @@ MAX_NUM_WAITING = 256
 _address = functools.partial(_option, panel="Address")
 _access = functools.partial(_option, panel="Access")
 _limits = functools.partial(_option, panel="Limits")
+_files = functools.partial(_option, panel="Files and batches")
 _several = functools.partial(_option, panel="Several models")
 _life = functools.partial(_option, panel="Start and end")
 
@@ -147,6 +148,25 @@ class LimitOptions:
 
 
 @dataclass(frozen=True)
+class FileStorageOptions:
+    """Files and batches of clients."""
+
+    file_storage_path: Annotated[
+        Path | None, _files("--file-storage-path", help="Folder of /v1/files and /v1/batches; they need one.")
+    ] = None
+    file_storage_mib: Annotated[
+        int, _files("--file-storage-mib", help="MiB of the files of a key together.", min=1)
+    ] = 4096
+    max_file_mib: Annotated[int, _files("--max-file-mib", help="MiB of a file that is sent.", min=1)] = 200
+    max_stored_files: Annotated[int, _files("--max-stored-files", help="Files of a key, and its batches.", min=1)] = (
+        1000
+    )
+    stored_file_ttl: Annotated[
+        float, _files("--stored-file-ttl", help="Seconds for which files are stored, and batches that have ended.")
+    ] = 30 * 86400.0
+
+
+@dataclass(frozen=True)
 class SeveralOptions:
     """Memory of a server of several models."""
 
@@ -185,6 +205,7 @@ def serve(
     address: AddressOptions,
     access: AccessOptions,
     limits: LimitOptions,
+    files: FileStorageOptions,
     several: SeveralOptions,
     life: LifeOptions,
     engine: EngineFlags,
@@ -213,7 +234,7 @@ def serve(
         check_model(each, load.revision)
     check_several(named, _given(address=address, life=life, engine=engine, load=load))
     check_quantization(load.quantization)  # a server that cannot load does not listen first
-    options = _server_options(address, access, limits, several, life)
+    options = _server_options(address, access, limits, files, several, life)
     _log_to_stderr(options.log_format)
     from torchax_serve.entrypoints.serve import serve_without_pipelines
     from torchax_serve.server.lifespan import Server, end_children
@@ -268,7 +289,12 @@ def _given(**groups: Any) -> dict[str, Any]:
 
 
 def _server_options(
-    address: AddressOptions, access: AccessOptions, limits: LimitOptions, several: SeveralOptions, life: LifeOptions
+    address: AddressOptions,
+    access: AccessOptions,
+    limits: LimitOptions,
+    files: FileStorageOptions,
+    several: SeveralOptions,
+    life: LifeOptions,
 ) -> ServerOptions:
     from torchax_serve.server.options import MIB, ConnectionLimits, ServerOptions
 
@@ -300,6 +326,10 @@ def _server_options(
         queue_timeout_s=limits.queue_timeout,
         first_token_timeout_s=limits.first_token_timeout,
         keep_alive_s=limits.keep_alive,
+        file_storage_path=files.file_storage_path,
+        file_storage_bytes=files.file_storage_mib * MIB,
+        max_stored_files=files.max_stored_files,
+        stored_file_ttl_s=files.stored_file_ttl,
         pre_stop_s=life.pre_stop,
         drain_timeout_s=life.drain_timeout,
         watchdog_s=life.watchdog,
@@ -309,6 +339,7 @@ def _server_options(
         model_idle_timeout_s=several.model_idle_timeout,
         connection=ConnectionLimits(
             max_body_bytes=limits.max_body_mib * MIB,
+            max_upload_bytes=files.max_file_mib * MIB,
             max_connections=limits.max_connections,
             max_connections_per_address=limits.max_connections_per_address,
         ),

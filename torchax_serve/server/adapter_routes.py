@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from model_adapters.errors import CheckpointError, InvalidArgumentError, TorchaxServeError, UnsupportedModelError
+from torchax_serve.server.auth import check_for_all_models
 from torchax_serve.server.body import read_request
 from torchax_serve.server.context import context_of
 from torchax_serve.server.errors import ApiError, bad_request
@@ -79,11 +80,10 @@ def _service(request: Request) -> ModelService:
 
     Raises ApiError unless the server's options and the request's key allow its change.
     """
-    context, key = context_of(request), request.state.key
+    context = context_of(request)
     if not context.options.allow_runtime_lora_updating:
         raise ApiError(
             404, "expected a server that loads adapters, got one started without --allow-runtime-lora-updating"
         )
-    if key is not None and key.limits.models:
-        raise ApiError(403, "expected a key for all models, got one that is limited to some; use another")
+    check_for_all_models(request.state.key)
     return context.service()

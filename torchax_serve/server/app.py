@@ -30,6 +30,8 @@ from torchax_serve.server import (
 )
 from torchax_serve.server.anthropic import errors as anthropic_errors
 from torchax_serve.server.anthropic import routes as anthropic
+from torchax_serve.server.auth import CALLER
+from torchax_serve.server.batch import routes as batches
 from torchax_serve.server.chat import chat_completions
 from torchax_serve.server.completions import completions
 from torchax_serve.server.context import ServerContext, Stage
@@ -79,6 +81,15 @@ ROUTES: tuple[tuple[str, str, Callable[..., Awaitable[Any]]], ...] = (
     ("DELETE", "/v1/responses/{response_id}", stored_routes.delete_response),
     ("POST", "/v1/responses/{response_id}/cancel", stored_routes.cancel_response),
     ("GET", "/v1/responses/{response_id}/input_items", stored_routes.list_input_items),
+    ("POST", "/v1/files", batches.create_file),
+    ("GET", "/v1/files", batches.list_files),
+    ("GET", "/v1/files/{file_id}", batches.get_file),
+    ("DELETE", "/v1/files/{file_id}", batches.delete_file),
+    ("GET", "/v1/files/{file_id}/content", batches.get_file_content),
+    ("POST", "/v1/batches", batches.create_batch),
+    ("GET", "/v1/batches", batches.list_batches),
+    ("GET", "/v1/batches/{batch_id}", batches.get_batch),
+    ("POST", "/v1/batches/{batch_id}/cancel", batches.cancel_batch),
     ("POST", "/v1/completions", completions),
     ("POST", "/infill", infill),
     ("POST", "/v1/embeddings", pooling.embeddings),
@@ -169,7 +180,7 @@ class Application:
 
         Raises ApiError, 401, if it has no key of those that are known.
         """
-        key = self.context.keys.key_of(scope["headers"])
+        key = scope[CALLER] if CALLER in scope else self.context.keys.key_of(scope["headers"])
         scope["state"] |= {"key": key, "key_name": key and key.name, "usage": self.context.key_usages.of(key)}
 
     def _is_preflight(self, scope: Scope) -> bool:

@@ -6,6 +6,7 @@ import hashlib
 import hmac
 import logging
 import os
+import re
 import secrets
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,6 +19,12 @@ logger = logging.getLogger("torchax_serve.server")
 
 MIN_KEY_CHARS = 8
 """Shortest key, in characters."""
+CALLER = "torchax_serve.caller"
+"""Entry of the scope of a request of this process, with the key that it is of; no client can set it."""
+ANYBODY = "anybody"
+"""Owner of what is stored by a server without keys."""
+_BY_POSITION = re.compile(r"key-\d+")
+"""Names of keys that were given without one: they change as keys are added."""
 
 
 class ApiKeys:
@@ -28,13 +35,16 @@ class ApiKeys:
     Args:
         keys: Names and keys; words behind a key are its limits, as `KeyLimits.parse` takes them.
         file: File with ``NAME:KEY`` or ``KEY`` a line, limits behind it; or None.
+        secret: What digests of keys are made with; None: drawn anew. Owners stay the same with the same one.
 
     Raises:
         InvalidArgumentError: The file is not readable, or a key is too short.
     """
 
-    def __init__(self, keys: Iterable[tuple[str, str]] = (), file: Path | None = None) -> None:
-        self._secret = secrets.token_bytes(32)  # digests say nothing about keys, and are all of one length
+    def __init__(
+        self, keys: Iterable[tuple[str, str]] = (), file: Path | None = None, secret: bytes | None = None
+    ) -> None:
+        self._secret = secret or secrets.token_bytes(32)  # digests say nothing about keys, and are all of one length
         self._given = self._by_digest(keys)
         self._file = file
         self._stamp: tuple[int, int] | None = None
@@ -73,6 +83,12 @@ class ApiKeys:
             raise _refused("Incorrect API key provided.")
         return found
 
+    def of_owner(self, owner: str) -> ApiKey | None:
+        """Returns the key of an owner; None if it does not exist any more, or if no key is needed."""
+        self._refresh()
+        every = (*self._given.values(), *self._from_file.values())
+        return next((key for key in every if key.owner == owner), None)
+
     def _digest(self, key: str) -> bytes:
         return hmac.new(self._secret, key.encode("utf-8", "surrogateescape"), hashlib.sha256).digest()
 
@@ -93,7 +109,11 @@ class ApiKeys:
         for name, text in keys:
             key, *limits = text.split() or [""]
             _check(name, key)
-            found[self._digest(key)] = ApiKey(name, KeyLimits.parse(name, limits))
+            digest = self._digest(key)
+            # A name by position may be another key's after the next start.
+            of_key = hashlib.sha256(b"owner" + digest).hexdigest()[:32] if _BY_POSITION.fullmatch(name) else None
+            owner = f"name {name}" if of_key is None else f"key {of_key}"
+            found[digest] = ApiKey(name, KeyLimits.parse(name, limits), owner)
         return found
 
     def _read(self, file: Path) -> dict[bytes, ApiKey]:
@@ -108,6 +128,17 @@ class ApiKeys:
                 name, colon, key = line.partition(":")
                 pairs.append((name, key) if colon else (f"key-{number}", line))
         return self._by_digest(pairs)
+
+
+def owner_of(key: ApiKey | None) -> str:
+    """Returns whose what a request stores is."""
+    return ANYBODY if key is None else key.owner
+
+
+def check_for_all_models(key: ApiKey | None) -> None:
+    """Raises ApiError, 403, for a key that is limited to some models."""
+    if key is not None and key.limits.models:
+        raise ApiError(403, "expected a key for all models, got one that is limited to some; use another")
 
 
 def _check(name: str, key: str) -> None:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 
-from model_adapters.errors import UnsupportedArgumentError
+from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
 from torchax_serve.server.answers import Answer
 from torchax_serve.server.auth import ApiKeys
+from torchax_serve.server.batch.files import FileLimits, FileStore
+from torchax_serve.server.batch.jobs import BatchJobs
+from torchax_serve.server.batch.records import open_folder
 from torchax_serve.server.errors import ApiError, api_error_of, bad_request
 from torchax_serve.server.key_limits import KeyUsages
 from torchax_serve.server.loop_lag import LoopLag
@@ -50,13 +54,19 @@ class ServerContext:
         num_in_flight: Requests that are being answered, apart from those of health and metrics.
         pool: Several models, of which requests name one; None: a server of one model.
         tracing: Spans of requests; None without a collector.
+        jobs: Batches and their files; None without a folder for them.
         responses: Responses that later requests may name.
         profiler: Profiles of the process; None without a folder for them.
     """
 
     def __init__(self, options: ServerOptions) -> None:
         self.options = options
-        self.keys = ApiKeys(options.api_keys, options.api_key_file)
+        self.jobs: BatchJobs | None = None
+        self._files_lock, secret = None, None
+        if options.file_storage_path is not None:
+            self._files_lock, secret = open_folder(options.file_storage_path)  # which is held as long as the server is
+            self.jobs = _jobs(options.file_storage_path, options)
+        self.keys = ApiKeys(options.api_keys, options.api_key_file, secret)
         self.key_usages = KeyUsages()
         self.metrics = Metrics(options.metrics_compat, lambda: options.metrics_without_key and self.keys.limits_models)
         self.loop_lag = LoopLag()
@@ -71,6 +81,11 @@ class ServerContext:
             chosen_template(options.response_template)  # one that does not exist is an error at once
         self.pool: ModelPool | None = None
         self._service: ModelService | None = None
+
+    def close_files(self) -> None:
+        """Lets another server have the folder of files."""
+        if self._files_lock is not None:
+            self._files_lock.close()
 
     def set_service(self, service: ModelService) -> None:
         """Sets the model, from which on requests are answered."""
@@ -112,7 +127,7 @@ class ServerContext:
         """
         if self.pool is None:
             return self.service()
-        self._refuse_late()
+        self.refuse_late()
         return None
 
     async def take(self, request: Request, name: str) -> ModelService:
@@ -145,7 +160,7 @@ class ServerContext:
         assert self.pool is not None
         self.pool.release(model)
 
-    def _refuse_late(self) -> None:
+    def refuse_late(self) -> None:
         """Raises ApiError, 503, when no more requests are taken."""
         if self.refuses_new:
             headers = {"Retry-After": "5", "Connection": "close"}
@@ -157,7 +172,7 @@ class ServerContext:
         Raises:
             ApiError: 503 while there is none, and when no more requests are taken; 400 of a server of several.
         """
-        self._refuse_late()
+        self.refuse_late()
         if self.pool is not None:
             raise ApiError(400, "expected a server of one model, got one of several; start one of that model alone")
         if self._service is None or self.stage in (Stage.LOADING, Stage.WARMING_UP):
@@ -179,6 +194,21 @@ def follow(request: Request, body: TextRequest, answers: Sequence[Answer]) -> No
         request.state.usage.follow(answers)
     if request.state.span is not None:
         request.state.span.follow(body, answers)
+
+
+def _jobs(folder: Path, options: ServerOptions) -> BatchJobs:
+    limits = FileLimits(
+        max_files=options.max_stored_files,
+        max_bytes=options.file_storage_bytes,
+        max_file_bytes=options.connection.max_upload_bytes,
+        max_age_s=options.stored_file_ttl_s,
+    )
+    try:
+        return BatchJobs(folder / "batches", FileStore(folder / "files", limits))
+    except OSError as error:
+        raise InvalidArgumentError(
+            f"file_storage_path: expected a folder that can be read and written, got {folder} ({error.strerror})"
+        ) from error
 
 
 def _tracing(endpoint: str | None) -> Tracing | None:

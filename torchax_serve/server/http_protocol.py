@@ -23,6 +23,8 @@ LINGER_S = 5.0
 """Seconds for which the rest of a refused request is read and dropped."""
 LINGER_BYTES = 256 << 20
 """Bytes of it that are read and dropped."""
+FORM_BYTES = 1 << 16
+"""Bytes of the form of a file besides the file."""
 _ONCE = (b"host", b"content-length", b"transfer-encoding", b"authorization", b"content-type")
 """Headers that a request may have once; two of them are read differently by different servers."""
 
@@ -66,6 +68,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._limits, self._counts = limits, counts
         self._address = ""
         self._in_head, self._head_bytes, self._parsed_head_bytes, self._body_bytes = True, 0, 0, 0
+        self._max_body_bytes, self._body_timeout_s = limits.max_body_bytes, limits.body_timeout_s
         self._is_refused, self._num_dropped = False, 0
         self._cycles: list[Any] = []  # requests without a complete answer, several where they are pipelined
         self._timer: asyncio.TimerHandle | None = None  # of the head, the body, or the dropped rest
@@ -136,7 +139,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._in_head, self._head_bytes = False, 0
         self._check_headers()
         self._stop_timer()
-        self._timer = self.loop.call_later(self._limits.body_timeout_s, self._body_is_late)
+        self._timer = self.loop.call_later(self._body_timeout_s, self._body_is_late)
         super().on_headers_complete()
         self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete] + [self.cycle]
 
@@ -155,14 +158,18 @@ class GuardedProtocol(HttpToolsProtocol):
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or len(length) > 18:
             self._refuse_in_parser(400, "expected a Content-Length in digits, got another")
-        if int(length) > self._limits.max_body_bytes:
-            self._refuse_in_parser(413, _body_message(self._limits))
+        self._max_body_bytes, self._body_timeout_s = self._limits.max_body_bytes, self._limits.body_timeout_s
+        if self.parser.get_method() == b"POST" and self.url.partition(b"?")[0] == b"/v1/files":
+            self._max_body_bytes = self._limits.max_upload_bytes + FORM_BYTES
+            self._body_timeout_s = self._limits.upload_timeout_s
+        if int(length) > self._max_body_bytes:
+            self._refuse_in_parser(413, _body_message(self._max_body_bytes))
 
     def on_body(self, body: bytes) -> None:
         """Takes a part of the body."""
         self._body_bytes += len(body)
-        if self._body_bytes > self._limits.max_body_bytes:
-            self._refuse_in_parser(413, _body_message(self._limits))
+        if self._body_bytes > self._max_body_bytes:
+            self._refuse_in_parser(413, _body_message(self._max_body_bytes))
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -205,7 +212,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _body_is_late(self) -> None:
         self._timer = None
-        self._refuse(408, f"expected the body within {self._limits.body_timeout_s:g} s; send it at once")
+        self._refuse(408, f"expected the body within {self._body_timeout_s:g} s; send it at once")
 
     def _refuse_in_parser(self, status: int, message: str) -> None:
         self._refuse(status, message)
@@ -238,5 +245,5 @@ class GuardedProtocol(HttpToolsProtocol):
         self._timer = self.loop.call_later(LINGER_S, self.transport.close)
 
 
-def _body_message(limits: ConnectionLimits) -> str:
-    return f"expected a body of at most {limits.max_body_bytes} bytes, got more; shorten it"
+def _body_message(max_bytes: int) -> str:
+    return f"expected a body of at most {max_bytes} bytes, got more; shorten it"

@@ -56,10 +56,17 @@ class KeyLimits:
 
 @dataclasses.dataclass(frozen=True)
 class ApiKey:
-    """A key's name and limits."""
+    """A key's name and limits.
+
+    Attributes:
+        name: For the log.
+        limits: Its limits.
+        owner: Whose what it stores is: the same after a restart.
+    """
 
     name: str
     limits: KeyLimits = KeyLimits()
+    owner: str = ""
 
     def allows(self, model_name: str) -> bool:
         """Returns whether requests with the key may use a model."""

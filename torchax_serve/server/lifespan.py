@@ -22,6 +22,7 @@ from model_adapters.loading.progress import Progress, SilentProgress
 from torchax_serve.compilation import gc_pause
 from torchax_serve.kv_cache.memory import share_free_memory
 from torchax_serve.server.app import Application
+from torchax_serve.server.batch.worker import BatchWorker
 from torchax_serve.server.context import ServerContext, Stage
 from torchax_serve.server.listening import HttpListener
 from torchax_serve.server.model_pool import ModelPool, ModelSpec
@@ -57,7 +58,9 @@ class Server:
     def __init__(self, options: ServerOptions, models: Sequence[ModelSpec]) -> None:
         self.context = ServerContext(options)
         self._options, self._models = options, models
-        self._listener = HttpListener(Application(self.context), options)
+        app = Application(self.context)
+        self._listener = HttpListener(app, options)
+        self._batches = None if self.context.jobs is None else BatchWorker(app, self.context.jobs)
         self._error: BaseException | None = None
         self._is_started = False  # the model is loaded, and its programs are there
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -111,6 +114,8 @@ class Server:
         else:
             self._open_pool()
         ticker, watcher = asyncio.create_task(self._tick()), asyncio.create_task(self.context.loop_lag.watch())
+        if self._batches is not None:
+            self._batches.start()
         try:
             await self._ended.wait()
             return EXIT_DEAD if self.context.stage is Stage.DEAD else await self._drain()
@@ -120,6 +125,8 @@ class Server:
             self._listener.close()
             self._listener.cancel_requests()
             await asyncio.sleep(0)
+            if self._batches is not None:
+                await self._batches.close()
             if self.context.pool is not None:
                 await self.context.pool.close()
             await asyncio.to_thread(self._close_model)
@@ -136,6 +143,7 @@ class Server:
 
     async def _close_context(self) -> None:
         self.context.metrics.close()
+        self.context.close_files()
         if self.context.profiler is not None and self.context.stage is not Stage.DEAD:
             await self.context.profiler.close()
         if self.context.tracing is not None:
@@ -201,6 +209,8 @@ class Server:
         was_ready = context.stage is Stage.READY
         context.stage = Stage.DRAINING
         notify_systemd("STOPPING=1")
+        if self._batches is not None:
+            self._batches.stop()
         if not was_ready:
             return EXIT_DONE
         await asyncio.sleep(self._options.pre_stop_s)

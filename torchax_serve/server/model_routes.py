@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from torchax_serve.server.auth import check_for_all_models
 from torchax_serve.server.body import read_request
 from torchax_serve.server.context import context_of
 from torchax_serve.server.errors import ApiError
@@ -41,10 +42,9 @@ async def unload(request: Request) -> Response:
 
 def _check_several(request: Request) -> None:
     """Raises ApiError unless there are several models, and the request's key is for all."""
-    context, key = context_of(request), request.state.key
+    context = context_of(request)
     if context.pool is None:
         raise ApiError(404, "expected a server of several models, got one of a single model, which stays loaded")
     if not (context.options.is_loopback or context.options.api_keys or context.options.api_key_file):
         raise ApiError(403, "expected a server with API keys, or on an address of this machine alone, got neither")
-    if key is not None and key.limits.models:
-        raise ApiError(403, "expected a key for all models, got one that is limited to some; use another")
+    check_for_all_models(request.state.key)

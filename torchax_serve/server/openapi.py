@@ -15,6 +15,8 @@ from torchax_serve.server.adapter_routes import LoadAdapterRequest, UnloadAdapte
 from torchax_serve.server.anthropic import errors as anthropic_errors
 from torchax_serve.server.anthropic.schemas import CountTokensRequest, MessagesRequest
 from torchax_serve.server.audio import TranscriptionRequest
+from torchax_serve.server.batch.routes import BatchCreateRequest
+from torchax_serve.server.batch.upload import FileRequest
 from torchax_serve.server.context import context_of
 from torchax_serve.server.infill import InfillRequest
 from torchax_serve.server.model_routes import ModelRequest
@@ -66,6 +68,8 @@ REQUESTS: tuple[type[ApiRequest], ...] = (
     LoadAdapterRequest,
     UnloadAdapterRequest,
     ModelRequest,
+    FileRequest,
+    BatchCreateRequest,
 )
 """Bodies of all routes that have one."""
 
@@ -190,7 +194,7 @@ def description(routes: Any, model_names: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _type_of(kind: type[ApiRequest]) -> str:
-    return "multipart/form-data" if kind is TranscriptionRequest else "application/json"
+    return "multipart/form-data" if kind in (TranscriptionRequest, FileRequest) else "application/json"
 
 
 def _schema_of(kind: type[ApiRequest], schemas: dict[str, Any], model_names: Sequence[str]) -> dict[str, Any]:

@@ -36,6 +36,7 @@ class ConnectionLimits:
         max_header_bytes: Bytes of all headers of a request with its first line.
         max_headers: Number of headers.
         max_body_bytes: Bytes of a request's body.
+        max_upload_bytes: Bytes of a file that ``POST /v1/files`` stores.
         header_timeout_s: Seconds from the first byte of a request, or from the connection, to its last header.
         body_timeout_s: Seconds from the last header to the end of the body.
         write_timeout_s: Seconds for which a client may read nothing of what waits for it.
@@ -48,6 +49,7 @@ class ConnectionLimits:
     max_header_bytes: int = 32768
     max_headers: int = 100
     max_body_bytes: int = 32 * MIB
+    max_upload_bytes: int = 200 * MIB
     header_timeout_s: float = 10.0
     body_timeout_s: float = 60.0
     write_timeout_s: float = 30.0
@@ -55,6 +57,11 @@ class ConnectionLimits:
 
     def __post_init__(self) -> None:
         _check_positive(self)
+
+    @property
+    def upload_timeout_s(self) -> float:
+        """Seconds to the end of the body of a file: `body_timeout_s` for each body's worth of it."""
+        return self.body_timeout_s * max(1.0, self.max_upload_bytes / self.max_body_bytes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,6 +128,10 @@ class ServerOptions:
         allow_model_downloads: Whether requests may download models of the hub onto this machine, and delete them.
         max_stored_responses: Responses of one API key that later requests may name; 0 stores none.
         stored_response_ttl_s: Seconds for which they are stored.
+        file_storage_path: Folder of ``/v1/files`` and ``/v1/batches``; None for none.
+        file_storage_bytes: Bytes of the files of one API key together.
+        max_stored_files: Files of one API key, and its batches.
+        stored_file_ttl_s: Seconds for which files are stored, and batches that have ended.
         warm_up: Whether programs are compiled before the server is ready, and before a model of several is.
         max_loaded_models: Of several models, those that are loaded at once; None: all.
         model_memory_bytes: Bytes of weights and caches of loaded models; None sets no limit.
@@ -159,6 +170,10 @@ class ServerOptions:
     allow_model_downloads: bool = False
     max_stored_responses: int = 0
     stored_response_ttl_s: float = 3600.0
+    file_storage_path: Path | None = None
+    file_storage_bytes: int = 4096 * MIB
+    max_stored_files: int = 1000
+    stored_file_ttl_s: float = 30 * 86400.0
     warm_up: bool = True
     max_loaded_models: int | None = None
     model_memory_bytes: int | None = None
@@ -172,13 +187,13 @@ class ServerOptions:
         for name in ("pre_stop_s", "drain_timeout_s", "watchdog_s"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise InvalidArgumentError(f"{name}: expected seconds >= 0, got {getattr(self, name)!r}")
-        for name in ("max_loaded_models", "model_memory_bytes"):
+        for name in ("max_loaded_models", "model_memory_bytes", "file_storage_bytes", "max_stored_files"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise InvalidArgumentError(f"{name}: expected a number >= 1, got {getattr(self, name)!r}")
         for name in ("request_timeout_s", "queue_timeout_s", "first_token_timeout_s", "model_idle_timeout_s"):
             if getattr(self, name) is not None and not 0 < getattr(self, name) < math.inf:
                 raise InvalidArgumentError(f"{name}: expected seconds > 0, got {getattr(self, name)!r}")
-        for name in ("keep_alive_s", "stored_response_ttl_s"):
+        for name in ("keep_alive_s", "stored_response_ttl_s", "stored_file_ttl_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise InvalidArgumentError(f"{name}: expected seconds > 0, got {getattr(self, name)!r}")
         if self.max_stored_responses < 0:
@@ -197,7 +212,7 @@ class ServerOptions:
             )
         if "*" in self.cors_origins and (self.api_keys or self.api_key_file):
             raise InvalidArgumentError("cors_origins: expected origins by name next to API keys, got *; list them")
-        for name in ("allow_runtime_lora_updating", "allow_model_downloads"):
+        for name in ("allow_runtime_lora_updating", "allow_model_downloads", "file_storage_path"):
             if getattr(self, name) and not (self.is_loopback or self.api_keys or self.api_key_file):
                 raise InvalidArgumentError(
                     f"{name}: expected API keys, or an address of this machine alone, got neither; add api_key_file"

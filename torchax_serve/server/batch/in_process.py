@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 
 from starlette.types import ASGIApp, Message
 
+from torchax_serve.server.auth import CALLER
 from torchax_serve.server.errors import ApiError, bad_request
+from torchax_serve.server.key_limits import ApiKey
 
 JSON_TYPE = "application/json"
 
@@ -31,10 +33,24 @@ class InProcessAnswer(NamedTuple):
     body: Any
 
 
-async def post(app: ASGIApp, path: str, body: Mapping[str, Any]) -> InProcessAnswer:
+async def post(
+    app: ASGIApp,
+    path: str,
+    body: Mapping[str, Any],
+    *,
+    key: ApiKey | None = None,
+    gone: asyncio.Event | None = None,
+) -> InProcessAnswer:
     """Sends a POST request with a JSON body to `app` and returns the answer.
 
     The routes of audio get a form, as over HTTP: with the file of the data URL `file_url`.
+
+    Args:
+        app: The application.
+        path: Route.
+        body: Body.
+        key: Key that the request is of.
+        gone: Set when nobody waits for the answer any more: it is ended, and its status may be 0.
     """
     try:
         content, content_type = _form(body) if path.startswith("/v1/audio/") else (json.dumps(body).encode(), JSON_TYPE)
@@ -54,14 +70,16 @@ async def post(app: ASGIApp, path: str, body: Mapping[str, Any]) -> InProcessAns
         "headers": headers,
         "client": None,
         "server": None,
+        CALLER: key,
     }
-    is_read = False
+    is_read, gone = False, gone or asyncio.Event()
     answer = _Collected()
 
     async def receive() -> Message:
         nonlocal is_read
         if is_read:
-            await asyncio.Event().wait()  # the client does not go: whoever waits for that is cancelled
+            await gone.wait()  # whoever waits for that is cancelled, as long as the client does not go
+            return {"type": "http.disconnect"}
         is_read = True
         return {"type": "http.request", "body": content, "more_body": False}
 

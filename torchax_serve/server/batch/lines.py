@@ -5,21 +5,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, BinaryIO
 
-from torchax_serve.server.app import ROUTES
 from torchax_serve.validation.argument_checks import short_repr
 from torchax_serve.validation.bounded_json import parse_json
 
 KEYS = ("custom_id", "method", "url", "body")
 NOT_IN_BATCHES = frozenset(
-    {"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/models/load", "/models/unload"}
-    | {"/start_profile", "/stop_profile", "/profile"}
+    {"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/models/load", "/models/unload", "/api/pull"}
+    | {"/start_profile", "/stop_profile", "/profile", "/v1/files", "/v1/batches"}
 )
 """Routes that change or measure a running server."""
-URLS = tuple(path for method, path, _ in ROUTES if method == "POST" and path not in NOT_IN_BATCHES)
-"""Routes that a line may name."""
 MAX_CUSTOM_ID_CHARS = 512
 
 
@@ -38,6 +35,13 @@ class BatchRequest:
     custom_id: str
     url: str
     body: dict[str, Any]
+
+
+def batch_urls(routes: Iterable[tuple[str, str, Any]]) -> tuple[str, ...]:
+    """Returns the routes that a line may name, of those with method, path and function."""
+    return tuple(
+        path for method, path, _ in routes if method == "POST" and path not in NOT_IN_BATCHES and "{" not in path
+    )
 
 
 class LineError(Exception):
@@ -68,11 +72,13 @@ def read_lines(file: BinaryIO, max_bytes: int) -> Iterator[tuple[int, bytes | No
         yield number, None
 
 
-def parse_line(number: int, content: bytes | None, max_bytes: int, max_depth: int) -> BatchRequest:
+def parse_line(
+    number: int, content: bytes | None, *, max_bytes: int, max_depth: int, urls: Sequence[str]
+) -> BatchRequest:
     """Returns the request in a line.
 
     Raises:
-        LineError: It is none, or its route is none of `URLS`.
+        LineError: It is none, or its route is none of `urls`.
     """
     if content is None:
         raise LineError(number, f"expected at most {max_bytes} bytes, got more; shorten the request")
@@ -93,8 +99,9 @@ def parse_line(number: int, content: bytes | None, max_bytes: int, max_depth: in
         )
     if line.get("method") != "POST":
         raise LineError(number, f"method: expected 'POST', got {_shown(line, 'method')}", given)
-    if line.get("url") not in URLS:
-        raise LineError(number, f"url: expected one of {', '.join(URLS)}, got {_shown(line, 'url')}", given)
+    if line.get("url") not in urls:
+        wanted = urls[0] if len(urls) == 1 else f"one of {', '.join(urls)}"
+        raise LineError(number, f"url: expected {wanted}, got {_shown(line, 'url')}", given)
     body = line.get("body")
     if not isinstance(body, dict):
         raise LineError(number, f"body: expected a JSON object, got {_shown(line, 'body')}", given)
@@ -104,10 +111,12 @@ def parse_line(number: int, content: bytes | None, max_bytes: int, max_depth: in
     return BatchRequest(number, given, line["url"], body)
 
 
-def answer_line(request: BatchRequest, status: int, request_id: str, body: Any) -> dict[str, Any]:
+def answer_line(
+    request: BatchRequest, status: int, request_id: str, body: Any, line_id: str | None = None
+) -> dict[str, Any]:
     """Returns the line of an answer of the server, which may be an error of it."""
     response = {"status_code": status, "request_id": request_id, "body": body}
-    return {"id": _id(), "custom_id": request.custom_id, "response": response, "error": None}
+    return {"id": line_id or _id(), "custom_id": request.custom_id, "response": response, "error": None}
 
 
 def error_line(error: LineError) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from torchax_serve.server.batch.lines import (
     BatchRequest,
     LineError,
     answer_line,
+    batch_urls,
     error_line,
     parse_line,
     read_lines,
@@ -109,6 +110,7 @@ class _Batch:
     ) -> None:
         self._context = ServerContext(options)
         self._app = Application(self._context)
+        self._urls = batch_urls(self._app.routes)
         self._service = ModelService(model, options)
         limits = options.connection
         self._max_bytes = limits.max_body_bytes + LINE_OVERHEAD
@@ -153,7 +155,13 @@ class _Batch:
     def _request(self, number: int, content: bytes | None) -> BatchRequest | None:
         """Returns the request of a line; None where there is nothing to answer."""
         try:
-            request = parse_line(number, content, self._max_bytes, self._context.options.request.max_json_depth)
+            request = parse_line(
+                number,
+                content,
+                max_bytes=self._max_bytes,
+                max_depth=self._context.options.request.max_json_depth,
+                urls=self._urls,
+            )
             digest = hashlib.blake2b(request.custom_id.encode("utf-8", "surrogatepass"), digest_size=16).digest()
             if (first := self._seen.setdefault(digest, number)) != number:
                 message = f"custom_id: expected one of its own, got that of line {first}; rename it"

@@ -18,6 +18,7 @@ from model_adapters.loading.downloads import delete_download, find_download
 from model_adapters.loading.gguf_names import split_tag
 from model_adapters.loading.model_source import parse_name, resolve
 from model_adapters.loading.progress import Advance, Unit
+from torchax_serve.server.auth import check_for_all_models
 from torchax_serve.server.body import read_request
 from torchax_serve.server.context import ServerContext, context_of
 from torchax_serve.server.dialect_requests import note_unknown
@@ -95,11 +96,9 @@ def _hub_ids_in_use(context: ServerContext) -> set[str]:
 
 def _check_allowed(request: Request) -> None:
     """Raises ApiError, 403, unless the server's options and the request's key allow downloads."""
-    key = request.state.key
     if not context_of(request).options.allow_model_downloads:
         raise ApiError(403, "expected a server that downloads models, got one started without --allow-model-downloads")
-    if key is not None and key.limits.models:
-        raise ApiError(403, "expected a key for all models, got one that is limited to some; use another")
+    check_for_all_models(request.state.key)
 
 
 def _hub_id(name: str) -> str:
