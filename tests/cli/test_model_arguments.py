@@ -4,7 +4,7 @@ import pytest
 
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.loading.model_source import public_name
-from torchax_serve.cli.shared.several_models import check_several, file_bytes, named_model
+from torchax_serve.cli.shared.several_models import adapters_by_model, check_several, file_bytes, named_model
 
 
 def test_names_stand_in_front_of_a_model(tmp_path):
@@ -25,7 +25,7 @@ def test_a_missing_name_or_model_is_told(given):
 
 
 @pytest.mark.parametrize(
-    ("option", "remedy"), [("served_model_name", "NAME,OTHER_NAME=MODEL"), ("watch", "alone"), ("adapter", "alone")]
+    ("option", "remedy"), [("served_model_name", "NAME,OTHER_NAME=MODEL"), ("watch", "alone"), ("revision", "pull")]
 )
 def test_options_of_one_model_are_refused_for_several(option, remedy):
     several = [(("a",), "x"), (("b",), "y")]
@@ -58,6 +58,25 @@ def test_folders_are_named_by_their_last_part(tmp_path, monkeypatch):
             check_several([((), "a/x"), ((), other)], {})
     monkeypatch.chdir(tmp_path / "b" / "x")
     assert public_name(".") == "x" and public_name("org/name") == "org/name" and public_name("") == "embedded"
+
+
+def test_adapters_belong_to_a_model(tmp_path):
+    (tmp_path / "sql").mkdir()
+    folder, several = f"{tmp_path}/sql", [(("a", "also"), "x"), ((), "y")]
+    given = [f"sql@also={folder}", f"fr@a={folder}", f"sql@home@y={folder}"]
+    assert adapters_by_model(several, given) == {"a": {"sql": folder, "fr": folder}, "y": {"sql@home": folder}}
+    assert adapters_by_model(several, []) == {}
+    for wrong, message in (
+        (folder, "expected NAME@BASE=FOLDER where several models are served"),
+        (f"sql={folder}", "expected NAME@BASE=FOLDER"),
+        (f"@a={folder}", "expected NAME@BASE=FOLDER"),
+        (f"sql@b={folder}", "expected one of a, also, y behind @, got 'b'"),
+        (f"y@a={folder}", "expected names of their own, got y twice"),
+        (f"fr@y={folder}", "expected names of their own, got fr twice"),
+        ("new@a=/nowhere", "expected a folder behind =, got '/nowhere'"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=message):
+            adapters_by_model(several, [*given, wrong])
 
 
 def test_bytes_of_files(tmp_path):

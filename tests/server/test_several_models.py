@@ -34,8 +34,8 @@ QUESTIONS = ("Hi", "What is 3 + 4?", "Name a color", "7 + 8 =")
 class Several:
     """A server of several models in a thread of its own."""
 
-    def __init__(self, paths, **options):
-        specs = [
+    def __init__(self, paths, specs=None, **options):
+        specs = specs or [
             ModelSpec(names, lambda path=path: serve(path, engine=ENGINE), str(path)) for names, path in paths.items()
         ]
         keys = (("boss", BOSS), ("guest", f"{GUEST} models=a"))
@@ -100,8 +100,8 @@ def expected(paths):
 
 
 @pytest.fixture(scope="module")
-def several(paths):
-    made = Several(paths)
+def several(paths, tmp_path_factory):
+    made = Several(paths, file_storage_path=tmp_path_factory.mktemp("storage"))
     yield made
     made.stop()
 
@@ -151,7 +151,7 @@ def test_names_that_are_missing_unknown_or_of_another_kind(several):
     answer = several.post("/v1/chat/completions", model="w", **body)
     assert answer.status_code == 404 and "whose tasks are embed" in answer.json()["error"]["message"]
     answer = several.post("/v1/load_lora_adapter", lora_name="x", lora_path="y")
-    assert answer.status_code in (400, 404)
+    assert answer.status_code == 404 and "--allow-runtime-lora-updating" in answer.json()["error"]["message"]
 
 
 def test_the_interfaces_of_anthropic_and_ollama_name_models_as_well(several, expected):
@@ -165,6 +165,45 @@ def test_the_interfaces_of_anthropic_and_ollama_name_models_as_well(several, exp
     running = {each["name"] for each in several.get("/api/ps").json()["models"]}
     assert running == {name for name, status in several.statuses().items() if status == "loaded"}
     assert several.post("/api/show", model="b").json()["capabilities"]
+
+
+def test_lines_of_a_batch_name_their_models(several, expected):
+    """Two models for one at a time beside them: each line is answered by its own, and none is loaded in turns."""
+    asked = [(name, text) for text in QUESTIONS for name in ("first", "b")]
+    lines = [
+        json.dumps(
+            {
+                "custom_id": f"{name} {text}",
+                "method": "POST",
+                "url": "/v1/chat/completions",
+                "body": {
+                    "model": name,
+                    "messages": [{"role": "user", "content": text}],
+                    "max_tokens": 8,
+                    "temperature": 0,
+                },
+            }
+        )
+        for name, text in asked
+    ]
+    headers = {"Authorization": f"Bearer {BOSS}"}
+    with httpx.Client(base_url=several.url, headers=headers, timeout=300) as http:
+        files = {"file": ("in.jsonl", "\n".join(lines).encode())}
+        file = http.post("/v1/files", files=files, data={"purpose": "batch"}).json()
+        given = {"input_file_id": file["id"], "endpoint": "/v1/chat/completions", "completion_window": "1h"}
+        batch, until = http.post("/v1/batches", json=given).json(), time.monotonic() + 120
+        while batch["status"] not in ("completed", "failed"):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+            batch = http.get(f"/v1/batches/{batch['id']}").json()
+        content = http.get(f"/v1/files/{batch['output_file_id']}/content").text
+    found = [json.loads(line) for line in content.splitlines()]
+    names = {"first": "a", "b": "b"}
+    assert {each["custom_id"]: each["response"]["body"]["choices"][0]["message"]["content"] for each in found} == {
+        f"{name} {text}": expected[names[name], text] for name, text in asked
+    }
+    order = [each["custom_id"].split()[0] for each in found]
+    assert order == sorted(order, key=["first", "b"].index)
 
 
 def test_loading_and_unloading_by_request(several):

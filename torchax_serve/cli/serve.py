@@ -7,7 +7,7 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,7 +22,7 @@ from torchax_serve.cli.shared.engine_options import EngineFlags, ServeOptions
 from torchax_serve.cli.shared.load_model import end_if_explained
 from torchax_serve.cli.shared.load_options import check_quantization, option_groups
 from torchax_serve.cli.shared.model_name import ServedModels, check_model
-from torchax_serve.cli.shared.several_models import check_several, file_bytes, named_model
+from torchax_serve.cli.shared.several_models import Named, adapters_by_model, check_several, file_bytes, named_model
 from torchax_serve.validation.extras import require_package
 
 if TYPE_CHECKING:
@@ -250,7 +250,7 @@ def serve(
         only = ModelSpec(names, lambda: _loaded(model, load_here, server.context.start, is_watched=is_watched))
         server = Server(options, [only])
     else:
-        server = Server(options, [_spec(names, each, load_here) for names, each in named])
+        server = Server(options, _specs(named, load, functools.partial(serve_without_pipelines, engine=made)))
     print(*(f"listening on {each}" for each in server.addresses), sep="\n", file=sys.stderr, flush=True)
     try:
         status = server.run()
@@ -279,6 +279,22 @@ def _spec(names: tuple[str, ...], model: str | None, load: Callable[..., Any]) -
 
     names = names or (public_name(model),)
     return ModelSpec(names, functools.partial(load, model), model or "", file_bytes(model))
+
+
+def _specs(named: Sequence[Named], load: ServeOptions, serve_here: Callable[..., Any]) -> list[ModelSpec]:
+    """Returns several models, each with its own adapters."""
+    by_model = adapters_by_model(named, load.adapter or ())
+    if not by_model and (room := load.adapter_kwargs((), {})):
+        flag = next(iter(room)).replace("_", "-")
+        raise InvalidArgumentError(f"--{flag}: expected adapters with it, got none; give --adapter NAME@BASE=FOLDER")
+    without = dataclasses.replace(load, adapter=None, max_loras=None, max_lora_rank=None, lora_target_modules=None)
+    found = []
+    for names, model in named:
+        adapters = by_model.get((names or (str(model),))[0], {})
+        kwargs = without.serve_kwargs() | (load.adapter_kwargs((), adapters) if adapters else {})
+        spec = _spec(names, model, functools.partial(serve_here, **kwargs))
+        found.append(dataclasses.replace(spec, adapters=adapters))
+    return found
 
 
 def _given(**groups: Any) -> dict[str, Any]:

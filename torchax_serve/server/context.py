@@ -21,7 +21,7 @@ from torchax_serve.server.key_limits import KeyUsages
 from torchax_serve.server.loop_lag import LoopLag
 from torchax_serve.server.metrics import Metrics
 from torchax_serve.server.model_pool import ModelPool, PooledModel
-from torchax_serve.server.model_service import ModelService, unknown_model
+from torchax_serve.server.model_service import ModelService, adapters_of, unknown_model
 from torchax_serve.server.options import ServerOptions
 from torchax_serve.server.profiler import Profiler
 from torchax_serve.server.response_families import chosen_template
@@ -111,6 +111,13 @@ class ServerContext:
             return [name for each in self.pool.models for name in each.spec.names]
         return [] if self._service is None else list(self._service.names)
 
+    @property
+    def every_name(self) -> list[str]:
+        """Names of models and of their adapters."""
+        if self.pool is not None:
+            return [name for each in self.pool.models for name in (*each.spec.names, *each.spec.adapters)]
+        return [name for each in self.loaded for name in (*each.names, *adapters_of(each))]
+
     def error_of(self, error: BaseException) -> ApiError:
         """Returns the answer to an error; it shows no path of the model."""
         answer = api_error_of(error)
@@ -148,7 +155,7 @@ class ServerContext:
         """Returns the model of several that a request names; raises ApiError as `take`."""
         assert self.pool is not None
         key = request.state.key
-        allowed = [each for each in self.model_names if key is None or key.allows(each)]
+        allowed = [each for each in self.every_name if key is None or key.allows(each)]
         if not name:
             raise bad_request(f"model: expected one of {', '.join(allowed)}, got none", "model", "invalid_value")
         if name not in allowed or (model := self.pool.find(name)) is None:

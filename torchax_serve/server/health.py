@@ -93,8 +93,14 @@ def _pooled_entries(pooled: PooledModel, key: ApiKey | None) -> list[dict[str, A
     if pooled.service is not None:
         found = _entries(pooled.service, key)
     else:
-        unknown = {"root": public_name(pooled.spec.source), "parent": None, "max_model_len": None, "tasks": None}
-        entry = {"object": "model", "created": 0, "owned_by": "torchax-serve", **unknown}
-        names = [name for name in pooled.spec.names if key is None or key.allows(name)]
-        found = [{"id": name, **entry} for name in names]
+        own, base = public_name(pooled.spec.source), pooled.name
+        names = [(name, own, None) for name in pooled.spec.names]
+        names += [(name, public_name(folder), base) for name, folder in pooled.spec.adapters.items()]
+        entry = {"object": "model", "created": 0, "owned_by": "torchax-serve"}
+        unknown = {"max_model_len": None, "tasks": None}
+        found = [
+            {"id": name, **entry, "root": root, "parent": parent, **unknown}
+            for name, root, parent in names
+            if key is None or key.allows(name)
+        ]
     return [entry | {"status": {"value": pooled.status}, "size_bytes": pooled.num_bytes} for entry in found]

@@ -21,6 +21,7 @@ from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
 from model_adapters.loading.progress import Progress, SilentProgress
 from torchax_serve.compilation import gc_pause
 from torchax_serve.kv_cache.memory import share_free_memory
+from torchax_serve.server.adapter_routes import restore_adapters
 from torchax_serve.server.app import Application
 from torchax_serve.server.batch.worker import BatchWorker
 from torchax_serve.server.context import ServerContext, Stage
@@ -180,6 +181,7 @@ class Server:
         """Loads one of several models and makes it ready, in a thread."""
         service = ModelService(spec.load(), self._options, spec.names)
         try:
+            restore_adapters(service, spec.adapters)
             if self._options.warm_up:
                 warm_up(service.model, SilentProgress())
             service.prepare()

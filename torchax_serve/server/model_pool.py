@@ -31,12 +31,14 @@ class ModelSpec:
         load: Loads the model; called in a thread.
         source: What it is loaded by: a short name, a hub id or a folder.
         file_bytes: Bytes of its weights' files: what it takes before it has been loaded once.
+        adapters: Folders of the adapters that requests can name, by name, as they are changed while it is served.
     """
 
     names: tuple[str, ...]
     load: Callable[[], ServedModel]
     source: str = ""
     file_bytes: int = 0
+    adapters: dict[str, str] = dataclasses.field(default_factory=dict, compare=False)
 
 
 class PooledModel:
@@ -124,6 +126,7 @@ class ModelPool:
         self, specs: Sequence[ModelSpec], limits: ServerOptions, open_model: Callable[[ModelSpec], ModelService]
     ) -> None:
         self.models = [PooledModel(spec) for spec in specs]
+        self.changing_adapters = asyncio.Lock()  # held while an adapter is loaded or unloaded
         self._limits, self._open = limits, open_model
         self._wanted: deque[PooledModel] = deque()
         self._changed = asyncio.Event()  # a request has ended
@@ -134,8 +137,8 @@ class ModelPool:
         self._untaken: ModelService | None = None  # loaded by the thread, and not yet given to requests
 
     def find(self, name: str) -> PooledModel | None:
-        """Returns the model that a request names; None if there is none."""
-        return next((each for each in self.models if name in each.spec.names), None)
+        """Returns the model that a request names, itself or by an adapter; None if there is none."""
+        return next((each for each in self.models if name in each.spec.names or name in each.spec.adapters), None)
 
     async def take(self, model: PooledModel) -> ModelService:
         """Returns a model, loaded, and counts the caller as its user until `release`.

@@ -8,7 +8,7 @@ import functools
 import inspect
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -173,7 +173,7 @@ class MeshOptions(LoadOptions):
             "--adapter",
             show_default=False,
             help="Folder of a LoRA adapter of peft, added to the weights at load; or NAME=FOLDER, for requests that "
-            "name it, as often as there are adapters.",
+            "name it, as often as there are adapters; NAME@BASE=FOLDER where several models are served.",
         ),
     ] = None
     max_loras: Annotated[
@@ -203,7 +203,7 @@ class MeshOptions(LoadOptions):
         """Returns the keyword arguments of `torchax_serve.serve`."""
         return {
             **super().serve_kwargs(),
-            **self._adapter_kwargs(),
+            **self.adapter_kwargs(*self.adapters()),
             "tensor_parallel": self.tensor_parallel,
             "mesh": self.mesh_shape(),
         }
@@ -229,10 +229,10 @@ class MeshOptions(LoadOptions):
             )
         return merged, named
 
-    def _adapter_kwargs(self) -> dict[str, Any]:
-        merged, named = self.adapters()
+    def adapter_kwargs(self, merged: Sequence[str], named: Mapping[str, str]) -> dict[str, Any]:
+        """Returns the arguments of `torchax_serve.serve` for these adapters, with the room for them."""
         found: dict[str, Any] = {"adapter": merged[0]} if merged else {}
-        found |= {"adapters": named} if named else {}
+        found |= {"adapters": dict(named)} if named else {}
         for name in ("max_loras", "max_lora_rank", "lora_target_modules"):
             if (value := getattr(self, name)) not in (None, []):
                 found[name] = value

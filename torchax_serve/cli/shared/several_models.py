@@ -17,8 +17,6 @@ _NAMES = re.compile(r"[^/=\s,]+(,[^/=\s,]+)*")
 _OF_ONE = {
     "served_model_name": "write NAME,OTHER_NAME=MODEL",
     "watch": "start a server of the bundle alone",
-    "adapter": "merge it into the weights, or start a server of that model alone",
-    "max_loras": "start a server of that model alone",
     "speculative_config": "start a server of that model alone",
     "revision": "download it before, by torchax-serve pull",
     "explain": "ask for one model",
@@ -64,6 +62,36 @@ def check_several(named: Sequence[Named], given: Mapping[str, Any]) -> None:
     every = [name for each, model in named for name in each or (public_name(model),)]
     if twice := [name for index, name in enumerate(every) if name in every[:index]]:
         raise InvalidArgumentError(f"MODEL: expected each name once, got {twice[0]} twice; write NAME=MODEL")
+
+
+def adapters_by_model(named: Sequence[Named], given: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Returns folders of adapters by name, by the first name of their model, of ``NAME@BASE=FOLDER``.
+
+    Args:
+        named: The models, of which there are several.
+        given: Values of the option.
+
+    Raises:
+        InvalidArgumentError: A part is missing, the model is none of these, or a name is taken.
+    """
+    bases = {name: (each or (str(model),))[0] for each, model in named for name in each or (str(model),)}
+    found: dict[str, dict[str, str]] = {}
+    for text in given:
+        name, sign, folder = text.partition("=")
+        name, at, base = name.rpartition("@")
+        if not (sign and at and name and folder) or "/" in name:
+            raise InvalidArgumentError(
+                f"--adapter: expected NAME@BASE=FOLDER where several models are served, got {text!r}; one that is "
+                "merged needs a server of its model alone"
+            )
+        if base not in bases:
+            raise InvalidArgumentError(f"--adapter: expected one of {', '.join(bases)} behind @, got {base!r}")
+        if not Path(folder).is_dir():
+            raise InvalidArgumentError(f"--adapter: expected a folder behind =, got {folder!r}, which is none")
+        if name in bases or any(name in each for each in found.values()):
+            raise InvalidArgumentError(f"--adapter: expected names of their own, got {name} twice; rename one")
+        found.setdefault(bases[base], {})[name] = folder
+    return found
 
 
 def file_bytes(model: str | None) -> int:

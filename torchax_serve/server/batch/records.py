@@ -67,7 +67,9 @@ class Records:
 
 
 def open_folder(folder: Path) -> tuple[Any, bytes]:
-    """Makes a folder of a server's own; returns what locks it while it is open, and a secret that stays in it.
+    """Makes a folder of a server's own; returns its lock, and a secret that stays in it.
+
+    The lock is held until it is closed.
 
     Raises:
         InvalidArgumentError: It cannot be written, or another server has it.

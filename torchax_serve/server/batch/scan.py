@@ -1,4 +1,4 @@
-"""The lines of a batch's file before its requests are sent, and those of a run that was killed."""
+"""The lines of a batch's file before they are sent, and those of a run that was killed."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def scan(
 
 
 def _repeated(digests: bytes | bytearray) -> list[dict[str, Any]]:
-    """Returns the errors of lines whose `custom_id` another one has, from digests and numbers of lines."""
+    """Returns the errors of repeated `custom_id`, from their digests and numbers of lines."""
     rows = np.frombuffer(digests, dtype=[("high", "<u8"), ("low", "<u8"), ("line", "<u4")])
     order = np.lexsort((rows["line"], rows["low"], rows["high"]))
     same = (np.diff(rows["high"][order]) == 0) & (np.diff(rows["low"][order]) == 0)

@@ -40,7 +40,7 @@ class FileRequest(ApiRequest):
 
 
 def checked_age(given: dict[str, Any], field: str, most: float) -> int:
-    """Returns the seconds of an object with `anchor` and `seconds`; raises ApiError, 400, for another."""
+    """Returns the seconds of an object with `anchor` and them; raises ApiError, 400."""
     text = str(given.get("seconds"))
     seconds = int(text) if text.isascii() and text.isdigit() and len(text) < 12 else 0
     if set(given) != {"anchor", "seconds"} or given["anchor"] != "created_at" or not 0 < seconds <= most:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +23,6 @@ from torchax_serve.server.batch.scan import DONE, PartialResults, Scan, line_id,
 from torchax_serve.server.context import ServerContext, Stage
 from torchax_serve.server.errors import where_of
 from torchax_serve.server.key_limits import ApiKey
-from torchax_serve.server.model_service import adapters_of
 
 logger = logging.getLogger("torchax_serve.server")
 
@@ -59,7 +59,7 @@ class BatchWorker:
         self._changed = asyncio.Event()
         self._slots = _Slots()
         self._task: asyncio.Task[None] | None = None
-        self._swept_s = time.monotonic()
+        self._swept_s, self._is_closed = time.monotonic(), False
 
     def start(self) -> None:
         """Begins to look for batches, those of before the start included."""
@@ -78,6 +78,8 @@ class BatchWorker:
 
     async def close(self) -> None:
         """Ends the requests that run; the next start goes on."""
+        self._jobs.on_change = lambda: None
+        self._is_closed = True  # besides the cancellation, which `wait_for` of Python 3.11 may swallow
         if self._task is not None:
             self._task.cancel()
         for run, _ in self._runs.values():
@@ -91,27 +93,36 @@ class BatchWorker:
         await asyncio.gather(*waiting, return_exceptions=True)
 
     async def _work(self) -> None:
-        while True:
+        while not self._is_closed:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), TICK_S)
             self._changed.clear()
-            await self._sweep()
-            if self._context.stage is not Stage.READY:
-                continue
-            unfinished = self._jobs.unfinished()
-            if unfinished:
-                self._slots.set_limit(await asyncio.to_thread(self._num_slots))
-            for batch in unfinished:
-                found = self._runs.get(batch.id)
-                if found is not None:
-                    found[0].look()
-                elif self._may_run(batch) and self._context.stage is Stage.READY:
-                    run = _BatchRun(batch, self._app, self._jobs, self._slots)
-                    task = asyncio.create_task(run.run())
-                    self._runs[batch.id] = run, task
-                    task.add_done_callback(lambda task, batch_id=batch.id: self._ended(batch_id))  # type: ignore[misc]
+            try:
+                await self._sweep()
+                await self._look()
+            except Exception as error:
+                logger.error("batches could not be looked at: %s", where_of(error))
 
-    def _ended(self, batch_id: str) -> None:
+    async def _look(self) -> None:
+        """Begins the batches that may run, and looks at those that do."""
+        unfinished = self._jobs.unfinished()
+        if unfinished and self._is_ready:
+            self._slots.set_limit(await asyncio.to_thread(self._num_slots))
+        for batch in unfinished:
+            found = self._runs.get(batch.id)
+            if found is not None:
+                found[0].look()
+            elif self._is_ready and self._may_run(batch):
+                run = _BatchRun(batch, self._app, self._jobs, self._slots)
+                task = asyncio.create_task(run.run())
+                self._runs[batch.id] = run, task
+                task.add_done_callback(functools.partial(self._ended, batch.id))
+
+    @property
+    def _is_ready(self) -> bool:
+        return self._context.stage is Stage.READY and not self._is_closed
+
+    def _ended(self, batch_id: str, task: asyncio.Task[None]) -> None:
         del self._runs[batch_id]
         self._changed.set()
 
@@ -245,7 +256,7 @@ class _BatchRun:
         return time.time() >= self.batch.expires_s
 
     async def _answer_all(self) -> bool:
-        """Sends all requests that have no answer; returns whether the batch is to end with what it has."""
+        """Sends all requests that have no answer; returns whether the batch is to end then."""
         path = self._jobs.files.content_path(self.batch.input_file_id)
         if not path.exists():
             await self._fail("file_not_found", "expected its file, which is not there any more")
@@ -279,9 +290,7 @@ class _BatchRun:
 
     def _scan(self, path: Path, key: ApiKey | None) -> Scan | None:
         """Reads the file once, in a thread; returns None if that is not wanted any more."""
-        known = {*self._context.model_names}
-        for service in self._context.loaded:
-            known |= {*adapters_of(service)}
+        known = {*self._context.every_name}
 
         def model_error(name: str) -> str | None:
             if not name or (name in known and (key is None or key.allows(name))):
@@ -349,7 +358,7 @@ class _BatchRun:
                 found.model_of[request.line] = DONE
 
     async def _answered(self, request: BatchRequest, key: ApiKey | None) -> InProcessAnswer | None:
-        """Returns the answer to a request, for which it may have to wait; None if none is wanted any more."""
+        """Returns the answer to a request, sooner or later; None if it is not wanted any more."""
         body, pause_s = request.body, FIRST_RETRY_S
         if request.url in WITH_PRIORITY and isinstance(given := body.get("priority") or 0, int):
             body = {**body, "priority": max(given, PRIORITY)}
