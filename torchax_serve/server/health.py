@@ -94,7 +94,7 @@ def _pooled_entries(pooled: PooledModel, key: ApiKey | None) -> list[dict[str, A
         found = _entries(pooled.service, key)
     else:
         own, base = public_name(pooled.spec.source), pooled.name
-        names = [(name, own, None) for name in pooled.spec.names]
+        names: list[tuple[str, str, str | None]] = [(name, own, None) for name in pooled.spec.names]
         names += [(name, public_name(folder), base) for name, folder in pooled.spec.adapters.items()]
         entry = {"object": "model", "created": 0, "owned_by": "torchax-serve"}
         unknown = {"max_model_len": None, "tasks": None}

@@ -65,7 +65,7 @@ def check_several(named: Sequence[Named], given: Mapping[str, Any]) -> None:
 
 
 def adapters_by_model(named: Sequence[Named], given: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Returns folders of adapters by name, by the first name of their model, of ``NAME@BASE=FOLDER``.
+    """Returns folders by name, by the first name of a model, of ``NAME@BASE=FOLDER``.
 
     Args:
         named: The models, of which there are several.

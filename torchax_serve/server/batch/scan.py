@@ -102,15 +102,16 @@ def _repeated(digests: bytes | bytearray) -> list[dict[str, Any]]:
     rows = np.frombuffer(digests, dtype=[("high", "<u8"), ("low", "<u8"), ("line", "<u4")])
     order = np.lexsort((rows["line"], rows["low"], rows["high"]))
     same = (np.diff(rows["high"][order]) == 0) & (np.diff(rows["low"][order]) == 0)
+    places = np.flatnonzero(same)
+    numbers = rows["line"][order[places + 1]]
     found = []
-    for index in np.flatnonzero(same)[:MAX_ERRORS]:
-        first = index
+    for place in np.argsort(numbers)[:MAX_ERRORS]:
+        first = places[place]
         while first and same[first - 1]:
             first -= 1
-        number, earlier = int(rows["line"][order[index + 1]]), int(rows["line"][order[first]])
-        message = f"custom_id: expected one of its own, got that of line {earlier}; rename it"
-        found.append(_error(LineError(number, message), "duplicate_custom_id"))
-    return sorted(found, key=lambda each: each["line"])
+        message = f"custom_id: expected one of its own, got that of line {rows['line'][order[first]]}; rename it"
+        found.append(_error(LineError(int(numbers[place]), message), "duplicate_custom_id"))
+    return found
 
 
 def _error(error: LineError, code: str) -> dict[str, Any]:

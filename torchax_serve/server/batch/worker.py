@@ -364,14 +364,14 @@ class _BatchRun:
             body = {**body, "priority": max(given, PRIORITY)}
         has_limits = self._context.key_usages.of(key) is not None
         while True:
-            was_alone = self._context.num_in_flight == 0
+            was_only = self._context.num_in_flight == 0
             answer = await post(self._app, request.url, body, key=key, gone=self._gone)
             if self._gone.is_set() and answer.status != 200:
                 return None
             if answer.status >= 500 and self._context.stage is not Stage.READY:
                 return None  # the server ends, and the next one answers
-            is_alone = was_alone and self._context.num_in_flight == 0
-            if answer.status != QUEUE_FULL or (is_alone and not has_limits):
+            is_only = was_only and self._context.num_in_flight == 0
+            if answer.status != QUEUE_FULL or (is_only and not has_limits):
                 return answer  # 429 of a request that finds nothing in front of it stays
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._gone.wait(), pause_s)
