@@ -290,7 +290,7 @@ def _specs(named: Sequence[Named], load: ServeOptions, serve_here: Callable[...,
     without = dataclasses.replace(load, adapter=None, max_loras=None, max_lora_rank=None, lora_target_modules=None)
     found = []
     for names, model in named:
-        adapters = by_model.get((names or (str(model),))[0], {})
+        adapters = by_model.get((names or (public_name(model),))[0], {})
         kwargs = without.serve_kwargs() | (load.adapter_kwargs((), adapters) if adapters else {})
         spec = _spec(names, model, functools.partial(serve_here, **kwargs))
         found.append(dataclasses.replace(spec, adapters=adapters))

@@ -74,7 +74,8 @@ def adapters_by_model(named: Sequence[Named], given: Sequence[str]) -> dict[str,
     Raises:
         InvalidArgumentError: A part is missing, the model is none of these, or a name is taken.
     """
-    bases = {name: (each or (str(model),))[0] for each, model in named for name in each or (str(model),)}
+    names = [each or (public_name(model),) for each, model in named]
+    bases = {name: each[0] for each in names for name in each}
     found: dict[str, dict[str, str]] = {}
     for text in given:
         name, sign, folder = text.partition("=")

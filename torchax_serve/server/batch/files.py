@@ -102,6 +102,8 @@ class FileStore:
                 file = StoredFile(**record)
                 if self.content_path(file.id).exists():
                     self._files[file.id] = file
+                else:  # the process was killed between the two steps of its end
+                    self._records.drop(file.id)
 
     def sweep(self, keep: Collection[str]) -> None:
         """Deletes contents without a record but for those of `keep`, of batches that run."""

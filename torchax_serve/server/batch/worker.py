@@ -360,8 +360,9 @@ class _BatchRun:
     async def _answered(self, request: BatchRequest, key: ApiKey | None) -> InProcessAnswer | None:
         """Returns the answer to a request, sooner or later; None if it is not wanted any more."""
         body, pause_s = request.body, FIRST_RETRY_S
-        if request.url in WITH_PRIORITY and isinstance(given := body.get("priority") or 0, int):
-            body = {**body, "priority": max(given, PRIORITY)}
+        given = body.get("priority")
+        if request.url in WITH_PRIORITY and (given is None or type(given) is int):  # others are refused as they are
+            body = {**body, "priority": max(given or 0, PRIORITY)}
         has_limits = self._context.key_usages.of(key) is not None
         while True:
             was_only = self._context.num_in_flight == 0
