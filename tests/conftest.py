@@ -10,8 +10,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import jax
 import pytest
+import shared_programs
 from crashed_workers import pytest_sessionfinish, pytest_testnodedown  # noqa: F401
 from hypothesis import HealthCheck, settings
+from shared_programs import programs_are_shared, pytest_runtest_protocol, pytest_unconfigure  # noqa: F401
 from thorough import is_in_part, part
 
 from torchax_serve.parity.sweep import QUICK_COMPILATION
@@ -69,6 +71,7 @@ def pytest_collection_modifyitems(config, items):
 def pytest_addoption(parser):
     parser.addoption("--thorough", action="store_true", help="run the tests marked as thorough, and only those")
     parser.addoption("--part", type=part, default=(1, 1), metavar="N/M", help="run one of M parts of the tests")
+    parser.addoption("--own-programs", action="store_true", help="share no compiled programs between tests")
     parser.addoption("--as-served", action="store_true", help="compile for the CPU as models are that are served")
 
 
@@ -80,6 +83,7 @@ def pytest_configure(config):
     if not config.getoption("--as-served") and QUICK_COMPILATION not in given:
         # XLA has not read them yet; processes that tests start inherit them.
         os.environ["XLA_FLAGS"] = f"{QUICK_COMPILATION} {given}".rstrip()
+    shared_programs.pytest_configure(config)
 
 
 MAX_MAPS = 10_000
@@ -96,6 +100,7 @@ def programs_are_let_go():
     yield
     gc.collect()
     if num_maps() > MAX_MAPS:
+        shared_programs.let_go()
         jax.clear_caches()
         gc.collect()
 

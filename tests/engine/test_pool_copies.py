@@ -19,6 +19,7 @@ TYPES += ["inkling_text", "minimax", "recurrent_gemma", "zamba", "zaya"]
 SHARED = "gemma3n_text"  # whose last layers attend to the keys of another one
 
 
+@pytest.mark.own_programs  # whose text is read
 @pytest.mark.parametrize("model_type", except_for(["falcon_h1", "bloom", SHARED], [*TYPES, SHARED]))
 def test_no_step_in_bfloat16_passes_over_a_pool(model_type):
     ids = [each[0].tolist() for each in prompts()]
