@@ -6,7 +6,7 @@ starts of one folder do. A test that replaces functions (`monkeypatch`) or is ma
 counts what is traced, takes none and leaves none.
 
 The folder is new in each run, so that no program is older than the source it was made from. `--own-programs` does
-without it.
+without it, and so does `--as-served`.
 """
 
 import collections
@@ -29,7 +29,7 @@ def pytest_configure(config):
     """Makes the folder of a run; the processes of the run inherit its name."""
     if not hasattr(config, "workerinput"):
         os.environ.pop(VARIABLE, None)  # of a run that has started this one
-        if not config.getoption("--own-programs"):
+        if not any(config.getoption(name, False) for name in ("--own-programs", "--as-served")):
             os.environ[VARIABLE] = tempfile.mkdtemp(prefix="torchax-serve-programs-")
 
 
@@ -53,14 +53,14 @@ def is_shared_now():
 
 
 def let_go():
-    """Drops the programs in memory, and returns their names."""
-    names = list(_in_memory)
+    """Drops the programs in memory, and returns their files."""
+    files = list(_in_memory)
     _in_memory.clear()
-    return names
+    return files
 
 
-def _hold(name, found):
-    _in_memory[name] = found
+def _hold(file, found):
+    _in_memory[file] = found
     while len(_in_memory) > MAX_IN_MEMORY:
         _in_memory.popitem(last=False)
 
@@ -75,8 +75,9 @@ def programs_are_shared():
     from model_identity import identity_of
 
     from torchax_serve.entrypoints import base_model, draft, served_model
+    from torchax_serve.sampling import sampler
 
-    own, shared = base_model.programs_of, _shared_class()
+    own, (held, shared) = base_model.programs_of, _classes()
 
     def programs_of(loaded):
         identity = identity_of(loaded) if is_shared_now() else None
@@ -85,33 +86,40 @@ def programs_are_shared():
     with pytest.MonkeyPatch.context() as patch:
         for module in (base_model, draft, served_model):
             patch.setattr(module, "programs_of", programs_of)
+        patch.setattr(sampler, "ExecutableCache", held)
         yield
     let_go()
 
 
-def _shared_class():
+def _classes():
     from torchax_serve.compilation.executable_cache import ExecutableCache
 
-    class SharedPrograms(ExecutableCache):
-        """Programs of this run; those that this process has made or read before come from its memory."""
+    class HeldPrograms(ExecutableCache):
+        """Programs that lie in a folder; those that this process has made or read before come from its memory."""
+
+        def read(self, path):
+            found = _in_memory.get(path)
+            if found is not None:
+                self.num_loaded += 1
+            elif (found := super().read(path)) is not None:
+                _hold(path, found)
+            return found
+
+        def write(self, path, program, facts):
+            _hold(path, (program, facts))
+            super().write(path, program, facts)
+
+    class SharedPrograms(HeldPrograms):
+        """Programs of equal models, in the folder of this run."""
 
         def path_of(self, name, signature):
             return super().path_of(name, signature) if is_shared_now() else None
 
-        def read(self, path):
-            found = _in_memory.get(path.name)
-            if found is not None:
-                self.num_loaded += 1
-            elif (found := super().read(path)) is not None:
-                _hold(path.name, found)
-            return found
-
         def write(self, path, program, facts):
             if is_shared_now():  # the trace of an earlier test may end in one that replaces functions
-                _hold(path.name, (program, facts))
                 super().write(path, program, facts)
 
         def memoize(self, name, described, compute):
             return super().memoize(name, described, compute) if is_shared_now() else compute()
 
-    return SharedPrograms
+    return HeldPrograms, SharedPrograms
