@@ -63,7 +63,11 @@ class LiveWeights(BaseModel):
         """
         self._followed()
         with self._update_lock:
-            return self._set_weights(weights, when, partial=partial)
+            try:
+                return self._set_weights(weights, when, partial=partial)
+            except Exception:
+                self._loaded_or_raise()  # one that another thread has closed has lost its weights, and says only that
+                raise
 
     def _set_weights(self, weights: Mapping[str, Any], when: str, *, partial: bool) -> int:
         if when not in ("idle", "now"):
