@@ -1,9 +1,9 @@
 """What the host tells a decode step in few numbers is what it tells any packed step in many."""
 
 import dataclasses
+import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
@@ -14,6 +14,12 @@ from torchax_serve.executors.step_inputs import SAMPLED_ON_DEVICE, FusedDecodeSp
 from torchax_serve.scheduler import PlanRow
 
 NUM_SLOTS, PAGES = 8, 3
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def unpacked(spec, numbers, *last_tokens):
+    """As a step does: in one program of a spec, not one of each operation."""
+    return spec.unpack(numbers, *last_tokens)
 
 
 @given(
@@ -32,16 +38,17 @@ def test_a_decode_call_says_the_same_batch(chosen, data, num_groups, num_steps, 
     tables = [np.random.default_rng(i).integers(0, 99, (NUM_SLOTS, PAGES), np.int32) for i in range(num_groups)]
     layout = PagedLayout(tuple(range(num_groups)), (None,) * num_groups, 48, is_decode=True)
     packed = PackedStepSpec(num_rows, num_rows, PAGES, layout, False)
-    last_tokens = jnp.arange(100, 100 + NUM_SLOTS)
-    whole = packed.unpack(jnp.asarray(packed.pack(rows, tables, 0)), last_tokens)
+    last_tokens = np.arange(100, 100 + NUM_SLOTS, dtype=np.int32)
+    whole = unpacked(packed, packed.pack(rows, tables, 0), last_tokens)
     spec = FusedDecodeSpec(packed, 16)
     numbers = spec.pack(rows, tables, num_steps=num_steps, draws=draws)
     assert len(numbers) == spec.size
-    batch, slots, told_steps, told_draws = spec.unpack(jnp.asarray(numbers))
+    batch, slots, told_steps, told_draws = unpacked(spec, numbers)
     assert (int(told_steps), bool(told_draws)) == (num_steps, draws)
     np.testing.assert_array_equal(slots[: len(rows)], chosen)
-    is_on_device = batch.token_ids == SAMPLED_ON_DEVICE
-    batch = dataclasses.replace(batch, token_ids=jnp.where(is_on_device, last_tokens[slots], batch.token_ids))
+    token_ids = np.asarray(batch.token_ids)
+    is_on_device = token_ids == SAMPLED_ON_DEVICE
+    batch = dataclasses.replace(batch, token_ids=np.where(is_on_device, last_tokens[np.asarray(slots)], token_ids))
     jax.tree.map(np.testing.assert_array_equal, batch, whole)
 
 
@@ -50,7 +57,7 @@ def test_a_packed_run_counts_every_row_on(ahead):
     rows = [PlanRow("a", 2, 5, 1, None, True), PlanRow("b", 0, 7, 3, (11, 12, 13), False)]
     packed = PackedStepSpec(6, 3, PAGES, PagedLayout((0,), (None,), 48), False)
     table = np.arange(NUM_SLOTS * PAGES, dtype=np.int32).reshape(NUM_SLOTS, PAGES)
-    batch = packed.unpack(jnp.asarray(packed.pack(rows, [table], ahead)), jnp.full(NUM_SLOTS, 77))
+    batch = unpacked(packed, packed.pack(rows, [table], ahead), np.full(NUM_SLOTS, 77, np.int32))
     np.testing.assert_array_equal(batch.token_ids, [77, 11, 12, 13, 13, 13])
     np.testing.assert_array_equal(batch.positions, [5 + ahead, 7 + ahead, 8 + ahead, *[9 + ahead] * 3])
     np.testing.assert_array_equal(batch.cu_q_lens, [0, 1, 4, 4])
