@@ -104,6 +104,8 @@ def test_a_step_is_sent_before_the_tokens_that_its_masks_follow_from(model, monk
 
         return call
 
+    assert list(start(served, PROMPT, 12, OnlyAfter([7] * 12))) == [7] * 12  # a program that is made holds steps up
+    served._runtimes[0].steps.executables.background.wait()
     monkeypatch.setattr(runner._executor, "run", recorded("run", runner._executor.run))
     monkeypatch.setattr(runner, "read", recorded("read", runner.read))
     assert list(start(served, PROMPT, 12, OnlyAfter([7] * 12))) == [7] * 12
