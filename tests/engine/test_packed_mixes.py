@@ -120,12 +120,6 @@ def test_pages_in_8_bits(model_type, dtype):
 
 def test_entries_of_compressed_tokens_in_8_bits():
     """They have no form in the packed step, which says so; each request by itself has them as its scales are."""
-    # A layer with such entries and one without: to find out which chunks give equal bits takes many programs.
-    layers = {
-        "layer_types": ["compressed_sparse_attention", "sliding_attention"],
-        "mlp_layer_types": ["hash_moe", "moe"],
-    }
-    model = sparse.tiny("deepseek_v4", num_hidden_layers=2, **layers)
-    with serve(model, engine=dataclasses.replace(OPTIONS, kv_cache_dtype="int8")) as served:
+    with serve(tiny("deepseek_v4"), engine=dataclasses.replace(OPTIONS, kv_cache_dtype="int8")) as served:
         assert "entries of compressed tokens are not kept in 8 bits" in served.engine.description
         assert len(tokens(served, recurrent.prompts(9))[0]) == NEW
