@@ -15,7 +15,7 @@ from pathlib import Path
 
 WANTED = [Path(__file__).with_name(name) for name in ("package.json", "requirements.txt")]
 PROGRAMS = ("claude", "codex", "opencode")
-TIMEOUT_S = 300
+TIMEOUT_S = 600
 
 
 def packages_folder() -> Path:
