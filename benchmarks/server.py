@@ -2,9 +2,14 @@
 
     python benchmarks/server.py --rate 50 --streams 500
     python benchmarks/server.py --starts --model FOLDER
+    python benchmarks/server.py --dialects --turns 9
 
 The engine is measured in this process, a server of the same model in a process of its own, in turns, by a client that
 does nothing but read its sockets. Medians of the turns are shown. Without a model, the embedded one.
+
+With `--dialects` the same chats, whose greedy answers are the same, go through each interface in turns: tokens/s of as
+many streams as the server has rows, processor time of the server for a token, and milliseconds to the first token of a
+stream alone.
 """
 
 import argparse
@@ -18,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from pathlib import Path
 
 PROMPT = "Tell me a story about a fox and a crow."
@@ -85,6 +91,105 @@ class HttpClient:
         writer.close()
         assert b'"length"' in received and b"data: [DONE]" in received, received
         return self.max_tokens
+
+
+MESSAGES = [{"role": "user", "content": PROMPT}]
+DIALECTS = {
+    "/v1/chat/completions": ("max_tokens", {"temperature": 0}, b'"content":"'),
+    "/v1/messages": ("max_tokens", {"temperature": 0}, b"content_block_delta"),
+    "/v1/responses": ("max_output_tokens", {"temperature": 0, "store": False}, b"output_text.delta"),
+    "/api/chat": ("num_predict", {"temperature": 0}, b'"content":"'),
+}
+"""By path: the name of the limit, further fields, and what the event of the first token has in it."""
+
+
+def dialect_body(path, num_tokens, *, is_streamed=True):
+    limit, further, _ = DIALECTS[path]
+    messages = {"input" if path == "/v1/responses" else "messages": MESSAGES}
+    options = {limit: num_tokens, **further}
+    fields = {"options": options} if path == "/api/chat" else options
+    return {"model": "tiny", "stream": is_streamed, **messages, **fields}
+
+
+def told_text(path, answer):
+    """The text of a whole answer, and the number of its tokens where it is told in OpenAI's form."""
+    if path == "/v1/chat/completions":
+        return answer["choices"][0]["message"]["content"], answer["usage"]["completion_tokens"]
+    if path == "/v1/messages":
+        return answer["content"][0]["text"], answer["usage"]["output_tokens"]
+    if path == "/v1/responses":
+        return answer["output"][0]["content"][0]["text"], answer["usage"]["output_tokens"]
+    return answer["message"]["content"], answer["eval_count"]
+
+
+class DialectClient:
+    """Streams of an answer through an interface."""
+
+    def __init__(self, port, path, num_tokens):
+        self.port, self.begin = port, DIALECTS[path][2]
+        data = json.dumps(dialect_body(path, num_tokens)).encode()
+        lines = [f"POST {path} HTTP/1.1", "Host: 127.0.0.1", "Content-Type: application/json"]
+        head = "\r\n".join([*lines, f"Content-Length: {len(data)}", "Connection: close", "", ""])
+        self.data = head.encode() + data
+
+    async def __call__(self):
+        """Seconds to the first token."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        began, first_s, received = time.perf_counter(), None, b""
+        writer.write(self.data)
+        while piece := await reader.read(65536):
+            received += piece
+            if first_s is None and self.begin in received:
+                first_s = time.perf_counter() - began
+        writer.close()
+        assert first_s is not None and received.startswith(b"HTTP/1.1 200"), received[-400:]
+        return first_s
+
+
+def measure_dialects(arguments):
+    """Tokens/s, processor time and first tokens through each interface."""
+    import psutil
+
+    port = free_port()
+    process = start_server(arguments, port)
+    times = psutil.Process(process.pid).cpu_times
+
+    async def turn(make):
+        client, num_tokens = make()
+        began, before = time.perf_counter(), sum(times()[:2])
+        for _ in range(arguments.rounds):
+            await asyncio.gather(*(client() for _ in range(arguments.seqs)))
+        count = num_tokens * arguments.seqs * arguments.rounds
+        found = {"tokens_per_s": count / (time.perf_counter() - began)}
+        found["cpu_us_per_token"] = 1e6 * (sum(times()[:2]) - before) / count
+        return found | {"first_ms": 1000 * statistics.median([await client() for _ in range(20)])}
+
+    try:
+        whole = {path: dialect_body(path, arguments.tokens, is_streamed=False) for path in DIALECTS}
+        told = {path: told_text(path, asked(port, path, body)) for path, body in whole.items()}
+        (text,) = {text for text, _ in told.values()}  # every interface has the same answer
+        print(f"{told['/v1/chat/completions'][1]} tokens: {text[:60]!r}...", flush=True)
+        sides = {
+            path: lambda path=path: (DialectClient(port, path, arguments.tokens), told[path][1]) for path in DIALECTS
+        }
+        in_turns(sides, 1, turn)
+        found = in_turns(sides, arguments.turns, turn)
+    finally:
+        process.terminate()
+        process.wait()
+    first = found["/v1/chat/completions"]
+    for path, each in found.items():
+        each["ratios"] = {name: each[name] / first[name] for name in first if name not in ("turns", "ratios")}
+        print(f"{path}: {', '.join(f'{name} {value:.3f}' for name, value in each['ratios'].items())}")
+    return found
+
+
+def asked(port, path, body):
+    """Returns the JSON that a server answers."""
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=300) as answer:
+        return json.loads(answer.read())
 
 
 def free_port():
@@ -226,9 +331,16 @@ def main():
     parser.add_argument("--max-model-len", type=int, help="of the server; a longer one has a larger cache to allocate")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--starts", action="store_true", help="measure the starts of the server, and nothing else")
+    parser.add_argument("--dialects", action="store_true", help="measure the interfaces, and nothing else")
+    parser.add_argument("--rounds", type=int, default=3, help="of streams through an interface in a turn")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    found = {"starts": measure_starts(arguments)} if arguments.starts else measure_load(arguments)
+    if arguments.starts:
+        found = {"starts": measure_starts(arguments)}
+    elif arguments.dialects:
+        found = {"dialects": measure_dialects(arguments)}
+    else:
+        found = measure_load(arguments)
     if arguments.output is not None:
         from torchax_serve.bench.machine import Machine
 

@@ -1,5 +1,7 @@
 """A model that says the lines of a script: a Llama of one layer whose weights are a table of its last tokens.
 
+As a Falcon-H1 it has a recurrent state as well, whose output has no weight: it says the same.
+
 Head h of its attention reads the token h places back, since rotary positions turn a constant query by h. The rows of
 its MLP are the table: each knows some tokens and adds the one that follows them. A line is chosen by the end of the
 last message; a line for the empty end is said where no other fits.
@@ -37,6 +39,8 @@ GENERATION_PROMPT = "<end_of_turn>\n<start_of_turn>model\n"
 CODE_DIM = 64
 """Numbers of a token's code, each 1 or -1."""
 HEAD_DIM = 32
+MIXER = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1}
+"""Sizes of the recurrent layer."""
 
 
 def call(name, **arguments):
@@ -45,7 +49,15 @@ def call(name, **arguments):
 
 
 def write_scripted_model(
-    folder, script, *, num_back=48, max_len=4096, is_system_first=False, thinking_prompt="", continued=()
+    folder,
+    script,
+    *,
+    num_back=48,
+    max_len=4096,
+    is_system_first=False,
+    thinking_prompt="",
+    continued=(),
+    is_hybrid=False,
 ):
     """Writes a checkpoint whose answer to a message that ends with a key of `script` is that key's text.
 
@@ -85,10 +97,14 @@ def write_scripted_model(
         "eos_token_id": [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<end_of_turn>")],
         "pad_token_id": tokenizer.pad_token_id,
     }
+    weights = _weights(entries, len(tokenizer), hidden, num_back)
+    if is_hybrid:
+        config |= {"architectures": ["FalconH1ForCausalLM"], "model_type": "falcon_h1", **MIXER}
+        weights = _with_mixer(weights, hidden)
     (folder / "config.json").write_text(json.dumps(config))
     ids = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     (folder / "generation_config.json").write_text(json.dumps({"do_sample": False, **ids}))
-    save_file(_weights(entries, len(tokenizer), hidden, num_back), folder / "model.safetensors", {"format": "pt"})
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return folder
 
 
@@ -149,6 +165,33 @@ def _weights(entries, vocab_size, hidden, num_back):
         f"{layer}mlp.down_proj.bias": np.zeros(hidden),
     }
     return {name: np.ascontiguousarray(each, np.float32) for name, each in found.items()}
+
+
+def _with_mixer(weights, hidden):
+    """Weights by the names of Falcon-H1, with a recurrent layer that reads the tokens and adds nothing."""
+    rng = np.random.default_rng(1)
+    names = {
+        "model.norm": "model.final_layernorm",
+        ".mlp.": ".feed_forward.",
+        "post_attention_layernorm": "pre_ff_layernorm",
+    }
+    found = {}
+    for name, weight in weights.items():
+        for old, new in names.items():
+            name = name.replace(old, new)
+        found[name] = weight
+    width, num_heads = MIXER["mamba_d_ssm"], MIXER["mamba_n_heads"]
+    convolved = width + 2 * MIXER["mamba_n_groups"] * MIXER["mamba_d_state"]
+    mixer = {
+        "A_log": np.log(np.arange(1, num_heads + 1)),
+        "D": np.ones(num_heads),
+        "dt_bias": np.ones(num_heads),
+        "conv1d.weight": rng.normal(size=(convolved, 1, 4)),
+        "conv1d.bias": np.zeros(convolved),
+        "in_proj.weight": rng.normal(size=(width + convolved + num_heads, hidden)) / math.sqrt(hidden),
+        "out_proj.weight": np.zeros((hidden, width)),
+    }
+    return found | {f"model.layers.0.mamba.{name}": np.asarray(each, np.float32) for name, each in mixer.items()}
 
 
 def _queries(num_back):

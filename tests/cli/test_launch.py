@@ -46,7 +46,11 @@ def run(*arguments):
 
 def test_each_program_is_told_the_server_and_the_model(programs, monkeypatch):
     monkeypatch.setattr(launch, "is_there", lambda url: True)
-    entries = [{"id": "words", "tasks": ["embed"]}, {"id": "tiny", "tasks": ["chat"]}, {"id": "other", "tasks": None}]
+    entries = [
+        {"id": "words", "tasks": ["embed"], "max_model_len": 512},
+        {"id": "tiny", "tasks": ["chat"], "max_model_len": 32768},
+        {"id": "other", "tasks": None, "max_model_len": None},
+    ]
     monkeypatch.setattr(launch, "asked", lambda url, path, key, field: {"data": entries})
     result = run("claude", "--url", "http://127.0.0.1:8123", "--api-key", "a-key-0123", "--", "-p", "Hi")
     assert result.exit_code == 7, result.output
@@ -60,10 +64,18 @@ def test_each_program_is_told_the_server_and_the_model(programs, monkeypatch):
     assert 'model_providers.local.base_url="http://127.0.0.1:8000/v1"' in found["arguments"]
     assert 'model="other"' in found["arguments"] and found["arguments"][-2:] == ["exec", "Hi"]
     assert found["variables"]["TORCHAX_SERVE_CLIENT_KEY"] == "none"
+    assert not any("model_context_window" in each for each in found["arguments"])  # nobody knows it before it is loaded
+    run("codex")
+    assert "model_context_window=32768" in programs()["arguments"]
     run("opencode")
     config = json.loads(programs()["variables"]["OPENCODE_CONFIG_CONTENT"])
     assert config["model"] == "local/tiny"
     assert config["provider"]["local"]["options"]["baseURL"] == "http://127.0.0.1:8000/v1"
+    assert config["provider"]["local"]["models"] == {"tiny": {"limit": {"context": 32768, "output": 8192}}}
+    run("opencode", "--model", "other")
+    assert json.loads(programs()["variables"]["OPENCODE_CONFIG_CONTENT"])["provider"]["local"]["models"] == {
+        "other": {}
+    }
     result = run("claude", "--model", "words")
     assert result.exit_code != 0 and "--model: expected words on" in result.output and "tiny, other" in result.output
 

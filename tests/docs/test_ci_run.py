@@ -38,6 +38,7 @@ TUNIX = [
     "pytest -n 0 tests/tunix",
 ]
 PAGE = ["pip install --quiet playwright", "python tests/page/fetch.py", "pytest -n 0 tests/page"]
+AGENTS = ["python tests/agents/fetch.py", "pytest -n 0 tests/agents"]
 DIFFUSION = ["pip install --quiet .[diffusion]", "pytest tests/diffusion"]
 AS_SERVED = (
     "pytest --as-served tests/engine/test_engine.py tests/ops/test_paged_attention_invariance.py "
@@ -52,8 +53,21 @@ SUITE = ["pip install --quiet .[dev]", *LINT, "pip install .[dev]", "pytest", AS
 FAST = [*LINT, "pytest -m fast"]
 AGAIN = "-n 0 --last-failed --last-failed-no-failures none"
 THOROUGH = "pytest --thorough --part 1/6"
-CHECKS = [*SUITE, *PARITY, *TPU, *GPU, *RAY, *FORMATS, *REAL, *BUNDLES, *DIFFUSION, *PAGE, *TUNIX, THOROUGH]
-COMPILERS = [TPU[0], GPU[0], RAY[0], FORMATS[0], REAL[0], REAL[1], BUNDLES[0], DIFFUSION[0], PAGE[0], PAGE[1], TUNIX[0]]
+CHECKS = [*SUITE, *PARITY, *TPU, *GPU, *RAY, *FORMATS, *REAL, *BUNDLES, *DIFFUSION, *PAGE, *AGENTS, *TUNIX, THOROUGH]
+COMPILERS = [
+    TPU[0],
+    GPU[0],
+    RAY[0],
+    FORMATS[0],
+    REAL[0],
+    REAL[1],
+    BUNDLES[0],
+    DIFFUSION[0],
+    PAGE[0],
+    PAGE[1],
+    AGENTS[0],
+    TUNIX[0],
+]
 SUITES = [
     TPU[1:],
     GPU[1:],
@@ -65,6 +79,7 @@ SUITES = [
     DIFFUSION[1:],
     PAGE[1:],
     PAGE[2:],
+    AGENTS[1:],
     TUNIX[1:],
 ]
 
@@ -192,7 +207,7 @@ def test_each_test_is_in_one_sixth_and_named_by_itself():
 def test_without_time_no_further_suite_begins(project, capfd):
     assert project(seconds=74 * 60) == (0, SUITE[:-1])
     named = re.findall(r"^left out after 74 minutes: (.*)", capfd.readouterr().out, re.M)
-    assert len(named) == len(set(named)) == 13
+    assert len(named) == len(set(named)) == 14
 
 
 def test_a_suite_that_would_take_too_long_is_left_out(project, capfd):

@@ -339,3 +339,16 @@ def test_every_input_of_a_custom_tool_has_bytes(arguments, text):
 def test_a_text_without_bytes_ends_no_stream():
     body = named_event({"type": "x", "text": "a\ud800b"}).partition(b"data: ")[2]
     assert json.loads(body) == {"type": "x", "text": "a?b"}
+
+
+def test_tools_and_formats_have_all_their_fields_in_the_answer(raw):
+    """Open Responses' schema requires them, null where the request has none."""
+    tool = {"type": "function", "name": "Read", "parameters": READ["parameters"]}
+    schema = {"type": "json_schema", "name": "words", "schema": {"type": "object"}}
+    body = {"model": "scripted", "input": "Hi", "max_output_tokens": 4, "tools": [tool, PYTHON]}
+    told = raw.post("/v1/responses", json=body).json()
+    assert told["tools"] == [tool | {"description": None, "strict": None}, PYTHON]
+    told = raw.post("/v1/responses", json=body | {"tools": [READ], "text": {"format": schema}}).json()
+    assert told["tools"] == [READ]
+    assert told["text"]["format"] == schema | {"description": None, "strict": False}
+    assert raw.post("/v1/responses", json=body | {"tools": []}).json()["text"]["format"] == {"type": "text"}

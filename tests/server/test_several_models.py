@@ -17,8 +17,9 @@ from transformers import AutoModelForCausalLM
 
 from model_adapters.loading.model_source import EMBEDDED
 from torchax_serve import EngineOptions, SamplingParams, serve
+from torchax_serve.engine.engine import Engine
 from torchax_serve.server.context import Stage
-from torchax_serve.server.lifespan import Server
+from torchax_serve.server.lifespan import TICK_S, Server
 from torchax_serve.server.model_pool import ModelSpec
 from torchax_serve.server.options import ServerOptions
 
@@ -242,5 +243,24 @@ def test_a_model_without_files_is_told_and_the_others_answer(paths, expected, tm
         while made.statuses()["good"] != "unloaded":
             assert time.monotonic() < until
             time.sleep(0.1)
+    finally:
+        made.stop()
+
+
+def test_the_engine_of_a_model_that_is_unloaded_is_not_taken_for_dead(paths, monkeypatch):
+    close = Engine.close
+
+    def close_slowly(engine, *given):
+        close(engine, *given)
+        time.sleep(3 * TICK_S)  # its thread has ended, and the server looks at its engines meanwhile
+
+    monkeypatch.setattr(Engine, "close", close_slowly)
+    made = Several({("a",): paths["a", "first"], ("b",): paths["b",]})
+    try:
+        for name in "ab":
+            assert made.chat(name, "Hi").status_code == 200
+        assert made.post("/models/unload", model="a").status_code == 200
+        assert made.server.context.stage is Stage.READY
+        assert made.chat("b", "Hi").status_code == 200
     finally:
         made.stop()

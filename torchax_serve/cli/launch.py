@@ -31,6 +31,8 @@ NO_KEY = "none"
 POLL_S = 0.2
 END_S = 30.0
 """Seconds that a started server has to end."""
+OUTPUT_PART = 4
+"""What part of a model's length an answer may have, of a program that has to be told."""
 
 
 class Launched(NamedTuple):
@@ -40,46 +42,59 @@ class Launched(NamedTuple):
     variables: dict[str, str]
 
 
+class ModelEntry(NamedTuple):
+    """A model of the server: its name, and its length in tokens if it is known."""
+
+    name: str
+    max_len: int | None
+
+
 class CodingAgent(NamedTuple):
     """A coding agent that `launch` knows.
 
     Attributes:
         package: What ``npm install`` gets it by.
-        prepare: Returns how it is started, by the server's address, a key and the name of a model.
+        prepare: Returns how it is started, by the server's address, a key and a model.
     """
 
     package: str
-    prepare: Callable[[str, str, str], Launched]
+    prepare: Callable[[str, str, ModelEntry], Launched]
 
 
-def _claude(url: str, key: str, model: str) -> Launched:
+def _claude(url: str, key: str, model: ModelEntry) -> Launched:
     variables = {
         "ANTHROPIC_BASE_URL": url,
         "ANTHROPIC_API_KEY": key,
-        "ANTHROPIC_MODEL": model,
-        "ANTHROPIC_DEFAULT_HAIKU_MODEL": model,
+        "ANTHROPIC_MODEL": model.name,
+        "ANTHROPIC_DEFAULT_HAIKU_MODEL": model.name,
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
     }
     return Launched([], variables)
 
 
-def _codex(url: str, key: str, model: str) -> Launched:
+def _codex(url: str, key: str, model: ModelEntry) -> Launched:
     provider = {
         "name": "local",
         "base_url": f"{url}/v1",
         "env_key": "TORCHAX_SERVE_CLIENT_KEY",
         "wire_api": "responses",
     }
-    settings = {"model": model, "model_provider": "local"}
+    settings: dict[str, str | int] = {"model": model.name, "model_provider": "local"}
+    if model.max_len is not None:
+        settings["model_context_window"] = model.max_len  # it shortens a conversation in time
     settings |= {f"model_providers.local.{name}": value for name, value in provider.items()}
     options = [part for name, value in settings.items() for part in ("-c", f"{name}={json.dumps(value)}")]
     return Launched(options, {"TORCHAX_SERVE_CLIENT_KEY": key})
 
 
-def _opencode(url: str, key: str, model: str) -> Launched:
+def _opencode(url: str, key: str, model: ModelEntry) -> Launched:
     options = {"baseURL": f"{url}/v1", "apiKey": "{env:TORCHAX_SERVE_CLIENT_KEY}"}
-    provider = {"npm": "@ai-sdk/openai-compatible", "name": "local", "options": options, "models": {model: {}}}
-    config = {"provider": {"local": provider}, "model": f"local/{model}", "small_model": f"local/{model}"}
+    # It asks for 32,000 tokens of a model that it does not know, which with a prompt are more than many have.
+    limit = {} if model.max_len is None else {"context": model.max_len, "output": max(1, model.max_len // OUTPUT_PART)}
+    models = {model.name: {"limit": limit} if limit else {}}
+    provider = {"npm": "@ai-sdk/openai-compatible", "name": "local", "options": options, "models": models}
+    name = f"local/{model.name}"
+    config = {"provider": {"local": provider}, "model": name, "small_model": name}
     return Launched([], {"OPENCODE_CONFIG_CONTENT": json.dumps(config), "TORCHAX_SERVE_CLIENT_KEY": key})
 
 
@@ -120,25 +135,25 @@ def launch(
     with contextlib.ExitStack() as stack:
         if not is_there(url):
             stack.enter_context(_started_server(model, url))
-        name = _served_name(model, url, api_key)
-        launched = known.prepare(url.rstrip("/"), api_key or NO_KEY, name)
-        print_note(f"{program} uses {name} of {url}")
+        served = _served_model(model, url, api_key)
+        launched = known.prepare(url.rstrip("/"), api_key or NO_KEY, served)
+        print_note(f"{program} uses {served.name} of {url}")
         return _run([found, *launched.arguments, *(arguments or ())], launched.variables)
 
 
-def _served_name(model: str | None, url: str, api_key: str | None) -> str:
-    """Returns the name of the model that was asked for, or of the first that can chat.
+def _served_model(model: str | None, url: str, api_key: str | None) -> ModelEntry:
+    """Returns the model that was asked for, or the first that can chat.
 
     Raises:
         InvalidArgumentError: It has no such model.
     """
     entries = asked(url, "/v1/models", api_key, "data")["data"]
-    names = [each["id"] for each in entries if each["tasks"] is None or "chat" in each["tasks"]]
-    wanted = names[:1] if model is None else [name for name in names if name in (model, Path(model).name)]
+    chats = {each["id"]: each["max_model_len"] for each in entries if each["tasks"] is None or "chat" in each["tasks"]}
+    wanted = [name for name in chats if model is None or name in (model, Path(model).name)]
     if not wanted:
         what = "a model that can chat" if model is None else model
-        raise InvalidArgumentError(f"--model: expected {what} on {url}, which has {', '.join(names) or 'none'}")
-    return str(wanted[0])
+        raise InvalidArgumentError(f"--model: expected {what} on {url}, which has {', '.join(chats) or 'none'}")
+    return ModelEntry(str(wanted[0]), chats[wanted[0]])
 
 
 @contextlib.contextmanager

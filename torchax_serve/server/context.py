@@ -99,9 +99,9 @@ class ServerContext:
 
     @property
     def loaded(self) -> list[ModelService]:
-        """The models that are loaded."""
+        """The models that are loaded, without those that are being unloaded: their engines end."""
         if self.pool is not None:
-            return [each.service for each in self.pool.models if each.service is not None]
+            return [each.service for each in self.pool.models if each.service is not None and not each.is_closing]
         return [] if self._service is None else [self._service]
 
     @property

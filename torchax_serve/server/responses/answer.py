@@ -198,9 +198,12 @@ def _response_of(body: ResponsesRequest, service: ModelService) -> dict[str, Any
         "temperature": _first(body.temperature, temperature, 1.0),
         "presence_penalty": body.presence_penalty or 0.0,
         "frequency_penalty": body.frequency_penalty or 0.0,
-        "text": {"format": text.get("format") or {"type": "text"}, "verbosity": text.get("verbosity") or "medium"},
+        "text": {
+            "format": _with_defaults(text.get("format") or {"type": "text"}),
+            "verbosity": text.get("verbosity") or "medium",
+        },
         "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
-        "tools": given.get("tools") or [],
+        "tools": [_with_defaults(tool) for tool in given.get("tools") or []],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": _first(body.top_p, top_p, 1.0),
         "truncation": "disabled",
@@ -208,6 +211,18 @@ def _response_of(body: ResponsesRequest, service: ModelService) -> dict[str, Any
         "user": body.user,
         "metadata": body.metadata or {},
     }
+
+
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "function": {"description": None, "parameters": None, "strict": None},
+    "json_schema": {"description": None, "strict": False},
+}
+"""Fields that a tool and a format have in an answer, by their type, whatever the request had."""
+
+
+def _with_defaults(part: dict[str, Any]) -> dict[str, Any]:
+    """Returns a tool or a format of a request with all fields that its type has in an answer."""
+    return _DEFAULTS.get(part["type"], {}) | part
 
 
 def _first(*values: Any) -> Any:
