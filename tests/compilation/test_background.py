@@ -50,6 +50,19 @@ def test_closing_drops_what_waits_and_finishes_what_runs():
     assert ran == ["first"]
 
 
+def test_what_waits_can_be_dropped_and_submitted_again():
+    compiler, ran, begun, go_on = BackgroundCompiler(), [], threading.Event(), threading.Event()
+    compiler.submit(CompileTask(1, lambda: begun.set() or (go_on.wait(60) and ran.append(1))))
+    compiler.submit(CompileTask(2, lambda: ran.append(2)))
+    begun.wait(60)
+    compiler.drop()
+    compiler.submit(CompileTask(1, lambda: ran.append("again")))
+    compiler.submit(CompileTask(2, lambda: ran.append("later")))
+    go_on.set()
+    compiler.wait()
+    assert ran == [1, "later"]
+
+
 @pytest.mark.parametrize("end", [BackgroundCompiler.wait, BackgroundCompiler.close])
 def test_a_model_that_becomes_idle_does_not_hold_up_who_waits_for_the_end(end):
     compiler, begun, go_on = BackgroundCompiler(), threading.Event(), threading.Event()

@@ -90,6 +90,20 @@ def test_warm_up_compiles_few_programs(engine):
     assert len(compiled) <= num_steps + num_sampling + num_small, compiled
 
 
+def test_warm_up_behind_requests_makes_the_same_programs_and_ends_with_the_engine():
+    with serve(tiny_model("llama"), engine=OPTIONS) as model:
+        engine, compiler = model.engine, model.engine._runner._background
+        engine.warm_up(wait=False)
+        answer = engine.submit(request()).result()  # meanwhile
+        compiler.wait()
+        with counting_compilations(engine) as compiled:
+            assert list(engine._runner.compile_tasks()) and engine.submit(request()).result() == answer
+            engine.submit(request(tuple(range(5, 80)))).result()
+        assert not compiled
+        engine._runner.compile_in_background()
+    assert not compiler._tasks, "programs of a closed engine hold its weights"
+
+
 def test_the_programs_of_the_documents_example():
     """The count of the documents, for `max_model_len` 640 and 32 slots on a CPU; nothing is compiled here."""
     options = EngineOptions(max_model_len=640, max_num_seqs=32)

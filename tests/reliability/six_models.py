@@ -70,7 +70,7 @@ def ask(client, name, question, kind):
             is_whole |= line == "data: [DONE]"
             if line.startswith("data: {"):
                 event = json.loads(line[6:])
-                assert "error" not in event, event
+                assert "choices" in event, event
                 for choice in event["choices"]:
                     text += choice["delta"].get("content") or ""
                     reason = choice["finish_reason"] or reason

@@ -188,6 +188,12 @@ class BackgroundCompiler:
                 logger.info("a program was not compiled ahead: %s", str(error).splitlines()[0:1])
             del task  # which holds weights
 
+    def drop(self) -> None:
+        """Drops what is waiting, which may be submitted again; what is being compiled goes on."""
+        with self._lock:
+            self._known.difference_update(task.key for task in self._tasks)
+            self._tasks.clear()
+
     def wait(self) -> None:
         """Waits until nothing is left to compile."""
         while (thread := self._thread) is not None:

@@ -101,10 +101,10 @@ class DataParallelEngines:
         scheduler = self.engines[index].stats().scheduler
         return scheduler.num_running + scheduler.num_waiting
 
-    def warm_up(self, progress: Progress | None = None) -> None:
+    def warm_up(self, progress: Progress | None = None, *, wait: bool = True) -> None:
         """Works as `Engine.warm_up`, one replica after the other."""
         for engine in self.engines:
-            engine.warm_up(progress)
+            engine.warm_up(progress, wait=wait)
 
     def stats(self) -> EngineStats:
         """Sums over the replicas; the pages of all of them."""

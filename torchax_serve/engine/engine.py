@@ -293,18 +293,23 @@ class Engine:
         self._run_on_engine_thread(command, lambda: call.fail(self.close_reason))
         return call.result()
 
-    def warm_up(self, progress: Progress | None = None) -> None:
+    def warm_up(self, progress: Progress | None = None, *, wait: bool = True) -> None:
         """Compiles every program that traffic can need, in parallel; requests run meanwhile.
 
         It can be ended: an exception in the calling thread, such as Ctrl-C, drops what is not being compiled.
 
         Args:
             progress: shows the number of programs, as it shows loading for `serve`.
+            wait: False: returns at once. A thread of low priority compiles, or reads what is stored; a request that
+                needs a program before that makes it itself.
 
         Raises:
             TorchaxServeError: the engine is closed, or a program cannot be compiled.
         """
         self._process.check("an engine")
+        if not wait:
+            self._runner.compile_in_background()
+            return
         warm_up(self._runner, self._run_on_engine_thread, lambda: self.close_reason, progress)
 
     def stats(self) -> EngineStats:
@@ -344,6 +349,7 @@ class Engine:
             if self.close_reason is None:
                 self.close_reason = why
             self._wake.notify()
+        self._runner.close()
         if threading.current_thread() is self._thread:
             return
         self._output_processor.cancel_steps()

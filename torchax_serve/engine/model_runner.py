@@ -241,6 +241,17 @@ class ModelRunner:
         """Yields the programs that mixed traffic can meet; any threads may compile them."""
         return self._executor.compile_tasks(self._sampler)
 
+    def compile_in_background(self) -> None:
+        """Compiles what `compile_tasks` yields, behind requests; nothing on several hosts."""
+        if self._background is not None:
+            for task in self.compile_tasks():
+                self._background.submit(task)
+
+    def close(self) -> None:
+        """Drops the programs that wait to be compiled; they hold weights."""
+        if self._background is not None:
+            self._background.drop()
+
     def warm_up(self) -> None:
         """Compiles, on the engine's thread, what `compile_tasks` leaves."""
         self._executor.warm_up(self._sampler)

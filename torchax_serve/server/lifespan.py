@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
 from model_adapters.loading.progress import Progress, SilentProgress
 from torchax_serve.compilation import gc_pause
+from torchax_serve.entrypoints.recorded_model import RecordedModel
 from torchax_serve.kv_cache.memory import share_free_memory
 from torchax_serve.server.adapter_routes import restore_adapters
 from torchax_serve.server.app import Application
@@ -183,7 +184,8 @@ class Server:
         try:
             restore_adapters(service, spec.adapters)
             if self._options.warm_up:
-                warm_up(service.model, SilentProgress())
+                # Requests wait for the model: stored programs are read when they are needed, the others behind them.
+                warm_up(service.model, SilentProgress(), wait=not isinstance(service.model, RecordedModel))
             service.prepare()
         except BaseException:
             service.close()
@@ -264,8 +266,14 @@ class Server:
         self._ended.set()
 
 
-def warm_up(model: ServedModel, progress: Progress) -> None:
-    """Compiles the programs of the model's engine, and those of an encoder's texts."""
+def warm_up(model: ServedModel, progress: Progress, *, wait: bool = True) -> None:
+    """Compiles the programs of the model's engine, and those of an encoder's texts.
+
+    Args:
+        model: The model.
+        progress: Shows the number of programs.
+        wait: False: those of the engine are compiled, or read, behind requests.
+    """
     if not model.writes_text or model.embeds_by_files:
         _warm_up_texts(model, progress)
     if not model.writes_text:
@@ -274,7 +282,9 @@ def warm_up(model: ServedModel, progress: Progress) -> None:
         with progress.stage("building kernels", None, "items"):
             engine = model.engine  # which needs them
         began = time.monotonic()
-        engine.warm_up(progress)
+        engine.warm_up(progress, wait=wait)
+        if not wait:
+            return
         logger.info("%d programs are ready after %.1f s", engine.stats().num_programs, time.monotonic() - began)
     except UnsupportedModelError as error:
         logger.warning("requests run one at a time: %s", error)
