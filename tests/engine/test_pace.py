@@ -45,6 +45,9 @@ class PacedRunner:
     def adapter_use(self, name):
         return None
 
+    def close(self):
+        pass
+
     def validate(self, name, request):
         pass
 
