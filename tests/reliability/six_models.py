@@ -137,6 +137,7 @@ def measure(root, environment, expected, num_requests):
         "num_failed": sum(isinstance(answer, Exception) for answer, _ in found),
         "num_wrong": len(wrong),
         "first_wrong": repr(wrong[:2]),
+        "errors": [line.strip()[:300] for line in lines if " ERROR " in line][:5],
         "num_loads": sum("was loaded in" in line for line in lines),
         "num_loaded": sum(row["status"]["value"] == "loaded" for row in rows),
         "took_s": round(took_s, 1),
