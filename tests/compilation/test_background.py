@@ -5,7 +5,14 @@ import threading
 import pytest
 
 from model_adapters.errors import TorchaxServeError
-from torchax_serve.compilation.background import BackgroundCompiler, CompileTask, check_may_trace, compile_all
+from model_adapters.program.trace_context import trace_lock
+from torchax_serve.compilation.background import (
+    BackgroundCompiler,
+    CompileTask,
+    check_may_trace,
+    compile_all,
+    tracing,
+)
 
 
 def test_tasks_run_once_each_in_order_in_another_thread():
@@ -72,10 +79,34 @@ def test_a_model_that_becomes_idle_does_not_hold_up_who_waits_for_the_end(end):
     waiting = threading.Thread(target=end, args=[compiler], daemon=True)
     waiting.start()
     waiting.join(0.1)  # it has allowed tracing
-    compiler.hold_tracing(threading.Lock())
+    compiler.hold_tracing()
     go_on.set()
     waiting.join(30)
     assert not waiting.is_alive()
+
+
+def test_a_model_that_becomes_idle_waits_for_its_own_trace_and_for_no_other():
+    compiler, begun, go_on, held = BackgroundCompiler(), threading.Event(), threading.Event(), threading.Event()
+
+    def trace():
+        with trace_lock(), tracing():
+            begun.set()
+            go_on.wait(60)
+
+    hold = threading.Thread(target=lambda: (compiler.hold_tracing(), held.set()), daemon=True)
+    with trace_lock():  # another model is loaded or traced in this thread
+        compiler.hold_tracing()
+        hold.start()
+        assert held.wait(20)
+        compiler.allow_tracing()
+    held.clear()
+    compiler.submit(CompileTask(1, trace))
+    assert begun.wait(20)
+    threading.Thread(target=lambda: (compiler.hold_tracing(), held.set()), daemon=True).start()
+    assert not held.wait(0.2)
+    go_on.set()
+    assert held.wait(20)
+    compiler.close()
 
 
 def test_all_are_compiled_and_counted():

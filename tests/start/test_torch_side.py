@@ -45,7 +45,7 @@ def test_an_answer_that_is_short_does_not_load_it_in_the_background():
     begun = threading.Event()
     compiler.submit(CompileTask("a program", lambda: begun.set() or before_trace(side)))
     assert begun.wait(20)
-    compiler.hold_tracing(threading.Lock())  # as when the model becomes idle
+    compiler.hold_tracing()  # as when the model becomes idle
     compiler.close()
     assert side.loaded is None
     before_trace(side)  # a thread that needs the program now loads it at once

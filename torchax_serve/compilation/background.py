@@ -8,14 +8,14 @@ from __future__ import annotations
 import atexit
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import logging
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -90,6 +90,19 @@ def check_may_trace() -> None:
         raise TracingHeldError
 
 
+@contextlib.contextmanager
+def tracing() -> Iterator[None]:
+    """Runs a trace inside, for which `BackgroundCompiler.hold_tracing` waits.
+
+    Raises:
+        TracingHeldError: The thread is that of a `BackgroundCompiler` that is held.
+    """
+    compiler: BackgroundCompiler | None = getattr(_this_thread, "compiler", None)
+    with contextlib.nullcontext() if compiler is None else compiler.trace_lock:
+        check_may_trace()
+        yield
+
+
 def wait_for_work(seconds: float) -> None:
     """Waits, in a `BackgroundCompiler`'s thread, until the model has worked for some time.
 
@@ -120,6 +133,7 @@ class BackgroundCompiler:
 
     Attributes:
         is_closed: Whether it takes no more tasks.
+        trace_lock: Held while a task traces.
         waited_s: Time in seconds that `wait_for_work` has waited.
     """
 
@@ -129,6 +143,7 @@ class BackgroundCompiler:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self.is_closed, self.waited_s = False, 0.0
+        self.trace_lock = threading.RLock()
         self._may_trace = threading.Event()
         self._may_trace.set()
         atexit.register(_close, weakref.ref(self))
@@ -152,16 +167,12 @@ class BackgroundCompiler:
         """Whether the thread may trace."""
         return self._may_trace.is_set()
 
-    def hold_tracing(self, lock: AbstractContextManager[Any]) -> None:
-        """Lets no task trace any more; waits for one that does. What XLA compiles goes on.
-
-        Args:
-            lock: held by whoever traces.
-        """
+    def hold_tracing(self) -> None:
+        """Lets no task trace any more; waits for one that does. What XLA compiles goes on."""
         with self._lock:
             if not self.is_closed:  # else its thread would never end
                 self._may_trace.clear()
-        with lock:
+        with self.trace_lock:
             return
 
     def allow_tracing(self) -> None:

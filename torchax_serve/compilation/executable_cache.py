@@ -33,7 +33,7 @@ from model_adapters.loading.memory import give_back_freed
 from model_adapters.ops import registry
 from model_adapters.ops.compressed_weight import Weights
 from torchax_serve.compilation import gc_pause, jax_cache
-from torchax_serve.compilation.background import BackgroundCompiler, check_may_trace
+from torchax_serve.compilation.background import BackgroundCompiler, check_may_trace, tracing
 from torchax_serve.compilation.cache_folders import EVICTOR
 from torchax_serve.compilation.compile_lock import CompileLock
 from torchax_serve.compilation.environment import devices, environment
@@ -387,6 +387,5 @@ class CachedFunction:
             trace_lock,
         )
 
-        with trace_lock(), torch_promotion():  # a thread at a time: a trace changes the module
-            check_may_trace()
+        with trace_lock(), torch_promotion(), tracing():  # a thread at a time: a trace changes the module
             yield

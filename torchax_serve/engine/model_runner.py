@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -182,10 +181,8 @@ class ModelRunner:
 
     def hold_tracing(self) -> None:
         """Lets no other thread trace until the next `execute`, while the model may be changed."""
-        if self._background is not None and "torch" in sys.modules:
-            from model_adapters.program.trace_context import trace_lock  # imports torch
-
-            self._background.hold_tracing(trace_lock())
+        if self._background is not None:
+            self._background.hold_tracing()
 
     @property
     def cache_bytes(self) -> int:
