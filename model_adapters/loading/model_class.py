@@ -20,6 +20,7 @@ from transformers.models.auto.auto_factory import add_generation_mixin_to_remote
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from model_adapters.errors import CheckpointError, InvalidArgumentError, UnsupportedModelError
+from model_adapters.program.trace_context import trace_lock
 
 _CAUSAL = dict(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 _IMAGE_TEXT = dict(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
@@ -248,7 +249,7 @@ def module_of(model_class: type[PreTrainedModel], config: PreTrainedConfig, dtyp
     Raises CheckpointError if the code of the class does not accept `config`.
     """
     try:
-        with torch.device("meta"):
+        with trace_lock(), torch.device("meta"):  # transformers sets the default dtype of all threads
             module = model_class._from_config(config, dtype=dtype)
     except Exception as error:  # code of an architecture meets a configuration it was not written for
         lines = str(error).strip().splitlines() or [type(error).__name__]

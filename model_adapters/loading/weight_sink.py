@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeGuard
@@ -33,6 +32,7 @@ from model_adapters.loading.formats.placement import StoredWeights
 from model_adapters.loading.formats.quantized_tensor import QuantizedTensor
 from model_adapters.loading.memory import PeakMemory, give_back_freed
 from model_adapters.ops.compressed_weight import Weight
+from model_adapters.program.trace_context import trace_lock
 from model_adapters.quantization.loading import WeightQuantizer
 
 DevicePut = Callable[[str, Any], jax.Array]
@@ -40,7 +40,6 @@ DevicePut = Callable[[str, Any], jax.Array]
 
 _IN_FLIGHT_BYTES = 512 * 2**20
 _TRIM_BYTES = 8 * 2**20  # of weights landed between two looks at what the C library could give back
-_one_load = threading.Lock()  # the patches below apply to all threads of the process
 
 
 class DevicePlacement:
@@ -184,28 +183,33 @@ class WeightSink:
     @contextlib.contextmanager
     def hooked(self) -> Iterator[None]:
         """While this is open, what transformers loads lands here. One load at a time in a process."""
-        set_param = core_model_loading.set_param_for_module
-
-        def set_and_land(
-            model: PreTrainedModel, target_name: str, param_value: torch.Tensor, info: LoadStateDictInfo, quantizer: Any
-        ) -> None:
-            set_param(model, target_name, param_value, info, quantizer)
-            num_bytes = param_value.numel() * param_value.element_size()
-            del param_value
-            if all(target_name != mismatch[0] for mismatch in info.mismatched_keys):
-                self.accept(model, target_name, num_bytes)
 
         def keep_report(*, loading_info: LoadStateDictInfo, **ignored: Any) -> None:
             self.info = loading_info
 
-        with (
-            exclusive_load(),
-            replaced(core_model_loading, "set_param_for_module", set_and_land),
-            replaced(modeling_utils, "log_state_dict_report", keep_report),
-            _read_ahead_off(),
-            _without_remarks_on_missing(),
-        ):
-            yield
+        with exclusive_load():
+            set_param = core_model_loading.set_param_for_module  # read here: another load may have replaced it before
+
+            def set_and_land(
+                model: PreTrainedModel,
+                target_name: str,
+                param_value: torch.Tensor,
+                info: LoadStateDictInfo,
+                quantizer: Any,
+            ) -> None:
+                set_param(model, target_name, param_value, info, quantizer)
+                num_bytes = param_value.numel() * param_value.element_size()
+                del param_value
+                if all(target_name != mismatch[0] for mismatch in info.mismatched_keys):
+                    self.accept(model, target_name, num_bytes)
+
+            with (
+                replaced(core_model_loading, "set_param_for_module", set_and_land),
+                replaced(modeling_utils, "log_state_dict_report", keep_report),
+                _read_ahead_off(),
+                _without_remarks_on_missing(),
+            ):
+                yield
 
 
 def _owner_of(model: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]:
@@ -221,12 +225,16 @@ def _is_plain(tensor: Any) -> TypeGuard[torch.Tensor]:
 
 @contextlib.contextmanager
 def exclusive_load() -> Iterator[None]:
-    """Patches transformers' loader for this load only, without its progress bar."""
+    """Lets transformers load inside, without its progress bar; nothing else loads or traces meanwhile.
+
+    transformers patches itself and PyTorch while it builds a module (the default dtype, initialisations, the tying of
+    weights), as `WeightSink.hooked` does: for all threads. A trace would read them, and one build undo another's.
+    """
 
     def without_bar(items: Iterable[Any], **ignored: Any) -> Iterable[Any]:
         return items
 
-    with _one_load, replaced(core_model_loading, "tqdm", without_bar):
+    with trace_lock(), replaced(core_model_loading, "tqdm", without_bar):
         yield
 
 

@@ -13,7 +13,9 @@ from transformers import PreTrainedModel
 
 from model_adapters.jax_settings import jax_promotion
 
-_TRACE_LOCK = threading.RLock()  # a trace changes the module and its configuration for as long as it lasts
+# A trace changes the module and its configuration for as long as it lasts, and a load what PyTorch and transformers
+# have for the whole process.
+_TRACE_LOCK = threading.RLock()
 
 
 @contextlib.contextmanager
@@ -29,7 +31,7 @@ def torch_promotion() -> Iterator[None]:
 
 
 def trace_lock() -> contextlib.AbstractContextManager[Any]:
-    """Returns the lock (reentrant) that is held while a trace has replaced parts of a module."""
+    """Returns the lock (reentrant) held while a module is traced, loaded or built."""
     return _TRACE_LOCK
 
 

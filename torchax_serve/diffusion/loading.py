@@ -17,6 +17,7 @@ from model_adapters.errors import (
     UnsupportedModelError,
 )
 from model_adapters.loading.model_class import torch_dtype_of
+from model_adapters.program.trace_context import trace_lock
 from torchax_serve.compilation.executable_cache import ExecutableCache
 from torchax_serve.compilation.program_signature import model_identity
 from torchax_serve.compilation.xla_cache import programs_dir
@@ -50,9 +51,10 @@ def load_pipeline(folder: Path, *, dtype: Any = "auto", allow_pickle: bool = Fal
         ) from error
     wanted = torch_dtype_of(dtype) or _dtype_of_files(folder) or torch.float32
     try:
-        pipeline = DiffusionPipeline.from_pretrained(
-            str(folder), torch_dtype=wanted, local_files_only=True, use_safetensors=None if allow_pickle else True
-        )
+        with trace_lock():  # it sets PyTorch's default dtype, which a trace of another thread would read
+            pipeline = DiffusionPipeline.from_pretrained(
+                str(folder), torch_dtype=wanted, local_files_only=True, use_safetensors=None if allow_pickle else True
+            )
     except Exception as error:  # diffusers raises many kinds for files that are missing or do not fit
         lines = str(error).strip().splitlines() or [""]
         raise CheckpointError(
