@@ -15,14 +15,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from model_adapters.errors import InvalidArgumentError
-from model_adapters.loading.model_source import bundle_folder, public_name
+from model_adapters.loading.model_source import bundle_folder
 from torchax_serve.cli.shared.command import Command
 from torchax_serve.cli.shared.config_file import ConfigFile
 from torchax_serve.cli.shared.engine_options import EngineFlags, ServeOptions
 from torchax_serve.cli.shared.load_model import end_if_explained
 from torchax_serve.cli.shared.load_options import check_quantization, option_groups
 from torchax_serve.cli.shared.model_name import ServedModels, check_model
-from torchax_serve.cli.shared.several_models import Named, adapters_by_model, check_several, file_bytes, named_model
+from torchax_serve.cli.shared.several_models import (
+    Named,
+    adapters_by_model,
+    check_several,
+    file_bytes,
+    named_model,
+    names_of,
+)
 from torchax_serve.validation.extras import require_package
 
 if TYPE_CHECKING:
@@ -273,12 +280,12 @@ def _loaded(model: str | None, load: Callable[..., Any], progress: StartProgress
     return WatchedBundle(Path(model or ""), load)
 
 
-def _spec(names: tuple[str, ...], model: str | None, load: Callable[..., Any]) -> ModelSpec:
+def _spec(named: Named, load: Callable[..., Any]) -> ModelSpec:
     """Returns one of several models, with the bytes of its files if they are in a folder."""
     from torchax_serve.server.model_pool import ModelSpec
 
-    names = names or (public_name(model),)
-    return ModelSpec(names, functools.partial(load, model), model or "", file_bytes(model))
+    _, model = named
+    return ModelSpec(names_of(named), functools.partial(load, model), model or "", file_bytes(model))
 
 
 def _specs(named: Sequence[Named], load: ServeOptions, serve_here: Callable[..., Any]) -> list[ModelSpec]:
@@ -289,10 +296,10 @@ def _specs(named: Sequence[Named], load: ServeOptions, serve_here: Callable[...,
         raise InvalidArgumentError(f"--{flag}: expected adapters with it, got none; give --adapter NAME@BASE=FOLDER")
     without = dataclasses.replace(load, adapter=None, max_loras=None, max_lora_rank=None, lora_target_modules=None)
     found = []
-    for names, model in named:
-        adapters = by_model.get((names or (public_name(model),))[0], {})
+    for each in named:
+        adapters = by_model.get(names_of(each)[0], {})
         kwargs = without.serve_kwargs() | (load.adapter_kwargs((), adapters) if adapters else {})
-        spec = _spec(names, model, functools.partial(serve_here, **kwargs))
+        spec = _spec(each, functools.partial(serve_here, **kwargs))
         found.append(dataclasses.replace(spec, adapters=adapters))
     return found
 

@@ -38,6 +38,12 @@ def named_model(given: str) -> Named:
     return tuple(names.split(",")), None if model == "embedded" else model
 
 
+def names_of(named: Named) -> tuple[str, ...]:
+    """Returns the names of a model for requests, of which there is at least one."""
+    names, model = named
+    return names or (public_name(model),)
+
+
 def check_several(named: Sequence[Named], given: Mapping[str, Any]) -> None:
     """Checks the models of a server together.
 
@@ -59,7 +65,7 @@ def check_several(named: Sequence[Named], given: Mapping[str, Any]) -> None:
         if option in given:
             flag = option.replace("_", "-")
             raise InvalidArgumentError(f"--{flag}: expected one model, got {len(named)}; {remedy}")
-    every = [name for each, model in named for name in each or (public_name(model),)]
+    every = [name for each in named for name in names_of(each)]
     if twice := [name for index, name in enumerate(every) if name in every[:index]]:
         raise InvalidArgumentError(f"MODEL: expected each name once, got {twice[0]} twice; write NAME=MODEL")
 
@@ -74,8 +80,7 @@ def adapters_by_model(named: Sequence[Named], given: Sequence[str]) -> dict[str,
     Raises:
         InvalidArgumentError: A part is missing, the model is none of these, or a name is taken.
     """
-    names = [each or (public_name(model),) for each, model in named]
-    bases = {name: each[0] for each in names for name in each}
+    bases = {name: names_of(each)[0] for each in named for name in names_of(each)}
     found: dict[str, dict[str, str]] = {}
     for text in given:
         name, sign, folder = text.partition("=")
