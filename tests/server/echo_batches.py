@@ -53,8 +53,9 @@ class EchoApp:
             self.context.num_in_flight -= self.num_sent == self._num_refused
             status = 429
         headers = [(b"content-type", b"application/json"), (b"x-request-id", b"r")]
+        answer = {"echo": body.get("n"), "usage": {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}}
         await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": json.dumps({"echo": body.get("n")}).encode()})
+        await send({"type": "http.response.body", "body": json.dumps(answer).encode()})
 
 
 def stored(folder, num_lines, owner="anybody"):

@@ -169,7 +169,7 @@ def test_answers_that_are_cut_at_any_byte_go_on(bodies, data):
         path = Path(folder) / "out"
         path.write_bytes(content[:cut])
         results = PartialResults(path)
-        assert list(results.recover()) == list(range(num_kept))
+        assert list(results.recover()) == list(enumerate(lines[:num_kept]))
         for line in lines[num_kept:]:
             results.write(json.loads(line))
         results.close()
@@ -189,6 +189,7 @@ def test_a_server_that_is_killed_again_and_again_answers_each_line_once(tmp_path
     jobs = BatchJobs(tmp_path / "batches", FileStore(tmp_path / "files", LIMITS))
     (batch,) = jobs.list("anybody")
     assert (batch.status, batch.total, batch.completed, batch.failed) == ("completed", total, total - 30, 30)
+    assert (batch.usage["input_tokens"], batch.usage["output_tokens"]) == (3 * (total - 30), 2 * (total - 30))
     answers, errors = lines_of(jobs, batch.output_id), lines_of(jobs, batch.error_id)
     found = {line["custom_id"]: line["response"]["body"]["echo"] for line in [*answers, *errors]}
     assert len(answers) == total - 30 and len(errors) == 30

@@ -84,6 +84,10 @@ def test_answers_are_those_of_the_engine_and_errors_have_a_file_of_their_own(ali
     assert batch.created_at <= batch.in_progress_at <= batch.finalizing_at <= batch.completed_at < batch.expires_at
     answers = lines_of(alice, batch.output_file_id)
     assert len(answers) == 20
+    usages = [answer["response"]["body"]["usage"] for answer in answers.values()]
+    assert batch.usage.input_tokens == sum(usage["prompt_tokens"] for usage in usages) == 60
+    assert batch.usage.output_tokens == sum(usage["completion_tokens"] for usage in usages) > 0
+    assert batch.usage.total_tokens == batch.usage.input_tokens + batch.usage.output_tokens
     for i, prompt in enumerate(prompts):
         (expected,) = model.generate_batch([prompt], SamplingParams(max_new_tokens=5, temperature=0.8, seed=i))
         assert answers[f"{i}"]["response"]["body"]["choices"][0]["token_ids"] == list(expected.token_ids)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from torchax_serve.server.batch.records import Records, storage_errors
+from torchax_serve.server.batch.records import Records, storage_errors, write_all
 from torchax_serve.server.errors import ApiError, bad_request
 
 PART = ".part"
@@ -214,7 +214,7 @@ class FileStore:
         """Returns a file, which stays from now on until `unpin`; raises as `get`."""
         with self._lock:
             found = self.get(owner, file_id)
-            self._pins[file_id] += 1
+            self.restore_pin(file_id)
             return found
 
     def unpin(self, file_id: str) -> None:
@@ -264,10 +264,8 @@ class Upload:
             raise ApiError(413, f"file: expected at most {most} bytes, got more; split it", param="file")
         self._store.reserve(self._owner, len(data))
         self.num_bytes += len(data)
-        rest = memoryview(data)
         with storage_errors():
-            while rest:
-                rest = rest[self._file.write(rest) :]
+            write_all(self._file, data)
 
     def finish(self, filename: str, purpose: str, max_age_s: float | None = None) -> StoredFile:
         """Returns the file, which is on the disk. Raises ApiError, 503, if it cannot be."""

@@ -46,6 +46,8 @@ class BatchJob:
         has_output, has_errors: Whether there is a file of answers, and one of errors.
         errors: Why it has failed.
         total, completed, failed: Requests, those with an answer, and those with an error.
+        model: The model that all lines name; None if they name several or none, or before they are read.
+        usage: Tokens of the answers; None before the first.
     """
 
     id: str
@@ -68,6 +70,8 @@ class BatchJob:
     total: int = 0
     completed: int = 0
     failed: int = 0
+    model: str | None = None
+    usage: dict[str, Any] | None = None
 
     @property
     def is_ended(self) -> bool:
@@ -81,6 +85,7 @@ class BatchJob:
             "id": self.id,
             "object": "batch",
             "endpoint": self.endpoint,
+            "model": self.model,
             "errors": {"object": "list", "data": self.errors} if self.errors else None,
             "input_file_id": self.input_file_id,
             "completion_window": self.window,
@@ -91,6 +96,7 @@ class BatchJob:
             "expires_at": self.expires_s,
             **{f"{state}_at": self.times.get(state) for state in states},
             "request_counts": {"total": self.total, "completed": self.completed, "failed": self.failed},
+            "usage": self.usage,
             "metadata": self.metadata,
         }
 

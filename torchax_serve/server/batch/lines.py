@@ -150,3 +150,32 @@ def _shown(line: dict[str, Any], key: str) -> str:
 def _lowered(error: ValueError) -> str:
     """Returns what came in place of JSON, as `parse_json` says it."""
     return str(error).removeprefix("expected JSON, ").replace("at line 1, column", "at column")
+
+
+class UsageCount:
+    """Tokens of a batch's answers so far, as OpenAI's batch object counts them."""
+
+    def __init__(self) -> None:
+        self._counts = dict.fromkeys(("input_tokens", "cached_tokens", "output_tokens", "reasoning_tokens"), 0)
+
+    def add(self, body: Any) -> None:
+        """Counts the `usage` of an answer, in the words of chat completions or of responses, if it has one."""
+        usage = body.get("usage") if isinstance(body, dict) else None
+        if not isinstance(usage, dict):
+            return
+        for name, other in (("input", "prompt"), ("output", "completion")):
+            word = name if f"{name}_tokens" in usage else other
+            self._counts[f"{name}_tokens"] += usage.get(f"{word}_tokens") or 0
+            detail = {"input": "cached_tokens", "output": "reasoning_tokens"}[name]
+            self._counts[detail] += (usage.get(f"{word}_tokens_details") or {}).get(detail) or 0
+
+    def shown(self) -> dict[str, Any]:
+        """Returns the field `usage` of a batch."""
+        counts = self._counts
+        return {
+            "input_tokens": counts["input_tokens"],
+            "input_tokens_details": {"cached_tokens": counts["cached_tokens"]},
+            "output_tokens": counts["output_tokens"],
+            "output_tokens_details": {"reasoning_tokens": counts["reasoning_tokens"]},
+            "total_tokens": counts["input_tokens"] + counts["output_tokens"],
+        }

@@ -119,3 +119,10 @@ def storage_errors() -> Iterator[None]:
         logger.error("the folder of files cannot be written: %s", error.strerror)
         message = f"expected room in the folder of files, and the disk says: {error.strerror}; send it again later"
         raise ApiError(503, message, code="storage_unavailable", headers={"Retry-After": "30"}) from error
+
+
+def write_all(file: Any, content: bytes) -> None:
+    """Writes all of `content` to a file without a buffer, which may take a part at a time. Raises OSError."""
+    rest = memoryview(content)
+    while rest:
+        rest = rest[file.write(rest) :]

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from torchax_serve.server.batch.lines import BatchRequest, LineError, encoded, read_lines
+from torchax_serve.server.batch.records import write_all
 
 MAX_ERRORS = 100
 """Most errors of a file that a batch lists."""
@@ -134,8 +135,8 @@ class PartialResults:
         self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0)
         self.num_bytes = 0
 
-    def recover(self) -> Iterator[int]:
-        """Yields the numbers of the lines that are there; a last one without its end goes."""
+    def recover(self) -> Iterator[tuple[int, bytes]]:
+        """Yields numbers and contents of the lines that are there; a last one without its end goes."""
         with os.fdopen(os.dup(self._file.fileno()), "rb") as file:
             file.seek(0)
             for line in file:
@@ -143,17 +144,15 @@ class PartialResults:
                 if match is None or not line.endswith(b"}\n"):
                     break
                 self.num_bytes += len(line)
-                yield int(match[1])
+                yield int(match[1]), line
         self._file.truncate(self.num_bytes)
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Writes a line; raises OSError, and nothing of it is there then."""
-        content = memoryview(encoded(dict(line)))
+        content = encoded(dict(line))
         self._file.seek(self.num_bytes)
         try:
-            rest = content
-            while rest:
-                rest = rest[self._file.write(rest) :]
+            write_all(self._file, content)
         except BaseException:
             self._file.truncate(self.num_bytes)
             raise

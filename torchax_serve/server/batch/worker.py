@@ -6,6 +6,7 @@ import asyncio
 import collections
 import contextlib
 import functools
+import json
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from torchax_serve.server.app import Application
 from torchax_serve.server.auth import ANYBODY
 from torchax_serve.server.batch.in_process import InProcessAnswer, post
 from torchax_serve.server.batch.jobs import BatchJob, BatchJobs
-from torchax_serve.server.batch.lines import BatchRequest, LineError, answer_line, parse_line, read_lines
+from torchax_serve.server.batch.lines import BatchRequest, LineError, UsageCount, answer_line, parse_line, read_lines
 from torchax_serve.server.batch.run import LINE_OVERHEAD, QUEUE_FULL, capacity_of
 from torchax_serve.server.batch.scan import DONE, PartialResults, Scan, line_id, scan
 from torchax_serve.server.context import ServerContext, Stage
@@ -205,6 +206,7 @@ class _BatchRun:
         self._is_stopped = False  # no more requests are sent, and the batch goes on after the next start
         self._output: PartialResults | None = None
         self._errors: PartialResults | None = None
+        self._usage = UsageCount()
         self._reading, self._writing = asyncio.Lock(), asyncio.Lock()
 
     def stop(self) -> None:
@@ -275,6 +277,7 @@ class _BatchRun:
             return False
         else:
             self.batch.total = found.total
+            self.batch.model = (found.models[0] or None) if len(found.models) == 1 else None
             await asyncio.to_thread(self._open_results, found)
             await self._on_disk(lambda: self._jobs.begin(self.batch))
             await self._send_all(path, found, key)
@@ -313,12 +316,15 @@ class _BatchRun:
         self._errors = PartialResults(files.part_path(self.batch.error_id))
         for results in (self._output, self._errors):
             num_lines = 0
-            for number in results.recover():
+            for number, line in results.recover():
                 if number < len(found.model_of):
                     found.model_of[number] = DONE
+                if results is self._output:
+                    self._usage.add(json.loads(line)["response"]["body"])
                 num_lines += 1
             numbers.append(num_lines)
         self.batch.completed, self.batch.failed = numbers
+        self.batch.usage = self._usage.shown()
 
     async def _send_all(self, path: Path, found: Scan, key: ApiKey | None) -> None:
         """Sends the requests model by model, so that several models are not loaded in turns."""
@@ -388,6 +394,8 @@ class _BatchRun:
             await self._on_disk(lambda: results.write(line))
         if answer.status == 200:
             self.batch.completed += 1
+            self._usage.add(answer.body)
+            self.batch.usage = self._usage.shown()
         else:
             self.batch.failed += 1
 
