@@ -45,8 +45,8 @@ AS_SERVED = (
     "tests/core/test_drop_in.py -k alone or same or logits or invariance or drop_in"
 )
 PARITY = [
-    "python benchmarks/parity.py --part 1/6 --diff changes.diff",
-    "python benchmarks/parity.py --task configurations --part 1/6",
+    "python benchmarks/parity.py --part 1/12 --diff changes.diff",
+    "python benchmarks/parity.py --task configurations --part 1/12",
 ]
 LINT = ["ruff check .", "ruff format --check .", "mypy"]
 SUITE = ["pip install --quiet .[dev]", *LINT, "pip install .[dev]", "pytest", AS_SERVED]
@@ -156,15 +156,21 @@ def test_all_checks_run_in_order(project):
     assert project() == (0, CHECKS)
 
 
-def test_each_commit_checks_another_sixth(project, tmp_path):
+def first_parts(calls):
+    """The calls of any commit, with the parts of the first one."""
+    return [re.sub(r"--part \d+/", "--part 1/", call) for call in calls]
+
+
+def test_each_commit_checks_another_part(project, tmp_path):
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
     subprocess.run(["git", "init", "-q"], cwd=tmp_path / "project", check=True)
-    sixths = []
-    for _ in range(6):
+    parts = []
+    for _ in range(12):
         commit = [*git, "commit", "-q", "--allow-empty", "-m", "one more"]
         subprocess.run(commit, cwd=tmp_path / "project", check=True)
-        sixths.append([call.split()[call.split().index("--part") + 1] for call in project()[1] if "--part" in call])
-    assert sixths == [[f"{number}/6"] * 3 for number in (2, 3, 4, 5, 6, 1)]
+        parts.append([call.split()[call.split().index("--part") + 1] for call in project()[1] if "--part" in call])
+    twelfths, sixths = [*range(2, 13), 1], [2, 3, 4, 5, 6, 1] * 2
+    assert parts == [[f"{a}/12", f"{a}/12", f"{b}/6"] for a, b in zip(twelfths, sixths, strict=True)]
 
 
 def test_suites_with_packages_of_their_own_take_turns(project, tmp_path):
@@ -174,12 +180,12 @@ def test_suites_with_packages_of_their_own_take_turns(project, tmp_path):
     always, runs = [*SUITE, *PARITY, THOROUGH], []
     for _ in range(3):
         subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "one more"], cwd=folder, check=True)
-        runs.append([re.sub(r"--part ./6", "--part 1/6", call) for call in project()[1]])
+        runs.append(first_parts(project()[1]))
     assert all(set(always) <= set(each) for each in runs)
     owned = [each for each in CHECKS if each not in always]
     turns = [[each for each in run if each in owned] for run in runs]
     assert sorted(call for turn in turns for call in turn) == sorted(owned) and all(turns)
-    assert [re.sub(r"--part ./6", "--part 1/6", call) for call in project("", "all")[1]] == CHECKS
+    assert first_parts(project("", "all")[1]) == CHECKS
 
 
 def test_what_the_last_commit_changes_runs_whatever_its_turn(project, tmp_path):

@@ -20,7 +20,7 @@ from torchax_serve.parity.tiny.config import MAX_LAYERS, tiny_config
 
 _, SHIPPED = models_page.shipped()
 # One type for each executor, among them a right-aligned cache and none at all.
-HANDFUL = ("qwen3", "gpt_neo", "openai-gpt")  # and a sixth of all in `.ci/run`
+HANDFUL = ("qwen3", "gpt_neo", "openai-gpt")  # and a twelfth of all in `.ci/run`
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 
