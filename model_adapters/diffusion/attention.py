@@ -8,7 +8,6 @@ same op.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from model_adapters import ops
 from model_adapters.bridge.views import as_views, is_view, jax_view, torch_view
 from model_adapters.errors import UnsupportedArgumentError
+from model_adapters.once import once
 
 NAME = "torchax_serve"
 _SAME_NUMBERS = ("native", "_native_math", "_native_efficient", "_native_flash", "_native_cudnn", "flex", "flash")
@@ -85,7 +85,7 @@ def _names() -> Any:
     return AttentionBackendName
 
 
-@functools.cache
+@once
 def install() -> None:
     """Adds `attention` to diffusers' registry."""
     _backends().register(NAME)(attention)

@@ -8,7 +8,6 @@ boolean masks. While `enabled` is on, an operator none of whose operands is trac
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 
 from model_adapters.bridge.views import TorchTensor, default_env
 from model_adapters.errors import UnsupportedModelError
+from model_adapters.once import once
 
 LARGEST_BYTES = 1 << 22
 """The largest size of a result that becomes a constant of the program."""
@@ -44,7 +44,7 @@ def enabled() -> Iterator[None]:
         _STATE.depth -= 1
 
 
-@functools.cache
+@once
 def install() -> None:
     """Makes torchax call this module before it runs an operator."""
     env = default_env()

@@ -6,7 +6,6 @@ reaches them while it is traced, through transformers' attention interface.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -16,6 +15,7 @@ import torch
 from model_adapters import ops
 from model_adapters.bridge.views import set_lowering
 from model_adapters.errors import InvalidArgumentError
+from model_adapters.once import once
 from model_adapters.ops.attention_args import AttentionArgs, DistanceBiases, KVScales
 
 _FEATURES = (
@@ -98,7 +98,7 @@ def _paged_attention(
     return ops.paged_attention(q, k, v, pool, page_table, kv_lens, cu_q_lens, _args_of(*sinks, **features))
 
 
-@functools.cache
+@once
 def install() -> torch.library.Library:
     """Defines the operators and their lowerings."""
     library = torch.library.Library("torchax_serve", "DEF")

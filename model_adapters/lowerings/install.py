@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 from model_adapters import ops
@@ -48,9 +46,10 @@ from model_adapters.lowerings.torchax_fixes import (
     _tell_missing_at_once,
     _view_bits,
 )
+from model_adapters.once import once
 
 
-@functools.cache
+@once
 def install() -> None:
     """Registers the lowerings in torchax's table."""
     set_lowering(torch.nn.functional.linear, _linear)

@@ -11,7 +11,6 @@ weight zero.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -22,6 +21,7 @@ from jax.sharding import Mesh, PartitionSpec
 from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 
 from model_adapters.bridge.views import jax_view, torch_view
+from model_adapters.once import once
 from model_adapters.ops import registry, routed_matmul
 from model_adapters.ops.compressed_weight import Weight, stored_form, substituted
 from model_adapters.ops.quantized_weight import QuantizedWeight
@@ -143,7 +143,7 @@ def _run(
         module.num_experts, module._is_expert_parallel = before
 
 
-@functools.cache
+@once
 def install() -> None:
     """Registers the functions with transformers."""
     ExpertsInterface.register(IMPLEMENTATION, sharded_experts)

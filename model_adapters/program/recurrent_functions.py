@@ -26,6 +26,7 @@ from model_adapters import quirks
 from model_adapters.bridge.views import in_torch_mode, jax_view, torch_view
 from model_adapters.caches.packed_batch import NotPackableError
 from model_adapters.caches.state_layer import StateLayer, convolved, layer_asked_last, only_sequence, recurrent_of
+from model_adapters.once import once
 from model_adapters.ops.gated_delta_rule import gated_delta_rule
 from model_adapters.ops.selective_scan import selective_scan
 from model_adapters.ops.state_space import state_space
@@ -189,7 +190,7 @@ def _is_of_torch(record: logging.LogRecord) -> bool:
     return not in_torch_mode()
 
 
-@functools.cache
+@once
 def _install_in(file: str) -> None:
     logging.getLogger("transformers.integrations.hub_kernels").addFilter(_is_of_torch)
     names = vars(sys.modules[file])

@@ -20,6 +20,7 @@ import torch
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 
 from model_adapters.bridge.views import in_torch_mode
+from model_adapters.once import once
 from model_adapters.program.trace_context import replaced_methods
 from model_adapters.quirks.quirk import Quirk
 
@@ -120,7 +121,7 @@ def apply_methods(module: torch.nn.Module) -> contextlib.AbstractContextManager[
     )
 
 
-@functools.cache
+@once
 def _install_functions(file: str, folder: str) -> None:
     """Gives a modeling file functions that call the quirk's in a trace.
 

@@ -8,7 +8,6 @@ alone.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import threading
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from jax._src import compilation_cache
 from jax._src.compilation_cache_interface import CacheInterface
 
 from model_adapters.disk_cache import SealedFolder
+from model_adapters.once import once
 from torchax_serve.compilation.cache_folders import EVICTOR
 
 logger = logging.getLogger("torchax_serve")
@@ -105,6 +105,6 @@ def _on_event(event: str, **kwargs: Any) -> None:
         _LOCAL.events.append(event)
 
 
-@functools.cache
+@once
 def _listen() -> None:
     jax.monitoring.register_event_listener(_on_event)

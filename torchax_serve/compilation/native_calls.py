@@ -8,9 +8,9 @@ call address 0.
 
 from __future__ import annotations
 
-import functools
-
 import jax
+
+from model_adapters.once import once
 
 LAPACK = b"lapack_"
 """Beginning of the names under which jaxlib registers functions of LAPACK."""
@@ -28,7 +28,7 @@ def prepare_native_calls(code: bytes) -> None:
         _fill_lapack()
 
 
-@functools.cache
+@once
 def _fill_lapack() -> None:
     matrix = jax.ShapeDtypeStruct((1, 1), "float32")
     jax.jit(jax.lax.linalg.cholesky).trace(matrix).lower(lowering_platforms=("cpu",))

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from model_adapters.bridge.host_arrays import check_floats
 from model_adapters.bridge.views import in_torch_mode
 from model_adapters.errors import UnsupportedModelError
+from model_adapters.once import once
 from model_adapters.program.call_signature import TORCH_CLASS
 from torchax_serve.diffusion.checks import check_module, check_pipeline
 from torchax_serve.diffusion.component_runtime import METHODS, ComponentRuntime
@@ -102,7 +103,7 @@ def _methods_of(cls: type) -> list[str]:
     return [name for name in METHODS if getattr(cls, name, None) not in (None, torch.nn.Module.forward)]
 
 
-@functools.cache
+@once
 def _jax_class(cls: type) -> type:
     """Returns the subclass of `cls` with its name whose methods run on JAX."""
     namespace: dict[str, Any] = {"__module__": cls.__module__, "__doc__": cls.__doc__, TORCH_CLASS: cls}

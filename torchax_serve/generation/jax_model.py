@@ -26,6 +26,7 @@ from model_adapters.bridge.extract import extract_jax
 from model_adapters.bridge.host_arrays import check_floats
 from model_adapters.bridge.views import in_torch_mode
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
+from model_adapters.once import once
 from model_adapters.program.call_signature import (
     PATCHED,
     TORCH_CLASS,
@@ -334,7 +335,7 @@ def _blank(cls: type[PreTrainedModel]) -> PreTrainedModel:
     return blank
 
 
-@functools.cache
+@once
 def _jax_class(cls: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """Returns the subclass of `cls` that runs on JAX, with the same name.
 
