@@ -117,7 +117,7 @@ def run_on_jax(model: PreTrainedModel, runtime: ModelRuntime) -> PreTrainedModel
             vars(model)[PATCHED] = patched
             runtime.follow_module()
         compile_submodules(model, runtime.call_method)
-        model.__class__ = _jax_class(type(model))  # type: ignore[arg-type]
+        model.__class__ = _jax_class(type(model))
     vars(model)["_jax_runtime"] = runtime
     runtime.watch.take()
     return model
@@ -330,7 +330,7 @@ class JaxModelMixin:
 
 def _blank(cls: type[PreTrainedModel]) -> PreTrainedModel:
     """Returns an object of `cls` that runs on JAX, without state."""
-    made: Any = _jax_class(cls)  # type: ignore[arg-type]
+    made: Any = _jax_class(cls)
     blank: PreTrainedModel = made.__new__(made)
     return blank
 
