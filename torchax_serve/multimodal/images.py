@@ -10,6 +10,14 @@ from model_adapters.errors import InvalidArgumentError
 
 MOST_PIXELS = 100_000_000
 """Most pixels of one image; it is converted to floats before it is resized, 12 bytes per pixel."""
+_ORIENTATION = 0x0112
+"""EXIF tag."""
+_TURNS = dict(
+    enumerate(
+        ("FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90"), 2
+    )
+)
+"""What makes an image upright, in PIL's words, by its orientation."""
 _WIDE_MODES = ("I", "F")
 """Modes of PIL whose values have no known range; their conversion to 8 bits cuts off what is above 255."""
 
@@ -55,6 +63,21 @@ def eight_bits(image: Any) -> Any:
             "known range; scale them to 0 to 255 and convert it"
         )
     return image
+
+
+def upright(image: Any) -> Any:
+    """Returns an image turned as its EXIF orientation says; as it is where that cannot be read.
+
+    `PIL.ImageOps.exif_transpose` also writes the other tags anew, and fails for tags that are damaged.
+    """
+    from PIL import Image
+
+    image.load()  # what is read of a file next to its pixels is then there, and damaged pixels are an error
+    try:
+        turn = _TURNS.get(image.getexif().get(_ORIENTATION))
+    except Exception:  # PIL's reader of TIFF tags raises whatever it likes
+        turn = None
+    return image if turn is None else image.transpose(Image.Transpose[turn])
 
 
 def _check_pixels(width: int, height: int) -> None:
