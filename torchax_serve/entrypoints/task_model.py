@@ -28,7 +28,9 @@ _READERS: dict[str, Any] = {
 
 
 class TaskModel(ServedModel):
-    """A model with a head for images, sound or series; made by `serve`. It does not generate text.
+    """A model with a head for images, sound or series; made by `serve`.
+
+    It does not generate text.
 
     Attributes:
         methods: Names of the methods that it has for its heads.
