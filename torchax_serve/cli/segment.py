@@ -70,19 +70,13 @@ def segment(
 
         images = images_of([str(path) for path in files])
         found = served.segment(images, subtask=subtask and subtask.value, threshold=threshold)
-    rows = [
-        {
-            "file": str(path),
-            "segments": [{"label": e.label, "score": e.score, "share": float(e.mask.mean())} for e in row],
-        }
-        for path, row in zip(files, found, strict=True)
-    ]
-    lines = [
-        f"{row['file']}: {each['label']} {'-' if each['score'] is None else format(each['score'], '.4f')} "
-        f"{each['share']:.1%}"
-        for row in rows
-        for each in row["segments"]
-    ]
+    rows, lines = [], []
+    for path, parts in zip(files, found, strict=True):
+        shown = [{"label": e.label, "score": e.score, "share": float(e.mask.mean())} for e in parts]
+        rows.append({"file": str(path), "segments": shown})
+        for each in shown:
+            score = "-" if each["score"] is None else f"{each['score']:.4f}"
+            lines.append(f"{path}: {each['label']} {score} {each['share']:.1%}")
     print_rows(rows, lines, as_json=as_json)
     if output is None:
         return

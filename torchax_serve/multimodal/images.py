@@ -18,6 +18,8 @@ _TURNS = dict(
     )
 )
 """What makes an image upright, in PIL's words, by its orientation."""
+_WITH_ORIENTATION = ("exif", "Raw profile type exif", "XML:com.adobe.xmp", "xmp")
+"""What of a file says how it is turned, by PIL's names."""
 _WIDE_MODES = ("I", "F")
 """Modes of PIL whose values have no known range; their conversion to 8 bits cuts off what is above 255."""
 
@@ -77,7 +79,12 @@ def upright(image: Any) -> Any:
         turn = _TURNS.get(image.getexif().get(_ORIENTATION))
     except Exception:  # PIL's reader of TIFF tags raises whatever it likes
         turn = None
-    return image if turn is None else image.transpose(Image.Transpose[turn])
+    if turn is None:
+        return image
+    turned = image.transpose(Image.Transpose[turn])
+    for name in _WITH_ORIENTATION:  # or others would turn it again
+        turned.info.pop(name, None)
+    return turned
 
 
 def _check_pixels(width: int, height: int) -> None:

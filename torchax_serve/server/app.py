@@ -26,6 +26,7 @@ from torchax_serve.server import (
     page,
     pooling,
     profile_routes,
+    speech,
     tokens,
 )
 from torchax_serve.server.anthropic import errors as anthropic_errors
@@ -102,6 +103,7 @@ ROUTES: tuple[tuple[str, str, Callable[..., Awaitable[Any]]], ...] = (
     ("POST", "/pooling", pooling.pooling),
     ("POST", "/v1/audio/transcriptions", audio.transcriptions),
     ("POST", "/v1/audio/translations", audio.translations),
+    ("POST", "/v1/audio/speech", speech.speech),
     ("POST", "/tokenize", tokens.tokenize),
     ("POST", "/detokenize", tokens.detokenize),
     ("POST", "/api/chat", ollama.chat),
@@ -120,7 +122,6 @@ ROUTES: tuple[tuple[str, str, Callable[..., Awaitable[Any]]], ...] = (
 """Method, path and function of each endpoint."""
 UNSUPPORTED = {
     "/v1/realtime": ("the realtime interface", "send audio to /v1/audio/transcriptions"),
-    "/v1/audio/speech": ("speech output", "ask /v1/chat/completions for a text"),
     "/api/embeddings": ("this older form of embeddings", "ask /api/embed"),
     "/api/create": ("making models", "start a server of a folder, or of a model of the hub"),
     "/api/copy": ("copying models", "give --served-model-name at the start"),

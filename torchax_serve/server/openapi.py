@@ -42,6 +42,7 @@ from torchax_serve.server.profile_routes import ProfileRequest
 from torchax_serve.server.request_fields import ApiRequest, notes_of
 from torchax_serve.server.responses.schemas import ResponsesRequest
 from torchax_serve.server.schemas import ChatRequest, CompletionRequest
+from torchax_serve.server.speech import SpeechRequest
 
 REQUESTS: tuple[type[ApiRequest], ...] = (
     ChatRequest,
@@ -64,6 +65,7 @@ REQUESTS: tuple[type[ApiRequest], ...] = (
     TokenizeRequest,
     DetokenizeRequest,
     TranscriptionRequest,
+    SpeechRequest,
     ProfileRequest,
     LoadAdapterRequest,
     UnloadAdapterRequest,
