@@ -3,6 +3,7 @@
 import base64
 import contextlib
 import io
+import json
 
 import httpx
 import numpy as np
@@ -10,6 +11,7 @@ import openai
 import pytest
 import soundfile
 import task_models
+import torch
 from PIL import Image
 from running_server import serving
 
@@ -170,3 +172,51 @@ def test_bad_files(servers):
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
     answer = post(servers("vit")[0], "/v1/audio/speech", input="a cat")
     assert answer.status_code == 404 and "expected a model that speaks" in answer.json()["error"]["message"]
+
+
+def tensor(array, *, is_binary=False):
+    names = {"float32": "FP32", "int64": "INT64"}
+    entry = {"name": "pixel_values", "shape": list(array.shape), "datatype": names[str(array.dtype)]}
+    if is_binary:
+        return entry | {"parameters": {"binary_data_size": array.nbytes}}
+    return entry | {"data": array.reshape(-1).tolist()}
+
+
+def test_open_inference_protocol(servers):
+    server, model = servers("vit")
+    pixels = np.random.default_rng(0).normal(size=(2, 3, 32, 32)).astype(np.float32)
+    expected = model.infer({"pixel_values": pixels})["logits"]
+    with torch.no_grad():
+        eager = model.torch_model(pixel_values=torch.from_numpy(pixels)).logits
+    np.testing.assert_allclose(expected, eager, atol=1e-5)
+    url = f"{server.url}/v2/models/tiny"
+    for path in ("/v2/health/live", "/v2/health/ready", "/v2", "/v2/models/tiny/ready"):
+        assert httpx.get(f"{server.url}{path}").status_code == 200
+    answer = httpx.post(f"{url}/infer", json={"id": "7", "inputs": [tensor(pixels)]}, timeout=60).json()
+    assert (answer["model_name"], answer["id"]) == ("tiny", "7")
+    (logits,) = answer["outputs"]
+    assert (logits["name"], logits["datatype"], logits["shape"]) == ("logits", "FP32", [2, 3])
+    np.testing.assert_allclose(np.reshape(logits["data"], (2, 3)), expected, atol=1e-5)
+    head = {"inputs": [tensor(pixels, is_binary=True)], "outputs": [{"name": "logits"}]}
+    head = json.dumps(head | {"parameters": {"binary_data_output": True}}).encode()
+    headers = {"Inference-Header-Content-Length": str(len(head))}
+    answer = httpx.post(f"{url}/infer", content=head + pixels.tobytes(), headers=headers, timeout=60)
+    length = int(answer.headers["Inference-Header-Content-Length"])
+    (entry,) = json.loads(answer.content[:length])["outputs"]
+    assert entry["parameters"] == {"binary_data_size": 24}
+    np.testing.assert_allclose(np.frombuffer(answer.content[length:], "<f4").reshape(2, 3), expected, atol=1e-5)
+    metadata = httpx.get(url).json()
+    assert metadata["inputs"] == [{"name": "pixel_values", "datatype": "FP32", "shape": [-1, 3, -1, -1]}]
+    assert metadata["outputs"] == [{"name": "logits", "datatype": "FP32", "shape": [-1, -1]}]
+    for wrong, message in [
+        (tensor(pixels) | {"shape": [1]}, "inputs[0].data: expected 1 numbers"),
+        (tensor(pixels) | {"datatype": "BYTES"}, "inputs[0].datatype: expected one of BOOL"),
+        (tensor(pixels) | {"name": "ids"}, "inputs: expected pixel_values and other arguments"),
+        (tensor(pixels, is_binary=True), "expected 24576 bytes of a tensor of this shape"),
+        (tensor(pixels) | {"shape": [-1, 3]}, "inputs[0].shape: expected numbers above 0"),
+    ]:
+        answer = httpx.post(f"{url}/infer", json={"inputs": [wrong]}, timeout=60)
+        assert answer.status_code == 400 and message in answer.json()["error"]["message"], answer.text
+    answer = httpx.post(f"{url}/infer", json={"inputs": [tensor(pixels)], "outputs": [{"name": "x"}]}, timeout=60)
+    assert answer.status_code == 400 and "expected one of logits" in answer.json()["error"]["message"]
+    assert httpx.get(f"{server.url}/v2/models/other").status_code == 404

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import torch
 from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoProcessor
 
 from model_adapters.errors import CheckpointError, InvalidArgumentError, UnsupportedModelError
@@ -17,6 +19,7 @@ from torchax_serve.pooling.queue import QueuedTexts
 from torchax_serve.tasks.heads import Head, heads_of, methods_of
 from torchax_serve.tasks.host_forward import PARTS, on_host
 from torchax_serve.tasks.task_pipeline import TaskPipeline
+from torchax_serve.validation.argument_hints import refuses_unknown
 
 _FILES = ("preprocessor_config.json", "processor_config.json")
 _READERS: dict[str, Any] = {
@@ -34,6 +37,7 @@ class TaskModel(ServedModel):
 
     Attributes:
         methods: Names of the methods that it has for its heads.
+        outputs_seen: Dtype and number of dimensions of the outputs of the last `infer`, by name.
     """
 
     writes_text = False
@@ -44,8 +48,74 @@ class TaskModel(ServedModel):
         super().__init__(loaded, engine_options, leader)
         self.embeds = False
         self.methods = methods_of(self.class_name)
+        self.outputs_seen: dict[str, tuple[np.dtype[Any], int]] = {}
         self._pipelines: dict[str, TaskPipeline] = {}
         self._readers: dict[str, Any] = {}
+
+    @property
+    def main_input(self) -> str:
+        """Name of the forward's argument for images, samples or a series."""
+        return str(self._module.main_input_name)
+
+    @refuses_unknown
+    def infer(
+        self,
+        inputs: Mapping[str, np.ndarray],
+        *,
+        timeout_s: float | None = None,
+        queue_timeout_s: float | None = None,
+    ) -> dict[str, np.ndarray]:
+        """Returns the outputs of the model's forward by name, for tensors that a processor has made.
+
+        Args:
+            inputs: Arguments of the forward by name, with a first dimension for the rows.
+            timeout_s: seconds after which the call ends with an error, looked at before the forward; None: never.
+            queue_timeout_s: the same for a call that has not begun by then.
+
+        Raises:
+            InvalidArgumentError: the forward has no such argument.
+            QueueFullError: too many inputs are waiting.
+            DeadlineError: a time limit has passed.
+        """
+        (found,) = self._inferring(inputs).run(timeout_s, queue_timeout_s)
+        return dict(found)
+
+    async def ainfer(
+        self,
+        inputs: Mapping[str, np.ndarray],
+        *,
+        timeout_s: float | None = None,
+        queue_timeout_s: float | None = None,
+    ) -> dict[str, np.ndarray]:
+        """Works as `infer` without blocking the event loop."""
+        (found,) = await self._inferring(inputs).run_async(timeout_s, queue_timeout_s)
+        return dict(found)
+
+    def _inferring(self, inputs: Mapping[str, np.ndarray]) -> QueuedTexts:
+        program = self.runtime.program
+        if self.main_input not in inputs or (unknown := [name for name in inputs if not program.accepts(name)]):
+            got = ", ".join(inputs) or "none"
+            raise InvalidArgumentError(
+                f"inputs: expected {self.main_input} and other arguments of {self.class_name}.forward, got {got}"
+                + (f"; it has no {unknown[0]}" if self.main_input in inputs else "")
+            )
+
+        def call(items: Sequence[Any]) -> list[dict[str, np.ndarray]]:
+            return [self._forward_arrays(item) for item in items]
+
+        return self._call_on_queue(object(), call, [dict(inputs)])
+
+    def _forward_arrays(self, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Runs a forward, arrays in and out; floats are float32."""
+        given = {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
+        given = {name: value.to(self.dtype) if value.is_floating_point() else value for name, value in given.items()}
+        module = self._pipeline(heads_of(self.class_name)[0]).model if self.class_name in PARTS else self._module
+        with torch.no_grad():
+            fields = module(**given, return_dict=True)
+        found = {name: value for name, value in fields.items() if isinstance(value, torch.Tensor)}
+        made = {name: (value.float() if value.is_floating_point() else value).numpy() for name, value in found.items()}
+        self.outputs_seen = {name: (array.dtype, array.ndim) for name, array in made.items()}
+        return made
 
     def _head_for(self, method: str, *, takes_labels: bool = False) -> Head:
         """Returns the head for a method.

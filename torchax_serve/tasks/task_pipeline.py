@@ -32,6 +32,11 @@ class TaskPipeline:
         made = getattr(transformers, class_name)
         self._pipeline: Any = made(model=module, device=torch.device("cpu"), **parts)
 
+    @property
+    def model(self) -> Any:
+        """The model that the pipeline calls."""
+        return self._pipeline.model
+
     def run(self, items: Sequence[Any], **params: Any) -> list[Any]:
         """Returns the pipeline's result for each item.
 
