@@ -203,3 +203,21 @@ def vits(path):
     )
     reader = tf.VitsTokenizer(str(path / "vocab.json"), pad_token="_", unk_token="_", phonemize=False, is_uroman=False)
     return saved(path, tf.VitsModel(config), reader)
+
+
+def sam(path):
+    """A SAM for images of 64 pixels."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = tf.SamConfig(
+        vision_config={
+            **sizes, "mlp_dim": 48, "image_size": 64, "patch_size": 8, "output_channels": 32,
+            "num_pos_feats": 16, "window_size": 4,
+            "global_attn_indexes": [0],
+        },
+        prompt_encoder_config={
+            "hidden_size": 32, "image_size": 64, "patch_size": 8, "image_embedding_size": 8, "mask_input_channels": 4,
+        },
+        mask_decoder_config={**sizes, "mlp_dim": 48, "iou_head_hidden_dim": 32},
+    )  # fmt: skip
+    reader = tf.SamImageProcessor(size={"longest_edge": 64}, pad_size={"height": 64, "width": 64})
+    return saved(path, tf.SamModel(config), reader)

@@ -7,7 +7,7 @@ import pytest
 import task_models
 import torch
 from PIL import Image
-from transformers import AutoImageProcessor, AutoTokenizer, pipeline
+from transformers import AutoImageProcessor, AutoTokenizer, SamProcessor, pipeline
 
 from torchax_serve import DeadlineError, InvalidArgumentError, UnsupportedModelError, VisionModel, serve
 
@@ -193,3 +193,39 @@ def test_a_missing_processor(folders, tmp_path):
     eager.save_pretrained(tmp_path)
     with serve(tmp_path) as served, pytest.raises(InvalidArgumentError, match="has no image processor"):
         served.classify_images(task_models.images())
+
+
+def test_masks_of_prompts(folders):
+    path, eager = folders("sam")
+    processor = SamProcessor(AutoImageProcessor.from_pretrained(path))
+    image = task_models.images()[1]
+
+    def theirs(**prompts):
+        inputs = processor(image, return_tensors="pt", **prompts)
+        with torch.no_grad():
+            output = eager(**inputs)
+        masks = processor.post_process_masks(
+            output.pred_masks, inputs["original_sizes"], inputs["reshaped_input_sizes"]
+        )
+        return masks[0].numpy(), output.iou_scores[0].numpy()
+
+    boxes = [[5, 4, 30, 20], [30, 10, 60, 30]]
+    with serve(path) as served:
+        for found, (masks, scores) in (
+            (served.masks(image, points=[(20, 10), (40, 20)]), theirs(input_points=[[[20, 10], [40, 20]]])),
+            (served.masks(image, boxes=boxes), theirs(input_boxes=[boxes])),
+            (asyncio.run(served.amasks(image, boxes=boxes[0])), theirs(input_boxes=[boxes[:1]])),
+        ):
+            for objects, of_masks, of_scores in zip(found, masks, scores, strict=True):
+                np.testing.assert_allclose([e.score for e in objects], -np.sort(-of_scores), atol=1e-4)
+                for each, index in zip(objects, np.argsort(-of_scores, kind="stable"), strict=True):
+                    assert each.mask.shape == (32, 64) and (each.mask == of_masks[index]).mean() > 0.999
+        assert served._mask_decoder.num_encoded == 1
+        for prompts, message in [
+            ({}, "masks: expected points or boxes, got none"),
+            ({"points": [1, 2]}, r"points: expected a list of \(x, y\) in pixels"),
+            ({"points": [(1, 2)], "labels": [2]}, "labels: expected 1"),
+            ({"points": [(1, 2)], "boxes": boxes}, "boxes: expected one box with points"),
+        ]:
+            with pytest.raises(InvalidArgumentError, match=message):
+                served.masks(image, **prompts)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoProcessor
+from transformers import AutoFeatureExtractor, AutoImageProcessor
 
 from model_adapters.errors import CheckpointError, InvalidArgumentError, UnsupportedModelError
 from model_adapters.loading import LoadedModel
@@ -25,7 +25,6 @@ _FILES = ("preprocessor_config.json", "processor_config.json")
 _READERS: dict[str, Any] = {
     "image_processor": AutoImageProcessor,
     "feature_extractor": AutoFeatureExtractor,
-    "processor": AutoProcessor,
 }
 """What reads inputs, by the argument of transformers' pipelines."""
 
@@ -170,7 +169,7 @@ class TaskModel(ServedModel):
         return made | ({"tokenizer": self._own_tokenizer()} if head.reads_texts else {})
 
     def _reader(self, name: str) -> Any:
-        """Returns the checkpoint's image processor, feature extractor or processor.
+        """Returns the checkpoint's image processor or feature extractor.
 
         Raises:
             InvalidArgumentError: the model came without one.

@@ -15,7 +15,8 @@ from torchax_serve.entrypoints.task_model import TaskModel, one_or_all
 from torchax_serve.pooling.queue import QueuedTexts
 from torchax_serve.tasks.batches import run_batches
 from torchax_serve.tasks.images import ImageLike, images_of, is_single
-from torchax_serve.tasks.results import Box, DepthMap, Detection, ScoredLabel, Segment
+from torchax_serve.tasks.prompted_masks import MaskDecoder, checked_prompts
+from torchax_serve.tasks.results import Box, DepthMap, Detection, PromptedMask, ScoredLabel, Segment
 from torchax_serve.validation.argument_hints import refuses_unknown
 
 SUBTASKS = ("semantic", "instance", "panoptic")
@@ -202,6 +203,61 @@ class VisionModel(TaskModel):
         call = self._embedding_images(images, pooling, normalize)
         rows = await call.run_async(timeout_s, queue_timeout_s)
         return np.asarray(rows[0]) if is_single(images) else np.stack(rows)
+
+    @refuses_unknown
+    def masks(
+        self,
+        image: ImageLike,
+        *,
+        points: Sequence[tuple[float, float]] | None = None,
+        labels: Sequence[int] | None = None,
+        boxes: Sequence[Any] | None = None,
+        timeout_s: float | None = None,
+        queue_timeout_s: float | None = None,
+    ) -> list[list[PromptedMask]]:
+        """Returns the masks of each prompted object in an image, the best first.
+
+        The image is encoded at its first prompt; the embeddings of the last eight images are kept.
+
+        Args:
+            image: one image.
+            points: pixels (x, y) of one object.
+            labels: 1 for points inside of the object, 0 for those outside; None: all are inside.
+            boxes: (left, top, right, bottom) in pixels, one or several, each of an object.
+            timeout_s, queue_timeout_s: as in `classify_images`, and errors likewise.
+        """
+        (found,) = self._prompting(image, points, labels, boxes).run(timeout_s, queue_timeout_s)
+        return list(found)
+
+    @refuses_unknown
+    async def amasks(
+        self,
+        image: ImageLike,
+        *,
+        points: Sequence[tuple[float, float]] | None = None,
+        labels: Sequence[int] | None = None,
+        boxes: Sequence[Any] | None = None,
+        timeout_s: float | None = None,
+        queue_timeout_s: float | None = None,
+    ) -> list[list[PromptedMask]]:
+        """Works as `masks` without blocking the event loop; cancelling ends it."""
+        (found,) = await self._prompting(image, points, labels, boxes).run_async(timeout_s, queue_timeout_s)
+        return list(found)
+
+    @functools.cached_property
+    def _mask_decoder(self) -> MaskDecoder:
+        return MaskDecoder(self._module, self.runtime, self._reader("image_processor"))
+
+    def _prompting(self, image: ImageLike, points: Any, labels: Any, boxes: Any) -> QueuedTexts:
+        self._head_for("masks")
+        prompts = checked_prompts(points, labels, boxes)
+        if not is_single(image):
+            raise InvalidArgumentError(f"image: expected one image, got a list of {len(image)}; call masks for each")
+
+        def call(items: Sequence[Any]) -> list[list[list[PromptedMask]]]:
+            return [self._mask_decoder.masks(each, *given) for each, given in items]
+
+        return self._call_on_queue("masks", call, [(images_of(image)[0], prompts)])
 
     def _labelling(
         self, images: Images, labels: Sequence[str] | None, template: str | None, top_k: int | None

@@ -18,6 +18,7 @@ class Head:
         mappings: Names of transformers' mappings that list the classes of models, without their common parts.
         readers: What of the checkpoint makes inputs, by the argument of the pipeline.
         takes_labels: Whether a call gives the labels, in place of the model's own.
+        classes: Further classes of models.
     """
 
     method: str
@@ -25,6 +26,7 @@ class Head:
     mappings: tuple[str, ...]
     readers: tuple[str, ...] = ()
     takes_labels: bool = False
+    classes: tuple[str, ...] = ()
 
     @property
     def reads_texts(self) -> bool:
@@ -34,7 +36,7 @@ class Head:
     @property
     def class_names(self) -> frozenset[str]:
         """Classes of models that have this head."""
-        return frozenset(_names(self.mappings))
+        return frozenset((*_names(self.mappings), *self.classes))
 
 
 _IMAGES, _SOUND = ("image_processor",), ("feature_extractor",)
@@ -51,7 +53,7 @@ HEADS = (
         _IMAGES,
     ),
     Head("depth", "DepthEstimationPipeline", ("DEPTH_ESTIMATION",), _IMAGES),
-    Head("masks", "", ("MASK_GENERATION",), ("processor",)),
+    Head("masks", "", (), ("image_processor",), classes=("SamModel",)),
     Head("embed_images", "", ("IMAGE", "IMAGE_CLASSIFICATION", "ZERO_SHOT_IMAGE_CLASSIFICATION"), _IMAGES),
     Head("classify_audio", "AudioClassificationPipeline", ("AUDIO_CLASSIFICATION",), _SOUND),
     Head("transcribe", "AutomaticSpeechRecognitionPipeline", ("CTC",), _SOUND),
