@@ -1,4 +1,4 @@
-"""`TaskModel`: common part of models whose heads are for images, sound or series."""
+"""`TaskModel`: common part of models whose heads are for images or sound."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _READERS: dict[str, Any] = {
 
 
 class TaskModel(ServedModel):
-    """A model with a head for images, sound or series; made by `serve`.
+    """A model with a head for images or sound; made by `serve`.
 
     It does not generate text.
 
@@ -53,7 +53,7 @@ class TaskModel(ServedModel):
 
     @property
     def main_input(self) -> str:
-        """Name of the forward's argument for images, samples or a series."""
+        """Name of the forward's argument for images or samples."""
         return str(self._module.main_input_name)
 
     @refuses_unknown

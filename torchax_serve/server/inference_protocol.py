@@ -112,7 +112,7 @@ async def infer(request: Request) -> Response:
 
 
 async def _service(request: Request) -> ModelService:
-    """Returns the model in the path, which has heads for images, sound or series.
+    """Returns the model in the path, which has heads for images or sound.
 
     Raises:
         ApiError: 404 if there is no such model, or it is one of texts.
@@ -123,7 +123,7 @@ async def _service(request: Request) -> ModelService:
     if not hasattr(type(service.model), "ainfer"):
         raise ApiError(
             404,
-            f"/v2/models: expected a model with a head for images, sound or series, got {service.name}, whose tasks "
+            f"/v2/models: expected a model with a head for images or sound, got {service.name}, whose tasks "
             f"are {', '.join(service.tasks)}",
         )
     return service
@@ -146,7 +146,8 @@ def _inputs(given: Sequence[Mapping[str, Any]], rest: bytes) -> dict[str, np.nda
         where = f"inputs[{index}]"
         if unknown := each.keys() - {"name", "shape", "datatype", "data", "parameters"}:
             raise bad_request(f"{where}: expected no field {min(unknown)[:60]}", "inputs", "unknown_parameter")
-        name, shape, dtype = each.get("name"), each.get("shape"), DTYPES.get(str(each.get("datatype")))
+        name, dtype = each.get("name"), DTYPES.get(str(each.get("datatype")))
+        shape: Any = each.get("shape")
         if not isinstance(name, str) or name in found:
             raise bad_request(f"{where}.name: expected a name that no other input has", "inputs", "invalid_value")
         if dtype is None:
@@ -187,9 +188,9 @@ def _wanted(asked: Sequence[Mapping[str, Any]] | None, found: Mapping[str, Any],
     """Returns the names of outputs, and whether each is binary."""
     if not asked:
         return dict.fromkeys(found, is_binary)
-    wanted = {}
+    wanted: dict[str, bool] = {}
     for index, each in enumerate(asked):
-        name = each.get("name")
+        name: Any = each.get("name")
         if name not in found:
             raise bad_request(
                 f"outputs[{index}].name: expected one of {', '.join(found)}, got {str(name)[:60]!r}",

@@ -370,6 +370,6 @@ def _encoder_tasks(class_name: str, num_labels: int | None) -> tuple[str, ...]:
 
 
 def _tasks_of_methods(methods: Sequence[str]) -> tuple[str, ...]:
-    """Returns the tasks of a model with heads for images, sound or series."""
+    """Returns the tasks of a model with heads for images or sound."""
     names = {"classify_images": "classify", "classify_audio": "classify", "embed_images": "embed"}
     return tuple(dict.fromkeys(names.get(method, method) for method in methods if method != "transcribe"))

@@ -1,1 +1,1 @@
-"""Tasks of models with heads for images, sound and series: inputs, batches, results."""
+"""Tasks of models with heads for images and sound: inputs, batches, results."""

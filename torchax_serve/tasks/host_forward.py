@@ -1,4 +1,4 @@
-"""Forwards whose shapes depend on values: they run on the host, and their parts are programs."""
+"""Forwards whose shapes depend on values: they run on the host, their parts on JAX."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Masks of objects at points and in boxes (SAM): images encoded once, prompts decoded after that."""
+"""Masks of objects at points and in boxes (SAM), of images that are encoded once."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ class MaskDecoder:
         ]
 
     def _encoded(self, image: Any) -> dict[str, Any]:
-        """Returns an image's embedding and sizes, height and width; the oldest of the others is dropped."""
+        """Returns an image's embedding, and its sizes: height and width.
+
+        The oldest of the others is dropped."""
         pixels = np.asarray(image)
         key = hashlib.sha256(repr(pixels.shape).encode() + pixels.tobytes()).digest()
         if key not in self._images:

@@ -1,4 +1,4 @@
-"""Result types of models with heads for images, sound and series."""
+"""Result types of models with heads for images and sound."""
 
 from __future__ import annotations
 
@@ -89,14 +89,18 @@ class Speech:
     sampling_rate: int
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Forecast:
-    """Future values of a series.
+@dataclasses.dataclass(frozen=True)
+class MarkedAnswer:
+    """A part of a text that answers a question.
 
     Attributes:
-        mean: float32[horizon].
-        quantiles: float32[horizon, num_quantiles]; None for a model without them.
+        text: The part.
+        score: Probability of its first token times that of its last, among those of the text.
+        start: Its first character in the text.
+        end: The character behind its last.
     """
 
-    mean: np.ndarray
-    quantiles: np.ndarray | None
+    text: str
+    score: float
+    start: int
+    end: int

@@ -1,4 +1,4 @@
-"""Sound that callers give: files, or samples with their rate, as samples at the model's rate."""
+"""Sound that callers give, files or samples, as samples at the model's rate."""
 
 from __future__ import annotations
 
