@@ -111,11 +111,10 @@ def segformer(path):
 
 
 def detr_panoptic(path):
-    return saved(
-        path,
-        tf.DetrForSegmentation(detr_config(d_model=64, encoder_attention_heads=8, decoder_attention_heads=8)),
-        tf.DetrImageProcessor(size={"shortest_edge": 32, "longest_edge": 64}),
-    )
+    """Finds something in each of its queries."""
+    model = tf.DetrForSegmentation(detr_config(d_model=64, encoder_attention_heads=8, decoder_attention_heads=8))
+    model.detr.class_labels_classifier.bias.data[-1] = -9  # of no object
+    return saved(path, model, tf.DetrImageProcessor(size={"shortest_edge": 32, "longest_edge": 64}))
 
 
 def glpn(path):

@@ -11,6 +11,8 @@ from typer.testing import CliRunner
 
 from torchax_serve import serve
 from torchax_serve.cli.main import app
+from torchax_serve.cli.shared.result_files import with_boxes, with_masks
+from torchax_serve.tasks.results import Box, Detection, Segment
 
 pytestmark = pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64:UserWarning")
 
@@ -51,6 +53,7 @@ def test_classify(models):
     assert refused.exit_code == 2 and "whose methods are classify_images, embed_images" in refused.stderr
 
 
+@pytest.mark.thorough
 def test_segment_into_pictures(models, tmp_path):
     files = [models / "0.png", models / "1.png"]
     with serve(models / "segformer") as served:
@@ -72,6 +75,7 @@ def test_segment_into_pictures(models, tmp_path):
     assert refused.exit_code == 2 and "FILE: expected a file that is there" in refused.stderr
 
 
+@pytest.mark.thorough
 def test_speak(models, tmp_path):
     with serve(models / "vits") as served:
         expected = served.speak("a small cat", seed=3).samples
@@ -80,3 +84,19 @@ def test_speak(models, tmp_path):
     samples, rate = soundfile.read(tmp_path / "cat.wav")
     assert rate == 16_000
     np.testing.assert_allclose(samples, np.clip(expected, -1, 1), atol=1e-4)
+
+
+def test_boxes_are_drawn():
+    image = Image.new("RGB", (60, 40), "white")
+    found = [Detection("cat", 0.9, Box(5, 10, 30, 30)), Detection("dog", 0.8, Box(20, 12, 50, 35))]
+    drawn = np.asarray(with_boxes(image, found))
+    assert np.asarray(image).min() == 255 and drawn.shape == (40, 60, 3)
+    assert tuple(drawn[30, 10]) == tuple(drawn[20, 5]) != tuple(drawn[35, 40]) != (255, 255, 255)
+
+
+def test_masks_are_drawn():
+    image = Image.new("RGB", (60, 40), "white")
+    mask = np.zeros((40, 60), bool)
+    mask[10:20, 5:25] = True
+    drawn = np.asarray(with_masks(image, [Segment("cat", None, mask)]))
+    assert ((drawn != 255).any(-1) == mask).all()

@@ -92,6 +92,7 @@ def test_embeddings_of_images(servers):
     np.testing.assert_allclose([each.embedding for each in answer.data], expected, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_labels_of_sound(servers):
     server, model = servers("wav2vec")
     tone, _ = task_models.sounds()

@@ -54,6 +54,7 @@ def test_classify_audio(folders, tmp_path):
                 served.classify_audio(sound, sampling_rate=rate)
 
 
+@pytest.mark.thorough
 def test_transcribe_letters(folders):
     path, eager = folders("wav2vec_ctc")
     theirs = pipeline(

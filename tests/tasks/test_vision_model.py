@@ -111,16 +111,15 @@ def test_detect_what_words_say(folders):
             assert_same_boxes(found, theirs(image, candidate_labels=CANDIDATES, threshold=0.3))
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["segformer", pytest.param("detr_panoptic", marks=pytest.mark.thorough)],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["segformer", "detr_panoptic"])
 def test_segment(folders, name):
     path, eager = folders(name)
     theirs = pipeline_of("image-segmentation", path, eager)
     image = task_models.images()[0]
+    options = {"threshold": 0.2, "mask_threshold": 0.2, "overlap_mask_area_threshold": 0.0}
     with serve(path) as served:
-        found, expected = served.segment(image, threshold=0.3), theirs(image, threshold=0.3)
+        found, expected = served.segment(image, **options), theirs(image, **options)
         assert found and [(e.label, e.score and round(e.score, 4)) for e in found] == [
             (e["label"], e["score"] and round(e["score"], 4)) for e in expected
         ]
@@ -195,6 +194,7 @@ def test_a_missing_processor(folders, tmp_path):
         served.classify_images(task_models.images())
 
 
+@pytest.mark.thorough
 def test_masks_of_prompts(folders):
     path, eager = folders("sam")
     processor = SamProcessor(AutoImageProcessor.from_pretrained(path))

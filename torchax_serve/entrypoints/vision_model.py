@@ -122,6 +122,7 @@ class VisionModel(TaskModel):
         subtask: Literal["semantic", "instance", "panoptic"] | None = None,
         threshold: float | None = None,
         mask_threshold: float | None = None,
+        overlap_mask_area_threshold: float | None = None,
         timeout_s: float | None = None,
         queue_timeout_s: float | None = None,
     ) -> list[Segment] | list[list[Segment]]:
@@ -133,9 +134,11 @@ class VisionModel(TaskModel):
                 None: the last that the processor has.
             threshold: least score of a part with a score; None: 0.9.
             mask_threshold: least value of a mask's pixels; None: 0.5.
+            overlap_mask_area_threshold: least share of a part's own pixels that no other part takes; None: 0.5.
             timeout_s, queue_timeout_s: as in `classify_images`, and errors likewise.
         """
-        call = self._segmenting(images, subtask, threshold, mask_threshold)
+        shares = (threshold, mask_threshold, overlap_mask_area_threshold)
+        call = self._segmenting(images, subtask, *shares)
         return one_or_all(is_single(images), call.run(timeout_s, queue_timeout_s))
 
     @refuses_unknown
@@ -146,11 +149,13 @@ class VisionModel(TaskModel):
         subtask: Literal["semantic", "instance", "panoptic"] | None = None,
         threshold: float | None = None,
         mask_threshold: float | None = None,
+        overlap_mask_area_threshold: float | None = None,
         timeout_s: float | None = None,
         queue_timeout_s: float | None = None,
     ) -> list[Segment] | list[list[Segment]]:
         """Works as `segment` without blocking the event loop; cancelling ends it."""
-        call = self._segmenting(images, subtask, threshold, mask_threshold)
+        shares = (threshold, mask_threshold, overlap_mask_area_threshold)
+        call = self._segmenting(images, subtask, *shares)
         return one_or_all(is_single(images), await call.run_async(timeout_s, queue_timeout_s))
 
     @refuses_unknown
@@ -294,9 +299,7 @@ class VisionModel(TaskModel):
 
         return self._call_on_queue((head.pipeline, tuple(names or ()), threshold), call, images_of(images))
 
-    def _segmenting(
-        self, images: Images, subtask: str | None, threshold: float | None, mask_threshold: float | None
-    ) -> QueuedTexts:
+    def _segmenting(self, images: Images, subtask: str | None, *shares: float | None) -> QueuedTexts:
         head = self._head_for("segment")
         if subtask is not None:
             processor, name = self._reader("image_processor"), f"post_process_{subtask}_segmentation"
@@ -305,9 +308,10 @@ class VisionModel(TaskModel):
                 raise InvalidArgumentError(
                     f"subtask: expected {' or '.join(known)}, which {self.name} has, got {subtask!r}"
                 )
-        _check_share("threshold", threshold)
-        _check_share("mask_threshold", mask_threshold)
-        given = {"subtask": subtask, "threshold": threshold, "mask_threshold": mask_threshold}
+        names = ("threshold", "mask_threshold", "overlap_mask_area_threshold")
+        for name, value in zip(names, shares, strict=True):
+            _check_share(name, value)
+        given = {"subtask": subtask, **dict(zip(names, shares, strict=True))}
         params = {name: value for name, value in given.items() if value is not None}
 
         def call(items: Sequence[Any]) -> list[list[Segment]]:
