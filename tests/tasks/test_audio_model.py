@@ -73,7 +73,7 @@ def test_transcribe_letters(folders):
 def test_speak(folders):
     path, eager = folders("vits")
     reader = AutoTokenizer.from_pretrained(path)
-    texts = ["a small cat", "the dog ran"]
+    texts = ["a small cat"]
 
     def theirs(text, **options):
         torch.manual_seed(7)
