@@ -23,7 +23,7 @@ LAYERS = (
     ("bench", "parity", "diagnostics", "training"),
     ("distributed.ray",),
     ("entrypoints", "planning", "export"),
-    ("diffusion",),
+    ("diffusion", "tasks"),
     ("generation", "distributed.hosts", "start"),
     ("engine",),
     ("executors",),

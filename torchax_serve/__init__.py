@@ -34,12 +34,14 @@ if TYPE_CHECKING:
     from torchax_serve.distributed.hosts.follow import follow
     from torchax_serve.distributed.hosts.options import Hosts
     from torchax_serve.engine.options import EngineOptions
+    from torchax_serve.entrypoints.audio_model import AudioModel
     from torchax_serve.entrypoints.encoder_model import EncoderModel
     from torchax_serve.entrypoints.image_model import ImageModel
     from torchax_serve.entrypoints.serve import serve
     from torchax_serve.entrypoints.served_model import ServedModel
     from torchax_serve.entrypoints.speech_model import SpeechModel
     from torchax_serve.entrypoints.to_jax import to_jax
+    from torchax_serve.entrypoints.vision_model import VisionModel
     from torchax_serve.outputs import Completion
     from torchax_serve.sampling_params import SamplingParams
     from torchax_serve.text import TextStream
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AudioModel",
     "ChatTemplateError",
     "CheckpointError",
     "Completion",
@@ -71,6 +74,7 @@ __all__ = [
     "TorchaxServeError",
     "UnsupportedArgumentError",
     "UnsupportedModelError",
+    "VisionModel",
     "extract_jax",
     "follow",
     "serve",
@@ -81,6 +85,7 @@ __all__ = [
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
+        "AudioModel": ".entrypoints.audio_model",
         "Completion": ".outputs",
         "EncoderModel": ".entrypoints.encoder_model",
         "EngineOptions": ".engine.options",
@@ -90,6 +95,7 @@ __getattr__, __dir__ = lazy_exports(
         "ServedModel": ".entrypoints.served_model",
         "SpeechModel": ".entrypoints.speech_model",
         "TextStream": ".text",
+        "VisionModel": ".entrypoints.vision_model",
         "extract_jax": "model_adapters.bridge.extract",
         "follow": ".distributed.hosts.follow",
         "serve": ".entrypoints.serve",

@@ -4,20 +4,16 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
+import encoder_models
 import httpx
 import numpy as np
 import pytest
 import torch
+from encoder_models import TEXTS, tokenizer
 from exported import REFUSAL
 from ports import free_port
 from thorough import except_for
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "pooling"))
-
-import encoder_models
-from encoder_models import TEXTS, tokenizer
 
 from torchax_serve import EngineOptions, serve
 

@@ -1,19 +1,14 @@
 """Bundles of models that read texts: as eager transformers and sentence-transformers, in a process without PyTorch."""
 
 import json
-import sys
-from pathlib import Path
 
+import encoder_models
 import numpy as np
 import pytest
 import torch
 import transformers
-from exported import FEW, output_of, run
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "pooling"))
-
-import encoder_models
 from encoder_models import TEXTS, tokenizer
+from exported import FEW, output_of, run
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 

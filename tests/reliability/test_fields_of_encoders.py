@@ -3,17 +3,13 @@
 import contextlib
 import json
 import os
-import sys
 from pathlib import Path
 
 import httpx
 import pytest
+from encoder_models import folder
 from running_server import serving
 from test_fields import VALUES
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "pooling"))
-
-from encoder_models import folder
 
 from torchax_serve.server.pooling_schemas import (
     ClassifyRequest,

@@ -147,12 +147,11 @@ def test_unknown_paths_and_methods_are_errors_of_the_dialect(http):
 
 
 def test_interfaces_that_are_not_supported_are_refused_by_name(http):
-    for path, message in (
-        ("/v1/realtime", "the realtime interface is not supported; send audio to /v1/audio/transcriptions"),
-        ("/v1/audio/speech", "speech output is not supported; ask /v1/chat/completions for a text"),
-    ):
-        error = http.post(path, json={"model": "tiny"}).json()["error"]
-        assert (error["message"], error["code"]) == (f"{path}: {message}", "unknown_url")
+    message = "the realtime interface is not supported; send audio to /v1/audio/transcriptions"
+    error = http.post("/v1/realtime", json={"model": "tiny"}).json()["error"]
+    assert (error["message"], error["code"]) == (f"/v1/realtime: {message}", "unknown_url")
+    error = http.post("/v1/audio/speech", json={"model": "tiny", "input": "Hi"}).json()["error"]
+    assert "expected a model that speaks, such as VITS, got tiny, whose tasks are" in error["message"]
 
 
 def test_bodies_that_are_no_json_objects(http):

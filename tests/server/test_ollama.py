@@ -2,16 +2,15 @@
 
 import contextlib
 import json
-import sys
 import threading
 import time
-from pathlib import Path
 
 import httpx
 import hub_lookalike
 import numpy as np
 import ollama
 import pytest
+from encoder_models import TEXTS, folder
 from huggingface_hub import constants
 from running_server import serving
 from scripted_model import write_scripted_model
@@ -23,10 +22,6 @@ from torchax_serve.cli.main import app
 from torchax_serve.executors.speculation.loaded_draft import LoadedDraft
 from torchax_serve.scheduler.speculative_config import SpeculativeConfig
 from torchax_serve.server.ollama import downloads
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "pooling"))
-
-from encoder_models import TEXTS, folder
 
 KEY = "secret-of-tests"
 HEADERS = {"Authorization": f"Bearer {KEY}"}

@@ -2,20 +2,15 @@
 
 import base64
 import concurrent.futures
-import sys
-from pathlib import Path
 
 import httpx
 import numpy as np
 import openai
 import pytest
 import torch
+from encoder_models import TEXTS, folder
 from running_server import RunningServer, serving
 from transformers import AutoModelForSequenceClassification
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "pooling"))
-
-from encoder_models import TEXTS, folder
 
 
 def served(tmp_path_factory, class_name, **options):

@@ -3,18 +3,13 @@
 import json
 import random
 import re
-import sys
-from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
+from encoder_models import SPECIAL, WORDS, folder
 from running_server import serving
 from thorough import except_for
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "pooling"))
-
-from encoder_models import SPECIAL, WORDS, folder
 
 from torchax_serve.pooling import POOLINGS
 from torchax_serve.pooling.text_program import TextProgram

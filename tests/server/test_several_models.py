@@ -4,15 +4,14 @@ import concurrent.futures
 import json
 import random
 import shutil
-import sys
 import threading
 import time
-from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
 import torch
+from encoder_models import TEXTS, folder
 from transformers import AutoModelForCausalLM
 
 from model_adapters.loading.model_source import EMBEDDED
@@ -22,10 +21,6 @@ from torchax_serve.server.context import Stage
 from torchax_serve.server.lifespan import TICK_S, Server
 from torchax_serve.server.model_pool import ModelSpec
 from torchax_serve.server.options import ServerOptions
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "pooling"))
-
-from encoder_models import TEXTS, folder
 
 ENGINE = EngineOptions(max_num_seqs=4, max_model_len=256)
 BOSS, GUEST = "boss-key-0123", "guest-key-0123"

@@ -167,7 +167,9 @@ class BaseModel(EmbedsTexts, ExportableModel):
         from torchax_serve.pooling.module_texts import any_embedder, own_embedder
 
         if not self.embeds:
-            raise UnsupportedModelError(f"embed: expected a model that reads texts, got {self.name}, which reads audio")
+            raise UnsupportedModelError(
+                f"embed: expected a model that reads texts, got {self.name}, a {self.class_name}"
+            )
         return (any_embedder if chooses else own_embedder)(self._followed(), self._runtimes[0])
 
     def _head(self) -> TextHead:

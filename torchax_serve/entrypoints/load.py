@@ -27,14 +27,17 @@ from torchax_serve.distributed.hosts.startup import (
 from torchax_serve.distributed.mesh import mesh_for
 from torchax_serve.engine.adapters import AdapterOptions
 from torchax_serve.engine.options import EngineOptions
+from torchax_serve.entrypoints.audio_model import AudioModel
 from torchax_serve.entrypoints.base_model import BaseModel
 from torchax_serve.entrypoints.draft import with_draft_model
 from torchax_serve.entrypoints.encoder_model import EncoderModel
 from torchax_serve.entrypoints.live_adapters import LiveAdapters, enable_adapters
 from torchax_serve.entrypoints.served_model import ServedModel, record_start
 from torchax_serve.entrypoints.speech_model import SpeechModel, is_speech_model
+from torchax_serve.entrypoints.vision_model import VisionModel
 from torchax_serve.scheduler.speculative_config import SpeculativeConfig, refuse_heads
 from torchax_serve.start.record import StartFolder
+from torchax_serve.tasks.heads import OF_IMAGES, OF_SOUND, methods_of
 
 
 def load_served_model(
@@ -117,7 +120,12 @@ def serve_on_hosts(
 
 
 def model_class_for(module: PreTrainedModel) -> type[ServedModel]:
-    """Returns the served model class for `module`: text, transcripts, or embeddings and labels."""
+    """Returns the served model class for `module`: by its head, text, transcripts, or labels."""
+    methods = set(methods_of(type(module).__name__))
     if is_speech_model(module):
         return SpeechModel
+    if not module.can_generate() and methods & OF_IMAGES:
+        return VisionModel
+    if not module.can_generate() and methods & OF_SOUND:
+        return AudioModel
     return ServedModel if module.can_generate() else EncoderModel

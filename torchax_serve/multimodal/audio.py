@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -54,3 +55,13 @@ def check_rate(wanted: int | None, got: Any) -> None:
             f"sampling_rate: expected {wanted} samples per second, the rate of this model, got {got!r}; "
             "resample the audio first"
         )
+
+
+def resampled(samples: np.ndarray, rate: int, wanted: int) -> np.ndarray:
+    """Returns float32 samples at another rate, by a polyphase filter (scipy)."""
+    if rate == wanted:
+        return samples
+    from scipy.signal import resample_poly
+
+    divisor = math.gcd(rate, wanted)
+    return np.asarray(resample_poly(samples, wanted // divisor, rate // divisor), np.float32)

@@ -10,6 +10,16 @@ from model_adapters.errors import InvalidArgumentError
 
 MOST_PIXELS = 100_000_000
 """Most pixels of one image; it is converted to floats before it is resized, 12 bytes per pixel."""
+_ORIENTATION = 0x0112
+"""EXIF tag."""
+_TURNS = dict(
+    enumerate(
+        ("FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90"), 2
+    )
+)
+"""What makes an image upright, in PIL's words, by its orientation."""
+_WITH_ORIENTATION = ("exif", "Raw profile type exif", "XML:com.adobe.xmp", "xmp")
+"""What of a file says how it is turned, by PIL's names."""
 _WIDE_MODES = ("I", "F")
 """Modes of PIL whose values have no known range; their conversion to 8 bits cuts off what is above 255."""
 
@@ -55,6 +65,26 @@ def eight_bits(image: Any) -> Any:
             "known range; scale them to 0 to 255 and convert it"
         )
     return image
+
+
+def upright(image: Any) -> Any:
+    """Returns an image turned as its EXIF orientation says; as it is where that cannot be read.
+
+    `PIL.ImageOps.exif_transpose` also writes the other tags anew, and fails for tags that are damaged.
+    """
+    from PIL import Image
+
+    image.load()  # what is read of a file next to its pixels is then there, and damaged pixels are an error
+    try:
+        turn = _TURNS.get(image.getexif().get(_ORIENTATION))
+    except Exception:  # PIL's reader of TIFF tags raises whatever it likes
+        turn = None
+    if turn is None:
+        return image
+    turned = image.transpose(Image.Transpose[turn])
+    for name in _WITH_ORIENTATION:  # or others would turn it again
+        turned.info.pop(name, None)
+    return turned
 
 
 def _check_pixels(width: int, height: int) -> None:

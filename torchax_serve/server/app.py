@@ -21,11 +21,13 @@ from torchax_serve.server import (
     adapter_routes,
     audio,
     health,
+    inference_protocol,
     model_routes,
     openapi,
     page,
     pooling,
     profile_routes,
+    speech,
     tokens,
 )
 from torchax_serve.server.anthropic import errors as anthropic_errors
@@ -47,7 +49,7 @@ from torchax_serve.server.responses.routes import responses
 logger = logging.getLogger("torchax_serve.server")
 access_logger = logging.getLogger("torchax_serve.access")
 
-PUBLIC = frozenset({"/livez", "/readyz", "/health", "/ping"})
+PUBLIC = frozenset({"/livez", "/readyz", "/health", "/ping", "/v2/health/live", "/v2/health/ready"})
 """Paths that need no key and count as no work. `ServerOptions.metrics_without_key` frees ``/metrics`` of it, too."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?")
@@ -102,6 +104,13 @@ ROUTES: tuple[tuple[str, str, Callable[..., Awaitable[Any]]], ...] = (
     ("POST", "/pooling", pooling.pooling),
     ("POST", "/v1/audio/transcriptions", audio.transcriptions),
     ("POST", "/v1/audio/translations", audio.translations),
+    ("POST", "/v1/audio/speech", speech.speech),
+    ("GET", "/v2", inference_protocol.server_metadata),
+    ("GET", "/v2/health/live", inference_protocol.live),
+    ("GET", "/v2/health/ready", inference_protocol.ready),
+    ("GET", "/v2/models/{model:path}/ready", inference_protocol.model_ready),
+    ("POST", "/v2/models/{model:path}/infer", inference_protocol.infer),
+    ("GET", "/v2/models/{model:path}", inference_protocol.model_metadata),
     ("POST", "/tokenize", tokens.tokenize),
     ("POST", "/detokenize", tokens.detokenize),
     ("POST", "/api/chat", ollama.chat),
@@ -120,7 +129,6 @@ ROUTES: tuple[tuple[str, str, Callable[..., Awaitable[Any]]], ...] = (
 """Method, path and function of each endpoint."""
 UNSUPPORTED = {
     "/v1/realtime": ("the realtime interface", "send audio to /v1/audio/transcriptions"),
-    "/v1/audio/speech": ("speech output", "ask /v1/chat/completions for a text"),
     "/api/embeddings": ("this older form of embeddings", "ask /api/embed"),
     "/api/create": ("making models", "start a server of a folder, or of a model of the hub"),
     "/api/copy": ("copying models", "give --served-model-name at the start"),

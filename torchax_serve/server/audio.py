@@ -12,9 +12,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
+from torchax_serve.multimodal.audio import resampled
 from torchax_serve.outputs import Transcript
 from torchax_serve.server import transcripts
-from torchax_serve.server.audio_files import decode_audio, resampled
+from torchax_serve.server.audio_files import decode_audio
 from torchax_serve.server.body import check_scalars
 from torchax_serve.server.context import ServerContext, context_of
 from torchax_serve.server.errors import ApiError, bad_request

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 from typing import Any
 
 import numpy as np
@@ -69,13 +68,3 @@ def _samples(file: Any, max_s: float, where: str) -> np.ndarray:
 
 def _too_long(max_s: float, where: str) -> Exception:
     return bad_request(f"{where}: expected audio of at most {max_s:g} s, got more; cut it", where, "invalid_value")
-
-
-def resampled(samples: np.ndarray, rate: int, wanted: int) -> np.ndarray:
-    """Returns float32 samples at another rate, by a polyphase filter (scipy)."""
-    if rate == wanted:
-        return samples
-    from scipy.signal import resample_poly
-
-    divisor = math.gcd(rate, wanted)
-    return np.asarray(resample_poly(samples, wanted // divisor, rate // divisor), np.float32)

@@ -32,8 +32,8 @@ async def read_request(request: Request, options: ServerOptions, kind: type[Body
     check_type(request, "application/json")
     body = await read_body(request, options)
     if len(body) > THREAD_BYTES:
-        return await asyncio.to_thread(lambda: kind.parse(_parsed(body, options)))
-    return kind.parse(_parsed(body, options))
+        return await asyncio.to_thread(lambda: kind.parse(parse_body(body, options)))
+    return kind.parse(parse_body(body, options))
 
 
 def check_type(request: Request, expected: str) -> None:
@@ -79,7 +79,7 @@ def too_large(max_body_bytes: int) -> ApiError:
     )
 
 
-def _parsed(body: bytes, options: ServerOptions) -> Any:
+def parse_body(body: bytes, options: ServerOptions) -> Any:
     _check_num_values(body, options.request.max_json_values)
     try:
         value = parse_json(body, max_bytes=options.connection.max_body_bytes, max_depth=options.request.max_json_depth)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from typing import Any
 
-from torchax_serve.multimodal.images import eight_bits
+from torchax_serve.multimodal.images import eight_bits, upright
 from torchax_serve.server import require_packages
 from torchax_serve.server.errors import bad_request
 
@@ -15,14 +15,6 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 """Formats that are read; none of them names other files or runs code."""
 _BEGINS = {"PNG": b"\x89PNG", "JPEG": b"\xff\xd8\xff", "GIF": b"GIF8", "BMP": b"BM"}
 """First bytes of files."""
-_ORIENTATION = 0x0112
-"""EXIF tag."""
-_TURNS = dict(
-    enumerate(
-        ("FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90"), 2
-    )
-)
-"""What makes an image upright, in PIL's words, by its orientation."""
 
 
 def decode_image(data: bytes, where: str) -> Any:
@@ -49,7 +41,7 @@ def decode_image(data: bytes, where: str) -> Any:
                 )
             if getattr(image, "n_frames", 1) > 1:
                 raise bad_request(f"{where}: expected a still image, got an animation", where, "invalid_value")
-            return eight_bits(_upright(image)).convert("RGB")
+            return eight_bits(upright(image)).convert("RGB")
     except Image.DecompressionBombError as error:
         raise bad_request(
             f"{where}: expected at most {MAX_PIXELS} pixels, got several times as many", where, "invalid_value"
@@ -60,18 +52,3 @@ def decode_image(data: bytes, where: str) -> Any:
         raise bad_request(
             f"{where}: expected an image as {', '.join(FORMATS)}, got {got}", where, "invalid_value"
         ) from error
-
-
-def _upright(image: Any) -> Any:
-    """Returns an image turned as its EXIF orientation says; as it is where that cannot be read.
-
-    `PIL.ImageOps.exif_transpose` also writes the other tags anew, and fails for tags that are damaged.
-    """
-    from PIL import Image
-
-    image.load()  # what is read of a file next to its pixels is then there, and damaged pixels are an error
-    try:
-        turn = _TURNS.get(image.getexif().get(_ORIENTATION))
-    except Exception:  # PIL's reader of TIFF tags raises whatever it likes
-        turn = None
-    return image if turn is None else image.transpose(Image.Transpose[turn])

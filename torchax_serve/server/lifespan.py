@@ -274,7 +274,7 @@ def warm_up(model: ServedModel, progress: Progress, *, wait: bool = True) -> Non
         progress: Shows the number of programs.
         wait: False: those of the engine are compiled, or read, behind requests.
     """
-    if not model.writes_text or model.embeds_by_files:
+    if getattr(model, "embeds", True) and (not model.writes_text or model.embeds_by_files):
         _warm_up_texts(model, progress)
     if not model.writes_text:
         return

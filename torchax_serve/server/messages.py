@@ -9,7 +9,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torchax_serve.server.audio_files import decode_audio, resampled
+from torchax_serve.multimodal.audio import resampled
+from torchax_serve.server.audio_files import decode_audio
 from torchax_serve.server.errors import bad_request
 from torchax_serve.server.image_files import decode_image
 from torchax_serve.server.notes import note_once

@@ -54,10 +54,11 @@ NUM_THREADS = 4
 _MODELS: Mapping[str, str] = {
     "chat": "a model with a chat template",
     "generate": "a model that generates text",
-    "embed": "a model with embeddings of texts",
+    "embed": "a model with embeddings",
     "rank": "a cross-encoder (ForSequenceClassification with one label)",
-    "classify": "a classifier of texts (ForSequenceClassification)",
+    "classify": "a classifier of texts (ForSequenceClassification), images or sound",
     "label tokens": "a classifier of tokens (ForTokenClassification)",
+    "speak": "a model that speaks, such as VITS",
     "transcribe": "a model that transcribes audio, such as Whisper",
 }
 """Kinds of models that can do each task."""
@@ -138,6 +139,8 @@ class ModelService:
     def tasks(self) -> tuple[str, ...]:
         """Tasks of the model: ``generate``, ``chat``, ``transcribe``, ``embed``, ``rank`` ..."""
         if not self.model.writes_text:
+            if (methods := getattr(self.model, "methods", None)) is not None:
+                return _tasks_of_methods(methods)
             return _encoder_tasks(self.model.class_name, self.model.config.num_labels)
         if self.model.transcribes and not self.model.embeds:  # which reads no texts
             return ("transcribe",)
@@ -364,3 +367,9 @@ def _encoder_tasks(class_name: str, num_labels: int | None) -> tuple[str, ...]:
     if class_name.endswith("ForSequenceClassification"):
         return ("classify", "rank") if num_labels == 1 else ("classify",)
     return ("label tokens",) if class_name.endswith("ForTokenClassification") else ("embed",)
+
+
+def _tasks_of_methods(methods: Sequence[str]) -> tuple[str, ...]:
+    """Returns the tasks of a model with heads for images or sound."""
+    names = {"classify_images": "classify", "classify_audio": "classify", "embed_images": "embed"}
+    return tuple(dict.fromkeys(names.get(method, method) for method in methods if method != "transcribe"))

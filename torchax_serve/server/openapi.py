@@ -18,6 +18,7 @@ from torchax_serve.server.audio import TranscriptionRequest
 from torchax_serve.server.batch.routes import BatchCreateRequest
 from torchax_serve.server.batch.upload import FileRequest
 from torchax_serve.server.context import context_of
+from torchax_serve.server.inference_protocol import InferRequest
 from torchax_serve.server.infill import InfillRequest
 from torchax_serve.server.model_routes import ModelRequest
 from torchax_serve.server.ollama import errors as ollama_errors
@@ -42,6 +43,7 @@ from torchax_serve.server.profile_routes import ProfileRequest
 from torchax_serve.server.request_fields import ApiRequest, notes_of
 from torchax_serve.server.responses.schemas import ResponsesRequest
 from torchax_serve.server.schemas import ChatRequest, CompletionRequest
+from torchax_serve.server.speech import SpeechRequest
 
 REQUESTS: tuple[type[ApiRequest], ...] = (
     ChatRequest,
@@ -64,6 +66,8 @@ REQUESTS: tuple[type[ApiRequest], ...] = (
     TokenizeRequest,
     DetokenizeRequest,
     TranscriptionRequest,
+    SpeechRequest,
+    InferRequest,
     ProfileRequest,
     LoadAdapterRequest,
     UnloadAdapterRequest,

@@ -17,6 +17,7 @@ from model_adapters.errors import UnsupportedModelError
 from torchax_serve.server.context import context_of
 from torchax_serve.server.errors import bad_request, in_words_of_requests
 from torchax_serve.server.json_lists import list_response
+from torchax_serve.server.media_inputs import files_of, labels_of, refuse_objects, results
 from torchax_serve.server.model_requests import read_for_model
 from torchax_serve.server.model_service import ModelService
 from torchax_serve.server.pooling_schemas import (
@@ -114,6 +115,9 @@ async def embedded(
     request: Request, service: ModelService, body: EmbeddingRequest
 ) -> tuple[list[np.ndarray], dict[str, int]]:
     """Returns the embeddings that a request asks for, float32[size] each, and its usage."""
+    if hasattr(type(service.model), "aembed_images"):
+        return await _embedded_images(request, service, body)
+    refuse_objects(body.input, "input", service.name)
     texts = texts_of(body.input)
     options: dict[str, Any] = {
         "truncate": body.truncate,
@@ -125,6 +129,20 @@ async def embedded(
     return found, await _usage(request, service, body, texts)
 
 
+async def _embedded_images(
+    request: Request, service: ModelService, body: EmbeddingRequest
+) -> tuple[list[np.ndarray], dict[str, int]]:
+    """Returns the embeddings of images, and a usage without tokens."""
+    for name in ("dimensions", "truncate_prompt_tokens"):
+        if getattr(body, name) is not None:
+            raise bad_request(f"{name}: expected none for images, got one", name, "unsupported_parameter")
+    normalize = bool(body.use_activation if body.normalize is None else body.normalize)
+    images = await files_of(request, service, body.input, "image")
+    model: Any = service.model
+    found = await results(request, model.aembed_images, images, pooling=body.pooling, normalize=normalize)
+    return list(found), {"prompt_tokens": 0, "total_tokens": 0}
+
+
 def _encoded(row: np.ndarray, form: str | None) -> Any:
     if form == "base64":
         return base64.b64encode(np.asarray(row, "<f4").tobytes()).decode()
@@ -134,6 +152,11 @@ def _encoded(row: np.ndarray, form: str | None) -> Any:
 async def classify(request: Request) -> Response:
     """Returns the labels of texts."""
     service, body = await _read(request, ClassifyRequest, "classify")
+    if hasattr(service.model, "methods"):
+        return await _classify_files(request, service, body)
+    if body.labels is not None:
+        raise bad_request("labels: expected none for a model of texts, got some", "labels", "unsupported_parameter")
+    refuse_objects(body.input, "input", service.name)
     texts = texts_of(body.input)
     truncate = body.truncate or False
     call = functools.partial(_encoder(service).aclassify, truncate=truncate)
@@ -148,6 +171,26 @@ async def classify(request: Request) -> Response:
         for index, each in enumerate(found)
     )
     usage = await _usage(request, service, body, texts)
+    return await list_response(service, "data", data, _list("classify", body.model) | {"usage": usage})
+
+
+async def _classify_files(request: Request, service: ModelService, body: ClassifyRequest) -> Response:
+    """Returns the labels of images or sound: probabilities in the labels' order, and by label."""
+    if body.truncate_prompt_tokens is not None:
+        name = "truncate_prompt_tokens"
+        raise bad_request(f"{name}: expected none for files, got one", name, "unsupported_parameter")
+    found = await labels_of(request, service, body.input, body.labels)
+    order = body.labels or list((service.model.config.id2label or {}).values())
+
+    def entry(index: int, row: Any) -> dict[str, Any]:
+        scores: dict[str, list[float]] = {}
+        for each in row:
+            scores.setdefault(each.label, []).append(each.score)
+        probs = [scores[label].pop(0) for label in order]
+        return {"index": index, "label": row[0].label, "probs": probs, "num_classes": len(probs), "labels": order}
+
+    data = (entry(index, row) for index, row in enumerate(found))
+    usage = {"prompt_tokens": 0, "total_tokens": 0}
     return await list_response(service, "data", data, _list("classify", body.model) | {"usage": usage})
 
 

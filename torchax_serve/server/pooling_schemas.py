@@ -21,10 +21,14 @@ _MODEL = honoured("a name in `/v1/models`, another one is 404; without it, the s
 _SPECIAL = refused("expected true; give token ids for other texts", True)
 _ACTIVATED = refused("expected true; scores are probabilities as the checkpoint's files say", True)
 _CUT = "tokens that texts are cut to; -1: the model's length; `null` cuts them as the checkpoint's files say"
+_FILES = 'of a model of images or sound an object or several, `{"type": "image_url", ...}`, with one file each'
 Texts = str | Ids | Strings | Annotated[list[Ids], FAIL_FAST]
 
 
-def texts_of(given: Texts) -> list[Any]:
+TextsOrFiles = Texts | dict[str, Any] | Objects
+
+
+def texts_of(given: Any) -> list[Any]:
     """Returns one text or token ids, or a list of them, as a list."""
     if isinstance(given, str) or (given and isinstance(given[0], int)):
         return [given]
@@ -54,7 +58,7 @@ class EmbeddingRequest(PoolingRequest):
     """Body of ``/v1/embeddings``."""
 
     routes: ClassVar[tuple[str, ...]] = ("/v1/embeddings",)
-    input: Annotated[Texts, honoured("a text, token ids, or a list of one of these")]
+    input: Annotated[TextsOrFiles, honoured(f"a text, token ids, or a list of one of these; {_FILES}")]
     dimensions: Annotated[int | None, honoured("leading values of each embedding")] = None
     encoding_format: Annotated[Literal["float", "base64"] | None, honoured("base64: little-endian float32")] = None
     normalize: Annotated[bool | None, honoured("length 1; by default as the checkpoint's files say")] = None
@@ -70,7 +74,10 @@ class ClassifyRequest(PoolingRequest):
     """Body of ``/classify``."""
 
     routes: ClassVar[tuple[str, ...]] = ("/classify",)
-    input: Annotated[Texts, honoured("a text, token ids, or a list of one of these")]
+    input: Annotated[TextsOrFiles, honoured(f"a text, token ids, or a list of one of these; {_FILES}")]
+    labels: Annotated[
+        Strings | None, honoured("texts to choose from, of a model of images without labels of its own")
+    ] = None
     add_special_tokens: Annotated[Any, _SPECIAL] = None
     use_activation: Annotated[Any, _ACTIVATED] = None
     messages: Annotated[Any, refused("expected none; give input")] = None

@@ -1,0 +1,102 @@
+"""``torchax-serve classify``, ``detect``, ``segment`` and ``speak``: what they print, and the files that they write."""
+
+import json
+
+import numpy as np
+import pytest
+import soundfile
+import task_models
+from PIL import Image
+from typer.testing import CliRunner
+
+from torchax_serve import serve
+from torchax_serve.cli.main import app
+from torchax_serve.cli.shared.result_files import with_boxes, with_masks
+from torchax_serve.tasks.results import Box, Detection, Segment
+
+pytestmark = pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64:UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def keep_this_process_as_it_is(monkeypatch):
+    monkeypatch.setattr("torchax_serve.cli.shared.errors.quiet_libraries", lambda: None)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Folders of models by name, with pictures and a sound next to them."""
+    folder = tmp_path_factory.mktemp("models")
+    for name in ("vit", "segformer", "vits"):
+        (folder / name).mkdir()
+        getattr(task_models, name)(folder / name)
+    for index, image in enumerate(task_models.images()[:2]):
+        image.save(folder / f"{index}.png")
+    return folder
+
+
+def call(*arguments):
+    return CliRunner().invoke(app, list(map(str, arguments)))
+
+
+def test_classify(models):
+    files = [models / "0.png", models / "1.png"]
+    with serve(models / "vit") as served:
+        expected = served.classify_images(files, top_k=2)
+    printed = call("classify", models / "vit", *files, "--top-k", 2)
+    assert printed.exit_code == 0, printed.stderr
+    lines = [f"{path}: {e.label} {e.score:.4f}" for path, row in zip(files, expected, strict=True) for e in row]
+    assert printed.stdout.splitlines() == lines
+    found = json.loads(call("classify", models / "vit", files[0], "--top-k", 1, "--json").stdout)
+    assert [row["file"] for row in found] == [str(files[0])]
+    assert found[0]["labels"][0]["label"] == expected[0][0].label
+    refused = call("detect", models / "vit", files[0])
+    assert refused.exit_code == 2 and "whose methods are classify_images, embed_images" in refused.stderr
+
+
+@pytest.mark.thorough
+def test_segment_into_pictures(models, tmp_path):
+    files = [models / "0.png", models / "1.png"]
+    with serve(models / "segformer") as served:
+        expected = served.segment(files)
+    done = call("segment", models / "segformer", *files, "--output", tmp_path, "--json")
+    assert done.exit_code == 0, done.stderr
+    for path, row, parts in zip(files, json.loads(done.stdout), expected, strict=True):
+        assert [each["label"] for each in row["segments"]] == [each.label for each in parts]
+        assert sum(each["share"] for each in row["segments"]) == pytest.approx(1)
+        with Image.open(path) as image, Image.open(tmp_path / path.name) as drawn:
+            assert drawn.size == image.size and (np.asarray(drawn) != np.asarray(image)).any()
+    for output, message in [
+        (tmp_path / "masks.txt", "expected a name that ends with .png"),
+        (tmp_path / "none" / "masks.png", "expected a folder that is there"),
+    ]:
+        refused = call("segment", models / "segformer", files[0], "--output", output)
+        assert refused.exit_code == 2 and message in refused.stderr
+    refused = call("segment", models / "segformer", tmp_path / "none.png")
+    assert refused.exit_code == 2 and "FILE: expected a file that is there" in refused.stderr
+
+
+@pytest.mark.thorough
+def test_speak(models, tmp_path):
+    with serve(models / "vits") as served:
+        expected = served.speak("a small cat", seed=3).samples
+    done = call("speak", models / "vits", "a small cat", "--seed", 3, "--output", tmp_path / "cat.wav")
+    assert done.exit_code == 0, done.stderr
+    samples, rate = soundfile.read(tmp_path / "cat.wav")
+    assert rate == 16_000
+    np.testing.assert_allclose(samples, np.clip(expected, -1, 1), atol=1e-4)
+
+
+def test_boxes_are_drawn():
+    image = Image.new("RGB", (60, 40), "white")
+    found = [Detection("cat", 0.9, Box(5, 10, 30, 30)), Detection("dog", 0.8, Box(20, 12, 50, 35))]
+    drawn = np.asarray(with_boxes(image, found))
+    assert np.asarray(image).min() == 255 and drawn.shape == (40, 60, 3)
+    assert tuple(drawn[30, 10]) == tuple(drawn[20, 5]) != tuple(drawn[35, 40]) != (255, 255, 255)
+
+
+def test_masks_are_drawn():
+    image = Image.new("RGB", (60, 40), "white")
+    mask = np.zeros((40, 60), bool)
+    mask[10:20, 5:25] = True
+    drawn = np.asarray(with_masks(image, [Segment("cat", None, mask)]))
+    assert ((drawn != 255).any(-1) == mask).all()

@@ -1,0 +1,223 @@
+"""Labels and embeddings of files, and speech, over HTTP: those of the model's own calls."""
+
+import base64
+import contextlib
+import io
+import json
+
+import httpx
+import numpy as np
+import openai
+import pytest
+import soundfile
+import task_models
+import torch
+from PIL import Image
+from running_server import serving
+
+pytestmark = pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64:UserWarning")
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory):
+    """Starts a server of a model of `task_models`, once."""
+    found = {}
+
+    def of(name):
+        if name not in found:
+            path = tmp_path_factory.mktemp(name)
+            getattr(task_models, name)(path)
+            found[name] = opened.enter_context(serving(path))
+        return found[name]
+
+    with contextlib.ExitStack() as opened:
+        yield of
+
+
+def png(image, **options):
+    file = io.BytesIO()
+    image.save(file, "PNG", **options)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def image_part(image, **options):
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{png(image, **options)}"}}
+
+
+def wav(samples, rate):
+    file = io.BytesIO()
+    soundfile.write(file, samples, rate, format="WAV", subtype="FLOAT")
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def post(server, path, **body):
+    return httpx.post(f"{server.url}{path}", json={"model": "tiny", **body}, timeout=60)
+
+
+def test_labels_of_images(servers):
+    server, model = servers("vit")
+    images = task_models.images()
+    expected = model.classify_images(images, top_k=None)
+    forms = [{"content": [image_part(images[0])]}, {"multimodal_data": [png(images[1])]}, image_part(images[2])]
+    forms[1]["prompt_string"] = "<__media__>"
+    answer = post(server, "/classify", input=forms).json()
+    names = list(model.config.id2label.values())
+    assert answer["usage"] == {"prompt_tokens": 0, "total_tokens": 0}
+    for row, labels in zip(answer["data"], expected, strict=True):
+        scores = {each.label: each.score for each in labels}
+        assert row["label"] == labels[0].label and row["labels"] == names and row["num_classes"] == 3
+        np.testing.assert_allclose(row["probs"], [scores[name] for name in names], atol=1e-5)
+    (listed,) = httpx.get(f"{server.url}/v1/models").json()["data"]
+    assert listed["tasks"] == ["classify", "embed"]
+
+
+def test_images_are_turned_once(servers, tmp_path):
+    server, model = servers("vit")
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    image = task_models.images()[0]
+    image.save(tmp_path / "turned.png", exif=exif)
+    expected = {each.label: each.score for each in model.classify_images(tmp_path / "turned.png")}
+    row = post(server, "/classify", input=image_part(image, exif=exif)).json()["data"][0]
+    np.testing.assert_allclose(row["probs"], [expected[name] for name in row["labels"]], atol=1e-5)
+
+
+def test_embeddings_of_images(servers):
+    server, model = servers("vit")
+    images = task_models.images()[:2]
+    expected = model.embed_images(images, pooling="mean", normalize=True)
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        options = {"pooling": "mean", "normalize": True, "input": [image_part(each) for each in images]}
+        answer = client.embeddings.create(model="tiny", input="", encoding_format="float", extra_body=options)
+    np.testing.assert_allclose([each.embedding for each in answer.data], expected, atol=1e-5)
+
+
+@pytest.mark.thorough
+def test_labels_of_sound(servers):
+    server, model = servers("wav2vec")
+    tone, _ = task_models.sounds()
+    expected = {each.label: each.score for each in model.classify_audio(tone, sampling_rate=16_000)}
+    part = {"type": "input_audio", "input_audio": {"data": wav(tone, 16_000), "format": "wav"}}
+    for form in (part, {"multimodal_data": [wav(tone, 16_000)]}):
+        row = post(server, "/classify", input=form).json()["data"][0]
+        np.testing.assert_allclose(row["probs"], [expected[name] for name in row["labels"]], atol=1e-5)
+
+
+def test_speech(servers):
+    server, model = servers("vits")
+    expected = model.speak("a small cat", seed=3, speaker=1).samples
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        for form, tolerance in (("wav", 1e-4), ("flac", 1e-4), ("pcm", 1e-4), ("mp3", None), ("opus", None)):
+            answer = client.audio.speech.create(
+                model="tiny", voice="1", input="a small cat", response_format=form, extra_body={"seed": 3}
+            )
+            if form == "pcm":
+                samples, rate = (
+                    np.frombuffer(answer.content, "<i2") / 32767,
+                    int(answer.response.headers["x-sample-rate"]),
+                )
+            else:
+                samples, rate = soundfile.read(io.BytesIO(answer.content))
+            assert rate == 16_000 and len(samples)
+            if tolerance is not None:
+                np.testing.assert_allclose(samples, np.clip(expected, -1, 1), atol=tolerance)
+        answer = client.audio.speech.create(
+            model="tiny", voice="default", input="a small cat", speed=2.0, response_format="wav", extra_body={"seed": 3}
+        )
+        quick = model.speak("a small cat", seed=3, speaking_rate=2.0 * model.config.speaking_rate).samples
+        assert len(soundfile.read(io.BytesIO(answer.content))[0]) == len(quick)
+
+
+def test_bad_files(servers):
+    images = task_models.images()
+    cut = png(images[0])[:200]
+    tone, _ = task_models.sounds()
+    of_images = [
+        ("a cat", "input: expected files, as"),
+        ([[1, 2]], "input: expected files, as"),
+        ({"type": "text", "text": "a cat"}, "input: expected files of type image, got text"),
+        ({"multimodal_data": [cut]}, r"input[0]: expected an image as"),
+        ({"multimodal_data": ["I am an image"]}, "input[0]: expected base64"),
+        ({"multimodal_data": [base64.b64encode(b"I am an image").decode()]}, r"input[0]: expected an image as"),
+        ({"multimodal_data": [wav(tone, 16_000)]}, "input: expected files of type image, got audio"),
+        ({"content": [image_part(images[0]), image_part(images[1])]}, "expected one part with a file"),
+        ({"type": "image_url", "image_url": "http://127.0.0.1/cat.png"}, "remote files are not fetched"),
+        (image_part(Image.new("1", (10_000, 6_000))), "expected at most 50000000 pixels, got 10000 x 6000"),
+    ]
+    silence = np.full(1600, np.nan, np.float32)
+    of_sound = [
+        ({"multimodal_data": [wav(silence, 16_000)]}, "expected samples that are finite numbers"),
+        (image_part(images[0]), "input: expected files of type audio, got image"),
+    ]
+    for name, cases in (("vit", of_images), ("wav2vec", of_sound)):
+        for given, message in cases:
+            answer = post(servers(name)[0], "/classify", input=given)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"]) == (400, "input"), error
+            assert message in error["message"]
+    for body, param in [
+        ({"input": image_part(images[0]), "labels": ["cat"]}, "labels"),
+        ({"input": image_part(images[0]), "truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+    ]:
+        answer = post(servers("vit")[0], "/classify", **body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    for body, param in [
+        ({"input": "a cat", "voice": "alloy"}, "voice"),
+        ({"input": "a cat", "voice": "2"}, "voice"),
+        ({"input": "a cat", "speed": 9.0}, "speed"),
+        ({"input": "a cat", "response_format": "aac"}, "response_format"),
+        ({"input": "a cat", "instructions": "sing"}, "instructions"),
+        ({"input": ""}, "input"),
+    ]:
+        answer = post(servers("vits")[0], "/v1/audio/speech", **body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+    answer = post(servers("vit")[0], "/v1/audio/speech", input="a cat")
+    assert answer.status_code == 404 and "expected a model that speaks" in answer.json()["error"]["message"]
+
+
+def tensor(array, *, is_binary=False):
+    names = {"float32": "FP32", "int64": "INT64"}
+    entry = {"name": "pixel_values", "shape": list(array.shape), "datatype": names[str(array.dtype)]}
+    if is_binary:
+        return entry | {"parameters": {"binary_data_size": array.nbytes}}
+    return entry | {"data": array.reshape(-1).tolist()}
+
+
+def test_open_inference_protocol(servers):
+    server, model = servers("vit")
+    pixels = np.random.default_rng(0).normal(size=(2, 3, 32, 32)).astype(np.float32)
+    expected = model.infer({"pixel_values": pixels})["logits"]
+    with torch.no_grad():
+        eager = model.torch_model(pixel_values=torch.from_numpy(pixels)).logits
+    np.testing.assert_allclose(expected, eager, atol=1e-5)
+    url = f"{server.url}/v2/models/tiny"
+    for path in ("/v2/health/live", "/v2/health/ready", "/v2", "/v2/models/tiny/ready"):
+        assert httpx.get(f"{server.url}{path}").status_code == 200
+    answer = httpx.post(f"{url}/infer", json={"id": "7", "inputs": [tensor(pixels)]}, timeout=60).json()
+    assert (answer["model_name"], answer["id"]) == ("tiny", "7")
+    (logits,) = answer["outputs"]
+    assert (logits["name"], logits["datatype"], logits["shape"]) == ("logits", "FP32", [2, 3])
+    np.testing.assert_allclose(np.reshape(logits["data"], (2, 3)), expected, atol=1e-5)
+    head = {"inputs": [tensor(pixels, is_binary=True)], "outputs": [{"name": "logits"}]}
+    head = json.dumps(head | {"parameters": {"binary_data_output": True}}).encode()
+    headers = {"Inference-Header-Content-Length": str(len(head))}
+    answer = httpx.post(f"{url}/infer", content=head + pixels.tobytes(), headers=headers, timeout=60)
+    length = int(answer.headers["Inference-Header-Content-Length"])
+    (entry,) = json.loads(answer.content[:length])["outputs"]
+    assert entry["parameters"] == {"binary_data_size": 24}
+    np.testing.assert_allclose(np.frombuffer(answer.content[length:], "<f4").reshape(2, 3), expected, atol=1e-5)
+    metadata = httpx.get(url).json()
+    assert metadata["inputs"] == [{"name": "pixel_values", "datatype": "FP32", "shape": [-1, 3, -1, -1]}]
+    assert metadata["outputs"] == [{"name": "logits", "datatype": "FP32", "shape": [-1, -1]}]
+    for wrong, message in [
+        (tensor(pixels) | {"shape": [1]}, "inputs[0].data: expected 1 numbers"),
+        (tensor(pixels) | {"datatype": "BYTES"}, "inputs[0].datatype: expected one of BOOL"),
+        (tensor(pixels) | {"name": "ids"}, "inputs: expected pixel_values and other arguments"),
+        (tensor(pixels, is_binary=True), "expected 24576 bytes of a tensor of this shape"),
+        (tensor(pixels) | {"shape": [-1, 3]}, "inputs[0].shape: expected numbers above 0"),
+    ]:
+        answer = httpx.post(f"{url}/infer", json={"inputs": [wrong]}, timeout=60)
+        assert answer.status_code == 400 and message in answer.json()["error"]["message"], answer.text
+    answer = httpx.post(f"{url}/infer", json={"inputs": [tensor(pixels)], "outputs": [{"name": "x"}]}, timeout=60)
+    assert answer.status_code == 400 and "expected one of logits" in answer.json()["error"]["message"]
+    assert httpx.get(f"{server.url}/v2/models/other").status_code == 404

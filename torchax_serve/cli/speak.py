@@ -1,0 +1,61 @@
+"""``torchax-serve speak``: a spoken text, as a wav file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from model_adapters.errors import InvalidArgumentError
+from torchax_serve.cli.shared.command import Command
+from torchax_serve.cli.shared.load_options import LoadOptions, option_groups
+from torchax_serve.cli.shared.model_name import check_model, complete_model, refuse_bundle
+from torchax_serve.cli.shared.result_files import check_output, method_of
+from torchax_serve.validation.extras import require_package
+
+ENDINGS = (".wav", ".flac", ".ogg")
+
+
+@option_groups
+def speak(
+    model: Annotated[str, typer.Argument(help="Hub id or folder.", autocompletion=complete_model)],
+    text: Annotated[str, typer.Argument(help="What to say.")],
+    *,
+    output: Annotated[Path, typer.Option("--output", "-o", help=f"File: a name that ends with {', '.join(ENDINGS)}.")],
+    seed: Annotated[
+        int | None, typer.Option("--seed", min=0, show_default=False, help="Of the voice's noise; random without.")
+    ] = None,
+    speaker: Annotated[
+        int | None, typer.Option("--speaker", min=0, show_default=False, help="Number of one of the model's speakers.")
+    ] = None,
+    speaking_rate: Annotated[
+        float | None, typer.Option("--speaking-rate", show_default=False, help="Larger is quicker; the model's own.")
+    ] = None,
+    load: LoadOptions,
+) -> None:
+    """Say a text, into a file.
+
+    torchax-serve speak facebook/mms-tts-eng "Hello from JAX." --output hello.wav
+    """
+    require_package("soundfile", "speak", extra="server")
+    check_model(model, load.revision)
+    refuse_bundle(model, "name the model that it was exported from")
+    check_output(output, 1, ENDINGS)
+    from torchax_serve.cli.chat.interrupts import prompt_interrupts
+    from torchax_serve.cli.shared.load_model import loaded_model
+    from torchax_serve.cli.shared.terminal import print_note
+
+    with loaded_model(model, load) as served, prompt_interrupts(leave_at=1):
+        method_of(served, ("speak",), "speak")
+        speech = served.speak(text, seed=seed, speaker=speaker, speaking_rate=speaking_rate)
+    import soundfile
+
+    try:
+        soundfile.write(output, speech.samples, speech.sampling_rate)
+    except (OSError, soundfile.SoundFileError) as error:
+        raise InvalidArgumentError(f"--output: {output} cannot be written ({error}); choose another file") from error
+    print_note(f"{len(speech.samples) / speech.sampling_rate:.2f} s at {speech.sampling_rate} Hz in {output}")
+
+
+COMMAND = Command("speak", speak, position=24)

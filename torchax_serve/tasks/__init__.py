@@ -1,0 +1,1 @@
+"""Tasks of models with heads for images and sound: inputs, batches, results."""

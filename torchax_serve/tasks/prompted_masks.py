@@ -1,0 +1,108 @@
+"""Masks of objects at points and in boxes (SAM), of images that are encoded once."""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from model_adapters.errors import InvalidArgumentError
+from torchax_serve.runtime.model_runtime import ModelRuntime
+from torchax_serve.tasks.results import PromptedMask
+
+MAX_IMAGES = 8
+"""Images whose embeddings are kept; one of SAM takes 4 MB."""
+
+
+class MaskDecoder:
+    """A SAM model: embeddings of the last images, and masks of prompts.
+
+    Args:
+        module: The model, whose forward runs on JAX.
+        runtime: Of the model.
+        processor: The checkpoint's image processor.
+    """
+
+    def __init__(self, module: Any, runtime: ModelRuntime, processor: Any) -> None:
+        self._module, self._runtime, self._processor = module, runtime, processor
+        self._images: collections.OrderedDict[bytes, dict[str, Any]] = collections.OrderedDict()
+        self.num_encoded = 0
+
+    def masks(
+        self, image: Any, points: Sequence[Any] | None, labels: Sequence[int] | None, boxes: Sequence[Any] | None
+    ) -> list[list[PromptedMask]]:
+        """Returns the masks of each object, the best first; arguments as of `VisionModel.masks`."""
+        known = self._encoded(image)
+        scale = (known["reshaped"].double() / known["original"].double()).flip(-1)  # width, height
+        given: dict[str, Any] = {"image_embeddings": known["embeddings"], "multimask_output": True}
+        if points is not None:
+            given["input_points"] = (torch.tensor(points, dtype=torch.float64) * scale).float()[None, None]
+            given["input_labels"] = torch.tensor(labels or [1] * len(points))[None, None]
+        if boxes is not None:
+            corners = torch.tensor(boxes, dtype=torch.float64).reshape(-1, 2, 2) * scale
+            given["input_boxes"] = corners.float().reshape(1, -1, 4)
+        with torch.no_grad():
+            output = self._module(**given)
+        found = self._processor.post_process_masks(
+            output.pred_masks.float(), known["original"][None], known["reshaped"][None]
+        )[0].numpy()
+        scores = output.iou_scores[0].float().numpy()
+        return [
+            [PromptedMask(masks[index] > 0, float(row[index])) for index in np.argsort(-row, kind="stable")]
+            for masks, row in zip(found, scores, strict=True)
+        ]
+
+    def _encoded(self, image: Any) -> dict[str, Any]:
+        """Returns an image's embedding, and its sizes: height and width.
+
+        The oldest of the others is dropped."""
+        pixels = np.asarray(image)
+        key = hashlib.sha256(repr(pixels.shape).encode() + pixels.tobytes()).digest()
+        if key not in self._images:
+            inputs = self._processor(image, return_tensors="pt")
+            dtype = next(self._module.parameters()).dtype
+            made = self._runtime.call_method("get_image_embeddings", {"pixel_values": inputs["pixel_values"].to(dtype)})
+            self._images[key] = {
+                "embeddings": made,
+                "original": torch.as_tensor(inputs["original_sizes"])[0],
+                "reshaped": torch.as_tensor(inputs["reshaped_input_sizes"])[0],
+            }
+            self.num_encoded += 1
+            while len(self._images) > MAX_IMAGES:
+                self._images.popitem(last=False)
+        self._images.move_to_end(key)
+        return self._images[key]
+
+
+def checked_prompts(
+    points: Any, labels: Any, boxes: Any
+) -> tuple[list[list[float]] | None, list[int] | None, list[list[float]] | None]:
+    """Returns the prompts of a call as lists; one box becomes a list of it.
+
+    Raises:
+        InvalidArgumentError: no prompt, or one of another form.
+    """
+    if points is None and boxes is None:
+        raise InvalidArgumentError("masks: expected points or boxes, got none; give points=[(x, y)]")
+    if boxes is not None and len(boxes) == 4 and np.ndim(boxes) == 1:
+        boxes = [boxes]
+    for name, value, size, what in (("points", points, 2, "(x, y)"), ("boxes", boxes, 4, "(left, top, right, bottom)")):
+        if value is None:
+            continue
+        try:
+            array = np.asarray(value, np.float64)
+        except (TypeError, ValueError):
+            array = np.zeros(0)
+        if array.ndim != 2 or array.shape[1] != size or not len(array) or not np.isfinite(array).all():
+            raise InvalidArgumentError(f"{name}: expected a list of {what} in pixels, got {value!r:.80}")
+    if points is not None and boxes is not None and len(boxes) != 1:
+        raise InvalidArgumentError(f"boxes: expected one box with points, which are of one object, got {len(boxes)}")
+    is_list = labels is None or (points is not None and len(labels) == len(points) and set(labels) <= {0, 1})
+    if not is_list:
+        raise InvalidArgumentError(f"labels: expected 1 (inside) or 0 (outside) for each point, got {labels!r:.80}")
+    rows = [None if value is None else np.asarray(value, np.float64).tolist() for value in (points, boxes)]
+    return rows[0], None if labels is None else [int(each) for each in labels], rows[1]
