@@ -225,7 +225,7 @@ def _is_plain(tensor: Any) -> TypeGuard[torch.Tensor]:
 
 @contextlib.contextmanager
 def exclusive_load() -> Iterator[None]:
-    """Lets transformers load inside, without its progress bar; nothing else loads or traces meanwhile.
+    """Lets transformers load inside, without a progress bar, and nothing else load or trace.
 
     transformers patches itself and PyTorch while it builds a module (the default dtype, initialisations, the tying of
     weights), as `WeightSink.hooked` does: for all threads. A trace would read them, and one build undo another's.

@@ -159,7 +159,7 @@ class UsageCount:
         self._counts = dict.fromkeys(("input_tokens", "cached_tokens", "output_tokens", "reasoning_tokens"), 0)
 
     def add(self, body: Any) -> None:
-        """Counts the `usage` of an answer, in the words of chat completions or of responses, if it has one."""
+        """Counts the `usage` of an answer, of chat completions or of responses, if there is one."""
         usage = body.get("usage") if isinstance(body, dict) else None
         if not isinstance(usage, dict):
             return

@@ -122,7 +122,7 @@ def storage_errors() -> Iterator[None]:
 
 
 def write_all(file: Any, content: bytes) -> None:
-    """Writes all of `content` to a file without a buffer, which may take a part at a time. Raises OSError."""
+    """Writes all of `content`, of which a file may take a part at a time. Raises OSError."""
     rest = memoryview(content)
     while rest:
         rest = rest[file.write(rest) :]
