@@ -87,6 +87,13 @@ def test_speak(folders):
             np.testing.assert_allclose(found.samples, theirs(text), atol=1e-4)
         found = asyncio.run(served.aspeak(texts[0], seed=7, speaker=1, speaking_rate=2.0))
         np.testing.assert_allclose(found.samples, theirs(texts[0], speaker_id=1, speaking_rate=2.0), atol=1e-4)
+        with torch.no_grad():
+            scaled = {name: 0.9 * value for name, value in eager.state_dict().items() if name.startswith("duration")}
+        was = {name: value.clone() for name, value in eager.state_dict().items() if name in scaled}
+        served.torch_model.load_state_dict(scaled, strict=False, assign=True)
+        eager.load_state_dict(scaled, strict=False)
+        np.testing.assert_allclose(served.speak(texts, seed=7)[0].samples, theirs(texts[0]), atol=1e-4)
+        eager.load_state_dict(was, strict=False)
         for options, message in [
             ({"speaker": 2}, "speaker: expected a number from 0 to 1"),
             ({"speaking_rate": 0}, "speaking_rate: expected a number"),

@@ -221,6 +221,9 @@ def test_masks_of_prompts(folders):
                 for each, index in zip(objects, np.argsort(-of_scores, kind="stable"), strict=True):
                     assert each.mask.shape == (32, 64) and (each.mask == of_masks[index]).mean() > 0.999
         assert served._mask_decoder.num_encoded == 1
+        served.torch_model.load_state_dict(eager.state_dict(), assign=True)
+        served.masks(image, boxes=boxes)
+        assert served._mask_decoder.num_encoded == 2  # an embedding of other weights is not kept
         for prompts, message in [
             ({}, "masks: expected points or boxes, got none"),
             ({"points": [1, 2]}, r"points: expected a list of \(x, y\) in pixels"),

@@ -48,7 +48,7 @@ class TaskModel(ServedModel):
         self.embeds = False
         self.methods = methods_of(self.class_name)
         self.outputs_seen: dict[str, tuple[np.dtype[Any], int]] = {}
-        self._pipelines: dict[str, TaskPipeline] = {}
+        self._pipelines: dict[Hashable, TaskPipeline] = {}
         self._readers: dict[str, Any] = {}
 
     @property
@@ -153,9 +153,14 @@ class TaskModel(ServedModel):
         return QueuedTexts(self._pooling_queue, key, call, items)
 
     def _pipeline(self, head: Head) -> TaskPipeline:
-        if head.pipeline not in self._pipelines:
-            self._pipelines[head.pipeline] = self._made_pipeline(head)
-        return self._pipelines[head.pipeline]
+        # A copy on the host has the weights of its time; all others read those that the runtime has now.
+        weights = (self.runtime.weights_version, self.runtime.num_changes) if self.class_name in PARTS else None
+        key = head.pipeline, weights
+        if key not in self._pipelines:
+            if weights is not None:
+                self._pipelines.clear()
+            self._pipelines[key] = self._made_pipeline(head)
+        return self._pipelines[key]
 
     def _made_pipeline(self, head: Head) -> TaskPipeline:
         if self.class_name not in PARTS:

@@ -57,11 +57,10 @@ class MaskDecoder:
         ]
 
     def _encoded(self, image: Any) -> dict[str, Any]:
-        """Returns an image's embedding, and its sizes: height and width.
-
-        The oldest of the others is dropped."""
+        """Returns an image's embedding, and its sizes: height and width; drops the oldest of too many."""
         pixels = np.asarray(image)
-        key = hashlib.sha256(repr(pixels.shape).encode() + pixels.tobytes()).digest()
+        weights = f"{self._runtime.weights_version} {self._runtime.num_changes}"  # an embedding is that of its weights
+        key = hashlib.sha256(f"{pixels.shape} {weights}".encode() + pixels.tobytes()).digest()
         if key not in self._images:
             inputs = self._processor(image, return_tensors="pt")
             dtype = next(self._module.parameters()).dtype
