@@ -116,7 +116,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {"reassemble_hidden_size": 32, "patch_size": 16, "backbone_config": {"patch_size": 16}},
     "dpt": _DPT_NECK | {"num_hidden_layers": 4, "backbone_out_indices": (0, 1, 2, 3)},
     "tipsv2_dpt": _DPT_NECK,
-    "zoedepth": _DPT_NECK,
+    "zoedepth": _DPT_NECK | {"bottleneck_features": 16},
     "donut-swin": _SWIN,
     "efficientnet": _EFFICIENT,
     "efficientloftr": {"hidden_size": 256, "num_attention_heads": 8, "stage_num_blocks": [1, 1, 1, 1]},
