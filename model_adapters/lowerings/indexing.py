@@ -238,7 +238,8 @@ def _understand_stored_lengths() -> None:
     """
     their_arange, their_getitem = get_lowering(torch.arange), get_lowering(torch.Tensor.__getitem__)
 
-    def arange(start: Any, end: Any = None, step: Any = None, **kwargs: Any) -> jax.Array:
+    def arange(start: Any = None, end: Any = None, step: Any = None, **kwargs: Any) -> jax.Array:
+        start = 0 if start is None else start  # ``arange(end=5)``
         if isinstance(start, TracedLength) and step in (None, 1):
             length = start.distance(end)
             if length is not None:

@@ -39,6 +39,7 @@ from model_adapters.lowerings.indexing import (
 from model_adapters.lowerings.matmul import _addmm, _attention, _grouped_mm, _linear
 from model_adapters.lowerings.reductions import _layer_norm, _mean, _softmax, _sum
 from model_adapters.lowerings.torchax_fixes import (
+    _keep_values_of_new_tensors,
     _mend_copy,
     _mend_type_as,
     _stay_on_device,
@@ -96,5 +97,6 @@ def install() -> None:
     _view_bits()
     written_results.install()
     aliases.install()
+    _keep_values_of_new_tensors()
     _tell_missing_at_once()
     special_cases.refuse_autocast()  # the last, so that it is asked first

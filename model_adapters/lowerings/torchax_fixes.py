@@ -78,15 +78,33 @@ def _take_by_host_indices() -> None:
 
 
 def _stay_on_device() -> None:
-    """Ignores the device in ``tensor.to("cpu")`` of a traced tensor: a program has only one."""
+    """Ignores the device in ``tensor.to("cpu")`` of a traced tensor: a program has only one.
+
+    Also takes the dtype that torchax 0.0.13 gives for ``as_tensor(tensor, dtype)``, which is one of JAX.
+    """
     env = default_env()
     theirs = env._to_copy
 
     def to_copy(x: torch.Tensor, dtype: Any, device: Any) -> torch.Tensor:
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            dtype = torchax.ops.mappings.j2t_dtype(dtype)
         return theirs(x, dtype, None if constant_folding.is_traced(x) else device)
 
     env._to_copy = to_copy
     env.override_op_definition(torch.Tensor.cpu, lambda x, *args, **kwargs: x)
+
+
+def _keep_values_of_new_tensors() -> None:
+    """Lets ``tensor.new_tensor(data)`` be a tensor on the host.
+
+    torchax 0.0.13 makes it a tensor without values.
+    """
+
+    def new_tensor(self: torch.Tensor, data: Any, *, dtype: torch.dtype | None = None, **kwargs: Any) -> torch.Tensor:
+        dtype = self.dtype if dtype is None else dtype
+        return data.to(dtype) if isinstance(data, torch.Tensor) else torch.tensor(data, dtype=dtype)
+
+    TorchTensor.new_tensor = new_tensor
 
 
 def _tell_missing_at_once() -> None:

@@ -12,7 +12,16 @@ import warnings
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import torch
 from transformers.generation.utils import ALL_CACHE_NAMES
+from transformers.utils import ModelOutput
+
+
+@dataclasses.dataclass
+class TensorOutput(ModelOutput):
+    """Output of a forward that returns one tensor, and no class with fields."""
+
+    tensor: torch.Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True)

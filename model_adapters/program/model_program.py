@@ -34,14 +34,19 @@ from model_adapters.program import (
     rms_norm,
     shared_layers,
 )
-from model_adapters.program.call_signature import CACHE_NAMES, cache_name_of, forward_of, signature_of
+from model_adapters.program.call_signature import CACHE_NAMES, TensorOutput, cache_name_of, forward_of, signature_of
 from model_adapters.program.call_spec import CallSpec as CallSpec
 from model_adapters.program.call_spec import MethodSpec as MethodSpec
 from model_adapters.program.module_hooks import on_torch_tensors
 from model_adapters.program.module_watch import ModuleWatch
 from model_adapters.program.rope import LengthDependentRope, lengths_told
 from model_adapters.program.static_tensors import StaticTensor, as_tensors, without_constants
-from model_adapters.program.trace_context import config_overrides, restored_attributes, torch_promotion
+from model_adapters.program.trace_context import (
+    config_overrides,
+    restored_attributes,
+    torch_promotion,
+    without_memos,
+)
 from model_adapters.program.trace_mode import ForwardCall, TraceMode, trace_modes
 from model_adapters.sharding.model_sharding import ModelSharding
 
@@ -304,6 +309,8 @@ class ModelProgram:
             replaced = vars(self.target).get("forward")  # by a quirk, or a script
             forward: Any = self._forward_of_class if replaced is scripts or replaced is None else replaced
             output = forward(**kwargs, return_dict=True)
+        if isinstance(output, torch.Tensor):
+            output = TensorOutput(output)
         self.output_class = type(output)
         return output
 
@@ -351,6 +358,7 @@ class ModelProgram:
             hooked,
             config_overrides(self.module, attention=attention, experts=experts),  # one trace at a time from here on
             restored_attributes(self.module) as kept,
+            without_memos(),
             on_devices,
             torch_mode(self.module, state),
             index_checks.named(arrays),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, pytorch_utils
 
 from model_adapters.jax_settings import jax_promotion
 
@@ -79,9 +79,10 @@ def configs_of(module: torch.nn.Module) -> list[Any]:
 def restored_attributes(module: torch.nn.Module) -> Iterator[list[str]]:
     """Removes tensors that `module` and its parts were given inside the context.
 
-    Yields their names, known at the end. Traced tensors mean nothing after the trace.
+    Those in dicts of theirs, too. Yields their names, known at the end. Traced tensors mean nothing after the trace.
     """
     before = {child: dict(vars(child)) for child in module.modules()}
+    dicts = {child: {name: dict(each) for name, each in _own_dicts(child)} for child in module.modules()}
     written: list[str] = []
     try:
         yield written
@@ -92,6 +93,39 @@ def restored_attributes(module: torch.nn.Module) -> Iterator[list[str]]:
                 if isinstance(value, torch.Tensor) and was is not value:
                     written.append(f"{name}.{attribute}")
                     vars(child)[attribute] = was
+            for attribute, memo in _own_dicts(child):
+                known = dicts.get(child, {}).get(attribute, {})
+                for key in [key for key, value in memo.items() if isinstance(value, torch.Tensor)]:
+                    if memo[key] is not known.get(key):
+                        memo.pop(key)
+                memo.update({key: known[key] for key in known.keys() - memo.keys()})
+
+
+def _own_dicts(module: torch.nn.Module) -> list[tuple[str, dict[Any, Any]]]:
+    """Returns the dicts that code of `module` has made, by attribute.
+
+    Those that PyTorch keeps of every module are left out.
+    """
+    found = ((name, value) for name, value in vars(module).items() if type(value) is dict)
+    return [(name, value) for name, value in found if name not in _OF_EVERY_MODULE]
+
+
+_OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
+
+
+@contextlib.contextmanager
+def without_memos() -> Iterator[None]:
+    """Lets methods that transformers memoizes compute anew inside, under the lock of a trace.
+
+    Their results would be traced tensors, of which later traces and PyTorch can make nothing. It is what they do under
+    ``torch.compile``.
+    """
+    before = pytorch_utils.is_torchdynamo_compiling
+    pytorch_utils.is_torchdynamo_compiling = lambda: True
+    try:
+        yield
+    finally:
+        pytorch_utils.is_torchdynamo_compiling = before
 
 
 @contextlib.contextmanager

@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import torch
 from transformers.utils import ModelOutput
 
 from model_adapters.caches.device_cache import DeviceCache
 from model_adapters.jax_settings import programs_run
-from model_adapters.program.call_signature import cache_field_of
+from model_adapters.program.call_signature import TensorOutput, cache_field_of
 from model_adapters.program.model_program import CallSpec
 from torchax_serve.multimodal.mrope_positions import positions_on_host
 from torchax_serve.runtime.call_arguments import all_on_host, check_surroundings
@@ -47,7 +48,7 @@ def following(runtime: ModelRuntime) -> Iterator[None]:
             FOLLOWED.reset(token)
 
 
-def call_forward(model: Any, given: dict[str, Any]) -> ModelOutput | tuple[Any, ...]:
+def call_forward(model: Any, given: dict[str, Any]) -> ModelOutput | tuple[Any, ...] | torch.Tensor:
     """Runs the forward of a model on JAX.
 
     Args:
@@ -58,7 +59,7 @@ def call_forward(model: Any, given: dict[str, Any]) -> ModelOutput | tuple[Any, 
         return _forward_followed(model, all_on_host(given))
 
 
-def _forward_followed(model: Any, given: dict[str, Any]) -> ModelOutput | tuple[Any, ...]:
+def _forward_followed(model: Any, given: dict[str, Any]) -> ModelOutput | tuple[Any, ...] | torch.Tensor:
     runtime: ModelRuntime = model._jax_runtime
     cache_name = runtime.program.cache_name
     original = {name: value for name, value in given.items() if not isinstance(value, DeviceCache)}
@@ -86,6 +87,8 @@ def _forward_followed(model: Any, given: dict[str, Any]) -> ModelOutput | tuple[
         raise_for_call(runtime, type(model)._torch_class, original, error, is_repeatable=is_repeatable)
         raise
     output_class = runtime.program.output_class
+    if output_class is TensorOutput:
+        return fields["tensor"]
     field = cache_field_of(output_class)
     if cache is not None and field is not None:
         fields[field] = cache

@@ -20,7 +20,8 @@ def types_named_in(diff: str, types: Collection[str]) -> list[str]:
     Args:
         diff: Output of ``git diff``; changed lines and names of files count, of the files that `READ`
             matches. A quirk that several architectures share names them all.
-        types: Model types of transformers. ``a_b`` in a file's name is ``a-b`` as well.
+        types: Model types of transformers, or names that begin with one and a colon. ``a_b`` in a file's name is
+            ``a-b`` as well.
     """
     found: set[str] = set()
     is_read = False
@@ -37,5 +38,6 @@ def types_named_in(diff: str, types: Collection[str]) -> list[str]:
             found |= set(re.findall(r"""["'`]([\w.-]+)["'`]""", line))
     named = [name for name in quirks.names() if name in found]
     folders = frozenset().union(*(quirks.architectures_of(name) for name in named))
-    found |= folders | {name for name in types if model_type_to_module_name(name) in folders}
-    return sorted(found & set(types))
+    found |= folders
+    by_name = {name: name.partition(":")[0] for name in types}
+    return sorted(name for name, each in by_name.items() if each in found or model_type_to_module_name(each) in folders)

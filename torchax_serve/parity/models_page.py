@@ -11,10 +11,17 @@ from typing import Any
 
 from packaging.version import Version
 
-from torchax_serve.parity import checkpoints_table, pipelines_table, real_models, speed_table, starts_table
+from torchax_serve.parity import (
+    checkpoints_table,
+    heads_table,
+    pipelines_table,
+    real_models,
+    speed_table,
+    starts_table,
+)
 from torchax_serve.parity.known_failures import CAUSES, FALLBACK_CAUSES, NOT_PACKED, OLDER
 from torchax_serve.parity.result import EXECUTORS, PASSED, PER_SEQUENCE, STATIC, TRANSFORMERS_LOOP, Result
-from torchax_serve.parity.tasks import CAUSAL, CHECKPOINTS, STARTS, TASKS, ParityTask
+from torchax_serve.parity.tasks import CAUSAL, CHECKPOINTS, HEADS, STARTS, TASKS, ParityTask
 
 RESULTS = importlib.resources.files(__package__) / "results"
 HEADINGS = ("type", "class", "executor", "logits", "tokens", "cache", "TP plan", "kernels", "compile, s")
@@ -68,6 +75,8 @@ def document() -> str:
         if name != CAUSAL and (sweeps := all_shipped(name)):
             if name == CHECKPOINTS:
                 parts.append(checkpoints_table.section(task.title, sweeps[0][1], describe_tokens))
+            elif name == HEADS:
+                parts.append(heads_table.section(sweeps[0][1]))
             elif name == STARTS:
                 parts.append(starts_table.section(sweeps[0][1]))
             else:

@@ -66,6 +66,8 @@ def _imported(name: str) -> Any:
 CAUSAL = "causal"
 CHECKPOINTS = "checkpoints"
 """Task of published configurations, read from a folder outside of this project."""
+HEADS = "heads"
+"""Task of the models with a head for each further task of transformers."""
 STARTS = "starts"
 """Task of a second process that serves what a first has left on disk."""
 TASKS: dict[str, ParityTask] = {
@@ -122,6 +124,16 @@ TASKS: dict[str, ParityTask] = {
         "of two prompts with an image each in one batch, one of which is cut into chunks where they see no later ones. "
         "[images.md](images.md) says how it is done.",
         (PACKED, PER_SEQUENCE, STATIC, TRANSFORMERS_LOOP),
+    ),
+    HEADS: ParityTask(
+        "torchax_serve.parity.check_head:names",
+        "torchax_serve.parity.check_head:check",
+        "Heads for other tasks",
+        "Types that transformers maps to a model for another task than those above, once for each task. "
+        "**{passed} of {total} checked pass**: all tensors of the output of `forward` are within 1e-4 of eager "
+        "PyTorch's, relative to the largest value of a tensor where that is more than 1; integers (classes, labels, "
+        "indices) and flags are the same. Integers have 32 bits. A type whose class a section above has is left out, "
+        "and so is the base model of a type with a head. Pipelines are not compared.",
     ),
     "configurations": ParityTask(
         "torchax_serve.parity.tiny.configurations:cases",

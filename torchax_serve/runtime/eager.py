@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import traceback
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,6 +22,7 @@ from model_adapters.loading import LoadedModel
 from model_adapters.ops.compressed_weight import Weights, unpacked
 from model_adapters.program.trace_context import config_overrides, restored_attributes
 from torchax_serve.runtime.model_runtime import ModelRuntime
+from torchax_serve.runtime.static_args import NEEDS_VALUES, place_in_code
 
 
 class EagerReference:
@@ -96,14 +95,7 @@ LARGEST_BYTES = 8_000_000_000
 
 
 _ERRORS_OF_ARGUMENTS = (InvalidArgumentError, UnsupportedArgumentError, OutOfMemoryError, jax.errors.JaxRuntimeError)
-_OF_A_TRACE = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.NonConcreteBooleanIndexError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-    jax.errors.UnexpectedTracerError,
-)
-"""What JAX raises for code that asks for values, of which a trace has none."""
+_OF_A_TRACE = (*NEEDS_VALUES, jax.errors.UnexpectedTracerError)
 
 
 def raise_for_call(
@@ -131,7 +123,7 @@ def raise_for_call(
         lines = str(error).strip().splitlines() or [""]
         raise UnsupportedModelError(
             f"{runtime.config.model_type}: expected a forward that can be traced, got {type(error).__name__} at "
-            f"{_place(error, cls)}: {lines[0][:200]}; run this model in PyTorch"
+            f"{place_in_code(error, cls.__module__) or cls.__name__}: {lines[0][:200]}; run this model in PyTorch"
         ) from error
     if reason is not None:
         said = " ".join(str(reason).split())[:300]
@@ -140,17 +132,6 @@ def raise_for_call(
             f"on, without JAX: {cls.__name__} raised {type(reason).__name__}: {said}; try other arguments, or another "
             "configuration or version of transformers"
         ) from reason
-
-
-def _place(error: Exception, cls: type) -> str:
-    """Returns file and line of the model's code in which `error` was raised, without folders."""
-    package = cls.__module__.partition(".")[0]
-    frames = [
-        frame
-        for frame, _ in traceback.walk_tb(error.__traceback__)
-        if frame.f_globals.get("__name__", "").partition(".")[0] == package
-    ]
-    return f"{Path(frames[-1].f_code.co_filename).name}:{frames[-1].f_lineno}" if frames else cls.__name__
 
 
 def _error_in_torch(runtime: ModelRuntime, cls: type, given: Mapping[str, Any]) -> Exception | None:

@@ -22,6 +22,7 @@ from model_adapters.errors import InvalidArgumentError
 from model_adapters.lora.stacks import LoraStacks
 from model_adapters.ops.compressed_weight import Stored, Weights
 from model_adapters.program import recurrent_functions
+from model_adapters.program.call_signature import TensorOutput
 from model_adapters.program.embeddings import submodule_name
 from model_adapters.program.model_program import CHECKS, INDICES, CallSpec, MethodSpec, ModelProgram
 from model_adapters.program.module_watch import PREPARES, Change, ModuleWatch, Structure
@@ -98,6 +99,9 @@ class ModelRuntime:
         # A part's file has its decoder, too; and a head that reads the last token would read what is padded.
         has_token_outputs = called is module and (module.can_generate() or module.base_model is module)
         self.is_causal = not has_encoder and has_token_outputs and right_padding_is_safe(called)
+        # What generates has to be a program: the code that keeps it from being one is said instead.
+        is_one_call = program.sharding is None and not module.can_generate()
+        self._code = getattr(type(called), "_torch_class", type(called)).__module__ if is_one_call else None
         self._further_logits = FurtherLogits(module)
         self.ignored_args = quirks.of(called).ignored_arguments
         self._parts: dict[str, ModelRuntime] = {}
@@ -309,7 +313,10 @@ class ModelRuntime:
         query = NewTokenBatch(
             name, tensor, length if exact else self.padded_len(length, past, is_kept=cache is not None)
         )
-        return self._forward_padded(query, given, spec, cache)
+        fields = self._forward_padded(query, given, spec, cache)
+        if query.padded_len != length and self.program.output_class is TensorOutput:  # none of whose axes is known
+            return self._forward_padded(NewTokenBatch(name, tensor, length), given, spec, cache)
+        return fields
 
     def forward_unpadded(self, given: dict[str, Any], spec: CallSpec) -> dict[str, Any]:
         """Runs `forward_arrays` without a cache and without padding of the arguments."""
@@ -328,7 +335,8 @@ class ModelRuntime:
         Raises:
             InvalidArgumentError: a deferred check of the model's code failed.
         """
-        fields, _ = self._known.run(given, call, self.program.forward, self.steps.forward, _conditions)
+        forward, step = self.program.forward, self.steps.forward
+        fields, _ = self._known.run(given, call, forward, step, _conditions, code=self._code)
         _check(fields.pop(CHECKS, None), given, self.config)
         self._check_indices(fields.pop(INDICES, None), given, CallSpec(), None, 0)
         return fields
@@ -350,7 +358,8 @@ class ModelRuntime:
             return (states, offset, inputs | context), extended
 
         described = {**given, query.name: query.tensor}
-        fields, states = self._known.run(described, call, self.program.forward, self.steps.forward, _conditions)
+        forward, step = self.program.forward, self.steps.forward
+        fields, states = self._known.run(described, call, forward, step, _conditions, code=self._code)
         if cache is not None:
             cache.states, cache.length = states, past + query.len
         return cut(fields, query, past, keep, cache)

@@ -10,7 +10,10 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
+import logging
+import traceback
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,6 +26,15 @@ from model_adapters.ops.compressed_weight import Weights
 from model_adapters.program.static_tensors import StaticLeaf, StaticTensor, can_be_static
 from torchax_serve.compilation.executable_cache import ExecutableCache
 
+logger = logging.getLogger("torchax_serve")
+
+NEEDS_VALUES = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.NonConcreteBooleanIndexError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+"""What JAX raises for code that asks for values, of which a trace has none."""
 TEXT_ENDINGS = ("input_ids", "attention_mask", "position_ids", "labels", "token_type_ids", "inputs_embeds")
 ID_ENDINGS = ("input_ids", "labels")
 PIXEL_MASKS = frozenset({"pixel_attention_mask", "image_attention_mask"})
@@ -86,8 +98,25 @@ def _shape(leaf: Any) -> Any:
     return f"{leaf.dtype}{list(leaf.shape)}" if isinstance(leaf, torch.Tensor) else leaf
 
 
+def place_in_code(error: Exception, module: str) -> str | None:
+    """Returns file and line in which `error` was raised, without folders.
+
+    None if that was elsewhere. `module` is the name of any module of the package whose code counts.
+    """
+    package = module.partition(".")[0]
+    frames = [
+        frame
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+        if frame.f_globals.get("__name__", "").partition(".")[0] == package
+    ]
+    return f"{Path(frames[-1].f_code.co_filename).name}:{frames[-1].f_lineno}" if frames else None
+
+
 class StaticArgPolicy:
     """Finds the static arguments of each kind of call, memoized by the names of its arguments.
+
+    Code that decides by values which it computes (keypoints above a threshold) has none. Its operators run one by one,
+    and those values are read between them.
 
     Args:
         text: names of arguments that are text.
@@ -97,6 +126,7 @@ class StaticArgPolicy:
 
     def __init__(self, text: frozenset[str], programs: ExecutableCache, weights: Weights) -> None:
         self._text, self._programs, self._weights = text, programs, weights
+        self._by_operators: set[str] = set()  # kinds whose code reads values that it has computed
         self._known: dict[str, StaticArgs] = {}
         self._select: set[str] = set()  # kinds whose code selects by masks
 
@@ -107,6 +137,8 @@ class StaticArgPolicy:
         function: Callable[..., Any],
         step: Callable[..., Any],
         checks_of: Callable[[Any], jax.Array | None],
+        *,
+        code: str | None = None,
     ) -> Any:
         """Runs `step` with the fewest static arguments with which the model's code can be traced.
 
@@ -119,14 +151,27 @@ class StaticArgPolicy:
             function: Function to trace.
             step: `function`, compiled.
             checks_of: Returns the deferred checks bool[n] in the result of `step`, or None.
+            code: Name of the module of the model's code, if `function` may run operator by operator where that code
+                cannot be traced for want of values.
         """
         is_text = not set(given) - self._text - {"token_type_ids"}
         kind = f"{function.__name__} {'text' if is_text else sorted(given)}"
+        if kind in self._by_operators:
+            return self._run_by_operators(call, function)
         has_gaps = any(is_known(name, value, StaticArgs.GRIDS) and not value.all() for name, value in given.items())
         if has_gaps and kind in self._select:
             args, spec = call(StaticArgs.GRIDS)
             return step(self._weights, *args, spec=spec)
-        result = self._run(given, call, function, step, kind, is_text)
+        try:
+            result = self._run(given, call, function, step, kind, is_text)
+        except NEEDS_VALUES as error:
+            place = None if code is None else place_in_code(error, code)
+            if place is None:
+                raise
+            result = self._run_by_operators(call, function)
+            logger.warning("operators run one by one, for %s reads a value that the model computes", place)
+            self._by_operators.add(kind)
+            return result
         if not has_gaps or all_hold(checks_of(result)) or self._known.get(kind, StaticArgs.NOTHING) >= StaticArgs.GRIDS:
             return result
         args, spec = call(StaticArgs.GRIDS)
@@ -138,6 +183,10 @@ class StaticArgPolicy:
             return result
         self._select.add(kind)
         return exact
+
+    def _run_by_operators(self, call: Callable[[StaticArgs], tuple[Any, Any]], function: Callable[..., Any]) -> Any:
+        args, spec = call(StaticArgs.NOTHING)
+        return function(self._weights, *args, spec=spec)
 
     def _run(
         self,

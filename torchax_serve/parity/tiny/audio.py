@@ -35,7 +35,7 @@ _GRANITE = {"window_size": 15, "projector_config": {"encoder_hidden_size": HIDDE
 _UNGROUPED = {"num_key_value_heads": 4}
 _SEAMLESS = {"speech_encoder_layers": 2, "speech_encoder_attention_heads": 4, "speech_encoder_intermediate_size": 48}
 _CODEC = {"downsampling_ratios": [2, 4], "depths": [1, 1, 1], "num_filters": 4}
-_MIMI = {
+MIMI = {
     "hidden_size": HIDDEN,
     "upsample_groups": HIDDEN,
     "num_key_value_heads": 4,
@@ -56,7 +56,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "codebook_vocab_size": 65,
         "audio_bos_token_id": 64,
         "audio_pad_token_id": VOCAB_SIZE + 4 * 65,
-        "codec_config": _MIMI,
+        "codec_config": MIMI,
     },
     "moonshine_streaming": {"num_key_value_heads": 4},
     "nemo_speechlm": {
