@@ -182,6 +182,8 @@ class EngineStats:
     host_s: float  # total seconds of the engine's thread, not counting waits for the device
     busy_s: float  # total seconds with a step in flight
     cache_bytes: int = 0  # of pages and states on the device
+    num_event_batches: int = 0  # total, events of the prefix cache
+    num_dropped_batches: int = 0  # total, of these those that nobody got, as too many waited
 
     @classmethod
     def sum_of(cls, each: Sequence[EngineStats]) -> EngineStats:
@@ -200,6 +202,8 @@ class EngineStats:
             host_s=sum(stats.host_s for stats in each),
             busy_s=max(stats.busy_s for stats in each),
             cache_bytes=sum(stats.cache_bytes for stats in each),
+            num_event_batches=sum(stats.num_event_batches for stats in each),
+            num_dropped_batches=sum(stats.num_dropped_batches for stats in each),
         )
 
     @property

@@ -32,6 +32,10 @@ FLAGS = {
     "enable_prefix_caching": ("--no-enable-prefix-caching", False),
     "max_encoder_len": ("--max-encoder-len=32", 32),
     "batch_invariant": ("--batch-invariant", True),
+    "kv_events_config": (
+        '--kv-events-config={"enable_kv_cache_events": true, "topic": "t"}',
+        {"enable_kv_cache_events": True, "topic": "t"},
+    ),
     "speculative": ('--speculative-config={"method": "ngram", "num_speculative_tokens": 2}', None),
 }
 """Flag and value of each field of `EngineOptions`."""

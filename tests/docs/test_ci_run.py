@@ -38,6 +38,7 @@ TUNIX = [
     "pytest -n 0 tests/tunix",
 ]
 PAGE = ["pip install --quiet playwright", "python tests/page/fetch.py", "pytest -n 0 tests/page"]
+CHART = ["pip install --quiet helm-python-sdk kubernetes-validate", "pytest -n 0 tests/chart"]
 AGENTS = ["python tests/agents/fetch.py", "pytest -n 0 tests/agents"]
 DIFFUSION = ["pip install --quiet .[diffusion]", "pytest tests/diffusion"]
 AS_SERVED = (
@@ -53,7 +54,22 @@ SUITE = ["pip install --quiet .[dev]", *LINT, "pip install .[dev]", "pytest", AS
 FAST = [*LINT, "pytest -m fast"]
 AGAIN = "-n 0 --last-failed --last-failed-no-failures none"
 THOROUGH = "pytest --thorough --part 1/6"
-CHECKS = [*SUITE, *PARITY, *TPU, *GPU, *RAY, *FORMATS, *REAL, *BUNDLES, *DIFFUSION, *PAGE, *AGENTS, *TUNIX, THOROUGH]
+CHECKS = [
+    *SUITE,
+    *PARITY,
+    *TPU,
+    *GPU,
+    *RAY,
+    *FORMATS,
+    *REAL,
+    *BUNDLES,
+    *DIFFUSION,
+    *PAGE,
+    *CHART,
+    *AGENTS,
+    *TUNIX,
+    THOROUGH,
+]
 COMPILERS = [
     TPU[0],
     GPU[0],
@@ -65,6 +81,7 @@ COMPILERS = [
     DIFFUSION[0],
     PAGE[0],
     PAGE[1],
+    CHART[0],
     AGENTS[0],
     TUNIX[0],
 ]
@@ -79,6 +96,7 @@ SUITES = [
     DIFFUSION[1:],
     PAGE[1:],
     PAGE[2:],
+    CHART[1:],
     AGENTS[1:],
     TUNIX[1:],
 ]
@@ -213,7 +231,7 @@ def test_each_test_is_in_one_sixth_and_named_by_itself():
 def test_without_time_no_further_suite_begins(project, capfd):
     assert project(seconds=74 * 60) == (0, SUITE[:-1])
     named = re.findall(r"^left out after 74 minutes: (.*)", capfd.readouterr().out, re.M)
-    assert len(named) == len(set(named)) == 14
+    assert len(named) == len(set(named)) == 15
 
 
 def test_a_suite_that_would_take_too_long_is_left_out(project, capfd):

@@ -1,6 +1,8 @@
 """The files of ``deploy``: their variables are options of the server, and what they promise holds together."""
 
+import json
 import re
+import tomllib
 
 import typer
 import yaml
@@ -43,4 +45,35 @@ def test_the_image_has_the_build_of_torch_for_cpus():
     assert "https://download.pytorch.org/whl/cpu" in DOCKERFILE
     first = next(each for each in installs if "torch" in each)
     assert "--index-url" in first and installs.index(first) == 0
-    assert installs[-1].strip() == "--no-cache-dir '.[server]'"
+    assert installs[-1].strip() == '--no-cache-dir ".[${EXTRAS}]"'
+
+
+def stages():
+    """Instructions of each stage of the Dockerfile, lines joined and comments left out."""
+    lines = re.sub(r"\\\n", " ", "\n".join(x for x in DOCKERFILE.splitlines() if not x.startswith("#"))).splitlines()
+    found = []
+    for name, _, rest in (line.partition(" ") for line in lines if line.strip()):
+        if name == "FROM":
+            found.append([])
+        found[-1].append((name, rest.strip()))
+    return found
+
+
+def test_the_image_runs_as_nobody_and_says_how_it_is():
+    known = {"FROM", "RUN", "WORKDIR", "COPY", "ARG", "ENV", "USER", "EXPOSE", "STOPSIGNAL", "HEALTHCHECK", "CMD"}
+    build, final = stages()
+    assert {name for name, _ in build + final} <= known
+    of = {name: [rest for each, rest in final if each == name] for name in known}
+    names = [name for name, _ in final]
+    assert of["USER"] == ["10001"] and "RUN" not in names[names.index("USER") :]
+    assert of["STOPSIGNAL"] == ["SIGTERM"] and json.loads(of["CMD"][0])[2].startswith(
+        "exec /venv/bin/torchax-serve serve"
+    )
+    (health,) = of["HEALTHCHECK"]
+    assert "/readyz" in json.loads(health.partition("CMD ")[2])[2]
+    declared = set(re.findall(r"^ARG (\w+)", DOCKERFILE, re.M))
+    assert declared == {"TORCH_INDEX", "EXTRAS", "MODEL", "PLATFORMS"}
+    assert set(re.findall(r"--build-arg (\w+)=", DOCKERFILE)) <= declared
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = re.findall(r"EXTRAS=([\w,]+)", DOCKERFILE)
+    assert len(named) == 3 and {each for text in named for each in text.split(",")} <= set(extras)

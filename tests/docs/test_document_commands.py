@@ -36,6 +36,7 @@ FROM_THE_HUB = {
     "torchax-serve pull qwen3-0.6b",
     """torchax-serve serve qwen3-0.6b --speculative-config '{"method": "ngram", "num_speculative_tokens": 4}'""",
     """torchax-serve serve llama-3.2-1b-instruct --speculative-config '{"method": "eagle3", "model": "./eagle3"}'""",
+    """torchax-serve serve qwen3-0.6b --kv-events-config '{"enable_kv_cache_events": true, "replay_endpoint": "tcp://*:5558"}'""",
     "torchax-serve rm qwen3-0.6b --yes",
     "torchax-serve plan qwen3-32b --topology v6e:2x4",
     "torchax-serve plan llama-3.1-70b-instruct --topology h200:4 --max-model-len 4096 --max-num-seqs 64",

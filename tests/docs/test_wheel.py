@@ -46,6 +46,7 @@ def test_the_wheel_has_every_file_of_the_packages_and_nothing_else(tmp_path):
     assert (headers["License-Expression"], headers["License-File"]) == ("Apache-2.0", "LICENSE")
     assert (headers["Requires-Python"], headers["Description-Content-Type"]) == (">=3.11", "text/markdown")
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in sizes)
+    assert "Typing :: Typed" in headers.get_all("Classifier") and "tpu" in headers["Keywords"].split(",")
     assert "torchax-serve = torchax_serve.cli.main:main" in commands
     embedded = {name: size for name, size in sizes.items() if name.startswith("torchax_serve/embedded/")}
     assert sum(embedded.values()) <= LARGEST_EMBEDDED_BYTES

@@ -33,6 +33,30 @@ def test_a_prompt_that_would_wait_with_too_many_tokens_is_429(http, server, mode
     assert http.post("/v1/completions", json=body | {"prompt": [5] * 6}).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("/v1/completions", {"prompt": "Hi", "max_tokens": 1}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}),
+        ("/v1/responses", {"input": "Hi", "max_output_tokens": 1}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}),
+    ],
+)
+def test_a_proxy_sets_the_priority_by_vllms_header(http, model, monkeypatch, route, body):
+    seen, make = [], model.engine._entries.make
+    monkeypatch.setattr(
+        model.engine._entries, "make", lambda request: (seen.append(request.priority), make(request))[1]
+    )
+    body |= {"model": "tiny"}
+    for headers, given in (({}, {}), ({}, {"priority": 3}), ({"X-Vllm-Priority": "-7"}, {"priority": 3})):
+        assert http.post(route, json=body | given, headers=headers).status_code == 200
+    assert seen == [0, 3, -7]
+    for wrong in ("high", "1.5", "", "9" * 19):
+        answer = http.post(route, json=body, headers={"X-Vllm-Priority": wrong})
+        assert answer.status_code == 400
+        assert "X-Vllm-Priority: expected a whole number of at most 18 digits, got" in answer.text
+
+
 def test_sixteen_tokens_by_default(client):
     answer = client.completions.create(model="tiny", prompt=PROMPT, extra_body={"ignore_eos": True})
     assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (16, "length")

@@ -83,6 +83,9 @@ def test_a_gateway_finds_the_size_of_the_cache_and_the_load(http, client, model,
     assert sample.labels == {"block_size": str(pages[0].page_size), "num_gpu_blocks": str(pages[0].num_pages)}
     assert "vllm:lora_requests_info" not in families(http)  # a model without adapters
     assert http.get("/load").json() == {"server_load": 0}
+    until = time.monotonic() + 5
+    while server.context.num_in_flight and time.monotonic() < until:  # an answer ends behind its last byte
+        time.sleep(0.01)
     monkeypatch.setattr(server.context, "num_in_flight", 5)
     assert http.get("/load").json() == {"server_load": 5}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import re
 import threading
 from collections.abc import Mapping, Sequence
 
@@ -13,6 +14,19 @@ from torchax_serve.scheduler.config import check_int
 
 SALT_MARK = "\ud800"
 """Begins and ends the part of a prefix's salt that is an adapter's: a surrogate, which no salt of a user can have."""
+
+_IN_SALT = re.compile(f"{SALT_MARK}(\\d+):(.*?){SALT_MARK}", re.DOTALL)
+
+
+def adapter_in_salt(salt: str) -> tuple[int, str] | None:
+    """Returns version and name of the adapter in a salt of prefixes; None if there is none."""
+    match = _IN_SALT.search(salt)
+    return None if match is None else (int(match[1]), match[2])
+
+
+def salt_without_adapter(salt: str) -> str:
+    """Returns a salt of prefixes without the part of an adapter."""
+    return _IN_SALT.sub("", salt)
 
 
 @dataclasses.dataclass(eq=False)
@@ -56,7 +70,7 @@ class AdapterUse:
     @property
     def salt(self) -> str:
         """Part of the salt of the request's prefixes."""
-        return f"{SALT_MARK}{self._adapter.version}{SALT_MARK}"
+        return f"{SALT_MARK}{self._adapter.version}:{self._adapter.name}{SALT_MARK}"
 
     def release(self) -> None:
         """Ends the use. Calling it twice does nothing."""

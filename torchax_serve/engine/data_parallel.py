@@ -51,7 +51,7 @@ class DataParallelEngines:
         try:
             for index, runtime in enumerate(runtimes):
                 ids = itertools.count(index, len(runtimes))  # the number of a request says which engine has it
-                self.engines.append(build_engine(runtime, options, ids, adapters))
+                self.engines.append(build_engine(runtime, options, ids, adapters, index))
         except BaseException:
             self.close("a replica could not be made")
             raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import collections
 import contextlib
+import dataclasses
 import functools
 import itertools
 import logging
@@ -32,6 +33,7 @@ from torchax_serve.validation.owner_process import OwnerProcess
 
 if TYPE_CHECKING:
     from model_adapters.loading.progress import Progress
+    from torchax_serve.engine.kv_events import KVEventPublisher
 
 
 logger = logging.getLogger("torchax_serve")
@@ -171,6 +173,7 @@ class Engine:
         ids: Ids of the requests to come; 0, 1, ... by default.
         max_num_waiting: Maximum number of requests that wait for a slot.
         max_num_waiting_tokens: Maximum number of tokens of their prompts.
+        events: Publishes the scheduler's log of events, and ends with the engine; None: there is none.
 
     Attributes:
         max_model_len, vocab_size: Most tokens of a request, with its answer; columns of the logits.
@@ -189,6 +192,7 @@ class Engine:
         ids: Iterator[RequestId] | None = None,
         max_num_waiting: int = MAX_NUM_WAITING,
         max_num_waiting_tokens: int = MAX_NUM_WAITING_TOKENS,
+        events: KVEventPublisher | None = None,
     ) -> None:
         self.description = description
         self.max_model_len, self.vocab_size = scheduler.config.max_model_len, runner.vocab_size
@@ -197,7 +201,7 @@ class Engine:
         self.span_limits = runner.span_limits(scheduler.config)
         self.admission = Admission(scheduler.config.max_num_seqs, max_num_waiting, max_num_waiting_tokens)
         self._process = OwnerProcess()
-        self._scheduler, self._runner = scheduler, runner
+        self._scheduler, self._runner, self._events = scheduler, runner, events
         self._output_processor, self._masked = OutputProcessor(runner), MaskedRequests(runner.vocab_size)
         self._dispatched = DispatchQueue()
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
@@ -314,7 +318,11 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counts; cheap, and right between two steps."""
-        return self._counts.stats(self._scheduler.stats(), self._runner.num_programs, self._runner.cache_bytes)
+        counts = self._counts.stats(self._scheduler.stats(), self._runner.num_programs, self._runner.cache_bytes)
+        if self._events is None:
+            return counts
+        published, dropped = self._events.num_batches, self._events.num_dropped
+        return dataclasses.replace(counts, num_event_batches=published, num_dropped_batches=dropped)
 
     def drain(self, timeout_s: float | None = None, refusal: str = DRAINED) -> bool:
         """Refuses new requests, waits for the others; returns whether all have ended.
@@ -418,6 +426,8 @@ class Engine:
             self._scheduler.abort(request_id, "error")
         if self.check_integrity:
             self._scheduler.check_integrity()
+        if self._events is not None and self._scheduler.events:
+            self._events.publish(self._scheduler.events.take())
         self._counts.busy_s += time.monotonic() - began
 
     def _execute(self, plan: StepPlan) -> None:
@@ -508,5 +518,7 @@ class Engine:
         self._output_processor.deliver(ended, error=f"the engine was closed ({self.close_reason})")
         self._output_processor.notify_async_readers()
         self._dispatched.clear()
+        if self._events is not None:
+            self._events.close()
         with self._wake:
             self._idle.notify_all()

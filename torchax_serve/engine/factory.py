@@ -11,9 +11,10 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
+from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError
 from torchax_serve.engine.adapters import Adapters
 from torchax_serve.engine.engine import Engine
+from torchax_serve.engine.kv_events import KVEventPublisher, KVEventsConfig
 from torchax_serve.engine.model_runner import NO_ADAPTERS, ModelRunner
 from torchax_serve.engine.options import MAX_DECODER_LEN, MAX_DISPATCH_S, MAX_ENCODER_LEN, MAX_MODEL_LEN, EngineOptions
 from torchax_serve.executors.base import ExecutorChoice
@@ -23,7 +24,14 @@ from torchax_serve.kv_cache.host_pools import HostPools, least_host_bytes
 from torchax_serve.kv_cache.memory import MemoryBudget
 from torchax_serve.sampling.sampler import tables_bytes
 from torchax_serve.sampling.types import columns_for
-from torchax_serve.scheduler import RequestId, Scheduler, SchedulerConfig, SnapshotGroup, SpeculativeConfig
+from torchax_serve.scheduler import (
+    BlockEventLog,
+    RequestId,
+    Scheduler,
+    SchedulerConfig,
+    SnapshotGroup,
+    SpeculativeConfig,
+)
 from torchax_serve.scheduler.speculative_config import refuse_drafts
 from torchax_serve.validation.argument_checks import MAX_INT
 
@@ -41,6 +49,7 @@ def build_engine(
     options: EngineOptions | None = None,
     ids: Iterator[RequestId] | None = None,
     adapters: Adapters | None = None,
+    rank: int = 0,
 ) -> Engine:
     """Builds an engine for the model of `runtime`; its thread runs until it is closed.
 
@@ -49,6 +58,7 @@ def build_engine(
         options: Sizes and policies.
         ids: Ids of the requests to come.
         adapters: Adapters that requests can name, for which `runtime` has the matrices; None: none.
+        rank: Number of the replica in this process.
 
     Raises:
         UnsupportedModelError: requests of this model cannot be batched.
@@ -71,9 +81,15 @@ def build_engine(
         max_logprobs=options.max_logprobs,
     )
     runner.weights_version = runtime.weights_version
-    scheduler = Scheduler(_scheduler_config(runtime, options, sizes, choice, host))
+    config = _scheduler_config(runtime, options, sizes, choice, host)
+    events = None
+    if options.kv_events is not None:
+        if not config.enable_prefix_caching:
+            refuse_events(options.kv_events, "a model whose requests share no prefixes")
+        events = KVEventPublisher(options.kv_events, config.groups, config.page_size, rank)
+    log = None if events is None else BlockEventLog(config.groups, config.page_size)
     limits = options.max_num_waiting, options.max_num_waiting_tokens
-    return Engine(scheduler, runner, str(choice), ids, *limits)
+    return Engine(Scheduler(config, events=log), runner, str(choice), ids, *limits, events)
 
 
 def no_engine(reason: str, options: EngineOptions | None) -> UnsupportedModelError:
@@ -83,7 +99,14 @@ def no_engine(reason: str, options: EngineOptions | None) -> UnsupportedModelErr
         UnsupportedArgumentError: `options` ask for what only a batch has.
     """
     refuse_drafts(None if options is None else options.speculative, f"this model ({reason})")
+    refuse_events(None if options is None else options.kv_events, f"this model ({reason})")
     return UnsupportedModelError(reason)
+
+
+def refuse_events(events: KVEventsConfig | None, where: str) -> None:
+    """Raises UnsupportedArgumentError, naming `where`, if there are `events`."""
+    if events is not None:
+        raise UnsupportedArgumentError(f"kv_events_config: expected None for {where}, got one; leave it out")
 
 
 def memory_budget(runtime: ModelRuntime, options: EngineOptions) -> MemoryBudget:

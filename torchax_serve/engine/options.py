@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 from model_adapters.errors import InvalidArgumentError
+from torchax_serve.engine.kv_events import KVEventsConfig
 from torchax_serve.sampling_params import MAX_LOGPROBS
 from torchax_serve.scheduler.config import check_int
 from torchax_serve.scheduler.speculative_config import SpeculativeConfig
@@ -92,6 +93,8 @@ class EngineOptions:
             their tokens per second, as they go without a faster order of summation.
         speculative: How decode steps speculate, such as ``{"method": "ngram", "num_speculative_tokens": 4}``: the keys
             are those of vLLM's `speculative_config`. Tokens stay the same. None: they do not.
+        kv_events_config: Which prefixes enter and leave the cache, published over ZeroMQ, such as
+            ``{"enable_kv_cache_events": True, "endpoint": "tcp://*:5557"}``: the keys are vLLM's. None: nowhere.
     """
 
     max_model_len: int | None = None
@@ -112,9 +115,16 @@ class EngineOptions:
     max_num_waiting: int = MAX_NUM_WAITING
     max_num_waiting_tokens: int = MAX_NUM_WAITING_TOKENS
     max_logprobs: int = MAX_LOGPROBS
+    kv_events_config: KVEventsConfig | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "speculative", SpeculativeConfig.parse(self.speculative))
+        object.__setattr__(self, "kv_events_config", KVEventsConfig.parse(self.kv_events_config))
+        if self.kv_events is not None and self.enable_prefix_caching is False:
+            raise InvalidArgumentError(
+                "kv_events_config: expected None with enable_prefix_caching=False, as events are about prefixes, got "
+                "one; leave one of them out"
+            )
         for name in _POSITIVE:
             check_int(name, getattr(self, name), 1, "give a positive number")
         for name in ("max_model_len", "kv_cache_memory_bytes", "max_encoder_len"):
@@ -146,6 +156,12 @@ class EngineOptions:
             is_number = isinstance(target, int | float) and not isinstance(target, bool)
             if target is not None and not (is_number and 0 < target < math.inf):
                 raise InvalidArgumentError(f"{name}: expected milliseconds above 0 or None, got {target!r}")
+
+    @property
+    def kv_events(self) -> KVEventsConfig | None:
+        """What is published of the prefix cache; None: nothing."""
+        config = KVEventsConfig.parse(self.kv_events_config)
+        return config if config is not None and config.publishes else None
 
     @property
     def has_draft_model(self) -> bool:

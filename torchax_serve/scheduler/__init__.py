@@ -3,6 +3,7 @@
 The package imports neither jax nor torch.
 """
 
+from torchax_serve.scheduler.block_events import BlockEventLog, ClearedBlocks, RemovedBlocks, StoredBlocks
 from torchax_serve.scheduler.config import CacheGroup, SchedulerConfig, SnapshotGroup
 from torchax_serve.scheduler.host_pages import PageTransfer
 from torchax_serve.scheduler.page_allocator import PageAllocator, SequencePages
@@ -18,7 +19,9 @@ from torchax_serve.scheduler.types import RequestId
 __all__ = [
     "INVALID_TOKEN",
     "NULL_PAGE",
+    "BlockEventLog",
     "CacheGroup",
+    "ClearedBlocks",
     "DecodeBatch",
     "DraftResult",
     "DraftRows",
@@ -29,6 +32,7 @@ __all__ = [
     "PageTransfer",
     "PlanRow",
     "PrefillBudget",
+    "RemovedBlocks",
     "Request",
     "RequestId",
     "RequestState",
@@ -41,4 +45,5 @@ __all__ = [
     "StateRows",
     "Status",
     "StepPlan",
+    "StoredBlocks",
 ]

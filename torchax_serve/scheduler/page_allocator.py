@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from torchax_serve.outputs import GroupUsage
+from torchax_serve.scheduler.block_events import BlockEventLog
 from torchax_serve.scheduler.config import SchedulerConfig
 from torchax_serve.scheduler.host_pages import HostPages, PageTransfer
 from torchax_serve.scheduler.page_pool import NULL_PAGE, PageCopy, PagePool, check_equal
@@ -57,13 +58,16 @@ class PrefixMatch(NamedTuple):
 class PageAllocator:
     """Opens, grows, forks, publishes and releases the pages and slots of sequences."""
 
-    def __init__(self, config: SchedulerConfig, hash_function: PageHash = page_hash) -> None:
+    def __init__(
+        self, config: SchedulerConfig, hash_function: PageHash = page_hash, events: BlockEventLog | None = None
+    ) -> None:
         self._groups = config.groups
         self._page_size = config.page_size
         self._num_slots = config.max_num_seqs
         self._prefix_caching = config.enable_prefix_caching
         num_groups = len(config.groups)
-        self._index = PrefixCache(num_groups + (config.snapshots is not None), hash_function)
+        self._events = events
+        self._index = PrefixCache(num_groups + (config.snapshots is not None), hash_function, events)
         self._pools = [
             PagePool(group.num_pages, functools.partial(self._evict, i), functools.partial(self._index.drop, i))
             for i, group in enumerate(config.groups)
@@ -320,6 +324,8 @@ class PageAllocator:
             if pages.node is not None:
                 self._index.unpin(pages.node)
                 pages.node = None
+        if self._events is not None:
+            self._events.cleared()
 
     def usage(self) -> tuple[GroupUsage, ...]:
         """Pages in use and cached, by group; behind them snapshots of recurrent states."""

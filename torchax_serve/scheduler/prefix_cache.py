@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Protocol
 
 from torchax_serve.scheduler.page_pool import NULL_PAGE, check_equal
+from torchax_serve.scheduler.types import MAX_TOKEN_ID
 
 PageHash = Callable[[int, tuple[int, ...], str], int]
 
@@ -35,10 +37,21 @@ class PrefixNode:
     pages: list[int]  # by group, where this page's keys and values are; NULL_PAGE: not in the cache
     host_pages: list[int]  # by group, where they are in host memory; NULL_PAGE: not there
     num_uses: int = 0  # pages held, children, and sequences that continue here
+    has_media: bool = False  # whether a token up to its end stands for a part of an image
 
     def is_stored(self, group: int) -> bool:
         """Returns whether keys and values of `group` are on the device or in host memory."""
         return self.pages[group] != NULL_PAGE or self.host_pages[group] != NULL_PAGE
+
+
+class PrefixObserver(Protocol):
+    """What is told which pages of prefixes come and go."""
+
+    def stored(self, group: int, node: PrefixNode, *, on_host: bool) -> None:
+        """Notes that `node` is on the device, or in host memory, from now on."""
+
+    def removed(self, group: int, node: PrefixNode, *, on_host: bool) -> None:
+        """Notes that `node` is no longer there."""
 
 
 class PrefixCache:
@@ -48,9 +61,11 @@ class PrefixCache:
     whose hashes collide therefore never mix; the later one is simply not entered.
     """
 
-    def __init__(self, num_groups: int, hash_function: PageHash = page_hash) -> None:
+    def __init__(
+        self, num_groups: int, hash_function: PageHash = page_hash, observer: PrefixObserver | None = None
+    ) -> None:
         self._num_groups = num_groups
-        self._hash = hash_function
+        self._hash, self._observer = hash_function, observer
         self._nodes: dict[int, PrefixNode] = {}
         self._roots: dict[str, PrefixNode] = {}
 
@@ -68,7 +83,9 @@ class PrefixCache:
         return self._roots[salt]
 
     def _node(self, key: int, salt: str, parent: PrefixNode | None, tokens: tuple[int, ...]) -> PrefixNode:
-        return PrefixNode(key, salt, parent, tokens, [NULL_PAGE] * self._num_groups, [NULL_PAGE] * self._num_groups)
+        null_pages = [NULL_PAGE] * self._num_groups
+        has_media = parent is not None and (parent.has_media or max(tokens) > MAX_TOKEN_ID)
+        return PrefixNode(key, salt, parent, tokens, null_pages, list(null_pages), has_media=has_media)
 
     def find(self, parent: PrefixNode, tokens: tuple[int, ...]) -> PrefixNode | None:
         """Returns the node of `tokens` behind `parent`; None if there is none."""
@@ -130,22 +147,30 @@ class PrefixCache:
         """Notes that `page` of `group` has the node's keys and values."""
         node.pages[group] = page
         node.num_uses += 1
+        if self._observer is not None:
+            self._observer.stored(group, node, on_host=False)
 
     def drop(self, group: int, page: int, node: PrefixNode) -> None:
         """Notes that `page` of `group` no longer has them."""
         check_equal("page that is dropped", node.pages[group], page)
         node.pages[group] = NULL_PAGE
+        if self._observer is not None:
+            self._observer.removed(group, node, on_host=False)
         self.unpin(node)
 
     def hold_on_host(self, group: int, page: int, node: PrefixNode) -> None:
         """Notes that host page `page` of `group` has the node's keys and values."""
         node.host_pages[group] = page
         node.num_uses += 1
+        if self._observer is not None:
+            self._observer.stored(group, node, on_host=True)
 
     def drop_on_host(self, group: int, page: int, node: PrefixNode) -> None:
         """Notes that host page `page` of `group` no longer has them."""
         check_equal("host page that is dropped", node.host_pages[group], page)
         node.host_pages[group] = NULL_PAGE
+        if self._observer is not None:
+            self._observer.removed(group, node, on_host=True)
         self.unpin(node)
 
     def nodes(self) -> list[PrefixNode]:

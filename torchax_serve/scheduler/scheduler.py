@@ -15,6 +15,7 @@ import numpy as np
 from model_adapters.errors import InvalidArgumentError
 from torchax_serve.outputs import FinishReason, SchedulerStats
 from torchax_serve.sampling_params import invalid
+from torchax_serve.scheduler.block_events import BlockEventLog, stable_page_hash
 from torchax_serve.scheduler.config import SchedulerConfig
 from torchax_serve.scheduler.page_allocator import PageAllocator
 from torchax_serve.scheduler.prefill_budget import LatencyGoals, PrefillBudget
@@ -43,11 +44,19 @@ class Scheduler:
 
     A request ends with the reason "stop" (a stop token), "length" (`max_new_tokens` or `max_model_len` is reached, or
     the request needs more pages than there are), "deadline", "queue_deadline", "abort" or "error".
+
+    Args:
+        config: Sizes and policy.
+        hash_function: Hash of pages by which prefixes are found; None: a stable one where there are `events`.
+        events: Log of the pages that can be found; None: none is kept.
     """
 
-    def __init__(self, config: SchedulerConfig, hash_function: PageHash = page_hash) -> None:
-        self.config = config
-        self._allocator = PageAllocator(config, hash_function)
+    def __init__(
+        self, config: SchedulerConfig, hash_function: PageHash | None = None, events: BlockEventLog | None = None
+    ) -> None:
+        self.config, self.events = config, events
+        default_hash = page_hash if events is None else stable_page_hash
+        self._allocator = PageAllocator(config, hash_function or default_hash, events)
         self._queues = RequestQueues(config, self._allocator)
         goals = LatencyGoals(config.max_decode_slowdown, config.tpot_target_s, config.ttft_target_s)
         self._prefill_budget = PrefillBudget(config.min_prefill_chunk, goals)

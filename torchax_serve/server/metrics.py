@@ -196,6 +196,8 @@ class _EngineCollector(Collector):
             "compiled_programs": stats.num_programs,
             "offloaded_kv_pages": sum(group.num_offloaded for group in scheduler.pages),
             "loaded_kv_pages": sum(group.num_loaded for group in scheduler.pages),
+            "kv_event_batches": stats.num_event_batches,
+            "dropped_kv_event_batches": stats.num_dropped_batches,
         }
         for prefix in self._prefixes:
             for name, value in gauges.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -9,11 +10,14 @@ from starlette.requests import Request
 
 from torchax_serve.server.body import read_request
 from torchax_serve.server.context import context_of
-from torchax_serve.server.errors import ApiError
+from torchax_serve.server.dialect_requests import OpenRequest
+from torchax_serve.server.errors import ApiError, bad_request
 from torchax_serve.server.model_service import ModelService
 from torchax_serve.server.request_fields import ApiRequest
+from torchax_serve.validation.argument_checks import short_repr
 
 Body = TypeVar("Body", bound=ApiRequest)
+_PRIORITY = re.compile("-?[0-9]{1,18}")
 
 
 async def read_for_model(
@@ -38,12 +42,27 @@ async def read_for_model(
     if only is not None:
         _check_task(request, only, task)
     body = await read_request(request, context.options, kind)
+    if (priority := request.headers.get("x-vllm-priority")) is not None:
+        body = _with_priority(body, priority)
     if only is not None:
         return only, body
     named: Any = body
     service = await context.take(request, (named.model if name_of is None else name_of(body)) or "")
     _check_task(request, service, task)
     return service, body
+
+
+def _with_priority(body: Body, given: str) -> Body:
+    """Returns a body whose priority is that of the header ``X-Vllm-Priority``.
+
+    Raises:
+        ApiError: 400 if the header is no whole number.
+    """
+    if not ("priority" in type(body).model_fields or isinstance(body, OpenRequest)):
+        return body
+    if not _PRIORITY.fullmatch(given):
+        raise bad_request(f"X-Vllm-Priority: expected a whole number of at most 18 digits, got {short_repr(given)}")
+    return body.model_copy(update={"priority": int(given)})
 
 
 def _check_task(request: Request, service: ModelService, task: str | None) -> None:

@@ -121,6 +121,8 @@ class TextRequest(ApiRequest):
     kv_transfer_params: Annotated[Any, refused("expected null; pages are not sent to other servers", {})] = None
     ec_transfer_params: Annotated[Any, refused("expected null; encodings are not sent to other servers", {})] = None
     vllm_xargs: Annotated[Any, refused("expected none; there are no extensions", {})] = None
+    no_stop_trim: Annotated[Any, refused("expected false; write include_stop_str_in_output", False)] = None
+    return_hidden_states: Annotated[Any, refused("expected false; answers have no hidden states", False)] = None
     guided_decoding_backend: Annotated[str | None, no_effect("grammars are llguidance's")] = None
     guided_whitespace_pattern: Annotated[Any, refused("expected null; JSON has one form of space")] = None
 
@@ -128,6 +130,8 @@ class TextRequest(ApiRequest):
 class ChatRequest(TextRequest):
     """Body of ``/v1/chat/completions``."""
 
+    separate_reasoning: Annotated[Any, refused("expected true; reasoning is apart from the answer", True)] = None
+    stream_reasoning: Annotated[Any, refused("expected true; write include_reasoning", True)] = None
     routes: ClassVar[tuple[str, ...]] = ("/v1/chat/completions",)
     messages: Annotated[Objects, honoured("the conversation, oldest message first")]
     max_tokens: Annotated[int | None, honoured("most tokens of the answer; by default as the model's config")] = None

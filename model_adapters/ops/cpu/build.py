@@ -1,10 +1,11 @@
 """Compilation of the C++ kernels at their first use, into the user's cache folder.
 
-The name of the file is a digest of its sources, the processor's features, jaxlib and the compiler, so that a second
-process finds it. If the compiler is missing or fails, a library that another compiler built from the same sources is
-used. A lock keeps two processes from building at once. The library is sealed (`model_adapters/disk_cache.py`): one that
-is damaged, or that other users could have written, is never loaded. Where the cache folder cannot be written, the
-library is built in a temporary folder of this process, for this process.
+Where the package ``torchax-serve-kernels`` has a library that fits, that is used (`prebuilt.py`); with ``CXX`` set it
+is not. The name of the file is a digest of its sources, the processor's features, jaxlib and the compiler, so that a
+second process finds it. If the compiler is missing or fails, a library that another compiler built from the same
+sources is used. A lock keeps two processes from building at once. The library is sealed
+(`model_adapters/disk_cache.py`): one that is damaged, or that other users could have written, is never loaded. Where
+the cache folder cannot be written, the library is built in a temporary folder of this process, for this process.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import jax.ffi
 import jaxlib.version
 
 from model_adapters.disk_cache import SealedFolder, cache_root, open_lock
+from model_adapters.ops.cpu.prebuilt import prebuilt_library
 from model_adapters.unwritable_cache import report_unwritable
 
 FOLDER = Path(__file__).parent
@@ -92,7 +94,7 @@ def _run(command: list[str]) -> str:
     return done.stdout
 
 
-def _cpuinfo() -> list[str]:
+def cpuinfo() -> list[str]:
     """Returns the lines in which Linux describes the processor; none on other systems."""
     with contextlib.suppress(OSError):
         return Path("/proc/cpuinfo").read_text().splitlines()
@@ -101,14 +103,14 @@ def _cpuinfo() -> list[str]:
 
 def processor() -> str:
     """Returns the features of the processor, which decide what ``-march=native`` means."""
-    named = (line for line in _cpuinfo() if line.lower().startswith(("flags", "features")))
+    named = (line for line in cpuinfo() if line.lower().startswith(("flags", "features")))
     return next(named, f"{platform.machine()} {platform.processor()}")
 
 
 def _processor_flags() -> list[str]:
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return ["-mcpu=native"]
-    is_intel = any("GenuineIntel" in line for line in _cpuinfo())
+    is_intel = any("GenuineIntel" in line for line in cpuinfo())
     return ["-march=native", *(["-DTAS_SLOW_DPBF16"] if is_intel else [])]
 
 
@@ -181,12 +183,16 @@ def library_path(extra_flags: tuple[str, ...] | None = None, *, rebuild: bool = 
 
     Args:
         extra_flags: Flags in place of those that select this machine's instruction set.
-        rebuild: Build even if there is a library (it could not be loaded).
+        rebuild: Build even if there is a library, also an installed one (it could not be loaded).
         code: Folder of the C++ files.
 
     Raises:
         BuildError: no library and no compiler, a failed compilation, or a cache folder that cannot be written.
     """
+    if extra_flags is None and not rebuild and not os.environ.get("CXX"):
+        installed = prebuilt_library(sources_digest(code), cpuinfo())
+        if installed is not None:
+            return installed
     flags = [*FLAGS, *(_processor_flags() if extra_flags is None else extra_flags)]
     folder = cache_folder()
     stem = f"kernels-{_source_key(flags, code)}"

@@ -11,7 +11,7 @@ import typer
 
 from model_adapters.errors import InvalidArgumentError
 from torchax_serve.cli.shared.load_options import DeviceOptions, check_choice
-from torchax_serve.cli.shared.speculative import SpeculativeJson, parse_speculative
+from torchax_serve.cli.shared.speculative import SpeculativeJson, parse_json_option, parse_speculative
 from torchax_serve.validation.argument_checks import KV_CACHE_DTYPES
 
 if TYPE_CHECKING:
@@ -104,6 +104,10 @@ class EngineFlags:
         ),
     ] = None
     speculative_config: SpeculativeJson = None
+    kv_events_config: Annotated[
+        str | None,
+        _option("--kv-events-config", help="Publish which prefixes are cached, in JSON, with the keys of vLLM's."),
+    ] = None
 
     def __post_init__(self) -> None:
         if self.kv_cache_dtype is not None:
@@ -120,6 +124,8 @@ class EngineFlags:
         gib, speculative = found.pop("kv_offloading_size"), found.pop("speculative_config")
         found["kv_offloading_bytes"] = None if gib is None else int(gib * 2**30)
         found["speculative"] = parse_speculative(speculative)
+        events, example = self.kv_events_config, '{"enable_kv_cache_events": true}'
+        found["kv_events_config"] = parse_json_option("--kv-events-config", events, example)
         found["kv_cache_dtype"] = None if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
         return {name: value for name, value in found.items() if value is not None}
 

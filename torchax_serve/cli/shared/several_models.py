@@ -18,6 +18,7 @@ _OF_ONE = {
     "served_model_name": "write NAME,OTHER_NAME=MODEL",
     "watch": "start a server of the bundle alone",
     "speculative_config": "start a server of that model alone",
+    "kv_events_config": "start a server of that model alone",
     "revision": "download it before, by torchax-serve pull",
     "explain": "ask for one model",
 }

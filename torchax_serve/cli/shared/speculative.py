@@ -1,4 +1,4 @@
-"""The value of ``--speculative-config``."""
+"""Values of options that are written in JSON, such as ``--speculative-config``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,12 @@ SpeculativeJson = Annotated[
 
 
 def parse_speculative(text: str | None) -> Any:
-    """Returns ``--speculative-config`` as `serve(speculative_config=...)` takes it.
+    """Returns ``--speculative-config`` as `serve` takes it; errors as of `parse_json_option`."""
+    return parse_json_option("--speculative-config", text, '{"method": "ngram"}')
+
+
+def parse_json_option(option: str, text: str | None, example: str) -> Any:
+    """Returns the value of an option that is written in JSON; None if it is not given.
 
     Raises:
         InvalidArgumentError: the text is no JSON.
@@ -32,6 +37,4 @@ def parse_speculative(text: str | None) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise InvalidArgumentError(
-            f'--speculative-config: expected JSON such as \'{{"method": "ngram"}}\', got {text!r} ({error})'
-        ) from None
+        raise InvalidArgumentError(f"{option}: expected JSON such as '{example}', got {text!r} ({error})") from None

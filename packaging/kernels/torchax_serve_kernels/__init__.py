@@ -1,0 +1,1 @@
+"""Has libraries of torchax-serve's C++ kernels; `manifest.json` says for which processors."""
