@@ -57,7 +57,7 @@ class MaskDecoder:
         ]
 
     def _encoded(self, image: Any) -> dict[str, Any]:
-        """Returns an image's embedding, and its sizes: height and width; drops the oldest of too many."""
+        """Returns the embedding and the sizes (height, width) of an image; drops old ones."""
         pixels = np.asarray(image)
         weights = f"{self._runtime.weights_version} {self._runtime.num_changes}"  # an embedding is that of its weights
         key = hashlib.sha256(f"{pixels.shape} {weights}".encode() + pixels.tobytes()).digest()
