@@ -14,7 +14,7 @@ import re
 
 logger = logging.getLogger("torchax_serve")
 
-NOT_TESTED_FROM = {"python": "3.14", "torch": "2.14", "jax": "0.12", "transformers": "5.25"}
+NOT_TESTED_FROM = {"python": "3.13", "torch": "2.14", "jax": "0.12", "transformers": "5.25"}
 """First release, by package, that is newer than those tested."""
 
 
