@@ -17,6 +17,7 @@ from model_adapters.device_arrays import to_device
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.program.model_program import ModelProgram
 from model_adapters.program.padding_safety import has_further_logits, may_have_further_logits
+from torchax_serve.runtime.static_args import NEEDS_VALUES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,13 +173,17 @@ class FurtherLogits:
         self._known: dict[frozenset[str], bool] = {}
 
     def come(self, given: dict[str, Any], call: Callable[[], Any], program: ModelProgram, weights: Any) -> bool:
-        """Tells whether a call does.
+        """Tells whether a call does, or may.
 
         `call` returns its arguments without padding, and its specification.
         """
         kind = frozenset(name for name, value in given.items() if value is not None)
         if self._may_come and kind not in self._known:
             (states, offset, inputs), spec = call()
-            fields, _ = jax.eval_shape(functools.partial(program.forward, spec=spec), weights, states, offset, inputs)
-            self._known[kind] = has_further_logits(fields)
+            forward = functools.partial(program.forward, spec=spec)
+            try:
+                fields, _ = jax.eval_shape(forward, weights, states, offset, inputs)
+                self._known[kind] = has_further_logits(fields)
+            except NEEDS_VALUES:  # its code decides by values, such as those of padding
+                self._known[kind] = True
         return self._may_come and self._known[kind]

@@ -431,11 +431,24 @@ def _one_channel(model: Any, generator: torch.Generator, task: str) -> Inputs:
     return {"input_values": _random(generator, 2, 1, 4000)}
 
 
+def _separated(model: Any, generator: torch.Generator, task: str) -> Inputs:
+    """Returns a question and a text, between two and in front of a third separator."""
+    if task not in ("question answering", "multiple choice"):
+        return {}
+    rows = 4 if task == "multiple choice" else 2
+    ids = _ids(generator, rows, 12)
+    ids[:, [4, 5, 11]] = model.config.sep_token_id
+    ids = ids.reshape(2, 2, 12) if task == "multiple choice" else ids
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
 INPUTS: dict[str, Maker] = {
     "audio-spectrogram-transformer": _of_spectrogram,
     "colmodernvbert": _query,
     "colpali": _document,
     "colqwen2": _query,
+    "longformer": _separated,
+    "modernvbert": _query,
     "csm": _codes,
     "depth_pro": _large_image,
     "flava": _image_and_text,
