@@ -42,6 +42,7 @@ from model_adapters.lowerings.torchax_fixes import (
     _keep_values_of_new_tensors,
     _mend_copy,
     _mend_type_as,
+    _order_equal_values,
     _stay_on_device,
     _take_by_host_indices,
     _tell_missing_at_once,
@@ -80,6 +81,7 @@ def install() -> None:
     _write_items()
     _mend_copy()
     _mend_type_as()
+    _order_equal_values()
     _understand_stored_lengths()
     custom_ops.install()
     deferred_checks.install()

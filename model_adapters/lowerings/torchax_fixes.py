@@ -123,3 +123,30 @@ def _tell_missing_at_once() -> None:
         raise torchax.tensor.OperatorNotFound(f"{func} has no lowering")
 
     env.dispatch = dispatch
+
+
+def _order_equal_values() -> None:
+    """Fixes ``tensor.sort(descending=True)`` with equal values, whose order torchax 0.0.13 turns round.
+
+    PyTorch compares the other way and sorts by the same algorithm, which keeps their order in short rows.
+    """
+    ascending = get_lowering(torch.ops.aten.sort)
+
+    def sort(x: jax.Array, dim: int = -1, descending: bool = False, stable: bool = False) -> tuple[Any, Any]:
+        if not descending or x.ndim == 0 or jnp.issubdtype(x.dtype, jnp.complexfloating):
+            return ascending(x, dim, descending, stable)
+        order = jnp.argsort(~_ordered_integers(x), axis=dim, stable=stable)
+        return jnp.take_along_axis(x, order, axis=dim), order
+
+    set_lowering(torch.ops.aten.sort, sort)
+
+
+def _ordered_integers(x: jax.Array) -> jax.Array:
+    """Returns integers in the order of the values of `x`: NaN above all, both zeros equal."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    wide = x if x.dtype.itemsize >= 4 else x.astype(jnp.float32)
+    signed = jnp.int64 if wide.dtype.itemsize == 8 else jnp.int32
+    same = jnp.where(jnp.isnan(wide), jnp.nan, jnp.where(wide == 0, 0.0, wide))
+    bits = jax.lax.bitcast_convert_type(same, signed)
+    return jnp.where(bits < 0, bits ^ jnp.iinfo(signed).max, bits)

@@ -316,3 +316,18 @@ def test_convolutions(name, dtype):
     np.testing.assert_allclose(
         np.asarray(function(weights, (*as_arrays(x),))).astype("float32"), expected, atol=tolerance
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.bool])
+@pytest.mark.parametrize("stable", [True, False])
+def test_equal_values_in_descending_order(dtype, stable):
+    """Short rows, in which PyTorch keeps the order of equal values also where it does not promise to."""
+    x = torch.randint(-2, 3, (5, 16), generator=torch.Generator().manual_seed(0)).to(dtype)
+    if dtype.is_floating_point:
+        x[0, ::5], x[1, ::3], x[2, 4], x[3, ::2] = torch.nan, -0.0, -torch.inf, torch.inf
+    for dim in (0, 1):
+        values, order = x.sort(dim=dim, descending=True, stable=stable)
+        found = traced(lambda x, dim=dim: x.sort(dim=dim, descending=True, stable=stable)[1], to_jax_array(x))
+        assert torch.equal(found.long(), order)
+        found = traced(lambda x, dim=dim: x.sort(dim=dim, descending=True, stable=stable)[0], to_jax_array(x))
+        torch.testing.assert_close(found, values, rtol=0, atol=0, equal_nan=True)
